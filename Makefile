@@ -1,0 +1,35 @@
+PY := .venv/bin/python
+# The CPU build where there is no GPU. Where pip finds no such build, give torch's CPU index in
+# PIP_EXTRA_INDEX_URL; nothing here pulls a CUDA build onto a machine without a GPU.
+TORCH ?= $(if $(shell command -v nvidia-smi),torch==2.13.0,torch==2.13.0+cpu)
+
+.PHONY: demo test ci check fmt test-slow test-gpu
+
+.venv/ok: pyproject.toml constraints.txt
+	python3 -m venv .venv
+	$(PY) -m pip install -q $(TORCH)
+	$(PY) -m pip install -q -c constraints.txt -e .[example,test]
+	touch .venv/ok
+
+demo: .venv/ok
+	$(PY) -m bench.demo
+
+check: .venv/ok
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+
+fmt: .venv/ok
+	.venv/bin/ruff check --fix .
+	.venv/bin/ruff format .
+
+test: check
+	$(PY) -m pytest -q
+
+test-slow: .venv/ok
+	$(PY) -m pytest -q -m "(dist or nvme or slow) and not gpu"
+
+test-gpu:
+	python3 -m pytest -q -m gpu
+
+ci: test test-slow

@@ -1,0 +1,132 @@
+"""`make demo`: the main job in six ways, each in a process of its own, and one table.
+
+baseline     torch AdamW, fp32 weights under bf16 autocast
+floor        bf16 model, gradients packed and dropped: what no state manager can go below
+resident     GeminiDDP, everything in RAM
+nvme         GeminiDDP, the whole optimizer state on disk
+plain        HybridAdam on the unwrapped fp32 model
+plain-nvme   the same with its state on disk
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from bench.disk import mixed_gb_per_s
+from bench.machine import MALLOC_ENVIRONMENT, machine, versions
+from nvme import default_folder
+
+ROOT = Path(__file__).resolve().parent.parent
+RUNS: dict[str, list[str]] = {
+    "baseline": ["--baseline"],
+    "floor": ["--floor"],
+    "resident": [],
+    "nvme": ["--nvme-fraction", "1.0"],
+    "plain": ["--plain"],
+    "plain-nvme": ["--plain", "--nvme-fraction", "1.0"],
+}
+WARMUP_STEPS = 2  # not in the median of step seconds
+
+
+def run(name: str, flags: list[str], args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """One training in a fresh process; what `train_gpt.py --json` wrote."""
+    out = args.out / f"{name}.json"
+    command = [
+        sys.executable, str(ROOT / "examples/train_gpt.py"), "--model", args.model,
+        "--steps", str(args.steps), "--batch", "4", "--seq", "128", "--device", "cpu",
+        "--nvme-dir", str(folder), "--json", str(out), *flags,
+    ]  # fmt: skip
+    path = os.pathsep.join([str(ROOT), str(ROOT / "io"), os.environ.get("PYTHONPATH", "")])
+    print(f"\n{name}:", flush=True)
+    subprocess.run(
+        command, check=True, env={**os.environ, **MALLOC_ENVIRONMENT, "PYTHONPATH": path}
+    )
+    result: dict[str, Any] = json.loads(out.read_text())
+    return result
+
+
+def row(name: str, result: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "name": name,
+        "peak_rss_mib": round(result["peak_rss_mib"][-1]),
+        "step_seconds_median": statistics.median(result["step_seconds"][WARMUP_STEPS:]),
+        "train_loss_first": result["train_loss"][0],
+        "train_loss_last": result["train_loss"][-1],
+        "val_loss": result["val_loss"],
+        "nvme_bytes": result["nvme_bytes"],
+        "bytes_moved_per_step": result["bytes_moved_per_step"],
+    }
+
+
+def table(rows: list[dict[str, Any]], mixed: float) -> str:
+    lines = [
+        "| run | peak RSS, MiB | step, s | train loss | validation loss | on disk, GB "
+        "| moved a step, GB |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for r in rows:
+        lines.append(
+            f"| {r['name']} | {r['peak_rss_mib']} | {r['step_seconds_median']:.2f} "
+            f"| {r['train_loss_last']:.4f} | {r['val_loss']:.4f} | {r['nvme_bytes'] / 1e9:.2f} "
+            f"| {r['bytes_moved_per_step'] / 1e9:.2f} |"
+        )
+    lines.append(f"\nDisk, reads and writes mixed half and half: {mixed:.2f} GB/s")
+    return "\n".join(lines)
+
+
+def draw(results: dict[str, dict[str, Any]], rows: list[dict[str, Any]], out: Path) -> None:
+    """`loss.png` and `memory.png`."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots()
+    for name in ("baseline", "resident", "nvme"):
+        style = "--" if name == "nvme" else "-"
+        axes.plot(results[name]["train_loss"], style, label=name)
+    axes.set(xlabel="step", ylabel="training loss", title="GPT-2 on the standard library")
+    axes.legend()
+    figure.savefig(out / "loss.png", dpi=120)
+
+    figure, axes = pyplot.subplots()
+    bars = axes.bar([r["name"] for r in rows], [r["peak_rss_mib"] for r in rows])
+    axes.bar_label(bars)
+    axes.set(ylabel="peak RSS, MiB", title="Peak resident memory of the process")
+    figure.savefig(out / "memory.png", dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", default="gpt2")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--out", type=Path, default=ROOT / "runs/demo")
+    parser.add_argument("--nvme-dir", type=Path, help="default: a temporary folder on a disk")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    folder = args.nvme_dir or default_folder()
+
+    results = {name: run(name, flags, args, folder) for name, flags in RUNS.items()}
+    rows = [row(name, result) for name, result in results.items()]
+    mixed = mixed_gb_per_s(folder)
+    summary = {
+        "rows": rows,
+        "mixed_disk_gb_per_s": mixed,
+        "versions": versions(),
+        "machine": machine(),
+    }
+    (args.out / "summary.json").write_text(json.dumps(summary, indent=1))
+    draw(results, rows, args.out)
+    print("\n" + table(rows, mixed))
+    print(f"\nwritten: {args.out}/summary.json, loss.png, memory.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Chunks: runs of whole parameters in flat buffers, and where everything lies in them."""

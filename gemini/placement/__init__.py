@@ -1,0 +1,1 @@
+"""Where model data lives: policies and plans. Pure."""

@@ -1,0 +1,13 @@
+"""The three tiers. Pure."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Tier(Enum):
+    """Where bytes are."""
+
+    DEVICE = "device"  # memory of the compute device
+    HOST = "host"  # RAM, pinned where it pays; the same memory on a CPU compute device
+    NVME = "nvme"  # files

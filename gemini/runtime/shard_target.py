@@ -1,0 +1,296 @@
+"""The optimizer step over an engine's shards.
+
+    1. every gradient is reduced, and its squares are summed
+    2. all ranks agree: norm, overflow, which parameters have a gradient (one all-reduce)
+    3. state on disk is updated beside its last version
+    4. all ranks agree that every disk did its part (only where state is on disk)
+    5. the disk versions count; what is resident is updated
+
+Up to 5 nothing that counts has changed, so an error leaves weights and state at the last step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from gemini.chunk.storage import Chunk
+from gemini.tickets import Done
+from gemini.units import ParamId, align_up
+from optim.cpu_path import CpuWorkers, Piece, grad_sum
+from optim.nvme_state import NvmeConfig
+from optim.report import Outcome, StepReport
+from optim.rules import UpdateRule
+from optim.space import Block, Segment, StateSpace
+from optim.state_layout import MASTER
+from optim.step_thread import StepThread
+from optim.target import Group
+from optim.tiered_state import TieredState
+from optim.updaters import CpuUpdater, Planes, Updater
+
+from .agreement import Agreement, Ballot
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+
+class ShardTarget:
+    """State of this rank's shards of all trainable chunks, and their update."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        groups: Sequence[Group],
+        rule: UpdateRule,
+        nvme_fraction: float,
+        nvme: NvmeConfig,
+    ) -> None:
+        self._engine = engine
+        self._rule = rule
+        self._chunks = [chunk for chunk in engine.chunks if chunk.spec.trainable]
+        self._group_of = _group_of(engine, groups)
+        segments, base = [], 0
+        for chunk in self._chunks:
+            for part in engine.layout.shard_parts(chunk.spec, engine.comm.rank):
+                segments.append(
+                    Segment(part.param, part.param_offset, part.numel, base + part.offset)
+                )
+            base += chunk.spec.shard_numel
+        space = StateSpace.build(segments, [chunk.spec.shard_numel for chunk in self._chunks])
+        has_master = any(chunk.dtype != torch.float32 for chunk in self._chunks)
+        self._tiers = TieredState(
+            space,
+            rule.layout.with_master() if has_master else rule.layout,
+            nvme_fraction=nvme_fraction,
+            nvme=nvme,
+            device=engine.backend.device,
+            label=f"rank{engine.comm.rank}-",
+        )
+        try:
+            self._tiers.initialise(self._fill_master)
+        except BaseException:
+            self._tiers.close()
+            raise
+        engine.originals.clear()
+        self._workers = CpuWorkers()
+        self._thread = StepThread()
+        self._steps = [0] * len(engine.params)  # per parameter
+        self._num_steps = 0
+        self._skipped_steps = 0
+
+    # -- the step --
+
+    def step(self, groups: Sequence[Group]) -> StepReport:
+        engine = self._engine
+        hypers = [self._rule.hyper(group) for group in groups]
+        engine.end_backward()
+        agreement = self._agree()
+        if not any(agreement.present):
+            raise RuntimeError("step() without a gradient; call loss.backward() first")
+        norm = math.sqrt(agreement.sum_of_squares) if agreement.nonfinite is None else math.nan
+        if agreement.nonfinite is not None:
+            self._skipped_steps += 1
+            param, rank = agreement.nonfinite
+            name = engine.layout.params[param].name
+            return StepReport(Done(Outcome(True, norm, f"{name} on rank {rank}")))
+
+        views = _ShardViews(self, agreement.present, hypers)
+        updater = CpuUpdater(self._workers, self._rule, clip_factor(norm, engine.max_norm))
+        before, stalled = self._tiers.traffic(), self._tiers.stalled_seconds
+        engine.manager.release_all()
+        self._update(updater, views)
+        self._num_steps += 1
+        for i, present in enumerate(agreement.present):
+            self._steps[i] += present
+        engine.after_step()
+        return StepReport(
+            Done(Outcome(grad_norm=norm)),
+            traffic=self._tiers.traffic() - before,
+            stalled_seconds=self._tiers.stalled_seconds - stalled,
+            update_path=updater.name,
+        )
+
+    def _agree(self) -> Agreement:
+        agreement = self._vote()
+        if agreement.deviated:  # a gradient came late on some rank: reduce once more, everywhere
+            self._engine.reducer.reduce_leftovers()
+            agreement = self._vote()
+        return agreement
+
+    def _vote(self) -> Agreement:
+        engine = self._engine
+        chunks = [chunk for chunk in self._chunks if chunk.grad is not None]
+        total = grad_sum(self._workers, [chunk.grad for chunk in chunks if chunk.grad is not None])
+        first = None
+        if total.first_nonfinite is not None:
+            first = self._first_nonfinite(chunks[total.first_nonfinite])
+        ballot = Ballot(
+            sum_of_squares=total.sum_of_squares,
+            present=tuple(engine.present),
+            first_nonfinite=first,
+            deviated=engine.reducer.leftover,
+        )
+        return self._exchange(ballot)
+
+    def _exchange(self, ballot: Ballot) -> Agreement:
+        comm = self._engine.comm
+        vector = torch.tensor(ballot.encode(comm.rank, comm.world_size), dtype=torch.float64)
+        vector = vector.to(comm.device)
+        comm.all_reduce(vector).wait()
+        return Agreement.decode(vector.tolist(), comm.world_size)
+
+    def _first_nonfinite(self, chunk: Chunk) -> ParamId:
+        assert chunk.grad is not None
+        for part in self._engine.layout.shard_parts(chunk.spec, self._engine.comm.rank):
+            if not bool(torch.isfinite(chunk.grad[part.offset : part.offset + part.numel]).all()):
+                return part.param
+        raise AssertionError("a chunk has a non-finite gradient outside its parameters")
+
+    @torch.no_grad()
+    def _update(self, updater: Updater, views: _ShardViews) -> None:
+        error: BaseException | None = None
+        try:
+            self._thread.run(lambda: self._prepare(updater, views))
+        except BaseException as raised:
+            error = raised
+        failed = self._failed_ranks(error is not None)
+        if failed:
+            self._thread.run(lambda: self._tiers.rollback(views))
+            if error is not None:
+                raise error
+            raise RuntimeError(
+                f"the disks of ranks {list(failed)} failed; weights and state are those of the "
+                "last step on every rank. Their own errors say what happened"
+            )
+        self._thread.run(lambda: self._tiers.commit(updater, views, self._num_steps + 1))
+
+    def _prepare(self, updater: Updater, views: _ShardViews) -> None:
+        with torch.no_grad():
+            self._tiers.prepare(updater, views, lambda: self._thread.interrupted)
+
+    def _failed_ranks(self, failed_here: bool) -> tuple[int, ...]:
+        if self._tiers.nvme is None and self._engine.comm.world_size == 1:
+            return (0,) if failed_here else ()
+        ballot = Ballot(sum_of_squares=0.0, present=(), io_failed=failed_here)
+        return self._exchange(ballot).io_failed
+
+    # -- the rest of a target --
+
+    def zero_grad(self) -> None:
+        self._engine.drop_gradients()
+
+    def offloaded_state(self) -> Mapping[Tensor, dict[str, Tensor]]:
+        return {}
+
+    def load_state(self, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
+        raise NotImplementedError
+
+    @property
+    def nvme_bytes(self) -> int:
+        return self._tiers.nvme_bytes
+
+    def close(self) -> None:
+        self._tiers.close()
+        self._workers.close()
+        self._thread.close()
+        self._engine.detach()
+
+    def _fill_master(self, block: Block, planes: Planes) -> None:
+        """Masters start as the original fp32 weights, not as the rounded ones."""
+        if MASTER not in planes:
+            return
+        chunk = self._chunks[block.shard]
+        original = self._engine.originals.get(chunk.spec.id, chunk.shard)
+        inside = slice(block.shard_offset, block.shard_offset + block.numel)
+        planes[MASTER].copy_(original[inside])
+        if inside.stop == chunk.spec.shard_numel:
+            self._engine.originals.pop(chunk.spec.id, None)  # one chunk's worth twice, at most
+
+
+class _ShardViews:
+    """One step's view of shards and gradients; see `optim.tiered_state.BlockViews`."""
+
+    def __init__(self, target: ShardTarget, present: Sequence[bool], hypers: Sequence[Any]) -> None:
+        self._chunks = target._chunks
+        self._hyper = [
+            hypers[group] if group is not None and present[param] else None
+            for param, group in enumerate(target._group_of)
+        ]
+        self._step = [step + 1 for step in target._steps]
+
+    def pieces(self, block: Block, planes: Planes) -> list[Piece]:
+        chunk = self._chunks[block.shard]
+        if chunk.grad is None:
+            return []
+        state = tuple(plane for name, plane in planes.items() if name != MASTER)
+        whole = Piece(
+            param=chunk.shard[block.shard_offset : block.shard_offset + block.numel],
+            grad=chunk.grad[block.shard_offset : block.shard_offset + block.numel],
+            master=planes.get(MASTER),
+            planes=state,
+            hyper=None,
+            step=0,
+            counter=0,
+        )
+        return [
+            whole.cut(start, end).belonging_to(hyper, step, counter)
+            for start, end, hyper, step, counter in self._runs(block)
+        ]
+
+    def _runs(self, block: Block) -> list[tuple[int, int, Any, int, int]]:
+        """Neighbours of one group and one step count as one run, the gaps between them included.
+
+        Gaps hold zeros and stay zero. Runs end at multiples of 64, so an element is never in a
+        vector's tail, whatever the world size and the block.
+        """
+        runs: list[tuple[int, int, Any, int, int]] = []
+        for part in block.parts:
+            hyper, step = self._hyper[part.param], self._step[part.param]
+            if hyper is None:
+                continue
+            start, end = part.offset, min(align_up(part.offset + part.numel, 64), block.numel)
+            counter: int = part.param
+            if runs and runs[-1][1] == start and runs[-1][2:4] == (hyper, step):
+                start, _, _, _, counter = runs.pop()
+            runs.append((start, end, hyper, step, counter))
+        return runs
+
+    def save(self, block: Block, undo: Tensor) -> None:
+        undo.copy_(self._param(block))
+
+    def restore(self, block: Block, planes: Planes) -> None:
+        self._param(block).copy_(planes["param_undo"] if MASTER not in planes else planes[MASTER])
+
+    def _param(self, block: Block) -> Tensor:
+        shard = self._chunks[block.shard].shard
+        return shard[block.shard_offset : block.shard_offset + block.numel]
+
+
+def clip_factor(norm: float, max_norm: float) -> float:
+    """What gradients are multiplied with so that their norm is at most `max_norm` (0: no clipping).
+
+    As torch.nn.utils.clip_grad_norm_: max_norm / (norm + 1e-6), at most 1.
+    """
+    if max_norm <= 0:
+        return 1.0
+    return min(1.0, max_norm / (norm + 1e-6))
+
+
+def _group_of(engine: Engine, groups: Sequence[Group]) -> list[int | None]:
+    """The param group of every parameter of the engine; None for one that is not optimized."""
+    found: list[int | None] = [None] * len(engine.params)
+    index_of = {id(param): i for i, param in enumerate(engine.params)}
+    for index, group in enumerate(groups):
+        for param in group["params"]:
+            if id(param) not in index_of:
+                raise ValueError(
+                    f"group {index} of the optimizer has a parameter of shape {tuple(param.shape)} "
+                    "that is not a parameter of the wrapped module; make the optimizer from "
+                    "model.parameters()"
+                )
+            found[index_of[id(param)]] = index
+    return found

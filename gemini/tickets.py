@@ -1,0 +1,74 @@
+"""Ticket: the one word for a transfer, a collective or an update that was begun.
+
+Pure: no torch. CUDA events, gloo works, disk transfers and simulated copies all hand out one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Ticket(Protocol[T_co]):
+    """Something begun. `wait()` may be called any number of times and always answers the same."""
+
+    def ready(self) -> bool:
+        """Whether `wait()` would return, or raise, at once. Never blocks."""
+        ...
+
+    def wait(self) -> T_co:
+        """The result; raises what went wrong."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Done(Generic[T]):
+    """A ticket for work that needed no waiting."""
+
+    value: T
+
+    def ready(self) -> bool:
+        return True
+
+    def wait(self) -> T:
+        return self.value
+
+
+@dataclass(frozen=True, slots=True)
+class FutureTicket(Generic[T]):
+    """A ticket over a `concurrent.futures.Future`."""
+
+    future: Future[T]
+
+    def ready(self) -> bool:
+        return self.future.done()
+
+    def wait(self) -> T:
+        return self.future.result()
+
+
+@dataclass(frozen=True, slots=True)
+class Together(Generic[T]):
+    """Several tickets as one. `wait()` waits for all of them, then raises the first error."""
+
+    parts: Sequence[Ticket[T]]
+
+    def ready(self) -> bool:
+        return all(part.ready() for part in self.parts)
+
+    def wait(self) -> tuple[T, ...]:
+        results: list[T] = []
+        first_error: BaseException | None = None
+        for part in self.parts:
+            try:
+                results.append(part.wait())
+            except Exception as error:  # every part must have ended before its buffer is reused
+                first_error = first_error or error
+        if first_error is not None:
+            raise first_error
+        return tuple(results)

@@ -1,0 +1,67 @@
+"""Kinds and units: ids that must not be mixed up, byte sizes as people write them.
+
+Pure: no torch. `nvme` and `kernels_triton` may import this file and nothing else of ours.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NewType
+
+ParamId = NewType("ParamId", int)  # index into ChunkLayout.params, registration order
+ChunkId = NewType("ChunkId", int)  # index into ChunkLayout.chunks, layout order
+BlockId = NewType("BlockId", int)  # index into a rank's list of blocks
+Moment = NewType(
+    "Moment", int
+)  # module boundary or block of the step, numbered round the iteration
+Numel = NewType("Numel", int)  # elements
+Bytes = NewType("Bytes", int)
+
+KIB = 1 << 10
+MIB = 1 << 20
+GIB = 1 << 30
+
+PARAM_ALIGN_NUMEL = 64  # every parameter starts at a multiple of this inside its chunk
+SHARD_ALIGN_NUMEL = 256  # shard boundaries are multiples of this: vector tails never exist
+BLOCK_NUMEL = 1 << 20  # unit of transfer, staging, update, checksum and version
+PAGE_BYTES = 4096  # alignment of direct I/O
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    **{f"{p}ib": 1 << (10 * i) for i, p in enumerate("kmgt", start=1)},
+    **{f"{p}b": 1000**i for i, p in enumerate("kmgt", start=1)},
+}
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
+
+
+def align_up(value: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is not below `value`."""
+    return -(-value // multiple) * multiple
+
+
+def parse_bytes(size: int | str) -> Bytes:
+    """`8GiB` (2**30), `1TB` (10**12), `4096` or 4096 to bytes.
+
+    Raises ValueError for anything else, a negative size included.
+    """
+    if isinstance(size, bool) or not isinstance(size, (int, str)):
+        raise ValueError(f"size {size!r} is a {type(size).__name__}; expected bytes or '8GiB'")
+    if isinstance(size, int):
+        if size < 0:
+            raise ValueError(f"size {size} is negative; expected bytes or '8GiB'")
+        return Bytes(size)
+    match = _SIZE.fullmatch(size)
+    if match is None or match[2].lower() not in _UNITS:
+        raise ValueError(f"size {size!r} is not understood; expected bytes, '8GiB' or '1TB'")
+    return Bytes(round(float(match[1]) * _UNITS[match[2].lower()]))
+
+
+def format_bytes(nbytes: int) -> str:
+    """Bytes as a person reads them: `1.50 GiB`."""
+    value = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"
+        value /= 1024
+    return f"{value:.2f} TiB"

@@ -1,0 +1,43 @@
+"""The protocol every I/O engine speaks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from gemini.tickets import Ticket
+
+PIECE_BYTES = 4 << 20  # large transfers are split into pieces of this size
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One contiguous read into, or write from, page-aligned memory.
+
+    `buffer` is written by a read. Offset and length are multiples of PAGE_BYTES.
+    """
+
+    path: str  # for error messages
+    fd: int
+    direct: bool  # fd was opened with O_DIRECT
+    offset: int
+    buffer: memoryview
+    checksums: bool
+
+
+class Engine(Protocol):
+    """Carries out transfers in any order. Callers wait before they reuse a buffer."""
+
+    name: str
+
+    def read(self, transfer: Transfer) -> Ticket[int]:
+        """Fill the buffer. The ticket's result is the checksum of its pieces (0 when off)."""
+        ...
+
+    def write(self, transfer: Transfer) -> Ticket[int]:
+        """Write the buffer. The ticket's result is the checksum of its pieces (0 when off)."""
+        ...
+
+    def close(self) -> None:
+        """Wait for what is under way and release threads and rings."""
+        ...

@@ -1,0 +1,1 @@
+"""I/O engines; see `nvme.engine` for the protocol."""

@@ -1,0 +1,190 @@
+"""Where every block lies in the files of a store, and the bytes of header and index. Pure.
+
+A file of format version 1, all offsets and lengths multiples of PAGE_BYTES:
+
+    header | index slot 0 | index slot 1 | block 0 version 0 | block 0 version 1 | block 1 ...
+
+The header says what the file is and never changes. The index says which version of each block is
+the committed one; it is written alternately into its two slots with a growing sequence number, so
+that a torn write leaves the slot before it. Only file 0 of a striped store has a live index: one
+write commits the whole store.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from gemini.units import PAGE_BYTES, align_up
+
+FORMAT_VERSION = 1
+MAGIC = b"GEMINIBS"
+NUM_VERSIONS = 2
+
+_HEADER = struct.Struct("<8sIII")  # magic, format version, length and crc32 of the JSON behind it
+_INDEX = struct.Struct("<QQII")  # sequence number, step, number of blocks, crc32 of what follows
+_ENTRY = struct.Struct("<II")  # version, checksum
+
+
+class FormatError(ValueError):
+    """A file that is not a store of this format."""
+
+
+@dataclass(frozen=True, slots=True)
+class IndexEntry:
+    """The committed state of one block."""
+
+    version: int  # 0 or 1
+    checksum: int  # of the block's pieces, see `store.piece_checksum`; 0 where checksums are off
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """Which version of every block is committed."""
+
+    sequence: int
+    step: int  # the owner's step count, 0 before the first commit
+    entries: tuple[IndexEntry, ...]
+
+    def encode(self) -> bytes:
+        body = b"".join(_ENTRY.pack(e.version, e.checksum) for e in self.entries)
+        head = _INDEX.pack(self.sequence, self.step, len(self.entries), zlib.crc32(body))
+        return head + body
+
+    @classmethod
+    def decode(cls, data: bytes) -> Index | None:
+        """None where the slot was never written or its write was torn."""
+        sequence, step, count, crc = _INDEX.unpack_from(data)
+        body = data[_INDEX.size : _INDEX.size + count * _ENTRY.size]
+        if sequence == 0 or len(body) != count * _ENTRY.size or zlib.crc32(body) != crc:
+            return None
+        entries = tuple(
+            IndexEntry(*_ENTRY.unpack_from(body, i * _ENTRY.size)) for i in range(count)
+        )
+        if any(entry.version >= NUM_VERSIONS for entry in entries):
+            return None
+        return cls(sequence, step, entries)
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Where one version of one block lies."""
+
+    file: int
+    offset: int  # bytes
+    nbytes: int  # whole pages; the payload may end before
+
+
+@dataclass(frozen=True, slots=True)
+class StoreLayout:
+    """Blocks to extents. `digest` is whatever its owner uses to recognise its own layout."""
+
+    digest: str
+    block_nbytes: tuple[int, ...]  # payload of every block
+    file_of_block: tuple[int, ...]
+    num_files: int
+
+    @classmethod
+    def plan(
+        cls, digest: str, block_nbytes: Sequence[int], weights: Sequence[float] = (1.0,)
+    ) -> StoreLayout:
+        """Stripe blocks over `len(weights)` files in proportion to their measured speed.
+
+        Each block goes to the file whose share is furthest behind its weight, so neighbouring
+        blocks land on different disks.
+        """
+        if not weights or any(not w > 0 for w in weights):
+            raise ValueError(f"weights {list(weights)} must be positive, one for each directory")
+        if any(n <= 0 for n in block_nbytes):
+            raise ValueError("a block must hold at least one byte")
+        filled = [0.0] * len(weights)
+        file_of_block: list[int] = []
+        for nbytes in block_nbytes:
+            file = min(range(len(weights)), key=lambda i: ((filled[i] + nbytes) / weights[i], i))
+            filled[file] += nbytes
+            file_of_block.append(file)
+        return cls(digest, tuple(block_nbytes), tuple(file_of_block), len(weights))
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.block_nbytes)
+
+    @property
+    def index_slot_nbytes(self) -> int:
+        return align_up(_INDEX.size + self.num_blocks * _ENTRY.size, PAGE_BYTES)
+
+    def header(self, file: int) -> bytes:
+        """The header of one file, whole pages."""
+        fields = {
+            "digest": self.digest,
+            "file": file,
+            "num_files": self.num_files,
+            "block_nbytes": _run_lengths(self.block_nbytes),
+            "file_of_block": _run_lengths(self.file_of_block),
+        }
+        text = json.dumps(fields, separators=(",", ":")).encode()
+        data = _HEADER.pack(MAGIC, FORMAT_VERSION, len(text), zlib.crc32(text)) + text
+        return data.ljust(align_up(len(data), PAGE_BYTES), b"\0")
+
+    @classmethod
+    def from_header(cls, data: bytes) -> tuple[StoreLayout, int]:
+        """The layout and this file's number. Raises FormatError and says what was found."""
+        if len(data) < _HEADER.size or data[:8] != MAGIC:
+            raise FormatError(f"no block store: it begins with {data[:8]!r}, expected {MAGIC!r}")
+        _, version, length, crc = _HEADER.unpack_from(data)
+        if version != FORMAT_VERSION:
+            raise FormatError(f"format version {version}; this code reads {FORMAT_VERSION}")
+        text = data[_HEADER.size : _HEADER.size + length]
+        if len(text) != length or zlib.crc32(text) != crc:
+            raise FormatError("the header is damaged: its checksum does not match")
+        fields = json.loads(text)
+        layout = cls(
+            fields["digest"],
+            _expand(fields["block_nbytes"]),
+            _expand(fields["file_of_block"]),
+            fields["num_files"],
+        )
+        return layout, int(fields["file"])
+
+    def header_nbytes(self, file: int) -> int:
+        return len(self.header(file))
+
+    def index_offset(self, slot: int) -> int:
+        return self.header_nbytes(0) + slot * self.index_slot_nbytes
+
+    def extents(self) -> tuple[tuple[Extent, ...], ...]:
+        """For every block the extents of its versions."""
+        ends = [
+            self.header_nbytes(f) + NUM_VERSIONS * self.index_slot_nbytes
+            for f in range(self.num_files)
+        ]
+        table: list[tuple[Extent, ...]] = []
+        for payload, file in zip(self.block_nbytes, self.file_of_block, strict=True):
+            nbytes = align_up(payload, PAGE_BYTES)
+            table.append(
+                tuple(Extent(file, ends[file] + v * nbytes, nbytes) for v in range(NUM_VERSIONS))
+            )
+            ends[file] += NUM_VERSIONS * nbytes
+        return tuple(table)
+
+    def file_nbytes(self) -> tuple[int, ...]:
+        """Length of every file."""
+        ends = [
+            self.header_nbytes(f) + NUM_VERSIONS * self.index_slot_nbytes
+            for f in range(self.num_files)
+        ]
+        for payload, file in zip(self.block_nbytes, self.file_of_block, strict=True):
+            ends[file] += NUM_VERSIONS * align_up(payload, PAGE_BYTES)
+        return tuple(ends)
+
+
+def _run_lengths(values: Iterable[int]) -> list[list[int]]:
+    return [[value, len(list(run))] for value, run in groupby(values)]
+
+
+def _expand(runs: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    return tuple(value for value, count in runs for _ in range(count))

@@ -1,0 +1,64 @@
+"""Staging buffers: one slab of page-aligned memory, cut into equal buffers, reserved once."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gemini.units import PAGE_BYTES, align_up
+
+_HUGE_PAGE_BYTES = 2 << 20
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Buffer:
+    """One staging buffer; `view` is its writable memory, page-aligned."""
+
+    index: int
+    view: memoryview
+
+
+class BufferPool:
+    """`count` buffers of `nbytes` each. `reserve` may allocate, nothing later does.
+
+    `pin` is called once with (address, nbytes) of the slab, to register it with a device.
+    """
+
+    def __init__(
+        self, count: int, nbytes: int, pin: Callable[[int, int], None] | None = None
+    ) -> None:
+        self.count = count
+        self.buffer_nbytes = align_up(nbytes, PAGE_BYTES)
+        self._slab = mmap.mmap(-1, count * self.buffer_nbytes)
+        if self.nbytes >= _HUGE_PAGE_BYTES:  # fewer page faults while the pool warms up
+            self._slab.madvise(mmap.MADV_HUGEPAGE)
+        view = memoryview(self._slab)
+        if pin is not None:
+            pin(ctypes.addressof(ctypes.c_char.from_buffer(self._slab)), self.nbytes)
+        self._free = [
+            Buffer(i, view[i * self.buffer_nbytes : (i + 1) * self.buffer_nbytes])
+            for i in range(count)
+        ]
+        self._lock = threading.Lock()
+
+    @property
+    def nbytes(self) -> int:
+        return self.count * self.buffer_nbytes
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take(self) -> Buffer:
+        """A free buffer; the pipeline never asks for more than there are."""
+        with self._lock:
+            if not self._free:
+                raise RuntimeError(f"all {self.count} staging buffers are in use")
+            return self._free.pop()
+
+    def give(self, buffer: Buffer) -> None:
+        with self._lock:
+            self._free.append(buffer)

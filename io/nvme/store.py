@@ -1,0 +1,289 @@
+"""A store of blocks on disk, each in two versions; a commit makes one step's writes count at once.
+
+[Note: two versions] A write goes beside the committed version of its block. `commit` waits for the
+writes, syncs the data, then writes and syncs the index. Until then a read sees the old version,
+and `rollback`, or the death of the process, leaves the last commit whole.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from gemini.tickets import Ticket
+from gemini.units import PAGE_BYTES, BlockId, align_up, format_bytes
+
+from .engine import Engine, Transfer
+from .engines.threads import ThreadEngine
+from .errors import ChecksumError, TransferError, WriteBudgetError
+from .file import OpenFile, check_folder, create_files, remove_files, remove_orphans
+from .layout import Extent, FormatError, Index, IndexEntry, StoreLayout
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Bytes moved since the store was made."""
+
+    read_bytes: int = 0
+    written_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A read under way; `wait` verifies the block."""
+
+    inner: Ticket[int]
+    path: str
+    extent: Extent
+    block: BlockId
+    expected: int | None  # checksum, None where it is not verified
+
+    def ready(self) -> bool:
+        return self.inner.ready()
+
+    def wait(self) -> None:
+        found = self.inner.wait()
+        if self.expected is not None and found != self.expected:
+            raise ChecksumError(
+                f"block {self.block} at offset {self.extent.offset} (+{self.extent.nbytes}) of "
+                f"{self.path} has checksum {found:#010x}, expected {self.expected:#010x}: "
+                "the file was changed or the disk is failing"
+            )
+
+
+class BlockStore:
+    """Blocks of a `StoreLayout` in one preallocated file per folder.
+
+    Not thread-safe: one thread owns a store. Buffers are page-aligned and hold whole pages.
+    """
+
+    def __init__(
+        self,
+        folders: Sequence[str | os.PathLike[str]],
+        layout: StoreLayout,
+        *,
+        engine: Engine | None = None,
+        checksums: bool = True,
+        allow_ram: bool = False,
+        label: str = "",
+        write_budget: int | None = None,
+    ) -> None:
+        if len(folders) != layout.num_files:
+            raise ValueError(f"{len(folders)} folders for a layout of {layout.num_files} files")
+        paths = [check_folder(folder, allow_ram=allow_ram) for folder in folders]
+        for path in dict.fromkeys(paths):
+            remove_orphans(path)
+        self.layout = layout
+        self.traffic = Traffic()
+        self.checksums = checksums
+        self.write_budget = write_budget
+        self._extents = layout.extents()
+        self._files = create_files(paths, layout.file_nbytes(), label)
+        self._owns_engine = engine is None
+        self._engine = engine or ThreadEngine()
+        self._finalizer = weakref.finalize(self, _discard, os.getpid(), self._files)
+        self._pending: dict[BlockId, Ticket[int]] = {}
+        self._index = Index(0, 0, tuple(IndexEntry(1, 0) for _ in range(layout.num_blocks)))
+        self._written: set[BlockId] = set()  # blocks that were committed at least once
+        for number, file in enumerate(self._files):
+            _write_pages(file, 0, layout.header(number))
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        return tuple(file.path for file in self._files)
+
+    @property
+    def committed_step(self) -> int:
+        """The step given to the last `commit`; 0 before the first."""
+        return self._index.step
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes allocated on disk, over all files."""
+        return sum(self.layout.file_nbytes())
+
+    def buffer_nbytes(self, block: BlockId) -> int:
+        """Whole pages that a buffer for this block must hold."""
+        return align_up(self.layout.block_nbytes[block], PAGE_BYTES)
+
+    def check_write_budget(self, nbytes: int) -> None:
+        """Raise WriteBudgetError if `nbytes` more would pass the budget. Writes nothing."""
+        if self.write_budget is None:
+            return
+        total = self.traffic.written_bytes + nbytes
+        if total > self.write_budget:
+            raise WriteBudgetError(
+                f"the next step writes {format_bytes(nbytes)}, to {format_bytes(total)} in all; "
+                f"nvme_write_budget is {format_bytes(self.write_budget)}. The weights are those "
+                "of the last step: save them, then raise the budget or offload a smaller fraction"
+            )
+
+    def read(self, block: BlockId, buffer: memoryview) -> Ticket[None]:
+        """Begin to read the committed version. The ticket raises if it does not verify."""
+        if block not in self._written:
+            raise ValueError(f"block {block} was never committed; there is nothing to read")
+        entry = self._index.entries[block]
+        return self._read(block, entry.version, entry.checksum, buffer)
+
+    def read_uncommitted(self, block: BlockId, buffer: memoryview) -> Ticket[None]:
+        """Begin to read what was written since the last commit, to undo it by hand."""
+        checksum = self._pending[block].wait()
+        return self._read(block, 1 - self._index.entries[block].version, checksum, buffer)
+
+    def write(self, block: BlockId, buffer: memoryview) -> Ticket[int]:
+        """Begin to write a block's other version. It counts after `commit`."""
+        extent = self._extents[block][1 - self._index.entries[block].version]
+        ticket = self._engine.write(self._transfer(block, extent, buffer))
+        self._pending[block] = ticket
+        self.traffic.written_bytes += extent.nbytes
+        return ticket
+
+    def commit(self, step: int) -> None:
+        """Make every write since the last commit count, at once and durably.
+
+        Raises the first error of those writes and commits nothing then.
+        """
+        entries = list(self._index.entries)
+        checksums = {block: ticket.wait() for block, ticket in self._pending.items()}
+        for block, checksum in checksums.items():
+            entries[block] = IndexEntry(1 - entries[block].version, checksum)
+        index = Index(self._index.sequence + 1, step, tuple(entries))
+        for number in sorted({self.layout.file_of_block[block] for block in checksums}):
+            _sync(self._files[number])
+        slot = index.sequence % 2
+        _write_pages(self._files[0], self.layout.index_offset(slot), index.encode())
+        _sync(self._files[0])
+        self._index = index
+        self._written.update(checksums)
+        self._pending.clear()
+
+    def rollback(self) -> None:
+        """Forget every write since the last commit. Waits until they have ended."""
+        for ticket in self._pending.values():
+            _settle(ticket)
+        self._pending.clear()
+
+    @property
+    def uncommitted(self) -> tuple[BlockId, ...]:
+        return tuple(self._pending)
+
+    def close(self) -> None:
+        """Wait for transfers, remove the files. A second call does nothing."""
+        if self._finalizer.alive:
+            self.rollback()
+            if self._owns_engine:
+                self._engine.close()
+            self._finalizer()
+
+    def _read(
+        self, block: BlockId, version: int, checksum: int, buffer: memoryview
+    ) -> Ticket[None]:
+        extent = self._extents[block][version]
+        inner = self._engine.read(self._transfer(block, extent, buffer))
+        self.traffic.read_bytes += extent.nbytes
+        path = str(self._files[extent.file].path)
+        return _Read(inner, path, extent, block, checksum if self.checksums else None)
+
+    def _transfer(self, block: BlockId, extent: Extent, buffer: memoryview) -> Transfer:
+        if buffer.nbytes < extent.nbytes:
+            raise ValueError(
+                f"buffer of {buffer.nbytes} bytes for block {block} of {extent.nbytes} bytes"
+            )
+        file = self._files[extent.file]
+        view = buffer[: extent.nbytes]
+        return Transfer(str(file.path), file.fd, file.direct, extent.offset, view, self.checksums)
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """What a process that died had committed, read only. Close the `fds` by leaving `recover`."""
+
+    layout: StoreLayout
+    index: Index
+    fds: tuple[int, ...]
+
+    def block(self, block: int) -> bytes:
+        """The committed bytes of one block, verified."""
+        extent = self.layout.extents()[block][self.index.entries[block].version]
+        data = os.pread(self.fds[extent.file], extent.nbytes, extent.offset)
+        if _checksum(data) != self.index.entries[block].checksum:
+            raise ChecksumError(f"block {block} of a recovered store does not verify")
+        return data[: self.layout.block_nbytes[block]]
+
+
+@contextmanager
+def recover(paths: Sequence[str | os.PathLike[str]]) -> Iterator[Recovered]:
+    """Open the files of a dead process's store, in order, to read its last commit."""
+    fds: list[int] = []
+    try:
+        layout: StoreLayout | None = None
+        for path in paths:
+            fds.append(os.open(path, os.O_RDONLY | os.O_NOFOLLOW))
+            found, _ = StoreLayout.from_header(os.pread(fds[-1], 1 << 20, 0))
+            if layout is not None and found != layout:
+                raise FormatError(f"{path} belongs to another store than {paths[0]}")
+            layout = found
+        if layout is None or layout.num_files != len(fds):
+            raise FormatError(f"{len(fds)} files of a store of {layout and layout.num_files}")
+        slots = [
+            Index.decode(os.pread(fds[0], layout.index_slot_nbytes, layout.index_offset(slot)))
+            for slot in range(2)
+        ]
+        live = [index for index in slots if index is not None]
+        if not live:
+            raise FormatError(f"{paths[0]} holds no committed step")
+        yield Recovered(layout, max(live, key=lambda index: index.sequence), tuple(fds))
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+def _checksum(data: bytes) -> int:
+    """The checksum that the engines compute over pieces, of bytes in hand."""
+    import zlib
+
+    from .engine import PIECE_BYTES
+    from .engines.threads import combine
+
+    pieces = [data[i : i + PIECE_BYTES] for i in range(0, len(data), PIECE_BYTES)]
+    return combine([zlib.crc32(piece) for piece in pieces])
+
+
+def _settle(ticket: Ticket[int]) -> None:
+    """Wait for a transfer whose outcome no longer matters."""
+    try:
+        ticket.wait()
+    except TransferError:
+        return
+
+
+def _sync(file: OpenFile) -> None:
+    try:
+        os.fdatasync(file.fd)
+    except OSError as error:
+        raise TransferError("sync", str(file.path), 0, 0, error.errno or 0) from error
+
+
+def _write_pages(file: OpenFile, offset: int, data: bytes) -> None:
+    """A small synchronous write through page-aligned memory, as O_DIRECT wants."""
+    with mmap.mmap(-1, align_up(len(data), PAGE_BYTES)) as pages:
+        pages[: len(data)] = data
+        try:
+            done = os.pwrite(file.fd, pages, offset)
+        except OSError as error:
+            raise TransferError(
+                "write", str(file.path), offset, len(pages), error.errno or 0
+            ) from error
+        if done != len(pages):
+            raise TransferError("write", str(file.path), offset, len(pages), 0, done)
+
+
+def _discard(pid: int, files: tuple[OpenFile, ...]) -> None:
+    """Remove the files, unless this is a forked child of the process that made them."""
+    if os.getpid() == pid:
+        remove_files(files)

@@ -1,0 +1,187 @@
+"""The frame of every optimizer kernel: one launch over a tile table, and its one-block prologue.
+
+An optimizer is two small `@triton.jit` functions (`adam.py`, `sgd.py`, `lion.py`):
+
+    coefficients(hyper, t) -> 8 fp32 vectors, from fp64 hyperparameters and step counts
+    formula(param, grad, s0, s1, coefficients) -> param, s0, s1, in fp32
+
+Bytes per element: grad + 2 * (param or master) + 2 * 4 * planes, + 2 for a 16-bit copy.
+No hyperparameter is a kernel argument or a constexpr: a schedule neither recompiles nor waits.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from .rounding import load, pointer, store
+from .tiles import COUNTER, GRAD, NUM_COLUMNS, NUMEL, PARAM, STATE
+
+NUM_HYPER = 8  # fp64 columns of the hyperparameter table
+NUM_COEFFICIENTS = 9  # fp32 columns of the coefficient table; the last is 1 where active
+COUNTERS_AT_ONCE = 128  # in the prologue
+
+# the control vector, fp64 [8]: what the kernels of one step tell each other
+SUM, BAD, NORM, FACTOR, SKIP, MAX_NORM, LOSS_SCALE = range(7)
+NUM_CONTROL = 8
+
+_PARAM, _GRAD, _STATE, _NUMEL = (tl.constexpr(c) for c in (PARAM, GRAD, STATE, NUMEL))
+_COUNTER, _COLUMNS = tl.constexpr(COUNTER), tl.constexpr(NUM_COLUMNS)
+_HYPER, _COEFFICIENTS = tl.constexpr(NUM_HYPER), tl.constexpr(NUM_COEFFICIENTS)
+_SUM, _BAD, _NORM, _FACTOR = (tl.constexpr(c) for c in (SUM, BAD, NORM, FACTOR))
+_SKIP, _MAX_NORM, _LOSS_SCALE = (tl.constexpr(c) for c in (SKIP, MAX_NORM, LOSS_SCALE))
+
+
+def is_interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, on CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+@dataclass(frozen=True, slots=True)
+class RuleKernel:
+    """The two functions of one optimizer, and how many state planes it has (1 or 2)."""
+
+    name: str
+    coefficients: Any  # @triton.jit
+    formula: Any  # @triton.jit
+    num_planes: int
+
+
+@triton.jit
+def prologue_kernel(
+    groups,  # int64 [counters]: row of the hyperparameter table
+    hyper,  # fp64 [rows, 8]
+    steps,  # int64 [counters]
+    present,  # fp64 [counters]: above 0 where some rank has a gradient
+    num_counters,
+    coefficients,  # fp32 [counters, 9]
+    control,  # fp64 [8]
+    RULE_COEFFICIENTS: tl.constexpr,
+    WITH_NORM: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """Norm to clip factor and skip flag; step counts and hyperparameters to coefficients.
+
+    One program. A skipped step leaves every count as it was, and so does a parameter that has no
+    gradient.
+    """
+    scale = tl.load(control + _LOSS_SCALE)
+    factor = 1.0 / scale
+    skip = 0.0
+    if WITH_NORM:
+        norm = tl.sqrt(tl.load(control + _SUM)) / scale
+        max_norm = tl.load(control + _MAX_NORM)
+        clip = tl.where(max_norm > 0, max_norm / (norm + 1e-6), 1.0)
+        factor = tl.where(clip < 1.0, clip, 1.0) * factor
+        skip = tl.where(tl.load(control + _BAD) > 0, 1.0, 0.0)
+        tl.store(control + _NORM, norm)
+    tl.store(control + _FACTOR, factor)
+    tl.store(control + _SKIP, skip)
+    if skip == 0.0:
+        for first in range(0, num_counters, AT_ONCE):
+            counter = first + tl.arange(0, AT_ONCE)
+            inside = counter < num_counters
+            group = tl.load(groups + counter, mask=inside, other=0)
+            active = tl.load(present + counter, mask=inside, other=0.0) > 0
+            t = tl.load(steps + counter, mask=inside, other=0) + 1
+            tl.store(steps + counter, t, mask=inside & active)
+            c0, c1, c2, c3, c4, c5, c6, c7 = RULE_COEFFICIENTS(hyper + group * _HYPER, inside, t)
+            out = coefficients + counter * _COEFFICIENTS
+            tl.store(out + 0, c0.to(tl.float32), mask=inside)
+            tl.store(out + 1, c1.to(tl.float32), mask=inside)
+            tl.store(out + 2, c2.to(tl.float32), mask=inside)
+            tl.store(out + 3, c3.to(tl.float32), mask=inside)
+            tl.store(out + 4, c4.to(tl.float32), mask=inside)
+            tl.store(out + 5, c5.to(tl.float32), mask=inside)
+            tl.store(out + 6, c6.to(tl.float32), mask=inside)
+            tl.store(out + 7, c7.to(tl.float32), mask=inside)
+            tl.store(out + 8, active.to(tl.float32), mask=inside)
+
+
+@triton.jit
+def _update_tile(
+    param_address,
+    grad_address,
+    start,
+    remaining,
+    master,
+    state0,
+    state1,
+    row,
+    factor,
+    FORMULA: tl.constexpr,
+    NUM_PLANES: tl.constexpr,
+    PARAM_DTYPE: tl.constexpr,
+    GRAD_DTYPE: tl.constexpr,
+    HAS_MASTER: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    i = tl.arange(0, BLOCK)
+    mask = i < remaining
+    param = pointer(param_address, start, PARAM_DTYPE, not MASKED)
+    grad = pointer(grad_address, start, GRAD_DTYPE, not MASKED)
+    g = load(grad, i, mask, GRAD_DTYPE, MASKED) * factor
+    if HAS_MASTER:
+        p = load(master, i, mask, tl.float32, MASKED)
+    else:
+        p = load(param, i, mask, PARAM_DTYPE, MASKED)
+    s0 = load(state0, i, mask, tl.float32, MASKED)
+    if NUM_PLANES == 2:
+        s1 = load(state1, i, mask, tl.float32, MASKED)
+    else:
+        s1 = s0
+    p, s0, s1 = FORMULA(p, g, s0, s1, row)
+    store(state0, i, s0, mask, tl.float32, MASKED)
+    if NUM_PLANES == 2:
+        store(state1, i, s1, mask, tl.float32, MASKED)
+    if HAS_MASTER:
+        store(master, i, p, mask, tl.float32, MASKED)
+    store(param, i, p, mask, PARAM_DTYPE, MASKED)
+
+
+@triton.jit
+def update_kernel(
+    tiles,  # int32 [t, 2]
+    segments,  # int64 [n, 5]
+    coefficients,  # fp32 [counters, 9]
+    control,  # fp64 [8]
+    master,  # fp32 slab, or anything where HAS_MASTER is false
+    state0,  # fp32 slab
+    state1,  # fp32 slab, or anything where NUM_PLANES is 1
+    FORMULA: tl.constexpr,
+    NUM_PLANES: tl.constexpr,
+    PARAM_DTYPE: tl.constexpr,
+    GRAD_DTYPE: tl.constexpr,
+    HAS_MASTER: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program updates one tile. Full, aligned tiles take the unmasked branch (128-bit)."""
+    program = tl.program_id(0).to(tl.int64)
+    segment = tl.load(tiles + 2 * program).to(tl.int64)
+    row = segments + segment * _COLUMNS
+    coefficient_row = coefficients + tl.load(row + _COUNTER) * _COEFFICIENTS
+    active = tl.load(coefficient_row + 8) != 0.0
+    if (tl.load(control + _SKIP) == 0.0) & active:
+        start = tl.load(tiles + 2 * program + 1).to(tl.int64) * BLOCK
+        param_address = tl.load(row + _PARAM)
+        grad_address = tl.load(row + _GRAD)
+        offset = tl.multiple_of(tl.load(row + _STATE), 64) + start
+        remaining = tl.load(row + _NUMEL) - start
+        factor = tl.load(control + _FACTOR).to(tl.float32)
+        if (remaining >= BLOCK) & (((param_address | grad_address) & 15) == 0):
+            _update_tile(
+                param_address, grad_address, start, remaining,
+                master + offset, state0 + offset, state1 + offset, coefficient_row, factor,
+                FORMULA, NUM_PLANES, PARAM_DTYPE, GRAD_DTYPE, HAS_MASTER, BLOCK, False,
+            )  # fmt: skip
+        else:
+            _update_tile(
+                param_address, grad_address, start, remaining,
+                master + offset, state0 + offset, state1 + offset, coefficient_row, factor,
+                FORMULA, NUM_PLANES, PARAM_DTYPE, GRAD_DTYPE, HAS_MASTER, BLOCK, True,
+            )  # fmt: skip

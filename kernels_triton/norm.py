@@ -1,0 +1,149 @@
+"""Gradient norm and overflow check in one pass, and pack: copy, scale and cast with the same sums.
+
+    sum over elements of |g|^p (p = 1, 2, any), or max |g| (p = inf)
+
+Bytes per element: the gradient's 2 or 4; pack adds what it writes. Deterministic: every tile sums
+in a fixed order in fp32, and one program sums the tiles in a fixed order in fp64.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .frame import _BAD, _COLUMNS, _GRAD, _NUMEL, _PARAM, _SUM
+from .rounding import load, pointer, store
+
+NORM_BLOCK = 4096  # elements read at once
+NORM_ROUNDS = 8  # of them, one after the other, in a tile
+FINISH_AT_ONCE = 1024
+
+
+@triton.jit
+def _power_of(x, p, NORM: tl.constexpr):
+    """|x|^p as the running sum wants it. NORM: 2, 1, 0 for the maximum, -1 for any p."""
+    if NORM == 2:
+        return x * x
+    if NORM == -1:
+        magnitude = tl.abs(x)
+        power = tl.exp2(tl.log2(tl.where(magnitude > 0, magnitude, 1.0)) * p)
+        return tl.where(magnitude > 0, power, magnitude)  # 0 and NaN stay what they are
+    return tl.abs(x)
+
+
+@triton.jit
+def _round(
+    source_address,
+    out_address,
+    start,
+    remaining,
+    total,
+    scale,
+    exponent,
+    GRAD_DTYPE: tl.constexpr,
+    OUT_DTYPE: tl.constexpr,
+    NORM: tl.constexpr,
+    WRITES: tl.constexpr,
+    SUMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """One BLOCK of a tile: its part of the running sums, [BLOCK] fp32."""
+    i = tl.arange(0, BLOCK)
+    mask = i < remaining
+    x = load(pointer(source_address, start, GRAD_DTYPE, not MASKED), i, mask, GRAD_DTYPE, MASKED)
+    if WRITES:
+        x = x * scale
+        out = pointer(out_address, start, OUT_DTYPE, not MASKED)
+        store(out, i, x, mask, OUT_DTYPE, MASKED)
+    if SUMS:
+        term = _power_of(x, exponent, NORM)
+        if NORM == 0:
+            total = tl.where((term > total) | (term != term), term, total)
+        else:
+            total += term
+    return total
+
+
+@triton.jit
+def norm_kernel(
+    tiles,  # int32 [t, 2], of BLOCK * ROUNDS elements
+    segments,  # int64 [n, 5]
+    sums,  # fp32 [t]
+    bad,  # int32 [t]: 1 where a tile has a NaN or an Inf, or its sum overflows
+    p,  # fp64 [1]: the exponent where NORM is -1
+    destination_scale,  # fp64 [1]: what pack multiplies with
+    GRAD_DTYPE: tl.constexpr,
+    OUT_DTYPE: tl.constexpr,
+    NORM: tl.constexpr,
+    WRITES: tl.constexpr,  # pack: store the scaled gradient at the segment's `param` address
+    SUMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROUNDS: tl.constexpr,
+):
+    """One program sums, and where it WRITES packs, one tile."""
+    program = tl.program_id(0).to(tl.int64)
+    segment = tl.load(tiles + 2 * program).to(tl.int64)
+    start = tl.load(tiles + 2 * program + 1).to(tl.int64) * (BLOCK * ROUNDS)
+    row = segments + segment * _COLUMNS
+    source_address = tl.load(row + _GRAD)
+    out_address = tl.load(row + _PARAM)
+    remaining = tl.load(row + _NUMEL) - start
+    exponent = tl.load(p).to(tl.float32)
+    scale = tl.load(destination_scale).to(tl.float32)
+    aligned = ((source_address | out_address) & 15) == 0
+    total = tl.zeros([BLOCK], tl.float32)
+    if (remaining >= BLOCK * ROUNDS) & aligned:
+        for k in tl.static_range(ROUNDS):
+            total = _round(
+                source_address, out_address, start + k * BLOCK, remaining, total, scale, exponent,
+                GRAD_DTYPE, OUT_DTYPE, NORM, WRITES, SUMS, BLOCK, False,
+            )  # fmt: skip
+    else:
+        for k in range(ROUNDS):
+            total = _round(
+                source_address, out_address, start + k * BLOCK, remaining - k * BLOCK, total,
+                scale, exponent, GRAD_DTYPE, OUT_DTYPE, NORM, WRITES, SUMS, BLOCK, True,
+            )  # fmt: skip
+    if SUMS:
+        finite = (total < float("inf")).to(tl.int32)  # false for NaN too
+        any_bad = tl.min(finite, axis=0) == 0
+        if NORM == 0:
+            value = tl.max(total, axis=0)
+        else:
+            value = tl.sum(total, axis=0)
+        tl.store(sums + program, value)
+        tl.store(bad + program, (any_bad | (value == float("inf"))).to(tl.int32))
+
+
+@triton.jit
+def finish_kernel(
+    tiles,  # int32 [t, 2]
+    sums,  # fp32 [t]
+    bad,  # int32 [t]
+    num_tiles,
+    control,  # fp64 [8]
+    NORM: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """Tiles to SUM and BAD (1 + the first segment that is not finite) of the control vector."""
+    i = tl.arange(0, AT_ONCE)
+    total = tl.zeros([AT_ONCE], tl.float64)
+    first = tl.full([AT_ONCE], 0x7FFFFFFF, tl.int32)
+    for start in range(0, num_tiles, AT_ONCE):
+        mask = start + i < num_tiles
+        value = tl.load(sums + start + i, mask=mask, other=0.0).to(tl.float64)
+        if NORM == 0:
+            total = tl.where(value > total, value, total)
+        else:
+            total += value
+        segment = tl.load(tiles + 2 * (start + i), mask=mask, other=0)
+        is_bad = tl.load(bad + start + i, mask=mask, other=0) != 0
+        first = tl.where(is_bad & (segment < first), segment, first)
+    if NORM == 0:
+        result = tl.max(total, axis=0)
+    else:
+        result = tl.sum(total, axis=0)
+    worst = tl.min(first, axis=0)
+    tl.store(control + _SUM, result)
+    tl.store(control + _BAD, tl.where(worst == 0x7FFFFFFF, 0, worst + 1).to(tl.float64))

@@ -1,0 +1,229 @@
+"""The kernels as the rest of the project calls them: checked, and registered with torch.
+
+Each op takes few tensors: tables, slabs, control. Parameters and gradients of a plain module are
+reached through the addresses in the segment table only, since a list of 500 tensors costs 1.3 ms a
+call; those of an engine are passed as well, a few tensors, so that their mutation is declared.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .adam import ADAM
+from .frame import (
+    COUNTERS_AT_ONCE,
+    NUM_COEFFICIENTS,
+    NUM_CONTROL,
+    NUM_HYPER,
+    RuleKernel,
+    prologue_kernel,
+    update_kernel,
+)
+from .lion import LION
+from .norm import FINISH_AT_ONCE, NORM_BLOCK, NORM_ROUNDS, finish_kernel, norm_kernel
+from .sgd import SGD
+from .tiles import NUM_COLUMNS, TRITON_DTYPES
+
+KERNELS: dict[str, RuleKernel] = {kernel.name: kernel for kernel in (ADAM, SGD, LION)}
+NORM_TILE = NORM_BLOCK * NORM_ROUNDS
+# hardware contraction would make results depend on the compiler
+_EXACT = {"enable_fp_fusion": False}
+
+
+def _check(name: str, tensor: Tensor, dtype: torch.dtype, columns: int | None) -> None:
+    if tensor.dtype != dtype:
+        raise ValueError(f"{name} has dtype {tensor.dtype}; expected {dtype}")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} is not contiguous")
+    if columns is not None and (tensor.dim() != 2 or tensor.shape[1] != columns):
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; expected [n, {columns}]")
+
+
+def _check_device(**tensors: Tensor) -> None:
+    devices = {name: tensor.device for name, tensor in tensors.items()}
+    first = next(iter(devices.values()))
+    for name, device in devices.items():
+        if device != first:
+            raise ValueError(f"{name} is on {device}; expected {first}, as the other tables")
+
+
+@torch.library.custom_op("gemini::prologue", mutates_args=("steps", "coefficients", "control"))
+def prologue(
+    rule: str,
+    groups: Tensor,
+    hyper: Tensor,
+    steps: Tensor,
+    present: Tensor,
+    coefficients: Tensor,
+    control: Tensor,
+    with_norm: bool,
+) -> None:
+    """Make clip factor, skip flag and coefficients of a step, and count it; see `prologue_kernel`.
+
+    groups, steps int64 [n] · present fp64 [n] · hyper fp64 [rows, 8] · coefficients fp32 [n, 9] ·
+    control fp64 [8], for n counters. Raises ValueError for anything else.
+    """
+    _check("groups", groups, torch.int64, None)
+    _check("hyper", hyper, torch.float64, NUM_HYPER)
+    _check("steps", steps, torch.int64, None)
+    _check("present", present, torch.float64, None)
+    _check("coefficients", coefficients, torch.float32, NUM_COEFFICIENTS)
+    _check("control", control, torch.float64, None)
+    _check_device(
+        groups=groups, hyper=hyper, steps=steps, present=present,
+        coefficients=coefficients, control=control,
+    )  # fmt: skip
+    for name, tensor in (("groups", groups), ("present", present)):
+        if tensor.numel() != steps.numel():
+            raise ValueError(f"{name} has {tensor.numel()} elements; expected {steps.numel()}")
+    if coefficients.shape[0] != steps.numel():
+        raise ValueError(f"coefficients has {coefficients.shape[0]} rows for {steps.numel()} steps")
+    if control.numel() != NUM_CONTROL:
+        raise ValueError(f"control has {control.numel()} elements; expected {NUM_CONTROL}")
+    prologue_kernel[(1,)](
+        groups, hyper, steps, present, steps.numel(), coefficients, control,
+        KERNELS[rule].coefficients, with_norm, COUNTERS_AT_ONCE, **_EXACT,
+    )  # fmt: skip
+
+
+@torch.library.custom_op("gemini::update", mutates_args=("planes", "params"))
+def update(
+    rule: str,
+    tiles: Tensor,
+    segments: Tensor,
+    coefficients: Tensor,
+    control: Tensor,
+    planes: list[Tensor],
+    params: list[Tensor],
+    grads: list[Tensor],
+    param_dtype: torch.dtype,
+    grad_dtype: torch.dtype,
+    block: int,
+    num_warps: int,
+) -> None:
+    """Update every tile in one launch; see `update_kernel`.
+
+    planes: the slabs, fp32 [N], the master first where there is one more than the rule's own.
+    params, grads: what the addresses in `segments` point into; may be empty for a plain module.
+    Raises ValueError, before anything is written, for what the kernel cannot take.
+    """
+    kernel = KERNELS[rule]
+    _check("tiles", tiles, torch.int32, 2)
+    _check("segments", segments, torch.int64, NUM_COLUMNS)
+    _check_device(tiles=tiles, segments=segments, coefficients=coefficients, control=control)
+    has_master = len(planes) == kernel.num_planes + 1
+    if not has_master and len(planes) != kernel.num_planes:
+        raise ValueError(
+            f"planes has {len(planes)} slabs; {rule} has {kernel.num_planes}, and one more with "
+            "a master"
+        )
+    for i, plane in enumerate(planes):
+        _check(f"planes[{i}]", plane, torch.float32, None)
+        if plane.numel() != planes[0].numel():
+            raise ValueError(f"planes[{i}] has {plane.numel()} elements, others differ")
+        for j in range(i):
+            if plane.numel() and plane.data_ptr() == planes[j].data_ptr():
+                raise ValueError(f"planes[{i}] and planes[{j}] are the same memory")
+    for name, dtype in (("param_dtype", param_dtype), ("grad_dtype", grad_dtype)):
+        if dtype not in TRITON_DTYPES:
+            raise ValueError(f"{name}={dtype} is not one of {list(TRITON_DTYPES)}")
+    if tiles.shape[0] == 0:
+        return
+    state = planes[1:] if has_master else planes
+    update_kernel[(tiles.shape[0],)](
+        tiles, segments, coefficients, control, planes[0], state[0], state[-1],
+        kernel.formula, kernel.num_planes, TRITON_DTYPES[param_dtype], TRITON_DTYPES[grad_dtype],
+        has_master, block, num_warps=num_warps, **_EXACT,
+    )  # fmt: skip
+
+
+@torch.library.custom_op("gemini::grad_norm", mutates_args=("sums", "bad", "control"))
+def grad_norm(
+    tiles: Tensor,
+    segments: Tensor,
+    sums: Tensor,
+    bad: Tensor,
+    control: Tensor,
+    grads: list[Tensor],
+    grad_dtype: torch.dtype,
+    norm_type: float,
+) -> None:
+    """Sums of tiles into `sums` fp32 [t] and `bad` int32 [t]; no total yet (`finish_norm`)."""
+    _check("tiles", tiles, torch.int32, 2)
+    _check("segments", segments, torch.int64, NUM_COLUMNS)
+    _check("sums", sums, torch.float32, None)
+    _check("bad", bad, torch.int32, None)
+    _check_device(tiles=tiles, segments=segments, sums=sums, bad=bad, control=control)
+    if grad_dtype not in TRITON_DTYPES:
+        raise ValueError(f"grad_dtype={grad_dtype} is not one of {list(TRITON_DTYPES)}")
+    if sums.numel() < tiles.shape[0] or bad.numel() < tiles.shape[0]:
+        raise ValueError(f"sums and bad have fewer elements than the {tiles.shape[0]} tiles")
+    if tiles.shape[0] == 0:
+        return
+    exponent = torch.full((1,), norm_type, dtype=torch.float64, device=control.device)
+    norm_kernel[(tiles.shape[0],)](
+        tiles, segments, sums, bad, exponent, exponent,
+        TRITON_DTYPES[grad_dtype], TRITON_DTYPES[grad_dtype], _norm_code(norm_type),
+        False, True, NORM_BLOCK, NORM_ROUNDS, **_EXACT,
+    )  # fmt: skip
+
+
+@torch.library.custom_op("gemini::finish_norm", mutates_args=("control",))
+def finish_norm(
+    tiles: Tensor, sums: Tensor, bad: Tensor, control: Tensor, norm_type: float
+) -> None:
+    """The tiles' sums to SUM and BAD of `control`, in fp64 and in a fixed order."""
+    finish_kernel[(1,)](
+        tiles, sums, bad, tiles.shape[0], control, _norm_code(norm_type), FINISH_AT_ONCE, **_EXACT
+    )
+
+
+@torch.library.custom_op("gemini::pack", mutates_args=("sums", "bad", "destinations"))
+def pack(
+    tiles: Tensor,
+    segments: Tensor,
+    sums: Tensor,
+    bad: Tensor,
+    scale: Tensor,
+    destinations: list[Tensor],
+    sources: list[Tensor],
+    source_dtype: torch.dtype,
+    destination_dtype: torch.dtype,
+    with_sums: bool,
+) -> None:
+    """Copy every segment from its `grad` to its `param` address, times `scale` fp64 [1], cast.
+
+    With sums, also what `grad_norm` makes, of the scaled values before they are rounded.
+    """
+    _check("tiles", tiles, torch.int32, 2)
+    _check("segments", segments, torch.int64, NUM_COLUMNS)
+    _check("scale", scale, torch.float64, None)
+    _check_device(tiles=tiles, segments=segments, sums=sums, bad=bad, scale=scale)
+    for name, dtype in (
+        ("source_dtype", source_dtype), ("destination_dtype", destination_dtype)
+    ):  # fmt: skip
+        if dtype not in TRITON_DTYPES:
+            raise ValueError(f"{name}={dtype} is not one of {list(TRITON_DTYPES)}")
+    if tiles.shape[0] == 0:
+        return
+    norm_kernel[(tiles.shape[0],)](
+        tiles, segments, sums, bad, scale, scale,
+        TRITON_DTYPES[source_dtype], TRITON_DTYPES[destination_dtype], 2,
+        True, with_sums, NORM_BLOCK, NORM_ROUNDS, **_EXACT,
+    )  # fmt: skip
+
+
+def _norm_code(norm_type: float) -> int:
+    """What the kernel calls a norm: 2, 1, 0 for the maximum, -1 for any other."""
+    if norm_type == float("inf"):
+        return 0
+    if norm_type in (1.0, 2.0):
+        return int(norm_type)
+    if norm_type > 0:
+        return -1
+    raise ValueError(f"norm_type={norm_type}; expected a positive number or inf")
+
+
+for _op in (prologue, update, grad_norm, finish_norm, pack):
+    _op.register_fake(lambda *args, **kwargs: None)

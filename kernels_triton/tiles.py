@@ -1,0 +1,73 @@
+"""Segment and tile tables: what lets one launch update every segment of every shard.
+
+A segment is a run of elements of one parameter: the address of its parameter and of its gradient,
+its offset into the slab of every state plane, its length and its counter, which is the index of its
+parameter's step count and coefficients. A tile is BLOCK elements of one segment, the work of one
+program. Both tables are device tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+# columns of the segment table, int64
+PARAM, GRAD, STATE, NUMEL, COUNTER = range(5)
+NUM_COLUMNS = 5
+
+TRITON_DTYPES = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How a kernel over tiles is launched; chosen by `choose_launch`, never tuned on live data."""
+
+    block: int  # elements of a tile
+    num_warps: int
+
+
+def choose_launch(bytes_per_element: int, interpreted: bool) -> Launch:
+    """Tiles of about 64 KiB of traffic: enough per program to hide its table reads.
+
+    The interpreter runs a tile as one numpy operation, so there larger is faster.
+    """
+    if interpreted:
+        return Launch(block=1 << 16, num_warps=4)
+    return Launch(block=4096 if bytes_per_element <= 16 else 2048, num_warps=4)
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One row of the segment table. Addresses in bytes, offsets and lengths in elements."""
+
+    param: int  # address of the visible parameter, 0 where only the gradient is read
+    grad: int  # address
+    state: int  # offset into every plane's slab, a multiple of 64
+    numel: int
+    counter: int  # index of its parameter's step count and coefficients
+
+
+def segment_table(segments: Sequence[Segment], device: torch.device) -> Tensor:
+    """int64 [n, 5]."""
+    rows = [[s.param, s.grad, s.state, s.numel, s.counter] for s in segments]
+    table = torch.tensor(rows, dtype=torch.int64).reshape(-1, NUM_COLUMNS)
+    if device.type == "cuda":
+        return table.pin_memory().to(device, non_blocking=True)
+    return table
+
+
+def tile_table(numels: Sequence[int], block: int, device: torch.device) -> Tensor:
+    """int32 [t, 2]: (segment, tile within it), in segment order. Empty segments have no tile."""
+    counts = torch.tensor([-(-numel // block) for numel in numels], dtype=torch.int64)
+    segment = torch.repeat_interleave(torch.arange(len(numels)), counts)
+    first = torch.cumsum(counts, 0) - counts
+    tile = torch.arange(int(counts.sum())) - torch.repeat_interleave(first, counts)
+    return torch.stack([segment, tile], dim=1).to(torch.int32).to(device)

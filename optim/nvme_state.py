@@ -1,0 +1,357 @@
+"""State blocks on disk and the pipeline that updates them: read i+1, update i, write i-1.
+
+One step is `run` (every block read, updated, written beside its old version), then `commit` or
+`rollback`. Nothing counts before `commit`; `rollback` restores the parameters that were updated.
+
+[Note: undo] A step with state on disk can fail in its middle: a read comes up short, a checksum
+does not match. State is safe, because every block keeps its last version. A 16-bit parameter is
+restored from the master in that version. Where there is no master, the parameter is updated in
+place, and what it was before goes to disk beside the new state: 4 bytes an element that are written
+and, but for a failure, never read.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gemini.tickets import Ticket, Together
+from gemini.units import PAGE_BYTES, BlockId, align_up
+from nvme import (
+    BlockStore,
+    Buffer,
+    BufferPool,
+    Engine,
+    NvmeError,
+    StoreLayout,
+    default_folder,
+)
+
+from .space import Block
+from .state_layout import StateLayout
+from .updaters import Planes
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+UNDO_ITEMSIZE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class NvmeConfig:
+    """Where and how state goes to disk. The defaults need no thought."""
+
+    folders: tuple[str, ...] = ()  # empty: a temporary folder on a disk
+    depth: int = 2  # blocks read ahead
+    checksums: bool = True
+    allow_ram: bool = False
+    write_budget: int | None = None  # bytes over the whole run
+    engine: Engine | None = None  # None: `threads`
+
+    def __post_init__(self) -> None:
+        if self.depth < 1:
+            raise ValueError(f"nvme depth={self.depth}; expected at least 1")
+
+
+@dataclass(slots=True)
+class _Staged:
+    """A block in a staging buffer."""
+
+    block: Block
+    buffer: Buffer
+    ticket: Ticket[object] | None  # None: the buffer holds the committed content
+
+
+class NvmeState:
+    """The blocks of a state space that live on disk, all planes of each together.
+
+    `undo`: parameters are updated in place, so what they were goes to disk too ([Note: undo]).
+    One thread at a time.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        layout: StateLayout,
+        config: NvmeConfig,
+        *,
+        digest: str,
+        undo: bool = False,
+        label: str = "",
+        pin: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self.blocks = tuple(blocks)
+        self._layout = layout
+        self._has_undo = undo
+        self._depth = config.depth
+        self._file_id = {block.id: BlockId(i) for i, block in enumerate(blocks)}
+        nbytes = [layout.block_nbytes(block.numel) for block in blocks]
+        if undo:
+            nbytes += [block.numel * UNDO_ITEMSIZE for block in blocks]
+        folders: Sequence[str | os.PathLike[str]] = config.folders or [default_folder()]
+        self.store = BlockStore(
+            folders,
+            StoreLayout.plan(digest, nbytes, [1.0] * len(folders)),
+            engine=config.engine,
+            checksums=config.checksums,
+            allow_ram=config.allow_ram,
+            label=label,
+            write_budget=config.write_budget,
+        )
+        self._state_nbytes = max(align_up(n, PAGE_BYTES) for n in nbytes)
+        undo_nbytes = max(nbytes[len(blocks) :], default=0)
+        self._pool = BufferPool(
+            min(config.depth + 2, len(blocks) + 1), self._state_nbytes + undo_nbytes, pin
+        )
+        self._order = self.blocks  # of the next update; alternates each step
+        self._next_read = 0  # index into _order
+        self._reads: deque[_Staged] = deque()  # waiting for their update, in order
+        self._current: _Staged | None = None  # being updated
+        self._writes: deque[_Staged] = deque()  # updated, on their way to disk
+        self._touched: list[Block] = []  # whose parameters this step has changed
+        self.stalled_seconds = 0.0  # waited for the disk so far
+
+    @property
+    def staging_bytes(self) -> int:
+        return self._pool.nbytes
+
+    @property
+    def written_bytes_per_step(self) -> int:
+        return sum(
+            self.store.buffer_nbytes(BlockId(i)) for i in range(self.store.layout.num_blocks)
+        )
+
+    def initialise(self, fill: Callable[[Block, Planes], None]) -> None:
+        """Write every block's first version. `fill` gets zeroed planes."""
+        for block in self._order:
+            staged = _Staged(block, self._take(), None)
+            planes = self._planes(staged)
+            for plane in planes.values():
+                plane.zero_()
+            fill(block, planes)
+            self._submit_write(staged, with_undo=False)
+        self.commit(step=0)
+
+    def prefetch(self) -> None:
+        """Begin to read the next blocks, as far as buffers allow. Never waits."""
+        self._reap()
+        while (
+            self._next_read < len(self._order)
+            and len(self._reads) < self._depth
+            and self._pool.num_free
+        ):
+            block = self._order[self._next_read]
+            staged = _Staged(block, self._pool.take(), None)
+            staged.ticket = self.store.read(self._file_id[block.id], self._state_view(staged))
+            self._reads.append(staged)
+            self._next_read += 1
+
+    def run(
+        self,
+        update: Callable[[Block, Planes], bool],
+        save: Callable[[Block, Tensor], None] | None = None,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Update every block once, or raise: then the caller must call `rollback`.
+
+        `update` answers whether it changed the block; what it did not change is not written.
+        `save` copies a block's parameters into its undo plane, before `update` changes them.
+        `stop` is asked between blocks; it ends the run with InterruptedError.
+        """
+        assert (save is not None) == self._has_undo
+        self.store.check_write_budget(self.written_bytes_per_step)
+        while self._reads or self._next_read < len(self._order):
+            if stop():
+                raise InterruptedError("the step was interrupted and undone")
+            self.prefetch()
+            if not self._reads:
+                self._wait_for_a_write()
+                continue
+            self._current = self._reads.popleft()
+            self._settle(self._current)
+            planes = self._planes(self._current)
+            if save is not None:
+                save(self._current.block, self._undo(self._current))
+            self._touched.append(self._current.block)
+            if update(self._current.block, planes):
+                self._submit_write(self._current, with_undo=save is not None)
+            else:
+                self._touched.pop()
+                self._pool.give(self._current.buffer)
+            self._current = None
+
+    def commit(self, step: int) -> None:
+        """Make the run count: all blocks at once, and durably."""
+        started = time.perf_counter()
+        self.store.commit(step)
+        self.stalled_seconds += time.perf_counter() - started
+        self._touched.clear()
+        self._order = self._order[::-1]
+        self._next_read = 0
+        # what was written last is the first of the next step, and still in memory
+        while self._writes:
+            staged = self._writes.pop()
+            first = self._order[self._next_read]
+            if staged.block is first and len(self._reads) < self._depth:
+                self._reads.append(_Staged(staged.block, staged.buffer, None))
+                self._next_read += 1
+            else:
+                self._pool.give(staged.buffer)
+
+    def rollback(self, restore: Callable[[Block, Planes], None]) -> None:
+        """Undo `run` as far as it came, reading what is needed back from disk.
+
+        `restore` gets each touched block: its planes as the last commit left them, or only
+        `param_undo` where there is an undo plane.
+        """
+        held = {s.block.id: s for s in (*self._writes, self._current) if s is not None}
+        for staged in (*self._reads, *held.values()):
+            _settle_quietly(staged.ticket)
+        self._give_all(self._reads)
+        self._reads.clear()
+        touched = list(self._touched)
+        if self._has_undo:
+            for block in touched:
+                if block.id in held:
+                    restore(block, {"param_undo": self._undo(held[block.id])})
+            touched = [block for block in touched if block.id not in held]
+        self._give_all(held.values())
+        buffer = self._pool.take()
+        try:
+            for block in touched:
+                staged = _Staged(block, buffer, None)
+                file_id = self._file_id[block.id]
+                if not self._has_undo:
+                    self.store.read(file_id, self._state_view(staged)).wait()
+                    restore(block, self._planes(staged))
+                else:
+                    undo_id = BlockId(file_id + len(self.blocks))
+                    self.store.read_uncommitted(undo_id, self._undo_view(staged)).wait()
+                    restore(block, {"param_undo": self._undo(staged)})
+        finally:
+            self._pool.give(buffer)
+            self.store.rollback()
+            self._writes.clear()
+            self._current = None
+            self._touched.clear()
+            self._next_read = 0
+
+    def load(self, blocks: Sequence[Block], visit: Callable[[Block, Planes], None]) -> None:
+        """Read committed blocks one after the other; `visit` must copy what it keeps."""
+        self._drop_reads()
+        staged = _Staged(blocks[0], self._take(), None) if blocks else None
+        try:
+            for block in blocks:
+                assert staged is not None
+                staged.block = block
+                self.store.read(self._file_id[block.id], self._state_view(staged)).wait()
+                visit(block, self._planes(staged))
+        finally:
+            if staged is not None:
+                self._pool.give(staged.buffer)
+
+    def replace(self, fill: Callable[[Block, Planes], None], step: int) -> None:
+        """Overwrite every block; `fill` gets the committed planes and changes them."""
+        self._drop_reads()
+        for block in self._order:
+            staged = _Staged(block, self._take(), None)
+            self.store.read(self._file_id[block.id], self._state_view(staged)).wait()
+            fill(block, self._planes(staged))
+            self._submit_write(staged, with_undo=False)
+        self.commit(step)
+
+    def close(self) -> None:
+        """Wait for transfers and remove the files."""
+        for staged in self._reads:
+            _settle_quietly(staged.ticket)
+        self.store.close()
+
+    def _submit_write(self, staged: _Staged, *, with_undo: bool) -> None:
+        file_id = self._file_id[staged.block.id]
+        staged.ticket = self.store.write(file_id, self._state_view(staged))
+        if with_undo:
+            undo_id = BlockId(file_id + len(self.blocks))
+            undo = self.store.write(undo_id, self._undo_view(staged))
+            staged.ticket = Together((staged.ticket, undo))
+        self._writes.append(staged)
+
+    def _reap(self) -> None:
+        """Take back the buffers of writes that have ended."""
+        while self._writes and _ready(self._writes[0].ticket):
+            self._settle(self._writes[0])
+            self._pool.give(self._writes.popleft().buffer)
+
+    def _wait_for_a_write(self) -> None:
+        self._settle(self._writes[0])
+        self._pool.give(self._writes.popleft().buffer)
+
+    def _take(self) -> Buffer:
+        while self._pool.num_free == 0:
+            self._wait_for_a_write()
+        return self._pool.take()
+
+    def _settle(self, staged: _Staged) -> None:
+        if staged.ticket is not None:
+            started = time.perf_counter()
+            try:
+                staged.ticket.wait()
+            finally:
+                self.stalled_seconds += time.perf_counter() - started
+
+    def _drop_reads(self) -> None:
+        """Forget what was read ahead."""
+        for staged in self._reads:
+            _settle_quietly(staged.ticket)
+        self._give_all(self._reads)
+        self._reads.clear()
+        self._next_read = 0
+
+    def _give_all(self, staged: Iterable[_Staged]) -> None:
+        for one in staged:
+            self._pool.give(one.buffer)
+
+    def _state_view(self, staged: _Staged) -> memoryview:
+        nbytes = self.store.buffer_nbytes(self._file_id[staged.block.id])
+        return staged.buffer.view[:nbytes]
+
+    def _undo_view(self, staged: _Staged) -> memoryview:
+        undo_id = BlockId(self._file_id[staged.block.id] + len(self.blocks))
+        start = self._state_nbytes
+        return staged.buffer.view[start : start + self.store.buffer_nbytes(undo_id)]
+
+    def _undo(self, staged: _Staged) -> Tensor:
+        return torch.frombuffer(
+            staged.buffer.view,
+            dtype=torch.float32,  # which holds every 16-bit value
+            count=staged.block.numel,
+            offset=self._state_nbytes,
+        )
+
+    def _planes(self, staged: _Staged) -> Planes:
+        numel = staged.block.numel
+        offsets = self._layout.offsets(numel)
+        return {
+            plane.name: torch.frombuffer(
+                staged.buffer.view, dtype=DTYPES[plane.dtype], count=numel, offset=offset
+            )
+            for plane, offset in zip(self._layout.planes, offsets, strict=True)
+        }
+
+
+def _ready(ticket: Ticket[object] | None) -> bool:
+    return ticket is None or ticket.ready()
+
+
+def _settle_quietly(ticket: Ticket[object] | None) -> None:
+    """Wait for a transfer whose outcome is raised elsewhere, or no longer matters."""
+    if ticket is None:
+        return
+    try:
+        ticket.wait()
+    except NvmeError:
+        return

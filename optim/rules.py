@@ -1,0 +1,66 @@
+"""What an update rule is to the rest: its planes, its hyperparameters, one CPU formula.
+
+A rule is stateless. Adding an optimizer is one rule, one formula in `formulas.py`, one kernel, and
+a class of a few lines (CONTRIBUTING.md shows it).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from .state_layout import StateLayout
+
+
+class UpdateRule(Protocol):
+    """How one optimizer updates a run of elements."""
+
+    name: str
+    layout: StateLayout  # without master and undo planes
+
+    def hyper(self, group: Mapping[str, Any]) -> Any:
+        """The group's hyperparameters as a frozen, hashable value.
+
+        Raises ValueError naming the first one that is out of range.
+        """
+        ...
+
+    def hyper_row(self, hyper: Any) -> tuple[float, ...]:
+        """The same as a row of the kernels' hyperparameter table; see the rule's kernel file."""
+        ...
+
+    def update(
+        self, param: Tensor, grad: Tensor, planes: Sequence[Tensor], hyper: Any, step: int
+    ) -> None:
+        """Update fp32 [n] `param` and `planes` in place; fp32 [n] `grad` is only read.
+
+        `step` counts from 1. Must treat every element alike, so that cutting a run at multiples
+        of 16 elements changes no bit.
+        """
+        ...
+
+
+def number(
+    group: Mapping[str, Any], name: str, low: float, high: float = math.inf, *, open_high: bool
+) -> float:
+    """`group[name]` as a float in [low, high] or [low, high). Raises ValueError."""
+    value = float(group[name])
+    inside = low <= value and (value < high if open_high else value <= high)
+    if math.isnan(value) or math.isinf(value) or not inside:
+        bracket = ")" if open_high else "]"
+        raise ValueError(f"{name}={group[name]!r} is outside [{low:g}, {high:g}{bracket}")
+    return value
+
+
+def betas(group: Mapping[str, Any]) -> tuple[float, float]:
+    """Two decay rates in [0, 1). Raises ValueError."""
+    pair = group["betas"]
+    if len(pair) != 2:
+        raise ValueError(f"betas={pair!r}; expected two numbers in [0, 1)")
+    for i, beta in enumerate(pair):
+        if not 0 <= float(beta) < 1:
+            raise ValueError(f"betas[{i}]={beta!r} is outside [0, 1)")
+    return float(pair[0]), float(pair[1])

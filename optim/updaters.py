@@ -1,0 +1,63 @@
+"""The update path as one interface; here the CPU's, in `triton_path.py` the device's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from . import cpu_path
+from .cpu_path import CpuWorkers, Piece
+from .report import Traffic
+from .rules import UpdateRule
+from .space import Block
+
+Planes = dict[str, Tensor]  # plane name -> [n]
+PiecesOf = Callable[[Block, Planes], Sequence[Piece]]
+
+
+class Updater(Protocol):
+    """Updates blocks whose state lies in a staging buffer, and blocks whose state is resident."""
+
+    @property
+    def name(self) -> str: ...
+
+    def update_staged(self, block: Block, planes: Planes, pieces_of: PiecesOf) -> bool:
+        """Update one block in host memory; done on return. False where it has no gradient."""
+        ...
+
+    def update_resident(
+        self, blocks: Iterable[tuple[Block, Planes]], slabs: Planes, pieces_of: PiecesOf
+    ) -> None:
+        """Update blocks that lie on the compute device, as views into `slabs`."""
+        ...
+
+    def traffic(self) -> Traffic:
+        """Bytes moved between host and device so far."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class CpuUpdater:
+    """State in host memory, updated there. `factor` multiplies every gradient of this step."""
+
+    workers: CpuWorkers
+    rule: UpdateRule
+    factor: float = 1.0
+    name: str = "cpu"
+
+    def update_staged(self, block: Block, planes: Planes, pieces_of: PiecesOf) -> bool:
+        pieces = pieces_of(block, planes)
+        cpu_path.update(self.workers, self.rule, pieces, self.factor)
+        return bool(pieces)
+
+    def update_resident(
+        self, blocks: Iterable[tuple[Block, Planes]], slabs: Planes, pieces_of: PiecesOf
+    ) -> None:
+        pieces = [piece for block, planes in blocks for piece in pieces_of(block, planes)]
+        cpu_path.update(self.workers, self.rule, pieces, self.factor)
+
+    def traffic(self) -> Traffic:
+        return Traffic()
