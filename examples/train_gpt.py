@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from gemini import GeminiDDP
+from gemini import AutoPlacement, GeminiDDP
 from optim import HybridAdam
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -47,7 +47,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seq", type=int, default=128)
     parser.add_argument("--device", help="default: cuda where there is one, else cpu")
     parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
-    parser.add_argument("--placement", default="static")
+    parser.add_argument("--placement", default="auto")
+    parser.add_argument("--device-budget", help="as in 8GiB; what does not fit goes to disk")
     parser.add_argument("--nvme-fraction", type=float, default=0.0, help="of the optimizer state")
     parser.add_argument("--nvme-dir", help="default: a temporary folder on a disk")
     parser.add_argument("--lr", type=float, default=6e-4)
@@ -110,8 +111,11 @@ def build(args: argparse.Namespace) -> tuple[nn.Module, torch.optim.Optimizer | 
         return model, HybridAdam(model.parameters(), **adam, **nvme)
     if args.floor:
         model.to(torch.bfloat16)  # no master weights to keep
+    placement = args.placement
+    if args.device_budget is not None:
+        placement = AutoPlacement(device_budget=args.device_budget)
     model = GeminiDDP(  # (*)
-        model, args.device, args.placement, precision=args.precision, max_norm=1.0
+        model, args.device, placement, precision=args.precision, max_norm=1.0
     )
     if args.floor:
         return model, None

@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .ddp import GeminiDDP as GeminiDDP
+    from .placement.policy import AutoPlacement as AutoPlacement
     from .placement.policy import StaticPlacement as StaticPlacement
 
 _HOME = {
+    "AutoPlacement": "gemini.placement.policy",
     "GeminiDDP": "gemini.ddp",
     "StaticPlacement": "gemini.placement.policy",
 }
-__all__ = ["GeminiDDP", "StaticPlacement"]
+__all__ = ["AutoPlacement", "GeminiDDP", "StaticPlacement"]
 
 
 def __getattr__(name: str) -> Any:

@@ -29,8 +29,10 @@ class GeminiDDP(nn.Module):
 
     module: on the CPU or on `device`; wrapped once.
     device: where modules compute; None is the CUDA device of this process, else the CPU.
-    placement_policy: `"static"` or `"cuda"` (everything on the device, ZeRO-3 over ranks), or a
-        `StaticPlacement`.
+    placement_policy: `"auto"` (what fits `AutoPlacement.device_budget` on the device, optimizer
+        state that does not on NVMe), `"static"` or `"cuda"` (everything on the device), or a
+        placement dataclass. Parameters are sharded as in ZeRO-3 but for
+        `StaticPlacement(shard_param_frac)`.
     precision: `"bf16"` or `"fp32"`: dtype of parameters, activations and gradients. Floating
         inputs are cast to it; buffers keep theirs.
     process_group: None is the default group, or no group where torch.distributed is not set up.
@@ -46,7 +48,7 @@ class GeminiDDP(nn.Module):
         self,
         module: nn.Module,
         device: torch.device | str | None = None,
-        placement_policy: str | Placement = "static",
+        placement_policy: str | Placement = "auto",
         *,
         precision: str = "bf16",
         process_group: dist.ProcessGroup | None = None,

@@ -1,7 +1,17 @@
 """Optimizers whose state lives where it fits: on the device, in RAM or on NVMe."""
 
-from .hybrid_adam import HybridAdam
+from .adam import CPUAdam, FusedAdam, HybridAdam
+from .lion import HybridLion
 from .nvme_state import NvmeConfig
 from .report import StepReport
+from .sgd import HybridSGD
 
-__all__ = ["HybridAdam", "NvmeConfig", "StepReport"]
+__all__ = [
+    "CPUAdam",
+    "FusedAdam",
+    "HybridAdam",
+    "HybridLion",
+    "HybridSGD",
+    "NvmeConfig",
+    "StepReport",
+]

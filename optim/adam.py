@@ -1,16 +1,18 @@
-"""Adam (L2) and AdamW as an update rule."""
+"""Adam (L2) and AdamW: the update rule, and HybridAdam, CPUAdam and FusedAdam."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .base import Folders, TieredOptimizer
 from .formulas import AdamCoefficients, adam_coefficients
+from .nvme_state import NvmeConfig
 from .rules import betas, number
 from .state_layout import Plane, StateLayout
 
@@ -78,3 +80,81 @@ class AdamRule:
 def _step_tensor(step: float) -> Tensor:
     """fp32 0-d, which the fused step reads and does not write."""
     return torch.tensor(step, dtype=torch.float32)
+
+
+class HybridAdam(TieredOptimizer):
+    """Adam (`adamw_mode=False`: L2) or AdamW with fp32 state on device, host or NVMe.
+
+    On a `GeminiDDP` it updates fp32 master shards; on a plain module the parameters themselves,
+    CPU parameters by the CPU path and CUDA parameters by Triton.
+
+    nvme_offload_fraction: share of the state's bytes that goes to disk, met within one block
+        (2**20 elements): exp_avg and exp_avg_sq, and under GeminiDDP the fp32 master too.
+    nvme_offload_dir: an existing folder on a disk, or several to stripe over; None is a temporary
+        folder. The files are removed when the optimizer is closed or collected, and at exit.
+
+    Raises ValueError for a hyperparameter out of range and names it, `nvme.FolderError` for a
+    folder that cannot be used, and `nvme.DiskFullError` where the state does not fit.
+    Formula: `optim.formulas.adam` (Kingma & Ba 2015; Loshchilov & Hutter 2019).
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        adamw_mode: bool = True,
+        nvme_offload_fraction: float = 0.0,
+        nvme_offload_dir: Folders = None,
+        *,
+        nvme: NvmeConfig | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "adamw_mode": adamw_mode,
+        }
+        super().__init__(
+            params,
+            defaults,
+            AdamRule(),
+            nvme_offload_fraction=nvme_offload_fraction,
+            nvme_offload_dir=nvme_offload_dir,
+            nvme=nvme,
+        )
+
+
+class CPUAdam(HybridAdam):
+    """HybridAdam for parameters in host memory. Raises ValueError for any other."""
+
+    def check_param(self, param: Tensor) -> None:
+        super().check_param(param)
+        if param.device.type != "cpu":
+            raise ValueError(f"CPUAdam got a parameter on {param.device}; use HybridAdam")
+
+
+class FusedAdam(HybridAdam):
+    """HybridAdam for CUDA parameters, state beside them. Raises ValueError for any other."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        adamw_mode: bool = True,
+    ) -> None:
+        super().__init__(params, lr, bias_correction, betas, eps, weight_decay, adamw_mode)
+
+    def check_param(self, param: Tensor) -> None:
+        super().check_param(param)
+        if param.device.type != "cuda":
+            raise ValueError(f"FusedAdam got a parameter on {param.device}; use HybridAdam")

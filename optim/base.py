@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -59,10 +60,23 @@ class TieredOptimizer(torch.optim.Optimizer):
         try:
             self._rule.hyper(self.param_groups[-1])
             for param in self.param_groups[-1]["params"]:
-                _check_param(param)
+                self.check_param(param)
         except ValueError:
             self.param_groups.pop()
             raise
+
+    def check_param(self, param: Tensor) -> None:
+        """Raise ValueError for a parameter that this optimizer cannot update."""
+        if not param.is_floating_point():
+            raise ValueError(
+                f"a parameter of shape {tuple(param.shape)} has dtype {param.dtype}; "
+                "expected a floating one"
+            )
+        if param.is_meta:
+            raise ValueError(
+                f"a parameter of shape {tuple(param.shape)} is on the meta device and has no "
+                "values; materialise the module before you make the optimizer"
+            )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One update; returns the closure's loss. `last_report` says what it did."""
@@ -162,19 +176,4 @@ def _with_folders(config: NvmeConfig, folders: Folders) -> NvmeConfig:
         return config
     if isinstance(folders, (str, os.PathLike)):
         folders = [folders]
-    from dataclasses import replace
-
     return replace(config, folders=tuple(os.fspath(folder) for folder in folders))
-
-
-def _check_param(param: Tensor) -> None:
-    if not param.is_floating_point():
-        raise ValueError(
-            f"a parameter of shape {tuple(param.shape)} has dtype {param.dtype}; "
-            "expected a floating one"
-        )
-    if param.is_meta:
-        raise ValueError(
-            f"a parameter of shape {tuple(param.shape)} is on the meta device and has no values; "
-            "materialise the module before you make the optimizer"
-        )

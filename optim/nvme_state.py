@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from gemini.tickets import Ticket, Together
-from gemini.units import PAGE_BYTES, BlockId, align_up
+from gemini.units import BLOCK_NUMEL, PAGE_BYTES, BlockId, align_up
 from nvme import (
     BlockStore,
     Buffer,
@@ -52,8 +52,11 @@ class NvmeConfig:
     allow_ram: bool = False
     write_budget: int | None = None  # bytes over the whole run
     engine: Engine | None = None  # None: `threads`
+    block_numel: int = BLOCK_NUMEL  # elements of a block; a multiple of 1024
 
     def __post_init__(self) -> None:
+        if self.block_numel < 1024 or self.block_numel % 1024:
+            raise ValueError(f"block_numel={self.block_numel}; expected a multiple of 1024")
         if self.depth < 1:
             raise ValueError(f"nvme depth={self.depth}; expected at least 1")
 

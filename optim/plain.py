@@ -38,7 +38,7 @@ class PlainTarget:
         self._params = list(params)
         self._group_of = list(group_of)
         self._rule = rule
-        space = StateSpace.pack([param.numel() for param in params])
+        space = StateSpace.pack([param.numel() for param in params], nvme.block_numel)
         self._tiers = TieredState(
             space,
             rule.layout,
@@ -76,8 +76,6 @@ class PlainTarget:
             self._update(updater, views)
         else:
             self._thread.run(lambda: self._update(updater, views))
-        self._num_steps += 1
-        self._path.count(views.active)
         return StepReport(
             traffic=self._traffic(updater) - before,
             stalled_seconds=self._tiers.stalled_seconds - stalled,
@@ -92,6 +90,8 @@ class PlainTarget:
             self._tiers.rollback(views)
             raise
         self._tiers.commit(updater, views, self._num_steps + 1)
+        self._num_steps += 1  # here, so that an interrupt that came meanwhile finds it done
+        self._path.count(views.active)
 
     def _traffic(self, updater: Updater) -> Traffic:
         return self._tiers.traffic() + updater.traffic()

@@ -1,13 +1,15 @@
-"""SGD with momentum as an update rule."""
+"""SGD with momentum: the update rule, and HybridSGD."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from .base import Folders, TieredOptimizer
+from .nvme_state import NvmeConfig
 from .rules import number
 from .state_layout import Plane, StateLayout
 
@@ -50,3 +52,30 @@ class SGDRule:
         if hyper.momentum:
             grad = buffer.mul_(hyper.momentum).add_(grad)
         param.add_(grad, alpha=-hyper.lr)
+
+
+class HybridSGD(TieredOptimizer):
+    """SGD with momentum, with fp32 state on device, host or NVMe; see `HybridAdam`.
+
+    Formula: `optim.formulas.sgd`, the same bits as torch.optim.SGD on CPU parameters.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        nvme_offload_fraction: float = 0.0,
+        nvme_offload_dir: Folders = None,
+        *,
+        nvme: NvmeConfig | None = None,
+    ) -> None:
+        super().__init__(
+            params,
+            {"lr": lr, "momentum": momentum, "weight_decay": weight_decay},
+            SGDRule(),
+            nvme_offload_fraction=nvme_offload_fraction,
+            nvme_offload_dir=nvme_offload_dir,
+            nvme=nvme,
+        )

@@ -16,7 +16,6 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from gemini.units import BLOCK_NUMEL
 from kernels_triton import ops
 from kernels_triton.frame import (
     BAD,
@@ -111,9 +110,9 @@ class TritonUpdater:
         )  # fmt: skip
 
     def update_staged(self, block: Block, planes: Planes, pieces_of: PiecesOf) -> bool:
-        if self._staging is None:
+        if self._staging is None or next(iter(self._staging.values())).numel() < block.numel:
             self._staging = {
-                plane.name: torch.empty(BLOCK_NUMEL, dtype=DTYPES[plane.dtype], device=self._device)
+                plane.name: torch.empty(block.numel, dtype=DTYPES[plane.dtype], device=self._device)
                 for plane in self._layout.planes
             }
         staged = {name: self._staging[name][: plane.numel()] for name, plane in planes.items()}

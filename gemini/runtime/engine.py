@@ -17,7 +17,7 @@ from gemini.chunk.layout import ChunkLayout
 from gemini.chunk.parameter import ParamHandle, wrap_in_place
 from gemini.chunk.state import TensorState
 from gemini.chunk.storage import Chunk
-from gemini.placement.policy import StaticPlacement, leading_within
+from gemini.placement.policy import Placement, StaticPlacement, leading_within
 from gemini.units import ChunkId, ParamId
 from optim.nvme_state import NvmeConfig
 from optim.rules import UpdateRule
@@ -53,7 +53,7 @@ class Engine:
         layout: ChunkLayout,
         backend: Backend,
         comm: Communicator,
-        placement: StaticPlacement,
+        placement: Placement,
         *,
         max_prefetch: int,
         max_norm: float,
@@ -69,8 +69,10 @@ class Engine:
         }
         self.originals: dict[ChunkId, Tensor] = {}  # [S] fp32 of 16-bit chunks, until `attach`
         self.chunks = [self._build_chunk(spec.id) for spec in layout.chunks]
+        self.placement = placement
         sharded = leading_within(
-            [spec.payload_bytes for spec in layout.chunks], placement.shard_param_frac
+            [spec.payload_bytes for spec in layout.chunks],
+            placement.shard_param_frac if isinstance(placement, StaticPlacement) else 1.0,
         )
         self.kept = [spec.id for spec in layout.chunks if spec.id not in sharded]
         self.manager = StatefulTensorMgr(layout, self.chunks, self.kept, max_prefetch)

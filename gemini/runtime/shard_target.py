@@ -19,14 +19,15 @@ import torch
 from torch import Tensor
 
 from gemini.chunk.storage import Chunk
+from gemini.placement.policy import ModelData, state_fraction_on_nvme
 from gemini.tickets import Done
-from gemini.units import ParamId, align_up
+from gemini.units import Bytes, ParamId, align_up
 from optim.cpu_path import CpuWorkers, Piece, grad_sum
 from optim.nvme_state import NvmeConfig
 from optim.report import Outcome, StepReport
 from optim.rules import UpdateRule
 from optim.space import Block, Segment, StateSpace
-from optim.state_layout import MASTER
+from optim.state_layout import MASTER, StateLayout
 from optim.step_thread import StepThread
 from optim.target import Group
 from optim.tiered_state import TieredState
@@ -60,12 +61,17 @@ class ShardTarget:
                     Segment(part.param, part.param_offset, part.numel, base + part.offset)
                 )
             base += chunk.spec.shard_numel
-        space = StateSpace.build(segments, [chunk.spec.shard_numel for chunk in self._chunks])
+        space = StateSpace.build(
+            segments, [chunk.spec.shard_numel for chunk in self._chunks], nvme.block_numel
+        )
         has_master = any(chunk.dtype != torch.float32 for chunk in self._chunks)
+        layout = rule.layout.with_master() if has_master else rule.layout
         self._tiers = TieredState(
             space,
-            rule.layout.with_master() if has_master else rule.layout,
-            nvme_fraction=nvme_fraction,
+            layout,
+            nvme_fraction=state_fraction_on_nvme(
+                engine.placement, self._model_data(space, layout, nvme), nvme_fraction
+            ),
             nvme=nvme,
             device=engine.backend.device,
             label=f"rank{engine.comm.rank}-",
@@ -102,10 +108,7 @@ class ShardTarget:
         updater = CpuUpdater(self._workers, self._rule, clip_factor(norm, engine.max_norm))
         before, stalled = self._tiers.traffic(), self._tiers.stalled_seconds
         engine.manager.release_all()
-        self._update(updater, views)
-        self._num_steps += 1
-        for i, present in enumerate(agreement.present):
-            self._steps[i] += present
+        self._update(updater, views, agreement)
         engine.after_step()
         return StepReport(
             Done(Outcome(grad_norm=norm)),
@@ -151,7 +154,7 @@ class ShardTarget:
         raise AssertionError("a chunk has a non-finite gradient outside its parameters")
 
     @torch.no_grad()
-    def _update(self, updater: Updater, views: _ShardViews) -> None:
+    def _update(self, updater: Updater, views: _ShardViews, agreement: Agreement) -> None:
         error: BaseException | None = None
         try:
             self._thread.run(lambda: self._prepare(updater, views))
@@ -166,11 +169,18 @@ class ShardTarget:
                 f"the disks of ranks {list(failed)} failed; weights and state are those of the "
                 "last step on every rank. Their own errors say what happened"
             )
-        self._thread.run(lambda: self._tiers.commit(updater, views, self._num_steps + 1))
+        self._thread.run(lambda: self._commit(updater, views, agreement))
 
     def _prepare(self, updater: Updater, views: _ShardViews) -> None:
         with torch.no_grad():
             self._tiers.prepare(updater, views, lambda: self._thread.interrupted)
+
+    def _commit(self, updater: Updater, views: _ShardViews, agreement: Agreement) -> None:
+        with torch.no_grad():
+            self._tiers.commit(updater, views, self._num_steps + 1)
+        self._num_steps += 1  # here, so that an interrupt that came meanwhile finds it done
+        for i, present in enumerate(agreement.present):
+            self._steps[i] += present
 
     def _failed_ranks(self, failed_here: bool) -> tuple[int, ...]:
         if self._tiers.nvme is None and self._engine.comm.world_size == 1:
@@ -198,6 +208,18 @@ class ShardTarget:
         self._workers.close()
         self._thread.close()
         self._engine.detach()
+
+    def _model_data(self, space: StateSpace, layout: StateLayout, nvme: NvmeConfig) -> ModelData:
+        """This rank's bytes, for the placement to decide with."""
+        params = sum(chunk.shard.nbytes for chunk in self._engine.chunks)
+        grads = sum(chunk.shard.nbytes for chunk in self._chunks)
+        largest = max(block.numel for block in space.blocks)
+        return ModelData(
+            param_bytes=Bytes(params),
+            grad_bytes=Bytes(grads),
+            state_bytes=Bytes(layout.block_nbytes(space.numel)),
+            staging_bytes=Bytes((nvme.depth + 2) * layout.block_nbytes(largest)),
+        )
 
     def _fill_master(self, block: Block, planes: Planes) -> None:
         """Masters start as the original fp32 weights, not as the rounded ones."""

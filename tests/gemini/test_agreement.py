@@ -1,0 +1,38 @@
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gemini.runtime.agreement import Agreement, Ballot
+
+ballots = st.builds(
+    Ballot,
+    sum_of_squares=st.floats(0, 1e30),
+    present=st.tuples(st.booleans(), st.booleans(), st.booleans()),
+    first_nonfinite=st.none() | st.integers(0, 2),
+    deviated=st.booleans(),
+    io_failed=st.booleans(),
+)
+
+
+@given(st.lists(ballots, min_size=1, max_size=4), st.randoms())
+def test_all_ranks_learn_what_each_said_whatever_the_order_of_the_sum(said, random):
+    w = len(said)
+    vectors = [ballot.encode(rank, w) for rank, ballot in enumerate(said)]
+    random.shuffle(vectors)
+    total = [sum(column) for column in zip(*vectors, strict=True)]
+    agreed = Agreement.decode(total, w)
+    assert agreed.present == tuple(any(b.present[i] for b in said) for i in range(3))
+    assert agreed.deviated == tuple(r for r, b in enumerate(said) if b.deviated)
+    assert agreed.io_failed == tuple(r for r, b in enumerate(said) if b.io_failed)
+    bad = [(b.first_nonfinite, r) for r, b in enumerate(said) if b.first_nonfinite is not None]
+    assert agreed.nonfinite == min(bad, default=None)
+    if not bad:
+        assert agreed.sum_of_squares == math.fsum(b.sum_of_squares for b in said)
+
+
+def test_a_nan_on_one_rank_spoils_no_other_slot():
+    said = [Ballot(math.nan, (True,), first_nonfinite=0), Ballot(4.0, (True,))]
+    total = [sum(c) for c in zip(*(b.encode(r, 2) for r, b in enumerate(said)), strict=True)]
+    assert all(math.isfinite(value) for value in total)
+    assert Agreement.decode(total, 2).nonfinite == (0, 0)

@@ -1,0 +1,13 @@
+import pytest
+
+from gemini.chunk.state import LEGAL, IllegalTransition, TensorState, check_transition
+
+
+def test_every_state_has_a_row_and_can_be_left():
+    assert set(LEGAL) == set(TensorState)
+    assert all(LEGAL.values())
+
+
+def test_an_illegal_transition_names_the_parameter_and_both_states():
+    with pytest.raises(IllegalTransition, match=r"h\.0\.w went from free to compute"):
+        check_transition("h.0.w", TensorState.FREE, TensorState.COMPUTE)

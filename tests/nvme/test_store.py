@@ -1,0 +1,222 @@
+"""Blocks on real files: round trips, versions, faults."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+import nvme
+from gemini.units import PAGE_BYTES
+from nvme import BlockStore, BufferPool, StoreLayout
+from nvme.file import file_system
+
+SIZES = [1, 4096, 5000, 3 << 20, (4 << 20) + 4096, (9 << 20) + 1]
+
+
+@pytest.fixture
+def pool():
+    return BufferPool(3, max(SIZES))
+
+
+def write(store, pool, block, byte):
+    buffer = pool.take()
+    buffer.view[:] = bytes([byte]) * buffer.view.nbytes
+    store.write(block, buffer.view).wait()
+    pool.give(buffer)
+
+
+def read(store, pool, block):
+    """The payload of a block; asserts that it is one byte repeated, and answers it."""
+    buffer = pool.take()
+    buffer.view[:] = b"\xee" * buffer.view.nbytes
+    store.read(block, buffer.view).wait()
+    data = bytes(buffer.view[: store.layout.block_nbytes[block]])
+    pool.give(buffer)
+    assert data == data[:1] * len(data)
+    return data[0]
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = BlockStore([tmp_path], StoreLayout.plan("d", SIZES))
+    yield store
+    store.close()
+
+
+def test_blocks_of_all_sizes_round_trip(store, pool):
+    for block in range(len(SIZES)):
+        write(store, pool, block, block + 1)
+    store.commit(1)
+    assert [read(store, pool, b) for b in range(len(SIZES))] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_write_counts_after_commit_only(store, pool):
+    for value in (1, 2, 3):
+        write(store, pool, 3, value)
+        if value > 1:
+            assert read(store, pool, 3) == value - 1
+        store.commit(value)
+        assert read(store, pool, 3) == value
+    assert store.committed_step == 3
+
+
+def test_rollback_keeps_the_last_commit_and_the_next_write_is_right(store, pool):
+    write(store, pool, 2, 1)
+    store.commit(1)
+    write(store, pool, 2, 9)
+    store.rollback()
+    assert read(store, pool, 2) == 1
+    write(store, pool, 2, 2)
+    store.commit(2)
+    assert read(store, pool, 2) == 2
+
+
+def test_uncommitted_content_can_be_read_back_to_undo_a_step(store, pool):
+    write(store, pool, 1, 1)
+    store.commit(1)
+    write(store, pool, 1, 7)
+    buffer = pool.take()
+    store.read_uncommitted(1, buffer.view).wait()
+    assert buffer.view[0] == 7
+
+
+def test_blocks_are_striped_over_folders(tmp_path, pool):
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    store = BlockStore(folders, StoreLayout.plan("d", SIZES, [1.0, 1.0]))
+    for block in range(len(SIZES)):
+        write(store, pool, block, block + 1)
+    store.commit(1)
+    assert [read(store, pool, b) for b in range(len(SIZES))] == [1, 2, 3, 4, 5, 6]
+    assert all(len(list(folder.iterdir())) == 1 for folder in folders)
+    store.close()
+    assert not any(list(folder.iterdir()) for folder in folders)
+
+
+def test_a_flipped_byte_is_found_and_named(store, pool):
+    write(store, pool, 3, 5)
+    store.commit(1)
+    path, extent = store.paths[0], store.layout.extents()[3][0]
+    with path.open("r+b") as file:
+        file.seek(extent.offset + 1_000_000)
+        file.write(b"\x06")
+    with pytest.raises(nvme.ChecksumError, match=rf"block 3 at offset {extent.offset}.*{path}"):
+        read(store, pool, 3)
+
+
+def test_a_truncated_file_is_a_transfer_error_with_place_and_length(store, pool):
+    write(store, pool, 5, 5)
+    store.commit(1)
+    os.truncate(store.paths[0], store.layout.extents()[5][0].offset + PAGE_BYTES)
+    with pytest.raises(nvme.TransferError, match=r"read of \d+ bytes at offset \d+ of .*short"):
+        read(store, pool, 5)
+
+
+def test_a_block_that_was_never_committed_cannot_be_read(store, pool):
+    with pytest.raises(ValueError, match="never committed"):
+        read(store, pool, 0)
+
+
+def test_write_budget_is_refused_before_it_is_passed(tmp_path):
+    store = BlockStore([tmp_path], StoreLayout.plan("d", SIZES), write_budget=10_000)
+    with pytest.raises(nvme.WriteBudgetError, match="nvme_write_budget"):
+        store.check_write_budget(10_001)
+    store.check_write_budget(10_000)
+    store.close()
+
+
+def test_files_are_private_and_removed_on_close(tmp_path, store):
+    assert [oct(path.stat().st_mode & 0o777) for path in store.paths] == ["0o600"]
+    store.close()
+    store.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_said_at_construction_and_leaves_nothing(tmp_path):
+    huge = os.statvfs(tmp_path).f_blocks * os.statvfs(tmp_path).f_frsize
+    with pytest.raises(nvme.DiskFullError, match=r"cannot hold .* free"):
+        BlockStore([tmp_path], StoreLayout.plan("d", [huge]))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_limit_on_file_size_counts_as_full(tmp_path):
+    code = """
+import resource, sys, nvme
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+try:
+    nvme.BlockStore([sys.argv[1]], nvme.StoreLayout.plan("d", [8 << 20]))
+except nvme.DiskFullError as error:
+    print("full:", error)
+"""
+    out = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True,
+        env={"PYTHONPATH": ":".join(sys.path)}, check=True,
+    )  # fmt: skip
+    assert out.stdout.startswith("full:")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bad_folders_are_refused_with_what_to_do(tmp_path):
+    (tmp_path / "file").touch()
+    for folder, said in (("missing", "does not exist"), ("file", "is a file")):
+        with pytest.raises(nvme.FolderError, match=said):
+            nvme.check_folder(tmp_path / folder)
+
+
+@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no /dev/shm")
+def test_ram_is_refused_unless_it_is_allowed():
+    with pytest.raises(nvme.FolderError, match="is RAM"):
+        nvme.check_folder("/dev/shm")
+    nvme.check_folder("/dev/shm", allow_ram=True)
+    assert file_system(nvme.default_folder()) != "tmpfs"
+
+
+def test_orphans_of_dead_processes_are_removed_and_nothing_else(tmp_path, pool):
+    code = """
+import os, sys, nvme
+store = nvme.BlockStore([sys.argv[1]], nvme.StoreLayout.plan("d", [5000]))
+pool = nvme.BufferPool(1, 5000)
+buffer = pool.take()
+buffer.view[:] = b"z" * buffer.view.nbytes
+store.write(0, buffer.view).wait()
+store.commit(4)
+os.kill(os.getpid(), 9)
+"""
+    env = {"PYTHONPATH": ":".join(sys.path)}
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=env)
+    (orphan,) = nvme.orphans(tmp_path)
+    with nvme.recover([orphan]) as found:
+        assert found.index.step == 4
+        assert found.block(0) == b"z" * 5000
+
+    alive = BlockStore([tmp_path], StoreLayout.plan("d", [5000]))  # removes it
+    foreign = tmp_path / "gemini-notes.blocks"
+    foreign.write_text("this is somebody's file")
+    assert not orphan.exists()
+    assert nvme.orphans(tmp_path) == ()
+    assert nvme.remove_orphans(tmp_path) == ()
+    assert foreign.exists() and alive.paths[0].exists()
+    alive.close()
+
+
+def test_a_forked_child_does_not_remove_its_parents_files(store):
+    pid = os.fork()
+    if pid == 0:
+        store._finalizer()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert store.paths[0].exists()
+
+
+def test_buffers_are_page_aligned_and_exact():
+    import ctypes
+
+    pool = BufferPool(3, 10_000)
+    buffers = [pool.take() for _ in range(3)]
+    for buffer in buffers:
+        assert buffer.view.nbytes == 12_288
+        assert ctypes.addressof(ctypes.c_char.from_buffer(buffer.view)) % PAGE_BYTES == 0
+    with pytest.raises(RuntimeError, match="in use"):
+        pool.take()

@@ -1,0 +1,55 @@
+from hypothesis import given
+from hypothesis import strategies as st
+import pytest
+
+from gemini.units import PAGE_BYTES
+from nvme.layout import FormatError, Index, IndexEntry, StoreLayout
+
+sizes = st.lists(st.integers(1, 50_000), min_size=1, max_size=30)
+
+
+@given(sizes, st.lists(st.floats(0.1, 10), min_size=1, max_size=3))
+def test_extents_are_whole_pages_that_do_not_overlap(nbytes, weights):
+    layout = StoreLayout.plan("d", nbytes, weights)
+    ends = [layout.index_offset(1) + layout.index_slot_nbytes if f == 0 else 0 for f in range(3)]
+    for payload, versions in zip(nbytes, layout.extents(), strict=True):
+        for extent in versions:
+            assert extent.offset % PAGE_BYTES == extent.nbytes % PAGE_BYTES == 0
+            assert extent.nbytes >= payload and extent.offset >= ends[extent.file]
+            ends[extent.file] = extent.offset + extent.nbytes
+    for file, length in enumerate(layout.file_nbytes()):
+        assert length >= ends[file]
+
+
+@given(sizes, st.integers(1, 3))
+def test_header_round_trips(nbytes, num_files):
+    layout = StoreLayout.plan("digest", nbytes, [1.0] * num_files)
+    for file in range(num_files):
+        assert StoreLayout.from_header(layout.header(file)) == (layout, file)
+
+
+def test_a_damaged_or_foreign_header_is_refused():
+    header = bytearray(StoreLayout.plan("d", [5]).header(0))
+    header[40] ^= 1
+    with pytest.raises(FormatError, match="damaged"):
+        StoreLayout.from_header(bytes(header))
+    with pytest.raises(FormatError, match="no block store"):
+        StoreLayout.from_header(b"\x7fELF" + bytes(5000))
+    header[8] = 99
+    with pytest.raises(FormatError, match="version 99"):
+        StoreLayout.from_header(bytes(header))
+
+
+@given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 2**32 - 1)), min_size=1, max_size=50))
+def test_index_round_trips_and_a_torn_one_is_none(entries):
+    index = Index(7, 3, tuple(IndexEntry(*entry) for entry in entries))
+    data = index.encode()
+    assert Index.decode(data + bytes(100)) == index
+    assert Index.decode(bytes(len(data))) is None
+    torn = data[:-1] + bytes([data[-1] ^ 1])
+    assert Index.decode(torn) is None
+
+
+def test_blocks_are_striped_in_proportion_to_speed():
+    layout = StoreLayout.plan("d", [4096] * 300, [2.0, 1.0])
+    assert layout.file_of_block.count(0) == 200
