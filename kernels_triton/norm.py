@@ -94,7 +94,7 @@ def norm_kernel(
     aligned = ((source_address | out_address) & 15) == 0
     total = tl.zeros([BLOCK], tl.float32)
     if (remaining >= BLOCK * ROUNDS) & aligned:
-        for k in tl.static_range(ROUNDS):
+        for k in range(ROUNDS):
             total = _round(
                 source_address, out_address, start + k * BLOCK, remaining, total, scale, exponent,
                 GRAD_DTYPE, OUT_DTYPE, NORM, WRITES, SUMS, BLOCK, False,

@@ -20,12 +20,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from gemini.units import PARAM_ALIGN_NUMEL, align_up
+
 from .rules import UpdateRule
 from .step_thread import wait_all
 
 T = TypeVar("T")
 
-TILE_NUMEL = 1 << 18  # 1 MiB of fp32: the scratch tile stays in a core's cache
+TILE_NUMEL = 1 << 19  # 2 MiB of fp32: the scratch tile stays in cache; smaller ones cost more
+# in handing the interpreter lock from worker to worker (docs/log.md)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,50 +105,62 @@ def default_num_threads() -> int:
 
 def _single_threaded(ready: threading.Barrier) -> None:
     torch.set_num_threads(1)
+    torch.get_num_threads()  # ends this thread's lazy set-up, which would undo the line above
     ready.wait()  # so that every thread of the pool gets one of these
 
 
 def update(workers: CpuWorkers, rule: UpdateRule, pieces: Sequence[Piece], factor: float) -> None:
     """One step over all pieces. `factor` multiplies the gradients (unscale and clip in one)."""
 
-    def work(batch: Sequence[Piece]) -> None:
-        for piece in batch:
-            _update_tile(workers, rule, piece, factor)
+    def work(run: Sequence[Piece]) -> None:
+        for piece in run:
+            _update_piece(workers, rule, piece, factor)
 
-    workers.map(work, _batches(pieces))
+    total = sum(piece.param.numel() for piece in pieces)
+    workers.map(work, _runs(pieces, _run_numel(workers, total)))
 
 
-def _batches(pieces: Sequence[Piece]) -> list[list[Piece]]:
-    """Pieces cut into tiles; small ones go together, so that no task is all overhead."""
-    batches: list[list[Piece]] = []
+def _run_numel(workers: CpuWorkers, total: int) -> int:
+    """Elements of one task: a few tasks a worker, so that a worker that is held up gets fewer."""
+    return max(TILE_NUMEL // 4, align_up(-(-total // (4 * workers.num_threads)), TILE_NUMEL // 4))
+
+
+def _runs(pieces: Sequence[Piece], run_numel: int) -> list[list[Piece]]:
+    """Pieces as runs of about `run_numel` elements, in order; a piece that is longer is cut."""
+    runs: list[list[Piece]] = []
     room = 0
     for piece in pieces:
         numel = piece.param.numel()
-        for start in range(0, numel, TILE_NUMEL):
-            tile = piece if numel <= TILE_NUMEL else piece.cut(start, start + TILE_NUMEL)
-            if tile.param.numel() > room:
-                batches.append([])
-                room = TILE_NUMEL
-            batches[-1].append(tile)
-            room -= tile.param.numel()
-    return batches
+        start = 0
+        while start < numel:
+            if room < PARAM_ALIGN_NUMEL:
+                runs.append([])
+                room = run_numel
+            end = min(numel, start + align_up(room, PARAM_ALIGN_NUMEL))
+            runs[-1].append(piece if end - start == numel else piece.cut(start, end))
+            room -= end - start
+            start = end
+    return runs
 
 
-def _update_tile(workers: CpuWorkers, rule: UpdateRule, tile: Piece, factor: float) -> None:
-    grad, visible = tile.grad, tile.param
-    if grad.dtype != torch.float32 or factor != 1.0:
-        grad = workers.scratch("grad", grad.numel()).copy_(grad)
-        if factor != 1.0:
-            grad.mul_(factor)
-    if tile.master is not None:
-        param = tile.master
-    elif visible.dtype == torch.float32:
-        param = visible
-    else:
-        param = workers.scratch("param", visible.numel()).copy_(visible)
-    rule.update(param, grad, tile.planes, tile.hyper, tile.step)
-    if param is not visible:
-        visible.copy_(param)  # rounds to nearest even, while the tile is in cache
+def _update_piece(workers: CpuWorkers, rule: UpdateRule, piece: Piece, factor: float) -> None:
+    numel = piece.param.numel()
+    for start in range(0, numel, TILE_NUMEL):
+        tile = slice(start, min(start + TILE_NUMEL, numel))
+        grad, visible = piece.grad[tile], piece.param[tile]
+        if grad.dtype != torch.float32 or factor != 1.0:
+            grad = workers.scratch("grad", grad.numel()).copy_(grad)
+            if factor != 1.0:
+                grad.mul_(factor)
+        if piece.master is not None:
+            param = piece.master[tile]
+        elif visible.dtype == torch.float32:
+            param = visible
+        else:
+            param = workers.scratch("param", visible.numel()).copy_(visible)
+        rule.update(param, grad, [plane[tile] for plane in piece.planes], piece.hyper, piece.step)
+        if param is not visible:
+            visible.copy_(param)  # rounds to nearest even, while the tile is in cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,18 +178,17 @@ def grad_sum(workers: CpuWorkers, grads: Sequence[Tensor]) -> GradSum:
     cut by position in each tensor, so neither the number of workers nor a tier changes a bit.
     """
     tiles = [
-        (index, grad[start : start + TILE_NUMEL])
+        (index, start)
         for index, grad in enumerate(grads)
         for start in range(0, grad.numel(), TILE_NUMEL)
     ]
+    run = max(1, -(-len(tiles) // (4 * workers.num_threads)))
 
-    def work(tile: tuple[int, Tensor]) -> float:
-        values = tile[1]
-        if values.dtype != torch.float32:
-            values = workers.scratch("grad", values.numel()).copy_(values)
-        return float(torch.dot(values, values))
+    def work(some: Sequence[tuple[int, int]]) -> list[float]:
+        return [_tile_sum(workers, grads[i][start : start + TILE_NUMEL]) for i, start in some]
 
-    sums: list[float] = workers.map(work, tiles)
+    found = workers.map(work, [tiles[i : i + run] for i in range(0, len(tiles), run)])
+    sums: list[float] = [value for some in found for value in some]
     if all(math.isfinite(value) for value in sums):
         return GradSum(math.fsum(sums), None)
     suspects = sorted({tiles[i][0] for i, value in enumerate(sums) if not math.isfinite(value)})
@@ -183,10 +197,18 @@ def grad_sum(workers: CpuWorkers, grads: Sequence[Tensor]) -> GradSum:
             return GradSum(math.nan, index)
     # all finite: some square overflowed fp32
     exact = (
-        value if math.isfinite(value) else _fp64_sum(tile)
-        for value, (_, tile) in zip(sums, tiles, strict=True)
+        value if math.isfinite(value) else _fp64_sum(grads[index][start : start + TILE_NUMEL])
+        for value, (index, start) in zip(sums, tiles, strict=True)
     )
     return GradSum(math.fsum(exact), None)
+
+
+def _tile_sum(workers: CpuWorkers, values: Tensor) -> float:
+    squares = workers.scratch("grad", values.numel())
+    if values.dtype != torch.float32:
+        values = squares.copy_(values)
+    # torch sums in cascade: exact to some 1e-7, where a dot product is off by 1e-5
+    return float(torch.mul(values, values, out=squares).sum())
 
 
 def _fp64_sum(values: Tensor) -> float:

@@ -9,9 +9,9 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before any kernel's module is imported
 
-import pytest  # noqa: E402
+import pytest
 
-from tests.workers import poison_memory  # noqa: E402
+from tests.workers import poison_memory
 
 poison_memory()
 

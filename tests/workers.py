@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import os
 import tempfile
@@ -46,7 +47,7 @@ def run_processes(work: Callable[..., Any], count: int, *args: Any) -> list[Any]
             pipes[i][1].close()
             if not receiver.poll(TIMEOUT_SECONDS):
                 raise TimeoutError(f"process {i} said nothing for {TIMEOUT_SECONDS} s")
-            results.append(receiver.recv())
+            results.append(torch.load(io.BytesIO(receiver.recv_bytes()), weights_only=False))
     finally:
         for process in processes:
             process.join(5)
@@ -61,17 +62,18 @@ def run_processes(work: Callable[..., Any], count: int, *args: Any) -> list[Any]
 
 def _guarded(sender: Connection, work: Callable[..., Any], index: int, *args: Any) -> None:
     try:
-        sender.send((work(index, *args), None))
+        result = (work(index, *args), None)
     except BaseException:
-        sender.send((None, traceback.format_exc()))
+        result = (None, traceback.format_exc())
+    data = io.BytesIO()  # tensors by value: this process is gone when they are looked at
+    torch.save(result, data)
+    sender.send_bytes(data.getvalue())
 
 
 def _rank(
     rank: int, world_size: int, store: str, work: Callable[..., Any], args: tuple[Any, ...]
 ) -> Any:
-    os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
-    )
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
     poison_memory()
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)

@@ -7,7 +7,8 @@ gathered when is decided by `StatefulTensorMgr`'s plan; what is reduced when by 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -87,7 +88,7 @@ class Engine:
         self._forward_depth = 0
         for i, param in enumerate(params):
             if param.requires_grad:
-                param.register_post_accumulate_grad_hook(self._gradient_arrived)
+                param.register_post_accumulate_grad_hook(_gradient_hook(self, ParamId(i)))
             wrap_in_place(param, ParamHandle(self, ParamId(i)))
         self.manager.release_all()
 
@@ -178,13 +179,8 @@ class Engine:
         self.manager.unpin_all()
         self.manager.hold_everything()
 
-    def _gradient_arrived(self, param: Tensor) -> None:
-        handle: ParamHandle = param._gemini_owner  # type: ignore[attr-defined]
-        index = handle.param
-        with torch._C.DisableTorchFunctionSubclass():
-            grad = param.grad
-            param.grad = None
-        assert grad is not None
+    def gradient_arrived(self, index: ParamId, grad: Tensor) -> None:
+        """Autograd has the whole gradient of a parameter: pack it."""
         chunk = self.chunks[self.chunk_of[index]]
         with torch.no_grad():
             self.reducer.arrived(chunk, self._slot_of[index], grad)
@@ -241,6 +237,21 @@ class Engine:
         self.manager.forget_users()
         self.manager.hold_everything()
         self.present = [False] * len(self.present)
+
+
+def _gradient_hook(engine: Engine, index: ParamId) -> Callable[[Tensor], None]:
+    """Autograd keeps this on the parameter, where the garbage collector cannot see it: so weak."""
+    reference = weakref.ref(engine)
+
+    def arrived(param: Tensor) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            grad = param.grad
+            param.grad = None
+        engine = reference()
+        if engine is not None and grad is not None:
+            engine.gradient_arrived(index, grad)
+
+    return arrived
 
 
 def in_backward() -> bool:

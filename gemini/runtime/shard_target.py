@@ -12,6 +12,7 @@ Up to 5 nothing that counts has changed, so an error leaves weights and state at
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -76,6 +77,7 @@ class ShardTarget:
             device=engine.backend.device,
             label=f"rank{engine.comm.rank}-",
         )
+        self._unfilled = Counter(block.shard for block in space.blocks)
         try:
             self._tiers.initialise(self._fill_master)
         except BaseException:
@@ -108,8 +110,10 @@ class ShardTarget:
         updater = CpuUpdater(self._workers, self._rule, clip_factor(norm, engine.max_norm))
         before, stalled = self._tiers.traffic(), self._tiers.stalled_seconds
         engine.manager.release_all()
-        self._update(updater, views, agreement)
-        engine.after_step()
+        try:
+            self._update(updater, views, agreement)
+        finally:
+            engine.after_step()
         return StepReport(
             Done(Outcome(grad_norm=norm)),
             traffic=self._tiers.traffic() - before,
@@ -229,7 +233,8 @@ class ShardTarget:
         original = self._engine.originals.get(chunk.spec.id, chunk.shard)
         inside = slice(block.shard_offset, block.shard_offset + block.numel)
         planes[MASTER].copy_(original[inside])
-        if inside.stop == chunk.spec.shard_numel:
+        self._unfilled[block.shard] -= 1
+        if self._unfilled[block.shard] == 0:
             self._engine.originals.pop(chunk.spec.id, None)  # one chunk's worth twice, at most
 
 

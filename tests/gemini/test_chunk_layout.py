@@ -36,7 +36,7 @@ def test_layout_loses_nothing_and_overlaps_nowhere(numels, capacity, world_size,
 @given(sizes, st.integers(64, 8192), st.integers(1, 4))
 def test_shards_of_all_ranks_cover_every_parameter_once(numels, capacity, world_size):
     layout = ChunkLayout.build(specs_of(numels, 2**40 - 1), capacity, world_size)
-    seen = {param: 0 for param in range(len(numels))}
+    seen = dict.fromkeys(range(len(numels)), 0)
     for chunk in layout.chunks:
         for rank in range(world_size):
             for part in layout.shard_parts(chunk, rank):

@@ -1,6 +1,6 @@
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-import pytest
 
 from gemini.units import PAGE_BYTES
 from nvme.layout import FormatError, Index, IndexEntry, StoreLayout

@@ -38,7 +38,9 @@ def train(params, optimizer, steps=20, skip=lambda step: ()):
 
 def update_error(got, want, start):
     got = torch.cat([(a - b).detach().flatten().double() for a, b in zip(got, start, strict=True)])
-    want = torch.cat([(a - b).detach().flatten().double() for a, b in zip(want, start, strict=True)])
+    want = torch.cat(
+        [(a - b).detach().flatten().double() for a, b in zip(want, start, strict=True)]
+    )
     return float((got - want).norm() / want.norm())
 
 
@@ -153,7 +155,9 @@ def test_state_dict_interchanges_with_torch_both_ways(fraction, tmp_path):
     train(theirs, torch_optimizer, 3)
     ours = [nn.Parameter(p.detach().clone()) for p in theirs]
     optimizer = HybridAdam(ours, **options, **nvme)
-    optimizer.load_state_dict({**torch_optimizer.state_dict(), "param_groups": optimizer.state_dict()["param_groups"]})
+    optimizer.load_state_dict(
+        {**torch_optimizer.state_dict(), "param_groups": optimizer.state_dict()["param_groups"]}
+    )
     start = [p.detach().clone() for p in ours]
     got, want = train(ours, optimizer, 3), train(theirs, torch_optimizer, 3)
     assert update_error(got, want, start) < 1e-6
@@ -161,7 +165,9 @@ def test_state_dict_interchanges_with_torch_both_ways(fraction, tmp_path):
     back = torch.optim.AdamW([nn.Parameter(p.detach().clone()) for p in ours], foreach=False)
     state = optimizer.state_dict()
     back.load_state_dict({**state, "param_groups": back.state_dict()["param_groups"]})
-    for mine, his in zip(optimizer.state_dict()["state"].values(), back.state.values(), strict=True):
+    for mine, his in zip(
+        optimizer.state_dict()["state"].values(), back.state.values(), strict=True
+    ):
         assert torch.equal(mine["exp_avg_sq"], his["exp_avg_sq"]) and his["step"] == 6
 
 

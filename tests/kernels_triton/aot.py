@@ -1,0 +1,129 @@
+"""Compiles every kernel ahead of time, without a GPU; prints what the assembly holds, as JSON.
+
+Run by test_aot.py in a process of its own, without TRITON_INTERPRET.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kernels_triton.frame import COUNTERS_AT_ONCE, prologue_kernel, update_kernel
+from kernels_triton.norm import (
+    FINISH_AT_ONCE,
+    NORM_BLOCK,
+    NORM_ROUNDS,
+    finish_kernel,
+    norm_kernel,
+)  # fmt: skip
+from kernels_triton.ops import KERNELS
+from kernels_triton.tiles import choose_launch
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+ACCESS = re.compile(
+    r"^\s*(?:@!?%p\d+\s+)?((?:ld|st)\.global\S*|buffer_(?:load|store)\S*|scratch_\S*|fma\.\S*)"
+)
+
+
+def sources():
+    """(name, source, num_warps) of every kernel that is launched."""
+    launch = choose_launch(28, interpreted=False)
+    tables = {"tiles": "*i32", "segments": "*i64", "coefficients": "*fp32", "control": "*fp64"}
+    for rule, kernel in KERNELS.items():
+        for param, grad, master in (
+            (tl.bfloat16, tl.bfloat16, True), (tl.float16, tl.float16, True),
+            (tl.float32, tl.float32, False), (tl.bfloat16, tl.float32, True),
+        ):  # fmt: skip
+            pointers = {**tables, "master": "*fp32", "state0": "*fp32", "state1": "*fp32"}
+            constants = {
+                "FORMULA": kernel.formula, "NUM_PLANES": kernel.num_planes, "PARAM_DTYPE": param,
+                "GRAD_DTYPE": grad, "HAS_MASTER": master, "BLOCK": launch.block,
+            }  # fmt: skip
+            name = f"update-{rule}-{param}-{grad}"
+            yield name, source(update_kernel, pointers, constants), launch.num_warps
+        pointers = {
+            "groups": "*i64", "hyper": "*fp64", "steps": "*i64", "present": "*fp64",
+            "num_counters": "i32", "coefficients": "*fp32", "control": "*fp64",
+        }  # fmt: skip
+        constants = {
+            "RULE_COEFFICIENTS": kernel.coefficients, "WITH_NORM": True, "AT_ONCE": COUNTERS_AT_ONCE
+        }  # fmt: skip
+        yield f"prologue-{rule}", source(prologue_kernel, pointers, constants), 4
+    for norm in (0, 1, 2, -1):
+        for writes in (False, True) if norm == 2 else (False,):
+            pointers = {
+                "tiles": "*i32", "segments": "*i64", "sums": "*fp32", "bad": "*i32",
+                "p": "*fp64", "destination_scale": "*fp64",
+            }  # fmt: skip
+            constants = {
+                "GRAD_DTYPE": tl.bfloat16, "OUT_DTYPE": tl.bfloat16, "NORM": norm,
+                "WRITES": writes, "SUMS": True, "BLOCK": NORM_BLOCK, "ROUNDS": NORM_ROUNDS,
+            }  # fmt: skip
+            name = f"{'pack' if writes else 'norm'}-{norm}"
+            yield name, source(norm_kernel, pointers, constants), 4
+        pointers = {
+            "tiles": "*i32", "sums": "*fp32", "bad": "*i32", "num_tiles": "i32", "control": "*fp64"
+        }  # fmt: skip
+        constants = {"NORM": norm, "AT_ONCE": FINISH_AT_ONCE}
+        yield f"finish-{norm}", source(finish_kernel, pointers, constants), 4
+
+
+def source(kernel, arguments, constants):
+    names = [*arguments, *constants]
+    signature = {**arguments, **dict.fromkeys(constants, "constexpr")}
+    pointers = [i for i, name in enumerate(arguments) if arguments[name].startswith("*")]
+    return ASTSource(
+        kernel,
+        signature=signature,
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(i,): [["tt.divisibility", 16]] for i in pointers},
+    )
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """STACK and LOCAL of a cubin, from cuobjdump, which comes with Triton."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run(
+            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    return {key: int(value) for key, value in re.findall(r"(STACK|LOCAL):(\d+)", text)}
+
+
+def main() -> None:
+    report = {}
+    for target_name in sys.argv[1:]:
+        for name, src, num_warps in sources():
+            compiled = triton.compile(
+                src,
+                target=TARGETS[target_name],
+                options={"num_warps": num_warps, "enable_fp_fusion": False},
+            )
+            assembly = compiled.asm.get("ptx") or compiled.asm["amdgcn"]
+            found = Counter(m[1] for line in assembly.splitlines() if (m := ACCESS.match(line)))
+            entry = {"accesses": found}
+            if "cubin" in compiled.asm:
+                entry["resources"] = resources(compiled.asm["cubin"])
+            report[f"{target_name}/{name}"] = entry
+    json.dump(report, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

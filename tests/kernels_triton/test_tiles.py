@@ -1,0 +1,19 @@
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kernels_triton.tiles import choose_launch, tile_table
+
+
+@given(st.lists(st.integers(0, 5000), min_size=1, max_size=30), st.sampled_from([64, 1024]))
+def test_tiles_cover_every_segment_once(numels, block):
+    tiles = tile_table(numels, block, torch.device("cpu")).tolist()
+    want = [[s, t] for s, numel in enumerate(numels) for t in range(-(-numel // block))]
+    assert tiles == want
+
+
+def test_launch_choice_is_a_power_of_two_and_larger_in_the_interpreter():
+    for interpreted in (True, False):
+        block = choose_launch(28, interpreted).block
+        assert block & (block - 1) == 0
+    assert choose_launch(28, True).block > choose_launch(28, False).block
