@@ -340,7 +340,7 @@ def test_what_cannot_be_wrapped_is_refused_and_left_alone():
         GeminiDDP(frozen)
     integers = nn.Linear(3, 3)
     integers.counts = nn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False)
-    with pytest.raises(ValueError, match="counts has dtype torch.int64"):
+    with pytest.raises(ValueError, match=r"counts has dtype torch\.int64"):
         GeminiDDP(integers)
     assert {type(p) for p in [*frozen.parameters(), *integers.parameters()]} == {nn.Parameter}
 
