@@ -59,7 +59,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--plot", type=Path, help="draw loss and memory")
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--baseline", action="store_true", help="torch AdamW under bf16 autocast")
-    kind.add_argument("--plain", action="store_true", help="HybridAdam on the unwrapped module")
+    kind.add_argument("--plain", action="store_true", help="HybridAdam instead of that AdamW")
     kind.add_argument("--floor", action="store_true", help="gradients are dropped: no optimizer")
     return parser.parse_args()
 
@@ -149,7 +149,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
             optimizer, args.lr, total_steps=args.steps, cycle_momentum=False
         )
     autocast = torch.autocast(torch.device(args.device).type, dtype=torch.bfloat16)
-    context = autocast if args.baseline else nullcontext()
+    context = autocast if args.baseline or args.plain else nullcontext()
 
     losses, seconds, peaks = [], [], []
     batches = text.batches(text.train, args.seed)
