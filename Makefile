@@ -3,7 +3,7 @@ PY := .venv/bin/python
 # PIP_EXTRA_INDEX_URL; nothing here pulls a CUDA build onto a machine without a GPU.
 TORCH ?= $(if $(shell command -v nvidia-smi),torch==2.13.0,torch==2.13.0+cpu)
 
-.PHONY: demo test ci check fmt test-slow test-gpu
+.PHONY: demo test ci check fmt test-slow test-gpu readme-tables
 
 .venv/ok: pyproject.toml constraints.txt
 	python3 -m venv .venv
@@ -31,5 +31,8 @@ test-slow: .venv/ok
 
 test-gpu:
 	python3 -m pytest -q -m gpu
+
+readme-tables: .venv/ok
+	$(PY) -m bench.readme
 
 ci: test test-slow

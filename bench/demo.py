@@ -4,7 +4,7 @@ baseline     torch AdamW, fp32 weights under bf16 autocast
 floor        bf16 model, gradients packed and dropped: what no state manager can go below
 resident     GeminiDDP, everything in RAM
 nvme         GeminiDDP, the whole optimizer state on disk
-plain        HybridAdam on the unwrapped fp32 model
+plain        HybridAdam on the unwrapped model, otherwise as baseline
 plain-nvme   the same with its state on disk
 """
 
