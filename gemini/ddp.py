@@ -28,7 +28,8 @@ class GeminiDDP(nn.Module):
     in the compute dtype. Every rank starts with rank 0's values. Use plain `loss.backward()`.
 
     module: on the CPU or on `device`; wrapped once.
-    device: where modules compute; None is the CUDA device of this process, else the CPU.
+    device: where modules compute; None is the CUDA device of this process, else the CPU. A
+        `gemini.runtime.backend.Backend` is taken as it is.
     placement_policy: `"auto"` (what fits `AutoPlacement.device_budget` on the device, optimizer
         state that does not on NVMe), `"static"` or `"cuda"` (everything on the device), or a
         placement dataclass. Parameters are sharded as in ZeRO-3 but for
@@ -47,7 +48,7 @@ class GeminiDDP(nn.Module):
     def __init__(
         self,
         module: nn.Module,
-        device: torch.device | str | None = None,
+        device: torch.device | str | Backend | None = None,
         placement_policy: str | Placement = "auto",
         *,
         precision: str = "bf16",
@@ -129,7 +130,9 @@ class GeminiDDP(nn.Module):
         self.engine.begin_backward()
 
 
-def _backend(device: torch.device | str | None) -> Backend:
+def _backend(device: torch.device | str | Backend | None) -> Backend:
+    if not isinstance(device, str | torch.device | None):
+        return device
     if device is None:
         cuda = torch.cuda.is_available()
         device = torch.device("cuda", torch.cuda.current_device()) if cuda else "cpu"

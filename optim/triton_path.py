@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from gemini.units import ParamId
 from kernels_triton import ops
 from kernels_triton.frame import (
     BAD,
@@ -25,6 +26,7 @@ from kernels_triton.frame import (
     NUM_COEFFICIENTS,
     NUM_CONTROL,
     NUM_HYPER,
+    SUM,
     is_interpreted,
 )
 from kernels_triton.tiles import Segment, choose_launch, segment_table, tile_table
@@ -96,6 +98,17 @@ class TritonUpdater:
             )  # fmt: skip
         ops.finish_norm(tables.tiles, self._sums, self._bad, self.control, 2.0)
 
+    def read_measure(self) -> tuple[float, ParamId | None]:
+        """What `measure` found, read by the host: sum of squares, first bad counter. Waits."""
+        control = self.control.tolist()
+        bad = int(control[BAD])
+        return control[SUM], ParamId(self.measured_rows[bad - 1].counter) if bad else None
+
+    def set_measure(self, sum_of_squares: float) -> None:
+        """What all ranks agreed on, in place of what this rank measured."""
+        self.control[SUM] = sum_of_squares
+        self.control[BAD] = 0.0
+
     @property
     def measured_rows(self) -> tuple[Segment, ...]:
         """What BAD of the last `measure` counts, from 1."""
@@ -138,8 +151,9 @@ class TritonUpdater:
         return self._moved
 
     def _launch(self, name: str, pieces: Sequence[Piece], slabs: Planes) -> None:
-        launch = choose_launch(28, is_interpreted())
         planes = list(slabs.values())
+        largest = max((piece.param.numel() for piece in pieces), default=0)
+        launch = choose_launch(28, is_interpreted(), largest)
         tables = self._table(name, pieces, planes[0], launch.block)
         for (param_dtype, grad_dtype), lo, hi in tables.ranges:
             ops.update(

@@ -29,6 +29,7 @@ class Backend(Protocol):
     name: str
     device: torch.device
     has_host_tier: bool  # host memory is another pool than device memory
+    updates_by_triton: bool  # resident state is updated by kernels on the device
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Uninitialised [numel] on the device, one storage of its own."""
@@ -57,6 +58,7 @@ class CpuBackend:
     name = "cpu"
     device = torch.device("cpu")
     has_host_tier = False
+    updates_by_triton = False
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         tensor = torch.empty(numel, dtype=dtype)
@@ -83,6 +85,7 @@ class CudaBackend:
 
     name = "cuda"
     has_host_tier = True
+    updates_by_triton = True
 
     def __init__(self, device: torch.device, pin_memory: bool = True) -> None:
         self.device = device
@@ -140,7 +143,8 @@ class SimBackend:
     device = torch.device("cpu")
     has_host_tier = True
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, updates_by_triton: bool = False) -> None:
+        self.updates_by_triton = updates_by_triton  # in the interpreter
         self._random = random.Random(seed)
         self._late: list[SimTicket] = []
         self.device_bytes = 0

@@ -22,19 +22,20 @@ from torch import Tensor
 from gemini.chunk.storage import Chunk
 from gemini.placement.policy import ModelData, state_fraction_on_nvme
 from gemini.tickets import Done
-from gemini.units import Bytes, ParamId, align_up
-from optim.cpu_path import CpuWorkers, Piece, grad_sum
+from gemini.units import Bytes, align_up
+from optim.cpu_path import Piece
 from optim.nvme_state import NvmeConfig
-from optim.report import Outcome, StepReport
+from optim.report import Outcome, StepReport, Traffic
 from optim.rules import UpdateRule
 from optim.space import Block, Segment, StateSpace
 from optim.state_layout import MASTER, StateLayout
 from optim.step_thread import StepThread
 from optim.target import Group
 from optim.tiered_state import TieredState
-from optim.updaters import CpuUpdater, Planes, Updater
+from optim.updaters import Planes, Updater
 
 from .agreement import Agreement, Ballot
+from .paths import CpuStepPath, StepPath, TritonStepPath
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -67,12 +68,14 @@ class ShardTarget:
         )
         has_master = any(chunk.dtype != torch.float32 for chunk in self._chunks)
         layout = rule.layout.with_master() if has_master else rule.layout
+        nvme_fraction = state_fraction_on_nvme(
+            engine.placement, self._model_data(space, layout, nvme), nvme_fraction
+        )
+        self._uses_disk = nvme_fraction > 0  # on some rank: shards are equal, blocks may not be
         self._tiers = TieredState(
             space,
             layout,
-            nvme_fraction=state_fraction_on_nvme(
-                engine.placement, self._model_data(space, layout, nvme), nvme_fraction
-            ),
+            nvme_fraction=nvme_fraction,
             nvme=nvme,
             device=engine.backend.device,
             label=f"rank{engine.comm.rank}-",
@@ -84,9 +87,14 @@ class ShardTarget:
             self._tiers.close()
             raise
         engine.originals.clear()
-        self._workers = CpuWorkers()
+        self._path: StepPath = (
+            TritonStepPath(
+                rule, engine.layout, layout, self._group_of, engine.comm.rank, engine.backend.device
+            )
+            if engine.backend.updates_by_triton
+            else CpuStepPath(rule, engine.layout, engine.comm.rank)
+        )
         self._thread = StepThread()
-        self._steps = [0] * len(engine.params)  # per parameter
         self._num_steps = 0
         self._skipped_steps = 0
 
@@ -96,9 +104,11 @@ class ShardTarget:
         engine = self._engine
         hypers = [self._rule.hyper(group) for group in groups]
         engine.end_backward()
-        agreement = self._agree()
-        if not any(agreement.present):
-            raise RuntimeError("step() without a gradient; call loss.backward() first")
+        chunks = [chunk for chunk in self._chunks if chunk.grad is not None]
+        if isinstance(self._path, TritonStepPath) and self._all_here:
+            return self._step_on_device(self._path, chunks, hypers)
+        agreement = self._agree(chunks)
+        self._check_any(agreement.present)
         norm = math.sqrt(agreement.sum_of_squares) if agreement.nonfinite is None else math.nan
         if agreement.nonfinite is not None:
             self._skipped_steps += 1
@@ -106,9 +116,11 @@ class ShardTarget:
             name = engine.layout.params[param].name
             return StepReport(Done(Outcome(True, norm, f"{name} on rank {rank}")))
 
+        updater = self._path.begin(
+            hypers, agreement.present, agreement.sum_of_squares, engine.max_norm
+        )
         views = _ShardViews(self, agreement.present, hypers)
-        updater = CpuUpdater(self._workers, self._rule, clip_factor(norm, engine.max_norm))
-        before, stalled = self._tiers.traffic(), self._tiers.stalled_seconds
+        before, stalled = self._traffic(updater), self._tiers.stalled_seconds
         engine.manager.release_all()
         try:
             self._update(updater, views, agreement)
@@ -116,30 +128,52 @@ class ShardTarget:
             engine.after_step()
         return StepReport(
             Done(Outcome(grad_norm=norm)),
-            traffic=self._tiers.traffic() - before,
+            traffic=self._traffic(updater) - before,
             stalled_seconds=self._tiers.stalled_seconds - stalled,
             update_path=updater.name,
         )
 
-    def _agree(self) -> Agreement:
-        agreement = self._vote()
+    @property
+    def _all_here(self) -> bool:
+        """No other rank and no disk has a say in a step: the device decides alone."""
+        return self._engine.comm.world_size == 1 and self._tiers.nvme is None
+
+    @torch.no_grad()
+    def _step_on_device(
+        self, path: TritonStepPath, chunks: Sequence[Chunk], hypers: Sequence[Any]
+    ) -> StepReport:
+        """Submit norm, clip, skip and update; the host waits for nothing."""
+        engine = self._engine
+        self._check_any(engine.present)
+        engine.manager.release_all()
+        updater = path.begin_unread(chunks, hypers, engine.present, engine.max_norm)
+        self._tiers.commit(updater, _ShardViews(self, engine.present, hypers), self._num_steps + 1)
+        self._num_steps += 1
+        engine.after_step()
+        return path.report()
+
+    @staticmethod
+    def _check_any(present: Sequence[bool]) -> None:
+        if not any(present):
+            raise RuntimeError("step() without a gradient; call loss.backward() first")
+
+    def _traffic(self, updater: Updater) -> Traffic:
+        return self._tiers.traffic() + updater.traffic()
+
+    def _agree(self, chunks: Sequence[Chunk]) -> Agreement:
+        agreement = self._vote(chunks)
         if agreement.deviated:  # a gradient came late on some rank: reduce once more, everywhere
             self._engine.reducer.reduce_leftovers()
-            agreement = self._vote()
+            agreement = self._vote([chunk for chunk in self._chunks if chunk.grad is not None])
         return agreement
 
-    def _vote(self) -> Agreement:
-        engine = self._engine
-        chunks = [chunk for chunk in self._chunks if chunk.grad is not None]
-        total = grad_sum(self._workers, [chunk.grad for chunk in chunks if chunk.grad is not None])
-        first = None
-        if total.first_nonfinite is not None:
-            first = self._first_nonfinite(chunks[total.first_nonfinite])
+    def _vote(self, chunks: Sequence[Chunk]) -> Agreement:
+        total, first_nonfinite = self._path.measure(chunks)
         ballot = Ballot(
-            sum_of_squares=total.sum_of_squares,
-            present=tuple(engine.present),
-            first_nonfinite=first,
-            deviated=engine.reducer.leftover,
+            sum_of_squares=total,
+            present=tuple(self._engine.present),
+            first_nonfinite=first_nonfinite,
+            deviated=self._engine.reducer.leftover,
         )
         return self._exchange(ballot)
 
@@ -149,13 +183,6 @@ class ShardTarget:
         vector = vector.to(comm.device)
         comm.all_reduce(vector).wait()
         return Agreement.decode(vector.tolist(), comm.world_size)
-
-    def _first_nonfinite(self, chunk: Chunk) -> ParamId:
-        assert chunk.grad is not None
-        for part in self._engine.layout.shard_parts(chunk.spec, self._engine.comm.rank):
-            if not bool(torch.isfinite(chunk.grad[part.offset : part.offset + part.numel]).all()):
-                return part.param
-        raise AssertionError("a chunk has a non-finite gradient outside its parameters")
 
     @torch.no_grad()
     def _update(self, updater: Updater, views: _ShardViews, agreement: Agreement) -> None:
@@ -183,12 +210,13 @@ class ShardTarget:
         with torch.no_grad():
             self._tiers.commit(updater, views, self._num_steps + 1)
         self._num_steps += 1  # here, so that an interrupt that came meanwhile finds it done
-        for i, present in enumerate(agreement.present):
-            self._steps[i] += present
+        self._path.count(agreement.present)
 
     def _failed_ranks(self, failed_here: bool) -> tuple[int, ...]:
-        if self._tiers.nvme is None and self._engine.comm.world_size == 1:
+        if self._engine.comm.world_size == 1:
             return (0,) if failed_here else ()
+        if not self._uses_disk:
+            return ()
         ballot = Ballot(sum_of_squares=0.0, present=(), io_failed=failed_here)
         return self._exchange(ballot).io_failed
 
@@ -209,7 +237,7 @@ class ShardTarget:
 
     def close(self) -> None:
         self._tiers.close()
-        self._workers.close()
+        self._path.close()
         self._thread.close()
         self._engine.detach()
 
@@ -247,7 +275,9 @@ class _ShardViews:
             hypers[group] if group is not None and present[param] else None
             for param, group in enumerate(target._group_of)
         ]
-        self._step = [step + 1 for step in target._steps]
+        merges = target._path.merges_parameters
+        self._merges = merges
+        self._step = [step + 1 for step in target._path.steps] if merges else [0] * len(present)
 
     def pieces(self, block: Block, planes: Planes) -> list[Piece]:
         chunk = self._chunks[block.shard]
@@ -281,7 +311,7 @@ class _ShardViews:
                 continue
             start, end = part.offset, min(align_up(part.offset + part.numel, 64), block.numel)
             counter: int = part.param
-            if runs and runs[-1][1] == start and runs[-1][2:4] == (hyper, step):
+            if self._merges and runs and runs[-1][1] == start and runs[-1][2:4] == (hyper, step):
                 start, _, _, _, counter = runs.pop()
             runs.append((start, end, hyper, step, counter))
         return runs
@@ -295,16 +325,6 @@ class _ShardViews:
     def _param(self, block: Block) -> Tensor:
         shard = self._chunks[block.shard].shard
         return shard[block.shard_offset : block.shard_offset + block.numel]
-
-
-def clip_factor(norm: float, max_norm: float) -> float:
-    """What gradients are multiplied with so that their norm is at most `max_norm` (0: no clipping).
-
-    As torch.nn.utils.clip_grad_norm_: max_norm / (norm + 1e-6), at most 1.
-    """
-    if max_norm <= 0:
-        return 1.0
-    return min(1.0, max_norm / (norm + 1e-6))
 
 
 def _group_of(engine: Engine, groups: Sequence[Group]) -> list[int | None]:

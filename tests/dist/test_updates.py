@@ -139,7 +139,7 @@ def unused_on_some_ranks(rank):
         optimizer.zero_grad()
     model.engine.manager.at_moment(tuple(chunk.spec.id for chunk in model.engine.chunks))
     unused = torch.equal(model.heads[2].weight, Choosy().heads[2].weight)
-    return flat(model.engine.params), unused, optimizer._targets[0]._steps[-1]
+    return flat(model.engine.params), unused, optimizer._targets[0]._path.steps[-1]
 
 
 def test_parameters_unused_on_all_ranks_stay_and_on_some_are_updated():

@@ -184,7 +184,7 @@ def test_a_parameter_without_gradient_keeps_every_bit_and_its_count():
         optimizer.zero_grad()
         if step == 2:
             assert torch.equal(module.b.weight, before)
-    steps = optimizer._targets[0]._steps
+    steps = optimizer._targets[0]._path.steps
     names = [spec.name for spec in model.engine.layout.params]
     assert dict(zip(names, steps, strict=True))["b.weight"] == 1
     assert dict(zip(names, steps, strict=True))["a.weight"] == 3

@@ -42,7 +42,7 @@ ACCESS = re.compile(
 
 def sources():
     """(name, source, num_warps) of every kernel that is launched."""
-    launch = choose_launch(28, interpreted=False)
+    launch = choose_launch(28, interpreted=False, largest_numel=1 << 20)
     tables = {"tiles": "*i32", "segments": "*i64", "coefficients": "*fp32", "control": "*fp64"}
     for rule, kernel in KERNELS.items():
         for param, grad, master in (

@@ -12,8 +12,10 @@ def test_tiles_cover_every_segment_once(numels, block):
     assert tiles == want
 
 
-def test_launch_choice_is_a_power_of_two_and_larger_in_the_interpreter():
+def test_launch_choice_is_a_power_of_two_and_follows_the_segments_in_the_interpreter():
     for interpreted in (True, False):
-        block = choose_launch(28, interpreted).block
-        assert block & (block - 1) == 0
-    assert choose_launch(28, True).block > choose_launch(28, False).block
+        for largest in (1, 100, 10**6):
+            block = choose_launch(28, interpreted, largest).block
+            assert block & (block - 1) == 0
+    assert choose_launch(28, True, 100).block == 128
+    assert choose_launch(28, False, 100).block == choose_launch(28, False, 10**6).block

@@ -85,7 +85,7 @@ def run(slabs, rule, hyper_rows, groups=None, steps=0, present=None, loss_scale=
         t.to(DEVICE) for t in (groups, hyper, steps, present, coefficients, control)
     )
     ops.prologue(rule, groups, hyper, steps, present, coefficients, control, False)
-    launch = choose_launch(28, is_interpreted())
+    launch = choose_launch(28, is_interpreted(), max(NUMELS))
     tables = (
         tile_table(NUMELS, launch.block, DEVICE),
         segment_table(slabs.segments, DEVICE),

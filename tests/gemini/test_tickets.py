@@ -1,0 +1,41 @@
+from concurrent.futures import Future
+
+import pytest
+
+from gemini.tickets import Done, FutureTicket, Together
+
+
+def test_done_answers_at_once():
+    assert Done(3).ready() and Done(3).wait() == 3
+
+
+def test_future_ticket_is_ready_when_its_work_is():
+    future: Future[int] = Future()
+    ticket = FutureTicket(future)
+    assert not ticket.ready()
+    future.set_result(5)
+    assert ticket.ready() and ticket.wait() == ticket.wait() == 5
+
+
+def test_together_waits_for_all_parts_before_it_raises():
+    waited = []
+
+    class Part:
+        def __init__(self, name, error=None):
+            self.name, self.error = name, error
+
+        def ready(self):
+            return self.name != "slow"
+
+        def wait(self):
+            waited.append(self.name)
+            if self.error:
+                raise self.error
+            return self.name
+
+    both = Together([Part("a", ValueError("first")), Part("slow"), Part("b", ValueError("second"))])
+    assert not both.ready()
+    with pytest.raises(ValueError, match="first"):
+        both.wait()
+    assert waited == ["a", "slow", "b"]
+    assert Together([Done(1), Done(2)]).wait() == (1, 2)
