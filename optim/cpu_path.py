@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -20,12 +20,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from gemini.units import PARAM_ALIGN_NUMEL, align_up
-
 from .rules import UpdateRule
 from .step_thread import wait_all
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 TILE_NUMEL = 1 << 19  # 2 MiB of fp32: the scratch tile stays in cache; smaller ones cost more
 # in handing the interpreter lock from worker to worker (docs/log.md)
@@ -56,6 +55,19 @@ class Piece:
             self.counter,
         )
 
+    def tiles(self, numel: int) -> Iterator[Piece]:
+        """The piece in runs of `numel`."""
+        if self.param.numel() <= numel:
+            yield self
+            return
+        tensors = (self.param, self.grad, *self.planes)
+        columns = [tensor.split(numel) for tensor in tensors]
+        masters: Sequence[Tensor | None] = [None] * len(columns[0])
+        if self.master is not None:
+            masters = self.master.split(numel)
+        for master, param, grad, *planes in zip(masters, *columns, strict=True):
+            yield Piece(param, grad, master, tuple(planes), self.hyper, self.step, self.counter)
+
     def belonging_to(self, hyper: Any, step: int, counter: int) -> Piece:
         """The same tensors, of another parameter."""
         return replace(self, hyper=hyper, step=step, counter=counter)
@@ -73,28 +85,33 @@ class CpuWorkers:
         wait_all([self._pool.submit(_single_threaded, ready) for _ in range(self.num_threads)])
         torch.set_num_threads(main_threads)  # the workers' setting leaks into threads to come
 
-    def map(self, work: Callable[[T], Any], tasks: Sequence[T]) -> list[Any]:
-        """`work` over all tasks, taken in order as workers become free; results in task order.
+    def map(self, work: Callable[[T], R], tasks: Sequence[T]) -> list[R]:
+        """`work` over all tasks, each taken by the next free worker; results in task order.
 
         An interrupt in between is raised when all tasks are done: an update is whole or not begun.
         """
-        return wait_all([self._pool.submit(self._without_grad, work, task) for task in tasks])
+        results: list[R | None] = [None] * len(tasks)
+        positions = iter(range(len(tasks)))  # shared: `next` is atomic under the interpreter lock
+
+        def take() -> None:
+            with torch.no_grad():
+                for i in positions:
+                    results[i] = work(tasks[i])
+
+        count = min(self.num_threads, len(tasks))
+        wait_all([self._pool.submit(take) for _ in range(count)])
+        return results  # type: ignore[return-value]
 
     def scratch(self, name: str, numel: int) -> Tensor:
         """fp32 [numel] of the calling worker, reused by its next task."""
         tile: Tensor | None = getattr(self._local, name, None)
         if tile is None or tile.numel() < numel:
-            tile = torch.empty(max(numel, TILE_NUMEL), dtype=torch.float32)
+            tile = torch.empty(max(numel, NORM_TILE_NUMEL), dtype=torch.float32)
             setattr(self._local, name, tile)
-        return tile[:numel]
+        return tile if tile.numel() == numel else tile[:numel]
 
     def close(self) -> None:
         self._pool.shutdown(wait=True)
-
-    @staticmethod
-    def _without_grad(work: Callable[[T], Any], task: T) -> Any:
-        with torch.no_grad():
-            return work(task)
 
 
 def default_num_threads() -> int:
@@ -113,54 +130,49 @@ def update(workers: CpuWorkers, rule: UpdateRule, pieces: Sequence[Piece], facto
     """One step over all pieces. `factor` multiplies the gradients (unscale and clip in one)."""
 
     def work(run: Sequence[Piece]) -> None:
-        for piece in run:
-            _update_piece(workers, rule, piece, factor)
+        for tile in run:
+            _update_tile(workers, rule, tile, factor)
 
-    total = sum(piece.param.numel() for piece in pieces)
-    workers.map(work, _runs(pieces, _run_numel(workers, total)))
-
-
-def _run_numel(workers: CpuWorkers, total: int) -> int:
-    """Elements of one task: a few tasks a worker, so that a worker that is held up gets fewer."""
-    return max(TILE_NUMEL // 4, align_up(-(-total // (4 * workers.num_threads)), TILE_NUMEL // 4))
+    workers.map(work, _runs(pieces))
 
 
-def _runs(pieces: Sequence[Piece], run_numel: int) -> list[list[Piece]]:
-    """Pieces as runs of about `run_numel` elements, in order; a piece that is longer is cut."""
+def _runs(pieces: Sequence[Piece]) -> list[list[Piece]]:
+    """Tiles of pieces, small ones together, so that no task is all overhead.
+
+    Cut here and not by the workers: every operator, a slice too, makes them hand on the
+    interpreter lock.
+    """
     runs: list[list[Piece]] = []
     room = 0
     for piece in pieces:
-        numel = piece.param.numel()
-        start = 0
-        while start < numel:
-            if room < PARAM_ALIGN_NUMEL:
+        for tile in piece.tiles(TILE_NUMEL):
+            numel = tile.param.numel()
+            if numel > room:
                 runs.append([])
-                room = run_numel
-            end = min(numel, start + align_up(room, PARAM_ALIGN_NUMEL))
-            runs[-1].append(piece if end - start == numel else piece.cut(start, end))
-            room -= end - start
-            start = end
+                room = TILE_NUMEL
+            runs[-1].append(tile)
+            room -= numel
     return runs
 
 
-def _update_piece(workers: CpuWorkers, rule: UpdateRule, piece: Piece, factor: float) -> None:
-    numel = piece.param.numel()
-    for start in range(0, numel, TILE_NUMEL):
-        tile = slice(start, min(start + TILE_NUMEL, numel))
-        grad, visible = piece.grad[tile], piece.param[tile]
-        if grad.dtype != torch.float32 or factor != 1.0:
-            grad = workers.scratch("grad", grad.numel()).copy_(grad)
-            if factor != 1.0:
-                grad.mul_(factor)
-        if piece.master is not None:
-            param = piece.master[tile]
-        elif visible.dtype == torch.float32:
-            param = visible
-        else:
-            param = workers.scratch("param", visible.numel()).copy_(visible)
-        rule.update(param, grad, [plane[tile] for plane in piece.planes], piece.hyper, piece.step)
-        if param is not visible:
-            visible.copy_(param)  # rounds to nearest even, while the tile is in cache
+def _update_tile(workers: CpuWorkers, rule: UpdateRule, tile: Piece, factor: float) -> None:
+    grad, visible = tile.grad, tile.param
+    if grad.dtype != torch.float32 or factor != 1.0:
+        grad = workers.scratch("grad", grad.numel()).copy_(grad)
+        if factor != 1.0:
+            grad.mul_(factor)
+    if tile.master is not None:
+        param = tile.master
+    elif visible.dtype == torch.float32:
+        param = visible
+    else:
+        param = workers.scratch("param", visible.numel()).copy_(visible)
+    rule.update(param, grad, tile.planes, tile.hyper, tile.step)
+    if param is not visible:
+        visible.copy_(param)  # rounds to nearest even, while the tile is in cache
+
+
+NORM_TILE_NUMEL = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,38 +189,27 @@ def grad_sum(workers: CpuWorkers, grads: Sequence[Tensor]) -> GradSum:
     Squares are summed in fp32 within tiles and in fp64, correctly rounded, over tiles. Tiles are
     cut by position in each tensor, so neither the number of workers nor a tier changes a bit.
     """
-    tiles = [
-        (index, start)
-        for index, grad in enumerate(grads)
-        for start in range(0, grad.numel(), TILE_NUMEL)
-    ]
-    run = max(1, -(-len(tiles) // (4 * workers.num_threads)))
+    owner = [i for i, grad in enumerate(grads) for _ in range(0, grad.numel(), NORM_TILE_NUMEL)]
+    tiles = [tile for grad in grads if grad.numel() for tile in grad.split(NORM_TILE_NUMEL)]
+    found = torch.zeros(len(tiles), dtype=torch.float32)
+    results = found.unbind()
 
-    def work(some: Sequence[tuple[int, int]]) -> list[float]:
-        return [_tile_sum(workers, grads[i][start : start + TILE_NUMEL]) for i, start in some]
+    def work(position: int) -> None:
+        values = tiles[position]
+        squares = workers.scratch("grad", values.numel())
+        if values.dtype != torch.float32:
+            values = squares.copy_(values)
+        # torch sums in cascade: exact to some 1e-7, where a dot product is off by 1e-5
+        torch.sum(torch.mul(values, values, out=squares), dim=0, out=results[position])
 
-    found = workers.map(work, [tiles[i : i + run] for i in range(0, len(tiles), run)])
-    sums: list[float] = [value for some in found for value in some]
-    if all(math.isfinite(value) for value in sums):
-        return GradSum(math.fsum(sums), None)
-    suspects = sorted({tiles[i][0] for i, value in enumerate(sums) if not math.isfinite(value)})
-    for index in suspects:
-        if not bool(torch.isfinite(grads[index]).all()):
-            return GradSum(math.nan, index)
-    # all finite: some square overflowed fp32
-    exact = (
-        value if math.isfinite(value) else _fp64_sum(grads[index][start : start + TILE_NUMEL])
-        for value, (index, start) in zip(sums, tiles, strict=True)
-    )
-    return GradSum(math.fsum(exact), None)
-
-
-def _tile_sum(workers: CpuWorkers, values: Tensor) -> float:
-    squares = workers.scratch("grad", values.numel())
-    if values.dtype != torch.float32:
-        values = squares.copy_(values)
-    # torch sums in cascade: exact to some 1e-7, where a dot product is off by 1e-5
-    return float(torch.mul(values, values, out=squares).sum())
+    workers.map(work, range(len(tiles)))
+    sums: list[float] = found.tolist()
+    suspects = [i for i, value in enumerate(sums) if not math.isfinite(value)]
+    for i in suspects:
+        if not bool(torch.isfinite(tiles[i]).all()):
+            return GradSum(math.nan, owner[i])
+        sums[i] = _fp64_sum(tiles[i])  # all finite: some square overflowed fp32
+    return GradSum(math.fsum(sums), None)
 
 
 def _fp64_sum(values: Tensor) -> float:
