@@ -1,8 +1,8 @@
 """Optimizers whose state lives where it fits: on the device, in RAM or on NVMe."""
 
 from .adam import CPUAdam, FusedAdam, HybridAdam
+from .config import NvmeConfig
 from .lion import HybridLion
-from .nvme_state import NvmeConfig
 from .report import StepReport
 from .sgd import HybridSGD
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from .base import Folders, TieredOptimizer
-from .formulas import AdamCoefficients, adam_coefficients
-from .nvme_state import NvmeConfig
+from .config import NvmeConfig
+from .formulas import AdamCoefficients, adam, adam_coefficients
 from .rules import betas, number
 from .state_layout import Plane, StateLayout
 
@@ -27,12 +27,6 @@ class AdamHyper:
     weight_decay: float
     adamw_mode: bool
     bias_correction: bool
-
-    def coefficients(self, step: int) -> AdamCoefficients:
-        return adam_coefficients(
-            self.lr, self.betas, self.eps, self.weight_decay,
-            self.adamw_mode, self.bias_correction, step,
-        )  # fmt: skip
 
 
 class AdamRule:
@@ -50,6 +44,15 @@ class AdamRule:
             adamw_mode=bool(group["adamw_mode"]),
             bias_correction=bool(group["bias_correction"]),
         )
+
+    def coefficients(self, hyper: AdamHyper, step: int) -> AdamCoefficients:
+        return adam_coefficients(
+            hyper.lr, hyper.betas, hyper.eps, hyper.weight_decay,
+            hyper.adamw_mode, hyper.bias_correction, step,
+        )  # fmt: skip
+
+    def formula(self, param: Tensor, grad: Tensor, *rest: Tensor) -> Sequence[Tensor]:
+        return adam(param, grad, *rest)
 
     def hyper_row(self, hyper: AdamHyper) -> tuple[float, ...]:
         return (
@@ -92,6 +95,8 @@ class HybridAdam(TieredOptimizer):
         (2**20 elements): exp_avg and exp_avg_sq, and under GeminiDDP the fp32 master too.
     nvme_offload_dir: an existing folder on a disk, or several to stripe over; None is a temporary
         folder. The files are removed when the optimizer is closed or collected, and at exit.
+    cpu_path: `"eager"`, torch's own vectorised operators, or `"compile"`: the formula compiled by
+        torch.compile, faster where there is a C++ compiler (`optim/compiled_path.py`).
 
     Raises ValueError for a hyperparameter out of range and names it, `nvme.FolderError` for a
     folder that cannot be used, and `nvme.DiskFullError` where the state does not fit.
@@ -111,6 +116,7 @@ class HybridAdam(TieredOptimizer):
         nvme_offload_dir: Folders = None,
         *,
         nvme: NvmeConfig | None = None,
+        cpu_path: str = "eager",
     ) -> None:
         defaults = {
             "lr": lr,
@@ -127,6 +133,7 @@ class HybridAdam(TieredOptimizer):
             nvme_offload_fraction=nvme_offload_fraction,
             nvme_offload_dir=nvme_offload_dir,
             nvme=nvme,
+            cpu_path=cpu_path,
         )
 
 

@@ -14,11 +14,10 @@ from torch import Tensor
 
 from nvme import check_folder
 
-from .nvme_state import NvmeConfig
+from .config import NvmeConfig, StateConfig
 from .plain import PlainTarget
 from .report import StepReport
 from .rules import UpdateRule
-from .space import blocks_on_nvme
 from .target import Target, owner_of
 
 Folders = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
@@ -40,13 +39,13 @@ class TieredOptimizer(torch.optim.Optimizer):
         nvme_offload_fraction: float = 0.0,
         nvme_offload_dir: Folders = None,
         nvme: NvmeConfig | None = None,
+        cpu_path: str = "eager",
     ) -> None:
-        blocks_on_nvme((), nvme_offload_fraction)  # checks the fraction
-        self._fraction = float(nvme_offload_fraction)
-        self._nvme = _with_folders(nvme or NvmeConfig(), nvme_offload_dir)
-        if self._fraction > 0:
-            for folder in self._nvme.folders:
-                check_folder(folder, allow_ram=self._nvme.allow_ram)
+        nvme = _with_folders(nvme or NvmeConfig(), nvme_offload_dir)
+        self._config = StateConfig(float(nvme_offload_fraction), nvme, cpu_path)
+        if self._config.nvme_fraction > 0:
+            for folder in nvme.folders:
+                check_folder(folder, allow_ram=nvme.allow_ram)
         self._rule = rule
         self._targets: list[Target] = []
         self._bound: set[int] = set()  # ids of parameters that a target has
@@ -153,9 +152,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             )
         (owner,) = owners.values()
         if owner is not None:
-            self._targets.append(
-                owner.attach(self.param_groups, self._rule, self._fraction, self._nvme)
-            )
+            self._targets.append(owner.attach(self.param_groups, self._rule, self._config))
         for device in dict.fromkeys(param.device for param, _ in new) if owner is None else ():
             there = [(param, index) for param, index in new if param.device == device]
             self._targets.append(
@@ -163,8 +160,7 @@ class TieredOptimizer(torch.optim.Optimizer):
                     [param for param, _ in there],
                     [index for _, index in there],
                     self._rule,
-                    self._fraction,
-                    self._nvme,
+                    self._config,
                     self.state,
                 )
             )

@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from .base import Folders, TieredOptimizer
-from .nvme_state import NvmeConfig
+from .config import NvmeConfig
+from .formulas import lion
 from .rules import betas, number
 from .state_layout import Plane, StateLayout
 
@@ -35,6 +36,14 @@ class LionRule:
             betas=betas(group),
             weight_decay=number(group, "weight_decay", 0.0, open_high=True),
         )
+
+    def coefficients(self, hyper: LionHyper, step: int) -> Sequence[float]:
+        return (
+            1 - hyper.betas[0], 1 - hyper.betas[1], hyper.lr, 1 - hyper.lr * hyper.weight_decay
+        )  # fmt: skip
+
+    def formula(self, param: Tensor, grad: Tensor, *rest: Tensor) -> Sequence[Tensor]:
+        return lion(param, grad, *rest)
 
     def hyper_row(self, hyper: LionHyper) -> tuple[float, ...]:
         return (hyper.lr, *hyper.betas, hyper.weight_decay)
@@ -66,6 +75,7 @@ class HybridLion(TieredOptimizer):
         nvme_offload_dir: Folders = None,
         *,
         nvme: NvmeConfig | None = None,
+        cpu_path: str = "eager",
     ) -> None:
         super().__init__(
             params,
@@ -74,4 +84,5 @@ class HybridLion(TieredOptimizer):
             nvme_offload_fraction=nvme_offload_fraction,
             nvme_offload_dir=nvme_offload_dir,
             nvme=nvme,
+            cpu_path=cpu_path,
         )

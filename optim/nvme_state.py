@@ -22,17 +22,17 @@ import torch
 from torch import Tensor
 
 from gemini.tickets import Ticket, Together
-from gemini.units import BLOCK_NUMEL, PAGE_BYTES, BlockId, align_up
+from gemini.units import PAGE_BYTES, BlockId, align_up
 from nvme import (
     BlockStore,
     Buffer,
     BufferPool,
-    Engine,
     NvmeError,
     StoreLayout,
     default_folder,
 )
 
+from .config import NvmeConfig
 from .space import Block
 from .state_layout import StateLayout
 from .updaters import Planes
@@ -40,25 +40,6 @@ from .updaters import Planes
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 UNDO_ITEMSIZE = 4
-
-
-@dataclass(frozen=True, slots=True)
-class NvmeConfig:
-    """Where and how state goes to disk. The defaults need no thought."""
-
-    folders: tuple[str, ...] = ()  # empty: a temporary folder on a disk
-    depth: int = 2  # blocks read ahead
-    checksums: bool = True
-    allow_ram: bool = False
-    write_budget: int | None = None  # bytes over the whole run
-    engine: Engine | None = None  # None: `threads`
-    block_numel: int = BLOCK_NUMEL  # elements of a block; a multiple of 1024
-
-    def __post_init__(self) -> None:
-        if self.block_numel < 1024 or self.block_numel % 1024:
-            raise ValueError(f"block_numel={self.block_numel}; expected a multiple of 1024")
-        if self.depth < 1:
-            raise ValueError(f"nvme depth={self.depth}; expected at least 1")
 
 
 @dataclass(slots=True)

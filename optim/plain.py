@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .cpu_path import CpuWorkers, Piece
-from .nvme_state import NvmeConfig
+from .config import StateConfig
+from .cpu_path import Piece
 from .report import StepReport, Traffic
 from .rules import UpdateRule
 from .space import Block, BlockPart, StateSpace
@@ -17,7 +17,7 @@ from .state_layout import StateLayout
 from .step_thread import StepThread
 from .target import Group
 from .tiered_state import TieredState
-from .updaters import CpuUpdater, Planes, Updater
+from .updaters import Planes, Updater, cpu_updater
 
 
 class PlainTarget:
@@ -31,19 +31,18 @@ class PlainTarget:
         params: Sequence[Tensor],
         group_of: Sequence[int],
         rule: UpdateRule,
-        nvme_fraction: float,
-        nvme: NvmeConfig,
+        config: StateConfig,
         state: MutableMapping[Tensor, Any],
     ) -> None:
         self._params = list(params)
         self._group_of = list(group_of)
         self._rule = rule
-        space = StateSpace.pack([param.numel() for param in params], nvme.block_numel)
+        space = StateSpace.pack([param.numel() for param in params], config.nvme.block_numel)
         self._tiers = TieredState(
             space,
             rule.layout,
-            nvme_fraction=nvme_fraction,
-            nvme=nvme,
+            nvme_fraction=config.nvme_fraction,
+            nvme=config.nvme,
             device=params[0].device,
             label="plain-",
         )
@@ -52,7 +51,7 @@ class PlainTarget:
         except BaseException:
             self._tiers.close()
             raise
-        self._path = _make_path(rule, rule.layout, group_of, params[0].device)
+        self._path = _make_path(rule, config, group_of, params[0].device)
         self._thread = StepThread()
         self._num_steps = 0
         self._shown: set[int] = set()  # parameters whose whole state is resident
@@ -146,8 +145,8 @@ class PlainTarget:
 class _CpuPath:
     """Step counts are on the host."""
 
-    def __init__(self, rule: UpdateRule, num_params: int) -> None:
-        self._updater = CpuUpdater(CpuWorkers(), rule)
+    def __init__(self, rule: UpdateRule, num_params: int, cpu_path: str) -> None:
+        self._updater = cpu_updater(rule, cpu_path)
         self.steps = torch.zeros(num_params, dtype=torch.float32)
 
     def host_steps(self) -> list[int]:
@@ -185,12 +184,12 @@ class _TritonPath:
 
 
 def _make_path(
-    rule: UpdateRule, layout: StateLayout, group_of: Sequence[int], device: torch.device
+    rule: UpdateRule, config: StateConfig, group_of: Sequence[int], device: torch.device
 ) -> _CpuPath | _TritonPath:
     """The CPU path for CPU parameters, Triton for those of a device."""
     if device.type == "cpu":
-        return _CpuPath(rule, len(group_of))
-    return _TritonPath(rule, layout, group_of, device)
+        return _CpuPath(rule, len(group_of), config.cpu_path)
+    return _TritonPath(rule, rule.layout, group_of, device)
 
 
 class _PlainViews:

@@ -28,6 +28,17 @@ class UpdateRule(Protocol):
         """
         ...
 
+    def coefficients(self, hyper: Any, step: int) -> Sequence[float]:
+        """What `formula` takes, in fp64; `step` counts from 1."""
+        ...
+
+    def formula(self, param: Tensor, grad: Tensor, *rest: Tensor) -> Sequence[Tensor]:
+        """The rule's function of `formulas.py`.
+
+        (param, grad, *planes, coefficients), all fp32, to the new (param, *planes).
+        """
+        ...
+
     def hyper_row(self, hyper: Any) -> tuple[float, ...]:
         """The same as a row of the kernels' hyperparameter table; see the rule's kernel file."""
         ...

@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from .base import Folders, TieredOptimizer
-from .nvme_state import NvmeConfig
+from .config import NvmeConfig
+from .formulas import sgd
 from .rules import number
 from .state_layout import Plane, StateLayout
 
@@ -39,6 +40,12 @@ class SGDRule:
             momentum=number(group, "momentum", 0.0, 1.0, open_high=True),
             weight_decay=number(group, "weight_decay", 0.0, open_high=True),
         )
+
+    def coefficients(self, hyper: SGDHyper, step: int) -> Sequence[float]:
+        return (hyper.lr, hyper.momentum, hyper.weight_decay)
+
+    def formula(self, param: Tensor, grad: Tensor, *rest: Tensor) -> Sequence[Tensor]:
+        return sgd(param, grad, *rest)
 
     def hyper_row(self, hyper: SGDHyper) -> tuple[float, ...]:
         return (hyper.lr, hyper.momentum, hyper.weight_decay)
@@ -70,6 +77,7 @@ class HybridSGD(TieredOptimizer):
         nvme_offload_dir: Folders = None,
         *,
         nvme: NvmeConfig | None = None,
+        cpu_path: str = "eager",
     ) -> None:
         super().__init__(
             params,
@@ -78,4 +86,5 @@ class HybridSGD(TieredOptimizer):
             nvme_offload_fraction=nvme_offload_fraction,
             nvme_offload_dir=nvme_offload_dir,
             nvme=nvme,
+            cpu_path=cpu_path,
         )

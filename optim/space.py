@@ -123,11 +123,7 @@ def blocks_on_nvme(blocks: Sequence[Block], fraction: float) -> frozenset[BlockI
 
     Every element has the same bytes, so this is a fraction of the bytes, met within one block.
     """
-    if not 0 <= fraction <= 1:
-        raise ValueError(
-            f"nvme_offload_fraction={fraction} is outside [0, 1]; "
-            "it is the share of the optimizer state's bytes that goes to disk"
-        )
+    assert 0 <= fraction <= 1
     wanted = fraction * sum(block.numel for block in blocks)
     chosen: list[BlockId] = []
     taken = 0.0

@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from .nvme_state import NvmeConfig
+from .config import StateConfig
 from .report import StepReport
 from .rules import UpdateRule
 
@@ -47,13 +47,7 @@ class Target(Protocol):
 class ParameterOwner(Protocol):
     """What stands behind the parameters of a wrapped module."""
 
-    def attach(
-        self,
-        groups: Sequence[Group],
-        rule: UpdateRule,
-        nvme_fraction: float,
-        nvme: NvmeConfig,
-    ) -> Target:
+    def attach(self, groups: Sequence[Group], rule: UpdateRule, config: StateConfig) -> Target:
         """Make the state of these groups and take over their update.
 
         Raises ValueError for a parameter that is not its own, and for a second optimizer.

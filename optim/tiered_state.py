@@ -16,8 +16,9 @@ from torch import Tensor
 
 from gemini.units import BlockId
 
+from .config import NvmeConfig
 from .cpu_path import Piece
-from .nvme_state import DTYPES, NvmeConfig, NvmeState
+from .nvme_state import DTYPES, NvmeState
 from .report import Traffic
 from .space import Block, StateSpace, blocks_on_nvme
 from .state_layout import StateLayout

@@ -9,6 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from . import cpu_path
+from .compiled_path import CompiledUpdate
 from .cpu_path import CpuWorkers, Piece
 from .report import Traffic
 from .rules import UpdateRule
@@ -46,18 +47,33 @@ class CpuUpdater:
     workers: CpuWorkers
     rule: UpdateRule
     factor: float = 1.0
-    name: str = "cpu"
+    compiled: CompiledUpdate | None = None
+
+    @property
+    def name(self) -> str:
+        return "cpu" if self.compiled is None else "cpu-compiled"
 
     def update_staged(self, block: Block, planes: Planes, pieces_of: PiecesOf) -> bool:
         pieces = pieces_of(block, planes)
-        cpu_path.update(self.workers, self.rule, pieces, self.factor)
+        self._update(pieces)
         return bool(pieces)
 
     def update_resident(
         self, blocks: Iterable[tuple[Block, Planes]], slabs: Planes, pieces_of: PiecesOf
     ) -> None:
-        pieces = [piece for block, planes in blocks for piece in pieces_of(block, planes)]
-        cpu_path.update(self.workers, self.rule, pieces, self.factor)
+        self._update([piece for block, planes in blocks for piece in pieces_of(block, planes)])
+
+    def _update(self, pieces: Sequence[Piece]) -> None:
+        if self.compiled is not None:
+            self.compiled.update(pieces, self.factor)
+        else:
+            cpu_path.update(self.workers, self.rule, pieces, self.factor)
 
     def traffic(self) -> Traffic:
         return Traffic()
+
+
+def cpu_updater(rule: UpdateRule, cpu_path: str) -> CpuUpdater:
+    """The updater of a CPU path by its name. Raises ValueError where it cannot work here."""
+    compiled = CompiledUpdate(rule) if cpu_path == "compile" else None
+    return CpuUpdater(CpuWorkers(), rule, compiled=compiled)

@@ -20,7 +20,7 @@ from gemini.chunk.state import TensorState
 from gemini.chunk.storage import Chunk
 from gemini.placement.policy import Placement, StaticPlacement, leading_within
 from gemini.units import ChunkId, ParamId
-from optim.nvme_state import NvmeConfig
+from optim.config import StateConfig
 from optim.rules import UpdateRule
 from optim.target import Group
 
@@ -124,15 +124,13 @@ class Engine:
                 param.data = chunk.view(chunk.payload, slot).view(param.shape)
         return chunk
 
-    def attach(
-        self, groups: Sequence[Group], rule: UpdateRule, nvme_fraction: float, nvme: NvmeConfig
-    ) -> ShardTarget:
+    def attach(self, groups: Sequence[Group], rule: UpdateRule, config: StateConfig) -> ShardTarget:
         """Make the optimizer's state from the fp32 originals; see `optim.target`."""
         if self._target is not None:
             raise ValueError(
                 "this module has an optimizer already; close it before you make another"
             )
-        self._target = ShardTarget(self, groups, rule, nvme_fraction, nvme)
+        self._target = ShardTarget(self, groups, rule, config)
         return self._target
 
     def detach(self) -> None:

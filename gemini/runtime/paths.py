@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -11,11 +12,11 @@ from torch import Tensor
 from gemini.chunk.layout import ChunkLayout
 from gemini.chunk.storage import Chunk
 from gemini.units import ParamId
-from optim.cpu_path import CpuWorkers, Piece, grad_sum
+from optim.cpu_path import Piece, grad_sum
 from optim.report import StepReport
 from optim.rules import UpdateRule
 from optim.state_layout import StateLayout
-from optim.updaters import CpuUpdater, Updater
+from optim.updaters import Updater, cpu_updater
 
 
 class StepPath(Protocol):
@@ -50,16 +51,15 @@ class CpuStepPath:
 
     merges_parameters = True
 
-    def __init__(self, rule: UpdateRule, layout: ChunkLayout, rank: int) -> None:
-        self._rule = rule
+    def __init__(self, rule: UpdateRule, layout: ChunkLayout, rank: int, cpu_path: str) -> None:
         self._layout = layout
         self._rank = rank
-        self._workers = CpuWorkers()
+        self._updater = cpu_updater(rule, cpu_path)
         self.steps = [0] * len(layout.params)
 
     def measure(self, chunks: Sequence[Chunk]) -> tuple[float, ParamId | None]:
         grads = [chunk.grad for chunk in chunks if chunk.grad is not None]
-        total = grad_sum(self._workers, grads)
+        total = grad_sum(self._updater.workers, grads)
         if total.first_nonfinite is None:
             return total.sum_of_squares, None
         return total.sum_of_squares, self._first_nonfinite(chunks[total.first_nonfinite])
@@ -74,14 +74,14 @@ class CpuStepPath:
     def begin(
         self, hypers: Sequence[Any], present: Sequence[bool], sum_of_squares: float, max_norm: float
     ) -> Updater:
-        return CpuUpdater(self._workers, self._rule, clip_factor(sum_of_squares**0.5, max_norm))
+        return replace(self._updater, factor=clip_factor(sum_of_squares**0.5, max_norm))
 
     def count(self, present: Sequence[bool]) -> None:
         for i, there in enumerate(present):
             self.steps[i] += there
 
     def close(self) -> None:
-        self._workers.close()
+        self._updater.workers.close()
 
 
 class TritonStepPath:

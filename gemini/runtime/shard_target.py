@@ -23,8 +23,8 @@ from gemini.chunk.storage import Chunk
 from gemini.placement.policy import ModelData, state_fraction_on_nvme
 from gemini.tickets import Done
 from gemini.units import Bytes, align_up
+from optim.config import StateConfig
 from optim.cpu_path import Piece
-from optim.nvme_state import NvmeConfig
 from optim.report import Outcome, StepReport, Traffic
 from optim.rules import UpdateRule
 from optim.space import Block, Segment, StateSpace
@@ -49,8 +49,7 @@ class ShardTarget:
         engine: Engine,
         groups: Sequence[Group],
         rule: UpdateRule,
-        nvme_fraction: float,
-        nvme: NvmeConfig,
+        config: StateConfig,
     ) -> None:
         self._engine = engine
         self._rule = rule
@@ -64,19 +63,21 @@ class ShardTarget:
                 )
             base += chunk.spec.shard_numel
         space = StateSpace.build(
-            segments, [chunk.spec.shard_numel for chunk in self._chunks], nvme.block_numel
+            segments, [chunk.spec.shard_numel for chunk in self._chunks], config.nvme.block_numel
         )
         has_master = any(chunk.dtype != torch.float32 for chunk in self._chunks)
         layout = rule.layout.with_master() if has_master else rule.layout
         nvme_fraction = state_fraction_on_nvme(
-            engine.placement, self._model_data(space, layout, nvme), nvme_fraction
+            engine.placement,
+            self._model_data(space, layout, config.nvme.depth),
+            config.nvme_fraction,
         )
         self._uses_disk = nvme_fraction > 0  # on some rank: shards are equal, blocks may not be
         self._tiers = TieredState(
             space,
             layout,
             nvme_fraction=nvme_fraction,
-            nvme=nvme,
+            nvme=config.nvme,
             device=engine.backend.device,
             label=f"rank{engine.comm.rank}-",
         )
@@ -92,7 +93,7 @@ class ShardTarget:
                 rule, engine.layout, layout, self._group_of, engine.comm.rank, engine.backend.device
             )
             if engine.backend.updates_by_triton
-            else CpuStepPath(rule, engine.layout, engine.comm.rank)
+            else CpuStepPath(rule, engine.layout, engine.comm.rank, config.cpu_path)
         )
         self._thread = StepThread()
         self._num_steps = 0
@@ -241,7 +242,7 @@ class ShardTarget:
         self._thread.close()
         self._engine.detach()
 
-    def _model_data(self, space: StateSpace, layout: StateLayout, nvme: NvmeConfig) -> ModelData:
+    def _model_data(self, space: StateSpace, layout: StateLayout, depth: int) -> ModelData:
         """This rank's bytes, for the placement to decide with."""
         params = sum(chunk.shard.nbytes for chunk in self._engine.chunks)
         grads = sum(chunk.shard.nbytes for chunk in self._chunks)
@@ -250,7 +251,7 @@ class ShardTarget:
             param_bytes=Bytes(params),
             grad_bytes=Bytes(grads),
             state_bytes=Bytes(layout.block_nbytes(space.numel)),
-            staging_bytes=Bytes((nvme.depth + 2) * layout.block_nbytes(largest)),
+            staging_bytes=Bytes((depth + 2) * layout.block_nbytes(largest)),
         )
 
     def _fill_master(self, block: Block, planes: Planes) -> None:

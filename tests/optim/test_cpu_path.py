@@ -101,7 +101,7 @@ def test_update_is_the_formula_within_a_few_ulp(workers, grad_dtype, has_master)
     for numel in (1, 17, 1025, 100_003):
         piece = make_piece(numel, grad_dtype, has_master)
         fp32 = piece.master if has_master else piece.param
-        coefficients = torch.tensor(HYPER.coefficients(7), dtype=torch.float64)
+        coefficients = torch.tensor(AdamRule().coefficients(HYPER, 7), dtype=torch.float64)
         want = adam(
             fp32.double(), piece.grad.double() * 0.5, *(p.double() for p in piece.planes),
             coefficients,

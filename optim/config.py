@@ -1,0 +1,47 @@
+"""What a user may say about where an optimizer's state lives and how it is updated. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from gemini.units import BLOCK_NUMEL
+
+CPU_PATHS = ("eager", "compile")
+
+
+@dataclass(frozen=True, slots=True)
+class NvmeConfig:
+    """Where and how state goes to disk. The defaults need no thought."""
+
+    folders: tuple[str, ...] = ()  # empty: a temporary folder on a disk
+    depth: int = 2  # blocks read ahead
+    checksums: bool = True
+    allow_ram: bool = False
+    write_budget: int | None = None  # bytes over the whole run
+    engine: Any = None  # an `nvme.Engine`; None: `threads`
+    block_numel: int = BLOCK_NUMEL  # elements of a block; a multiple of 1024
+
+    def __post_init__(self) -> None:
+        if self.block_numel < 1024 or self.block_numel % 1024:
+            raise ValueError(f"block_numel={self.block_numel}; expected a multiple of 1024")
+        if self.depth < 1:
+            raise ValueError(f"nvme depth={self.depth}; expected at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class StateConfig:
+    """One optimizer's choices, as its targets get them."""
+
+    nvme_fraction: float = 0.0
+    nvme: NvmeConfig = NvmeConfig()
+    cpu_path: str = "eager"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.nvme_fraction <= 1:
+            raise ValueError(
+                f"nvme_offload_fraction={self.nvme_fraction} is outside [0, 1]; "
+                "it is the share of the optimizer state's bytes that goes to disk"
+            )
+        if self.cpu_path not in CPU_PATHS:
+            raise ValueError(f"cpu_path={self.cpu_path!r}; expected one of {list(CPU_PATHS)}")
