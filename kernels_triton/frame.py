@@ -18,22 +18,16 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from .control import C_BAD, C_FACTOR, C_LOSS_SCALE, C_MAX_NORM, C_NORM, C_SKIP, C_SUM
+from .norm import finish_tiles
 from .rounding import load, pointer, store
-from .tiles import COUNTER, GRAD, NUM_COLUMNS, NUMEL, PARAM, STATE
+from .tiles import T_COLUMNS, T_COUNTER, T_GRAD, T_NUMEL, T_PARAM, T_STATE
 
 NUM_HYPER = 8  # fp64 columns of the hyperparameter table
 NUM_COEFFICIENTS = 9  # fp32 columns of the coefficient table; the last is 1 where active
 COUNTERS_AT_ONCE = 128  # in the prologue
 
-# the control vector, fp64 [8]: what the kernels of one step tell each other
-SUM, BAD, NORM, FACTOR, SKIP, MAX_NORM, LOSS_SCALE = range(7)
-NUM_CONTROL = 8
-
-_PARAM, _GRAD, _STATE, _NUMEL = (tl.constexpr(c) for c in (PARAM, GRAD, STATE, NUMEL))
-_COUNTER, _COLUMNS = tl.constexpr(COUNTER), tl.constexpr(NUM_COLUMNS)
 _HYPER, _COEFFICIENTS = tl.constexpr(NUM_HYPER), tl.constexpr(NUM_COEFFICIENTS)
-_SUM, _BAD, _NORM, _FACTOR = (tl.constexpr(c) for c in (SUM, BAD, NORM, FACTOR))
-_SKIP, _MAX_NORM, _LOSS_SCALE = (tl.constexpr(c) for c in (SKIP, MAX_NORM, LOSS_SCALE))
 
 
 def is_interpreted() -> bool:
@@ -60,27 +54,40 @@ def prologue_kernel(
     num_counters,
     coefficients,  # fp32 [counters, 9]
     control,  # fp64 [8]
+    tiles,  # int32 [t, 2], fp32 [t], int32 [t]: of `norm_kernel`, where FROM_TILES
+    sums,
+    bad,
+    num_tiles,
     RULE_COEFFICIENTS: tl.constexpr,
     WITH_NORM: tl.constexpr,
+    FROM_TILES: tl.constexpr,  # finish the norm here: no rank has to be asked
     AT_ONCE: tl.constexpr,
+    TILES_AT_ONCE: tl.constexpr,
 ):
     """Norm to clip factor and skip flag; step counts and hyperparameters to coefficients.
 
     One program. A skipped step leaves every count as it was, and so does a parameter that has no
     gradient.
     """
-    scale = tl.load(control + _LOSS_SCALE)
+    scale = tl.load(control + C_LOSS_SCALE)
     factor = 1.0 / scale
     skip = 0.0
     if WITH_NORM:
-        norm = tl.sqrt(tl.load(control + _SUM)) / scale
-        max_norm = tl.load(control + _MAX_NORM)
+        if FROM_TILES:
+            total, first_bad = finish_tiles(tiles, sums, bad, num_tiles, 2, TILES_AT_ONCE)
+            tl.store(control + C_SUM, total)
+            tl.store(control + C_BAD, first_bad)
+        else:
+            total = tl.load(control + C_SUM)
+            first_bad = tl.load(control + C_BAD)
+        norm = tl.sqrt(total) / scale
+        max_norm = tl.load(control + C_MAX_NORM)
         clip = tl.where(max_norm > 0, max_norm / (norm + 1e-6), 1.0)
         factor = tl.where(clip < 1.0, clip, 1.0) * factor
-        skip = tl.where(tl.load(control + _BAD) > 0, 1.0, 0.0)
-        tl.store(control + _NORM, norm)
-    tl.store(control + _FACTOR, factor)
-    tl.store(control + _SKIP, skip)
+        skip = tl.where(first_bad > 0, 1.0, 0.0)
+        tl.store(control + C_NORM, norm)
+    tl.store(control + C_FACTOR, factor)
+    tl.store(control + C_SKIP, skip)
     if skip == 0.0:
         for first in range(0, num_counters, AT_ONCE):
             counter = first + tl.arange(0, AT_ONCE)
@@ -163,16 +170,16 @@ def update_kernel(
     """One program updates one tile. Full, aligned tiles take the unmasked branch (128-bit)."""
     program = tl.program_id(0).to(tl.int64)
     segment = tl.load(tiles + 2 * program).to(tl.int64)
-    row = segments + segment * _COLUMNS
-    coefficient_row = coefficients + tl.load(row + _COUNTER) * _COEFFICIENTS
+    row = segments + segment * T_COLUMNS
+    coefficient_row = coefficients + tl.load(row + T_COUNTER) * _COEFFICIENTS
     active = tl.load(coefficient_row + 8) != 0.0
-    if (tl.load(control + _SKIP) == 0.0) & active:
+    if (tl.load(control + C_SKIP) == 0.0) & active:
         start = tl.load(tiles + 2 * program + 1).to(tl.int64) * BLOCK
-        param_address = tl.load(row + _PARAM)
-        grad_address = tl.load(row + _GRAD)
-        offset = tl.multiple_of(tl.load(row + _STATE), 64) + start
-        remaining = tl.load(row + _NUMEL) - start
-        factor = tl.load(control + _FACTOR).to(tl.float32)
+        param_address = tl.load(row + T_PARAM)
+        grad_address = tl.load(row + T_GRAD)
+        offset = tl.multiple_of(tl.load(row + T_STATE), 64) + start
+        remaining = tl.load(row + T_NUMEL) - start
+        factor = tl.load(control + C_FACTOR).to(tl.float32)
         if (remaining >= BLOCK) & (((param_address | grad_address) & 15) == 0):
             _update_tile(
                 param_address, grad_address, start, remaining,

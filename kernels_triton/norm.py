@@ -11,8 +11,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .frame import _BAD, _COLUMNS, _GRAD, _NUMEL, _PARAM, _SUM
+from .control import C_BAD, C_SUM
 from .rounding import load, pointer, store
+from .tiles import T_COLUMNS, T_GRAD, T_NUMEL, T_PARAM
 
 NORM_BLOCK = 4096  # elements read at once
 NORM_ROUNDS = 8  # of them, one after the other, in a tile
@@ -85,10 +86,10 @@ def norm_kernel(
     program = tl.program_id(0).to(tl.int64)
     segment = tl.load(tiles + 2 * program).to(tl.int64)
     start = tl.load(tiles + 2 * program + 1).to(tl.int64) * (BLOCK * ROUNDS)
-    row = segments + segment * _COLUMNS
-    source_address = tl.load(row + _GRAD)
-    out_address = tl.load(row + _PARAM)
-    remaining = tl.load(row + _NUMEL) - start
+    row = segments + segment * T_COLUMNS
+    source_address = tl.load(row + T_GRAD)
+    out_address = tl.load(row + T_PARAM)
+    remaining = tl.load(row + T_NUMEL) - start
     exponent = tl.load(p).to(tl.float32)
     scale = tl.load(destination_scale).to(tl.float32)
     aligned = ((source_address | out_address) & 15) == 0
@@ -117,16 +118,8 @@ def norm_kernel(
 
 
 @triton.jit
-def finish_kernel(
-    tiles,  # int32 [t, 2]
-    sums,  # fp32 [t]
-    bad,  # int32 [t]
-    num_tiles,
-    control,  # fp64 [8]
-    NORM: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-):
-    """Tiles to SUM and BAD (1 + the first segment that is not finite) of the control vector."""
+def finish_tiles(tiles, sums, bad, num_tiles, NORM: tl.constexpr, AT_ONCE: tl.constexpr):
+    """Tiles to their total, and 1 + the first segment that is not finite (0: none), both fp64."""
     i = tl.arange(0, AT_ONCE)
     total = tl.zeros([AT_ONCE], tl.float64)
     first = tl.full([AT_ONCE], 0x7FFFFFFF, tl.int32)
@@ -145,5 +138,20 @@ def finish_kernel(
     else:
         result = tl.sum(total, axis=0)
     worst = tl.min(first, axis=0)
-    tl.store(control + _SUM, result)
-    tl.store(control + _BAD, tl.where(worst == 0x7FFFFFFF, 0, worst + 1).to(tl.float64))
+    return result, tl.where(worst == 0x7FFFFFFF, 0, worst + 1).to(tl.float64)
+
+
+@triton.jit
+def finish_kernel(
+    tiles,  # int32 [t, 2]
+    sums,  # fp32 [t]
+    bad,  # int32 [t]
+    num_tiles,
+    control,  # fp64 [8]
+    NORM: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """`finish_tiles` into the control vector. One program."""
+    total, first_bad = finish_tiles(tiles, sums, bad, num_tiles, NORM, AT_ONCE)
+    tl.store(control + C_SUM, total)
+    tl.store(control + C_BAD, first_bad)

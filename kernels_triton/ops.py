@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from .adam import ADAM
+from .control import NUM_CONTROL
 from .frame import (
     COUNTERS_AT_ONCE,
     NUM_COEFFICIENTS,
-    NUM_CONTROL,
     NUM_HYPER,
     RuleKernel,
     prologue_kernel,
@@ -57,12 +57,14 @@ def prologue(
     present: Tensor,
     coefficients: Tensor,
     control: Tensor,
+    norm_tiles: list[Tensor],
     with_norm: bool,
 ) -> None:
     """Make clip factor, skip flag and coefficients of a step, and count it; see `prologue_kernel`.
 
     groups, steps int64 [n] · present fp64 [n] · hyper fp64 [rows, 8] · coefficients fp32 [n, 9] ·
-    control fp64 [8], for n counters. Raises ValueError for anything else.
+    control fp64 [8], for n counters. `norm_tiles` is [tiles, sums, bad] of a `grad_norm` that is
+    to be finished here, or empty. Raises ValueError for anything else.
     """
     _check("groups", groups, torch.int64, None)
     _check("hyper", hyper, torch.float64, NUM_HYPER)
@@ -83,7 +85,9 @@ def prologue(
         raise ValueError(f"control has {control.numel()} elements; expected {NUM_CONTROL}")
     prologue_kernel[(1,)](
         groups, hyper, steps, present, steps.numel(), coefficients, control,
-        KERNELS[rule].coefficients, with_norm, COUNTERS_AT_ONCE, **_EXACT,
+        *(norm_tiles or [groups, control, groups]), norm_tiles[0].shape[0] if norm_tiles else 0,
+        KERNELS[rule].coefficients, with_norm, bool(norm_tiles), COUNTERS_AT_ONCE, FINISH_AT_ONCE,
+        **_EXACT,
     )  # fmt: skip
 
 

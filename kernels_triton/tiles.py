@@ -18,6 +18,9 @@ from torch import Tensor
 # columns of the segment table, int64
 PARAM, GRAD, STATE, NUMEL, COUNTER = range(5)
 NUM_COLUMNS = 5
+T_PARAM, T_GRAD, T_STATE = tl.constexpr(PARAM), tl.constexpr(GRAD), tl.constexpr(STATE)
+T_NUMEL, T_COUNTER = tl.constexpr(NUMEL), tl.constexpr(COUNTER)
+T_COLUMNS = tl.constexpr(NUM_COLUMNS)
 
 TRITON_DTYPES = {
     torch.float32: tl.float32,

@@ -28,6 +28,8 @@ R = TypeVar("R")
 
 TILE_NUMEL = 1 << 19  # 2 MiB of fp32: the scratch tile stays in cache; smaller ones cost more
 # in handing the interpreter lock from worker to worker (docs/log.md)
+BARE_TILE_NUMEL = 1 << 22  # where nothing is kept in cache between operators
+NORM_TILE_NUMEL = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +135,10 @@ def update(workers: CpuWorkers, rule: UpdateRule, pieces: Sequence[Piece], facto
         for tile in run:
             _update_tile(workers, rule, tile, factor)
 
-    workers.map(work, _runs(pieces))
+    workers.map(work, _runs(pieces, factor))
 
 
-def _runs(pieces: Sequence[Piece]) -> list[list[Piece]]:
+def _runs(pieces: Sequence[Piece], factor: float) -> list[list[Piece]]:
     """Tiles of pieces, small ones together, so that no task is all overhead.
 
     Cut here and not by the workers: every operator, a slice too, makes them hand on the
@@ -145,11 +147,13 @@ def _runs(pieces: Sequence[Piece]) -> list[list[Piece]]:
     runs: list[list[Piece]] = []
     room = 0
     for piece in pieces:
-        for tile in piece.tiles(TILE_NUMEL):
+        needs_scratch = piece.grad.dtype != torch.float32 or factor != 1.0
+        tile_numel = TILE_NUMEL if needs_scratch else BARE_TILE_NUMEL
+        for tile in piece.tiles(tile_numel):
             numel = tile.param.numel()
             if numel > room:
                 runs.append([])
-                room = TILE_NUMEL
+                room = tile_numel
             runs[-1].append(tile)
             room -= numel
     return runs
@@ -170,9 +174,6 @@ def _update_tile(workers: CpuWorkers, rule: UpdateRule, tile: Piece, factor: flo
     rule.update(param, grad, tile.planes, tile.hyper, tile.step)
     if param is not visible:
         visible.copy_(param)  # rounds to nearest even, while the tile is in cache
-
-
-NORM_TILE_NUMEL = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)

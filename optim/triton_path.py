@@ -18,17 +18,8 @@ from torch import Tensor
 
 from gemini.units import ParamId
 from kernels_triton import ops
-from kernels_triton.frame import (
-    BAD,
-    LOSS_SCALE,
-    MAX_NORM,
-    NORM,
-    NUM_COEFFICIENTS,
-    NUM_CONTROL,
-    NUM_HYPER,
-    SUM,
-    is_interpreted,
-)
+from kernels_triton.control import BAD, LOSS_SCALE, MAX_NORM, NORM, NUM_CONTROL, SUM
+from kernels_triton.frame import NUM_COEFFICIENTS, NUM_HYPER, is_interpreted
 from kernels_triton.tiles import Segment, choose_launch, segment_table, tile_table
 
 from .cpu_path import Piece
@@ -63,6 +54,7 @@ class TritonUpdater:
         self._tables: dict[str, _Tables] = {}
         self._sums = torch.empty(0, dtype=torch.float32, device=device)
         self._bad = torch.empty(0, dtype=torch.int32, device=device)
+        self._norm_tiles: list[Tensor] = []  # [tiles, sums, bad] that `begin` is to finish
         self._staging: Planes | None = None
         self._moved = Traffic()
         self.steps = torch.zeros(n, dtype=torch.int64, device=device)
@@ -85,7 +77,7 @@ class TritonUpdater:
             self.present.copy_(present, non_blocking=True)
 
     def measure(self, pieces: Sequence[Piece]) -> None:
-        """L2 norm and overflow of the pieces' gradients into SUM and BAD of the control vector."""
+        """L2 norm and overflow of the pieces' gradients, tile by tile; `begin` finishes it."""
         tables = self._table("norm", pieces, None, ops.NORM_TILE)
         num_tiles = tables.tiles.shape[0]
         if self._sums.numel() < num_tiles:
@@ -96,16 +88,18 @@ class TritonUpdater:
                 tables.tiles[lo:hi], tables.segments, self._sums[lo:hi], self._bad[lo:hi],
                 self.control, [], grad_dtype, 2.0,
             )  # fmt: skip
-        ops.finish_norm(tables.tiles, self._sums, self._bad, self.control, 2.0)
+        self._norm_tiles = [tables.tiles, self._sums[:num_tiles], self._bad[:num_tiles]]
 
     def read_measure(self) -> tuple[float, ParamId | None]:
         """What `measure` found, read by the host: sum of squares, first bad counter. Waits."""
+        ops.finish_norm(*self._norm_tiles, self.control, 2.0)
         control = self.control.tolist()
         bad = int(control[BAD])
         return control[SUM], ParamId(self.measured_rows[bad - 1].counter) if bad else None
 
     def set_measure(self, sum_of_squares: float) -> None:
         """What all ranks agreed on, in place of what this rank measured."""
+        self._norm_tiles = []
         self.control[SUM] = sum_of_squares
         self.control[BAD] = 0.0
 
@@ -119,7 +113,7 @@ class TritonUpdater:
         self._upload([self._rule.hyper_row(hyper) for hyper in hypers])
         ops.prologue(
             self._rule.name, self._groups, self._hyper, self.steps, self.present,
-            self._coefficients, self.control, with_norm,
+            self._coefficients, self.control, self._norm_tiles, with_norm,
         )  # fmt: skip
 
     def update_staged(self, block: Block, planes: Planes, pieces_of: PiecesOf) -> bool:

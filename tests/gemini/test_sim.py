@@ -5,13 +5,15 @@ import torch
 
 from gemini import GeminiDDP
 from gemini.runtime.backend import SimBackend
-from optim import HybridAdam
-from tests.gemini.test_ddp import BLOCKS, SMALL, train, weights
+from optim import HybridAdam, NvmeConfig
+from tests.gemini.test_ddp import SMALL, train, weights
 from tests.models import Tower, token_batches
 from tests.reference import flat, relative_error
 
+FEW_BLOCKS = NvmeConfig(block_numel=4096)  # the interpreter takes its time for each
 
-def trained(device, precision="bf16", fraction=0.0, folder=None, steps=6, **options):
+
+def trained(device, precision="bf16", fraction=0.0, folder=None, steps=4, **options):
     model = GeminiDDP(Tower(), device, precision=precision, max_norm=0.3, **SMALL, **options)
     optimizer = HybridAdam(
         model.parameters(),
@@ -20,7 +22,7 @@ def trained(device, precision="bf16", fraction=0.0, folder=None, steps=6, **opti
         weight_decay=0.01,
         nvme_offload_fraction=fraction,
         nvme_offload_dir=folder,
-        nvme=BLOCKS,
+        nvme=FEW_BLOCKS,
     )
     train(model, optimizer, token_batches(steps, 1))
     report = optimizer.last_report
@@ -34,7 +36,7 @@ def test_released_chunks_change_no_bit(max_prefetch):
     for seed in range(3):
         got, _, model = trained(SimBackend(seed), max_prefetch=max_prefetch)
         assert torch.equal(got, want)
-        assert model.engine.manager.gathers > 6 * 2 * len(model.engine.chunks) // 2
+        assert model.engine.manager.gathers > 4 * len(model.engine.chunks)
 
 
 def test_fewer_bytes_are_on_the_device_than_the_model_has():

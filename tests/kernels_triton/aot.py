@@ -59,9 +59,11 @@ def sources():
         pointers = {
             "groups": "*i64", "hyper": "*fp64", "steps": "*i64", "present": "*fp64",
             "num_counters": "i32", "coefficients": "*fp32", "control": "*fp64",
+            "tiles": "*i32", "sums": "*fp32", "bad": "*i32", "num_tiles": "i32",
         }  # fmt: skip
         constants = {
-            "RULE_COEFFICIENTS": kernel.coefficients, "WITH_NORM": True, "AT_ONCE": COUNTERS_AT_ONCE
+            "RULE_COEFFICIENTS": kernel.coefficients, "WITH_NORM": True, "FROM_TILES": True,
+            "AT_ONCE": COUNTERS_AT_ONCE, "TILES_AT_ONCE": FINISH_AT_ONCE,
         }  # fmt: skip
         yield f"prologue-{rule}", source(prologue_kernel, pointers, constants), 4
     for norm in (0, 1, 2, -1):

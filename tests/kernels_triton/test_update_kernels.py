@@ -10,13 +10,8 @@ import pytest
 import torch
 
 from kernels_triton import ops
-from kernels_triton.frame import (
-    LOSS_SCALE,
-    NUM_COEFFICIENTS,
-    NUM_CONTROL,
-    NUM_HYPER,
-    is_interpreted,
-)  # fmt: skip
+from kernels_triton.control import LOSS_SCALE, NUM_CONTROL
+from kernels_triton.frame import NUM_COEFFICIENTS, NUM_HYPER, is_interpreted  # fmt: skip
 from kernels_triton.tiles import Segment, choose_launch, segment_table, tile_table
 from optim.formulas import adam_coefficients
 
@@ -84,7 +79,7 @@ def run(slabs, rule, hyper_rows, groups=None, steps=0, present=None, loss_scale=
     groups, hyper, steps, present, coefficients, control = (
         t.to(DEVICE) for t in (groups, hyper, steps, present, coefficients, control)
     )
-    ops.prologue(rule, groups, hyper, steps, present, coefficients, control, False)
+    ops.prologue(rule, groups, hyper, steps, present, coefficients, control, [], False)
     launch = choose_launch(28, is_interpreted(), max(NUMELS))
     tables = (
         tile_table(NUMELS, launch.block, DEVICE),
@@ -183,7 +178,7 @@ def test_coefficients_are_those_of_python_for_large_step_counts():
     ops.prologue(
         "adam", torch.zeros(n, dtype=torch.int64, device=DEVICE), hyper,
         torch.tensor(counts, device=DEVICE) - 1,
-        torch.ones(n, dtype=torch.float64, device=DEVICE), coefficients, control, False,
+        torch.ones(n, dtype=torch.float64, device=DEVICE), coefficients, control, [], False,
     )  # fmt: skip
     for count, row in zip(counts, coefficients.cpu(), strict=True):
         want = adam_coefficients(LR, BETAS, EPS, DECAY, True, True, count)

@@ -1,0 +1,240 @@
+"""`python -m bench.adam`: the optimizer step side by side, in one process, interleaved.
+
+Rows of one numel: milliseconds (median), GB/s of the bytes that the row must move, and that as a
+fraction of the copy bandwidth measured in the same run. DeepSpeedCPUAdam is measured where
+deepspeed is installed (`pip install deepspeed ninja`; it builds C++ at its first use).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.ceilings import memory_ceilings
+from bench.machine import machine, versions
+from bench.timing import interleaved, median_ratio
+from optim.adam import AdamRule
+from optim.compiled_path import CompiledUpdate, compiler
+from optim.cpu_path import CpuWorkers, Piece, grad_sum, update
+from optim.updaters import CpuUpdater
+
+HYPER: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+RULE = AdamRule()
+BYTES_PER_ELEMENT = {
+    "ours/fp32": 28,
+    "ours/bf16-mixed": 28,
+    "ours/bf16-mixed-compiled": 28,
+    "ours/fp16-mixed": 28,
+    "ours/norm-bf16": 2,
+    "torch/fused-fp32": 28,
+    "torch/foreach-fp32": 28,
+    "torch/single-fp32": 28,
+    "torch/pipeline-bf16-mixed": 28,
+    "torch/norm-bf16": 2,
+    "deepspeed/cpu-adam-fp32": 28,
+}
+Variants = dict[str, Callable[[], object]]
+
+
+class Tensors:
+    """One set of fp32 state that all variants update, and gradients in three dtypes."""
+
+    def __init__(self, numel: int, device: torch.device) -> None:
+        self.param = torch.randn(numel, device=device)
+        self.exp_avg = torch.zeros(numel, device=device)
+        self.exp_avg_sq = torch.zeros(numel, device=device)
+        self.grad = {torch.float32: torch.randn(numel, device=device) * 1e-3}
+        self.copy: dict[torch.dtype, Tensor] = {}
+        for dtype in (torch.bfloat16, torch.float16):
+            self.grad[dtype] = self.grad[torch.float32].to(dtype)
+            self.copy[dtype] = self.param.to(dtype)
+
+    def piece(self, dtype: torch.dtype) -> Piece:
+        hyper = RULE.hyper({**HYPER, "adamw_mode": True, "bias_correction": True})
+        planes = (self.exp_avg, self.exp_avg_sq)
+        if dtype == torch.float32:
+            return Piece(self.param, self.grad[dtype], None, planes, hyper, 3, 0)
+        return Piece(self.copy[dtype], self.grad[dtype], self.param, planes, hyper, 3, 0)
+
+
+def stock_optimizer(tensors: Tensors, **kind: Any) -> torch.optim.Optimizer:
+    """torch.optim.AdamW over the shared state."""
+    param = torch.nn.Parameter(tensors.param)
+    param.grad = tensors.grad[torch.float32]
+    optimizer = torch.optim.AdamW([param], **HYPER, **kind)
+    optimizer.state[param] = {
+        "step": torch.tensor(2.0),
+        "exp_avg": tensors.exp_avg,
+        "exp_avg_sq": tensors.exp_avg_sq,
+    }
+    return optimizer
+
+
+def stock_pipeline(tensors: Tensors, optimizer: torch.optim.Optimizer) -> Callable[[], object]:
+    """Mixed precision as people write it: upcast and unscale, clip, step, copy back."""
+    param = optimizer.param_groups[0]["params"][0]
+    grad, copy = tensors.grad[torch.bfloat16], tensors.copy[torch.bfloat16]
+
+    def run() -> None:
+        param.grad = grad.float()
+        param.grad.mul_(1.0)
+        torch.nn.utils.clip_grad_norm_([param], 1.0)
+        optimizer.step()
+        copy.copy_(param.detach())
+        param.grad = tensors.grad[torch.float32]
+
+    return run
+
+
+def cpu_variants(tensors: Tensors) -> Variants:
+    workers = CpuWorkers()
+    variants: Variants = {}
+    for name, dtype in (
+        ("ours/fp32", torch.float32),
+        ("ours/bf16-mixed", torch.bfloat16),
+        ("ours/fp16-mixed", torch.float16),
+    ):
+        piece = tensors.piece(dtype)
+        variants[name] = lambda piece=piece: update(workers, RULE, [piece], 1.0)  # type: ignore[misc]
+    if compiler() is not None:
+        compiled = CpuUpdater(workers, RULE, compiled=CompiledUpdate(RULE))
+        piece = tensors.piece(torch.bfloat16)
+        variants["ours/bf16-mixed-compiled"] = lambda: compiled._update([piece])
+    variants["ours/norm-bf16"] = lambda: grad_sum(workers, [tensors.grad[torch.bfloat16]])
+    return variants
+
+
+def cuda_variants(tensors: Tensors, device: torch.device) -> Variants:
+    from optim.triton_path import TritonUpdater
+
+    variants: Variants = {}
+    for name, dtype in (
+        ("ours/fp32", torch.float32),
+        ("ours/bf16-mixed", torch.bfloat16),
+        ("ours/fp16-mixed", torch.float16),
+    ):
+        piece = tensors.piece(dtype)
+        layout = RULE.layout if dtype == torch.float32 else RULE.layout.with_master()
+        updater = TritonUpdater(RULE, layout, [0], device)
+        planes = {"exp_avg": tensors.exp_avg, "exp_avg_sq": tensors.exp_avg_sq}
+        if dtype != torch.float32:
+            planes = {"master": tensors.param, **planes}
+        updater.begin([piece.hyper], with_norm=False)
+        variants[name] = lambda u=updater, p=piece, s=planes: u._launch("bench", [p], s)  # type: ignore[misc]
+        if name == "ours/bf16-mixed":
+            variants["ours/norm-bf16"] = lambda u=updater, p=piece: u.measure([p])  # type: ignore[misc]
+    return variants
+
+
+def stock_variants(tensors: Tensors, device: torch.device) -> Variants:
+    fused = stock_optimizer(tensors, fused=True)
+    variants: Variants = {"torch/fused-fp32": fused.step}
+    variants["torch/foreach-fp32"] = stock_optimizer(tensors, foreach=True).step
+    variants["torch/single-fp32"] = stock_optimizer(tensors, foreach=False).step
+    variants["torch/pipeline-bf16-mixed"] = stock_pipeline(tensors, fused)
+    grad = tensors.grad[torch.bfloat16]
+    variants["torch/norm-bf16"] = lambda: torch.linalg.vector_norm(grad, dtype=torch.float32)
+    if device.type == "cpu":
+        try:
+            from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+            param = torch.nn.Parameter(tensors.param)
+            param.grad = tensors.grad[torch.float32]
+            variants["deepspeed/cpu-adam-fp32"] = DeepSpeedCPUAdam([param], **HYPER).step
+        except ImportError:
+            print("deepspeed/cpu-adam-fp32: not installed")
+        except Exception as error:
+            print(f"deepspeed/cpu-adam-fp32: {type(error).__name__}: {error}")
+    return variants
+
+
+def _spin(stop: Any) -> None:
+    while not stop.is_set():
+        for _ in range(100_000):
+            pass
+
+
+def beside_a_busy_process(variants: Variants, rounds: int, device: torch.device) -> float:
+    """ours/bf16-mixed over torch/fused-fp32 while another process keeps one core busy."""
+    context = multiprocessing.get_context("spawn")
+    stop = context.Event()
+    busy = context.Process(target=_spin, args=(stop,), daemon=True)
+    busy.start()
+    try:
+        pair = {name: variants[name] for name in ("torch/fused-fp32", "ours/bf16-mixed")}
+        seconds = interleaved(pair, rounds, device)
+    finally:
+        stop.set()
+        busy.join()
+    return median_ratio(seconds, "ours/bf16-mixed", "torch/fused-fp32")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--numel", type=int, default=64 << 20)
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    device = torch.device(args.device)
+
+    ceilings = memory_ceilings(device)
+    tensors = Tensors(args.numel, device)
+    ours = cpu_variants(tensors) if device.type == "cpu" else cuda_variants(tensors, device)
+    variants = {**stock_variants(tensors, device), **ours}
+    seconds = interleaved(variants, args.rounds, device)
+    rows = []
+    for name, times in seconds.items():
+        median = statistics.median(times)
+        speed = BYTES_PER_ELEMENT[name] * args.numel / median / 1e9
+        rows.append(
+            {
+                "name": name,
+                "numel": args.numel,
+                "ms": median * 1e3,
+                "gb_per_s": speed,
+                "fraction_of_ceiling": speed / ceilings["copy_gb_per_s"],
+            }
+        )
+    for row in rows:
+        print(
+            f"{row['name']:28s} {row['ms']:9.2f} ms {row['gb_per_s']:8.1f} GB/s "
+            f"{row['fraction_of_ceiling']:6.2f} of copy"
+        )
+    base = "torch/fused-fp32"
+    ratios = {f"{n} / {base}": median_ratio(seconds, n, base) for n in ours if "norm" not in n}
+    ratios["torch/norm-bf16 / ours/norm-bf16"] = median_ratio(
+        seconds, "torch/norm-bf16", "ours/norm-bf16"
+    )
+    if "deepspeed/cpu-adam-fp32" in seconds:
+        pair = ("deepspeed/cpu-adam-fp32", "ours/bf16-mixed")
+        ratios[" / ".join(pair)] = median_ratio(seconds, *pair)
+    if device.type == "cpu":
+        ratios[f"ours/bf16-mixed / {base}, beside a busy process"] = beside_a_busy_process(
+            variants, args.rounds, device
+        )
+    for name, value in ratios.items():
+        print(f"{name:70s} {value:6.2f}")
+    if args.json is not None:
+        found = versions()
+        result = {
+            "rows": rows,
+            "ratios": ratios,
+            "ceilings": ceilings,
+            "versions": found,
+            "machine": machine(),
+            "commit": found["commit"],
+        }
+        args.json.write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""Kernels over random sizes, groups and dtypes; and their registration with torch."""
+
+import os
+import shutil
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels_triton import ops
+from kernels_triton.control import NUM_CONTROL
+from kernels_triton.frame import NUM_COEFFICIENTS, NUM_HYPER, is_interpreted
+from kernels_triton.tiles import Segment, segment_table, tile_table
+from optim.adam import AdamRule
+from optim.config import StateConfig
+from optim.cpu_path import Piece
+from optim.formulas import adam
+from optim.triton_path import TritonUpdater, segments_of
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+RULE = AdamRule()
+
+pytestmark = [] if is_interpreted() else [pytest.mark.gpu]
+
+
+def hyper(lr, weight_decay, adamw_mode):
+    return RULE.hyper(
+        {
+            "lr": lr, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": weight_decay,
+            "adamw_mode": adamw_mode, "bias_correction": True,
+        }
+    )  # fmt: skip
+
+
+pieces_of = st.lists(
+    st.tuples(
+        st.integers(1, 700),
+        st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),  # of the parameter
+        st.sampled_from([torch.float32, torch.bfloat16]),  # of the gradient
+        st.integers(0, 1),  # group
+        st.booleans(),  # has a gradient
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(pieces_of, st.integers(0, 3), st.floats(0.0, 0.5), st.booleans())
+def test_any_mix_of_sizes_dtypes_and_groups_is_updated_by_the_formula(
+    wanted, unalignment, weight_decay, adamw_mode
+):
+    hypers = [hyper(1e-2, weight_decay, adamw_mode), hyper(1e-3, 0.0, True)]
+    end = 0
+    slabs = {"exp_avg": [], "exp_avg_sq": []}
+    generator = torch.Generator().manual_seed(len(wanted))
+    total = sum(-(-numel // 64) * 64 for numel, *_ in wanted)
+    slabs = {
+        "exp_avg": torch.randn(total, generator=generator).to(DEVICE) * 0.1,
+        "exp_avg_sq": torch.rand(total, generator=generator).to(DEVICE),
+    }
+    pieces, starts = [], []
+    for counter, (numel, dtype, grad_dtype, group, _) in enumerate(wanted):
+        room = torch.randn(numel + unalignment, generator=generator).to(DEVICE)
+        param = room.to(dtype)[unalignment:]
+        grad = torch.randn(numel, generator=generator).to(DEVICE).to(grad_dtype)
+        planes = tuple(slab[end : end + numel] for slab in slabs.values())
+        end += -(-numel // 64) * 64
+        starts.append((param.float().clone(), *(plane.clone() for plane in planes)))
+        pieces.append(Piece(param, grad, None, planes, hypers[group], 0, counter))
+    updater = TritonUpdater(RULE, RULE.layout, [w[3] for w in wanted], DEVICE)
+    updater.set_present([i for i, w in enumerate(wanted) if w[4]])
+    updater.begin(hypers, with_norm=False)
+    updater.update_resident([(None, None)], slabs, lambda *_: pieces)
+    for piece, (param, *planes), (_, dtype, _, group, present) in zip(
+        pieces, starts, wanted, strict=True
+    ):
+        if not present:
+            assert torch.equal(piece.param.float(), param)
+            continue
+        row = torch.tensor(RULE.coefficients(hypers[group], 1), dtype=torch.float64).float()
+        want = adam(param, piece.grad.float(), *planes, row.to(DEVICE))
+        # torch's square root on the CPU is not correctly rounded: an ulp of the update
+        torch.testing.assert_close(
+            piece.param.float(),
+            want[0].to(dtype).float(),
+            rtol=8e-3 if dtype != torch.float32 else 1e-6,
+            atol=1e-7,
+        )
+        torch.testing.assert_close(piece.planes[0], want[1], rtol=0, atol=0)
+        torch.testing.assert_close(piece.planes[1], want[2], rtol=0, atol=0)
+    assert updater.steps.tolist() == [int(w[4]) for w in wanted]
+
+
+@given(st.lists(st.integers(64, 640), min_size=1, max_size=8), st.integers(0, 255))
+def test_neighbouring_pieces_become_one_segment(numels, owners):
+    numels = [n // 64 * 64 for n in numels]
+    slab = torch.zeros(sum(numels))
+    param, grad = torch.zeros(sum(numels)), torch.zeros(sum(numels))
+    pieces, at = [], 0
+    for i, n in enumerate(numels):
+        s = slice(at, at + n)
+        pieces.append(Piece(param[s], grad[s], None, (slab[s],), None, 0, (owners >> i) & 1))
+        at += n
+    found = [segment for _, segment in segments_of(pieces, slab)]
+    assert sum(segment.numel for segment in found) == sum(numels)
+    changes = sum(a.counter != b.counter for a, b in pairwise(pieces))
+    assert len(found) == changes + 1
+
+
+def test_ops_declare_what_they_change():
+    n, numel = 2, 100
+    param, grad = torch.zeros(numel, device=DEVICE), torch.ones(numel, device=DEVICE)
+    segments = segment_table([Segment(param.data_ptr(), grad.data_ptr(), 0, numel, 0)], DEVICE)
+    tiles = tile_table([numel], 128, DEVICE)
+    control = torch.zeros(NUM_CONTROL, dtype=torch.float64, device=DEVICE)
+    control[6] = 1.0
+    coefficients = torch.zeros(n, NUM_COEFFICIENTS, device=DEVICE)
+    integers = torch.zeros(n, dtype=torch.int64, device=DEVICE)
+    present = torch.ones(n, dtype=torch.float64, device=DEVICE)
+    table = torch.full((1, NUM_HYPER), 0.5, dtype=torch.float64, device=DEVICE)
+    sums = torch.zeros(1, device=DEVICE)
+    bad = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    planes = [torch.zeros(128, device=DEVICE), torch.zeros(128, device=DEVICE)]
+    calls = [
+        (ops.prologue, ("adam", integers, table, integers.clone(), present, coefficients, control,
+                        [], False)),
+        (ops.update, ("adam", tiles, segments, coefficients, control, planes, [param], [grad],
+                      torch.float32, torch.float32, 128, 4)),
+        (ops.grad_norm, (tiles, segments, sums, bad, control, [grad], torch.float32, 2.0)),
+        (ops.finish_norm, (tiles, sums, bad, control, 2.0)),
+    ]  # fmt: skip
+    for op, args in calls:
+        torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_a_plain_module_can_be_updated_by_triton(monkeypatch, tmp_path):
+    """The path of CUDA parameters, here on CPU tensors in the interpreter; state on disk too."""
+    import optim.plain
+    from optim import HybridAdam, NvmeConfig
+    from tests.optim.test_plain import make_params, train, update_error
+
+    start, theirs = make_params(), make_params()
+    want = train(theirs, torch.optim.AdamW(theirs, lr=1e-2, weight_decay=0.1), 5)
+    if is_interpreted():
+
+        def triton_path(rule, config: StateConfig, group_of, device):
+            return optim.plain._TritonPath(rule, rule.layout, group_of, device)
+
+        monkeypatch.setattr(optim.plain, "_make_path", triton_path)
+    results = []
+    for fraction in (0.0, 0.5, 1.0):
+        ours = [torch.nn.Parameter(p.detach().to(DEVICE)) for p in make_params()]
+        optimizer = HybridAdam(
+            ours, lr=1e-2, weight_decay=0.1, nvme_offload_fraction=fraction,
+            nvme_offload_dir=tmp_path, nvme=NvmeConfig(block_numel=1 << 17),
+        )  # fmt: skip
+        results.append([p.cpu() for p in train(ours, optimizer, 5)])
+        assert optimizer.last_report.update_path == "triton"
+        assert [int(s["step"]) for s in optimizer.state.values()] == [5] * 7
+        optimizer.close()
+    assert update_error(results[0], want, start) < 1e-6
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler for torch.compile")
+@pytest.mark.skipif(not is_interpreted(), reason="compares the interpreter")
+def test_the_interpreter_gives_the_bits_of_torch_compile():
+    """fp32 and the bf16 copy, on 300 003 elements: the same formula without contraction."""
+    script = Path(__file__).parent / "compiled_bits.py"
+    environment = {**os.environ, "PYTHONPATH": ":".join(sys.path), "TRITON_INTERPRET": "1"}
+    out = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, env=environment
+    )
+    assert out.returncode == 0, out.stderr[-3000:]
+    assert out.stdout.split() == ["equal"] * 8
