@@ -10,15 +10,28 @@ from .errors import (
     DiskFullError,
     FolderError,
     NvmeError,
+    RollbackError,
     TransferError,
     WriteBudgetError,
+    transfer_error,
 )
-from .file import check_folder, default_folder, orphans, remove_orphans
+from .file import (
+    OpenFile,
+    check_folder,
+    create_direct,
+    default_folder,
+    open_direct,
+    orphans,
+    remove_orphans,
+)
 from .layout import FORMAT_VERSION, FormatError, StoreLayout
-from .pool import Buffer, BufferPool
+from .pinned import PinnedVersions
+from .pool import Buffer, BufferPool, Pin
+from .probe import CANDIDATES, Probe, Speed, make_engine, probe
 from .store import BlockStore, recover
 
 __all__ = [
+    "CANDIDATES",
     "FORMAT_VERSION",
     "PIECE_BYTES",
     "BlockStore",
@@ -30,14 +43,25 @@ __all__ = [
     "FolderError",
     "FormatError",
     "NvmeError",
+    "OpenFile",
+    "Pin",
+    "PinnedVersions",
+    "Probe",
+    "RollbackError",
+    "Speed",
     "StoreLayout",
     "ThreadEngine",
     "Transfer",
     "TransferError",
     "WriteBudgetError",
     "check_folder",
+    "create_direct",
     "default_folder",
+    "make_engine",
+    "open_direct",
     "orphans",
+    "probe",
     "recover",
     "remove_orphans",
+    "transfer_error",
 ]

@@ -7,6 +7,8 @@ from typing import Protocol
 
 from gemini.tickets import Ticket
 
+from .file import OpenFile
+
 PIECE_BYTES = 4 << 20  # large transfers are split into pieces of this size
 
 
@@ -17,9 +19,7 @@ class Transfer:
     `buffer` is written by a read. Offset and length are multiples of PAGE_BYTES.
     """
 
-    path: str  # for error messages
-    fd: int
-    direct: bool  # fd was opened with O_DIRECT
+    file: OpenFile
     offset: int
     buffer: memoryview
     checksums: bool

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno as errno_module
 
+FULL_ERRNOS = frozenset({errno_module.ENOSPC, errno_module.EFBIG, errno_module.EDQUOT})
+
 
 class NvmeError(RuntimeError):
     """Base of every error of this package."""
@@ -32,6 +34,19 @@ class TransferError(NvmeError):
         )  # fmt: skip
 
 
+class FullTransferError(TransferError, DiskFullError):
+    """A write for which there was no space, or that a limit on the size of files forbids."""
+
+
+def transfer_error(
+    kind: str, path: str, offset: int, nbytes: int, errno: int, done: int = 0
+) -> TransferError:
+    """The TransferError that fits `errno`."""
+    full = kind == "write" and errno in FULL_ERRNOS
+    error = FullTransferError if full else TransferError
+    return error(kind, path, offset, nbytes, errno, done)
+
+
 class ChecksumError(NvmeError):
     """A block that does not read back as it was written."""
 
@@ -40,4 +55,5 @@ class WriteBudgetError(NvmeError):
     """The next step would write more than `nvme_write_budget` allows."""
 
 
-FULL_ERRNOS = frozenset({errno_module.ENOSPC, errno_module.EFBIG, errno_module.EDQUOT})
+class RollbackError(NvmeError):
+    """A step failed, and the disk did not give back what was needed to undo it."""

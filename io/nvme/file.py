@@ -2,11 +2,15 @@
 
 A live file is held by an exclusive `flock`, so a file whose lock can be had belongs to a process
 that died. Nothing in a folder is touched but files that match our name *and* begin with our magic.
+
+[Note: newborn files] Between its creation and its lock a file looks like an orphan. Who removes
+one holds its lock meanwhile, and who creates one looks, once it has the lock, whether it is there.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import logging
@@ -14,32 +18,63 @@ import os
 import secrets
 import stat
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from gemini.units import format_bytes
 
-from .errors import FULL_ERRNOS, DiskFullError, FolderError
+from .errors import FULL_ERRNOS, DiskFullError, FolderError, NvmeError
 from .layout import MAGIC
 
 log = logging.getLogger("gemini.nvme")
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # linux/falloc.h
 
 PREFIX = "gemini-"
 SUFFIX = ".blocks"
 RAM_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 NETWORK_FILESYSTEMS = frozenset(
-    {"nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "glusterfs"}
+    {
+        "nfs",
+        "nfs4",
+        "cifs",
+        "smb3",
+        "9p",
+        "ceph",
+        "lustre",
+        "fuse.glusterfs",
+        "fuse.sshfs",
+        "beegfs",
+    }
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class OpenFile:
-    """One open, locked, preallocated file."""
+    """One open, locked, preallocated file.
+
+    A transfer holds its file, so the descriptor's number is not given to another file before the
+    last transfer has ended, even if the store is collected meanwhile.
+    """
 
     path: Path
     fd: int  # with O_DIRECT where the file system takes it
     direct: bool
+
+    def close(self) -> None:
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    __del__ = close
+
+    def unlink(self) -> None:
+        """Remove the name; what is gone already is fine, what took its place is left alone."""
+        with contextlib.suppress(OSError):
+            if os.path.samestat(self.path.lstat(), os.fstat(self.fd)):
+                os.unlink(self.path)
 
 
 def file_system(folder: Path) -> str:
@@ -57,9 +92,12 @@ def file_system(folder: Path) -> str:
 def check_folder(folder: str | os.PathLike[str], *, allow_ram: bool = False) -> Path:
     """The folder as an absolute path, or FolderError with what is wrong and what to do."""
     path = Path(folder).expanduser().absolute()
-    if not path.exists():
-        raise FolderError(f"nvme folder {path} does not exist; create it or name another")
-    if not path.is_dir():
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        said = "does not exist" if error.errno == errno.ENOENT else f"is out of reach ({error})"
+        raise FolderError(f"nvme folder {path} {said}; create it or name another") from error
+    if not stat.S_ISDIR(mode):
         raise FolderError(f"nvme folder {path} is a file; expected a folder")
     if not os.access(path, os.W_OK | os.X_OK):
         raise FolderError(f"nvme folder {path} is not writable by this process; name another")
@@ -103,44 +141,91 @@ def create_files(
 
 
 def _create(path: Path, nbytes: int) -> OpenFile:
+    opened = _open_locked(path)
+    try:
+        os.posix_fallocate(opened.fd, 0, nbytes)
+    except OSError as error:
+        remove_files([opened])
+        if error.errno not in FULL_ERRNOS:
+            raise _explain(path, error) from error
+        raise DiskFullError(
+            f"{path.parent} cannot hold {format_bytes(nbytes)} "
+            f"({format_bytes(free_bytes(path.parent))} free, {error.strerror}); "
+            "free some space, name another folder, or offload a smaller fraction"
+        ) from error
+    return opened
+
+
+def _open_locked(path: Path) -> OpenFile:
+    """Create `path` and hold its lock. See [Note: newborn files]."""
+    while True:
+        opened = _open_new(path)
+        try:
+            fcntl.flock(opened.fd, fcntl.LOCK_EX)  # nobody holds it longer than a removal takes
+            if os.fstat(opened.fd).st_nlink:
+                return opened
+        except OSError as error:
+            remove_files([opened])
+            raise _explain(path, error) from error
+        opened.close()
+
+
+def create_direct(path: Path) -> OpenFile:
+    """Create `path` for direct I/O, neither locked nor preallocated, for whoever may read files.
+
+    Raises FolderError or DiskFullError.
+    """
+    return _open_new(path, 0o666)
+
+
+def open_direct(path: Path) -> OpenFile:
+    """Open `path` to read it with direct I/O, where its file system has that. Raises OSError."""
+    flags = os.O_RDONLY | os.O_CLOEXEC
+    try:
+        return OpenFile(path, os.open(path, flags | os.O_DIRECT), True)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return OpenFile(path, os.open(path, flags), False)
+
+
+def _open_new(path: Path, mode: int = 0o600) -> OpenFile:
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     direct = True
     try:
-        fd = os.open(path, flags | os.O_DIRECT, 0o600)
+        fd = os.open(path, flags | os.O_DIRECT, mode)
     except OSError as error:
         if error.errno == errno.EINVAL:  # the file system refuses O_DIRECT, and made the file
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
             direct = False
-            fd = _open_or_explain(path, flags)
+            fd = _open_or_explain(path, flags, mode)
             log.warning("%s refuses O_DIRECT: buffered I/O, pages dropped behind", path.parent)
         else:
             raise _explain(path, error) from error
-    opened = OpenFile(path, fd, direct)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.posix_fallocate(fd, 0, nbytes)
-    except OSError as error:
-        remove_files([opened])
-        if error.errno in FULL_ERRNOS:
-            raise DiskFullError(
-                f"{path.parent} cannot hold {format_bytes(nbytes)} "
-                f"({format_bytes(free_bytes(path.parent))} free, {os.strerror(error.errno)}); "
-                "free some space, name another folder, or offload a smaller fraction"
-            ) from error
-        raise _explain(path, error) from error
-    return opened
+    return OpenFile(path, fd, direct)
 
 
-def _open_or_explain(path: Path, flags: int) -> int:
+def _open_or_explain(path: Path, flags: int, mode: int) -> int:
     try:
-        return os.open(path, flags, 0o600)
+        return os.open(path, flags, mode)
     except OSError as error:
         raise _explain(path, error) from error
 
 
-def _explain(path: Path, error: OSError) -> FolderError:
-    return FolderError(f"cannot create {path}: {error.strerror}; name another nvme folder")
+def _explain(path: Path, error: OSError) -> NvmeError:
+    kind = DiskFullError if error.errno in FULL_ERRNOS else FolderError
+    return kind(f"cannot create {path}: {error.strerror}; name another nvme folder")
+
+
+def give_back(file: OpenFile, offset: int, nbytes: int) -> None:
+    """Unallocate a run of a file; nothing where the file system cannot. It reads as zeros then."""
+    done = _libc.fallocate(
+        ctypes.c_int(file.fd), ctypes.c_int(_KEEP_SIZE | _PUNCH_HOLE),
+        ctypes.c_int64(offset), ctypes.c_int64(nbytes),
+    )  # fmt: skip
+    if done != 0:
+        log.info("%s keeps its spare blocks: %s", file.path, os.strerror(ctypes.get_errno()))
 
 
 def free_bytes(folder: Path) -> int:
@@ -150,17 +235,30 @@ def free_bytes(folder: Path) -> int:
 
 
 def remove_files(files: Sequence[OpenFile]) -> None:
-    """Unlink and close; whatever is gone already is fine."""
+    """Unlink and close."""
     for file in files:
-        with contextlib.suppress(OSError):
-            os.unlink(file.path)
-        with contextlib.suppress(OSError):
-            os.close(file.fd)
+        file.unlink()
+        file.close()
 
 
 def orphans(folder: Path) -> tuple[Path, ...]:
     """Our files in `folder` whose process is dead, by name order."""
-    found = []
+    return tuple(_locked_orphans(folder))
+
+
+def remove_orphans(folder: Path) -> tuple[Path, ...]:
+    """Remove what dead processes left in `folder`; says what it removed."""
+    removed = []
+    for path in _locked_orphans(folder):
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
+        log.warning("removed %s, left by a process that died", path)
+        removed.append(path)
+    return tuple(removed)
+
+
+def _locked_orphans(folder: Path) -> Iterator[Path]:
+    """Orphans one by one, each locked until the next is asked for."""
     for path in sorted(folder.glob(f"{PREFIX}*{SUFFIX}")):
         try:
             if not stat.S_ISREG(path.lstat().st_mode):
@@ -171,20 +269,11 @@ def orphans(folder: Path) -> tuple[Path, ...]:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             beginning = os.pread(fd, len(MAGIC), 0)
-            if beginning in (MAGIC, b"", bytes(len(MAGIC))):  # died before or after the header
-                found.append(path)
         except OSError:  # locked: its owner lives
-            pass
+            os.close(fd)
+            continue
+        try:
+            if beginning in (MAGIC, b"", bytes(len(MAGIC))):  # died before or after the header
+                yield path
         finally:
             os.close(fd)
-    return tuple(found)
-
-
-def remove_orphans(folder: Path) -> tuple[Path, ...]:
-    """Remove what dead processes left in `folder`; says what it removed."""
-    removed = orphans(folder)
-    for path in removed:
-        with contextlib.suppress(FileNotFoundError):
-            path.unlink()
-        log.warning("removed %s, left by a process that died", path)
-    return removed

@@ -5,12 +5,14 @@ from __future__ import annotations
 import ctypes
 import mmap
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from gemini.units import PAGE_BYTES, align_up
 
 _HUGE_PAGE_BYTES = 2 << 20
+Pin = Callable[[int, int], Callable[[], object]]  # (address, nbytes) -> undo
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,20 +26,21 @@ class Buffer:
 class BufferPool:
     """`count` buffers of `nbytes` each. `reserve` may allocate, nothing later does.
 
-    `pin` is called once with (address, nbytes) of the slab, to register it with a device.
+    `pin` is called once with (address, nbytes) of the slab, to register it with a device; what it
+    answers is called before the slab is given back.
     """
 
-    def __init__(
-        self, count: int, nbytes: int, pin: Callable[[int, int], None] | None = None
-    ) -> None:
+    def __init__(self, count: int, nbytes: int, pin: Pin | None = None) -> None:
         self.count = count
         self.buffer_nbytes = align_up(nbytes, PAGE_BYTES)
         self._slab = mmap.mmap(-1, count * self.buffer_nbytes)
         if self.nbytes >= _HUGE_PAGE_BYTES:  # fewer page faults while the pool warms up
             self._slab.madvise(mmap.MADV_HUGEPAGE)
         view = memoryview(self._slab)
+        self._pinned = pin is not None
         if pin is not None:
-            pin(ctypes.addressof(ctypes.c_char.from_buffer(self._slab)), self.nbytes)
+            address = ctypes.addressof(ctypes.c_char.from_buffer(self._slab))
+            weakref.finalize(self, pin(address, self.nbytes))
         self._free = [
             Buffer(i, view[i * self.buffer_nbytes : (i + 1) * self.buffer_nbytes])
             for i in range(count)
@@ -51,6 +54,11 @@ class BufferPool:
     @property
     def num_free(self) -> int:
         return len(self._free)
+
+    def empty(self) -> None:
+        """Give the memory back to the system until it is used again; pinned memory stays."""
+        if not self._pinned:
+            self._slab.madvise(mmap.MADV_DONTNEED)
 
     def take(self) -> Buffer:
         """A free buffer; the pipeline never asks for more than there are."""

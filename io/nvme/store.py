@@ -1,12 +1,17 @@
 """A store of blocks on disk, each in two versions; a commit makes one step's writes count at once.
 
-[Note: two versions] A write goes beside the committed version of its block. `commit` waits for the
-writes, syncs the data, then writes and syncs the index. Until then a read sees the old version,
-and `rollback`, or the death of the process, leaves the last commit whole.
+[Note: two versions] A write goes beside the committed version of its block. `flush` waits for the
+writes and syncs the data, `commit` writes and syncs the index. Until then a read sees the old
+version, and `rollback`, or the death of the process, leaves the last commit whole.
+
+[Note: commit cannot fail] Ranks agree after `flush`; who commits after that must not fail alone. So
+an index that cannot be written still counts in this process, which reads the new versions, and the
+store fails the *next* step, on which all ranks agree again. On disk the step before stays whole.
 """
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import weakref
@@ -20,9 +25,12 @@ from gemini.units import PAGE_BYTES, BlockId, align_up, format_bytes
 
 from .engine import Engine, Transfer
 from .engines.threads import ThreadEngine
-from .errors import ChecksumError, TransferError, WriteBudgetError
-from .file import OpenFile, check_folder, create_files, remove_files, remove_orphans
+from .errors import ChecksumError, NvmeError, TransferError, WriteBudgetError, transfer_error
+from .file import OpenFile, check_folder, create_files, give_back, remove_orphans
 from .layout import Extent, FormatError, Index, IndexEntry, StoreLayout
+from .pinned import PinnedBlock, PinnedVersions
+
+log = logging.getLogger("gemini.nvme")
 
 
 @dataclass(slots=True)
@@ -67,7 +75,7 @@ class BlockStore:
         folders: Sequence[str | os.PathLike[str]],
         layout: StoreLayout,
         *,
-        engine: Engine | None = None,
+        engine: Engine | None = None,  # closed with the store; None: `threads`
         checksums: bool = True,
         allow_ram: bool = False,
         label: str = "",
@@ -75,21 +83,30 @@ class BlockStore:
     ) -> None:
         if len(folders) != layout.num_files:
             raise ValueError(f"{len(folders)} folders for a layout of {layout.num_files} files")
-        paths = [check_folder(folder, allow_ram=allow_ram) for folder in folders]
-        for path in dict.fromkeys(paths):
-            remove_orphans(path)
+        self._engine = engine or ThreadEngine()
+        try:
+            paths = [check_folder(folder, allow_ram=allow_ram) for folder in folders]
+            for path in dict.fromkeys(paths):
+                remove_orphans(path)
+            self._files = create_files(paths, layout.file_nbytes(), label)
+        except BaseException:
+            self._engine.close()
+            raise
         self.layout = layout
         self.traffic = Traffic()
         self.checksums = checksums
         self.write_budget = write_budget
         self._extents = layout.extents()
-        self._files = create_files(paths, layout.file_nbytes(), label)
-        self._owns_engine = engine is None
-        self._engine = engine or ThreadEngine()
         self._finalizer = weakref.finalize(self, _discard, os.getpid(), self._files)
         self._pending: dict[BlockId, Ticket[int]] = {}
         self._index = Index(0, 0, tuple(IndexEntry(1, 0) for _ in range(layout.num_blocks)))
         self._written: set[BlockId] = set()  # blocks that were committed at least once
+        self._spare_bytes = 0  # given back
+        self._flushed: dict[BlockId, int] | None = None  # checksums, once `flush` is done
+        self._failure: TransferError | None = None  # of the index
+        self._pid = os.getpid()
+        self._pins: list[PinnedVersions] = []
+        self.pinned_seconds = 0.0  # that writes waited for a reader of pinned versions
         for number, file in enumerate(self._files):
             _write_pages(file, 0, layout.header(number))
 
@@ -105,14 +122,44 @@ class BlockStore:
     @property
     def file_bytes(self) -> int:
         """Bytes allocated on disk, over all files."""
-        return sum(self.layout.file_nbytes())
+        return sum(self.layout.file_nbytes()) - self._spare_bytes
+
+    def keep_one_version(self) -> None:
+        """Nothing will be committed: give the disk back what the other versions took.
+
+        What was written is read by `read_uncommitted`, and lasts until `rollback`.
+        """
+        assert not self._written and not self._spare_bytes
+        for block, extents in enumerate(self._extents):
+            spare = extents[self._index.entries[block].version]
+            give_back(self._files[spare.file], spare.offset, spare.nbytes)
+            self._spare_bytes += spare.nbytes
 
     def buffer_nbytes(self, block: BlockId) -> int:
         """Whole pages that a buffer for this block must hold."""
         return align_up(self.layout.block_nbytes[block], PAGE_BYTES)
 
-    def check_write_budget(self, nbytes: int) -> None:
-        """Raise WriteBudgetError if `nbytes` more would pass the budget. Writes nothing."""
+    @property
+    def is_ours(self) -> bool:
+        """Whether this is the process that made the store, and not a forked child of it."""
+        return os.getpid() == self._pid
+
+    def check_process(self) -> None:
+        """Raise NvmeError in a forked child: it has none of the threads that move blocks."""
+        if not self.is_ours:
+            raise NvmeError(
+                f"this store belongs to process {self._pid}; its threads are not in the forked "
+                f"process {os.getpid()}. Make the optimizer in the process that trains"
+            )
+
+    def check_step(self, nbytes: int) -> None:
+        """Raise if a step that writes `nbytes` must not begin. Writes nothing.
+
+        WriteBudgetError: it would pass the budget. TransferError: the last index was not written.
+        """
+        self.check_process()
+        if self._failure is not None:
+            raise self._failure
         if self.write_budget is None:
             return
         total = self.traffic.written_bytes + nbytes
@@ -137,48 +184,81 @@ class BlockStore:
 
     def write(self, block: BlockId, buffer: memoryview) -> Ticket[int]:
         """Begin to write a block's other version. It counts after `commit`."""
-        extent = self._extents[block][1 - self._index.entries[block].version]
+        version = 1 - self._index.entries[block].version
+        for pin in self._pins:
+            self.pinned_seconds += pin.wait_to_overwrite(block, version)
+        self._pins = [pin for pin in self._pins if pin.is_held]
+        extent = self._extents[block][version]
         ticket = self._engine.write(self._transfer(block, extent, buffer))
         self._pending[block] = ticket
+        self._flushed = None
         self.traffic.written_bytes += extent.nbytes
         return ticket
+
+    def flush(self) -> None:
+        """Wait for every write since the last commit and sync the data; raises the first error."""
+        if self._flushed is not None:
+            return
+        checksums = {block: ticket.wait() for block, ticket in self._pending.items()}
+        for number in sorted({self.layout.file_of_block[block] for block in checksums}):
+            _sync(self._files[number])
+        self._flushed = checksums
 
     def commit(self, step: int) -> None:
         """Make every write since the last commit count, at once and durably.
 
-        Raises the first error of those writes and commits nothing then.
+        Raises the errors of `flush`, and commits nothing then; after a `flush` it does not raise
+        ([Note: commit cannot fail]).
         """
+        assert not self._spare_bytes, "a store of one version commits nothing"
+        self.flush()
+        assert self._flushed is not None
         entries = list(self._index.entries)
-        checksums = {block: ticket.wait() for block, ticket in self._pending.items()}
-        for block, checksum in checksums.items():
+        for block, checksum in self._flushed.items():
             entries[block] = IndexEntry(1 - entries[block].version, checksum)
-        index = Index(self._index.sequence + 1, step, tuple(entries))
-        for number in sorted({self.layout.file_of_block[block] for block in checksums}):
-            _sync(self._files[number])
-        slot = index.sequence % 2
-        _write_pages(self._files[0], self.layout.index_offset(slot), index.encode())
-        _sync(self._files[0])
-        self._index = index
-        self._written.update(checksums)
+        self._index = Index(self._index.sequence + 1, step, tuple(entries))
+        self._written.update(self._flushed)
         self._pending.clear()
+        self._flushed = None
+        try:
+            offset = self.layout.index_offset(self._index.sequence % 2)
+            _write_pages(self._files[0], offset, self._index.encode())
+            _sync(self._files[0])
+        except TransferError as error:
+            log.error("the index of step %d was not written: %s", step, error)
+            self._failure = error
 
     def rollback(self) -> None:
         """Forget every write since the last commit. Waits until they have ended."""
         for ticket in self._pending.values():
             _settle(ticket)
         self._pending.clear()
+        self._flushed = None
 
-    @property
-    def uncommitted(self) -> tuple[BlockId, ...]:
-        return tuple(self._pending)
+    def pin(self, blocks: Sequence[BlockId]) -> PinnedVersions:
+        """Keep the committed versions of these blocks until they are let go.
+
+        Commits go on; a write over a pinned version waits. `close` waits for all.
+        """
+        pinned = {}
+        for block in blocks:
+            entry = self._index.entries[block]
+            extent = self._extents[block][entry.version]
+            checksum = entry.checksum if self.checksums else None
+            pinned[block] = PinnedBlock(self._files[extent.file], extent, entry.version, checksum)
+        self._pins.append(PinnedVersions(pinned))
+        return self._pins[-1]
 
     def close(self) -> None:
-        """Wait for transfers, remove the files. A second call does nothing."""
-        if self._finalizer.alive:
+        """Wait for transfers, remove the files. Nothing in a forked child, or a second time."""
+        if self._finalizer.alive and self.is_ours:
+            for pin in self._pins:
+                pin.wait_until_let_go()
             self.rollback()
-            if self._owns_engine:
-                self._engine.close()
+            self._engine.close()
             self._finalizer()
+            for file in self._files:
+                file.close()
 
     def _read(
         self, block: BlockId, version: int, checksum: int, buffer: memoryview
@@ -190,13 +270,14 @@ class BlockStore:
         return _Read(inner, path, extent, block, checksum if self.checksums else None)
 
     def _transfer(self, block: BlockId, extent: Extent, buffer: memoryview) -> Transfer:
+        self.check_process()
         if buffer.nbytes < extent.nbytes:
             raise ValueError(
                 f"buffer of {buffer.nbytes} bytes for block {block} of {extent.nbytes} bytes"
             )
         file = self._files[extent.file]
         view = buffer[: extent.nbytes]
-        return Transfer(str(file.path), file.fd, file.direct, extent.offset, view, self.checksums)
+        return Transfer(file, extent.offset, view, self.checksums)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,8 +298,15 @@ class Recovered:
 
 
 @contextmanager
-def recover(paths: Sequence[str | os.PathLike[str]]) -> Iterator[Recovered]:
-    """Open the files of a dead process's store, in order, to read its last commit."""
+def recover(
+    paths: Sequence[str | os.PathLike[str]], step: int | None = None
+) -> Iterator[Recovered]:
+    """Open the files of a dead process's store, in order, to read its last commit.
+
+    step: the commit of this step, which must be the last one or the one before. Stores that are
+    committed one after the other have at most one step between them, so each still has the least.
+    Raises FormatError where there is no such commit.
+    """
     fds: list[int] = []
     try:
         layout: StoreLayout | None = None
@@ -234,9 +322,11 @@ def recover(paths: Sequence[str | os.PathLike[str]]) -> Iterator[Recovered]:
             Index.decode(os.pread(fds[0], layout.index_slot_nbytes, layout.index_offset(slot)))
             for slot in range(2)
         ]
-        live = [index for index in slots if index is not None]
+        live = [index for index in slots if index is not None and step in (None, index.step)]
         if not live:
-            raise FormatError(f"{paths[0]} holds no committed step")
+            raise FormatError(
+                f"{paths[0]} holds no committed step" + f" {step}" * (step is not None)
+            )
         yield Recovered(layout, max(live, key=lambda index: index.sequence), tuple(fds))
     finally:
         for fd in fds:
@@ -263,10 +353,13 @@ def _settle(ticket: Ticket[int]) -> None:
 
 
 def _sync(file: OpenFile) -> None:
+    """Data to the disk; where it went through the page cache, the cache is dropped."""
     try:
         os.fdatasync(file.fd)
+        if not file.direct:
+            os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
     except OSError as error:
-        raise TransferError("sync", str(file.path), 0, 0, error.errno or 0) from error
+        raise transfer_error("sync", str(file.path), 0, 0, error.errno or 0) from error
 
 
 def _write_pages(file: OpenFile, offset: int, data: bytes) -> None:
@@ -276,14 +369,15 @@ def _write_pages(file: OpenFile, offset: int, data: bytes) -> None:
         try:
             done = os.pwrite(file.fd, pages, offset)
         except OSError as error:
-            raise TransferError(
+            raise transfer_error(
                 "write", str(file.path), offset, len(pages), error.errno or 0
             ) from error
         if done != len(pages):
-            raise TransferError("write", str(file.path), offset, len(pages), 0, done)
+            raise transfer_error("write", str(file.path), offset, len(pages), 0, done)
 
 
 def _discard(pid: int, files: tuple[OpenFile, ...]) -> None:
     """Remove the files, unless this is a forked child of the process that made them."""
     if os.getpid() == pid:
-        remove_files(files)
+        for file in files:
+            file.unlink()

@@ -10,6 +10,7 @@ import nvme
 from gemini.units import PAGE_BYTES
 from nvme import BlockStore, BufferPool, StoreLayout
 from nvme.file import file_system
+from tests.nvme.common import read as read_payload
 
 SIZES = [1, 4096, 5000, 3 << 20, (4 << 20) + 4096, (9 << 20) + 1]
 
@@ -28,11 +29,7 @@ def write(store, pool, block, byte):
 
 def read(store, pool, block):
     """The payload of a block; asserts that it is one byte repeated, and answers it."""
-    buffer = pool.take()
-    buffer.view[:] = b"\xee" * buffer.view.nbytes
-    store.read(block, buffer.view).wait()
-    data = bytes(buffer.view[: store.layout.block_nbytes[block]])
-    pool.give(buffer)
+    data = read_payload(store, pool, block)
     assert data == data[:1] * len(data)
     return data[0]
 
@@ -49,6 +46,25 @@ def test_blocks_of_all_sizes_round_trip(store, pool):
         write(store, pool, block, block + 1)
     store.commit(1)
     assert [read(store, pool, b) for b in range(len(SIZES))] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_store_of_one_version_takes_half_the_disk(store, pool, tmp_path):
+    full = sum(path.stat().st_blocks for path in store.paths)
+    store.keep_one_version()
+    halved = sum(path.stat().st_blocks for path in store.paths)
+    given = sum(store.buffer_nbytes(b) for b in range(len(SIZES)))
+    assert store.file_bytes == store.layout.file_nbytes()[0] - given
+    # a file with holes has a longer list of extents, which takes pages of its own
+    assert given - len(SIZES) * 4096 <= (full - halved) * 512 <= given
+    for value in (1, 2):
+        buffer = pool.take()
+        buffer.view[:] = bytes([value]) * buffer.view.nbytes
+        store.write(3, buffer.view)
+        store.flush()
+        buffer.view[:] = bytes(buffer.view.nbytes)
+        store.read_uncommitted(3, buffer.view).wait()
+        assert bytes(buffer.view[:1]) == bytes([value])
+        pool.give(buffer)
 
 
 def test_a_write_counts_after_commit_only(store, pool):
@@ -122,8 +138,8 @@ def test_a_block_that_was_never_committed_cannot_be_read(store, pool):
 def test_write_budget_is_refused_before_it_is_passed(tmp_path):
     store = BlockStore([tmp_path], StoreLayout.plan("d", SIZES), write_budget=10_000)
     with pytest.raises(nvme.WriteBudgetError, match="nvme_write_budget"):
-        store.check_write_budget(10_001)
-    store.check_write_budget(10_000)
+        store.check_step(10_001)
+    store.check_step(10_000)
     store.close()
 
 

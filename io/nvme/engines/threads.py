@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from gemini.tickets import FutureTicket, Ticket, Together
 
 from ..engine import PIECE_BYTES, Transfer
-from ..errors import TransferError
+from ..errors import transfer_error
 
 
 @dataclass(frozen=True, slots=True)
-class _Checksum:
-    """The pieces' checksums as one; one number for a block however it is split over threads."""
+class Checksum:
+    """The pieces' checksums as one: one number for a block however it is split over threads."""
 
     pieces: Together[int]
 
@@ -60,7 +60,7 @@ class ThreadEngine:
 
     def _submit(self, work: Callable[[Transfer, int, int], int], transfer: Transfer) -> Ticket[int]:
         length = transfer.buffer.nbytes
-        return _Checksum(
+        return Checksum(
             Together(
                 [
                     FutureTicket(
@@ -75,8 +75,10 @@ class ThreadEngine:
 def _read_piece(transfer: Transfer, start: int, end: int) -> int:
     piece = transfer.buffer[start:end]
     _whole("read", os.preadv, transfer, piece, transfer.offset + start)
-    if not transfer.direct:
-        os.posix_fadvise(transfer.fd, transfer.offset + start, end - start, os.POSIX_FADV_DONTNEED)
+    if not transfer.file.direct:
+        os.posix_fadvise(
+            transfer.file.fd, transfer.offset + start, end - start, os.POSIX_FADV_DONTNEED
+        )
     return zlib.crc32(piece) if transfer.checksums else 0
 
 
@@ -98,11 +100,11 @@ def _whole(
     done = 0
     while done < piece.nbytes:
         try:
-            moved = call(transfer.fd, [piece[done:]], offset + done)
+            moved = call(transfer.file.fd, [piece[done:]], offset + done)
         except OSError as error:
-            raise TransferError(
-                kind, transfer.path, offset, piece.nbytes, error.errno or 0, done
+            raise transfer_error(
+                kind, str(transfer.file.path), offset, piece.nbytes, error.errno or 0, done
             ) from error
         if moved == 0:
-            raise TransferError(kind, transfer.path, offset, piece.nbytes, 0, done)
+            raise transfer_error(kind, str(transfer.file.path), offset, piece.nbytes, 0, done)
         done += moved

@@ -1,0 +1,124 @@
+"""What a folder's disk does with each engine: two seconds, once, and a choice."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gemini.tickets import Ticket
+
+from .engine import Engine, Transfer
+from .engines.tensornvme import TensorNvmeEngine
+from .engines.threads import ThreadEngine
+from .engines.uring import UringEngine
+from .errors import NvmeError
+from .file import OpenFile, check_folder, create_files, remove_files
+from .pool import BufferPool
+
+PROBE_BYTES = 64 << 20
+TRANSFER_BYTES = 8 << 20
+BUFFERS = 4
+
+ENGINES: dict[str, Callable[[Path], Engine]] = {
+    "threads": lambda folder: ThreadEngine(),
+    "uring": lambda folder: UringEngine(),
+    "tensornvme": TensorNvmeEngine,
+}
+CANDIDATES = ("threads", "uring")  # the third verifies everything twice: only where it is asked for
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Bytes a second of one engine on one disk."""
+
+    engine: str
+    read: float
+    write: float
+
+    @property
+    def mixed(self) -> float:
+        """Both ways, one after the other: what a step does to a disk that is not duplex."""
+        return 2 / (1 / self.read + 1 / self.write)
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """The speeds of a folder, fastest first, and why an engine is not among them."""
+
+    folder: Path
+    speeds: tuple[Speed, ...]
+    refused: tuple[tuple[str, str], ...]  # (engine, reason)
+
+    @property
+    def best(self) -> Speed:
+        return self.speeds[0]
+
+
+def probe(
+    folder: str | os.PathLike[str],
+    engines: Sequence[str] = CANDIDATES,
+    *,
+    seconds: float = 2.0,
+    allow_ram: bool = False,
+) -> Probe:
+    """Measure every engine on `folder` in about `seconds`; leaves nothing behind."""
+    path = check_folder(folder, allow_ram=allow_ram)
+    speeds, refused = [], []
+    (file,) = create_files([path], [PROBE_BYTES], label="probe-")
+    try:
+        for name in engines:
+            try:
+                engine = make_engine(name, path)
+            except NvmeError as error:
+                refused.append((name, str(error)))
+                continue
+            try:
+                speeds.append(_measure(engine, file, seconds / len(engines)))
+            finally:
+                engine.close()
+    finally:
+        remove_files([file])
+    speeds.sort(key=lambda speed: -speed.mixed)
+    return Probe(path, tuple(speeds), tuple(refused))
+
+
+def make_engine(name: str, folder: Path) -> Engine:
+    """An engine by its name; `folder` is for one that keeps a file of its own.
+
+    Raises ValueError for a name that is none, NvmeError where the engine is refused.
+    """
+    if name not in ENGINES:
+        raise ValueError(f"nvme engine {name!r} is unknown; expected one of {sorted(ENGINES)}")
+    return ENGINES[name](folder)
+
+
+def _measure(engine: Engine, file: OpenFile, seconds: float) -> Speed:
+    pool = BufferPool(BUFFERS, TRANSFER_BYTES)
+    views = [pool.take().view for _ in range(BUFFERS)]
+
+    def sweep(kind: str) -> float:
+        """Seconds for PROBE_BYTES one way."""
+        submit = engine.read if kind == "read" else engine.write
+        under_way: list[Ticket[int]] = []
+        started = time.perf_counter()
+        for i, offset in enumerate(range(0, PROBE_BYTES, TRANSFER_BYTES)):
+            if len(under_way) == BUFFERS:
+                under_way.pop(0).wait()
+            view = views[i % BUFFERS]
+            under_way.append(submit(Transfer(file, offset, view, False)))
+        for ticket in under_way:
+            ticket.wait()
+        return time.perf_counter() - started
+
+    sweep("write")  # the file is allocated, and not yet written
+    best = {"read": float("inf"), "write": float("inf")}
+    deadline = time.perf_counter() + seconds
+    while True:
+        for kind in best:
+            best[kind] = min(best[kind], sweep(kind))
+        if time.perf_counter() > deadline:
+            break
+    return Speed(engine.name, PROBE_BYTES / best["read"], PROBE_BYTES / best["write"])

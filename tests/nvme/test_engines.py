@@ -1,0 +1,167 @@
+"""Every engine on real files: the same bytes back, and an error that says where."""
+
+import errno
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+import nvme
+from gemini.units import PAGE_BYTES
+from nvme import BlockStore, BufferPool, StoreLayout, Transfer
+from nvme.file import OpenFile
+from tests.nvme.common import ENGINES, engine_or_skip, expected, mounted, read, write
+
+SIZES = [1, 4095, 4096, 5000, (1 << 20) + 1, 4 << 20, (4 << 20) + 1, (9 << 20) + 4097]
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request, tmp_path):
+    return engine_or_skip(request.param, tmp_path)
+
+
+def round_trips(store, pool, blocks):
+    for seed in (10, 20, 30):  # a version, the other, and the first again
+        for block in blocks:
+            write(store, pool, block, seed + block)
+        store.commit(seed)
+        for block in reversed(blocks):
+            assert read(store, pool, block) == expected(store, block, seed + block)
+
+
+def test_every_length_round_trips_over_several_folders(engine, tmp_path):
+    folders = [tmp_path / name for name in "abc"]
+    for folder in folders:
+        folder.mkdir()
+    store = BlockStore(folders, StoreLayout.plan("d", SIZES, [3.0, 1.0, 2.0]), engine=engine)
+    round_trips(store, BufferPool(1, max(SIZES)), range(len(SIZES)))
+    store.close()
+    assert not any(list(folder.iterdir()) for folder in folders)
+
+
+@pytest.mark.parametrize("num_threads", range(1, 9))
+def test_many_transfers_at_a_time(num_threads, tmp_path):
+    sizes = [(5 << 20) + 77 * i for i in range(7)]
+    store = BlockStore(
+        [tmp_path], StoreLayout.plan("d", sizes), engine=nvme.ThreadEngine(num_threads)
+    )
+    pool = BufferPool(len(sizes), max(sizes))
+    buffers = [pool.take().view for _ in sizes]
+    for block, view in enumerate(buffers):
+        view[:] = random.Random(block).randbytes(view.nbytes)
+    for block, view in enumerate(buffers):
+        store.write(block, view)
+    store.commit(1)
+    for view in buffers:
+        view[:] = bytes(view.nbytes)
+    for ticket in [store.read(block, view) for block, view in enumerate(buffers)]:
+        ticket.wait()
+    for block, view in enumerate(buffers):
+        nbytes = store.buffer_nbytes(block)
+        assert view[:nbytes] == random.Random(block).randbytes(view.nbytes)[:nbytes]
+    store.close()
+
+
+def test_engines_write_the_same_file_and_checksum(tmp_path):
+    """Threads and io_uring: a store may be read by the other."""
+    found = []
+    for name in ("threads", "uring"):
+        store = BlockStore(
+            [tmp_path], StoreLayout.plan("d", SIZES), engine=engine_or_skip(name, tmp_path)
+        )
+        round_trips(store, BufferPool(1, max(SIZES)), range(len(SIZES)))
+        found.append((store._index, store.paths[0].read_bytes()))
+        store.close()
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("name", ["threads", "uring"])
+def test_no_space_is_an_error_with_place_and_cause(name, tmp_path):
+    engine = engine_or_skip(name, tmp_path)
+    file = OpenFile(Path("/dev/full"), os.open("/dev/full", os.O_RDWR), direct=False)
+    view = BufferPool(1, 6 << 20).take().view
+    ticket = engine.write(Transfer(file, 8192, view, True))
+    with pytest.raises(nvme.DiskFullError, match=r"write of \d+ bytes at offset \d+ of /dev/full"):
+        ticket.wait()
+    with pytest.raises(nvme.TransferError) as raised:
+        ticket.wait()  # a ticket answers the same every time
+    assert (raised.value.errno, raised.value.path) == (errno.ENOSPC, "/dev/full")
+    assert raised.value.offset in (8192, 8192 + nvme.PIECE_BYTES) and raised.value.nbytes
+    engine.close()
+
+
+@pytest.mark.parametrize("name", ["threads", "uring"])
+def test_a_closed_descriptor_is_an_error_and_the_next_transfer_works(name, tmp_path):
+    engine = engine_or_skip(name, tmp_path)
+    view = BufferPool(1, PAGE_BYTES).take().view
+    with pytest.raises(nvme.TransferError, match="EBADF"):
+        engine.read(Transfer(OpenFile(tmp_path / "x", -1, True), 0, view, True)).wait()
+    path = tmp_path / "y"
+    path.write_bytes(b"q" * PAGE_BYTES)
+    file = OpenFile(path, os.open(path, os.O_RDWR), direct=False)
+    engine.read(Transfer(file, 0, view, True)).wait()
+    assert bytes(view) == b"q" * PAGE_BYTES
+    engine.close()
+
+
+def test_a_file_system_without_direct_io_is_used_and_said(tmp_path, caplog):
+    """ecryptfs, old tmpfs and overlays refuse O_DIRECT; here squashing it needs a mount."""
+    folder = tmp_path / "ram"
+    folder.mkdir()
+    with mounted(folder, "-t", "tmpfs", "-o", "size=64m", "none"):
+        store = BlockStore([folder], StoreLayout.plan("d", SIZES), allow_ram=True)
+        said = [r.getMessage() for r in caplog.records if "refuses O_DIRECT" in r.getMessage()]
+        assert all(file.direct for file in store._files) != bool(said)
+        round_trips(store, BufferPool(1, max(SIZES)), range(len(SIZES)))
+        store.close()
+        assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["threads", "uring"])
+def test_buffered_files_round_trip(name, tmp_path):
+    """What is done where O_DIRECT is refused, on a disk."""
+    engine = engine_or_skip(name, tmp_path)
+    store = BlockStore([tmp_path], StoreLayout.plan("d", SIZES), engine=engine)
+    for file in store._files:
+        os.close(file.fd)
+        file.fd, file.direct = os.open(file.path, os.O_RDWR), False
+    round_trips(store, BufferPool(1, max(SIZES)), range(len(SIZES)))
+    store.close()
+
+
+def test_the_probe_measures_and_leaves_nothing(tmp_path):
+    found = nvme.probe(tmp_path, seconds=0.2)
+    names = {speed.engine for speed in found.speeds} | {name for name, _ in found.refused}
+    assert names == set(nvme.CANDIDATES)
+    assert found.best.mixed == max(speed.mixed for speed in found.speeds) > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_engine_is_named(tmp_path):
+    with pytest.raises(ValueError, match="'magic' is unknown"):
+        nvme.make_engine("magic", tmp_path)
+
+
+@pytest.mark.nvme
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_block_of_more_than_2_gib_round_trips(name, tmp_path):
+    """Sparse: random bytes round every boundary where a length could overflow, zeros between."""
+    engine = engine_or_skip(name, tmp_path)
+    nbytes = (3 << 30) + 1 if name != "tensornvme" else (2 << 30) + (1 << 20) + 1
+    store = BlockStore([tmp_path], StoreLayout.plan("d", [nbytes]), engine=engine)
+    pool = BufferPool(1, nbytes)
+    view = pool.take().view
+    edges = [0, (1 << 31) - 2048, (1 << 31) + 4096, nbytes - 2048]
+    for edge in edges:
+        view[edge : edge + 2048] = random.Random(edge).randbytes(2048)
+    store.write(0, view).wait()
+    store.commit(1)
+    for edge in edges:
+        view[edge : edge + 2048] = bytes(2048)
+    view[5 << 20] = 1  # must be read over
+    store.read(0, view).wait()  # verifies every piece
+    for edge in edges:
+        assert view[edge : edge + 2048] == random.Random(edge).randbytes(2048)
+    assert view[5 << 20] == 0
+    store.close()
