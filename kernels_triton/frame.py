@@ -18,13 +18,35 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from .control import C_BAD, C_FACTOR, C_LOSS_SCALE, C_MAX_NORM, C_NORM, C_SKIP, C_SUM
+from .control import (
+    C_BACKOFF_FACTOR,
+    C_BAD,
+    C_FACTOR,
+    C_GOOD_STEPS,
+    C_GROWTH_FACTOR,
+    C_GROWTH_INTERVAL,
+    C_HYSTERESIS,
+    C_HYSTERESIS_LEFT,
+    C_LOSS_SCALE,
+    C_MAX_NORM,
+    C_MAX_SCALE,
+    C_MAX_VALUE,
+    C_MIN_SCALE,
+    C_NORM,
+    C_SEED,
+    C_SKIP,
+    C_SKIPPED_STEPS,
+    C_SUM,
+    C_USED_SCALE,
+)
 from .norm import finish_tiles
-from .rounding import load, pointer, store
-from .tiles import T_COLUMNS, T_COUNTER, T_GRAD, T_NUMEL, T_PARAM, T_STATE
+from .rounding import load, noise, pointer, store, store_stochastic
+from .tiles import T_COLUMNS, T_COUNTER, T_FIRST, T_GRAD, T_NUMEL, T_PARAM, T_STATE
 
 NUM_HYPER = 8  # fp64 columns of the hyperparameter table
-NUM_COEFFICIENTS = 9  # fp32 columns of the coefficient table; the last is 1 where active
+# fp32 columns of the coefficient table: the rule's 8, then 1 where active, then the bits of the
+# step count as int32
+NUM_COEFFICIENTS = 10
 COUNTERS_AT_ONCE = 128  # in the prologue
 
 _HYPER, _COEFFICIENTS = tl.constexpr(NUM_HYPER), tl.constexpr(NUM_COEFFICIENTS)
@@ -46,14 +68,29 @@ class RuleKernel:
 
 
 @triton.jit
+def _next_scale(control, scale, overflow):
+    """The schedule of `optim.loss_scale.LossScale.after`, in place."""
+    good = tl.load(control + C_GOOD_STEPS) + 1.0
+    left = tl.load(control + C_HYSTERESIS_LEFT)
+    left = tl.where(overflow & (left > 0.0), left - 1.0, left)
+    lower = tl.maximum(scale * tl.load(control + C_BACKOFF_FACTOR), tl.load(control + C_MIN_SCALE))
+    higher = tl.minimum(scale * tl.load(control + C_GROWTH_FACTOR), tl.load(control + C_MAX_SCALE))
+    backs_off = overflow & (left <= 0.0)
+    grows = (overflow == 0) & (good >= tl.load(control + C_GROWTH_INTERVAL))
+    tl.store(control + C_LOSS_SCALE, tl.where(backs_off, lower, tl.where(grows, higher, scale)))
+    tl.store(control + C_GOOD_STEPS, tl.where(overflow | grows, 0.0, good))
+    tl.store(control + C_HYSTERESIS_LEFT, tl.where(grows, tl.load(control + C_HYSTERESIS), left))
+
+
+@triton.jit
 def prologue_kernel(
     groups,  # int64 [counters]: row of the hyperparameter table
     hyper,  # fp64 [rows, 8]
     steps,  # int64 [counters]
     present,  # fp64 [counters]: above 0 where some rank has a gradient
     num_counters,
-    coefficients,  # fp32 [counters, 9]
-    control,  # fp64 [8]
+    coefficients,  # fp32 [counters, 10]
+    control,  # fp64: see `fields.py`
     tiles,  # int32 [t, 2], fp32 [t], int32 [t]: of `norm_kernel`, where FROM_TILES
     sums,
     bad,
@@ -61,31 +98,39 @@ def prologue_kernel(
     RULE_COEFFICIENTS: tl.constexpr,
     WITH_NORM: tl.constexpr,
     FROM_TILES: tl.constexpr,  # finish the norm here: no rank has to be asked
+    NORM: tl.constexpr,  # 2, 1, or 0 for the maximum
     AT_ONCE: tl.constexpr,
     TILES_AT_ONCE: tl.constexpr,
 ):
     """Norm to clip factor and skip flag; step counts and hyperparameters to coefficients.
 
     One program. A skipped step leaves every count as it was, and so does a parameter that has no
-    gradient.
+    gradient. The loss scale moves on by its schedule.
     """
     scale = tl.load(control + C_LOSS_SCALE)
+    tl.store(control + C_USED_SCALE, scale)
     factor = 1.0 / scale
     skip = 0.0
     if WITH_NORM:
         if FROM_TILES:
-            total, first_bad = finish_tiles(tiles, sums, bad, num_tiles, 2, TILES_AT_ONCE)
+            total, first_bad = finish_tiles(tiles, sums, bad, num_tiles, NORM, TILES_AT_ONCE)
             tl.store(control + C_SUM, total)
             tl.store(control + C_BAD, first_bad)
         else:
             total = tl.load(control + C_SUM)
             first_bad = tl.load(control + C_BAD)
-        norm = tl.sqrt(total) / scale
+        if NORM == 2:
+            total = tl.sqrt(total)
+        norm = total / scale
         max_norm = tl.load(control + C_MAX_NORM)
         clip = tl.where(max_norm > 0, max_norm / (norm + 1e-6), 1.0)
         factor = tl.where(clip < 1.0, clip, 1.0) * factor
         skip = tl.where(first_bad > 0, 1.0, 0.0)
         tl.store(control + C_NORM, norm)
+        overflow = first_bad > 0
+        tl.store(control + C_SKIPPED_STEPS, tl.load(control + C_SKIPPED_STEPS) + skip)
+        if tl.load(control + C_GROWTH_INTERVAL) > 0.0:
+            _next_scale(control, scale, overflow)
     tl.store(control + C_FACTOR, factor)
     tl.store(control + C_SKIP, skip)
     if skip == 0.0:
@@ -107,6 +152,7 @@ def prologue_kernel(
             tl.store(out + 6, c6.to(tl.float32), mask=inside)
             tl.store(out + 7, c7.to(tl.float32), mask=inside)
             tl.store(out + 8, active.to(tl.float32), mask=inside)
+            tl.store(out + 9, t.to(tl.int32).to(tl.float32, bitcast=True), mask=inside)
 
 
 @triton.jit
@@ -120,11 +166,16 @@ def _update_tile(
     state1,
     row,
     factor,
+    limit,
+    seed,
+    counter,
+    first,
     FORMULA: tl.constexpr,
     NUM_PLANES: tl.constexpr,
     PARAM_DTYPE: tl.constexpr,
     GRAD_DTYPE: tl.constexpr,
     HAS_MASTER: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
     BLOCK: tl.constexpr,
     MASKED: tl.constexpr,
 ):
@@ -133,6 +184,7 @@ def _update_tile(
     param = pointer(param_address, start, PARAM_DTYPE, not MASKED)
     grad = pointer(grad_address, start, GRAD_DTYPE, not MASKED)
     g = load(grad, i, mask, GRAD_DTYPE, MASKED) * factor
+    g = tl.minimum(tl.maximum(g, -limit), limit)
     if HAS_MASTER:
         p = load(master, i, mask, tl.float32, MASKED)
     else:
@@ -148,15 +200,20 @@ def _update_tile(
         store(state1, i, s1, mask, tl.float32, MASKED)
     if HAS_MASTER:
         store(master, i, p, mask, tl.float32, MASKED)
-    store(param, i, p, mask, PARAM_DTYPE, MASKED)
+    if STOCHASTIC:
+        step = tl.load(row + 9).to(tl.int32, bitcast=True).to(tl.int64)
+        random = noise(seed, counter, step, first + start, BLOCK)
+        store_stochastic(param, i, p, random, mask, MASKED)
+    else:
+        store(param, i, p, mask, PARAM_DTYPE, MASKED)
 
 
 @triton.jit
 def update_kernel(
     tiles,  # int32 [t, 2]
     segments,  # int64 [n, 5]
-    coefficients,  # fp32 [counters, 9]
-    control,  # fp64 [8]
+    coefficients,  # fp32 [counters, 10]
+    control,  # fp64: see `fields.py`
     master,  # fp32 slab, or anything where HAS_MASTER is false
     state0,  # fp32 slab
     state1,  # fp32 slab, or anything where NUM_PLANES is 1
@@ -165,13 +222,15 @@ def update_kernel(
     PARAM_DTYPE: tl.constexpr,
     GRAD_DTYPE: tl.constexpr,
     HAS_MASTER: tl.constexpr,
+    STOCHASTIC: tl.constexpr,  # bf16 without a master: round at random, see `rounding.noise`
     BLOCK: tl.constexpr,
 ):
     """One program updates one tile. Full, aligned tiles take the unmasked branch (128-bit)."""
     program = tl.program_id(0).to(tl.int64)
     segment = tl.load(tiles + 2 * program).to(tl.int64)
     row = segments + segment * T_COLUMNS
-    coefficient_row = coefficients + tl.load(row + T_COUNTER) * _COEFFICIENTS
+    counter = tl.load(row + T_COUNTER)
+    coefficient_row = coefficients + counter * _COEFFICIENTS
     active = tl.load(coefficient_row + 8) != 0.0
     if (tl.load(control + C_SKIP) == 0.0) & active:
         start = tl.load(tiles + 2 * program + 1).to(tl.int64) * BLOCK
@@ -180,15 +239,21 @@ def update_kernel(
         offset = tl.multiple_of(tl.load(row + T_STATE), 64) + start
         remaining = tl.load(row + T_NUMEL) - start
         factor = tl.load(control + C_FACTOR).to(tl.float32)
+        limit = tl.load(control + C_MAX_VALUE).to(tl.float32)
+        limit = tl.where(limit > 0, limit, float("inf"))
+        seed = tl.load(control + C_SEED).to(tl.int64)
+        first = tl.load(row + T_FIRST)
         if (remaining >= BLOCK) & (((param_address | grad_address) & 15) == 0):
             _update_tile(
                 param_address, grad_address, start, remaining,
                 master + offset, state0 + offset, state1 + offset, coefficient_row, factor,
-                FORMULA, NUM_PLANES, PARAM_DTYPE, GRAD_DTYPE, HAS_MASTER, BLOCK, False,
+                limit, seed, counter, first,
+                FORMULA, NUM_PLANES, PARAM_DTYPE, GRAD_DTYPE, HAS_MASTER, STOCHASTIC, BLOCK, False,
             )  # fmt: skip
         else:
             _update_tile(
                 param_address, grad_address, start, remaining,
                 master + offset, state0 + offset, state1 + offset, coefficient_row, factor,
-                FORMULA, NUM_PLANES, PARAM_DTYPE, GRAD_DTYPE, HAS_MASTER, BLOCK, True,
+                limit, seed, counter, first,
+                FORMULA, NUM_PLANES, PARAM_DTYPE, GRAD_DTYPE, HAS_MASTER, STOCHASTIC, BLOCK, True,
             )  # fmt: skip

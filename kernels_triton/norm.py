@@ -69,7 +69,7 @@ def _round(
 @triton.jit
 def norm_kernel(
     tiles,  # int32 [t, 2], of BLOCK * ROUNDS elements
-    segments,  # int64 [n, 5]
+    segments,  # int64 [n, 6]
     sums,  # fp32 [t]
     bad,  # int32 [t]: 1 where a tile has a NaN or an Inf, or its sum overflows
     p,  # fp64 [1]: the exponent where NORM is -1
@@ -147,7 +147,7 @@ def finish_kernel(
     sums,  # fp32 [t]
     bad,  # int32 [t]
     num_tiles,
-    control,  # fp64 [8]
+    control,  # fp64: see `fields.py`
     NORM: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):

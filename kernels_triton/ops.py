@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .adam import ADAM
-from .control import NUM_CONTROL
+from .fields import NUM_CONTROL
 from .frame import (
     COUNTERS_AT_ONCE,
     NUM_COEFFICIENTS,
@@ -59,12 +59,13 @@ def prologue(
     control: Tensor,
     norm_tiles: list[Tensor],
     with_norm: bool,
+    norm_type: float = 2.0,
 ) -> None:
     """Make clip factor, skip flag and coefficients of a step, and count it; see `prologue_kernel`.
 
-    groups, steps int64 [n] · present fp64 [n] · hyper fp64 [rows, 8] · coefficients fp32 [n, 9] ·
-    control fp64 [8], for n counters. `norm_tiles` is [tiles, sums, bad] of a `grad_norm` that is
-    to be finished here, or empty. Raises ValueError for anything else.
+    groups, steps int64 [n] · present fp64 [n] · hyper fp64 [rows, 8] · coefficients fp32 [n, 10] ·
+    control fp64 (`fields.py`), for n counters. `norm_tiles` is [tiles, sums, bad] of a `grad_norm`
+    of `norm_type` that is to be finished here, or empty. Raises ValueError for anything else.
     """
     _check("groups", groups, torch.int64, None)
     _check("hyper", hyper, torch.float64, NUM_HYPER)
@@ -86,7 +87,8 @@ def prologue(
     prologue_kernel[(1,)](
         groups, hyper, steps, present, steps.numel(), coefficients, control,
         *(norm_tiles or [groups, control, groups]), norm_tiles[0].shape[0] if norm_tiles else 0,
-        KERNELS[rule].coefficients, with_norm, bool(norm_tiles), COUNTERS_AT_ONCE, FINISH_AT_ONCE,
+        KERNELS[rule].coefficients, with_norm, bool(norm_tiles), _norm_code(norm_type),
+        COUNTERS_AT_ONCE, FINISH_AT_ONCE,
         **_EXACT,
     )  # fmt: skip
 
@@ -105,10 +107,12 @@ def update(
     grad_dtype: torch.dtype,
     block: int,
     num_warps: int,
+    stochastic: bool = False,
 ) -> None:
     """Update every tile in one launch; see `update_kernel`.
 
     planes: the slabs, fp32 [N], the master first where there is one more than the rule's own.
+    stochastic: bf16 parameters without a master are rounded at random, by control[SEED].
     params, grads: what the addresses in `segments` point into; may be empty for a plain module.
     Raises ValueError, before anything is written, for what the kernel cannot take.
     """
@@ -132,13 +136,16 @@ def update(
     for name, dtype in (("param_dtype", param_dtype), ("grad_dtype", grad_dtype)):
         if dtype not in TRITON_DTYPES:
             raise ValueError(f"{name}={dtype} is not one of {list(TRITON_DTYPES)}")
+    if stochastic and has_master:
+        raise ValueError("stochastic rounding is for parameters without a master")
     if tiles.shape[0] == 0:
         return
     state = planes[1:] if has_master else planes
     update_kernel[(tiles.shape[0],)](
         tiles, segments, coefficients, control, planes[0], state[0], state[-1],
         kernel.formula, kernel.num_planes, TRITON_DTYPES[param_dtype], TRITON_DTYPES[grad_dtype],
-        has_master, block, num_warps=num_warps, **_EXACT,
+        has_master, stochastic and param_dtype is torch.bfloat16, block, num_warps=num_warps,
+        **_EXACT,
     )  # fmt: skip
 
 

@@ -2,12 +2,18 @@
 
 The interpreter's own cast from fp32 to bf16 truncates, and compilers may choose any NaN, so bf16 is
 rounded to nearest even with integers, here and nowhere else.
+
+Stochastic rounding adds 16 random bits below the bits that are kept and cuts them off, so that the
+mean of a rounded value is the value. The bits are Philox4x64-10 (Salmon et al. 2011), 16 elements
+a block, with key (seed, parameter) and counter (1 + element // 16, step): where an element lives
+changes none of them. `optim.rounding` makes the same bits on the CPU.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.random import philox_impl
 
 
 @triton.jit
@@ -52,6 +58,30 @@ def store(ptr, offsets, values, mask, DTYPE: tl.constexpr, MASKED: tl.constexpr)
         out = round_bf16(values)
     else:
         out = values.to(DTYPE)
+    if MASKED:
+        tl.store(ptr + offsets, out, mask=mask)
+    else:
+        tl.store(ptr + offsets, out)
+
+
+@triton.jit
+def noise(seed, param, step, first, BLOCK: tl.constexpr):
+    """int32 [BLOCK] of 16 random bits for elements of a parameter; `first` is a multiple of 16."""
+    group = (first // 16 + 1 + tl.arange(0, BLOCK // 16)).to(tl.uint64)
+    zero = group * 0
+    key0, key1 = zero + seed.to(tl.uint64), zero + param.to(tl.uint64)
+    w0, w1, w2, w3 = philox_impl(group, zero + step.to(tl.uint64), zero, zero, key0, key1)
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [.., 2, 2], in the order of the words
+    words = tl.reshape(words, (BLOCK // 16, 4, 1))
+    shifts = tl.reshape(tl.arange(0, 4) * 16, (1, 1, 4)).to(tl.uint64)
+    return tl.reshape(((words >> shifts) & 0xFFFF).to(tl.int32), (BLOCK,))
+
+
+@triton.jit
+def store_stochastic(ptr, offsets, values, random, mask, MASKED: tl.constexpr):
+    """fp32 values to bf16, up or down at random by `noise`; NaN is 0x7FC0."""
+    bits = values.to(tl.int32, bitcast=True)
+    out = tl.where(values != values, 0x7FC0, (bits + random) >> 16).to(tl.int16)
     if MASKED:
         tl.store(ptr + offsets, out, mask=mask)
     else:

@@ -1,9 +1,9 @@
 """Segment and tile tables: what lets one launch update every segment of every shard.
 
 A segment is a run of elements of one parameter: the address of its parameter and of its gradient,
-its offset into the slab of every state plane, its length and its counter, which is the index of its
-parameter's step count and coefficients. A tile is BLOCK elements of one segment, the work of one
-program. Both tables are device tensors.
+its offset into the slab of every state plane, its length, its counter, which is the index of its
+parameter's step count and coefficients, and where in its parameter it starts. A tile is BLOCK
+elements of one segment, the work of one program. Both tables are device tensors.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 # columns of the segment table, int64
-PARAM, GRAD, STATE, NUMEL, COUNTER = range(5)
-NUM_COLUMNS = 5
+PARAM, GRAD, STATE, NUMEL, COUNTER, FIRST = range(6)
+NUM_COLUMNS = 6
 T_PARAM, T_GRAD, T_STATE = tl.constexpr(PARAM), tl.constexpr(GRAD), tl.constexpr(STATE)
 T_NUMEL, T_COUNTER = tl.constexpr(NUMEL), tl.constexpr(COUNTER)
-T_COLUMNS = tl.constexpr(NUM_COLUMNS)
+T_FIRST, T_COLUMNS = tl.constexpr(FIRST), tl.constexpr(NUM_COLUMNS)
 
 TRITON_DTYPES = {
     torch.float32: tl.float32,
@@ -59,11 +59,12 @@ class Segment:
     state: int  # offset into every plane's slab, a multiple of 64
     numel: int
     counter: int  # index of its parameter's step count and coefficients
+    first: int = 0  # its first element, in its parameter
 
 
 def segment_table(segments: Sequence[Segment], device: torch.device) -> Tensor:
-    """int64 [n, 5]."""
-    rows = [[s.param, s.grad, s.state, s.numel, s.counter] for s in segments]
+    """int64 [n, 6]."""
+    rows = [[s.param, s.grad, s.state, s.numel, s.counter, s.first] for s in segments]
     table = torch.tensor(rows, dtype=torch.int64).reshape(-1, NUM_COLUMNS)
     if device.type == "cuda":
         return table.pin_memory().to(device, non_blocking=True)

@@ -1,17 +1,38 @@
-"""Optimizers whose state lives where it fits: on the device, in RAM or on NVMe."""
+"""Optimizers whose state lives where it fits: on the device, in RAM or on NVMe.
 
-from .adam import CPUAdam, FusedAdam, HybridAdam
-from .config import NvmeConfig
-from .lion import HybridLion
-from .report import StepReport
-from .sgd import HybridSGD
+Names are imported on first use, so that planners can use the pure files without torch.
+"""
 
-__all__ = [
-    "CPUAdam",
-    "FusedAdam",
-    "HybridAdam",
-    "HybridLion",
-    "HybridSGD",
-    "NvmeConfig",
-    "StepReport",
-]
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .adam import CPUAdam as CPUAdam
+    from .adam import FusedAdam as FusedAdam
+    from .adam import HybridAdam as HybridAdam
+    from .config import NvmeConfig as NvmeConfig
+    from .lion import HybridLion as HybridLion
+    from .loss_scale import LossScale as LossScale
+    from .report import StepReport as StepReport
+    from .sgd import HybridSGD as HybridSGD
+
+_HOME = {
+    "CPUAdam": "optim.adam",
+    "FusedAdam": "optim.adam",
+    "HybridAdam": "optim.adam",
+    "HybridLion": "optim.lion",
+    "HybridSGD": "optim.sgd",
+    "LossScale": "optim.loss_scale",
+    "NvmeConfig": "optim.config",
+    "NonFiniteGradientError": "optim.report",
+    "StepReport": "optim.report",
+}
+__all__ = list(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'optim' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)

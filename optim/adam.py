@@ -95,6 +95,8 @@ class HybridAdam(TieredOptimizer):
         (2**20 elements): exp_avg and exp_avg_sq, and under GeminiDDP the fp32 master too.
     nvme_offload_dir: an existing folder on a disk, or several to stripe over; None is a temporary
         folder. The files are removed when the optimizer is closed or collected, and at exit.
+    nvme_write_budget: bytes, or `"1TiB"`, that may be written in all; the step that would pass it
+        raises `nvme.WriteBudgetError` and changes nothing. ValueError where it is below one step.
     cpu_path: `"eager"`, torch's own vectorised operators, or `"compile"`: the formula compiled by
         torch.compile, faster where there is a C++ compiler (`optim/compiled_path.py`).
 
@@ -115,6 +117,7 @@ class HybridAdam(TieredOptimizer):
         nvme_offload_fraction: float = 0.0,
         nvme_offload_dir: Folders = None,
         *,
+        nvme_write_budget: int | str | None = None,
         nvme: NvmeConfig | None = None,
         cpu_path: str = "eager",
     ) -> None:
@@ -132,6 +135,7 @@ class HybridAdam(TieredOptimizer):
             AdamRule(),
             nvme_offload_fraction=nvme_offload_fraction,
             nvme_offload_dir=nvme_offload_dir,
+            nvme_write_budget=nvme_write_budget,
             nvme=nvme,
             cpu_path=cpu_path,
         )

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .cpu_path import Piece
+from .cpu_path import Piece, StepInputs
 from .rules import UpdateRule
 
 
@@ -37,9 +37,10 @@ class CompiledUpdate:
         self._with_master = torch.compile(self._update_master, dynamic=True, fullgraph=True)
         self._in_place = torch.compile(self._update_visible, dynamic=True, fullgraph=True)
 
-    def update(self, pieces: Sequence[Piece], factor: float) -> None:
+    def update(self, pieces: Sequence[Piece], inputs: StepInputs) -> None:
         """One step over all pieces."""
-        scale = torch.tensor(factor, dtype=torch.float32)
+        assert inputs.rounding_seed is None, "refused when the optimizer was made"
+        scale = torch.tensor([inputs.factor, inputs.limit], dtype=torch.float32)
         for piece in joined(pieces):
             row = self._rule.coefficients(piece.hyper, piece.step)
             coefficients = torch.tensor(row, dtype=torch.float64).to(torch.float32)
@@ -59,7 +60,7 @@ class CompiledUpdate:
         coefficients: Tensor,
         scale: Tensor,
     ) -> None:
-        new, *state = self._formula(master, grad.float() * scale, *planes, coefficients)
+        new, *state = self._formula(master, _changed(grad, scale), *planes, coefficients)
         master.copy_(new)
         visible.copy_(new)
         for plane, values in zip(planes, state, strict=True):
@@ -73,7 +74,7 @@ class CompiledUpdate:
         coefficients: Tensor,
         scale: Tensor,
     ) -> None:
-        new, *state = self._formula(visible.float(), grad.float() * scale, *planes, coefficients)
+        new, *state = self._formula(visible.float(), _changed(grad, scale), *planes, coefficients)
         visible.copy_(new)
         for plane, values in zip(planes, state, strict=True):
             plane.copy_(values)
@@ -82,6 +83,11 @@ class CompiledUpdate:
     def _formula(self) -> Callable[..., Sequence[Tensor]]:
         formula: Callable[..., Sequence[Tensor]] = self._rule.formula
         return formula
+
+
+def _changed(grad: Tensor, scale: Tensor) -> Tensor:
+    """fp32, times scale[0], within +-scale[1]."""
+    return (grad.float() * scale[0]).clamp(-scale[1], scale[1])
 
 
 def joined(pieces: Sequence[Piece]) -> list[Piece]:

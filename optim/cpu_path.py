@@ -20,8 +20,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from .clipping import combined
+from .interrupts import wait_all
+from .rounding import noise, round_stochastic
 from .rules import UpdateRule
-from .step_thread import wait_all
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -43,6 +45,7 @@ class Piece:
     hyper: Any
     step: int  # counts from 1
     counter: int  # index of the parameter; of the first where neighbours are one piece
+    first: int = 0  # its first element, in its parameter
 
     def cut(self, start: int, end: int) -> Piece:
         """Elements [start, end) of every tensor."""
@@ -55,6 +58,7 @@ class Piece:
             self.hyper,
             self.step,
             self.counter,
+            self.first + start,
         )
 
     def tiles(self, numel: int) -> Iterator[Piece]:
@@ -67,12 +71,32 @@ class Piece:
         masters: Sequence[Tensor | None] = [None] * len(columns[0])
         if self.master is not None:
             masters = self.master.split(numel)
+        first = self.first
         for master, param, grad, *planes in zip(masters, *columns, strict=True):
-            yield Piece(param, grad, master, tuple(planes), self.hyper, self.step, self.counter)
+            yield Piece(
+                param, grad, master, tuple(planes), self.hyper, self.step, self.counter, first
+            )
+            first += numel
 
-    def belonging_to(self, hyper: Any, step: int, counter: int) -> Piece:
+    def belonging_to(self, hyper: Any, step: int, counter: int, first: int) -> Piece:
         """The same tensors, of another parameter."""
-        return replace(self, hyper=hyper, step=step, counter=counter)
+        return replace(self, hyper=hyper, step=step, counter=counter, first=first)
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """What one step does to every gradient on its way in, and to every parameter on its way out."""
+
+    factor: float = 1.0  # multiplies gradients: unscale and clip in one
+    limit: float = math.inf  # clamps them, after `factor`
+    rounding_seed: int | None = None  # bf16 parameters without a master are rounded at random
+
+    @property
+    def changes_gradients(self) -> bool:
+        return self.factor != 1.0 or self.limit != math.inf
+
+
+NOTHING_CHANGED = StepInputs()
 
 
 class CpuWorkers:
@@ -128,17 +152,19 @@ def _single_threaded(ready: threading.Barrier) -> None:
     ready.wait()  # so that every thread of the pool gets one of these
 
 
-def update(workers: CpuWorkers, rule: UpdateRule, pieces: Sequence[Piece], factor: float) -> None:
-    """One step over all pieces. `factor` multiplies the gradients (unscale and clip in one)."""
+def update(
+    workers: CpuWorkers, rule: UpdateRule, pieces: Sequence[Piece], inputs: StepInputs
+) -> None:
+    """One step over all pieces."""
 
     def work(run: Sequence[Piece]) -> None:
         for tile in run:
-            _update_tile(workers, rule, tile, factor)
+            _update_tile(workers, rule, tile, inputs)
 
-    workers.map(work, _runs(pieces, factor))
+    workers.map(work, _runs(pieces, inputs.changes_gradients))
 
 
-def _runs(pieces: Sequence[Piece], factor: float) -> list[list[Piece]]:
+def _runs(pieces: Sequence[Piece], changes_gradients: bool) -> list[list[Piece]]:
     """Tiles of pieces, small ones together, so that no task is all overhead.
 
     Cut here and not by the workers: every operator, a slice too, makes them hand on the
@@ -147,7 +173,7 @@ def _runs(pieces: Sequence[Piece], factor: float) -> list[list[Piece]]:
     runs: list[list[Piece]] = []
     room = 0
     for piece in pieces:
-        needs_scratch = piece.grad.dtype != torch.float32 or factor != 1.0
+        needs_scratch = piece.grad.dtype != torch.float32 or changes_gradients
         tile_numel = TILE_NUMEL if needs_scratch else BARE_TILE_NUMEL
         for tile in piece.tiles(tile_numel):
             numel = tile.param.numel()
@@ -159,12 +185,14 @@ def _runs(pieces: Sequence[Piece], factor: float) -> list[list[Piece]]:
     return runs
 
 
-def _update_tile(workers: CpuWorkers, rule: UpdateRule, tile: Piece, factor: float) -> None:
+def _update_tile(workers: CpuWorkers, rule: UpdateRule, tile: Piece, inputs: StepInputs) -> None:
     grad, visible = tile.grad, tile.param
-    if grad.dtype != torch.float32 or factor != 1.0:
+    if grad.dtype != torch.float32 or inputs.changes_gradients:
         grad = workers.scratch("grad", grad.numel()).copy_(grad)
-        if factor != 1.0:
-            grad.mul_(factor)
+        if inputs.factor != 1.0:
+            grad.mul_(inputs.factor)
+        if inputs.limit != math.inf:
+            grad.clamp_(-inputs.limit, inputs.limit)
     if tile.master is not None:
         param = tile.master
     elif visible.dtype == torch.float32:
@@ -172,7 +200,12 @@ def _update_tile(workers: CpuWorkers, rule: UpdateRule, tile: Piece, factor: flo
     else:
         param = workers.scratch("param", visible.numel()).copy_(visible)
     rule.update(param, grad, tile.planes, tile.hyper, tile.step)
-    if param is not visible:
+    if param is visible:
+        return
+    if inputs.rounding_seed is not None and visible.dtype == torch.bfloat16:
+        random = noise(inputs.rounding_seed, tile.counter, tile.step, tile.first, visible.numel())
+        round_stochastic(param, random, visible)
+    else:
         visible.copy_(param)  # rounds to nearest even, while the tile is in cache
 
 
@@ -180,15 +213,32 @@ def _update_tile(workers: CpuWorkers, rule: UpdateRule, tile: Piece, factor: flo
 class GradSum:
     """What one pass over gradients yields."""
 
-    sum_of_squares: float  # fp64; not finite where a gradient is not, or its square overflows
+    power_sum: float  # fp64: of |g|^p, or the largest |g|; NaN where a gradient is not finite
     first_nonfinite: int | None  # index of the first tensor with a NaN or an Inf
 
 
-def grad_sum(workers: CpuWorkers, grads: Sequence[Tensor]) -> GradSum:
-    """Sum of squares over all of `grads` (each [n], any float type), and the overflow check.
+@dataclass(frozen=True, slots=True)
+class TileSums:
+    """The same before tiles are summed up."""
 
-    Squares are summed in fp32 within tiles and in fp64, correctly rounded, over tiles. Tiles are
-    cut by position in each tensor, so neither the number of workers nor a tier changes a bit.
+    sums: list[float]  # of |g|^p, or the largest |g|, of every tile; to be `combined`
+    first_nonfinite: int | None  # index of the first tensor with a NaN or an Inf
+
+
+def grad_sum(workers: CpuWorkers, grads: Sequence[Tensor], norm_type: float = 2.0) -> GradSum:
+    """`tile_sums`, summed up."""
+    found = tile_sums(workers, grads, norm_type)
+    if found.first_nonfinite is not None:
+        return GradSum(math.nan, found.first_nonfinite)
+    return GradSum(combined(found.sums, norm_type), None)
+
+
+def tile_sums(workers: CpuWorkers, grads: Sequence[Tensor], norm_type: float = 2.0) -> TileSums:
+    """Sum of |g|^p over all of `grads` (each [n], any float type), and the overflow check.
+
+    norm_type: p = 1 or 2, or inf, which takes the maximum. Powers are summed in fp32 within tiles
+    and in fp64, correctly rounded, over tiles. Tiles are cut by position in each tensor, so
+    neither the number of workers nor a tier changes a bit.
     """
     owner = [i for i, grad in enumerate(grads) for _ in range(0, grad.numel(), NORM_TILE_NUMEL)]
     tiles = [tile for grad in grads if grad.numel() for tile in grad.split(NORM_TILE_NUMEL)]
@@ -197,22 +247,27 @@ def grad_sum(workers: CpuWorkers, grads: Sequence[Tensor]) -> GradSum:
 
     def work(position: int) -> None:
         values = tiles[position]
-        squares = workers.scratch("grad", values.numel())
+        powers = workers.scratch("grad", values.numel())
         if values.dtype != torch.float32:
-            values = squares.copy_(values)
+            values = powers.copy_(values)
+        if norm_type == math.inf:
+            torch.amax(torch.abs(values, out=powers), dim=0, out=results[position])
         # torch sums in cascade: exact to some 1e-7, where a dot product is off by 1e-5
-        torch.sum(torch.mul(values, values, out=squares), dim=0, out=results[position])
+        elif norm_type == 1:
+            torch.sum(torch.abs(values, out=powers), dim=0, out=results[position])
+        else:
+            torch.sum(torch.mul(values, values, out=powers), dim=0, out=results[position])
 
     workers.map(work, range(len(tiles)))
     sums: list[float] = found.tolist()
     suspects = [i for i, value in enumerate(sums) if not math.isfinite(value)]
     for i in suspects:
         if not bool(torch.isfinite(tiles[i]).all()):
-            return GradSum(math.nan, owner[i])
-        sums[i] = _fp64_sum(tiles[i])  # all finite: some square overflowed fp32
-    return GradSum(math.fsum(sums), None)
+            return TileSums([], owner[i])
+        sums[i] = _fp64_sum(tiles[i], norm_type)  # all finite: fp32 overflowed
+    return TileSums(sums, None)
 
 
-def _fp64_sum(values: Tensor) -> float:
+def _fp64_sum(values: Tensor, norm_type: float) -> float:
     wide = values.double()
-    return float(torch.dot(wide, wide))
+    return float(torch.dot(wide, wide) if norm_type == 2 else wide.abs().sum())

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 
@@ -117,8 +116,3 @@ def lion(param: Tensor, grad: Tensor, exp_avg: Tensor, coefficients: Tensor) -> 
     update = exp_avg + w1 * (grad - exp_avg)
     param = param - lr * update.sign()
     return LionResult(param, exp_avg + w2 * (grad - exp_avg))
-
-
-def round_to(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round fp32 to a 16-bit type, to nearest, ties to even; NaN stays NaN."""
-    return value.to(dtype)

@@ -74,6 +74,7 @@ class HybridLion(TieredOptimizer):
         nvme_offload_fraction: float = 0.0,
         nvme_offload_dir: Folders = None,
         *,
+        nvme_write_budget: int | str | None = None,
         nvme: NvmeConfig | None = None,
         cpu_path: str = "eager",
     ) -> None:
@@ -83,6 +84,7 @@ class HybridLion(TieredOptimizer):
             LionRule(),
             nvme_offload_fraction=nvme_offload_fraction,
             nvme_offload_dir=nvme_offload_dir,
+            nvme_write_budget=nvme_write_budget,
             nvme=nvme,
             cpu_path=cpu_path,
         )

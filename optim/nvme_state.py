@@ -5,34 +5,39 @@ One step is `run` (every block read, updated, written beside its old version), t
 
 [Note: undo] A step with state on disk can fail in its middle: a read comes up short, a checksum
 does not match. State is safe, because every block keeps its last version. A 16-bit parameter is
-restored from the master in that version. Where there is no master, the parameter is updated in
-place, and what it was before goes to disk beside the new state: 4 bytes an element that are written
-and, but for a failure, never read.
+restored from the master in that version, or from memory where that version was read before the
+step began, since the file may have been lost meanwhile. Where there is no master, the parameter is
+updated in place, and what it was before goes to disk beside the new state: 4 bytes an element that
+are written and, but for a failure, never read.
 """
 
 from __future__ import annotations
 
-import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from gemini.tickets import Ticket, Together
-from gemini.units import PAGE_BYTES, BlockId, align_up
+from gemini.units import PAGE_BYTES, BlockId, align_up, format_bytes
 from nvme import (
     BlockStore,
     Buffer,
     BufferPool,
     NvmeError,
+    Pin,
+    PinnedVersions,
+    RollbackError,
     StoreLayout,
+    check_folder,
     default_folder,
 )
 
 from .config import NvmeConfig
+from .disks import measure_disks
 from .space import Block
 from .state_layout import StateLayout
 from .updaters import Planes
@@ -67,7 +72,7 @@ class NvmeState:
         digest: str,
         undo: bool = False,
         label: str = "",
-        pin: Callable[[int, int], None] | None = None,
+        pin: Pin | None = None,
     ) -> None:
         self.blocks = tuple(blocks)
         self._layout = layout
@@ -77,16 +82,22 @@ class NvmeState:
         nbytes = [layout.block_nbytes(block.numel) for block in blocks]
         if undo:
             nbytes += [block.numel * UNDO_ITEMSIZE for block in blocks]
-        folders: Sequence[str | os.PathLike[str]] = config.folders or [default_folder()]
+        folders = [check_folder(f, allow_ram=config.allow_ram) for f in config.folders]
+        disks = measure_disks(folders or [default_folder()], config)
         self.store = BlockStore(
-            folders,
-            StoreLayout.plan(digest, nbytes, [1.0] * len(folders)),
-            engine=config.engine,
+            disks.folders,
+            StoreLayout.plan(digest, nbytes, disks.weights),
+            engine=disks.engine,
             checksums=config.checksums,
             allow_ram=config.allow_ram,
             label=label,
             write_budget=config.write_budget,
         )
+        try:
+            self._check_budget(config.write_budget)
+        except ValueError:
+            self.store.close()
+            raise
         self._state_nbytes = max(align_up(n, PAGE_BYTES) for n in nbytes)
         undo_nbytes = max(nbytes[len(blocks) :], default=0)
         self._pool = BufferPool(
@@ -98,17 +109,32 @@ class NvmeState:
         self._current: _Staged | None = None  # being updated
         self._writes: deque[_Staged] = deque()  # updated, on their way to disk
         self._touched: list[Block] = []  # whose parameters this step has changed
+        self._early: dict[BlockId, Tensor] = {}  # [n] fp32, what they were; see [Note: undo]
+        self._early_slab = torch.empty(0)  # [depth, N] fp32
         self.stalled_seconds = 0.0  # waited for the disk so far
 
     @property
+    def order(self) -> Sequence[Block]:
+        """Of the next update."""
+        return self._order
+
+    @property
     def staging_bytes(self) -> int:
-        return self._pool.nbytes
+        return self._pool.nbytes + self._early_slab.nbytes
 
     @property
     def written_bytes_per_step(self) -> int:
         return sum(
             self.store.buffer_nbytes(BlockId(i)) for i in range(self.store.layout.num_blocks)
         )
+
+    def _check_budget(self, budget: int | None) -> None:
+        if budget is not None and budget < self.written_bytes_per_step:
+            raise ValueError(
+                f"nvme_write_budget={format_bytes(budget)} is below the "
+                f"{format_bytes(self.written_bytes_per_step)} that one step writes; raise it, or "
+                "offload a smaller fraction"
+            )
 
     def initialise(self, fill: Callable[[Block, Planes], None]) -> None:
         """Write every block's first version. `fill` gets zeroed planes."""
@@ -138,17 +164,17 @@ class NvmeState:
     def run(
         self,
         update: Callable[[Block, Planes], bool],
-        save: Callable[[Block, Tensor], None] | None = None,
+        save: Callable[[Block, Tensor], None],
         stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Update every block once, or raise: then the caller must call `rollback`.
+        """Update every block once and wait for the disk, or raise: then call `rollback`.
 
         `update` answers whether it changed the block; what it did not change is not written.
-        `save` copies a block's parameters into its undo plane, before `update` changes them.
+        `save` copies a block's parameters into fp32 [n], before `update` changes them.
         `stop` is asked between blocks; it ends the run with InterruptedError.
         """
-        assert (save is not None) == self._has_undo
-        self.store.check_write_budget(self.written_bytes_per_step)
+        self.store.check_step(self.written_bytes_per_step)
+        early = {staged.block.id for staged in self._reads}
         while self._reads or self._next_read < len(self._order):
             if stop():
                 raise InterruptedError("the step was interrupted and undone")
@@ -159,22 +185,28 @@ class NvmeState:
             self._current = self._reads.popleft()
             self._settle(self._current)
             planes = self._planes(self._current)
-            if save is not None:
+            if self._has_undo:
                 save(self._current.block, self._undo(self._current))
+            elif self._current.block.id in early:
+                save(self._current.block, self._early_undo(self._current.block))
             self._touched.append(self._current.block)
             if update(self._current.block, planes):
-                self._submit_write(self._current, with_undo=save is not None)
+                self._submit_write(self._current, with_undo=self._has_undo)
             else:
                 self._touched.pop()
                 self._pool.give(self._current.buffer)
             self._current = None
+        started = time.perf_counter()
+        self.store.flush()
+        self.stalled_seconds += time.perf_counter() - started
 
     def commit(self, step: int) -> None:
-        """Make the run count: all blocks at once, and durably."""
+        """Make the run count: all blocks at once, and durably. Does not raise after a `run`."""
         started = time.perf_counter()
         self.store.commit(step)
         self.stalled_seconds += time.perf_counter() - started
         self._touched.clear()
+        self._early.clear()
         self._order = self._order[::-1]
         self._next_read = 0
         # what was written last is the first of the next step, and still in memory
@@ -191,39 +223,59 @@ class NvmeState:
         """Undo `run` as far as it came, reading what is needed back from disk.
 
         `restore` gets each touched block: its planes as the last commit left them, or only
-        `param_undo` where there is an undo plane.
+        `param_undo`. Raises RollbackError if some block's parameters could not be had back.
         """
+        self.store.check_process()
         held = {s.block.id: s for s in (*self._writes, self._current) if s is not None}
         for staged in (*self._reads, *held.values()):
             _settle_quietly(staged.ticket)
         self._give_all(self._reads)
         self._reads.clear()
-        touched = list(self._touched)
+        known = dict(self._early)
         if self._has_undo:
-            for block in touched:
-                if block.id in held:
-                    restore(block, {"param_undo": self._undo(held[block.id])})
-            touched = [block for block in touched if block.id not in held]
+            known |= {block_id: self._undo(staged) for block_id, staged in held.items()}
+        from_disk = [block for block in self._touched if block.id not in known]
+        for block in self._touched:
+            if block.id in known:
+                restore(block, {"param_undo": known[block.id]})
         self._give_all(held.values())
         buffer = self._pool.take()
-        try:
-            for block in touched:
-                staged = _Staged(block, buffer, None)
-                file_id = self._file_id[block.id]
-                if not self._has_undo:
-                    self.store.read(file_id, self._state_view(staged)).wait()
-                    restore(block, self._planes(staged))
-                else:
-                    undo_id = BlockId(file_id + len(self.blocks))
-                    self.store.read_uncommitted(undo_id, self._undo_view(staged)).wait()
-                    restore(block, {"param_undo": self._undo(staged)})
-        finally:
-            self._pool.give(buffer)
-            self.store.rollback()
-            self._writes.clear()
-            self._current = None
-            self._touched.clear()
-            self._next_read = 0
+        lost: list[NvmeError] = []
+        for block in from_disk:
+            try:
+                restore(block, self._read_undo(_Staged(block, buffer, None)))
+            except NvmeError as error:
+                lost.append(error)
+        self._pool.give(buffer)
+        self.store.rollback()
+        self._writes.clear()
+        self._current = None
+        self._touched.clear()
+        self._early.clear()
+        self._next_read = 0
+        if lost:
+            raise RollbackError(
+                f"the step failed, and so did reading back the weights of {len(lost)} of "
+                f"{len(self.blocks)} blocks: they are those of the step that failed. Load a "
+                f"checkpoint. First error: {lost[0]}"
+            ) from lost[0]
+
+    def _read_undo(self, staged: _Staged) -> Planes:
+        """What `restore` needs of a block that is no longer in memory."""
+        file_id = self._file_id[staged.block.id]
+        if not self._has_undo:
+            self.store.read(file_id, self._state_view(staged)).wait()
+            return self._planes(staged)
+        undo_id = BlockId(file_id + len(self.blocks))
+        self.store.read_uncommitted(undo_id, self._undo_view(staged)).wait()
+        return {"param_undo": self._undo(staged)}
+
+    def _early_undo(self, block: Block) -> Tensor:
+        """Memory for the parameters of a block that was read before the step began."""
+        if not self._early_slab.numel():
+            self._early_slab = torch.empty(self._depth, max(b.numel for b in self.blocks))
+        self._early[block.id] = self._early_slab[len(self._early)][: block.numel]
+        return self._early[block.id]
 
     def load(self, blocks: Sequence[Block], visit: Callable[[Block, Planes], None]) -> None:
         """Read committed blocks one after the other; `visit` must copy what it keeps."""
@@ -239,20 +291,47 @@ class NvmeState:
             if staged is not None:
                 self._pool.give(staged.buffer)
 
-    def replace(self, fill: Callable[[Block, Planes], None], step: int) -> None:
-        """Overwrite every block; `fill` gets the committed planes and changes them."""
+    def replace(
+        self, fill: Callable[[Block, Planes], None], step: int, blocks: Sequence[Block]
+    ) -> None:
+        """Overwrite blocks; `fill` gets the committed planes and changes them.
+
+        On an error every block keeps what it had.
+        """
         self._drop_reads()
-        for block in self._order:
-            staged = _Staged(block, self._take(), None)
-            self.store.read(self._file_id[block.id], self._state_view(staged)).wait()
-            fill(block, self._planes(staged))
-            self._submit_write(staged, with_undo=False)
+        self.store.check_step(self.written_bytes_per_step)
+        try:
+            for block in blocks:
+                self._current = _Staged(block, self._take(), None)
+                self.store.read(self._file_id[block.id], self._state_view(self._current)).wait()
+                fill(block, self._planes(self._current))
+                self._submit_write(self._current, with_undo=False)
+                self._current = None
+            self.store.flush()
+        except BaseException:
+            self.rollback(lambda block, planes: None)
+            raise
         self.commit(step)
+
+    def pin(self) -> PinnedState:
+        """Keep all blocks as they were committed last until they have been shown."""
+        self.store.check_process()
+        # the step after the next writes over them, in the order of this one's reversed
+        blocks = self._order[::-1]
+        pinned = self.store.pin([self._file_id[block.id] for block in blocks])
+        return PinnedState(blocks, self._file_id, self._layout, pinned, self._state_nbytes)
+
+    def empty_staging(self) -> None:
+        """Forget what was read ahead and give the memory of the buffers back to the system."""
+        self._drop_reads()
+        self._early_slab = torch.empty(0)
+        self._pool.empty()
 
     def close(self) -> None:
         """Wait for transfers and remove the files."""
-        for staged in self._reads:
-            _settle_quietly(staged.ticket)
+        if self.store.is_ours:
+            for staged in self._reads:
+                _settle_quietly(staged.ticket)
         self.store.close()
 
     def _submit_write(self, staged: _Staged, *, with_undo: bool) -> None:
@@ -289,6 +368,7 @@ class NvmeState:
 
     def _drop_reads(self) -> None:
         """Forget what was read ahead."""
+        self.store.check_process()
         for staged in self._reads:
             _settle_quietly(staged.ticket)
         self._give_all(self._reads)
@@ -317,14 +397,62 @@ class NvmeState:
         )
 
     def _planes(self, staged: _Staged) -> Planes:
-        numel = staged.block.numel
-        offsets = self._layout.offsets(numel)
-        return {
-            plane.name: torch.frombuffer(
-                staged.buffer.view, dtype=DTYPES[plane.dtype], count=numel, offset=offset
-            )
-            for plane, offset in zip(self._layout.planes, offsets, strict=True)
-        }
+        return _planes_in(staged.buffer, staged.block, self._layout)
+
+
+class PinnedState:
+    """Blocks on disk as one commit left them, to be shown once while steps go on."""
+
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        file_id: Mapping[BlockId, BlockId],
+        layout: StateLayout,
+        pinned: PinnedVersions,
+        buffer_nbytes: int,
+    ) -> None:
+        self._blocks = blocks
+        self._file_id = file_id
+        self._layout = layout
+        self._pinned = pinned
+        self._buffer_nbytes = buffer_nbytes
+
+    def visit(self, look: Callable[[Block, Planes], None]) -> None:
+        """Show every block, reading one ahead; in any thread. What is to be kept is copied."""
+        pool = BufferPool(2, self._buffer_nbytes)
+        ahead: deque[tuple[Block, Buffer, Ticket[int]]] = deque()
+        coming = iter(self._blocks)
+        try:
+            while True:
+                while pool.num_free and (block := next(coming, None)) is not None:
+                    buffer = pool.take()
+                    ticket = self._pinned.read(self._file_id[block.id], buffer.view)
+                    ahead.append((block, buffer, ticket))
+                if not ahead:
+                    return
+                block, buffer, ticket = ahead.popleft()
+                self._pinned.check(self._file_id[block.id], ticket.wait())
+                look(block, _planes_in(buffer, block, self._layout))
+                self._pinned.let_go(self._file_id[block.id])
+                pool.give(buffer)
+        finally:
+            for _, _, ticket in ahead:
+                _settle_quietly(ticket)
+
+    def close(self) -> None:
+        """Let go of all blocks."""
+        self._pinned.close()
+
+
+def _planes_in(buffer: Buffer, block: Block, layout: StateLayout) -> Planes:
+    """A block's planes as views of the buffer that holds it."""
+    offsets = layout.offsets(block.numel)
+    return {
+        plane.name: torch.frombuffer(
+            buffer.view, dtype=DTYPES[plane.dtype], count=block.numel, offset=offset
+        )
+        for plane, offset in zip(layout.planes, offsets, strict=True)
+    }
 
 
 def _ready(ticket: Ticket[object] | None) -> bool:

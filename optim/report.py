@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+from collections import deque
 from dataclasses import dataclass, field
 
 from gemini.tickets import Done, Ticket
+
+log = logging.getLogger("gemini")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,7 @@ class Outcome:
     skipped: bool = False
     grad_norm: float | None = None  # over all ranks, before clipping; None where not asked for
     nonfinite: str | None = None  # the first parameter with a NaN or an Inf, and its rank
+    loss_scale: float = 1.0  # that the gradients of this step carried
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +58,7 @@ class StepReport:
     outcome: Ticket[Outcome] = field(default_factory=lambda: Done(Outcome()))
     traffic: Traffic = field(default_factory=Traffic)
     stalled_seconds: float = 0.0  # waited for the disk
+    nvme_written_total: int = 0  # bytes, since the state was made: what wears the disk
     update_path: str = "cpu"  # or "triton"
 
     @property
@@ -62,10 +68,44 @@ class StepReport:
 
     @property
     def grad_norm(self) -> float | None:
-        """L2 norm over all parameters and ranks, before clipping."""
+        """Over all parameters and ranks, unscaled, before clipping: L2, or what was clipped."""
         return self.outcome.wait().grad_norm
 
     @property
     def nonfinite(self) -> str | None:
         """Name of the first parameter with a NaN or an Inf, and the rank that saw it."""
         return self.outcome.wait().nonfinite
+
+    @property
+    def loss_scale(self) -> float:
+        """What the gradients of this step were multiplied with; 1 without a loss scale."""
+        return self.outcome.wait().loss_scale
+
+
+class NonFiniteGradientError(ArithmeticError):
+    """A gradient has a NaN or an Inf, and `on_nonfinite="raise"`; nothing was changed."""
+
+    def __init__(self, message: str, report: StepReport) -> None:
+        super().__init__(message)
+        self.report = report
+
+
+class SkipLog:
+    """Warns once for a burst of skipped steps, as soon as an outcome is known; waits for none."""
+
+    def __init__(self) -> None:
+        self._unread: deque[Ticket[Outcome]] = deque()
+        self._in_burst = False
+
+    def add(self, report: StepReport) -> None:
+        self._unread.append(report.outcome)
+        while self._unread and self._unread[0].ready():
+            outcome = self._unread.popleft().wait()
+            if outcome.skipped and not self._in_burst:
+                log.warning(
+                    "step skipped: the gradient of %s is not finite (loss scale %g); the steps "
+                    "that are skipped right after it are not logged",
+                    outcome.nonfinite,
+                    outcome.loss_scale,
+                )
+            self._in_burst = outcome.skipped

@@ -76,6 +76,7 @@ class HybridSGD(TieredOptimizer):
         nvme_offload_fraction: float = 0.0,
         nvme_offload_dir: Folders = None,
         *,
+        nvme_write_budget: int | str | None = None,
         nvme: NvmeConfig | None = None,
         cpu_path: str = "eager",
     ) -> None:
@@ -85,6 +86,7 @@ class HybridSGD(TieredOptimizer):
             SGDRule(),
             nvme_offload_fraction=nvme_offload_fraction,
             nvme_offload_dir=nvme_offload_dir,
+            nvme_write_budget=nvme_write_budget,
             nvme=nvme,
             cpu_path=cpu_path,
         )

@@ -3,26 +3,76 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from .clipping import Clip
 from .config import StateConfig
 from .report import StepReport
 from .rules import UpdateRule
+from .scaler import Scaler
+from .state_stream import Look, RunSpec, Source, StateSnapshot
 
 Group = dict[str, Any]  # a torch.optim param group
+
+
+@dataclass(frozen=True, slots=True)
+class AmpInputs:
+    """What `torch.amp.GradScaler` hands to an optimizer for one step."""
+
+    grad_scale: Tensor | None  # 0-d: gradients are to be divided by it
+    found_inf: Tensor | None  # 0-d: above 0 where a gradient is not finite
 
 
 class Target(Protocol):
     """Parameters, gradients and state of some param groups, wherever they live."""
 
-    def step(self, groups: Sequence[Group]) -> StepReport:
+    def step(self, groups: Sequence[Group], amp: AmpInputs | None = None) -> StepReport:
         """One update. On an error the parameters and the state are those of the last step."""
         ...
 
-    def zero_grad(self) -> None:
-        """Drop gradients that the target holds outside `p.grad`."""
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Drop gradients that the target holds outside `p.grad`, or make them zeros."""
+        ...
+
+    def set_groups(self, groups: Sequence[Group]) -> None:
+        """All groups, after one was added over parameters that the target has already."""
+        ...
+
+    @property
+    def names(self) -> Mapping[int, str] | None:
+        """Name by id of the parameter, by which a state dict is keyed; None: by position."""
+        ...
+
+    @property
+    def counters(self) -> Scaler | None:
+        """Loss scale and skipped steps, which belong to a state dict."""
+        ...
+
+    def shown_state(self) -> Mapping[Tensor, dict[str, Tensor]]:
+        """Views of the state that costs nothing to show, for `optimizer.state`."""
+        ...
+
+    def clip(self, clip: Clip) -> Tensor | None:
+        """Clip the gradients of the coming step; the norm before, where a norm is asked for."""
+        ...
+
+    def visit_state(self, look: Look) -> None:
+        """Show this process's state run by run; see `optim.state_stream`."""
+        ...
+
+    def state_runs(self) -> Sequence[RunSpec]:
+        """What `visit_state` shows, in its order."""
+        ...
+
+    def snapshot_state(self) -> StateSnapshot:
+        """The same as it is now, to be shown while training goes on."""
+        ...
+
+    def fill_state(self, source: Source) -> None:
+        """Replace this process's state run by run."""
         ...
 
     def offloaded_state(self) -> Mapping[Tensor, dict[str, Tensor]]:
@@ -31,6 +81,10 @@ class Target(Protocol):
 
     def load_state(self, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
         """Take over state, shaped like the parameters."""
+        ...
+
+    def movable(self) -> Sequence[Tensor]:
+        """Parameters, gradients and state in memory, for `optim.parking`. Nothing is under way."""
         ...
 
     @property

@@ -11,6 +11,7 @@ host memory is streamed: it travels to the device, is updated by the same kernel
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -18,14 +19,23 @@ from torch import Tensor
 
 from gemini.units import ParamId
 from kernels_triton import ops
-from kernels_triton.control import BAD, LOSS_SCALE, MAX_NORM, NORM, NUM_CONTROL, SUM
+from kernels_triton.fields import (
+    BAD,
+    MAX_NORM,
+    MAX_VALUE,
+    NORM,
+    SUM,
+    USED_SCALE,
+)
 from kernels_triton.frame import NUM_COEFFICIENTS, NUM_HYPER, is_interpreted
 from kernels_triton.tiles import Segment, choose_launch, segment_table, tile_table
 
+from .clipping import Clip
 from .cpu_path import Piece
 from .nvme_state import DTYPES
 from .report import Outcome, Traffic
 from .rules import UpdateRule
+from .scaler import Scaler
 from .space import Block
 from .state_layout import StateLayout
 from .updaters import PiecesOf, Planes
@@ -35,18 +45,30 @@ RING = 4  # hyperparameter uploads that may be in flight
 
 
 class TritonUpdater:
-    """One rule on one device. `group_of[i]` is the param group of parameter, or counter, i."""
+    """One rule on one device. `group_of[i]` is the param group of parameter, or counter, i.
+
+    scaler: whose control vector the kernels use; one without a loss scale where None.
+    stochastic: bf16 parameters without a master are rounded at random.
+    """
 
     name = "triton"
 
     def __init__(
-        self, rule: UpdateRule, layout: StateLayout, group_of: Sequence[int], device: torch.device
+        self,
+        rule: UpdateRule,
+        layout: StateLayout,
+        group_of: Sequence[int],
+        device: torch.device,
+        scaler: Scaler | None = None,
+        *,
+        stochastic: bool = False,
     ) -> None:
         n = len(group_of)
         self._rule = rule
         self._layout = layout
         self._device = device
-        self._groups = torch.tensor(group_of, dtype=torch.int64).to(device)
+        self._stochastic = stochastic
+        self.set_groups(group_of)
         self._hyper = torch.zeros(1, NUM_HYPER, dtype=torch.float64, device=device)
         self._hyper_rows: list[tuple[float, ...]] = []
         self._uploads: list[Tensor] = []
@@ -60,13 +82,19 @@ class TritonUpdater:
         self.steps = torch.zeros(n, dtype=torch.int64, device=device)
         self.present = torch.ones(n, dtype=torch.float64, device=device)
         self._active = list(range(n))
-        self.control = torch.zeros(NUM_CONTROL, dtype=torch.float64, device=device)
-        self.set_limits(max_norm=0.0)
+        self.scaler = scaler or Scaler(None, device)
+        self.control = self.scaler.control
+        self.set_limits(Clip())
 
-    def set_limits(self, max_norm: float, loss_scale: float = 1.0) -> None:
-        """What steps clip to (0: nothing), and what gradients are divided by."""
-        self.control[MAX_NORM] = max_norm
-        self.control[LOSS_SCALE] = loss_scale
+    def set_groups(self, group_of: Sequence[int]) -> None:
+        """The param group of every counter."""
+        self._groups = torch.tensor(group_of, dtype=torch.int64).to(self._device)
+
+    def set_limits(self, clip: Clip) -> None:
+        """What the next steps clip to."""
+        self._norm_type = clip.norm_type
+        self.control[MAX_NORM] = clip.max_norm
+        self.control[MAX_VALUE] = 0.0 if math.isinf(clip.max_value) else clip.max_value
 
     def set_present(self, counters: Sequence[int]) -> None:
         """Which parameters have a gradient; the others keep their state and their count."""
@@ -77,7 +105,7 @@ class TritonUpdater:
             self.present.copy_(present, non_blocking=True)
 
     def measure(self, pieces: Sequence[Piece]) -> None:
-        """L2 norm and overflow of the pieces' gradients, tile by tile; `begin` finishes it."""
+        """Norm and overflow of the pieces' gradients, tile by tile; `begin` finishes it."""
         tables = self._table("norm", pieces, None, ops.NORM_TILE)
         num_tiles = tables.tiles.shape[0]
         if self._sums.numel() < num_tiles:
@@ -86,22 +114,37 @@ class TritonUpdater:
         for (_, grad_dtype), lo, hi in tables.ranges:
             ops.grad_norm(
                 tables.tiles[lo:hi], tables.segments, self._sums[lo:hi], self._bad[lo:hi],
-                self.control, [], grad_dtype, 2.0,
+                self.control, [], grad_dtype, self._norm_type,
             )  # fmt: skip
         self._norm_tiles = [tables.tiles, self._sums[:num_tiles], self._bad[:num_tiles]]
 
+    def finish_measure(self) -> None:
+        """What `measure` found to SUM and BAD, for `begin` to take it from there."""
+        ops.finish_norm(*self._norm_tiles, self.control, self._norm_type)
+        self._norm_tiles = []
+
     def read_measure(self) -> tuple[float, ParamId | None]:
-        """What `measure` found, read by the host: sum of squares, first bad counter. Waits."""
-        ops.finish_norm(*self._norm_tiles, self.control, 2.0)
+        """What `measure` found, read by the host: sum of |g|^p, first bad counter. Waits."""
+        self.finish_measure()
         control = self.control.tolist()
         bad = int(control[BAD])
         return control[SUM], ParamId(self.measured_rows[bad - 1].counter) if bad else None
 
-    def set_measure(self, sum_of_squares: float) -> None:
+    def set_measure(self, power_sum: float) -> None:
         """What all ranks agreed on, in place of what this rank measured."""
         self._norm_tiles = []
-        self.control[SUM] = sum_of_squares
+        self.control[SUM] = power_sum
         self.control[BAD] = 0.0
+
+    def set_amp(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+        """What torch.amp.GradScaler found, in place of a measure; nothing is waited for."""
+        self.set_measure(0.0)
+        if grad_scale is None:
+            self.scaler.scale.fill_(1.0)
+        else:
+            self.scaler.scale.copy_(grad_scale)
+        if found_inf is not None:
+            self.control[BAD] = found_inf.to(self.control) > 0
 
     @property
     def measured_rows(self) -> tuple[Segment, ...]:
@@ -113,7 +156,7 @@ class TritonUpdater:
         self._upload([self._rule.hyper_row(hyper) for hyper in hypers])
         ops.prologue(
             self._rule.name, self._groups, self._hyper, self.steps, self.present,
-            self._coefficients, self.control, self._norm_tiles, with_norm,
+            self._coefficients, self.control, self._norm_tiles, with_norm, self._norm_type,
         )  # fmt: skip
 
     def update_staged(self, block: Block, planes: Planes, pieces_of: PiecesOf) -> bool:
@@ -153,7 +196,7 @@ class TritonUpdater:
             ops.update(
                 self._rule.name, tables.tiles[lo:hi], tables.segments, self._coefficients,
                 self.control, planes, [], [], param_dtype, grad_dtype, launch.block,
-                launch.num_warps,
+                launch.num_warps, self._stochastic,
             )  # fmt: skip
 
     def _upload(self, rows: list[tuple[float, ...]]) -> None:
@@ -220,20 +263,23 @@ def segments_of(pieces: Sequence[Piece], slab: Tensor | None) -> list[tuple[Dtyp
             first = piece.master if piece.master is not None else piece.planes[0]
             state = (first.data_ptr() - slab.data_ptr()) // slab.element_size()
         segment = Segment(
-            piece.param.data_ptr(), piece.grad.data_ptr(), state, piece.param.numel(), piece.counter
-        )
+            piece.param.data_ptr(), piece.grad.data_ptr(), state, piece.param.numel(),
+            piece.counter, piece.first,
+        )  # fmt: skip
         if found:
             last_dtypes, last = found[-1]
             if (
                 last_dtypes == dtypes
                 and last.counter == segment.counter
+                and last.first + last.numel == segment.first
                 and last.param + last.numel * dtypes[0].itemsize == segment.param
                 and last.grad + last.numel * dtypes[1].itemsize == segment.grad
                 and (slab is None or last.state + last.numel == segment.state)
             ):
                 segment = Segment(
-                    last.param, last.grad, last.state, last.numel + segment.numel, last.counter
-                )
+                    last.param, last.grad, last.state, last.numel + segment.numel, last.counter,
+                    last.first,
+                )  # fmt: skip
                 found.pop()
         found.append((dtypes, segment))
     return found
@@ -242,7 +288,7 @@ def segments_of(pieces: Sequence[Piece], slab: Tensor | None) -> list[tuple[Dtyp
 class DeviceOutcome:
     """A step's outcome that is still on the device; reading it waits for the device once."""
 
-    def __init__(self, updater: TritonUpdater, names: Sequence[str]) -> None:
+    def __init__(self, updater: TritonUpdater, names: Sequence[str] | None) -> None:
         control = updater.control
         self._event: torch.cuda.Event | None = None
         self._control = torch.empty_like(control, device="cpu", pin_memory=control.is_cuda)
@@ -250,7 +296,8 @@ class DeviceOutcome:
         if control.is_cuda:
             self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(control.device))
-        self._rows, self._names = updater.measured_rows, names
+        self._names = names  # of the counters; None where nothing was measured here
+        self._rows = updater.measured_rows if names is not None else ()
 
     def ready(self) -> bool:
         return self._event is None or bool(self._event.query())
@@ -259,5 +306,8 @@ class DeviceOutcome:
         if self._event is not None:
             self._event.synchronize()
         bad = int(self._control[BAD])
-        where = f"{self._names[self._rows[bad - 1].counter]} on rank 0" if bad else None
-        return Outcome(bad > 0, float(self._control[NORM]), where)
+        where = None
+        if bad and self._names is not None:
+            where = f"{self._names[self._rows[bad - 1].counter]} on rank 0"
+        scale = float(self._control[USED_SCALE])
+        return Outcome(bad > 0, float(self._control[NORM]), where, scale)

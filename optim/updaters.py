@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import cpu_path
 from .compiled_path import CompiledUpdate
-from .cpu_path import CpuWorkers, Piece
+from .cpu_path import NOTHING_CHANGED, CpuWorkers, Piece, StepInputs
 from .report import Traffic
 from .rules import UpdateRule
 from .space import Block
@@ -42,11 +42,11 @@ class Updater(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CpuUpdater:
-    """State in host memory, updated there. `factor` multiplies every gradient of this step."""
+    """State in host memory, updated there."""
 
     workers: CpuWorkers
     rule: UpdateRule
-    factor: float = 1.0
+    inputs: StepInputs = NOTHING_CHANGED
     compiled: CompiledUpdate | None = None
 
     @property
@@ -65,9 +65,9 @@ class CpuUpdater:
 
     def _update(self, pieces: Sequence[Piece]) -> None:
         if self.compiled is not None:
-            self.compiled.update(pieces, self.factor)
+            self.compiled.update(pieces, self.inputs)
         else:
-            cpu_path.update(self.workers, self.rule, pieces, self.factor)
+            cpu_path.update(self.workers, self.rule, pieces, self.inputs)
 
     def traffic(self) -> Traffic:
         return Traffic()

@@ -45,16 +45,18 @@ def sources():
     launch = choose_launch(28, interpreted=False, largest_numel=1 << 20)
     tables = {"tiles": "*i32", "segments": "*i64", "coefficients": "*fp32", "control": "*fp64"}
     for rule, kernel in KERNELS.items():
-        for param, grad, master in (
-            (tl.bfloat16, tl.bfloat16, True), (tl.float16, tl.float16, True),
-            (tl.float32, tl.float32, False), (tl.bfloat16, tl.float32, True),
+        for param, grad, master, stochastic in (
+            (tl.bfloat16, tl.bfloat16, True, False), (tl.float16, tl.float16, True, False),
+            (tl.float32, tl.float32, False, False), (tl.bfloat16, tl.float32, True, False),
+            (tl.bfloat16, tl.bfloat16, False, True),
         ):  # fmt: skip
             pointers = {**tables, "master": "*fp32", "state0": "*fp32", "state1": "*fp32"}
             constants = {
                 "FORMULA": kernel.formula, "NUM_PLANES": kernel.num_planes, "PARAM_DTYPE": param,
-                "GRAD_DTYPE": grad, "HAS_MASTER": master, "BLOCK": launch.block,
+                "GRAD_DTYPE": grad, "HAS_MASTER": master, "STOCHASTIC": stochastic,
+                "BLOCK": launch.block,
             }  # fmt: skip
-            name = f"update-{rule}-{param}-{grad}"
+            name = f"update-{rule}-{param}-{grad}{'-stochastic' if stochastic else ''}"
             yield name, source(update_kernel, pointers, constants), launch.num_warps
         pointers = {
             "groups": "*i64", "hyper": "*fp64", "steps": "*i64", "present": "*fp64",
@@ -63,7 +65,7 @@ def sources():
         }  # fmt: skip
         constants = {
             "RULE_COEFFICIENTS": kernel.coefficients, "WITH_NORM": True, "FROM_TILES": True,
-            "AT_ONCE": COUNTERS_AT_ONCE, "TILES_AT_ONCE": FINISH_AT_ONCE,
+            "NORM": 2, "AT_ONCE": COUNTERS_AT_ONCE, "TILES_AT_ONCE": FINISH_AT_ONCE,
         }  # fmt: skip
         yield f"prologue-{rule}", source(prologue_kernel, pointers, constants), 4
     for norm in (0, 1, 2, -1):

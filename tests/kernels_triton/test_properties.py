@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels_triton import ops
-from kernels_triton.control import NUM_CONTROL
+from kernels_triton.fields import LOSS_SCALE, NUM_CONTROL
 from kernels_triton.frame import NUM_COEFFICIENTS, NUM_HYPER, is_interpreted
 from kernels_triton.tiles import Segment, segment_table, tile_table
 from optim.adam import AdamRule
@@ -105,7 +105,9 @@ def test_neighbouring_pieces_become_one_segment(numels, owners):
     pieces, at = [], 0
     for i, n in enumerate(numels):
         s = slice(at, at + n)
-        pieces.append(Piece(param[s], grad[s], None, (slab[s],), None, 0, (owners >> i) & 1))
+        pieces.append(
+            Piece(param[s], grad[s], None, (slab[s],), None, 0, (owners >> i) & 1, first=at)
+        )
         at += n
     found = [segment for _, segment in segments_of(pieces, slab)]
     assert sum(segment.numel for segment in found) == sum(numels)
@@ -119,7 +121,7 @@ def test_ops_declare_what_they_change():
     segments = segment_table([Segment(param.data_ptr(), grad.data_ptr(), 0, numel, 0)], DEVICE)
     tiles = tile_table([numel], 128, DEVICE)
     control = torch.zeros(NUM_CONTROL, dtype=torch.float64, device=DEVICE)
-    control[6] = 1.0
+    control[LOSS_SCALE] = 1.0
     coefficients = torch.zeros(n, NUM_COEFFICIENTS, device=DEVICE)
     integers = torch.zeros(n, dtype=torch.int64, device=DEVICE)
     present = torch.ones(n, dtype=torch.float64, device=DEVICE)

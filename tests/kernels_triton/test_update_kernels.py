@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kernels_triton import ops
-from kernels_triton.control import LOSS_SCALE, NUM_CONTROL
+from kernels_triton.fields import LOSS_SCALE, NUM_CONTROL
 from kernels_triton.frame import NUM_COEFFICIENTS, NUM_HYPER, is_interpreted  # fmt: skip
 from kernels_triton.tiles import Segment, choose_launch, segment_table, tile_table
 from optim.formulas import adam_coefficients

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from optim.adam import AdamRule
-from optim.cpu_path import TILE_NUMEL, CpuWorkers, Piece, grad_sum, update
+from optim.cpu_path import TILE_NUMEL, CpuWorkers, Piece, StepInputs, grad_sum, update
 from optim.formulas import adam
 
 SIZES = [1, 3, 17, 1023, 1025, TILE_NUMEL - 1, TILE_NUMEL + 1, 1_000_007]
@@ -22,7 +22,7 @@ def test_sum_of_squares_is_that_of_fp64(workers, dtype):
     grads = [torch.randn(n).to(dtype) for n in SIZES]
     want = sum(float(g.double().pow(2).sum()) for g in grads)
     found = grad_sum(workers, grads)
-    assert found.sum_of_squares == pytest.approx(want, rel=1e-6)
+    assert found.power_sum == pytest.approx(want, rel=1e-6)
     assert found.first_nonfinite is None
 
 
@@ -31,7 +31,7 @@ def test_sum_of_squares_does_not_depend_on_the_number_of_workers():
     sums = set()
     for n in (1, 2, 3):
         workers = CpuWorkers(n)
-        sums.add(grad_sum(workers, grads).sum_of_squares)
+        sums.add(grad_sum(workers, grads).power_sum)
         workers.close()
     assert len(sums) == 1
 
@@ -48,7 +48,7 @@ def test_the_first_tensor_that_is_not_finite_is_found(workers, dtype, value):
 def test_a_square_that_overflows_fp32_is_no_overflow_of_the_gradient(workers):
     found = grad_sum(workers, [torch.tensor([1e30, 3.0]), torch.ones(5)])
     assert found.first_nonfinite is None
-    assert found.sum_of_squares == pytest.approx(1e60, rel=1e-6)
+    assert found.power_sum == pytest.approx(1e60, rel=1e-6)
 
 
 def test_workers_leave_the_main_threads_setting_alone():
@@ -107,7 +107,7 @@ def test_update_is_the_formula_within_a_few_ulp(workers, grad_dtype, has_master)
             coefficients,
         )  # fmt: skip
         old = [t.clone() for t in (fp32, *piece.planes)]
-        update(workers, AdamRule(), [piece], 0.5)
+        update(workers, AdamRule(), [piece], StepInputs(0.5))
         for got, exact, was in zip((fp32, *piece.planes), want, old, strict=True):
             ulp = torch.maximum(exact.abs(), was.abs()) * 2**-23
             assert float(((got - exact).abs() / ulp).max()) <= 8
@@ -119,9 +119,9 @@ def test_update_is_the_formula_within_a_few_ulp(workers, grad_dtype, has_master)
 def test_cutting_a_piece_changes_no_bit(workers, cut):
     whole = make_piece(4 * TILE_NUMEL, torch.bfloat16, True)
     parts = make_piece(4 * TILE_NUMEL, torch.bfloat16, True)
-    update(workers, AdamRule(), [whole], 0.3)
+    update(workers, AdamRule(), [whole], StepInputs(0.3))
     pieces = [parts.cut(a, a + cut) for a in range(0, 4 * TILE_NUMEL, cut)]
-    update(workers, AdamRule(), pieces[::-1] if cut > 64 else pieces, 0.3)
+    update(workers, AdamRule(), pieces[::-1] if cut > 64 else pieces, StepInputs(0.3))
     for a, b in zip(
         (whole.master, whole.param, *whole.planes),
         (parts.master, parts.param, *parts.planes),

@@ -13,6 +13,7 @@ from torch import nn
 from gemini import GeminiDDP
 from optim import HybridAdam
 from optim.adam import AdamRule
+from optim.clipping import Clip
 from optim.cpu_path import Piece
 from optim.triton_path import TritonUpdater
 
@@ -56,14 +57,24 @@ def test_a_step_on_a_plain_module_never_waits(no_synchronisation):
         optimizer.step()
 
 
-def test_a_step_of_an_engine_never_waits_and_its_report_is_read_later(no_synchronisation):
+@pytest.mark.parametrize(("precision", "max_norm"), [("bf16", 1.0), ("fp16", 1.0), ("fp16", 0.0)])
+def test_a_step_of_an_engine_never_waits_and_its_report_is_read_later(
+    no_synchronisation, precision, max_norm
+):
+    """With the loss scale too, and with a clip that is called for each step."""
     torch.cuda.set_sync_debug_mode("default")
-    model = GeminiDDP(nn.Sequential(nn.Linear(64, 999), nn.Linear(999, 64)), max_norm=1.0)
+    model = GeminiDDP(
+        nn.Sequential(nn.Linear(64, 999), nn.Linear(999, 64)),
+        precision=precision,
+        max_norm=max_norm,
+    )
     optimizer = HybridAdam(model.parameters(), lr=1e-3)
     x = torch.randn(8, 64, device="cuda")
     for step in range(4):
         torch.cuda.set_sync_debug_mode("error" if step > 1 else "default")
         model(x).float().pow(2).mean().backward()
+        if max_norm == 0:
+            optimizer.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
     torch.cuda.set_sync_debug_mode("default")
@@ -88,7 +99,7 @@ def test_a_step_is_captured_in_a_graph_and_replayed():
         torch.manual_seed(0)
         pieces, slabs = pieces_and_slabs()
         updater = TritonUpdater(RULE, RULE.layout, [0] * 3, torch.device("cuda"))
-        updater.set_limits(max_norm=0.5)
+        updater.set_limits(Clip(max_norm=0.5))
 
         def step(updater=updater, pieces=pieces, slabs=slabs):
             updater.measure(pieces)
@@ -115,7 +126,7 @@ def test_norm_clip_and_update_of_500_tensors_are_at_most_three_launches():
     """Sums of tiles; the prologue, which finishes them; the update."""
     pieces, slabs = pieces_and_slabs([1 + 37 * i for i in range(500)])
     updater = TritonUpdater(RULE, RULE.layout, [0] * 500, torch.device("cuda"))
-    updater.set_limits(max_norm=0.5)
+    updater.set_limits(Clip(max_norm=0.5))
     with torch.profiler.profile() as profile:
         for turn in range(2):
             if turn:

@@ -1,0 +1,58 @@
+"""What a step clips gradients to, as a value. Pure."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+NORM_TYPES = (1.0, 2.0, math.inf)
+
+
+@dataclass(frozen=True, slots=True)
+class Clip:
+    """A limit on gradients, after they are unscaled.
+
+    max_norm: over all parameters and ranks; 0 does not clip.
+    max_value: of every element's magnitude; inf does not clip.
+
+    Raises ValueError for a limit that is none, and for a norm other than 1, 2 and inf.
+    """
+
+    max_norm: float = 0.0
+    norm_type: float = 2.0
+    max_value: float = math.inf
+
+    def __post_init__(self) -> None:
+        if not self.max_norm >= 0:
+            raise ValueError(f"max_norm={self.max_norm} is negative; 0 does not clip")
+        if not self.max_value > 0:
+            raise ValueError(f"clip_value={self.max_value}; expected a positive number")
+        if self.norm_type not in NORM_TYPES:
+            raise ValueError(f"norm_type={self.norm_type}; expected 1, 2 or inf")
+
+    def factor(self, norm: float) -> float:
+        """What gradients of this norm are multiplied with.
+
+        As torch.nn.utils.clip_grad_norm_: max_norm / (norm + 1e-6), at most 1.
+        """
+        if self.max_norm == 0:
+            return 1.0
+        return min(1.0, self.max_norm / (norm + 1e-6))
+
+    def norm(self, power_sum: float) -> float:
+        """From the sum of |g|^p, or from the largest |g|."""
+        return math.sqrt(power_sum) if self.norm_type == 2 else power_sum
+
+
+def combined(power_sums: list[float], norm_type: float) -> float:
+    """Of all parts together: their sum, correctly rounded in any order, or their maximum."""
+    if norm_type == math.inf:
+        return max(power_sums, default=0.0)
+    return math.fsum(power_sums)
+
+
+def asked_norm(max_norm: float, norm_type: float) -> Clip:
+    """What a call of `clip_grad_norm_` asks for. Raises ValueError."""
+    if not max_norm > 0:
+        raise ValueError(f"max_norm={max_norm}; expected a positive number (inf only measures)")
+    return Clip(max_norm=float(max_norm), norm_type=float(norm_type))

@@ -1,0 +1,67 @@
+"""Param groups from a state dict: checked, and merged into those of an optimizer. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .rules import UpdateRule
+
+Group = Mapping[str, Any]
+
+# options of torch.optim's optimizers that change the update, and the value that we have
+_FIXED = {"amsgrad": False, "maximize": False, "nesterov": False, "dampening": 0}
+# how torch computes it, which is not ours to take over
+_IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
+
+
+def merged_groups(
+    mine: Sequence[Group],
+    saved: Sequence[Group],
+    names: Mapping[int, str] | None,
+    rule: UpdateRule,
+) -> list[dict[str, Any]]:
+    """`saved` groups as this optimizer's: what they lack is kept, what only torch has is dropped.
+
+    names: of the parameters by id, where state dicts are keyed by name.
+    Raises ValueError for other groups than `mine`, and for options that change the update.
+    """
+    if len(mine) != len(saved):
+        raise ValueError(
+            f"the state dict has {len(saved)} param groups and this optimizer has {len(mine)}; "
+            "make it with the same groups"
+        )
+    merged = []
+    for index, (ours, theirs) in enumerate(zip(mine, saved, strict=True)):
+        _check_params(index, ours, theirs, names)
+        for option, value in _FIXED.items():
+            if theirs.get(option, value) != value:
+                raise ValueError(
+                    f"param group {index} of the state dict has {option}={theirs[option]!r}, "
+                    "which this optimizer does not have"
+                )
+        group = {**ours, "params": list(theirs["params"])}
+        dropped = {*_FIXED, *_IMPLEMENTATION, "params", "decoupled_weight_decay"}
+        group |= {key: value for key, value in theirs.items() if key not in dropped}
+        if "adamw_mode" in ours and "adamw_mode" not in theirs:
+            group["adamw_mode"] = theirs.get("decoupled_weight_decay", ours["adamw_mode"])
+        rule.hyper(group)
+        merged.append(group)
+    return merged
+
+
+def _check_params(index: int, ours: Group, theirs: Group, names: Mapping[int, str] | None) -> None:
+    if len(ours["params"]) != len(theirs["params"]):
+        raise ValueError(
+            f"param group {index} of the state dict has {len(theirs['params'])} parameters and "
+            f"this optimizer's has {len(ours['params'])}"
+        )
+    if names is None:
+        return
+    here = {names[id(param)] for param in ours["params"]}
+    for name in theirs["params"]:
+        if isinstance(name, str) and name not in here:
+            raise ValueError(
+                f"param group {index} of the state dict has parameter {name}, which is not in "
+                "this optimizer's; make it with the same groups"
+            )
