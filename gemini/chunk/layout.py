@@ -2,15 +2,15 @@
 
 W world size · C capacity of a chunk · S numel of a shard, all in elements
 
-A chunk holds whole parameters in layout order, each at a multiple of 64. Its payload is what is
-gathered: W shards of S elements, S a multiple of 256, with S * W as small as holds its parameters.
-So capacity that is left over is neither stored nor sent.
+A chunk is a run of whole parameters of one key in layout order, each at a multiple of 64. Its
+payload is what is gathered: W shards of S elements, S a multiple of 256, with S * W as small as
+holds its parameters. So capacity that is left over is neither stored nor sent.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -25,16 +25,21 @@ from gemini.units import (
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
+GroupKey = tuple[str, str, bool]  # (process group, dtype, trainable)
+
 
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
-    """What the layout needs to know of one parameter; tied parameters are one spec."""
+    """What the layout needs to know of one parameter.
+
+    Tied parameters are one spec: it has the first name, `aliases` the others.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str  # of the chunk that holds it: the compute dtype
     trainable: bool = True
-    aliases: tuple[str, ...] = ()  # other names of the same parameter
+    aliases: tuple[str, ...] = ()  # its tied names, in registration order
     group: str = "world"  # the process group it is sharded over
 
     @property
@@ -42,8 +47,13 @@ class ParamSpec:
         return prod(self.shape)
 
     @property
-    def key(self) -> tuple[str, str, bool]:
-        """Parameters of different keys never share a chunk."""
+    def names(self) -> tuple[str, ...]:
+        """All names it has in the module."""
+        return (self.name, *self.aliases)
+
+    @property
+    def key(self) -> GroupKey:
+        """Parameters of different keys never share a chunk: frozen ones have no gradient."""
         return (self.group, self.dtype, self.trainable)
 
 
@@ -66,6 +76,11 @@ class ChunkSpec:
     slots: tuple[Slot, ...]
     shard_numel: Numel  # S
     num_shards: int  # W
+    group: str = "world"  # the process group it is sharded over
+
+    @property
+    def key(self) -> GroupKey:
+        return (self.group, self.dtype, self.trainable)
 
     @property
     def used_numel(self) -> int:
@@ -108,50 +123,56 @@ class ShardPart:
 class ChunkLayout:
     """Where every parameter lies. The same on all ranks; `digest` proves it."""
 
-    params: tuple[ParamSpec, ...]
-    chunks: tuple[ChunkSpec, ...]
-    capacity: Numel
+    params: tuple[ParamSpec, ...]  # registration order
+    chunks: tuple[ChunkSpec, ...]  # by their first parameter in layout order
+    capacities: tuple[tuple[GroupKey, Numel], ...]  # of every key there is, sorted
     world_size: int
 
     @classmethod
     def build(
         cls,
         params: Sequence[ParamSpec],
-        capacity: int,
+        capacity: int | Mapping[GroupKey, int],
         world_size: int = 1,
-        order: Sequence[ParamId] | None = None,
+        order: Sequence[str] | None = None,
     ) -> ChunkLayout:
-        """Pack parameters in `order` (registration order when None), one open chunk for each key.
+        """Pack parameters in layout order, one open chunk for each key.
 
         A parameter that does not fit in what is left of the open chunk closes it; one that is
-        larger than `capacity` gets a chunk of its own.
+        larger than the capacity gets a chunk of its own. `capacity` is in elements, one for all
+        keys or one for each. `order` is a trace, see `layout_order`.
+
+        Raises ValueError for a capacity or world size below 1, a key without a capacity, a name
+        that two parameters have, and a trace that names what is not there.
         """
-        if capacity < 1 or world_size < 1:
+        sequence = layout_order(params, order)
+        keys = sorted({spec.key for spec in params})
+        capacities = {key: _capacity_of(key, capacity) for key in keys}
+        if min(capacities.values(), default=1) < 1 or world_size < 1:
             raise ValueError(f"capacity={capacity} and world_size={world_size} must be positive")
-        if order is None:
-            order = [ParamId(i) for i in range(len(params))]
-        if sorted(order) != list(range(len(params))):
-            raise ValueError("order must name every parameter once")
-        open_slots: dict[tuple[str, str, bool], list[Slot]] = {}
-        closed: list[tuple[tuple[str, str, bool], tuple[Slot, ...]]] = []
-        for param in order:
+        open_slots: dict[GroupKey, list[Slot]] = {}
+        closed: list[tuple[GroupKey, tuple[Slot, ...]]] = []
+        for param in sequence:
             spec = params[param]
             slots = open_slots.setdefault(spec.key, [])
             end = align_up(slots[-1].offset + slots[-1].numel, PARAM_ALIGN_NUMEL) if slots else 0
-            if slots and end + spec.numel > capacity:
+            if slots and end + spec.numel > capacities[spec.key]:
                 closed.append((spec.key, tuple(slots)))
                 slots = open_slots[spec.key] = []
                 end = 0
             slots.append(Slot(param, end, spec.numel))
-        closed += [(key, tuple(slots)) for key, slots in open_slots.items() if slots]
-        position = {param: i for i, param in enumerate(order)}
+        closed += [(key, tuple(slots)) for key, slots in open_slots.items()]
+        position = {param: i for i, param in enumerate(sequence)}
         closed.sort(key=lambda entry: position[entry[1][0].param])
         chunks = []
-        for i, ((_, dtype, trainable), packed) in enumerate(closed):
-            used = packed[-1].offset + packed[-1].numel
-            shard = align_up(max(1, -(-used // world_size)), SHARD_ALIGN_NUMEL)
-            chunks.append(ChunkSpec(ChunkId(i), dtype, trainable, packed, Numel(shard), world_size))
-        return cls(tuple(params), tuple(chunks), Numel(capacity), world_size)
+        for i, ((group, dtype, trainable), packed) in enumerate(closed):
+            shard = shard_numel(packed[-1].offset + packed[-1].numel, world_size)
+            chunks.append(ChunkSpec(ChunkId(i), dtype, trainable, packed, shard, world_size, group))
+        return cls(tuple(params), tuple(chunks), tuple(capacities.items()), world_size)
+
+    def capacity_of(self, chunk: ChunkSpec) -> Numel:
+        """What the chunk could hold: the capacity of its key, or its one larger parameter."""
+        return Numel(max(dict(self.capacities)[chunk.key], chunk.used_numel))
 
     def chunk_of(self) -> dict[ParamId, ChunkId]:
         """The chunk of every parameter."""
@@ -171,3 +192,39 @@ class ChunkLayout:
     def digest(self) -> str:
         """A name for this exact layout."""
         return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
+
+
+def shard_numel(used_numel: int, world_size: int) -> Numel:
+    """S: the least multiple of 256 of which `world_size` hold `used_numel` elements."""
+    return Numel(align_up(max(1, -(-used_numel // world_size)), SHARD_ALIGN_NUMEL))
+
+
+def layout_order(params: Sequence[ParamSpec], trace: Sequence[str] | None) -> tuple[ParamId, ...]:
+    """Registration order, or the order of first uses in a trace.
+
+    trace: names of parameters as they were used; a name may come again, a tied parameter by any of
+        its names. Parameters that it does not name follow in registration order.
+    Raises ValueError for a name that no parameter has or that two have.
+    """
+    by_name: dict[str, ParamId] = {}
+    for i, spec in enumerate(params):
+        for name in spec.names:
+            if name in by_name:
+                raise ValueError(f"two parameters are named {name}; a tied one is one spec")
+            by_name[name] = ParamId(i)
+    used = []
+    for name in trace or ():
+        if name not in by_name:
+            raise ValueError(f"the trace names {name}, which is no parameter of this model")
+        used.append(by_name[name])
+    return tuple(dict.fromkeys([*used, *(ParamId(i) for i in range(len(params)))]))
+
+
+def _capacity_of(key: GroupKey, capacity: int | Mapping[GroupKey, int]) -> Numel:
+    if not isinstance(capacity, Mapping):
+        return Numel(capacity)
+    if key not in capacity:
+        group, dtype, trainable = key
+        kind = "trainable" if trainable else "frozen"
+        raise ValueError(f"no capacity was given for {kind} {dtype} parameters of group {group}")
+    return Numel(capacity[key])

@@ -5,99 +5,102 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gemini.units import Bytes, ChunkId, format_bytes, parse_bytes
+from gemini.units import ChunkId, parse_bytes
+
+from .sizes import Budgets
+
+
+def _check_fraction(name: str, value: float) -> None:
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name}={value} is outside [0, 1]")
 
 
 @dataclass(frozen=True, slots=True)
 class StaticPlacement:
-    """Fixed fractions, each met within one chunk.
+    """Fixed fractions, each met within one chunk (of the state: one block).
 
     shard_param_frac: parameters that are released between uses; 1 is ZeRO-3, 0 is ZeRO-2.
+    offload_optim_frac: of the optimizer state's bytes, in host memory.
+    offload_param_frac: of the parameters' bytes, in host memory with their gradients.
+    shard_grads: False keeps reduced gradients whole on every rank, which with `shard_param_frac=0`
+        is ZeRO-1.
     """
 
     shard_param_frac: float = 1.0
+    offload_optim_frac: float = 0.0
+    offload_param_frac: float = 0.0
+    shard_grads: bool = True
 
     def __post_init__(self) -> None:
-        if not 0 <= self.shard_param_frac <= 1:
-            raise ValueError(f"shard_param_frac={self.shard_param_frac} is outside [0, 1]")
+        for name in ("shard_param_frac", "offload_optim_frac", "offload_param_frac"):
+            _check_fraction(name, getattr(self, name))
 
 
 @dataclass(frozen=True, slots=True)
 class AutoPlacement:
-    """What fits the budget stays on the device; optimizer state that does not goes to NVMe.
+    """What saves most time stays on the device, the rest goes to the host, the rest of it to NVMe.
 
-    device_budget: bytes, or `"8GiB"`, for everything on this rank's device; None is no limit.
-    warmup_non_model_data_ratio: share of the budget left to activations and temporaries.
+    device_budget, host_budget, nvme_budget: bytes, or `"8GiB"`; None is what there is. Host and
+    NVMe are a node's, divided among its ranks; so is the device where ranks compute on the CPU.
+    nvme_dir: where files go; None is a temporary folder.
+    warmup_non_model_data_ratio: share of the device budget left to activations and temporaries
+        while no iteration was traced.
+    steady_cap_ratio: share of what a traced iteration leaves that model data may fill.
     """
 
     device_budget: int | str | None = None
+    host_budget: int | str | None = None
+    nvme_budget: int | str | None = None
+    nvme_dir: str | None = None
     warmup_non_model_data_ratio: float = 0.8
+    steady_cap_ratio: float = 0.9
 
     def __post_init__(self) -> None:
         if not 0 <= self.warmup_non_model_data_ratio < 1:
             raise ValueError(
                 f"warmup_non_model_data_ratio={self.warmup_non_model_data_ratio} is outside [0, 1)"
             )
-        if self.device_budget is not None:
-            parse_bytes(self.device_budget)
+        if not 0 < self.steady_cap_ratio <= 1:
+            raise ValueError(f"steady_cap_ratio={self.steady_cap_ratio} is outside (0, 1]")
+        for budget in (self.device_budget, self.host_budget, self.nvme_budget):
+            if budget is not None:
+                parse_bytes(budget)
 
-
-Placement = StaticPlacement | AutoPlacement
-NAMED: dict[str, Placement] = {
-    "auto": AutoPlacement(),
-    "static": StaticPlacement(),
-    "cuda": StaticPlacement(),
-}
-
-
-class BudgetError(ValueError):
-    """Model data does not fit the budget, wherever it goes."""
+    def budgets(self) -> Budgets:
+        """What was given, None as no limit."""
+        return Budgets.parse(self.device_budget, self.host_budget, self.nvme_budget)
 
 
 @dataclass(frozen=True, slots=True)
-class ModelData:
-    """Bytes of model data of one rank."""
+class ConstPlacement:
+    """Model data takes `device_bytes` of the device, bytes or `"8GiB"`, whatever activations take;
+    the rest of it is in host memory."""
 
-    param_bytes: Bytes
-    grad_bytes: Bytes
-    state_bytes: Bytes
-    staging_bytes: Bytes  # buffers for state on NVMe, where there is any
+    device_bytes: int | str
+
+    def __post_init__(self) -> None:
+        parse_bytes(self.device_bytes)
+
+
+Placement = StaticPlacement | AutoPlacement | ConstPlacement
+NAMED: dict[str, Placement] = {
+    "auto": AutoPlacement(),
+    "static": StaticPlacement(),
+    "cuda": StaticPlacement(1.0, 0.0, 0.0),
+    "cpu": StaticPlacement(1.0, 1.0, 1.0),
+}
 
 
 def parse_placement(policy: str | Placement) -> Placement:
     """A policy from its name, or itself. Raises ValueError for a name that is none."""
-    if isinstance(policy, StaticPlacement | AutoPlacement):
+    if isinstance(policy, StaticPlacement | AutoPlacement | ConstPlacement):
         return policy
     if policy not in NAMED:
         raise ValueError(
             f"placement_policy={policy!r} is unknown; expected one of {sorted(NAMED)}, "
-            "or a placement dataclass"
+            "or a placement dataclass (ConstPlacement needs its bytes)"
         )
     return NAMED[policy]
-
-
-def state_fraction_on_nvme(placement: Placement, data: ModelData, asked: float) -> float:
-    """Share of the optimizer state's bytes that goes to NVMe: what was asked for, or more.
-
-    Raises BudgetError where parameters and gradients alone pass the budget.
-    """
-    if isinstance(placement, StaticPlacement) or placement.device_budget is None:
-        return asked
-    budget = parse_bytes(placement.device_budget)
-    room = round(budget * (1 - placement.warmup_non_model_data_ratio))
-    room -= data.param_bytes + data.grad_bytes
-    if data.state_bytes * (1 - asked) <= room:
-        return asked
-    room -= data.staging_bytes
-    if room < 0:
-        raise BudgetError(
-            f"device_budget={format_bytes(budget)} leaves {format_bytes(-room)} too little for "
-            f"parameters ({format_bytes(data.param_bytes)}), gradients "
-            f"({format_bytes(data.grad_bytes)}) and staging ({format_bytes(data.staging_bytes)}) "
-            f"beside {placement.warmup_non_model_data_ratio:.0%} for activations; raise "
-            "device_budget, lower warmup_non_model_data_ratio, or use more ranks"
-        )
-    return max(asked, 1 - room / data.state_bytes)
 
 
 def leading_within(nbytes: Sequence[int], fraction: float) -> tuple[ChunkId, ...]:

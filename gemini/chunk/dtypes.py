@@ -1,0 +1,5 @@
+"""torch dtypes by the names that layouts use."""
+
+import torch
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

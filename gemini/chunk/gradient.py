@@ -1,0 +1,265 @@
+"""The gradients of one chunk: packed as they arrive, reduced over ranks, accumulated.
+
+W world size · S numel of a shard
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from gemini.tickets import Ticket
+from gemini.units import ChunkId
+
+from .dtypes import DTYPES
+from .layout import ChunkSpec
+
+
+class Allocator(Protocol):
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor: ...
+
+
+class Reduction(Protocol):
+    """What gradients need of a communicator; see `gemini.runtime.comm`."""
+
+    rank: int
+    world_size: int
+
+    def reduce_scatter(self, shard: Tensor, payload: Tensor, label: int) -> Ticket[None]: ...
+    def all_reduce_chunk(self, payload: Tensor, label: int) -> Ticket[None]: ...
+
+
+class Elsewhere(Protocol):
+    """Where reduced gradients wait for the step if not on the device: host memory or files."""
+
+    def write(self, chunk: ChunkId, values: Tensor) -> None:
+        """Take a copy of [S], fp32 or as wide as the chunk."""
+        ...
+
+    def read(self, chunk: ChunkId, into: Tensor) -> Ticket[None]:
+        """Begin to bring back what was written, in the same dtype."""
+        ...
+
+
+class ChunkGradient:
+    """One buffer while a backward runs, then this rank's mean over ranks.
+
+    buffer: [S * W] in the compute dtype, with what arrived since the last reduction, divided by W
+        so that a sum over ranks is the mean (and fp16 sums do not overflow). What is left in it at
+        the end of a backward (`no_sync`) is accumulated in fp32 from then on.
+    shard: [S], reduced; fp32 once a second reduction was added to it.
+    keeps_whole: ZeRO-1: the reduced gradient of the whole chunk stays, `shard` is a view of it.
+    elsewhere: where `shard` goes as soon as it is reduced; None: it stays on the device.
+
+    measure: called with [S] before it leaves the device; `found` is what it answered, as long as
+        the gradient is elsewhere.
+
+    At world size 1 the buffer becomes the shard without a copy.
+    """
+
+    def __init__(
+        self,
+        spec: ChunkSpec,
+        memory: Allocator,
+        links: Reduction,
+        keeps_whole: bool = False,
+        elsewhere: Elsewhere | None = None,
+    ) -> None:
+        self._spec = spec
+        self._dtype = DTYPES[spec.dtype]
+        self._memory = memory
+        self._links = links
+        self._keeps_whole = keeps_whole and links.world_size > 1
+        self.buffer: Tensor | None = None
+        self.reduced: Tensor | None = None  # [S], or [S * W] where it is kept whole
+        self.elsewhere = elsewhere
+        self.measure: Callable[[Tensor], Any] | None = None
+        self.found: Any = None
+        self.dtype_elsewhere: torch.dtype | None = None  # of the [S] that is there, if one is
+        self._places: tuple[Tensor, ...] = ()  # of the buffer: one for each slot
+        starts = [slot.offset for slot in spec.slots]
+        self._split_numels = [  # slots, each with the gap behind it
+            numel
+            for slot, following in zip(spec.slots, [*starts[1:], spec.payload_numel], strict=True)
+            for numel in (slot.numel, following - slot.offset - slot.numel)
+        ]
+        self._arrived: set[int] = set()  # slots of `buffer` that hold a gradient
+        self._left_over = False  # the buffer holds gradients of an earlier backward
+        self._under_way: tuple[Ticket[None], Tensor] | None = None
+
+    @property
+    def shard(self) -> Tensor | None:
+        """This rank's part of the reduced gradient; None before a reduction."""
+        if self.reduced is None or not self._keeps_whole:
+            return self.reduced
+        start = self._links.rank * self._spec.shard_numel
+        return self.reduced[start : start + self._spec.shard_numel]
+
+    @property
+    def exists(self) -> bool:
+        """Whether there is a reduced gradient, wherever it is."""
+        return self.reduced is not None or self.dtype_elsewhere is not None
+
+    def send(self, elsewhere: Elsewhere | None) -> None:
+        """From now on reduced gradients go there, the one there is too; None: to the device."""
+        if self.exists:
+            self._taken_back()
+        self.elsewhere = elsewhere
+        self._leave()
+
+    def load(self) -> Tensor:
+        """[S]: the reduced gradient, or a copy on the device of one that is elsewhere."""
+        if self.dtype_elsewhere is None:
+            shard = self.shard
+            assert shard is not None
+            return shard
+        assert self.elsewhere is not None
+        copy = self._memory.allocate(self._spec.shard_numel, self.dtype_elsewhere)
+        self.elsewhere.read(self._spec.id, copy).wait()
+        return copy
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device of all gradients of this chunk on this rank."""
+        under_way = self._under_way[1].nbytes if self._under_way else 0
+        return sum(t.nbytes for t in (self.buffer, self.reduced) if t is not None) + under_way
+
+    @property
+    def num_arrived(self) -> int:
+        """Parameters whose gradient is in the buffer and not yet reduced."""
+        return len(self._arrived)
+
+    def add(self, slot: int, grad: Tensor) -> None:
+        """Pack one parameter's gradient. One that arrives again in the same backward is added."""
+        grad = grad.reshape(-1)
+        world_size = self._links.world_size
+        if world_size == 1 and self.exists and self.buffer is None:
+            self.reduced = self._widened(self._taken_back())
+            self._place(self.reduced, slot).add_(grad)
+            return
+        if self.buffer is None:
+            self._set_buffer(self._memory.allocate(self._spec.payload_numel, self._dtype))
+        elif self._left_over:
+            self._set_buffer(self._widened(self.buffer))
+        self._left_over = False
+        place = self._places[slot]
+        if slot in self._arrived:
+            place.add_(grad, alpha=1 / world_size)
+        elif world_size == 1:
+            place.copy_(grad)
+        else:
+            torch.mul(grad, 1 / world_size, out=place)
+        self._arrived.add(slot)
+
+    def end_backward_unreduced(self) -> None:
+        """A backward ended that reduces nothing: what comes next is added to the buffer."""
+        self._left_over = self.buffer is not None
+
+    def begin_reduce(self) -> None:
+        """Complete the buffer with zeros and begin to reduce it over ranks."""
+        if self._links.world_size == 1:
+            if self.buffer is not None:
+                self._fill_missing(self.buffer)
+                assert not self.exists
+                self.reduced = self._take_buffer()
+            self._left_over = False
+            self._leave()
+            return
+        self.end_reduce()
+        if self.buffer is None:
+            self._set_buffer(self._memory.allocate(self._spec.payload_numel, self._dtype))
+        buffer = self._take_buffer()  # the ticket keeps it alive
+        self._left_over = False
+        self._fill_missing(buffer)
+        if self._keeps_whole:
+            ticket = self._links.all_reduce_chunk(buffer, self._spec.id)
+            self._under_way = (ticket, buffer)
+        else:
+            reduced = self._memory.allocate(self._spec.shard_numel, buffer.dtype)
+            ticket = self._links.reduce_scatter(reduced, buffer, self._spec.id)
+            self._under_way = (ticket, reduced)
+
+    def end_reduce(self) -> None:
+        """Wait for the reduction under way and take its result over."""
+        if self._under_way is None:
+            return
+        (ticket, reduced), self._under_way = self._under_way, None
+        ticket.wait()
+        if not self.exists:
+            self.reduced = reduced
+        else:
+            self.reduced = self._widened(self._taken_back())
+            self.reduced.add_(reduced)
+        self._leave()
+
+    def scale(self, factor: Tensor) -> None:
+        """Multiply what was accumulated by a 0-d factor."""
+        if self.exists:
+            self.reduced = self._widened(self._taken_back()).mul_(factor)
+            self._leave()
+        if self.buffer is not None:
+            self.buffer = self._widened(self.buffer).mul_(factor)
+
+    def zero(self) -> None:
+        """What was accumulated becomes zeros, which are gradients all the same."""
+        if self.exists:
+            self.reduced = self._taken_back().zero_()
+            self._leave()
+        if self.buffer is not None:
+            self.buffer.zero_()
+
+    def drop(self) -> None:
+        """Forget every gradient, of this backward and of those before it."""
+        self.end_reduce()
+        self.reduced = None
+        self.dtype_elsewhere = self.found = None
+        self.buffer, self._places = None, ()
+        self._left_over = False
+        self._arrived.clear()
+
+    def _leave(self) -> None:
+        """Send what is reduced where it waits for the step."""
+        if self.elsewhere is not None and self.reduced is not None:
+            self.found = None if self.measure is None else self.measure(self.reduced)
+            self.elsewhere.write(self._spec.id, self.reduced)
+            self.dtype_elsewhere = self.reduced.dtype
+            self.reduced = None
+
+    def _taken_back(self) -> Tensor:
+        """What is reduced, on the device."""
+        if self.dtype_elsewhere is not None:
+            self.reduced = self.load()
+            self.dtype_elsewhere = self.found = None
+        assert self.reduced is not None
+        return self.reduced
+
+    def _set_buffer(self, buffer: Tensor) -> None:
+        self.buffer = buffer
+        self._places = buffer.split_with_sizes(self._split_numels)[::2]
+
+    def _take_buffer(self) -> Tensor:
+        assert self.buffer is not None
+        buffer, self.buffer, self._places = self.buffer, None, ()
+        return buffer
+
+    def _place(self, tensor: Tensor, slot: int) -> Tensor:
+        place = self._spec.slots[slot]
+        return tensor[place.offset : place.offset + place.numel]
+
+    def _widened(self, tensor: Tensor) -> Tensor:
+        """The same in fp32: sums over several backwards are kept in it."""
+        if tensor.dtype == torch.float32:
+            return tensor
+        wide = self._memory.allocate(tensor.numel(), torch.float32)
+        return wide.copy_(tensor)
+
+    def _fill_missing(self, buffer: Tensor) -> None:
+        for slot in range(len(self._spec.slots)):
+            if slot not in self._arrived:
+                self._place(buffer, slot).zero_()
+        for start, end in self._spec.gaps():
+            buffer[start:end].zero_()
+        self._arrived.clear()

@@ -1,0 +1,1 @@
+"""What an iteration needs: traces, predictions, measurements and pictures of memory."""

@@ -1,0 +1,241 @@
+"""MemStatsCollector: it turns module boundaries and a monitor's readings into traces.
+
+At every moment the period before it ends: what was in use at most, less the model data there was,
+is what that period needed besides.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._pytree import tree_leaves, tree_map
+
+from gemini.chunk.layout import ParamSpec
+from gemini.chunk.model_specs import specs_of
+from gemini.units import Bytes, ParamId
+
+from .boundaries import module_boundaries
+from .monitor import Monitor, StorageTracker
+from .trace import Deviation, Edge, Kind, Phase, Trace, TraceMoment, model_digest
+
+log = logging.getLogger("gemini")
+
+
+class MemStatsCollector:
+    """Traces of one model, by kind and input signature.
+
+    Between `begin` and `end` it listens to boundaries (`at_moment`). A sequence that was not seen
+    before, or not like this, becomes the trace of its kind and signature.
+
+    monitors: read at every moment; the largest reading counts, less `model_bytes()` for those that
+        include model data.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[ParamSpec],
+        monitors: Sequence[Monitor],
+        model_bytes: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self._model_digest = model_digest(specs)
+        self._monitors = list(monitors)
+        self._model_bytes = model_bytes
+        self.traces: dict[tuple[str, str], Trace] = {}
+        self.deviations: list[Deviation] = []  # of iterations that differed from their trace
+        self._key: tuple[Kind, str] | None = None
+        self._moments: list[TraceMoment] = []
+        self._model_at_begin = 0  # what monitors that include model data start from
+        self._model_before = 0  # model data as the period began, or when it changed last
+        self._used = 0  # most beside model data in this period, up to that change
+        self._started = 0.0
+
+    @property
+    def collecting(self) -> bool:
+        return self._key is not None
+
+    def begin(self, kind: Kind, signature: str = "") -> None:
+        """An iteration begins."""
+        self._key = (kind, signature)
+        self._moments = []
+        for monitor in self._monitors:
+            monitor.start()
+            monitor.period()
+        self._used = 0
+        self._model_at_begin = self._model_before = self._model_bytes()
+        self._started = time.perf_counter()
+
+    def at_moment(self, phase: Phase, edge: Edge, module: str, params: tuple[ParamId, ...]) -> None:
+        """A boundary: the period before it ends."""
+        if self._key is None:
+            return
+        self._end_period()
+        self._moments.append(TraceMoment(phase, edge, module, params, Bytes(0)))
+
+    def before_change(self) -> None:
+        """Model data is about to be allocated or freed within a period."""
+        if self._key is not None:
+            self._used = max(self._used, self._reading())
+
+    def after_change(self) -> None:
+        """It was: what was in use meanwhile does not count."""
+        if self._key is not None:
+            for monitor in self._monitors:
+                monitor.period()
+            self._model_before = self._model_bytes()
+
+    def end(self) -> Trace:
+        """The iteration ends; its trace, which is kept."""
+        assert self._key is not None, "end() without begin()"
+        self._end_period()
+        for monitor in self._monitors:
+            monitor.stop()
+        kind, signature = self._key
+        found = Trace(kind, signature, self._model_digest, tuple(self._moments))
+        known = self.traces.get(self._key)
+        if known is not None:
+            deviation = known.deviation_of(found)
+            if deviation is not None:
+                self.deviations.append(deviation)
+                log.warning("an iteration left its trace, the next one is planned anew: %s",
+                            deviation)  # fmt: skip
+        self.traces[self._key] = found
+        self._key = None
+        return found
+
+    def abandon(self) -> None:
+        """The iteration did not end: forget it."""
+        if self._key is not None:
+            for monitor in self._monitors:
+                monitor.stop()
+            self._key = None
+
+    def dump_memory_stats(self, path: str | Path) -> None:
+        """Write all traces and deviations as JSON."""
+        data = {
+            "traces": [trace.to_json() for trace in self.traces.values()],
+            "deviations": [str(deviation) for deviation in self.deviations],
+        }
+        Path(path).write_text(json.dumps(data, indent=1))
+
+    def _end_period(self) -> None:
+        now = time.perf_counter()
+        used, self._used = Bytes(max(self._used, self._reading())), 0
+        if self._moments:
+            self._moments[-1] = replace(
+                self._moments[-1], non_model_bytes=used, seconds=now - self._started
+            )
+        self._model_before = self._model_bytes()
+        self._started = time.perf_counter()
+
+    def _reading(self) -> int:
+        """The most beside model data since the last reading."""
+        model = self._model_before - self._model_at_begin
+        readings = [
+            monitor.period() - (model if monitor.includes_model_data else 0)
+            for monitor in self._monitors
+        ]
+        return max(0, *readings) if readings else 0
+
+
+def input_signature(inputs: Any) -> str:
+    """Shapes and dtypes of all tensors in `inputs`, in order."""
+    leaves = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    return ",".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in leaves)
+
+
+def trace(
+    module: nn.Module,
+    example_inputs: Any,
+    *,
+    loss: Callable[[Any], Tensor] | None = None,
+    precision: str = "bf16",
+    kind: Kind = "train",
+) -> Trace:
+    """The trace of one iteration on fake CPU tensors: no memory is used, nothing is computed.
+
+    module: with values or on the meta device; it is not changed.
+    example_inputs: a mapping of keyword arguments, or a tuple of positional ones; only shapes and
+        dtypes matter.
+    loss: a scalar from the outputs; default: `outputs.loss`, `outputs["loss"]`, or the sum of the
+        outputs.
+    precision: `"bf16"` or `"fp32"`, as in `GeminiDDP`; floating inputs are cast to it.
+
+    Gradients count until they are accumulated, as in an engine, which packs and drops each.
+    """
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]
+    specs = specs_of(module, str(dtype).removeprefix("torch."))
+    ids = {name: ParamId(i) for i, spec in enumerate(specs) for name in spec.names}
+    tracker = StorageTracker()
+    collector = MemStatsCollector(specs, [tracker])
+    with FakeTensorMode():
+        made = [
+            torch.empty(spec.shape, dtype=dtype, requires_grad=spec.trainable) for spec in specs
+        ]
+        actual = {name: made[param] for name, param in ids.items()}
+        buffers = {
+            name: torch.empty(buffer.shape, dtype=buffer.dtype)
+            for name, buffer in module.named_buffers()
+        }
+        inputs = tree_map(lambda leaf: _fake_input(leaf, dtype), example_inputs)
+        drops = [
+            param.register_post_accumulate_grad_hook(_drop_grad)
+            for param in made
+            if param.requires_grad
+        ]
+        held = [t for t in tree_leaves(inputs) if isinstance(t, Tensor)]
+        tracker.ignore([*made, *buffers.values(), *held])
+        keywords = inputs if isinstance(inputs, Mapping) else {}
+        positional = () if isinstance(inputs, Mapping) else inputs
+        collector.begin(kind, input_signature(example_inputs))
+        try:
+            with (
+                # not `functional_call`: checkpointed modules run again in backward
+                _reparametrize_module(module, {**actual, **buffers}),
+                module_boundaries(module, ids, collector.at_moment, actual),
+                torch.set_grad_enabled(kind == "train"),
+            ):
+                outputs = module(*positional, **keywords)
+                if kind == "train":
+                    (loss or _default_loss)(outputs).backward()
+                del outputs
+            return collector.end()
+        finally:
+            collector.abandon()
+            for drop in drops:
+                drop.remove()
+
+
+def _fake_input(leaf: Any, dtype: torch.dtype) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    wanted = dtype if leaf.is_floating_point() else leaf.dtype
+    return torch.empty(leaf.shape, dtype=wanted, requires_grad=leaf.requires_grad)
+
+
+def _drop_grad(param: Tensor) -> None:
+    param.grad = None
+
+
+def _default_loss(outputs: Any) -> Tensor:
+    found = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+    if isinstance(found, Tensor):
+        return found
+    tensors = [t for t in tree_leaves(outputs) if isinstance(t, Tensor) and t.requires_grad]
+    if not tensors:
+        raise ValueError(
+            "no output has a gradient; give `loss`, a function from the outputs to a scalar"
+        )
+    total = tensors[0].float().sum()
+    for tensor in tensors[1:]:
+        total = total + tensor.float().sum()
+    return total

@@ -1,0 +1,176 @@
+"""How much memory is in use and was at most: live storages, the process, the CUDA allocator."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+_STATUS = Path("/proc/self/status")
+_RESET_PEAK = "5"  # man 5 proc: resets VmHWM
+
+
+class Monitor(Protocol):
+    """Memory of one compute device above what it was at `start`."""
+
+    includes_model_data: bool
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def period(self) -> int:
+        """The most bytes at once since the last call; begins the next period."""
+        ...
+
+
+class StorageTracker(TorchDispatchMode):
+    """Bytes of the storages that operators made and that are still alive. Works on fake tensors.
+
+    Storages of `ignore`d tensors (model data) are not counted, nor what operators allocate inside
+    and free again. A storage that is resized counts as it was when an operator last returned it.
+    """
+
+    includes_model_data = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._live: dict[int, tuple[weakref.ref[Any], int]] = {}  # id: its storage and its bytes
+        self._ignored: set[int] = set()
+        self._ignored_refs: list[weakref.ref[Any]] = []
+        self.live_bytes = 0
+        self._peak = 0
+
+    def ignore(self, tensors: Iterable[Tensor]) -> None:
+        """Do not count these tensors' storages."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key in self._ignored:
+                continue
+            self._forget(key)
+            self._ignored.add(key)
+            self._ignored_refs.append(
+                weakref.ref(storage, lambda _, key=key: self._ignored.discard(key))  # type: ignore[misc]
+            )
+
+    def start(self) -> None:
+        self.__enter__()
+
+    def stop(self) -> None:
+        self.__exit__(None, None, None)
+
+    def period(self) -> int:
+        peak, self._peak = self._peak, self.live_bytes
+        return peak
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self._count(leaf)
+        return out
+
+    def _count(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, nbytes = storage._cdata, storage.nbytes()
+        if key in self._ignored:
+            return
+        known = self._live.get(key)
+        if known is None:
+            gone = weakref.ref(storage, lambda _: self._forget(key))
+            self._live[key] = (gone, nbytes)
+            self.live_bytes += nbytes
+        elif known[1] != nbytes:
+            self._live[key] = (known[0], nbytes)
+            self.live_bytes += nbytes - known[1]
+        self._peak = max(self._peak, self.live_bytes)
+
+    def _forget(self, key: int) -> None:
+        known = self._live.pop(key, None)
+        if known is not None:
+            self.live_bytes -= known[1]
+
+
+class ProcessMonitor:
+    """The process's resident memory above what it was at `start`: VmHWM, reset at every period.
+
+    Raises OSError at `start` where the kernel does not allow the reset.
+    """
+
+    includes_model_data = True
+
+    def __init__(self) -> None:
+        self._base = 0
+
+    def start(self) -> None:
+        reset_peak_rss()
+        self._base = peak_rss_bytes()
+
+    def stop(self) -> None:
+        return
+
+    def period(self) -> int:
+        peak = peak_rss_bytes()
+        reset_peak_rss()
+        return max(0, peak - self._base)
+
+
+class CudaMonitor:
+    """The CUDA allocator's statistics of one device; reading them does not synchronise it.
+
+    What the allocator holds in part-used blocks is counted by `margin`: the share of inactive split
+    bytes, which a period's peak may not be able to use.
+    """
+
+    includes_model_data = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._base = 0
+
+    def start(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._base = torch.cuda.memory_allocated(self._device)
+
+    def stop(self) -> None:
+        return
+
+    def period(self) -> int:
+        statistics = torch.cuda.memory_stats(self._device)
+        peak = int(statistics["allocated_bytes.all.peak"])
+        margin = int(statistics["inactive_split_bytes.all.current"])
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return max(0, peak + margin - self._base)
+
+
+_highest_bytes = 0  # before resets
+
+
+def process_peak_rss_bytes() -> int:
+    """The most resident memory of this process since it began, whatever was reset meanwhile."""
+    return max(_highest_bytes, peak_rss_bytes())
+
+
+def peak_rss_bytes() -> int:
+    """VmHWM: the most resident memory of this process since it began, or since the last reset."""
+    for line in _STATUS.read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"{_STATUS} has no VmHWM")
+
+
+def reset_peak_rss() -> None:
+    """Begin VmHWM anew at what is resident now. Takes 4 us; `process_peak_rss_bytes` remembers."""
+    global _highest_bytes
+    _highest_bytes = process_peak_rss_bytes()
+    _CLEAR_REFS.write_text(_RESET_PEAK)

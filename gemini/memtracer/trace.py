@@ -1,0 +1,211 @@
+"""What one iteration asks for, moment by moment. Pure.
+
+A moment is a module boundary: before the chunks of a module are gathered (`enter`), or after they
+may be released (`leave`), in forward or in backward. A trace names parameters and not chunks, so it
+holds for every layout, can be made before there is one, and can order one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from gemini.chunk.layout import ParamSpec
+from gemini.units import Bytes, ChunkId, Moment, ParamId
+
+FORMAT_VERSION = 1
+
+Kind = Literal["train", "eval"]
+Phase = Literal["forward", "backward"]
+Edge = Literal["enter", "leave"]
+_EDGES: tuple[Edge, Edge] = ("enter", "leave")
+
+
+class TraceError(ValueError):
+    """A trace that cannot be used: of another model, of another format, or damaged."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceMoment:
+    """One module boundary, and the period from it to the next one."""
+
+    phase: Phase
+    edge: Edge
+    module: str
+    params: tuple[ParamId, ...]  # of the module itself; needed from `enter` until `leave`
+    non_model_bytes: Bytes  # most that was not model data at once, in the period
+    seconds: float = 0.0  # of the period; 0 where nothing was timed
+
+    @property
+    def event(self) -> tuple[str, str, str, tuple[ParamId, ...]]:
+        """What must be the same in the next iteration: everything but measurements."""
+        return (self.phase, self.edge, self.module, self.params)
+
+    def __str__(self) -> str:
+        return f"{self.phase} {self.edge} of {self.module or 'the root module'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Deviation:
+    """The first moment at which an iteration differed from its trace."""
+
+    moment: Moment
+    expected: TraceMoment | None  # None: the trace ended before
+    found: TraceMoment | None  # None: the iteration ended before
+
+    def __str__(self) -> str:
+        expected = self.expected or "the end of the iteration"
+        return f"moment {self.moment}: expected {expected}, found {self.found or 'its end'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """One iteration of one kind, for inputs of one signature."""
+
+    kind: Kind
+    signature: str  # of the inputs: see `input_signature`
+    model_digest: str  # see `model_digest`
+    moments: tuple[TraceMoment, ...]
+
+    def digest(self) -> str:
+        """A name for the sequence of events; measurements do not enter."""
+        events = (self.kind, self.signature, self.model_digest, [m.event for m in self.moments])
+        return hashlib.sha256(repr(events).encode()).hexdigest()[:16]
+
+    @property
+    def peak_non_model_bytes(self) -> Bytes:
+        return Bytes(max((m.non_model_bytes for m in self.moments), default=0))
+
+    def param_order(self, specs: Sequence[ParamSpec]) -> tuple[str, ...]:
+        """Names of parameters in the order of their first use: `order` of `ChunkLayout.build`."""
+        used = dict.fromkeys(param for moment in self.moments for param in moment.params)
+        return tuple(specs[param].name for param in used)
+
+    def chunk_needs(self, chunk_of: Mapping[ParamId, ChunkId]) -> tuple[tuple[ChunkId, ...], ...]:
+        """At every moment the chunks that some open module uses, in id order."""
+        users: dict[ChunkId, int] = {}
+        needs = []
+        phase = ""
+        for moment in self.moments:
+            if moment.phase != phase:  # calls that never ended do not reach into the next phase
+                users.clear()
+                phase = moment.phase
+            for chunk in {chunk_of[param] for param in moment.params}:
+                users[chunk] = users.get(chunk, 0) + (1 if moment.edge == "enter" else -1)
+                if users[chunk] <= 0:
+                    del users[chunk]
+            needs.append(tuple(sorted(users)))
+        return tuple(needs)
+
+    def deviation_of(self, found: Trace) -> Deviation | None:
+        """Where `found` first differs from this trace; None where it never does."""
+        for i in range(max(len(self.moments), len(found.moments))):
+            expected = self.moments[i] if i < len(self.moments) else None
+            other = found.moments[i] if i < len(found.moments) else None
+            if expected is None or other is None or expected.event != other.event:
+                return Deviation(Moment(i), expected, other)
+        return None
+
+    def check_model(self, specs: Sequence[ParamSpec]) -> None:
+        """Raises TraceError where this trace was made of another model."""
+        if self.model_digest != model_digest(specs):
+            raise TraceError(
+                f"this trace was made of another model (digest {self.model_digest}, this model has "
+                f"{model_digest(specs)}): parameters differ in number, order, name or shape; "
+                "make a new one with gemini.trace"
+            )
+
+    def save(self, path: str | Path) -> None:
+        """Write as JSON."""
+        Path(path).write_text(json.dumps(self.to_json()))
+
+    def to_json(self) -> dict[str, object]:
+        return {"format": FORMAT_VERSION, **asdict(self)}
+
+    @classmethod
+    def load(cls, path: str | Path) -> Trace:
+        """Read what `save` wrote. Raises TraceError for a file that is no trace."""
+        try:
+            return cls.from_json(json.loads(Path(path).read_text()))
+        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise TraceError(f"{path} is no trace: {error}") from error
+
+    @classmethod
+    def from_json(cls, data: object) -> Trace:
+        if not isinstance(data, dict) or data.get("format") != FORMAT_VERSION:
+            found = data.get("format") if isinstance(data, dict) else type(data).__name__
+            raise TraceError(f"no trace of format {FORMAT_VERSION}: found {found!r}")
+        try:
+            moments = tuple(
+                TraceMoment(
+                    m["phase"], m["edge"], m["module"],
+                    tuple(ParamId(int(p)) for p in m["params"]),
+                    Bytes(int(m["non_model_bytes"])), float(m["seconds"]),
+                )
+                for m in data["moments"]
+            )  # fmt: skip
+            return cls(data["kind"], data["signature"], data["model_digest"], moments)
+        except (KeyError, TypeError, ValueError) as error:
+            raise TraceError(f"this trace is damaged: {error!r}") from error
+
+
+def model_digest(specs: Sequence[ParamSpec]) -> str:
+    """A name for a model as traces see it: parameters' names and shapes, in order."""
+    return hashlib.sha256(repr([(s.name, s.shape) for s in specs]).encode()).hexdigest()[:16]
+
+
+def sequential_trace(
+    specs: Sequence[ParamSpec],
+    non_model_bytes: int | Sequence[int] = 0,
+    *,
+    kind: Kind = "train",
+    signature: str = "assumed",
+) -> Trace:
+    """What an iteration does if modules run in registration order, and backwards in backward.
+
+    For planning before anything ran. A module is a run of parameters whose names differ in their
+    last part only; modules of tied names run last, as heads do. `non_model_bytes`: of every moment,
+    or of all of them.
+    """
+    modules: dict[str, list[ParamId]] = {}
+    for i, spec in enumerate(specs):
+        modules.setdefault(spec.name.rpartition(".")[0], []).append(ParamId(i))
+    for i, spec in enumerate(specs):
+        for alias in spec.aliases:
+            modules.setdefault(alias.rpartition(".")[0], []).append(ParamId(i))
+    calls: list[tuple[Phase, str]] = [("forward", name) for name in modules]
+    if kind == "train":
+        calls += [("backward", name) for name in reversed(modules)]
+    events = [(phase, edge, name) for phase, name in calls for edge in _EDGES]
+    if isinstance(non_model_bytes, int):
+        non_model_bytes = [non_model_bytes] * len(events)
+    moments = tuple(
+        TraceMoment(phase, edge, name, tuple(modules[name]), Bytes(nbytes))
+        for (phase, edge, name), nbytes in zip(events, non_model_bytes, strict=True)
+    )
+    return Trace(kind, signature, model_digest(specs), moments)
+
+
+def reduce_traces(traces: Sequence[Trace]) -> Trace:
+    """The traces of all ranks as one: the most non-model bytes and seconds of every period.
+
+    Raises TraceError, naming the rank, where a rank saw other events than rank 0.
+    """
+    first = traces[0]
+    for rank, trace in enumerate(traces):
+        deviation = first.deviation_of(trace)
+        if deviation is not None:
+            raise TraceError(f"rank {rank} ran another sequence than rank 0: {deviation}")
+    moments = tuple(
+        replace(
+            same[0],
+            non_model_bytes=Bytes(max(m.non_model_bytes for m in same)),
+            seconds=max(m.seconds for m in same),
+        )
+        for same in zip(*(trace.moments for trace in traces), strict=True)
+    )
+    return replace(first, moments=moments)

@@ -1,0 +1,441 @@
+"""Which tier every shard and block lives on: filling the tiers under their budgets. Pure.
+
+The device is filled under the room of every moment: what the budget leaves beside activations,
+gathered payloads and gradient buffers. A gradient needs room only from its reduction to the step,
+when activations are gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from gemini.units import PAGE_BYTES, ChunkId, align_up
+
+from .plan import Reduction, Staging, UpdatePath
+from .sizes import Bandwidths, BudgetError, Budgets, ChunkBytes, StateBytes, on_disk
+from .tiers import Tier
+
+Vector = npt.NDArray[np.int64]
+UNDO_ITEMSIZE = 4  # parameters before an update, where no master could restore them
+_FROZEN_PIECE_BYTES = 1 << 22  # what a frozen shard is read in
+_STORE_BYTES = 1 << 16  # header of a store
+_INDEX_BYTES = 64  # of a store, a block: both slots, and its place in the header
+
+
+@dataclass(slots=True)
+class Homes:
+    """A draft of all homes; `plan.ShardPlan` in the making. Indexed by chunk, blocks in order."""
+
+    param: list[Tier]
+    grad: list[Tier]
+    state: list[list[Tier]]
+    path: list[UpdatePath]  # of blocks whose state is not on the device
+    kept: list[bool]
+    device_staging: Staging = field(default_factory=Staging)
+    host_staging: Staging = field(default_factory=Staging)
+
+    @classmethod
+    def all_on(cls, tier: Tier, chunks: Sequence[ChunkBytes], path: UpdatePath) -> Homes:
+        return cls(
+            [tier for _ in chunks],
+            [tier for _ in chunks],
+            [[tier for _ in chunk.blocks] for chunk in chunks],
+            [path for _ in chunks],
+            [False for _ in chunks],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What an iteration asks of the device, whatever lives there. Vectors are over its moments:
+    those of the trace, and one for the step."""
+
+    non_model: Vector  # bytes
+    needs: tuple[tuple[ChunkId, ...], ...]  # by moment of the trace
+    reductions: dict[ChunkId, Reduction]  # of trainable chunks
+    ahead: tuple[tuple[ChunkId, ...], ...]  # prefetched at every moment, if there is room
+
+
+@dataclass(frozen=True, slots=True)
+class Tiers:
+    """What there is to fill, and for whom."""
+
+    chunks: tuple[ChunkBytes, ...]
+    state: StateBytes
+    budgets: Budgets
+    bandwidths: Bandwidths
+    world_size: int
+    has_host_tier: bool
+    depth: int  # blocks read ahead of their update
+    nvme_state_frac: float = 0.0  # of the state's bytes, which must be on NVMe
+    fixed_params: tuple[Tier, ...] | None = None  # homes of parameter shards that exist already
+
+    def lowest(self, tier: Tier, path: UpdatePath) -> Homes:
+        """Everything on `tier` that may be there."""
+        homes = Homes.all_on(tier, self.chunks, path)
+        if self.fixed_params is not None:
+            homes.param = list(self.fixed_params)
+        return homes
+
+    def below(self) -> Tier:
+        """The next tier below the device."""
+        return Tier.HOST if self.has_host_tier else Tier.NVME
+
+    def staging(self, homes: Homes) -> tuple[Staging, Staging]:
+        """Buffers on device and host that these homes ask for."""
+        device = host = 0
+        for chunk in self.chunks:
+            i = chunk.id
+            for home in dict.fromkeys(homes.state[i]):
+                block = chunk.blocks[homes.state[i].index(home)]  # the largest of this home
+                parts = [(home, block.state_bytes), (homes.param[i], block.param_bytes)]
+                parts.append((homes.grad[i], block.param_bytes))
+                on_nvme = sum([align_up(n, PAGE_BYTES) for tier, n in parts if tier is Tier.NVME])
+                if on_nvme and not self.state.has_master:
+                    on_nvme += block.numel * UNDO_ITEMSIZE
+                elif home is Tier.NVME and homes.param[i] is not Tier.NVME:
+                    # the parameters of blocks that are read ahead of the step, to undo it
+                    on_nvme += -(-block.numel * UNDO_ITEMSIZE * self.depth // (self.depth + 2))
+                host = max(host, on_nvme)
+                if home is not Tier.DEVICE and homes.path[i] is UpdatePath.STREAM:
+                    device = max(device, sum([n for tier, n in parts if tier is not Tier.DEVICE]))
+            if homes.param[i] is Tier.NVME:
+                largest = chunk.blocks[0].param_bytes if chunk.blocks else chunk.shard_bytes
+                host = max(host, min(largest, _FROZEN_PIECE_BYTES))
+        count = self.depth + 2
+        on_host = Staging(count, align_up(host, PAGE_BYTES)) if host else Staging()
+        if not self.has_host_tier:
+            return on_host, Staging()
+        return (Staging(count, device) if device else Staging()), on_host
+
+    def nvme_bytes(self, homes: Homes) -> int:
+        """Bytes of the files that hold what is on NVMe."""
+        total = num_blocks = 0
+        for chunk in self.chunks:
+            i = chunk.id
+            sizes = nvme_blocks(
+                chunk, homes.param[i], homes.grad[i], homes.state[i], self.state.has_master
+            )
+            total += sum(on_disk(nbytes) for _, nbytes in sizes)
+            num_blocks += len(sizes)
+        return total + store_overhead(num_blocks)
+
+
+def nvme_blocks(
+    chunk: ChunkBytes, param: Tier, grad: Tier | None, state: Sequence[Tier], has_master: bool
+) -> list[tuple[str, int]]:
+    """(kind, bytes) of every block that these homes put into a store."""
+    found: list[tuple[str, int]] = []
+    if param is Tier.NVME and not chunk.blocks:
+        found.append(("parameters", chunk.shard_bytes))
+    for block, home in zip(chunk.blocks, state, strict=True):
+        if param is Tier.NVME:
+            found.append(("parameters", block.param_bytes))
+        if grad is Tier.NVME:
+            found.append(("gradients", block.param_bytes))
+        if home is Tier.NVME:
+            found.append(("state", block.state_bytes))
+            if not has_master:
+                found.append(("state", block.numel * UNDO_ITEMSIZE))
+    return found
+
+
+def store_overhead(num_blocks: int) -> int:
+    """Bytes of a store beside its blocks, at most: header and index."""
+    return _STORE_BYTES + num_blocks * _INDEX_BYTES if num_blocks else 0
+
+
+class DeviceRoom:
+    """Bytes that are free on the device at every moment, as homes are chosen."""
+
+    def __init__(self, tiers: Tiers, demand: Demand, *, prefetch: bool) -> None:
+        self._tiers = tiers
+        num_moments = len(demand.needs) + 1
+        self._num_moments = num_moments
+        self.left: Vector = tiers.budgets.device - demand.non_model
+        self._gathered: dict[ChunkId, list[int]] = {}  # moments at which a payload is there
+        for moment, chunks in enumerate(demand.needs):
+            there = dict.fromkeys((*chunks, *(demand.ahead[moment] if prefetch else ())))
+            for chunk in there:
+                self._gathered.setdefault(chunk, []).append(moment)
+        for chunk, moments in self._gathered.items():
+            self.left[moments] -= tiers.chunks[chunk].payload_bytes
+        self._reductions = demand.reductions
+        for chunk, reduction in demand.reductions.items():
+            sizes = tiers.chunks[chunk]
+            self.left[reduction.first : reduction.end] -= sizes.payload_bytes
+            if tiers.world_size > 1:
+                self.left[reduction.last : reduction.end + 2] -= sizes.shard_bytes
+
+    def reserve(self, nbytes: int) -> None:
+        self.left = self.left - nbytes
+
+    def param(self, chunk: ChunkBytes) -> Vector:
+        """What a parameter shard on the device takes; at world size 1 it is its own payload."""
+        cost = np.full(self._num_moments, chunk.shard_bytes, np.int64)
+        if self._tiers.world_size == 1:
+            cost[self._gathered.get(chunk.id, [])] -= chunk.payload_bytes
+        return cost
+
+    def grad(self, chunk: ChunkBytes) -> Vector:
+        """What it takes to leave a reduced gradient on the device until the step is over."""
+        cost = np.zeros(self._num_moments, np.int64)
+        reduction = self._reductions.get(chunk.id)
+        if reduction is None:  # an evaluation has no gradients
+            return cost
+        cost[reduction.end + (2 if self._tiers.world_size > 1 else 0) :] = chunk.shard_bytes
+        return cost
+
+    def take(self, cost: Vector) -> bool:
+        """Take this room, if it is there at every moment."""
+        left = self.left - cost
+        if left.min() < 0:
+            return False
+        self.left = left
+        return True
+
+    def take_run(self, sizes: Sequence[int]) -> int:
+        """Take room at all moments for as many of the last `sizes` as fit; how many did not."""
+        room, left_out = int(self.left.min()), len(sizes)
+        taken = 0
+        for nbytes in reversed(sizes):
+            if taken + nbytes > room:
+                break
+            taken += nbytes
+            left_out -= 1
+        self.left = self.left - taken
+        return left_out
+
+
+def fill(tiers: Tiers, demand: Demand, order: str, path: UpdatePath) -> Homes:
+    """Fill the device in `order` (a word of `p`, `g` and `s`), then the host, then NVMe.
+
+    `path` is how blocks are updated whose state is not on the device. Raises BudgetError with the
+    bytes that are missing.
+    """
+    below = tiers.below()
+    lowest = tiers.lowest(below, path)
+    if tiers.has_host_tier and _host_overflows(tiers, lowest):
+        lowest = tiers.lowest(Tier.NVME, path)
+    _force_onto_nvme(tiers, lowest)
+    device_staging, lowest.host_staging = tiers.staging(lowest)
+    room = DeviceRoom(tiers, demand, prefetch=True)
+    room.reserve(device_staging.nbytes)
+    if room.left.min() < 0:
+        room = DeviceRoom(tiers, demand, prefetch=False)
+        room.reserve(device_staging.nbytes)
+        _check_floor(tiers, demand, room, device_staging)
+    homes = tiers.lowest(below, path)
+    _force_onto_nvme(tiers, homes)
+    if tiers.fixed_params is not None:
+        _take_fixed(tiers, room)
+    for kind in order:
+        for chunk in tiers.chunks:
+            i = chunk.id
+            if kind == "p" and tiers.fixed_params is None and room.take(room.param(chunk)):
+                homes.param[i] = Tier.DEVICE
+            if kind == "s" and chunk.trainable:
+                free = [b for b, home in enumerate(homes.state[i]) if home is below]
+                if not tiers.has_host_tier:
+                    free = free[_forced_blocks(tiers, chunk) :]
+                out = room.take_run([chunk.blocks[b].state_bytes for b in free])
+                for b in free[out:]:
+                    homes.state[i][b] = Tier.DEVICE
+            if kind == "g" and chunk.trainable:
+                on_cpu = path is UpdatePath.CPU and any(h is below for h in homes.state[i])
+                if not on_cpu and room.take(room.grad(chunk)):
+                    homes.grad[i] = Tier.DEVICE
+    if tiers.has_host_tier:
+        _spill_host(tiers, homes, max(lowest.host_staging.nbytes, _most_staging(tiers, path)))
+    _join_on_nvme(tiers, homes, room)
+    homes.device_staging, homes.host_staging = tiers.staging(homes)
+    used = tiers.nvme_bytes(homes)
+    if used > tiers.budgets.nvme:
+        raise BudgetError.missing(
+            Tier.NVME, used - tiers.budgets.nvme, tiers.budgets.nvme, "what must be on disk",
+            "raise nvme_budget, host_budget or device_budget by as much, or use more ranks",
+        )  # fmt: skip
+    return homes
+
+
+def _take_fixed(tiers: Tiers, room: DeviceRoom) -> None:
+    """Room for the parameter shards that are on the device already. Raises BudgetError."""
+    for chunk in tiers.chunks:
+        assert tiers.fixed_params is not None
+        if tiers.fixed_params[chunk.id] is Tier.DEVICE:
+            room.left = room.left - room.param(chunk)
+    missing = -int(room.left.min())
+    if missing > 0:
+        raise BudgetError.missing(
+            Tier.DEVICE, missing, tiers.budgets.device, "the parameters that are there already",
+            "raise device_budget by as much",
+        )  # fmt: skip
+
+
+def _join_on_nvme(tiers: Tiers, homes: Homes, room: DeviceRoom) -> None:
+    """A chunk with parameters or gradients on NVMe has its state there too.
+
+    Files count before memory changes (ADR 0002), so what is updated in memory may neither be read
+    from a file nor written to one. Device room that this gives back goes to what else is on NVMe.
+    """
+
+    def split(i: ChunkId) -> bool:
+        return Tier.NVME in (homes.param[i], homes.grad[i]) and any(
+            tier is not Tier.NVME for tier in homes.state[i]
+        )
+
+    for chunk in reversed(tiers.chunks):
+        i = chunk.id
+        if not chunk.trainable or not split(i):
+            continue
+        for b, block in enumerate(chunk.blocks):
+            if homes.state[i][b] is Tier.DEVICE:
+                room.left = room.left + block.state_bytes
+            homes.state[i][b] = Tier.NVME
+        for other in tiers.chunks:
+            j = other.id
+            if not other.trainable or not split(j):
+                continue
+            fixed = tiers.fixed_params is not None
+            if homes.param[j] is Tier.NVME and not fixed and room.take(room.param(other)):
+                homes.param[j] = Tier.DEVICE
+            if homes.grad[j] is Tier.NVME and room.take(room.grad(other)):
+                homes.grad[j] = Tier.DEVICE
+
+
+def _forced_blocks(tiers: Tiers, chunk: ChunkBytes) -> int:
+    """How many leading blocks of a chunk `nvme_state_frac` puts on NVMe."""
+    if tiers.nvme_state_frac == 0:
+        return 0
+    total = sum(b.numel for c in tiers.chunks for b in c.blocks)
+    wanted = tiers.nvme_state_frac * total
+    taken = float(sum(b.numel for c in tiers.chunks[: chunk.id] for b in c.blocks))
+    count = 0
+    for block in chunk.blocks:
+        if taken + block.numel / 2 > wanted:
+            break
+        taken += block.numel
+        count += 1
+    return count
+
+
+def _force_onto_nvme(tiers: Tiers, homes: Homes) -> None:
+    """Put the share of state on NVMe that was asked for."""
+    for chunk in tiers.chunks:
+        for b in range(_forced_blocks(tiers, chunk)):
+            homes.state[chunk.id][b] = Tier.NVME
+
+
+def missing_for_everything(tiers: Tiers, demand: Demand) -> int | None:
+    """Bytes that the device lacks to hold all model data; None where some must be on NVMe."""
+    if any(_forced_blocks(tiers, chunk) for chunk in tiers.chunks):
+        return None
+    room = DeviceRoom(tiers, demand, prefetch=False)
+    for chunk in tiers.chunks:
+        room.left = room.left - room.param(chunk) - chunk.state_bytes
+        if chunk.trainable:
+            room.left = room.left - room.grad(chunk)
+    return max(0, -int(room.left.min()))
+
+
+def _host_bytes(tiers: Tiers, homes: Homes) -> int:
+    total = 0
+    for chunk in tiers.chunks:
+        i = chunk.id
+        total += chunk.shard_bytes * (homes.param[i] is Tier.HOST)
+        total += chunk.shard_bytes * (chunk.trainable and homes.grad[i] is Tier.HOST)
+        total += sum(parts[0] for home, parts in state_parts(chunk, homes.state[i])
+                     if home is Tier.HOST)  # fmt: skip
+    return total
+
+
+def state_parts(chunk: ChunkBytes, states: Sequence[Tier]) -> list[tuple[Tier, tuple[int, int]]]:
+    """For every tier that holds state of a chunk, the bytes of that state and its parameters."""
+    if not states:
+        return []
+    if states.count(states[0]) == len(states):
+        return [(states[0], (chunk.state_bytes, chunk.shard_bytes))]
+    sums: dict[Tier, tuple[int, int]] = {}
+    for block, home in zip(chunk.blocks, states, strict=True):
+        state, param = sums.get(home, (0, 0))
+        sums[home] = (state + block.state_bytes, param + block.param_bytes)
+    return list(sums.items())
+
+
+def _host_overflows(tiers: Tiers, homes: Homes) -> bool:
+    return _host_bytes(tiers, homes) > tiers.budgets.host
+
+
+def _most_staging(tiers: Tiers, path: UpdatePath) -> int:
+    """Bytes of the buffers, whichever part of a chunk is on NVMe in the end."""
+    everything = tiers.lowest(Tier.NVME, path)
+    state_alone = tiers.lowest(Tier.NVME, path)
+    if tiers.fixed_params is None:
+        state_alone.param = [Tier.HOST for _ in tiers.chunks]
+    state_alone.grad = [Tier.HOST for _ in tiers.chunks]
+    return max(tiers.staging(homes)[1].nbytes for homes in (everything, state_alone))
+
+
+def _spill_host(tiers: Tiers, homes: Homes, staging_bytes: int) -> None:
+    """Move from host to NVMe what the host has no room for: state, then gradients, parameters.
+
+    A byte of a parameter is read twice an iteration and written once; of the rest, once each.
+    """
+    over = _host_bytes(tiers, homes) - tiers.budgets.host
+    uses_nvme = any(Tier.NVME in (homes.param[c.id], homes.grad[c.id], *homes.state[c.id])
+                    for c in tiers.chunks)  # fmt: skip
+    if over <= 0 and not uses_nvme:
+        return
+    over += staging_bytes
+    for chunk in tiers.chunks:
+        for b, block in enumerate(chunk.blocks):
+            if over > 0 and homes.state[chunk.id][b] is Tier.HOST:
+                homes.state[chunk.id][b] = Tier.NVME
+                over -= block.state_bytes
+    for row in (homes.grad, homes.param):
+        if row is homes.param and tiers.fixed_params is not None:
+            continue
+        for chunk in tiers.chunks:
+            counts = row is homes.param or chunk.trainable
+            if over > 0 and counts and row[chunk.id] is Tier.HOST:
+                row[chunk.id] = Tier.NVME
+                over -= chunk.shard_bytes
+    if over > 0:
+        raise BudgetError.missing(
+            Tier.HOST, over, tiers.budgets.host, "the staging buffers of NVMe",
+            "raise host_budget by as much, or lower NvmeConfig.depth",
+        )  # fmt: skip
+
+
+def _check_floor(tiers: Tiers, demand: Demand, room: DeviceRoom, staging: Staging) -> None:
+    """Raises BudgetError where the device cannot hold what must be there at some moment."""
+    moment = int(room.left.argmin())
+    missing = -int(room.left[moment])
+    if missing <= 0:
+        return
+    non_model = int(demand.non_model[moment])
+    needs = demand.needs[moment] if moment < len(demand.needs) else ()
+    payloads = sum(tiers.chunks[chunk].payload_bytes for chunk in needs)
+    buffers = tiers.budgets.device - non_model - payloads - staging.nbytes + missing
+    parts = {
+        "activations and temporaries": non_model,
+        "the chunks in use": payloads,
+        "gradient buffers": max(0, buffers),
+        "staging": staging.nbytes,
+    }
+    knobs = {
+        "activations and temporaries": "use a smaller batch or activation checkpointing",
+        "the chunks in use": "lower min_chunk_size_m, so that chunks are smaller",
+        "gradient buffers": "lower min_chunk_size_m, so that fewer gradients wait for a chunk",
+        "staging": "lower NvmeConfig.depth",
+    }
+    largest = max(parts, key=lambda name: parts[name])
+    listed = ", ".join(f"{name} {nbytes}" for name, nbytes in parts.items())
+    raise BudgetError.missing(
+        Tier.DEVICE, missing, tiers.budgets.device, f"moment {moment} (bytes: {listed})",
+        f"raise device_budget by as much, or {knobs[largest]}",
+    )  # fmt: skip

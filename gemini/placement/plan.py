@@ -1,0 +1,245 @@
+"""The plan: where every shard and state lives, and which moves happen at which moment. Pure.
+
+A plan is a frozen value that every rank makes for itself from the same inputs; ranks compare its
+digest. How it is carried out is in docs/adr/0003-a-plan-and-its-executor.md.
+
+Moments 0 .. num_trace_moments - 1 are those of the trace. Behind them come the moments of the step:
+one for each block of `step_order`, whose state is not on the device, and one for all that is.
+`num_moments` stands for the end of the iteration.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal
+
+from gemini.units import BlockId, Bytes, ChunkId, Moment, format_bytes
+
+from .sizes import Budgets, ChunkBytes
+from .tiers import Tier
+
+
+class UpdatePath(Enum):
+    """How a block is updated."""
+
+    RESIDENT = "resident"  # its state stays on the device, a kernel updates it there
+    STREAM = "stream"  # its state travels to the device and back
+    CPU = "cpu"  # its state is in RAM, or comes there from NVMe; the CPU updates it
+
+
+class MoveKind(Enum):
+    """What travels."""
+
+    PARAM = "parameters"
+    GRAD = "gradients"
+    STATE = "state"
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Bring one shard, or one block of it, from `src` to `dst`.
+
+    It may begin at moment `begin` and not before, and has ended when moment `end` comes: then what
+    needs it there computes, or what takes its place is allocated.
+    """
+
+    kind: MoveKind
+    chunk: ChunkId
+    block: BlockId | None  # None: the whole shard
+    src: Tier
+    dst: Tier
+    begin: Moment
+    end: Moment
+    nbytes: Bytes  # exact: what is transferred, without the padding of pages
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """One life of a payload: made from `begin` on, there at `use`, freed when `release` comes.
+
+    `release` above the trace's moments is a moment of the next iteration.
+    """
+
+    chunk: ChunkId
+    begin: Moment
+    use: Moment
+    release: Moment
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """One life of a gradient buffer: gradients arrive from `first` on, and none behind `last`.
+
+    The buffer is free when `end` comes. At world size 1 it is the gradient itself.
+    """
+
+    chunk: ChunkId
+    first: Moment
+    last: Moment
+    end: Moment
+
+
+@dataclass(frozen=True, slots=True)
+class ShardPlan:
+    """One chunk's shard on this rank."""
+
+    chunk: ChunkId
+    param_home: Tier
+    kept: bool  # its payload stays gathered all the time (ZeRO-2, or a frozen one that fits)
+    grad_home: Tier | None  # where a reduced gradient waits for the step; None: frozen
+    state_homes: tuple[Tier, ...]  # of its blocks
+    update_paths: tuple[UpdatePath, ...]  # of its blocks
+    why: str  # in words
+
+
+@dataclass(frozen=True, slots=True)
+class Staging:
+    """Buffers of one size on one tier, reserved before the first step."""
+
+    count: int = 0
+    buffer_bytes: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.count * self.buffer_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One iteration of one rank."""
+
+    kind: Literal["train", "eval"]
+    layout_digest: str
+    trace_digest: str
+    num_trace_moments: int
+    world_size: int
+    has_host_tier: bool  # else the device is RAM
+    has_master: bool  # parameters follow from the state
+    whole_grads: bool  # reduced gradients stay whole on every rank (ZeRO-1)
+    budgets: Budgets
+    chunks: tuple[ChunkBytes, ...]
+    shards: tuple[ShardPlan, ...]  # by chunk
+    gathers: tuple[Gather, ...]  # in the order in which they are issued
+    reductions: tuple[Reduction, ...]  # in the order in which they are issued
+    step_order: tuple[BlockId, ...]  # blocks whose state is not on the device
+    moves: tuple[Move, ...]  # by `begin`
+    device_staging: Staging
+    host_staging: Staging
+    gather_policy: str  # chose which payloads stay between uses
+    gather_gap: float  # its bytes above a lower bound, as a fraction
+
+    @property
+    def num_moments(self) -> int:
+        return self.num_trace_moments + len(self.step_order) + 1
+
+    @property
+    def resident_moment(self) -> Moment:
+        """When everything whose state is on the device is updated."""
+        return Moment(self.num_moments - 1)
+
+    def state_homes(self) -> dict[BlockId, Tier]:
+        """The home of every block's state."""
+        return {
+            block.id: home
+            for sizes, shard in zip(self.chunks, self.shards, strict=True)
+            for block, home in zip(sizes.blocks, shard.state_homes, strict=True)
+        }
+
+    def needs_gather(self, chunk: ChunkId) -> bool:
+        """Whether its payload is another thing than its shard."""
+        return self.world_size > 1 or self.shards[chunk].param_home is not Tier.DEVICE
+
+    def digest(self) -> str:
+        """A name for this exact plan; equal on all ranks."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
+
+    def bytes_moved(self) -> dict[tuple[Tier, Tier], int]:
+        """Bytes of one iteration over every link that is used."""
+        moved: Counter[tuple[Tier, Tier]] = Counter()
+        for move in self.moves:
+            moved[move.src, move.dst] += move.nbytes
+        return dict(moved)
+
+    def explain(self, chunk: ChunkId) -> str:
+        """Where one chunk's shard lives, why, and what it costs an iteration."""
+        shard, sizes = self.shards[chunk], self.chunks[chunk]
+        lines = [
+            f"chunk {chunk}: {shard.why}",
+            f"parameters: {format_bytes(sizes.shard_bytes)} on {shard.param_home.value}"
+            + (", kept gathered" if shard.kept else ""),
+        ]
+        if shard.grad_home is not None:
+            lines.append(
+                f"gradient: {format_bytes(sizes.shard_bytes)} on {shard.grad_home.value}, from its "
+                "reduction to the step"
+            )
+        homes: Counter[tuple[str, str]] = Counter()
+        for block, home, path in zip(
+            sizes.blocks, shard.state_homes, shard.update_paths, strict=True
+        ):
+            homes[home.value, path.value] += block.state_bytes
+        for (home_name, path_name), nbytes in homes.items():
+            lines.append(f"state: {format_bytes(nbytes)} on {home_name}, update {path_name}")
+        moved: Counter[tuple[str, str, str]] = Counter()
+        for move in self.moves:
+            if move.chunk == chunk:
+                moved[move.kind.value, move.src.value, move.dst.value] += move.nbytes
+        for (kind, src, dst), nbytes in moved.items():
+            lines.append(f"moved a step: {format_bytes(nbytes)} of {kind}, {src} to {dst}")
+        made = sum(gather.chunk == chunk for gather in self.gathers)
+        if made:
+            lines.append(f"gathered {made} times, {format_bytes(sizes.payload_bytes)} each")
+        return "\n".join(lines)
+
+    def validate(self) -> None:
+        """Raises AssertionError where this plan contradicts itself: a bug of the planner.
+
+        Every block has one home and one path that fit each other; what is used is gathered, and
+        nothing is gathered twice at once; every shard arrives before it is used; moves begin
+        before they end, and carry exactly their shard's or block's bytes.
+        """
+        blocks = {block.id: block for chunk in self.chunks for block in chunk.blocks}
+        off_device = []
+        for sizes, shard in zip(self.chunks, self.shards, strict=True):
+            assert sizes.id == shard.chunk
+            assert sizes.trainable == (shard.grad_home is not None)
+            assert len(sizes.blocks) == len(shard.state_homes) == len(shard.update_paths)
+            for block, home, path in zip(
+                sizes.blocks, shard.state_homes, shard.update_paths, strict=True
+            ):
+                assert (path is UpdatePath.RESIDENT) == (home is Tier.DEVICE), block
+                if home is not Tier.DEVICE:
+                    off_device.append(block.id)
+            tiers = {shard.param_home, shard.grad_home, *shard.state_homes}
+            assert self.has_host_tier or Tier.HOST not in tiers, "there is no host tier"
+            if sizes.trainable and Tier.NVME in (shard.param_home, shard.grad_home):
+                assert set(shard.state_homes) <= {Tier.NVME}, "a file of what is updated in memory"
+        expected = off_device if self.kind == "train" else []
+        assert sorted(self.step_order) == expected, "blocks of the step"
+        assert list(self.moves) == sorted(self.moves, key=lambda move: move.begin)
+        arrivals: dict[tuple[ChunkId, int], int] = {}
+        for move in self.moves:
+            assert 0 <= move.begin <= move.end <= self.num_moments and move.src != move.dst, move
+            sizes = self.chunks[move.chunk]
+            exact = sizes.shard_bytes
+            if move.block is not None:
+                block = blocks[move.block]
+                assert block.chunk == move.chunk
+                is_state = move.kind is MoveKind.STATE
+                exact = block.state_bytes if is_state else block.param_bytes
+            assert move.nbytes == exact, move
+            if move.kind is MoveKind.PARAM and move.block is None and move.dst is Tier.DEVICE:
+                arrivals[move.chunk, move.begin] = move.end
+        freed_at: dict[ChunkId, int] = {}
+        for gather in self.gathers:
+            assert 0 <= gather.begin <= gather.use < self.num_trace_moments, gather
+            assert gather.use < gather.release, gather
+            assert gather.begin >= freed_at.get(gather.chunk, 0), f"{gather} is gathered twice"
+            freed_at[gather.chunk] = gather.release
+            if self.shards[gather.chunk].param_home is not Tier.DEVICE:
+                assert arrivals[gather.chunk, gather.begin] <= gather.use, gather
+        for reduction in self.reductions:
+            assert reduction.first <= reduction.last < reduction.end, reduction

@@ -1,0 +1,146 @@
+"""When payloads are gathered and freed, and when gradients are reduced, in given homes. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from gemini.memtracer.trace import Trace
+from gemini.units import ChunkId, Moment, ParamId
+
+from .homes import Homes, Tiers, Vector
+from .opt import CacheProblem, best_schedule
+from .plan import Gather, Reduction
+
+REDUCE_MOMENTS = 2  # from a chunk's last gradient until its buffer is free
+
+
+@dataclass(frozen=True, slots=True)
+class GatherSchedule:
+    """The lives of all payloads, in the order in which they are issued."""
+
+    gathers: tuple[Gather, ...]
+    always: tuple[ChunkId, ...]  # there all the time, from the first use on
+    policy: str
+    gap: float
+
+
+def reductions_of(
+    trace: Trace, chunk_of: Mapping[ParamId, ChunkId], trainable: Iterable[ChunkId]
+) -> dict[ChunkId, Reduction]:
+    """From the first to the last moment of backward at which a module that has a part in a chunk
+    begins or ends.
+
+    The chunks that no backward touches, or whose modules never end it, are reduced at its end.
+    """
+    first: dict[ChunkId, int] = {}
+    last: dict[ChunkId, int] = {}
+    users: dict[ChunkId, int] = {}
+    end = len(trace.moments) - 1
+    for i, moment in enumerate(trace.moments):
+        if moment.phase != "backward":
+            continue
+        for chunk in sorted({chunk_of[param] for param in moment.params}):
+            first.setdefault(chunk, i)
+            users[chunk] = users.get(chunk, 0) + (1 if moment.edge == "enter" else -1)
+            last[chunk] = i if users[chunk] <= 0 else end
+    return {
+        chunk: Reduction(
+            chunk,
+            Moment(first.get(chunk, end)),
+            Moment(last.get(chunk, end)),
+            Moment(min(last.get(chunk, end) + REDUCE_MOMENTS, end + 1)),
+        )
+        for chunk in trainable
+    }
+
+
+def prefetched_at(
+    needs: Sequence[tuple[ChunkId, ...]], max_prefetch: int
+) -> tuple[tuple[ChunkId, ...], ...]:
+    """At every moment the next `max_prefetch` chunks that it does not use yet."""
+    ahead: list[tuple[ChunkId, ...]] = []
+    following: list[ChunkId] = []  # chunks used later, the next first
+    for chunks in reversed(needs):
+        ahead.append(tuple([c for c in following if c not in chunks][:max_prefetch]))
+        following = [*chunks, *(c for c in following if c not in chunks)]
+        del following[max_prefetch + 8 :]  # no moment uses more than some chunks
+    return tuple(reversed(ahead))
+
+
+def num_uses(needs: Sequence[tuple[ChunkId, ...]], num_chunks: int) -> list[int]:
+    """How often each chunk is gathered where nothing is kept between uses."""
+    counts = [0] * num_chunks
+    before: tuple[ChunkId, ...] = ()
+    for chunks in needs:
+        for chunk in chunks:
+            counts[chunk] += chunk not in before
+        before = chunks
+    return counts
+
+
+def schedule_gathers(
+    needs: Sequence[tuple[ChunkId, ...]],
+    room: Vector,
+    homes: Homes,
+    tiers: Tiers,
+    max_prefetch: int,
+    stale_after: bool,
+) -> GatherSchedule:
+    """Keep payloads between uses as `room` allows, and begin each as early as it allows.
+
+    `room`: bytes for payloads at every moment of the trace. At most `max_prefetch` payloads are
+    begun before the one that is used next. `stale_after`: the iteration ends with a step, so the
+    payloads of trainable chunks are worthless behind it. Raises ValueError where the needs of a
+    moment do not fit its room.
+    """
+    total = len(needs)
+    gathered = [
+        tiers.world_size > 1 or homes.param[chunk.id].value != "device" for chunk in tiers.chunks
+    ]
+    used = tuple(tuple(c for c in chunks if gathered[c] and not homes.kept[c]) for chunks in needs)
+    last_use = {chunk: moment for moment, chunks in enumerate(used) for chunk in chunks}
+    ends: list[list[ChunkId]] = [[] for _ in used]
+    for chunk, moment in last_use.items():
+        if stale_after and tiers.chunks[chunk].trainable:
+            ends[moment].append(chunk)
+    nbytes = tuple(int(chunk.payload_bytes) for chunk in tiers.chunks)
+    problem = CacheProblem(
+        used, nbytes, tuple(int(r) for r in room[:total]), (), tuple(tuple(e) for e in ends)
+    )
+    schedule = best_schedule(problem)
+
+    stays = {(i.item, i.start): i.end for i in schedule.kept}
+    fetches = [(moment, ChunkId(c)) for moment, items in enumerate(schedule.fetches) for c in items]
+    left = room[:total].copy()
+    lives: list[tuple[int, int, ChunkId]] = []  # use, release
+    for use, chunk in fetches:
+        moment = use
+        while (chunk, moment % total) in stays:
+            end = stays[chunk, moment % total]
+            moment += end - moment % total
+        lives.append((use, moment + 1, chunk))
+    fetched = {chunk for _, chunk in fetches}
+    always = tuple(c for c in sorted(last_use) if c not in fetched)
+    for chunk in always:
+        left -= nbytes[chunk]
+    for use, release, chunk in lives:
+        left[use : min(release, total)] -= nbytes[chunk]
+        if release > total:
+            left[: release - total] -= nbytes[chunk]
+
+    gathers: list[Gather] = []
+    freed = {chunk: release - total for _, release, chunk in lives if release > total}
+    for i, (use, release, chunk) in enumerate(lives):
+        begin = use
+        if max_prefetch:
+            earliest = max(lives[i - max_prefetch][0] if i >= max_prefetch else 0,
+                           freed.get(chunk, 0), gathers[-1].begin if gathers else 0)  # fmt: skip
+            short = np.flatnonzero(left[earliest:use] < nbytes[chunk])
+            begin = int(earliest + short[-1] + 1) if len(short) else earliest
+            left[begin:use] -= nbytes[chunk]
+        gathers.append(Gather(chunk, Moment(begin), Moment(use), Moment(release)))
+        freed[chunk] = release
+    return GatherSchedule(tuple(gathers), always, schedule.policy, schedule.gap)

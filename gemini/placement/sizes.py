@@ -1,0 +1,195 @@
+"""Bytes of everything that is placed, and budgets. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+
+from gemini.chunk.layout import ITEMSIZE, ChunkLayout
+from gemini.units import (
+    BLOCK_NUMEL,
+    PAGE_BYTES,
+    BlockId,
+    Bytes,
+    ChunkId,
+    align_up,
+    format_bytes,
+    parse_bytes,
+)
+
+from .tiers import Tier
+
+NUM_VERSIONS = 2  # of every block on disk; see nvme.layout
+UNLIMITED = Bytes(1 << 62)
+
+
+@dataclass(frozen=True, slots=True)
+class StateBytes:
+    """What the planner has to know of an optimizer's `StateLayout`."""
+
+    per_element: int  # all planes
+    has_master: bool  # parameters follow from the state; else an update must read them
+
+
+@dataclass(frozen=True, slots=True)
+class BlockBytes:
+    """One block of a trainable chunk's shard."""
+
+    id: BlockId
+    chunk: ChunkId
+    numel: int
+    param_bytes: Bytes
+    state_bytes: Bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkBytes:
+    """What one rank holds of one chunk."""
+
+    id: ChunkId
+    payload_bytes: Bytes  # gathered; a gradient buffer is as large
+    shard_bytes: Bytes  # of the parameters; a reduced gradient is as large
+    trainable: bool
+    state_bytes: Bytes
+    blocks: tuple[BlockBytes, ...]  # none where the chunk is frozen; the first is the largest
+
+
+def chunk_bytes(
+    layout: ChunkLayout, state: StateBytes, block_numel: int = BLOCK_NUMEL
+) -> tuple[ChunkBytes, ...]:
+    """The bytes of every chunk. Block ids are those of the optimizer's `StateSpace`."""
+    chunks = []
+    next_block = 0
+    for spec in layout.chunks:
+        itemsize = ITEMSIZE[spec.dtype]
+        blocks = []
+        for start in range(0, spec.shard_numel if spec.trainable else 0, block_numel):
+            numel = min(block_numel, spec.shard_numel - start)
+            blocks.append(
+                BlockBytes(
+                    BlockId(next_block), spec.id, numel,
+                    Bytes(numel * itemsize), Bytes(numel * state.per_element),
+                )
+            )  # fmt: skip
+            next_block += 1
+        chunks.append(
+            ChunkBytes(
+                spec.id, Bytes(spec.payload_bytes), Bytes(spec.shard_numel * itemsize),
+                spec.trainable, Bytes(sum(b.state_bytes for b in blocks)), tuple(blocks),
+            )
+        )  # fmt: skip
+    return tuple(chunks)
+
+
+def on_disk(nbytes: int) -> int:
+    """Bytes of a block in a store: whole pages, two versions."""
+    return NUM_VERSIONS * align_up(nbytes, PAGE_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class Budgets:
+    """Bytes that each tier may hold, of one rank unless said otherwise."""
+
+    device: Bytes = UNLIMITED
+    host: Bytes = UNLIMITED
+    nvme: Bytes = UNLIMITED
+
+    @classmethod
+    def parse(
+        cls,
+        device: int | str | None = None,
+        host: int | str | None = None,
+        nvme: int | str | None = None,
+    ) -> Budgets:
+        """From bytes or `"8GiB"`; None is no limit."""
+        return cls(*(UNLIMITED if b is None else parse_bytes(b) for b in (device, host, nvme)))
+
+    def of(self, tier: Tier) -> Bytes:
+        return {Tier.DEVICE: self.device, Tier.HOST: self.host, Tier.NVME: self.nvme}[tier]
+
+    def divided(self, ranks_per_node: int, ranks_per_device: int = 1) -> Budgets:
+        """A node's budgets as one rank's: every pool is divided among the ranks that share it.
+
+        Ranks that compute on the CPU share one device, the RAM; GPUs are not shared.
+        """
+        if ranks_per_node < 1 or ranks_per_device < 1:
+            raise ValueError(
+                f"ranks_per_node={ranks_per_node} and ranks_per_device={ranks_per_device} must be "
+                "positive"
+            )
+        return Budgets(
+            Bytes(self.device // ranks_per_device),
+            Bytes(self.host // ranks_per_node),
+            Bytes(self.nvme // ranks_per_node),
+        )
+
+
+def least_budgets(budgets: Sequence[Budgets]) -> Budgets:
+    """The least of all ranks, tier by tier: what every rank can hold."""
+    return Budgets(
+        Bytes(min(b.device for b in budgets)),
+        Bytes(min(b.host for b in budgets)),
+        Bytes(min(b.nvme for b in budgets)),
+    )
+
+
+class BudgetError(ValueError):
+    """Model data does not fit the budgets, wherever it goes."""
+
+    def __init__(
+        self, message: str, tier: Tier | None = None, missing_bytes: int = 0, knob: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.tier = tier
+        self.missing_bytes = Bytes(missing_bytes)
+        self.knob = knob
+
+    @classmethod
+    def missing(
+        cls, tier: Tier, missing_bytes: int, budget: int, what: str, knob: str
+    ) -> BudgetError:
+        """`missing_bytes` more on `tier` would do; `knob` says what gives them."""
+        allowed = "" if budget >= UNLIMITED else f" of {format_bytes(budget)}"
+        return cls(
+            f"{tier.value}_budget{allowed} is {format_bytes(missing_bytes)} ({missing_bytes} "
+            f"bytes) too small for {what}; {knob}",
+            tier,
+            missing_bytes,
+            knob,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Bandwidths:
+    """What one rank's links and memories do, in bytes a second; one is slower than `inf`."""
+
+    host_to_device: float = inf
+    device_to_host: float = inf  # beside the other direction, not instead of it
+    nvme_read: float = inf
+    nvme_write: float = inf  # after reads, not beside them: disks are not duplex
+    collective: float = inf  # of a payload's (W - 1) / W
+    device_memory: float = inf  # read and written by an update kernel
+    host_memory: float = inf  # read and written by an update on the CPU
+    flops: float = inf  # operations a second of forward and backward
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be positive")
+
+    @classmethod
+    def from_json(cls, fields: object) -> Bandwidths:
+        """Raises ValueError for a name that is none."""
+        if not isinstance(fields, dict):
+            raise ValueError(f"bandwidths are {type(fields).__name__}; expected an object")
+        unknown = sorted(set(fields) - set(cls.__slots__))
+        if unknown:
+            raise ValueError(f"bandwidths {unknown} are unknown; expected {list(cls.__slots__)}")
+        return cls(**{name: float(value) for name, value in fields.items()})
+
+
+def least_bandwidths(bandwidths: Sequence[Bandwidths]) -> Bandwidths:
+    """The least of all ranks, link by link: the slowest rank sets the pace."""
+    names = Bandwidths.__slots__
+    return Bandwidths(**{n: min(getattr(b, n) for b in bandwidths) for n in names})
