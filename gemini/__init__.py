@@ -9,16 +9,53 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .checkpoint.export import export_safetensors as export_safetensors
+    from .checkpoint.load import load_checkpoint as load_checkpoint
+    from .checkpoint.save import save_checkpoint as save_checkpoint
+    from .chunk.search import search_chunk_configuration as search_chunk_configuration
     from .ddp import GeminiDDP as GeminiDDP
+    from .memtracer.collector import MemStatsCollector as MemStatsCollector
+    from .memtracer.collector import trace as trace
+    from .optimizer import GeminiAdamOptimizer as GeminiAdamOptimizer
+    from .optimizer import GeminiOptimizer as GeminiOptimizer
     from .placement.policy import AutoPlacement as AutoPlacement
+    from .placement.policy import ConstPlacement as ConstPlacement
     from .placement.policy import StaticPlacement as StaticPlacement
+    from .runtime.materialise import init_empty as init_empty
+    from .runtime.tensor_mgr import StatefulTensorMgr as StatefulTensorMgr
 
 _HOME = {
     "AutoPlacement": "gemini.placement.policy",
+    "ConstPlacement": "gemini.placement.policy",
+    "GeminiAdamOptimizer": "gemini.optimizer",
     "GeminiDDP": "gemini.ddp",
+    "GeminiOptimizer": "gemini.optimizer",
+    "MemStatsCollector": "gemini.memtracer.collector",
+    "export_safetensors": "gemini.checkpoint.export",
+    "init_empty": "gemini.runtime.materialise",
+    "load_checkpoint": "gemini.checkpoint.load",
+    "save_checkpoint": "gemini.checkpoint.save",
     "StaticPlacement": "gemini.placement.policy",
+    "StatefulTensorMgr": "gemini.runtime.tensor_mgr",
+    "search_chunk_configuration": "gemini.chunk.search",
+    "trace": "gemini.memtracer.collector",
 }
-__all__ = ["AutoPlacement", "GeminiDDP", "StaticPlacement"]
+__all__ = [
+    "AutoPlacement",
+    "ConstPlacement",
+    "GeminiAdamOptimizer",
+    "GeminiDDP",
+    "GeminiOptimizer",
+    "MemStatsCollector",
+    "StatefulTensorMgr",
+    "StaticPlacement",
+    "export_safetensors",
+    "init_empty",
+    "load_checkpoint",
+    "save_checkpoint",
+    "search_chunk_configuration",
+    "trace",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.module import _IncompatibleKeys
 
+from gemini.chunk.dtypes import DTYPES
 from gemini.chunk.layout import ChunkLayout
 from gemini.chunk.search import search_chunk_configuration
+from gemini.memtracer.collector import MemStatsCollector
+from gemini.memtracer.trace import Trace
 from gemini.placement.policy import Placement, parse_placement
 from gemini.runtime.backend import Backend, make_backend
+from gemini.runtime.boundary import Boundary
 from gemini.runtime.comm import Communicator
+from gemini.runtime.digest import digest
 from gemini.runtime.engine import Engine
-from gemini.runtime.hooks import ModuleHooks
+from gemini.runtime.full import full_parameters, load_full_parameters, salvageable
+from gemini.runtime.gradients import named_gradients
+from gemini.runtime.hooks import GatherWhole, ModuleHooks, has_experts
+from gemini.runtime.integrity import Integrity
+from gemini.runtime.kept import KeepFp32, cast_at_boundary, kept_modules, param_dtypes
+from gemini.runtime.materialise import InitFn, Materialiser
+from gemini.runtime.numerics import Numerics
+from gemini.runtime.planning import begin_planning
+from gemini.runtime.reports import MemoryReport, explain, memory_report, memory_timeline
 from gemini.runtime.specs import collect_params
-from gemini.runtime.trees import map_tensors
-
-PRECISIONS = {"bf16": torch.bfloat16, "fp32": torch.float32}
+from optim.clipping import asked_norm
+from optim.loss_scale import LossScale
 
 
 class GeminiDDP(nn.Module):
@@ -34,13 +50,29 @@ class GeminiDDP(nn.Module):
         state that does not on NVMe), `"static"` or `"cuda"` (everything on the device), or a
         placement dataclass. Parameters are sharded as in ZeRO-3 but for
         `StaticPlacement(shard_param_frac)`.
-    precision: `"bf16"` or `"fp32"`: dtype of parameters, activations and gradients. Floating
-        inputs are cast to it; buffers keep theirs.
+    precision: `"bf16"`, `"fp16"` or `"fp32"`: dtype of parameters, activations and gradients.
+        Floating inputs are cast to it; buffers keep theirs, and each rank its own. fp16 has a
+        dynamic loss scale, and its outputs are raised to fp32.
+    keep_fp32: true for (qualified name, module) of modules that stay in fp32 with all below them;
+        what they take and return is cast.
+    cast_buffers: floating buffers are cast to the precision too.
+    master_weights: fp32 weights behind 16-bit ones, from the original weights. Without (bf16 only)
+        an update is rounded at random, up or down, by `rounding_seed`, the step and the element:
+        the same run has the same bits, wherever its state lives.
     process_group: None is the default group, or no group where torch.distributed is not set up.
     search_range_m, hidden_dim, min_chunk_size_m: see `search_chunk_configuration`.
     max_prefetch: chunks gathered ahead of their use.
     force_outputs_fp32: floating outputs are cast to fp32.
-    max_norm: gradients are clipped to this L2 norm over all parameters and ranks; 0 does not clip.
+    max_norm: every step clips gradients to this L2 norm over all parameters and ranks; 0 does not.
+    loss_scale: options of the loss scale of fp16; None is `optim.LossScale()`.
+    on_nonfinite: a gradient with a NaN or an Inf on any rank lets all of them `"skip"` the step,
+        which changes nothing, or `"raise"` `optim.NonFiniteGradientError` (and wait for each step).
+    gather_whole: modules whose parameters are gathered all together, because what runs below them
+        depends on data and so differs between ranks; by default those with a child `experts`.
+    init_fn: initialises a module on the meta device that cannot do it itself; see
+        `gemini.init_empty`.
+    init_state_dict: values for the parameters instead of those they have, on rank 0.
+    trace: of an iteration, see `gemini.trace`; the first one is planned with it.
 
     Raises ValueError, before anything is changed, for a module that cannot be wrapped.
     """
@@ -59,35 +91,81 @@ class GeminiDDP(nn.Module):
         max_prefetch: int = 1,
         force_outputs_fp32: bool = False,
         max_norm: float = 0.0,
+        loss_scale: LossScale | None = None,
+        on_nonfinite: str = "skip",
+        keep_fp32: KeepFp32 | None = None,
+        cast_buffers: bool = False,
+        master_weights: bool = True,
+        rounding_seed: int = 0,
+        gather_whole: GatherWhole = has_experts,
+        init_fn: InitFn | None = None,
+        init_state_dict: Mapping[str, Tensor] | None = None,
+        trace: Trace | None = None,
     ) -> None:
         super().__init__()
-        if precision not in PRECISIONS:
-            raise ValueError(f"precision={precision!r}; expected one of {sorted(PRECISIONS)}")
-        if max_norm < 0:
-            raise ValueError(f"max_norm={max_norm} is negative; 0 does not clip")
+        numerics = Numerics(
+            precision=precision,
+            max_norm=max_norm,
+            loss_scale=loss_scale,
+            on_nonfinite=on_nonfinite,
+            master_weights=master_weights,
+            rounding_seed=rounding_seed,
+        )
         if max_prefetch < 0:
             raise ValueError(f"max_prefetch={max_prefetch} is negative; 0 does not prefetch")
         placement = parse_placement(placement_policy)
-        self._dtype = PRECISIONS[precision]
-        params, specs = collect_params(module, str(self._dtype).removeprefix("torch."))
+        self._dtype = DTYPES[numerics.dtype]
+        kept = kept_modules(module, keep_fp32)
+        params, specs = collect_params(module, param_dtypes(module, kept, numerics.dtype))
+        values = Materialiser(module, init_fn, init_state_dict)
+        values.check()
         comm = Communicator(process_group)
-        capacity = search_chunk_configuration(
+        chunks = search_chunk_configuration(
             specs,
             search_range_m=search_range_m,
             hidden_dim=hidden_dim,
             min_chunk_size_m=min_chunk_size_m,
         )
-        layout = ChunkLayout.build(specs, capacity, comm.world_size)
-        _check_same_layout(comm, layout)
+        layout = ChunkLayout.build(specs, chunks.capacities, comm.world_size)
+        _check_same_set_up(comm, layout, (placement, numerics, max_prefetch))
         backend = _backend(device)
+        planning = begin_planning(
+            layout, placement, backend, comm,
+            has_master=master_weights and any(c.dtype != "float32" for c in layout.chunks),
+            max_prefetch=max_prefetch, trace=trace,
+        )  # fmt: skip
         self.module = module
-        self._force_outputs_fp32 = force_outputs_fp32
         self.engine = Engine(
-            params, layout, backend, comm, placement, max_prefetch=max_prefetch, max_norm=max_norm
+            params,
+            layout,
+            values,
+            backend,
+            comm,
+            planning,
+            max_prefetch=max_prefetch,
+            numerics=numerics,
         )
+        values.fill_buffers()
+        self._boundary = Boundary(
+            self._dtype,
+            backend.device,
+            self.engine.scaler,
+            self.engine.begin_backward,
+            force_outputs_fp32=force_outputs_fp32,
+        )
+        in_fp32 = {id(buffer) for inner in kept.values() for buffer in inner.buffers()}
         for buffer in module.buffers():
-            buffer.data = buffer.data.to(backend.device)
-        self._hooks = None if self.engine.all_gathered else ModuleHooks(self.engine, module)
+            casts = cast_buffers and buffer.is_floating_point() and id(buffer) not in in_fp32
+            buffer.data = buffer.data.to(backend.device, self._dtype if casts else buffer.dtype)
+        for inner in kept.values():
+            cast_at_boundary(inner, self._dtype)
+        frozen = [
+            (spec.name, param)
+            for spec, param in zip(specs, params, strict=True)
+            if not spec.trainable
+        ]
+        self._integrity = Integrity(module, frozen)
+        self._hooks = ModuleHooks(self.engine, module, gather_whole)
 
     def __getattr__(self, name: str) -> Any:
         """What the wrapper does not have is the inner module's: `config`, `generate`, ..."""
@@ -99,35 +177,158 @@ class GeminiDDP(nn.Module):
             return getattr(self.module, name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.engine.begin_forward()
+        self._integrity.check()
+        self.engine.begin_iteration((args, kwargs))
+        args, kwargs = self._boundary.enter((args, kwargs))
+        return self._boundary.leave(self.module(*args, **kwargs))
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside reduce nothing: gradients add up here, in fp32, until one outside.
+
+        `step()` reduces what no backward did. At world size 1 there is nothing to save.
+        """
+        before = self.engine.reducer.synchronise
+        self.engine.reducer.synchronise = False
         try:
-            args, kwargs = map_tensors((args, kwargs), self._to_compute)
-            outputs = self.module(*args, **kwargs)
+            yield
         finally:
-            self.engine.end_forward()
-        if self._force_outputs_fp32:
-            outputs = map_tensors(outputs, lambda t: t.float() if t.is_floating_point() else t)
-        return map_tensors(outputs, self._boundary) if torch.is_grad_enabled() else outputs
+            self.engine.reducer.synchronise = before
+
+    @contextmanager
+    def summon_full_params(self, writeback: bool = True) -> Iterator[None]:
+        """Whole parameters, in the compute dtype, for the body to read or change in place.
+
+        With `writeback`, shards and fp32 masters take the values of the parameters that were
+        changed, which must be the same on all ranks; without, changes are undone. All ranks enter.
+        """
+        with self.engine.summoned(writeback):
+            yield
+
+    def state_dict(  # type: ignore[override]
+        self,
+        *,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+    ) -> dict[str, Any]:
+        """The inner module's state dict, with its names; whole on rank 0, empty on the others.
+
+        All ranks call. Parameters are the fp32 masters, in the dtype they had before wrapping, on
+        the CPU; they are gathered a chunk at a time. `keep_vars` is not possible.
+        """
+        if keep_vars:
+            raise ValueError("keep_vars=True: whole parameters are copies, and not variables")
+        state = {} if destination is None else destination
+        values = dict(full_parameters(self.engine))
+        if self.engine.comm.rank == 0:
+            for name in _state_names(self.module):
+                state[prefix + name] = values.get(name)
+            state.update(
+                (prefix + name, buffer.detach()) for name, buffer in _saved_buffers(self.module)
+            )
+        return state
+
+    def salvage(self) -> dict[str, Tensor]:
+        """Parameters that are in memory, in the compute dtype: what is left if the files are lost.
+
+        Not collective. A checkpoint has more: all parameters, as fp32 masters.
+        """
+        return salvageable(self.engine)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> _IncompatibleKeys:
+        """Take rank 0's values, with the inner module's names; all ranks call.
+
+        Shards and fp32 masters follow, whether the optimizer is there already or not; its moments
+        stay. Raises RuntimeError, before anything is changed, for missing and unexpected names
+        (`strict`), ValueError for another shape; `assign` is not possible.
+        """
+        if assign:
+            raise ValueError("assign=True: a wrapped parameter keeps its memory")
+        params = {name for spec in self.engine.layout.params for name in spec.names}
+        buffers = dict(_saved_buffers(self.module))
+        expected = params | buffers.keys()
+        mine = _IncompatibleKeys(
+            sorted(expected - state_dict.keys()), sorted(state_dict.keys() - expected)
+        )
+        keys: _IncompatibleKeys = self.engine.comm.gather_objects(mine)[0]
+        if strict and (keys.missing_keys or keys.unexpected_keys):
+            raise RuntimeError(
+                f"the state dict does not fit: missing {keys.missing_keys}, "
+                f"unexpected {keys.unexpected_keys}"
+            )
+        load_full_parameters(self.engine, state_dict)
+        for name, buffer in buffers.items():
+            if name in state_dict:
+                buffer.copy_(state_dict[name])
+        return keys
+
+    def digest(self) -> str:
+        """A name for weights, step counts and loss scale. All ranks call.
+
+        Equal on all ranks, unless something that each has for itself has diverged: compare it to
+        find out. It does not depend on placement or world size.
+        """
+        return digest(self.engine)
+
+    def saved_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, buffer) of the inner module's buffers that a state dict has."""
+        return _saved_buffers(self.module)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, which are in chunks and not in `p.grad`."""
-        super().zero_grad(set_to_none)
-        self.engine.drop_gradients()
+        """Drop the gradients, which are in chunks and not in `p.grad`, or make them zeros."""
+        if set_to_none:
+            self.engine.drop_gradients()
+        else:
+            self.engine.zero_gradients()
 
-    def _to_compute(self, tensor: Tensor) -> Tensor:
-        dtype = self._dtype if tensor.is_floating_point() else tensor.dtype
-        return tensor.to(device=self.engine.backend.device, dtype=dtype, non_blocking=True)
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """As `optimizer.clip_grad_norm_`, for the optimizer that this module has."""
+        norm = self.engine.clip(asked_norm(max_norm, norm_type))
+        assert norm is not None
+        return norm
 
-    def _boundary(self, output: Tensor) -> Tensor:
-        """An output as a view whose gradient marks the start of backward."""
-        if not output.requires_grad:
-            return output
-        view = output.view_as(output)
-        view.register_hook(self._backward_begins)
-        return view
+    def named_gradients(self, *, full: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """(name, gradient) of every parameter that has one, between backward and step.
 
-    def _backward_begins(self, grad: Tensor) -> None:
-        self.engine.begin_backward()
+        fp32 copies of the mean over ranks, without loss scale, clipped where the coming step was
+        asked to. full: in the parameter's shape; else this rank's part, flat.
+        Collective, also where `full` is false: every rank must go through all of it.
+        """
+        return named_gradients(self.engine, full=full)
+
+    def explain(self, name: str) -> str:
+        """Where a parameter lives, why, and what it costs. Raises ValueError for no such name."""
+        return explain(self.engine, name)
+
+    def memory_report(self) -> MemoryReport:
+        """Bytes by tier and kind, predicted beside measured; print it."""
+        return memory_report(self.engine)
+
+    def memory_timeline(self, path: str | Path) -> None:
+        """Draw device, host and NVMe over one iteration: `.html` (offline), `.png`, or `.json` in
+        Chrome's trace format. Raises ValueError for another suffix."""
+        memory_timeline(self.engine, path)
+
+    @property
+    def memory_stats(self) -> MemStatsCollector:
+        """What was sampled: traces of iterations, by kind and signature of the inputs."""
+        return self.engine.sampler.collector
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GeminiDDP:
+        """`to`, `half`, `cuda` and the like: what changes nothing is allowed."""
+        probe = torch.empty(0, dtype=self._dtype, device=self.engine.backend.device)
+        changed = fn(probe)
+        if (changed.dtype, changed.device) != (probe.dtype, probe.device):
+            raise ValueError(
+                f"a wrapped module stays in {probe.dtype} on {probe.device}; give precision= and "
+                "device= to GeminiDDP"
+            )
+        for buffer in self.module.buffers():
+            buffer.data = fn(buffer.data)
+        return self
 
 
 def _backend(device: torch.device | str | Backend | None) -> Backend:
@@ -139,9 +340,23 @@ def _backend(device: torch.device | str | Backend | None) -> Backend:
     return make_backend(torch.device(device))
 
 
-def _check_same_layout(comm: Communicator, layout: ChunkLayout) -> None:
-    """All ranks must have the same model: else name the first difference, on every rank."""
-    digests = comm.gather_objects(layout.digest())
+def _state_names(module: nn.Module) -> Iterator[str]:
+    """Names of all parameters, tied ones under each of their names, in the module's order."""
+    for name, _ in module.named_parameters(remove_duplicate=False):
+        yield name
+
+
+def _saved_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Persistent buffers."""
+    for prefix, child in module.named_modules():
+        for name, buffer in child.named_buffers(recurse=False):
+            if name not in child._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+def _check_same_set_up(comm: Communicator, layout: ChunkLayout, options: object) -> None:
+    """All ranks must have the same model and options: else the first difference, on every rank."""
+    digests = comm.gather_objects((layout.digest(), repr(options)))
     if len(set(digests)) == 1:
         return
     names = comm.gather_objects([(p.name, p.shape, p.trainable) for p in layout.params])
@@ -158,4 +373,8 @@ def _check_same_layout(comm: Communicator, layout: ChunkLayout) -> None:
                 f"rank {rank} has {len(other)} parameters and rank 0 has {len(names[0])}; "
                 "all ranks must wrap the same module"
             )
-    raise ValueError("ranks were given different chunk options; they must be the same everywhere")
+        if digests[rank] != digests[0]:
+            raise ValueError(
+                f"rank {rank} was given the options {digests[rank][1]} and rank 0 "
+                f"{digests[0][1]}; they, and the chunk options, must be the same everywhere"
+            )

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import time
+import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -11,15 +15,22 @@ from torch import Tensor
 
 from gemini.tickets import Done, Ticket
 
+from .watch import Entry, SequenceLog, explain, first_difference
+
 # torch 2.13 renames both; keep one shim
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+DEADLINE_SECONDS = 30.0  # of a wait, before ranks compare what they are doing
+POLL_SECONDS = 0.5
+GRACE_SECONDS = 5.0  # for the logs of other ranks, once a collective has failed
 
 
 @dataclass(frozen=True, slots=True)
 class WorkTicket:
     """A collective under way. Keeps its tensors alive."""
 
+    comm: Communicator
     work: Any
     tensors: tuple[Tensor, ...]
 
@@ -27,46 +38,115 @@ class WorkTicket:
         return bool(self.work.is_completed())
 
     def wait(self) -> None:
-        self.work.wait()
+        self.comm.wait(self.work)
 
 
 class Communicator:
     """One process group; at world size 1 every collective is nothing.
 
-    All ranks must call the same collectives in the same order.
+    All ranks must call the same collectives in the same order; those of chunks are logged, and a
+    difference ends in a `SequenceError` on every rank that waits.
+
+    describe: a chunk's id in words, for that error.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.describe: Callable[[int], str] = lambda chunk: f"chunk {chunk}"
+        self.deadline_seconds = DEADLINE_SECONDS
+        self.log = SequenceLog()
+        self.chunk_bytes = 0  # given to chunk collectives so far, as payloads
+        self._group = None
+        self.rank, self.world_size = 0, 1
+        self._watches = False
         if not dist.is_available() or not dist.is_initialized():
-            self._group = None
-            self.rank, self.world_size = 0, 1
             return
         self._group = group if group is not None else dist.group.WORLD
         self.rank = dist.get_rank(self._group)
         self.world_size = dist.get_world_size(self._group)
         if self.rank < 0:
             raise ValueError("this process is not a member of the process group that was given")
+        # a wait on nccl holds the stream and not the host: its own watchdog ends a hang
+        self._watches = dist.get_backend(self._group) == "gloo" and self.world_size > 1
+        self._store_prefix = f"gemini/{self.gather_objects(uuid.uuid4().hex)[0]}"
 
-    def all_gather(self, payload: Tensor, shard: Tensor) -> Ticket[None]:
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """None where torch.distributed was not set up."""
+        return self._group
+
+    def check_unchanged(self) -> None:
+        """Raise RuntimeError if the group has not the ranks it had: chunks are cut for those."""
+        there = dist.is_available() and dist.is_initialized()
+        try:
+            now = dist.get_world_size(self._group) if there else 1
+        except (ValueError, RuntimeError):
+            now = 0  # another group was set up since, and this one is gone
+        if now != self.world_size:
+            raise RuntimeError(
+                f"the module was wrapped with a world size of {self.world_size}, and now it is "
+                f"{now if now > 0 else 'without its process group'}; wrap it after "
+                "init_process_group, and again (from a checkpoint) when the ranks change"
+            )
+
+    # -- chunks --
+
+    def all_gather(self, payload: Tensor, shard: Tensor, label: int) -> Ticket[None]:
         """payload [S * W] from every rank's shard [S]."""
+        self._record("gathers", label, payload)
         work = _all_gather(payload, shard, group=self._group, async_op=True)
-        return WorkTicket(work, (payload, shard))
+        return WorkTicket(self, work, (payload, shard))
 
-    def reduce_scatter(self, shard: Tensor, payload: Tensor) -> Ticket[None]:
+    def reduce_scatter(self, shard: Tensor, payload: Tensor, label: int) -> Ticket[None]:
         """shard [S]: the sum over ranks of their payload's [S] that belongs to this rank."""
+        self._record("reduces", label, payload)
         work = _reduce_scatter(shard, payload, group=self._group, async_op=True)
-        return WorkTicket(work, (payload, shard))
+        return WorkTicket(self, work, (payload, shard))
+
+    def all_reduce_chunk(self, payload: Tensor, label: int) -> Ticket[None]:
+        """Sum of [S * W] over ranks, in place."""
+        self._record("reduces", label, payload)
+        work = dist.all_reduce(payload, group=self._group, async_op=True)
+        return WorkTicket(self, work, (payload,))
+
+    def _record(self, kind: str, label: int, payload: Tensor) -> None:
+        self.log.record(kind, label)
+        self.chunk_bytes += payload.nbytes
+
+    # -- the rest --
 
     def all_reduce(self, tensor: Tensor) -> Ticket[None]:
         """Sum over ranks, in place."""
         if self.world_size == 1:
             return Done(None)
-        return WorkTicket(dist.all_reduce(tensor, group=self._group, async_op=True), (tensor,))
+        work = dist.all_reduce(tensor, group=self._group, async_op=True)
+        return WorkTicket(self, work, (tensor,))
 
     def broadcast(self, tensor: Tensor) -> None:
         """Rank 0's values on every rank."""
         if self.world_size > 1:
             dist.broadcast(tensor, group=self._group, group_src=0)
+
+    def gather(self, shard: Tensor) -> Tensor | None:
+        """[S * W] of every rank's shard [S] on rank 0, None on the others."""
+        if self.world_size == 1:
+            return shard
+        here = shard.to(self.device).contiguous()
+        parts = [torch.empty_like(here) for _ in range(self.world_size)] if self.rank == 0 else None
+        dist.gather(here, parts, group=self._group, group_dst=0)
+        return None if parts is None else torch.cat(parts)
+
+    def scatter(self, payload: Tensor | None, shard: Tensor) -> None:
+        """shard [S]: this rank's part of rank 0's payload [S * W]."""
+        if self.world_size == 1:
+            assert payload is not None
+            shard.copy_(payload)
+            return
+        here = torch.empty_like(shard, device=self.device)
+        parts = None
+        if payload is not None:
+            parts = [part.contiguous() for part in payload.to(self.device).chunk(self.world_size)]
+        dist.scatter(here, parts, group=self._group, group_src=0)
+        shard.copy_(here)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's value. For set-up, not for a step."""
@@ -84,3 +164,49 @@ class Communicator:
         if dist.get_backend(self._group) == "nccl":
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
+
+    # -- the watch --
+
+    def compare_logs(self) -> None:
+        """Raise SequenceError on every rank where they differ; the others' digests said so."""
+        logs = [SequenceLog.decode(text) for text in self.gather_objects(self.log.encode())]
+        difference = first_difference(logs)
+        assert difference is not None, "the digests of two equal logs differ"
+        raise explain(difference, self.describe)
+
+    def wait(self, work: Any) -> None:
+        """Wait for a collective; past the deadline, or if it failed, compare with the others."""
+        if not self._watches:
+            work.wait()
+            return
+        try:
+            work.wait(timedelta(seconds=self.deadline_seconds))
+            return
+        except RuntimeError as error:
+            failure = error if work.is_completed() else None
+        patience = time.monotonic() + GRACE_SECONDS
+        while failure is None or time.monotonic() < patience:
+            difference = first_difference(self._published_logs())
+            if difference is not None:
+                raise explain(difference, self.describe) from failure
+            if failure is not None:
+                time.sleep(POLL_SECONDS)
+                continue
+            try:
+                work.wait(timedelta(seconds=POLL_SECONDS))
+                return
+            except RuntimeError as error:
+                if work.is_completed():
+                    failure, patience = error, time.monotonic() + GRACE_SECONDS
+        raise failure
+
+    def _published_logs(self) -> list[list[Entry]]:
+        """Publish this rank's log and read those that were published."""
+        store = dist.distributed_c10d.PrefixStore(
+            self._store_prefix, dist.distributed_c10d._get_default_store()
+        )
+        store.set(str(self.rank), self.log.encode())
+        return [
+            SequenceLog.decode(store.get(str(rank)).decode()) if store.check([str(rank)]) else []
+            for rank in range(self.world_size)
+        ]

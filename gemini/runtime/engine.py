@@ -8,36 +8,48 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo  # torch.compiler.disable imports the compiler at once
 
 from gemini.chunk.layout import ChunkLayout
-from gemini.chunk.parameter import ParamHandle, wrap_in_place
+from gemini.chunk.parameter import ChunkView, ParamHandle, handle_of, take_gradient, wrap_in_place
 from gemini.chunk.state import TensorState
-from gemini.chunk.storage import Chunk
-from gemini.placement.policy import Placement, StaticPlacement, leading_within
+from gemini.memtracer.trace import Trace
+from gemini.placement.policy import StaticPlacement, leading_within
+from gemini.placement.tiers import Tier
 from gemini.units import ChunkId, ParamId
+from nvme import NvmeError
+from optim.clipping import Clip
 from optim.config import StateConfig
+from optim.loss_scale import LossScale
 from optim.rules import UpdateRule
+from optim.scaler import Scaler
 from optim.target import Group
 
+from .adoption import Adoption
 from .backend import Backend
+from .backward import BackwardCall
+from .build import build_chunks
 from .comm import Communicator
+from .ledger import Ledger
+from .materialise import Materialiser
+from .numerics import Numerics
+from .planning import Planning
 from .reducer import Reducer
-from .shard_target import ShardTarget
+from .sampler import Sampler
+from .shard_storage import Originals, ShardStorage
+from .shard_target import PendingClip, ShardTarget
+from .tensor_files import FileConfig
 from .tensor_mgr import StatefulTensorMgr
 from .trees import tensors_in
 
 log = logging.getLogger("gemini")
-
-
-class OpenCall(Protocol):
-    """A module call whose backward has begun; see `hooks.py`."""
-
-    def gradient_arrived(self, param: ParamId) -> None: ...
 
 
 class Engine:
@@ -52,77 +64,87 @@ class Engine:
         self,
         params: Sequence[nn.Parameter],
         layout: ChunkLayout,
+        values: Materialiser,
         backend: Backend,
         comm: Communicator,
-        placement: Placement,
+        planning: Planning,
         *,
         max_prefetch: int,
-        max_norm: float,
+        numerics: Numerics,
     ) -> None:
         self.params = list(params)
         self.layout = layout
         self.backend = backend
         self.comm = comm
-        self.max_norm = max_norm
+        self.numerics = numerics
+        self.scaler = Scaler(
+            numerics.scale_options, backend.device, rounding_seed=numerics.rounding_seed
+        )
+        self.pending_clip: PendingClip | None = None  # asked for since the last backward
+        self._entered = False  # this backward came in through the boundary, with its loss scale
+        self._kept_scale: Tensor | None = None  # of gradients that outlived their step
         self.chunk_of = layout.chunk_of()
+        self.original_dtypes = [param.dtype for param in params]
         self._slot_of = {
             slot.param: i for chunk in layout.chunks for i, slot in enumerate(chunk.slots)
         }
-        self.originals: dict[ChunkId, Tensor] = {}  # [S] fp32 of 16-bit chunks, until `attach`
-        self.chunks = [self._build_chunk(spec.id) for spec in layout.chunks]
-        self.placement = placement
+        self.planning = planning
+        policy = planning.policy
+        static = policy if isinstance(policy, StaticPlacement) else StaticPlacement()
         sharded = leading_within(
-            [spec.payload_bytes for spec in layout.chunks],
-            placement.shard_param_frac if isinstance(placement, StaticPlacement) else 1.0,
+            [spec.payload_bytes for spec in layout.chunks], static.shard_param_frac
         )
         self.kept = [spec.id for spec in layout.chunks if spec.id not in sharded]
-        self.manager = StatefulTensorMgr(layout, self.chunks, self.kept, max_prefetch)
-        self.reducer = Reducer(self.chunks)
-        self.open_calls: list[OpenCall] = []  # module calls whose backward is under way
-        self._viewed: dict[ChunkId, None] = {}  # views of them left their modules this forward
+        files = FileConfig(
+            planning.nvme_folder, planning.inputs.block_numel, label=f"rank{comm.rank}-"
+        )
+        self.storage = ShardStorage(layout, planning.plan, backend, files)
+        self.chunks = build_chunks(
+            layout, self.params, values, backend, comm, planning.plan, self.storage,
+            kept=self.kept, keep_originals=numerics.master_weights,
+        )  # fmt: skip
+        comm.describe = self._describe
+        host = Tier.HOST if backend.has_host_tier else Tier.DEVICE
+        self.manager = StatefulTensorMgr(
+            layout,
+            self.chunks,
+            self.kept,
+            max_prefetch,
+            Ledger(self.chunks, self.storage, host),
+            planning.payload_room_bytes,
+        )
+        self.sampler = Sampler(layout.params, backend, self.manager.ledger, self._traced)
+        self.reducer = Reducer(self.chunks, by_moment=not self.all_gathered)
+        self.open_calls: list[BackwardCall] = []  # module calls whose backward is under way
+        self._viewed: dict[ChunkId, None] = {}  # plain views of them left their modules
         self._chunk_of_storage = {
             chunk.payload.untyped_storage()._cdata: chunk.spec.id for chunk in self.chunks
         }
         self.present = [False] * len(params)  # a gradient arrived since the last zero_grad
         self._target: ShardTarget | None = None
         self._forward_depth = 0
-        for i, param in enumerate(params):
+        self._summoned = False
+        for i, param in enumerate(self.params):
             if param.requires_grad:
                 param.register_post_accumulate_grad_hook(_gradient_hook(self, ParamId(i)))
             wrap_in_place(param, ParamHandle(self, ParamId(i)))
+        self.adoption = Adoption(self.params)
+        self.manager.before_release = self.adoption.adopt
         self.manager.release_all()
 
-    # -- set-up --
-
-    def _build_chunk(self, chunk_id: ChunkId) -> Chunk:
-        """Fill one chunk from the parameters' values, rank 0's on every rank, and rebind them."""
-        spec = self.layout.chunks[chunk_id]
-        chunk = Chunk(spec, self.backend, self.comm, shard_on_host=self.backend.name == "sim")
-        wider = any(
-            self.params[slot.param].dtype.itemsize > chunk.dtype.itemsize for slot in spec.slots
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise TypeError(
+            "a wrapped module cannot be copied; copy it before it is wrapped, or load "
+            "model.state_dict() into a plain one"
         )
-        keeps_original = spec.trainable and wider  # else the payload is the original
-        source = chunk.payload
-        if keeps_original:
-            source = self.backend.allocate(spec.payload_numel, torch.float32)
-        for start, end in spec.gaps():
-            source[start:end].zero_()
-        with torch.no_grad():
-            for slot, place in enumerate(spec.slots):
-                chunk.view(source, slot).copy_(self.params[place.param].data.reshape(-1))
-            self.comm.broadcast(source)
-            if keeps_original:
-                chunk.payload.copy_(source)
-                mine = self.comm.rank * spec.shard_numel
-                original = source[mine : mine + spec.shard_numel]
-                self.originals[chunk_id] = (
-                    original if self.comm.world_size == 1 else original.clone()
-                )
-            chunk.keep_shard()
-            for slot, place in enumerate(spec.slots):
-                param = self.params[place.param]
-                param.data = chunk.view(chunk.payload, slot).view(param.shape)
-        return chunk
+
+    def _describe(self, chunk: int) -> str:
+        """A chunk in words, for errors."""
+        slots = self.layout.chunks[chunk].slots
+        first, last = (self.layout.params[slot.param].name for slot in (slots[0], slots[-1]))
+        return f"chunk {chunk} ({first if first == last else f'{first} ... {last}'})"
+
+    # -- the optimizer --
 
     def attach(self, groups: Sequence[Group], rule: UpdateRule, config: StateConfig) -> ShardTarget:
         """Make the optimizer's state from the fp32 originals; see `optim.target`."""
@@ -133,8 +155,33 @@ class Engine:
         self._target = ShardTarget(self, groups, rule, config)
         return self._target
 
+    @property
+    def originals(self) -> Originals:
+        """fp32 values of 16-bit chunks, until `attach`."""
+        return self.storage.originals
+
+    def reconfigure(self, *, max_norm: float | None, loss_scale: LossScale | None) -> None:
+        """Take over what an optimizer was given; None leaves what there is. Raises ValueError."""
+        numerics = self.numerics
+        if max_norm is not None:
+            numerics = replace(numerics, max_norm=float(max_norm))
+        if loss_scale is not None:
+            numerics = replace(numerics, loss_scale=loss_scale)
+            self.scaler.configure(loss_scale)
+        self.numerics = numerics
+
     def detach(self) -> None:
         self._target = None
+
+    @property
+    def target(self) -> ShardTarget | None:
+        """The optimizer's state, once there is one."""
+        return self._target
+
+    def _traced(self, trace: Trace) -> None:
+        """An iteration was sampled. Alone, this rank plans it anew; the homes stay."""
+        if self.comm.world_size == 1 and self.planning.follow(trace):
+            self.manager.payload_room_bytes = self.planning.payload_room_bytes
 
     # -- forward and backward --
 
@@ -142,80 +189,209 @@ class Engine:
     def all_gathered(self) -> bool:
         return self.manager.releases_nothing
 
+    @_disable_dynamo
+    def begin_iteration(self, inputs: Any) -> None:
+        """The wrapper is called from outside, with these inputs."""
+        if self._forward_depth == 0 and not in_backward() and not self._summoned:
+            # where nothing moves, one iteration of a kind is as good as another
+            told_apart = None if self.all_gathered else inputs
+            self.sampler.begin(told_apart, again=self.manager.deviated)
+
     def begin_forward(self) -> None:
         """The root module's forward begins."""
         self._forward_depth += 1
         if self._forward_depth > 1 or in_backward():
             return
+        self.comm.check_unchanged()
         if self.reducer.active:
             log.warning("a backward did not end; the gradients since zero_grad are dropped")
             self.drop_gradients()
-        self.manager.unpin_all()
-        self._viewed.clear()
+        self._unpin()
         self.manager.begin_cycle("training" if torch.is_grad_enabled() else "evaluation")
+        if self.all_gathered:
+            self.sampler.at_root("enter")
 
     def end_forward(self) -> None:
         self._forward_depth -= 1
         if self._forward_depth == 0 and not in_backward():
-            self.manager.unpin_all()
+            if self.all_gathered:
+                self.sampler.at_root("leave")
+            self._unpin()
 
     def begin_backward(self) -> None:
         """The gradient of a root output has arrived: arm the end of this backward."""
+        if torch.is_grad_enabled():
+            raise_double_backward()
+        if self.pending_clip is not None:
+            raise RuntimeError(
+                "backward() after gradients were clipped; call optimizer.step() or zero_grad() "
+                "between, or clip after the last backward"
+            )
+        self._entered = True
+        if self._kept_scale is not None:
+            for chunk in self.chunks:
+                chunk.gradient.scale(self.scaler.scale / self._kept_scale)
+            self._kept_scale = None
         if not self.reducer.active:
             self.reducer.active = True
+            if self.all_gathered:
+                self.sampler.at_root("enter")
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
             if self._viewed:  # operators that took such a view have no hook of their own
-                self._keep(tuple(self._viewed))
+                self.manager.pin(tuple(self._viewed))
+                self.at_moment(tuple(self._viewed))
 
     def end_backward(self) -> None:
         """All gradients of this backward have arrived."""
+        self._entered = False
         if not self.reducer.active:
             return
+        if self.all_gathered:
+            self.sampler.at_root("leave")
+        self.sampler.collector.before_change()
         self.reducer.finish()
-        self.open_calls.clear()
-        self.manager.forget_users()
-        self.manager.unpin_all()
-        self.manager.hold_everything()
+        self.sampler.collector.after_change()
+        self._forget_calls()
+        self._unpin()
+
+    def at_moment(self, chunks: tuple[ChunkId, ...]) -> None:
+        """These chunks are needed now."""
+        backward = in_backward()
+        collector = self.sampler.collector
+        collector.before_change()
+        if backward:
+            self.reducer.at_moment()
+        try:
+            self.manager.at_moment(chunks, planned=backward or self._forward_depth > 0)
+        except NvmeError as error:
+            self._say_what_is_left(error)
+            raise
+        collector.after_change()
+
+    def _say_what_is_left(self, error: NvmeError) -> None:
+        """A parameter could not be read: nothing can compute, and memory holds only a part."""
+        chunks = [chunk for chunk in self.chunks if chunk.gathered or chunk.files is None]
+        names = [self.layout.params[slot.param].name for c in chunks for slot in c.spec.slots]
+        error.add_note(
+            f"{len(names)} of {len(self.params)} parameters are in memory, with the 16 or 32 bits "
+            f"in which they compute; model.salvage() has {', '.join(names) or 'none'}. The others, "
+            "and fp32 masters on disk, are those of the last step if the disk comes back; "
+            "else load a checkpoint"
+        )
 
     def gradient_arrived(self, index: ParamId, grad: Tensor) -> None:
         """Autograd has the whole gradient of a parameter: pack it."""
+        if grad.requires_grad:
+            raise_double_backward()
+        if self.scaler.active and not self._entered:
+            self._refuse_unscaled(index)
         chunk = self.chunks[self.chunk_of[index]]
-        with torch.no_grad():
-            self.reducer.arrived(chunk, self._slot_of[index], grad)
+        watched = self.manager.ledger.watched
+        if watched:
+            self.sampler.collector.before_change()
+        self.reducer.arrived(chunk, self._slot_of[index], grad)
+        if watched:
+            self.sampler.collector.after_change()
+            self.manager.ledger.note()
         self.present[index] = True
         self.manager.set_state((index,), TensorState.READY_FOR_REDUCE)
-        for call in list(self.open_calls):
-            call.gradient_arrived(index)
+        if self.open_calls:
+            for call in list(self.open_calls):
+                call.gradient_arrived(index)
 
     def keep_escaped_views(self, tensors: Sequence[Tensor]) -> None:
-        """A module returned these: a view of a payload keeps its chunk for this pass."""
+        """A module returned these: a plain view of a payload keeps its chunk for this pass."""
         for tensor in tensors:
+            if type(tensor) is ChunkView:
+                continue
             chunk = self._chunk_of_storage.get(tensor.untyped_storage()._cdata)
             if chunk is not None:
                 self.manager.pin((chunk,))
                 self._viewed[chunk] = None
 
-    # -- parameters used outside their modules --
+    # -- parameters used outside their modules; see `gemini.chunk.parameter` --
 
-    def borrow(self, params: list[ParamId]) -> tuple[ChunkId, ...]:
-        """Fetch what no module computes with, and keep it for the rest of this pass."""
+    def fetch(self, params: list[ParamId]) -> tuple[ChunkId, ...]:
         idle = (p for p in params if self.manager.state_of(p) is not TensorState.COMPUTE)
         chunks = tuple(dict.fromkeys(self.chunk_of[param] for param in idle))
-        if chunks:
-            self._keep(chunks)
+        if chunks and not self._summoned:
+            self.at_moment(chunks)
         return chunks
 
-    def borrowed(self, chunks: tuple[ChunkId, ...], result: Any) -> None:
-        """Fetch again when the backward of `result` begins."""
-        results = list(tensors_in(result))
-        self.keep_escaped_views(results)
-        for tensor in results:
-            if tensor.grad_fn is not None:
-                tensor.grad_fn.register_prehook(lambda grads: self._keep(chunks))
+    def fetched(self, chunks: tuple[ChunkId, ...], arguments: Any, result: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        results = [t for t in tensors_in(result) if t.requires_grad and type(t) is not ChunkView]
+        if results and self.scaler.active and self._forward_depth == 0 and not in_backward():
+            self._refuse_unscaled(self.layout.chunks[chunks[0]].slots[0].param)
+        if results:
+            call = BackwardCall(self, chunks)
+            others = (t for t in tensors_in(arguments) if handle_of(t) is None)
+            call.watch(results, [t for t in others if t.requires_grad])
 
-    def _keep(self, chunks: tuple[ChunkId, ...]) -> None:
-        self.manager.pin(chunks)
-        self.manager.at_moment(chunks)
+    def owns_memory_of(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._chunk_of_storage
+
+    def written(self, param: ParamId) -> None:
+        self.adoption.written(param)
+
+    def assign(self, param: ParamId, value: Tensor) -> None:
+        mine = self.params[param]
+        if value.shape != mine.shape:
+            raise ValueError(
+                f"{self.layout.params[param].name} of shape {tuple(mine.shape)} cannot be given "
+                f"data of shape {tuple(value.shape)}: a wrapped parameter keeps its size"
+            )
+        self.fetch([param])
+        with torch.no_grad():
+            mine.copy_(value)
+
+    def _unpin(self) -> None:
+        if not self._summoned:
+            self.manager.unpin_all()
+
+    @contextmanager
+    def summoned(self, writeback: bool) -> Iterator[None]:
+        """All chunks are gathered and stay so; then shards follow what was written, or not."""
+        if self._summoned:
+            raise RuntimeError("parameters are summoned already")
+        self.adopt_changes()
+        everything = tuple(chunk.spec.id for chunk in self.chunks)
+        self.manager.pin(everything)
+        self.manager.at_moment(everything, planned=False)
+        kept = {} if writeback else {c: c.payload.clone() for c in self.chunks if c.is_whole}
+        self._summoned = True
+        try:
+            yield
+        finally:
+            self._summoned = False
+            if not writeback:
+                for chunk in self.chunks:
+                    self.adoption.forget(chunk)
+                    if chunk.is_whole:
+                        chunk.payload.copy_(kept[chunk])
+            self.adopt_changes()
+            self.manager.release_all()
+            self.after_step()
+
+    def adopt_changes(self) -> None:
+        """Shards and masters follow what the user wrote to parameters."""
+        for chunk in self.chunks:
+            if chunk.gathered:
+                self.adoption.adopt(chunk)
+        if self.adoption.stale and self._target is not None:
+            self._target.follow_shards(self.adoption.stale)
+            self.adoption.stale.clear()
+
+    # -- the step --
+
+    def begin_step(self) -> None:
+        """End what is under way, and let masters follow what the user wrote."""
+        if self._summoned:
+            raise RuntimeError("step() while parameters are summoned; leave the context first")
+        self.end_backward()
+        self.sampler.end()
+        self.adopt_changes()
 
     def after_step(self) -> None:
         """Shards have changed: what is kept gathered is gathered again."""
@@ -226,15 +402,62 @@ class Engine:
         for chunk in self.chunks:
             if chunk.spec.id in self.kept:
                 chunk.wait_gathered()
+        self._viewed.clear()
 
-    # -- gradients --
+    def clip(self, clip: Clip) -> Tensor | None:
+        """Clip the gradients of the coming step; the norm before, where a norm is asked for."""
+        if self._target is None:
+            raise RuntimeError(
+                "this module has no optimizer yet, so there is nobody to clip for; make it, or "
+                "call optimizer.clip_grad_norm_(max_norm)"
+            )
+        return self._target.clip(clip)
+
+    def gradient_read(self, param: ParamId) -> None:
+        """`.grad` of a parameter is read: None would be a lie where its chunk has the gradient."""
+        if self.present[param]:
+            raise RuntimeError(
+                f"the gradient of {self.layout.params[param].name} is in its chunk and not in "
+                ".grad; use model.named_gradients() to look at gradients, "
+                "model.clip_grad_norm_(max_norm) or optimizer.clip_grad_by_value(value) to clip "
+                "them (not torch.nn.utils), and model.zero_grad() to drop them"
+            )
+
+    def _refuse_unscaled(self, param: ParamId) -> None:
+        raise RuntimeError(
+            f"a loss reaches {self.layout.params[param].name}, or a parameter beside it, without "
+            "passing through the outputs of the GeminiDDP; in fp16 its gradient would carry no "
+            "loss scale. Compute that part inside the module's forward (or under torch.no_grad)"
+        )
+
+    def after_stepping(self) -> None:
+        """A step has taken the gradients; they stay until they are dropped, as in torch."""
+        self.pending_clip = None
+        if self.scaler.active:
+            self._kept_scale = self.scaler.used.clone()
+
+    def zero_gradients(self) -> None:
+        """Gradients become zeros, which a step takes as gradients."""
+        self.end_backward()
+        self.pending_clip = None
+        for chunk in self.chunks:
+            chunk.gradient.zero()
 
     def drop_gradients(self) -> None:
+        self.pending_clip = None
+        self._kept_scale = None
         self.reducer.drop_gradients()
+        self.storage.forget_gradients()
+        self._forget_calls()
+        self.present = [False] * len(self.present)
+
+    def _forget_calls(self) -> None:
+        """No module call is open any more."""
+        for call in self.open_calls:
+            call.abandon()
         self.open_calls.clear()
         self.manager.forget_users()
         self.manager.hold_everything()
-        self.present = [False] * len(self.present)
 
 
 def _gradient_hook(engine: Engine, index: ParamId) -> Callable[[Tensor], None]:
@@ -242,14 +465,19 @@ def _gradient_hook(engine: Engine, index: ParamId) -> Callable[[Tensor], None]:
     reference = weakref.ref(engine)
 
     def arrived(param: Tensor) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            grad = param.grad
-            param.grad = None
+        grad = take_gradient(param)
         engine = reference()
         if engine is not None and grad is not None:
             engine.gradient_arrived(index, grad)
 
     return arrived
+
+
+def raise_double_backward() -> NoReturn:
+    raise RuntimeError(
+        "a backward with create_graph=True cannot go through a wrapped module: gradients "
+        "are packed into chunks as they arrive, and have no graph"
+    )
 
 
 def in_backward() -> bool:

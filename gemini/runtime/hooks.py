@@ -2,139 +2,128 @@
 
 A module that has parameters of its own is an owner. Its call uses its chunks twice: in forward,
 and in backward from the first gradient of an output until the gradients of its inputs and of its
-own parameters have arrived.
+own parameters have arrived. A module that is gathered whole owns everything below it: one whose
+children run or not by its data (experts), and one that is compiled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook
+from torch import nn
+from torch._compile import _disable_dynamo  # torch.compiler.disable imports the compiler at once
 
 from gemini.chunk.parameter import handle_of
 from gemini.chunk.state import TensorState
-from gemini.units import ChunkId, ParamId
+from gemini.units import ParamId
 
-from .engine import Engine
+from .backward import BackwardCall
+from .engine import Engine, in_backward
+from .specs import is_compiled
 from .trees import tensors_in
+
+GatherWhole = Callable[[nn.Module], bool]
+
+
+def has_experts(module: nn.Module) -> bool:
+    """Whether a module's children run or not by its data: a child of its is named `experts`."""
+    return isinstance(getattr(module, "experts", None), nn.Module)
 
 
 class ModuleHooks:
-    """Hooks on every owner below one root module."""
+    """Hooks on the root module, and on every owner below it if the engine releases chunks."""
 
-    def __init__(self, engine: Engine, root: nn.Module) -> None:
-        self._engine = engine
-        owners: dict[nn.Module, list[ParamId]] = {}
-        for module in root.modules():
-            handles = [handle_of(p) for p in module.parameters(recurse=False)]
-            params = [handle.param for handle in handles if handle is not None]
-            if params:
-                owners[module] = params
+    def __init__(self, engine: Engine, root: nn.Module, gather_whole: GatherWhole) -> None:
+        self._handles: list[Any] = []
+        owners = {} if engine.all_gathered else dict(_owners(root, gather_whole))
         num_owners: dict[ParamId, int] = {}
-        for params in owners.values():
+        for params, _ in owners.values():
             for param in params:
                 num_owners[param] = num_owners.get(param, 0) + 1
-        self._handles = []
-        for module, params in owners.items():
+        for module, (params, whole) in owners.items():
             # a tied parameter's gradient comes after the last of its owners: nobody waits for it
             awaited = [
                 p for p in params if num_owners[p] == 1 and engine.layout.params[p].trainable
             ]
-            owner = _Owner(engine, params, awaited)
-            self._handles += [
-                module.register_forward_pre_hook(owner.before_forward, prepend=True),
-                module.register_forward_hook(
-                    owner.after_forward, with_kwargs=True, always_call=True
-                ),
-            ]
+            self._add(module, _Owner(engine, params, awaited, whole))
+        self._add(root, _Root(engine))  # around the root's own, if it is an owner
+
+    def _add(self, module: nn.Module, hooks: _Owner | _Root) -> None:
+        self._handles += [
+            module.register_forward_pre_hook(hooks.before_forward, prepend=True),
+            module.register_forward_hook(hooks.after_forward, with_kwargs=True, always_call=True),
+        ]
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
 
 
+def _owners(
+    module: nn.Module, gather_whole: GatherWhole
+) -> Iterator[tuple[nn.Module, tuple[list[ParamId], bool]]]:
+    """Owners below a module with their parameters, and whether they are gathered whole."""
+    whole = is_compiled(module) or gather_whole(module)
+    handles = [handle_of(param) for param in module.parameters(recurse=whole)]
+    params = [handle.param for handle in handles if handle is not None]
+    if params:
+        # a compiler around the whole module goes through another's wrapper without its hooks
+        yield getattr(module, "_orig_mod", module), (params, whole)
+    if not whole:
+        for child in module.children():
+            yield from _owners(child, gather_whole)
+
+
+class _Root:
+    """The root module, by whichever entry point it is called."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    @_disable_dynamo
+    def before_forward(self, module: nn.Module, args: Any) -> None:
+        self._engine.begin_forward()
+
+    @_disable_dynamo
+    def after_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self._engine.end_forward()
+
+
 class _Owner:
     """One module with parameters of its own."""
 
     def __init__(
-        self, engine: Engine, params: Sequence[ParamId], awaited: Sequence[ParamId]
+        self, engine: Engine, params: Sequence[ParamId], awaited: Sequence[ParamId], whole: bool
     ) -> None:
         self._engine = engine
+        self._whole = whole
         self._params = tuple(params)
         self._awaited = tuple(awaited)
         self._chunks = tuple(sorted({engine.chunk_of[param] for param in params}))
 
+    @_disable_dynamo
     def before_forward(self, module: nn.Module, args: Any) -> None:
-        manager = self._engine.manager
-        manager.at_moment(self._chunks)
-        manager.hold(self._chunks)
-        manager.set_state(self._params, TensorState.COMPUTE)
+        self._engine.sampler.at_moment("enter", self._params)
+        self._engine.at_moment(self._chunks)
+        self._engine.manager.begin_use(self._chunks, self._params)
 
+    @_disable_dynamo
     def after_forward(
         self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
     ) -> None:
-        manager = self._engine.manager
-        manager.let_go(self._chunks)
+        engine = self._engine
         outputs = list(tensors_in(output))
-        self._engine.keep_escaped_views(outputs)
+        engine.keep_escaped_views(outputs)
         outputs = [tensor for tensor in outputs if tensor.requires_grad]
         if not torch.is_grad_enabled() or not outputs:
-            manager.set_state(self._params, TensorState.HOLD)
+            engine.manager.end_use(self._chunks, self._params, TensorState.HOLD)
+            engine.sampler.at_moment("leave", self._params)
             return
-        manager.set_state(self._params, TensorState.HOLD_AFTER_FORWARD)
-        call = _BackwardCall(self._engine, self._chunks, self._params, self._awaited)
-        register_multi_grad_hook(outputs, call.begin, mode="any")
-        inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
-        if inputs:
-            call.inputs_pending = True
-            register_multi_grad_hook(inputs, call.inputs_done, mode="all")
-
-
-class _BackwardCall:
-    """The backward of one module call."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        chunks: tuple[ChunkId, ...],
-        params: tuple[ParamId, ...],
-        awaited: tuple[ParamId, ...],
-    ) -> None:
-        self._engine = engine
-        self._chunks = chunks
-        self._params = params
-        self._awaited = set(awaited)
-        self.inputs_pending = False
-        self.open = False
-
-    def begin(self, grad: Tensor) -> None:
-        """The first gradient of an output has arrived."""
-        manager = self._engine.manager
-        manager.at_moment(self._chunks)
-        manager.hold(self._chunks)
-        manager.set_state(self._params, TensorState.COMPUTE)
-        self.open = True
-        self._engine.open_calls.append(self)
-        self._close_if_done()
-
-    def inputs_done(self, grads: Sequence[Tensor | None]) -> None:
-        """The gradients of all inputs have arrived."""
-        self.inputs_pending = False
-        self._close_if_done()
-
-    def gradient_arrived(self, param: ParamId) -> None:
-        """The gradient of one parameter has arrived, of this module or of another."""
-        self._awaited.discard(param)
-        self._close_if_done()
-
-    def _close_if_done(self) -> None:
-        if self.open and not self.inputs_pending and not self._awaited:
-            self.open = False
-            manager = self._engine.manager
-            manager.let_go(self._chunks)
-            idle = [p for p in self._params if manager.state_of(p) is TensorState.COMPUTE]
-            manager.set_state(idle, TensorState.HOLD_AFTER_BACKWARD)
-            self._engine.open_calls.remove(self)
+        engine.manager.end_use(self._chunks, self._params, TensorState.HOLD_AFTER_FORWARD)
+        engine.sampler.at_moment("leave", self._params)
+        call = BackwardCall(engine, self._chunks, self._params, self._awaited, self._whole)
+        call.watch(outputs, [t for t in tensors_in((args, kwargs)) if t.requires_grad])
+        if not in_backward():
+            engine.reducer.announce(self._chunks)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -12,9 +13,12 @@ from torch import Tensor
 from gemini.chunk.layout import ChunkLayout
 from gemini.chunk.storage import Chunk
 from gemini.units import ParamId
-from optim.cpu_path import Piece, grad_sum
+from kernels_triton.fields import BAD, LOSS_SCALE, SUM
+from optim.clipping import Clip, combined
+from optim.cpu_path import Piece, StepInputs, tile_sums
 from optim.report import StepReport
 from optim.rules import UpdateRule
+from optim.scaler import Scaler
 from optim.state_layout import StateLayout
 from optim.updaters import Updater, cpu_updater
 
@@ -24,18 +28,22 @@ class StepPath(Protocol):
 
     merges_parameters: bool  # neighbours with the same hyperparameters may be one piece
 
-    def measure(self, chunks: Sequence[Chunk]) -> tuple[float, ParamId | None]:
-        """Sum of squares of the chunks' gradients, and the first parameter that is not finite."""
+    def measure(self, chunks: Sequence[Chunk], norm_type: float) -> tuple[float, ParamId | None]:
+        """Sum of |g|^p over the chunks' gradients, and the first parameter that is not finite."""
         ...
 
     def begin(
-        self, hypers: Sequence[Any], present: Sequence[bool], sum_of_squares: float, max_norm: float
+        self, hypers: Sequence[Any], present: Sequence[bool], power_sum: float, clip: Clip
     ) -> Updater:
-        """The updater of a step that all ranks agreed on."""
+        """The updater of a step that all ranks agreed on. Moves the loss scale on."""
         ...
 
     def count(self, present: Sequence[bool]) -> None:
         """The step was taken: raise the step counts of these parameters."""
+        ...
+
+    def undo(self) -> None:
+        """The step that was begun failed: counts and loss scale are those of before."""
         ...
 
     @property
@@ -43,42 +51,101 @@ class StepPath(Protocol):
         """Step count of every parameter; may wait for the device."""
         ...
 
+    @property
+    def counts(self) -> Tensor:
+        """The same as a tensor [params], which a checkpoint may fill."""
+        ...
+
+    def set_groups(self, group_of: Sequence[int | None]) -> None:
+        """The param group of every parameter."""
+        ...
+
     def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Tiles:
+    """Of some gradients: sum of |g|^p of every tile, and the first parameter that is not finite."""
+
+    sums: list[float]
+    first_nonfinite: ParamId | None
 
 
 class CpuStepPath:
     """Gradients and state in host memory."""
 
-    merges_parameters = True
-
-    def __init__(self, rule: UpdateRule, layout: ChunkLayout, rank: int, cpu_path: str) -> None:
+    def __init__(
+        self,
+        rule: UpdateRule,
+        layout: ChunkLayout,
+        rank: int,
+        cpu_path: str,
+        scaler: Scaler,
+        rounding_seed: int | None,
+    ) -> None:
+        if rounding_seed is not None and cpu_path == "compile":
+            raise ValueError(
+                'master_weights=False rounds at random, which cpu_path="compile" does not; '
+                'use cpu_path="eager"'
+            )
         self._layout = layout
         self._rank = rank
+        self._scaler = scaler
+        self._rounding_seed = rounding_seed
+        # random bits belong to a parameter's elements, and each has its own
+        self.merges_parameters = rounding_seed is None
         self._updater = cpu_updater(rule, cpu_path)
-        self.steps = [0] * len(layout.params)
+        self.counts = torch.zeros(len(layout.params), dtype=torch.float32)
 
-    def measure(self, chunks: Sequence[Chunk]) -> tuple[float, ParamId | None]:
-        grads = [chunk.grad for chunk in chunks if chunk.grad is not None]
-        total = grad_sum(self._updater.workers, grads)
-        if total.first_nonfinite is None:
-            return total.sum_of_squares, None
-        return total.sum_of_squares, self._first_nonfinite(chunks[total.first_nonfinite])
+    def measure(self, chunks: Sequence[Chunk], norm_type: float) -> tuple[float, ParamId | None]:
+        sums: list[float] = []  # of tiles; the total is correctly rounded, in any order
+        for run in _loadable(chunks):
+            found = run[0].gradient.found if norm_type == 2 else None
+            if found is None:
+                found = self._tiles(run, [chunk.gradient.load() for chunk in run], norm_type)
+            if found.first_nonfinite is not None:
+                return math.nan, found.first_nonfinite
+            sums += found.sums
+        return combined(sums, norm_type), None
 
-    def _first_nonfinite(self, chunk: Chunk) -> ParamId:
-        assert chunk.grad is not None
+    def measure_leaving(self, chunk: Chunk, grad: Tensor) -> _Tiles:
+        """What `measure` wants to know of a gradient, while it is still on the device."""
+        return self._tiles([chunk], [grad], 2.0)
+
+    def _tiles(self, chunks: Sequence[Chunk], grads: Sequence[Tensor], norm_type: float) -> _Tiles:
+        found = tile_sums(self._updater.workers, grads, norm_type)
+        first = found.first_nonfinite
+        if first is None:
+            return _Tiles(found.sums, None)
+        return _Tiles([], self._first_nonfinite(chunks[first], grads[first]))
+
+    def _first_nonfinite(self, chunk: Chunk, grad: Tensor) -> ParamId:
         for part in self._layout.shard_parts(chunk.spec, self._rank):
-            if not bool(torch.isfinite(chunk.grad[part.offset : part.offset + part.numel]).all()):
+            if not bool(torch.isfinite(grad[part.offset : part.offset + part.numel]).all()):
                 return part.param
         raise AssertionError("a chunk has a non-finite gradient outside its parameters")
 
     def begin(
-        self, hypers: Sequence[Any], present: Sequence[bool], sum_of_squares: float, max_norm: float
+        self, hypers: Sequence[Any], present: Sequence[bool], power_sum: float, clip: Clip
     ) -> Updater:
-        return replace(self._updater, factor=clip_factor(sum_of_squares**0.5, max_norm))
+        scale = self._scaler.read().scale
+        factor = clip.factor(clip.norm(power_sum) / scale) / scale
+        return replace(
+            self._updater, inputs=StepInputs(factor, clip.max_value, self._rounding_seed)
+        )
 
     def count(self, present: Sequence[bool]) -> None:
-        for i, there in enumerate(present):
-            self.steps[i] += there
+        self.counts += torch.tensor(present, dtype=torch.float32)
+
+    def undo(self) -> None:
+        """Nothing was counted yet."""
+
+    @property
+    def steps(self) -> list[int]:
+        return [int(count) for count in self.counts.tolist()]
+
+    def set_groups(self, group_of: Sequence[int | None]) -> None:
+        """Pieces carry their hyperparameters with them."""
 
     def close(self) -> None:
         self._updater.workers.close()
@@ -96,32 +163,61 @@ class TritonStepPath:
         state: StateLayout,
         group_of: Sequence[int | None],
         rank: int,
-        device: torch.device,
+        scaler: Scaler,
+        *,
+        stochastic: bool,
     ) -> None:
         from optim.triton_path import TritonUpdater  # Triton is imported where it is used
 
-        self._updater = TritonUpdater(rule, state, [group or 0 for group in group_of], device)
+        self._updater = TritonUpdater(
+            rule,
+            state,
+            [group or 0 for group in group_of],
+            scaler.control.device,
+            scaler,
+            stochastic=stochastic,
+        )
         self._layout = layout
         self._rank = rank
         self._names = [spec.name for spec in layout.params]
+        self._before = (self._updater.steps, self._updater.control)  # the step that is under way
 
-    def measure(self, chunks: Sequence[Chunk]) -> tuple[float, ParamId | None]:
+    def measure(self, chunks: Sequence[Chunk], norm_type: float) -> tuple[float, ParamId | None]:
+        sums = []
+        self._updater.set_limits(Clip(norm_type=norm_type))
+        for run in _loadable(chunks):
+            self._updater.measure(self._grad_pieces(run))
+            total, bad = self._updater.read_measure()
+            if bad is not None:
+                return math.nan, bad
+            sums.append(total)
+        return combined(sums, norm_type), None
+
+    def submit_measure(self, chunks: Sequence[Chunk], clip: Clip) -> None:
+        """Measure on the device, for `begin_unread`; the host waits for nothing."""
+        self._updater.set_limits(clip)
         self._updater.measure(self._grad_pieces(chunks))
-        return self._updater.read_measure()
+
+    def unread_norm(self, clip: Clip) -> Tensor:
+        """Of the gradients that were measured last, unscaled: fp64 0-d on the device."""
+        self._updater.finish_measure()
+        control = self._updater.control
+        total = control[SUM].sqrt() if clip.norm_type == 2 else control[SUM]
+        return torch.where(control[BAD] > 0, torch.nan, total / control[LOSS_SCALE])
 
     def begin(
-        self, hypers: Sequence[Any], present: Sequence[bool], sum_of_squares: float, max_norm: float
+        self, hypers: Sequence[Any], present: Sequence[bool], power_sum: float, clip: Clip
     ) -> Updater:
-        self._updater.set_measure(sum_of_squares)
-        return self._begin(hypers, present, max_norm)
+        self._before = (self._updater.steps.clone(), self._updater.control.clone())
+        self._updater.set_limits(clip)
+        self._updater.set_measure(power_sum)
+        return self.begin_unread(hypers, present)
 
-    def begin_unread(
-        self, chunks: Sequence[Chunk], hypers: Sequence[Any], present: Sequence[bool],
-        max_norm: float,
-    ) -> Updater:  # fmt: skip
-        """Measure and begin without the host: clip and skip are decided on the device."""
-        self._updater.measure(self._grad_pieces(chunks))
-        return self._begin(hypers, present, max_norm)
+    def begin_unread(self, hypers: Sequence[Any], present: Sequence[bool]) -> Updater:
+        """Begin with what `submit_measure` finds: clip and skip are decided on the device."""
+        self._updater.set_present([i for i, there in enumerate(present) if there])
+        self._updater.begin(hypers, with_norm=True)
+        return self._updater
 
     def report(self) -> StepReport:
         """Of the step that was begun unread; nothing is waited for before a field is read."""
@@ -130,38 +226,40 @@ class TritonStepPath:
         outcome = DeviceOutcome(self._updater, self._names)
         return StepReport(outcome, update_path=self._updater.name)
 
-    def _begin(self, hypers: Sequence[Any], present: Sequence[bool], max_norm: float) -> Updater:
-        self._updater.set_limits(max_norm)
-        self._updater.set_present([i for i, there in enumerate(present) if there])
-        self._updater.begin(hypers, with_norm=True)
-        return self._updater
-
     def _grad_pieces(self, chunks: Sequence[Chunk]) -> list[Piece]:
         pieces = []
         for chunk in chunks:
-            assert chunk.grad is not None
+            shard = chunk.gradient.load()
             for part in self._layout.shard_parts(chunk.spec, self._rank):
-                grad = chunk.grad[part.offset : part.offset + part.numel]
+                grad = shard[part.offset : part.offset + part.numel]
                 pieces.append(Piece(grad, grad, None, (), None, 0, part.param))
         return pieces
 
     def count(self, present: Sequence[bool]) -> None:
         """The prologue did."""
 
+    def undo(self) -> None:
+        steps, control = self._before
+        self._updater.steps.copy_(steps)
+        self._updater.control.copy_(control)
+
+    @property
+    def counts(self) -> Tensor:
+        counts: Tensor = self._updater.steps
+        return counts
+
     @property
     def steps(self) -> list[int]:
-        counts: Tensor = self._updater.steps
-        return [int(count) for count in counts.tolist()]
+        return [int(count) for count in self.counts.tolist()]
+
+    def set_groups(self, group_of: Sequence[int | None]) -> None:
+        self._updater.set_groups([group or 0 for group in group_of])
 
     def close(self) -> None:
         return
 
 
-def clip_factor(norm: float, max_norm: float) -> float:
-    """What gradients are multiplied with so that their norm is at most `max_norm` (0: no clipping).
-
-    As torch.nn.utils.clip_grad_norm_: max_norm / (norm + 1e-6), at most 1.
-    """
-    if max_norm <= 0:
-        return 1.0
-    return min(1.0, max_norm / (norm + 1e-6))
+def _loadable(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
+    """Chunks whose gradients are on the device, then one by one those that must be brought."""
+    here = [chunk for chunk in chunks if chunk.grad is not None]
+    return [here] * bool(here) + [[chunk] for chunk in chunks if chunk.grad is None]

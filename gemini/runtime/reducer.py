@@ -1,13 +1,18 @@
-"""Reduces chunks of gradients over ranks, in one order on all ranks.
+"""When the gradients of chunks are reduced over ranks: in one order on all ranks.
 
-[Note: canonical order] Chunks may become ready in another order on another rank. Two reductions of
-equal size that are swapped between ranks give wrong data and no error, so a chunk that is ready
-early waits for its turn.
+[Note: canonical order] Two collectives of equal size that are swapped between ranks give wrong
+data and no error, so nothing that differs between ranks may decide when one is issued. Where
+chunks are gathered in backward too, a reduction has its place among the gathers: at the first
+moment by which every call of the chunk's modules that the traced backward had has begun and
+ended. What has not arrived by then (a parameter that this rank did not use) counts as zero; what
+arrives later makes the ranks agree on a second reduction, before the step. Where nothing is
+gathered, a chunk is reduced as soon as it and those before it are complete.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
@@ -18,48 +23,125 @@ from gemini.units import ChunkId
 class Reducer:
     """Gradients of the trainable chunks of one engine, over one backward after another."""
 
-    def __init__(self, chunks: Sequence[Chunk]) -> None:
-        # backward runs through the layout from its end
+    def __init__(self, chunks: Sequence[Chunk], by_moment: bool) -> None:
+        # backward runs through the layout from its end, until a trace says otherwise
         self._order = [chunk for chunk in reversed(chunks) if chunk.spec.trainable]
-        self._waiting = list(self._order)  # of this backward, not yet reduced
-        self._ready: set[ChunkId] = set()
+        self._by_moment = by_moment
         self.active = False  # a gradient arrived since the last `finish`
+        self.synchronise = True  # False under `no_sync`: the next `finish` reduces nothing
+        self._announced: Counter[ChunkId] = Counter()  # calls whose backward is to come
+        self._opened: Counter[ChunkId] = Counter()  # calls whose backward has begun
+        self._open: Counter[ChunkId] = Counter()  # those that have not ended
+        self._last_opened: dict[ChunkId, None] = {}  # in the order of their last begin
+        self._traced: Counter[ChunkId] | None = None  # `_opened` of the last whole backward
+        self._arrivals: Counter[tuple[ChunkId, int]] = Counter()  # of this backward
+        self._usual: Counter[tuple[ChunkId, int]] = Counter()  # of the last one, if more than one
+        self._waiting: list[Chunk] = []
+        self.reset()
+
+    # -- module calls --
+
+    def announce(self, chunks: Iterable[ChunkId]) -> None:
+        """A module call of forward will have a backward."""
+        self._announced.update(chunks)
+
+    def opened(self, chunks: Iterable[ChunkId], whole: bool) -> None:
+        """The backward of a module call has begun.
+
+        whole: what runs below the module differs between ranks, and so may when it ends: nothing
+        waits for that.
+        """
+        for chunk in chunks:
+            self._opened[chunk] += 1
+            self._open[chunk] += not whole
+            self._last_opened.pop(chunk, None)
+            self._last_opened[chunk] = None
+
+    def closed(self, chunks: Iterable[ChunkId], whole: bool) -> None:
+        if not whole:
+            self._open.subtract(chunks)
+
+    def at_moment(self) -> None:
+        """Before a backward gather: reduce the chunks whose turn it is."""
+        if not self.synchronise or not self._by_moment:
+            return
+        while self._waiting and self._is_due(self._waiting[0].spec.id):
+            self._waiting.pop(0).gradient.begin_reduce()
+
+    def _is_due(self, chunk: ChunkId) -> bool:
+        if self._open[chunk]:
+            return False
+        if self._traced is not None:
+            return self._opened[chunk] >= self._traced[chunk]
+        announced = self._announced[chunk]
+        return 0 < announced <= self._opened[chunk]
+
+    # -- gradients --
 
     def arrived(self, chunk: Chunk, slot: int, grad: Tensor) -> None:
-        """Pack a gradient; reduce what is complete and has its turn."""
+        """Pack a gradient; where readiness decides, reduce what is complete and has its turn."""
         self.active = True
-        chunk.add_gradient(slot, grad)
-        if chunk.num_arrived == len(chunk.spec.slots):
-            self._ready.add(chunk.spec.id)
-            while self._waiting and self._waiting[0].spec.id in self._ready:
-                self._waiting.pop(0).begin_reduce()
+        chunk.gradient.add(slot, grad)
+        self._arrivals[chunk.spec.id, slot] += 1
+        if self._by_moment or not self.synchronise:
+            return
+        # before the last of its parameters has a gradient, no chunk has become complete
+        if chunk.gradient.num_arrived < len(chunk.spec.slots):
+            return
+        while self._waiting and self._is_complete(self._waiting[0]):
+            self._waiting.pop(0).gradient.begin_reduce()
+
+    def _is_complete(self, chunk: Chunk) -> bool:
+        if chunk.gradient.num_arrived < len(chunk.spec.slots):
+            return False
+        here = chunk.spec.id
+        return all(
+            self._arrivals[here, slot] >= self._usual[here, slot]
+            for slot in range(len(chunk.spec.slots))
+        )
 
     def finish(self) -> None:
         """The backward has ended: reduce the rest in order, and wait for all."""
-        for chunk in self._waiting:
-            chunk.begin_reduce()
-        for chunk in self._order:
-            chunk.end_reduce()
+        if self.synchronise:
+            for chunk in self._waiting:
+                chunk.gradient.begin_reduce()
+            for chunk in self._order:
+                chunk.gradient.end_reduce()
+        else:
+            for chunk in self._order:
+                chunk.gradient.end_backward_unreduced()
+        self._learn()
+        self._announced.clear()
         self.reset()
+
+    def _learn(self) -> None:
+        """The next backward is expected to be like this one."""
+        if self._by_moment:
+            self._traced = self._opened.copy()
+            last = {chunk: i for i, chunk in enumerate(self._last_opened)}
+            self._order.sort(key=lambda chunk: last.get(chunk.spec.id, len(last)))
+        self._usual = Counter({key: n for key, n in self._arrivals.items() if n > 1})
 
     @property
     def leftover(self) -> bool:
-        """A gradient came after its chunk had been reduced in the same backward."""
-        return any(chunk.num_arrived for chunk in self._order)
+        """Gradients that no reduction has: they came late, or under `no_sync`."""
+        return any(chunk.gradient.num_arrived for chunk in self._order)
 
     def reduce_leftovers(self) -> None:
         """One more reduction of every chunk; all ranks call it when any has a leftover."""
         for chunk in self._order:
-            chunk.begin_reduce()
-            chunk.end_reduce()
+            chunk.gradient.begin_reduce()
+            chunk.gradient.end_reduce()
 
     def drop_gradients(self) -> None:
         """Of this backward and of those accumulated before it."""
         for chunk in self._order:
-            chunk.drop_gradients()
+            chunk.gradient.drop()
         self.reset()
 
     def reset(self) -> None:
         self._waiting = list(self._order)
-        self._ready.clear()
+        for counter in (self._opened, self._open, self._arrivals):
+            counter.clear()
+        self._last_opened.clear()
         self.active = False

@@ -12,36 +12,45 @@ Up to 5 nothing that counts has changed, so an error leaves weights and state at
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from gemini.chunk.storage import Chunk
-from gemini.placement.policy import ModelData, state_fraction_on_nvme
 from gemini.tickets import Done
-from gemini.units import Bytes, align_up
+from optim.clipping import Clip
 from optim.config import StateConfig
-from optim.cpu_path import Piece
-from optim.report import Outcome, StepReport, Traffic
+from optim.interrupts import HeldSignals
+from optim.report import NonFiniteGradientError, Outcome, SkipLog, StepReport, Traffic
 from optim.rules import UpdateRule
-from optim.space import Block, Segment, StateSpace
-from optim.state_layout import MASTER, StateLayout
-from optim.step_thread import StepThread
-from optim.target import Group
-from optim.tiered_state import TieredState
-from optim.updaters import Planes, Updater
+from optim.scaler import Scaler
+from optim.state_layout import Plane
+from optim.target import AmpInputs, Group
+from optim.updaters import Updater
 
 from .agreement import Agreement, Ballot
 from .paths import CpuStepPath, StepPath, TritonStepPath
+from .shard_state import ShardState
+from .shard_views import ShardViews
 
 if TYPE_CHECKING:
     from .engine import Engine
 
 
-class ShardTarget:
+@dataclass(frozen=True, slots=True)
+class PendingClip:
+    """What the coming step clips to, and what was measured for it already."""
+
+    clip: Clip
+    norm: Tensor | None = None  # fp64 0-d, unscaled, where a norm was asked for
+    agreement: Agreement | None = None  # where the host knows it
+
+
+class ShardTarget(ShardState):
     """State of this rank's shards of all trainable chunks, and their update."""
 
     def __init__(
@@ -51,93 +60,100 @@ class ShardTarget:
         rule: UpdateRule,
         config: StateConfig,
     ) -> None:
-        self._engine = engine
+        self._group_of = _group_of(engine, groups)  # first: it refuses what is not ours
+        super().__init__(engine, rule.layout, config)
         self._rule = rule
-        self._chunks = [chunk for chunk in engine.chunks if chunk.spec.trainable]
-        self._group_of = _group_of(engine, groups)
-        segments, base = [], 0
-        for chunk in self._chunks:
-            for part in engine.layout.shard_parts(chunk.spec, engine.comm.rank):
-                segments.append(
-                    Segment(part.param, part.param_offset, part.numel, base + part.offset)
-                )
-            base += chunk.spec.shard_numel
-        space = StateSpace.build(
-            segments, [chunk.spec.shard_numel for chunk in self._chunks], config.nvme.block_numel
-        )
-        has_master = any(chunk.dtype != torch.float32 for chunk in self._chunks)
-        layout = rule.layout.with_master() if has_master else rule.layout
-        nvme_fraction = state_fraction_on_nvme(
-            engine.placement,
-            self._model_data(space, layout, config.nvme.depth),
-            config.nvme_fraction,
-        )
-        self._uses_disk = nvme_fraction > 0  # on some rank: shards are equal, blocks may not be
-        self._tiers = TieredState(
-            space,
-            layout,
-            nvme_fraction=nvme_fraction,
-            nvme=config.nvme,
-            device=engine.backend.device,
-            label=f"rank{engine.comm.rank}-",
-        )
-        self._unfilled = Counter(block.shard for block in space.blocks)
-        try:
-            self._tiers.initialise(self._fill_master)
-        except BaseException:
-            self._tiers.close()
-            raise
-        engine.originals.clear()
+        seed = None if engine.numerics.master_weights else engine.numerics.rounding_seed
         self._path: StepPath = (
             TritonStepPath(
-                rule, engine.layout, layout, self._group_of, engine.comm.rank, engine.backend.device
+                rule,
+                engine.layout,
+                self._tiers.layout,
+                self._group_of,
+                engine.comm.rank,
+                engine.scaler,
+                stochastic=seed is not None,
             )
             if engine.backend.updates_by_triton
-            else CpuStepPath(rule, engine.layout, engine.comm.rank, config.cpu_path)
+            else CpuStepPath(
+                rule, engine.layout, engine.comm.rank, config.cpu_path, engine.scaler, seed
+            )
         )
-        self._thread = StepThread()
+        if isinstance(self._path, CpuStepPath):
+            for chunk in self._chunks:
+                chunk.gradient.measure = partial(self._path.measure_leaving, chunk)
+        engine.storage.place_gradients(engine.planning.plan, engine.chunks)
+        engine.manager.ledger.state = self._tiers
+        engine.manager.payload_room_bytes = engine.planning.payload_room_bytes
+        self._moved = engine.storage.traffic()
         self._num_steps = 0
-        self._skipped_steps = 0
+        self._log = SkipLog()
 
     # -- the step --
 
-    def step(self, groups: Sequence[Group]) -> StepReport:
+    def step(self, groups: Sequence[Group], amp: AmpInputs | None = None) -> StepReport:
+        if amp is not None:
+            raise RuntimeError(
+                'torch.amp.GradScaler is for plain modules; GeminiDDP(precision="fp16") has a '
+                "loss scale of its own, so call loss.backward() and optimizer.step()"
+            )
         engine = self._engine
         hypers = [self._rule.hyper(group) for group in groups]
-        engine.end_backward()
-        chunks = [chunk for chunk in self._chunks if chunk.grad is not None]
-        if isinstance(self._path, TritonStepPath) and self._all_here:
-            return self._step_on_device(self._path, chunks, hypers)
-        agreement = self._agree(chunks)
-        self._check_any(agreement.present)
-        norm = math.sqrt(agreement.sum_of_squares) if agreement.nonfinite is None else math.nan
-        if agreement.nonfinite is not None:
-            self._skipped_steps += 1
-            param, rank = agreement.nonfinite
-            name = engine.layout.params[param].name
-            return StepReport(Done(Outcome(True, norm, f"{name} on rank {rank}")))
+        chunks = self._reduced_chunks()
+        if isinstance(self._path, TritonStepPath) and self._all_here(chunks):
+            report = self._step_on_device(self._path, chunks, hypers)
+        else:
+            report = self._step_agreed(chunks, hypers)
+        engine.after_stepping()
+        self._log.add(report)
+        if engine.numerics.on_nonfinite == "raise" and report.skipped:
+            raise NonFiniteGradientError(
+                f"the gradient of {report.nonfinite} is not finite (loss scale "
+                f"{report.loss_scale:g}); weights and state are those of the last step",
+                report,
+            )
+        return report
 
-        updater = self._path.begin(
-            hypers, agreement.present, agreement.sum_of_squares, engine.max_norm
-        )
-        views = _ShardViews(self, agreement.present, hypers)
+    def _step_agreed(self, chunks: Sequence[Chunk], hypers: Sequence[Any]) -> StepReport:
+        """The host knows what all ranks found before anything is changed."""
+        engine, scale = self._engine, self._engine.scaler.read().scale
+        pending = engine.pending_clip or PendingClip(Clip(engine.numerics.max_norm))
+        agreement = pending.agreement or self._agree(chunks, pending.clip.norm_type)
+        self._check_any(agreement.present)
+        if agreement.nonfinite is not None:
+            engine.scaler.stepped(overflow=True)
+            param, rank = agreement.nonfinite
+            where = f"{self._names[param]} on rank {rank}"
+            return StepReport(Done(Outcome(True, math.nan, where, scale)))
+
+        updater = self._path.begin(hypers, agreement.present, agreement.power_sum, pending.clip)
+        views = self._views(hypers, agreement.present)
         before, stalled = self._traffic(updater), self._tiers.stalled_seconds
         engine.manager.release_all()
         try:
-            self._update(updater, views, agreement)
+            with HeldSignals() as held:
+                engine.manager.ledger.note()
+                self._update(updater, views, agreement, held)
         finally:
             engine.after_step()
+        if isinstance(self._path, CpuStepPath):
+            engine.scaler.stepped(overflow=False)  # as the prologue does on a device
+        norm = pending.clip.norm(agreement.power_sum) / scale
         return StepReport(
-            Done(Outcome(grad_norm=norm)),
-            traffic=self._traffic(updater) - before,
+            Done(Outcome(grad_norm=norm, loss_scale=scale)),
+            traffic=self._traffic(updater) - before + self._gathered_since(),
             stalled_seconds=self._tiers.stalled_seconds - stalled,
+            nvme_written_total=self._tiers.nvme_written_total,
             update_path=updater.name,
         )
 
-    @property
-    def _all_here(self) -> bool:
+    def _all_here(self, chunks: Sequence[Chunk]) -> bool:
         """No other rank and no disk has a say in a step: the device decides alone."""
-        return self._engine.comm.world_size == 1 and self._tiers.nvme is None
+        return (
+            self._engine.comm.world_size == 1
+            and self._tiers.nvme is None
+            and all(chunk.grad is not None for chunk in chunks)
+        )
 
     @torch.no_grad()
     def _step_on_device(
@@ -147,11 +163,77 @@ class ShardTarget:
         engine = self._engine
         self._check_any(engine.present)
         engine.manager.release_all()
-        updater = path.begin_unread(chunks, hypers, engine.present, engine.max_norm)
-        self._tiers.commit(updater, _ShardViews(self, engine.present, hypers), self._num_steps + 1)
+        pending = engine.pending_clip or PendingClip(Clip(engine.numerics.max_norm))
+        if pending.norm is None:
+            path.submit_measure(chunks, pending.clip)
+        updater = path.begin_unread(hypers, engine.present)
+        self._tiers.commit(updater, self._views(hypers, engine.present), self._num_steps + 1)
         self._num_steps += 1
         engine.after_step()
         return path.report()
+
+    def _views(self, hypers: Sequence[Any], present: Sequence[bool]) -> ShardViews:
+        hyper = [
+            hypers[group] if group is not None and present[param] else None
+            for param, group in enumerate(self._group_of)
+        ]
+        on_host = isinstance(self._path, CpuStepPath)
+        steps = [step + 1 for step in self._path.steps] if on_host else [0] * len(hyper)
+        return ShardViews(
+            self._chunks,
+            hyper,
+            steps,
+            self._engine.storage,
+            self._engine.backend.device,
+            merges=self._path.merges_parameters,
+        )
+
+    def clip(self, clip: Clip) -> Tensor | None:
+        """Remember what the coming step clips to; the norm before, fp64 0-d, where one is asked.
+
+        Raises RuntimeError where gradients are clipped already, or there are none.
+        """
+        engine = self._engine
+        chunks = self._reduced_chunks()
+        if engine.pending_clip is not None:
+            raise RuntimeError(
+                "gradients were clipped already since the last step; a step clips once, "
+                "by norm or by value"
+            )
+        if engine.numerics.max_norm > 0:
+            raise RuntimeError(
+                f"GeminiDDP(max_norm={engine.numerics.max_norm:g}) clips in every step; leave "
+                "that away, or this call"
+            )
+        if clip.max_norm == 0:
+            self._check_any(engine.present)
+            engine.pending_clip = PendingClip(clip)
+            return None
+        if isinstance(self._path, TritonStepPath) and self._all_here(chunks):
+            self._check_any(engine.present)
+            self._path.submit_measure(chunks, clip)
+            engine.pending_clip = PendingClip(clip, self._path.unread_norm(clip))
+            return engine.pending_clip.norm
+        agreement = self._agree(chunks, clip.norm_type)
+        self._check_any(agreement.present)
+        norm = clip.norm(agreement.power_sum) / engine.scaler.scale
+        engine.pending_clip = PendingClip(clip, norm, agreement)
+        return norm
+
+    def _reduced_chunks(self) -> list[Chunk]:
+        """Chunks that have a gradient, when all backwards have ended.
+
+        Raises RuntimeError inside `no_sync` for gradients that no rank has reduced.
+        """
+        engine = self._engine
+        engine.begin_step()
+        if engine.reducer.leftover and not engine.reducer.synchronise:
+            raise RuntimeError(
+                "gradients are not reduced inside no_sync(); leave it before you step or clip"
+            )
+        if engine.reducer.leftover and engine.comm.world_size == 1:
+            engine.reducer.reduce_leftovers()  # several ranks agree on it first
+        return [chunk for chunk in self._chunks if chunk.gradient.exists]
 
     @staticmethod
     def _check_any(present: Sequence[bool]) -> None:
@@ -161,171 +243,165 @@ class ShardTarget:
     def _traffic(self, updater: Updater) -> Traffic:
         return self._tiers.traffic() + updater.traffic()
 
-    def _agree(self, chunks: Sequence[Chunk]) -> Agreement:
-        agreement = self._vote(chunks)
+    def _gathered_since(self) -> Traffic:
+        """Bytes of parameters and gradients since the last step: in forward and backward too."""
+        before, self._moved = self._moved, self._engine.storage.traffic()
+        return self._moved - before
+
+    def _agree(self, chunks: Sequence[Chunk], norm_type: float) -> Agreement:
+        agreement = self._vote(chunks, norm_type)
         if agreement.deviated:  # a gradient came late on some rank: reduce once more, everywhere
             self._engine.reducer.reduce_leftovers()
-            agreement = self._vote([chunk for chunk in self._chunks if chunk.grad is not None])
+            chunks = [chunk for chunk in self._chunks if chunk.gradient.exists]
+            agreement = self._vote(chunks, norm_type)
         return agreement
 
-    def _vote(self, chunks: Sequence[Chunk]) -> Agreement:
-        total, first_nonfinite = self._path.measure(chunks)
+    def _vote(self, chunks: Sequence[Chunk], norm_type: float) -> Agreement:
+        total, first_nonfinite = self._path.measure(chunks, norm_type)
         ballot = Ballot(
-            sum_of_squares=total,
+            power_sum=total,
             present=tuple(self._engine.present),
             first_nonfinite=first_nonfinite,
             deviated=self._engine.reducer.leftover,
+            sequence=self._engine.comm.log.digest,
         )
-        return self._exchange(ballot)
+        agreement = self._exchange(ballot, norm_type)
+        if agreement.sequences_differ:
+            self._engine.comm.compare_logs()
+        self._engine.comm.log.clear()
+        return agreement
 
-    def _exchange(self, ballot: Ballot) -> Agreement:
+    def _exchange(self, ballot: Ballot, norm_type: float = 2.0) -> Agreement:
         comm = self._engine.comm
         vector = torch.tensor(ballot.encode(comm.rank, comm.world_size), dtype=torch.float64)
         vector = vector.to(comm.device)
         comm.all_reduce(vector).wait()
-        return Agreement.decode(vector.tolist(), comm.world_size)
+        return Agreement.decode(vector.tolist(), comm.world_size, norm_type)
 
     @torch.no_grad()
-    def _update(self, updater: Updater, views: _ShardViews, agreement: Agreement) -> None:
+    def _update(
+        self, updater: Updater, views: ShardViews, agreement: Agreement, held: HeldSignals
+    ) -> None:
         error: BaseException | None = None
+        files = self._engine.storage.params
         try:
-            self._thread.run(lambda: self._prepare(updater, views))
+            self._tiers.prepare(updater, views, lambda: held.pending)
+            if files is not None:
+                files.flush()
         except BaseException as raised:
             error = raised
-        failed = self._failed_ranks(error is not None)
-        if failed:
-            self._thread.run(lambda: self._tiers.rollback(views))
-            if error is not None:
-                raise error
-            raise RuntimeError(
-                f"the disks of ranks {list(failed)} failed; weights and state are those of the "
-                "last step on every rank. Their own errors say what happened"
-            )
-        self._thread.run(lambda: self._commit(updater, views, agreement))
-
-    def _prepare(self, updater: Updater, views: _ShardViews) -> None:
-        with torch.no_grad():
-            self._tiers.prepare(updater, views, lambda: self._thread.interrupted)
-
-    def _commit(self, updater: Updater, views: _ShardViews, agreement: Agreement) -> None:
-        with torch.no_grad():
-            self._tiers.commit(updater, views, self._num_steps + 1)
-        self._num_steps += 1  # here, so that an interrupt that came meanwhile finds it done
+        try:
+            self._raise_what_any_rank_raised(error)
+        except BaseException:
+            views.abandon()
+            if files is not None:
+                files.rollback()
+            self._tiers.rollback(views)
+            self._path.undo()
+            raise
+        if files is not None:  # before the state: `recover` finds the step before in either file
+            files.commit(self._num_steps + 1)
+        self._tiers.commit(updater, views, self._num_steps + 1)
+        self._num_steps += 1
         self._path.count(agreement.present)
 
-    def _failed_ranks(self, failed_here: bool) -> tuple[int, ...]:
-        if self._engine.comm.world_size == 1:
-            return (0,) if failed_here else ()
-        if not self._uses_disk:
-            return ()
-        ballot = Ballot(sum_of_squares=0.0, present=(), io_failed=failed_here)
-        return self._exchange(ballot).io_failed
+    def _raise_what_any_rank_raised(self, error: BaseException | None) -> None:
+        """This rank's own error, or one that says what the failing ranks' errors were."""
+        comm = self._engine.comm
+        if comm.world_size > 1 and self._uses_disk:
+            ballot = Ballot(power_sum=0.0, present=(), io_failed=error is not None)
+            failed = self._exchange(ballot).io_failed
+            if failed:
+                said = comm.gather_objects(str(error))
+            if failed and error is None:
+                raise RuntimeError(
+                    f"the disks of ranks {list(failed)} failed; weights and state are those of "
+                    "the last step on every rank. "
+                    + "; ".join(f"rank {rank}: {said[rank]}" for rank in failed)
+                )
+        if error is not None:
+            raise error
 
     # -- the rest of a target --
 
-    def zero_grad(self) -> None:
-        self._engine.drop_gradients()
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if set_to_none:
+            self._engine.drop_gradients()
+        else:
+            self._engine.zero_gradients()
 
-    def offloaded_state(self) -> Mapping[Tensor, dict[str, Tensor]]:
-        return {}
+    def set_groups(self, groups: Sequence[Group]) -> None:
+        """Groups were added: the parameters in them are updated from now on."""
+        self._group_of = _group_of(self._engine, groups)
+        self._path.set_groups(self._group_of)
 
+    @property
+    def names(self) -> dict[int, str]:
+        """Name by id of the parameter."""
+        params = self._engine.params
+        return {id(param): name for param, name in zip(params, self._names, strict=True)}
+
+    @property
+    def counters(self) -> Scaler:
+        return self._engine.scaler
+
+    @property
+    def pinned_seconds(self) -> float:
+        """That steps waited for an asynchronous save to read what they overwrite."""
+        return self._tiers.nvme.store.pinned_seconds if self._tiers.nvme is not None else 0.0
+
+    @property
+    def planes(self) -> tuple[Plane, ...]:
+        """Of the state of every parameter, its master first where there is one."""
+        return self._tiers.layout.planes
+
+    @property
+    def has_master(self) -> bool:
+        return self._tiers.layout.has_master
+
+    def shown_state(self) -> Mapping[Tensor, dict[str, Tensor]]:
+        """Step counts, as views; the rest is in shards."""
+        counts = self._path.counts
+        return {
+            param: {"step": counts[i]}
+            for i, param in enumerate(self._engine.params)
+            if self._group_of[i] is not None
+        }
+
+    @torch.no_grad()
     def load_state(self, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
-        raise NotImplementedError
+        """Rank 0's whole planes and step counts. Collective."""
+        super().load_state(state)
+        params = self._engine.params
+        steps = {
+            i: float(state[param]["step"])
+            for i, param in enumerate(params)
+            if "step" in state.get(param, {})
+        }
+        for i, count in self._engine.comm.gather_objects(steps)[0].items():
+            self._path.counts[i] = count
+
+    def movable(self) -> Sequence[Tensor]:
+        engine = self._engine
+        engine.begin_step()
+        engine.manager.release_all()
+        found = list(self._tiers.movable())
+        for chunk in engine.chunks:
+            chunk.wait_gathered()
+            chunk.gradient.end_reduce()
+            held = (chunk.shard, chunk.payload, chunk.gradient.buffer, chunk.gradient.reduced)
+            found += [tensor for tensor in held if tensor is not None]
+        return found
 
     @property
     def nvme_bytes(self) -> int:
-        return self._tiers.nvme_bytes
+        return self._tiers.nvme_bytes + self._engine.storage.file_bytes
 
     def close(self) -> None:
+        self._engine.manager.ledger.state = None
         self._tiers.close()
         self._path.close()
-        self._thread.close()
         self._engine.detach()
-
-    def _model_data(self, space: StateSpace, layout: StateLayout, depth: int) -> ModelData:
-        """This rank's bytes, for the placement to decide with."""
-        params = sum(chunk.shard.nbytes for chunk in self._engine.chunks)
-        grads = sum(chunk.shard.nbytes for chunk in self._chunks)
-        largest = max(block.numel for block in space.blocks)
-        return ModelData(
-            param_bytes=Bytes(params),
-            grad_bytes=Bytes(grads),
-            state_bytes=Bytes(layout.block_nbytes(space.numel)),
-            staging_bytes=Bytes((depth + 2) * layout.block_nbytes(largest)),
-        )
-
-    def _fill_master(self, block: Block, planes: Planes) -> None:
-        """Masters start as the original fp32 weights, not as the rounded ones."""
-        if MASTER not in planes:
-            return
-        chunk = self._chunks[block.shard]
-        original = self._engine.originals.get(chunk.spec.id, chunk.shard)
-        inside = slice(block.shard_offset, block.shard_offset + block.numel)
-        planes[MASTER].copy_(original[inside])
-        self._unfilled[block.shard] -= 1
-        if self._unfilled[block.shard] == 0:
-            self._engine.originals.pop(chunk.spec.id, None)  # one chunk's worth twice, at most
-
-
-class _ShardViews:
-    """One step's view of shards and gradients; see `optim.tiered_state.BlockViews`."""
-
-    def __init__(self, target: ShardTarget, present: Sequence[bool], hypers: Sequence[Any]) -> None:
-        self._chunks = target._chunks
-        self._hyper = [
-            hypers[group] if group is not None and present[param] else None
-            for param, group in enumerate(target._group_of)
-        ]
-        merges = target._path.merges_parameters
-        self._merges = merges
-        self._step = [step + 1 for step in target._path.steps] if merges else [0] * len(present)
-
-    def pieces(self, block: Block, planes: Planes) -> list[Piece]:
-        chunk = self._chunks[block.shard]
-        if chunk.grad is None:
-            return []
-        state = tuple(plane for name, plane in planes.items() if name != MASTER)
-        whole = Piece(
-            param=chunk.shard[block.shard_offset : block.shard_offset + block.numel],
-            grad=chunk.grad[block.shard_offset : block.shard_offset + block.numel],
-            master=planes.get(MASTER),
-            planes=state,
-            hyper=None,
-            step=0,
-            counter=0,
-        )
-        return [
-            whole.cut(start, end).belonging_to(hyper, step, counter)
-            for start, end, hyper, step, counter in self._runs(block)
-        ]
-
-    def _runs(self, block: Block) -> list[tuple[int, int, Any, int, int]]:
-        """Neighbours of one group and one step count as one run, the gaps between them included.
-
-        Gaps hold zeros and stay zero. Runs end at multiples of 64, so an element is never in a
-        vector's tail, whatever the world size and the block.
-        """
-        runs: list[tuple[int, int, Any, int, int]] = []
-        for part in block.parts:
-            hyper, step = self._hyper[part.param], self._step[part.param]
-            if hyper is None:
-                continue
-            start, end = part.offset, min(align_up(part.offset + part.numel, 64), block.numel)
-            counter: int = part.param
-            if self._merges and runs and runs[-1][1] == start and runs[-1][2:4] == (hyper, step):
-                start, _, _, _, counter = runs.pop()
-            runs.append((start, end, hyper, step, counter))
-        return runs
-
-    def save(self, block: Block, undo: Tensor) -> None:
-        undo.copy_(self._param(block))
-
-    def restore(self, block: Block, planes: Planes) -> None:
-        self._param(block).copy_(planes["param_undo"] if MASTER not in planes else planes[MASTER])
-
-    def _param(self, block: Block) -> Tensor:
-        shard = self._chunks[block.shard].shard
-        return shard[block.shard_offset : block.shard_offset + block.numel]
 
 
 def _group_of(engine: Engine, groups: Sequence[Group]) -> list[int | None]:

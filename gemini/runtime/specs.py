@@ -2,43 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from torch import nn
 
 from gemini.chunk.layout import ParamSpec
+from gemini.chunk.model_specs import distinct, spec_of
 from gemini.chunk.parameter import ChunkParameter
 
 
 def collect_params(
-    module: nn.Module, compute_dtype: str
+    module: nn.Module, dtypes: Mapping[int, str]
 ) -> tuple[list[nn.Parameter], list[ParamSpec]]:
     """Parameters in registration order, tied ones once, and their specs.
 
-    Raises ValueError for a module that is wrapped already, has a parameter that is on the meta
-    device or not floating, or has nothing to train.
+    dtypes: what each computes in, by id.
+    Raises ValueError for a module that is wrapped already, has a parameter that is not floating,
+    has nothing to train, or is compiled into CUDA graphs.
     """
-    names: dict[int, list[str]] = {}
-    params: dict[int, nn.Parameter] = {}
-    for name, param in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(param), []).append(name)
-        params[id(param)] = param
-    for key, param in params.items():
-        _check(names[key][0], param)
-    if not any(param.requires_grad for param in params.values()):
+    for name, child in module.named_modules():
+        _check_compiled(name, child)
+    named = distinct(module.named_parameters(remove_duplicate=False))
+    for param, names in named:
+        _check(names[0], param)
+    if not any(param.requires_grad for param, _ in named):
         raise ValueError(
             f"{type(module).__name__} has no parameter that requires a gradient; "
             "there is nothing to shard or update"
         )
-    specs = [
-        ParamSpec(
-            name=names[key][0],
-            shape=tuple(param.shape),
-            dtype=compute_dtype,
-            trainable=param.requires_grad,
-            aliases=tuple(names[key][1:]),
-        )
-        for key, param in params.items()
+    return [param for param, _ in named], [
+        spec_of(param, names, dtypes[id(param)]) for param, names in named
     ]
-    return list(params.values()), specs
 
 
 def _check(name: str, param: nn.Parameter) -> None:
@@ -47,13 +42,28 @@ def _check(name: str, param: nn.Parameter) -> None:
             f"parameter {name} belongs to a GeminiDDP already; wrap a module once, "
             "and use the wrapper's `module` to reach the inner one"
         )
-    if param.is_meta:
-        raise ValueError(
-            f"parameter {name} is on the meta device and has no values; "
-            "materialise the module before you wrap it"
-        )
     if not param.is_floating_point():
         raise ValueError(
             f"parameter {name} has dtype {param.dtype}; expected a floating one "
             "(make it a buffer if it is not trained)"
         )
+
+
+def _check_compiled(name: str, module: nn.Module) -> None:
+    """Refuse a module that torch.compile captures in CUDA graphs."""
+    compiled: Any = module if is_compiled(module) else None
+    if module._compiled_call_impl is not None:
+        compiled = module._compiled_call_impl
+    get_config = getattr(compiled, "get_compiler_config", None)
+    config = get_config() if get_config is not None else None  # None: not by inductor
+    if config is not None and config.get("triton.cudagraphs"):
+        raise ValueError(
+            f"{name or 'the module'} is compiled into CUDA graphs, which replay reads of fixed "
+            "addresses, and a chunk that is gathered again has another; compile it with "
+            'mode="default" or "max-autotune-no-cudagraphs"'
+        )
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """By torch.compile; without an import of the compiler, which takes seconds."""
+    return type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None

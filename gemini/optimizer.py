@@ -1,0 +1,93 @@
+"""GeminiOptimizer and GeminiAdamOptimizer: an optimizer with its wrapped module's loss scale."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from optim.adam import HybridAdam
+from optim.base import TieredOptimizer
+from optim.loss_scale import LossScale
+
+from .ddp import GeminiDDP
+
+
+class GeminiOptimizer(TieredOptimizer):
+    """`optim` over the parameters of `module`, with loss scale and clipping set here.
+
+    It shares everything with `optim`: groups, state, hooks and schedulers of the one are those of
+    the other.
+
+    optim: an optimizer of this project over `module.parameters()`.
+    module: a `GeminiDDP`.
+    max_norm: as `GeminiDDP(max_norm=...)`; None leaves what that has.
+    scale_options: those of `optim.LossScale` (`initial_scale`, ...), for `precision="fp16"`.
+
+    Raises ValueError for a module that is not wrapped or computes without a loss scale where scale
+    options are given, for another optimizer, and for options out of range.
+    """
+
+    def __init__(
+        self,
+        optim: TieredOptimizer,
+        module: GeminiDDP,
+        *,
+        max_norm: float | None = None,
+        **scale_options: Any,
+    ) -> None:
+        if not isinstance(optim, TieredOptimizer):
+            raise ValueError(
+                f"optim is a {type(optim).__name__}; expected one of this project's (HybridAdam, "
+                "HybridSGD, HybridLion), which can update shards"
+            )
+        _check_wrapped(module)
+        optim.bind_to(module.engine)
+        _configure(module, max_norm, scale_options)
+        self.__dict__ = optim.__dict__
+        self._patch_step_function()
+
+
+class GeminiAdamOptimizer(HybridAdam):
+    """`HybridAdam` over the parameters of `module`, with loss scale and clipping set here.
+
+    `adam_options` are those of `HybridAdam`, the others as in `GeminiOptimizer`.
+    """
+
+    def __init__(
+        self,
+        module: GeminiDDP,
+        *,
+        max_norm: float | None = None,
+        initial_scale: float | None = None,
+        min_scale: float | None = None,
+        growth_factor: float | None = None,
+        backoff_factor: float | None = None,
+        growth_interval: int | None = None,
+        hysteresis: int | None = None,
+        max_scale: float | None = None,
+        **adam_options: Any,
+    ) -> None:
+        scale_options = {
+            "initial_scale": initial_scale,
+            "min_scale": min_scale,
+            "growth_factor": growth_factor,
+            "backoff_factor": backoff_factor,
+            "growth_interval": growth_interval,
+            "hysteresis": hysteresis,
+            "max_scale": max_scale,
+        }
+        given = {name: value for name, value in scale_options.items() if value is not None}
+        _check_wrapped(module)
+        super().__init__(module.parameters(), **adam_options)
+        _configure(module, max_norm, given)
+
+
+def _check_wrapped(module: GeminiDDP) -> None:
+    if not isinstance(module, GeminiDDP):
+        raise ValueError(
+            f"module is a {type(module).__name__}; expected a GeminiDDP (wrap it first)"
+        )
+
+
+def _configure(module: GeminiDDP, max_norm: float | None, scale_options: dict[str, Any]) -> None:
+    options = LossScale(**scale_options) if scale_options else None
+    module.engine.reconfigure(max_norm=max_norm, loss_scale=options)

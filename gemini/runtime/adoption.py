@@ -1,0 +1,62 @@
+"""Parameters that the user changed in place: what shows it, and who must be told.
+
+Re-initialisation, an EMA swapped in, weights loaded by hand: the values are written to the payload
+of a gathered chunk. The version of the parameter shows it, or that `.data` was taken or written
+to. Shards and fp32 masters follow before the payload is released and before the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from gemini.chunk.storage import Chunk
+from gemini.units import ChunkId, ParamId
+
+
+class Adoption:
+    """Watches the parameters of one engine.
+
+    stale: chunks whose shard was changed by the user since the optimizer's masters followed.
+    """
+
+    def __init__(self, params: Sequence[nn.Parameter]) -> None:
+        self._params = params
+        with torch._C.DisableTorchFunctionSubclass():
+            self._versions = [param._version for param in params]
+        self._written: set[ParamId] = set()
+        self.stale: set[ChunkId] = set()
+
+    def written(self, param: ParamId) -> None:
+        """It may have been, in a way that its version does not show."""
+        self._written.add(param)
+
+    def adopt(self, chunk: Chunk) -> None:
+        """Copy the user's values from a gathered payload to its shard, if there are any."""
+        if self._changed(chunk):
+            chunk.keep_shard()
+            self.stale.add(chunk.spec.id)
+
+    def forget(self, chunk: Chunk) -> None:
+        """Whatever was written to this payload does not count."""
+        self._changed(chunk)
+
+    def _changed(self, chunk: Chunk) -> bool:
+        """Whether the chunk's parameters were written to since this was last asked."""
+        changed = False
+        with torch._C.DisableTorchFunctionSubclass():
+            for slot in chunk.spec.slots:
+                version = self._params[slot.param]._version
+                if version != self._versions[slot.param] or slot.param in self._written:
+                    self._versions[slot.param] = version
+                    self._written.discard(slot.param)
+                    changed = True
+        return changed
+
+
+def follow_shard(master: Tensor, shard: Tensor) -> None:
+    """Make fp32 `master` [n] round to `shard` [n]; where it does already it keeps its bits."""
+    differs = master.to(shard.dtype) != shard
+    master.copy_(torch.where(differs, shard.float(), master))

@@ -1,0 +1,69 @@
+"""Whether a module still has the parameters that were wrapped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch._compile import _disable_dynamo  # see hooks.py
+
+from gemini.chunk.parameter import handle_of
+
+
+class ModuleChanged(RuntimeError):
+    """The module has other parameters than when it was wrapped."""
+
+
+class Integrity:
+    """What every module below a root had when it was wrapped; compared before each forward."""
+
+    def __init__(self, root: nn.Module, frozen: Sequence[tuple[str, nn.Parameter]]) -> None:
+        self._modules = [
+            (name, module, dict(module._parameters), dict(module._modules))
+            for name, module in root.named_modules()
+        ]
+        self._frozen = list(frozen)
+
+    @_disable_dynamo
+    def check(self) -> None:
+        """Raise ModuleChanged, with the name, for a parameter added, replaced or unfrozen.
+
+        Modules without parameters may come and go.
+        """
+        for name, module, params, children in self._modules:
+            if not _same(module._parameters, params):
+                self._refuse(name, module._parameters, params)
+            if not _same(module._modules, children):
+                for key, child in module._modules.items():
+                    if child is None or child is children.get(key):
+                        continue
+                    for param_name, param in child.named_parameters():
+                        if handle_of(param) is None:
+                            raise _changed(_join(name, key, param_name), "is new")
+        for name, param in self._frozen:
+            if param.requires_grad:
+                raise _changed(name, "was frozen and now requires a gradient")
+
+    @staticmethod
+    def _refuse(name: str, now: Mapping[str, Any], before: Mapping[str, Any]) -> None:
+        for key in (*before, *now):
+            if now.get(key) is before.get(key) and key in now and key in before:
+                continue
+            what = "is new" if key not in before else "is gone" if key not in now else "is another"
+            raise _changed(_join(name, key), what)
+
+
+def _same(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
+    return len(now) == len(before) and all(now.get(key) is item for key, item in before.items())
+
+
+def _join(*names: str) -> str:
+    return ".".join(name for name in names if name)
+
+
+def _changed(name: str, what: str) -> ModuleChanged:
+    return ModuleChanged(
+        f"the module changed after wrapping: parameter {name} {what}; "
+        "make all changes before GeminiDDP, or copy new values into the parameter in place"
+    )

@@ -1,0 +1,64 @@
+"""Modules that compute in fp32 inside a 16-bit model: which, and the casts at their boundary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .trees import map_tensors
+
+KeepFp32 = Callable[[str, nn.Module], bool]  # of a module's qualified name and itself
+
+
+def kept_modules(root: nn.Module, keep_fp32: KeepFp32 | None) -> dict[str, nn.Module]:
+    """The outermost modules that `keep_fp32` is true for, by name.
+
+    Raises ValueError where that is the root (ask for precision="fp32" then).
+    """
+    kept: dict[str, nn.Module] = {}
+    if keep_fp32 is None:
+        return kept
+    for name, module in root.named_modules():
+        if any(name.startswith(f"{outer}.") for outer in kept) or not keep_fp32(name, module):
+            continue
+        if name == "":
+            raise ValueError('keep_fp32 is true for the whole module; use precision="fp32"')
+        kept[name] = module
+    return kept
+
+
+def param_dtypes(root: nn.Module, kept: dict[str, nn.Module], dtype: str) -> dict[int, str]:
+    """The compute dtype of every parameter, by id.
+
+    Raises ValueError for a parameter that is tied across the boundary of a kept module.
+    """
+    inside = {id(p): name for name, module in kept.items() for p in module.parameters()}
+    dtypes: dict[int, str] = {}
+    for name, param in root.named_parameters(remove_duplicate=False):
+        here = "float32" if any(name.startswith(f"{outer}.") for outer in kept) else dtype
+        if dtypes.setdefault(id(param), here) != here:
+            raise ValueError(
+                f"parameter {name} is tied to one of {inside[id(param)]}, which keep_fp32 keeps in "
+                "fp32, and is itself outside; keep both or none"
+            )
+    return dtypes
+
+
+def cast_at_boundary(module: nn.Module, dtype: torch.dtype) -> None:
+    """Floating inputs of a kept module become fp32, its outputs `dtype`."""
+
+    def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        return map_tensors((args, kwargs), lambda tensor: _cast(tensor, torch.float32))
+
+    def leave(_: nn.Module, args: Any, output: Any) -> Any:
+        return map_tensors(output, lambda tensor: _cast(tensor, dtype))
+
+    module.register_forward_pre_hook(enter, with_kwargs=True)
+    module.register_forward_hook(leave)
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor

@@ -1,0 +1,83 @@
+"""How many bytes of what are where, exactly, and how many there were at most."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from gemini.chunk.storage import Chunk
+from gemini.placement.tiers import Tier
+from optim.tiered_state import TieredState
+
+from .shard_storage import ShardStorage
+
+Bytes = dict[tuple[Tier, str], int]
+
+
+class Ledger:
+    """Model data of one engine. Kinds are those of `gemini.memtracer.predict`.
+
+    host: the tier of host memory; it is the device where that is the CPU.
+    state: of the optimizer, once there is one.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        storage: ShardStorage | None = None,
+        host: Tier = Tier.DEVICE,
+    ) -> None:
+        self._chunks = chunks
+        self._storage = storage
+        self._host = host
+        self.state: TieredState | None = None
+        self.watched = False  # `note` looks; else it costs nothing
+        self.peaks: dict[Tier, dict[str, int]] = {}  # by kind, when a tier held most
+
+    def bytes_in_use(self) -> Bytes:
+        """Bytes by tier and kind, now; what has none is left out. NVMe: what files take."""
+        found: Counter[tuple[Tier, str]] = Counter()
+        for chunk in self._chunks:
+            if chunk.gathered:
+                found[Tier.DEVICE, "parameters"] += chunk.payload.nbytes
+            home = self._host if chunk.shard_on_host else Tier.DEVICE
+            found[home, "parameters"] += chunk.memory_nbytes
+            found[Tier.DEVICE, "gradients"] += chunk.gradient.nbytes
+        self._add_storage(found)
+        state = self.state
+        if state is not None:
+            found[Tier.DEVICE, "state"] += sum(slab.nbytes for slab in state.slabs.values())
+            found[Tier.HOST, "state"] += sum(slab.nbytes for slab in state.host_slabs.values())
+            if state.nvme is not None:
+                found[Tier.NVME, "state"] += state.nvme_bytes
+                found[self._host, "staging"] += state.nvme.staging_bytes
+        return {key: nbytes for key, nbytes in found.items() if nbytes}
+
+    def _add_storage(self, found: Counter[tuple[Tier, str]]) -> None:
+        storage = self._storage
+        if storage is None:
+            return
+        if storage.params is not None:
+            found[Tier.NVME, "parameters"] += storage.params.file_bytes
+        if storage.gradient_files is not None:
+            files = storage.gradient_files.files
+            found[Tier.NVME, "gradients"] += sum(file.file_bytes for file in files)
+        if storage.host_gradients is not None:
+            found[Tier.HOST, "gradients"] += storage.host_gradients.nbytes
+        found[self._host, "staging"] += storage.staging_bytes
+
+    def memory_bytes(self) -> int:
+        """Bytes that are not on NVMe."""
+        in_use = self.bytes_in_use()
+        return sum(nbytes for (tier, _), nbytes in in_use.items() if tier is not Tier.NVME)
+
+    def note(self) -> None:
+        """Take what is in use now into `peaks`."""
+        if not self.watched:
+            return
+        by_tier: dict[Tier, dict[str, int]] = {}
+        for (tier, kind), nbytes in self.bytes_in_use().items():
+            by_tier.setdefault(tier, {})[kind] = nbytes
+        for tier, kinds in by_tier.items():
+            if sum(kinds.values()) > sum(self.peaks.get(tier, {}).values()):
+                self.peaks[tier] = kinds

@@ -1,0 +1,157 @@
+"""Values for parameters on the meta device, a module at a time.
+
+with gemini.init_empty():
+    module = Model(config)          # parameters have shapes, and no memory
+model = GeminiDDP(module)           # values are made chunk by chunk; a rank keeps its shard
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+InitFn = Callable[[nn.Module], Any]
+
+
+@contextmanager
+def init_empty() -> Iterator[None]:
+    """Modules made inside have their parameters on the meta device, and their buffers as usual.
+
+    Until it ends, for the whole process: it stands in for `nn.Module.register_parameter`.
+    """
+    register = nn.Module.register_parameter
+
+    def register_empty(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+        register(module, name, param)
+
+    nn.Module.register_parameter = register_empty  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+class Materialiser:
+    """Makes the values of one root module's meta parameters.
+
+    A module is initialised by its `reset_parameters`, then by the model's own `_init_weights`
+    (which Hugging Face models have) where there is one, as at construction; by `init_fn` where
+    there is neither. With a state dict, values come from it and nothing is initialised.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        init_fn: InitFn | None = None,
+        state_dict: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        self._root = root
+        self._init_fn = init_fn
+        self._state_dict = state_dict
+        self._own_init = getattr(root, "_init_weights", None)
+        self._names: dict[int, list[str]] = {}
+        self._owner: dict[int, str] = {}
+        for name, param in root.named_parameters(remove_duplicate=False):
+            self._names.setdefault(id(param), []).append(name)
+            self._owner.setdefault(id(param), name.rpartition(".")[0])
+        self._ready: dict[int, Tensor] = {}  # made, and not yet taken
+
+    def check(self) -> None:
+        """Raise ValueError for the first module whose parameters or buffers cannot be made."""
+        if self._state_dict is not None:
+            missing = [
+                names[0]
+                for names in self._names.values()
+                if not any(name in self._state_dict for name in names)
+            ]
+            if missing:
+                raise ValueError(f"the state dict has no values for {', '.join(missing)}")
+            return
+        for name, module in self._root.named_modules():
+            own = [
+                *module.named_parameters(recurse=False),
+                *module.named_buffers(recurse=False),
+            ]
+            if any(tensor.is_meta for _, tensor in own) and not self._can_init(module):
+                raise ValueError(
+                    f"{own[0][0]} of {name or 'the root module'} ({type(module).__name__}) is on "
+                    "the meta device and has no values, and the module has no reset_parameters; "
+                    "give init_fn=, or the values as state_dict="
+                )
+
+    def take(self, param: nn.Parameter) -> Tensor:
+        """Values for a parameter, which is real or on the meta device."""
+        if self._state_dict is not None:
+            for name in self._names[id(param)]:
+                if name in self._state_dict:
+                    return self._checked(name, param, self._state_dict[name])
+        if not param.is_meta:
+            return param.data
+        if id(param) not in self._ready:
+            self._initialise(self._owner[id(param)])
+        return self._ready.pop(id(param))
+
+    def fill_buffers(self) -> None:
+        """Give buffers that are still on the meta device their values."""
+        for name, module in self._root.named_modules():
+            for key, buffer in module.named_buffers(recurse=False):
+                if not buffer.is_meta:
+                    continue
+                saved = (self._state_dict or {}).get(f"{name}.{key}" if name else key)
+                if saved is not None:
+                    module._buffers[key] = saved.detach().clone()
+                else:
+                    self._initialise(name)
+                    break
+
+    def _can_init(self, module: nn.Module) -> bool:
+        return hasattr(module, "reset_parameters") or bool(self._own_init or self._init_fn)
+
+    def _initialise(self, name: str) -> None:
+        """Run a module's initialisation on real memory, and keep the values for `take`."""
+        module = self._root.get_submodule(name)
+        before = dict(module._parameters)
+        for key, buffer in module.named_buffers(recurse=False):
+            if buffer.is_meta:
+                module._buffers[key] = torch.empty_like(buffer, device="cpu")
+        for key, param in before.items():
+            if param is not None and param.is_meta:
+                real = torch.empty_like(param, device="cpu", requires_grad=False)
+                module._parameters[key] = nn.Parameter(real, requires_grad=param.requires_grad)
+        try:
+            with torch.no_grad():
+                self._run_init(name, module)
+            for key, param in before.items():
+                made = module._parameters[key]
+                if param is not None and param.is_meta and made is not None:
+                    self._ready[id(param)] = made.data
+        finally:
+            module._parameters.update(before)
+
+    def _run_init(self, name: str, module: nn.Module) -> None:
+        reset = getattr(module, "reset_parameters", None)
+        if reset is not None:
+            reset()
+        if self._own_init is not None:
+            # a model may scale a child's weight from its parent; on meta tensors it does nothing
+            self._own_init(module)
+            while name:
+                name = name.rpartition(".")[0]
+                self._own_init(self._root.get_submodule(name))
+        elif reset is None and self._init_fn is not None:
+            self._init_fn(module)
+
+    @staticmethod
+    def _checked(name: str, param: nn.Parameter, values: Tensor) -> Tensor:
+        if values.shape != param.shape:
+            raise ValueError(
+                f"{name} has shape {tuple(values.shape)} in the state dict and "
+                f"{tuple(param.shape)} in the module"
+            )
+        return values

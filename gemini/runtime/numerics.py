@@ -1,0 +1,54 @@
+"""What a wrapped module computes and steps with, as one checked value. Pure."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from optim.loss_scale import LossScale
+
+DTYPE_OF = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+MAX_SEED = 2**53  # it travels in an fp64 table
+
+
+@dataclass(frozen=True, slots=True)
+class Numerics:
+    """See `GeminiDDP` for the meaning of each. Raises ValueError for what does not go together."""
+
+    precision: str = "bf16"
+    max_norm: float = 0.0
+    loss_scale: LossScale | None = None
+    on_nonfinite: str = "skip"
+    master_weights: bool = True
+    rounding_seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.precision not in DTYPE_OF:
+            raise ValueError(f"precision={self.precision!r}; expected one of {sorted(DTYPE_OF)}")
+        if not 0 <= self.max_norm < math.inf:
+            raise ValueError(f"max_norm={self.max_norm} is negative; 0 does not clip")
+        if self.on_nonfinite not in ("skip", "raise"):
+            raise ValueError(f'on_nonfinite={self.on_nonfinite!r}; expected "skip" or "raise"')
+        if self.loss_scale is not None and self.precision != "fp16":
+            raise ValueError(
+                f'loss_scale is for precision="fp16"; {self.precision} has the range of fp32 '
+                "and needs none, so leave it away"
+            )
+        if not self.master_weights and self.precision != "bf16":
+            raise ValueError(
+                f'master_weights=False is for precision="bf16", whose weights are then rounded '
+                f"at random; {self.precision} has no use for it"
+            )
+        if not 0 <= self.rounding_seed < MAX_SEED:
+            raise ValueError(f"rounding_seed={self.rounding_seed}; expected 0 to 2**53 - 1")
+        if self.rounding_seed and self.master_weights:
+            raise ValueError("rounding_seed does nothing but with master_weights=False")
+
+    @property
+    def dtype(self) -> str:
+        return DTYPE_OF[self.precision]
+
+    @property
+    def scale_options(self) -> LossScale | None:
+        """fp16 always has a loss scale, the others never."""
+        return (self.loss_scale or LossScale()) if self.precision == "fp16" else None

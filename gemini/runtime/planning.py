@@ -1,0 +1,241 @@
+"""What there is to plan with, measured and agreed on by all ranks, and the plans made from it."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from gemini.chunk.layout import ITEMSIZE, ChunkLayout
+from gemini.memtracer.trace import Trace, sequential_trace
+from gemini.placement.plan import Plan
+from gemini.placement.planner import PlanInputs, Planned, make_plan, plan_within, reduce_inputs
+from gemini.placement.policy import AutoPlacement, ConstPlacement, Placement, StaticPlacement
+from gemini.placement.sizes import UNLIMITED, Bandwidths, BudgetError, Budgets, StateBytes
+from gemini.placement.tiers import Tier
+from gemini.units import BLOCK_NUMEL, Bytes, parse_bytes
+
+from .backend import Backend
+from .comm import Communicator
+
+log = logging.getLogger("gemini")
+
+# Before an optimizer says what it keeps: no rule of `optim` keeps more than Adam
+ASSUMED_STATE_BYTES = 8
+MASTER_BYTES = 4
+MIN_BLOCK_NUMEL = 1024  # of `NvmeConfig`
+USABLE = 0.9  # of what the machine has left, where no budget is given
+# A usual disk and usual memory, in bytes a second. They order homes; they do not limit anything
+USUAL = Bandwidths(
+    host_to_device=20e9, device_to_host=20e9, nvme_read=1.5e9, nvme_write=1.2e9, collective=10e9,
+    device_memory=500e9, host_memory=20e9, flops=1e12,
+)  # fmt: skip
+CPU_MEMORY = 20e9
+
+
+@dataclass(slots=True)
+class Planning:
+    """Inputs that are the same on all ranks. `make` is collective: ranks compare their plans."""
+
+    comm: Communicator
+    policy: Placement
+    inputs: PlanInputs
+    has_trace: bool  # else non-model data is an assumption
+    planned: Planned = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Blocks are as small as they must be: their size is a choice of the optimizer to come."""
+        while True:
+            try:
+                self.make()
+                return
+            except BudgetError:
+                if self.inputs.block_numel <= MIN_BLOCK_NUMEL:
+                    raise
+            self.inputs = replace(self.inputs, block_numel=self.inputs.block_numel // 4)
+
+    @property
+    def plan(self) -> Plan:
+        return self.planned.plan
+
+    @property
+    def nvme_folder(self) -> str | None:
+        return self.policy.nvme_dir if isinstance(self.policy, AutoPlacement) else None
+
+    def make(self) -> None:
+        """Plan with the inputs there are. Raises BudgetError on every rank, or on none."""
+        policy = self.policy
+        if isinstance(policy, AutoPlacement) and not self.has_trace:
+            policy = replace(policy, steady_cap_ratio=1.0)  # the assumption is margin enough
+        self.planned = make_plan(self.inputs, policy)
+        digests = self.comm.gather_objects(self.plan.digest())
+        if len(set(digests)) > 1:
+            raise AssertionError(f"ranks made different plans from the same inputs: {digests}")
+
+    def with_state(
+        self, state: StateBytes, *, nvme_frac: float, block_numel: int, depth: int
+    ) -> None:
+        """An optimizer is there: plan its state. Parameter shards stay where they are."""
+        before = self.inputs
+        self.inputs = replace(
+            self.inputs,
+            state=state,
+            nvme_state_frac=nvme_frac,
+            block_numel=block_numel,
+            depth=depth,
+            fixed_params=tuple(shard.param_home for shard in self.plan.shards),
+        )
+        try:
+            self.make()
+        except BudgetError:
+            self.inputs = before
+            raise
+
+    def follow(self, trace: Trace) -> bool:
+        """Plan a measured iteration in the homes there are; whether this changed the plan.
+
+        A trace that was made ahead of time is kept: it does not depend on what ran beside it.
+        """
+        if trace.kind != "train" or self.has_trace or isinstance(self.policy, StaticPlacement):
+            return False
+        if not any(moment.phase == "backward" for moment in trace.moments):
+            return False
+        inputs = replace(self.inputs, trace=trace)
+        try:
+            planned = plan_within(self.plan, inputs, self.policy)
+        except BudgetError as error:
+            log.warning("the iteration needs more memory than was left for it: %s", error)
+            return False
+        self.inputs, self.planned, self.has_trace = inputs, planned, True
+        return True
+
+    @property
+    def payload_room_bytes(self) -> int:
+        """What payloads may take at any moment of forward and backward, beside all else there is.
+
+        A moment that needs more than this has more room of its own.
+        """
+        plan, profile = self.plan, self.planned.profile
+        total = profile.total(Tier.DEVICE)
+        if isinstance(self.policy, ConstPlacement):
+            total = [n - m for n, m in zip(total, profile.rows[Tier.DEVICE, "non-model"],
+                                           strict=True)]  # fmt: skip
+        for gather in plan.gathers:
+            for moment in range(gather.begin, gather.release):
+                if moment < plan.num_trace_moments or gather.release > plan.num_trace_moments:
+                    total[moment % plan.num_trace_moments] -= plan.chunks[
+                        gather.chunk
+                    ].payload_bytes
+        budget = self.inputs.budgets.device
+        return budget - max(total[: plan.num_trace_moments], default=0)
+
+
+def begin_planning(
+    layout: ChunkLayout,
+    policy: Placement,
+    backend: Backend,
+    comm: Communicator,
+    *,
+    has_master: bool,
+    max_prefetch: int,
+    trace: Trace | None,
+) -> Planning:
+    """Measure, agree, and plan the homes of parameters for an optimizer that is yet to come.
+
+    Raises BudgetError for budgets that cannot hold the model, TraceError for a trace of another.
+    """
+    state = StateBytes(ASSUMED_STATE_BYTES + (MASTER_BYTES if has_master else 0), has_master)
+    budgets = _budgets(policy, layout, state, backend, comm)
+    if trace is None:
+        non_model = 0
+        if isinstance(policy, AutoPlacement) and budgets.device < UNLIMITED:
+            non_model = round(budgets.device * policy.warmup_non_model_data_ratio)
+        used = sequential_trace(layout.params, non_model)
+    else:
+        trace.check_model(layout.params)
+        used = trace
+    bandwidths = USUAL if backend.has_host_tier else replace(USUAL, device_memory=CPU_MEMORY)
+    gathered = comm.gather_objects((used, budgets, bandwidths))
+    traces, limits, links = zip(*gathered, strict=True)
+    used, budgets, bandwidths = reduce_inputs(traces, limits, links)
+    fixed = None
+    if backend.name == "sim" and backend.has_host_tier and budgets == Budgets():
+        # what the simulated device is for: shards that must be brought to it
+        fixed = tuple(Tier.HOST for _ in layout.chunks)
+        if not isinstance(policy, StaticPlacement):
+            policy = StaticPlacement()
+    inputs = PlanInputs(
+        layout=layout, trace=used, state=state, budgets=budgets, bandwidths=bandwidths,
+        has_host_tier=backend.has_host_tier, max_prefetch=max_prefetch, block_numel=BLOCK_NUMEL,
+        fixed_params=fixed,
+    )  # fmt: skip
+    return Planning(comm, policy, inputs, trace is not None)
+
+
+def _budgets(
+    policy: Placement,
+    layout: ChunkLayout,
+    state: StateBytes,
+    backend: Backend,
+    comm: Communicator,
+) -> Budgets:
+    """One rank's. What is not given is no limit, unless the model may not fit what there is."""
+    if isinstance(policy, StaticPlacement):
+        return Budgets()
+    ranks_per_node = comm.gather_objects(socket.gethostname()).count(socket.gethostname())
+    per_device = ranks_per_node if backend.device.type == "cpu" else 1
+    if isinstance(policy, ConstPlacement):
+        return Budgets(device=parse_bytes(policy.device_bytes)).divided(1, per_device)
+    given = policy.budgets()
+    budgets = given.divided(ranks_per_node, per_device)
+    device, host = budgets.device, budgets.host
+    if given.device >= UNLIMITED:
+        device = UNLIMITED
+        left = _device_bytes_left(backend) // per_device
+        if 2 * _model_bytes(layout, state) > left:
+            device = Bytes(round(USABLE * left))
+    if given.host >= UNLIMITED:
+        host = UNLIMITED
+    return Budgets(device, host, budgets.nvme if given.nvme < UNLIMITED else UNLIMITED)
+
+
+def _model_bytes(layout: ChunkLayout, state: StateBytes) -> int:
+    """Parameters, gradients and state of one rank."""
+    total = 0
+    for chunk in layout.chunks:
+        each = ITEMSIZE[chunk.dtype]
+        if chunk.trainable:
+            each = 2 * each + state.per_element
+        total += chunk.shard_numel * each
+    return total
+
+
+def _device_bytes_left(backend: Backend) -> int:
+    if backend.device.type == "cuda":
+        return torch.cuda.mem_get_info(backend.device)[0]
+    return memory_left()
+
+
+def memory_left() -> int:
+    """Bytes of RAM that this process may still use: of the machine, and of its cgroup."""
+    fields = dict(
+        line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines() if line
+    )
+    left = int(fields["MemAvailable"].split()[0]) * 1024
+    for limit, used in _CGROUP_FILES:
+        try:
+            left = min(left, int(limit.read_text()) - int(used.read_text()))
+        except (OSError, ValueError):  # no cgroup of that version, or "max"
+            continue
+    return max(left, 0)
+
+
+_CGROUP: Sequence[tuple[str, str]] = (
+    ("memory.max", "memory.current"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+)
+_CGROUP_FILES = [tuple(Path("/sys/fs/cgroup") / name for name in names) for names in _CGROUP]

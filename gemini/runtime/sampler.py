@@ -1,0 +1,96 @@
+"""The warm-up of one engine: the first iteration of a kind is sampled, moment by moment.
+
+An engine that releases nothing has no hooks on modules: its moments are those of the root module.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from gemini.chunk.layout import ParamSpec
+from gemini.memtracer.collector import MemStatsCollector, input_signature
+from gemini.memtracer.monitor import CudaMonitor, Monitor, ProcessMonitor, reset_peak_rss
+from gemini.memtracer.trace import Edge, Kind, Trace
+from gemini.units import ParamId
+
+from .backend import Backend
+from .ledger import Ledger
+
+log = logging.getLogger("gemini")
+
+MAX_SIGNATURES = 16
+
+
+class Sampler:
+    """Collects traces of one engine and hands each to `traced`.
+
+    An iteration is sampled if none of its kind and signature was, or if the last one left its plan.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[ParamSpec],
+        backend: Backend,
+        ledger: Ledger,
+        traced: Callable[[Trace], None],
+    ) -> None:
+        self._names = [spec.name.rpartition(".")[0] for spec in specs]
+        self._everything = tuple(ParamId(i) for i in range(len(specs)))
+        self._ledger = ledger
+        self._traced = traced
+        monitor = _monitor(backend)
+        self.collector = MemStatsCollector(
+            specs, [] if monitor is None else [monitor], ledger.memory_bytes
+        )
+
+    def begin(self, inputs: Any, *, again: bool) -> None:
+        """A root forward is about to begin. `again`: the last iteration left its plan."""
+        self.end()
+        kind: Kind = "train" if torch.is_grad_enabled() else "eval"
+        traces = self.collector.traces
+        key = (kind, input_signature(inputs))
+        if (key in traces and not again) or (key not in traces and len(traces) >= MAX_SIGNATURES):
+            return
+        self._ledger.watched = True
+        if kind == "train":
+            self._ledger.peaks.clear()
+        self.collector.begin(*key)
+
+    def at_root(self, edge: Edge) -> None:
+        """The root module's forward or backward begins or ends, where nothing below is hooked."""
+        if self.collector.collecting:
+            self.at_moment(edge, self._everything, name="")
+
+    def at_moment(self, edge: Edge, params: tuple[ParamId, ...], name: str | None = None) -> None:
+        """A module is about to use its parameters, or has ended to."""
+        if not self.collector.collecting or not params:
+            return
+        backward = torch._C._current_graph_task_id() != -1
+        self.collector.at_moment(
+            "backward" if backward else "forward",
+            edge,
+            self._names[params[0]] if name is None else name,
+            params,
+        )
+
+    def end(self) -> None:
+        """The iteration is over: its step begins, or another forward does."""
+        if not self.collector.collecting:
+            return
+        self._ledger.watched = False
+        self._traced(self.collector.end())
+
+
+def _monitor(backend: Backend) -> Monitor | None:
+    if backend.device.type == "cuda":
+        return CudaMonitor(backend.device)
+    try:
+        reset_peak_rss()
+    except OSError as error:
+        log.info("activations are not measured: %s", error)
+        return None
+    return ProcessMonitor()

@@ -1,0 +1,307 @@
+"""Flat tensors on disk, in blocks that pass through a few staging buffers.
+
+Parameter shards and gradients whose home is NVMe, and fp32 originals until an optimizer takes them.
+Memory of the device is not page-aligned, as direct I/O wants it, hence the staging buffers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gemini.tickets import Ticket
+from gemini.units import BLOCK_NUMEL, BlockId, ChunkId
+from nvme import (
+    BlockStore,
+    Buffer,
+    BufferPool,
+    NvmeError,
+    StoreLayout,
+    check_folder,
+    default_folder,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class FileConfig:
+    """Where files of one rank go, and how."""
+
+    folder: str | None = None  # None: a temporary folder on a disk
+    block_numel: int = BLOCK_NUMEL  # elements
+    depth: int = 2  # blocks read ahead of their update
+    label: str = ""
+
+    def checked_folder(self) -> Path:
+        """Raises FolderError."""
+        return check_folder(self.folder) if self.folder is not None else default_folder()
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """A tensor [numel] to be."""
+
+    numel: int
+    dtype: torch.dtype
+
+
+@dataclass(slots=True)
+class Staged:
+    """One block of one tensor in a staging buffer; `wait` ends its transfer, if there is one."""
+
+    buffer: Buffer
+    values: Tensor  # [n], a view of the buffer
+    ticket: Ticket[object] | None
+
+    def wait(self) -> Tensor:
+        if self.ticket is not None:
+            self.ticket.wait()
+            self.ticket = None
+        return self.values
+
+
+class Fill:
+    """A ticket: a tensor is being read. It is in place when `wait` returns."""
+
+    def __init__(self, files: TensorFiles, num_blocks: int) -> None:
+        self._files = files
+        self.blocks_left = num_blocks
+        self.error: NvmeError | None = None
+
+    def ready(self) -> bool:
+        self._files.pump()
+        return self.blocks_left == 0
+
+    def wait(self) -> None:
+        while self.blocks_left:
+            self._files.finish_read()
+        if self.error is not None:
+            raise self.error
+
+
+class TensorFiles:
+    """Tensors by chunk, each written whole or by block. One thread at a time.
+
+    versioned: a write counts at `commit` and reads see the last commit; else it counts at once,
+        and is gone after `rollback`.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[ChunkId, Flat],
+        config: FileConfig,
+        *,
+        versioned: bool,
+    ) -> None:
+        self._tensors = dict(tensors)
+        self._block_numel = config.block_numel
+        self._versioned = versioned
+        nbytes: list[int] = []
+        self._first: dict[ChunkId, int] = {}
+        for chunk, flat in self._tensors.items():
+            self._first[chunk] = len(nbytes)
+            for start in range(0, flat.numel, config.block_numel):
+                numel = min(config.block_numel, flat.numel - start)
+                nbytes.append(numel * flat.dtype.itemsize)
+        digest = hashlib.sha256(repr(self._tensors).encode()).hexdigest()[:16]
+        self.store = BlockStore(
+            [config.checked_folder()], StoreLayout.plan(digest, nbytes), label=config.label
+        )
+        if not versioned:
+            self.store.keep_one_version()
+        self._pool = BufferPool(config.depth + 2, max(nbytes))
+        self._queue: deque[tuple[Fill, BlockId, Tensor]] = deque()  # reads that have no buffer yet
+        self._reads: deque[tuple[Fill, Staged, Tensor]] = deque()
+        self._writes: deque[Staged] = deque()
+
+    def __iter__(self) -> Iterator[ChunkId]:
+        return iter(self._tensors)
+
+    def __contains__(self, chunk: ChunkId) -> bool:
+        return chunk in self._tensors
+
+    @property
+    def staging_bytes(self) -> int:
+        return self._pool.nbytes
+
+    @property
+    def file_bytes(self) -> int:
+        return self.store.file_bytes
+
+    # -- whole tensors --
+
+    def read(self, chunk: ChunkId, into: Tensor) -> Ticket[None]:
+        """Begin to fill `into`, which must be left alone until the ticket is done."""
+        parts = into.detach().split(self._block_numel)
+        fill = Fill(self, len(parts))
+        first = self._first[chunk]
+        self._queue.extend((fill, BlockId(first + i), part) for i, part in enumerate(parts))
+        self.pump()
+        return fill
+
+    def write(self, chunk: ChunkId, values: Tensor) -> None:
+        """Write a whole tensor; `values` is free on return."""
+        for i, part in enumerate(values.detach().split(self._block_numel)):
+            staged = self.block_to_fill(chunk, i)
+            staged.values.copy_(part)
+            self.write_block(chunk, i, staged)
+
+    def replace(self, chunk: ChunkId, values: Tensor) -> None:
+        """Write a whole tensor, and let it count."""
+        try:
+            self.write(chunk, values)
+            self.commit(self.store.committed_step)
+        except BaseException:
+            self.rollback()
+            raise
+
+    # -- blocks --
+
+    def block_to_fill(self, chunk: ChunkId, index: int) -> Staged:
+        """A staging buffer for one block, with anything in it."""
+        return self._stage(chunk, index)
+
+    def read_block(self, chunk: ChunkId, index: int) -> Staged:
+        """Begin to read one block."""
+        staged = self._stage(chunk, index)
+        staged.ticket = self._begin_read(BlockId(self._first[chunk] + index), staged.buffer)
+        return staged
+
+    def write_block(self, chunk: ChunkId, index: int, staged: Staged) -> None:
+        """Begin to write a staged block; its buffer is taken back."""
+        staged.ticket = self.store.write(
+            BlockId(self._first[chunk] + index), self._view(chunk, index, staged.buffer)
+        )
+        self._writes.append(staged)
+
+    def give(self, staged: Staged) -> None:
+        """A staged block is not needed any more."""
+        if staged.ticket is not None:
+            _settle(staged.ticket)
+        self._pool.give(staged.buffer)
+
+    @property
+    def can_read_ahead(self) -> bool:
+        """Whether `read_block` would find a buffer and leave one for `block_to_fill`."""
+        self._reap()
+        return self._pool.num_free > 1
+
+    # -- versions --
+
+    def flush(self) -> None:
+        """Wait for all writes. Raises what went wrong."""
+        while self._writes:
+            self._finish_write()
+        self.store.flush()
+
+    def commit(self, step: int) -> None:
+        """What was written counts. Raises only what `flush` would have."""
+        self.flush()
+        self.store.commit(step)
+
+    def rollback(self) -> None:
+        """Forget what was written since the last commit."""
+        while self._writes:
+            staged = self._writes.popleft()
+            self.give(staged)
+        self.store.rollback()
+
+    def close(self) -> None:
+        """Wait for transfers and remove the file."""
+        if self.store.is_ours:
+            self._queue.clear()
+            for _, staged, _ in self._reads:
+                if staged.ticket is not None:
+                    _settle(staged.ticket)
+            self._reads.clear()
+        self.store.close()
+
+    # -- transfers under way --
+
+    def pump(self) -> None:
+        """Take over reads that have ended and begin those that wait. Never waits."""
+        while self._reads and _is_ready(self._reads[0][1]):
+            self._finish_head()
+        self._reap()
+        while self._queue and self._pool.num_free:
+            self._begin_next()
+
+    def finish_read(self) -> None:
+        """Wait for the oldest read."""
+        if not self._reads:
+            if not self._pool.num_free:
+                self._finish_write()
+            self._begin_next()
+        self._finish_head()
+        self.pump()
+
+    def _begin_next(self) -> None:
+        fill, block, part = self._queue.popleft()
+        buffer = self._pool.take()
+        values = torch.frombuffer(buffer.view, dtype=part.dtype, count=part.numel())
+        staged = Staged(buffer, values, None)
+        try:
+            staged.ticket = self._begin_read(block, buffer)
+        except NvmeError as error:
+            fill.error = fill.error or error
+        self._reads.append((fill, staged, part))
+
+    def _finish_head(self) -> None:
+        fill, staged, part = self._reads.popleft()
+        try:
+            values = staged.wait()
+            if fill.error is None:
+                part.copy_(values)
+        except NvmeError as error:
+            fill.error = fill.error or error
+        self._pool.give(staged.buffer)
+        fill.blocks_left -= 1
+
+    def _begin_read(self, block: BlockId, buffer: Buffer) -> Ticket[None]:
+        view = buffer.view[: self.store.buffer_nbytes(block)]
+        if self._versioned:
+            return self.store.read(block, view)
+        return self.store.read_uncommitted(block, view)
+
+    def _stage(self, chunk: ChunkId, index: int) -> Staged:
+        self._reap()
+        while not self._pool.num_free:
+            if self._writes:
+                self._finish_write()
+            else:
+                self.finish_read()
+        buffer = self._pool.take()
+        flat = self._tensors[chunk]
+        numel = min(self._block_numel, flat.numel - index * self._block_numel)
+        return Staged(buffer, torch.frombuffer(buffer.view, dtype=flat.dtype, count=numel), None)
+
+    def _view(self, chunk: ChunkId, index: int, buffer: Buffer) -> memoryview:
+        return buffer.view[: self.store.buffer_nbytes(BlockId(self._first[chunk] + index))]
+
+    def _reap(self) -> None:
+        while self._writes and _is_ready(self._writes[0]):
+            self._finish_write()
+
+    def _finish_write(self) -> None:
+        staged = self._writes.popleft()
+        try:
+            staged.wait()
+        finally:
+            self._pool.give(staged.buffer)
+
+
+def _is_ready(staged: Staged) -> bool:
+    return staged.ticket is None or staged.ticket.ready()
+
+
+def _settle(ticket: Ticket[object]) -> None:
+    """Wait for a transfer whose outcome no longer matters, or is raised elsewhere."""
+    try:
+        ticket.wait()
+    except NvmeError:
+        return
