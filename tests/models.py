@@ -42,3 +42,16 @@ def token_batches(num_batches: int, num_parts: int, seed: int = 1) -> list[list[
         [torch.randint(97, (4, 9), generator=generator) for _ in range(num_parts)]
         for _ in range(num_batches)
     ]
+
+
+class Choosy(nn.Module):
+    """A body and three heads, of which a call uses one. Returns [n, 3]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Linear(5, 7)
+        self.heads = nn.ModuleList(nn.Linear(7, 3) for _ in range(3))
+
+    def forward(self, x: Tensor, head: int) -> Tensor:
+        return self.heads[head](self.body(x))

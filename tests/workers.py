@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "gemini.ddp", "optim"])
+_context.set_forkserver_preload(
+    ["torch", "torch.distributed", "gemini.ddp", "optim", "gemini.checkpoint"]
+)
 TIMEOUT_SECONDS = 120
 
 
@@ -60,6 +62,13 @@ def run_processes(work: Callable[..., Any], count: int, *args: Any) -> list[Any]
     return [value for value, _ in results]
 
 
+def start_process(work: Callable[..., Any], *args: Any) -> Any:
+    """`work(*args)` in a process of its own, which the caller joins or kills."""
+    process = _context.Process(target=work, args=args, daemon=True)
+    process.start()
+    return process
+
+
 def _guarded(sender: Connection, work: Callable[..., Any], index: int, *args: Any) -> None:
     try:
         result = (work(index, *args), None)
@@ -73,7 +82,9 @@ def _guarded(sender: Connection, work: Callable[..., Any], index: int, *args: An
 def _rank(
     rank: int, world_size: int, store: str, work: Callable[..., Any], args: tuple[Any, ...]
 ) -> Any:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size), STORE=store
+    )
     torch.set_num_threads(1)
     poison_memory()
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)

@@ -7,7 +7,7 @@ from torch import nn
 
 from gemini import GeminiDDP, StaticPlacement
 from optim import HybridAdam, NvmeConfig
-from tests.models import Tower, token_batches, token_loss
+from tests.models import Choosy, Tower, token_batches, token_loss
 from tests.reference import flat, relative_error, train_reference
 from tests.workers import run_ranks
 
@@ -118,23 +118,13 @@ def test_a_nan_on_one_rank_skips_the_step_on_all():
     assert len(names) == 1 and "layers.1.3.weight" in names.pop()
 
 
-class Choosy(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.body = nn.Linear(5, 7)
-        self.heads = nn.ModuleList(nn.Linear(7, 3) for _ in range(3))
-
-    def forward(self, x, head):
-        return self.heads[head](self.body(x)).sum()
-
-
 def unused_on_some_ranks(rank):
     """Head 0 is used everywhere, head 1 on rank 1 only, head 2 nowhere."""
     model = GeminiDDP(Choosy(), precision="fp32", min_chunk_size_m=1)
     optimizer = HybridAdam(model.parameters(), lr=0.1, weight_decay=0.1)
     for _ in range(3):
-        (model(torch.ones(2, 5), 0) + (model(torch.ones(2, 5), 1) if rank else 0)).backward()
+        x = torch.ones(2, 5)
+        (model(x, 0) + (model(x, 1) if rank else 0)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
     model.engine.manager.at_moment(tuple(chunk.spec.id for chunk in model.engine.chunks))

@@ -7,7 +7,7 @@ from gemini.runtime.agreement import Agreement, Ballot
 
 ballots = st.builds(
     Ballot,
-    sum_of_squares=st.floats(0, 1e30),
+    power_sum=st.floats(0, 1e30),
     present=st.tuples(st.booleans(), st.booleans(), st.booleans()),
     first_nonfinite=st.none() | st.integers(0, 2),
     deviated=st.booleans(),
@@ -28,7 +28,7 @@ def test_all_ranks_learn_what_each_said_whatever_the_order_of_the_sum(said, rand
     bad = [(b.first_nonfinite, r) for r, b in enumerate(said) if b.first_nonfinite is not None]
     assert agreed.nonfinite == min(bad, default=None)
     if not bad:
-        assert agreed.sum_of_squares == math.fsum(b.sum_of_squares for b in said)
+        assert agreed.power_sum == math.fsum(b.power_sum for b in said)
 
 
 def test_a_nan_on_one_rank_spoils_no_other_slot():

@@ -1,7 +1,8 @@
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemini.chunk.layout import ChunkLayout, ParamSpec
+from gemini.chunk.layout import ChunkLayout, ParamSpec, layout_order
 
 sizes = st.lists(st.integers(1, 5000), min_size=1, max_size=40)
 
@@ -46,10 +47,62 @@ def test_shards_of_all_ranks_cover_every_parameter_once(numels, capacity, world_
     assert seen == dict(enumerate(numels))
 
 
-def test_layout_follows_a_traced_order():
+@given(sizes, st.data())
+def test_layout_is_the_same_however_often_a_trace_names_a_parameter(numels, data):
+    specs = specs_of(numels, 2**40 - 1)
+    names = [spec.name for spec in specs]
+    once = data.draw(st.permutations(names))
+    again = once + data.draw(st.lists(st.sampled_from(names)))
+    layout = ChunkLayout.build(specs, 4096, order=once)
+    assert [specs[s.param].name for chunk in layout.chunks for s in chunk.slots] == once
+    assert ChunkLayout.build(specs, 4096, order=again) == layout
+
+
+def test_layout_follows_a_traced_order_and_appends_what_was_not_used():
     specs = specs_of([100, 100, 100], 7)
-    layout = ChunkLayout.build(specs, 256, order=[2, 0, 1])
+    layout = ChunkLayout.build(specs, 256, order=["p2", "p0"])
     assert [[slot.param for slot in chunk.slots] for chunk in layout.chunks] == [[2, 0], [1]]
+
+
+def test_a_trace_may_name_a_tied_parameter_by_any_of_its_names():
+    specs = [ParamSpec("a", (8,), "bfloat16"), ParamSpec("b", (8,), "bfloat16", aliases=("c",))]
+    assert layout_order(specs, ["c", "a", "b"]) == (1, 0)
+
+
+def test_names_that_are_not_there_or_there_twice_are_refused():
+    specs = specs_of([8, 8], 3)
+    with pytest.raises(ValueError, match="names p7, which is no parameter"):
+        ChunkLayout.build(specs, 64, order=["p7"])
+    with pytest.raises(ValueError, match="two parameters are named p0"):
+        ChunkLayout.build([specs[0], specs[0]], 64)
+
+
+def test_every_key_has_chunks_and_a_capacity_of_its_own():
+    specs = [
+        ParamSpec("a", (64,), "bfloat16", trainable=False),
+        ParamSpec("b", (64,), "bfloat16"),
+        ParamSpec("c", (64,), "bfloat16", trainable=False),
+        ParamSpec("d", (64,), "bfloat16"),
+        ParamSpec("e", (64,), "float32"),
+        ParamSpec("f", (64,), "bfloat16", group="experts"),
+    ]
+    capacities = {spec.key: 128 for spec in specs}
+    capacities[("world", "bfloat16", True)] = 64
+    layout = ChunkLayout.build(specs, capacities, world_size=2)
+    names = [[specs[slot.param].name for slot in chunk.slots] for chunk in layout.chunks]
+    assert names == [["a", "c"], ["b"], ["d"], ["e"], ["f"]]
+    assert [chunk.key for chunk in layout.chunks] == [
+        specs[chunk.slots[0].param].key for chunk in layout.chunks
+    ]
+    del capacities[("experts", "bfloat16", True)]
+    with pytest.raises(ValueError, match=r"no capacity .* of group experts"):
+        ChunkLayout.build(specs, capacities)
+
+
+def test_a_parameter_larger_than_the_capacity_has_a_chunk_of_its_own():
+    layout = ChunkLayout.build(specs_of([10, 1000, 10, 0], 15), 256)
+    assert [[slot.param for slot in chunk.slots] for chunk in layout.chunks] == [[0], [1], [2, 3]]
+    assert [layout.capacity_of(chunk) for chunk in layout.chunks] == [256, 1000, 256]
 
 
 def test_digest_tells_layouts_apart_and_not_runs():

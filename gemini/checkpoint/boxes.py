@@ -1,0 +1,60 @@
+"""A run of a flattened tensor as boxes of its N-dimensional shape. Pure.
+
+torch.distributed.checkpoint knows boxes (offsets and sizes), shards are runs. A run [start, stop)
+is a part of a row, whole rows and a part of a row, and so on inwards: at most 2N - 1 boxes. They
+come in the order of the run, and each is contiguous in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """Elements [offsets, offsets + sizes) of a tensor."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int  # of its first element in the flattened tensor
+
+    @property
+    def numel(self) -> int:
+        return prod(self.sizes)
+
+
+def boxes_of_run(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
+    """The boxes of elements [start, stop) of a flattened tensor of `shape`, in order."""
+    assert 0 <= start <= stop <= prod(shape)
+    if start == stop:
+        return ()
+    return tuple(_cut(tuple(shape), start, stop, (), 0))
+
+
+def _cut(
+    shape: tuple[int, ...], start: int, stop: int, outer: tuple[int, ...], base: int
+) -> Iterator[Box]:
+    """Boxes of [start, stop) of one inner tensor, which begins at `base` of the whole one."""
+    ones = (1,) * len(outer)
+    if len(shape) <= 1:
+        sizes = (stop - start,) if shape else ()
+        yield Box((*outer, start) if shape else outer, ones + sizes, base + start)
+        return
+    inner = prod(shape[1:])
+    first, last = start // inner, (stop - 1) // inner
+    if first == last and stop - start < inner:
+        row = first * inner
+        yield from _cut(shape[1:], start - row, stop - row, (*outer, first), base + row)
+        return
+    head, tail = -(-start // inner), stop // inner  # whole rows [head, tail)
+    if start < head * inner:
+        row = first * inner
+        yield from _cut(shape[1:], start - row, inner, (*outer, first), base + row)
+    if head < tail:
+        zeros = (0,) * (len(shape) - 1)
+        yield Box((*outer, head, *zeros), (*ones, tail - head, *shape[1:]), base + head * inner)
+    if tail * inner < stop:
+        row = tail * inner
+        yield from _cut(shape[1:], 0, stop - row, (*outer, tail), base + row)

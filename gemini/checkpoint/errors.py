@@ -1,0 +1,33 @@
+"""What can be wrong with a checkpoint, as types."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class CheckpointError(RuntimeError):
+    """Base of every error of this package; the same text on every rank."""
+
+
+class MismatchError(CheckpointError, ValueError):
+    """The checkpoint is of another model or optimizer; lists every difference."""
+
+
+class CorruptError(CheckpointError):
+    """A file that is missing or does not read back as it was written; names the file."""
+
+
+class FormatError(CheckpointError, ValueError):
+    """No checkpoint, or one of a format that this code does not read."""
+
+
+@contextmanager
+def said_plainly() -> Iterator[None]:
+    """Errors inside become ones that another rank can unpickle: a CheckpointError and its text."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{type(error).__name__}: {error}") from error

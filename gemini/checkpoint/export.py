@@ -1,0 +1,303 @@
+"""Hugging Face safetensors: sharded, with an index, written and read a tensor at a time.
+
+A file is the length of a JSON header (u64), the header, and raw tensors. The header is known from
+shapes, so tensors are streamed behind it as they are gathered.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gemini.ddp import GeminiDDP
+from gemini.runtime.full import full_parameters
+from gemini.units import parse_bytes
+
+from .errors import CheckpointError, FormatError
+from .ranks import Ranks
+
+INDEX = "model.safetensors.index.json"
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor of a file."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def export_safetensors(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    *,
+    max_shard_size: int | str = "5GB",
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write weights (fp32 masters, rounded once) where `from_pretrained` finds them. Collective.
+
+    path: a new or empty folder, which is complete when it appears. Whole parameters are gathered a
+        chunk at a time and written by rank 0. A `config` that can be saved is saved beside them.
+    dtype: of floating tensors; None is what each had before it was wrapped.
+
+    Raises CheckpointError on every rank.
+    """
+    ranks = Ranks(model)
+    target = Path(path).expanduser().absolute()
+    limit = parse_bytes(max_shard_size)
+    ranks.same("the path", str(target))
+    specs, values = _content(model, dtype)
+    writer = ranks.together(
+        lambda: SafetensorsWriter(target, specs, limit) if ranks.rank == 0 else None
+    )
+    failure: BaseException | None = None
+    for name, value in values:  # collective: every rank goes through all of it
+        if writer is not None and failure is None:
+            try:
+                writer.add(name, value)
+            except Exception as error:
+                failure = error
+
+    def finish() -> None:
+        if writer is None:
+            return
+        try:
+            if failure is not None:
+                raise failure
+            _save_config(model, writer.folder)
+            writer.commit()
+        except BaseException:
+            writer.abandon()
+            raise
+
+    ranks.together(finish)
+
+
+def import_safetensors(
+    path: str | os.PathLike[str], model: nn.Module, *, strict: bool = True
+) -> None:
+    """Load what `export_safetensors` or `save_pretrained` wrote, a tensor at a time. Collective.
+
+    Rank 0's files count. Masters and shards take the values; moments stay.
+    Raises FormatError for a folder without safetensors, and as `load_state_dict` does.
+    """
+    ranks = Ranks(model)
+    folder = Path(path).expanduser().absolute()
+    with ExitStack() as stack:
+        lazy = ranks.together(lambda: LazyTensors(folder, stack))
+        if isinstance(model, GeminiDDP):
+            lazy.tie([spec.names for spec in model.engine.layout.params])
+        else:
+            tied: dict[int, list[str]] = {}
+            for name, param in model.named_parameters(remove_duplicate=False):
+                tied.setdefault(id(param), []).append(name)
+            lazy.tie(list(tied.values()))
+        model.load_state_dict(lazy, strict=strict)
+
+
+class SafetensorsWriter:
+    """Writes tensors in the order of their specs into as many files as it takes."""
+
+    def __init__(self, target: Path, specs: Sequence[TensorSpec], limit: int) -> None:
+        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+            raise CheckpointError(f"cannot export to {target}: it exists; give a new folder")
+        self._target = target
+        self.folder = target.parent / f".{target.name}.exporting"
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True)
+        files = _files(specs, limit)
+        self._names = [
+            f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))
+        ]
+        self._coming = [
+            (name, spec, i) for name, file in zip(self._names, files, strict=True)
+            for i, spec in enumerate(file)
+        ][::-1]  # fmt: skip
+        self._headers = {name: _header(file) for name, file in zip(self._names, files, strict=True)}
+        self._index = {
+            "metadata": {"total_size": sum(spec.nbytes for spec in specs)},
+            "weight_map": {
+                spec.name: name
+                for name, file in zip(self._names, files, strict=True)
+                for spec in file
+            },
+        }
+        self._open: Any = None
+
+    def add(self, name: str, value: Tensor) -> None:
+        """The next tensor."""
+        file, spec, number = self._coming.pop()
+        assert name == spec.name and tuple(value.shape) == spec.shape
+        if number == 0:
+            self._close()
+            self._open = (self.folder / file).open("xb")
+            self._open.write(self._headers[file])
+        flat = value.detach().to("cpu", spec.dtype).contiguous().reshape(-1)
+        self._open.write(flat.view(torch.uint8).numpy())
+
+    def commit(self) -> None:
+        """Everything was added: sync and rename."""
+        assert not self._coming
+        self._close()
+        with (self.folder / INDEX).open("w") as file:
+            json.dump(self._index, file, indent=2)
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(self.folder, self._target)
+
+    def abandon(self) -> None:
+        if self._open is not None:
+            self._open.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _close(self) -> None:
+        if self._open is not None:
+            self._open.flush()
+            os.fsync(self._open.fileno())
+            self._open.close()
+            self._open = None
+
+
+class LazyTensors(Mapping[str, Tensor]):
+    """Tensors of a folder of safetensors, each read when it is asked for."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        from safetensors import safe_open
+
+        names = sorted(path.name for path in folder.glob("*.safetensors"))
+        index = folder / INDEX
+        if index.exists():
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        if not names:
+            raise FormatError(f"{folder} has no safetensors")
+        self._file_of: dict[str, Any] = {}
+        for name in names:
+            try:
+                file = stack.enter_context(safe_open(folder / name, framework="pt"))
+            except Exception as error:
+                raise FormatError(f"{folder / name} cannot be read: {error}") from error
+            self._file_of.update((key, (file, key)) for key in file.keys())  # noqa: SIM118
+
+    def tie(self, tied: Iterable[Sequence[str]]) -> None:
+        """A tied parameter is there under each of its names if it is under one."""
+        for names in tied:
+            there = [name for name in names if name in self._file_of]
+            for name in names if there else ():
+                self._file_of.setdefault(name, self._file_of[there[0]])
+
+    def __getitem__(self, name: str) -> Tensor:
+        file, key = self._file_of[name]
+        tensor: Tensor = file.get_tensor(key)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file_of)
+
+    def __len__(self) -> int:
+        return len(self._file_of)
+
+    def copy(self) -> dict[str, Tensor]:
+        """What a plain module's `load_state_dict` makes first; files are mapped, not read."""
+        return {name: self[name] for name in self}
+
+
+def _content(
+    model: nn.Module, dtype: torch.dtype | None
+) -> tuple[list[TensorSpec], Iterator[tuple[str, Tensor]]]:
+    """Specs of all tensors, and the tensors in that order (on rank 0)."""
+    if not isinstance(model, GeminiDDP):
+        first: dict[int, tuple[str, Tensor]] = {}  # a tied tensor under its first name
+        for name, value in model.state_dict(keep_vars=True).items():
+            first.setdefault(id(value), (name, value))
+        plain = first.values()
+        return [_spec(name, value.dtype, value.shape, dtype) for name, value in plain], iter(plain)
+    engine = model.engine
+    buffers = list(model.saved_buffers())
+    specs = [
+        _spec(
+            engine.layout.params[slot.param].name,
+            engine.original_dtypes[slot.param],
+            engine.layout.params[slot.param].shape,
+            dtype,
+        )
+        for chunk in engine.chunks
+        for slot in chunk.spec.slots
+    ]
+    first_names = {spec.name for spec in specs}
+    specs += [_spec(name, buffer.dtype, buffer.shape, dtype) for name, buffer in buffers]
+
+    def values() -> Iterator[tuple[str, Tensor]]:
+        yield from ((n, value) for n, value in full_parameters(engine) if n in first_names)
+        yield from buffers
+
+    return specs, values()
+
+
+def _spec(
+    name: str, own: torch.dtype, shape: Sequence[int], asked: torch.dtype | None
+) -> TensorSpec:
+    dtype = asked if asked is not None and own.is_floating_point else own
+    if dtype not in _DTYPES:
+        raise CheckpointError(f"{name} has dtype {dtype}, which safetensors does not hold")
+    return TensorSpec(name, dtype, tuple(shape))
+
+
+def _files(specs: Sequence[TensorSpec], limit: int) -> list[list[TensorSpec]]:
+    """Specs in order, cut where a file would pass `limit`; a larger tensor has its own."""
+    files: list[list[TensorSpec]] = [[]]
+    filled = 0
+    for spec in specs:
+        if files[-1] and filled + spec.nbytes > limit:
+            files.append([])
+            filled = 0
+        files[-1].append(spec)
+        filled += spec.nbytes
+    return files
+
+
+def _header(specs: Sequence[TensorSpec]) -> bytes:
+    fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for spec in specs:
+        fields[spec.name] = {
+            "dtype": _DTYPES[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [end, end + spec.nbytes],
+        }
+        end += spec.nbytes
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _save_config(model: nn.Module, folder: Path) -> None:
+    for attribute in ("config", "generation_config"):
+        config: Any = getattr(model, attribute, None)
+        if hasattr(config, "save_pretrained"):
+            config.save_pretrained(folder)

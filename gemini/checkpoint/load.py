@@ -1,0 +1,255 @@
+"""load_checkpoint: find, compare, then stream into the runs that this rank has now."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gemini.ddp import GeminiDDP
+from optim.base import TieredOptimizer
+
+from . import background
+from .errors import CheckpointError, MismatchError
+from .extras import decode, set_random_state
+from .keys import COMMON, Keys, rank_key
+from .plain import load_plain
+from .ranks import Ranks
+from .reader import Put
+from .save import raise_pending
+from .sources import Source, open_source
+from .state import ShardedState, step_counts
+
+log = logging.getLogger("gemini")
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: Any = None,
+    *,
+    strict: bool = True,
+) -> Any:
+    """Load what `save_checkpoint` saved, at any world size, placement, chunk size or precision.
+
+    Also what torch.distributed.checkpoint saved of any module and its optimizer (FSDP2 too), and a
+    torch.save file of their state dicts. All ranks call. Returns this rank's `extra`; at another
+    world size, rank 0's.
+
+    path: a checkpoint, the folder they lie in (its `latest` is taken), or a file.
+    model, optimizer: as in `save_checkpoint`; where they are plain, they are loaded by torch.
+    strict: every parameter and its state must be there, and no other; else what fits is loaded.
+
+    Random numbers go on where they were, on ranks that there were; others keep theirs.
+
+    Raises, on every rank: MismatchError with all differences at once, CorruptError with the name of
+    the file, FormatError; each before anything is changed, but for damage found in the middle of a
+    file: then load another checkpoint before you train.
+    """
+    ranks = Ranks(model)
+    background.wait()
+    raise_pending(ranks)
+    where = Path(path).expanduser().absolute()
+    ranks.same("the path", str(where))
+    source = ranks.together(lambda: open_source(where, _names_by_position(model, optimizer)))
+    if isinstance(model, GeminiDDP):
+        _load_sharded(source, model, optimizer, strict, ranks)
+    else:
+        load_plain(source, model, optimizer, strict, ranks)
+    return _load_extras(source, model, scheduler, ranks)
+
+
+def _load_sharded(
+    source: Source,
+    model: GeminiDDP,
+    optimizer: torch.optim.Optimizer | None,
+    strict: bool,
+    ranks: Ranks,
+) -> None:
+    if optimizer is not None and not isinstance(optimizer, TieredOptimizer):
+        raise CheckpointError(
+            f"a {type(optimizer).__name__} has no state of a GeminiDDP; give its HybridAdam or "
+            "the like"
+        )
+    engine = model.engine
+    params = [spec.names for spec in engine.layout.params]
+    keys = Keys.find(source.sizes.keys(), params)
+    state = ShardedState(engine, optimizer, keys)
+    buffers = dict(model.saved_buffers())
+    found = _Differences(source, keys, state, params, buffers, optimizer is not None)
+    if strict and found.texts:
+        raise MismatchError(
+            f"{source.path} does not fit the model; strict=False loads what does: "
+            + "; ".join(found.texts)
+        )
+    counts = step_counts(engine) if optimizer is not None else {}
+    small: dict[str, Any] = {
+        keys.plane(name, "step"): torch.zeros(())
+        for name in counts
+        if keys.plane(name, "step") in source.sizes
+    }
+    small |= {
+        keys.weight(name): torch.empty_like(buffer, device="cpu")
+        for name, buffer in buffers.items()
+        if source.sizes.get(keys.weight(name)) == buffer.size()
+    }
+    saved_groups = keys.groups(source.sizes.keys()) if optimizer is not None else {}
+    small |= {key: None for options in saved_groups.values() for key in options.values()}
+    source.load_into(small, ranks)
+    groups = [
+        {option: small[key] for option, key in options.items()}
+        for _, options in sorted(saved_groups.items())
+    ]
+    if optimizer is not None and groups:
+        ranks.together(lambda: _as_mismatch(lambda: optimizer.check_param_groups(groups)))
+
+    tensors = {key: t for key, t in state.tensors.items() if source.sizes.get(key) == t.size()}
+
+    def fill(put: Put) -> None:
+        def put_or_start(key: str, start: int, values: Tensor) -> bool:
+            if key in found.fresh:
+                values.zero_()
+                return True
+            return put(key, start, values)
+
+        state.fill(put_or_start)
+
+    source.fill(tensors, fill, ranks)
+    for name, count in counts.items():
+        count.copy_(small.get(keys.plane(name, "step"), torch.zeros(())))
+    for name, buffer in buffers.items():
+        if keys.weight(name) in small:
+            buffer.copy_(small[keys.weight(name)])
+    if optimizer is not None and groups:
+        optimizer.load_param_groups(groups)
+
+
+def _as_mismatch(work: Callable[[], Any]) -> None:
+    try:
+        work()
+    except ValueError as error:
+        raise MismatchError(str(error)) from error
+
+
+class _Differences:
+    """Where a checkpoint and a model with its optimizer are not the same, as one list of texts.
+
+    fresh: keys of state that starts at zero, because its parameter had not been updated yet.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        keys: Keys,
+        state: ShardedState,
+        params: list[tuple[str, ...]],
+        buffers: Mapping[str, Tensor],
+        with_optimizer: bool,
+    ) -> None:
+        self.texts: list[str] = []
+        self.fresh: set[str] = set()
+        sizes = source.sizes
+        weights = {keys.weight(name): shape for name, shape in state.shapes.items()}
+        weights |= {keys.weight(name): buffer.size() for name, buffer in buffers.items()}
+        known = {f"{keys.model}{name}" for names in params for name in names} | weights.keys()
+        self._compare(sizes, weights)
+        optims = f"{keys.optim}state."
+        unexpected = [
+            key
+            for key in sizes
+            if key.startswith(keys.model)
+            and key not in known
+            and not key.startswith(("gemini.", keys.optim))
+        ]
+        if with_optimizer:
+            by_name = {name: [keys.plane(name, p) for p in state.planes] for name in state.shapes}
+            trained = {
+                name: planes for name, planes in by_name.items()
+                if any(plane in state.tensors for plane in planes)
+            }  # fmt: skip
+            if not any(key.startswith(optims) for key in sizes):
+                self.texts.append("it has no optimizer state")
+                trained = {}
+            for name, planes in trained.items():
+                if any(key in sizes for key in (*planes, keys.plane(name, "step"))):
+                    self._compare(sizes, dict.fromkeys(planes, state.shapes[name]))
+                else:
+                    self.fresh.update(planes)
+            names = {name for alike in params for name in alike}
+            unexpected += [
+                key
+                for key in sizes
+                if key.startswith(optims)
+                and key.removeprefix(optims).rpartition(".")[0] not in names
+            ]
+        self.texts += [f"unexpected {key}" for key in unexpected]
+
+    def _compare(
+        self, sizes: Mapping[str, torch.Size | None], wanted: Mapping[str, torch.Size]
+    ) -> None:
+        for key, size in wanted.items():
+            if key not in sizes:
+                self.texts.append(f"missing {key}")
+            elif sizes[key] != size:
+                there = sizes[key]
+                shape = "no tensor" if there is None else f"of shape {tuple(there)}"
+                self.texts.append(f"{key} is {shape}, expected {tuple(size)}")
+
+
+def _load_extras(source: Source, model: nn.Module, scheduler: Any, ranks: Ranks) -> Any:
+    """Counters, schedulers, random numbers, buffers of this rank; returns its `extra`."""
+    mine = rank_key(ranks.rank)
+    wanted = [COMMON, mine if mine in source.sizes else rank_key(0)]
+    blobs: dict[str, Any] = {
+        key: torch.empty(size, dtype=torch.uint8)
+        for key in wanted
+        if (size := source.sizes.get(key)) is not None
+    }
+    if len(blobs) < len(wanted):
+        return None  # another program saved it
+    source.load_into(blobs, ranks)
+    common, own = decode(blobs[wanted[0]]), decode(blobs[wanted[1]])
+    if scheduler is not None and common["scheduler"] is not None:
+        scheduler.load_state_dict(common["scheduler"])
+    if isinstance(model, GeminiDDP) and "counters" in common:
+        model.engine.scaler.load_state_dict(common["counters"])
+    same_world = rank_key(ranks.world_size - 1) in source.sizes
+    same_world = same_world and rank_key(ranks.world_size) not in source.sizes
+    if isinstance(model, GeminiDDP) and same_world:
+        for name, buffer in model.saved_buffers():
+            if name in own["buffers"]:
+                buffer.copy_(own["buffers"][name])
+    if wanted[1] == mine:
+        set_random_state(own["random"])
+    if same_world:
+        return own["extra"]
+    return _extra_of_rank_0(source, ranks)
+
+
+def _extra_of_rank_0(source: Source, ranks: Ranks) -> Any:
+    first: dict[str, Any] = {
+        rank_key(0): torch.empty(source.sizes[rank_key(0)] or (), dtype=torch.uint8)
+    }
+    source.load_into(first, ranks)
+    return decode(first[rank_key(0)])["extra"]
+
+
+def _names_by_position(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[str]:
+    """Names of the optimizer's parameters in its order."""
+    if isinstance(model, GeminiDDP):
+        names = {
+            id(param): spec.name
+            for param, spec in zip(model.engine.params, model.engine.layout.params, strict=True)
+        }
+    else:
+        names = {id(param): name for name, param in model.named_parameters()}
+    if optimizer is None:
+        return list(names.values())
+    flat = [param for group in optimizer.param_groups for param in group["params"]]
+    return [names[id(param)] for param in flat if id(param) in names]

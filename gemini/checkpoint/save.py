@@ -1,0 +1,318 @@
+"""save_checkpoint: agree, describe, stream, commit.
+
+    1. ranks agree on the path, and rank 0 makes the folder beside it
+    2. every rank describes its tensors to DCP, which plans
+    3. every rank streams its runs into one file and syncs it
+    4. rank 0 writes `.metadata` and the manifest, syncs, and renames the folder into its place
+
+An asynchronous save returns before 2: state on disk keeps its version until it was copied, what is
+in memory was copied to host memory as far as `async_ram_budget` allows, and written else.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+from gemini.ddp import GeminiDDP
+from gemini.tickets import Done, Ticket
+from gemini.units import parse_bytes
+from optim.base import TieredOptimizer
+
+from . import background
+from .errors import CheckpointError
+from .extras import encode, random_state
+from .folder import SaveFolder, saving_path
+from .keys import Keys
+from .manifest import Manifest
+from .plain import plain_state
+from .ranks import Ranks
+from .state import ShardedState, step_counts
+from .writer import Committing, RankFile, Writer
+
+log = logging.getLogger("gemini")
+
+# options of torch.optim's optimizers that ours have at one value; torch asks for them by name
+_TORCH_OPTIONS = {
+    "amsgrad": False,
+    "maximize": False,
+    "foreach": None,
+    "capturable": False,
+    "differentiable": False,
+    "fused": None,
+}
+_SHARE_OF_FREE_MEMORY = 0.5  # of an asynchronous save's copies, over all ranks of this machine
+
+
+@dataclass
+class Content:
+    """What one rank saves."""
+
+    state: dict[str, Any]  # nested, for DCP
+    sharded: ShardedState | None = None  # streamed; the rest of `state` is asked for
+    aliases: dict[str, str] = field(default_factory=dict)
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: Any = None,
+    extra: Any = None,
+    async_save: bool = False,
+    *,
+    keep_last: int | None = None,
+    async_ram_budget: int | str | None = None,
+) -> Ticket[None]:
+    """Save everything that training needs to go on with the same bits. All ranks call.
+
+    A checkpoint is a folder that torch.distributed.checkpoint can read as it is, with a manifest of
+    checksums. It is complete when it appears at `path`; `latest` beside it then points to it.
+
+    path: the folder, new or a checkpoint that is replaced in one step.
+    model, optimizer: a `GeminiDDP` and its optimizer, or a plain module and any optimizer.
+    scheduler: anything with a `state_dict`.
+    extra: tensors, numbers, strings and containers of them; each rank's own is saved.
+    async_save: return at once and write in a thread. Ask the ticket, or the next call raises.
+    keep_last: delete older checkpoints beside `path` but for this many in all, once it is complete.
+    async_ram_budget: bytes (or `"2GiB"`) of host memory on this rank that copies may take; what
+        does not fit is written before this returns. None: half of what is free.
+
+    Returns a ticket; what it stands for is done unless `async_save`.
+    Raises CheckpointError on every rank, whichever failed; checkpoints that were there stay.
+    """
+    ranks = Ranks(model)
+    target = Path(path).expanduser().absolute()
+    _check_call(ranks, target, keep_last)
+    group = ranks.group()
+    folder = ranks.together(lambda: SaveFolder(target) if ranks.rank == 0 else None)
+    file: RankFile | None = None
+    try:
+        content = ranks.together(lambda: _content(model, optimizer, scheduler, extra, ranks))
+        file = ranks.together(lambda: _open_file(target, content, ranks.rank))
+        committing = None
+        if folder is not None:
+            manifest = Manifest(ranks.world_size, 0, 0, 0, about=_about())
+            committing = Committing(folder, manifest, keep_last, content.aliases)
+        if async_save:
+            budget = _budget(async_ram_budget)
+            return _save_later(ranks, target, content, file, committing, group, budget)
+        sharded = content.sharded
+        stream = _streaming(sharded.visit) if sharded is not None else _nothing
+        ranks.save(content.state, Writer(file, stream, committing), group)
+    except BaseException:
+        _give_up(file, folder)
+        raise
+    return Done(None)
+
+
+def _save_later(
+    ranks: Ranks,
+    target: Path,
+    content: Content,
+    file: RankFile,
+    committing: Committing | None,
+    group: Any,
+    budget: int,
+) -> Ticket[None]:
+    """Keep what the next step would change, and leave the rest to a thread."""
+    content.state = _copied(content.state)
+    failure: BaseException | None = None
+    kept: list[tuple[str, torch.Size, int, Tensor]] = []
+    snapshot = content.sharded.snapshot() if content.sharded is not None else None
+    left = budget
+
+    def keep(key: str, shape: torch.Size, start: int, values: Tensor) -> None:
+        nonlocal left
+        if values.nbytes <= left:
+            left -= values.nbytes
+            kept.append((key, shape, start, values.detach().to("cpu", copy=True)))
+        else:
+            file.add_run(key, shape, start, values)
+
+    try:
+        if snapshot is not None:
+            snapshot.visit_memory(keep)
+    except BaseException as error:
+        failure = error  # DCP tells the other ranks
+
+    def stream(file: RankFile) -> None:
+        if snapshot is not None:
+            snapshot.visit_disk(file.add_run)  # first: a step may wait for it
+            snapshot.close()
+        while kept:
+            file.add_run(*kept.pop())
+
+    def work() -> None:
+        try:
+            ranks.save(content.state, Writer(file, stream, committing, failure), group)
+        except BaseException:
+            _give_up(file, committing.folder if committing is not None else None)
+            raise
+        finally:
+            if snapshot is not None:
+                snapshot.close()
+
+    return background.start(str(target), work)
+
+
+def _check_call(ranks: Ranks, target: Path, keep_last: int | None) -> None:
+    """Raise on every rank what any of them must not go on with."""
+    if keep_last is not None and keep_last < 1:
+        raise CheckpointError(f"keep_last={keep_last}; expected at least 1, or None for all")
+    raise_pending(ranks)
+    under_way = [path for path in ranks.gather(background.running()) if path]
+    if under_way:
+        raise CheckpointError(
+            f"a save to {under_way[0]} is under way; wait() for its ticket before the next one"
+        )
+    ranks.same("the path", str(target))
+    ranks.same("keep_last", str(keep_last))
+
+
+def raise_pending(ranks: Ranks) -> None:
+    """Raise what went wrong in the background, on every rank."""
+    errors = [error for error in ranks.gather(background.take_error()) if error]
+    if errors:
+        raise CheckpointError(errors[0])
+
+
+def _content(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    scheduler: Any,
+    extra: Any,
+    ranks: Ranks,
+) -> Content:
+    own = {"random": random_state(), "extra": extra, "buffers": {}}
+    common: dict[str, Any] = {"scheduler": None if scheduler is None else scheduler.state_dict()}
+    if isinstance(model, GeminiDDP):
+        if optimizer is not None and not isinstance(optimizer, TieredOptimizer):
+            raise CheckpointError(
+                f"a {type(optimizer).__name__} has no state of a GeminiDDP; give its HybridAdam "
+                "or the like"
+            )
+        content = sharded_content(model, optimizer, ranks.rank, common, own)
+    else:
+        content = Content(plain_state(model, optimizer))
+    gemini = content.state.setdefault("gemini", {})
+    if ranks.rank == 0:
+        gemini["common"] = encode("the state of the scheduler", common)
+    gemini["rank"] = {str(ranks.rank): encode("extra", own)}
+    return content
+
+
+def sharded_content(
+    model: GeminiDDP,
+    optimizer: TieredOptimizer | None,
+    rank: int,
+    common: dict[str, Any],
+    own: dict[str, Any],
+) -> Content:
+    keys = Keys()
+    sharded = ShardedState(model.engine, optimizer, keys)
+    weights: dict[str, Any] = {}
+    planes: dict[str, dict[str, Any]] = {}
+    for key, tensor in sharded.tensors.items():
+        value: Tensor = tensor
+        if not tensor.numel():  # no rank has a part of it
+            if rank:
+                continue
+            value = torch.empty(tensor.shape, dtype=tensor.dtype)
+        if key.startswith(keys.model):
+            weights[key.removeprefix(keys.model)] = value
+        else:
+            name, _, plane = key.removeprefix(f"{keys.optim}state.").rpartition(".")
+            planes.setdefault(name, {})[plane] = value
+    buffers = dict(model.saved_buffers())
+    if rank == 0:
+        weights |= buffers
+    else:
+        own["buffers"] = buffers
+    state: dict[str, Any] = {"model": weights}
+    if optimizer is not None:
+        state["optim"] = {"state": planes}
+        if rank == 0:
+            for name, count in step_counts(model.engine).items():
+                planes.setdefault(name, {})["step"] = count.detach().clone()
+            state["optim"]["param_groups"] = _groups(optimizer, model)
+        common["counters"] = model.engine.scaler.state_dict()
+    return Content(state, sharded, sharded.aliases)
+
+
+def _groups(optimizer: TieredOptimizer, model: GeminiDDP) -> list[dict[str, Any]]:
+    """Param groups with parameters by name, and with what torch's own optimizers ask for."""
+    names = {
+        id(p): s.name for p, s in zip(model.engine.params, model.engine.layout.params, strict=True)
+    }
+    groups = []
+    for group in optimizer.param_groups:
+        options = {key: value for key, value in group.items() if key != "params"}
+        if "adamw_mode" in options:
+            options["decoupled_weight_decay"] = options["adamw_mode"]
+        params = [names[id(param)] for param in group["params"]]
+        groups.append({**_TORCH_OPTIONS, **options, "params": params})
+    return groups
+
+
+def _open_file(target: Path, content: Content, rank: int) -> RankFile:
+    file = RankFile(saving_path(target), rank)
+    try:
+        if content.sharded is not None:
+            file.reserve(content.sharded.nbytes, content.sharded.num_items)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _streaming(visit: Callable[[Any], None]) -> Callable[[RankFile], None]:
+    return lambda file: visit(file.add_run)
+
+
+def _nothing(file: RankFile) -> None:
+    return
+
+
+def _give_up(file: RankFile | None, folder: SaveFolder | None) -> None:
+    if file is not None:
+        file.close()
+    if folder is not None:
+        folder.abandon()
+
+
+def _budget(asked: int | str | None) -> int:
+    if asked is not None:
+        return parse_bytes(asked)
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return int(psutil.virtual_memory().available * _SHARE_OF_FREE_MEMORY / here)
+
+
+def _copied(state: dict[str, Any]) -> dict[str, Any]:
+    """Small tensors of a nested state as copies; streamed ones hold nothing."""
+    return dict(_copies(state))
+
+
+def _copies(state: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    from .sharded import FlatRuns
+
+    for key, value in state.items():
+        if isinstance(value, dict):
+            yield key, dict(_copies(value))
+        elif isinstance(value, Tensor) and not isinstance(value, FlatRuns):
+            yield key, value.detach().to("cpu", copy=True)
+        else:
+            yield key, value
+
+
+def _about() -> dict[str, Any]:
+    return {"saved": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "torch": torch.__version__}

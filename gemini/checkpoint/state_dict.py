@@ -1,0 +1,72 @@
+"""State dicts for torch.distributed.checkpoint with any writer or reader, as torch's own functions.
+
+    model_state, optim_state = get_state_dict(model, optimizer)
+    dcp.save({"model": model_state, "optim": optim_state}, checkpoint_id=path)
+    dcp.load({"model": model_state, "optim": optim_state}, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optim_state)
+
+They hold copies of this rank's runs in host memory. `save_checkpoint` streams instead, and has
+checksums, random numbers and the rest.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gemini.ddp import GeminiDDP
+from optim.base import TieredOptimizer
+
+from .keys import Keys
+from .save import sharded_content
+from .sharded import FlatRuns
+from .state import ShardedState, step_counts
+
+
+def get_state_dict(
+    model: GeminiDDP, optimizer: TieredOptimizer | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(the module's, the optimizer's), sharded; names are those of the inner module."""
+    content = sharded_content(model, optimizer, 0, {}, {})
+    sharded = content.sharded
+    assert sharded is not None
+
+    def keep(key: str, shape: torch.Size, start: int, values: Tensor) -> None:
+        sharded.tensors[key].held[start] = values.detach().to("cpu", copy=True)
+
+    sharded.visit(keep)
+    return content.state["model"], content.state.get("optim", {})
+
+
+def set_state_dict(
+    model: GeminiDDP,
+    optimizer: TieredOptimizer | None = None,
+    *,
+    model_state_dict: dict[str, Any],
+    optim_state_dict: dict[str, Any] | None = None,
+) -> None:
+    """The way back, for what `get_state_dict` made on this rank and DCP has filled."""
+    keys = Keys()
+    given = {keys.weight(name): value for name, value in model_state_dict.items()}
+    planes = (optim_state_dict or {}).get("state", {})
+    for name, values in planes.items():
+        given |= {keys.plane(name, plane): value for plane, value in values.items()}
+
+    def put(key: str, start: int, values: Tensor) -> bool:
+        runs = given.get(key)
+        if not isinstance(runs, FlatRuns):
+            return False
+        values.copy_(runs.held[start])
+        return True
+
+    ShardedState(model.engine, optimizer, keys).fill(put)
+    for name, buffer in model.saved_buffers():
+        if name in model_state_dict:
+            buffer.copy_(model_state_dict[name])
+    if optimizer is not None and optim_state_dict:
+        for name, count in step_counts(model.engine).items():
+            if "step" in planes.get(name, {}):
+                count.copy_(planes[name]["step"])
+        optimizer.load_param_groups(optim_state_dict["param_groups"])

@@ -1,0 +1,65 @@
+"""Budgets over ranks: one plan, and the numbers of no budget."""
+
+import pytest
+import torch
+
+from gemini.placement.tiers import Tier
+from gemini.runtime.backend import SimBackend
+from tests.gemini.test_on_nvme import homes, wrapped
+from tests.models import token_batches, token_loss
+from tests.workers import run_ranks
+from gemini import AutoPlacement
+
+pytestmark = pytest.mark.dist
+
+N = Tier.NVME
+
+
+def trained(rank, world_size, placement, device=None):
+    """Three steps, the last of which adds up two backwards: digest, homes, weights, norm."""
+    model, optimizer = wrapped(placement, device=device, max_norm=0.5)
+    for step, parts in enumerate(token_batches(3, 2 * world_size)):
+        for part in parts[rank :: world_size][: 1 + (step == 2)]:
+            token_loss(model, part).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    digest = model.engine.planning.plan.digest()
+    tiers = set.union(*homes(model))
+    return digest, tiers, model.state_dict(), optimizer.last_report.grad_norm
+
+
+def work(rank, budgets, world_size):
+    return [
+        trained(rank, world_size, "cuda" if kib is None else AutoPlacement(world_size * kib << 10))
+        for kib in budgets
+    ]
+
+
+def on_a_simulated_device(rank, world_size):
+    limited = AutoPlacement(world_size * (90 << 10), world_size * (100 << 10))
+    return [trained(rank, world_size, limited, SimBackend(rank)), trained(rank, world_size, "cuda")]
+
+
+def assert_equal(results):
+    """Over budgets: the same norms and weights. Over ranks: the same plans."""
+    for runs in zip(*results, strict=True):
+        assert len({digest for digest, *_ in runs}) == 1
+    *limited, free = results[0]
+    for run in limited:
+        assert run[3] == free[3]
+        assert all(torch.equal(value, free[2][name]) for name, value in run[2].items())
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_have_the_same_bits_within_every_budget(world_size):
+    """A node's budget, divided; beside 80 KiB for staging there are 408 KiB of model data."""
+    budgets = [250, 190, 140, None]
+    results = run_ranks(work, world_size, budgets, world_size)
+    assert_equal(results)
+    assert N in results[0][2][1] and N not in results[0][3][1]
+
+
+def test_ranks_on_a_simulated_device_spill_to_host_and_disk():
+    results = run_ranks(on_a_simulated_device, 2, 2)
+    assert_equal(results)
+    assert results[0][0][1] >= {Tier.HOST, N}

@@ -1,0 +1,60 @@
+"""A disk that fails on one rank fails the step on all, with its error, and the next one is right."""
+
+import pytest
+import torch
+
+from gemini import GeminiDDP
+from optim import HybridAdam, NvmeConfig
+from tests.models import Tower, token_batches, token_loss
+from tests.nvme.test_faults import file_size_limit
+from tests.reference import flat
+from tests.workers import run_ranks
+
+pytestmark = pytest.mark.dist
+
+
+def train(rank, precision, failing_step, limit, folder):
+    """Shards after each of four steps; the failing one is tried again. And what was said."""
+    model = GeminiDDP(Tower(), precision=precision, min_chunk_size_m=0.004)
+    optimizer = HybridAdam(
+        model.parameters(),
+        nvme_offload_fraction=1.0,
+        nvme_offload_dir=folder,
+        nvme=NvmeConfig(block_numel=1024),
+    )
+    said, found = "", []
+    for step, parts in enumerate(token_batches(4, 2)):
+        token_loss(model, parts[rank]).backward()
+        if step == failing_step:
+            before = flat([chunk.shard for chunk in model.engine.chunks])
+            try:
+                if rank == 1:
+                    with file_size_limit(limit):
+                        optimizer.step()
+                else:
+                    optimizer.step()
+            except RuntimeError as error:
+                said = f"{type(error).__name__}: {error}"
+            after = flat([chunk.shard for chunk in model.engine.chunks])
+            assert torch.equal(before, after)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(flat([chunk.shard for chunk in model.engine.chunks]))
+    optimizer.close()
+    return found, said
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_every_rank_is_told_where_and_why_and_goes_on_from_the_last_step(precision, tmp_path):
+    """The last blocks are the ones whose write is waited for at the end of the step."""
+    clean = run_ranks(train, 2, precision, None, 0, str(tmp_path))
+    for limit in (1 << 12, 300 << 10):
+        failed = run_ranks(train, 2, precision, 2, limit, str(tmp_path))
+        assert failed[1][1].startswith("FullTransferError: write of")
+        assert "disks of ranks [1] failed" in failed[0][1]
+        for _, said in failed:
+            assert "EFBIG" in said and f"{tmp_path}/gemini-rank1-" in said and " at offset " in said
+        for rank in range(2):
+            for got, want in zip(failed[rank][0], clean[rank][0], strict=True):
+                assert torch.equal(got, want)
+    assert list(tmp_path.iterdir()) == []
