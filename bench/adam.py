@@ -8,7 +8,6 @@ deepspeed is installed (`pip install deepspeed ninja`; it builds C++ at its firs
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import statistics
 from collections.abc import Callable
@@ -19,11 +18,11 @@ import torch
 from torch import Tensor
 
 from bench.ceilings import memory_ceilings
-from bench.machine import machine, versions
+from bench.machine import write_result
 from bench.timing import interleaved, median_ratio
 from optim.adam import AdamRule
 from optim.compiled_path import CompiledUpdate, compiler
-from optim.cpu_path import CpuWorkers, Piece, grad_sum, update
+from optim.cpu_path import CpuWorkers, Piece, StepInputs, grad_sum, update
 from optim.updaters import CpuUpdater
 
 HYPER: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
@@ -103,7 +102,7 @@ def cpu_variants(tensors: Tensors) -> Variants:
         ("ours/fp16-mixed", torch.float16),
     ):
         piece = tensors.piece(dtype)
-        variants[name] = lambda piece=piece: update(workers, RULE, [piece], 1.0)  # type: ignore[misc]
+        variants[name] = lambda piece=piece: update(workers, RULE, [piece], StepInputs())  # type: ignore[misc]
     if compiler() is not None:
         compiled = CpuUpdater(workers, RULE, compiled=CompiledUpdate(RULE))
         piece = tensors.piece(torch.bfloat16)
@@ -224,16 +223,7 @@ def main() -> None:
     for name, value in ratios.items():
         print(f"{name:70s} {value:6.2f}")
     if args.json is not None:
-        found = versions()
-        result = {
-            "rows": rows,
-            "ratios": ratios,
-            "ceilings": ceilings,
-            "versions": found,
-            "machine": machine(),
-            "commit": found["commit"],
-        }
-        args.json.write_text(json.dumps(result, indent=1))
+        write_result(args.json, {"rows": rows, "ratios": ratios, "ceilings": ceilings})
 
 
 if __name__ == "__main__":

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from pathlib import Path
 
 import torch
 
-from bench.machine import machine, versions
+from bench.machine import write_result
 from bench.timing import interleaved
 
 COPY_BYTES = 1 << 30
@@ -39,8 +38,7 @@ def main() -> None:
     for name, value in found.items():
         print(f"{name:20s} {value:8.1f}")
     if args.json is not None:
-        result = {"ceilings": found, "versions": versions(), "machine": machine()}
-        args.json.write_text(json.dumps(result, indent=1))
+        write_result(args.json, {"ceilings": found})
 
 
 if __name__ == "__main__":

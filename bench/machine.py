@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import platform
 import re
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,15 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             found[package] = "absent"
     return found
+
+
+def write_result(path: Path, figures: Mapping[str, Any]) -> None:
+    """Write figures with the versions, machine and commit that made them; whole or not at all."""
+    found = versions()
+    made_by = {"versions": found, "machine": machine(), "commit": found["commit"]}
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps({**figures, **made_by}, indent=1) + "\n")
+    part.replace(path)
 
 
 def commit() -> str:

@@ -25,8 +25,9 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from gemini import AutoPlacement, GeminiDDP
-from optim import HybridAdam
+from gemini import AutoPlacement, GeminiDDP, init_empty, trace
+from gemini.memtracer.monitor import process_peak_rss_bytes
+from optim import HybridAdam, StepReport
 
 # no dropout in the tiny one: then any number of ranks has the same losses
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -51,6 +52,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--precision", choices=["bf16", "fp32"], default="bf16")
     parser.add_argument("--placement", default="auto")
     parser.add_argument("--device-budget", help="as in 8GiB; what does not fit goes to disk")
+    parser.add_argument(
+        "--lean",
+        action="store_true",
+        help="the model never exists as a whole: values are made chunk by chunk, and the first "
+        "iteration is planned from a trace on fake tensors",
+    )
     parser.add_argument("--nvme-fraction", type=float, default=0.0, help="of the optimizer state")
     parser.add_argument("--nvme-dir", help="default: a temporary folder on a disk")
     parser.add_argument("--lr", type=float, default=6e-4)
@@ -87,9 +94,12 @@ class Text:
 
 
 def peak_rss_mib() -> float:
-    """VmHWM: the largest resident memory of this process so far."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.split("VmHWM:")[1].split()[0]) / 1024
+    """The largest resident memory of this process so far."""
+    return process_peak_rss_bytes() / 2**20
+
+
+def world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def mean_over_ranks(value: float) -> float:
@@ -102,7 +112,8 @@ def mean_over_ranks(value: float) -> float:
 
 def build(args: argparse.Namespace) -> tuple[nn.Module, torch.optim.Optimizer | None]:
     torch.manual_seed(args.seed)
-    model: nn.Module = GPT2LMHeadModel(GPT2Config(**MODELS[args.model]))
+    with init_empty() if args.lean else nullcontext():
+        model: nn.Module = GPT2LMHeadModel(GPT2Config(**MODELS[args.model]))
     nvme = {"nvme_offload_fraction": args.nvme_fraction, "nvme_offload_dir": args.nvme_dir}
     adam = {"lr": args.lr, "weight_decay": 0.01}
     if args.baseline:
@@ -115,9 +126,13 @@ def build(args: argparse.Namespace) -> tuple[nn.Module, torch.optim.Optimizer | 
         model.to(torch.bfloat16)  # no master weights to keep
     placement = args.placement
     if args.device_budget is not None:
-        placement = AutoPlacement(device_budget=args.device_budget)
+        placement = AutoPlacement(args.device_budget, nvme_dir=args.nvme_dir)
+    iteration = None
+    if args.lean:
+        ids = torch.zeros(args.batch // world_size(), args.seq, dtype=torch.long)
+        iteration = trace(model, {"input_ids": ids, "labels": ids}, precision=args.precision)
     model = GeminiDDP(  # (*)
-        model, args.device, placement, precision=args.precision, max_norm=1.0
+        model, args.device, placement, precision=args.precision, max_norm=1.0, trace=iteration
     )
     if args.floor:
         return model, None
@@ -138,8 +153,8 @@ def evaluate(model: nn.Module, text: Text, mine: slice, context: Any) -> float:
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    mine = slice(rank * args.batch // world_size, (rank + 1) * args.batch // world_size)
+    rank = int(os.environ.get("RANK", 0))
+    mine = slice(rank * args.batch // world_size(), (rank + 1) * args.batch // world_size())
     text = Text(args.data, args.batch, args.seq)
     model, optimizer = build(args)
     clips_itself = isinstance(model, GeminiDDP)
@@ -151,7 +166,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     autocast = torch.autocast(torch.device(args.device).type, dtype=torch.bfloat16)
     context = autocast if args.baseline or args.plain else nullcontext()
 
-    losses, seconds, peaks = [], [], []
+    losses, seconds, peaks, moved = [], [], [], []
     batches = text.batches(text.train, args.seed)
     bar = tqdm(range(args.steps), disable=rank != 0)
     for _ in bar:
@@ -169,11 +184,11 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         losses.append(mean_over_ranks(loss.item()))
         seconds.append(time.perf_counter() - started)
         peaks.append(peak_rss_mib())
+        moved.append((getattr(optimizer, "last_report", None) or StepReport()).traffic)
         speed = args.batch * args.seq / seconds[-1]
         bar.set_postfix_str(
             f"loss {losses[-1]:.3f}, {speed:.0f} tokens/s, peak {peaks[-1]:.0f} MiB"
         )
-    report = getattr(optimizer, "last_report", None)
     return {
         "arguments": {key: str(value) for key, value in vars(args).items()},
         "train_loss": losses,
@@ -181,7 +196,10 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         "step_seconds": seconds,
         "peak_rss_mib": peaks,
         "nvme_bytes": getattr(optimizer, "nvme_bytes", 0),
-        "bytes_moved_per_step": report.traffic.total if report is not None else 0,
+        "bytes_moved_per_step": moved[-1].total,
+        "bytes_read": [traffic.nvme_read for traffic in moved],
+        "bytes_written": [traffic.nvme_write for traffic in moved],
+        "final_peak_rss_mib": peak_rss_mib(),
     }
 
 

@@ -1,0 +1,122 @@
+"""A model larger than memory: `examples/train_gpt.py` under a hard limit of resident memory.
+
+    python -m bench.capacity --rss-limit 6GiB --json PATH
+
+The child process may not allocate more than the limit (RLIMIT_DATA: its heap and private mappings),
+and its VmHWM is checked beside it. `device_budget` is the limit less `SLACK_BYTES` for the process
+itself: interpreter, libraries, threads, text and what operators allocate and no trace sees.
+Exit status 1 where the limit was passed or the loss does not fall, 2 where there is no room to run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from bench.disk import mixed_gb_per_s
+from bench.machine import write_result
+from bench.models import build
+from gemini.units import format_bytes, parse_bytes
+from nvme import default_folder
+from nvme.file import free_bytes
+
+ROOT = Path(__file__).resolve().parent.parent
+SLACK_BYTES = 3 << 29
+LEARNING_RATE = "1e-5"  # the first step of Adam is as long as the rate: more overshoots
+# every tensor of more than a page run is given back to the system when it dies
+ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "2"}
+# state 12, parameters 2, each in two versions; gradients 2; while the model is made, originals 4
+DISK_BYTES_PER_PARAMETER = 2 * (12 + 2) + 4
+
+
+def disk_needed(num_params: int) -> int:
+    """Bytes on disk at most, everything spilled: for GPT-2 XL about 50 GB."""
+    return num_params * DISK_BYTES_PER_PARAMETER
+
+
+def run(args: argparse.Namespace, limit: int, folder: Path) -> dict[str, Any]:
+    """Train in a child process under `limit` bytes. Raises CalledProcessError where it dies."""
+    with tempfile.TemporaryDirectory() as scratch:
+        out = Path(scratch) / "run.json"
+        command = [
+            sys.executable, str(ROOT / "examples/train_gpt.py"), "--model", args.model,
+            "--steps", str(args.steps), "--batch", "1", "--seq", "128", "--device", "cpu",
+            "--lean", "--lr", LEARNING_RATE, "--device-budget", str(limit - SLACK_BYTES),
+            "--nvme-dir", str(folder), "--json", str(out),
+        ]  # fmt: skip
+        path = os.pathsep.join([str(ROOT), str(ROOT / "io"), os.environ.get("PYTHONPATH", "")])
+        subprocess.run(
+            command,
+            check=True,
+            env={**os.environ, **ENVIRONMENT, "PYTHONPATH": path},
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (limit, limit)),
+        )
+        result: dict[str, Any] = json.loads(out.read_text())
+        return result
+
+
+def summary(result: dict[str, Any], limit: int, gb_per_s: float) -> dict[str, Any]:
+    """What is asked of a run; bytes and seconds are those of a step, the median."""
+    read, written = (int(statistics.median(result[key])) for key in ("bytes_read", "bytes_written"))
+    return {
+        "peak_rss_mib": round(result["final_peak_rss_mib"], 1),
+        "rss_limit_mib": limit >> 20,
+        "losses": result["train_loss"],
+        "val_loss": result["val_loss"],
+        "bytes_read": read,
+        "bytes_written": written,
+        "step_seconds": statistics.median(result["step_seconds"]),
+        "disk_bound_seconds": (read + written) / (gb_per_s * 1e9),
+        "nvme_bytes": result["nvme_bytes"],
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", default="gpt2-xl")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--rss-limit", action="append", help="as in 6GiB; may be given twice")
+    parser.add_argument("--nvme-dir", type=Path, help="default: a temporary folder on a disk")
+    parser.add_argument("--json", type=Path, help="write what was measured")
+    args = parser.parse_args()
+    limits = [parse_bytes(limit) for limit in args.rss_limit or ["6GiB", "4GiB"]]
+    folder = args.nvme_dir or default_folder()
+    num_params = sum(param.numel() for param in build(args.model).parameters())
+    needed, free = disk_needed(num_params), free_bytes(folder)
+    if free < needed:
+        print(
+            f"{args.model} needs {format_bytes(needed)} of disk and {folder} has "
+            f"{format_bytes(free)} free; name another folder with --nvme-dir"
+        )
+        return 2
+    gb_per_s = mixed_gb_per_s(folder)
+    rows = []
+    for limit in limits:
+        rows.append(summary(run(args, limit, folder), limit, gb_per_s))
+        print(json.dumps(rows[-1]), flush=True)
+        if args.json is not None:
+            written = {
+                **rows[0], "runs": rows, "model": args.model, "num_params": num_params,
+                "mixed_disk_gb_per_s": gb_per_s,
+                "physical_memory_gib": psutil.virtual_memory().total / 2**30,
+            }  # fmt: skip
+            write_result(args.json, written)
+    good = all(
+        row["peak_rss_mib"] <= row["rss_limit_mib"] and row["losses"][-1] < row["losses"][0]
+        for row in rows
+    )
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Other packages on the same work, each in a process of its own."""
