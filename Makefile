@@ -5,13 +5,17 @@ TORCH ?= $(if $(shell command -v nvidia-smi),torch==2.13.0,torch==2.13.0+cpu)
 
 .PHONY: demo test ci check fmt test-slow test-gpu readme-tables
 
-.venv/ok: pyproject.toml constraints.txt
+.venv/demo: pyproject.toml constraints.txt
 	python3 -m venv .venv
 	$(PY) -m pip install -q $(TORCH)
+	$(PY) -m pip install -q -c constraints.txt -e .[example]
+	touch .venv/demo
+
+.venv/ok: .venv/demo
 	$(PY) -m pip install -q -c constraints.txt -e .[example,test]
 	touch .venv/ok
 
-demo: .venv/ok
+demo: .venv/demo
 	$(PY) -m bench.demo
 
 check: .venv/ok
