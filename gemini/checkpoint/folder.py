@@ -3,9 +3,10 @@
     PARENT/.NAME.saving   while it is written, locked by rank 0 of the job that writes
     PARENT/NAME           a checkpoint: its manifest is there, and was written last
     PARENT/latest         a symlink to the newest one
+    PARENT/.latest.RANDOM the link, before it is renamed to `latest`
     PARENT/.NAME.deleting on its way out (`keep_last`)
 
-What is dead is recognised by its lock, reported, and removed by the next save.
+What is dead is recognised by a lock, reported, and removed by the next save.
 """
 
 from __future__ import annotations
@@ -151,21 +152,30 @@ def checkpoints(parent: Path) -> Iterator[tuple[Path, Manifest]]:
 
 
 def dead(parent: Path) -> Iterator[Path]:
-    """Folders of saves and deletions in `parent` whose process died, each locked meanwhile."""
+    """What saves and deletions in `parent` left whose process died, each locked meanwhile.
+
+    A folder is its owner's while the owner holds its lock; a link that was to become `latest` is
+    its owner's while the folder that it points to is locked.
+    """
     try:
         names = sorted(os.listdir(parent))
     except OSError:
         return
     for name in names:
-        if not (name.startswith(".") and name.endswith((_SAVING, _DELETING))):
+        path = parent / name
+        is_link = name.startswith(f".{LATEST}.") and path.is_symlink()
+        if not is_link and not (name.startswith(".") and name.endswith((_SAVING, _DELETING))):
             continue
         try:
-            lock = os.open(parent / name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            owned = parent / os.readlink(path) if is_link else path
+            lock = os.open(owned, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except OSError:
+            if is_link and path.is_symlink():
+                yield path  # it points to nothing
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            yield parent / name
+            yield path
         except BlockingIOError:
             continue  # its owner lives
         finally:
@@ -176,7 +186,10 @@ def remove_dead(parent: Path) -> None:
     """Remove what `dead` finds, and say so."""
     for path in dead(parent):
         log.warning("removed %s, left by a save that did not end", path)
-        shutil.rmtree(path, ignore_errors=True)
+        if path.is_symlink():
+            path.unlink(missing_ok=True)
+        else:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _delete(path: Path) -> None:

@@ -424,6 +424,21 @@ def test_what_a_dead_save_left_is_reported_ignored_and_removed(tmp_path, caplog)
     assert names(tmp_path) == ["a", "c", "latest"]
 
 
+def test_a_link_that_a_dead_save_left_is_removed_and_a_live_ones_is_not(tmp_path):
+    import fcntl
+
+    model, optimizer = make()
+    for name in "ab":
+        gemini.save_checkpoint(tmp_path / name, model, optimizer)
+        (tmp_path / f".latest.{name}").symlink_to(name)
+    (tmp_path / ".latest.gone").symlink_to("gone")
+    lock = os.open(tmp_path / "b", os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)  # as a job holds it that is about to rename its link
+    gemini.save_checkpoint(tmp_path / "c", model, optimizer)
+    os.close(lock)
+    assert names(tmp_path) == [".latest.b", "a", "b", "c", "latest"]
+
+
 def test_a_save_during_another_save_is_refused(tmp_path):
     import fcntl
 
