@@ -225,7 +225,7 @@ class GeminiDDP(nn.Module):
             for name in _state_names(self.module):
                 state[prefix + name] = values.get(name)
             state.update(
-                (prefix + name, buffer.detach()) for name, buffer in _saved_buffers(self.module)
+                (prefix + name, buffer.detach()) for name, buffer in saved_buffers(self.module)
             )
         return state
 
@@ -248,7 +248,7 @@ class GeminiDDP(nn.Module):
         if assign:
             raise ValueError("assign=True: a wrapped parameter keeps its memory")
         params = {name for spec in self.engine.layout.params for name in spec.names}
-        buffers = dict(_saved_buffers(self.module))
+        buffers = dict(saved_buffers(self.module))
         expected = params | buffers.keys()
         mine = _IncompatibleKeys(
             sorted(expected - state_dict.keys()), sorted(state_dict.keys() - expected)
@@ -275,7 +275,7 @@ class GeminiDDP(nn.Module):
 
     def saved_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """(name, buffer) of the inner module's buffers that a state dict has."""
-        return _saved_buffers(self.module)
+        return saved_buffers(self.module)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, which are in chunks and not in `p.grad`, or make them zeros."""
@@ -346,7 +346,7 @@ def _state_names(module: nn.Module) -> Iterator[str]:
         yield name
 
 
-def _saved_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def saved_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Persistent buffers."""
     for prefix, child in module.named_modules():
         for name, buffer in child.named_buffers(recurse=False):

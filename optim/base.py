@@ -99,6 +99,12 @@ class TieredOptimizer(torch.optim.Optimizer):
         """Make the state now, and not with the first step: what is loaded needs its place."""
         self._bind()
 
+    @property
+    def targets(self) -> Sequence[Target]:
+        """What it updates: the shards of a wrapped module, or plain parameters by device."""
+        self._bind()
+        return self._targets
+
     def bind_to(self, owner: ParameterOwner) -> None:
         """Take the parameters' state now. Raises ValueError where they are not `owner`'s."""
         self._bind()

@@ -20,7 +20,7 @@ from .report import Outcome, SkipLog, StepReport, Traffic
 from .rules import UpdateRule
 from .scaler import Scaler
 from .space import Block, BlockPart, StateSpace, blocks_on_nvme
-from .state_layout import StateLayout
+from .state_layout import Plane, StateLayout
 from .state_stream import (
     Look,
     RunSpec,
@@ -120,6 +120,15 @@ class PlainTarget:
     @property
     def counters(self) -> Scaler:
         return self._path.scaler
+
+    @property
+    def planes(self) -> Sequence[Plane]:
+        return self._tiers.layout.planes
+
+    @property
+    def params(self) -> Sequence[Tensor]:
+        """In the order of positions, by which runs of state are named."""
+        return self._params
 
     @property
     def names(self) -> None:

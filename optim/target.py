@@ -13,6 +13,7 @@ from .config import StateConfig
 from .report import StepReport
 from .rules import UpdateRule
 from .scaler import Scaler
+from .state_layout import Plane
 from .state_stream import Look, RunSpec, Source, StateSnapshot
 
 Group = dict[str, Any]  # a torch.optim param group
@@ -39,6 +40,11 @@ class Target(Protocol):
 
     def set_groups(self, groups: Sequence[Group]) -> None:
         """All groups, after one was added over parameters that the target has already."""
+        ...
+
+    @property
+    def planes(self) -> Sequence[Plane]:
+        """What it keeps of every parameter, masters too."""
         ...
 
     @property

@@ -26,12 +26,19 @@ PLACEMENTS = {
 
 
 def make(
-    placement="resident", precision="bf16", chunk_size_m=0.004, seed=0, module=None, **options
+    placement="resident",
+    precision="bf16",
+    chunk_size_m=0.004,
+    seed=0,
+    module=None,
+    policy=None,
+    **options,
 ):
     """A wrapped Tower and its optimizer."""
     fraction, on_host = PLACEMENTS[placement]
     backend = SimBackend() if on_host else None
-    policy = StaticPlacement(offload_param_frac=1.0) if on_host else "static"
+    if policy is None:
+        policy = StaticPlacement(offload_param_frac=1.0) if on_host else "static"
     model = GeminiDDP(
         Tower(seed) if module is None else module,
         backend,

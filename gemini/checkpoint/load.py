@@ -15,15 +15,15 @@ from gemini.ddp import GeminiDDP
 from optim.base import TieredOptimizer
 
 from . import background
-from .errors import CheckpointError, MismatchError
+from .errors import MismatchError
 from .extras import decode, set_random_state
 from .keys import COMMON, Keys, rank_key
 from .plain import load_plain
 from .ranks import Ranks
 from .reader import Put
-from .save import raise_pending
+from .save import raise_pending, runs_of
 from .sources import Source, open_source
-from .state import ShardedState, step_counts
+from .state import RunState, first_names, names_of
 
 log = logging.getLogger("gemini")
 
@@ -58,37 +58,32 @@ def load_checkpoint(
     where = Path(path).expanduser().absolute()
     ranks.same("the path", str(where))
     source = ranks.together(lambda: open_source(where, _names_by_position(model, optimizer)))
-    if isinstance(model, GeminiDDP):
-        _load_sharded(source, model, optimizer, strict, ranks)
-    else:
+    keys = Keys.find(source.sizes.keys(), names_of(model))
+    runs = ranks.together(lambda: runs_of(model, optimizer, ranks.world_size, keys))
+    if runs is None:
         load_plain(source, model, optimizer, strict, ranks)
-    return _load_extras(source, model, scheduler, ranks)
+    else:
+        _load_runs(source, runs, optimizer, strict, ranks, keys)
+    return _load_extras(source, model, optimizer, scheduler, ranks)
 
 
-def _load_sharded(
+def _load_runs(
     source: Source,
-    model: GeminiDDP,
+    runs: RunState,
     optimizer: torch.optim.Optimizer | None,
     strict: bool,
     ranks: Ranks,
+    keys: Keys,
 ) -> None:
-    if optimizer is not None and not isinstance(optimizer, TieredOptimizer):
-        raise CheckpointError(
-            f"a {type(optimizer).__name__} has no state of a GeminiDDP; give its HybridAdam or "
-            "the like"
-        )
-    engine = model.engine
-    params = [spec.names for spec in engine.layout.params]
-    keys = Keys.find(source.sizes.keys(), params)
-    state = ShardedState(engine, optimizer, keys)
-    buffers = dict(model.saved_buffers())
-    found = _Differences(source, keys, state, params, buffers, optimizer is not None)
+    assert optimizer is None or isinstance(optimizer, TieredOptimizer)
+    buffers = runs.buffers
+    found = _Differences(source, keys, runs, optimizer is not None)
     if strict and found.texts:
         raise MismatchError(
             f"{source.path} does not fit the model; strict=False loads what does: "
             + "; ".join(found.texts)
         )
-    counts = step_counts(engine) if optimizer is not None else {}
+    counts = runs.step_counts() if optimizer is not None else {}
     small: dict[str, Any] = {
         keys.plane(name, "step"): torch.zeros(())
         for name in counts
@@ -109,7 +104,7 @@ def _load_sharded(
     if optimizer is not None and groups:
         ranks.together(lambda: _as_mismatch(lambda: optimizer.check_param_groups(groups)))
 
-    tensors = {key: t for key, t in state.tensors.items() if source.sizes.get(key) == t.size()}
+    tensors = {key: t for key, t in runs.tensors.items() if source.sizes.get(key) == t.size()}
 
     def fill(put: Put) -> None:
         def put_or_start(key: str, start: int, values: Tensor) -> bool:
@@ -118,7 +113,7 @@ def _load_sharded(
                 return True
             return put(key, start, values)
 
-        state.fill(put_or_start)
+        runs.fill(put_or_start)
 
     source.fill(tensors, fill, ranks)
     for name, count in counts.items():
@@ -147,17 +142,15 @@ class _Differences:
         self,
         source: Source,
         keys: Keys,
-        state: ShardedState,
-        params: list[tuple[str, ...]],
-        buffers: Mapping[str, Tensor],
+        runs: RunState,
         with_optimizer: bool,
     ) -> None:
         self.texts: list[str] = []
         self.fresh: set[str] = set()
         sizes = source.sizes
-        weights = {keys.weight(name): shape for name, shape in state.shapes.items()}
-        weights |= {keys.weight(name): buffer.size() for name, buffer in buffers.items()}
-        known = {f"{keys.model}{name}" for names in params for name in names} | weights.keys()
+        weights = {keys.weight(name): shape for name, shape in runs.shapes.items()}
+        weights |= {keys.weight(name): buffer.size() for name, buffer in runs.buffers.items()}
+        known = {f"{keys.model}{name}" for names in runs.names for name in names} | weights.keys()
         self._compare(sizes, weights)
         optims = f"{keys.optim}state."
         unexpected = [
@@ -168,20 +161,20 @@ class _Differences:
             and not key.startswith(("gemini.", keys.optim))
         ]
         if with_optimizer:
-            by_name = {name: [keys.plane(name, p) for p in state.planes] for name in state.shapes}
+            by_name = {name: [keys.plane(name, p) for p in runs.planes] for name in runs.shapes}
             trained = {
                 name: planes for name, planes in by_name.items()
-                if any(plane in state.tensors for plane in planes)
+                if any(plane in runs.tensors for plane in planes)
             }  # fmt: skip
             if not any(key.startswith(optims) for key in sizes):
                 self.texts.append("it has no optimizer state")
                 trained = {}
             for name, planes in trained.items():
                 if any(key in sizes for key in (*planes, keys.plane(name, "step"))):
-                    self._compare(sizes, dict.fromkeys(planes, state.shapes[name]))
+                    self._compare(sizes, dict.fromkeys(planes, runs.shapes[name]))
                 else:
                     self.fresh.update(planes)
-            names = {name for alike in params for name in alike}
+            names = {name for alike in runs.names for name in alike}
             unexpected += [
                 key
                 for key in sizes
@@ -202,7 +195,13 @@ class _Differences:
                 self.texts.append(f"{key} is {shape}, expected {tuple(size)}")
 
 
-def _load_extras(source: Source, model: nn.Module, scheduler: Any, ranks: Ranks) -> Any:
+def _load_extras(
+    source: Source,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    scheduler: Any,
+    ranks: Ranks,
+) -> Any:
     """Counters, schedulers, random numbers, buffers of this rank; returns its `extra`."""
     mine = rank_key(ranks.rank)
     wanted = [COMMON, mine if mine in source.sizes else rank_key(0)]
@@ -217,8 +216,13 @@ def _load_extras(source: Source, model: nn.Module, scheduler: Any, ranks: Ranks)
     common, own = decode(blobs[wanted[0]]), decode(blobs[wanted[1]])
     if scheduler is not None and common["scheduler"] is not None:
         scheduler.load_state_dict(common["scheduler"])
-    if isinstance(model, GeminiDDP) and "counters" in common:
-        model.engine.scaler.load_state_dict(common["counters"])
+    if isinstance(optimizer, TieredOptimizer):
+        counted = [target.counters for target in optimizer.targets if target.counters is not None]
+        for counters, saved in zip(counted, common.get("counters", ()), strict=False):
+            counters.load_state_dict(saved)
+    if isinstance(model, GeminiDDP) and "memory" in common:
+        engine = model.engine
+        engine.sampler.load_state_dict(common["memory"], told_apart=not engine.all_gathered)
     same_world = rank_key(ranks.world_size - 1) in source.sizes
     same_world = same_world and rank_key(ranks.world_size) not in source.sizes
     if isinstance(model, GeminiDDP) and same_world:
@@ -242,13 +246,7 @@ def _extra_of_rank_0(source: Source, ranks: Ranks) -> Any:
 
 def _names_by_position(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[str]:
     """Names of the optimizer's parameters in its order."""
-    if isinstance(model, GeminiDDP):
-        names = {
-            id(param): spec.name
-            for param, spec in zip(model.engine.params, model.engine.layout.params, strict=True)
-        }
-    else:
-        names = {id(param): name for name, param in model.named_parameters()}
+    names = first_names(model)
     if optimizer is None:
         return list(names.values())
     flat = [param for group in optimizer.param_groups for param in group["params"]]

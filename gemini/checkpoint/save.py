@@ -14,8 +14,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,9 @@ from .folder import SaveFolder, saving_path
 from .keys import Keys
 from .manifest import Manifest
 from .plain import plain_state
+from .plain_runs import PlainRuns, can_be_runs
 from .ranks import Ranks
-from .state import ShardedState, step_counts
+from .state import RunState, ShardedState, first_names
 from .writer import Committing, RankFile, Writer
 
 log = logging.getLogger("gemini")
@@ -58,8 +59,7 @@ class Content:
     """What one rank saves."""
 
     state: dict[str, Any]  # nested, for DCP
-    sharded: ShardedState | None = None  # streamed; the rest of `state` is asked for
-    aliases: dict[str, str] = field(default_factory=dict)
+    runs: RunState | None = None  # streamed; the rest of `state` is asked for
 
 
 def save_checkpoint(
@@ -102,12 +102,13 @@ def save_checkpoint(
         committing = None
         if folder is not None:
             manifest = Manifest(ranks.world_size, 0, 0, 0, about=_about())
-            committing = Committing(folder, manifest, keep_last, content.aliases)
+            aliases = {} if content.runs is None else content.runs.aliases
+            committing = Committing(folder, manifest, keep_last, aliases)
         if async_save:
             budget = _budget(async_ram_budget)
             return _save_later(ranks, target, content, file, committing, group, budget)
-        sharded = content.sharded
-        stream = _streaming(sharded.visit) if sharded is not None else _nothing
+        runs = content.runs
+        stream = _streaming(runs.visit) if runs is not None else _nothing
         ranks.save(content.state, Writer(file, stream, committing), group)
     except BaseException:
         _give_up(file, folder)
@@ -128,7 +129,7 @@ def _save_later(
     content.state = _copied(content.state)
     failure: BaseException | None = None
     kept: list[tuple[str, torch.Size, int, Tensor]] = []
-    snapshot = content.sharded.snapshot() if content.sharded is not None else None
+    snapshot = content.runs.snapshot() if content.runs is not None else None
     left = budget
 
     def keep(key: str, shape: torch.Size, start: int, values: Tensor) -> None:
@@ -195,13 +196,19 @@ def _content(
 ) -> Content:
     own = {"random": random_state(), "extra": extra, "buffers": {}}
     common: dict[str, Any] = {"scheduler": None if scheduler is None else scheduler.state_dict()}
-    if isinstance(model, GeminiDDP):
-        if optimizer is not None and not isinstance(optimizer, TieredOptimizer):
-            raise CheckpointError(
-                f"a {type(optimizer).__name__} has no state of a GeminiDDP; give its HybridAdam "
-                "or the like"
-            )
-        content = sharded_content(model, optimizer, ranks.rank, common, own)
+    runs = runs_of(model, optimizer, ranks.world_size, Keys())
+    if runs is not None:
+        content = content_of(runs, model, optimizer, ranks.rank)
+        if ranks.rank:
+            own["buffers"] = dict(runs.buffers)
+        if isinstance(optimizer, TieredOptimizer):
+            common["counters"] = [
+                target.counters.state_dict()
+                for target in optimizer.targets
+                if target.counters is not None
+            ]
+        if isinstance(model, GeminiDDP):
+            common["memory"] = model.engine.sampler.state_dict()
     else:
         content = Content(plain_state(model, optimizer))
     gemini = content.state.setdefault("gemini", {})
@@ -211,18 +218,33 @@ def _content(
     return content
 
 
-def sharded_content(
-    model: GeminiDDP,
-    optimizer: TieredOptimizer | None,
-    rank: int,
-    common: dict[str, Any],
-    own: dict[str, Any],
+def runs_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, world_size: int, keys: Keys
+) -> RunState | None:
+    """What is to be streamed; None where torch's own state dicts are all there is.
+
+    Raises CheckpointError for an optimizer that is not the module's.
+    """
+    if isinstance(model, GeminiDDP):
+        if optimizer is None or isinstance(optimizer, TieredOptimizer):
+            return ShardedState(model, optimizer, keys)
+        raise CheckpointError(
+            f"a {type(optimizer).__name__} has no state of a GeminiDDP; give its HybridAdam or the "
+            "like"
+        )
+    if isinstance(optimizer, TieredOptimizer) and world_size == 1 and can_be_runs(model):
+        return PlainRuns(model, optimizer, keys)
+    return None
+
+
+def content_of(
+    runs: RunState, model: nn.Module, optimizer: torch.optim.Optimizer | None, rank: int
 ) -> Content:
+    """Nested as torch's own state dicts are."""
     keys = Keys()
-    sharded = ShardedState(model.engine, optimizer, keys)
     weights: dict[str, Any] = {}
     planes: dict[str, dict[str, Any]] = {}
-    for key, tensor in sharded.tensors.items():
+    for key, tensor in runs.tensors.items():
         value: Tensor = tensor
         if not tensor.numel():  # no rank has a part of it
             if rank:
@@ -233,27 +255,20 @@ def sharded_content(
         else:
             name, _, plane = key.removeprefix(f"{keys.optim}state.").rpartition(".")
             planes.setdefault(name, {})[plane] = value
-    buffers = dict(model.saved_buffers())
     if rank == 0:
-        weights |= buffers
-    else:
-        own["buffers"] = buffers
+        weights |= runs.buffers
     state: dict[str, Any] = {"model": weights}
     if optimizer is not None:
         state["optim"] = {"state": planes}
         if rank == 0:
-            for name, count in step_counts(model.engine).items():
+            for name, count in runs.step_counts().items():
                 planes.setdefault(name, {})["step"] = count.detach().clone()
-            state["optim"]["param_groups"] = _groups(optimizer, model)
-        common["counters"] = model.engine.scaler.state_dict()
-    return Content(state, sharded, sharded.aliases)
+            state["optim"]["param_groups"] = _groups(optimizer, first_names(model))
+    return Content(state, runs)
 
 
-def _groups(optimizer: TieredOptimizer, model: GeminiDDP) -> list[dict[str, Any]]:
+def _groups(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[dict[str, Any]]:
     """Param groups with parameters by name, and with what torch's own optimizers ask for."""
-    names = {
-        id(p): s.name for p, s in zip(model.engine.params, model.engine.layout.params, strict=True)
-    }
     groups = []
     for group in optimizer.param_groups:
         options = {key: value for key, value in group.items() if key != "params"}
@@ -267,8 +282,8 @@ def _groups(optimizer: TieredOptimizer, model: GeminiDDP) -> list[dict[str, Any]
 def _open_file(target: Path, content: Content, rank: int) -> RankFile:
     file = RankFile(saving_path(target), rank)
     try:
-        if content.sharded is not None:
-            file.reserve(content.sharded.nbytes, content.sharded.num_items)
+        if content.runs is not None:
+            file.reserve(content.runs.nbytes, content.runs.num_items)
     except BaseException:
         file.close()
         raise

@@ -20,23 +20,22 @@ from gemini.ddp import GeminiDDP
 from optim.base import TieredOptimizer
 
 from .keys import Keys
-from .save import sharded_content
+from .save import content_of
 from .sharded import FlatRuns
-from .state import ShardedState, step_counts
+from .state import ShardedState
 
 
 def get_state_dict(
     model: GeminiDDP, optimizer: TieredOptimizer | None = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """(the module's, the optimizer's), sharded; names are those of the inner module."""
-    content = sharded_content(model, optimizer, 0, {}, {})
-    sharded = content.sharded
-    assert sharded is not None
+    runs = ShardedState(model, optimizer, Keys())
+    content = content_of(runs, model, optimizer, 0)
 
     def keep(key: str, shape: torch.Size, start: int, values: Tensor) -> None:
-        sharded.tensors[key].held[start] = values.detach().to("cpu", copy=True)
+        runs.tensors[key].held[start] = values.detach().to("cpu", copy=True)
 
-    sharded.visit(keep)
+    runs.visit(keep)
     return content.state["model"], content.state.get("optim", {})
 
 
@@ -61,12 +60,13 @@ def set_state_dict(
         values.copy_(runs.held[start])
         return True
 
-    ShardedState(model.engine, optimizer, keys).fill(put)
-    for name, buffer in model.saved_buffers():
+    runs = ShardedState(model, optimizer, keys)
+    runs.fill(put)
+    for name, buffer in runs.buffers.items():
         if name in model_state_dict:
             buffer.copy_(model_state_dict[name])
     if optimizer is not None and optim_state_dict:
-        for name, count in step_counts(model.engine).items():
+        for name, count in runs.step_counts().items():
             if "step" in planes.get(name, {}):
                 count.copy_(planes[name]["step"])
         optimizer.load_param_groups(optim_state_dict["param_groups"])

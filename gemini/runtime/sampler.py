@@ -6,7 +6,7 @@ An engine that releases nothing has no hooks on modules: its moments are those o
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ import torch
 from gemini.chunk.layout import ParamSpec
 from gemini.memtracer.collector import MemStatsCollector, input_signature
 from gemini.memtracer.monitor import CudaMonitor, Monitor, ProcessMonitor, reset_peak_rss
-from gemini.memtracer.trace import Edge, Kind, Trace
+from gemini.memtracer.trace import Edge, Kind, Trace, TraceError
 from gemini.units import ParamId
 
 from .backend import Backend
@@ -38,6 +38,8 @@ class Sampler:
         ledger: Ledger,
         traced: Callable[[Trace], None],
     ) -> None:
+        self._specs = specs
+        self._device = backend.device.type
         self._names = [spec.name.rpartition(".")[0] for spec in specs]
         self._everything = tuple(ParamId(i) for i in range(len(specs)))
         self._ledger = ledger
@@ -59,6 +61,30 @@ class Sampler:
         if kind == "train":
             self._ledger.peaks.clear()
         self.collector.begin(*key)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The traces there are, for a checkpoint."""
+        return {
+            "device": self._device,
+            "traces": [trace.to_json() for trace in self.collector.traces.values()],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], *, told_apart: bool) -> None:
+        """Hand on the traces of a run that went before; the coming iteration is sampled all the
+        same, for what it measures.
+
+        told_apart: whether inputs are told apart here, as they are where chunks move. Traces that
+        were made otherwise, on another kind of device or of another model are left.
+        """
+        for data in state["traces"] if state["device"] == self._device else ():
+            try:
+                trace = Trace.from_json(data)
+                trace.check_model(self._specs)
+            except TraceError as error:
+                log.info("a trace of the checkpoint is not used: %s", error)
+                continue
+            if bool(trace.signature) == told_apart:
+                self._traced(trace)
 
     def at_root(self, edge: Edge) -> None:
         """The root module's forward or backward begins or ends, where nothing below is hooked."""

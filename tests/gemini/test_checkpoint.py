@@ -6,6 +6,7 @@ import math
 import os
 import re
 import shutil
+import time
 
 import pytest
 import torch
@@ -272,6 +273,26 @@ def step_odd(model, optimizer):
     optimizer.zero_grad()
 
 
+def test_a_plan_is_that_of_the_saved_run_from_the_first_iteration_on(tmp_path):
+    budget = gemini.ConstPlacement("150KiB")
+    model, optimizer = make(policy=budget)
+    train(model, optimizer, batches(0, 2))
+    sampled = model.engine.planning.inputs.trace
+    assert sampled.signature != "assumed"
+    gemini.save_checkpoint(tmp_path / "a", model, optimizer)
+    train(model, optimizer, batches(2, 4))
+    again, its_optimizer = make(policy=budget)
+    assert again.engine.planning.inputs.trace.signature == "assumed"
+    gemini.load_checkpoint(tmp_path, again, its_optimizer)
+    assert again.engine.planning.inputs.trace.moments == sampled.moments
+    train(again, its_optimizer, batches(2, 4))
+    assert_same(whole(again, its_optimizer), whole(model, optimizer))
+    other, _ = make(module=Odd())
+    sampler = model.engine.sampler.state_dict()
+    other.engine.sampler.load_state_dict(sampler, told_apart=True)  # of another model: left
+    assert other.engine.planning.inputs.trace.signature == "assumed"
+
+
 def test_scalars_frozen_ones_buffers_and_unused_state_come_back(tmp_path):
     model, optimizer = odd(placement="nvme")
     step_odd(model, optimizer)
@@ -455,8 +476,6 @@ def test_a_save_during_another_save_is_refused(tmp_path):
 @pytest.mark.timeout(600)
 def test_a_kill_at_any_moment_of_saving_leaves_a_checkpoint_that_loads(tmp_path):
     """100 times, at seeded moments: `latest` is complete, and every file of it verifies."""
-    import time
-
     from tests.workers import start_process
 
     generator = torch.Generator().manual_seed(0)
@@ -485,19 +504,31 @@ def test_a_kill_at_any_moment_of_saving_leaves_a_checkpoint_that_loads(tmp_path)
 
 MEASURE = """
 import gc, sys, tempfile, torch, gemini
-from bench.checkpoint import extra_ram, wrapped
+from bench.checkpoint import extra_ram, network, step, wrapped
+from optim import HybridAdam
 from pathlib import Path
-folder = Path(sys.argv[1])
-model, optimizer = wrapped(8, float(sys.argv[2]), folder)
+how, fraction, folder = sys.argv[1], float(sys.argv[2]), Path(sys.argv[3])
+if how == "wrapped":
+    model, optimizer = wrapped(8, fraction, folder)
+else:
+    model = network(8)
+    offload = {"nvme_offload_fraction": fraction, "nvme_offload_dir": folder}
+    optimizer = HybridAdam(model.parameters(), **offload)
+    step(model, optimizer)
 save = lambda name: gemini.save_checkpoint(folder / name, model, optimizer)
+load = lambda name: gemini.load_checkpoint(folder / name, model, optimizer)
 save("first")  # imports
-print(extra_ram(lambda: save("second")) / (12 << 20), model.engine.target.nvme_bytes)
+load("first")
+block = 12 << 20
+saving, loading = extra_ram(lambda: save("second")), extra_ram(lambda: load("second"))
+print(saving / block, loading / block, optimizer.nvme_bytes)
 """
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fraction", [0.0, 1.0])
-def test_a_synchronous_save_takes_at_most_three_blocks_of_memory(fraction, tmp_path):
+@pytest.mark.parametrize("how", ["wrapped", "plain"])
+def test_a_save_and_a_load_take_a_few_blocks_of_memory(how, fraction, tmp_path):
     """State is 32 blocks; measured as resident memory, in a process of its own."""
     import subprocess
     import sys
@@ -506,12 +537,25 @@ def test_a_synchronous_save_takes_at_most_three_blocks_of_memory(fraction, tmp_p
 
     environment = {**os.environ, **MALLOC_ENVIRONMENT, "PYTHONPATH": ":".join(sys.path)}
     done = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(tmp_path), str(fraction)],
+        [sys.executable, "-c", MEASURE, how, str(fraction), str(tmp_path)],
         env=environment, check=True, capture_output=True, text=True,
     )  # fmt: skip
-    blocks, on_disk = done.stdout.split()
+    saving, loading, on_disk = done.stdout.split()
     assert (int(on_disk) > 0) == (fraction > 0)
-    assert float(blocks) <= 3
+    assert float(saving) <= 3
+    assert float(loading) <= 5  # it reads ahead
+
+
+def test_a_read_only_disk_is_refused_and_training_goes_on(tmp_path):
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    model, optimizer = make()
+    with mounted(folder, "-t", "tmpfs", "-o", "ro,size=1m", "none"):
+        for async_save in (False, True):
+            with pytest.raises(gemini.checkpoint.CheckpointError, match="ead-only file"):
+                gemini.save_checkpoint(folder / "a", model, optimizer, async_save=async_save)
+    train(model, optimizer, batches(0, 1))
+    gemini.save_checkpoint(tmp_path / "a", model, optimizer)
 
 
 def test_a_full_file_system_leaves_the_last_checkpoint_and_nothing_else(tmp_path):
@@ -573,6 +617,42 @@ def test_a_second_save_while_one_is_under_way_is_refused(tmp_path):
     finally:
         ticket.wait()
     gemini.save_checkpoint(tmp_path / "b", model, optimizer)
+
+
+DIE_LATE = """
+import shutil, sys, threading, gemini
+from gemini.checkpoint import background
+from tests.checkpoints import make
+model, optimizer = make("nvme")
+folder = sys.argv[1]
+ticket = gemini.save_checkpoint(folder + "/a", model, optimizer, async_save=True)
+shutil.rmtree(folder)
+"""
+
+
+def test_an_error_in_the_background_is_seen_when_the_process_ends(tmp_path):
+    import subprocess
+    import sys
+
+    folder = tmp_path / "gone"
+    environment = {**os.environ, "PYTHONPATH": ":".join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", DIE_LATE, str(folder)],
+        env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert f"the asynchronous save to {folder}/a failed" in done.stderr, done.stderr
+
+
+def test_an_error_in_the_background_is_raised_by_the_next_call(tmp_path):
+    model, optimizer = make("nvme")
+    gone = tmp_path / "gone"
+    ticket = gemini.save_checkpoint(gone / "a", model, optimizer, async_save=True)
+    shutil.rmtree(gone, ignore_errors=True)
+    while not ticket.ready():
+        time.sleep(0.01)
+    with pytest.raises(gemini.checkpoint.CheckpointError, match=r"asynchronous save to .* failed"):
+        gemini.save_checkpoint(tmp_path / "b", model, optimizer)
+    gemini.save_checkpoint(tmp_path / "b", model, optimizer)  # said once
 
 
 # -- export -----------------------------------------------------------------------------------
