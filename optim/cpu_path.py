@@ -32,6 +32,8 @@ TILE_NUMEL = 1 << 19  # 2 MiB of fp32: the scratch tile stays in cache; smaller 
 # in handing the interpreter lock from worker to worker (docs/log.md)
 BARE_TILE_NUMEL = 1 << 22  # where nothing is kept in cache between operators
 NORM_TILE_NUMEL = 1 << 20
+STRIP_NUMEL = 1 << 18  # of 16-bit gradients, widened in cache for their norm
+ROW_NUMEL = 1 << 10  # summed in fp32, which is exact to 1e-7; rows are summed in fp64
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +134,7 @@ class CpuWorkers:
         """fp32 [numel] of the calling worker, reused by its next task."""
         tile: Tensor | None = getattr(self._local, name, None)
         if tile is None or tile.numel() < numel:
-            tile = torch.empty(max(numel, NORM_TILE_NUMEL), dtype=torch.float32)
+            tile = torch.empty(max(numel, TILE_NUMEL), dtype=torch.float32)
             setattr(self._local, name, tile)
         return tile if tile.numel() == numel else tile[:numel]
 
@@ -236,27 +238,23 @@ def grad_sum(workers: CpuWorkers, grads: Sequence[Tensor], norm_type: float = 2.
 def tile_sums(workers: CpuWorkers, grads: Sequence[Tensor], norm_type: float = 2.0) -> TileSums:
     """Sum of |g|^p over all of `grads` (each [n], any float type), and the overflow check.
 
-    norm_type: p = 1 or 2, or inf, which takes the maximum. Powers are summed in fp32 within tiles
-    and in fp64, correctly rounded, over tiles. Tiles are cut by position in each tensor, so
+    norm_type: p = 1 or 2, or inf, which takes the maximum. Rows of 1024 are summed in fp32, and in
+    fp64 from there on, correctly rounded over tiles. Tiles are cut by position in each tensor, so
     neither the number of workers nor a tier changes a bit.
     """
     owner = [i for i, grad in enumerate(grads) for _ in range(0, grad.numel(), NORM_TILE_NUMEL)]
     tiles = [tile for grad in grads if grad.numel() for tile in grad.split(NORM_TILE_NUMEL)]
-    found = torch.zeros(len(tiles), dtype=torch.float32)
+    found = torch.zeros(len(tiles), dtype=torch.float64)
     results = found.unbind()
 
     def work(position: int) -> None:
-        values = tiles[position]
-        powers = workers.scratch("grad", values.numel())
-        if values.dtype != torch.float32:
-            values = powers.copy_(values)
+        norms = _row_norms(workers, tiles[position], norm_type).double()
         if norm_type == math.inf:
-            torch.amax(torch.abs(values, out=powers), dim=0, out=results[position])
-        # torch sums in cascade: exact to some 1e-7, where a dot product is off by 1e-5
+            torch.amax(norms, dim=0, out=results[position])
         elif norm_type == 1:
-            torch.sum(torch.abs(values, out=powers), dim=0, out=results[position])
+            torch.sum(norms, dim=0, out=results[position])
         else:
-            torch.sum(torch.mul(values, values, out=powers), dim=0, out=results[position])
+            torch.dot(norms, norms, out=results[position])
 
     workers.map(work, range(len(tiles)))
     sums: list[float] = found.tolist()
@@ -266,6 +264,22 @@ def tile_sums(workers: CpuWorkers, grads: Sequence[Tensor], norm_type: float = 2
             return TileSums([], owner[i])
         sums[i] = _fp64_sum(tiles[i], norm_type)  # all finite: fp32 overflowed
     return TileSums(sums, None)
+
+
+def _row_norms(workers: CpuWorkers, values: Tensor, norm_type: float) -> Tensor:
+    """The norm of every row of `values` [n], the last one shorter; fp32."""
+    strips = (values,) if values.dtype == torch.float32 else values.split(STRIP_NUMEL)
+    norms = []
+    for strip in strips:
+        if strip.dtype != torch.float32:
+            strip = workers.scratch("grad", strip.numel()).copy_(strip)
+        whole = strip.numel() - strip.numel() % ROW_NUMEL
+        if whole:
+            rows = strip[:whole].view(-1, ROW_NUMEL)
+            norms.append(torch.linalg.vector_norm(rows, norm_type, dim=1))
+        if whole < strip.numel():
+            norms.append(torch.linalg.vector_norm(strip[whole:], norm_type).view(1))
+    return norms[0] if len(norms) == 1 else torch.cat(norms)
 
 
 def _fp64_sum(values: Tensor, norm_type: float) -> float:

@@ -57,7 +57,8 @@ class ChunkGradient:
     measure: called with [S] before it leaves the device; `found` is what it answered, as long as
         the gradient is elsewhere.
 
-    At world size 1 the buffer becomes the shard without a copy.
+    At world size 1 the buffer becomes the shard without a copy, and a gradient that fills a chunk
+    becomes its buffer.
     """
 
     def __init__(
@@ -133,12 +134,19 @@ class ChunkGradient:
         return len(self._arrived)
 
     def add(self, slot: int, grad: Tensor) -> None:
-        """Pack one parameter's gradient. One that arrives again in the same backward is added."""
+        """Pack one parameter's gradient. One that arrives again in the same backward is added.
+
+        A gradient that fills the chunk becomes the buffer itself: the caller gives it away.
+        """
         grad = grad.reshape(-1)
         world_size = self._links.world_size
         if world_size == 1 and self.exists and self.buffer is None:
             self.reduced = self._widened(self._taken_back())
             self._place(self.reduced, slot).add_(grad)
+            return
+        if self.buffer is None and world_size == 1 and self._can_be_buffer(grad):
+            self._set_buffer(grad)
+            self._arrived.add(slot)
             return
         if self.buffer is None:
             self._set_buffer(self._memory.allocate(self._spec.payload_numel, self._dtype))
@@ -153,6 +161,14 @@ class ChunkGradient:
         else:
             torch.mul(grad, 1 / world_size, out=place)
         self._arrived.add(slot)
+
+    def _can_be_buffer(self, grad: Tensor) -> bool:
+        """Whether it has all elements of the chunk, and memory of its own."""
+        return (
+            grad.numel() == self._spec.payload_numel
+            and grad.dtype == self._dtype
+            and grad.untyped_storage().nbytes() == grad.nbytes
+        )
 
     def end_backward_unreduced(self) -> None:
         """A backward ended that reduces nothing: what comes next is added to the buffer."""

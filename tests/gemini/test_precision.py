@@ -38,7 +38,7 @@ def test_fp16_updates_agree_with_torch(max_norm):
     got = train(model, HybridAdam(model.parameters(), **ADAM), batches)
     want = train_reference(
         Tower(),
-        lambda ps: torch.optim.AdamW(ps, **ADAM),
+        lambda ps: torch.optim.AdamW(ps, **ADAM, fused=True),
         batches,
         token_loss,
         torch.float16,

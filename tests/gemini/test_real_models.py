@@ -184,7 +184,7 @@ def compare(module, batches, precision, devices):
     start = flat([p for p in module.parameters() if p.requires_grad])
     want = train_reference(
         copy.deepcopy(module),
-        lambda params: torch.optim.AdamW(params, **ADAM),
+        lambda params: torch.optim.AdamW(params, **ADAM, fused=True),
         [[batch] for batch in batches],
         loss_of,
         DTYPES[precision],

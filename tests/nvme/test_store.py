@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -10,6 +11,7 @@ import nvme
 from gemini.units import PAGE_BYTES
 from nvme import BlockStore, BufferPool, StoreLayout
 from nvme.file import file_system
+from tests.nvme.common import ENGINES, engine_or_skip
 from tests.nvme.common import read as read_payload
 
 SIZES = [1, 4096, 5000, 3 << 20, (4 << 20) + 4096, (9 << 20) + 1]
@@ -224,6 +226,50 @@ def test_a_forked_child_does_not_remove_its_parents_files(store):
         os._exit(0)
     os.waitpid(pid, 0)
     assert store.paths[0].exists()
+
+
+def own_store(folder):
+    """In another process: a store of its own, whole, and gone in the end."""
+    store = BlockStore([folder], StoreLayout.plan("d", [5000]))
+    (path,) = store.paths
+    pool = BufferPool(1, 5000)
+    write(store, pool, 0, 8)
+    store.commit(1)
+    assert read(store, pool, 0) == 8
+    store.close()
+    return path.exists()
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_children_of_any_kind_have_stores_of_their_own(method, store, pool, tmp_path):
+    import multiprocessing
+
+    write(store, pool, 0, 3)
+    store.commit(1)
+    with multiprocessing.get_context(method).Pool(2) as children:
+        assert children.map(own_store, [tmp_path] * 4) == [False] * 4
+    assert read(store, pool, 0) == 3
+    assert nvme.orphans(tmp_path) == ()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_store_that_is_dropped_ends_its_threads_and_removes_its_files(engine, tmp_path):
+    import gc
+    import threading
+
+    before = set(threading.enumerate())
+    store = BlockStore(
+        [tmp_path], StoreLayout.plan("d", [5000]), engine=engine_or_skip(engine, tmp_path)
+    )
+    pool = BufferPool(1, 5000)
+    write(store, pool, 0, 3)
+    del store
+    gc.collect()
+    deadline = time.monotonic() + 10
+    while set(threading.enumerate()) - before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not set(threading.enumerate()) - before
+    assert not list(tmp_path.iterdir())
 
 
 def test_buffers_are_page_aligned_and_exact():

@@ -17,12 +17,14 @@ def workers():
     workers.close()
 
 
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_sum_of_squares_is_that_of_fp64(workers, dtype):
+def test_sums_of_powers_are_those_of_fp64(workers, dtype, norm_type):
     grads = [torch.randn(n).to(dtype) for n in SIZES]
-    want = sum(float(g.double().pow(2).sum()) for g in grads)
-    found = grad_sum(workers, grads)
-    assert found.power_sum == pytest.approx(want, rel=1e-6)
+    wide = torch.cat(grads).double().abs()
+    want = wide.max() if norm_type == math.inf else wide.pow(norm_type).sum()
+    found = grad_sum(workers, grads, norm_type)
+    assert found.power_sum == pytest.approx(float(want), rel=1e-7)
     assert found.first_nonfinite is None
 
 
@@ -36,13 +38,14 @@ def test_sum_of_squares_does_not_depend_on_the_number_of_workers():
     assert len(sums) == 1
 
 
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_first_tensor_that_is_not_finite_is_found(workers, dtype, value):
+def test_the_first_tensor_that_is_not_finite_is_found(workers, dtype, value, norm_type):
     grads = [torch.randn(n).to(dtype) for n in SIZES]
     grads[6][TILE_NUMEL] = value
     grads[7][5] = value
-    assert grad_sum(workers, grads).first_nonfinite == 6
+    assert grad_sum(workers, grads, norm_type).first_nonfinite == 6
 
 
 def test_a_square_that_overflows_fp32_is_no_overflow_of_the_gradient(workers):

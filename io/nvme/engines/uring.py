@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable
@@ -47,6 +48,24 @@ class UringEngine:
     name = "uring"
 
     def __init__(self, entries: int = RING_ENTRIES) -> None:
+        self._ring = _Ring(entries)
+        # the ring's thread keeps the ring and not this: dropped without `close`, it ends too
+        self._finalizer = weakref.finalize(self, self._ring.close)
+
+    def read(self, transfer: Transfer) -> Ticket[int]:
+        return self._ring.submit("read", transfer)
+
+    def write(self, transfer: Transfer) -> Ticket[int]:
+        return self._ring.submit("write", transfer)
+
+    def close(self) -> None:
+        self._finalizer()
+
+
+class _Ring:
+    """The ring, and the thread that reaps it."""
+
+    def __init__(self, entries: int) -> None:
         try:
             import liburing
         except ImportError as error:
@@ -76,23 +95,16 @@ class UringEngine:
         self._thread = threading.Thread(target=self._reap_forever, name="nvme-uring", daemon=True)
         self._thread.start()
 
-    def read(self, transfer: Transfer) -> Ticket[int]:
-        return self._submit("read", transfer)
-
-    def write(self, transfer: Transfer) -> Ticket[int]:
-        return self._submit("write", transfer)
-
     def close(self) -> None:
+        """Once."""
         with self._lock:
-            if self._closed:
-                return
             self._closed = True
         os.eventfd_write(self._event, 1)
         self._thread.join()
         self._lib.io_uring_queue_exit(self._ring)
         os.close(self._event)
 
-    def _submit(self, kind: str, transfer: Transfer) -> Ticket[int]:
+    def submit(self, kind: str, transfer: Transfer) -> Ticket[int]:
         length = transfer.buffer.nbytes
         pieces = []
         for start in range(0, length, PIECE_BYTES):
