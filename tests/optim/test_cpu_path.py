@@ -24,7 +24,7 @@ def test_sums_of_powers_are_those_of_fp64(workers, dtype, norm_type):
     wide = torch.cat(grads).double().abs()
     want = wide.max() if norm_type == math.inf else wide.pow(norm_type).sum()
     found = grad_sum(workers, grads, norm_type)
-    assert found.power_sum == pytest.approx(float(want), rel=1e-7)
+    assert found.power_sum == pytest.approx(float(want), rel=5e-7)
     assert found.first_nonfinite is None
 
 
