@@ -148,7 +148,7 @@ class TieredOptimizer(torch.optim.Optimizer):
     ) -> Tensor:
         """Clip the gradients of the coming step; returns their norm before, fp64 0-d.
 
-        Over all parameters, ranks and tiers. norm_type: 1, 2 or inf. Under GeminiDDP gradients
+        Over all parameters, ranks and tiers. norm_type: above 0, or inf. Under GeminiDDP gradients
         are changed as they enter the update, and a step clips once.
 
         Raises ValueError for a limit that is none, RuntimeError for a second call before a step,

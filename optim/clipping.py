@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-NORM_TYPES = (1.0, 2.0, math.inf)
+from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +15,7 @@ class Clip:
     max_norm: over all parameters and ranks; 0 does not clip.
     max_value: of every element's magnitude; inf does not clip.
 
-    Raises ValueError for a limit that is none, and for a norm other than 1, 2 and inf.
+    Raises ValueError for a limit that is none, and for a norm of no positive order.
     """
 
     max_norm: float = 0.0
@@ -27,8 +27,8 @@ class Clip:
             raise ValueError(f"max_norm={self.max_norm} is negative; 0 does not clip")
         if not self.max_value > 0:
             raise ValueError(f"clip_value={self.max_value}; expected a positive number")
-        if self.norm_type not in NORM_TYPES:
-            raise ValueError(f"norm_type={self.norm_type}; expected 1, 2 or inf")
+        if not self.norm_type > 0:
+            raise ValueError(f"norm_type={self.norm_type}; expected a positive number or inf")
 
     def factor(self, norm: float) -> float:
         """What gradients of this norm are multiplied with.
@@ -41,7 +41,15 @@ class Clip:
 
     def norm(self, power_sum: float) -> float:
         """From the sum of |g|^p, or from the largest |g|."""
-        return math.sqrt(power_sum) if self.norm_type == 2 else power_sum
+        if self.norm_type == 2:
+            return math.sqrt(power_sum)
+        return power_sum if math.isinf(self.norm_type) else power_sum ** (1 / self.norm_type)
+
+    def norm_of(self, power_sum: Tensor) -> Tensor:
+        """`norm` of a 0-d tensor, wherever it is."""
+        if self.norm_type == 2:
+            return power_sum.sqrt()
+        return power_sum if math.isinf(self.norm_type) else power_sum ** (1 / self.norm_type)
 
 
 def combined(power_sums: list[float], norm_type: float) -> float:

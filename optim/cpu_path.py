@@ -238,7 +238,7 @@ def grad_sum(workers: CpuWorkers, grads: Sequence[Tensor], norm_type: float = 2.
 def tile_sums(workers: CpuWorkers, grads: Sequence[Tensor], norm_type: float = 2.0) -> TileSums:
     """Sum of |g|^p over all of `grads` (each [n], any float type), and the overflow check.
 
-    norm_type: p = 1 or 2, or inf, which takes the maximum. Rows of 1024 are summed in fp32, and in
+    norm_type: p, or inf, which takes the maximum. Rows of 1024 are summed in fp32, and in
     fp64 from there on, correctly rounded over tiles. Tiles are cut by position in each tensor, so
     neither the number of workers nor a tier changes a bit.
     """
@@ -251,10 +251,8 @@ def tile_sums(workers: CpuWorkers, grads: Sequence[Tensor], norm_type: float = 2
         norms = _row_norms(workers, tiles[position], norm_type).double()
         if norm_type == math.inf:
             torch.amax(norms, dim=0, out=results[position])
-        elif norm_type == 1:
-            torch.sum(norms, dim=0, out=results[position])
         else:
-            torch.dot(norms, norms, out=results[position])
+            torch.sum(norms.pow_(norm_type), dim=0, out=results[position])
 
     workers.map(work, range(len(tiles)))
     sums: list[float] = found.tolist()
@@ -284,4 +282,4 @@ def _row_norms(workers: CpuWorkers, values: Tensor, norm_type: float) -> Tensor:
 
 def _fp64_sum(values: Tensor, norm_type: float) -> float:
     wide = values.double()
-    return float(torch.dot(wide, wide) if norm_type == 2 else wide.abs().sum())
+    return float(wide.abs().pow_(norm_type).sum())

@@ -309,7 +309,7 @@ class _TritonPath:
         if not norms:
             return torch.zeros((), dtype=torch.float64, device=self.steps.device)
         together = torch.stack(norms)
-        return (together**2).sum() if norm_type == 2 else _combined(together, norm_type)
+        return together.max() if norm_type == math.inf else (together**norm_type).sum()
 
 
 def _make_path(
@@ -341,7 +341,7 @@ def clip_together(targets: Sequence[Target], clip: Clip) -> Tensor | None:
         return None
     sums = [target.power_sum(clip.norm_type) for target in plain]
     total = _combined(torch.stack([s.to(sums[0].device) for s in sums]), clip.norm_type)
-    norm = total.sqrt() if clip.norm_type == 2 else total
+    norm = clip.norm_of(total)
     factor = (clip.max_norm / (norm + 1e-6)).clamp(max=1.0)
     for target in plain:
         target.scale_gradients(factor, clip)

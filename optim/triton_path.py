@@ -154,9 +154,16 @@ class TritonUpdater:
     def begin(self, hypers: Sequence[object], *, with_norm: bool) -> None:
         """Make this step's coefficients. `with_norm`: clip and skip by what `measure` found."""
         self._upload([self._rule.hyper_row(hyper) for hyper in hypers])
+        norm_type = self._norm_type
+        if with_norm and norm_type not in (1.0, 2.0, math.inf):
+            # a power of fp64 is contracted inside kernels, so torch takes the root of other orders
+            if self._norm_tiles:
+                self.finish_measure()
+            self.control[SUM].pow_(1 / norm_type)
+            norm_type = 1.0
         ops.prologue(
             self._rule.name, self._groups, self._hyper, self.steps, self.present,
-            self._coefficients, self.control, self._norm_tiles, with_norm, self._norm_type,
+            self._coefficients, self.control, self._norm_tiles, with_norm, norm_type,
         )  # fmt: skip
 
     def update_staged(self, block: Block, planes: Planes, pieces_of: PiecesOf) -> bool:

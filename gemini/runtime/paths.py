@@ -202,7 +202,7 @@ class TritonStepPath:
         """Of the gradients that were measured last, unscaled: fp64 0-d on the device."""
         self._updater.finish_measure()
         control = self._updater.control
-        total = control[SUM].sqrt() if clip.norm_type == 2 else control[SUM]
+        total = clip.norm_of(control[SUM])
         return torch.where(control[BAD] > 0, torch.nan, total / control[LOSS_SCALE])
 
     def begin(

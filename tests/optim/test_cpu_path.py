@@ -17,7 +17,7 @@ def workers():
     workers.close()
 
 
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 2.5, math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_sums_of_powers_are_those_of_fp64(workers, dtype, norm_type):
     grads = [torch.randn(n).to(dtype) for n in SIZES]
@@ -38,7 +38,7 @@ def test_sum_of_squares_does_not_depend_on_the_number_of_workers():
     assert len(sums) == 1
 
 
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 2.5, math.inf])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_first_tensor_that_is_not_finite_is_found(workers, dtype, value, norm_type):
