@@ -38,7 +38,7 @@ def machine() -> dict[str, Any]:
 def versions() -> dict[str, str]:
     """Versions of what matters, and the commit that is checked out."""
     found = {"python": platform.python_version(), "commit": commit()}
-    for package in ("torch", "triton", "numpy", "transformers"):
+    for package in ("torch", "triton", "numpy", "transformers", "isal"):
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

@@ -23,6 +23,7 @@ from pathlib import Path
 from gemini.tickets import Ticket
 from gemini.units import PAGE_BYTES, BlockId, align_up, format_bytes
 
+from .checksum import checksum_of
 from .engine import Engine, Transfer
 from .engines.threads import ThreadEngine
 from .errors import ChecksumError, NvmeError, TransferError, WriteBudgetError, transfer_error
@@ -292,7 +293,7 @@ class Recovered:
         """The committed bytes of one block, verified."""
         extent = self.layout.extents()[block][self.index.entries[block].version]
         data = os.pread(self.fds[extent.file], extent.nbytes, extent.offset)
-        if _checksum(data) != self.index.entries[block].checksum:
+        if checksum_of(data) != self.index.entries[block].checksum:
             raise ChecksumError(f"block {block} of a recovered store does not verify")
         return data[: self.layout.block_nbytes[block]]
 
@@ -331,17 +332,6 @@ def recover(
     finally:
         for fd in fds:
             os.close(fd)
-
-
-def _checksum(data: bytes) -> int:
-    """The checksum that the engines compute over pieces, of bytes in hand."""
-    import zlib
-
-    from .engine import PIECE_BYTES
-    from .engines.threads import combine
-
-    pieces = [data[i : i + PIECE_BYTES] for i in range(0, len(data), PIECE_BYTES)]
-    return combine([zlib.crc32(piece) for piece in pieces])
 
 
 def _settle(ticket: Ticket[int]) -> None:

@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import os
 import secrets
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from gemini.tickets import Done, Ticket
 
+from ..checksum import combine, crc32
 from ..engine import PIECE_BYTES, Transfer
 from ..errors import NvmeError, transfer_error
-from .threads import combine
 
 
 class TensorNvmeEngine:
@@ -45,7 +44,7 @@ class TensorNvmeEngine:
             key = f"{transfer.file.path}:{transfer.offset + start}"
             self._offloader.sync_read(piece, key)
             self._offloader.sync_write(piece, key)
-            checksums.append(zlib.crc32(piece.numpy().data) if transfer.checksums else 0)
+            checksums.append(crc32(piece.numpy().data) if transfer.checksums else 0)
         return Done(combine(checksums))
 
     def write(self, transfer: Transfer) -> Ticket[int]:
@@ -55,8 +54,8 @@ class TensorNvmeEngine:
             self._offloader.sync_write(piece, key)
             back = self._torch.zeros_like(piece)
             self._offloader.sync_read(back, key)
-            checksum = zlib.crc32(piece.numpy().data)
-            if zlib.crc32(back.numpy().data) != checksum:
+            checksum = crc32(piece.numpy().data)
+            if crc32(back.numpy().data) != checksum:
                 raise transfer_error(
                     "write", str(self._path), transfer.offset + start, piece.numel(), 0
                 )

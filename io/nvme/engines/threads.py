@@ -1,20 +1,19 @@
 """The default engine: `preadv` and `pwritev` from a few threads, 4 MiB at a time.
 
-Python threads suffice because the calls and `zlib.crc32` release the interpreter lock; what is
+Python threads suffice because the calls and `crc32` release the interpreter lock; what is
 left per piece is some 20 us of Python for about a millisecond of disk.
 """
 
 from __future__ import annotations
 
 import os
-import struct
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from gemini.tickets import FutureTicket, Ticket, Together
 
+from ..checksum import combine, crc32
 from ..engine import PIECE_BYTES, Transfer
 from ..errors import transfer_error
 
@@ -30,13 +29,6 @@ class Checksum:
 
     def wait(self) -> int:
         return combine(self.pieces.wait())
-
-
-def combine(checksums: Sequence[int]) -> int:
-    """One crc32 for a transfer from those of its pieces."""
-    if not any(checksums):
-        return 0
-    return zlib.crc32(struct.pack(f"<{len(checksums)}I", *checksums))
 
 
 class ThreadEngine:
@@ -79,12 +71,12 @@ def _read_piece(transfer: Transfer, start: int, end: int) -> int:
         os.posix_fadvise(
             transfer.file.fd, transfer.offset + start, end - start, os.POSIX_FADV_DONTNEED
         )
-    return zlib.crc32(piece) if transfer.checksums else 0
+    return crc32(piece) if transfer.checksums else 0
 
 
 def _write_piece(transfer: Transfer, start: int, end: int) -> int:
     piece = transfer.buffer[start:end]
-    checksum = zlib.crc32(piece) if transfer.checksums else 0
+    checksum = crc32(piece) if transfer.checksums else 0
     _whole("write", os.pwritev, transfer, piece, transfer.offset + start)
     return checksum
 

@@ -10,7 +10,6 @@ import errno
 import os
 import threading
 import weakref
-import zlib
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -19,6 +18,7 @@ from typing import Any
 
 from gemini.tickets import FutureTicket, Ticket, Together
 
+from ..checksum import crc32
 from ..engine import PIECE_BYTES, Transfer
 from ..errors import NvmeError, transfer_error
 from .threads import Checksum
@@ -111,7 +111,7 @@ class _Ring:
             end = min(start + PIECE_BYTES, length)
             checksum = 0
             if kind == "write" and transfer.checksums:
-                checksum = zlib.crc32(transfer.buffer[start:end])
+                checksum = crc32(transfer.buffer[start:end])
             pieces.append(_Piece(kind, transfer, start, end, 0, checksum, Future()))
         with self._lock:
             self._waiting.extend(pieces)
@@ -176,5 +176,5 @@ class _Ring:
             )
             return
         if piece.kind == "read" and transfer.checksums:
-            piece.checksum = zlib.crc32(transfer.buffer[piece.start : piece.end])
+            piece.checksum = crc32(transfer.buffer[piece.start : piece.end])
         piece.future.set_result(piece.checksum)
