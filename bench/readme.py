@@ -1,6 +1,7 @@
-"""`make readme-tables`: writes the measured tables into README.md from bench/results/*.json.
+"""`make readme-tables`: writes the tables of README.md and docs/.
 
-A table stands between `<!-- table NAME -->` and `<!-- end -->`; nothing in it is typed by hand.
+Measured ones are made from bench/results/*.json, those that follow from the code by `doc_tables`.
+One stands between `<!-- table NAME -->` and `<!-- end -->`; nothing in it is typed by hand.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from bench import doc_tables
 from bench.demo import table as demo_table
 from gemini.units import format_bytes
 
@@ -68,13 +70,25 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "capacity-cpu": _capacity,
     "picture": _picture,
 }
+COMPUTED: dict[str, Callable[[], str]] = {
+    "bytes": doc_tables.bytes_per_parameter,
+    "placement-example": doc_tables.placement,
+}
+
+
+def pages() -> list[Path]:
+    """README and the pages of docs/ that have tables."""
+    found = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return [page for page in found if "<!-- table " in page.read_text()]
 
 
 def render(text: str) -> str:
-    """README with every table made anew."""
+    """A page with every table made anew."""
 
     def one(match: re.Match[str]) -> str:
         name = match[1]
+        if name in COMPUTED:
+            return f"<!-- table {name} -->\n{COMPUTED[name]()}\n<!-- end -->"
         result = json.loads((RESULTS / f"{name}.json").read_text())
         return f"<!-- table {name} -->\n{TABLES[name](result)}\n<!-- end -->"
 
@@ -82,5 +96,5 @@ def render(text: str) -> str:
 
 
 if __name__ == "__main__":
-    path = ROOT / "README.md"
-    path.write_text(render(path.read_text()))
+    for page in pages():
+        page.write_text(render(page.read_text()))

@@ -71,6 +71,27 @@ def test_the_tutorial_runs_from_top_to_bottom(on_disk, capsys):
     assert list(on_disk.glob("*.blocks")) == []
 
 
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("page", ["docs/reports.md", "docs/extending.md"])
+def test_the_blocks_of_a_page_run(page, on_disk):
+    names = run_blocks(page, {"__name__": "page"})
+    names.clear()
+    gc.collect()
+    assert list(on_disk.glob("*.blocks")) == []
+
+
+def test_what_explain_prints_is_what_the_page_shows(on_disk):
+    """Word for word, but for the sizes."""
+    page = (ROOT / "docs/reports.md").read_text()
+    shown = re.search(r"^    0\.weight.*?\n\n", page, re.DOTALL | re.MULTILINE)[0]
+    blocks = python_blocks("docs/reports.md")
+    names = {}
+    for code in blocks[:2]:
+        exec(code, names)
+    assert names["text"].split() == shown.split()
+    names["optimizer"].close()
+
+
 @pytest.mark.dist
 def test_the_tutorials_script_runs_under_torchrun(on_disk):
     losses = {}
