@@ -40,7 +40,7 @@ def combine(checksums: Sequence[int]) -> int:
 
 
 class ThreadEngine:
-    """`num_threads` transfers at a time over all files."""
+    """`num_threads` transfers at a time over all files; ValueError for less than one."""
 
     name = "threads"
 
