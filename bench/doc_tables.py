@@ -18,7 +18,11 @@ from optim.lion import LionRule
 from optim.sgd import SGDRule
 from optim.state_layout import StateLayout
 
-OPTIMIZERS = {"Adam, AdamW": AdamRule, "Lion": LionRule, "SGD with momentum": SGDRule}
+OPTIMIZERS: dict[str, StateLayout] = {
+    "Adam, AdamW": AdamRule.layout,
+    "Lion": LionRule.layout,
+    "SGD with momentum": SGDRule.layout,
+}
 PRECISIONS = {  # bytes of a parameter and of a gradient; with masters or not
     "fp32": (4, False),
     "bf16 or fp16": (2, True),
@@ -41,9 +45,9 @@ def bytes_per_parameter() -> str:
         "| optimizer | precision | parameter | gradient | state | in memory | state on disk |",
         "|---|---|---:|---:|---:|---:|---:|",
     ]
-    for name, rule in OPTIMIZERS.items():
+    for name, planes in OPTIMIZERS.items():
         for precision, (itemsize, has_master) in PRECISIONS.items():
-            layout: StateLayout = rule.layout.with_master() if has_master else rule.layout
+            layout = planes.with_master() if has_master else planes
             state = layout.bytes_per_element
             undo = 0 if has_master else UNDO_ITEMSIZE
             lines.append(
