@@ -3,7 +3,7 @@ PY := .venv/bin/python
 # PIP_EXTRA_INDEX_URL; nothing here pulls a CUDA build onto a machine without a GPU.
 TORCH ?= $(if $(shell command -v nvidia-smi),torch==2.13.0,torch==2.13.0+cpu)
 
-.PHONY: demo test ci check fmt test-slow test-gpu readme-tables
+.PHONY: demo test ci check fmt test-slow test-gpu readme-tables readme-picture
 
 .venv/demo: pyproject.toml constraints.txt
 	python3 -m venv .venv
@@ -38,5 +38,8 @@ test-gpu:
 
 readme-tables: .venv/ok
 	$(PY) -m bench.readme
+
+readme-picture: .venv/ok
+	$(PY) -m bench.picture
 
 ci: test test-slow

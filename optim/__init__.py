@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .config import NvmeConfig as NvmeConfig
     from .lion import HybridLion as HybridLion
     from .loss_scale import LossScale as LossScale
+    from .report import NonFiniteGradientError as NonFiniteGradientError
     from .report import StepReport as StepReport
     from .sgd import HybridSGD as HybridSGD
 

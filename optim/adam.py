@@ -145,6 +145,7 @@ class CPUAdam(HybridAdam):
     """HybridAdam for parameters in host memory. Raises ValueError for any other."""
 
     def check_param(self, param: Tensor) -> None:
+        """Raise ValueError for a parameter on another device."""
         super().check_param(param)
         if param.device.type != "cpu":
             raise ValueError(f"CPUAdam got a parameter on {param.device}; use HybridAdam")
@@ -166,6 +167,7 @@ class FusedAdam(HybridAdam):
         super().__init__(params, lr, bias_correction, betas, eps, weight_decay, adamw_mode)
 
     def check_param(self, param: Tensor) -> None:
+        """Raise ValueError for a parameter on another device."""
         super().check_param(param)
         if param.device.type != "cuda":
             raise ValueError(f"FusedAdam got a parameter on {param.device}; use HybridAdam")

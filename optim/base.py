@@ -264,6 +264,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         They come back bit for bit, also when the body raises. Until then they must not be read: the
         module cannot run and the optimizer cannot step. An error on the way out, such as
         `nvme.DiskFullError`, leaves everything in place. Not counted in the write budget.
+        Raises ValueError for another `where`, RuntimeError where it is parked already.
         """
         if where not in ("nvme", "host"):
             raise ValueError(f"parked({where!r}); expected 'nvme' or 'host'")

@@ -12,7 +12,10 @@ CPU_PATHS = ("eager", "compile")
 
 @dataclass(frozen=True, slots=True)
 class NvmeConfig:
-    """Where and how state goes to disk. The defaults need no thought."""
+    """Where and how state goes to disk. The defaults need no thought.
+
+    Raises ValueError for a block size or depth that cannot be.
+    """
 
     folders: tuple[str, ...] = ()  # empty: a temporary folder on a disk
     depth: int = 2  # blocks read ahead

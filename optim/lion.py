@@ -62,7 +62,7 @@ class LionRule:
 class HybridLion(TieredOptimizer):
     """Lion (Chen et al. 2023) with fp32 state on device, host or NVMe; see `HybridAdam`.
 
-    Formula: `optim.formulas.lion`.
+    Raises as `HybridAdam`. Formula: `optim.formulas.lion`.
     """
 
     def __init__(

@@ -24,6 +24,8 @@ class ScaleState:
 class LossScale:
     """Every option of the loss scale; these defaults are the only ones.
 
+    initial_scale, min_scale, max_scale: factors on the loss; the scale stays within the two.
+    growth_factor, backoff_factor: the scale is multiplied by them.
     growth_interval: good steps in a row after which the scale grows; 0 never changes it.
     hysteresis: overflows since the last growth at which the scale begins to back off.
 
@@ -61,6 +63,7 @@ class LossScale:
         )  # fmt: skip
 
     def start(self) -> ScaleState:
+        """The state before the first step."""
         return ScaleState(float(self.initial_scale), 0, int(self.hysteresis))
 
     def after(self, state: ScaleState, overflow: bool) -> ScaleState:

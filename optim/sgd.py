@@ -64,7 +64,8 @@ class SGDRule:
 class HybridSGD(TieredOptimizer):
     """SGD with momentum, with fp32 state on device, host or NVMe; see `HybridAdam`.
 
-    Formula: `optim.formulas.sgd`, the same bits as torch.optim.SGD on CPU parameters.
+    Formula: `optim.formulas.sgd`, the same bits as torch.optim.SGD on CPU parameters. Raises as
+    `HybridAdam`.
     """
 
     def __init__(

@@ -23,6 +23,7 @@ PURE = [
     "gemini.memtracer.trace",
     "gemini.memtracer.predict",
     "gemini.memtracer.timeline",
+    "gemini.doctor.report",
     "gemini.runtime.agreement",
     "optim.loss_scale",
     "optim.clipping",

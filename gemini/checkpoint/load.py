@@ -49,8 +49,9 @@ def load_checkpoint(
     Random numbers go on where they were, on ranks that there were; others keep theirs.
 
     Raises, on every rank: MismatchError with all differences at once, CorruptError with the name of
-    the file, FormatError; each before anything is changed, but for damage found in the middle of a
-    file: then load another checkpoint before you train.
+    the file, FormatError, CheckpointError for an optimizer of another module; each before anything
+    is changed, but for damage found in the middle of a file: then load another checkpoint before
+    you train.
     """
     ranks = Ranks(model)
     background.wait()

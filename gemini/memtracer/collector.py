@@ -61,6 +61,7 @@ class MemStatsCollector:
 
     @property
     def collecting(self) -> bool:
+        """An iteration is being listened to."""
         return self._key is not None
 
     def begin(self, kind: Kind, signature: str = "") -> None:
@@ -171,6 +172,7 @@ def trace(
     precision: `"bf16"` or `"fp32"`, as in `GeminiDDP`; floating inputs are cast to it.
 
     Gradients count until they are accumulated, as in an engine, which packs and drops each.
+    Raises ValueError for outputs without a gradient and no `loss`.
     """
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]
     specs = specs_of(module, str(dtype).removeprefix("torch."))

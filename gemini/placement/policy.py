@@ -24,6 +24,8 @@ class StaticPlacement:
     offload_param_frac: of the parameters' bytes, in host memory with their gradients.
     shard_grads: False keeps reduced gradients whole on every rank, which with `shard_param_frac=0`
         is ZeRO-1.
+
+    Raises ValueError for a fraction outside [0, 1].
     """
 
     shard_param_frac: float = 1.0
@@ -46,6 +48,9 @@ class AutoPlacement:
     warmup_non_model_data_ratio: share of the device budget left to activations and temporaries
         while no iteration was traced.
     steady_cap_ratio: share of what a traced iteration leaves that model data may fill.
+
+    Raises ValueError for a ratio out of range and a size that is none. Budgets that cannot hold the
+    model are a BudgetError when it is wrapped. How it decides: docs/placement.md.
     """
 
     device_budget: int | str | None = None
@@ -74,7 +79,7 @@ class AutoPlacement:
 @dataclass(frozen=True, slots=True)
 class ConstPlacement:
     """Model data takes `device_bytes` of the device, bytes or `"8GiB"`, whatever activations take;
-    the rest of it is in host memory."""
+    the rest of it is in host memory. Raises ValueError for a size that is none."""
 
     device_bytes: int | str
 

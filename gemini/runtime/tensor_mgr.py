@@ -70,6 +70,7 @@ class StatefulTensorMgr:
         return not self._nbytes
 
     def state_of(self, param: ParamId) -> TensorState:
+        """Where a parameter is in its cycle."""
         return self._states[param]
 
     def set_state(self, params: Iterable[ParamId], state: TensorState) -> None:
@@ -144,6 +145,7 @@ class StatefulTensorMgr:
         self._pinned.update((chunk, None) for chunk in chunks if chunk in self._nbytes)
 
     def unpin_all(self) -> None:
+        """What was pinned may be released again."""
         self._pinned.clear()
 
     def begin_cycle(self, kind: str) -> None:

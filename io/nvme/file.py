@@ -113,7 +113,10 @@ def check_folder(folder: str | os.PathLike[str], *, allow_ram: bool = False) -> 
 
 
 def default_folder() -> Path:
-    """A temporary folder's parent that is on a disk: TMPDIR, /var/tmp, /tmp, then here."""
+    """A temporary folder's parent that is on a disk: TMPDIR, /var/tmp, /tmp, then here.
+
+    Raises FolderError where none of them can be used.
+    """
     candidates = [os.environ.get("TMPDIR"), "/var/tmp", tempfile.gettempdir(), os.getcwd()]
     for candidate in candidates:
         if candidate:

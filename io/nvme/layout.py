@@ -96,6 +96,8 @@ class StoreLayout:
 
         Each block goes to the file whose share is furthest behind its weight, so neighbouring
         blocks land on different disks.
+
+        Raises ValueError for a weight or a block that is not positive.
         """
         if not weights or any(not w > 0 for w in weights):
             raise ValueError(f"weights {list(weights)} must be positive, one for each directory")
@@ -111,10 +113,12 @@ class StoreLayout:
 
     @property
     def num_blocks(self) -> int:
+        """Blocks over all files."""
         return len(self.block_nbytes)
 
     @property
     def index_slot_nbytes(self) -> int:
+        """Bytes of one of the two slots of the index, whole pages."""
         return align_up(_INDEX.size + self.num_blocks * _ENTRY.size, PAGE_BYTES)
 
     def header(self, file: int) -> bytes:
@@ -151,9 +155,11 @@ class StoreLayout:
         return layout, int(fields["file"])
 
     def header_nbytes(self, file: int) -> int:
+        """Bytes of the header of one file, whole pages."""
         return len(self.header(file))
 
     def index_offset(self, slot: int) -> int:
+        """Byte in the first file where a slot of the index begins."""
         return self.header_nbytes(0) + slot * self.index_slot_nbytes
 
     def extents(self) -> tuple[tuple[Extent, ...], ...]:

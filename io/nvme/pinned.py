@@ -76,6 +76,7 @@ class PinnedVersions:
 
     @property
     def is_held(self) -> bool:
+        """A block is still to be read."""
         return bool(self._held)
 
     def wait_to_overwrite(self, block: BlockId, version: int) -> float:
@@ -88,5 +89,6 @@ class PinnedVersions:
         return time.perf_counter() - started
 
     def wait_until_let_go(self) -> None:
+        """Return when no block is held."""
         with self._changed:
             self._changed.wait_for(lambda: not self._held)

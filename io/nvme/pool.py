@@ -49,10 +49,12 @@ class BufferPool:
 
     @property
     def nbytes(self) -> int:
+        """Of all buffers."""
         return self.count * self.buffer_nbytes
 
     @property
     def num_free(self) -> int:
+        """Buffers that `take` would give."""
         return len(self._free)
 
     def empty(self) -> None:
@@ -61,12 +63,13 @@ class BufferPool:
             self._slab.madvise(mmap.MADV_DONTNEED)
 
     def take(self) -> Buffer:
-        """A free buffer; the pipeline never asks for more than there are."""
+        """A free buffer. Raises RuntimeError where there is none; no pipeline asks for more."""
         with self._lock:
             if not self._free:
                 raise RuntimeError(f"all {self.count} staging buffers are in use")
             return self._free.pop()
 
     def give(self, buffer: Buffer) -> None:
+        """Take a buffer back."""
         with self._lock:
             self._free.append(buffer)

@@ -54,6 +54,7 @@ class Probe:
 
     @property
     def best(self) -> Speed:
+        """The fastest engine."""
         return self.speeds[0]
 
 
@@ -64,7 +65,11 @@ def probe(
     seconds: float = 2.0,
     allow_ram: bool = False,
 ) -> Probe:
-    """Measure every engine on `folder` in about `seconds`; leaves nothing behind."""
+    """Measure every engine on `folder` in about `seconds`; leaves nothing behind.
+
+    engines: names; one that is refused is left out, with the reason.
+    Raises FolderError for a folder that cannot be used, DiskFullError where 64 MiB do not fit.
+    """
     path = check_folder(folder, allow_ram=allow_ram)
     speeds, refused = [], []
     (file,) = create_files([path], [PROBE_BYTES], label="probe-")

@@ -69,6 +69,13 @@ class BlockStore:
     """Blocks of a `StoreLayout` in one preallocated file per folder.
 
     Not thread-safe: one thread owns a store. Buffers are page-aligned and hold whole pages.
+
+    folders: one for each file of the layout.
+    engine: closed with the store; None is `threads`.
+    write_budget: bytes that may be written in all.
+
+    Raises ValueError for another number of folders, FolderError or DiskFullError where the files
+    cannot be made, TransferError where a header cannot be written.
     """
 
     def __init__(
@@ -76,7 +83,7 @@ class BlockStore:
         folders: Sequence[str | os.PathLike[str]],
         layout: StoreLayout,
         *,
-        engine: Engine | None = None,  # closed with the store; None: `threads`
+        engine: Engine | None = None,
         checksums: bool = True,
         allow_ram: bool = False,
         label: str = "",
@@ -113,6 +120,7 @@ class BlockStore:
 
     @property
     def paths(self) -> tuple[Path, ...]:
+        """Of the files, one for each folder."""
         return tuple(file.path for file in self._files)
 
     @property

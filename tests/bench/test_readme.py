@@ -1,11 +1,69 @@
 from pathlib import Path
+from xml.etree import ElementTree
 
-from bench.readme import render
+import pytest
+
+from bench.doc_tables import BUDGETS, LINKS, NON_MODEL_BYTES, NUMEL, placement_example
+from bench.picture import svg_of
+from bench.readme import COMPUTED, TABLES, pages, render
+from gemini.memtracer.timeline import Timeline, write_timeline
+from gemini.placement.tiers import Tier
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
-def test_the_tables_in_the_readme_are_those_of_the_results():
+def test_the_tables_are_those_of_the_results_and_of_the_code():
+    everything = ""
+    for page in pages():
+        text = page.read_text()
+        assert render(text) == text, page.name
+        everything += text
+    for name in (*TABLES, *COMPUTED):
+        assert everything.count(f"<!-- table {name} -->") == 1
+
+
+def test_a_table_that_was_changed_by_hand_is_found():
     text = (ROOT / "README.md").read_text()
-    assert "<!-- table demo -->" in text
-    assert render(text) == text
+    assert render(text.replace("| resident |", "| resident, faster |")) == text
+
+
+def test_the_picture_is_the_drawing_of_a_timeline_without_its_page(tmp_path):
+    kinds = ("parameters", "gradients", "state", "staging", "non-model")
+    rows = {(tier, kind): (3, 7) for tier in Tier for kind in kinds}
+    timeline = Timeline("a <plan>", (0.0, 1.0, 2.0), ("first", "second"), rows, {Tier.DEVICE: 99})
+    write_timeline(timeline, tmp_path / "t.html")
+    svg = svg_of((tmp_path / "t.html").read_text())
+    root = ElementTree.fromstring(svg)
+    assert root.tag.endswith("svg") and "html" not in svg and "<title>" not in svg
+    bars = [e for e in root.iter() if e.get("class") == "bar"]
+    assert len(bars) == 2 * len(kinds) * len(Tier)
+    assert [e for e in root.iter() if e.get("class") == "budget"]
+    with pytest.raises(ValueError, match="no drawing"):
+        svg_of("<html></html>")
+
+
+def test_the_committed_picture_is_small_and_a_drawing():
+    text = (ROOT / "docs/timeline.svg").read_text()
+    assert len(text) < 200_000
+    assert ElementTree.fromstring(text).tag.endswith("svg")
+
+
+def test_the_worked_example_is_what_its_text_works_out():
+    planned = placement_example()
+    chunk, block = 8 << 20, 12 << 20
+    assert chunk == 2 * NUMEL
+    left = BUDGETS.device - NON_MODEL_BYTES - 8 * chunk - 2 * chunk
+    on_device = [t for s in planned.plan.shards for t in s.state_homes if t is Tier.DEVICE]
+    on_host = [t for s in planned.plan.shards for t in s.state_homes if t is Tier.HOST]
+    on_nvme = [t for s in planned.plan.shards for t in s.state_homes if t is Tier.NVME]
+    assert left == 76 << 20
+    assert len(on_device) == left // block == 6
+    staging = 4 * (block + (2 << 20))
+    assert planned.plan.host_staging.nbytes == staging == 56 << 20
+    assert len(on_host) == (BUDGETS.host - 7 * chunk - staging) // block == 6
+    assert len(on_nvme) == 20
+    moved = planned.plan.bytes_moved()
+    assert moved[Tier.NVME, Tier.HOST] == moved[Tier.HOST, Tier.NVME] == 240 << 20
+    busy = 2 * (240 << 20) / LINKS.nvme_read
+    assert planned.cost.busy["nvme"] == pytest.approx(busy) and round(busy * 1e3) == 252
+    assert planned.cost.bound_by == "nvme"

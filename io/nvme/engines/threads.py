@@ -32,7 +32,7 @@ class Checksum:
 
 
 class ThreadEngine:
-    """`num_threads` transfers at a time over all files."""
+    """`num_threads` transfers at a time over all files; ValueError for less than one."""
 
     name = "threads"
 

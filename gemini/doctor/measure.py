@@ -1,0 +1,164 @@
+"""What a machine has and how fast it is, measured in a few seconds; leaves nothing behind."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import os
+import platform
+import re
+import resource
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import psutil
+import torch
+from torch import Tensor
+
+import nvme
+from gemini.runtime.backend import Backend, make_backend
+from gemini.runtime.planning import memory_left
+from gemini.units import PAGE_BYTES
+from nvme.file import create_files, file_system, free_bytes, remove_files
+from optim.compiled_path import compiler
+
+from .report import NEEDED, DeviceFacts, Facts, FolderFacts
+
+PACKAGES = ("gemini-memory", *NEEDED, "liburing", "transformers")
+COPY_BYTES = 256 << 20
+ROUNDS = 5
+PROBE_SECONDS = 2.0
+_IO_URING_SETUP = 425  # the same on all architectures
+_IO_URING_PARAMS_BYTES = 120
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def examine(
+    folders: Sequence[str | os.PathLike[str]] = (),
+    *,
+    copy_bytes: int = COPY_BYTES,
+    probe_seconds: float = PROBE_SECONDS,
+) -> Facts:
+    """Measure RAM, every CUDA device and `folders`; without any, the default folder for files.
+
+    copy_bytes: of every copy that is timed.
+    probe_seconds: about as long as each folder takes.
+    """
+    return Facts(
+        versions=_versions(),
+        cores=len(os.sched_getaffinity(0)),
+        load_average=os.getloadavg()[0],
+        ram_bytes=psutil.virtual_memory().total,
+        ram_left_bytes=memory_left(),
+        ram_copy_bytes_per_s=2 * _copy_speed(make_backend(torch.device("cpu")), copy_bytes),
+        memlock_bytes=_memlock(),
+        huge_pages=_huge_pages(),
+        temporary_file_system=file_system(Path(tempfile.gettempdir())),
+        c_compiler=os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"),
+        cxx_compiler=compiler(),
+        io_uring_refused=_io_uring_refused(),
+        malloc_tuned="MALLOC_MMAP_THRESHOLD_" in os.environ,
+        devices=tuple(_device(i, copy_bytes) for i in range(torch.cuda.device_count())),
+        folders=tuple(_folder(f, probe_seconds) for f in folders or _default_folders()),
+    )
+
+
+def _versions() -> tuple[tuple[str, str | None], ...]:
+    found: list[tuple[str, str | None]] = [("python", platform.python_version())]
+    for package in PACKAGES:
+        try:
+            found.append((package, importlib.metadata.version(package)))
+        except importlib.metadata.PackageNotFoundError:
+            found.append((package, None))
+    return tuple(found)
+
+
+def _memlock() -> int | None:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _huge_pages() -> str | None:
+    try:
+        text = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
+    except OSError:
+        return None
+    chosen = re.search(r"\[(\w+)\]", text)
+    return chosen[1] if chosen else None
+
+
+def _io_uring_refused() -> str | None:
+    """Why the kernel does not give a ring; None where it does."""
+    params = ctypes.create_string_buffer(_IO_URING_PARAMS_BYTES)
+    fd = _libc.syscall(ctypes.c_long(_IO_URING_SETUP), ctypes.c_uint(1), params)
+    if fd < 0:
+        return os.strerror(ctypes.get_errno())
+    os.close(fd)
+    return None
+
+
+def _default_folders() -> tuple[Path, ...]:
+    return (nvme.default_folder(),)
+
+
+def _folder(folder: str | os.PathLike[str], seconds: float) -> FolderFacts:
+    try:
+        path = nvme.check_folder(folder)
+        files = create_files([path], [PAGE_BYTES], label="doctor-")
+        direct = files[0].direct
+        remove_files(files)
+        probe = nvme.probe(path, seconds=seconds)
+    except nvme.NvmeError as error:
+        return FolderFacts(str(folder), error=str(error))
+    best = probe.best
+    return FolderFacts(
+        path=str(path), file_system=file_system(path), free_bytes=free_bytes(path), direct=direct,
+        engine=best.engine, read=best.read, write=best.write, refused=probe.refused,
+    )  # fmt: skip
+
+
+def _device(index: int, nbytes: int) -> DeviceFacts:
+    device = torch.device("cuda", index)
+    with torch.cuda.device(device):
+        backend = make_backend(device)
+        free, total = torch.cuda.mem_get_info(device)
+        nbytes = min(nbytes, free // 4)
+        on_device = backend.allocate(nbytes, torch.uint8)
+        pinned = backend.allocate_host(nbytes, torch.uint8)
+        major, minor = torch.cuda.get_device_capability(device)
+        return DeviceFacts(
+            name=torch.cuda.get_device_name(device),
+            capability=f"{major}.{minor}",
+            total_bytes=total,
+            free_bytes=free,
+            copy_bytes_per_s=2 * _copy_speed(backend, nbytes),
+            host_to_device=_speed(backend, on_device, pinned),
+            device_to_host=_speed(backend, pinned, on_device),
+        )
+
+
+def _copy_speed(backend: Backend, nbytes: int) -> float:
+    """Bytes a second of a copy within the device, counted once."""
+    source = backend.allocate(nbytes, torch.uint8).fill_(1)
+    return _speed(backend, backend.allocate(nbytes, torch.uint8).fill_(0), source)
+
+
+def _speed(backend: Backend, dst: Tensor, src: Tensor) -> float:
+    """The fastest of `ROUNDS`, after one that warms up."""
+
+    def copy() -> None:
+        backend.copy(dst, src).wait()
+        if backend.device.type == "cuda":
+            torch.cuda.synchronize(backend.device)
+
+    seconds = [_seconds(copy) for _ in range(ROUNDS + 1)]
+    return src.numel() * src.element_size() / min(seconds[1:])
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started

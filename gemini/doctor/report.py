@@ -1,0 +1,292 @@
+"""What was found on a machine, and what follows from it: frozen values, judged and printed. Pure.
+
+Speeds are bytes a second, sizes are bytes. A figure that could not be had is None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from gemini.units import GIB, MIB, format_bytes
+
+NEEDED = ("torch", "triton", "numpy", "psutil", "safetensors")
+STATE_BYTES_MOVED = 24  # an element and step of Adam on NVMe: 12 read, 12 written
+SLOW_DISK = 1.0e9  # mixed; below it a step of 10**9 parameters takes 24 s and more
+SLOW_LINK = 10e9  # a way; PCIe 3 x16 has 12
+SLOW_RAM = 8e9  # a copy's bytes read and written; one DDR4 channel has 15 to 20
+SMALL_MEMLOCK = 64 * MIB  # the rings of io_uring count as locked memory on kernels before 5.12
+SMALL_DISK = 16 * GIB
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFacts:
+    """One CUDA device."""
+
+    name: str
+    capability: str  # "9.0"
+    total_bytes: int
+    free_bytes: int
+    copy_bytes_per_s: float  # read and written within the device
+    host_to_device: float  # from pinned memory
+    device_to_host: float
+
+
+@dataclass(frozen=True, slots=True)
+class FolderFacts:
+    """One folder that files may go to. `error` says why it cannot be used; then nothing else is."""
+
+    path: str
+    error: str | None = None
+    file_system: str = "unknown"
+    free_bytes: int = 0
+    direct: bool = False  # takes O_DIRECT
+    engine: str = ""  # the fastest
+    read: float = 0.0
+    write: float = 0.0
+    refused: tuple[tuple[str, str], ...] = ()  # (engine, reason)
+
+    @property
+    def mixed(self) -> float:
+        """Read and written one after the other, as a step does."""
+        return 2 / (1 / self.read + 1 / self.write)
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Everything that `gemini.doctor.measure.examine` finds."""
+
+    versions: tuple[tuple[str, str | None], ...]  # (package, version); None is not installed
+    cores: int
+    load_average: float
+    ram_bytes: int
+    ram_left_bytes: int  # of the machine and of its cgroup
+    ram_copy_bytes_per_s: float  # read and written
+    memlock_bytes: int | None  # None is no limit
+    huge_pages: str | None  # "always", "madvise" or "never"
+    temporary_file_system: str  # of the folder for temporary files
+    c_compiler: str | None
+    cxx_compiler: str | None
+    io_uring_refused: str | None  # why the kernel does not have it
+    malloc_tuned: bool  # MALLOC_MMAP_THRESHOLD_ is set
+    devices: tuple[DeviceFacts, ...]
+    folders: tuple[FolderFacts, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something slow or missing. `level` is `"error"` (does not run) or `"slow"` or `"note"`."""
+
+    level: str
+    what: str
+    remedy: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Facts, and what was found wrong, worst first."""
+
+    facts: Facts
+    findings: tuple[Finding, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Nothing is missing without which it does not run."""
+        return all(finding.level != "error" for finding in self.findings)
+
+    def bandwidths(self) -> dict[str, float]:
+        """What was measured, by the names of `gemini.placement.sizes.Bandwidths`.
+
+        Of several devices or folders, the slowest. `python -m bench.plan --bandwidths` reads it.
+        """
+        facts = self.facts
+        found = {"host_memory": facts.ram_copy_bytes_per_s}
+        found["device_memory"] = min(
+            (d.copy_bytes_per_s for d in facts.devices), default=facts.ram_copy_bytes_per_s
+        )
+        if facts.devices:
+            found["host_to_device"] = min(d.host_to_device for d in facts.devices)
+            found["device_to_host"] = min(d.device_to_host for d in facts.devices)
+        usable = [folder for folder in facts.folders if folder.error is None]
+        if usable:
+            found["nvme_read"] = min(folder.read for folder in usable)
+            found["nvme_write"] = min(folder.write for folder in usable)
+        return found
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values: facts, findings, `bandwidths` and `ok`."""
+        return {
+            **asdict(self.facts),
+            "versions": dict(self.facts.versions),
+            "findings": [asdict(finding) for finding in self.findings],
+            "bandwidths": self.bandwidths(),
+            "ok": self.ok,
+        }
+
+
+def judge(facts: Facts) -> Report:
+    """What is slow or missing, and what to do about it."""
+    order = {"error": 0, "slow": 1, "note": 2}
+    found = [*_software(facts), *_memory(facts), *_devices(facts)]
+    for folder in facts.folders:
+        found += _folder(folder)
+    return Report(facts, tuple(sorted(found, key=lambda finding: order[finding.level])))
+
+
+def _software(facts: Facts) -> Iterator[Finding]:
+    versions = dict(facts.versions)
+    for name in NEEDED:
+        if versions.get(name) is None:
+            yield Finding("error", f"{name} is not installed", f"pip install {name}")
+    if facts.devices and facts.c_compiler is None:
+        yield Finding(
+            "error",
+            "no C compiler, which Triton needs to launch kernels",
+            "install gcc, or name a compiler in CC",
+        )
+    if facts.cxx_compiler is None:
+        yield Finding(
+            "note",
+            'no C++ compiler, so cpu_path="compile" is not possible',
+            'install g++; cpu_path="eager", the default, needs none',
+        )
+    if facts.io_uring_refused is not None:
+        yield Finding(
+            "note",
+            f"the kernel refuses io_uring ({facts.io_uring_refused})",
+            "nothing: the engine `threads` does without it; containers allow it by another "
+            "seccomp profile",
+        )
+    elif facts.memlock_bytes is not None and facts.memlock_bytes < SMALL_MEMLOCK:
+        yield Finding(
+            "note",
+            f"the limit on locked memory is {format_bytes(facts.memlock_bytes)}",
+            "raise it (`ulimit -l unlimited`, or memlock in limits.conf) where the engine `uring` "
+            "or pinned staging is refused",
+        )
+
+
+def _memory(facts: Facts) -> Iterator[Finding]:
+    if facts.load_average > facts.cores:
+        yield Finding(
+            "note",
+            f"the load average is {facts.load_average:.1f} on {facts.cores} cores",
+            "measure again on a quiet machine: the speeds below are too low",
+        )
+    if facts.ram_copy_bytes_per_s < SLOW_RAM:
+        yield Finding(
+            "slow",
+            f"RAM copies at {_speed(facts.ram_copy_bytes_per_s)}",
+            "use more memory channels, or bind the process to one NUMA node",
+        )
+    if facts.huge_pages == "never":
+        yield Finding(
+            "slow",
+            "transparent huge pages are off: the first touch of every large buffer is slow",
+            "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled",
+        )
+    if not facts.devices and not facts.malloc_tuned:
+        yield Finding(
+            "note",
+            "malloc keeps freed memory: resident memory is 8 to 14 % above what is in use",
+            "export MALLOC_MMAP_THRESHOLD_=1048576 MALLOC_TRIM_THRESHOLD_=1048576 "
+            "THP_MEM_ALLOC_ENABLE=1",
+        )
+    if facts.temporary_file_system in ("tmpfs", "ramfs"):
+        yield Finding(
+            "note",
+            f"the folder for temporary files is on {facts.temporary_file_system}, which is RAM",
+            "name a folder on a disk in nvme_offload_dir or AutoPlacement(nvme_dir=...)",
+        )
+
+
+def _devices(facts: Facts) -> Iterator[Finding]:
+    if not facts.devices:
+        yield Finding("note", "no CUDA device", "nothing: modules compute on the CPU")
+    for device in facts.devices:
+        for way, speed in (
+            ("to the device", device.host_to_device),
+            ("from the device", device.device_to_host),
+        ):
+            if speed < SLOW_LINK:
+                yield Finding(
+                    "slow",
+                    f"{device.name}: copies {way} run at {_speed(speed)}",
+                    "use a slot with 16 lanes, and bind the process to the device's NUMA node",
+                )
+
+
+def _folder(folder: FolderFacts) -> Iterator[Finding]:
+    if folder.error is not None:
+        yield Finding("error", folder.error, "name another folder with --dir")
+        return
+    if not folder.direct:
+        yield Finding(
+            "slow",
+            f"{folder.path} ({folder.file_system}) refuses O_DIRECT: buffered I/O, which passes "
+            "through the page cache",
+            "name a folder on ext4 or xfs on a local disk",
+        )
+    if folder.mixed < SLOW_DISK:
+        seconds = STATE_BYTES_MOVED * 1e9 / folder.mixed
+        yield Finding(
+            "slow",
+            f"{folder.path} reads and writes {_speed(folder.mixed)}: {seconds:.0f} s a step for "
+            "each 10**9 parameters whose state is there",
+            "name a faster disk, or several of them (nvme_offload_dir takes a list)",
+        )
+    if folder.free_bytes < SMALL_DISK:
+        yield Finding(
+            "slow",
+            f"{folder.path} has {format_bytes(folder.free_bytes)} free, which holds the state of "
+            f"{folder.free_bytes / 24e6:.0f} million parameters",
+            "free some space: Adam's state takes 24 bytes a parameter on disk (docs/memory.md)",
+        )
+
+
+def render(report: Report) -> str:
+    """The report as people read it."""
+    return "\n".join(_lines(report))
+
+
+def _lines(report: Report) -> Iterator[str]:
+    facts = report.facts
+    for name, version in facts.versions:
+        yield f"{name:14s} {version or 'not installed'}"
+    yield (
+        f"{'cores':14s} {facts.cores}, load average {facts.load_average:.1f}; C compiler "
+        f"{facts.c_compiler or 'none'}, C++ compiler {facts.cxx_compiler or 'none'}"
+    )
+    yield (
+        f"{'RAM':14s} {format_bytes(facts.ram_bytes)}, {format_bytes(facts.ram_left_bytes)} left, "
+        f"copies at {_speed(facts.ram_copy_bytes_per_s)}"
+    )
+    limit = "none" if facts.memlock_bytes is None else format_bytes(facts.memlock_bytes)
+    yield f"{'locked memory':14s} limit {limit}"
+    yield f"{'huge pages':14s} {facts.huge_pages or 'unknown'}"
+    yield f"{'io_uring':14s} {'allowed' if facts.io_uring_refused is None else 'refused'}"
+    for device in facts.devices:
+        yield (
+            f"{'device':14s} {device.name} ({device.capability}), "
+            f"{format_bytes(device.free_bytes)} of {format_bytes(device.total_bytes)} free, copies "
+            f"at {_speed(device.copy_bytes_per_s)}; link {_speed(device.host_to_device)} to it, "
+            f"{_speed(device.device_to_host)} from it"
+        )
+    for folder in facts.folders:
+        if folder.error is not None:
+            yield f"{'folder':14s} {folder.path}: not usable"
+            continue
+        yield (
+            f"{'folder':14s} {folder.path} on {folder.file_system}, "
+            f"{format_bytes(folder.free_bytes)} free, O_DIRECT {'yes' if folder.direct else 'no'}; "
+            f"engine {folder.engine}: reads {_speed(folder.read)}, writes {_speed(folder.write)}"
+        )
+        for engine, reason in folder.refused:
+            yield f"{'':14s} engine {engine} is not used: {reason}"
+    for finding in report.findings:
+        yield f"\n[{finding.level}] {finding.what}\n    {finding.remedy}"
+
+
+def _speed(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e9:.2f} GB/s"

@@ -1,0 +1,103 @@
+"""What the doctor finds, and what it says of it."""
+
+import json
+import os
+from dataclasses import replace
+
+import pytest
+
+from gemini.__main__ import main
+from gemini.doctor.measure import examine
+from gemini.doctor.report import DeviceFacts, Facts, FolderFacts, judge, render
+from gemini.placement.sizes import Bandwidths
+
+DISK = FolderFacts(
+    "/disk", file_system="ext4", free_bytes=1 << 40, direct=True, engine="threads",
+    read=4e9, write=2e9,
+)  # fmt: skip
+GPU = DeviceFacts("a GPU", "9.0", 80 << 30, 70 << 30, 3e12, 50e9, 40e9)
+GOOD = Facts(
+    versions=tuple((n, "1") for n in ("torch", "triton", "numpy", "psutil", "safetensors")),
+    cores=8, load_average=0.5, ram_bytes=64 << 30, ram_left_bytes=60 << 30,
+    ram_copy_bytes_per_s=30e9, memlock_bytes=None, huge_pages="madvise",
+    temporary_file_system="ext4", c_compiler="/usr/bin/gcc", cxx_compiler="/usr/bin/g++",
+    io_uring_refused=None, malloc_tuned=True, devices=(GPU,), folders=(DISK,),
+)  # fmt: skip
+
+
+def test_a_good_machine_has_no_findings():
+    report = judge(GOOD)
+    assert report.findings == () and report.ok
+
+
+@pytest.mark.parametrize(
+    ("change", "level", "words"),
+    [
+        ({"versions": (("torch", "2"),)}, "error", "triton is not installed"),
+        ({"c_compiler": None}, "error", "no C compiler"),
+        ({"cxx_compiler": None}, "note", "no C++ compiler"),
+        ({"io_uring_refused": "Operation not permitted"}, "note", "Operation not permitted"),
+        ({"memlock_bytes": 8 << 20}, "note", "locked memory is 8.00 MiB"),
+        ({"load_average": 9.0}, "note", "load average is 9.0"),
+        ({"ram_copy_bytes_per_s": 2e9}, "slow", "RAM copies at 2.00 GB/s"),
+        ({"huge_pages": "never"}, "slow", "huge pages are off"),
+        ({"malloc_tuned": False, "devices": ()}, "note", "8 to 14 %"),
+        ({"temporary_file_system": "tmpfs"}, "note", "which is RAM"),
+        ({"devices": ()}, "note", "no CUDA device"),
+        ({"devices": (replace(GPU, host_to_device=3e9),)}, "slow", "to the device run at 3.00"),
+        ({"devices": (replace(GPU, device_to_host=3e9),)}, "slow", "from the device run at 3.00"),
+        ({"folders": (FolderFacts("/x", error="/x is a file"),)}, "error", "/x is a file"),
+        ({"folders": (replace(DISK, direct=False),)}, "slow", "refuses O_DIRECT"),
+        ({"folders": (replace(DISK, read=0.5e9, write=0.5e9),)}, "slow", "48 s a step"),
+        ({"folders": (replace(DISK, free_bytes=2_400_000_000),)}, "slow", "100 million"),
+    ],
+)
+def test_each_thing_that_is_slow_or_missing_is_said_with_a_remedy(change, level, words):
+    report = judge(replace(GOOD, **change))
+    (finding,) = [f for f in report.findings if words in f.what]
+    assert finding.level == level and finding.remedy
+    assert report.ok == (level != "error")
+    assert finding.what in render(report) and finding.remedy in render(report)
+
+
+def test_the_worst_comes_first():
+    report = judge(replace(GOOD, huge_pages="never", c_compiler=None, cxx_compiler=None))
+    assert [f.level for f in report.findings] == ["error", "slow", "note"]
+
+
+def test_the_slowest_device_and_folder_are_what_a_planner_counts_with():
+    slow = replace(DISK, read=1e9)
+    report = judge(replace(GOOD, folders=(DISK, slow, FolderFacts("/x", error="no"))))
+    links = Bandwidths.from_json(report.bandwidths())
+    assert (links.nvme_read, links.nvme_write) == (1e9, 2e9)
+    assert (links.host_to_device, links.device_memory, links.host_memory) == (50e9, 3e12, 30e9)
+
+
+def test_a_real_machine_is_measured_and_nothing_is_left(tmp_path):
+    before = set(os.listdir("/proc/self/fd"))
+    facts = examine([tmp_path, tmp_path / "none"], copy_bytes=1 << 20, probe_seconds=0.1)
+    assert facts.ram_copy_bytes_per_s > 1e8 and facts.cores >= 1
+    assert 0 < facts.ram_left_bytes <= facts.ram_bytes
+    assert dict(facts.versions)["torch"]
+    here, missing = facts.folders
+    if here.error is None:  # a folder for temporary files may be in RAM
+        assert here.read > 1e6 and here.write > 1e6 and here.free_bytes > 0
+    else:
+        assert "which is RAM" in here.error
+    assert "does not exist" in missing.error
+    assert list(tmp_path.iterdir()) == []
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_folder_in_ram_is_refused():
+    (facts,) = examine(["/dev/shm"], copy_bytes=1 << 20, probe_seconds=0.1).folders
+    assert "which is RAM" in facts.error
+
+
+def test_the_command_prints_json_and_fails_where_a_folder_cannot_be_used(tmp_path, capsys):
+    status = main(["doctor", "--json", "--dir", str(tmp_path / "none")])
+    found = json.loads(capsys.readouterr().out)
+    assert status == 1 and not found["ok"]
+    assert "does not exist" in found["folders"][0]["error"]
+    assert any("does not exist" in finding["what"] for finding in found["findings"])
+    Bandwidths.from_json(found["bandwidths"])

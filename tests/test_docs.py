@@ -1,0 +1,185 @@
+"""README.md and docs/: what they show runs, and what they name exists."""
+
+import gc
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import nvme
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(r"^```python([^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+COMMAND = re.compile(r"python -m ((?:bench|gemini)[\w.]*)([^\n`#]*)")
+
+
+def python_blocks(page):
+    """Blocks that are run in order; those with `file=` are files."""
+    found = FENCE.findall((ROOT / page).read_text())
+    assert found, f"{page} has no python block"
+    return [code for info, code in found if "file=" not in info]
+
+
+def files_of(page):
+    """File name to text, of blocks that say `file=NAME`."""
+    found = FENCE.findall((ROOT / page).read_text())
+    return {info.split("file=")[1].strip(): code for info, code in found if "file=" in info}
+
+
+def run_blocks(page, names, replaced=()):
+    for number, code in enumerate(python_blocks(page)):
+        for old, new in replaced:
+            code = code.replace(old, new)
+        exec(compile(code, f"{page}, block {number + 1}", "exec"), names)
+    return names
+
+
+@pytest.fixture
+def on_disk(tmp_path, monkeypatch):
+    """The current folder is a temporary one; skips where that is in RAM."""
+    try:
+        nvme.check_folder(tmp_path)
+    except nvme.FolderError as error:
+        pytest.skip(str(error))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def one_thread():
+    """Tiny operators wait for each other's threads on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_the_tutorial_runs_from_top_to_bottom(on_disk, capsys):
+    names = run_blocks("docs/tutorial.md", {"__name__": "tutorial"})
+    assert names["on_disk"] == names["resident"] == names["under_budget"]
+    assert "too small" in capsys.readouterr().out
+    assert (on_disk / "timeline.html").stat().st_size > 1000
+    names.clear()  # parameters that are in files go with their module
+    gc.collect()
+    assert list(on_disk.glob("*.blocks")) == []
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("page", ["docs/reports.md", "docs/extending.md"])
+def test_the_blocks_of_a_page_run(page, on_disk):
+    names = run_blocks(page, {"__name__": "page"})
+    names.clear()
+    gc.collect()
+    assert list(on_disk.glob("*.blocks")) == []
+
+
+def test_what_explain_prints_is_what_the_page_shows(on_disk):
+    """Word for word, but for the sizes."""
+    page = (ROOT / "docs/reports.md").read_text()
+    shown = re.search(r"^    0\.weight.*?\n\n", page, re.DOTALL | re.MULTILINE)[0]
+    blocks = python_blocks("docs/reports.md")
+    names = {}
+    for code in blocks[:2]:
+        exec(code, names)
+    assert names["text"].split() == shown.split()
+    names["optimizer"].close()
+
+
+@pytest.mark.dist
+def test_the_tutorials_script_runs_under_torchrun(on_disk):
+    losses = {}
+    (on_disk / "train.py").write_text(files_of("docs/tutorial.md")["train.py"])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "io")])}
+    for ranks in (1, 2):
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks),
+            "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "train.py",
+        ]  # fmt: skip
+        done = subprocess.run(
+            command, env=environment, cwd=on_disk, capture_output=True, text=True, timeout=200
+        )
+        assert done.returncode == 0, done.stderr
+        losses[ranks] = re.search(rf"{ranks} ranks: (\S+) to (\S+)", done.stdout).groups()
+    assert float(losses[2][1]) < float(losses[2][0])
+    assert list(on_disk.glob("*.blocks")) == []
+
+
+def test_the_python_of_the_readme_runs(on_disk):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=4, n_embd=16, n_head=2, vocab_size=64, n_positions=32)
+    ids = torch.randint(0, 64, (2, 8))
+    module = transformers.GPT2LMHeadModel(config)
+    before = next(module.parameters()).detach().clone()
+    names = run_blocks(
+        "README.md",
+        {
+            "GPT2LMHeadModel": transformers.GPT2LMHeadModel,
+            "config": config,
+            "model": module,
+            "loader": [{"input_ids": ids, "labels": ids}] * 2,
+        },
+        replaced=[("/fast/disk", str(on_disk))],
+    )
+    assert not torch.equal(next(module.parameters()).detach().float(), before)
+    assert (on_disk / "runs/1").is_dir()
+    names["optimizer"].close()
+
+
+def test_what_the_readme_says_of_its_table_holds():
+    rows = {
+        r["name"]: r for r in json.loads((ROOT / "bench/results/demo.json").read_text())["rows"]
+    }
+    assert rows["nvme"]["train_loss_last"] == rows["resident"]["train_loss_last"]
+    assert rows["nvme"]["val_loss"] == rows["resident"]["val_loss"]
+
+
+def test_no_measured_figure_stands_outside_the_readmes_tables():
+    text = (ROOT / "README.md").read_text()
+    text = re.sub(r"<!-- table .*?<!-- end -->", "", text, flags=re.DOTALL)
+    text = re.sub(r"```.*?```|`[^`\n]*`|^    .*?$", "", text, flags=re.DOTALL | re.MULTILINE)
+    unit = r"\d\s?(?:ms|s|seconds?|minutes?|[KMGT]i?B|GB/s|%|times)\b"
+    assert re.findall(unit, text) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_and_every_named_file_is_there(page):
+    text = page.read_text()
+    for target in re.findall(r"\]\(([^)#]+)", text):
+        if "://" not in target:
+            assert (page.parent / target).exists(), target
+    for target in re.findall(r"`((?:bench|docs|tests|gemini|optim|io|examples)/[\w/.-]+)`", text):
+        if page.parent.name != "adr" and page.stem != "peers":  # of what is not, and of others
+            assert (ROOT / target).exists(), target
+
+
+def test_every_make_target_that_is_named_exists():
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for page in PAGES:
+        for name in re.findall(r"(?:`|^    )make ([\w-]+)", page.read_text(), re.MULTILINE):
+            assert name in targets, f"{page.name}: make {name}"
+
+
+@pytest.mark.slow
+def test_every_command_that_is_shown_knows_its_flags():
+    shown = {}
+    for page in PAGES:
+        for module, rest in COMMAND.findall(page.read_text()):
+            shown.setdefault(module, set()).update(re.findall(r"--[\w-]+", rest))
+    assert {"gemini", "bench.plan", "gemini.checkpoint"} <= shown.keys()
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "io")])}
+    for module, flags in shown.items():
+        arguments = ["doctor", "--help"] if module == "gemini" else ["--help"]
+        done = subprocess.run(
+            [sys.executable, "-m", module, *arguments],
+            env=environment, capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.returncode == 0, f"{module}: {done.stderr}"
+        for flag in flags:
+            assert re.search(rf"{flag}\b", done.stdout), f"python -m {module} has no {flag}"

@@ -1,0 +1,193 @@
+"""What is installed: the wheel, its types, how long an import takes, and -O and -W error."""
+
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import sysconfig
+import time
+import tomllib
+import warnings
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PUBLIC = {
+    "gemini": "gemini",
+    "optim": "optim",
+    "nvme": "io/nvme",
+    "kernels_triton": "kernels_triton",
+}
+SOURCES = ("gemini", "optim", "io", "kernels_triton", "pyproject.toml", "README.md")
+
+ONE_STEP = """
+import os, sys
+import torch
+import gemini, nvme, optim
+for module in (gemini, nvme, optim):
+    if not module.__file__.startswith(sys.prefix):
+        raise SystemExit(f"{module.__name__} is not the installed one: {module.__file__}")
+torch.manual_seed(0)
+model = gemini.GeminiDDP(torch.nn.Linear(8, 8), device="cpu")
+optimizer = optim.HybridAdam(
+    model.parameters(), nvme_offload_fraction=1.0, nvme_offload_dir=os.environ["HERE"]
+)
+losses = []
+for _ in range(3):
+    loss = model(torch.ones(2, 8)).float().square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(loss.item())
+if not losses[-1] < losses[0]:
+    raise SystemExit(f"the loss does not fall: {losses}")
+"""
+
+USER_CODE = """
+from gemini.units import parse_bytes
+import nvme
+size: str = parse_bytes("1GiB")
+nvme.probe(3)
+"""
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """Python of a clean environment with the wheel, and with our dependencies and nothing of ours.
+
+    The other packages come from the environment of the tests, by a path line: its own `.pth`
+    files, and so an editable install of this project, are not read.
+    """
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    source.mkdir()
+    for name in SOURCES:  # a copy: building in place leaves `build/`, and takes stale files from it
+        path = ROOT / name
+        if path.is_dir():
+            shutil.copytree(path, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(path, source / name)
+    pip = [sys.executable, "-m", "pip"]
+    subprocess.run([*pip, "wheel", "-q", "--no-deps", "-w", folder, source], check=True)
+    (wheel,) = folder.glob("*.whl")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
+    python = folder / "venv/bin/python"
+    subprocess.run([*pip, "--python", python, "install", "-q", "--no-deps", wheel], check=True)
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    packages = folder / "venv/lib" / version / "site-packages"
+    (packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return python
+
+
+def run_there(python, *arguments, **environment):
+    inherited = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "MYPYPATH")}
+    return subprocess.run(
+        [python, *arguments], env={**inherited, **environment}, cwd=python.parent,
+        capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_the_wheel_in_a_clean_environment_trains_a_step(installed, tmp_path):
+    done = run_there(installed, "-W", "error:::gemini", "-c", ONE_STEP, HERE=str(tmp_path))
+    if "which is RAM" in done.stderr:
+        pytest.skip("the folder for temporary files is in RAM")
+    assert done.returncode == 0, done.stderr
+    done = run_there(installed, "-m", "gemini", "doctor", "--json", "--dir", str(tmp_path))
+    assert done.returncode == 0 and '"ok": true' in done.stdout, done.stderr
+
+
+@pytest.mark.slow
+def test_a_type_checker_sees_the_types_of_the_wheel(installed, tmp_path):
+    (tmp_path / "user.py").write_text(USER_CODE)
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--python-executable", installed, "--config-file=",
+         "user.py"],
+        cwd=tmp_path, capture_output=True, text=True,
+        env={k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "MYPYPATH")},
+    )  # fmt: skip
+    assert "user.py:4: error: Incompatible types in assignment" in done.stdout, done.stdout
+    assert 'user.py:5: error: Argument 1 to "probe"' in done.stdout, done.stdout
+
+
+def test_every_package_is_in_the_wheel_and_says_that_it_is_typed():
+    listed = set(PROJECT["tool"]["setuptools"]["packages"])
+    found = set()
+    for name, place in PUBLIC.items():
+        assert (ROOT / place / "py.typed").exists()
+        for init in (ROOT / place).rglob("__init__.py"):
+            found.add(".".join((name, *init.parent.relative_to(ROOT / place).parts)))
+    assert listed == found
+
+
+@pytest.mark.slow
+def test_importing_takes_less_than_1_2_times_what_importing_torch_takes():
+    variants = {
+        "torch": "import torch",
+        "gemini": "import torch, gemini",
+        "in use": "import gemini, optim; gemini.GeminiDDP, optim.HybridAdam",
+    }
+    seconds = {name: [] for name in variants}
+    for turn in range(8):
+        for name, code in variants.items():
+            started = time.perf_counter()
+            subprocess.run([sys.executable, "-c", code], check=True, env=_environment())
+            if turn:  # the first one compiles
+                seconds[name].append(time.perf_counter() - started)
+    median = {name: statistics.median(values) for name, values in seconds.items()}
+    assert median["gemini"] < 1.2 * median["torch"], median
+    assert median["in use"] < 1.2 * median["torch"], median
+
+
+OPTIMIZED = (
+    "tests/gemini/test_agreement.py",
+    "tests/gemini/test_overflow.py",
+    "tests/gemini/test_nvme_faults.py",
+    "tests/optim/test_on_disk.py",
+    "tests/nvme/test_store.py",
+)
+
+
+@pytest.mark.slow
+def test_nothing_depends_on_asserts(tmp_path):
+    """The steps, the store and its faults under `python -O`, where an `assert` is not run.
+
+    pytest's own rewriting keeps the asserts of test files, which the first run shows.
+    """
+    false = tmp_path / "test_false.py"
+    false.write_text("def test_false():\n    assert 1 == 2\n")
+    command = [sys.executable, "-O", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run([*command, false], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1, "a false assert passed"
+    done = subprocess.run(
+        [*command, *OPTIMIZED], cwd=ROOT, env=_environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("module", ["gemini.runtime.x", "optim.x", "nvme", "bench.x"])
+def test_a_warning_from_our_own_code_is_an_error_in_tests(module):
+    with pytest.raises(DeprecationWarning):
+        warnings.warn_explicit("old", DeprecationWarning, "x.py", 1, module=module)
+
+
+@pytest.mark.slow
+def test_importing_everything_warns_of_nothing():
+    code = (
+        "import importlib, pkgutil, gemini, optim, nvme, kernels_triton\n"
+        "for top in (gemini, optim, nvme, kernels_triton):\n"
+        "    for found in pkgutil.walk_packages(top.__path__, top.__name__ + '.'):\n"
+        "        importlib.import_module(found.name)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        env=_environment(), capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def _environment():
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "io")])}
