@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from gemini.pages import zeros
 from gemini.units import BlockId
 
 from .config import NvmeConfig
@@ -98,7 +99,9 @@ class TieredState:
             self._slab_offset[block.id] = end
             end += block.numel
         return {
-            plane.name: torch.zeros(end, dtype=DTYPES[plane.dtype], device=device)
+            plane.name: zeros(end, DTYPES[plane.dtype])
+            if device.type == "cpu"
+            else torch.zeros(end, dtype=DTYPES[plane.dtype], device=device)
             for plane in self.layout.planes
         }
 

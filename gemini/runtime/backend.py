@@ -7,8 +7,6 @@ in another order, freed memory is poisoned, and its host pool is separate from i
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,10 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from gemini.pages import advise_huge_pages
 from gemini.tickets import Done, Ticket
-
-_HUGE_PAGE_BYTES = 2 << 20
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Backend(Protocol):
@@ -62,7 +58,7 @@ class CpuBackend:
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         tensor = torch.empty(numel, dtype=dtype)
-        _advise_huge_pages(tensor)
+        advise_huge_pages(tensor)
         return tensor
 
     def free(self, tensor: Tensor) -> None:
@@ -70,7 +66,7 @@ class CpuBackend:
 
     def refill(self, tensor: Tensor) -> None:
         tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
-        _advise_huge_pages(tensor)
+        advise_huge_pages(tensor)
 
     def allocate_host(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self.allocate(numel, dtype)
@@ -215,12 +211,3 @@ def make_backend(device: torch.device, pin_memory: bool = True) -> Backend:
     if device.type == "cuda":
         return CudaBackend(device, pin_memory)
     raise ValueError(f"device {device} has no backend; expected cpu or cuda")
-
-
-def _advise_huge_pages(tensor: Tensor) -> None:
-    """Fewer page faults on the first touch of a large buffer (37 ms to 8 ms for 64 MiB)."""
-    start = -(-tensor.data_ptr() // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
-    end = tensor.data_ptr() + tensor.numel() * tensor.element_size()
-    length = (end - start) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
-    if length > 0:
-        _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE)
