@@ -38,8 +38,9 @@ class Activations:
 
     def at(self, batch: int) -> Trace:
         """The trace at another batch. Never below that at batch 2 from there on."""
-        if batch == 1:
-            return replace(self.one, signature="batch 1")
+        if batch == 1:  # the seconds are those of fake tensors
+            moments = tuple(replace(m, seconds=0.0) for m in self.one.moments)
+            return replace(self.one, moments=moments, signature="batch 1")
         moments = tuple(
             replace(
                 a,

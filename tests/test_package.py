@@ -146,6 +146,7 @@ OPTIMIZED = (
     "tests/gemini/test_agreement.py",
     "tests/gemini/test_overflow.py",
     "tests/gemini/test_nvme_faults.py",
+    "tests/gemini/test_sim.py::test_freed_memory_is_poisoned_and_counted",
     "tests/optim/test_on_disk.py",
     "tests/nvme/test_store.py",
 )

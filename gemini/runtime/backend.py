@@ -154,7 +154,8 @@ class SimBackend:
 
     def free(self, tensor: Tensor) -> None:
         self._settle(tensor)
-        assert tensor.data_ptr() not in self._freed, "freed twice"
+        if tensor.data_ptr() in self._freed:
+            raise AssertionError("freed twice")
         self._freed.add(tensor.data_ptr())
         tensor.fill_(float("nan"))
         self._count(-tensor.numel() * tensor.element_size())
@@ -178,9 +179,8 @@ class SimBackend:
 
     def _settle(self, tensor: Tensor) -> None:
         for ticket in self._late:
-            assert ticket.ready() or ticket.dst.data_ptr() != tensor.data_ptr(), (
-                "memory was freed under a copy"
-            )
+            if not ticket.ready() and ticket.dst.data_ptr() == tensor.data_ptr():
+                raise AssertionError("memory was freed under a copy")
 
     def _count(self, nbytes: int) -> None:
         self.device_bytes += nbytes

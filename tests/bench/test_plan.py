@@ -109,6 +109,14 @@ def test_less_memory_moves_more_bytes_and_takes_longer(question):
     )
 
 
+def test_computing_is_priced_by_operations_at_every_batch(question):
+    """And not by how long fake tensors took, which depends on the machine that asks."""
+    for batch in (1, 2):
+        assert all(m.seconds == 0 for m in question.activations.at(batch).moments)
+    one, two = (plan.answer(replace(question, batch=b))[0]["busy_seconds"] for b in (1, 2))
+    assert two["compute"] == pytest.approx(2 * one["compute"])
+
+
 def test_measured_bandwidths_replace_the_typical_ones(tmp_path):
     links = tmp_path / "links.json"
     links.write_text('{"nvme_read": 1e6}')
