@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.demo import table as demo_table
+from bench.peers import summary
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench/results"
@@ -19,6 +20,14 @@ RESULTS = ROOT / "bench/results"
 
 def _demo(result: dict[str, Any]) -> str:
     return demo_table(result["rows"], result["mixed_disk_gb_per_s"]) + "\n\n" + _where(result)
+
+
+def _train(result: dict[str, Any]) -> str:
+    peers = result["peer_versions"].get("deepspeed_zero", {})
+    beside = f"DeepSpeed {peers.get('deepspeed', 'absent')} with torch {peers.get('torch')}. "
+    return "\n\n".join(
+        [summary.table(result), summary.ratio_table(result), beside + _where(result)]
+    )
 
 
 def _where(result: dict[str, Any]) -> str:
@@ -29,7 +38,7 @@ def _where(result: dict[str, Any]) -> str:
     )
 
 
-TABLES: dict[str, Callable[[dict[str, Any]], str]] = {"demo": _demo}
+TABLES: dict[str, Callable[[dict[str, Any]], str]] = {"demo": _demo, "train-cpu": _train}
 
 
 def render(text: str) -> str:
@@ -40,7 +49,7 @@ def render(text: str) -> str:
         result = json.loads((RESULTS / f"{name}.json").read_text())
         return f"<!-- table {name} -->\n{TABLES[name](result)}\n<!-- end -->"
 
-    return re.sub(r"<!-- table (\w+) -->\n.*?<!-- end -->", one, text, flags=re.DOTALL)
+    return re.sub(r"<!-- table ([\w-]+) -->\n.*?<!-- end -->", one, text, flags=re.DOTALL)
 
 
 if __name__ == "__main__":

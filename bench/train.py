@@ -122,7 +122,7 @@ def run(
 ) -> tuple[list[Measured], dict[str, dict[str, str]]]:
     """Every row in every round; and the versions beside each peer's interpreter."""
     batches = write_batches(args, folder)
-    measured = {row.name: Measured(row, configuration(row, args, folder)) for row in some}
+    measured = {row.name: Measured(row, configuration(row, args)) for row in some}
     versions, refused = prepare_all(some, args, folder)
     for one in measured.values():
         one.reason = refused.get(one.row.peer) or _needs_devices(one.row, args.device)
@@ -148,10 +148,10 @@ def write_batches(args: argparse.Namespace, folder: Path) -> Path:
     return path
 
 
-def configuration(row: Row, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """What a user of this row would have written, as its worker uses it."""
+def configuration(row: Row, args: argparse.Namespace) -> dict[str, Any]:
+    """What a user of this row would have written, as its worker uses it but for the folder."""
     peer = import_module(f"bench.peers.{row.peer}")
-    given: dict[str, Any] = peer.settings(jobs_of(row, args, folder, Path())[0])
+    given: dict[str, Any] = peer.settings(jobs_of(row, args, Path(), Path())[0])
     return given
 
 

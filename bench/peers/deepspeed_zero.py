@@ -1,9 +1,10 @@
 """DeepSpeed ZeRO-3, tuned: everything that pipelines is on, buffers as large as the work.
 
-What differs from its defaults, and why: small sub-groups, or there is nothing to pipeline; buckets
-of the size of the largest parameter, or 2 GB of buckets are set aside; four threads and a deep
-queue for the disk, with events overlapped; parameters that are below the threshold are never
-partitioned, which at one rank saves every gather.
+What differs from its defaults, and why: small sub-groups, or there is nothing to pipeline; twelve
+buffers of a sub-group's size, since with fewer both pipelines on end in an assertion (four are read
+ahead, four updated, four written); buckets of the size of the largest parameter, or 2 GB of buckets
+are set aside; four threads and a deep queue for the disk, with events overlapped; parameters that
+are below the threshold are never partitioned, which at one rank saves every gather.
 
 Its operators are compiled at first use, which takes minutes: `load` does it, into the environment
 that runs, so that no row's start-up counts it. `make peers` calls it.
@@ -20,7 +21,8 @@ from bench.peers.job import LEARNING_RATE, MAX_NORM, WEIGHT_DECAY, Job, Trainer
 
 BUCKET_NUMEL = 50_000_000
 SUB_GROUP_NUMEL = 16_000_000
-OPERATORS = ("CPUAdamBuilder", "FusedAdamBuilder", "AsyncIOBuilder")
+BUFFERS = 12
+OPERATORS = ("CPUAdamBuilder", "FusedAdamBuilder", "AsyncIOBuilder", "ShareMemCommBuilder")
 
 
 def load() -> None:
@@ -31,6 +33,8 @@ def load() -> None:
             f"{lock} is left of a build of DeepSpeed's operators that was killed, or one is "
             "running: wait for it, or remove the file"
         )
+    # its operators are loaded through ninja, which is beside the interpreter
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     import deepspeed  # noqa: F401
 
 
@@ -38,8 +42,7 @@ def prepare() -> None:
     """Compile the operators where that was not done."""
     from deepspeed.accelerator import get_accelerator
 
-    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    for name in OPERATORS:  # ninja is beside the interpreter
+    for name in OPERATORS:
         get_accelerator().create_op_builder(name).load(verbose=False)
 
 
@@ -70,7 +73,7 @@ def settings(job: Job) -> dict[str, Any]:
     if offload == "nvme":
         zero["offload_optimizer"] |= {
             "nvme_path": str(job.state_folder),
-            "buffer_count": 5,
+            "buffer_count": BUFFERS,
             "pipeline_read": True,
             "pipeline_write": True,
         }

@@ -20,6 +20,7 @@ from bench.peers.job import Job
 ROOT = Path(__file__).resolve().parent.parent.parent
 GRACE_SECONDS = 3.0  # between interrupting a process and killing it
 LEAVE_SECONDS = 30.0  # for a process that was told to finish
+LAST_LINES = 30  # of what a worker said that failed
 WORKER = "bench.peers.worker"
 
 
@@ -131,11 +132,12 @@ class _Process:
         return answer
 
     def reason(self) -> str:
-        """Why it ended: its last words, or the signal that killed it."""
+        """Why it ended: its last words, or the signal that killed it. More of them on stderr."""
         code = self._process.wait()
         if code < 0:
             return f"killed by {signal.Signals(-code).name}"
         lines = self.log.read_text(errors="replace").strip().splitlines()
+        print("\n".join(lines[-LAST_LINES:]), file=sys.stderr)
         return f"exit {code}: {lines[-1].strip() if lines else 'it said nothing'}"
 
     def signal(self, number: int) -> None:

@@ -51,24 +51,26 @@ def rows(device: str, budgets: Sequence[str]) -> tuple[Row, ...]:
 
 
 def default_budgets(numel: int) -> tuple[str, ...]:
-    """Three quarters and a half of what model data takes, in quarters of a GiB."""
-    quarters = (max(1, round(numel * STATE_BYTES * part / QUARTER)) for part in (0.75, 0.5))
+    """A quarter more and a quarter less than model data takes, in quarters of a GiB."""
+    quarters = (max(1, round(numel * STATE_BYTES * part / QUARTER)) for part in (1.25, 0.75))
     return tuple(dict.fromkeys(f"{count / 4:g}GiB" for count in quarters))
 
 
 def chosen(every: Sequence[Row], names: Sequence[str] | None) -> tuple[Row, ...]:
-    """Those with one of these names, or of one of these peers (`deepspeed`); None is all.
+    """Those with one of these names, or else whose names begin so (`deepspeed`, `ours/auto`).
 
-    Raises ValueError for a name that no row has.
+    None is all. Raises ValueError for a name that no row has.
     """
     if names is None:
         return tuple(every)
+    wanted: set[str] = set()
     for name in names:
-        if not any(_is(row, name) for row in every):
+        exact = {row.name for row in every if row.name == name}
+        found = exact or {
+            row.name for row in every if row.name.startswith((name + "/", name + "-"))
+        }
+        if not found:
             known = ", ".join(row.name for row in every)
             raise ValueError(f"no row {name!r}; expected some of {known}, or torch, ours, ...")
-    return tuple(row for row in every if any(_is(row, name) for name in names))
-
-
-def _is(row: Row, name: str) -> bool:
-    return row.name == name or row.name.startswith((f"{name}/", f"{name}-"))
+        wanted |= found
+    return tuple(row for row in every if row.name in wanted)
