@@ -76,7 +76,7 @@ def serve(job: Job, answers: TextIO) -> None:
     wrap_seconds = time.perf_counter() - started
     del model
 
-    say(import_seconds=import_seconds, wrap_seconds=wrap_seconds)
+    say(import_seconds=import_seconds, wrap_seconds=wrap_seconds, peak_rss_mib=peak_rss_mib())
     mine = slice(
         job.rank * job.batch // job.world_size, (job.rank + 1) * job.batch // job.world_size
     )
