@@ -3,7 +3,7 @@ PY := .venv/bin/python
 # PIP_EXTRA_INDEX_URL; nothing here pulls a CUDA build onto a machine without a GPU.
 TORCH ?= $(if $(shell command -v nvidia-smi),torch==2.13.0,torch==2.13.0+cpu)
 
-.PHONY: demo test ci check fmt test-slow test-gpu readme-tables readme-picture
+.PHONY: demo test ci check fmt test-slow test-gpu readme-tables readme-picture peers
 
 .venv/demo: pyproject.toml constraints.txt
 	python3 -m venv .venv
@@ -35,6 +35,17 @@ test-slow: .venv/ok
 
 test-gpu:
 	python3 -m pytest -q -m gpu
+
+# What bench.train compares with, in an environment of its own, with its operators compiled (some
+# minutes; needs a C++ compiler and libaio).
+peers: .venv-peers/ok
+
+.venv-peers/ok: bench/peers/requirements.txt constraints.txt
+	python3 -m venv .venv-peers
+	.venv-peers/bin/python -m pip install -q $(TORCH)
+	.venv-peers/bin/python -m pip install -q -c constraints.txt -r bench/peers/requirements.txt
+	.venv-peers/bin/python -m bench.peers.worker --prepare deepspeed_zero
+	touch .venv-peers/ok
 
 readme-tables: .venv/ok
 	$(PY) -m bench.readme

@@ -35,6 +35,17 @@ def machine() -> dict[str, Any]:
     }
 
 
+def peak_rss_mib() -> float:
+    """VmHWM of this process: the largest resident memory it had."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) / 1024
+
+
+def busy_fraction(seconds: float = 1.0) -> float:
+    """Of all cores' time, what is used while nothing of ours runs."""
+    return psutil.cpu_percent(interval=seconds) / 100
+
+
 def versions() -> dict[str, str]:
     """Versions of what matters, and the commit that is checked out."""
     found = {"python": platform.python_version(), "commit": commit()}
@@ -51,8 +62,11 @@ def write_result(path: Path, figures: Mapping[str, Any]) -> None:
     found = versions()
     made_by = {"versions": found, "machine": machine(), "commit": found["commit"]}
     part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps({**figures, **made_by}, indent=1) + "\n")
-    part.replace(path)
+    try:
+        part.write_text(json.dumps({**figures, **made_by}, indent=1) + "\n")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def commit() -> str:

@@ -99,10 +99,15 @@ MODELS: dict[str, _Entry] = {
 
 def build(what: str) -> nn.Module:
     """A model on the meta device. Raises ValueError for what is not known."""
+    return _meta(maker(what))
+
+
+def maker(what: str) -> Callable[[], Any]:
+    """What makes the model, with random weights. Raises ValueError for what is not known."""
     if ":" in what and not what.endswith(".json"):
-        return _meta(_factory(what))
+        return _factory(what)
     if what.endswith(".json"):
-        return _meta(_from_config(Path(what)))
+        return _from_config(Path(what))
     if what not in MODELS:
         raise ValueError(
             f"no model {what!r}; expected one of {', '.join(MODELS)}, "
@@ -111,7 +116,7 @@ def build(what: str) -> nn.Module:
     config_class, model_class, changes = MODELS[what]
     transformers = importlib.import_module("transformers")
     config = getattr(transformers, config_class)(**changes)
-    return _meta(lambda: getattr(transformers, model_class)(config))
+    return lambda: getattr(transformers, model_class)(config)
 
 
 def add_lora(model: nn.Module, rank: int) -> nn.Module:

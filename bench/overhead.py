@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bench.machine import MALLOC_ENVIRONMENT, write_result
+from bench.machine import MALLOC_ENVIRONMENT, peak_rss_mib, write_result
 from bench.timing import interleaved, median_ratio
 from gemini import GeminiDDP
 from optim import HybridAdam
@@ -207,13 +207,8 @@ def _rank(name: str, rank: int, world_size: int, store: str, pipe: Connection) -
     while pipe.recv() == "step":
         step()
         pipe.send("done")
-    pipe.send(_peak_rss_mib())
+    pipe.send(peak_rss_mib())
     dist.destroy_process_group()
-
-
-def _peak_rss_mib() -> float:
-    status = Path("/proc/self/status").read_text()
-    return int(status.split("VmHWM:")[1].split()[0]) / 1024
 
 
 @contextmanager

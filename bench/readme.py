@@ -14,6 +14,7 @@ from typing import Any
 
 from bench import doc_tables
 from bench.demo import table as demo_table
+from bench.peers import summary
 from gemini.units import format_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -22,6 +23,14 @@ RESULTS = ROOT / "bench/results"
 
 def _demo(result: dict[str, Any]) -> str:
     return demo_table(result["rows"], result["mixed_disk_gb_per_s"]) + "\n\n" + _where(result)
+
+
+def _train(result: dict[str, Any]) -> str:
+    peers = result["peer_versions"].get("deepspeed_zero", {})
+    beside = f"DeepSpeed {peers.get('deepspeed', 'absent')} with torch {peers.get('torch')}. "
+    return "\n\n".join(
+        [summary.table(result), summary.ratio_table(result), beside + _where(result)]
+    )
 
 
 def _where(result: dict[str, Any]) -> str:
@@ -67,6 +76,7 @@ def _picture(result: dict[str, Any]) -> str:
 
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "demo": _demo,
+    "train-cpu": _train,
     "capacity-cpu": _capacity,
     "picture": _picture,
 }

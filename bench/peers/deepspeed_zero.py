@@ -1,0 +1,103 @@
+"""DeepSpeed ZeRO-3, tuned: everything that pipelines is on, buffers as large as the work.
+
+What differs from its defaults, and why: small sub-groups, or there is nothing to pipeline; twelve
+buffers of a sub-group's size, since with fewer both pipelines on end in an assertion (four are read
+ahead, four updated, four written); buckets of the size of the largest parameter, or 2 GB of buckets
+are set aside; four threads and a deep queue for the disk, with events overlapped; parameters that
+are below the threshold are never partitioned, which at one rank saves every gather.
+
+Its operators are compiled at first use, which takes minutes: `load` does it, into the environment
+that runs, so that no row's start-up counts it. `make peers` calls it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from bench.peers.job import LEARNING_RATE, MAX_NORM, WEIGHT_DECAY, Job, Trainer
+
+BUCKET_NUMEL = 50_000_000
+SUB_GROUP_NUMEL = 16_000_000
+BUFFERS = 12
+OPERATORS = ("CPUAdamBuilder", "FusedAdamBuilder", "AsyncIOBuilder", "ShareMemCommBuilder")
+
+
+def load() -> None:
+    """Import DeepSpeed. Raises RuntimeError where a killed build of its operators blocks them."""
+    folder = Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", f"{sys.prefix}/torch_extensions"))
+    for lock in folder.glob("**/lock"):
+        raise RuntimeError(
+            f"{lock} is left of a build of DeepSpeed's operators that was killed, or one is "
+            "running: wait for it, or remove the file"
+        )
+    # its operators are loaded through ninja, which is beside the interpreter
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    import deepspeed  # noqa: F401
+
+
+def prepare() -> None:
+    """Compile the operators where that was not done."""
+    from deepspeed.accelerator import get_accelerator
+
+    for name in OPERATORS:
+        get_accelerator().create_op_builder(name).load(verbose=False)
+
+
+def settings(job: Job) -> dict[str, Any]:
+    """DeepSpeed's own configuration. Option of the row: `offload`, "cpu", "nvme" or None."""
+    offload = job.options.get("offload")
+    zero: dict[str, Any] = {
+        "stage": 3,
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "reduce_bucket_size": BUCKET_NUMEL,
+        "stage3_prefetch_bucket_size": BUCKET_NUMEL,
+        "stage3_param_persistence_threshold": BUCKET_NUMEL,
+    }
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": job.batch // job.world_size,
+        "gradient_clipping": MAX_NORM,
+        "bf16": {"enabled": True},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY},
+        },
+        "zero_optimization": zero,
+    }
+    if offload is not None:
+        zero["sub_group_size"] = SUB_GROUP_NUMEL
+        zero["offload_optimizer"] = {"device": offload, "pin_memory": True}
+    if offload == "nvme":
+        zero["offload_optimizer"] |= {
+            "nvme_path": str(job.state_folder),
+            "buffer_count": BUFFERS,
+            "pipeline_read": True,
+            "pipeline_write": True,
+        }
+        config["aio"] = {
+            "block_size": 4 << 20,
+            "queue_depth": 32,
+            "intra_op_parallelism": 4,
+            "single_submit": False,
+            "overlap_events": True,
+        }
+    return config
+
+
+def wrap(model: Any, job: Job, given: dict[str, Any]) -> Trainer:
+    import deepspeed
+
+    from bench.peers.ranks import join_group
+
+    join_group(job)
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=given
+    )
+
+    def forward(ids: Any) -> Any:
+        return engine(input_ids=ids, labels=ids).loss
+
+    return Trainer(forward, engine.backward, engine.step)

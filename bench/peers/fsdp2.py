@@ -1,0 +1,54 @@
+"""FSDP2: `fully_shard` of every block and the root, bf16 compute over fp32 shards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bench.peers.job import LEARNING_RATE, MAX_NORM, WEIGHT_DECAY, Job, Trainer
+
+
+def load() -> None:
+    from torch.distributed.fsdp import fully_shard  # noqa: F401
+
+
+def settings(job: Job) -> dict[str, Any]:
+    policies: dict[str, Any] = {"MixedPrecisionPolicy": {"param_dtype": "bfloat16"}}
+    if job.options.get("offload"):
+        policies["CPUOffloadPolicy"] = {"pin_memory": True}
+    return {
+        **policies,
+        "fully_shard": "every block",  # the user says which modules
+        "AdamW": {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "fused": True},
+        "clip_grad_norm_": MAX_NORM,
+    }
+
+
+def wrap(model: Any, job: Job, given: dict[str, Any]) -> Trainer:
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    from bench.peers.ranks import join_group
+
+    join_group(job)
+    dtypes = {key: getattr(torch, name) for key, name in given["MixedPrecisionPolicy"].items()}
+    how: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(**dtypes)}
+    if "CPUOffloadPolicy" in given:
+        how["offload_policy"] = CPUOffloadPolicy(**given["CPUOffloadPolicy"])
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
+    for block in max(lists, key=len, default=()):  # the longest list of modules is the blocks
+        fully_shard(block, **how)
+    fully_shard(model, **how)
+    assert dist.get_world_size() == job.world_size
+    optimizer = torch.optim.AdamW(model.parameters(), **given["AdamW"])
+
+    def step() -> None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), given["clip_grad_norm_"])
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def forward(ids: Any) -> Any:
+        return model(input_ids=ids, labels=ids).loss
+
+    return Trainer(forward, lambda loss: loss.backward(), step)

@@ -1,0 +1,53 @@
+"""GeminiDDP and HybridAdam, with what README tells a user to write."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bench.peers.job import LEARNING_RATE, MAX_NORM, WEIGHT_DECAY, Job, Trainer
+
+
+def load() -> None:
+    """Names, not only packages: `gemini` imports what is behind a name when it is asked for."""
+    from gemini import AutoPlacement, GeminiDDP, StaticPlacement  # noqa: F401
+    from optim import HybridAdam  # noqa: F401
+
+
+def settings(job: Job) -> dict[str, Any]:
+    """Options of the row: `nvme_fraction`, `device_budget` and `host` (the state in RAM)."""
+    options, folder = job.options, str(job.state_folder)
+    given: dict[str, Any] = {"GeminiDDP": {"max_norm": MAX_NORM}}
+    adam: dict[str, Any] = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY}
+    if "device_budget" in options:
+        given["AutoPlacement"] = {"device_budget": options["device_budget"], "nvme_dir": folder}
+    if options.get("host"):
+        given["StaticPlacement"] = {"offload_optim_frac": 1.0}
+    if "nvme_fraction" in options:
+        adam["nvme_offload_fraction"] = options["nvme_fraction"]
+        adam["nvme_offload_dir"] = folder
+    return {**given, "HybridAdam": adam}
+
+
+def wrap(model: Any, job: Job, given: dict[str, Any]) -> Trainer:
+    import gemini
+    from bench.peers.ranks import join_group
+    from optim import HybridAdam
+
+    if job.world_size > 1:
+        join_group(job)
+    placements = [
+        getattr(gemini, kind)(**given[kind])
+        for kind in ("AutoPlacement", "StaticPlacement")
+        if kind in given
+    ]
+    wrapped = gemini.GeminiDDP(model, job.device, *placements, **given["GeminiDDP"])
+    optimizer = HybridAdam(wrapped.parameters(), **given["HybridAdam"])
+
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def forward(ids: Any) -> Any:
+        return wrapped(input_ids=ids, labels=ids).loss
+
+    return Trainer(forward, lambda loss: loss.backward(), step)

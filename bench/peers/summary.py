@@ -1,0 +1,173 @@
+"""What `bench.train` measured: medians with their spread, ratios, tables, a picture."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.peers.job import number_of_settings
+from bench.peers.rows import Row
+
+WARMUP_STEPS = 2  # of each process: the first allocates, and we plan with what it showed
+PARTS = ("step_seconds", "forward_seconds", "backward_seconds", "optimizer_seconds")
+
+# what is asked: row, beside which, in what, at most
+ASKED: tuple[tuple[str, str, str, float], ...] = (
+    ("ours/resident", "torch/adamw-autocast", "step_seconds", 1.00),
+    ("ours/resident", "torch/adamw-bf16", "step_seconds", 1.08),
+    ("ours/resident", "deepspeed/zero3", "step_seconds", 1.00),
+    ("ours/nvme", "deepspeed/zero3-nvme", "peak_rss_mib", 0.50),
+    ("ours/nvme", "deepspeed/zero3-nvme", "step_seconds", 0.70),
+    ("ours/w2", "fsdp2/w2", "step_seconds", 1.00),
+    ("ours/w2", "fsdp2/w2", "peak_rss_mib", 1.00),
+    ("ours/resident", "deepspeed/zero3", "startup_seconds", 0.50),
+    ("ours/nvme", "deepspeed/zero3-nvme", "startup_seconds", 0.50),
+)
+
+
+def summary(
+    row: Row,
+    configuration: dict[str, Any],
+    lives: Sequence[dict[str, Any]],
+    steps: Sequence[Sequence[dict[str, float]]],
+    reason: str | None,
+) -> dict[str, Any]:
+    """A row of the JSON: medians, their least and largest under `spread`; or a `reason`.
+
+    lives: of each round what the ranks said when they were `ready` and at their `end`, and
+        `nvme_bytes`. steps: of each round the seconds and the loss of every step.
+    """
+    fixed = {
+        "name": row.name,
+        "world_size": row.world_size,
+        "settings": number_of_settings(configuration),
+        "configuration": configuration,
+    }
+    if reason is not None:
+        return {**fixed, "reason": reason}
+    timed = [step for life in steps for step in life[WARMUP_STEPS:]]
+    samples: dict[str, list[float]] = {part: [step[part] for step in timed] for part in PARTS}
+    for start in ("import_seconds", "wrap_seconds"):
+        samples[start] = [max(rank[start] for rank in life["ready"]) for life in lives]
+    samples["startup_seconds"] = [
+        a + b for a, b in zip(samples["import_seconds"], samples["wrap_seconds"], strict=True)
+    ]
+    for peak in ("peak_rss_mib", "peak_device_mib"):
+        samples[peak] = [max(rank[peak] for rank in life["end"]) for life in lives]
+    samples["first_step_seconds"] = [life[0]["step_seconds"] for life in steps]
+    return {
+        **fixed,
+        **{key: statistics.median(values) for key, values in samples.items()},
+        "spread": {key: [min(values), max(values)] for key, values in samples.items()},
+        "nvme_bytes": lives[0]["nvme_bytes"],
+        "loss": steps[0][-1]["loss"],
+        "losses": [step["loss"] for step in steps[0]],
+        "steps_by_round": [
+            [step["step_seconds"] for step in life[WARMUP_STEPS:]] for life in steps
+        ],
+        "threads": lives[0]["end"][0]["threads"],
+    }
+
+
+def ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What is asked of us, where both rows are there. Step times are paired step by step."""
+    found = {row["name"]: row for row in rows if "reason" not in row}
+    return [
+        {
+            "row": name, "beside": beside, "of": key, "at_most": bound,
+            "ratio": (ratio := _ratio(found[name], found[beside], key)),
+            "met": ratio <= bound,
+        }
+        for name, beside, key, bound in ASKED
+        if name in found and beside in found
+    ]  # fmt: skip
+
+
+def _ratio(ours: dict[str, Any], theirs: dict[str, Any], key: str) -> float:
+    if key != "step_seconds":
+        return float(ours[key] / theirs[key])
+    pairs: list[float] = [
+        a / b
+        for mine, other in zip(ours["steps_by_round"], theirs["steps_by_round"], strict=True)
+        for a, b in zip(mine, other, strict=True)
+    ]
+    return statistics.median(pairs)
+
+
+def table(result: dict[str, Any]) -> str:
+    """Markdown: a median, and from least to largest in brackets. Rows with a reason come last."""
+    cuda = result["device"] != "cpu"
+    heads = [
+        "run", "step, s", "forward", "backward", "optimizer", "peak RSS, MiB",
+        *(["peak device, MiB"] if cuda else []), "on disk, GB",
+        f"loss after {result['steps']} steps", "start-up, s", "settings",
+    ]  # fmt: skip
+    lines = ["| " + " | ".join(heads) + " |", "|---|" + "---:|" * (len(heads) - 1)]
+    for row in result["rows"]:
+        if "reason" in row:
+            continue
+        cells = [
+            row["name"],
+            _with_spread(row, "step_seconds", 2),
+            *(f"{row[part]:.2f}" for part in PARTS[1:]),
+            _with_spread(row, "peak_rss_mib", 0),
+            *([_with_spread(row, "peak_device_mib", 0)] if cuda else []),
+            f"{row['nvme_bytes'] / 1e9:.2f}",
+            f"{row['loss']:.4f}",
+            _with_spread(row, "startup_seconds", 1),
+            str(row["settings"]),
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    for row in result["rows"]:
+        if "reason" in row:
+            lines.append(f"| {row['name']} | " + " | " * (len(heads) - 2) + " |")
+    reasons = [f"{row['name']}: {row['reason']}" for row in result["rows"] if "reason" in row]
+    return "\n".join([*lines, *(["", *reasons] if reasons else [])])
+
+
+def _with_spread(row: dict[str, Any], key: str, digits: int) -> str:
+    low, high = row["spread"][key]
+    return f"{row[key]:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+
+
+def ratio_table(result: dict[str, Any]) -> str:
+    """Markdown: what is asked of us, and what came out."""
+    lines = ["| of | over | in | at most | measured |", "|---|---|---|---:|---:|"]
+    for r in result["ratios"]:
+        lines.append(
+            f"| {r['row']} | {r['beside']} | {r['of'].split('_')[0]} | {r['at_most']:.2f} "
+            f"| {r['ratio']:.2f}{'' if r['met'] else ', missed'} |"
+        )
+    return "\n".join(lines)
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Step time and peak memory of every row; whole or not at all."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = [row for row in result["rows"] if "reason" not in row][::-1]
+    names = [row["name"] for row in rows]
+    figure, (left, right) = pyplot.subplots(1, 2, sharey=True, figsize=(11, 0.4 * len(rows) + 1.5))
+    before = [0.0] * len(rows)
+    for part in PARTS[1:]:
+        seconds = [row[part] for row in rows]
+        left.barh(names, seconds, left=before, label=part.removesuffix("_seconds"))
+        before = [a + b for a, b in zip(before, seconds, strict=True)]
+    left.set_xlabel("seconds a step")
+    left.legend()
+    peak = "peak_rss_mib" if result["device"] == "cpu" else "peak_device_mib"
+    right.barh(names, [row[peak] for row in rows])
+    right.set_xlabel("peak resident memory, MiB" if peak == "peak_rss_mib" else "peak device, MiB")
+    figure.suptitle(f"{result['model']}, {result['batch']} x {result['seq']}")
+    figure.tight_layout()
+    part_file = path.with_name(path.name + ".part")
+    try:
+        figure.savefig(part_file, dpi=120, format=path.suffix.removeprefix(".") or "png")
+        part_file.replace(path)
+    finally:
+        part_file.unlink(missing_ok=True)

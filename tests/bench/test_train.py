@@ -1,0 +1,270 @@
+"""bench.train: rows of JSON, and what a missing peer, a crash and Ctrl-C cost."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from bench import train
+from bench.peers import deepspeed_zero
+from bench.peers.job import Job, number_of_settings
+from bench.peers.processes import PeerError, Ranks
+from bench.peers.rows import chosen, default_budgets, rows
+from bench.peers.summary import ratios, summary, table
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+NAMES = [
+    "torch/adamw-bf16", "torch/adamw-autocast", "fsdp2/w1", "fsdp2/w2", "deepspeed/zero3",
+    "deepspeed/zero3-cpu", "deepspeed/zero3-nvme", "ours/resident", "ours/half-nvme", "ours/nvme",
+    "ours/w2", "ours/auto-1.5GiB",
+]  # fmt: skip
+KEYS = {
+    "name", "step_seconds", "forward_seconds", "backward_seconds", "optimizer_seconds",
+    "peak_rss_mib", "nvme_bytes", "loss", "startup_seconds", "settings", "threads", "spread",
+}  # fmt: skip
+TINY = {
+    "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_layer": 2, "n_embd": 64,
+    "n_head": 2, "vocab_size": 256, "n_positions": 32, "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+# stands for DeepSpeed: as the real one it must be importable, and has an accelerator
+STAND_IN = """
+import os, sys, types
+accelerator = types.ModuleType("deepspeed.accelerator")
+builder = types.SimpleNamespace(load=lambda verbose: None)
+accelerator.get_accelerator = lambda: types.SimpleNamespace(create_op_builder=lambda name: builder)
+sys.modules["deepspeed.accelerator"] = accelerator
+def initialize(**kwargs):
+    os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.fixture
+def place(tmp_path):
+    """A folder for the disk rows, a tiny model, and a path for modules."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "tiny.json").write_text(json.dumps(TINY))
+    return tmp_path
+
+
+def start(place, *flags):
+    command = [
+        sys.executable, "-m", "bench.train", "--model", place / "tiny.json", "--seq", "16",
+        "--device", "cpu", "--steps", "3", "--rounds", "1", "--nvme-dir", place / "disk",
+        "--json", place / "out.json", "--plot", place / "out.png",
+        "--peers-python", sys.executable, *flags,
+    ]  # fmt: skip
+    path = os.pathsep.join([str(place / "modules"), str(ROOT), str(ROOT / "io")])
+    return subprocess.Popen(
+        [str(word) for word in command], cwd=ROOT, env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+
+
+def run(place, *flags):
+    process = start(place, *flags)
+    printed, _ = process.communicate(timeout=240)
+    return process.returncode, printed
+
+
+def workers(place):
+    """Processes that were told of this folder, the bench itself left out."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().decode(errors="replace").split("\0")
+        except OSError:
+            continue
+        if any(word.startswith(str(place / "disk" / "bench-train-")) for word in words):
+            found.append(int(path.parent.name))
+    return found
+
+
+# -- pure --
+
+
+def test_rows_have_the_names_that_were_asked_for():
+    every = rows("cpu", ["1.5GiB"])
+    assert [row.name for row in every] == NAMES
+    assert {"fsdp2/w1-offload", "fsdp2/w2-offload", "ours/host"} == {
+        row.name for row in rows("cuda", ["1.5GiB"])
+    } - {*NAMES}
+    assert [r.name for r in chosen(every, ["fsdp2", "deepspeed/zero3", "ours/auto"])] == [
+        "fsdp2/w1", "fsdp2/w2", "deepspeed/zero3", "ours/auto-1.5GiB"
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="no row 'ours/nothing'; expected some of torch/adamw"):
+        chosen(every, ["ours/nothing"])
+
+
+def test_budgets_are_a_quarter_above_and_below_model_data():
+    assert default_budgets(124_439_808) == ("2.25GiB", "1.5GiB")
+    assert default_budgets(1000) == ("0.25GiB",)
+
+
+def test_settings_are_counted_one_by_one():
+    assert number_of_settings({"a": {"b": 1, "c": {"d": 2}}, "e": [1, 2]}) == 3
+    args = train.parse(["--device", "cpu"])
+    by_row = {
+        row.name: number_of_settings(train.configuration(row, args)) for row in rows("cpu", [])
+    }
+    assert by_row["ours/resident"] == 3  # rate, decay, norm
+    assert by_row["ours/nvme"] == 5 and by_row["torch/adamw-autocast"] == 5
+    assert by_row["deepspeed/zero3-nvme"] > by_row["deepspeed/zero3-cpu"] > 10
+
+
+def life(step, peak, start=1.0):
+    """What one process says whose steps all take `step` seconds."""
+    parts = {f"{part}_seconds": step / 4 for part in ("forward", "backward", "optimizer")}
+    steps = [{"step_seconds": 9.0 if i < 2 else step, "loss": 5.0 - i, **parts} for i in range(4)]
+    end = {"peak_rss_mib": peak, "peak_device_mib": 0.0, "threads": 2}
+    ready = {"import_seconds": start, "wrap_seconds": 0.5}
+    return steps, {"ready": [ready, ready], "end": [end, {**end, "peak_rss_mib": peak - 1}],
+                   "nvme_bytes": 7}  # fmt: skip
+
+
+def row_of(name, lives):
+    row = next(row for row in rows("cpu", ["1.5GiB"]) if row.name == name)
+    steps, ends = zip(*lives, strict=True)
+    return summary(row, {"a": 1}, ends, steps, None)
+
+
+def test_medians_leave_the_first_steps_out_and_ratios_are_paired_by_round():
+    ours = row_of("ours/nvme", [life(1.0, 100), life(2.0, 300)])
+    theirs = row_of("deepspeed/zero3-nvme", [life(2.0, 400), life(4.0, 400, start=2.0)])
+    assert ours["step_seconds"] == 1.5 and ours["spread"]["step_seconds"] == [1.0, 2.0]
+    assert ours["peak_rss_mib"] == 200 and ours["loss"] == 2.0 and ours["nvme_bytes"] == 7
+    assert theirs["startup_seconds"] == 2.0
+    found = {r["of"]: r for r in ratios([ours, theirs])}
+    assert found["step_seconds"]["ratio"] == 0.5 and found["step_seconds"]["met"]
+    assert found["peak_rss_mib"]["ratio"] == 0.5
+    assert found["startup_seconds"]["ratio"] == 0.75 and not found["startup_seconds"]["met"]
+
+
+def test_table_has_every_row_and_the_reason_of_those_without_figures():
+    row = next(row for row in rows("cpu", []) if row.name == "deepspeed/zero3")
+    lost = summary(row, {"a": 1}, [], [], "exit 1: No module named 'deepspeed'")
+    text = table({"device": "cpu", "steps": 4, "rows": [row_of("ours/w2", [life(1.0, 100)]), lost]})
+    assert "| ours/w2 | 1.00 (1.00 to 1.00) | 0.25 | 0.25 | 0.25 | 100 (100 to 100)" in text
+    assert "deepspeed/zero3: exit 1: No module named 'deepspeed'" in text
+
+
+def test_lock_of_a_killed_build_is_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    (tmp_path / "cpu_adam").mkdir()
+    (tmp_path / "cpu_adam/lock").touch()
+    with pytest.raises(RuntimeError, match="cpu_adam/lock is left of a build"):
+        deepspeed_zero.load()
+
+
+@pytest.mark.parametrize("flags", [["--steps", "2"], ["--rounds", "0"], ["--batch", "3"]])
+def test_bad_arguments_are_refused(flags):
+    with pytest.raises(SystemExit) as refused:
+        train.parse(flags)
+    assert refused.value.code == 2
+
+
+# -- processes --
+
+
+def test_worker_that_says_nothing_ends_and_is_the_rows_reason(place, monkeypatch):
+    (place / "modules/silent.py").write_text("import time\ntime.sleep(600)\n")
+    monkeypatch.setenv("PYTHONPATH", str(place / "modules"))
+    monkeypatch.setattr("bench.peers.processes.WORKER", "silent")
+    job = Job("silent", "", "", str(place / "disk"))
+    started = time.monotonic()
+    with pytest.raises(PeerError, match="no answer in 1 s"):
+        Ranks(sys.executable, [job, Job("silent", "", "", str(place / "disk"), rank=1)], 1.0)
+    assert time.monotonic() - started < 20
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_rows_of_one_run_are_written_whole(place):
+    code, printed = run(place, "--force", "--peers", "torch", "fsdp2/w2", "ours")
+    assert code == 0, printed
+    result = json.loads((place / "out.json").read_text())
+    found = {row["name"]: row for row in result["rows"]}
+    assert found.keys() == {
+        "torch/adamw-bf16", "torch/adamw-autocast", "fsdp2/w2", "ours/resident", "ours/half-nvme",
+        "ours/nvme", "ours/w2", "ours/auto-0.25GiB",
+    }  # fmt: skip
+    for row in found.values():
+        assert row.keys() > KEYS, row
+        parts = ("forward_seconds", "backward_seconds", "optimizer_seconds")
+        assert 0 < sum(row[part] for part in parts) < 1.5 * row["step_seconds"]
+        assert row["peak_rss_mib"] > 100 and row["startup_seconds"] > 0.1
+    on_disk = [found[f"ours/{name}"]["nvme_bytes"] for name in ("resident", "half-nvme", "nvme")]
+    assert 0 == on_disk[0] < on_disk[1] <= on_disk[2]
+    # the same losses wherever the state is; one rank or two within bf16's rounding
+    assert found["ours/resident"]["losses"] == found["ours/nvme"]["losses"]
+    for row in found.values():
+        assert row["losses"] == pytest.approx(found["torch/adamw-autocast"]["losses"], rel=5e-3)
+    assert result["machine"]["load_average"] and result["versions"]["torch"]
+    assert (place / "out.png").read_bytes().startswith(b"\x89PNG")
+    assert not list((place / "disk").iterdir()) and not list(place.glob("*.part"))
+
+
+@pytest.mark.slow
+def test_missing_peer_costs_its_own_row(place):
+    (place / "modules/deepspeed.py").write_text("raise ImportError('deepspeed is not here')\n")
+    code, printed = run(
+        place, "--force", "--peers", "deepspeed/zero3", "deepspeed/zero3-nvme", "torch/adamw-bf16"
+    )
+    assert code == 0, printed
+    found = {r["name"]: r for r in json.loads((place / "out.json").read_text())["rows"]}
+    for name in ("deepspeed/zero3", "deepspeed/zero3-nvme"):
+        assert found[name]["reason"] == "exit 1: ImportError: deepspeed is not here"
+    assert found["torch/adamw-bf16"]["step_seconds"] > 0
+    assert "deepspeed is not here" in printed
+
+
+@pytest.mark.slow
+def test_peer_that_crashes_costs_its_own_row(place):
+    (place / "modules/deepspeed.py").write_text(STAND_IN)
+    code, printed = run(place, "--force", "--peers", "deepspeed/zero3", "torch/adamw-bf16")
+    assert code == 0, printed
+    found = {r["name"]: r for r in json.loads((place / "out.json").read_text())["rows"]}
+    assert found["deepspeed/zero3"]["reason"] == "killed by SIGKILL"
+    assert found["torch/adamw-bf16"]["step_seconds"] > 0
+    assert not workers(place) and not list((place / "disk").iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupt_leaves_no_file_process_or_folder(place, number):
+    (place / "out.json").write_text("before")
+    process = start(place, "--force", "--steps", "5000", "--peers", "ours/nvme", "ours/w2")
+    try:
+        deadline = time.monotonic() + 120
+        while not list((place / "disk").glob("bench-train-*/*/state/*")):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        assert workers(place)
+        process.send_signal(number)
+        printed, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 128 + number, printed
+    assert not workers(place) and not list((place / "disk").iterdir())
+    assert sorted(p.name for p in place.iterdir()) == ["disk", "modules", "out.json", "tiny.json"]
+    assert (place / "out.json").read_text() == "before"
+
+
+def test_busy_machine_is_refused(place):
+    spin = [
+        subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        for _ in range(len(os.sched_getaffinity(0)))
+    ]
+    try:
+        code, printed = run(place)
+    finally:
+        for process in spin:
+            process.kill()
+            process.wait()
+    assert code == 2 and "the machine is busy" in printed and "--force" in printed
+    assert not (place / "out.json").exists()
