@@ -19,6 +19,8 @@ from torch import Tensor
 from gemini.chunk.storage import Chunk
 from gemini.units import ChunkId
 
+MAX_UNDER_WAY = 2  # reductions at once while backward runs
+
 
 class Reducer:
     """Gradients of the trainable chunks of one engine, over one backward after another."""
@@ -37,6 +39,7 @@ class Reducer:
         self._arrivals: Counter[tuple[ChunkId, int]] = Counter()  # of this backward
         self._usual: Counter[tuple[ChunkId, int]] = Counter()  # of the last one, if more than one
         self._waiting: list[Chunk] = []
+        self._begun: list[Chunk] = []  # not waited for, in the order of beginning
         self.reset()
 
     # -- module calls --
@@ -66,7 +69,7 @@ class Reducer:
         if not self.synchronise or not self._by_moment:
             return
         while self._waiting and self._is_due(self._waiting[0].spec.id):
-            self._waiting.pop(0).gradient.begin_reduce()
+            self._begin(self._waiting.pop(0))
 
     def _is_due(self, chunk: ChunkId) -> bool:
         if self._open[chunk]:
@@ -89,7 +92,17 @@ class Reducer:
         if chunk.gradient.num_arrived < len(chunk.spec.slots):
             return
         while self._waiting and self._is_complete(self._waiting[0]):
-            self._waiting.pop(0).gradient.begin_reduce()
+            self._begin(self._waiting.pop(0))
+
+    def _begin(self, chunk: Chunk) -> None:
+        """Begin to reduce it, and end the one before the last: a ticket keeps a whole payload.
+
+        Gloo's tickets of a reduce-scatter are never ready before they are waited for.
+        """
+        chunk.gradient.begin_reduce()
+        self._begun.append(chunk)
+        if len(self._begun) > MAX_UNDER_WAY:
+            self._begun.pop(0).gradient.end_reduce()
 
     def _is_complete(self, chunk: Chunk) -> bool:
         if chunk.gradient.num_arrived < len(chunk.spec.slots):
@@ -144,4 +157,5 @@ class Reducer:
         for counter in (self._opened, self._open, self._arrivals):
             counter.clear()
         self._last_opened.clear()
+        self._begun.clear()
         self.active = False
