@@ -16,11 +16,18 @@ import numpy.typing as npt
 from gemini.units import PAGE_BYTES, ChunkId, align_up
 
 from .plan import Reduction, Staging, UpdatePath
-from .sizes import Bandwidths, BudgetError, Budgets, ChunkBytes, StateBytes, on_disk
+from .sizes import (
+    UNDO_ITEMSIZE,
+    Bandwidths,
+    BudgetError,
+    Budgets,
+    ChunkBytes,
+    StateBytes,
+    on_disk,
+)
 from .tiers import Tier
 
 Vector = npt.NDArray[np.int64]
-UNDO_ITEMSIZE = 4  # parameters before an update, where no master could restore them
 _FROZEN_PIECE_BYTES = 1 << 22  # what a frozen shard is read in
 _STORE_BYTES = 1 << 16  # header of a store
 _INDEX_BYTES = 64  # of a store, a block: both slots, and its place in the header

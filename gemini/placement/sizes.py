@@ -21,6 +21,7 @@ from gemini.units import (
 from .tiers import Tier
 
 NUM_VERSIONS = 2  # of every block on disk; see nvme.layout
+UNDO_ITEMSIZE = 4  # of an undo plane: fp32
 UNLIMITED = Bytes(1 << 62)
 
 

@@ -28,7 +28,8 @@ MAX_SIGNATURES = 16
 class Sampler:
     """Collects traces of one engine and hands each to `traced`.
 
-    An iteration is sampled if none of its kind and signature was, or if the last one left its plan.
+    An iteration is sampled if none of its kind and signature was, or if the last of these left its
+    plan.
     """
 
     def __init__(
@@ -42,6 +43,8 @@ class Sampler:
         self._everything = tuple(ParamId(i) for i in range(len(specs)))
         self._ledger = ledger
         self._traced = traced
+        self._key: tuple[Kind, str] | None = None  # of the iteration that began last
+        self._stale: set[tuple[Kind, str]] = set()  # iterations of these left their plan
         monitor = _monitor(backend)
         self.collector = MemStatsCollector(
             specs, [] if monitor is None else [monitor], ledger.memory_bytes
@@ -50,15 +53,24 @@ class Sampler:
     def begin(self, inputs: Any, *, again: bool) -> None:
         """A root forward is about to begin. `again`: the last iteration left its plan."""
         self.end()
+        if again and self._key is not None:
+            self._stale.add(self._key)
         kind: Kind = "train" if torch.is_grad_enabled() else "eval"
         traces = self.collector.traces
-        key = (kind, input_signature(inputs))
-        if (key in traces and not again) or (key not in traces and len(traces) >= MAX_SIGNATURES):
+        self._key = key = (kind, input_signature(inputs))
+        is_known = key in traces and key not in self._stale
+        if is_known or (key not in traces and len(traces) >= MAX_SIGNATURES):
             return
+        self._stale.discard(key)
         self._ledger.watched = True
         if kind == "train":
             self._ledger.peaks.clear()
         self.collector.begin(*key)
+
+    @property
+    def signature(self) -> str:
+        """Of the inputs of the iteration that began last."""
+        return "" if self._key is None else self._key[1]
 
     def at_root(self, edge: Edge) -> None:
         """The root module's forward or backward begins or ends, where nothing below is hooked."""

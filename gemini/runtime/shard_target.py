@@ -129,7 +129,7 @@ class ShardTarget(ShardState):
         updater = self._path.begin(hypers, agreement.present, agreement.power_sum, pending.clip)
         views = self._views(hypers, agreement.present)
         before, stalled = self._traffic(updater), self._tiers.stalled_seconds
-        engine.manager.release_all()
+        engine.manager.release_for_step()
         try:
             with HeldSignals() as held:
                 engine.manager.ledger.note()
@@ -162,7 +162,7 @@ class ShardTarget(ShardState):
         """Submit norm, clip, skip and update; the host waits for nothing."""
         engine = self._engine
         self._check_any(engine.present)
-        engine.manager.release_all()
+        engine.manager.release_for_step()
         pending = engine.pending_clip or PendingClip(Clip(engine.numerics.max_norm))
         if pending.norm is None:
             path.submit_measure(chunks, pending.clip)
