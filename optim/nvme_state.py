@@ -32,6 +32,7 @@ from nvme import (
     PinnedVersions,
     RollbackError,
     StoreLayout,
+    WriteMeter,
     check_folder,
     default_folder,
 )
@@ -91,7 +92,7 @@ class NvmeState:
             checksums=config.checksums,
             allow_ram=config.allow_ram,
             label=label,
-            write_budget=config.write_budget,
+            meter=config.meter or WriteMeter(config.write_budget),
         )
         try:
             self._check_budget(config.write_budget)

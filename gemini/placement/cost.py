@@ -8,7 +8,7 @@ from math import inf
 
 from .homes import Homes, Tiers, state_parts
 from .plan import Move, MoveKind, Plan, UpdatePath
-from .sizes import UNDO_ITEMSIZE, Bandwidths, ChunkBytes
+from .sizes import FP32_BYTES, Bandwidths, ChunkBytes
 from .tiers import Tier
 
 Seconds = dict[str, float]  # by resource
@@ -138,7 +138,7 @@ def _update_busy(chunk: ChunkBytes, homes: Homes, tiers: Tiers, path: UpdatePath
     for home, (state_bytes, param_bytes) in state_parts(chunk, homes.state[i]):
         taken = UpdatePath.RESIDENT if home is Tier.DEVICE else path
         block = chunk.blocks[0]
-        undo_bytes = param_bytes * block.numel * UNDO_ITEMSIZE // block.param_bytes
+        undo_bytes = param_bytes * block.numel * FP32_BYTES // block.param_bytes
         for _, src, dst, nbytes in update_transfers(
             state_bytes, param_bytes, undo_bytes,
             param=homes.param[i], grad=homes.grad[i], state=home, path=taken,

@@ -17,7 +17,7 @@ from gemini.units import PAGE_BYTES, ChunkId, align_up
 
 from .plan import Reduction, Staging, UpdatePath
 from .sizes import (
-    UNDO_ITEMSIZE,
+    FP32_BYTES,
     Bandwidths,
     BudgetError,
     Budgets,
@@ -103,10 +103,10 @@ class Tiers:
                 parts.append((homes.grad[i], block.param_bytes))
                 on_nvme = sum([align_up(n, PAGE_BYTES) for tier, n in parts if tier is Tier.NVME])
                 if on_nvme and not self.state.has_master:
-                    on_nvme += block.numel * UNDO_ITEMSIZE
+                    on_nvme += block.numel * FP32_BYTES
                 elif home is Tier.NVME and homes.param[i] is not Tier.NVME:
                     # the parameters of blocks that are read ahead of the step, to undo it
-                    on_nvme += -(-block.numel * UNDO_ITEMSIZE * self.depth // (self.depth + 2))
+                    on_nvme += -(-block.numel * FP32_BYTES * self.depth // (self.depth + 2))
                 host = max(host, on_nvme)
                 if home is not Tier.DEVICE and homes.path[i] is UpdatePath.STREAM:
                     device = max(device, sum([n for tier, n in parts if tier is not Tier.DEVICE]))
@@ -120,16 +120,32 @@ class Tiers:
         return (Staging(count, device) if device else Staging()), on_host
 
     def nvme_bytes(self, homes: Homes) -> int:
-        """Bytes of the files that hold what is on NVMe."""
-        total = num_blocks = 0
+        """The most bytes that the files of these homes take at once.
+
+        Beside what the plan puts there: fp32 originals, from the module's set-up until masters have
+        them; after that, once several backwards add up, gradients in fp32.
+        """
+        total = originals = sums = num_blocks = 0
         for chunk in self.chunks:
             i = chunk.id
             sizes = nvme_blocks(
                 chunk, homes.param[i], homes.grad[i], homes.state[i], self.state.has_master
             )
-            total += sum(on_disk(nbytes) for _, nbytes in sizes)
+            total += sum(on_disk(kind, nbytes) for kind, nbytes in sizes)
             num_blocks += len(sizes)
-        return total + store_overhead(num_blocks)
+            wide = [align_up(b.numel * FP32_BYTES, PAGE_BYTES) for b in chunk.blocks
+                    if b.param_bytes < b.numel * FP32_BYTES]  # fmt: skip
+            if homes.grad[i] is Tier.NVME:
+                sums += sum(wide)
+                num_blocks += len(wide)
+            if self.state.has_master and any(home is not Tier.DEVICE for home in homes.state[i]):
+                originals += sum(wide)
+                num_blocks += len(wide)
+        gradients = sum(
+            on_disk("gradients", chunk.shard_bytes) for chunk in self.chunks
+            if chunk.trainable and homes.grad[chunk.id] is Tier.NVME
+        )  # fmt: skip
+        return total + max(sums, originals - gradients) + store_overhead(num_blocks)
 
 
 def nvme_blocks(
@@ -147,7 +163,7 @@ def nvme_blocks(
         if home is Tier.NVME:
             found.append(("state", block.state_bytes))
             if not has_master:
-                found.append(("state", block.numel * UNDO_ITEMSIZE))
+                found.append(("state", block.numel * FP32_BYTES))
     return found
 
 

@@ -9,7 +9,7 @@ from gemini.units import BlockId, Bytes, ChunkId, Moment
 from .cost import update_transfers
 from .homes import Homes, Tiers
 from .plan import Gather, Move, MoveKind, Reduction, UpdatePath
-from .sizes import UNDO_ITEMSIZE
+from .sizes import FP32_BYTES
 from .tiers import Tier
 
 EVICT_MOMENTS = 2  # from the end of a reduction until the gradient has left the device
@@ -55,7 +55,7 @@ def moves_of(
             at = num_trace_moments + position.get(block.id, len(order))
             site = Tier.HOST if path is UpdatePath.CPU else Tier.DEVICE
             for kind, src, dst, nbytes in update_transfers(
-                block.state_bytes, block.param_bytes, block.numel * UNDO_ITEMSIZE,
+                block.state_bytes, block.param_bytes, block.numel * FP32_BYTES,
                 param=homes.param[i], grad=homes.grad[i],
                 state=state, path=path, has_master=tiers.state.has_master,
             ):  # fmt: skip

@@ -18,7 +18,7 @@ from typing import Literal
 
 from gemini.units import BlockId, Bytes, ChunkId, Moment, format_bytes
 
-from .sizes import UNDO_ITEMSIZE, Budgets, ChunkBytes
+from .sizes import FP32_BYTES, Budgets, ChunkBytes
 from .tiers import Tier
 
 
@@ -231,7 +231,7 @@ class Plan:
                 assert block.chunk == move.chunk
                 exact = {
                     MoveKind.STATE: block.state_bytes,
-                    MoveKind.UNDO: block.numel * UNDO_ITEMSIZE,
+                    MoveKind.UNDO: block.numel * FP32_BYTES,
                 }.get(move.kind, block.param_bytes)
             assert move.nbytes == exact, move
             if move.kind is MoveKind.PARAM and move.block is None and move.dst is Tier.DEVICE:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -285,6 +285,9 @@ class Engine:
 
     def _say_what_is_left(self, error: NvmeError) -> None:
         """A parameter could not be read: nothing can compute, and memory holds only a part."""
+        for chunk in self.chunks:
+            with suppress(NvmeError):  # what was begun ahead may be lost too; then it is not there
+                chunk.wait_gathered()
         chunks = [chunk for chunk in self.chunks if chunk.gathered or chunk.files is None]
         names = [self.layout.params[slot.param].name for c in chunks for slot in c.spec.slots]
         error.add_note(

@@ -285,6 +285,9 @@ class ShardTarget(ShardState):
         error: BaseException | None = None
         files = self._engine.storage.params
         try:
+            if files is not None:
+                also = self._tiers.nvme.written_bytes_per_step if self._tiers.nvme else 0
+                files.store.check_step(files.written_bytes_per_step + also)
             self._tiers.prepare(updater, views, lambda: held.pending)
             if files is not None:
                 files.flush()
@@ -389,8 +392,10 @@ class ShardTarget(ShardState):
         for chunk in engine.chunks:
             chunk.wait_gathered()
             chunk.gradient.end_reduce()
-            held = (chunk.shard, chunk.payload, chunk.gradient.buffer, chunk.gradient.reduced)
+            held = (chunk.payload, chunk.gradient.buffer, chunk.gradient.reduced)
             found += [tensor for tensor in held if tensor is not None]
+            if chunk.files is None:
+                found.append(chunk.shard)
         return found
 
     @property
