@@ -184,7 +184,9 @@ class GeminiDDP(nn.Module):
         self._integrity.check()
         self.engine.begin_iteration((args, kwargs))
         args, kwargs = self._boundary.enter((args, kwargs))
-        return self._boundary.leave(self.module(*args, **kwargs))
+        with self.engine.tracking(self.module):
+            outputs = self.module(*args, **kwargs)
+        return self._boundary.leave(outputs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

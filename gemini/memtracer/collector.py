@@ -85,13 +85,21 @@ class MemStatsCollector:
         """Model data is about to be allocated or freed within a period."""
         if self._key is not None:
             self._used = max(self._used, self._reading())
+            self._pause(True)
 
     def after_change(self) -> None:
         """It was: what was in use meanwhile does not count."""
         if self._key is not None:
             for monitor in self._monitors:
                 monitor.period()
+            self._pause(False)
             self._model_before = self._model_bytes()
+
+    def _pause(self, paused: bool) -> None:
+        """What trackers see is model data, or not."""
+        for monitor in self._monitors:
+            if isinstance(monitor, StorageTracker):
+                monitor.paused = paused
 
     def end(self) -> Trace:
         """The iteration ends; its trace, which is kept."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -50,6 +50,8 @@ from .tensor_mgr import StatefulTensorMgr
 from .trees import tensors_in
 
 log = logging.getLogger("gemini")
+
+MAX_AGREEMENTS = 3  # steps at which ranks try to agree on a trace
 
 
 class Engine:
@@ -123,6 +125,8 @@ class Engine:
         }
         self.present = [False] * len(params)  # a gradient arrived since the last zero_grad
         self._target: ShardTarget | None = None
+        self._last_trace: Trace | None = None  # of training
+        self._agreements_left = 0 if planning.has_trace else MAX_AGREEMENTS
         self._forward_depth = 0
         self._summoned = False
         for i, param in enumerate(self.params):
@@ -181,10 +185,23 @@ class Engine:
 
     def _traced(self, trace: Trace) -> None:
         """An iteration was sampled. Alone, this rank plans with it; the homes stay."""
+        if trace.kind == "train":
+            self._last_trace = trace
+        if not self.sampler.measures:
+            return
         if self.all_gathered and self.planning.has_trace:
             return  # there are no hooks: what was traced is coarser than what was given
         if self.comm.world_size == 1 and self.planning.follow(trace):
             self.manager.payload_room_bytes = self.planning.payload_room_bytes
+
+    def agree_on_trace(self) -> None:
+        """Before a step: plan with what all ranks measured, once they have. Collective."""
+        if self.comm.world_size == 1 or self.all_gathered or not self._agreements_left:
+            return
+        self._agreements_left -= 1
+        if self.planning.follow_all(self._last_trace if self.sampler.measures else None):
+            self.manager.payload_room_bytes = self.planning.payload_room_bytes
+            self._agreements_left = 0
 
     # -- forward and backward --
 
@@ -199,6 +216,10 @@ class Engine:
             # where nothing moves, one iteration of a kind is as good as another
             told_apart = None if self.all_gathered else inputs
             self.sampler.begin(told_apart, again=self.manager.deviated)
+
+    def tracking(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Around the forward that `begin_iteration` announced."""
+        return self.sampler.tracking(module, lambda: [chunk.payload for chunk in self.chunks])
 
     def begin_forward(self) -> None:
         """The root module's forward begins."""

@@ -11,7 +11,14 @@ from pathlib import Path
 import torch
 
 from gemini.chunk.layout import ITEMSIZE, ChunkLayout
-from gemini.memtracer.trace import ASSUMED_SIGNATURE, Kind, Trace, sequential_trace
+from gemini.memtracer.trace import (
+    ASSUMED_SIGNATURE,
+    Kind,
+    Trace,
+    TraceError,
+    reduce_traces,
+    sequential_trace,
+)
 from gemini.placement.gather import GatherSteps
 from gemini.placement.plan import Plan
 from gemini.placement.planner import PlanInputs, Planned, make_plan, plan_within, reduce_inputs
@@ -76,6 +83,9 @@ class Planning:
             policy = replace(policy, steady_cap_ratio=1.0)  # the assumption is margin enough
         self.planned = make_plan(self.inputs, policy)
         self.others.clear()
+        self._compare()
+
+    def _compare(self) -> None:
         digests = self.comm.gather_objects(self.plan.digest())
         if len(set(digests)) > 1:
             raise AssertionError(f"ranks made different plans from the same inputs: {digests}")
@@ -123,6 +133,29 @@ class Planning:
             self.inputs, self.planned, self.has_trace = inputs, planned, True
         else:
             self.others[trace.kind, trace.signature] = planned
+        return True
+
+    def follow_all(self, trace: Trace | None) -> bool:
+        """Plan with what all ranks measured, in the homes there are; whether that was possible.
+
+        Collective. `trace`: of this rank; None where it has none. Ranks that ran other sequences
+        keep the plan they have. The inputs of one rank need not be those of another: the plan is
+        for all.
+        """
+        if isinstance(self.policy, StaticPlacement):
+            return False
+        traces = [found for found in self.comm.gather_objects(trace) if found is not None]
+        if len(traces) < self.comm.world_size:
+            return False
+        try:
+            reduced = replace(reduce_traces(traces), signature=ASSUMED_SIGNATURE)
+            inputs = replace(self.inputs, trace=reduced)
+            self.planned = plan_within(self.plan, inputs, self.policy)
+        except (TraceError, BudgetError) as error:
+            log.warning("what the ranks measured is not planned with: %s", error)
+            return False
+        self.inputs, self.has_trace = inputs, True
+        self._compare()
         return True
 
     def _planned_for(self, kind: Kind, signature: str) -> Planned | None:
@@ -215,6 +248,8 @@ def _budgets(
     if isinstance(policy, ConstPlacement):
         return Budgets(device=parse_bytes(policy.device_bytes)).divided(1, per_device)
     given = policy.budgets()
+    if not backend.has_host_tier:  # both are RAM
+        given = replace(given, device=min(given.device, given.host))
     budgets = given.divided(ranks_per_node, per_device)
     device, host = budgets.device, budgets.host
     if given.device >= UNLIMITED:

@@ -6,19 +6,28 @@ An engine that releases nothing has no hooks on modules: its moments are those o
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from gemini.chunk.layout import ParamSpec
 from gemini.memtracer.collector import MemStatsCollector, input_signature
-from gemini.memtracer.monitor import CudaMonitor, Monitor, ProcessMonitor, reset_peak_rss
+from gemini.memtracer.monitor import (
+    CudaMonitor,
+    ForwardTracker,
+    Monitor,
+    ProcessMonitor,
+    reset_peak_rss,
+)
 from gemini.memtracer.trace import Edge, Kind, Trace
 from gemini.units import ParamId
 
 from .backend import Backend
 from .ledger import Ledger
+from .specs import is_compiled
 
 log = logging.getLogger("gemini")
 
@@ -46,9 +55,14 @@ class Sampler:
         self._key: tuple[Kind, str] | None = None  # of the iteration that began last
         self._stale: set[tuple[Kind, str]] = set()  # iterations of these left their plan
         monitor = _monitor(backend)
-        self.collector = MemStatsCollector(
-            specs, [] if monitor is None else [monitor], ledger.memory_bytes
-        )
+        self.measures = monitor is not None
+        self._tracker: ForwardTracker | None = None
+        monitors: list[Monitor] = [] if monitor is None else [monitor]
+        if backend.device.type == "cpu":
+            # what the allocator had left over from before does not show in what is resident
+            self._tracker = ForwardTracker()
+            monitors.append(self._tracker)
+        self.collector = MemStatsCollector(specs, monitors, ledger.memory_bytes)
 
     def begin(self, inputs: Any, *, again: bool) -> None:
         """A root forward is about to begin. `again`: the last iteration left its plan."""
@@ -66,6 +80,17 @@ class Sampler:
         if kind == "train":
             self._ledger.peaks.clear()
         self.collector.begin(*key)
+
+    def tracking(
+        self, module: nn.Module, model_data: Callable[[], Iterable[Tensor]]
+    ) -> AbstractContextManager[None]:
+        """Around the forward that `begin` announced. Compiled code is left alone."""
+        if self._tracker is None or not self.collector.collecting:
+            return nullcontext()
+        if any(is_compiled(inner) for inner in module.modules()):
+            return nullcontext()
+        self._tracker.ignore((*model_data(), *module.buffers()))
+        return self._tracker.tracking()
 
     @property
     def signature(self) -> str:

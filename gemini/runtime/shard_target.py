@@ -100,6 +100,7 @@ class ShardTarget(ShardState):
         engine = self._engine
         hypers = [self._rule.hyper(group) for group in groups]
         chunks = self._reduced_chunks()
+        engine.agree_on_trace()
         if isinstance(self._path, TritonStepPath) and self._all_here(chunks):
             report = self._step_on_device(self._path, chunks, hypers)
         else:

@@ -85,6 +85,19 @@ def test_a_budget_below_the_least_says_how_much_is_missing(kib):
     assert info.value.tier is D and info.value.missing_bytes > 0
 
 
+def test_host_and_device_are_one_memory_where_the_cpu_computes():
+    lower = wrapped(AutoPlacement("1GiB", host_budget="150KiB"))[0].engine.planning
+    assert lower.inputs.budgets.device == 150 << 10
+    assert lower.plan.shards == wrapped(AutoPlacement("150KiB"))[0].engine.planning.plan.shards
+
+
+def test_state_that_must_be_on_disk_and_may_not_be_is_an_error_before_the_first_step():
+    model = GeminiDDP(Tower(), placement_policy=AutoPlacement(nvme_budget="100KiB"), **SMALL)
+    with pytest.raises(BudgetError, match=r"nvme_budget of 100\.00 KiB .* too small"):
+        HybridAdam(model.parameters(), nvme_offload_fraction=1.0, nvme=BLOCKS)
+    train(model, HybridAdam(model.parameters(), nvme=BLOCKS), token_batches(1, 1))
+
+
 def test_a_disk_budget_below_what_must_go_there_is_an_error_before_the_first_step():
     with pytest.raises(BudgetError, match="nvme_budget") as info:
         wrapped(AutoPlacement("150KiB", nvme_budget="100KiB"))
