@@ -106,6 +106,10 @@ def test_fake_and_real_tensors_have_the_same_trace():
     assert untimed(real) == untimed(fake)
 
 
+def test_trace_made_ahead_says_nothing_of_time():
+    assert not any(moment.seconds for moment in trace(Tower(), (IDS,)).moments)
+
+
 def test_trace_leaves_the_module_alone_and_takes_meta_modules():
     model = Tower()
     before = {n: p.detach().clone() for n, p in model.named_parameters()}

@@ -1,14 +1,16 @@
 """A steady iteration moves exactly what its plan says; no policy on its trace moves less."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
+import gemini
 from gemini import AutoPlacement, GeminiDDP, StaticPlacement
 from gemini.chunk.model_specs import specs_of
-from gemini.memtracer.trace import sequential_trace
+from gemini.memtracer.trace import ASSUMED_SIGNATURE, sequential_trace
 from gemini.placement import opt, schedule
 from gemini.placement.plan import MoveKind
 from gemini.placement.tiers import Tier
@@ -123,6 +125,41 @@ def test_no_policy_gathers_less_on_the_same_trace(kib, monkeypatch):
     for policy in ("lru", "fifo"):
         kept = opt._circular(problem, intervals, problem.free_room(), policy)
         assert steady <= opt.evaluate(problem, kept).bytes_moved
+
+
+@pytest.mark.parametrize(("kib", "seed"), [(145, None), (165, None), (66, 1), (70, 2)])
+def test_what_is_in_use_is_never_above_what_is_predicted_for_the_moment(kib, seed):
+    """Call by call, on disk and on a simulated device."""
+    (ids,) = token_batches(1, 1)[0]
+    traced = gemini.trace(Tower(), (ids,), loss=lambda out: out.float().square().mean())
+    calls = [replace(moment, non_model_bytes=0) for moment in traced.moments]
+    device = None if seed is None else SimBackend(seed)
+    model = GeminiDDP(
+        Tower(), device, AutoPlacement(f"{kib}KiB", steady_cap_ratio=1.0), **SMALL,
+        trace=replace(traced, moments=tuple(calls), signature=ASSUMED_SIGNATURE),
+    )  # fmt: skip
+    optimizer = HybridAdam(model.parameters(), nvme=BLOCKS)
+    planning, manager = model.engine.planning, model.engine.manager
+    assert planning.plan.gathers
+    begins = [m for m, moment in enumerate(calls) if moment.edge == "enter"]
+    profile = planning.planned.profile
+    found = []
+    at_moment = manager.at_moment
+
+    def counted(chunks, planned=True):
+        at_moment(chunks, planned)
+        in_use = manager.bytes_in_use()
+        found.append(Counter({kind: n for (tier, kind), n in in_use.items() if tier is D}))
+
+    manager.at_moment = counted
+    for _ in range(3):
+        found.clear()
+        train(model, optimizer, [(ids,)])
+        predicted = [Counter(profile.at(D, moment)) for moment in begins]
+        # gradients count from the begin of their call, buffers for an undo whether used or not
+        assert all(used <= most for used, most in zip(found, predicted, strict=True))
+        for used, most in zip(found, predicted, strict=True):
+            assert used["parameters"] == most["parameters"] and used["state"] == most["state"]
 
 
 class Skips(nn.Module):
