@@ -140,9 +140,10 @@ class Planning:
 
         Collective. `trace`: of this rank; None where it has none. Ranks that ran other sequences
         keep the plan they have. The inputs of one rank need not be those of another: the plan is
-        for all.
+        for all. Where the device has no budget there is nothing to keep to: payloads are freed
+        behind their use, as ZeRO-3 does.
         """
-        if isinstance(self.policy, StaticPlacement):
+        if isinstance(self.policy, StaticPlacement) or self.inputs.budgets.device >= UNLIMITED:
             return False
         traces = [found for found in self.comm.gather_objects(trace) if found is not None]
         if len(traces) < self.comm.world_size:
