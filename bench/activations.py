@@ -47,7 +47,6 @@ class Activations:
                 non_model_bytes=Bytes(
                     a.non_model_bytes + (batch - 2) * max(0, b.non_model_bytes - a.non_model_bytes)
                 ),
-                seconds=0.0,
             )
             for a, b in zip(self.two.moments, self.three.moments, strict=True)
         )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from gemini.chunk.layout import ChunkLayout, ParamSpec
 from gemini.memtracer.trace import sequential_trace
-from gemini.placement.homes import UNDO_ITEMSIZE
 from gemini.placement.planner import PlanInputs, Planned, make_plan
 from gemini.placement.policy import AutoPlacement
 from gemini.placement.sizes import NUM_VERSIONS, Bandwidths, Budgets, StateBytes
@@ -15,6 +14,7 @@ from gemini.placement.tiers import Tier
 from gemini.units import MIB, format_bytes
 from optim.adam import AdamRule
 from optim.lion import LionRule
+from optim.nvme_state import UNDO_ITEMSIZE
 from optim.sgd import SGDRule
 from optim.state_layout import StateLayout
 

@@ -72,7 +72,8 @@ class GeminiDDP(nn.Module):
     init_fn: initialises a module on the meta device that cannot do it itself; see
         `gemini.init_empty`.
     init_state_dict: values for the parameters instead of those they have, on rank 0.
-    trace: of an iteration, see `gemini.trace`; the first one is planned with it.
+    trace: of an iteration, see `gemini.trace`; the first one is planned with it, and chunks are in
+        the order of its first uses.
 
     Raises ValueError, before anything is changed, for a module that cannot be wrapped.
     """
@@ -126,7 +127,10 @@ class GeminiDDP(nn.Module):
             hidden_dim=hidden_dim,
             min_chunk_size_m=min_chunk_size_m,
         )
-        layout = ChunkLayout.build(specs, chunks.capacities, comm.world_size)
+        if trace is not None:
+            trace.check_model(specs)
+        order = None if trace is None else trace.param_order(specs)
+        layout = ChunkLayout.build(specs, chunks.capacities, comm.world_size, order=order)
         _check_same_set_up(comm, layout, (placement, numerics, max_prefetch))
         backend = _backend(device)
         planning = begin_planning(
@@ -180,7 +184,9 @@ class GeminiDDP(nn.Module):
         self._integrity.check()
         self.engine.begin_iteration((args, kwargs))
         args, kwargs = self._boundary.enter((args, kwargs))
-        return self._boundary.leave(self.module(*args, **kwargs))
+        with self.engine.tracking(self.module):
+            outputs = self.module(*args, **kwargs)
+        return self._boundary.leave(outputs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gemini.units import parse_bytes
-from nvme import check_folder
+from nvme import WriteMeter, check_folder
 
 from .clipping import Clip, asked_norm
 from .config import NvmeConfig, StateConfig
@@ -54,6 +54,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         nvme = _with_folders(nvme or NvmeConfig(), nvme_offload_dir)
         if nvme_write_budget is not None:
             nvme = replace(nvme, write_budget=parse_bytes(nvme_write_budget))
+        nvme = replace(nvme, meter=WriteMeter(nvme.write_budget))
         self._config = StateConfig(float(nvme_offload_fraction), nvme, cpu_path)
         if self._config.nvme_fraction > 0:
             for folder in nvme.folders:
@@ -263,7 +264,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         where: `"nvme"`, to the folders of `nvme_offload_dir`; `"host"`, from other devices to RAM.
         They come back bit for bit, also when the body raises. Until then they must not be read: the
         module cannot run and the optimizer cannot step. An error on the way out, such as
-        `nvme.DiskFullError`, leaves everything in place. Not counted in the write budget.
+        `nvme.DiskFullError` or `nvme.WriteBudgetError`, leaves everything in place.
         Raises ValueError for another `where`, RuntimeError where it is parked already.
         """
         if where not in ("nvme", "host"):

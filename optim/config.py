@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from gemini.units import BLOCK_NUMEL
+from nvme import WriteMeter
 
 CPU_PATHS = ("eager", "compile")
 
@@ -22,6 +23,8 @@ class NvmeConfig:
     checksums: bool = True
     allow_ram: bool = False
     write_budget: int | None = None  # bytes over the whole run
+    # what all files of the optimizer that this belongs to have written; made by the optimizer
+    meter: WriteMeter | None = field(default=None, compare=False, repr=False)
     # "threads", "uring", "tensornvme", "auto" (threads or uring, measured in 2 s), or an Engine
     engine: Any = "threads"
     block_numel: int = BLOCK_NUMEL  # elements of a block; a multiple of 1024

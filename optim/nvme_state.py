@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ from nvme import (
     PinnedVersions,
     RollbackError,
     StoreLayout,
+    WriteMeter,
     check_folder,
     default_folder,
 )
@@ -91,7 +93,7 @@ class NvmeState:
             checksums=config.checksums,
             allow_ram=config.allow_ram,
             label=label,
-            write_budget=config.write_budget,
+            meter=config.meter or WriteMeter(config.write_budget),
         )
         try:
             self._check_budget(config.write_budget)
@@ -164,13 +166,14 @@ class NvmeState:
     def run(
         self,
         update: Callable[[Block, Planes], bool],
-        save: Callable[[Block, Tensor], None],
+        save: Callable[[Block, Callable[[], Tensor]], bool],
         stop: Callable[[], bool] = lambda: False,
     ) -> None:
         """Update every block once and wait for the disk, or raise: then call `rollback`.
 
         `update` answers whether it changed the block; what it did not change is not written.
-        `save` copies a block's parameters into fp32 [n], before `update` changes them.
+        `save` copies a block's parameters into fp32 [n], before `update` changes them; it answers
+        whether they need to be restored.
         `stop` is asked between blocks; it ends the run with InterruptedError.
         """
         self.store.check_step(self.written_bytes_per_step)
@@ -184,16 +187,19 @@ class NvmeState:
                 continue
             self._current = self._reads.popleft()
             self._settle(self._current)
-            planes = self._planes(self._current)
+            planes, block = self._planes(self._current), self._current.block
+            touched = True
             if self._has_undo:
-                save(self._current.block, self._undo(self._current))
-            elif self._current.block.id in early:
-                save(self._current.block, self._early_undo(self._current.block))
-            self._touched.append(self._current.block)
-            if update(self._current.block, planes):
+                save(block, partial(self._undo, self._current))
+            elif block.id in early:
+                touched = save(block, partial(self._early_undo, block))
+            if touched:
+                self._touched.append(block)
+            if update(block, planes):
                 self._submit_write(self._current, with_undo=self._has_undo)
             else:
-                self._touched.pop()
+                if touched:
+                    self._touched.pop()
                 self._pool.give(self._current.buffer)
             self._current = None
         started = time.perf_counter()

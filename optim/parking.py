@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from gemini.tickets import Ticket
-from gemini.units import BlockId
+from gemini.units import PAGE_BYTES, BlockId, align_up
 from nvme import BlockStore, Buffer, BufferPool, StoreLayout, check_folder, default_folder
 
 from .config import NvmeConfig
@@ -98,9 +98,11 @@ class OnDisk:
             checksums=config.checksums,
             allow_ram=config.allow_ram,
             label="parked-",
+            meter=config.meter,
         )
         self._depth, self._buffer_nbytes = config.depth + 2, max(lengths)
         try:
+            self._store.check_step(sum(align_up(n, PAGE_BYTES) for n in lengths), "parking")
             self._write(self._store)
         except BaseException:
             self._store.close()

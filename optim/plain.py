@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -379,10 +379,12 @@ class _PlainViews:
             if part.param in self._flat
         ]
 
-    def save(self, block: Block, undo: Tensor) -> None:
+    def save(self, block: Block, undo: Callable[[], Tensor]) -> bool:
+        saved = undo()
         for part in block.parts:
             if part.param in self._flat:
-                undo[_in_block(part)] = self._flat[part.param][_inside(part)]
+                saved[_in_block(part)] = self._flat[part.param][_inside(part)]
+        return True
 
     def restore(self, block: Block, planes: Planes) -> None:
         for part in block.parts:

@@ -35,8 +35,11 @@ class BlockViews(Protocol):
         """The runs of this block that have a gradient; empty where none has."""
         ...
 
-    def save(self, block: Block, undo: Tensor) -> None:
-        """Copy the block's parameters, those with a gradient, into fp32 [n] `undo`."""
+    def save(self, block: Block, undo: Callable[[], Tensor]) -> bool:
+        """Copy the block's parameters, those with a gradient, into fp32 [n] `undo()`.
+
+        False where they need none, since they do not change before the step counts.
+        """
         ...
 
     def restore(self, block: Block, planes: Planes) -> None:

@@ -17,7 +17,6 @@ PURE = [
     "gemini.placement.tiers",
     "gemini.placement.policy",
     "gemini.placement.gather",
-    "gemini.placement.agenda",
     "gemini.placement.opt",
     "gemini.placement.planner",
     "gemini.memtracer.trace",

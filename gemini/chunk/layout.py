@@ -170,10 +170,6 @@ class ChunkLayout:
             chunks.append(ChunkSpec(ChunkId(i), dtype, trainable, packed, shard, world_size, group))
         return cls(tuple(params), tuple(chunks), tuple(capacities.items()), world_size)
 
-    def capacity_of(self, chunk: ChunkSpec) -> Numel:
-        """What the chunk could hold: the capacity of its key, or its one larger parameter."""
-        return Numel(max(dict(self.capacities)[chunk.key], chunk.used_numel))
-
     def chunk_of(self) -> dict[ParamId, ChunkId]:
         """The chunk of every parameter."""
         return {slot.param: chunk.id for chunk in self.chunks for slot in chunk.slots}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -45,6 +46,7 @@ class StorageTracker(TorchDispatchMode):
         self._live: dict[int, tuple[weakref.ref[Any], int]] = {}  # id: its storage and its bytes
         self._ignored: set[int] = set()
         self._ignored_refs: list[weakref.ref[Any]] = []
+        self.paused = False  # what is made is model data
         self.live_bytes = 0
         self._peak = 0
 
@@ -85,6 +87,9 @@ class StorageTracker(TorchDispatchMode):
         key, nbytes = storage._cdata, storage.nbytes()
         if key in self._ignored:
             return
+        if self.paused and key not in self._live:
+            self.ignore((tensor,))
+            return
         known = self._live.get(key)
         if known is None:
             gone = weakref.ref(storage, lambda _: self._forget(key))
@@ -99,6 +104,25 @@ class StorageTracker(TorchDispatchMode):
         known = self._live.pop(key, None)
         if known is not None:
             self.live_bytes -= known[1]
+
+
+class ForwardTracker(StorageTracker):
+    """Of a forward, inside `tracking`; what it left counts on until the iteration is over.
+
+    It is active there only: between forward and backward, modes of the caller may begin and end.
+    """
+
+    def start(self) -> None:
+        self._live.clear()
+        self.live_bytes = self._peak = 0
+
+    def stop(self) -> None:
+        self._live.clear()
+
+    @contextmanager
+    def tracking(self) -> Iterator[None]:
+        with self:
+            yield
 
 
 class ProcessMonitor:

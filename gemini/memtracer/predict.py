@@ -101,7 +101,7 @@ def predict(plan: Plan, non_model_bytes: Sequence[int]) -> Profile:
             sizes, shard.param_home, shard.grad_home, shard.state_homes, plan.has_master
         )
         for kind, nbytes in on_nvme:
-            ledger.add(Tier.NVME, kind, on_disk(nbytes))
+            ledger.add(Tier.NVME, kind, on_disk(kind, nbytes))
         num_blocks += len(on_nvme)
         if shard.kept and not is_whole:
             ledger.add(Tier.DEVICE, "parameters", sizes.payload_bytes)

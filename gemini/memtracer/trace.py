@@ -18,6 +18,7 @@ from gemini.chunk.layout import ParamSpec
 from gemini.units import Bytes, ChunkId, Moment, ParamId
 
 FORMAT_VERSION = 1
+ASSUMED_SIGNATURE = "assumed"  # of inputs that nobody saw: it stands for all
 
 Kind = Literal["train", "eval"]
 Phase = Literal["forward", "backward"]
@@ -84,6 +85,15 @@ class Trace:
         """Names of parameters in the order of their first use: `order` of `ChunkLayout.build`."""
         used = dict.fromkeys(param for moment in self.moments for param in moment.params)
         return tuple(specs[param].name for param in used)
+
+    def calls(self, chunk_of: Mapping[ParamId, ChunkId]) -> tuple[tuple[ChunkId, ...] | None, ...]:
+        """By moment the chunks of the call that begins, in id order; None where one ends."""
+        return tuple(
+            tuple(sorted({chunk_of[param] for param in moment.params}))
+            if moment.edge == "enter"
+            else None
+            for moment in self.moments
+        )
 
     def chunk_needs(self, chunk_of: Mapping[ParamId, ChunkId]) -> tuple[tuple[ChunkId, ...], ...]:
         """At every moment the chunks that some open module uses, in id order."""
@@ -163,7 +173,7 @@ def sequential_trace(
     non_model_bytes: int | Sequence[int] = 0,
     *,
     kind: Kind = "train",
-    signature: str = "assumed",
+    signature: str = ASSUMED_SIGNATURE,
 ) -> Trace:
     """What an iteration does if modules run in registration order, and backwards in backward.
 

@@ -8,7 +8,7 @@ from math import inf
 
 from .homes import Homes, Tiers, state_parts
 from .plan import Move, MoveKind, Plan, UpdatePath
-from .sizes import Bandwidths, ChunkBytes
+from .sizes import FP32_BYTES, Bandwidths, ChunkBytes
 from .tiers import Tier
 
 Seconds = dict[str, float]  # by resource
@@ -56,6 +56,7 @@ def update_seconds(
 def update_transfers(
     state_bytes: int,
     param_bytes: int,
+    undo_bytes: int,
     *,
     param: Tier,
     grad: Tier,
@@ -63,7 +64,10 @@ def update_transfers(
     path: UpdatePath,
     has_master: bool,
 ) -> list[tuple[MoveKind, Tier, Tier, int]]:
-    """What an update moves: (kind, from, to, bytes), first what must come, then what goes."""
+    """What an update moves: (kind, from, to, bytes), first what must come, then what goes.
+
+    `undo_bytes`: of the undo plane, which goes to NVMe with the state where there is no master.
+    """
     site = Tier.HOST if path is UpdatePath.CPU else Tier.DEVICE
     moves = []
     if grad is not site:
@@ -73,6 +77,8 @@ def update_transfers(
     if state is not site and state_bytes:
         moves.append((MoveKind.STATE, state, site, state_bytes))
         moves.append((MoveKind.STATE, site, state, state_bytes))
+    if state is Tier.NVME and not has_master:
+        moves.append((MoveKind.UNDO, site, state, undo_bytes))
     if param is not site:
         moves.append((MoveKind.PARAM, site, param, param_bytes))
     return moves
@@ -131,9 +137,12 @@ def _update_busy(chunk: ChunkBytes, homes: Homes, tiers: Tiers, path: UpdatePath
     i = chunk.id
     for home, (state_bytes, param_bytes) in state_parts(chunk, homes.state[i]):
         taken = UpdatePath.RESIDENT if home is Tier.DEVICE else path
+        block = chunk.blocks[0]
+        undo_bytes = param_bytes * block.numel * FP32_BYTES // block.param_bytes
         for _, src, dst, nbytes in update_transfers(
-            state_bytes, param_bytes, param=homes.param[i], grad=homes.grad[i], state=home,
-            path=taken, has_master=tiers.state.has_master,
+            state_bytes, param_bytes, undo_bytes,
+            param=homes.param[i], grad=homes.grad[i], state=home, path=taken,
+            has_master=tiers.state.has_master,
         ):  # fmt: skip
             _add(spent, link_seconds(src, dst, nbytes, tiers.bandwidths, tiers.has_host_tier))
         name = "host_memory" if taken is UpdatePath.CPU else "device_memory"

@@ -1,108 +1,87 @@
-"""When chunks are gathered and released over one forward and backward. Pure.
+"""What an executor does with payloads at every call of a module, from a schedule. Pure.
 
-From the sequence of moments that was traced (which chunks each needs), the plan keeps gathered
-bytes within a limit and evicts the chunk whose next use is farthest (Belady's OPT), so that no
-chunk is gathered again while another one lies idle for longer.
+A moment is the begin or the end of a call. Payloads are gathered at begins only, so that all ranks
+issue the same gathers whatever ends when; they are freed at both. `GatherStep` is one begin with
+the ends behind it.
+
+Invariants, of steps that are followed from one iteration to the next:
+1. an iteration begins with no payloads but those `carried`, and those that are there all the time;
+2. what a call needs is there: gathered by an earlier step that did not free it since, gathered by
+   its own step, or there from the begin;
+3. what is there at any moment is what the schedule counted into that moment's room;
+4. a step frees before it gathers, and first gathers what its own call needs.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
-from gemini.units import Bytes, ChunkId
+from gemini.units import ChunkId
+
+from .plan import Gather
+
+Call = tuple[ChunkId, ...]  # the chunks of a module that begins
 
 
 @dataclass(frozen=True, slots=True)
 class GatherStep:
-    """What happens at one moment, in this order."""
+    """One begin of a call, in the order of doing, and the ends behind it."""
 
+    needs: Call
     release: tuple[ChunkId, ...]
-    gather: tuple[ChunkId, ...]  # needed now, not there yet
-    prefetch: tuple[ChunkId, ...]  # needed soon: begun now, waited for at their own moment
+    gather: tuple[ChunkId, ...]  # what is needed first, then what is needed soon
+    behind: tuple[tuple[ChunkId, ...], ...]  # payloads to free at every following end of a call
 
 
 @dataclass(frozen=True, slots=True)
-class GatherPlan:
-    """One `GatherStep` for every traced moment."""
+class GatherSteps:
+    """One iteration."""
 
-    needs: tuple[tuple[ChunkId, ...], ...]
     steps: tuple[GatherStep, ...]
-    peak_bytes: Bytes  # gathered at once, at most
+    carried: frozenset[ChunkId]  # payloads that stay from one iteration to the next, or always
+
+    @property
+    def needs(self) -> tuple[Call, ...]:
+        """What must be the same in the next iteration, for these steps to be followed."""
+        return tuple(step.needs for step in self.steps)
 
 
-def plan_gathers(
-    needs: Sequence[tuple[ChunkId, ...]],
-    nbytes: Mapping[ChunkId, int],
-    limit_bytes: int,
-    max_prefetch: int,
-    gathered: Sequence[ChunkId] = (),
-) -> GatherPlan:
-    """Plan the traced sequence. `nbytes` names the chunks that may be released.
+@dataclass(slots=True)
+class _Row:
+    needs: Call | None  # None: a call ends
+    release: list[ChunkId] = field(default_factory=list)
+    gather: list[ChunkId] = field(default_factory=list)
 
-    `gathered` is what is there at the first moment. The limit is passed only by a single moment
-    that needs more than it allows; prefetch never passes it, and holds at most `max_prefetch`
-    chunks that are not needed yet.
+
+def gather_steps(
+    calls: Sequence[Call | None], gathers: Iterable[Gather], always: Iterable[ChunkId] = ()
+) -> GatherSteps:
+    """The steps that carry `gathers` out.
+
+    calls: by moment the chunks of the call that begins; None where one ends. gathers: in the order
+    in which they are issued, each begun where a call begins. always: there all the time.
     """
-    uses: dict[ChunkId, list[int]] = {}
-    for moment, chunks in enumerate(needs):
-        for chunk in chunks:
-            uses.setdefault(chunk, []).append(moment)
-
-    def next_use(chunk: ChunkId, after: int) -> int:
-        """First use behind moment `after`; uses repeat with the next iteration."""
-        times = uses.get(chunk)
-        if not times:
-            return 2 * len(needs)
-        i = bisect_right(times, after)
-        return times[i] if i < len(times) else len(needs) + times[0]
-
-    there = {chunk: None for chunk in gathered if chunk in nbytes}  # an ordered set
-    ahead: dict[ChunkId, None] = {}  # prefetched and not used yet
-    peak = 0
-    steps = []
-    for moment, chunks in enumerate(needs):
-        wanted = [chunk for chunk in chunks if chunk in nbytes]
-        missing = [chunk for chunk in wanted if chunk not in there]
-        total = sum(nbytes[chunk] for chunk in there) + sum(nbytes[chunk] for chunk in missing)
-        victims = sorted(
-            (chunk for chunk in there if chunk not in wanted),
-            key=lambda chunk: (-next_use(chunk, moment), chunk),
-        )
-        release = []
-        while total > limit_bytes and victims:
-            victim = victims.pop(0)
-            release.append(victim)
-            total -= nbytes[victim]
-            del there[victim]
-            ahead.pop(victim, None)
-        there.update(dict.fromkeys(missing))
-        for chunk in wanted:
-            ahead.pop(chunk, None)
-
-        prefetch: list[ChunkId] = []
-        later = moment + 1
-        while later < len(needs) and len(ahead) < max_prefetch:
-            for chunk in needs[later]:
-                if chunk not in nbytes or chunk in there or len(ahead) >= max_prefetch:
-                    continue
-                while total + nbytes[chunk] > limit_bytes and victims:
-                    if next_use(victims[0], moment) <= later:
-                        break
-                    victim = victims.pop(0)
-                    release.append(victim)
-                    total -= nbytes[victim]
-                    del there[victim]
-                    ahead.pop(victim, None)
-                if total + nbytes[chunk] > limit_bytes:
-                    later = len(needs)
-                    break
-                total += nbytes[chunk]
-                there[chunk] = None
-                ahead[chunk] = None
-                prefetch.append(chunk)
-            later += 1
-        peak = max(peak, total)
-        steps.append(GatherStep(tuple(release), tuple(missing), tuple(prefetch)))
-    return GatherPlan(tuple(tuple(chunks) for chunks in needs), tuple(steps), Bytes(peak))
+    rows = [_Row(call) for call in calls]
+    carried = set(always)
+    for gather in gathers:
+        assert rows[gather.begin].needs is not None, f"{gather} begins where a call ends"
+        rows[gather.begin].gather.append(gather.chunk)
+        if gather.release > len(rows):
+            carried.add(gather.chunk)
+            rows[gather.release - len(rows)].release.append(gather.chunk)
+        elif gather.release < len(rows):
+            rows[gather.release].release.append(gather.chunk)
+    steps: list[GatherStep] = []
+    for i, row in enumerate(rows):
+        if row.needs is None:
+            continue
+        behind = []
+        for later in rows[i + 1 :]:
+            if later.needs is not None:
+                break
+            behind.append(tuple(later.release))
+        first = {chunk: chunk not in row.needs for chunk in row.gather}
+        ordered = sorted(row.gather, key=first.__getitem__)
+        steps.append(GatherStep(row.needs, tuple(row.release), tuple(ordered), tuple(behind)))
+    return GatherSteps(tuple(steps), frozenset(carried))

@@ -16,11 +16,18 @@ import numpy.typing as npt
 from gemini.units import PAGE_BYTES, ChunkId, align_up
 
 from .plan import Reduction, Staging, UpdatePath
-from .sizes import Bandwidths, BudgetError, Budgets, ChunkBytes, StateBytes, on_disk
+from .sizes import (
+    FP32_BYTES,
+    Bandwidths,
+    BudgetError,
+    Budgets,
+    ChunkBytes,
+    StateBytes,
+    on_disk,
+)
 from .tiers import Tier
 
 Vector = npt.NDArray[np.int64]
-UNDO_ITEMSIZE = 4  # parameters before an update, where no master could restore them
 _FROZEN_PIECE_BYTES = 1 << 22  # what a frozen shard is read in
 _STORE_BYTES = 1 << 16  # header of a store
 _INDEX_BYTES = 64  # of a store, a block: both slots, and its place in the header
@@ -86,43 +93,65 @@ class Tiers:
         return Tier.HOST if self.has_host_tier else Tier.NVME
 
     def staging(self, homes: Homes) -> tuple[Staging, Staging]:
-        """Buffers on device and host that these homes ask for."""
-        device = host = 0
+        """Buffers on device and host that these homes ask for.
+
+        Files of state, of parameters and of gradients have buffers of their own, each as large as
+        its largest block. Parameters in memory of blocks that are read ahead of the step wait in
+        memory, to undo it.
+        """
+        device = state = param = grad = early = 0
         for chunk in self.chunks:
             i = chunk.id
             for home in dict.fromkeys(homes.state[i]):
                 block = chunk.blocks[homes.state[i].index(home)]  # the largest of this home
-                parts = [(home, block.state_bytes), (homes.param[i], block.param_bytes)]
-                parts.append((homes.grad[i], block.param_bytes))
-                on_nvme = sum([align_up(n, PAGE_BYTES) for tier, n in parts if tier is Tier.NVME])
-                if on_nvme and not self.state.has_master:
-                    on_nvme += block.numel * UNDO_ITEMSIZE
-                elif home is Tier.NVME and homes.param[i] is not Tier.NVME:
-                    # the parameters of blocks that are read ahead of the step, to undo it
-                    on_nvme += -(-block.numel * UNDO_ITEMSIZE * self.depth // (self.depth + 2))
-                host = max(host, on_nvme)
+                if home is Tier.NVME:
+                    undo = 0 if self.state.has_master else block.numel * FP32_BYTES
+                    state = max(state, align_up(block.state_bytes, PAGE_BYTES) + undo)
+                    if self.state.has_master and homes.param[i] is not Tier.NVME:
+                        early = max(early, block.numel * FP32_BYTES)
+                if homes.grad[i] is Tier.NVME:
+                    grad = max(grad, align_up(block.param_bytes, PAGE_BYTES))
                 if home is not Tier.DEVICE and homes.path[i] is UpdatePath.STREAM:
+                    parts = [(home, block.state_bytes), (homes.param[i], block.param_bytes)]
+                    parts.append((homes.grad[i], block.param_bytes))
                     device = max(device, sum([n for tier, n in parts if tier is not Tier.DEVICE]))
             if homes.param[i] is Tier.NVME:
                 largest = chunk.blocks[0].param_bytes if chunk.blocks else chunk.shard_bytes
-                host = max(host, min(largest, _FROZEN_PIECE_BYTES))
+                param = max(param, align_up(min(largest, _FROZEN_PIECE_BYTES), PAGE_BYTES))
         count = self.depth + 2
+        host = state + param + grad + -(-early * self.depth // count)
         on_host = Staging(count, align_up(host, PAGE_BYTES)) if host else Staging()
         if not self.has_host_tier:
             return on_host, Staging()
         return (Staging(count, device) if device else Staging()), on_host
 
     def nvme_bytes(self, homes: Homes) -> int:
-        """Bytes of the files that hold what is on NVMe."""
-        total = num_blocks = 0
+        """The most bytes that the files of these homes take at once.
+
+        Beside what the plan puts there: fp32 originals, from the module's set-up until masters have
+        them; after that, once several backwards add up, gradients in fp32.
+        """
+        total = originals = sums = num_blocks = 0
         for chunk in self.chunks:
             i = chunk.id
             sizes = nvme_blocks(
                 chunk, homes.param[i], homes.grad[i], homes.state[i], self.state.has_master
             )
-            total += sum(on_disk(nbytes) for _, nbytes in sizes)
+            total += sum(on_disk(kind, nbytes) for kind, nbytes in sizes)
             num_blocks += len(sizes)
-        return total + store_overhead(num_blocks)
+            wide = [align_up(b.numel * FP32_BYTES, PAGE_BYTES) for b in chunk.blocks
+                    if b.param_bytes < b.numel * FP32_BYTES]  # fmt: skip
+            if homes.grad[i] is Tier.NVME:
+                sums += sum(wide)
+                num_blocks += len(wide)
+            if self.state.has_master and any(home is not Tier.DEVICE for home in homes.state[i]):
+                originals += sum(wide)
+                num_blocks += len(wide)
+        gradients = sum(
+            on_disk("gradients", chunk.shard_bytes) for chunk in self.chunks
+            if chunk.trainable and homes.grad[chunk.id] is Tier.NVME
+        )  # fmt: skip
+        return total + max(sums, originals - gradients) + store_overhead(num_blocks)
 
 
 def nvme_blocks(
@@ -140,7 +169,7 @@ def nvme_blocks(
         if home is Tier.NVME:
             found.append(("state", block.state_bytes))
             if not has_master:
-                found.append(("state", block.numel * UNDO_ITEMSIZE))
+                found.append(("state", block.numel * FP32_BYTES))
     return found
 
 
@@ -217,12 +246,24 @@ def fill(tiers: Tiers, demand: Demand, order: str, path: UpdatePath) -> Homes:
     `path` is how blocks are updated whose state is not on the device. Raises BudgetError with the
     bytes that are missing.
     """
+    try:
+        return _fill(tiers, demand, order, path)
+    except BudgetError as error:
+        if tiers.has_host_tier or tiers.fixed_params is not None or error.tier is not Tier.DEVICE:
+            raise
+    # parameters on NVMe need no buffers to undo a step
+    return _fill(tiers, demand, order.replace("p", ""), path)
+
+
+def _fill(tiers: Tiers, demand: Demand, order: str, path: UpdatePath) -> Homes:
     below = tiers.below()
     lowest = tiers.lowest(below, path)
     if tiers.has_host_tier and _host_overflows(tiers, lowest):
         lowest = tiers.lowest(Tier.NVME, path)
     _force_onto_nvme(tiers, lowest)
     device_staging, lowest.host_staging = tiers.staging(lowest)
+    if not tiers.has_host_tier and tiers.fixed_params is None and "p" in order:
+        device_staging = _most_staging(tiers, path)  # wherever parameters are in the end
     room = DeviceRoom(tiers, demand, prefetch=True)
     room.reserve(device_staging.nbytes)
     if room.left.min() < 0:
@@ -250,8 +291,8 @@ def fill(tiers: Tiers, demand: Demand, order: str, path: UpdatePath) -> Homes:
                 if not on_cpu and room.take(room.grad(chunk)):
                     homes.grad[i] = Tier.DEVICE
     if tiers.has_host_tier:
-        _spill_host(tiers, homes, max(lowest.host_staging.nbytes, _most_staging(tiers, path)))
-    _join_on_nvme(tiers, homes, room)
+        _spill_host(tiers, homes, _most_staging(tiers, path).nbytes)
+    _join_on_nvme(tiers, homes, room, "p" in order and tiers.fixed_params is None)
     homes.device_staging, homes.host_staging = tiers.staging(homes)
     used = tiers.nvme_bytes(homes)
     if used > tiers.budgets.nvme:
@@ -276,7 +317,7 @@ def _take_fixed(tiers: Tiers, room: DeviceRoom) -> None:
         )  # fmt: skip
 
 
-def _join_on_nvme(tiers: Tiers, homes: Homes, room: DeviceRoom) -> None:
+def _join_on_nvme(tiers: Tiers, homes: Homes, room: DeviceRoom, params_may_move: bool) -> None:
     """A chunk with parameters or gradients on NVMe has its state there too.
 
     Files count before memory changes (ADR 0002), so what is updated in memory may neither be read
@@ -300,8 +341,8 @@ def _join_on_nvme(tiers: Tiers, homes: Homes, room: DeviceRoom) -> None:
             j = other.id
             if not other.trainable or not split(j):
                 continue
-            fixed = tiers.fixed_params is not None
-            if homes.param[j] is Tier.NVME and not fixed and room.take(room.param(other)):
+            on_nvme = homes.param[j] is Tier.NVME
+            if on_nvme and params_may_move and room.take(room.param(other)):
                 homes.param[j] = Tier.DEVICE
             if homes.grad[j] is Tier.NVME and room.take(room.grad(other)):
                 homes.grad[j] = Tier.DEVICE
@@ -370,14 +411,16 @@ def _host_overflows(tiers: Tiers, homes: Homes) -> bool:
     return _host_bytes(tiers, homes) > tiers.budgets.host
 
 
-def _most_staging(tiers: Tiers, path: UpdatePath) -> int:
-    """Bytes of the buffers, whichever part of a chunk is on NVMe in the end."""
+def _most_staging(tiers: Tiers, path: UpdatePath) -> Staging:
+    """The host's buffers, whichever part of a chunk is on NVMe in the end."""
     everything = tiers.lowest(Tier.NVME, path)
-    state_alone = tiers.lowest(Tier.NVME, path)
-    if tiers.fixed_params is None:
-        state_alone.param = [Tier.HOST for _ in tiers.chunks]
-    state_alone.grad = [Tier.HOST for _ in tiers.chunks]
-    return max(tiers.staging(homes)[1].nbytes for homes in (everything, state_alone))
+    device, host = tiers.staging(everything)
+    most = host if tiers.has_host_tier else device
+    blocks = [block.numel for chunk in tiers.chunks for block in chunk.blocks]
+    if not tiers.state.has_master or not blocks:
+        return most
+    early = -(-max(blocks) * FP32_BYTES * tiers.depth // most.count) if most.count else 0
+    return Staging(most.count, align_up(most.buffer_bytes + early, PAGE_BYTES))
 
 
 def _spill_host(tiers: Tiers, homes: Homes, staging_bytes: int) -> None:

@@ -9,6 +9,7 @@ from gemini.units import BlockId, Bytes, ChunkId, Moment
 from .cost import update_transfers
 from .homes import Homes, Tiers
 from .plan import Gather, Move, MoveKind, Reduction, UpdatePath
+from .sizes import FP32_BYTES
 from .tiers import Tier
 
 EVICT_MOMENTS = 2  # from the end of a reduction until the gradient has left the device
@@ -54,7 +55,8 @@ def moves_of(
             at = num_trace_moments + position.get(block.id, len(order))
             site = Tier.HOST if path is UpdatePath.CPU else Tier.DEVICE
             for kind, src, dst, nbytes in update_transfers(
-                block.state_bytes, block.param_bytes, param=homes.param[i], grad=homes.grad[i],
+                block.state_bytes, block.param_bytes, block.numel * FP32_BYTES,
+                param=homes.param[i], grad=homes.grad[i],
                 state=state, path=path, has_master=tiers.state.has_master,
             ):  # fmt: skip
                 if dst is site:

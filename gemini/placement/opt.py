@@ -109,13 +109,6 @@ def best_schedule(problem: CacheProblem) -> Schedule:
     return best
 
 
-def schedule_by(problem: CacheProblem, policy: str) -> Schedule:
-    """What one policy alone does: `opt`, `lru` or `fifo`."""
-    intervals = intervals_of(problem)
-    kept = _circular(problem, intervals, problem.free_room(), policy)
-    return evaluate(problem, kept, policy)
-
-
 def evaluate(
     problem: CacheProblem, kept: Iterable[Interval], policy: str = "", bound: int = 0
 ) -> Schedule:

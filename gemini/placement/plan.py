@@ -18,7 +18,7 @@ from typing import Literal
 
 from gemini.units import BlockId, Bytes, ChunkId, Moment, format_bytes
 
-from .sizes import Budgets, ChunkBytes
+from .sizes import FP32_BYTES, Budgets, ChunkBytes
 from .tiers import Tier
 
 
@@ -36,6 +36,7 @@ class MoveKind(Enum):
     PARAM = "parameters"
     GRAD = "gradients"
     STATE = "state"
+    UNDO = "undo planes"  # parameters before an update, where no master could restore them
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,12 +225,14 @@ class Plan:
         for move in self.moves:
             assert 0 <= move.begin <= move.end <= self.num_moments and move.src != move.dst, move
             sizes = self.chunks[move.chunk]
-            exact = sizes.shard_bytes
+            exact: int = sizes.shard_bytes
             if move.block is not None:
                 block = blocks[move.block]
                 assert block.chunk == move.chunk
-                is_state = move.kind is MoveKind.STATE
-                exact = block.state_bytes if is_state else block.param_bytes
+                exact = {
+                    MoveKind.STATE: block.state_bytes,
+                    MoveKind.UNDO: block.numel * FP32_BYTES,
+                }.get(move.kind, block.param_bytes)
             assert move.nbytes == exact, move
             if move.kind is MoveKind.PARAM and move.block is None and move.dst is Tier.DEVICE:
                 arrivals[move.chunk, move.begin] = move.end

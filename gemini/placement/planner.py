@@ -20,6 +20,7 @@ from gemini.memtracer.trace import Trace, reduce_traces
 from gemini.units import BLOCK_NUMEL, BlockId, ChunkId, parse_bytes
 
 from .cost import StepCost, choose_paths, compute_seconds_of, estimate, predict_step
+from .gather import GatherSteps, gather_steps
 from .homes import Demand, Homes, Tiers, Vector, fill, missing_for_everything
 from .moves import moves_of
 from .plan import Plan, ShardPlan, UpdatePath
@@ -72,6 +73,7 @@ class Planned:
     plan: Plan
     profile: Profile
     cost: StepCost
+    steps: GatherSteps  # how its gathers are carried out
 
 
 def reduce_inputs(
@@ -151,6 +153,7 @@ class _Draft:
             fixed_params=inputs.fixed_params,
         )
         self.needs = trace.chunk_needs(chunk_of)
+        self.calls = trace.calls(chunk_of)
         self.reductions = (
             reductions_of(trace, chunk_of, [c.id for c in self.tiers.chunks if c.trainable])
             if trace.kind == "train"
@@ -273,20 +276,32 @@ class _Draft:
 
     def finish(self, homes: Homes) -> Planned:
         order = self._step_order(homes)
+        gathered = {
+            chunk.id: int(chunk.payload_bytes)
+            for chunk in self.tiers.chunks
+            if not homes.kept[chunk.id]
+            and (self.tiers.world_size > 1 or homes.param[chunk.id] is not Tier.DEVICE)
+        }
+        trace = self.inputs.trace
+        trainable = {chunk.id for chunk in self.tiers.chunks if chunk.trainable}
         schedule = schedule_gathers(
             self.needs,
             self._gather_room(homes, order),
-            homes,
-            self.tiers,
+            gathered,
             self.inputs.max_prefetch,
-            stale_after=self.inputs.trace.kind == "train",
+            stale=trainable if trace.kind == "train" else (),
+            may_begin=[call is not None for call in self.calls],
         )
         for chunk_id in schedule.always:
             homes.kept[chunk_id] = True
         plan = self._build(homes, order, schedule)
         plan.validate()
         profile = predict(plan, self.non_model)
-        return Planned(plan, profile, predict_step(plan, self.inputs.bandwidths, self.compute))
+        steps = gather_steps(
+            self.calls, plan.gathers, [shard.chunk for shard in plan.shards if shard.kept]
+        )
+        cost = predict_step(plan, self.inputs.bandwidths, self.compute)
+        return Planned(plan, profile, cost, steps)
 
     def _step_order(self, homes: Homes) -> tuple[BlockId, ...]:
         """Blocks whose state is not on the device, those on NVMe first: they can still fail."""

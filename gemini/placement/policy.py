@@ -43,7 +43,8 @@ class AutoPlacement:
     """What saves most time stays on the device, the rest goes to the host, the rest of it to NVMe.
 
     device_budget, host_budget, nvme_budget: bytes, or `"8GiB"`; None is what there is. Host and
-    NVMe are a node's, divided among its ranks; so is the device where ranks compute on the CPU.
+        NVMe are a node's, divided among its ranks; so is the device where ranks compute on the CPU:
+        there both are RAM, and the lower budget holds.
     nvme_dir: where files go; None is a temporary folder.
     warmup_non_model_data_ratio: share of the device budget left to activations and temporaries
         while no iteration was traced.

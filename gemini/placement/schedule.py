@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from gemini.memtracer.trace import Trace
 from gemini.units import ChunkId, Moment, ParamId
 
-from .homes import Homes, Tiers, Vector
+from .homes import Vector
 from .opt import CacheProblem, best_schedule
 from .plan import Gather, Reduction
 
@@ -83,38 +83,37 @@ def num_uses(needs: Sequence[tuple[ChunkId, ...]], num_chunks: int) -> list[int]
 
 def schedule_gathers(
     needs: Sequence[tuple[ChunkId, ...]],
-    room: Vector,
-    homes: Homes,
-    tiers: Tiers,
+    room: Sequence[int] | Vector,
+    nbytes: Mapping[ChunkId, int],
     max_prefetch: int,
-    stale_after: bool,
+    stale: Container[ChunkId] = (),
+    may_begin: Sequence[bool] | None = None,
 ) -> GatherSchedule:
     """Keep payloads between uses as `room` allows, and begin each as early as it allows.
 
-    `room`: bytes for payloads at every moment of the trace. At most `max_prefetch` payloads are
-    begun before the one that is used next. `stale_after`: the iteration ends with a step, so the
-    payloads of trainable chunks are worthless behind it. Raises ValueError where the needs of a
+    `room`: bytes for payloads at every moment. `nbytes`: of the chunks that are gathered and freed.
+    At most `max_prefetch` payloads are begun before the one that is used next. `stale`: chunks
+    whose payloads are worthless behind the iteration, because it ends with a step. `may_begin`:
+    moments at which gathers are issued, by default all. Raises ValueError where the needs of a
     moment do not fit its room.
     """
     total = len(needs)
-    gathered = [
-        tiers.world_size > 1 or homes.param[chunk.id].value != "device" for chunk in tiers.chunks
-    ]
-    used = tuple(tuple(c for c in chunks if gathered[c] and not homes.kept[c]) for chunks in needs)
+    used = tuple(tuple(c for c in chunks if c in nbytes) for chunks in needs)
     last_use = {chunk: moment for moment, chunks in enumerate(used) for chunk in chunks}
     ends: list[list[ChunkId]] = [[] for _ in used]
     for chunk, moment in last_use.items():
-        if stale_after and tiers.chunks[chunk].trainable:
+        if chunk in stale:
             ends[moment].append(chunk)
-    nbytes = tuple(int(chunk.payload_bytes) for chunk in tiers.chunks)
+    sizes = tuple(nbytes.get(ChunkId(c), 0) for c in range(max(nbytes, default=-1) + 1))
+    rooms = np.array(room, np.int64)[:total]
     problem = CacheProblem(
-        used, nbytes, tuple(int(r) for r in room[:total]), (), tuple(tuple(e) for e in ends)
+        used, sizes, tuple(int(r) for r in rooms), (), tuple(tuple(e) for e in ends)
     )
     schedule = best_schedule(problem)
 
     stays = {(i.item, i.start): i.end for i in schedule.kept}
     fetches = [(moment, ChunkId(c)) for moment, items in enumerate(schedule.fetches) for c in items]
-    left = room[:total].copy()
+    left = rooms.copy()
     lives: list[tuple[int, int, ChunkId]] = []  # use, release
     for use, chunk in fetches:
         moment = use
@@ -125,11 +124,11 @@ def schedule_gathers(
     fetched = {chunk for _, chunk in fetches}
     always = tuple(c for c in sorted(last_use) if c not in fetched)
     for chunk in always:
-        left -= nbytes[chunk]
+        left -= sizes[chunk]
     for use, release, chunk in lives:
-        left[use : min(release, total)] -= nbytes[chunk]
+        left[use : min(release, total)] -= sizes[chunk]
         if release > total:
-            left[: release - total] -= nbytes[chunk]
+            left[: release - total] -= sizes[chunk]
 
     gathers: list[Gather] = []
     freed = {chunk: release - total for _, release, chunk in lives if release > total}
@@ -138,9 +137,11 @@ def schedule_gathers(
         if max_prefetch:
             earliest = max(lives[i - max_prefetch][0] if i >= max_prefetch else 0,
                            freed.get(chunk, 0), gathers[-1].begin if gathers else 0)  # fmt: skip
-            short = np.flatnonzero(left[earliest:use] < nbytes[chunk])
+            short = np.flatnonzero(left[earliest:use] < sizes[chunk])
             begin = int(earliest + short[-1] + 1) if len(short) else earliest
-            left[begin:use] -= nbytes[chunk]
+            while begin < use and may_begin is not None and not may_begin[begin]:
+                begin += 1
+            left[begin:use] -= sizes[chunk]
         gathers.append(Gather(chunk, Moment(begin), Moment(use), Moment(release)))
         freed[chunk] = release
     return GatherSchedule(tuple(gathers), always, schedule.policy, schedule.gap)

@@ -20,7 +20,8 @@ from gemini.units import (
 
 from .tiers import Tier
 
-NUM_VERSIONS = 2  # of every block on disk; see nvme.layout
+NUM_VERSIONS = 2  # of every block on disk but those of gradients; see nvme.layout
+FP32_BYTES = 4  # an element of an undo plane, of an original, of gradients that were added up
 UNLIMITED = Bytes(1 << 62)
 
 
@@ -82,9 +83,10 @@ def chunk_bytes(
     return tuple(chunks)
 
 
-def on_disk(nbytes: int) -> int:
-    """Bytes of a block in a store: whole pages, two versions."""
-    return NUM_VERSIONS * align_up(nbytes, PAGE_BYTES)
+def on_disk(kind: str, nbytes: int) -> int:
+    """Bytes of a block in a store: whole pages, and two versions of all but gradients."""
+    num_versions = 1 if kind == "gradients" else NUM_VERSIONS
+    return num_versions * align_up(nbytes, PAGE_BYTES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,8 @@ class BackwardCall:
     Hooks are on the graph, where the garbage collector cannot see them: they must not keep a node
     of the graph, as `register_multi_grad_hook` does, or neither graph nor engine would ever die.
 
-    params: take part in states; `awaited`: those of them whose gradient ends the call.
+    params: take part in states; `awaited`: those of them whose gradient ends the call; `traced`:
+        those that stand for the call in a trace, by default all.
     whole: the call of a module that is gathered whole; see `Reducer`.
     """
 
@@ -37,10 +38,12 @@ class BackwardCall:
         params: tuple[ParamId, ...] = (),
         awaited: tuple[ParamId, ...] = (),
         whole: bool = False,
+        traced: tuple[ParamId, ...] = (),
     ) -> None:
         self._engine = engine
         self._chunks = chunks
         self._params = params
+        self._traced = traced or params
         self._awaits = awaited
         self._whole = whole
         self._awaited: set[ParamId] = set()  # not arrived yet in this backward
@@ -78,7 +81,7 @@ class BackwardCall:
             return
         self._task = task
         engine = self._engine
-        engine.sampler.at_moment("enter", self._params)
+        engine.sampler.at_moment("enter", self._traced)
         engine.at_moment(self._chunks)
         engine.manager.begin_use(self._chunks, self._params)
         self._open = True
@@ -104,7 +107,8 @@ class BackwardCall:
         engine.manager.end_use(self._chunks, self._params, TensorState.HOLD_AFTER_BACKWARD)
         engine.open_calls.remove(self)
         engine.reducer.closed(self._chunks, self._whole)
-        engine.sampler.at_moment("leave", self._params)
+        engine.call_ended()
+        engine.sampler.at_moment("leave", self._traced)
 
 
 def _gets_gradient(param: Tensor) -> bool:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -50,6 +50,8 @@ from .tensor_mgr import StatefulTensorMgr
 from .trees import tensors_in
 
 log = logging.getLogger("gemini")
+
+MAX_AGREEMENTS = 3  # steps at which ranks try to agree on a trace
 
 
 class Engine:
@@ -112,6 +114,7 @@ class Engine:
             max_prefetch,
             Ledger(self.chunks, self.storage, host),
             planning.payload_room_bytes,
+            planning.steps_for,
         )
         self.sampler = Sampler(layout.params, backend, self.manager.ledger, self._traced)
         self.reducer = Reducer(self.chunks, by_moment=not self.all_gathered)
@@ -122,6 +125,8 @@ class Engine:
         }
         self.present = [False] * len(params)  # a gradient arrived since the last zero_grad
         self._target: ShardTarget | None = None
+        self._last_trace: Trace | None = None  # of training
+        self._agreements_left = 0 if planning.has_trace else MAX_AGREEMENTS
         self._forward_depth = 0
         self._summoned = False
         for i, param in enumerate(self.params):
@@ -179,9 +184,24 @@ class Engine:
         return self._target
 
     def _traced(self, trace: Trace) -> None:
-        """An iteration was sampled. Alone, this rank plans it anew; the homes stay."""
+        """An iteration was sampled. Alone, this rank plans with it; the homes stay."""
+        if trace.kind == "train":
+            self._last_trace = trace
+        if not self.sampler.measures:
+            return
+        if self.all_gathered and self.planning.has_trace:
+            return  # there are no hooks: what was traced is coarser than what was given
         if self.comm.world_size == 1 and self.planning.follow(trace):
             self.manager.payload_room_bytes = self.planning.payload_room_bytes
+
+    def agree_on_trace(self) -> None:
+        """Before a step: plan with what all ranks measured, once they have. Collective."""
+        if self.comm.world_size == 1 or self.all_gathered or not self._agreements_left:
+            return
+        self._agreements_left -= 1
+        if self.planning.follow_all(self._last_trace if self.sampler.measures else None):
+            self.manager.payload_room_bytes = self.planning.payload_room_bytes
+            self._agreements_left = 0
 
     # -- forward and backward --
 
@@ -197,6 +217,10 @@ class Engine:
             told_apart = None if self.all_gathered else inputs
             self.sampler.begin(told_apart, again=self.manager.deviated)
 
+    def tracking(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Around the forward that `begin_iteration` announced."""
+        return self.sampler.tracking(module, lambda: [chunk.payload for chunk in self.chunks])
+
     def begin_forward(self) -> None:
         """The root module's forward begins."""
         self._forward_depth += 1
@@ -207,7 +231,9 @@ class Engine:
             log.warning("a backward did not end; the gradients since zero_grad are dropped")
             self.drop_gradients()
         self._unpin()
-        self.manager.begin_cycle("training" if torch.is_grad_enabled() else "evaluation")
+        # inputs may differ between ranks, and what is gathered when may not
+        signature = self.sampler.signature if self.comm.world_size == 1 else ""
+        self.manager.begin_cycle("train" if torch.is_grad_enabled() else "eval", signature)
         if self.all_gathered:
             self.sampler.at_root("enter")
 
@@ -239,7 +265,7 @@ class Engine:
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
             if self._viewed:  # operators that took such a view have no hook of their own
                 self.manager.pin(tuple(self._viewed))
-                self.at_moment(tuple(self._viewed))
+                self.at_moment(tuple(self._viewed), planned=False)
 
     def end_backward(self) -> None:
         """All gradients of this backward have arrived."""
@@ -254,15 +280,25 @@ class Engine:
         self._forget_calls()
         self._unpin()
 
-    def at_moment(self, chunks: tuple[ChunkId, ...]) -> None:
-        """These chunks are needed now."""
+    def _in_cycle(self) -> bool:
+        """Whether a forward, or a backward, of the root module is under way."""
+        return in_backward() or self._forward_depth > 0
+
+    def call_ended(self) -> None:
+        """A call that `at_moment` began does not use its chunks any more."""
+        self.sampler.collector.before_change()
+        self.manager.call_ended()
+        self.sampler.collector.after_change()
+
+    def at_moment(self, chunks: tuple[ChunkId, ...], planned: bool = True) -> None:
+        """These chunks are needed now. `planned`: by a call that the next iteration has too."""
         backward = in_backward()
         collector = self.sampler.collector
         collector.before_change()
         if backward:
             self.reducer.at_moment()
         try:
-            self.manager.at_moment(chunks, planned=backward or self._forward_depth > 0)
+            self.manager.at_moment(chunks, planned and self._in_cycle())
         except NvmeError as error:
             self._say_what_is_left(error)
             raise
@@ -270,6 +306,9 @@ class Engine:
 
     def _say_what_is_left(self, error: NvmeError) -> None:
         """A parameter could not be read: nothing can compute, and memory holds only a part."""
+        for chunk in self.chunks:
+            with suppress(NvmeError):  # what was begun ahead may be lost too; then it is not there
+                chunk.wait_gathered()
         chunks = [chunk for chunk in self.chunks if chunk.gathered or chunk.files is None]
         names = [self.layout.params[slot.param].name for c in chunks for slot in c.spec.slots]
         error.add_note(
@@ -313,21 +352,31 @@ class Engine:
 
     def fetch(self, params: list[ParamId]) -> tuple[ChunkId, ...]:
         idle = (p for p in params if self.manager.state_of(p) is not TensorState.COMPUTE)
-        chunks = tuple(dict.fromkeys(self.chunk_of[param] for param in idle))
+        chunks = tuple(sorted({self.chunk_of[param] for param in idle}))
         if chunks and not self._summoned:
-            self.at_moment(chunks)
+            planned = self._in_cycle()
+            if planned:
+                self.sampler.at_moment("enter", self._params_for(chunks))
+            self.at_moment(chunks, planned)
         return chunks
 
     def fetched(self, chunks: tuple[ChunkId, ...], arguments: Any, result: Any) -> None:
+        if self._in_cycle() and not self._summoned:
+            self.call_ended()
+            self.sampler.at_moment("leave", self._params_for(chunks))
         if not torch.is_grad_enabled():
             return
         results = [t for t in tensors_in(result) if t.requires_grad and type(t) is not ChunkView]
         if results and self.scaler.active and self._forward_depth == 0 and not in_backward():
             self._refuse_unscaled(self.layout.chunks[chunks[0]].slots[0].param)
         if results:
-            call = BackwardCall(self, chunks)
+            call = BackwardCall(self, chunks, traced=self._params_for(chunks))
             others = (t for t in tensors_in(arguments) if handle_of(t) is None)
             call.watch(results, [t for t in others if t.requires_grad])
+
+    def _params_for(self, chunks: Iterable[ChunkId]) -> tuple[ParamId, ...]:
+        """One parameter of each chunk, which stands for it in a trace."""
+        return tuple(self.layout.chunks[chunk].slots[0].param for chunk in chunks)
 
     def owns_memory_of(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._chunk_of_storage

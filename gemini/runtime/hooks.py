@@ -119,9 +119,11 @@ class _Owner:
         outputs = [tensor for tensor in outputs if tensor.requires_grad]
         if not torch.is_grad_enabled() or not outputs:
             engine.manager.end_use(self._chunks, self._params, TensorState.HOLD)
+            engine.call_ended()
             engine.sampler.at_moment("leave", self._params)
             return
         engine.manager.end_use(self._chunks, self._params, TensorState.HOLD_AFTER_FORWARD)
+        engine.call_ended()
         engine.sampler.at_moment("leave", self._params)
         call = BackwardCall(engine, self._chunks, self._params, self._awaited, self._whole)
         call.watch(outputs, [t for t in tensors_in((args, kwargs)) if t.requires_grad])

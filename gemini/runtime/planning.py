@@ -11,7 +11,15 @@ from pathlib import Path
 import torch
 
 from gemini.chunk.layout import ITEMSIZE, ChunkLayout
-from gemini.memtracer.trace import Trace, sequential_trace
+from gemini.memtracer.trace import (
+    ASSUMED_SIGNATURE,
+    Kind,
+    Trace,
+    TraceError,
+    reduce_traces,
+    sequential_trace,
+)
+from gemini.placement.gather import GatherSteps
 from gemini.placement.plan import Plan
 from gemini.placement.planner import PlanInputs, Planned, make_plan, plan_within, reduce_inputs
 from gemini.placement.policy import AutoPlacement, ConstPlacement, Placement, StaticPlacement
@@ -45,7 +53,9 @@ class Planning:
     policy: Placement
     inputs: PlanInputs
     has_trace: bool  # else non-model data is an assumption
-    planned: Planned = field(init=False)
+    planned: Planned = field(init=False)  # of training
+    # of evaluation, and of training with inputs of other signatures, in the same homes
+    others: dict[tuple[Kind, str], Planned] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Blocks are as small as they must be: their size is a choice of the optimizer to come."""
@@ -72,6 +82,10 @@ class Planning:
         if isinstance(policy, AutoPlacement) and not self.has_trace:
             policy = replace(policy, steady_cap_ratio=1.0)  # the assumption is margin enough
         self.planned = make_plan(self.inputs, policy)
+        self.others.clear()
+        self._compare()
+
+    def _compare(self) -> None:
         digests = self.comm.gather_objects(self.plan.digest())
         if len(set(digests)) > 1:
             raise AssertionError(f"ranks made different plans from the same inputs: {digests}")
@@ -96,13 +110,18 @@ class Planning:
             raise
 
     def follow(self, trace: Trace) -> bool:
-        """Plan a measured iteration in the homes there are; whether this changed the plan.
+        """Plan a measured iteration in the homes there are; whether this changed what is planned.
 
-        A trace that was made ahead of time is kept: it does not depend on what ran beside it.
+        What was planned with a trace is kept as long as the same calls come, whatever else was
+        measured: so a trace that was made ahead of time does not depend on what ran beside it.
         """
-        if trace.kind != "train" or self.has_trace or isinstance(self.policy, StaticPlacement):
+        if isinstance(self.policy, StaticPlacement):
             return False
-        if not any(moment.phase == "backward" for moment in trace.moments):
+        if trace.kind == "train" and all(m.phase == "forward" for m in trace.moments):
+            return False
+        known = self._planned_for(trace.kind, trace.signature)
+        calls = trace.calls(self.inputs.layout.chunk_of())
+        if known is not None and known.steps.needs == tuple(c for c in calls if c is not None):
             return False
         inputs = replace(self.inputs, trace=trace)
         try:
@@ -110,8 +129,48 @@ class Planning:
         except BudgetError as error:
             log.warning("the iteration needs more memory than was left for it: %s", error)
             return False
-        self.inputs, self.planned, self.has_trace = inputs, planned, True
+        if trace.kind == "train" and (known is self.planned or not self.has_trace):
+            self.inputs, self.planned, self.has_trace = inputs, planned, True
+        else:
+            self.others[trace.kind, trace.signature] = planned
         return True
+
+    def follow_all(self, trace: Trace | None) -> bool:
+        """Plan with what all ranks measured, in the homes there are; whether that was possible.
+
+        Collective. `trace`: of this rank; None where it has none. Ranks that ran other sequences
+        keep the plan they have. The inputs of one rank need not be those of another: the plan is
+        for all. Where the device has no budget there is nothing to keep to: payloads are freed
+        behind their use, as ZeRO-3 does.
+        """
+        if isinstance(self.policy, StaticPlacement) or self.inputs.budgets.device >= UNLIMITED:
+            return False
+        traces = [found for found in self.comm.gather_objects(trace) if found is not None]
+        if len(traces) < self.comm.world_size:
+            return False
+        try:
+            reduced = replace(reduce_traces(traces), signature=ASSUMED_SIGNATURE)
+            inputs = replace(self.inputs, trace=reduced)
+            self.planned = plan_within(self.plan, inputs, self.policy)
+        except (TraceError, BudgetError) as error:
+            log.warning("what the ranks measured is not planned with: %s", error)
+            return False
+        self.inputs, self.has_trace = inputs, True
+        self._compare()
+        return True
+
+    def _planned_for(self, kind: Kind, signature: str) -> Planned | None:
+        """What is planned with a trace of such an iteration."""
+        trace = self.inputs.trace
+        of_any = trace.signature == ASSUMED_SIGNATURE
+        if self.has_trace and trace.kind == kind and (of_any or trace.signature == signature):
+            return self.planned
+        return self.others.get((kind, signature))
+
+    def steps_for(self, kind: Kind, signature: str) -> GatherSteps | None:
+        """The gathers that are planned for such an iteration."""
+        planned = self._planned_for(kind, signature)
+        return None if planned is None else planned.steps
 
     @property
     def payload_room_bytes(self) -> int:
@@ -146,7 +205,7 @@ def begin_planning(
 ) -> Planning:
     """Measure, agree, and plan the homes of parameters for an optimizer that is yet to come.
 
-    Raises BudgetError for budgets that cannot hold the model, TraceError for a trace of another.
+    `trace`: of this model. Raises BudgetError for budgets that cannot hold the model.
     """
     state = StateBytes(ASSUMED_STATE_BYTES + (MASTER_BYTES if has_master else 0), has_master)
     budgets = _budgets(policy, layout, state, backend, comm)
@@ -156,7 +215,6 @@ def begin_planning(
             non_model = round(budgets.device * policy.warmup_non_model_data_ratio)
         used = sequential_trace(layout.params, non_model)
     else:
-        trace.check_model(layout.params)
         used = trace
     bandwidths = USUAL if backend.has_host_tier else replace(USUAL, device_memory=CPU_MEMORY)
     gathered = comm.gather_objects((used, budgets, bandwidths))
@@ -191,6 +249,8 @@ def _budgets(
     if isinstance(policy, ConstPlacement):
         return Budgets(device=parse_bytes(policy.device_bytes)).divided(1, per_device)
     given = policy.budgets()
+    if not backend.has_host_tier:  # both are RAM
+        given = replace(given, device=min(given.device, given.host))
     budgets = given.divided(ranks_per_node, per_device)
     device, host = budgets.device, budgets.host
     if given.device >= UNLIMITED:

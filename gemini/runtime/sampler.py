@@ -6,19 +6,28 @@ An engine that releases nothing has no hooks on modules: its moments are those o
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from gemini.chunk.layout import ParamSpec
 from gemini.memtracer.collector import MemStatsCollector, input_signature
-from gemini.memtracer.monitor import CudaMonitor, Monitor, ProcessMonitor, reset_peak_rss
+from gemini.memtracer.monitor import (
+    CudaMonitor,
+    ForwardTracker,
+    Monitor,
+    ProcessMonitor,
+    reset_peak_rss,
+)
 from gemini.memtracer.trace import Edge, Kind, Trace, TraceError
 from gemini.units import ParamId
 
 from .backend import Backend
 from .ledger import Ledger
+from .specs import is_compiled
 
 log = logging.getLogger("gemini")
 
@@ -28,7 +37,8 @@ MAX_SIGNATURES = 16
 class Sampler:
     """Collects traces of one engine and hands each to `traced`.
 
-    An iteration is sampled if none of its kind and signature was, or if the last one left its plan.
+    An iteration is sampled if none of its kind and signature was, or if the last of these left its
+    plan.
     """
 
     def __init__(
@@ -44,19 +54,30 @@ class Sampler:
         self._everything = tuple(ParamId(i) for i in range(len(specs)))
         self._ledger = ledger
         self._traced = traced
+        self._key: tuple[Kind, str] | None = None  # of the iteration that began last
+        self._stale: set[tuple[Kind, str]] = set()  # iterations of these left their plan
         monitor = _monitor(backend)
-        self.collector = MemStatsCollector(
-            specs, [] if monitor is None else [monitor], ledger.memory_bytes
-        )
+        self.measures = monitor is not None
+        self._tracker: ForwardTracker | None = None
+        monitors: list[Monitor] = [] if monitor is None else [monitor]
+        if backend.device.type == "cpu":
+            # what the allocator had left over from before does not show in what is resident
+            self._tracker = ForwardTracker()
+            monitors.append(self._tracker)
+        self.collector = MemStatsCollector(specs, monitors, ledger.memory_bytes)
 
     def begin(self, inputs: Any, *, again: bool) -> None:
         """A root forward is about to begin. `again`: the last iteration left its plan."""
         self.end()
+        if again and self._key is not None:
+            self._stale.add(self._key)
         kind: Kind = "train" if torch.is_grad_enabled() else "eval"
         traces = self.collector.traces
-        key = (kind, input_signature(inputs))
-        if (key in traces and not again) or (key not in traces and len(traces) >= MAX_SIGNATURES):
+        self._key = key = (kind, input_signature(inputs))
+        is_known = key in traces and key not in self._stale
+        if is_known or (key not in traces and len(traces) >= MAX_SIGNATURES):
             return
+        self._stale.discard(key)
         self._ledger.watched = True
         if kind == "train":
             self._ledger.peaks.clear()
@@ -85,6 +106,22 @@ class Sampler:
                 continue
             if bool(trace.signature) == told_apart:
                 self._traced(trace)
+
+    def tracking(
+        self, module: nn.Module, model_data: Callable[[], Iterable[Tensor]]
+    ) -> AbstractContextManager[None]:
+        """Around the forward that `begin` announced. Compiled code is left alone."""
+        if self._tracker is None or not self.collector.collecting:
+            return nullcontext()
+        if any(is_compiled(inner) for inner in module.modules()):
+            return nullcontext()
+        self._tracker.ignore((*model_data(), *module.buffers()))
+        return self._tracker.tracking()
+
+    @property
+    def signature(self) -> str:
+        """Of the inputs of the iteration that began last."""
+        return "" if self._key is None else self._key[1]
 
     def at_root(self, edge: Edge) -> None:
         """The root module's forward or backward begins or ends, where nothing below is hooked."""

@@ -68,9 +68,9 @@ class ShardState:
             block_numel=config.nvme.block_numel,
             depth=config.nvme.depth,
         )
-        engine.storage.use_blocks_of(config.nvme.block_numel, config.nvme.depth)
-        homes = planning.plan.state_homes()
         nvme = config.nvme
+        engine.storage.serve(nvme.block_numel, nvme.depth, nvme.meter)
+        homes = planning.plan.state_homes()
         if not nvme.folders and planning.nvme_folder is not None:
             nvme = replace(nvme, folders=(planning.nvme_folder,))
         on_nvme = frozenset(block for block, home in homes.items() if home is Tier.NVME)

@@ -15,6 +15,7 @@ from gemini.placement.plan import Plan
 from gemini.placement.tiers import Tier
 from gemini.tickets import Ticket
 from gemini.units import ChunkId
+from nvme import WriteMeter
 from optim.report import Traffic
 
 from .backend import Backend
@@ -88,11 +89,19 @@ class ShardStorage:
             for files in self.gradient_files.files:
                 files.rollback()
 
-    def use_blocks_of(self, block_numel: int, depth: int) -> None:
-        """Cut files anew as an optimizer cuts its state: a block is read and written as one."""
+    def serve(self, block_numel: int, depth: int, meter: WriteMeter | None) -> None:
+        """An optimizer is there: cut files anew as it cuts its state, since a block is read and
+        written as one, and count what they write, and have written, to its budget."""
         same = (block_numel, depth) == (self.config.block_numel, self.config.depth)
-        self.config = replace(self.config, block_numel=block_numel, depth=depth)
-        if self.params is None or same:
+        self.config = replace(self.config, block_numel=block_numel, depth=depth, meter=meter)
+        if meter is not None:
+            meter.written_bytes += self.originals.written_bytes
+        if self.params is None:
+            return
+        if meter is not None:
+            meter.written_bytes += self.params.store.meter.written_bytes
+            self.params.store.meter = meter
+        if same:
             return
         before = self.params
         flats = {chunk: _flat(self._specs[chunk]) for chunk in before}
@@ -172,6 +181,10 @@ class Originals:
         self._in_file.discard(chunk)
         if self._last is not None and self._last[0] == chunk:
             self._last = None
+
+    @property
+    def written_bytes(self) -> int:
+        return 0 if self._file is None else self._file.store.traffic.written_bytes
 
     def clear(self) -> None:
         """Give memory and file back."""

@@ -119,6 +119,7 @@ class ShardTarget(ShardState):
         engine, scale = self._engine, self._engine.scaler.read().scale
         pending = engine.pending_clip or PendingClip(Clip(engine.numerics.max_norm))
         agreement = pending.agreement or self._agree(chunks, pending.clip.norm_type)
+        engine.agree_on_trace()  # behind the vote, which ends where ranks ran different modules
         self._check_any(agreement.present)
         if agreement.nonfinite is not None:
             engine.scaler.stepped(overflow=True)
@@ -129,7 +130,7 @@ class ShardTarget(ShardState):
         updater = self._path.begin(hypers, agreement.present, agreement.power_sum, pending.clip)
         views = self._views(hypers, agreement.present)
         before, stalled = self._traffic(updater), self._tiers.stalled_seconds
-        engine.manager.release_all()
+        engine.manager.release_for_step()
         try:
             with HeldSignals() as held:
                 engine.manager.ledger.note()
@@ -162,7 +163,7 @@ class ShardTarget(ShardState):
         """Submit norm, clip, skip and update; the host waits for nothing."""
         engine = self._engine
         self._check_any(engine.present)
-        engine.manager.release_all()
+        engine.manager.release_for_step()
         pending = engine.pending_clip or PendingClip(Clip(engine.numerics.max_norm))
         if pending.norm is None:
             path.submit_measure(chunks, pending.clip)
@@ -285,6 +286,9 @@ class ShardTarget(ShardState):
         error: BaseException | None = None
         files = self._engine.storage.params
         try:
+            if files is not None:
+                also = self._tiers.nvme.written_bytes_per_step if self._tiers.nvme else 0
+                files.store.check_step(files.written_bytes_per_step + also)
             self._tiers.prepare(updater, views, lambda: held.pending)
             if files is not None:
                 files.flush()
@@ -389,8 +393,10 @@ class ShardTarget(ShardState):
         for chunk in engine.chunks:
             chunk.wait_gathered()
             chunk.gradient.end_reduce()
-            held = (chunk.shard, chunk.payload, chunk.gradient.buffer, chunk.gradient.reduced)
+            held = (chunk.payload, chunk.gradient.buffer, chunk.gradient.reduced)
             found += [tensor for tensor in held if tensor is not None]
+            if chunk.files is None:
+                found.append(chunk.shard)
         return found
 
     @property

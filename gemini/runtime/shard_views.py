@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -151,9 +151,11 @@ class ShardViews:
         self._loans.clear()
         self._coming.clear()
 
-    def save(self, block: Block, undo: Tensor) -> None:
-        if self._chunks[block.shard].files is None:  # files keep their last version
-            undo.copy_(self._shard_of(block))
+    def save(self, block: Block, undo: Callable[[], Tensor]) -> bool:
+        if self._chunks[block.shard].files is not None:  # files keep their last version
+            return False
+        undo().copy_(self._shard_of(block))
+        return True
 
     def restore(self, block: Block, planes: Planes) -> None:
         if self._chunks[block.shard].files is None:

@@ -23,6 +23,7 @@ from nvme import (
     BufferPool,
     NvmeError,
     StoreLayout,
+    WriteMeter,
     check_folder,
     default_folder,
 )
@@ -36,6 +37,7 @@ class FileConfig:
     block_numel: int = BLOCK_NUMEL  # elements
     depth: int = 2  # blocks read ahead of their update
     label: str = ""
+    meter: WriteMeter | None = None  # of the optimizer that these belong to
 
     def checked_folder(self) -> Path:
         """Raises FolderError."""
@@ -109,11 +111,10 @@ class TensorFiles:
                 numel = min(config.block_numel, flat.numel - start)
                 nbytes.append(numel * flat.dtype.itemsize)
         digest = hashlib.sha256(repr(self._tensors).encode()).hexdigest()[:16]
+        plan = StoreLayout.plan(digest, nbytes, num_versions=2 if versioned else 1)
         self.store = BlockStore(
-            [config.checked_folder()], StoreLayout.plan(digest, nbytes), label=config.label
+            [config.checked_folder()], plan, label=config.label, meter=config.meter
         )
-        if not versioned:
-            self.store.keep_one_version()
         self._pool = BufferPool(config.depth + 2, max(nbytes))
         self._queue: deque[tuple[Fill, BlockId, Tensor]] = deque()  # reads that have no buffer yet
         self._reads: deque[tuple[Fill, Staged, Tensor]] = deque()
@@ -145,7 +146,8 @@ class TensorFiles:
         return fill
 
     def write(self, chunk: ChunkId, values: Tensor) -> None:
-        """Write a whole tensor; `values` is free on return."""
+        """Write a whole tensor; `values` is free on return. Raises WriteBudgetError first."""
+        self.store.check_step(self._written_bytes(chunk), "a tensor that leaves memory")
         for i, part in enumerate(values.detach().split(self._block_numel)):
             staged = self.block_to_fill(chunk, i)
             staged.values.copy_(part)
@@ -191,6 +193,11 @@ class TensorFiles:
         self._reap()
         return self._pool.num_free > 1
 
+    @property
+    def written_bytes_per_step(self) -> int:
+        """Where every tensor is written once."""
+        return sum(map(self._written_bytes, self._tensors))
+
     # -- versions --
 
     def flush(self) -> None:
@@ -220,6 +227,12 @@ class TensorFiles:
                     _settle(staged.ticket)
             self._reads.clear()
         self.store.close()
+
+    def _written_bytes(self, chunk: ChunkId) -> int:
+        first = self._first[chunk]
+        num_blocks = -(-self._tensors[chunk].numel // self._block_numel)
+        blocks = range(first, first + num_blocks)
+        return sum(self.store.buffer_nbytes(BlockId(block)) for block in blocks)
 
     # -- transfers under way --
 

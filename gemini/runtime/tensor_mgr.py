@@ -1,34 +1,42 @@
 """StatefulTensorMgr: what state every parameter is in, and which chunks are gathered.
 
-It follows a `GatherPlan` while the moments are those that were traced. At a moment that differs it
-falls back to gathering on demand and releasing the least recently used, within the same limit, and
-plans anew from what it saw.
+It follows the `GatherSteps` of the plan for this kind of iteration and these inputs, where there is
+one and its calls are those that come: then the bytes moved are the plan's. Other cycles (two
+forwards before one backward, evaluations of several ranks) get steps of their own from what they
+needed last, in the room that the plan leaves at its fullest moment. At a call that differs it falls
+back to gathering on demand and releasing the least recently used, within that room.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 
 from gemini.chunk.layout import ChunkLayout
 from gemini.chunk.state import TensorState, check_transition
 from gemini.chunk.storage import Chunk
-from gemini.placement.gather import GatherPlan, GatherStep, plan_gathers
+from gemini.memtracer.trace import Kind
+from gemini.placement.gather import Call, GatherStep, GatherSteps, gather_steps
+from gemini.placement.schedule import schedule_gathers
 from gemini.placement.sizes import UNLIMITED
 from gemini.placement.tiers import Tier
 from gemini.units import ChunkId, ParamId
 
 from .ledger import Ledger
 
-_ON_DEMAND = GatherStep((), (), ())
-MAX_PLANS = 16
+MAX_LEARNED = 16
 
-# What is expected of a cycle: its kind, and what the cycle before it needed. So two forwards before
-# one backward, or evaluations between steps, have plans of their own.
-Cycle = tuple[str, int]
+# What is expected of a cycle: its kind and inputs, and what the cycle before it needed. So two
+# forwards before one backward, or evaluations between steps, have steps of their own.
+Cycle = tuple[Kind, str, int]
+Planned = Callable[[Kind, str], "GatherSteps | None"]
 
 
 class StatefulTensorMgr:
-    """States and gathered chunks of one engine."""
+    """States and gathered chunks of one engine.
+
+    planned: the plan's steps for a kind of iteration and a signature of its inputs, if it has any.
+    payload_room_bytes: for payloads, wherever no plan is followed.
+    """
 
     def __init__(
         self,
@@ -38,6 +46,7 @@ class StatefulTensorMgr:
         max_prefetch: int,
         ledger: Ledger | None = None,
         payload_room_bytes: int = UNLIMITED,
+        planned: Planned = lambda kind, signature: None,
     ) -> None:
         self.ledger = ledger or Ledger(chunks)
         self._names = [spec.name for spec in layout.params]
@@ -52,15 +61,20 @@ class StatefulTensorMgr:
         }
         self._max_prefetch = max_prefetch
         self.payload_room_bytes = payload_room_bytes
+        self._planned = planned
         self._users: dict[ChunkId, int] = dict.fromkeys(self._nbytes, 0)
         self._computing = [0] * len(layout.params)  # calls that use a parameter now
         self._pinned: dict[ChunkId, None] = {}  # borrowed, or seen in an output: until the end
         self._recent: dict[ChunkId, None] = {}  # gathered, least recently used first
-        self._seen: list[tuple[ChunkId, ...]] = []  # needs of this cycle's moments so far
-        self._cycle: Cycle = ("", 0)
-        self._plans: dict[Cycle, GatherPlan] = {}  # most recently used last
+        self._overdue: dict[ChunkId, None] = {}  # to be released, and still in use
+        self._seen: list[Call] = []  # needs of this cycle's calls so far
+        self._cycle: Cycle = ("train", "", 0)
+        self._learned: dict[Cycle, GatherSteps] = {}  # most recently used last
+        self._steps: GatherSteps | None = None  # that this cycle follows
+        self._carried: frozenset[ChunkId] = frozenset()  # by the plan, through a step
+        self._behind: list[tuple[ChunkId, ...]] = []  # to release at the next ends of calls
         self._largest_need = 0
-        self.deviated = False  # this cycle left its plan
+        self.deviated = False  # this cycle left its steps
         self.gathers = 0  # payloads made so far
         self.before_release: Callable[[Chunk], None] = lambda chunk: None
 
@@ -93,28 +107,27 @@ class StatefulTensorMgr:
 
     # -- moments --
 
-    def at_moment(self, chunks: tuple[ChunkId, ...], planned: bool = True) -> None:
-        """Make `chunks` gathered, and release and prefetch what the plan says.
+    def at_moment(self, chunks: Call, planned: bool = True) -> None:
+        """A call begins: make `chunks` gathered, and release and prefetch what its step says.
 
-        `planned`: this is a moment of a cycle, and not of a module that was called by itself.
+        `planned`: this is a call of a cycle, and not of a module that was called by itself.
         """
-        step = self._next_step(chunks) if planned else _ON_DEMAND
-        for chunk in step.release:
-            self._release(chunk)
         wanted = [chunk for chunk in chunks if chunk in self._nbytes]
-        missing = [chunk for chunk in wanted if not self._chunks[chunk].gathered]
-        if missing:
-            self._make_room(wanted, missing)
-            for chunk in missing:
-                self._gather(chunk)
-        for chunk in step.prefetch:
-            if not self._chunks[chunk].gathered and self._has_room_for(chunk):
-                self._gather(chunk)
+        step = self._next_step(chunks) if planned else None
+        if step is None:
+            self._gather_now(wanted)
+        else:
+            self._follow(step, wanted)
         for chunk in wanted:
             self._chunks[chunk].wait_gathered()
             self._recent.pop(chunk, None)
             self._recent[chunk] = None
         self.ledger.note()
+
+    def call_ended(self) -> None:
+        """A call has ended, and does not use its chunks any more: release what the step says."""
+        if self._behind:
+            self._release_planned(self._behind.pop(0))
 
     def begin_use(self, chunks: Iterable[ChunkId], params: Iterable[ParamId]) -> None:
         """A call begins to use these: its chunks may not be released."""
@@ -148,49 +161,100 @@ class StatefulTensorMgr:
         """What was pinned may be released again."""
         self._pinned.clear()
 
-    def begin_cycle(self, kind: str) -> None:
+    def begin_cycle(self, kind: Kind, signature: str = "") -> None:
         """A root forward begins that is not part of the cycle before."""
         seen = tuple(self._seen)
         if seen:
-            self._plan_for(self._cycle, seen)
-        self._cycle = (kind, hash(seen))
+            self._learn(self._cycle, seen)
+        self._cycle = (kind, signature, hash(seen))
+        planned = self._planned(kind, signature)
+        learned = self._learned.get(self._cycle)
+        self._steps = planned if learned is None else learned
+        self._carried = planned.carried if planned and self._steps is planned else frozenset()
         self._seen = []
+        self._behind = []
+        self._overdue.clear()
         self.deviated = False
+        if self._steps is not None:  # what an earlier cycle left here has no place in the steps
+            for chunk in [c for c in self._recent if c not in self._steps.carried]:
+                self._release(chunk)
 
     def forget_users(self) -> None:
         """No module call is open any more: a backward ended, or one was abandoned."""
         self._users = dict.fromkeys(self._nbytes, 0)
         self._computing = [0] * len(self._computing)
 
-    def release_all(self) -> None:
-        """Free every payload that may be freed: the shards are about to change."""
+    def release_all(self, keep: Container[ChunkId] = ()) -> None:
+        """Free every payload that may be freed, but for `keep`."""
         self.unpin_all()
         self.forget_users()
+        self._overdue.clear()
         for chunk in self._nbytes:
-            self._release(chunk)
+            if chunk not in keep:
+                self._release(chunk)
+
+    def release_for_step(self) -> None:
+        """The shards of trainable chunks are about to change. Frozen payloads stay where the plan
+        carries them from one iteration to the next."""
+        self.release_all(keep=self._carried)
 
     # -- inside --
 
-    def _next_step(self, chunks: tuple[ChunkId, ...]) -> GatherStep:
+    def _next_step(self, chunks: Call) -> GatherStep | None:
         position = len(self._seen)
         self._seen.append(chunks)
         needed = sum(self._nbytes.get(chunk, 0) for chunk in chunks)
         self._largest_need = max(self._largest_need, needed)
-        plan = self._plans.get(self._cycle)
-        if plan is None or self.deviated:
-            return _ON_DEMAND
-        if position >= len(plan.needs) or plan.needs[position] != chunks:
+        if self._steps is None or self.deviated:
+            return None
+        steps = self._steps.steps
+        if position >= len(steps) or steps[position].needs != chunks:
             self.deviated = True
-            return _ON_DEMAND
-        return plan.steps[position]
+            self._behind = []
+            return None
+        return steps[position]
 
-    def _plan_for(self, cycle: Cycle, seen: tuple[tuple[ChunkId, ...], ...]) -> None:
-        plan = self._plans.pop(cycle, None)
-        if plan is None or plan.needs != seen:
-            plan = plan_gathers(seen, self._nbytes, self._limit_bytes(), self._max_prefetch)
-        self._plans[cycle] = plan
-        if len(self._plans) > MAX_PLANS:
-            del self._plans[next(iter(self._plans))]
+    def _follow(self, step: GatherStep, wanted: Sequence[ChunkId]) -> None:
+        for rows in self._behind:  # ends that did not come
+            self._release_planned(rows)
+        self._behind = list(step.behind)
+        overdue = [chunk for chunk in self._overdue if chunk not in wanted]
+        self._release_planned((*overdue, *step.release))
+        if self._overdue:  # what could not be freed takes room from what the step gathers
+            self._gather_now(wanted)
+        for chunk in (*step.gather, *wanted):  # it is there, unless its payload was lost meanwhile
+            if chunk in wanted or not self._overdue:
+                self._gather(chunk)
+
+    def _release_planned(self, chunks: Iterable[ChunkId]) -> None:
+        for chunk in tuple(chunks):
+            if self._release(chunk):
+                self._overdue.pop(chunk, None)
+            else:
+                self._overdue[chunk] = None
+
+    def _gather_now(self, wanted: Sequence[ChunkId]) -> None:
+        """On demand, in the room there is."""
+        missing = [chunk for chunk in wanted if not self._chunks[chunk].gathered]
+        if missing:
+            self._make_room(wanted, missing)
+            for chunk in missing:
+                self._gather(chunk)
+
+    def _learn(self, cycle: Cycle, seen: tuple[Call, ...]) -> None:
+        """What this cycle needed is what its like will need."""
+        known = self._learned.pop(cycle, None)
+        planned = self._planned(cycle[0], cycle[1])
+        if planned is not None and planned.needs == seen:
+            return
+        if known is None or known.needs != seen:
+            limit = self._limit_bytes()
+            room = [max(limit, sum(self._nbytes.get(c, 0) for c in call)) for call in seen]
+            schedule = schedule_gathers(seen, room, self._nbytes, self._max_prefetch)
+            known = gather_steps(seen, schedule.gathers, schedule.always)
+        self._learned[cycle] = known
+        if len(self._learned) > MAX_LEARNED:
+            del self._learned[next(iter(self._learned))]
 
     def _limit_bytes(self) -> int:
         """Room for the largest need and for the chunks in flight behind it, if there is as much."""
@@ -206,12 +270,10 @@ class StatefulTensorMgr:
             if chunk not in wanted and self._release(chunk):
                 total -= self._nbytes[chunk]
 
-    def _has_room_for(self, chunk: ChunkId) -> bool:
-        """Chunks that an earlier cycle left here are not in the plan."""
-        there = sum(self._nbytes[other] for other in self._recent)
-        return there + self._nbytes[chunk] <= self._limit_bytes()
-
     def _gather(self, chunk: ChunkId) -> None:
+        self._overdue.pop(chunk, None)
+        if self._chunks[chunk].gathered:
+            return
         self._chunks[chunk].gather()
         self._recent[chunk] = None
         self.gathers += 1

@@ -28,7 +28,7 @@ from .layout import FORMAT_VERSION, FormatError, StoreLayout
 from .pinned import PinnedVersions
 from .pool import Buffer, BufferPool, Pin
 from .probe import CANDIDATES, Probe, Speed, make_engine, probe
-from .store import BlockStore, recover
+from .store import BlockStore, WriteMeter, recover
 
 __all__ = [
     "CANDIDATES",
@@ -54,6 +54,7 @@ __all__ = [
     "Transfer",
     "TransferError",
     "WriteBudgetError",
+    "WriteMeter",
     "check_folder",
     "create_direct",
     "default_folder",

@@ -10,7 +10,6 @@ one holds its lock meanwhile, and who creates one looks, once it has the lock, w
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import logging
@@ -29,8 +28,6 @@ from .layout import MAGIC
 
 log = logging.getLogger("gemini.nvme")
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # linux/falloc.h
 
 PREFIX = "gemini-"
 SUFFIX = ".blocks"
@@ -219,16 +216,6 @@ def _open_or_explain(path: Path, flags: int, mode: int) -> int:
 def _explain(path: Path, error: OSError) -> NvmeError:
     kind = DiskFullError if error.errno in FULL_ERRNOS else FolderError
     return kind(f"cannot create {path}: {error.strerror}; name another nvme folder")
-
-
-def give_back(file: OpenFile, offset: int, nbytes: int) -> None:
-    """Unallocate a run of a file; nothing where the file system cannot. It reads as zeros then."""
-    done = _libc.fallocate(
-        ctypes.c_int(file.fd), ctypes.c_int(_KEEP_SIZE | _PUNCH_HOLE),
-        ctypes.c_int64(offset), ctypes.c_int64(nbytes),
-    )  # fmt: skip
-    if done != 0:
-        log.info("%s keeps its spare blocks: %s", file.path, os.strerror(ctypes.get_errno()))
 
 
 def free_bytes(folder: Path) -> int:

@@ -87,10 +87,15 @@ class StoreLayout:
     block_nbytes: tuple[int, ...]  # payload of every block
     file_of_block: tuple[int, ...]
     num_files: int
+    num_versions: int = NUM_VERSIONS  # 1: nothing is ever committed
 
     @classmethod
     def plan(
-        cls, digest: str, block_nbytes: Sequence[int], weights: Sequence[float] = (1.0,)
+        cls,
+        digest: str,
+        block_nbytes: Sequence[int],
+        weights: Sequence[float] = (1.0,),
+        num_versions: int = NUM_VERSIONS,
     ) -> StoreLayout:
         """Stripe blocks over `len(weights)` files in proportion to their measured speed.
 
@@ -109,7 +114,7 @@ class StoreLayout:
             file = min(range(len(weights)), key=lambda i: ((filled[i] + nbytes) / weights[i], i))
             filled[file] += nbytes
             file_of_block.append(file)
-        return cls(digest, tuple(block_nbytes), tuple(file_of_block), len(weights))
+        return cls(digest, tuple(block_nbytes), tuple(file_of_block), len(weights), num_versions)
 
     @property
     def num_blocks(self) -> int:
@@ -130,6 +135,8 @@ class StoreLayout:
             "block_nbytes": _run_lengths(self.block_nbytes),
             "file_of_block": _run_lengths(self.file_of_block),
         }
+        if self.num_versions != NUM_VERSIONS:
+            fields["num_versions"] = self.num_versions
         text = json.dumps(fields, separators=(",", ":")).encode()
         data = _HEADER.pack(MAGIC, FORMAT_VERSION, len(text), zlib.crc32(text)) + text
         return data.ljust(align_up(len(data), PAGE_BYTES), b"\0")
@@ -151,6 +158,7 @@ class StoreLayout:
             _expand(fields["block_nbytes"]),
             _expand(fields["file_of_block"]),
             fields["num_files"],
+            fields.get("num_versions", NUM_VERSIONS),
         )
         return layout, int(fields["file"])
 
@@ -163,7 +171,7 @@ class StoreLayout:
         return self.header_nbytes(0) + slot * self.index_slot_nbytes
 
     def extents(self) -> tuple[tuple[Extent, ...], ...]:
-        """For every block the extents of its versions."""
+        """For every block the extents of its versions; twice the same where it has one."""
         ends = [
             self.header_nbytes(f) + NUM_VERSIONS * self.index_slot_nbytes
             for f in range(self.num_files)
@@ -172,9 +180,12 @@ class StoreLayout:
         for payload, file in zip(self.block_nbytes, self.file_of_block, strict=True):
             nbytes = align_up(payload, PAGE_BYTES)
             table.append(
-                tuple(Extent(file, ends[file] + v * nbytes, nbytes) for v in range(NUM_VERSIONS))
+                tuple(
+                    Extent(file, ends[file] + v % self.num_versions * nbytes, nbytes)
+                    for v in range(NUM_VERSIONS)
+                )
             )
-            ends[file] += NUM_VERSIONS * nbytes
+            ends[file] += self.num_versions * nbytes
         return tuple(table)
 
     def file_nbytes(self) -> tuple[int, ...]:
@@ -184,7 +195,7 @@ class StoreLayout:
             for f in range(self.num_files)
         ]
         for payload, file in zip(self.block_nbytes, self.file_of_block, strict=True):
-            ends[file] += NUM_VERSIONS * align_up(payload, PAGE_BYTES)
+            ends[file] += self.num_versions * align_up(payload, PAGE_BYTES)
         return tuple(ends)
 
 

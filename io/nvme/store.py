@@ -27,7 +27,7 @@ from .checksum import checksum_of
 from .engine import Engine, Transfer
 from .engines.threads import ThreadEngine
 from .errors import ChecksumError, NvmeError, TransferError, WriteBudgetError, transfer_error
-from .file import OpenFile, check_folder, create_files, give_back, remove_orphans
+from .file import OpenFile, check_folder, create_files, remove_orphans
 from .layout import Extent, FormatError, Index, IndexEntry, StoreLayout
 from .pinned import PinnedBlock, PinnedVersions
 
@@ -65,6 +65,24 @@ class _Read:
             )
 
 
+@dataclass(slots=True)
+class WriteMeter:
+    """What all files of one owner have written over a run, and may write."""
+
+    budget: int | None = None  # bytes; None is no limit
+    written_bytes: int = 0
+
+    def check(self, nbytes: int, what: str) -> None:
+        """Raise WriteBudgetError if `what` writes `nbytes` and would pass the budget."""
+        total = self.written_bytes + nbytes
+        if self.budget is not None and total > self.budget:
+            raise WriteBudgetError(
+                f"{what} writes {format_bytes(nbytes)}, to {format_bytes(total)} in all; "
+                f"nvme_write_budget is {format_bytes(self.budget)}. The weights are those of the "
+                "last step: save them, then raise the budget or offload a smaller fraction"
+            )
+
+
 class BlockStore:
     """Blocks of a `StoreLayout` in one preallocated file per folder.
 
@@ -87,7 +105,7 @@ class BlockStore:
         checksums: bool = True,
         allow_ram: bool = False,
         label: str = "",
-        write_budget: int | None = None,
+        meter: WriteMeter | None = None,
     ) -> None:
         if len(folders) != layout.num_files:
             raise ValueError(f"{len(folders)} folders for a layout of {layout.num_files} files")
@@ -103,13 +121,12 @@ class BlockStore:
         self.layout = layout
         self.traffic = Traffic()
         self.checksums = checksums
-        self.write_budget = write_budget
+        self.meter = meter or WriteMeter()
         self._extents = layout.extents()
         self._finalizer = weakref.finalize(self, _discard, os.getpid(), self._files)
         self._pending: dict[BlockId, Ticket[int]] = {}
         self._index = Index(0, 0, tuple(IndexEntry(1, 0) for _ in range(layout.num_blocks)))
         self._written: set[BlockId] = set()  # blocks that were committed at least once
-        self._spare_bytes = 0  # given back
         self._flushed: dict[BlockId, int] | None = None  # checksums, once `flush` is done
         self._failure: TransferError | None = None  # of the index
         self._pid = os.getpid()
@@ -131,18 +148,7 @@ class BlockStore:
     @property
     def file_bytes(self) -> int:
         """Bytes allocated on disk, over all files."""
-        return sum(self.layout.file_nbytes()) - self._spare_bytes
-
-    def keep_one_version(self) -> None:
-        """Nothing will be committed: give the disk back what the other versions took.
-
-        What was written is read by `read_uncommitted`, and lasts until `rollback`.
-        """
-        assert not self._written and not self._spare_bytes
-        for block, extents in enumerate(self._extents):
-            spare = extents[self._index.entries[block].version]
-            give_back(self._files[spare.file], spare.offset, spare.nbytes)
-            self._spare_bytes += spare.nbytes
+        return sum(self.layout.file_nbytes())
 
     def buffer_nbytes(self, block: BlockId) -> int:
         """Whole pages that a buffer for this block must hold."""
@@ -161,23 +167,15 @@ class BlockStore:
                 f"process {os.getpid()}. Make the optimizer in the process that trains"
             )
 
-    def check_step(self, nbytes: int) -> None:
-        """Raise if a step that writes `nbytes` must not begin. Writes nothing.
+    def check_step(self, nbytes: int, what: str = "the next step") -> None:
+        """Raise if `what`, which writes `nbytes`, must not begin. Writes nothing.
 
         WriteBudgetError: it would pass the budget. TransferError: the last index was not written.
         """
         self.check_process()
         if self._failure is not None:
             raise self._failure
-        if self.write_budget is None:
-            return
-        total = self.traffic.written_bytes + nbytes
-        if total > self.write_budget:
-            raise WriteBudgetError(
-                f"the next step writes {format_bytes(nbytes)}, to {format_bytes(total)} in all; "
-                f"nvme_write_budget is {format_bytes(self.write_budget)}. The weights are those "
-                "of the last step: save them, then raise the budget or offload a smaller fraction"
-            )
+        self.meter.check(nbytes, what)
 
     def read(self, block: BlockId, buffer: memoryview) -> Ticket[None]:
         """Begin to read the committed version. The ticket raises if it does not verify."""
@@ -202,6 +200,7 @@ class BlockStore:
         self._pending[block] = ticket
         self._flushed = None
         self.traffic.written_bytes += extent.nbytes
+        self.meter.written_bytes += extent.nbytes
         return ticket
 
     def flush(self) -> None:
@@ -219,7 +218,7 @@ class BlockStore:
         Raises the errors of `flush`, and commits nothing then; after a `flush` it does not raise
         ([Note: commit cannot fail]).
         """
-        assert not self._spare_bytes, "a store of one version commits nothing"
+        assert self.layout.num_versions > 1, "a store of one version commits nothing"
         self.flush()
         assert self._flushed is not None
         entries = list(self._index.entries)

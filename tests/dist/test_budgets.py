@@ -5,10 +5,11 @@ import torch
 
 from gemini.placement.tiers import Tier
 from gemini.runtime.backend import SimBackend
-from tests.gemini.test_on_nvme import homes, wrapped
-from tests.models import token_batches, token_loss
+from gemini import AutoPlacement, GeminiDDP
+from optim import HybridAdam
+from tests.gemini.test_on_nvme import BLOCKS, SMALL, homes, wrapped
+from tests.models import Tower, token_batches, token_loss
 from tests.workers import run_ranks
-from gemini import AutoPlacement
 
 pytestmark = pytest.mark.dist
 
@@ -63,3 +64,32 @@ def test_ranks_on_a_simulated_device_spill_to_host_and_disk():
     results = run_ranks(on_a_simulated_device, 2, 2)
     assert_equal(results)
     assert results[0][0][1] >= {Tier.HOST, N}
+
+
+def measured(rank, world_size):
+    """No trace is given: what all ranks measured in the first iteration is planned with."""
+    found = []
+    for placement in (AutoPlacement(f"{world_size * 256}MiB"), "cuda"):
+        torch.manual_seed(0)
+        model = GeminiDDP(Tower(), placement_policy=placement, **SMALL)
+        optimizer = HybridAdam(model.parameters(), lr=1e-2, nvme=BLOCKS)
+        for parts in token_batches(4, world_size):
+            before = model.engine.manager.gathers
+            token_loss(model, parts[rank][: 4 - rank]).backward()  # other inputs on every rank
+            optimizer.step()
+            optimizer.zero_grad()
+        planning, manager = model.engine.planning, model.engine.manager
+        found.append((planning.plan.digest(), planning.has_trace, manager.deviated,
+                      manager.gathers - before, len(planning.plan.gathers), model.state_dict()))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_plan_with_what_all_of_them_measured(world_size):
+    results = run_ranks(measured, world_size, world_size)
+    auto, cuda = results[0]
+    assert {run[0][0] for run in results} == {auto[0]}
+    for (_, has_trace, deviated, gathers, planned, _), _ in results:
+        assert has_trace and not deviated and gathers == planned > 0
+    assert not cuda[1]
+    assert all(torch.equal(value, cuda[5][name]) for name, value in auto[5].items())

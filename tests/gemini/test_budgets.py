@@ -4,12 +4,14 @@ import pytest
 import torch
 
 from gemini import AutoPlacement, ConstPlacement, GeminiDDP, StaticPlacement
+from gemini.chunk.model_specs import specs_of
 from gemini.memtracer.trace import sequential_trace
 from gemini.placement.sizes import BudgetError
 from gemini.placement.tiers import Tier
 from gemini.runtime.backend import SimBackend
+from nvme import WriteBudgetError
 from optim import HybridAdam, NvmeConfig
-from tests.gemini.test_on_nvme import BLOCKS, SMALL, assert_same, homes, train, wrapped
+from tests.gemini.test_on_nvme import BLOCKS, LEAST, SMALL, assert_same, homes, train, wrapped
 from tests.models import Tower, token_batches, token_loss
 
 MODEL_DATA = 16 * 26112  # bytes of bf16 Tower: parameters, gradients, state, with padding
@@ -83,11 +85,80 @@ def test_a_budget_below_the_least_says_how_much_is_missing(kib):
     assert info.value.tier is D and info.value.missing_bytes > 0
 
 
+def test_host_and_device_are_one_memory_where_the_cpu_computes():
+    lower = wrapped(AutoPlacement("1GiB", host_budget="150KiB"))[0].engine.planning
+    assert lower.inputs.budgets.device == 150 << 10
+    assert lower.plan.shards == wrapped(AutoPlacement("150KiB"))[0].engine.planning.plan.shards
+
+
+def test_state_that_must_be_on_disk_and_may_not_be_is_an_error_before_the_first_step():
+    model = GeminiDDP(Tower(), placement_policy=AutoPlacement(nvme_budget="100KiB"), **SMALL)
+    with pytest.raises(BudgetError, match=r"nvme_budget of 100\.00 KiB .* too small"):
+        HybridAdam(model.parameters(), nvme_offload_fraction=1.0, nvme=BLOCKS)
+    train(model, HybridAdam(model.parameters(), nvme=BLOCKS), token_batches(1, 1))
+
+
 def test_a_disk_budget_below_what_must_go_there_is_an_error_before_the_first_step():
     with pytest.raises(BudgetError, match="nvme_budget") as info:
         wrapped(AutoPlacement("150KiB", nvme_budget="100KiB"))
     assert info.value.tier is N
     wrapped(AutoPlacement("150KiB", nvme_budget=(100 << 10) + info.value.missing_bytes))
+
+
+def allocated(folder):
+    return sum(path.stat().st_blocks * 512 for path in folder.iterdir())
+
+
+def test_a_disk_budget_holds_while_backwards_add_up(tmp_path):
+    """What is added up is in fp32, in a file of its own; originals are in one before that."""
+    with pytest.raises(BudgetError) as info:
+        wrapped(AutoPlacement("130KiB", nvme_budget=1))
+    limit = 1 + info.value.missing_bytes
+    model, optimizer = wrapped(AutoPlacement("130KiB", nvme_budget=limit, nvme_dir=str(tmp_path)))
+    found = [allocated(tmp_path)]
+    for (ids,) in token_batches(2, 1):
+        for _ in range(3):
+            token_loss(model, ids).backward()
+            found.append(allocated(tmp_path))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(model.engine.storage.gradient_files.files) == 2
+    # beside blocks a file has a header and an index: 64 kB are counted for all of them
+    assert limit - (80 << 10) < max(found) <= limit
+
+
+def written(model):
+    """Bytes, by all files of a module and its optimizer."""
+    files = model.engine.storage.traffic().nvme_write
+    return files + model.engine.target._tiers.nvme_written_total
+
+
+def test_a_write_budget_is_for_all_files(tmp_path):
+    def limited(write_budget):
+        module = Tower()
+        trace = sequential_trace(specs_of(module, "bfloat16"))
+        model = GeminiDDP(module, placement_policy=LEAST, trace=trace, **SMALL)
+        nvme = NvmeConfig(block_numel=1024, write_budget=write_budget)
+        return model, HybridAdam(model.parameters(), lr=1e-2, nvme=nvme)
+
+    model, optimizer = limited(None)
+    meter = optimizer._config.nvme.meter
+    at_begin = meter.written_bytes
+    assert at_begin > written(model)  # and the originals, whose file is gone
+    train(model, optimizer, token_batches(3, 1))
+    total = meter.written_bytes
+    per_step = (total - at_begin) // 3
+    model, optimizer = limited(total + per_step // 2)
+    train(model, optimizer, token_batches(3, 1))
+    before = model.state_dict()
+    with pytest.raises(WriteBudgetError, match="nvme_write_budget"):
+        train(model, optimizer, token_batches(1, 1))
+    assert optimizer._config.nvme.meter.written_bytes <= total + per_step // 2
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    optimizer.zero_grad()
+    with optimizer.parked("nvme"):  # with parameters in a file: they need not move
+        pass
+    assert optimizer._config.nvme.meter.written_bytes <= total + per_step // 2
 
 
 def test_a_failed_optimizer_leaves_the_module_usable():

@@ -7,12 +7,15 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from gemini import GeminiDDP, StaticPlacement
 from gemini.chunk.layout import ChunkLayout
 from gemini.chunk.model_specs import specs_of
 from gemini.memtracer.boundaries import module_boundaries
 from gemini.memtracer.collector import MemStatsCollector, input_signature, trace
 from gemini.memtracer.monitor import ProcessMonitor, StorageTracker
 from gemini.memtracer.trace import Trace, TraceError, model_digest, reduce_traces
+from gemini.runtime import sampler
+from gemini.runtime.backend import SimBackend
 from tests.models import Tower, token_loss
 
 IDS = torch.zeros(4, 9, dtype=torch.int64)
@@ -101,6 +104,10 @@ def test_fake_and_real_tensors_have_the_same_trace():
     assert real.deviation_of(fake) is None
     assert real.digest() == fake.digest()
     assert untimed(real) == untimed(fake)
+
+
+def test_trace_made_ahead_says_nothing_of_time():
+    assert not any(moment.seconds for moment in trace(Tower(), (IDS,)).moments)
 
 
 def test_trace_leaves_the_module_alone_and_takes_meta_modules():
@@ -229,3 +236,19 @@ def test_process_monitor_sees_what_a_period_touched():
     first, second = monitor.period(), monitor.period()
     assert 60 << 20 < first < 100 << 20
     assert second < 32 << 20
+
+
+def test_memory_that_the_allocator_had_left_counts_as_well(monkeypatch):
+    """What is resident does not grow where freed memory is used again."""
+    monkeypatch.setattr(sampler.ProcessMonitor, "period", lambda self: 0)
+    model = GeminiDDP(Tower(), SimBackend(1), StaticPlacement(1, 1, 1), min_chunk_size_m=0.004)
+    model(IDS).sum().backward()
+    model.engine.sampler.end()
+    (found,) = model.memory_stats.traces.values()
+    wanted = trace(Tower(), (IDS,))
+    forward = [m.non_model_bytes for m in wanted.moments if m.phase == "forward"]
+    got = [m.non_model_bytes for m in found.moments if m.phase == "forward"]
+    assert got[:-1] == forward[:-1]  # the last ends where the loss is computed
+    backward = [m.non_model_bytes for m in found.moments if m.phase == "backward"]
+    assert backward[0] > 0.5 * max(got) > backward[-1]  # what forward left, as it dies
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None

@@ -73,7 +73,7 @@ def test_a_gradient_that_does_not_verify_fails_the_step():
 
 
 def test_a_parameter_that_cannot_be_read_is_an_error_that_says_what_is_left():
-    model, _ = wrapped(AutoPlacement("160KiB"))
+    model, _ = wrapped(AutoPlacement("176KiB"))
     spilled = [chunk for chunk in model.engine.chunks if chunk.files is not None]
     assert 0 < len(spilled) < len(model.engine.chunks)
     path = model.engine.storage.params.store.paths[0]

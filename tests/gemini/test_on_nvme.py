@@ -206,7 +206,7 @@ def test_files_are_cut_anew_for_blocks_of_another_size():
     before = model.state_dict()
     shards = [chunk.load_shard() for chunk in model.engine.chunks if chunk.files is not None]
     assert shards
-    model.engine.storage.use_blocks_of(2048, 1)
+    model.engine.storage.serve(2048, 1, None)
     after = [chunk.load_shard() for chunk in model.engine.chunks if chunk.files is not None]
     assert all(torch.equal(*pair) for pair in zip(shards, after, strict=True))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

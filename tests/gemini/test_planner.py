@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from gemini.chunk.layout import ChunkLayout, ParamSpec
 from gemini.memtracer.trace import Trace, TraceMoment, model_digest, sequential_trace
-from gemini.placement.agenda import agenda
 from gemini.placement.plan import MoveKind, UpdatePath
 from gemini.placement.planner import PlanInputs, make_plan, plan_within, reduce_inputs
 from gemini.placement.policy import AutoPlacement, ConstPlacement, StaticPlacement
@@ -58,11 +57,41 @@ def inputs(draw):
     )
 
 
+@dataclass
+class Row:
+    """What a plan asks for at one moment. First what gives memory back, then what takes it."""
+
+    wait: list = field(default_factory=list)  # moves begun before
+    release: list = field(default_factory=list)  # payloads to free
+    reduced: list = field(default_factory=list)  # gradient buffers to free
+    reduce: list = field(default_factory=list)  # no more gradients come
+    begin: list = field(default_factory=list)  # moves
+    gather: list = field(default_factory=list)
+    wait_now: list = field(default_factory=list)  # moves begun and needed at this moment
+
+
+def agenda(plan):
+    """By moment; the last is the end of the iteration."""
+    rows = [Row() for _ in range(plan.num_moments + 1)]
+    for move in plan.moves:
+        rows[move.begin].begin.append(move)
+        (rows[move.end].wait_now if move.begin == move.end else rows[move.end].wait).append(move)
+    total = plan.num_trace_moments
+    for gather in plan.gathers:
+        rows[gather.begin].gather.append(gather)
+        wraps = gather.release > total
+        rows[gather.release - total if wraps else gather.release].release.append(gather.chunk)
+    for reduction in plan.reductions:
+        rows[reduction.last].reduce.append(reduction.chunk)
+        rows[reduction.end].reduced.append(reduction.chunk)
+    return rows
+
+
 def carry_out(inputs, plan):
-    """Follow the agenda through two iterations, as an executor would, and count on its own.
+    """Follow the plan through two iterations, as an executor would, and count on its own.
 
     Returns the most bytes at once on the device. Payloads, buffers and gradients are allocated when
-    the agenda begins them and freed when it says so; nothing is used that is not there.
+    the plan begins them and freed when it says so; nothing is used that is not there.
     """
     persisting = plan.device_staging.nbytes
     if not plan.has_host_tier:

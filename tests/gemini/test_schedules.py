@@ -93,7 +93,7 @@ class Driver:
     # -- actions; `n` chooses among what there is --
 
     def cycle(self, n):
-        self.manager.begin_cycle("training" if n % 3 else "evaluation")
+        self.manager.begin_cycle("train" if n % 3 else "eval")
 
     def use(self, n):
         needs = tuple(dict.fromkeys((n % len(self.chunks), n // 5 % len(self.chunks))))
@@ -105,6 +105,7 @@ class Driver:
         if self.open:
             needs = self.open.pop(n % len(self.open))
             self.manager.end_use(needs, self._params(needs), TensorState.HOLD_AFTER_FORWARD)
+            self.manager.call_ended()
 
     def fetch(self, n):
         self._moment((n % len(self.chunks),))

@@ -9,7 +9,7 @@ import pytest
 
 import nvme
 from gemini.units import PAGE_BYTES
-from nvme import BlockStore, BufferPool, StoreLayout
+from nvme import BlockStore, BufferPool, StoreLayout, WriteMeter
 from nvme.file import file_system
 from tests.nvme.common import ENGINES, engine_or_skip
 from tests.nvme.common import read as read_payload
@@ -51,22 +51,36 @@ def test_blocks_of_all_sizes_round_trip(store, pool):
 
 
 def test_a_store_of_one_version_takes_half_the_disk(store, pool, tmp_path):
-    full = sum(path.stat().st_blocks for path in store.paths)
-    store.keep_one_version()
-    halved = sum(path.stat().st_blocks for path in store.paths)
-    given = sum(store.buffer_nbytes(b) for b in range(len(SIZES)))
-    assert store.file_bytes == store.layout.file_nbytes()[0] - given
-    # a file with holes has a longer list of extents, which takes pages of its own
-    assert given - len(SIZES) * 4096 <= (full - halved) * 512 <= given
+    one = BlockStore([tmp_path], StoreLayout.plan("d", SIZES, num_versions=1))
+    full, halved = (sum(path.stat().st_blocks for path in s.paths) * 512 for s in (store, one))
+    saved = sum(store.buffer_nbytes(b) for b in range(len(SIZES)))
+    assert store.file_bytes - one.file_bytes == saved and abs(full - halved - saved) <= PAGE_BYTES
     for value in (1, 2):
         buffer = pool.take()
         buffer.view[:] = bytes([value]) * buffer.view.nbytes
-        store.write(3, buffer.view)
-        store.flush()
+        one.write(3, buffer.view)
+        one.flush()
         buffer.view[:] = bytes(buffer.view.nbytes)
-        store.read_uncommitted(3, buffer.view).wait()
+        one.read_uncommitted(3, buffer.view).wait()
         assert bytes(buffer.view[:1]) == bytes([value])
         pool.give(buffer)
+    with pytest.raises(AssertionError, match="commits nothing"):
+        one.commit(1)
+    one.close()
+
+
+def test_files_of_one_owner_share_a_write_budget(tmp_path, pool):
+    meter = WriteMeter(6 * PAGE_BYTES)
+    stores = [BlockStore([tmp_path], StoreLayout.plan("d", SIZES), meter=meter) for _ in range(2)]
+    for store in stores:
+        write(store, pool, 2, 1)  # two pages
+    for store in stores:
+        store.check_step(2 * PAGE_BYTES)
+        with pytest.raises(
+            nvme.WriteBudgetError, match=r"parking writes 12\.00 KiB, to 28\.00 KiB"
+        ):
+            store.check_step(3 * PAGE_BYTES, "parking")
+        store.close()
 
 
 def test_a_write_counts_after_commit_only(store, pool):
@@ -138,7 +152,7 @@ def test_a_block_that_was_never_committed_cannot_be_read(store, pool):
 
 
 def test_write_budget_is_refused_before_it_is_passed(tmp_path):
-    store = BlockStore([tmp_path], StoreLayout.plan("d", SIZES), write_budget=10_000)
+    store = BlockStore([tmp_path], StoreLayout.plan("d", SIZES), meter=WriteMeter(10_000))
     with pytest.raises(nvme.WriteBudgetError, match="nvme_write_budget"):
         store.check_step(10_001)
     store.check_step(10_000)

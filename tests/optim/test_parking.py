@@ -112,6 +112,21 @@ def test_a_full_disk_on_the_way_out_leaves_everything_in_place(limit, tmp_path):
     optimizer.close()
 
 
+def test_parking_counts_in_the_write_budget(tmp_path):
+    param = nn.Parameter(torch.ones(1 << 20))
+    optimizer = HybridAdam([param], nvme_offload_dir=tmp_path, nvme_write_budget="30MiB")
+    for _ in range(2):
+        with optimizer.parked("nvme"):
+            assert not param.untyped_storage().nbytes()
+    with (
+        pytest.raises(nvme.WriteBudgetError, match=r"parking writes 12\.00 MiB, to 36\.00 MiB"),
+        optimizer.parked("nvme"),
+    ):
+        raise AssertionError("the body must not run")
+    assert torch.equal(param, torch.ones(1 << 20)) and list(tmp_path.iterdir()) == []
+    optimizer.close()
+
+
 def test_nothing_can_be_done_with_what_is_parked(tmp_path):
     params = make_params()
     optimizer = make_optimizer(params, tmp_path)
