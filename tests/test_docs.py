@@ -83,7 +83,7 @@ def test_the_blocks_of_a_page_run(page, on_disk):
 def test_what_explain_prints_is_what_the_page_shows(on_disk):
     """Word for word, but for the sizes."""
     page = (ROOT / "docs/reports.md").read_text()
-    shown = re.search(r"^    0\.weight.*?\n\n", page, re.DOTALL | re.MULTILINE)[0]
+    shown = re.search(r"^    7\.weight.*?\n\n", page, re.DOTALL | re.MULTILINE)[0]
     blocks = python_blocks("docs/reports.md")
     names = {}
     for code in blocks[:2]:

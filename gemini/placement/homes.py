@@ -7,8 +7,8 @@ when activations are gone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -53,6 +53,20 @@ class Homes:
             [[tier for _ in chunk.blocks] for chunk in chunks],
             [path for _ in chunks],
             [False for _ in chunks],
+        )
+
+    def without_host(self, kinds: Collection[str]) -> Homes:
+        """A copy whose rows of these names have NVMe for the host."""
+
+        def lower(kind: str, row: Iterable[Tier]) -> list[Tier]:
+            goes = kind in kinds
+            return [Tier.NVME if goes and home is Tier.HOST else home for home in row]
+
+        return replace(
+            self,
+            param=lower("param", self.param),
+            grad=lower("grad", self.grad),
+            state=[lower("state", row) for row in self.state],
         )
 
 
@@ -291,7 +305,7 @@ def _fill(tiers: Tiers, demand: Demand, order: str, path: UpdatePath) -> Homes:
                 if not on_cpu and room.take(room.grad(chunk)):
                     homes.grad[i] = Tier.DEVICE
     if tiers.has_host_tier:
-        _spill_host(tiers, homes, _most_staging(tiers, path).nbytes)
+        _spill_host(tiers, homes)
     _join_on_nvme(tiers, homes, room, "p" in order and tiers.fixed_params is None)
     homes.device_staging, homes.host_staging = tiers.staging(homes)
     used = tiers.nvme_bytes(homes)
@@ -423,35 +437,39 @@ def _most_staging(tiers: Tiers, path: UpdatePath) -> Staging:
     return Staging(most.count, align_up(most.buffer_bytes + early, PAGE_BYTES))
 
 
-def _spill_host(tiers: Tiers, homes: Homes, staging_bytes: int) -> None:
+def _spill_host(tiers: Tiers, homes: Homes) -> None:
     """Move from host to NVMe what the host has no room for: state, then gradients, parameters.
 
     A byte of a parameter is read twice an iteration and written once; of the rest, once each.
+    Each of the three that is on NVMe asks for staging buffers of its own in host memory.
     """
     over = _host_bytes(tiers, homes) - tiers.budgets.host
     uses_nvme = any(Tier.NVME in (homes.param[c.id], homes.grad[c.id], *homes.state[c.id])
                     for c in tiers.chunks)  # fmt: skip
     if over <= 0 and not uses_nvme:
         return
-    over += staging_bytes
-    for chunk in tiers.chunks:
-        for b, block in enumerate(chunk.blocks):
-            if over > 0 and homes.state[chunk.id][b] is Tier.HOST:
-                homes.state[chunk.id][b] = Tier.NVME
-                over -= block.state_bytes
-    for row in (homes.grad, homes.param):
-        if row is homes.param and tiers.fixed_params is not None:
-            continue
+    stages: list[tuple[str, ...]] = [("state",), ("state", "grad"), ("state", "grad", "param")]
+    for kinds in stages if tiers.fixed_params is None else stages[:2]:
+        spilled = homes.without_host(kinds)
+        over = _host_bytes(tiers, homes) + tiers.staging(spilled)[1].nbytes - tiers.budgets.host
         for chunk in tiers.chunks:
-            counts = row is homes.param or chunk.trainable
-            if over > 0 and counts and row[chunk.id] is Tier.HOST:
-                row[chunk.id] = Tier.NVME
-                over -= chunk.shard_bytes
-    if over > 0:
-        raise BudgetError.missing(
-            Tier.HOST, over, tiers.budgets.host, "the staging buffers of NVMe",
-            "raise host_budget by as much, or lower NvmeConfig.depth",
-        )  # fmt: skip
+            i = chunk.id
+            if kinds == ("state",):
+                for b, block in enumerate(chunk.blocks):
+                    if over > 0 and homes.state[i][b] is Tier.HOST:
+                        homes.state[i][b] = Tier.NVME
+                        over -= block.state_bytes
+            elif over > 0:
+                row = homes.param if "param" in kinds else homes.grad
+                if row[i] is Tier.HOST and (chunk.trainable or "param" in kinds):
+                    row[i] = Tier.NVME
+                    over -= chunk.shard_bytes
+        if over <= 0:
+            return
+    raise BudgetError.missing(
+        Tier.HOST, over, tiers.budgets.host, "the staging buffers of NVMe",
+        "raise host_budget by as much, or lower NvmeConfig.depth",
+    )  # fmt: skip
 
 
 def _check_floor(tiers: Tiers, demand: Demand, room: DeviceRoom, staging: Staging) -> None:

@@ -41,6 +41,24 @@ class WorkTicket:
         self.comm.wait(self.work)
 
 
+@dataclass(frozen=True, slots=True)
+class ReduceTicket:
+    """A payload [S * W] that is summed in place, of which this rank takes its part [S]."""
+
+    comm: Communicator
+    work: Any
+    payload: Tensor
+    shard: Tensor
+
+    def ready(self) -> bool:
+        return bool(self.work.is_completed())
+
+    def wait(self) -> None:
+        self.comm.wait(self.work)
+        numel, rank = self.shard.numel(), self.comm.rank
+        self.shard.copy_(self.payload[rank * numel : (rank + 1) * numel])
+
+
 class Communicator:
     """One process group; at world size 1 every collective is nothing.
 
@@ -97,8 +115,15 @@ class Communicator:
         return WorkTicket(self, work, (payload, shard))
 
     def reduce_scatter(self, shard: Tensor, payload: Tensor, label: int) -> Ticket[None]:
-        """shard [S]: the sum over ranks of their payload's [S] that belongs to this rank."""
+        """shard [S]: the sum over ranks of their payload's [S] that belongs to this rank.
+
+        `payload` is given away: gloo's own reduce-scatter sums up a copy, in a wait that no
+        deadline ends.
+        """
         self._record("reduces", label, payload)
+        if self._watches:
+            work = dist.all_reduce(payload, group=self._group, async_op=True)
+            return ReduceTicket(self, work, payload, shard)
         work = _reduce_scatter(shard, payload, group=self._group, async_op=True)
         return WorkTicket(self, work, (payload, shard))
 
