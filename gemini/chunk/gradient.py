@@ -89,7 +89,8 @@ class ChunkGradient:
         ]
         self._arrived: set[int] = set()  # slots of `buffer` that hold a gradient
         self._left_over = False  # the buffer holds gradients of an earlier backward
-        self._under_way: tuple[Ticket[None], Tensor] | None = None
+        # its ticket, what it will give, and the payload that the ticket keeps
+        self._under_way: tuple[Ticket[None], Tensor, Tensor | None] | None = None
 
     @property
     def shard(self) -> Tensor | None:
@@ -125,8 +126,8 @@ class ChunkGradient:
     @property
     def nbytes(self) -> int:
         """Bytes on the device of all gradients of this chunk on this rank."""
-        under_way = self._under_way[1].nbytes if self._under_way else 0
-        return sum(t.nbytes for t in (self.buffer, self.reduced) if t is not None) + under_way
+        held = [self.buffer, self.reduced, *(self._under_way[1:] if self._under_way else ())]
+        return sum(tensor.nbytes for tensor in held if tensor is not None)
 
     @property
     def num_arrived(self) -> int:
@@ -192,17 +193,17 @@ class ChunkGradient:
         self._fill_missing(buffer)
         if self._keeps_whole:
             ticket = self._links.all_reduce_chunk(buffer, self._spec.id)
-            self._under_way = (ticket, buffer)
+            self._under_way = (ticket, buffer, None)
         else:
             reduced = self._memory.allocate(self._spec.shard_numel, buffer.dtype)
             ticket = self._links.reduce_scatter(reduced, buffer, self._spec.id)
-            self._under_way = (ticket, reduced)
+            self._under_way = (ticket, reduced, buffer)
 
     def end_reduce(self) -> None:
         """Wait for the reduction under way and take its result over."""
         if self._under_way is None:
             return
-        (ticket, reduced), self._under_way = self._under_way, None
+        (ticket, reduced, _), self._under_way = self._under_way, None
         ticket.wait()
         if not self.exists:
             self.reduced = reduced

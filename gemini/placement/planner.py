@@ -155,7 +155,12 @@ class _Draft:
         self.needs = trace.chunk_needs(chunk_of)
         self.calls = trace.calls(chunk_of)
         self.reductions = (
-            reductions_of(trace, chunk_of, [c.id for c in self.tiers.chunks if c.trainable])
+            reductions_of(
+                trace,
+                chunk_of,
+                [chunk.id for chunk in self.tiers.chunks if chunk.trainable],
+                self.tiers.world_size,
+            )
             if trace.kind == "train"
             else {}
         )

@@ -14,7 +14,8 @@ from .homes import Vector
 from .opt import CacheProblem, best_schedule
 from .plan import Gather, Reduction
 
-REDUCE_MOMENTS = 2  # from a chunk's last gradient until its buffer is free
+LEAVE_MOMENTS = 2  # from a chunk's last gradient until it has left, where no rank is asked
+MAX_UNDER_WAY = 2  # reductions over ranks: the next one waits for the first of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,10 @@ class GatherSchedule:
 
 
 def reductions_of(
-    trace: Trace, chunk_of: Mapping[ParamId, ChunkId], trainable: Iterable[ChunkId]
+    trace: Trace,
+    chunk_of: Mapping[ParamId, ChunkId],
+    trainable: Iterable[ChunkId],
+    world_size: int,
 ) -> dict[ChunkId, Reduction]:
     """From the first to the last moment of backward at which a module that has a part in a chunk
     begins or ends.
@@ -46,15 +50,18 @@ def reductions_of(
             first.setdefault(chunk, i)
             users[chunk] = users.get(chunk, 0) + (1 if moment.edge == "enter" else -1)
             last[chunk] = i if users[chunk] <= 0 else end
-    return {
-        chunk: Reduction(
-            chunk,
-            Moment(first.get(chunk, end)),
-            Moment(last.get(chunk, end)),
-            Moment(min(last.get(chunk, end) + REDUCE_MOMENTS, end + 1)),
+    order = sorted(trainable, key=lambda chunk: (last.get(chunk, end), chunk))
+    found = {}
+    for place, chunk in enumerate(order):
+        reduced = last.get(chunk, end)
+        behind = place + MAX_UNDER_WAY  # its beginning waits for this one
+        free = reduced + LEAVE_MOMENTS
+        if world_size > 1:
+            free = 1 + (last.get(order[behind], end) if behind < len(order) else end)
+        found[chunk] = Reduction(
+            chunk, Moment(first.get(chunk, end)), Moment(reduced), Moment(min(free, end + 1))
         )
-        for chunk in trainable
-    }
+    return found
 
 
 def prefetched_at(

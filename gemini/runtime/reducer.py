@@ -17,9 +17,8 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor
 
 from gemini.chunk.storage import Chunk
+from gemini.placement.schedule import MAX_UNDER_WAY
 from gemini.units import ChunkId
-
-MAX_UNDER_WAY = 2  # reductions at once while backward runs
 
 
 class Reducer:
@@ -95,10 +94,7 @@ class Reducer:
             self._begin(self._waiting.pop(0))
 
     def _begin(self, chunk: Chunk) -> None:
-        """Begin to reduce it, and end the one before the last: a ticket keeps a whole payload.
-
-        Gloo's tickets of a reduce-scatter are never ready before they are waited for.
-        """
+        """Begin to reduce it, and end the one before the last: a ticket keeps a whole payload."""
         chunk.gradient.begin_reduce()
         self._begun.append(chunk)
         if len(self._begun) > MAX_UNDER_WAY:

@@ -176,8 +176,7 @@ class StatefulTensorMgr:
         self._overdue.clear()
         self.deviated = False
         if self._steps is not None:  # what an earlier cycle left here has no place in the steps
-            for chunk in [c for c in self._recent if c not in self._steps.carried]:
-                self._release(chunk)
+            self._release_planned([c for c in self._recent if c not in self._steps.carried])
 
     def forget_users(self) -> None:
         """No module call is open any more: a backward ended, or one was abandoned."""
