@@ -70,12 +70,14 @@ def write_result(path: Path, figures: Mapping[str, Any]) -> None:
 
 
 def commit() -> str:
-    """The commit of this tree, with `+` where files differ from it."""
+    """The commit of this tree, with `+` where files differ from it; results are no part of that."""
+    others = (":(top)", ":(top,exclude)bench/results")
     try:
         head = _git("rev-parse", "--short", "HEAD")
-        return head + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
+        changed = _git("status", "--porcelain", "--untracked-files=no", "--", *others)
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+    return head + ("+" if changed else "")
 
 
 def _git(*arguments: str) -> str:
