@@ -216,9 +216,10 @@ class BlockStore:
         """Make every write since the last commit count, at once and durably.
 
         Raises the errors of `flush`, and commits nothing then; after a `flush` it does not raise
-        ([Note: commit cannot fail]).
+        ([Note: commit cannot fail]). Raises ValueError where blocks have one version.
         """
-        assert self.layout.num_versions > 1, "a store of one version commits nothing"
+        if self.layout.num_versions == 1:
+            raise ValueError("a store of one version commits nothing; expected one of two")
         self.flush()
         assert self._flushed is not None
         entries = list(self._index.entries)
