@@ -30,6 +30,7 @@ from .schedule import (
     num_uses,
     prefetched_at,
     reductions_of,
+    room_ahead,
     schedule_gathers,
 )
 from .sizes import (
@@ -355,12 +356,13 @@ class _Draft:
         tiers = self.tiers
         if isinstance(self.policy, StaticPlacement):
             # the working set and what is prefetched, and nothing kept between uses
-            payloads = [tiers.chunks[c].payload_bytes for chunks in self.needs for c in chunks]
+            used_chunks = {chunk for chunks in self.needs for chunk in chunks}
+            payloads = [tiers.chunks[chunk].payload_bytes for chunk in used_chunks]
             largest_need = max(
                 (sum(tiers.chunks[c].payload_bytes for c in chunks) for chunks in self.needs),
                 default=0,
             )
-            ahead = self.inputs.max_prefetch * max(payloads, default=0)
+            ahead = room_ahead(payloads, self.inputs.max_prefetch)
             return np.full(len(self.needs), largest_need + ahead, np.int64)
         bare = self._build(homes, order, GatherSchedule((), (), "", 0.0))
         used = np.array(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+import statistics
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,6 +63,14 @@ def reductions_of(
             chunk, Moment(first.get(chunk, end)), Moment(reduced), Moment(min(free, end + 1))
         )
     return found
+
+
+def room_ahead(payloads: Collection[int], max_prefetch: int) -> int:
+    """Bytes for the payloads in flight behind those in use, of chunks of the usual size.
+
+    The median: one large chunk, as of an embedding, does not reserve its like.
+    """
+    return max_prefetch * statistics.median_high(payloads) if payloads else 0
 
 
 def prefetched_at(

@@ -16,7 +16,7 @@ from gemini.chunk.state import TensorState, check_transition
 from gemini.chunk.storage import Chunk
 from gemini.memtracer.trace import Kind
 from gemini.placement.gather import Call, GatherStep, GatherSteps, gather_steps
-from gemini.placement.schedule import schedule_gathers
+from gemini.placement.schedule import room_ahead, schedule_gathers
 from gemini.placement.sizes import UNLIMITED
 from gemini.placement.tiers import Tier
 from gemini.units import ChunkId, ParamId
@@ -258,7 +258,8 @@ class StatefulTensorMgr:
     def _limit_bytes(self) -> int:
         """Room for the largest need and for the chunks in flight behind it, if there is as much."""
         largest = max(self._nbytes.values(), default=0)
-        wanted = max(self._largest_need, largest) + self._max_prefetch * largest
+        ahead = room_ahead(self._nbytes.values(), self._max_prefetch)
+        wanted = max(self._largest_need, largest) + ahead
         return min(wanted, self.payload_room_bytes)
 
     def _make_room(self, wanted: Sequence[ChunkId], missing: Sequence[ChunkId]) -> None:
