@@ -139,7 +139,8 @@ def test_importing_takes_less_than_1_2_times_what_importing_torch_takes():
                 seconds[name].append(time.perf_counter() - started)
     median = {name: statistics.median(values) for name, values in seconds.items()}
     assert median["gemini"] < 1.2 * median["torch"], median
-    assert median["in use"] < 1.3 * median["torch"], median  # with all that wrapping needs
+    # what wrapping needs is 0.2 s of our own, and one collection of torch's objects (0.1 s)
+    assert median["in use"] < 1.3 * median["torch"], median
 
 
 OPTIMIZED = (

@@ -7,7 +7,7 @@ when activations are gone.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -448,28 +448,33 @@ def _spill_host(tiers: Tiers, homes: Homes) -> None:
                     for c in tiers.chunks)  # fmt: skip
     if over <= 0 and not uses_nvme:
         return
-    stages: list[tuple[str, ...]] = [("state",), ("state", "grad"), ("state", "grad", "param")]
-    for kinds in stages if tiers.fixed_params is None else stages[:2]:
-        spilled = homes.without_host(kinds)
+    kinds = ["state", "grad"] if tiers.fixed_params is not None else ["state", "grad", "param"]
+    for place, kind in enumerate(kinds):
+        spilled = homes.without_host(kinds[: place + 1])
         over = _host_bytes(tiers, homes) + tiers.staging(spilled)[1].nbytes - tiers.budgets.host
-        for chunk in tiers.chunks:
-            i = chunk.id
-            if kinds == ("state",):
-                for b, block in enumerate(chunk.blocks):
-                    if over > 0 and homes.state[i][b] is Tier.HOST:
-                        homes.state[i][b] = Tier.NVME
-                        over -= block.state_bytes
-            elif over > 0:
-                row = homes.param if "param" in kinds else homes.grad
-                if row[i] is Tier.HOST and (chunk.trainable or "param" in kinds):
-                    row[i] = Tier.NVME
-                    over -= chunk.shard_bytes
+        for row, index, nbytes in _rows(tiers, homes, kind):
+            if over > 0 and row[index] is Tier.HOST:
+                row[index] = Tier.NVME
+                over -= nbytes
         if over <= 0:
             return
     raise BudgetError.missing(
         Tier.HOST, over, tiers.budgets.host, "the staging buffers of NVMe",
         "raise host_budget by as much, or lower NvmeConfig.depth",
     )  # fmt: skip
+
+
+def _rows(tiers: Tiers, homes: Homes, kind: str) -> Iterator[tuple[list[Tier], int, int]]:
+    """(row, index into it, bytes) of everything of a kind, in layout order."""
+    for chunk in tiers.chunks:
+        i = chunk.id
+        if kind == "state":
+            for b, block in enumerate(chunk.blocks):
+                yield homes.state[i], b, block.state_bytes
+        elif kind == "param":
+            yield homes.param, i, chunk.shard_bytes
+        elif chunk.trainable:
+            yield homes.grad, i, chunk.shard_bytes
 
 
 def _check_floor(tiers: Tiers, demand: Demand, room: DeviceRoom, staging: Staging) -> None:
