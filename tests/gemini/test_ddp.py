@@ -10,6 +10,7 @@ from torch import nn
 from gemini import AutoPlacement, GeminiDDP, StaticPlacement
 from gemini.chunk.parameter import GatheredParameter
 from optim import HybridAdam, HybridSGD, NvmeConfig
+from tests.checkpoints import train
 from tests.models import Tower, token_batches, token_loss
 from tests.reference import flat, relative_error, train_reference
 
@@ -31,13 +32,6 @@ def masters_of(model, optimizer):
 
     optimizer._targets[0]._tiers.visit(look)
     return flat([values for *_, values in sorted(found, key=lambda entry: entry[:2])])
-
-
-def train(model, optimizer, batches):
-    for (part,) in batches:
-        token_loss(model, part).backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def weights(model):

@@ -9,6 +9,7 @@ from gemini.memtracer.trace import sequential_trace
 from gemini.placement.tiers import Tier
 from gemini.runtime.backend import SimBackend
 from optim import HybridAdam, HybridSGD, NvmeConfig
+from tests.checkpoints import train
 from tests.models import Tower, token_batches, token_loss
 
 SMALL = {"min_chunk_size_m": 0.004}  # 4194 elements: several chunks
@@ -22,13 +23,6 @@ def wrapped(placement="cuda", *, device=None, optimizer=HybridAdam, lr=1e-2, **o
     trace = sequential_trace(specs_of(module, "bfloat16"))
     model = GeminiDDP(module, device, placement, trace=trace, **SMALL, **options)
     return model, optimizer(model.parameters(), lr=lr, nvme=BLOCKS)
-
-
-def train(model, optimizer, batches):
-    for (ids,) in batches:
-        token_loss(model, ids).backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def assert_same(one, other):

@@ -6,7 +6,8 @@ import torch
 from gemini import GeminiDDP
 from gemini.runtime.backend import SimBackend
 from optim import HybridAdam, NvmeConfig
-from tests.models import Tower, token_batches, token_loss
+from tests.checkpoints import train
+from tests.models import Tower, token_batches
 from tests.reference import flat, relative_error
 
 SMALL = {"min_chunk_size_m": 0.004}
@@ -23,13 +24,6 @@ def wrapped(precision="fp32", device="cpu", folder=None, fraction=0.0, groups=li
         nvme=NvmeConfig(block_numel=4096),
     )
     return model, optimizer
-
-
-def train(model, optimizer, batches):
-    for (part,) in batches:
-        token_loss(model, part).backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def weights(model):
