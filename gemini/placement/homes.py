@@ -106,12 +106,12 @@ class Tiers:
         """The next tier below the device."""
         return Tier.HOST if self.has_host_tier else Tier.NVME
 
-    def staging(self, homes: Homes) -> tuple[Staging, Staging]:
+    def staging(self, homes: Homes, *, params_may_rise: bool = False) -> tuple[Staging, Staging]:
         """Buffers on device and host that these homes ask for.
 
         Files of state, of parameters and of gradients have buffers of their own, each as large as
         its largest block. Parameters in memory of blocks that are read ahead of the step wait in
-        memory, to undo it.
+        memory, to undo it. `params_may_rise`: those on NVMe now may yet come to memory.
         """
         device = state = param = grad = early = 0
         for chunk in self.chunks:
@@ -121,7 +121,8 @@ class Tiers:
                 if home is Tier.NVME:
                     undo = 0 if self.state.has_master else block.numel * FP32_BYTES
                     state = max(state, align_up(block.state_bytes, PAGE_BYTES) + undo)
-                    if self.state.has_master and homes.param[i] is not Tier.NVME:
+                    in_memory = params_may_rise or homes.param[i] is not Tier.NVME
+                    if self.state.has_master and in_memory:
                         early = max(early, block.numel * FP32_BYTES)
                 if homes.grad[i] is Tier.NVME:
                     grad = max(grad, align_up(block.param_bytes, PAGE_BYTES))
@@ -275,9 +276,9 @@ def _fill(tiers: Tiers, demand: Demand, order: str, path: UpdatePath) -> Homes:
     if tiers.has_host_tier and _host_overflows(tiers, lowest):
         lowest = tiers.lowest(Tier.NVME, path)
     _force_onto_nvme(tiers, lowest)
-    device_staging, lowest.host_staging = tiers.staging(lowest)
+    device_staging, _ = tiers.staging(lowest)
     if not tiers.has_host_tier and tiers.fixed_params is None and "p" in order:
-        device_staging = _most_staging(tiers, path)  # wherever parameters are in the end
+        device_staging, _ = tiers.staging(tiers.lowest(Tier.NVME, path), params_may_rise=True)
     room = DeviceRoom(tiers, demand, prefetch=True)
     room.reserve(device_staging.nbytes)
     if room.left.min() < 0:
@@ -425,18 +426,6 @@ def _host_overflows(tiers: Tiers, homes: Homes) -> bool:
     return _host_bytes(tiers, homes) > tiers.budgets.host
 
 
-def _most_staging(tiers: Tiers, path: UpdatePath) -> Staging:
-    """The host's buffers, whichever part of a chunk is on NVMe in the end."""
-    everything = tiers.lowest(Tier.NVME, path)
-    device, host = tiers.staging(everything)
-    most = host if tiers.has_host_tier else device
-    blocks = [block.numel for chunk in tiers.chunks for block in chunk.blocks]
-    if not tiers.state.has_master or not blocks:
-        return most
-    early = -(-max(blocks) * FP32_BYTES * tiers.depth // most.count) if most.count else 0
-    return Staging(most.count, align_up(most.buffer_bytes + early, PAGE_BYTES))
-
-
 def _spill_host(tiers: Tiers, homes: Homes) -> None:
     """Move from host to NVMe what the host has no room for: state, then gradients, parameters.
 
@@ -451,7 +440,11 @@ def _spill_host(tiers: Tiers, homes: Homes) -> None:
     kinds = ["state", "grad"] if tiers.fixed_params is not None else ["state", "grad", "param"]
     for place, kind in enumerate(kinds):
         spilled = homes.without_host(kinds[: place + 1])
-        over = _host_bytes(tiers, homes) + tiers.staging(spilled)[1].nbytes - tiers.budgets.host
+        for chunk in tiers.chunks:  # as `_join_on_nvme` will have it
+            if Tier.NVME in (spilled.param[chunk.id], spilled.grad[chunk.id]):
+                spilled.state[chunk.id] = [Tier.NVME for _ in chunk.blocks]
+        staging = tiers.staging(spilled, params_may_rise=True)[1].nbytes
+        over = _host_bytes(tiers, homes) + staging - tiers.budgets.host
         for row, index, nbytes in _rows(tiers, homes, kind):
             if over > 0 and row[index] is Tier.HOST:
                 row[index] = Tier.NVME

@@ -216,7 +216,7 @@ class _Draft:
                 try:
                     homes = fill(self.tiers, self.demand, order, path)
                 except BudgetError as error:
-                    # a path that the device has room for says what is missing behind it
+                    # a path that a tier has room for says what is missing behind it
                     if failed is None or _severity(error) < _severity(failed):
                         failed = error
                     if error.tier is Tier.DEVICE:
@@ -414,8 +414,9 @@ class _Draft:
         return None
 
 
-def _severity(error: BudgetError) -> tuple[bool, int]:
-    return (error.tier is Tier.DEVICE, error.missing_bytes)
+def _severity(error: BudgetError) -> tuple[int, int]:
+    """How far from a plan: homes are chosen tier by tier, so what fails last lacks least."""
+    return (list(Tier)[::-1].index(error.tier), error.missing_bytes)
 
 
 def _usable(budgets: Budgets, policy: Placement) -> Budgets:

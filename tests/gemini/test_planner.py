@@ -172,6 +172,39 @@ def test_plan_is_within_its_budgets_or_says_how_many_bytes_are_missing(given_inp
     assert again == planned.plan and again.digest() == planned.plan.digest()
 
 
+@pytest.mark.parametrize(
+    ("numels", "world_size", "budgets", "nvme_state_frac"),
+    [
+        ((1, 1, -1, 583, 3000, 1024), 2, Budgets(42660, 0, 155320), 1.0),
+        ((513, -1, 513, -25, 765, 1789, 1792), 1, Budgets(56508, 0, 389104), 0.5),
+    ],
+    ids=["another path lacks less", "parameters that come back need buffers to undo"],
+)
+def test_bytes_said_to_be_missing_are_enough(numels, world_size, budgets, nvme_state_frac):
+    """Of hosts that are too small; a negative size is a frozen parameter's."""
+    specs = [
+        ParamSpec(f"m{i // 2}.p{i}", (abs(n),), "bfloat16", trainable=n > 0)
+        for i, n in enumerate(numels)
+    ]
+    given_inputs = PlanInputs(
+        layout=ChunkLayout.build(specs, 64, world_size), trace=sequential_trace(specs),
+        state=ADAM, budgets=budgets, bandwidths=LINKS, has_host_tier=True, depth=1,
+        max_prefetch=0, nvme_state_frac=nvme_state_frac, block_numel=512,
+    )  # fmt: skip
+    refused = []
+    for _ in range(4):
+        try:
+            planned = make_plan(replace(given_inputs, budgets=budgets))
+            break
+        except BudgetError as error:
+            refused.append(error.tier)
+            budgets = replace(
+                budgets, **{error.tier.value: budgets.of(error.tier) + error.missing_bytes}
+            )
+    assert planned.profile.peak(H) <= budgets.host
+    assert H in refused and len(refused) == len(set(refused))
+
+
 @settings(max_examples=200, deadline=None)
 @given(inputs(), st.sampled_from([(1.0, 0.0, 0.0), (0.0, 1.0, 0.5), (0.5, 0.3, 1.0)]))
 def test_static_fractions_are_met_within_one_chunk_or_block(given_inputs, fractions):
