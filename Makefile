@@ -3,7 +3,7 @@ PY := .venv/bin/python
 # PIP_EXTRA_INDEX_URL; nothing here pulls a CUDA build onto a machine without a GPU.
 TORCH ?= $(if $(shell command -v nvidia-smi),torch==2.13.0,torch==2.13.0+cpu)
 
-.PHONY: demo test ci check fmt test-slow test-gpu readme-tables readme-picture peers
+.PHONY: demo test ci check fmt test-slow test-gpu fuzz readme-tables readme-picture peers
 
 .venv/demo: pyproject.toml constraints.txt
 	python3 -m venv .venv
@@ -32,6 +32,13 @@ test: check
 
 test-slow: .venv/ok
 	$(PY) -m pytest -q -m "(dist or nvme or slow) and not gpu"
+
+# New examples for the tests of properties; those of `make test` are always the same.
+ROUNDS ?= 20
+fuzz: .venv/ok
+	for round in $$(seq $(ROUNDS)); do \
+		$(PY) -m pytest -q -x -m "hypothesis and not gpu" --hypothesis-profile=new || exit 1; \
+	done
 
 test-gpu:
 	python3 -m pytest -q -m gpu
