@@ -7,7 +7,7 @@ when activations are gone.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -55,18 +55,9 @@ class Homes:
             [False for _ in chunks],
         )
 
-    def without_host(self, kinds: Collection[str]) -> Homes:
-        """A copy whose rows of these names have NVMe for the host."""
-
-        def lower(kind: str, row: Iterable[Tier]) -> list[Tier]:
-            goes = kind in kinds
-            return [Tier.NVME if goes and home is Tier.HOST else home for home in row]
-
+    def copy(self) -> Homes:
         return replace(
-            self,
-            param=lower("param", self.param),
-            grad=lower("grad", self.grad),
-            state=[lower("state", row) for row in self.state],
+            self, param=list(self.param), grad=list(self.grad), state=[list(r) for r in self.state]
         )
 
 
@@ -94,13 +85,27 @@ class Tiers:
     depth: int  # blocks read ahead of their update
     nvme_state_frac: float = 0.0  # of the state's bytes, which must be on NVMe
     fixed_params: tuple[Tier, ...] | None = None  # homes of parameter shards that exist already
+    floor: Homes | None = None  # homes that exist already, where something may rise from
 
     def lowest(self, tier: Tier, path: UpdatePath) -> Homes:
         """Everything on `tier` that may be there."""
         homes = Homes.all_on(tier, self.chunks, path)
         if self.fixed_params is not None:
             homes.param = list(self.fixed_params)
+        if self.floor is not None:
+            homes.param = _higher(homes.param, self.floor.param)
+            homes.state = list(map(_higher, homes.state, self.floor.state))
+            homes.grad = _higher(homes.grad, self.floor.grad)
         return homes
+
+    def may_be_lower(self, kind: str, chunk: ChunkId, block: int = 0) -> bool:
+        """Whether what the host holds of a chunk (of its state: of a block) may go to NVMe."""
+        if self.floor is None:
+            return not (kind == "param" and self.fixed_params is not None)
+        if kind == "state":
+            return self.floor.state[chunk][block] is Tier.NVME
+        row = self.floor.param if kind == "param" else self.floor.grad
+        return row[chunk] is Tier.NVME
 
     def below(self) -> Tier:
         """The next tier below the device."""
@@ -287,12 +292,12 @@ def _fill(tiers: Tiers, demand: Demand, order: str, path: UpdatePath) -> Homes:
         _check_floor(tiers, demand, room, device_staging)
     homes = tiers.lowest(below, path)
     _force_onto_nvme(tiers, homes)
-    if tiers.fixed_params is not None:
-        _take_fixed(tiers, room)
+    _take_what_is_there(tiers, homes, room)
     for kind in order:
         for chunk in tiers.chunks:
             i = chunk.id
-            if kind == "p" and tiers.fixed_params is None and room.take(room.param(chunk)):
+            may_rise = tiers.fixed_params is None and homes.param[i] is not Tier.DEVICE
+            if kind == "p" and may_rise and room.take(room.param(chunk)):
                 homes.param[i] = Tier.DEVICE
             if kind == "s" and chunk.trainable:
                 free = [b for b, home in enumerate(homes.state[i]) if home is below]
@@ -301,7 +306,7 @@ def _fill(tiers: Tiers, demand: Demand, order: str, path: UpdatePath) -> Homes:
                 out = room.take_run([chunk.blocks[b].state_bytes for b in free])
                 for b in free[out:]:
                     homes.state[i][b] = Tier.DEVICE
-            if kind == "g" and chunk.trainable:
+            if kind == "g" and chunk.trainable and homes.grad[i] is not Tier.DEVICE:
                 on_cpu = path is UpdatePath.CPU and any(h is below for h in homes.state[i])
                 if not on_cpu and room.take(room.grad(chunk)):
                     homes.grad[i] = Tier.DEVICE
@@ -318,16 +323,23 @@ def _fill(tiers: Tiers, demand: Demand, order: str, path: UpdatePath) -> Homes:
     return homes
 
 
-def _take_fixed(tiers: Tiers, room: DeviceRoom) -> None:
-    """Room for the parameter shards that are on the device already. Raises BudgetError."""
+def _take_what_is_there(tiers: Tiers, homes: Homes, room: DeviceRoom) -> None:
+    """Room for what is on the device already. Raises BudgetError."""
+    if tiers.fixed_params is None and tiers.floor is None:
+        return
     for chunk in tiers.chunks:
-        assert tiers.fixed_params is not None
-        if tiers.fixed_params[chunk.id] is Tier.DEVICE:
+        i = chunk.id
+        if homes.param[i] is Tier.DEVICE:
             room.left = room.left - room.param(chunk)
+        for block, home in zip(chunk.blocks, homes.state[i], strict=True):
+            if home is Tier.DEVICE:
+                room.left = room.left - block.state_bytes
+        if chunk.trainable and homes.grad[i] is Tier.DEVICE:
+            room.left = room.left - room.grad(chunk)
     missing = -int(room.left.min())
     if missing > 0:
         raise BudgetError.missing(
-            Tier.DEVICE, missing, tiers.budgets.device, "the parameters that are there already",
+            Tier.DEVICE, missing, tiers.budgets.device, "what is there already",
             "raise device_budget by as much",
         )  # fmt: skip
 
@@ -437,16 +449,17 @@ def _spill_host(tiers: Tiers, homes: Homes) -> None:
                     for c in tiers.chunks)  # fmt: skip
     if over <= 0 and not uses_nvme:
         return
-    kinds = ["state", "grad"] if tiers.fixed_params is not None else ["state", "grad", "param"]
-    for place, kind in enumerate(kinds):
-        spilled = homes.without_host(kinds[: place + 1])
+    spilled = homes.copy()
+    for kind in ("state", "grad", "param"):
+        for row, index, _ in _rows_on_host(tiers, spilled, kind):
+            row[index] = Tier.NVME
         for chunk in tiers.chunks:  # as `_join_on_nvme` will have it
             if Tier.NVME in (spilled.param[chunk.id], spilled.grad[chunk.id]):
                 spilled.state[chunk.id] = [Tier.NVME for _ in chunk.blocks]
         staging = tiers.staging(spilled, params_may_rise=True)[1].nbytes
         over = _host_bytes(tiers, homes) + staging - tiers.budgets.host
-        for row, index, nbytes in _rows(tiers, homes, kind):
-            if over > 0 and row[index] is Tier.HOST:
+        for row, index, nbytes in _rows_on_host(tiers, homes, kind):
+            if over > 0:
                 row[index] = Tier.NVME
                 over -= nbytes
         if over <= 0:
@@ -457,17 +470,24 @@ def _spill_host(tiers: Tiers, homes: Homes) -> None:
     )  # fmt: skip
 
 
-def _rows(tiers: Tiers, homes: Homes, kind: str) -> Iterator[tuple[list[Tier], int, int]]:
-    """(row, index into it, bytes) of everything of a kind, in layout order."""
+def _rows_on_host(tiers: Tiers, homes: Homes, kind: str) -> Iterator[tuple[list[Tier], int, int]]:
+    """(row, index into it, bytes) of what the host holds of a kind and may give, in order."""
     for chunk in tiers.chunks:
         i = chunk.id
         if kind == "state":
             for b, block in enumerate(chunk.blocks):
-                yield homes.state[i], b, block.state_bytes
-        elif kind == "param":
-            yield homes.param, i, chunk.shard_bytes
-        elif chunk.trainable:
-            yield homes.grad, i, chunk.shard_bytes
+                if homes.state[i][b] is Tier.HOST and tiers.may_be_lower(kind, i, b):
+                    yield homes.state[i], b, block.state_bytes
+        elif kind == "param" or chunk.trainable:
+            row = homes.param if kind == "param" else homes.grad
+            if row[i] is Tier.HOST and tiers.may_be_lower(kind, i):
+                yield row, i, chunk.shard_bytes
+
+
+def _higher(first: Sequence[Tier], second: Sequence[Tier]) -> list[Tier]:
+    """Of each pair the tier that is nearer to the device."""
+    order = list(Tier)
+    return [min(pair, key=order.index) for pair in zip(first, second, strict=True)]
 
 
 def _check_floor(tiers: Tiers, demand: Demand, room: DeviceRoom, staging: Staging) -> None:

@@ -93,11 +93,7 @@ def make_plan(inputs: PlanInputs, policy: Placement = AutoPlacement()) -> Planne
     `auto` and `const` keep to budgets and raise BudgetError where they cannot; `static` places
     what its fractions say.
     """
-    draft = _Draft(inputs, policy)
-    planned = draft.finish(draft.choose_homes())
-    over = draft.over_budget(planned.profile)
-    assert over is None, over
-    return planned
+    return _planned(_Draft(inputs, policy))
 
 
 def plan_within(plan: Plan, inputs: PlanInputs, policy: Placement) -> Planned:
@@ -108,20 +104,8 @@ def plan_within(plan: Plan, inputs: PlanInputs, policy: Placement) -> Planned:
     if plan.layout_digest != inputs.layout.digest():
         raise ValueError("a plan's homes hold for its own layout only; make a new plan")
     draft = _Draft(inputs, policy)
-    homes = Homes(
-        param=[shard.param_home for shard in plan.shards],
-        grad=[shard.grad_home or Tier.DEVICE for shard in plan.shards],
-        state=[list(shard.state_homes) for shard in plan.shards],
-        path=[
-            next((p for p in shard.update_paths if p is not UpdatePath.RESIDENT), UpdatePath.STREAM)
-            for shard in plan.shards
-        ],
-        kept=[False for _ in plan.shards],
-        device_staging=plan.device_staging,
-        host_staging=plan.host_staging,
-    )
     try:
-        planned = draft.finish(homes)
+        planned = draft.finish(_homes_of(plan))
     except ValueError as error:
         raise BudgetError(
             f"{error}: the working set does not fit beside what lives on the device; raise "
@@ -134,10 +118,46 @@ def plan_within(plan: Plan, inputs: PlanInputs, policy: Placement) -> Planned:
     return planned
 
 
-class _Draft:
-    """One run of the planner."""
+def plan_above(plan: Plan, inputs: PlanInputs, policy: Placement) -> Planned:
+    """The homes of `plan`, and higher ones where this trace leaves more room. Nothing goes down.
 
-    def __init__(self, inputs: PlanInputs, policy: Placement) -> None:
+    Gradients may: they have no home between steps, but stay in memory where their state does.
+    Raises BudgetError where what is there already leaves no room for the trace.
+    """
+    floor = _homes_of(plan)
+    for i, states in enumerate(floor.state):
+        if set(states) <= {Tier.NVME}:
+            floor.grad[i] = Tier.NVME
+    inputs = replace(inputs, fixed_params=None)
+    return _planned(_Draft(inputs, policy, floor))
+
+
+def _planned(draft: _Draft) -> Planned:
+    planned = draft.finish(draft.choose_homes())
+    over = draft.over_budget(planned.profile)
+    assert over is None, over
+    return planned
+
+
+def _homes_of(plan: Plan) -> Homes:
+    return Homes(
+        param=[shard.param_home for shard in plan.shards],
+        grad=[shard.grad_home or Tier.DEVICE for shard in plan.shards],
+        state=[list(shard.state_homes) for shard in plan.shards],
+        path=[
+            next((p for p in shard.update_paths if p is not UpdatePath.RESIDENT), UpdatePath.STREAM)
+            for shard in plan.shards
+        ],
+        kept=[False for _ in plan.shards],
+        device_staging=plan.device_staging,
+        host_staging=plan.host_staging,
+    )
+
+
+class _Draft:
+    """One run of the planner. `floor`: homes that exist already, below which nothing goes."""
+
+    def __init__(self, inputs: PlanInputs, policy: Placement, floor: Homes | None = None) -> None:
         self.inputs = inputs
         self.policy = policy
         layout, trace = inputs.layout, inputs.trace
@@ -152,6 +172,7 @@ class _Draft:
             depth=inputs.depth,
             nvme_state_frac=inputs.nvme_state_frac,
             fixed_params=inputs.fixed_params,
+            floor=floor,
         )
         self.needs = trace.chunk_needs(chunk_of)
         self.calls = trace.calls(chunk_of)
@@ -416,6 +437,7 @@ class _Draft:
 
 def _severity(error: BudgetError) -> tuple[int, int]:
     """How far from a plan: homes are chosen tier by tier, so what fails last lacks least."""
+    assert error.tier is not None
     return (list(Tier)[::-1].index(error.tier), error.missing_bytes)
 
 

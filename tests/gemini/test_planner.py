@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 from gemini.chunk.layout import ChunkLayout, ParamSpec
 from gemini.memtracer.trace import Trace, TraceMoment, model_digest, sequential_trace
 from gemini.placement.plan import MoveKind, UpdatePath
-from gemini.placement.planner import PlanInputs, make_plan, plan_within, reduce_inputs
+from gemini.placement.planner import (
+    PlanInputs,
+    make_plan,
+    plan_above,
+    plan_within,
+    reduce_inputs,
+)
 from gemini.placement.policy import AutoPlacement, ConstPlacement, StaticPlacement
 from gemini.placement.sizes import Bandwidths, BudgetError, Budgets, StateBytes
 from gemini.placement.tiers import Tier
@@ -203,6 +209,57 @@ def test_bytes_said_to_be_missing_are_enough(numels, world_size, budgets, nvme_s
             )
     assert planned.profile.peak(H) <= budgets.host
     assert H in refused and len(refused) == len(set(refused))
+
+
+@settings(max_examples=300, deadline=None)
+@given(inputs(), st.data())
+def test_homes_rise_when_activations_take_less_than_was_assumed(given_inputs, data):
+    """And nothing goes down, and the budgets hold as before."""
+    try:
+        assumed = make_plan(given_inputs)
+    except BudgetError:
+        return
+    fixed = data.draw(st.booleans())
+    moments = [
+        replace(m, non_model_bytes=data.draw(st.integers(0, m.non_model_bytes)))
+        for m in given_inputs.trace.moments
+    ]
+    measured = replace(
+        given_inputs,
+        trace=replace(given_inputs.trace, moments=tuple(moments)),
+        fixed_params=tuple(s.param_home for s in assumed.plan.shards) if fixed else None,
+    )
+    higher = plan_above(assumed.plan, measured, AutoPlacement())
+    order = [N, H, D]
+    for low, high in zip(assumed.plan.shards, higher.plan.shards, strict=True):
+        rises = [
+            (low.param_home, high.param_home),
+            *zip(low.state_homes, high.state_homes, strict=True),
+        ]
+        assert all(order.index(before) <= order.index(after) for before, after in rises)
+        if high.grad_home is N or high.param_home is N:
+            assert set(high.state_homes) <= {N}
+    budgets = given_inputs.budgets
+    assert carry_out(measured, higher.plan) == higher.profile.peak(D) <= budgets.device
+    assert higher.profile.peak(H) <= budgets.host and higher.profile.peak(N) <= budgets.nvme
+
+
+def test_what_was_left_to_activations_that_never_came_is_filled():
+    given_inputs = small_inputs(has_host_tier=False)
+    budget = model_bytes(given_inputs) * 3 // 2
+    moments = given_inputs.trace.moments
+    assumed = replace(
+        given_inputs,
+        trace=replace(
+            given_inputs.trace,
+            moments=tuple(replace(m, non_model_bytes=budget * 4 // 5) for m in moments),
+        ),
+        budgets=Budgets(budget),
+    )
+    first = make_plan(assumed, AutoPlacement(steady_cap_ratio=1.0))
+    assert N in {home for shard in first.plan.shards for home in shard.state_homes}
+    measured = replace(given_inputs, budgets=Budgets(budget))
+    assert plan_above(first.plan, measured, AutoPlacement()).plan.moves == ()
 
 
 @settings(max_examples=200, deadline=None)
