@@ -81,6 +81,7 @@ class NvmeState:
         self._has_undo = undo
         self._depth = config.depth
         self._file_id = {block.id: BlockId(i) for i, block in enumerate(blocks)}
+        self._num_states = len(blocks)  # in the file; what undoes them comes behind
         nbytes = [layout.block_nbytes(block.numel) for block in blocks]
         if undo:
             nbytes += [block.numel * UNDO_ITEMSIZE for block in blocks]
@@ -126,9 +127,7 @@ class NvmeState:
 
     @property
     def written_bytes_per_step(self) -> int:
-        return sum(
-            self.store.buffer_nbytes(BlockId(i)) for i in range(self.store.layout.num_blocks)
-        )
+        return sum(map(self.store.buffer_nbytes, self._in_file(self.blocks)))
 
     def _check_budget(self, budget: int | None) -> None:
         if budget is not None and budget < self.written_bytes_per_step:
@@ -272,7 +271,7 @@ class NvmeState:
         if not self._has_undo:
             self.store.read(file_id, self._state_view(staged)).wait()
             return self._planes(staged)
-        undo_id = BlockId(file_id + len(self.blocks))
+        undo_id = BlockId(file_id + self._num_states)
         self.store.read_uncommitted(undo_id, self._undo_view(staged)).wait()
         return {"param_undo": self._undo(staged)}
 
@@ -319,6 +318,21 @@ class NvmeState:
             raise
         self.commit(step)
 
+    def forget(self, blocks: Sequence[Block]) -> None:
+        """These blocks live elsewhere from now on: give their space on disk back."""
+        self._drop_reads()
+        gone = set(blocks)
+        self.store.forget(self._in_file(blocks))
+        self.blocks = tuple(block for block in self.blocks if block not in gone)
+        self._order = tuple(block for block in self._order if block not in gone)
+
+    def _in_file(self, blocks: Sequence[Block]) -> list[BlockId]:
+        """All that the file has of these blocks."""
+        found = [self._file_id[block.id] for block in blocks]
+        if self._has_undo:
+            found += [BlockId(i + self._num_states) for i in found]
+        return found
+
     def pin(self) -> PinnedState:
         """Keep all blocks as they were committed last until they have been shown."""
         self.store.check_process()
@@ -344,7 +358,7 @@ class NvmeState:
         file_id = self._file_id[staged.block.id]
         staged.ticket = self.store.write(file_id, self._state_view(staged))
         if with_undo:
-            undo_id = BlockId(file_id + len(self.blocks))
+            undo_id = BlockId(file_id + self._num_states)
             undo = self.store.write(undo_id, self._undo_view(staged))
             staged.ticket = Together((staged.ticket, undo))
         self._writes.append(staged)
@@ -390,7 +404,7 @@ class NvmeState:
         return staged.buffer.view[:nbytes]
 
     def _undo_view(self, staged: _Staged) -> memoryview:
-        undo_id = BlockId(self._file_id[staged.block.id] + len(self.blocks))
+        undo_id = BlockId(self._file_id[staged.block.id] + self._num_states)
         start = self._state_nbytes
         return staged.buffer.view[start : start + self.store.buffer_nbytes(undo_id)]
 

@@ -1,5 +1,5 @@
 """The state of one state space: blocks in slabs (one tensor a plane) on the device or in host
-memory, the rest on NVMe.
+memory, the rest on NVMe. Blocks may rise from the disk and from the host; nothing goes down.
 
 A step is `prepare` (blocks on disk are updated beside their last version), then either `commit`
 (they count, and resident blocks are updated, which cannot fail) or `rollback`. So with several
@@ -15,14 +15,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from gemini.pages import zeros
 from gemini.units import BlockId
 
 from .config import NvmeConfig
 from .cpu_path import Piece
-from .nvme_state import DTYPES, NvmeState, PinnedState
+from .nvme_state import NvmeState, PinnedState
 from .pinning import pin_slab
 from .report import Traffic
+from .slabs import Slab
 from .space import Block, StateSpace
 from .state_layout import StateLayout
 from .updaters import Planes, Updater
@@ -71,11 +71,7 @@ class TieredState:
     ) -> None:
         self.space = space
         self.layout = layout
-        self._on_host = on_host
-        self.resident = tuple(
-            block for block in space.blocks if block.id not in on_nvme and block.id not in on_host
-        )
-        self.host = tuple(block for block in space.blocks if block.id in on_host)
+        self._device = device
         disk_blocks = [block for block in space.blocks if block.id in on_nvme]
         self.nvme = (
             NvmeState(
@@ -90,39 +86,81 @@ class TieredState:
             if disk_blocks
             else None
         )
-        self._slab_offset: dict[BlockId, int] = {}
-        self.slabs = self._slabs(self.resident, device)
-        self.host_slabs = self._slabs(self.host, torch.device("cpu"))
-        if device.type == "cuda":
-            self.host_slabs = {name: slab.pin_memory() for name, slab in self.host_slabs.items()}
+        self._written_before = 0  # to files that are gone
+        in_memory = [block for block in space.blocks if block.id not in on_nvme]
+        self.device_slabs = self._slabs([b for b in in_memory if b.id not in on_host])
+        self.host_slabs = self._slabs([b for b in in_memory if b.id in on_host], host=True)
+        self._slab_of = self._index()
 
-    def _slabs(self, blocks: Sequence[Block], device: torch.device) -> Planes:
-        end = 0
-        for block in blocks:
-            self._slab_offset[block.id] = end
-            end += block.numel
-        return {
-            plane.name: zeros(end, DTYPES[plane.dtype])
-            if device.type == "cpu"
-            else torch.zeros(end, dtype=DTYPES[plane.dtype], device=device)
-            for plane in self.layout.planes
-        }
+    def _slabs(self, blocks: Sequence[Block], *, host: bool = False) -> list[Slab]:
+        if not blocks:
+            return []
+        if not host:
+            return [Slab(blocks, self.layout, self._device)]
+        pinned = self._device.type == "cuda"
+        return [Slab(blocks, self.layout, torch.device("cpu"), pinned=pinned)]
+
+    def _index(self) -> dict[BlockId, Slab]:
+        slabs = (*self.device_slabs, *self.host_slabs)
+        return {block.id: slab for slab in slabs for block in slab.blocks}
+
+    @property
+    def resident(self) -> tuple[Block, ...]:
+        """On the device."""
+        return tuple(block for slab in self.device_slabs for block in slab.blocks)
+
+    @property
+    def host(self) -> tuple[Block, ...]:
+        """In host memory, where that is not the device's."""
+        return tuple(block for slab in self.host_slabs for block in slab.blocks)
 
     def planes(self, block: Block) -> Planes:
         """Views of the state of a block that is in memory."""
-        start = self._slab_offset[block.id]
-        slabs = self.host_slabs if block.id in self._on_host else self.slabs
-        return {name: slab[start : start + block.numel] for name, slab in slabs.items()}
+        return self._slab_of[block.id].planes(block)
 
     def resident_run(self, offset: int, numel: int) -> Planes | None:
-        """Views of elements [offset, offset + numel) of the space, or None if any is on disk."""
+        """Views of elements [offset, offset + numel) of the space, or None where they are not
+        together on the device."""
         first = bisect_right(self.space.blocks, offset, key=lambda block: block.offset) - 1
         last = bisect_left(self.space.blocks, offset + numel, key=lambda block: block.offset)
         blocks = self.space.blocks[first:last]
-        if any(b.id not in self._slab_offset or b.id in self._on_host for b in blocks):
+        slab = self._slab_of.get(blocks[0].id)
+        if slab is None or slab in self.host_slabs:
             return None
-        start = self._slab_offset[blocks[0].id] + offset - blocks[0].offset
-        return {name: slab[start : start + numel] for name, slab in self.slabs.items()}
+        return slab.run(blocks, offset, numel)
+
+    def rise(self, *, on_nvme: Set[BlockId], on_host: Set[BlockId]) -> None:
+        """Leave only these blocks on disk and in host memory, and bring the others up.
+
+        Between steps. On an error of the disk every block is where it was.
+        """
+        disk = () if self.nvme is None else self.nvme.blocks
+        from_disk = [block for block in disk if block.id not in on_nvme]
+        from_host = [block for block in self.host if block.id not in on_host]
+        rising = (*from_host, *from_disk)
+        new_device = self._slabs([block for block in rising if block.id not in on_host])
+        new_host = self._slabs([block for block in from_disk if block.id in on_host], host=True)
+        place = {block.id: slab for slab in (*new_device, *new_host) for block in slab.blocks}
+
+        def take(block: Block, planes: Planes) -> None:
+            for name, plane in place[block.id].planes(block).items():
+                plane.copy_(planes[name])
+
+        self.visit(take, rising)
+        if self.nvme is not None and from_disk:
+            if len(from_disk) < len(disk):
+                self.nvme.forget(from_disk)
+            else:
+                self._written_before += self.nvme.store.traffic.written_bytes
+                self.nvme.close()
+                self.nvme = None
+        for slab in self.host_slabs if from_host else ():
+            slab.keep([block for block in slab.blocks if block.id in on_host])
+        self.device_slabs += new_device
+        self.host_slabs = [slab for slab in self.host_slabs if slab.blocks] + new_host
+        self._slab_of = self._index()
+        if self.nvme is not None:
+            self.nvme.prefetch()
 
     def initialise(self, fill: Callable[[Block, Planes], None]) -> None:
         """`fill` sets what does not start at zero (the masters), block by block."""
@@ -168,8 +206,8 @@ class TieredState:
         """Those in memory, and those on disk."""
         if blocks is None:
             blocks = self.space.blocks
-        resident = [block for block in blocks if block.id in self._slab_offset]
-        return resident, [block for block in blocks if block.id not in self._slab_offset]
+        resident = [block for block in blocks if block.id in self._slab_of]
+        return resident, [block for block in blocks if block.id not in self._slab_of]
 
     def prepare(self, updater: Updater, views: BlockViews, stop: Callable[[], bool]) -> None:
         """Update the blocks on disk beside their last version. On an error call `rollback`."""
@@ -193,8 +231,9 @@ class TieredState:
         for block in self.host:
             updater.update_staged(block, self.planes(block), views.pieces)
             views.updated(block)
-        resident = ((block, self.planes(block)) for block in self.resident)
-        updater.update_resident(resident, self.slabs, views.pieces)
+        for slab in self.device_slabs:
+            blocks = ((block, slab.planes(block)) for block in slab.blocks)
+            updater.update_resident(blocks, slab.tensors, views.pieces)
 
     def rollback(self, views: BlockViews) -> None:
         """Put parameters and state back to the last committed step."""
@@ -205,7 +244,8 @@ class TieredState:
         """State in memory. Staging buffers are emptied, and read again by the next step."""
         if self.nvme is not None:
             self.nvme.empty_staging()
-        return [*self.slabs.values(), *self.host_slabs.values()]
+        slabs = (*self.device_slabs, *self.host_slabs)
+        return [tensor for slab in slabs for tensor in slab.tensors.values()]
 
     def traffic(self) -> Traffic:
         """Bytes moved since this state was made."""
@@ -217,7 +257,8 @@ class TieredState:
     @property
     def nvme_written_total(self) -> int:
         """Bytes written to disk since this state was made: what wears it."""
-        return self.nvme.store.traffic.written_bytes if self.nvme is not None else 0
+        now = self.nvme.store.traffic.written_bytes if self.nvme is not None else 0
+        return self._written_before + now
 
     @property
     def stalled_seconds(self) -> float:

@@ -189,7 +189,7 @@ class TritonUpdater:
         self, blocks: Iterable[tuple[Block, Planes]], slabs: Planes, pieces_of: PiecesOf
     ) -> None:
         pieces = [piece for block, planes in blocks for piece in pieces_of(block, planes)]
-        self._launch("resident", pieces, slabs)
+        self._launch(f"resident {id(slabs)}", pieces, slabs)  # each slab has tables of its own
 
     def traffic(self) -> Traffic:
         return self._moved

@@ -117,6 +117,24 @@ class Chunk:
         elif values is not self._shard:
             self.shard.copy_(values)
 
+    def bring_home(self, on_host: bool) -> None:
+        """The shard lives in memory from now on, and nearer: of the host, or of the device."""
+        if not on_host and self._links.world_size == 1:
+            self.gather()
+            self.wait_gathered()
+            self._shard = self.payload
+            self.is_whole = True
+        else:
+            make = self._memory.allocate_host if on_host else self._memory.allocate
+            shard = make(self.spec.shard_numel, self.dtype)
+            if self.files is not None:
+                self.files.read(self.spec.id, shard).wait()
+            else:
+                self._memory.copy(shard, self.shard).wait()
+            self._shard = shard
+        self.files = None
+        self.shard_on_host = on_host
+
     def view(self, tensor: Tensor, slot: int) -> Tensor:
         """The part of a [S * W] tensor that belongs to one parameter, flat."""
         place = self.spec.slots[slot]

@@ -50,7 +50,7 @@ class MemStatsCollector:
         self._model_digest = model_digest(specs)
         self._monitors = list(monitors)
         self._model_bytes = model_bytes
-        self.traces: dict[tuple[str, str], Trace] = {}
+        self.traces: dict[tuple[Kind, str], Trace] = {}
         self.deviations: list[Deviation] = []  # of iterations that differed from their trace
         self._key: tuple[Kind, str] | None = None
         self._moments: list[TraceMoment] = []

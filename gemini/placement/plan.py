@@ -141,13 +141,14 @@ class Plan:
         """When everything whose state is on the device is updated."""
         return Moment(self.num_moments - 1)
 
-    def state_homes(self) -> dict[BlockId, Tier]:
-        """The home of every block's state."""
-        return {
-            block.id: home
+    def blocks_on(self, tier: Tier) -> frozenset[BlockId]:
+        """Blocks whose state lives there."""
+        return frozenset(
+            block.id
             for sizes, shard in zip(self.chunks, self.shards, strict=True)
             for block, home in zip(sizes.blocks, shard.state_homes, strict=True)
-        }
+            if home is tier
+        )
 
     def needs_gather(self, chunk: ChunkId) -> bool:
         """Whether its payload is another thing than its shard."""

@@ -46,8 +46,8 @@ class Ledger:
         self._add_storage(found)
         state = self.state
         if state is not None:
-            found[Tier.DEVICE, "state"] += sum(slab.nbytes for slab in state.slabs.values())
-            found[Tier.HOST, "state"] += sum(slab.nbytes for slab in state.host_slabs.values())
+            found[Tier.DEVICE, "state"] += sum(slab.nbytes for slab in state.device_slabs)
+            found[Tier.HOST, "state"] += sum(slab.nbytes for slab in state.host_slabs)
             if state.nvme is not None:
                 found[Tier.NVME, "state"] += state.nvme_bytes
                 found[self._host, "staging"] += state.nvme.staging_bytes

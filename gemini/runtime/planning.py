@@ -21,7 +21,14 @@ from gemini.memtracer.trace import (
 )
 from gemini.placement.gather import GatherSteps
 from gemini.placement.plan import Plan
-from gemini.placement.planner import PlanInputs, Planned, make_plan, plan_within, reduce_inputs
+from gemini.placement.planner import (
+    PlanInputs,
+    Planned,
+    make_plan,
+    plan_above,
+    plan_within,
+    reduce_inputs,
+)
 from gemini.placement.policy import AutoPlacement, ConstPlacement, Placement, StaticPlacement
 from gemini.placement.sizes import UNLIMITED, Bandwidths, BudgetError, Budgets, StateBytes
 from gemini.placement.tiers import Tier
@@ -53,6 +60,7 @@ class Planning:
     policy: Placement
     inputs: PlanInputs
     has_trace: bool  # else non-model data is an assumption
+    settled: bool  # homes were chosen for what was measured
     planned: Planned = field(init=False)  # of training
     # of evaluation, and of training with inputs of other signatures, in the same homes
     others: dict[tuple[Kind, str], Planned] = field(default_factory=dict)
@@ -83,10 +91,10 @@ class Planning:
             policy = replace(policy, steady_cap_ratio=1.0)  # the assumption is margin enough
         self.planned = make_plan(self.inputs, policy)
         self.others.clear()
-        self._compare()
+        self._compare(self.plan)
 
-    def _compare(self) -> None:
-        digests = self.comm.gather_objects(self.plan.digest())
+    def _compare(self, plan: Plan) -> None:
+        digests = self.comm.gather_objects(plan.digest())
         if len(set(digests)) > 1:
             raise AssertionError(f"ranks made different plans from the same inputs: {digests}")
 
@@ -156,8 +164,35 @@ class Planning:
             log.warning("what the ranks measured is not planned with: %s", error)
             return False
         self.inputs, self.has_trace = inputs, True
-        self._compare()
+        self._compare(self.plan)
         return True
+
+    def higher(self) -> Planned | None:
+        """What is planned, with homes raised to what the first trace leaves room for; once.
+
+        Collective. None where nothing rises. `adopt` makes it the plan.
+        """
+        if self.settled or not self.has_trace or isinstance(self.policy, StaticPlacement):
+            return None
+        self.settled = True
+        try:
+            found = plan_above(self.plan, self.inputs, self.policy)
+        except BudgetError as error:
+            log.warning("homes stay as they are: %s", error)
+            return None
+        self._compare(found.plan)
+        changed = [
+            (old.param_home, old.state_homes) != (new.param_home, new.state_homes)
+            for old, new in zip(self.plan.shards, found.plan.shards, strict=True)
+        ]
+        return found if any(changed) else None
+
+    def adopt(self, planned: Planned) -> None:
+        """Shards and state are where this says."""
+        self.planned = planned
+        homes = tuple(shard.param_home for shard in planned.plan.shards)
+        self.inputs = replace(self.inputs, fixed_params=homes)
+        self.others.clear()
 
     def _planned_for(self, kind: Kind, signature: str) -> Planned | None:
         """What is planned with a trace of such an iteration."""
@@ -231,7 +266,7 @@ def begin_planning(
         has_host_tier=backend.has_host_tier, max_prefetch=max_prefetch, block_numel=BLOCK_NUMEL,
         fixed_params=fixed,
     )  # fmt: skip
-    return Planning(comm, policy, inputs, trace is not None)
+    return Planning(comm, policy, inputs, trace is not None, trace is not None)
 
 
 def _budgets(

@@ -83,6 +83,12 @@ class Sampler:
             self._ledger.peaks.clear()
         self.collector.begin(*key)
 
+    def look_again(self) -> None:
+        """What was measured of training was measured in other homes."""
+        for key in self.collector.traces:
+            if key[0] == "train":
+                self._stale.add(key)
+
     def state_dict(self) -> dict[str, Any]:
         """The traces there are, for a checkpoint."""
         return {

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gemini.chunk.storage import Chunk
+from gemini.placement.plan import Plan
 from gemini.placement.sizes import StateBytes
 from gemini.placement.tiers import Tier
 from gemini.units import ChunkId
@@ -70,17 +71,14 @@ class ShardState:
         )
         nvme = config.nvme
         engine.storage.serve(nvme.block_numel, nvme.depth, nvme.meter)
-        homes = planning.plan.state_homes()
+        on_nvme = planning.plan.blocks_on(Tier.NVME)
         if not nvme.folders and planning.nvme_folder is not None:
             nvme = replace(nvme, folders=(planning.nvme_folder,))
-        on_nvme = frozenset(block for block, home in homes.items() if home is Tier.NVME)
-        # on some rank: shards are equal, blocks may not be
-        self._uses_disk = bool(on_nvme) or bool(engine.storage.params)
         self._tiers = TieredState(
             space,
             layout,
             on_nvme=on_nvme,
-            on_host=frozenset(block for block, home in homes.items() if home is Tier.HOST),
+            on_host=planning.plan.blocks_on(Tier.HOST),
             nvme=nvme,
             device=engine.backend.device,
             label=f"rank{engine.comm.rank}-",
@@ -94,6 +92,11 @@ class ShardState:
             raise
         shards.end()
         engine.originals.clear()
+
+    def raise_state(self, plan: Plan) -> None:
+        """Blocks of state rise to where `plan` has them; see `TieredState.rise`."""
+        on_nvme, on_host = plan.blocks_on(Tier.NVME), plan.blocks_on(Tier.HOST)
+        self._tiers.rise(on_nvme=on_nvme, on_host=on_host)
 
     # -- masters --
 
@@ -143,6 +146,11 @@ class ShardState:
             for block in self._tiers.space.blocks
             if self._chunks[block.shard].spec.id in chunks
         ]
+
+    @property
+    def _uses_disk(self) -> bool:
+        """On some rank: shards are equal, blocks may not be."""
+        return bool(self._engine.planning.plan.blocks_on(Tier.NVME) or self._engine.storage.params)
 
     # -- streams and whole planes --
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 import torch
@@ -24,7 +24,7 @@ from .tensor_files import FileConfig, Flat, TensorFiles
 
 
 class ShardStorage:
-    """Follows a plan's homes: of parameter shards for good, of gradients until another plan."""
+    """Follows a plan's homes, until another plan."""
 
     def __init__(
         self, layout: ChunkLayout, plan: Plan, backend: Backend, config: FileConfig
@@ -60,6 +60,16 @@ class ShardStorage:
     def replace(self, chunk: ChunkId, values: Tensor) -> None:
         assert self.params is not None
         self.params.replace(chunk, values)
+
+    def keep_shards(self, chunks: Collection[ChunkId]) -> None:
+        """Shards of these chunks are still in files; the others live in memory from now on."""
+        if self.params is None:
+            return
+        if chunks:
+            self.params.forget([chunk for chunk in self.params if chunk not in chunks])
+        else:
+            self.params.close()
+            self.params = None
 
     def place_gradients(self, plan: Plan, chunks: list[Chunk]) -> None:
         """Send gradients, those of the future and those there are, to the plan's homes."""

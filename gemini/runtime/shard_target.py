@@ -339,6 +339,10 @@ class ShardTarget(ShardState):
         self._group_of = _group_of(self._engine, groups)
         self._path.set_groups(self._group_of)
 
+    def homes_changed(self) -> None:
+        """Files may be gone, and what was read from them with them."""
+        self._moved = self._engine.storage.traffic()
+
     @property
     def names(self) -> dict[int, str]:
         """Name by id of the parameter."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -125,6 +125,13 @@ class TensorFiles:
 
     def __contains__(self, chunk: ChunkId) -> bool:
         return chunk in self._tensors
+
+    def forget(self, chunks: Collection[ChunkId]) -> None:
+        """These tensors live elsewhere from now on: give their space on disk back."""
+        for chunk in chunks:
+            flat, first = self._tensors.pop(chunk), self._first.pop(chunk)
+            num_blocks = -(-flat.numel // self._block_numel)
+            self.store.forget([BlockId(first + i) for i in range(num_blocks)])
 
     @property
     def staging_bytes(self) -> int:

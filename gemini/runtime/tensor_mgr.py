@@ -99,6 +99,15 @@ class StatefulTensorMgr:
             if state is not TensorState.HOLD:
                 self.set_state((ParamId(param),), TensorState.HOLD)
 
+    def homes_changed(self, payload_room_bytes: int) -> None:
+        """Shards have moved, between cycles: what is whole now needs no gathers any more."""
+        for chunk in [chunk for chunk in self._nbytes if self._chunks[chunk].is_whole]:
+            for known in (self._nbytes, self._users, self._pinned, self._recent, self._overdue):
+                known.pop(chunk, None)
+        self.payload_room_bytes = payload_room_bytes
+        self._learned.clear()
+        self._steps, self._behind, self._carried = None, [], frozenset()
+
     # -- bytes --
 
     def bytes_in_use(self) -> dict[tuple[Tier, str], int]:

@@ -10,6 +10,7 @@ one holds its lock meanwhile, and who creates one looks, once it has the lock, w
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import logging
@@ -46,6 +47,9 @@ NETWORK_FILESYSTEMS = frozenset(
         "beegfs",
     }
 )
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 0x01, 0x02
 
 
 @dataclass(slots=True)
@@ -154,6 +158,16 @@ def _create(path: Path, nbytes: int) -> OpenFile:
             "free some space, name another folder, or offload a smaller fraction"
         ) from error
     return opened
+
+
+def punch(file: OpenFile, offset: int, nbytes: int) -> bool:
+    """Give whole pages of a file back to the file system; False where it does not take them."""
+    mode = _FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE
+    fallocate = getattr(_libc, "fallocate64", None) or getattr(_libc, "fallocate", None)
+    if fallocate is None:
+        return False
+    at, length = ctypes.c_int64(offset), ctypes.c_int64(nbytes)
+    return bool(fallocate(file.fd, mode, at, length) == 0)
 
 
 def _open_locked(path: Path) -> OpenFile:

@@ -27,7 +27,7 @@ from .checksum import checksum_of
 from .engine import Engine, Transfer
 from .engines.threads import ThreadEngine
 from .errors import ChecksumError, NvmeError, TransferError, WriteBudgetError, transfer_error
-from .file import OpenFile, check_folder, create_files, remove_orphans
+from .file import OpenFile, check_folder, create_files, punch, remove_orphans
 from .layout import Extent, FormatError, Index, IndexEntry, StoreLayout
 from .pinned import PinnedBlock, PinnedVersions
 
@@ -131,6 +131,7 @@ class BlockStore:
         self._failure: TransferError | None = None  # of the index
         self._pid = os.getpid()
         self._pins: list[PinnedVersions] = []
+        self._freed_bytes = 0  # of the files
         self.pinned_seconds = 0.0  # that writes waited for a reader of pinned versions
         for number, file in enumerate(self._files):
             _write_pages(file, 0, layout.header(number))
@@ -148,7 +149,7 @@ class BlockStore:
     @property
     def file_bytes(self) -> int:
         """Bytes allocated on disk, over all files."""
-        return sum(self.layout.file_nbytes())
+        return sum(self.layout.file_nbytes()) - self._freed_bytes
 
     def buffer_nbytes(self, block: BlockId) -> int:
         """Whole pages that a buffer for this block must hold."""
@@ -243,6 +244,17 @@ class BlockStore:
             _settle(ticket)
         self._pending.clear()
         self._flushed = None
+
+    def forget(self, blocks: Sequence[BlockId]) -> None:
+        """These blocks are not needed any more: their space goes back to the file system, where
+        that can take it. Nothing is under way; waits for who has pinned them."""
+        for pin in self._pins:
+            pin.wait_until_let_go()
+        for block in blocks:
+            self._written.discard(block)
+            for extent in self._extents[block]:
+                if punch(self._files[extent.file], extent.offset, extent.nbytes):
+                    self._freed_bytes += extent.nbytes
 
     def pin(self, blocks: Sequence[BlockId]) -> PinnedVersions:
         """Keep the committed versions of these blocks until they are let go.

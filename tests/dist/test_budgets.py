@@ -6,7 +6,7 @@ import torch
 from gemini.placement.tiers import Tier
 from gemini.runtime.backend import SimBackend
 from gemini import AutoPlacement, GeminiDDP
-from optim import HybridAdam
+from optim import HybridAdam, NvmeConfig
 from tests.gemini.test_on_nvme import BLOCKS, SMALL, homes, wrapped
 from tests.models import Tower, token_batches, token_loss
 from tests.workers import run_ranks
@@ -34,6 +34,33 @@ def work(rank, budgets, world_size):
         trained(rank, world_size, "cuda" if kib is None else AutoPlacement(world_size * kib << 10))
         for kib in budgets
     ]
+
+
+def settled(rank, mib):
+    """Two ranks, homes for an assumption and then for what was measured: plans, homes, weights."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(512, 512) for _ in range(12)]
+    policy = "cuda" if mib is None else AutoPlacement(2 * mib << 20)
+    model = GeminiDDP(torch.nn.Sequential(*layers), None, policy, min_chunk_size_m=0.3)
+    optimizer = HybridAdam(model.parameters(), lr=1e-2, nvme=NvmeConfig(block_numel=1 << 16))
+    found = []
+    for step in range(3):
+        torch.manual_seed(10 * step + rank)
+        found.append((model.engine.planning.plan.digest(), set.union(*homes(model))))
+        model(torch.randn(4, 512)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return found, model.state_dict()
+
+
+def test_homes_rise_on_all_ranks_at_once_with_what_was_measured():
+    free = run_ranks(settled, 2, None)
+    limited = run_ranks(settled, 2, 60)
+    plans = [found for found, _ in limited]
+    assert plans[0] == plans[1]
+    assert N in plans[0][0][1] and plans[0][1][1] == {Tier.DEVICE}
+    for (_, one), (_, other) in zip(free, limited, strict=True):
+        assert all(torch.equal(value, other[name]) for name, value in one.items())
 
 
 def on_a_simulated_device(rank, world_size):

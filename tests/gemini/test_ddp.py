@@ -284,7 +284,7 @@ def test_auto_placement_sends_what_does_not_fit_to_disk(tmp_path):
     )
     optimizer = HybridAdam(model.parameters(), nvme_offload_dir=tmp_path, nvme=BLOCKS)
     state = optimizer._targets[0]._tiers
-    resident = sum(slab.nbytes for slab in state.slabs.values())
+    resident = sum(slab.nbytes for slab in state.device_slabs)
     chunk_bytes = sum(chunk.payload.nbytes for chunk in model.engine.chunks)
     assert resident + 2 * chunk_bytes + state.nvme.staging_bytes <= 200 << 10
     assert resident > 0 and optimizer.nvme_bytes > 0

@@ -38,7 +38,11 @@ def test_what_was_parked_on_disk_comes_back_bit_for_bit(fraction, dtype, tmp_pat
     before, identities = everything(params, optimizer), [id(p) for p in params]
     with optimizer.parked("nvme"):
         held = [t.untyped_storage() for p in params for t in (p.data, p.grad)]
-        held += [s.untyped_storage() for s in optimizer._targets[0]._tiers.slabs.values()]
+        held += [
+            s.untyped_storage()
+            for slab in optimizer._targets[0]._tiers.device_slabs
+            for s in slab.tensors.values()
+        ]
         assert sum(storage.nbytes() for storage in held) == 0
         assert any("parked" in path.name for path in tmp_path.iterdir())
     assert same(everything(params, optimizer), before)

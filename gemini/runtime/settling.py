@@ -1,0 +1,46 @@
+"""Homes settle once: they rise to what the first measured iteration leaves room for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from gemini.chunk.storage import Chunk
+from gemini.placement.planner import Planned
+from gemini.placement.tiers import Tier
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+
+@torch.no_grad()
+def raise_homes(engine: Engine, planned: Planned) -> None:
+    """Bring shards and state nearer, to where `planned` has them, and make it the plan.
+
+    Between iterations, when there are no gradients. On an error of the disk what has risen stays
+    in memory, the rest is where it was, and the plan is the old one.
+    """
+    manager, storage, target = engine.manager, engine.storage, engine.target
+    assert target is not None
+    manager.release_all()
+    from_files = {chunk.spec.id for chunk in engine.chunks if chunk.files is not None}
+    try:
+        for chunk, shard in zip(engine.chunks, planned.plan.shards, strict=True):
+            if shard.param_home is not _home(chunk):
+                chunk.bring_home(shard.param_home is Tier.HOST)
+                from_files.discard(chunk.spec.id)
+        target.raise_state(planned.plan)
+        engine.planning.adopt(planned)
+        storage.place_gradients(planned.plan, engine.chunks)
+    finally:
+        storage.keep_shards(from_files)
+        target.homes_changed()
+        manager.homes_changed(engine.planning.payload_room_bytes)
+    engine.sampler.look_again()
+
+
+def _home(chunk: Chunk) -> Tier:
+    if chunk.files is not None:
+        return Tier.NVME
+    return Tier.HOST if chunk.shard_on_host else Tier.DEVICE

@@ -1,0 +1,77 @@
+"""State blocks in memory: one tensor a plane, the blocks one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from gemini.pages import zeros
+
+from .nvme_state import DTYPES
+from .space import Block
+from .state_layout import StateLayout
+from .updaters import Planes
+
+
+class Slab:
+    """`blocks` in memory of `device`, zeros at first. `pinned`: host memory for CUDA to reach."""
+
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        layout: StateLayout,
+        device: torch.device,
+        *,
+        pinned: bool = False,
+    ) -> None:
+        self._device = device
+        self._pinned = pinned
+        self._place(blocks)
+        self.tensors: Planes = {  # [sum of the blocks' numels]
+            plane.name: self._allocate(DTYPES[plane.dtype]) for plane in layout.planes
+        }
+
+    def _place(self, blocks: Sequence[Block]) -> None:
+        self.blocks = tuple(blocks)
+        self._start = {}
+        self._numel = 0
+        for block in blocks:
+            self._start[block.id] = self._numel
+            self._numel += block.numel
+
+    def _allocate(self, dtype: torch.dtype) -> Tensor:
+        if self._device.type == "cpu" and not self._pinned:
+            return zeros(self._numel, dtype)
+        return torch.zeros(self._numel, dtype=dtype, device=self._device, pin_memory=self._pinned)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def planes(self, block: Block) -> Planes:
+        """Views of a block's state."""
+        start = self._start[block.id]
+        return {name: t[start : start + block.numel] for name, t in self.tensors.items()}
+
+    def run(self, blocks: Sequence[Block], offset: int, numel: int) -> Planes | None:
+        """Views of elements [offset, offset + numel) of the space, which `blocks` hold; None
+        where they are not all here, one after the other."""
+        for block in blocks:
+            ahead = block.offset - blocks[0].offset
+            if self._start.get(block.id) != self._start.get(blocks[0].id, -1) + ahead:
+                return None
+        start = self._start[blocks[0].id] + offset - blocks[0].offset
+        return {name: t[start : start + numel] for name, t in self.tensors.items()}
+
+    def keep(self, blocks: Collection[Block]) -> None:
+        """Give the memory of all other blocks back. One plane is there twice, at most."""
+        before = {block.id: self._start[block.id] for block in self.blocks}
+        self._place([block for block in self.blocks if block in blocks])
+        for name, old in self.tensors.items():
+            new = self._allocate(old.dtype)
+            for block in self.blocks:
+                start, numel = self._start[block.id], block.numel
+                new[start : start + numel].copy_(old[before[block.id] :][:numel])
+            self.tensors[name] = new
