@@ -47,7 +47,7 @@ class AutoPlacement:
         there both are RAM, and the lower budget holds.
     nvme_dir: where files go; None is a temporary folder.
     warmup_non_model_data_ratio: share of the device budget left to activations and temporaries
-        while no iteration was traced.
+        while no iteration was traced. What the first one leaves of it is filled after its step.
     steady_cap_ratio: share of what a traced iteration leaves that model data may fill.
 
     Raises ValueError for a ratio out of range and a size that is none. Budgets that cannot hold the
