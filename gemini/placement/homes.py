@@ -339,7 +339,7 @@ def _take_what_is_there(tiers: Tiers, homes: Homes, room: DeviceRoom) -> None:
     missing = -int(room.left.min())
     if missing > 0:
         raise BudgetError.missing(
-            Tier.DEVICE, missing, tiers.budgets.device, "what is there already",
+            Tier.DEVICE, missing, tiers.budgets.device, "the model data that is there already",
             "raise device_budget by as much",
         )  # fmt: skip
 

@@ -21,7 +21,6 @@ from gemini.chunk.layout import ChunkLayout
 from gemini.chunk.parameter import ChunkView, ParamHandle, handle_of, take_gradient, wrap_in_place
 from gemini.chunk.state import TensorState
 from gemini.memtracer.trace import Trace
-from gemini.placement.planner import Planned
 from gemini.placement.policy import StaticPlacement, leading_within
 from gemini.placement.tiers import Tier
 from gemini.units import ChunkId, ParamId
@@ -44,7 +43,7 @@ from .numerics import Numerics
 from .planning import Planning
 from .reducer import Reducer
 from .sampler import Sampler
-from .settling import raise_homes
+from .settling import Settling
 from .shard_storage import Originals, ShardStorage
 from .shard_target import PendingClip, ShardTarget
 from .tensor_files import FileConfig
@@ -130,8 +129,7 @@ class Engine:
         self.present = [False] * len(params)  # a gradient arrived since the last zero_grad
         self._target: ShardTarget | None = None
         self._last_trace: Trace | None = None  # of training
-        self._higher: Planned | None = None  # homes that wait until there are no gradients
-        self._graph_is_open = False  # a forward was recorded, and no backward has ended since
+        self.settling = Settling(self)
         self._agreements_left = 0 if planning.has_trace else MAX_AGREEMENTS
         self._forward_depth = 0
         self._summoned = False
@@ -199,7 +197,7 @@ class Engine:
             return  # there are no hooks: what was traced is coarser than what was given
         if self.comm.world_size == 1 and self.planning.follow(trace):
             self.manager.payload_room_bytes = self.planning.payload_room_bytes
-            self._higher = self._higher or self.planning.higher()
+            self.settling.propose()
 
     def agree_on_trace(self) -> None:
         """Before a step: plan with what all ranks measured, once they have. Collective."""
@@ -209,20 +207,7 @@ class Engine:
         if self.planning.follow_all(self._last_trace if self.sampler.measures else None):
             self.manager.payload_room_bytes = self.planning.payload_room_bytes
             self._agreements_left = 0
-            self._higher = self.planning.higher()
-
-    def _settle(self) -> None:
-        """Gradients were dropped: homes may rise, unless a graph waits for its backward."""
-        planned, self._higher = self._higher, None
-        if planned is None:
-            return
-        if self._graph_is_open or self._target is None:
-            self._higher = planned
-            return
-        raise_homes(self, planned)
-        if self.comm.world_size == 1:
-            for trace in self.sampler.collector.traces.values():
-                self.planning.follow(trace)
+            self.settling.propose()
 
     # -- forward and backward --
 
@@ -243,7 +228,7 @@ class Engine:
         self._forward_depth += 1
         if self._forward_depth > 1 or in_backward():
             return
-        self._graph_is_open |= torch.is_grad_enabled()
+        self.settling.graph_is_open |= torch.is_grad_enabled()
         self.comm.check_unchanged()
         if self.reducer.active:
             log.warning("a backward did not end; the gradients since zero_grad are dropped")
@@ -297,7 +282,7 @@ class Engine:
         self.sampler.collector.after_change()
         self._forget_calls()
         self._unpin()
-        self._graph_is_open = False
+        self.settling.graph_is_open = False
 
     def _in_cycle(self) -> bool:
         """Whether a forward, or a backward, of the root module is under way."""
@@ -518,7 +503,7 @@ class Engine:
         self.storage.forget_gradients()
         self._forget_calls()
         self.present = [False] * len(self.present)
-        self._settle()
+        self.settling.gradients_dropped()
 
     def _forget_calls(self) -> None:
         """No module call is open any more."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +13,32 @@ from gemini.placement.tiers import Tier
 
 if TYPE_CHECKING:
     from .engine import Engine
+
+
+class Settling:
+    """When homes rise: at the first dropping of gradients at which no graph waits for a backward.
+
+    propose: higher homes for what was just planned; see `Planning.higher`. Collective.
+    graph_is_open: a forward was recorded, and no backward has ended since.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = weakref.proxy(engine)
+        self._higher: Planned | None = None
+        self.graph_is_open = False
+
+    def propose(self) -> None:
+        self._higher = self._higher or self._engine.planning.higher()
+
+    def gradients_dropped(self) -> None:
+        engine, planned = self._engine, self._higher
+        if planned is None or self.graph_is_open or engine.target is None:
+            return
+        self._higher = None
+        raise_homes(engine, planned)
+        if engine.comm.world_size == 1:  # evaluation, and inputs of other signatures
+            for trace in engine.sampler.collector.traces.values():
+                engine.planning.follow(trace)
 
 
 @torch.no_grad()

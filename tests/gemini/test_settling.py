@@ -125,11 +125,12 @@ def test_evaluation_and_accumulation_go_on_in_the_new_homes():
 
 def test_a_checkpoint_from_before_and_one_under_way_hold_what_they_should(tmp_path):
     model, optimizer = run = assuming("650KiB", non_model_bytes=360 << 10)
-    model.engine._higher, waiting = None, model.engine._higher  # until the save is under way
+    settling = model.engine.settling
+    settling._higher, waiting = None, settling._higher  # until the save is under way
     train(*run, token_batches(1, 1))
     saved = everything(*run)
     save = gemini.save_checkpoint(tmp_path / "c", model, optimizer, async_save=True)
-    model.engine._higher = waiting
+    settling._higher = waiting
     train(*run, token_batches(2, 1, seed=3))
     save.wait()
     again = wrapped(max_norm=0.5)
