@@ -20,7 +20,7 @@ from typing import Any
 
 from bench import models
 from bench.activations import Activations, activations_of, constant_activations
-from gemini.chunk.layout import ChunkLayout
+from gemini.chunk.layout import ChunkLayout, training_layout
 from gemini.chunk.search import search_chunk_configuration
 from gemini.memtracer.timeline import planned_timeline, write_timeline
 from gemini.memtracer.trace import sequential_trace
@@ -295,7 +295,8 @@ def ask(args: argparse.Namespace) -> Question:
     model = models.build(args.model)
     if args.lora is not None:
         model = models.add_lora(model, args.lora)
-    layout = search_chunk_configuration(model, world_size=args.world_size).layout
+    found = search_chunk_configuration(model, world_size=args.world_size)
+    layout = training_layout(found.layout.params, found.capacities, args.world_size)
     if args.activation_bytes is None:
         activations = activations_of(model, layout.params, args.seq)
     else:

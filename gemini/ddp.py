@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from gemini.chunk.dtypes import DTYPES
-from gemini.chunk.layout import ChunkLayout
+from gemini.chunk.layout import ChunkLayout, training_layout
 from gemini.chunk.search import search_chunk_configuration
 from gemini.memtracer.collector import MemStatsCollector
 from gemini.memtracer.trace import Trace
@@ -130,7 +130,7 @@ class GeminiDDP(nn.Module):
         if trace is not None:
             trace.check_model(specs)
         order = None if trace is None else trace.param_order(specs)
-        layout = ChunkLayout.build(specs, chunks.capacities, comm.world_size, order=order)
+        layout = training_layout(specs, chunks.capacities, comm.world_size, order)
         _check_same_set_up(comm, layout, (placement, numerics, max_prefetch))
         backend = _backend(device)
         planning = begin_planning(

@@ -25,6 +25,9 @@ from gemini.units import (
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
+# 1 MiB of fp32; what is smaller is packed: each chunk costs some microseconds a step
+ALONE_NUMEL = 1 << 18
+
 GroupKey = tuple[str, str, bool]  # (process group, dtype, trainable)
 
 
@@ -135,12 +138,14 @@ class ChunkLayout:
         capacity: int | Mapping[GroupKey, int],
         world_size: int = 1,
         order: Sequence[str] | None = None,
+        alone_numel: int | None = None,
     ) -> ChunkLayout:
         """Pack parameters in layout order, one open chunk for each key.
 
         A parameter that does not fit in what is left of the open chunk closes it; one that is
         larger than the capacity gets a chunk of its own. `capacity` is in elements, one for all
-        keys or one for each. `order` is a trace, see `layout_order`.
+        keys or one for each. `order` is a trace, see `layout_order`. Trainable parameters of
+        `alone_numel` elements or more that fill their shards have chunks of their own.
 
         Raises ValueError for a capacity or world size below 1, a key without a capacity, a name
         that two parameters have, and a trace that names what is not there.
@@ -154,6 +159,10 @@ class ChunkLayout:
         closed: list[tuple[GroupKey, tuple[Slot, ...]]] = []
         for param in sequence:
             spec = params[param]
+            fills_its_shards = spec.trainable and not spec.numel % (world_size * SHARD_ALIGN_NUMEL)
+            if alone_numel is not None and spec.numel >= alone_numel and fills_its_shards:
+                closed.append((spec.key, (Slot(param, 0, spec.numel),)))
+                continue
             slots = open_slots.setdefault(spec.key, [])
             end = align_up(slots[-1].offset + slots[-1].numel, PARAM_ALIGN_NUMEL) if slots else 0
             if slots and end + spec.numel > capacities[spec.key]:
@@ -161,7 +170,7 @@ class ChunkLayout:
                 slots = open_slots[spec.key] = []
                 end = 0
             slots.append(Slot(param, end, spec.numel))
-        closed += [(key, tuple(slots)) for key, slots in open_slots.items()]
+        closed += [(key, tuple(slots)) for key, slots in open_slots.items() if slots]
         position = {param: i for i, param in enumerate(sequence)}
         closed.sort(key=lambda entry: position[entry[1][0].param])
         chunks = []
@@ -188,6 +197,21 @@ class ChunkLayout:
     def digest(self) -> str:
         """A name for this exact layout."""
         return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
+
+
+def training_layout(
+    params: Sequence[ParamSpec],
+    capacity: int | Mapping[GroupKey, int],
+    world_size: int,
+    order: Sequence[str] | None = None,
+) -> ChunkLayout:
+    """What a module is trained with: `ChunkLayout.build` with capacities that a search has found.
+
+    At world size 1 nothing is sent, so chunks need not be large. There a large parameter is alone
+    in its chunk, whose gradient buffer then is the gradient that autograd made, and no copy of it.
+    """
+    alone = ALONE_NUMEL if world_size == 1 else None
+    return ChunkLayout.build(params, capacity, world_size, order, alone)
 
 
 def shard_numel(used_numel: int, world_size: int) -> Numel:
