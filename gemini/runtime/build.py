@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor, nn
 
-from gemini.chunk.layout import ChunkLayout, ChunkSpec
+from gemini.chunk.layout import ChunkLayout
 from gemini.chunk.storage import Chunk
 from gemini.placement.plan import Plan
 from gemini.placement.tiers import Tier
@@ -33,62 +33,102 @@ def build_chunks(
 ) -> list[Chunk]:
     """One chunk after the other; the parameters become views of the payloads.
 
-    A payload whose shard lives elsewhere is released before the next is made, but for those `kept`.
+    A payload whose shard lives elsewhere is released when it is full, but for those `kept`. Values
+    that were made beside others, of the same module, go to their chunks at once.
     keep_originals: in `storage`, for fp32 masters to start from.
     """
-    chunks: list[Chunk] = []
-    for spec in layout.chunks:
-        shard = plan.shards[spec.id]
-        chunk = Chunk(
-            spec,
-            backend,
-            comm,
-            shard_on_host=shard.param_home is Tier.HOST,
-            files=storage if shard.param_home is Tier.NVME else None,
-            whole_gradient=plan.whole_grads,
-        )
-        original = _fill(chunk, spec, params, values, backend, comm, keep_originals)
+    place_of = {
+        id(params[slot.param]): (spec, i)
+        for spec in layout.chunks
+        for i, slot in enumerate(spec.slots)
+    }
+    filling: dict[ChunkId, _Filling] = {}
+    done: dict[ChunkId, Chunk] = {}
+    placed: set[int] = set()
+
+    def place(param: nn.Parameter) -> None:
+        value = values.take(param)
+        if id(param) in placed:  # a tied one, made again with its other module
+            return
+        placed.add(id(param))
+        spec, slot = place_of[id(param)]
+        if spec.id not in filling:
+            shard = plan.shards[spec.id]
+            chunk = Chunk(
+                spec,
+                backend,
+                comm,
+                shard_on_host=shard.param_home is Tier.HOST,
+                files=storage if shard.param_home is Tier.NVME else None,
+                whole_gradient=plan.whole_grads,
+            )
+            filling[spec.id] = _Filling(chunk, params, backend, keep_originals)
+        if not filling[spec.id].put(slot, value):
+            return
+        full = filling.pop(spec.id)
+        original = full.finish(comm)
         if original is not None:
             storage.originals.put(spec.id, original)
-        if not chunk.is_whole and spec.id not in kept:
-            chunk.release()
-        chunks.append(chunk)
-    return chunks
+        if not full.chunk.is_whole and spec.id not in kept:
+            full.chunk.release()
+        done[spec.id] = full.chunk
+
+    for spec in layout.chunks:
+        for slot in spec.slots:
+            if id(params[slot.param]) not in placed:
+                place(params[slot.param])
+            for made in values.waiting():
+                place(made)
+    return [done[spec.id] for spec in layout.chunks]
 
 
-@torch.no_grad()
-def _fill(
-    chunk: Chunk,
-    spec: ChunkSpec,
-    params: Sequence[nn.Parameter],
-    values: Materialiser,
-    backend: Backend,
-    comm: Communicator,
-    keep_originals: bool,
-) -> Tensor | None:
-    """Fill one chunk and rebind its parameters; its fp32 original [S], if it is rounded."""
-    wider = any(params[slot.param].dtype.itemsize > chunk.dtype.itemsize for slot in spec.slots)
-    keeps_original = keep_originals and spec.trainable and wider  # else the payload is the original
-    source = chunk.payload
-    if keeps_original:
-        source = backend.allocate(spec.payload_numel, torch.float32)
-    for start, end in spec.gaps():
-        source[start:end].zero_()
-    for slot, place in enumerate(spec.slots):
-        chunk.view(source, slot).copy_(values.take(params[place.param]).reshape(-1))
-    comm.broadcast(source)
-    original = None
-    if keeps_original:
-        chunk.payload.copy_(source)
-        original = source if comm.world_size == 1 else chunk.own_part(source).clone()
-    chunk.keep_shard()
-    for slot, place in enumerate(spec.slots):
-        param = params[place.param]
-        view = chunk.view(chunk.payload, slot).view(param.shape)
-        if param.is_meta:
-            # `.data` has a version of its own: a gather is no change of the parameter to autograd
-            made = nn.Parameter(view.data, requires_grad=param.requires_grad)
-            torch.utils.swap_tensors(param, made)
-        else:
-            param.data = view
-    return original
+class _Filling:
+    """A chunk on its way to its values."""
+
+    def __init__(
+        self,
+        chunk: Chunk,
+        params: Sequence[nn.Parameter],
+        backend: Backend,
+        keep_originals: bool,
+    ) -> None:
+        self.chunk = chunk
+        spec = chunk.spec
+        self._params = [params[slot.param] for slot in spec.slots]
+        self._missing = set(range(len(spec.slots)))
+        wider = any(p.dtype.itemsize > chunk.dtype.itemsize for p in self._params)
+        # else the payload is the original
+        self._keeps_original = keep_originals and spec.trainable and wider
+        self._source = chunk.payload
+        if self._keeps_original:
+            self._source = backend.allocate(spec.payload_numel, torch.float32)
+        for start, end in spec.gaps():
+            self._source[start:end].zero_()
+
+    @torch.no_grad()
+    def put(self, slot: int, values: Tensor) -> bool:
+        """Take one parameter's values; whether the chunk is full."""
+        self.chunk.view(self._source, slot).copy_(values.reshape(-1))
+        self._missing.discard(slot)
+        return not self._missing
+
+    @torch.no_grad()
+    def finish(self, comm: Communicator) -> Tensor | None:
+        """Give rank 0's values to all and rebind the parameters; the fp32 original [S], if it is
+        rounded."""
+        chunk, source = self.chunk, self._source
+        comm.broadcast(source)
+        original = None
+        if self._keeps_original:
+            chunk.payload.copy_(source)
+            original = source if comm.world_size == 1 else chunk.own_part(source).clone()
+        chunk.keep_shard()
+        for slot, param in enumerate(self._params):
+            view = chunk.view(chunk.payload, slot).view(param.shape)
+            if param.is_meta:
+                # `.data` has a version of its own: to autograd a gather does not change it
+                made = nn.Parameter(view.data, requires_grad=param.requires_grad)
+                torch.utils.swap_tensors(param, made)
+            else:
+                param.data = view
+        return original

@@ -60,7 +60,7 @@ class Materialiser:
         for name, param in root.named_parameters(remove_duplicate=False):
             self._names.setdefault(id(param), []).append(name)
             self._owner.setdefault(id(param), name.rpartition(".")[0])
-        self._ready: dict[int, Tensor] = {}  # made, and not yet taken
+        self._ready: dict[int, tuple[nn.Parameter, Tensor]] = {}  # made, and not yet taken
 
     def check(self) -> None:
         """Raise ValueError for the first module whose parameters or buffers cannot be made."""
@@ -95,7 +95,11 @@ class Materialiser:
             return param.data
         if id(param) not in self._ready:
             self._initialise(self._owner[id(param)])
-        return self._ready.pop(id(param))
+        return self._ready.pop(id(param))[1]
+
+    def waiting(self) -> list[nn.Parameter]:
+        """Whose values were made beside others, and take memory until they are taken."""
+        return [param for param, _ in self._ready.values()]
 
     def fill_buffers(self) -> None:
         """Give buffers that are still on the meta device their values."""
@@ -121,8 +125,8 @@ class Materialiser:
             if buffer.is_meta:
                 module._buffers[key] = torch.empty_like(buffer, device="cpu")
         for key, param in before.items():
-            if param is not None and param.is_meta:
-                real = torch.empty_like(param, device="cpu", requires_grad=False)
+            if param is not None:  # one that is real keeps its values, and may be released
+                real = torch.empty(param.shape, dtype=param.dtype)
                 module._parameters[key] = nn.Parameter(real, requires_grad=param.requires_grad)
         try:
             with torch.no_grad():
@@ -130,7 +134,7 @@ class Materialiser:
             for key, param in before.items():
                 made = module._parameters[key]
                 if param is not None and param.is_meta and made is not None:
-                    self._ready[id(param)] = made.data
+                    self._ready[id(param)] = (param, made.data)
         finally:
             module._parameters.update(before)
 

@@ -1,11 +1,15 @@
 """Parameters that are alone in their chunks at world size 1: their gradients are not copied."""
 
+from functools import partial
+from unittest.mock import patch
+
 import pytest
 import torch
 from torch import nn
 
-from gemini import AutoPlacement, GeminiDDP
+from gemini import AutoPlacement, GeminiDDP, init_empty
 from gemini.chunk.layout import ALONE_NUMEL, ParamSpec, training_layout
+from gemini.runtime.materialise import Materialiser
 from optim import HybridAdam, NvmeConfig
 
 
@@ -81,3 +85,37 @@ def test_the_bits_are_the_same_on_disk(budget):
     limited = GeminiDDP(layers(), placement_policy=policy, max_norm=0.5)
     found = trained(limited)
     assert all(torch.equal(value, found[name]) for name, value in free.items())
+
+
+def test_values_are_made_a_module_at_a_time_in_the_modules_order():
+    """The packed chunk has a bias of every layer; no weight waits for it, nor is made twice."""
+
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(512, 512)
+            self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(3))
+            self.last = nn.Linear(512, 512)
+            self.last.weight = self.first.weight
+
+    torch.manual_seed(0)
+    real = Tied()
+    made, most = [], []
+
+    def reset(module):
+        made.append(module)
+        nn.Linear.reset_parameters(module)
+        most.append(len(model_values._ready))
+
+    with init_empty():
+        module = Tied()
+    for inner in module.modules():
+        if isinstance(inner, nn.Linear):
+            inner.reset_parameters = partial(reset, inner)
+    model_values = Materialiser(module)
+    torch.manual_seed(0)
+    with patch("gemini.ddp.Materialiser", lambda *_: model_values):
+        model = GeminiDDP(module, precision="fp32")
+    assert len(made) == 5 and max(most) == 0 and not model_values._ready
+    assert torch.equal(model.state_dict()["layers.2.weight"], real.layers[2].weight)
+    assert torch.equal(model.state_dict()["first.weight"], real.first.weight)
