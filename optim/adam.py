@@ -34,6 +34,7 @@ class AdamRule:
 
     name = "adam"
     layout = StateLayout((Plane("exp_avg", "float32"), Plane("exp_avg_sq", "float32")))
+    num_coefficients = len(AdamCoefficients._fields)
 
     def hyper(self, group: Mapping[str, Any]) -> AdamHyper:
         return AdamHyper(
@@ -119,7 +120,7 @@ class HybridAdam(TieredOptimizer):
         *,
         nvme_write_budget: int | str | None = None,
         nvme: NvmeConfig | None = None,
-        cpu_path: str = "eager",
+        cpu_path: str = "auto",
     ) -> None:
         defaults = {
             "lr": lr,

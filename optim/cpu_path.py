@@ -229,7 +229,11 @@ class TileSums:
 
 def grad_sum(workers: CpuWorkers, grads: Sequence[Tensor], norm_type: float = 2.0) -> GradSum:
     """`tile_sums`, summed up."""
-    found = tile_sums(workers, grads, norm_type)
+    return summed(tile_sums(workers, grads, norm_type), norm_type)
+
+
+def summed(found: TileSums, norm_type: float) -> GradSum:
+    """Over all tiles, correctly rounded in any order."""
     if found.first_nonfinite is not None:
         return GradSum(math.nan, found.first_nonfinite)
     return GradSum(combined(found.sums, norm_type), None)
@@ -255,7 +259,13 @@ def tile_sums(workers: CpuWorkers, grads: Sequence[Tensor], norm_type: float = 2
             torch.sum(norms.pow_(norm_type), dim=0, out=results[position])
 
     workers.map(work, range(len(tiles)))
-    sums: list[float] = found.tolist()
+    return checked_sums(found.tolist(), tiles, owner, norm_type)
+
+
+def checked_sums(
+    sums: list[float], tiles: Sequence[Tensor], owner: Sequence[int], norm_type: float
+) -> TileSums:
+    """The sums of `tiles`; one that is not finite is looked into. owner[i]: tensor of tile i."""
     suspects = [i for i, value in enumerate(sums) if not math.isfinite(value)]
     for i in suspects:
         if not bool(torch.isfinite(tiles[i]).all()):

@@ -1,10 +1,10 @@
-"""Prints `equal` for each tensor that the interpreter and torch.compile agree on, bit for bit."""
+"""Prints `equal` for each tensor that interpreter and compiled path agree on, bit for bit."""
 
 import torch
 
 from optim.adam import AdamRule
 from optim.compiled_path import CompiledUpdate
-from optim.cpu_path import NOTHING_CHANGED, Piece
+from optim.cpu_path import NOTHING_CHANGED, CpuWorkers, Piece
 from optim.triton_path import TritonUpdater
 
 NUMEL = 300_003
@@ -38,7 +38,7 @@ for has_master in (False, True):
         slabs = {"master": ours.master, **slabs}
     updater.begin([HYPER], with_norm=False)
     updater.update_resident([(None, None)], slabs, lambda *_, piece=ours: [piece])
-    CompiledUpdate(RULE).update([theirs], NOTHING_CHANGED)
+    CompiledUpdate(RULE, []).update(CpuWorkers(), [theirs], NOTHING_CHANGED)
     pairs = [(ours.param, theirs.param), *zip(ours.planes, theirs.planes, strict=True)]
     pairs.append((ours.master, theirs.master) if has_master else (ours.grad, theirs.grad))
     for a, b in pairs:
