@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import functools
 import hashlib
+import importlib
 import inspect
 import json
 import logging
@@ -40,7 +41,7 @@ BUILD_SECONDS = 600.0  # of all kernels that an optimizer needs; 18, and 6 for e
 LAST_LINES = 12  # of a compiler that failed
 # what would change the code, the number of threads, or who the process takes itself for
 DROPPED = ("TORCHINDUCTOR_", "TORCHDYNAMO_", "TORCH_COMPILE", "TORCHELASTIC_", "TRITON_", "OMP_",
-           "MKL_", "GOMP_", "PYTHON", "TORCH_LOGS", "MASTER_")  # fmt: skip
+           "MKL_", "GOMP_", "KMP_", "TORCH_LOGS", "MASTER_")  # fmt: skip
 RANKS = ("RANK", "WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
@@ -174,12 +175,12 @@ def _sources(spec: KernelSpec) -> list[str]:
     """Digests of the files that the formula is in."""
     files = {inspect.getfile(kernel_specs), inspect.getfile(formulas)}
     if isinstance(spec, UpdateSpec):
-        module = sys.modules.get(spec.rule.partition(":")[0])
-        if module is None or getattr(module, "__file__", None) is None or "<" in spec.rule:
+        module = spec.rule.partition(":")[0]
+        if module == "__main__" or "<" in spec.rule:
             raise KernelBuildError(
                 f"the rule {spec.rule} is not a class of a module that can be imported"
             )
-        files.add(inspect.getfile(module))
+        files.add(inspect.getfile(importlib.import_module(module)))
     return [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in sorted(files)]
 
 
@@ -234,8 +235,8 @@ def _run(jobs: list[list[Any]], environment: dict[str, str]) -> None:
         raise KernelBuildError(f"the compiler took more than {BUILD_SECONDS:.0f} s") from None
     if process.returncode != 0:
         lines = [line for line in said.splitlines() if line.strip()]
-        last = "\n".join(line[:300] for line in lines[-LAST_LINES:])
-        raise KernelBuildError(f"the compiler failed; its last lines:\n{last}")
+        last = "".join(f"\n    {line[:300]}" for line in lines[-LAST_LINES:])
+        raise KernelBuildError(f"the compiler failed; its last lines:{last}")
 
 
 def _environment(work: Path, cxx: str) -> dict[str, str]:
@@ -250,6 +251,7 @@ def _environment(work: Path, cxx: str) -> dict[str, str]:
         "CUDA_VISIBLE_DEVICES": "",
         "PYTHONPATH": os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path),
         "PYTHONSAFEPATH": "1",  # the working folder is no place for modules
+        "PYTHONWARNINGS": "ignore",
         "TORCHINDUCTOR_CACHE_DIR": str(work / "inductor"),
         "TMPDIR": str(work),
     }

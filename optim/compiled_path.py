@@ -23,8 +23,8 @@ from .cpu_path import (
     Piece,
     StepInputs,
     TileSums,
-    checked_sums,
-    tile_sums,
+    checked,
+    sums_by_grad,
 )
 from .kernel_specs import KernelSpec, SquaresSpec, UpdateSpec, dtype_name
 from .rules import UpdateRule
@@ -64,13 +64,13 @@ class CompiledUpdate:
         """One step over all pieces, with as many threads as there are workers."""
         assert inputs.rounding_seed is None, "refused when the optimizer was made"
         scale = torch.tensor([inputs.factor, inputs.limit], dtype=torch.float32)
+        runs = joined(pieces)
+        ready = [self._kernel(self._spec(*_mix(piece))) for piece in runs]  # before any is updated
         with threads(workers.num_threads):
-            for piece in joined(pieces):
-                self._update_piece(piece, scale)
+            for kernel, piece in zip(ready, runs, strict=True):
+                self._update_piece(kernel, piece, scale)
 
-    def _update_piece(self, piece: Piece, scale: Tensor) -> None:
-        has_master = piece.master is not None
-        kernel = self._kernel(self._spec(piece.param.dtype, piece.grad.dtype, has_master))
+    def _update_piece(self, kernel: Kernel, piece: Piece, scale: Tensor) -> None:
         row = self._rule.coefficients(piece.hyper, piece.step)
         coefficients = torch.tensor(row, dtype=torch.float64).to(torch.float32)
         for part in piece.tiles(CALL_NUMEL):
@@ -84,13 +84,15 @@ class CompiledUpdate:
 
         Rows and tiles are the same, and so is what is found: only the order within a row differs.
         """
-        if norm_type != 2 or any(grad.dtype.itemsize != 2 for grad in grads):
-            return tile_sums(workers, grads, norm_type)
+        by_kernel = [norm_type == 2 and grad.dtype.itemsize == 2 for grad in grads]
+        others = [grad for grad, ours in zip(grads, by_kernel, strict=True) if not ours]
+        sums = iter(sums_by_grad(workers, others, norm_type))
         with threads(workers.num_threads):
-            by_grad = [self._squares_of(grad) for grad in grads]
-        tiles = [tile for grad in grads if grad.numel() for tile in grad.split(NORM_TILE_NUMEL)]
-        owner = [i for i, sums in enumerate(by_grad) for _ in sums]
-        return checked_sums([s for sums in by_grad for s in sums], tiles, owner, norm_type)
+            found = [
+                self._squares_of(grad) if ours else next(sums)
+                for grad, ours in zip(grads, by_kernel, strict=True)
+            ]
+        return checked(grads, found, norm_type)
 
     def _squares_of(self, grad: Tensor) -> list[float]:
         """fp64 sum of squares of every tile of `grad` [n]."""
@@ -105,6 +107,10 @@ class CompiledUpdate:
             rows[whole // ROW_NUMEL] = grad[whole:].float().square_().sum()
         found: list[float] = rows.view(num_tiles, NORM_TILE_NUMEL // ROW_NUMEL).sum(1).tolist()
         return found
+
+
+def _mix(piece: Piece) -> Mix:
+    return piece.param.dtype, piece.grad.dtype, piece.master is not None
 
 
 def _squares(grad: torch.dtype) -> SquaresSpec:

@@ -67,16 +67,18 @@ class UpdateSpec:
     def program(self) -> tuple[nn.Module, tuple[Tensor, ...], tuple[Any, ...]]:
         """What is compiled, example inputs, and which of their lengths are open."""
         rule = self.load_rule()
-        fp32 = [torch.zeros(_EXAMPLE) for _ in range(len(rule.layout.planes) + self.has_master)]
+        layout = rule.layout.with_master() if self.has_master else rule.layout
+        dtypes = [self.grad, self.visible, *(plane.dtype for plane in layout.planes)]
+        grad, visible, *rest = [torch.zeros(_EXAMPLE, dtype=getattr(torch, d)) for d in dtypes]
         inputs = (
             torch.zeros(2),
             torch.zeros(rule.num_coefficients),
-            torch.zeros(_EXAMPLE, dtype=getattr(torch, self.grad)),
-            torch.zeros(_EXAMPLE, dtype=getattr(torch, self.visible)),
-            *fp32,
+            grad,
+            visible,
+            *rest,
         )
         n = {0: torch.export.Dim("n", min=2)}
-        return _Update(rule, self.has_master), inputs, (None, None, n, n, (n,) * len(fp32))
+        return _Update(rule, self.has_master), inputs, (None, None, n, n, (n,) * len(rest))
 
 
 @dataclass(frozen=True, slots=True)

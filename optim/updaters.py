@@ -119,8 +119,8 @@ def cpu_updater(
     if cpu_path == "compile":
         raise KernelBuildError(f'cpu_path="compile" is not possible here: {failure}')
     log.warning(
-        "the CPU update is not compiled, and takes up to 2 times as long: %s\n"
-        'Its bits are those of cpu_path="eager", which does without this message',
+        "the CPU update is not compiled: it takes up to 2 times as long, and its bits are those of "
+        'cpu_path="eager", which does without this message: %s',
         failure,
     )
     return CpuUpdater(CpuWorkers(), rule)
