@@ -98,10 +98,10 @@ class HybridAdam(TieredOptimizer):
         folder. The files are removed when the optimizer is closed or collected, and at exit.
     nvme_write_budget: bytes, or `"1TiB"`, that may be written in all; the step that would pass it
         raises `nvme.WriteBudgetError` and changes nothing. ValueError where it is below one step.
-    cpu_path: `"eager"`, torch's own vectorised operators; `"compile"`, the formula compiled by a C++
-        compiler, once for a machine (`optim/built_kernels.py`); or `"auto"`, which compiles for fp32
-        masters of a model of at least 2**26 parameters where that is possible, and says so. Either
-        path has its own bits (docs/numerics.md); `last_report.update_path` says which it is.
+    cpu_path: `"eager"`, torch's own vectorised operators; `"compile"`, the formula compiled by a
+        C++ compiler, once for a machine (`optim/built_kernels.py`); or `"auto"`, which compiles for
+        fp32 masters of a model of at least 2**26 parameters where that is possible, and says so.
+        Either has its own bits (docs/numerics.md); `last_report.update_path` says which it is.
 
     Raises ValueError for a hyperparameter out of range and names it, `nvme.FolderError` for a
     folder that cannot be used, `nvme.DiskFullError` where the state does not fit, and
