@@ -16,6 +16,7 @@ from optim.built_kernels import compiler
 from optim.compiled_path import CALL_NUMEL, NORM_CALL_NUMEL, CompiledUpdate
 from optim.cpu_path import NORM_TILE_NUMEL, CpuWorkers, Piece, StepInputs, summed
 from tests.models import Tower, token_batches, token_loss
+from tests.workers import run_ranks
 
 pytestmark = [
     pytest.mark.slow,
@@ -187,6 +188,20 @@ def test_a_large_model_on_disk_and_one_that_is_resumed_have_the_bits_of_one_in_m
     for found in (train(*on_disk, batches), train(*resumed, batches[2:])):
         assert found[0] == norm
         assert all(torch.equal(a, b) for a, b in zip(found[1], want, strict=True))
+
+
+def train_on_a_rank(rank):
+    config.COMPILED_FROM_NUMEL = 1
+    model = GeminiDDP(Tower(), device="cpu", max_norm=0.5, min_chunk_size_m=0.004)
+    optimizer = HybridAdam(model.parameters(), lr=1e-2)
+    return train(model, optimizer, [parts[rank:] for parts in token_batches(2, 2)])
+
+
+@pytest.mark.dist
+def test_ranks_share_one_library_and_agree():
+    (norm, weights), (its_norm, its_weights) = run_ranks(train_on_a_rank, 2)
+    assert norm == its_norm
+    assert all(torch.equal(a, b) for a, b in zip(weights, its_weights, strict=True))
 
 
 def update_once(pipe):
