@@ -1,8 +1,10 @@
 """`python -m bench.adam`: the optimizer step side by side, in one process, interleaved.
 
 Rows of one numel: milliseconds (median), GB/s of the bytes that the row must move, and that as a
-fraction of the copy bandwidth measured in the same run. DeepSpeedCPUAdam is measured where
-deepspeed is installed (`pip install deepspeed ninja`; it builds C++ at its first use).
+fraction of the copy bandwidth measured in the same run. Our rows say by which update path: on the
+CPU the one that `cpu_path="auto"` chooses for a model of `--numel` parameters. DeepSpeedCPUAdam is
+measured where deepspeed is installed (`pip install deepspeed ninja`; it builds C++ at its first
+use).
 """
 
 from __future__ import annotations
@@ -21,18 +23,19 @@ from bench.ceilings import memory_ceilings
 from bench.machine import write_result
 from bench.timing import interleaved, median_ratio
 from optim.adam import AdamRule
-from optim.compiled_path import CompiledUpdate, compiler
-from optim.cpu_path import CpuWorkers, Piece, StepInputs, grad_sum, update
-from optim.updaters import CpuUpdater
+from optim.config import UpdateFacts
+from optim.cpu_path import Piece
+from optim.updaters import cpu_updater
 
 HYPER: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 RULE = AdamRule()
 BYTES_PER_ELEMENT = {
     "ours/fp32": 28,
     "ours/bf16-mixed": 28,
-    "ours/bf16-mixed-compiled": 28,
+    "ours/bf16-mixed-eager": 28,
     "ours/fp16-mixed": 28,
     "ours/norm-bf16": 2,
+    "ours/norm-bf16-eager": 2,
     "torch/fused-fp32": 28,
     "torch/foreach-fp32": 28,
     "torch/single-fp32": 28,
@@ -93,22 +96,29 @@ def stock_pipeline(tensors: Tensors, optimizer: torch.optim.Optimizer) -> Callab
     return run
 
 
-def cpu_variants(tensors: Tensors) -> Variants:
-    workers = CpuWorkers()
+def cpu_variants(tensors: Tensors) -> tuple[Variants, dict[str, str]]:
+    """Ours, and the update path of each."""
     variants: Variants = {}
-    for name, dtype in (
-        ("ours/fp32", torch.float32),
-        ("ours/bf16-mixed", torch.bfloat16),
-        ("ours/fp16-mixed", torch.float16),
-    ):
+    paths: dict[str, str] = {}
+
+    def add(name: str, dtype: torch.dtype, cpu_path: str, *, norm: bool = False) -> None:
         piece = tensors.piece(dtype)
-        variants[name] = lambda piece=piece: update(workers, RULE, [piece], StepInputs())  # type: ignore[misc]
-    if compiler() is not None:
-        compiled = CpuUpdater(workers, RULE, compiled=CompiledUpdate(RULE))
-        piece = tensors.piece(torch.bfloat16)
-        variants["ours/bf16-mixed-compiled"] = lambda: compiled._update([piece])
-    variants["ours/norm-bf16"] = lambda: grad_sum(workers, [tensors.grad[torch.bfloat16]])
-    return variants
+        facts = UpdateFacts(piece.param.numel(), has_master=piece.master is not None)
+        mix = (piece.param.dtype, dtype, facts.has_master)
+        updater = cpu_updater(RULE, cpu_path, facts, [mix])
+        paths[name] = updater.name
+        if norm:
+            variants[name] = lambda: updater.grad_sum([piece.grad])
+        else:
+            variants[name] = lambda: updater.update([piece])
+
+    add("ours/fp32", torch.float32, "auto")
+    add("ours/bf16-mixed", torch.bfloat16, "auto")
+    add("ours/bf16-mixed-eager", torch.bfloat16, "eager")
+    add("ours/fp16-mixed", torch.float16, "auto")
+    add("ours/norm-bf16", torch.bfloat16, "auto", norm=True)
+    add("ours/norm-bf16-eager", torch.bfloat16, "eager", norm=True)
+    return variants, paths
 
 
 def cuda_variants(tensors: Tensors, device: torch.device) -> Variants:
@@ -187,7 +197,11 @@ def main() -> None:
 
     ceilings = memory_ceilings(device)
     tensors = Tensors(args.numel, device)
-    ours = cpu_variants(tensors) if device.type == "cpu" else cuda_variants(tensors, device)
+    if device.type == "cpu":
+        ours, paths = cpu_variants(tensors)
+    else:
+        ours = cuda_variants(tensors, device)
+        paths = dict.fromkeys(ours, "triton")
     variants = {**stock_variants(tensors, device), **ours}
     seconds = interleaved(variants, args.rounds, device)
     rows = []
@@ -201,12 +215,13 @@ def main() -> None:
                 "ms": median * 1e3,
                 "gb_per_s": speed,
                 "fraction_of_ceiling": speed / ceilings["copy_gb_per_s"],
+                **({"path": paths[name]} if name in paths else {}),
             }
         )
     for row in rows:
         print(
             f"{row['name']:28s} {row['ms']:9.2f} ms {row['gb_per_s']:8.1f} GB/s "
-            f"{row['fraction_of_ceiling']:6.2f} of copy"
+            f"{row['fraction_of_ceiling']:6.2f} of copy  {row.get('path', '')}"
         )
     base = "torch/fused-fp32"
     ratios = {f"{n} / {base}": median_ratio(seconds, n, base) for n in ours if "norm" not in n}

@@ -34,6 +34,7 @@ class AdamRule:
 
     name = "adam"
     layout = StateLayout((Plane("exp_avg", "float32"), Plane("exp_avg_sq", "float32")))
+    num_coefficients = len(AdamCoefficients._fields)
 
     def hyper(self, group: Mapping[str, Any]) -> AdamHyper:
         return AdamHyper(
@@ -97,11 +98,14 @@ class HybridAdam(TieredOptimizer):
         folder. The files are removed when the optimizer is closed or collected, and at exit.
     nvme_write_budget: bytes, or `"1TiB"`, that may be written in all; the step that would pass it
         raises `nvme.WriteBudgetError` and changes nothing. ValueError where it is below one step.
-    cpu_path: `"eager"`, torch's own vectorised operators, or `"compile"`: the formula compiled by
-        torch.compile, faster where there is a C++ compiler (`optim/compiled_path.py`).
+    cpu_path: `"eager"`, torch's own vectorised operators; `"compile"`, the formula compiled by a
+        C++ compiler, once for a machine (`optim/built_kernels.py`); or `"auto"`, which compiles for
+        fp32 masters of a model of at least 2**26 parameters where that is possible, and says so.
+        Either has its own bits (docs/numerics.md); `last_report.update_path` says which it is.
 
     Raises ValueError for a hyperparameter out of range and names it, `nvme.FolderError` for a
-    folder that cannot be used, and `nvme.DiskFullError` where the state does not fit.
+    folder that cannot be used, `nvme.DiskFullError` where the state does not fit, and
+    `KernelBuildError` where `cpu_path="compile"` is not possible.
     Formula: `optim.formulas.adam` (Kingma & Ba 2015; Loshchilov & Hutter 2019).
     """
 
@@ -119,7 +123,7 @@ class HybridAdam(TieredOptimizer):
         *,
         nvme_write_budget: int | str | None = None,
         nvme: NvmeConfig | None = None,
-        cpu_path: str = "eager",
+        cpu_path: str = "auto",
     ) -> None:
         defaults = {
             "lr": lr,

@@ -49,7 +49,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         nvme_offload_dir: Folders = None,
         nvme_write_budget: int | str | None = None,
         nvme: NvmeConfig | None = None,
-        cpu_path: str = "eager",
+        cpu_path: str = "auto",
     ) -> None:
         nvme = _with_folders(nvme or NvmeConfig(), nvme_offload_dir)
         if nvme_write_budget is not None:

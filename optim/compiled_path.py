@@ -1,93 +1,120 @@
-"""The CPU update as one compiled loop: `torch.compile` of the reference formula, where asked for.
+"""The CPU update and the norm of 16-bit gradients as compiled loops (`optim.built_kernels`).
 
-One pass over memory with no scratch, one fork-join per run of neighbouring pieces. It needs a C++
-compiler on the machine, some seconds at the first step, and about 200 MiB for the compiler itself;
-so it is asked for (`cpu_path="compile"`) and never chosen silently. It gives the bits of the Triton
-kernels, not those of the default CPU path (docs/numerics.md).
+One pass over memory with no scratch, one fork-join a call. The update gives the bits of the Triton
+kernels, not those of the eager CPU path (docs/numerics.md).
+
+[Note: calls] A kernel holds the interpreter lock, so long runs are cut into calls of some 5 ms:
+threads that feed disks get their turn between them (docs/log.md has what it costs).
 """
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .cpu_path import Piece, StepInputs
+from .built_kernels import Kernel, kernels, threads
+from .cpu_path import (
+    NORM_TILE_NUMEL,
+    ROW_NUMEL,
+    CpuWorkers,
+    Piece,
+    StepInputs,
+    TileSums,
+    checked,
+    sums_by_grad,
+)
+from .kernel_specs import KernelSpec, SquaresSpec, UpdateSpec, dtype_name
 from .rules import UpdateRule
 
-
-def compiler() -> str | None:
-    """The C++ compiler that torch.compile would use here."""
-    return shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
+CALL_NUMEL = 1 << 23  # of an update
+NORM_CALL_NUMEL = 1 << 25
+Mix = tuple[torch.dtype, torch.dtype, bool]  # of what is updated, of its gradient; has a master
 
 
 class CompiledUpdate:
-    """A rule's formula, compiled once for each combination of dtypes."""
+    """A rule's formula and the sum of squares, compiled for each combination of dtypes.
 
-    def __init__(self, rule: UpdateRule) -> None:
-        if compiler() is None:
-            raise ValueError(
-                'cpu_path="compile" needs a C++ compiler and none was found; install g++, '
-                'or use cpu_path="eager"'
-            )
+    mixes: those that are made ready now; others are when they are met.
+    Raises KernelBuildError where they cannot be had.
+    """
+
+    def __init__(self, rule: UpdateRule, mixes: Iterable[Mix]) -> None:
         self._rule = rule
-        self._with_master = torch.compile(self._update_master, dynamic=True, fullgraph=True)
-        self._in_place = torch.compile(self._update_visible, dynamic=True, fullgraph=True)
+        self._kernels: dict[KernelSpec, Kernel] = {}
+        mixes = list(mixes)
+        specs: list[KernelSpec] = [self._spec(*mix) for mix in mixes]
+        specs += [_squares(grad) for _, grad, _ in mixes if grad.itemsize == 2]
+        self._prepare(list(dict.fromkeys(specs)))
 
-    def update(self, pieces: Sequence[Piece], inputs: StepInputs) -> None:
-        """One step over all pieces."""
+    def _prepare(self, specs: Sequence[KernelSpec]) -> None:
+        self._kernels.update(zip(specs, kernels(specs), strict=True))
+
+    def _kernel(self, spec: KernelSpec) -> Kernel:
+        if spec not in self._kernels:
+            self._prepare([spec])
+        return self._kernels[spec]
+
+    def _spec(self, visible: torch.dtype, grad: torch.dtype, has_master: bool) -> UpdateSpec:
+        return UpdateSpec.of(self._rule, visible, grad, has_master)
+
+    def update(self, workers: CpuWorkers, pieces: Sequence[Piece], inputs: StepInputs) -> None:
+        """One step over all pieces, with as many threads as there are workers."""
         assert inputs.rounding_seed is None, "refused when the optimizer was made"
         scale = torch.tensor([inputs.factor, inputs.limit], dtype=torch.float32)
-        for piece in joined(pieces):
-            row = self._rule.coefficients(piece.hyper, piece.step)
-            coefficients = torch.tensor(row, dtype=torch.float64).to(torch.float32)
-            if piece.master is not None:
-                self._with_master(
-                    piece.param, piece.master, piece.grad, piece.planes, coefficients, scale
-                )
-            else:
-                self._in_place(piece.param, piece.grad, piece.planes, coefficients, scale)
+        runs = joined(pieces)
+        ready = [self._kernel(self._spec(*_mix(piece))) for piece in runs]  # before any is updated
+        with threads(workers.num_threads):
+            for kernel, piece in zip(ready, runs, strict=True):
+                self._update_piece(kernel, piece, scale)
 
-    def _update_master(
-        self,
-        visible: Tensor,
-        master: Tensor,
-        grad: Tensor,
-        planes: Sequence[Tensor],
-        coefficients: Tensor,
-        scale: Tensor,
-    ) -> None:
-        new, *state = self._formula(master, _changed(grad, scale), *planes, coefficients)
-        master.copy_(new)
-        visible.copy_(new)
-        for plane, values in zip(planes, state, strict=True):
-            plane.copy_(values)
+    def _update_piece(self, kernel: Kernel, piece: Piece, scale: Tensor) -> None:
+        row = self._rule.coefficients(piece.hyper, piece.step)
+        coefficients = torch.tensor(row, dtype=torch.float64).to(torch.float32)
+        for part in piece.tiles(CALL_NUMEL):
+            master = () if part.master is None else (part.master,)
+            written = (part.param, *master, *part.planes)
+            kernel(scale, coefficients, part.grad, *written)
+            torch.autograd.graph.increment_version(written)  # the library does not
 
-    def _update_visible(
-        self,
-        visible: Tensor,
-        grad: Tensor,
-        planes: Sequence[Tensor],
-        coefficients: Tensor,
-        scale: Tensor,
-    ) -> None:
-        new, *state = self._formula(visible.float(), _changed(grad, scale), *planes, coefficients)
-        visible.copy_(new)
-        for plane, values in zip(planes, state, strict=True):
-            plane.copy_(values)
+    def tile_sums(self, workers: CpuWorkers, grads: Sequence[Tensor], norm_type: float) -> TileSums:
+        """`cpu_path.tile_sums`; squares of 16-bit gradients are summed by the kernel.
 
-    @property
-    def _formula(self) -> Callable[..., Sequence[Tensor]]:
-        formula: Callable[..., Sequence[Tensor]] = self._rule.formula
-        return formula
+        Rows and tiles are the same, and so is what is found: only the order within a row differs.
+        """
+        by_kernel = [norm_type == 2 and grad.dtype.itemsize == 2 for grad in grads]
+        others = [grad for grad, ours in zip(grads, by_kernel, strict=True) if not ours]
+        sums = iter(sums_by_grad(workers, others, norm_type))
+        with threads(workers.num_threads):
+            found = [
+                self._squares_of(grad) if ours else next(sums)
+                for grad, ours in zip(grads, by_kernel, strict=True)
+            ]
+        return checked(grads, found, norm_type)
+
+    def _squares_of(self, grad: Tensor) -> list[float]:
+        """fp64 sum of squares of every tile of `grad` [n]."""
+        kernel = self._kernel(_squares(grad.dtype))
+        num_tiles = -(-grad.numel() // NORM_TILE_NUMEL)
+        rows = torch.zeros(num_tiles * (NORM_TILE_NUMEL // ROW_NUMEL), dtype=torch.float64)
+        whole = grad.numel() - grad.numel() % ROW_NUMEL
+        for start in range(0, whole, NORM_CALL_NUMEL):
+            (sums,) = kernel(grad[start : min(start + NORM_CALL_NUMEL, whole)])
+            rows[start // ROW_NUMEL :][: len(sums)] = sums
+        if whole < grad.numel():
+            rows[whole // ROW_NUMEL] = grad[whole:].float().square_().sum()
+        found: list[float] = rows.view(num_tiles, NORM_TILE_NUMEL // ROW_NUMEL).sum(1).tolist()
+        return found
 
 
-def _changed(grad: Tensor, scale: Tensor) -> Tensor:
-    """fp32, times scale[0], within +-scale[1]."""
-    return (grad.float() * scale[0]).clamp(-scale[1], scale[1])
+def _mix(piece: Piece) -> Mix:
+    return piece.param.dtype, piece.grad.dtype, piece.master is not None
+
+
+def _squares(grad: torch.dtype) -> SquaresSpec:
+    return SquaresSpec(dtype_name(grad), ROW_NUMEL)
 
 
 def joined(pieces: Sequence[Piece]) -> list[Piece]:

@@ -229,7 +229,11 @@ class TileSums:
 
 def grad_sum(workers: CpuWorkers, grads: Sequence[Tensor], norm_type: float = 2.0) -> GradSum:
     """`tile_sums`, summed up."""
-    found = tile_sums(workers, grads, norm_type)
+    return summed(tile_sums(workers, grads, norm_type), norm_type)
+
+
+def summed(found: TileSums, norm_type: float) -> GradSum:
+    """Over all tiles, correctly rounded in any order."""
     if found.first_nonfinite is not None:
         return GradSum(math.nan, found.first_nonfinite)
     return GradSum(combined(found.sums, norm_type), None)
@@ -242,8 +246,19 @@ def tile_sums(workers: CpuWorkers, grads: Sequence[Tensor], norm_type: float = 2
     fp64 from there on, correctly rounded over tiles. Tiles are cut by position in each tensor, so
     neither the number of workers nor a tier changes a bit.
     """
-    owner = [i for i, grad in enumerate(grads) for _ in range(0, grad.numel(), NORM_TILE_NUMEL)]
-    tiles = [tile for grad in grads if grad.numel() for tile in grad.split(NORM_TILE_NUMEL)]
+    return checked(grads, sums_by_grad(workers, grads, norm_type), norm_type)
+
+
+def tiles_of(grad: Tensor) -> Sequence[Tensor]:
+    """Of a gradient [n], by position."""
+    return grad.split(NORM_TILE_NUMEL) if grad.numel() else ()
+
+
+def sums_by_grad(
+    workers: CpuWorkers, grads: Sequence[Tensor], norm_type: float
+) -> list[list[float]]:
+    """Of every tile of every gradient; not finite where an element is not, or fp32 overflows."""
+    tiles = [tile for grad in grads for tile in tiles_of(grad)]
     found = torch.zeros(len(tiles), dtype=torch.float64)
     results = found.unbind()
 
@@ -255,7 +270,17 @@ def tile_sums(workers: CpuWorkers, grads: Sequence[Tensor], norm_type: float = 2
             torch.sum(norms.pow_(norm_type), dim=0, out=results[position])
 
     workers.map(work, range(len(tiles)))
-    sums: list[float] = found.tolist()
+    sums = iter(found.tolist())
+    return [[next(sums) for _ in tiles_of(grad)] for grad in grads]
+
+
+def checked(
+    grads: Sequence[Tensor], found: Sequence[Sequence[float]], norm_type: float
+) -> TileSums:
+    """The sums of tiles; one that is not finite is looked into."""
+    owner = [i for i, sums in enumerate(found) for _ in sums]
+    tiles = [tile for grad in grads for tile in tiles_of(grad)]
+    sums = [value for sums in found for value in sums]
     suspects = [i for i, value in enumerate(sums) if not math.isfinite(value)]
     for i in suspects:
         if not bool(torch.isfinite(tiles[i]).all()):

@@ -29,6 +29,7 @@ class LionRule:
 
     name = "lion"
     layout = StateLayout((Plane("exp_avg", "float32"),))
+    num_coefficients = 4
 
     def hyper(self, group: Mapping[str, Any]) -> LionHyper:
         return LionHyper(
@@ -76,7 +77,7 @@ class HybridLion(TieredOptimizer):
         *,
         nvme_write_budget: int | str | None = None,
         nvme: NvmeConfig | None = None,
-        cpu_path: str = "eager",
+        cpu_path: str = "auto",
     ) -> None:
         super().__init__(
             params,

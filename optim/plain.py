@@ -13,8 +13,8 @@ from torch import Tensor
 from gemini.tickets import Done, Ticket
 
 from .clipping import Clip
-from .config import StateConfig
-from .cpu_path import Piece, StepInputs, grad_sum
+from .config import StateConfig, UpdateFacts
+from .cpu_path import Piece, StepInputs
 from .interrupts import HeldSignals
 from .report import Outcome, SkipLog, StepReport, Traffic
 from .rules import UpdateRule
@@ -66,7 +66,7 @@ class PlainTarget:
         except BaseException:
             self._tiers.close()
             raise
-        self._path = _make_path(rule, config, group_of, params[0].device)
+        self._path = _make_path(rule, config, group_of, self._params)
         self._num_steps = 0
         self._log = SkipLog()
         self._names = [str(i) for i in range(len(params))]
@@ -240,9 +240,11 @@ class PlainTarget:
 class _CpuPath:
     """Step counts are on the host."""
 
-    def __init__(self, rule: UpdateRule, num_params: int, cpu_path: str) -> None:
-        self._updater: CpuUpdater = cpu_updater(rule, cpu_path)
-        self.steps = torch.zeros(num_params, dtype=torch.float32)
+    def __init__(self, rule: UpdateRule, params: Sequence[Tensor], cpu_path: str) -> None:
+        facts = UpdateFacts(sum(param.numel() for param in params), has_master=False)
+        mixes = [(dtype, dtype, False) for dtype in dict.fromkeys(p.dtype for p in params)]
+        self._updater: CpuUpdater = cpu_updater(rule, cpu_path, facts, mixes)
+        self.steps = torch.zeros(len(params), dtype=torch.float32)
         self.scaler = Scaler(None, self.steps.device)
         self._scale = 1.0
 
@@ -264,7 +266,7 @@ class _CpuPath:
         self.steps[active] += 1
 
     def power_sum(self, grads: Sequence[Tensor], norm_type: float) -> Tensor:
-        total = grad_sum(self._updater.workers, grads, norm_type).power_sum
+        total = self._updater.grad_sum(grads, norm_type).power_sum
         return torch.tensor(total, dtype=torch.float64)
 
 
@@ -313,11 +315,12 @@ class _TritonPath:
 
 
 def _make_path(
-    rule: UpdateRule, config: StateConfig, group_of: Sequence[int], device: torch.device
+    rule: UpdateRule, config: StateConfig, group_of: Sequence[int], params: Sequence[Tensor]
 ) -> _CpuPath | _TritonPath:
     """The CPU path for CPU parameters, Triton for those of a device."""
+    device = params[0].device
     if device.type == "cpu":
-        return _CpuPath(rule, len(group_of), config.cpu_path)
+        return _CpuPath(rule, params, config.cpu_path)
     return _TritonPath(rule, rule.layout, group_of, device)
 
 

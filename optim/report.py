@@ -59,7 +59,7 @@ class StepReport:
     traffic: Traffic = field(default_factory=Traffic)
     stalled_seconds: float = 0.0  # waited for the disk
     nvme_written_total: int = 0  # bytes, since the state was made: what wears the disk
-    update_path: str = "cpu"  # or "triton"
+    update_path: str = "cpu"  # or "cpu-compiled", or "triton"
 
     @property
     def skipped(self) -> bool:

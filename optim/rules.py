@@ -1,7 +1,7 @@
 """What an update rule is to the rest: its planes, its hyperparameters, one CPU formula.
 
-A rule is stateless. Adding an optimizer is one rule, one formula in `formulas.py`, one kernel, and
-a class of a few lines (CONTRIBUTING.md shows it).
+A rule has no state and is made without arguments. Adding an optimizer is one rule, one formula in
+`formulas.py`, one kernel, and a class of a few lines (docs/extending.md).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ class UpdateRule(Protocol):
 
     name: str
     layout: StateLayout  # without master and undo planes
+    num_coefficients: int  # how many `coefficients` gives
 
     def hyper(self, group: Mapping[str, Any]) -> Any:
         """The group's hyperparameters as a frozen, hashable value.

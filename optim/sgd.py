@@ -33,6 +33,7 @@ class SGDRule:
 
     name = "sgd"
     layout = StateLayout((Plane("momentum_buffer", "float32"),))
+    num_coefficients = 3
 
     def hyper(self, group: Mapping[str, Any]) -> SGDHyper:
         return SGDHyper(
@@ -79,7 +80,7 @@ class HybridSGD(TieredOptimizer):
         *,
         nvme_write_budget: int | str | None = None,
         nvme: NvmeConfig | None = None,
-        cpu_path: str = "eager",
+        cpu_path: str = "auto",
     ) -> None:
         super().__init__(
             params,

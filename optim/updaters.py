@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -9,11 +10,15 @@ from typing import Protocol
 from torch import Tensor
 
 from . import cpu_path
-from .compiled_path import CompiledUpdate
-from .cpu_path import NOTHING_CHANGED, CpuWorkers, Piece, StepInputs
+from .built_kernels import KernelBuildError
+from .compiled_path import CompiledUpdate, Mix
+from .config import UpdateFacts, wants_compiled
+from .cpu_path import NOTHING_CHANGED, CpuWorkers, GradSum, Piece, StepInputs, TileSums, summed
 from .report import Traffic
 from .rules import UpdateRule
 from .space import Block
+
+log = logging.getLogger("gemini")
 
 Planes = dict[str, Tensor]  # plane name -> [n]
 PiecesOf = Callable[[Block, Planes], Sequence[Piece]]
@@ -55,25 +60,67 @@ class CpuUpdater:
 
     def update_staged(self, block: Block, planes: Planes, pieces_of: PiecesOf) -> bool:
         pieces = pieces_of(block, planes)
-        self._update(pieces)
+        self.update(pieces)
         return bool(pieces)
 
     def update_resident(
         self, blocks: Iterable[tuple[Block, Planes]], slabs: Planes, pieces_of: PiecesOf
     ) -> None:
-        self._update([piece for block, planes in blocks for piece in pieces_of(block, planes)])
+        self.update([piece for block, planes in blocks for piece in pieces_of(block, planes)])
 
-    def _update(self, pieces: Sequence[Piece]) -> None:
+    def update(self, pieces: Sequence[Piece]) -> None:
+        """One step over all pieces."""
         if self.compiled is not None:
-            self.compiled.update(pieces, self.inputs)
+            self.compiled.update(self.workers, pieces, self.inputs)
         else:
             cpu_path.update(self.workers, self.rule, pieces, self.inputs)
+
+    def tile_sums(self, grads: Sequence[Tensor], norm_type: float) -> TileSums:
+        """See `cpu_path.tile_sums`."""
+        if self.compiled is not None:
+            return self.compiled.tile_sums(self.workers, grads, norm_type)
+        return cpu_path.tile_sums(self.workers, grads, norm_type)
+
+    def grad_sum(self, grads: Sequence[Tensor], norm_type: float = 2.0) -> GradSum:
+        """`tile_sums`, summed up."""
+        return summed(self.tile_sums(grads, norm_type), norm_type)
 
     def traffic(self) -> Traffic:
         return Traffic()
 
 
-def cpu_updater(rule: UpdateRule, cpu_path: str) -> CpuUpdater:
-    """The updater of a CPU path by its name. Raises ValueError where it cannot work here."""
-    compiled = CompiledUpdate(rule) if cpu_path == "compile" else None
-    return CpuUpdater(CpuWorkers(), rule, compiled=compiled)
+def alone(failure: str | None) -> str | None:
+    """What a process without others agrees on: its own failure."""
+    return failure
+
+
+def cpu_updater(
+    rule: UpdateRule,
+    cpu_path: str,
+    facts: UpdateFacts,
+    mixes: Iterable[Mix],
+    agree: Callable[[str | None], str | None] = alone,
+) -> CpuUpdater:
+    """The updater that a CPU path means for these facts. Collective.
+
+    mixes: what will be updated. agree: from this rank's failure, None for none, to that of any.
+    Raises ValueError and KernelBuildError where `"compile"` was asked for and cannot be.
+    """
+    if not wants_compiled(cpu_path, facts):
+        return CpuUpdater(CpuWorkers(), rule)
+    compiled, failure = None, None
+    try:
+        compiled = CompiledUpdate(rule, mixes)
+    except KernelBuildError as error:
+        failure = str(error)
+    failure = agree(failure)
+    if failure is None:
+        return CpuUpdater(CpuWorkers(), rule, compiled=compiled)
+    if cpu_path == "compile":
+        raise KernelBuildError(f'cpu_path="compile" is not possible here: {failure}')
+    log.warning(
+        "the CPU update is not compiled: it takes up to 2 times as long, and its bits are those of "
+        'cpu_path="eager", which does without this message: %s',
+        failure,
+    )
+    return CpuUpdater(CpuWorkers(), rule)

@@ -23,7 +23,7 @@ from gemini.runtime.backend import Backend, make_backend
 from gemini.runtime.planning import memory_left
 from gemini.units import PAGE_BYTES
 from nvme.file import create_files, file_system, free_bytes, remove_files
-from optim.compiled_path import compiler
+from optim.built_kernels import compiler
 
 from .report import NEEDED, DeviceFacts, Facts, FolderFacts
 

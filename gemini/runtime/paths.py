@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -15,12 +16,16 @@ from gemini.chunk.storage import Chunk
 from gemini.units import ParamId
 from kernels_triton.fields import BAD, LOSS_SCALE, SUM
 from optim.clipping import Clip, combined
-from optim.cpu_path import Piece, StepInputs, tile_sums
+from optim.compiled_path import Mix
+from optim.config import UpdateFacts
+from optim.cpu_path import Piece, StepInputs
 from optim.report import StepReport
 from optim.rules import UpdateRule
 from optim.scaler import Scaler
 from optim.state_layout import StateLayout
 from optim.updaters import Updater, cpu_updater
+
+from .comm import Communicator
 
 
 class StepPath(Protocol):
@@ -78,23 +83,25 @@ class CpuStepPath:
         self,
         rule: UpdateRule,
         layout: ChunkLayout,
-        rank: int,
+        comm: Communicator,
         cpu_path: str,
         scaler: Scaler,
         rounding_seed: int | None,
+        *,
+        has_master: bool,
     ) -> None:
-        if rounding_seed is not None and cpu_path == "compile":
-            raise ValueError(
-                'master_weights=False rounds at random, which cpu_path="compile" does not; '
-                'use cpu_path="eager"'
-            )
+        """Collective where the update may be compiled: either all ranks do, or none."""
         self._layout = layout
-        self._rank = rank
+        self._rank = comm.rank
         self._scaler = scaler
         self._rounding_seed = rounding_seed
         # random bits belong to a parameter's elements, and each has its own
         self.merges_parameters = rounding_seed is None
-        self._updater = cpu_updater(rule, cpu_path)
+        trained = [spec for spec in layout.params if spec.trainable]
+        numel = sum(spec.numel for spec in trained)
+        facts = UpdateFacts(numel, has_master, rounds_at_random=rounding_seed is not None)
+        mixes = _mixes([spec.dtype for spec in trained], has_master)
+        self._updater = cpu_updater(rule, cpu_path, facts, mixes, partial(_any_failure, comm))
         self.counts = torch.zeros(len(layout.params), dtype=torch.float32)
 
     def measure(self, chunks: Sequence[Chunk], norm_type: float) -> tuple[float, ParamId | None]:
@@ -113,7 +120,7 @@ class CpuStepPath:
         return self._tiles([chunk], [grad], 2.0)
 
     def _tiles(self, chunks: Sequence[Chunk], grads: Sequence[Tensor], norm_type: float) -> _Tiles:
-        found = tile_sums(self._updater.workers, grads, norm_type)
+        found = self._updater.tile_sums(grads, norm_type)
         first = found.first_nonfinite
         if first is None:
             return _Tiles(found.sums, None)
@@ -149,6 +156,22 @@ class CpuStepPath:
 
     def close(self) -> None:
         self._updater.workers.close()
+
+
+def _mixes(dtypes: Sequence[str], has_master: bool) -> list[Mix]:
+    """Gradients come in their parameter's dtype, and are fp32 where backwards accumulate."""
+    return [
+        (getattr(torch, dtype), grad, has_master)
+        for dtype in dict.fromkeys(dtypes)
+        for grad in dict.fromkeys((getattr(torch, dtype), torch.float32))
+    ]
+
+
+def _any_failure(comm: Communicator, failure: str | None) -> str | None:
+    """That of the first rank that has one, on every rank. Collective."""
+    said = comm.gather_objects(failure)
+    found = [f"rank {rank}: {text}" for rank, text in enumerate(said) if text is not None]
+    return failure if comm.world_size == 1 else next(iter(found), None)
 
 
 class TritonStepPath:

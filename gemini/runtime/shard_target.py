@@ -76,7 +76,13 @@ class ShardTarget(ShardState):
             )
             if engine.backend.updates_by_triton
             else CpuStepPath(
-                rule, engine.layout, engine.comm.rank, config.cpu_path, engine.scaler, seed
+                rule,
+                engine.layout,
+                engine.comm,
+                config.cpu_path,
+                engine.scaler,
+                seed,
+                has_master=self.has_master,
             )
         )
         if isinstance(self._path, CpuStepPath):

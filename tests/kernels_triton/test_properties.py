@@ -1,7 +1,6 @@
 """Kernels over random sizes, groups and dtypes; and their registration with torch."""
 
 import os
-import shutil
 import subprocess
 import sys
 from itertools import pairwise
@@ -17,6 +16,7 @@ from kernels_triton.fields import LOSS_SCALE, NUM_CONTROL
 from kernels_triton.frame import NUM_COEFFICIENTS, NUM_HYPER, is_interpreted
 from kernels_triton.tiles import Segment, segment_table, tile_table
 from optim.adam import AdamRule
+from optim.built_kernels import compiler
 from optim.config import StateConfig
 from optim.cpu_path import Piece
 from optim.formulas import adam
@@ -151,8 +151,8 @@ def test_a_plain_module_can_be_updated_by_triton(monkeypatch, tmp_path):
     want = train(theirs, torch.optim.AdamW(theirs, lr=1e-2, weight_decay=0.1), 5)
     if is_interpreted():
 
-        def triton_path(rule, config: StateConfig, group_of, device):
-            return optim.plain._TritonPath(rule, rule.layout, group_of, device)
+        def triton_path(rule, config: StateConfig, group_of, params):
+            return optim.plain._TritonPath(rule, rule.layout, group_of, params[0].device)
 
         monkeypatch.setattr(optim.plain, "_make_path", triton_path)
     results = []
@@ -172,14 +172,14 @@ def test_a_plain_module_can_be_updated_by_triton(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler for torch.compile")
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 @pytest.mark.skipif(not is_interpreted(), reason="compares the interpreter")
-def test_the_interpreter_gives_the_bits_of_torch_compile():
-    """fp32 and the bf16 copy, on 300 003 elements: the same formula without contraction."""
+def test_the_interpreter_gives_the_bits_of_the_compiled_path():
+    """fp32 and the bf16 copy, on 300 003 elements: the same formulas without contraction."""
     script = Path(__file__).parent / "compiled_bits.py"
     environment = {**os.environ, "PYTHONPATH": ":".join(sys.path), "TRITON_INTERPRET": "1"}
     out = subprocess.run(
         [sys.executable, str(script)], capture_output=True, text=True, env=environment
     )
     assert out.returncode == 0, out.stderr[-3000:]
-    assert out.stdout.split() == ["equal"] * 8
+    assert out.stdout == "compared\n"
