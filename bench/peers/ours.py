@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 from bench.peers.job import LEARNING_RATE, MAX_NORM, WEIGHT_DECAY, Job, Trainer
@@ -11,6 +12,18 @@ def load() -> None:
     """Names, not only packages: `gemini` imports what is behind a name when it is asked for."""
     from gemini import AutoPlacement, GeminiDDP, StaticPlacement  # noqa: F401
     from optim import HybridAdam  # noqa: F401
+
+
+def prepare() -> None:
+    """Compile the CPU update, which is done once for a machine, if it can be."""
+    from torch import nn
+
+    from gemini import GeminiDDP
+    from optim import HybridAdam
+    from optim.built_kernels import KernelBuildError
+
+    with suppress(KernelBuildError):
+        HybridAdam(GeminiDDP(nn.Linear(64, 64), "cpu").parameters(), cpu_path="compile").close()
 
 
 def settings(job: Job) -> dict[str, Any]:
