@@ -122,7 +122,7 @@ class Releasing(CpuBackend):
 
 def resident_after_steps(index, steps):
     torch.set_num_threads(1)
-    module = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(6)))
+    module = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(6)))
     model, optimizer = wrapped(Releasing(), module, min_chunk_size_m=0.8)
     rows = []
     for step in range(steps):
