@@ -116,7 +116,7 @@ def main() -> None:
     results = {}
     for name, flags in RUNS.items():
         results[name] = run(name, flags, args, folder)
-        if name == "nvme":  # a disk that other machines share is slower once it was busy for a while
+        if name == "nvme":  # a shared disk is slower once it was busy for a while
             mixed = mixed_gb_per_s(folder)
     rows = [row(name, result) for name, result in results.items()]
     summary = {
