@@ -32,7 +32,7 @@ class Settling:
 
     def gradients_dropped(self) -> None:
         engine, planned = self._engine, self._higher
-        if planned is None or self.graph_is_open or engine.target is None:
+        if planned is None or self.graph_is_open or engine.target is None or _is_parked(engine):
             return
         self._higher = None
         raise_homes(engine, planned)
@@ -65,6 +65,12 @@ def raise_homes(engine: Engine, planned: Planned) -> None:
         target.homes_changed()
         manager.homes_changed(engine.planning.payload_room_bytes)
     engine.sampler.look_again()
+
+
+def _is_parked(engine: Engine) -> bool:
+    """Whether shards in memory have given it away for a while; see `optim.parking`."""
+    shards = (chunk.shard for chunk in engine.chunks if chunk.files is None)
+    return any(shard.untyped_storage().nbytes() < shard.nbytes for shard in shards)
 
 
 def _home(chunk: Chunk) -> Tier:

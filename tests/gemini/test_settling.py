@@ -110,6 +110,21 @@ def test_homes_wait_for_a_graph_that_waits_for_its_backward():
     assert_same(*runs)
 
 
+def test_homes_wait_while_memory_is_lent_to_somebody_else(tmp_path):
+    runs = [assuming("1300KiB", precision="fp32"), wrapped(max_norm=0.5, precision="fp32")]
+    for model, optimizer in runs:
+        (ids,) = token_batches(1, 1)[0]
+        token_loss(model, ids).backward()
+        optimizer.step()
+        before = homes(model)
+        with optimizer.parked("nvme"):
+            optimizer.zero_grad()
+            assert homes(model) == before
+        train(model, optimizer, token_batches(2, 1, seed=3))
+    assert homes(runs[0][0]) == ({D}, {D}, {D})
+    assert_same(*runs)
+
+
 def test_evaluation_and_accumulation_go_on_in_the_new_homes():
     runs = [assuming("650KiB", non_model_bytes=360 << 10), wrapped(max_norm=0.5)]
     for model, optimizer in runs:
