@@ -38,7 +38,7 @@ class CacheProblem:
         for moment, (items, room) in enumerate(zip(self.needs, self.room, strict=True)):
             left = room - sum(self.nbytes[item] for item in items)
             if left < 0:
-                raise ValueError(f"moment {moment} needs {-left} bytes more than its room {room}")
+                raise ValueError(f"moment {moment} lacks {-left} bytes")
             free.append(left)
         return free
 
