@@ -142,5 +142,5 @@ def test_copy_that_was_changed_is_written_back_when_given_up():
 
 
 def test_needs_above_the_room_are_refused():
-    with pytest.raises(ValueError, match="moment 1 needs 2 bytes more"):
+    with pytest.raises(ValueError, match="moment 1 lacks 2 bytes"):
         best_schedule(CacheProblem(((0,), (1,)), (3, 7), (5, 5)))
