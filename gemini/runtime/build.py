@@ -63,15 +63,17 @@ def build_chunks(
                 whole_gradient=plan.whole_grads,
             )
             filling[spec.id] = _Filling(chunk, params, backend, keep_originals)
-        if not filling[spec.id].put(slot, value):
-            return
-        full = filling.pop(spec.id)
+        if filling[spec.id].put(slot, value) and comm.world_size == 1:
+            finish(spec.id)
+
+    def finish(chunk: ChunkId) -> None:
+        full = filling.pop(chunk)
         original = full.finish(comm)
         if original is not None:
-            storage.originals.put(spec.id, original)
-        if not full.chunk.is_whole and spec.id not in kept:
+            storage.originals.put(chunk, original)
+        if not full.chunk.is_whole and chunk not in kept:
             full.chunk.release()
-        done[spec.id] = full.chunk
+        done[chunk] = full.chunk
 
     for spec in layout.chunks:
         for slot in spec.slots:
@@ -79,6 +81,8 @@ def build_chunks(
                 place(params[slot.param])
             for made in values.waiting():
                 place(made)
+        if spec.id not in done:  # ranks broadcast in this order, whatever each of them has to make
+            finish(spec.id)
     return [done[spec.id] for spec in layout.chunks]
 
 

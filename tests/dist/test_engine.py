@@ -6,6 +6,8 @@ Ranks are processes on gloo. World size 3 pads every shard.
 import os
 import time
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -461,3 +463,17 @@ def test_empty_modules_get_rank_0s_values():
     want = flat(list(nn.Sequential(
         nn.Embedding(33, 16), nn.Linear(16, 40), nn.LayerNorm(40)).parameters()))  # fmt: skip
     assert all(torch.equal(got, want) for got in run_ranks(from_nothing, 3))
+
+
+def partly_from_nothing(rank):
+    """A frozen bias is made with its weight, before the other weights of the weight's chunk."""
+    torch.manual_seed(3)
+    with gemini.init_empty() if rank else nullcontext():
+        module = nn.Sequential(nn.Linear(16, 16), *(nn.Linear(16, 16, bias=False),) * 2)
+    module[0].bias.requires_grad_(False)
+    return whole(GeminiDDP(module, precision="fp32"))
+
+
+def test_a_rank_with_values_gives_them_to_one_that_makes_its_own():
+    one, other = run_ranks(partly_from_nothing, 2)
+    assert torch.equal(one, other)
