@@ -22,8 +22,13 @@ SPEC = SquaresSpec("bfloat16", 1024)
 LARGE = UpdateFacts(COMPILED_FROM_NUMEL, has_master=True)
 
 
+NEEDS_COMPILER = pytest.mark.skipif(built_kernels.compiler() is None, reason="no C++ compiler")
+
+
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
+    """Empty, on a machine with a compiler that fails, whatever this one has."""
+    give_compiler(monkeypatch, tmp_path, "exit 1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / built_kernels.FOLDER
 
@@ -31,7 +36,7 @@ def cache(tmp_path, monkeypatch):
 def give_compiler(monkeypatch, folder, script):
     """Of all compilers only this one; it writes a line for each call that compiles."""
     path = folder / "bin" / "g++"
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     calls = folder / "calls"
     path.write_text(
         f'#!/bin/sh\ncase "$*" in *--version) echo fake 1.0; exit 0;; esac\n'
@@ -137,6 +142,7 @@ def without_compiler_on_rank_1(rank):
     return path, error
 
 
+@NEEDS_COMPILER
 @pytest.mark.dist
 @pytest.mark.slow
 def test_if_one_rank_cannot_compile_none_does():
@@ -175,6 +181,7 @@ def test_a_library_that_others_can_write_to_is_refused(cache):
 
 
 def test_no_folder_is_told(tmp_path, monkeypatch):
+    give_compiler(monkeypatch, tmp_path, "exit 1")
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(KernelBuildError, match="XDG_CACHE_HOME"):
@@ -197,7 +204,7 @@ def test_another_processor_compiler_or_formula_is_another_library(cache, tmp_pat
     here.append(path_of(adam, cache))
     monkeypatch.setattr(built_kernels, "_processor", lambda: "with fewer instructions")
     here.append(path_of(adam, cache))
-    give_compiler(monkeypatch, tmp_path, "exit 1")
+    give_compiler(monkeypatch, tmp_path / "other", "exit 1")
     here.append(path_of(adam, cache))
     formulas = tmp_path / "formulas.py"
     formulas.write_text("# another")
@@ -223,6 +230,7 @@ def environment(**more):
     return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **more}
 
 
+@NEEDS_COMPILER
 @pytest.mark.slow
 def test_two_processes_build_once_as_ranks_and_whatever_their_settings(tmp_path):
     """TRITON_INTERPRET, one OpenMP thread, and what torchrun sets, do not reach the compiler."""
@@ -261,8 +269,8 @@ assert "torch._inductor" not in sys.modules and "torch._dynamo" not in sys.modul
 """
 
 
+@NEEDS_COMPILER
 @pytest.mark.slow
-@pytest.mark.skipif(built_kernels.compiler() is None, reason="no C++ compiler")
 def test_loading_takes_no_compiler_into_the_process():
     for _ in range(2):  # built by the first one, if nobody did before
         done = subprocess.run(
