@@ -321,10 +321,10 @@ class NvmeState:
     def forget(self, blocks: Sequence[Block]) -> None:
         """These blocks live elsewhere from now on: give their space on disk back."""
         self._drop_reads()
-        gone = set(blocks)
         self.store.forget(self._in_file(blocks))
-        self.blocks = tuple(block for block in self.blocks if block not in gone)
-        self._order = tuple(block for block in self._order if block not in gone)
+        gone = {block.id for block in blocks}
+        self.blocks = tuple(block for block in self.blocks if block.id not in gone)
+        self._order = tuple(block for block in self._order if block.id not in gone)
 
     def _in_file(self, blocks: Sequence[Block]) -> list[BlockId]:
         """All that the file has of these blocks."""

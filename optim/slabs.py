@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence, Set
 
 import torch
 from torch import Tensor
 
 from gemini.pages import zeros
+from gemini.units import BlockId
 
 from .nvme_state import DTYPES
 from .space import Block
@@ -35,7 +36,7 @@ class Slab:
 
     def _place(self, blocks: Sequence[Block]) -> None:
         self.blocks = tuple(blocks)
-        self._start = {}
+        self._start: dict[BlockId, int] = {}
         self._numel = 0
         for block in blocks:
             self._start[block.id] = self._numel
@@ -65,10 +66,10 @@ class Slab:
         start = self._start[blocks[0].id] + offset - blocks[0].offset
         return {name: t[start : start + numel] for name, t in self.tensors.items()}
 
-    def keep(self, blocks: Collection[Block]) -> None:
+    def keep(self, blocks: Set[BlockId]) -> None:
         """Give the memory of all other blocks back. One plane is there twice, at most."""
-        before = {block.id: self._start[block.id] for block in self.blocks}
-        self._place([block for block in self.blocks if block in blocks])
+        before = self._start
+        self._place([block for block in self.blocks if block.id in blocks])
         for name, old in self.tensors.items():
             new = self._allocate(old.dtype)
             for block in self.blocks:

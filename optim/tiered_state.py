@@ -155,7 +155,7 @@ class TieredState:
                 self.nvme.close()
                 self.nvme = None
         for slab in self.host_slabs if from_host else ():
-            slab.keep([block for block in slab.blocks if block.id in on_host])
+            slab.keep(on_host)
         self.device_slabs += new_device
         self.host_slabs = [slab for slab in self.host_slabs if slab.blocks] + new_host
         self._slab_of = self._index()

@@ -60,13 +60,14 @@ class Planning:
     policy: Placement
     inputs: PlanInputs
     has_trace: bool  # else non-model data is an assumption
-    settled: bool  # homes were chosen for what was measured
+    settled: bool = field(init=False)  # homes were chosen for a trace, or were asked to rise
     planned: Planned = field(init=False)  # of training
     # of evaluation, and of training with inputs of other signatures, in the same homes
     others: dict[tuple[Kind, str], Planned] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Blocks are as small as they must be: their size is a choice of the optimizer to come."""
+        self.settled = self.has_trace
         while True:
             try:
                 self.make()
@@ -266,7 +267,7 @@ def begin_planning(
         has_host_tier=backend.has_host_tier, max_prefetch=max_prefetch, block_numel=BLOCK_NUMEL,
         fixed_params=fixed,
     )  # fmt: skip
-    return Planning(comm, policy, inputs, trace is not None, trace is not None)
+    return Planning(comm, policy, inputs, trace is not None)
 
 
 def _budgets(

@@ -16,21 +16,19 @@ if TYPE_CHECKING:
 
 
 class Settling:
-    """When homes rise: at the first dropping of gradients at which no graph waits for a backward.
-
-    propose: higher homes for what was just planned; see `Planning.higher`. Collective.
-    graph_is_open: a forward was recorded, and no backward has ended since.
-    """
+    """When homes rise: once gradients were dropped, and no graph waits for its backward."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = weakref.proxy(engine)
         self._higher: Planned | None = None
-        self.graph_is_open = False
+        self.graph_is_open = False  # a forward was recorded, and no backward has ended since
 
     def propose(self) -> None:
+        """A measured iteration was planned: ask for higher homes, once. Collective."""
         self._higher = self._higher or self._engine.planning.higher()
 
     def gradients_dropped(self) -> None:
+        """Raise homes, if some wait for it and nothing stands against it."""
         engine, planned = self._engine, self._higher
         if planned is None or self.graph_is_open or engine.target is None or _is_parked(engine):
             return

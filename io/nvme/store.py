@@ -247,14 +247,21 @@ class BlockStore:
 
     def forget(self, blocks: Sequence[BlockId]) -> None:
         """These blocks are not needed any more: their space goes back to the file system, where
-        that can take it. Nothing is under way; waits for who has pinned them."""
+        that can take it. Nothing is under way; waits for who has pinned them.
+
+        From the next commit on `recover` refuses them, as blocks that do not verify.
+        """
         for pin in self._pins:
             pin.wait_until_let_go()
+        entries = list(self._index.entries)
         for block in blocks:
             self._written.discard(block)
+            entry = entries[block]
+            entries[block] = IndexEntry(entry.version, entry.checksum ^ 0xFFFFFFFF)
             for extent in self._extents[block]:
                 if punch(self._files[extent.file], extent.offset, extent.nbytes):
                     self._freed_bytes += extent.nbytes
+        self._index = Index(self._index.sequence, self._index.step, tuple(entries))
 
     def pin(self, blocks: Sequence[BlockId]) -> PinnedVersions:
         """Keep the committed versions of these blocks until they are let go.

@@ -309,3 +309,29 @@ def test_checksums_are_those_of_zlib_whoever_computes_them():
         data = random.Random(nbytes).randbytes(nbytes)
         assert crc32(data) == zlib.crc32(data)
         assert crc32(data, 7) == zlib.crc32(data, 7)
+
+
+@pytest.mark.parametrize("takes_holes", [True, False])
+def test_space_of_forgotten_blocks_is_given_back_and_nobody_reads_them(
+    store, pool, monkeypatch, takes_holes
+):
+    if not takes_holes:  # a file system without them
+        monkeypatch.setattr("nvme.store.punch", lambda *_: False)
+    for block in range(len(SIZES)):
+        write(store, pool, block, block + 1)
+    store.commit(1)
+    on_disk, before = store.paths[0].stat().st_blocks * 512, store.file_bytes
+    store.forget([2, 4])
+    given_back = before - store.file_bytes
+    assert given_back == takes_holes * 2 * (store.buffer_nbytes(2) + store.buffer_nbytes(4))
+    # the map of a file's extents may take a page
+    assert abs(on_disk - store.paths[0].stat().st_blocks * 512 - given_back) <= PAGE_BYTES
+    with pytest.raises(ValueError, match="never committed"):
+        store.read(2, memoryview(bytearray(store.buffer_nbytes(2))))
+    write(store, pool, 3, 9)
+    store.commit(2)
+    assert [read(store, pool, block) for block in (0, 1, 3, 5)] == [1, 2, 9, 6]
+    with nvme.recover(store.paths) as found:
+        assert found.block(3)[:1] == b"\x09"
+        with pytest.raises(nvme.ChecksumError):
+            found.block(2)
