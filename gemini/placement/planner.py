@@ -20,8 +20,9 @@ from gemini.memtracer.trace import Trace, reduce_traces
 from gemini.units import BLOCK_NUMEL, BlockId, ChunkId, parse_bytes
 
 from .cost import StepCost, choose_paths, compute_seconds_of, estimate, predict_step
+from .filling import Demand, Vector, fill, missing_for_everything
 from .gather import GatherSteps, gather_steps
-from .homes import Demand, Homes, Tiers, Vector, fill, missing_for_everything
+from .homes import Homes, Tiers
 from .moves import moves_of
 from .plan import Plan, ShardPlan, UpdatePath
 from .policy import AutoPlacement, ConstPlacement, Placement, StaticPlacement, leading_within

@@ -11,7 +11,7 @@ import numpy as np
 from gemini.memtracer.trace import Trace
 from gemini.units import ChunkId, Moment, ParamId
 
-from .homes import Vector
+from .filling import Vector
 from .opt import CacheProblem, best_schedule
 from .plan import Gather, Reduction
 
