@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +155,7 @@ class GeminiDDP(nn.Module):
             self._dtype,
             backend.device,
             self.engine.scaler,
-            self.engine.begin_backward,
+            partial(self.engine.begin_backward, scaled=True),
             force_outputs_fp32=force_outputs_fp32,
         )
         in_fp32 = {id(buffer) for inner in kept.values() for buffer in inner.buffers()}
@@ -208,6 +209,7 @@ class GeminiDDP(nn.Module):
         With `writeback`, shards and fp32 masters take the values of the parameters that were
         changed, which must be the same on all ranks; without, changes are undone. All ranks enter.
         """
+        self.engine.call("summon_full_params()")
         with self.engine.summoned(writeback):
             yield
 
@@ -225,6 +227,7 @@ class GeminiDDP(nn.Module):
         """
         if keep_vars:
             raise ValueError("keep_vars=True: whole parameters are copies, and not variables")
+        self.engine.call("model.state_dict()")
         state = {} if destination is None else destination
         values = dict(full_parameters(self.engine))
         if self.engine.comm.rank == 0:
@@ -234,6 +237,27 @@ class GeminiDDP(nn.Module):
                 (prefix + name, buffer.detach()) for name, buffer in saved_buffers(self.module)
             )
         return state
+
+    def save_pretrained(self, save_directory: str | Path, **options: Any) -> None:
+        """As Hugging Face's models do, with the fp32 masters. All ranks call; rank 0 writes.
+
+        Rank 0 holds all weights meanwhile; `gemini.export_safetensors` writes them one by one.
+        Raises AttributeError where the inner module has no such method, and RuntimeError on every
+        rank where it fails.
+        """
+        save: Callable[..., Any] = self.module.save_pretrained  # type: ignore[assignment]
+        state = self.state_dict()
+        error: Exception | None = None
+        if self.engine.comm.rank == 0:
+            try:
+                save(save_directory, state_dict=state, **options)
+            except Exception as raised:
+                error = raised
+        said = self.engine.comm.gather_objects(None if error is None else str(error))[0]
+        if error is not None:
+            raise error
+        if said is not None:
+            raise RuntimeError(f"save_pretrained() failed on rank 0: {said}")
 
     def salvage(self) -> dict[str, Tensor]:
         """Parameters that are in memory, in the compute dtype: what is left if the files are lost.
@@ -253,6 +277,7 @@ class GeminiDDP(nn.Module):
         """
         if assign:
             raise ValueError("assign=True: a wrapped parameter keeps its memory")
+        self.engine.call("model.load_state_dict()")
         params = {name for spec in self.engine.layout.params for name in spec.names}
         buffers = dict(saved_buffers(self.module))
         expected = params | buffers.keys()
@@ -277,6 +302,7 @@ class GeminiDDP(nn.Module):
         Equal on all ranks, unless something that each has for itself has diverged: compare it to
         find out. It does not depend on placement or world size.
         """
+        self.engine.call("model.digest()")
         return digest(self.engine)
 
     def saved_buffers(self) -> Iterator[tuple[str, Tensor]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ class Clip:
 
     max_norm: over all parameters and ranks; 0 does not clip.
     max_value: of every element's magnitude; inf does not clip.
+    fixed_factor: gradients are multiplied with it, whatever their norm; in (0, 1].
 
     Raises ValueError for a limit that is none, and for a norm of no positive order.
     """
@@ -23,6 +24,7 @@ class Clip:
     max_norm: float = 0.0
     norm_type: float = 2.0
     max_value: float = math.inf
+    fixed_factor: float | None = None
 
     def __post_init__(self) -> None:
         if not self.max_norm >= 0:
@@ -37,9 +39,18 @@ class Clip:
 
         As torch.nn.utils.clip_grad_norm_: max_norm / (norm + 1e-6), at most 1.
         """
+        if self.fixed_factor is not None:
+            return self.fixed_factor
         if self.max_norm == 0:
             return 1.0
         return min(1.0, self.max_norm / (norm + 1e-6))
+
+    def with_max_norm(self, norm: float) -> Clip:
+        """The same for gradients of this norm, said as a `max_norm`."""
+        if self.fixed_factor is None:
+            return self
+        max_norm = self.fixed_factor * (norm + 1e-6)
+        return replace(self, max_norm=max_norm, fixed_factor=None)
 
     def norm(self, power_sum: float) -> float:
         """From the sum of |g|^p, or from the largest |g|."""

@@ -68,7 +68,7 @@ def export_safetensors(
 
     Raises CheckpointError on every rank.
     """
-    ranks = Ranks(model)
+    ranks = Ranks(model, "export_safetensors()")
     target = Path(path).expanduser().absolute()
     limit = parse_bytes(max_shard_size)
     ranks.same("the path", str(target))
@@ -107,7 +107,7 @@ def import_safetensors(
     Rank 0's files count. Masters and shards take the values; moments stay.
     Raises FormatError for a folder without safetensors, and as `load_state_dict` does.
     """
-    ranks = Ranks(model)
+    ranks = Ranks(model, "import_safetensors()")
     folder = Path(path).expanduser().absolute()
     with ExitStack() as stack:
         lazy = ranks.together(lambda: LazyTensors(folder, stack))

@@ -53,7 +53,7 @@ def load_checkpoint(
     is changed, but for damage found in the middle of a file: then load another checkpoint before
     you train.
     """
-    ranks = Ranks(model)
+    ranks = Ranks(model, "load_checkpoint()")
     background.wait()
     raise_pending(ranks)
     where = Path(path).expanduser().absolute()

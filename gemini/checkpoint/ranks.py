@@ -31,8 +31,13 @@ _gloo_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 class Ranks:
     """All ranks that call together."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._comm = model.engine.comm if isinstance(model, GeminiDDP) else Communicator()
+    def __init__(self, model: nn.Module, call: str) -> None:
+        """`call`: the function that all ranks are in, for the error where one is not."""
+        if isinstance(model, GeminiDDP):
+            self._comm = model.engine.comm
+            model.engine.call(call)
+        else:
+            self._comm = Communicator()
         self.rank, self.world_size = self._comm.rank, self._comm.world_size
 
     def gather(self, value: T) -> list[T]:

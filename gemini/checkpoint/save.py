@@ -90,7 +90,7 @@ def save_checkpoint(
     Returns a ticket; what it stands for is done unless `async_save`.
     Raises CheckpointError on every rank, whichever failed; checkpoints that were there stay.
     """
-    ranks = Ranks(model)
+    ranks = Ranks(model, "save_checkpoint()")
     target = Path(path).expanduser().absolute()
     _check_call(ranks, target, keep_last)
     group = ranks.group()

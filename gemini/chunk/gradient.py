@@ -228,6 +228,45 @@ class ChunkGradient:
         if self.buffer is not None:
             self.buffer.zero_()
 
+    def change(self, change: Callable[[Tensor], object], *, wide: bool) -> None:
+        """Let `change` work in place on this rank's reduced [S], made fp32 where `wide`."""
+        self.reduced = self._taken_back()
+        if wide:
+            self.reduced = self._widened(self.reduced)
+        shard = self.shard
+        assert shard is not None
+        change(shard)
+        self._leave()
+
+    def local(self, slot: int) -> Tensor | None:
+        """One parameter's sum over this rank's backwards that nothing has reduced: fp32, flat."""
+        if slot not in self._arrived:
+            return None
+        return self._places[slot].to(torch.float32, copy=True).mul_(self._links.world_size)
+
+    def change_local(self, slot: int, change: Callable[[Tensor], object], *, wide: bool) -> None:
+        """Let `change` work in place on that, divided by W."""
+        if slot in self._arrived:
+            if wide:
+                assert self.buffer is not None
+                self._set_buffer(self._widened(self.buffer))
+            change(self._places[slot])
+
+    def put_local(self, slot: int, values: Tensor) -> None:
+        """Make fp32 `values` of one parameter that sum."""
+        if self.buffer is None:
+            buffer = self._memory.allocate(self._spec.payload_numel, torch.float32)
+        else:
+            buffer = self._widened(self.buffer)
+        self._set_buffer(buffer)
+        self._left_over = True
+        torch.mul(values, 1 / self._links.world_size, out=self._places[slot])
+        self._arrived.add(slot)
+
+    def forget(self, slot: int) -> None:
+        """What nothing has reduced of one parameter was no gradient."""
+        self._arrived.discard(slot)
+
     def drop(self) -> None:
         """Forget every gradient, of this backward and of those before it."""
         self.end_reduce()

@@ -37,8 +37,12 @@ class ParamOwner(Protocol):
         """That operator made `result`, whose backward may read the chunks again."""
         ...
 
-    def gradient_read(self, param: ParamId) -> None:
-        """Somebody reads `.grad`. Raises RuntimeError where the gradient lies in a chunk."""
+    def gradient_of(self, param: ParamId) -> Tensor | None:
+        """`.grad`: None without a gradient, else what stands for it."""
+        ...
+
+    def set_gradient(self, param: ParamId, value: Tensor | None) -> None:
+        """`.grad = value`."""
         ...
 
     def owns_memory_of(self, tensor: Tensor) -> bool:
@@ -104,7 +108,11 @@ class GatheredParameter(ChunkParameter):
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        _SET_GRAD(self, value)
+        _call(_SET_GRAD, (self, value), {})
+
+    @grad.deleter
+    def grad(self) -> None:
+        _call(_SET_GRAD, (self, None), {})
 
 
 class ChunkView(Tensor):
@@ -140,9 +148,13 @@ def handle_of(param: Tensor) -> ParamHandle | None:
 def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An operator on parameters: their chunks are gathered before it reads them."""
     with torch._C.DisableTorchFunctionSubclass():
-        if func == _GET_GRAD:
-            for handle in _handles(args):
-                handle.owner.gradient_read(handle.param)
+        if func in _GRADIENT and type(args[0]) in _PARAMETERS:
+            handle = handle_of(args[0])
+            assert handle is not None
+            if func == _GET_GRAD:
+                return handle.owner.gradient_of(handle.param)
+            value = args[1] if func == _SET_GRAD else None
+            return handle.owner.set_gradient(handle.param, value)
         if func in _READS_NO_VALUES:
             return func(*args, **kwargs)
         handles = list(_handles((*args, *kwargs.values())))
@@ -240,10 +252,12 @@ def _no_value_functions() -> frozenset[Any]:
 
 
 # compared by identity: `isinstance` of an nn.Parameter asks its metaclass, in Python
-_WRAPPED = frozenset({ChunkParameter, GatheredParameter, ChunkView})
+_PARAMETERS = frozenset({ChunkParameter, GatheredParameter})
+_WRAPPED = _PARAMETERS | {ChunkView}
 _READS_NO_VALUES = _no_value_functions()
 _GET_GRAD: Any = Tensor.grad.__get__  # type: ignore[union-attr]
 _SET_GRAD: Any = Tensor.grad.__set__  # type: ignore[union-attr]
+_GRADIENT = frozenset({_GET_GRAD, _SET_GRAD, Tensor.grad.__delete__})  # type: ignore[union-attr]
 _GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _GIVES_MEMORY_AWAY = frozenset({Tensor.numpy, Tensor.__array__, Tensor.__dlpack__})

@@ -29,6 +29,7 @@ class BackwardCall:
     params: take part in states; `awaited`: those of them whose gradient ends the call; `traced`:
         those that stand for the call in a trace, by default all.
     whole: the call of a module that is gathered whole; see `Reducer`.
+    in_pass: false for an operator outside any forward, in whose order ranks may differ.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class BackwardCall:
         awaited: tuple[ParamId, ...] = (),
         whole: bool = False,
         traced: tuple[ParamId, ...] = (),
+        in_pass: bool = True,
     ) -> None:
         self._engine = engine
         self._chunks = chunks
@@ -46,6 +48,7 @@ class BackwardCall:
         self._traced = traced or params
         self._awaits = awaited
         self._whole = whole
+        self._in_pass = in_pass
         self._awaited: set[ParamId] = set()  # not arrived yet in this backward
         self._num_inputs = 0
         self._inputs_pending = 0
@@ -81,12 +84,18 @@ class BackwardCall:
             return
         self._task = task
         engine = self._engine
+        if not engine.reducer.active:
+            engine.begin_backward()
         engine.sampler.at_moment("enter", self._traced)
-        engine.at_moment(self._chunks)
+        if self._in_pass:
+            engine.at_moment(self._chunks)
+        else:
+            engine.at_reading(self._chunks)
         engine.manager.begin_use(self._chunks, self._params)
         self._open = True
         engine.open_calls.append(self)
-        engine.reducer.opened(self._chunks, self._whole)
+        if self._in_pass:
+            engine.reducer.opened(self._chunks, self._whole)
         self._inputs_pending = self._num_inputs
         self._awaited = set(self._awaits)
         if len(self._awaited) > 1:  # some may have taken no part: experts, branches
@@ -106,8 +115,9 @@ class BackwardCall:
         engine = self._engine
         engine.manager.end_use(self._chunks, self._params, TensorState.HOLD_AFTER_BACKWARD)
         engine.open_calls.remove(self)
-        engine.reducer.closed(self._chunks, self._whole)
-        engine.call_ended()
+        if self._in_pass:
+            engine.reducer.closed(self._chunks, self._whole)
+            engine.call_ended()
         engine.sampler.at_moment("leave", self._traced)
 
 

@@ -4,7 +4,8 @@ In fp16 an output is raised to fp32, and the gradient that comes back for it is 
 loss scale; a gradient that leaves through an input is divided by it, in the input's own dtype. So
 the scale is there whoever computes the loss, inside the module or outside.
 
-The hooks sit on `view_as`: an autograd Function there would break `loss /= k`.
+The hooks sit on the tensors themselves, and not on views of them: an operator in place, such as
+`loss /= k`, takes the node of a view out of the graph, and its hooks with it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Boundary:
     """Of one wrapped module.
 
     dtype: of the module's computation; floating inputs are cast to it.
-    begins: called when the first gradient of a backward comes in.
+    begins: called when a gradient comes in.
     """
 
     def __init__(
@@ -54,7 +55,16 @@ class Boundary:
             _check_opens(outputs)
         if self._raises_outputs:
             outputs = map_tensors(outputs, _to_fp32)
-        return map_tensors(outputs, self._leave) if trains else outputs
+        if not trains:
+            return outputs
+        leaves: dict[int, Tensor] = {}  # by identity: what is returned twice stays one tensor
+
+        def leave(tensor: Tensor) -> Tensor:
+            if id(tensor) not in leaves:
+                leaves[id(tensor)] = self._leave(tensor)
+            return leaves[id(tensor)]
+
+        return map_tensors(outputs, leave)
 
     def _enter(self, tensor: Tensor) -> Tensor:
         if self._scaler.active and tensor.requires_grad and torch.is_grad_enabled():
@@ -68,9 +78,11 @@ class Boundary:
     def _leave(self, output: Tensor) -> Tensor:
         if not output.requires_grad:
             return output
-        view = output.view_as(output)
-        view.register_hook(self._backward_begins)
-        return view
+        if self._scaler.active and _is_shared(output):
+            output = output.clone()
+        if not output.is_leaf:
+            output.register_hook(self._backward_begins)
+        return output
 
     def _backward_begins(self, grad: Tensor) -> Tensor | None:
         self._begins()
@@ -80,6 +92,11 @@ class Boundary:
 
     def _unscale(self, grad: Tensor) -> Tensor:
         return (grad / self._scaler.scale).to(grad.dtype)
+
+
+def _is_shared(output: Tensor) -> bool:
+    """Whether a hook that scales its gradient would scale others', be lost, or act twice."""
+    return output.is_leaf or output._is_view() or bool(output._backward_hooks)
 
 
 def _to_fp32(tensor: Tensor) -> Tensor:

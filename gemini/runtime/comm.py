@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -15,15 +17,19 @@ from torch import Tensor
 
 from gemini.tickets import Done, Ticket
 
-from .watch import Entry, SequenceLog, explain, first_difference
+from .meeting import MeetingPoint, Wish
+from .watch import Entry, SequenceError, SequenceLog, explain, first_difference
 
 # torch 2.13 renames both; keep one shim
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+_PrefixStore = dist.distributed_c10d.PrefixStore
+
 DEADLINE_SECONDS = 30.0  # of a wait, before ranks compare what they are doing
 POLL_SECONDS = 0.5
 GRACE_SECONDS = 5.0  # for the logs of other ranks, once a collective has failed
+PATIENCE_SECONDS = 1800.0  # with ranks that do not meet this one, and say nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +91,18 @@ class Communicator:
             raise ValueError("this process is not a member of the process group that was given")
         # a wait on nccl holds the stream and not the host: its own watchdog ends a hang
         self._watches = dist.get_backend(self._group) == "gloo" and self.world_size > 1
-        self._store_prefix = f"gemini/{self.gather_objects(uuid.uuid4().hex)[0]}"
+        if self.world_size > 1:
+            self._open_store()
+
+    def _open_store(self) -> None:
+        """A part of the group's store for this group alone. Collective."""
+        name = f"gemini/{self.gather_objects(uuid.uuid4().hex)[0]}"
+        whole = dist.distributed_c10d._get_default_store()
+        self._store = _PrefixStore(name, whole)
+        self._meeting = MeetingPoint(
+            _PrefixStore(f"{name}/meeting", whole), self.rank, self.world_size
+        )
+        weakref.finalize(self, _leave, self._meeting)
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -139,11 +156,12 @@ class Communicator:
 
     # -- the rest --
 
-    def all_reduce(self, tensor: Tensor) -> Ticket[None]:
-        """Sum over ranks, in place."""
+    def all_reduce(self, tensor: Tensor, largest: bool = False) -> Ticket[None]:
+        """Sum over ranks, or the largest, in place."""
         if self.world_size == 1:
             return Done(None)
-        work = dist.all_reduce(tensor, group=self._group, async_op=True)
+        op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+        work = dist.all_reduce(tensor, op=op, group=self._group, async_op=True)
         return WorkTicket(self, work, (tensor,))
 
     def broadcast(self, tensor: Tensor) -> None:
@@ -190,6 +208,64 @@ class Communicator:
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
 
+    # -- meetings: what is not part of a pass, whose order all ranks know --
+
+    def call(self, name: str) -> None:
+        """All ranks are about to call this method, which is collective.
+
+        Raises SequenceError on every rank where another does something else, or is gone.
+        """
+        self._meet(Wish("calls", {name: name}))
+
+    def unite(self, subjects: Mapping[str, str]) -> list[str]:
+        """What any rank reads now, in one order: so ranks may read in orders of their own.
+
+        subjects: names, each in words; none: this rank has read all it wants, and helps the
+        others. Raises SequenceError as `call`.
+        """
+        said = self._meet(Wish("reads", subjects))
+        return sorted({name for wish in said for name in wish.subjects})
+
+    def agree(self, kind: str, subjects: Mapping[str, str]) -> None:
+        """Raise SequenceError on every rank where another names other subjects."""
+        for rank, said in enumerate(self._meet(Wish(kind, subjects))):
+            if said.subjects.keys() != subjects.keys():
+                mine = Entry(self.log.count - 1, kind, Wish(kind, subjects).words)
+                theirs = Entry(self.log.count - 1, kind, said.words)
+                raise explain((self.rank, mine, rank, theirs), self.describe)
+
+    def _meet(self, wish: Wish) -> list[Wish]:
+        """What every rank wishes, by rank. Raises SequenceError where ranks do not meet for the
+        same."""
+        if self.world_size == 1:
+            return [wish]
+        self._meeting.arrive(wish.encode())
+        self.log.wait(wish.kind, wish.words)
+        self._await_others(wish)
+        said = [Wish.decode(text) for text in self._meeting.said()]
+        for rank, other in enumerate(said):
+            if other.differs_from(said[0]):
+                first = Entry(self.log.count, said[0].kind, said[0].words)
+                there = Entry(self.log.count, other.kind, other.words)
+                raise explain((0, first, rank, there), self.describe)
+        self.log.record(wish.kind, " and ".join(sorted({other.words for other in said})))
+        return said
+
+    def _await_others(self, wish: Wish) -> None:
+        seconds, started = self.deadline_seconds, time.monotonic()
+        while not self._meeting.is_complete(seconds):
+            difference = first_difference(self._published_logs())
+            if difference is not None:
+                raise explain(difference, self.describe)
+            gone = self._meeting.gone()
+            if gone or time.monotonic() - started > PATIENCE_SECONDS:
+                who = f"rank {gone[0]} has ended" if gone else "others do not come"
+                raise SequenceError(
+                    f"rank {self.rank} {wish.kind} {wish.words}, and {who}. All ranks must do so; "
+                    "take it out of what one rank runs alone"
+                )
+            seconds = POLL_SECONDS
+
     # -- the watch --
 
     def compare_logs(self) -> None:
@@ -227,11 +303,14 @@ class Communicator:
 
     def _published_logs(self) -> list[list[Entry]]:
         """Publish this rank's log and read those that were published."""
-        store = dist.distributed_c10d.PrefixStore(
-            self._store_prefix, dist.distributed_c10d._get_default_store()
-        )
+        store = self._store
         store.set(str(self.rank), self.log.encode())
         return [
             SequenceLog.decode(store.get(str(rank)).decode()) if store.check([str(rank)]) else []
             for rank in range(self.world_size)
         ]
+
+
+def _leave(meeting: MeetingPoint) -> None:
+    with suppress(RuntimeError):  # the store's host may have ended before
+        meeting.leave()

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports the compiler at once
 
+from gemini.chunk.gradient_view import GradientView
 from gemini.chunk.layout import ChunkLayout
 from gemini.chunk.parameter import ChunkView, ParamHandle, handle_of, take_gradient, wrap_in_place
 from gemini.chunk.state import TensorState
+from gemini.chunk.storage import Chunk
 from gemini.memtracer.trace import Trace
 from gemini.placement.policy import StaticPlacement, leading_within
 from gemini.placement.tiers import Tier
@@ -37,15 +40,17 @@ from .backend import Backend
 from .backward import BackwardCall
 from .build import build_chunks
 from .comm import Communicator
+from .gradients import Gradients, PendingClip
 from .ledger import Ledger
 from .materialise import Materialiser
 from .numerics import Numerics
+from .other_optimizers import refuse_other_optimizers
 from .planning import Planning
 from .reducer import Reducer
 from .sampler import Sampler
 from .settling import Settling
 from .shard_storage import Originals, ShardStorage
-from .shard_target import PendingClip, ShardTarget
+from .shard_target import ShardTarget
 from .tensor_files import FileConfig
 from .tensor_mgr import StatefulTensorMgr
 from .trees import tensors_in
@@ -116,27 +121,39 @@ class Engine:
             Ledger(self.chunks, self.storage, host),
             planning.payload_room_bytes,
             planning.steps_for,
+            self.agree_to_gather,
         )
         self.sampler = Sampler(layout.params, backend, self.manager.ledger, self._traced)
         # every chunk stays gathered: hooks and on-demand fetches have nothing to do
         self.all_gathered = self.manager.releases_nothing
-        self.reducer = Reducer(self.chunks, by_moment=not self.all_gathered)
+        self.reducer = Reducer(
+            self.chunks,
+            by_moment=not self.all_gathered,
+            agree=partial(self.agree, "asks to reduce"),
+        )
         self.open_calls: list[BackwardCall] = []  # module calls whose backward is under way
         self._viewed: dict[ChunkId, None] = {}  # plain views of them left their modules
         self._chunk_of_storage = {
             chunk.payload.untyped_storage()._cdata: chunk.spec.id for chunk in self.chunks
         }
         self.present = [False] * len(params)  # a gradient arrived since the last zero_grad
+        # whose gradients were dropped since then, after an error in a backward
+        self.broken: set[ParamId] = set()
+        self.gradients = Gradients(self)
         self._target: ShardTarget | None = None
         self._last_trace: Trace | None = None  # of training
         self.settling = Settling(self)
         self._agreements_left = 0 if planning.has_trace else MAX_AGREEMENTS
         self._forward_depth = 0
+        self._num_agreed = 0  # calls of this cycle when ranks met last
+        self._owes_meeting = False  # before it gathers: the cycle before was not of steps
+        self._reads_outside = False  # chunks were gathered outside a pass since the last one
         self._summoned = False
         for i, param in enumerate(self.params):
             if param.requires_grad:
                 param.register_post_accumulate_grad_hook(_gradient_hook(self, ParamId(i)))
             wrap_in_place(param, ParamHandle(self, ParamId(i)))
+        refuse_other_optimizers()
         self.adoption = Adoption(self.params)
         self.manager.before_release = self.adoption.adopt
         self.manager.release_all()
@@ -152,6 +169,82 @@ class Engine:
         slots = self.layout.chunks[chunk].slots
         first, last = (self.layout.params[slot.param].name for slot in (slots[0], slots[-1]))
         return f"chunk {chunk} ({first if first == last else f'{first} ... {last}'})"
+
+    # -- the other ranks --
+
+    def agree_to_gather(self, chunks: Sequence[ChunkId], follows_steps: bool) -> None:
+        """Before a call of a pass gathers: the others know it, or are asked."""
+        if not follows_steps or self._owes_meeting:
+            self.agree("asks to gather", chunks)
+
+    def agree(self, does: str, chunks: Sequence[ChunkId]) -> None:
+        """Before collectives in a pass that no steps say: all ranks are about to do the same."""
+        words = self._in_words(chunks)
+        if self.manager.deviated:
+            was_next, came = (self._in_words(call).values() for call in self.manager.left_steps)
+            where = f", having come to {'; '.join(came)} where {'; '.join(was_next)} was next"
+            words = {chunk: said + where for chunk, said in words.items()}
+        self.comm.agree(does, words)
+        self._has_met()
+
+    def come_together(self) -> None:
+        """Before collectives that follow a pass: every rank has come to its end.
+
+        Ranks that have followed their steps to the end need not be asked: steps are the same on
+        all. [Note: no step without agreement] So a collective is issued either along steps that
+        all ranks follow, or when they have met for it. A rank that leaves its steps waits for the
+        others, and two collectives that are not the same never meet.
+        """
+        self.end_reading()
+        if self._is_ahead_of_meeting():
+            self.comm.agree("ends", {"a pass": "a pass"})
+            self._has_met()
+
+    def _is_ahead_of_meeting(self) -> bool:
+        """This rank came to where it is by calls that the others may not have made."""
+        if self.comm.world_size == 1 or self.all_gathered:
+            return False
+        followed = self.manager.followed_steps or self._num_agreed == self.manager.num_calls
+        return self._owes_meeting or not followed
+
+    def _has_met(self) -> None:
+        self._owes_meeting = False
+        self._num_agreed = self.manager.num_calls
+
+    def call(self, name: str) -> None:
+        """A method begins that all ranks must call; see `Communicator.call`."""
+        self.end_reading()
+        self.comm.call(name)
+        self._has_met()
+
+    def read(self, wanted: Mapping[str, str]) -> bool:
+        """Bring what any rank reads, each name in words; whether one does.
+
+        Outside a pass ranks read in orders of their own: they agree on what any of them reads, and
+        all bring that in one order.
+        """
+        self._reads_outside = self.comm.world_size > 1
+        united = self.comm.unite(wanted)
+        chunks = [ChunkId(int(what)) for kind, what in map(str.split, united) if kind == "chunk"]
+        if chunks:
+            self.at_moment(tuple(sorted(chunks)), planned=False)
+        for kind, what in map(str.split, united):
+            if kind == "gradient":
+                self.gradients.bring(ParamId(int(what)), wanted=f"gradient {what}" in wanted)
+            elif kind == "norm":
+                self.gradients.measure(float(what))
+        self._has_met()
+        return bool(united)
+
+    def end_reading(self) -> None:
+        """Before collectives whose order all ranks know: help those that still read."""
+        while self._reads_outside:
+            self._reads_outside = self.read({})
+            if not self._reads_outside:
+                self.manager.release_all()  # what is gathered may differ
+
+    def _in_words(self, chunks: Iterable[ChunkId]) -> dict[str, str]:
+        return {f"chunk {chunk}": self._describe(chunk) for chunk in chunks}
 
     # -- the optimizer --
 
@@ -230,13 +323,14 @@ class Engine:
             return
         self.settling.graph_is_open |= torch.is_grad_enabled()
         self.comm.check_unchanged()
-        if self.reducer.active:
-            log.warning("a backward did not end; the gradients since zero_grad are dropped")
-            self.drop_gradients()
+        self._notice_broken_backward()
+        self.end_reading()
+        self._owes_meeting = self._is_ahead_of_meeting()
         self._unpin()
         # inputs may differ between ranks, and what is gathered when may not
         signature = self.sampler.signature if self.comm.world_size == 1 else ""
         self.manager.begin_cycle("train" if torch.is_grad_enabled() else "eval", signature)
+        self._num_agreed = 0
         if self.all_gathered:
             self.sampler.at_root("enter")
 
@@ -247,28 +341,54 @@ class Engine:
                 self.sampler.at_root("leave")
             self._unpin()
 
-    def begin_backward(self) -> None:
-        """The gradient of a root output has arrived: arm the end of this backward."""
+    def begin_backward(self, scaled: bool = False) -> None:
+        """This module takes part in a backward: arm its end, once.
+
+        Called by whatever comes first: the gradient of an output of the root or of a module
+        below it, or of a parameter. `scaled`: by an output of the root, where a loss scale is put
+        on.
+        """
         if torch.is_grad_enabled():
             raise_double_backward()
+        self.check_gradients_whole()
         if self.pending_clip is not None:
             raise RuntimeError(
                 "backward() after gradients were clipped; call optimizer.step() or zero_grad() "
                 "between, or clip after the last backward"
             )
-        self._entered = True
+        self._entered |= scaled
+        if self.reducer.active:
+            return
+        self.reducer.active = True
+        self.gradients.settle()
         if self._kept_scale is not None:
             for chunk in self.chunks:
                 chunk.gradient.scale(self.scaler.scale / self._kept_scale)
             self._kept_scale = None
-        if not self.reducer.active:
-            self.reducer.active = True
-            if self.all_gathered:
-                self.sampler.at_root("enter")
-            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
-            if self._viewed:  # operators that took such a view have no hook of their own
-                self.manager.pin(tuple(self._viewed))
-                self.at_moment(tuple(self._viewed), planned=False)
+        if self.all_gathered:
+            self.sampler.at_root("enter")
+        torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+        if self._viewed:  # operators that took such a view have no hook of their own
+            self.manager.pin(tuple(self._viewed))
+            self.at_moment(tuple(self._viewed), planned=False)
+
+    def _notice_broken_backward(self) -> None:
+        """One that began and did not end was ended by an error: what it left is incomplete."""
+        if self.reducer.active and not in_backward():
+            self.drop_gradients()
+            self.broken.update(self._trainable())
+
+    def _trainable(self) -> list[ParamId]:
+        return [ParamId(i) for i, spec in enumerate(self.layout.params) if spec.trainable]
+
+    def check_gradients_whole(self) -> None:
+        """Raise RuntimeError where an error has cut a backward short since zero_grad."""
+        self._notice_broken_backward()
+        if self.broken:
+            raise RuntimeError(
+                "a backward ended in an error, so the gradients since zero_grad are incomplete; "
+                "call zero_grad() before you go on"
+            )
 
     def end_backward(self) -> None:
         """All gradients of this backward have arrived."""
@@ -277,32 +397,40 @@ class Engine:
             return
         if self.all_gathered:
             self.sampler.at_root("leave")
+        self.come_together()
         self.sampler.collector.before_change()
         self.reducer.finish()
         self.sampler.collector.after_change()
+        if self.reducer.synchronise:
+            self.gradients.exchange_presence()
         self._forget_calls()
         self._unpin()
         self.settling.graph_is_open = False
 
-    def _in_cycle(self) -> bool:
+    def in_pass(self) -> bool:
         """Whether a forward, or a backward, of the root module is under way."""
         return in_backward() or self._forward_depth > 0
 
     def call_ended(self) -> None:
         """A call that `at_moment` began does not use its chunks any more."""
-        self.sampler.collector.before_change()
-        self.manager.call_ended()
-        self.sampler.collector.after_change()
+        if self.in_pass():
+            self.sampler.collector.before_change()
+            self.manager.call_ended()
+            self.sampler.collector.after_change()
 
     def at_moment(self, chunks: tuple[ChunkId, ...], planned: bool = True) -> None:
         """These chunks are needed now. `planned`: by a call that the next iteration has too."""
-        backward = in_backward()
+        if planned and not self.in_pass():
+            self.at_reading(chunks)
+            return
+        if planned:
+            self.end_reading()
         collector = self.sampler.collector
         collector.before_change()
-        if backward:
-            self.reducer.at_moment()
+        if planned and in_backward():
+            self.reducer.at_moment(self.manager.follows_steps)
         try:
-            self.manager.at_moment(chunks, planned and self._in_cycle())
+            self.manager.at_moment(chunks, planned)
         except NvmeError as error:
             self._say_what_is_left(error)
             raise
@@ -326,6 +454,8 @@ class Engine:
         """Autograd has the whole gradient of a parameter: pack it."""
         if grad.requires_grad:
             raise_double_backward()
+        if not self.reducer.active:
+            self.begin_backward()
         if self.scaler.active and not self._entered:
             self._refuse_unscaled(index)
         chunk = self.chunks[self.chunk_of[index]]
@@ -358,14 +488,24 @@ class Engine:
         idle = (p for p in params if self.manager.state_of(p) is not TensorState.COMPUTE)
         chunks = tuple(sorted({self.chunk_of[param] for param in idle}))
         if chunks and not self._summoned:
-            planned = self._in_cycle()
-            if planned:
+            if self.in_pass():
                 self.sampler.at_moment("enter", self._params_for(chunks))
-            self.at_moment(chunks, planned)
+            self.at_moment(chunks)
         return chunks
 
+    def at_reading(self, chunks: tuple[ChunkId, ...]) -> None:
+        """These chunks are read outside a pass, where ranks may read in any order.
+
+        What is gathered already is left where it is, and nobody is asked.
+        """
+        if any(not self.chunks[chunk].gathered for chunk in chunks):
+            self.read(self._in_words(chunks))
+        for chunk in chunks:
+            self.chunks[chunk].wait_gathered()
+
     def fetched(self, chunks: tuple[ChunkId, ...], arguments: Any, result: Any) -> None:
-        if self._in_cycle() and not self._summoned:
+        in_pass = self.in_pass()
+        if in_pass and not self._summoned:
             self.call_ended()
             self.sampler.at_moment("leave", self._params_for(chunks))
         if not torch.is_grad_enabled():
@@ -374,7 +514,7 @@ class Engine:
         if results and self.scaler.active and self._forward_depth == 0 and not in_backward():
             self._refuse_unscaled(self.layout.chunks[chunks[0]].slots[0].param)
         if results:
-            call = BackwardCall(self, chunks, traced=self._params_for(chunks))
+            call = BackwardCall(self, chunks, traced=self._params_for(chunks), in_pass=in_pass)
             others = (t for t in tensors_in(arguments) if handle_of(t) is None)
             call.watch(results, [t for t in others if t.requires_grad])
 
@@ -442,7 +582,14 @@ class Engine:
         """End what is under way, and let masters follow what the user wrote."""
         if self._summoned:
             raise RuntimeError("step() while parameters are summoned; leave the context first")
-        self.end_backward()
+        if in_backward():
+            raise RuntimeError(
+                "step() inside a backward: other gradients are still to come, and to be reduced "
+                "over ranks and clipped together; call it behind loss.backward()"
+            )
+        self.check_gradients_whole()
+        self.come_together()
+        self.gradients.resolve()
         self.sampler.end()
         self.adopt_changes()
 
@@ -466,15 +613,17 @@ class Engine:
             )
         return self._target.clip(clip)
 
-    def gradient_read(self, param: ParamId) -> None:
-        """`.grad` of a parameter is read: None would be a lie where its chunk has the gradient."""
-        if self.present[param]:
-            raise RuntimeError(
-                f"the gradient of {self.layout.params[param].name} is in its chunk and not in "
-                ".grad; use model.named_gradients() to look at gradients, "
-                "model.clip_grad_norm_(max_norm) or optimizer.clip_grad_by_value(value) to clip "
-                "them (not torch.nn.utils), and model.zero_grad() to drop them"
-            )
+    def gradient_of(self, param: ParamId) -> GradientView | None:
+        self._notice_broken_backward()
+        return self.gradients.of(param)
+
+    def set_gradient(self, param: ParamId, value: Tensor | None) -> None:
+        self._notice_broken_backward()
+        self.gradients.set(param, value)
+
+    def place_of(self, param: ParamId) -> tuple[Chunk, int]:
+        """The chunk of a parameter, and its slot there."""
+        return self.chunks[self.chunk_of[param]], self._slot_of[param]
 
     def _refuse_unscaled(self, param: ParamId) -> None:
         raise RuntimeError(
@@ -491,13 +640,17 @@ class Engine:
 
     def zero_gradients(self) -> None:
         """Gradients become zeros, which a step takes as gradients."""
-        self.end_backward()
+        self._notice_broken_backward()
+        self.broken.clear()
         self.pending_clip = None
+        self.gradients.dropped()
         for chunk in self.chunks:
             chunk.gradient.zero()
 
     def drop_gradients(self) -> None:
+        self.broken.clear()
         self.pending_clip = None
+        self.gradients.dropped()
         self._kept_scale = None
         self.reducer.drop_gradients()
         self.storage.forget_gradients()

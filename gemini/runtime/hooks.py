@@ -125,7 +125,10 @@ class _Owner:
         engine.manager.end_use(self._chunks, self._params, TensorState.HOLD_AFTER_FORWARD)
         engine.call_ended()
         engine.sampler.at_moment("leave", self._params)
-        call = BackwardCall(engine, self._chunks, self._params, self._awaited, self._whole)
+        in_pass = engine.in_pass()
+        call = BackwardCall(
+            engine, self._chunks, self._params, self._awaited, self._whole, in_pass=in_pass
+        )
         call.watch(outputs, [t for t in tensors_in((args, kwargs)) if t.requires_grad])
-        if not in_backward():
+        if in_pass and not in_backward():
             engine.reducer.announce(self._chunks)

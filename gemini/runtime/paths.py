@@ -232,7 +232,8 @@ class TritonStepPath:
         self, hypers: Sequence[Any], present: Sequence[bool], power_sum: float, clip: Clip
     ) -> Updater:
         self._before = (self._updater.steps.clone(), self._updater.control.clone())
-        self._updater.set_limits(clip)
+        scale = self._updater.scaler.read().scale
+        self._updater.set_limits(clip.with_max_norm(clip.norm(power_sum) / scale))
         self._updater.set_measure(power_sum)
         return self.begin_unread(hypers, present)
 

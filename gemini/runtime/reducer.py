@@ -12,7 +12,7 @@ gathered, a chunk is reduced as soon as it and those before it are complete.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor
 
@@ -24,12 +24,20 @@ from gemini.units import ChunkId
 class Reducer:
     """Gradients of the trainable chunks of one engine, over one backward after another."""
 
-    def __init__(self, chunks: Sequence[Chunk], by_moment: bool) -> None:
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        by_moment: bool,
+        agree: Callable[[Sequence[ChunkId]], None] = lambda chunks: None,
+    ) -> None:
+        """`agree`: with the other ranks, to reduce chunks now. Raises where they do not."""
+        self._agree = agree
         # backward runs through the layout from its end, until a trace says otherwise
         self._order = [chunk for chunk in reversed(chunks) if chunk.spec.trainable]
         self._by_moment = by_moment
-        self.active = False  # a gradient arrived since the last `finish`
+        self.active = False  # a backward has begun, and not come to its end
         self.synchronise = True  # False under `no_sync`: the next `finish` reduces nothing
+        self.unsynchronised = False  # the last one did not
         self._announced: Counter[ChunkId] = Counter()  # calls whose backward is to come
         self._opened: Counter[ChunkId] = Counter()  # calls whose backward has begun
         self._open: Counter[ChunkId] = Counter()  # those that have not ended
@@ -63,11 +71,16 @@ class Reducer:
         if not whole:
             self._open.subtract(chunks)
 
-    def at_moment(self) -> None:
-        """Before a backward gather: reduce the chunks whose turn it is."""
+    def at_moment(self, follows_steps: bool) -> None:
+        """Before a backward gather: reduce the chunks whose turn it is.
+
+        follows_steps: so do all ranks; else they agree first.
+        """
         if not self.synchronise or not self._by_moment:
             return
         while self._waiting and self._is_due(self._waiting[0].spec.id):
+            if not follows_steps:
+                self._agree([self._waiting[0].spec.id])
             self._begin(self._waiting.pop(0))
 
     def _is_due(self, chunk: ChunkId) -> bool:
@@ -82,7 +95,6 @@ class Reducer:
 
     def arrived(self, chunk: Chunk, slot: int, grad: Tensor) -> None:
         """Pack a gradient; where readiness decides, reduce what is complete and has its turn."""
-        self.active = True
         chunk.gradient.add(slot, grad)
         self._arrivals[chunk.spec.id, slot] += 1
         if self._by_moment or not self.synchronise:
@@ -105,7 +117,7 @@ class Reducer:
             return False
         here = chunk.spec.id
         return all(
-            self._arrivals[here, slot] >= self._usual[here, slot]
+            self._arrivals[here, slot] >= max(1, self._usual[here, slot])
             for slot in range(len(chunk.spec.slots))
         )
 
@@ -119,6 +131,7 @@ class Reducer:
         else:
             for chunk in self._order:
                 chunk.gradient.end_backward_unreduced()
+        self.unsynchronised = not self.synchronise
         self._learn()
         self._announced.clear()
         self.reset()

@@ -178,6 +178,7 @@ class ShardState:
     def offloaded_state(self) -> Mapping[Tensor, dict[str, Tensor]]:
         """Whole planes on rank 0, nothing elsewhere. Collective."""
         engine = self._engine
+        engine.call("optimizer.state_dict()")
         whole = gather_state(self._tiers, self._chunks, engine.layout, engine.comm)
         return {
             param: whole[self._names[i]]
@@ -189,6 +190,7 @@ class ShardState:
     def load_state(self, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
         """Rank 0's whole planes to all shards. Collective."""
         engine = self._engine
+        engine.call("optimizer.load_state_dict()")
         by_name = {
             name: state[param]
             for param, name in zip(engine.params, self._names, strict=True)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -33,21 +32,13 @@ from optim.target import AmpInputs, Group
 from optim.updaters import Updater
 
 from .agreement import Agreement, Ballot
+from .gradients import PendingClip
 from .paths import CpuStepPath, StepPath, TritonStepPath
 from .shard_state import ShardState
 from .shard_views import ShardViews
 
 if TYPE_CHECKING:
     from .engine import Engine
-
-
-@dataclass(frozen=True, slots=True)
-class PendingClip:
-    """What the coming step clips to, and what was measured for it already."""
-
-    clip: Clip
-    norm: Tensor | None = None  # fp64 0-d, unscaled, where a norm was asked for
-    agreement: Agreement | None = None  # where the host knows it
 
 
 class ShardTarget(ShardState):
@@ -106,7 +97,9 @@ class ShardTarget(ShardState):
         engine = self._engine
         hypers = [self._rule.hyper(group) for group in groups]
         chunks = self._reduced_chunks()
-        if isinstance(self._path, TritonStepPath) and self._all_here(chunks):
+        pending = engine.pending_clip
+        decided = pending is not None and pending.clip.fixed_factor is not None
+        if isinstance(self._path, TritonStepPath) and self._all_here(chunks) and not decided:
             report = self._step_on_device(self._path, chunks, hypers)
         else:
             report = self._step_agreed(chunks, hypers)
@@ -265,6 +258,10 @@ class ShardTarget(ShardState):
 
     def _vote(self, chunks: Sequence[Chunk], norm_type: float) -> Agreement:
         total, first_nonfinite = self._path.measure(chunks, norm_type)
+        engine, log = self._engine, self._engine.comm.log
+        engine.gradients.tell_changes()
+        here = [chunk.spec.id for chunk in self._chunks if chunk.gradient.exists]
+        log.record("votes", f"with gradients of chunks {here}")
         ballot = Ballot(
             power_sum=total,
             present=tuple(self._engine.present),

@@ -36,6 +36,7 @@ class StatefulTensorMgr:
 
     planned: the plan's steps for a kind of iteration and a signature of its inputs, if it has any.
     payload_room_bytes: for payloads, wherever no plan is followed.
+    agree: called before a planned call gathers these chunks; and whether its steps say so.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class StatefulTensorMgr:
         ledger: Ledger | None = None,
         payload_room_bytes: int = UNLIMITED,
         planned: Planned = lambda kind, signature: None,
+        agree: Callable[[Sequence[ChunkId], bool], None] = lambda chunks, follows_steps: None,
     ) -> None:
         self.ledger = ledger or Ledger(chunks)
         self._names = [spec.name for spec in layout.params]
@@ -62,6 +64,7 @@ class StatefulTensorMgr:
         self._max_prefetch = max_prefetch
         self.payload_room_bytes = payload_room_bytes
         self._planned = planned
+        self._agree = agree
         self._users: dict[ChunkId, int] = dict.fromkeys(self._nbytes, 0)
         self._computing = [0] * len(layout.params)  # calls that use a parameter now
         self._pinned: dict[ChunkId, None] = {}  # borrowed, or seen in an output: until the end
@@ -75,6 +78,10 @@ class StatefulTensorMgr:
         self._behind: list[tuple[ChunkId, ...]] = []  # to release at the next ends of calls
         self._largest_need = 0
         self.deviated = False  # this cycle left its steps
+        self.left_steps: tuple[Call, Call] = (
+            (),
+            (),
+        )  # there: the call that was next, and that came
         self.gathers = 0  # payloads made so far
         self.before_release: Callable[[Chunk], None] = lambda chunk: None
 
@@ -82,6 +89,22 @@ class StatefulTensorMgr:
     def releases_nothing(self) -> bool:
         """Every chunk stays gathered: hooks and on-demand fetches have nothing to do."""
         return not self._nbytes
+
+    @property
+    def num_calls(self) -> int:
+        """Calls of this cycle so far."""
+        return len(self._seen)
+
+    @property
+    def follows_steps(self) -> bool:
+        """What is gathered and released is what the steps of this cycle say."""
+        return self._steps is not None and not self.deviated
+
+    @property
+    def followed_steps(self) -> bool:
+        """The steps of this cycle were followed, and none is left."""
+        steps = self._steps
+        return steps is not None and not self.deviated and len(self._seen) == len(steps.steps)
 
     def state_of(self, param: ParamId) -> TensorState:
         """Where a parameter is in its cycle."""
@@ -124,6 +147,7 @@ class StatefulTensorMgr:
         wanted = [chunk for chunk in chunks if chunk in self._nbytes]
         step = self._next_step(chunks) if planned else None
         if step is None:
+            self._ask(wanted if planned else (), follows_steps=False)
             self._gather_now(wanted)
         else:
             self._follow(step, wanted)
@@ -218,6 +242,7 @@ class StatefulTensorMgr:
         steps = self._steps.steps
         if position >= len(steps) or steps[position].needs != chunks:
             self.deviated = True
+            self.left_steps = (steps[position].needs if position < len(steps) else (), chunks)
             self._behind = []
             return None
         return steps[position]
@@ -228,11 +253,17 @@ class StatefulTensorMgr:
         self._behind = list(step.behind)
         overdue = [chunk for chunk in self._overdue if chunk not in wanted]
         self._release_planned((*overdue, *step.release))
+        self._ask((*step.gather, *wanted), follows_steps=True)
         if self._overdue:  # what could not be freed takes room from what the step gathers
             self._gather_now(wanted)
         for chunk in (*step.gather, *wanted):  # it is there, unless its payload was lost meanwhile
             if chunk in wanted or not self._overdue:
                 self._gather(chunk)
+
+    def _ask(self, chunks: Iterable[ChunkId], *, follows_steps: bool) -> None:
+        missing = [chunk for chunk in chunks if not self._chunks[chunk].gathered]
+        if missing:
+            self._agree(missing, follows_steps)
 
     def _release_planned(self, chunks: Iterable[ChunkId]) -> None:
         for chunk in tuple(chunks):

@@ -2,8 +2,9 @@
 
 Ranks that issue collectives in different orders hang, or swap data of equal size without an error.
 So every rank keeps a log since the last agreement. The digests of the logs travel in the agreement
-vector: swapped data is found before it changes a weight. A wait that passes its deadline publishes
-its log in the group's store and reads the others': a hang ends with what both ranks were doing.
+vector, and are compared before an evaluation returns: swapped data is found before it is used. A
+wait that passes its deadline publishes its log in the group's store and reads the others': a hang
+ends with what both ranks were doing.
 """
 
 from __future__ import annotations
@@ -17,16 +18,28 @@ MAX_ENTRIES = 4096  # an evaluation may go on for long without an agreement
 
 
 class SequenceError(RuntimeError):
-    """Ranks issued different collectives."""
+    """Ranks issued different collectives, or one of them called a collective alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One collective: its number since the engine was made, what it does, to which chunk."""
+    """One collective: its number since the engine was made, what it does, to what.
+
+    kind: `"gathers"` or `"reduces"`, of a chunk; `"calls"`, a method; else what ranks meet for.
+    subject: a chunk's id, or words.
+    waits: this rank waits for the others to meet it; what it wants of them may be its own.
+    """
 
     number: int
-    kind: str  # "gathers", "reduces"
-    chunk: int
+    kind: str
+    subject: int | str
+    waits: bool = False
+
+    def differs_from(self, other: Entry) -> bool:
+        """Whether two ranks that did these under one number did different things."""
+        if self.waits and other.waits and self.kind == other.kind != "calls":
+            return False
+        return (self.kind, self.subject) != (other.kind, other.subject)
 
 
 class SequenceLog:
@@ -35,15 +48,26 @@ class SequenceLog:
     def __init__(self) -> None:
         self._entries: list[Entry] = []
         self._count = 0
+        self._waiting: Entry | None = None
         self.digest = 0
 
-    def record(self, kind: str, chunk: int) -> None:
-        entry = Entry(self._count, kind, chunk)
+    @property
+    def count(self) -> int:
+        """The number of the next entry."""
+        return self._count
+
+    def record(self, kind: str, subject: int | str) -> None:
+        entry = Entry(self._count, kind, subject)
         self._count += 1
+        self._waiting = None
         self._entries.append(entry)
         if len(self._entries) > MAX_ENTRIES:
             del self._entries[: MAX_ENTRIES // 2]
-        self.digest = zlib.crc32(f"{kind}{chunk};".encode(), self.digest)
+        self.digest = zlib.crc32(f"{kind}{subject};".encode(), self.digest)
+
+    def wait(self, kind: str, subject: str) -> None:
+        """What this rank will record next, if the others meet it."""
+        self._waiting = Entry(self._count, kind, subject, waits=True)
 
     def clear(self) -> None:
         """All ranks agreed: what was done so far was the same."""
@@ -51,7 +75,8 @@ class SequenceLog:
         self.digest = 0
 
     def encode(self) -> str:
-        return json.dumps([[e.number, e.kind, e.chunk] for e in self._entries])
+        entries = self._entries if self._waiting is None else [*self._entries, self._waiting]
+        return json.dumps([[e.number, e.kind, e.subject, e.waits] for e in entries])
 
     @staticmethod
     def decode(text: str) -> list[Entry]:
@@ -71,7 +96,7 @@ def first_difference(logs: Sequence[Sequence[Entry]]) -> tuple[int, Entry, int, 
         (*done[entry.number], rank, entry)
         for rank, log in enumerate(logs)
         for entry in log
-        if done[entry.number][1] != entry
+        if entry.differs_from(done[entry.number][1])
     ]
     return min(differences, key=lambda found: found[1].number, default=None)
 
@@ -79,11 +104,25 @@ def first_difference(logs: Sequence[Sequence[Entry]]) -> tuple[int, Entry, int, 
 def explain(
     difference: tuple[int, Entry, int, Entry], describe: Callable[[int], str]
 ) -> SequenceError:
-    """The error that names both ranks' chunks; `describe` turns a chunk's id into words."""
+    """The error that names what both ranks did; `describe` turns a chunk's id into words."""
     rank, entry, other_rank, other = difference
     return SequenceError(
-        f"ranks issue different collectives: as number {entry.number}, rank {rank} {entry.kind} "
-        f"{describe(entry.chunk)}, and rank {other_rank} {other.kind} {describe(other.chunk)}. "
+        f"ranks issue different collectives: as number {entry.number}, rank {rank} "
+        f"{_words(entry, describe)}, and rank {other_rank} {_words(other, describe)}. "
+        + _remedy(entry, other)
+    )
+
+
+def _words(entry: Entry, describe: Callable[[int], str]) -> str:
+    subject = describe(entry.subject) if isinstance(entry.subject, int) else entry.subject
+    return f"{entry.kind} {subject}"
+
+
+def _remedy(entry: Entry, other: Entry) -> str:
+    alone = next((e for e in (entry, other) if e.kind == "calls"), None)
+    if alone is not None:
+        return f"All ranks must call {alone.subject}; take it out of what one rank runs alone"
+    return (
         "All ranks must call the same modules in the same order; put what differs by its input "
         "below a module that is gathered whole (gather_whole=)"
     )

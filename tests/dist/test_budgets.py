@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from gemini import AutoPlacement, GeminiDDP
 from gemini.placement.tiers import Tier
 from gemini.runtime.backend import SimBackend
-from gemini import AutoPlacement, GeminiDDP
 from optim import HybridAdam, NvmeConfig
 from tests.gemini.test_on_nvme import BLOCKS, SMALL, homes, wrapped
 from tests.models import Tower, token_batches, token_loss
@@ -20,7 +20,7 @@ def trained(rank, world_size, placement, device=None):
     """Three steps, the last of which adds up two backwards: digest, homes, weights, norm."""
     model, optimizer = wrapped(placement, device=device, max_norm=0.5)
     for step, parts in enumerate(token_batches(3, 2 * world_size)):
-        for part in parts[rank :: world_size][: 1 + (step == 2)]:
+        for part in parts[rank::world_size][: 1 + (step == 2)]:
             token_loss(model, part).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -106,8 +106,16 @@ def measured(rank, world_size):
             optimizer.step()
             optimizer.zero_grad()
         planning, manager = model.engine.planning, model.engine.manager
-        found.append((planning.plan.digest(), planning.has_trace, manager.deviated,
-                      manager.gathers - before, len(planning.plan.gathers), model.state_dict()))
+        found.append(
+            (
+                planning.plan.digest(),
+                planning.has_trace,
+                manager.deviated,
+                manager.gathers - before,
+                len(planning.plan.gathers),
+                model.state_dict(),
+            )
+        )
     return found
 
 

@@ -11,7 +11,7 @@ import gemini
 from gemini import GeminiDDP, StaticPlacement
 from gemini.checkpoint import CheckpointError
 from optim import HybridAdam
-from tests.checkpoints import ADAM, assert_same, batches, everything, make, train, whole
+from tests.checkpoints import ADAM, assert_same, batches, make, train, whole
 from tests.models import Tower, token_loss
 from tests.workers import run_ranks
 
@@ -87,7 +87,9 @@ def fsdp_whole(module, optimizer):
     found = {f"model.{k}": v for k, v in state["model"].items()}
     for name, planes in state["optim"]["state"].items():
         found |= {f"{name}.{plane}": value for plane, value in planes.items()}
-    return {k: v.full_tensor() if hasattr(v, "full_tensor") else v.clone() for k, v in found.items()}
+    return {
+        k: v.full_tensor() if hasattr(v, "full_tensor") else v.clone() for k, v in found.items()
+    }
 
 
 def save_fsdp(rank, path):
@@ -126,9 +128,7 @@ def load_and_go_on(rank, path, options, first, last):
 def test_what_fsdp2_saved_is_loaded_bit_for_bit_and_trained_on(tmp_path):
     want, later = run_ranks(save_fsdp, 3, tmp_path / "fsdp")[0]
     for world_size, form in ((2, FORMS[1]), (3, FORMS[3])):
-        there, trained = run_ranks(
-            load_and_go_on, world_size, tmp_path / "fsdp", form, 2, 4
-        )[0]
+        there, trained = run_ranks(load_and_go_on, world_size, tmp_path / "fsdp", form, 2, 4)[0]
         assert_same(there, want)
     for name, value in later.items():  # the last one was in fp32 at the same world size
         assert torch.allclose(trained[name], value, rtol=1e-4, atol=1e-6), name

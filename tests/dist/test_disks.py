@@ -1,4 +1,4 @@
-"""A disk that fails on one rank fails the step on all, with its error, and the next one is right."""
+"""A disk that fails on one rank fails the step on all with its error; the next one is right."""
 
 import pytest
 import torch

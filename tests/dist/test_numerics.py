@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from bench.numerics import BOUNDS, Case, update_errors
 from gemini import GeminiDDP

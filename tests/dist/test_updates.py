@@ -176,10 +176,8 @@ def a_disk_fails_on_one_rank(rank, folder):
         except RuntimeError as error:
             said = str(error)
         optimizer.zero_grad()
-    if rank == 0:
-        same = torch.equal(before[:1000], full_masters_here(optimizer)[:1000])
-    else:
-        same = True  # its own block cannot be read any more
+    # the other rank's own block cannot be read any more
+    same = rank != 0 or torch.equal(before[:1000], full_masters_here(optimizer)[:1000])
     return said, same, len(model.engine.chunks)
 
 

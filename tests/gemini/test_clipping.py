@@ -129,19 +129,6 @@ def test_a_norm_below_the_limit_changes_nothing():
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
-def test_torchs_clip_is_told_what_to_call_instead():
-    model, _ = wrapped()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # there is no gradient yet
-    backward(model)
-    for clip in (torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_):
-        with pytest.raises(RuntimeError, match=r"model\.clip_grad_norm_\(max_norm\)"):
-            clip(model.parameters(), 1.0)
-    with pytest.raises(RuntimeError, match=r"gradient of embed\.weight is in its chunk"):
-        torch.optim.SGD(model.parameters()).step()
-    model.zero_grad()
-    assert all(param.grad is None for param in model.parameters())
-
-
 def test_bad_calls_are_refused_and_change_nothing():
     model, optimizer = wrapped()
     with pytest.raises(RuntimeError, match="without a gradient"):

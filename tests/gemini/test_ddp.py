@@ -210,6 +210,11 @@ def test_a_backward_that_raises_leaves_a_good_next_step():
     with pytest.raises(ZeroDivisionError):
         loss.backward()
     handle.remove()
+    with pytest.raises(RuntimeError, match="a backward ended in an error"):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="a backward ended in an error"):
+        token_loss(model, batch[0]).backward()
+    optimizer.zero_grad()
     train(model, optimizer, [batch])
     want = train_reference(Tower(), lambda ps: torch.optim.SGD(ps, lr=0.1), [batch], token_loss)
     assert torch.equal(weights(model), want)

@@ -1,0 +1,198 @@
+"""What `.grad` of a wrapped parameter is: a tensor with a shape and no memory.
+
+The gradient lies in its chunk, sharded over ranks. A norm and a factor are computed there; what
+needs values gets a copy of them, and an operator in place writes them back. So what is written for
+torch (`torch.nn.utils.clip_grad_norm_`, `p.grad *= c`, `p.grad.isfinite().all()`) works.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from gemini.units import ParamId
+
+
+class GradientSource(Protocol):
+    """The gradients of an engine; all values are fp32, and without the loss scale."""
+
+    def values(self, param: ParamId) -> Tensor:
+        """A copy in the parameter's shape. All ranks read it, in any order."""
+        ...
+
+    def norm(self, param: ParamId, order: float) -> Tensor:
+        """fp64 0-d. All ranks ask for one, of this parameter or of another."""
+        ...
+
+    def scale(self, param: ParamId, factor: float | Tensor) -> None:
+        """Multiply it."""
+        ...
+
+    def clamp(self, param: ParamId, low: float, high: float) -> None:
+        """Limit every element to [low, high]."""
+        ...
+
+    def zero(self, param: ParamId) -> None: ...
+
+    def assign(self, param: ParamId, values: Tensor) -> None:
+        """Take other values, in the parameter's shape."""
+        ...
+
+
+class GradientView(Tensor):
+    """The gradient of one parameter, fp32; see the file. Reading its values is collective."""
+
+    _source: GradientSource
+    _param: ParamId
+
+    @staticmethod
+    def __new__(
+        cls, source: GradientSource, param: ParamId, shape: torch.Size, device: torch.device
+    ) -> GradientView:
+        view: GradientView = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, shape, dtype=torch.float32, device=device
+        )
+        view._source, view._param = source, param
+        return view
+
+    def __init__(
+        self, source: GradientSource, param: ParamId, shape: torch.Size, device: torch.device
+    ) -> None:
+        pass
+
+    def values(self) -> Tensor:
+        """A copy of what it stands for. All ranks read it, in any order."""
+        return self._source.values(self._param)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"GradientView({self.values()!r})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.values()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.values().__reduce_ex__(protocol)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func in _TAKE_VALUES:
+            return func(*_with_values(args), **_with_values(kwargs or {}))
+        if func in _ITSELF:
+            return args[0]
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        if name.startswith("_foreach_"):
+            return _foreach(name, func, args, kwargs)
+        done, result = _without_values(name, args, kwargs)
+        if done:
+            return result
+        written = [view for view in _written(func, args, kwargs) if isinstance(view, GradientView)]
+        taken = {id(view): view.values() for view in _views((args, kwargs))}
+        args, kwargs = tree_map(lambda value: taken.get(id(value), value), (args, kwargs))
+        result = func(*args, **kwargs)
+        for view in written:
+            view._source.assign(view._param, taken[id(view)])
+        mine = {id(taken[id(view)]): view for view in written}
+        return tree_map(lambda value: mine.get(id(value), value), result)
+
+
+def _without_values(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[bool, Any]:
+    """(True, the result) of an operator on one view that needs no copy of it."""
+    view = args[0]
+    if not isinstance(view, GradientView):
+        return False, None
+    source, param, rest = view._source, view._param, args[1:]
+    if name in ("detach", "alias") or (name == "view_as" and view is args[1]):
+        return True, view
+    if name == "linalg_vector_norm" and len(rest) <= 1 and kwargs.get("dim") is None:
+        norm = source.norm(param, float(rest[0]) if rest else 2.0)
+        return True, norm if kwargs.get("dtype") is None else norm.to(kwargs["dtype"])
+    if name in ("mul_", "div_") and len(rest) == 1 and not kwargs and _is_number(rest[0]):
+        source.scale(param, rest[0] if name == "mul_" else 1.0 / rest[0])
+        return True, view
+    limits = _limits(name, rest, kwargs)
+    if limits is not None:
+        source.clamp(param, *limits)
+        return True, view
+    if name == "zero_":
+        source.zero(param)
+        return True, view
+    return False, None
+
+
+def _foreach(name: str, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """An operator on lists, as the operators on their items."""
+    views, rest = args[0], args[1:]
+    if not isinstance(views, (list, tuple)):
+        return NotImplemented
+    single = getattr(torch.ops.aten, _SINGLE.get(name, name.removeprefix("_foreach_")))
+    results = []
+    for i, view in enumerate(views):
+        each = [value[i] if isinstance(value, (list, tuple)) else value for value in rest]
+        results.append(single(view, *each, **kwargs))
+    return None if name.endswith("_") else results
+
+
+def _limits(name: str, rest: Sequence[Any], kwargs: dict[str, Any]) -> tuple[float, float] | None:
+    """Of a clamp between numbers; None for anything else."""
+    if name not in ("clamp_", "clamp_min_", "clamp_max_"):
+        return None
+    low, high = kwargs.get("min"), kwargs.get("max")
+    if name == "clamp_max_":
+        (high,) = rest
+    elif rest:
+        low, high = (*rest, high)[:2]
+    if any(isinstance(limit, Tensor) for limit in (low, high)):
+        return None
+    return -math.inf if low is None else float(low), math.inf if high is None else float(high)
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.dim() == 0 and not isinstance(value, GradientView)
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Any]:
+    """Arguments that the operator works on in place."""
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            yield from tree_leaves(value)
+
+
+def _views(values: Any) -> list[GradientView]:
+    return [value for value in tree_leaves(values) if isinstance(value, GradientView)]
+
+
+def _with_values(values: Any) -> Any:
+    return tree_map(lambda v: v.values() if isinstance(v, GradientView) else v, values)
+
+
+_SINGLE = {"_foreach_norm": "linalg_vector_norm"}
+_TAKE_VALUES = frozenset(
+    {Tensor.numpy, Tensor.__array__, Tensor.tolist, Tensor.__dlpack__, Tensor.cpu, Tensor.to_dense}
+)
+_ITSELF = frozenset({Tensor.data.__get__})  # type: ignore[attr-defined]

@@ -1,0 +1,43 @@
+"""The loops of tests/gemini/test_loops.py at several ranks: torch's updates on every one.
+
+Every rank has the same batches, so the mean over ranks is what one process of plain torch has.
+"""
+
+import pytest
+
+from tests.loop_cases import BUILDS, LOOPS
+from tests.loops import Net, difference
+from tests.workers import run_ranks
+
+pytestmark = pytest.mark.dist
+
+BOUNDS = {"clip by norm 1": 1e-5}  # torch adds the magnitudes of a tensor up in fp32
+CASES = [  # ranks, place, and by how much fp32 sums in another order may differ
+    (2, "resident", 1e-6),
+    (2, "host", 1e-6),
+    (2, "nvme", 1e-6),
+    (2, "files", 3e-6),  # 24 layers
+    (3, "resident", 2e-6),  # a third is no fp32 number
+    (3, "zero2", 2e-6),
+]
+
+
+def all_loops(rank, place, names):
+    found = {}
+    for name in names:
+        try:
+            found[name] = difference(LOOPS[name], BUILDS.get(name, Net), place)
+        except Exception as error:
+            raise AssertionError(f"{name} at {place}") from error
+    return found
+
+
+@pytest.mark.parametrize(("world_size", "place", "bound"), CASES)
+def test_loops_written_for_torch_have_the_updates_of_torch(world_size, place, bound):
+    of_operators = (world_size, place) == (2, "resident")
+    names = [name for name in LOOPS if of_operators or "place" not in name]
+    found = {}
+    for begin in range(0, len(names), 12):  # processes anew: one that fails names its loop
+        found |= run_ranks(all_loops, world_size, place, names[begin : begin + 12])[0]
+    wrong = {name: error for name, error in found.items() if error > BOUNDS.get(name, bound)}
+    assert len(found) == len(names) and not wrong

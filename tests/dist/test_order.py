@@ -1,0 +1,242 @@
+"""Ranks that read parameters in different orders, or of which one does something alone.
+
+Wherever nothing else puts ranks in order they meet first: they read what they asked for, or all of
+them end in an error that names both, within the deadline. No process ends by a signal.
+"""
+
+import gc
+import time
+from contextlib import nullcontext
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+import gemini
+from gemini import GeminiDDP
+from gemini.runtime.watch import SequenceError
+from optim import HybridAdam
+from tests.workers import run_ranks
+
+pytestmark = pytest.mark.dist
+
+DEADLINE_SECONDS = 1.0
+
+
+class Layers(nn.Module):
+    """Square layers, of which every one is a chunk; `widths` make chunks of several sizes."""
+
+    def __init__(self, widths=(24,) * 7):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(a, b, bias=False) for a, b in pairwise(widths))
+        self.order = list(range(len(self.layers)))
+
+    def forward(self, x):
+        for i in self.order:
+            x = torch.tanh(self.layers[i](x))
+        return x
+
+
+ODD_WIDTHS = (24, 31, 40, 13, 24)
+
+
+def wrapped(module, **options):
+    model = GeminiDDP(
+        module, precision="fp32", min_chunk_size_m=1 / 2**20, search_range_m=0, **options
+    )
+    model.engine.comm.deadline_seconds = DEADLINE_SECONDS
+    assert len(model.engine.chunks) == len(module.layers)
+    return model
+
+
+def train(model, optimizer):
+    model(torch.ones(2, 24)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+# -- reads in any order ----------------------------------------------------------------------
+
+
+def read_in_orders(rank, widths):
+    model = wrapped(Layers(widths))
+    optimizer = HybridAdam(model.parameters(), lr=0.1)
+    train(model, optimizer)
+    names = [name for name, _ in model.named_parameters()]
+    params = dict(model.named_parameters())
+    with model.summon_full_params(writeback=False):
+        want = {name: param.detach().clone() for name, param in params.items()}
+    generator = torch.Generator().manual_seed(rank)
+    wrong = []
+    for _ in range(6):
+        order = [names[i] for i in torch.randperm(len(names), generator=generator).tolist()]
+        read = {name: params[name].detach().clone() for name in order}
+        wrong += [name for name in names if not torch.equal(read[name], want[name])]
+        train(model, optimizer)
+        with model.summon_full_params(writeback=False):
+            want = {name: param.detach().clone() for name, param in params.items()}
+    return wrong
+
+
+@pytest.mark.parametrize("widths", [(24,) * 7, ODD_WIDTHS], ids=["equal sizes", "odd sizes"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_read_parameters_in_orders_of_their_own(widths, world_size):
+    assert run_ranks(read_in_orders, world_size, widths) == [[]] * world_size
+
+
+def penalty_in_orders(rank, wraps):
+    module = Layers(ODD_WIDTHS)
+    model = wrapped(module) if wraps else module
+    make = HybridAdam if wraps else torch.optim.AdamW
+    options = {} if wraps else {"foreach": False}
+    optimizer = make(model.parameters(), lr=0.1, eps=1.0, weight_decay=0.0, **options)
+    start = [param.detach().clone() for param in Layers(ODD_WIDTHS).parameters()]
+    for _ in range(3):
+        params = list(model.parameters())
+        if rank == 1:
+            params.reverse()
+        penalty = sum(param.pow(2).sum() for param in params)
+        (model(torch.ones(2, 24)).square().mean() + 0.01 * penalty).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with model.summon_full_params() if wraps else nullcontext():
+        return [(p.detach() - s) for p, s in zip(model.parameters(), start, strict=True)]
+
+
+def test_a_penalty_over_weights_in_another_order_on_every_rank_has_the_updates_of_torch():
+    want = torch.cat([u.flatten() for u in penalty_in_orders(0, False)])
+    for update in run_ranks(penalty_in_orders, 2, True):
+        got = torch.cat([u.flatten() for u in update])
+        assert float((got - want).norm() / want.norm()) < 1e-6  # fp32 sums in another order
+
+
+def save_pretrained(rank, folder, chunk_m):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(n_embd=48, n_layer=3, n_head=4, vocab_size=131, n_positions=32)
+    plain = GPT2LMHeadModel(config)
+    want = {name: value.clone() for name, value in plain.state_dict().items()}
+    model = GeminiDDP(plain, precision="fp32", min_chunk_size_m=chunk_m, search_range_m=0)
+    model.save_pretrained(folder)
+    again = GPT2LMHeadModel.from_pretrained(folder).state_dict()
+    return [name for name, value in want.items() if not torch.equal(again[name], value)]
+
+
+@pytest.mark.parametrize("chunk_m", [1e-6, 0.01, 0.05])
+def test_save_pretrained_of_a_wrapped_model_writes_its_weights(tmp_path, chunk_m):
+    assert run_ranks(save_pretrained, 2, str(tmp_path), chunk_m) == [[], []]
+
+
+# -- passes that differ ----------------------------------------------------------------------
+
+
+def evaluate_in_orders(rank, widths, warm, grad, order):
+    """What a rank is told after `warm` evaluations, when rank 1 runs layers in another order."""
+    model = wrapped(Layers(widths))
+    with torch.set_grad_enabled(grad):
+        for _ in range(warm):
+            model(torch.ones(2, 24))
+        if rank == 1:
+            model.order[:] = order
+        try:
+            for _ in range(2):
+                model(torch.ones(2, 24))
+        except SequenceError as error:
+            return str(error)
+    return "returned"
+
+
+@pytest.mark.parametrize("order", [[5, 4, 3, 2, 1, 0], [0, 1, 3, 2, 4, 5], [0, 1, 2]])
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("warm", [0, 3])
+def test_an_evaluation_in_which_ranks_differ_returns_on_no_rank(warm, grad, order):
+    """Also in the first one, where no rank knows what comes."""
+    for said in run_ranks(evaluate_in_orders, 2, (24,) * 7, warm, grad, order):
+        assert "rank 0" in said and "rank 1" in said, said
+
+
+def test_an_evaluation_with_other_sizes_ends_in_an_error_and_not_in_a_signal():
+    for said in run_ranks(evaluate_odd, 2):
+        assert "layers.1.weight" in said and "layers.2.weight" in said
+
+
+class Parallel(Layers):
+    """Layers of several sizes that can run in any order."""
+
+    def forward(self, x):
+        return sum(self.layers[i](x[:, : self.layers[i].in_features]).sum() for i in self.order)
+
+
+def evaluate_odd(rank):
+    model = wrapped(Parallel((24, 7, 20, 3, 24)))
+    with torch.no_grad():
+        for _ in range(3):
+            model(torch.ones(2, 24))
+        if rank == 1:
+            model.order[1:3] = [2, 1]
+        try:
+            model(torch.ones(2, 24))
+        except SequenceError as error:
+            return str(error)
+    return "returned"
+
+
+# -- one rank alone --------------------------------------------------------------------------
+
+
+def alone(rank, folder, what):
+    """Rank 0 does something alone, between steps; what every rank was told, and when."""
+    model = wrapped(Layers())
+    optimizer = HybridAdam(model.parameters(), lr=0.1)
+    train(model, optimizer)
+    train(model, optimizer)
+    if what.startswith("named"):
+        model(torch.ones(2, 24)).sum().backward()
+    calls = {
+        "model.state_dict()": model.state_dict,
+        "optimizer.state_dict()": optimizer.state_dict,
+        "save_checkpoint()": lambda: gemini.save_checkpoint(f"{folder}/c", model, optimizer),
+        "export_safetensors()": lambda: gemini.export_safetensors(f"{folder}/e", model),
+        "model.digest()": model.digest,
+        "summon_full_params()": lambda: model.summon_full_params().__enter__(),
+        "named_gradients()": lambda: list(model.named_gradients()),
+        "layers.2.weight": lambda: model.module.layers[2].weight.norm().item(),
+    }
+    start = time.monotonic()
+    try:
+        if rank == 0:
+            calls[what]()
+        train(model, optimizer)
+        train(model, optimizer)
+    except SequenceError as error:
+        return str(error), time.monotonic() - start
+    return "nothing", 0.0
+
+
+@pytest.mark.parametrize(
+    "what",
+    ["model.state_dict()", "optimizer.state_dict()", "save_checkpoint()", "export_safetensors()",
+     "model.digest()", "summon_full_params()", "named_gradients()", "layers.2.weight"],
+)  # fmt: skip
+def test_what_one_rank_does_alone_ends_in_an_error_that_names_it(tmp_path, what):
+    for said, seconds in run_ranks(alone, 2, str(tmp_path), what):
+        assert what in said
+        assert seconds < 10 * DEADLINE_SECONDS
+
+
+def last_of_all(rank):
+    model = wrapped(Layers())
+    if rank == 1:
+        del model
+        gc.collect()
+        return "ended"
+    with pytest.raises(SequenceError, match=r"model.state_dict\(\), and rank 1 has ended"):
+        model.state_dict()
+    return "told"
+
+
+def test_a_rank_that_has_ended_is_not_waited_for():
+    assert run_ranks(last_of_all, 2) == ["told", "ended"]
