@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -11,38 +11,40 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.module import _IncompatibleKeys
 
 from gemini.chunk.dtypes import DTYPES
 from gemini.chunk.layout import ChunkLayout, training_layout
 from gemini.chunk.search import search_chunk_configuration
 from gemini.memtracer.collector import MemStatsCollector
 from gemini.memtracer.trace import Trace
+from gemini.module_face import ModuleFace, with_signature_of
 from gemini.placement.policy import Placement, parse_placement
 from gemini.runtime.backend import Backend, make_backend
 from gemini.runtime.boundary import Boundary
 from gemini.runtime.comm import Communicator
 from gemini.runtime.digest import digest
 from gemini.runtime.engine import Engine
-from gemini.runtime.full import full_parameters, load_full_parameters, salvageable
 from gemini.runtime.gradients import named_gradients
-from gemini.runtime.hooks import GatherWhole, ModuleHooks, has_experts
+from gemini.runtime.hooks import GatherWhole, has_experts, hook_modules
 from gemini.runtime.integrity import Integrity
 from gemini.runtime.kept import KeepFp32, cast_at_boundary, kept_modules, param_dtypes
 from gemini.runtime.materialise import InitFn, Materialiser
-from gemini.runtime.numerics import Numerics
+from gemini.runtime.numerics import Numerics, as_loss_scale
 from gemini.runtime.planning import begin_planning
 from gemini.runtime.reports import MemoryReport, explain, memory_report, memory_timeline
-from gemini.runtime.specs import collect_params
+from gemini.runtime.specs import check_module, collect_params
+from gemini.runtime.unwrap import unwrap
 from optim.clipping import asked_norm
 from optim.loss_scale import LossScale
 
 
-class GeminiDDP(nn.Module):
+class GeminiDDP(ModuleFace):
     """Shards a module over ranks and places its model data, behind the module's own interface.
 
     The module is changed in place: its parameters keep their identity and become views of chunks
-    in the compute dtype. Every rank starts with rank 0's values. Use plain `loss.backward()`.
+    in the compute dtype. Every rank starts with rank 0's parameters and buffers; a state dict that
+    is loaded gives rank 0's to all; between, each rank's buffers are its own. Use plain
+    `loss.backward()`.
 
     module: on the CPU or on `device`; wrapped once.
     device: where modules compute; None is the CUDA device of this process, else the CPU. A
@@ -52,8 +54,8 @@ class GeminiDDP(nn.Module):
         placement dataclass. Parameters are sharded as in ZeRO-3 but for
         `StaticPlacement(shard_param_frac)`.
     precision: `"bf16"`, `"fp16"` or `"fp32"`: dtype of parameters, activations and gradients.
-        Floating inputs are cast to it; buffers keep theirs, and each rank its own. fp16 has a
-        dynamic loss scale, and its outputs are raised to fp32.
+        Floating inputs are cast to it; buffers keep theirs. fp16 has a dynamic loss scale, and its
+        outputs are raised to fp32.
     keep_fp32: true for (qualified name, module) of modules that stay in fp32 with all below them;
         what they take and return is cast.
     cast_buffers: floating buffers are cast to the precision too.
@@ -65,7 +67,8 @@ class GeminiDDP(nn.Module):
     max_prefetch: chunks gathered ahead of their use.
     force_outputs_fp32: floating outputs are cast to fp32.
     max_norm: every step clips gradients to this L2 norm over all parameters and ranks; 0 does not.
-    loss_scale: options of the loss scale of fp16; None is `optim.LossScale()`.
+    loss_scale: options of the loss scale of fp16; None is `optim.LossScale()`, a number a scale
+        that never changes.
     on_nonfinite: a gradient with a NaN or an Inf on any rank lets all of them `"skip"` the step,
         which changes nothing, or `"raise"` `optim.NonFiniteGradientError` (and wait for each step).
     gather_whole: modules whose parameters are gathered all together, because what runs below them
@@ -75,6 +78,9 @@ class GeminiDDP(nn.Module):
     init_state_dict: values for the parameters instead of those they have, on rank 0.
     trace: of an iteration, see `gemini.trace`; the first one is planned with it, and chunks are in
         the order of its first uses.
+    cast_inputs: false leaves what floats in the arguments as it is, targets of a loss say; modules
+        then cast for themselves.
+    broadcast_buffers: every forward begins with rank 0's buffers on all ranks, as DDP's default.
 
     Raises ValueError, before anything is changed, for a module that cannot be wrapped.
     """
@@ -93,7 +99,7 @@ class GeminiDDP(nn.Module):
         max_prefetch: int = 1,
         force_outputs_fp32: bool = False,
         max_norm: float = 0.0,
-        loss_scale: LossScale | None = None,
+        loss_scale: LossScale | float | None = None,
         on_nonfinite: str = "skip",
         keep_fp32: KeepFp32 | None = None,
         cast_buffers: bool = False,
@@ -103,12 +109,15 @@ class GeminiDDP(nn.Module):
         init_fn: InitFn | None = None,
         init_state_dict: Mapping[str, Tensor] | None = None,
         trace: Trace | None = None,
+        cast_inputs: bool = True,
+        broadcast_buffers: bool = False,
     ) -> None:
         super().__init__()
+        check_module(module)
         numerics = Numerics(
             precision=precision,
             max_norm=max_norm,
-            loss_scale=loss_scale,
+            loss_scale=as_loss_scale(loss_scale),
             on_nonfinite=on_nonfinite,
             master_weights=master_weights,
             rounding_seed=rounding_seed,
@@ -157,37 +166,63 @@ class GeminiDDP(nn.Module):
             self.engine.scaler,
             partial(self.engine.begin_backward, scaled=True),
             force_outputs_fp32=force_outputs_fp32,
+            cast_inputs=cast_inputs,
         )
         in_fp32 = {id(buffer) for inner in kept.values() for buffer in inner.buffers()}
+        self._buffer_dtypes = {id(buffer): buffer.dtype for buffer in module.buffers()}
         for buffer in module.buffers():
             casts = cast_buffers and buffer.is_floating_point() and id(buffer) not in in_fp32
             buffer.data = buffer.data.to(backend.device, self._dtype if casts else buffer.dtype)
         for inner in kept.values():
-            cast_at_boundary(inner, self._dtype)
+            self.engine.hook_handles += cast_at_boundary(inner, self._dtype)
+        self._broadcasts_buffers = broadcast_buffers
+        self._broadcast_buffers()
         frozen = [
             (spec.name, param)
             for spec, param in zip(specs, params, strict=True)
             if not spec.trainable
         ]
         self._integrity = Integrity(module, frozen)
-        self._hooks = ModuleHooks(self.engine, module, gather_whole)
-
-    def __getattr__(self, name: str) -> Any:
-        """What the wrapper does not have is the inner module's: `config`, `generate`, ..."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "module":
-                raise
-            return getattr(self.module, name)
+        self.engine.hook_handles += hook_modules(self.engine, module, gather_whole)
+        with_signature_of(self, module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self._integrity.check()
+        self._check_use()
+        if self._broadcasts_buffers:
+            self.engine.come_together()
+            self._broadcast_buffers()
         self.engine.begin_iteration((args, kwargs))
         args, kwargs = self._boundary.enter((args, kwargs))
         with self.engine.tracking(self.module):
             outputs = self.module(*args, **kwargs)
         return self._boundary.leave(outputs)
+
+    def _check_use(self) -> None:
+        if self.engine.is_unwrapped:
+            raise RuntimeError("this module was unwrapped; use model.module, or wrap it again")
+        _check_not_inside_ddp(self)
+        self._integrity.check()
+
+    @torch.no_grad()
+    def _broadcast_buffers(self) -> None:
+        """Rank 0's, on every rank."""
+        for buffer in self.module.buffers():
+            self.engine.comm.broadcast(buffer)
+
+    def unwrap(self, device: torch.device | str = "cpu") -> nn.Module:
+        """The inner module, as plain as it was: all parameters on every rank, from fp32 masters.
+
+        They are the same objects, on `device`, in the dtypes they had before; hooks, chunks and
+        files are gone, gradients and the optimizer's state with them. It may be wrapped again.
+        All ranks call. Raises RuntimeError where that was done already.
+        """
+        if self.engine.is_unwrapped:
+            raise RuntimeError("this module was unwrapped already; use model.module")
+        self.engine.call("model.unwrap()")
+        unwrap(self.engine, torch.device(device))
+        for buffer in self.module.buffers():
+            buffer.data = buffer.data.to(device, self._buffer_dtypes.get(id(buffer), buffer.dtype))
+        return self.module
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -213,89 +248,6 @@ class GeminiDDP(nn.Module):
         with self.engine.summoned(writeback):
             yield
 
-    def state_dict(  # type: ignore[override]
-        self,
-        *,
-        destination: dict[str, Any] | None = None,
-        prefix: str = "",
-        keep_vars: bool = False,
-    ) -> dict[str, Any]:
-        """The inner module's state dict, with its names; whole on rank 0, empty on the others.
-
-        All ranks call. Parameters are the fp32 masters, in the dtype they had before wrapping, on
-        the CPU; they are gathered a chunk at a time. `keep_vars` is not possible.
-        """
-        if keep_vars:
-            raise ValueError("keep_vars=True: whole parameters are copies, and not variables")
-        self.engine.call("model.state_dict()")
-        state = {} if destination is None else destination
-        values = dict(full_parameters(self.engine))
-        if self.engine.comm.rank == 0:
-            for name in _state_names(self.module):
-                state[prefix + name] = values.get(name)
-            state.update(
-                (prefix + name, buffer.detach()) for name, buffer in saved_buffers(self.module)
-            )
-        return state
-
-    def save_pretrained(self, save_directory: str | Path, **options: Any) -> None:
-        """As Hugging Face's models do, with the fp32 masters. All ranks call; rank 0 writes.
-
-        Rank 0 holds all weights meanwhile; `gemini.export_safetensors` writes them one by one.
-        Raises AttributeError where the inner module has no such method, and RuntimeError on every
-        rank where it fails.
-        """
-        save: Callable[..., Any] = self.module.save_pretrained  # type: ignore[assignment]
-        state = self.state_dict()
-        error: Exception | None = None
-        if self.engine.comm.rank == 0:
-            try:
-                save(save_directory, state_dict=state, **options)
-            except Exception as raised:
-                error = raised
-        said = self.engine.comm.gather_objects(None if error is None else str(error))[0]
-        if error is not None:
-            raise error
-        if said is not None:
-            raise RuntimeError(f"save_pretrained() failed on rank 0: {said}")
-
-    def salvage(self) -> dict[str, Tensor]:
-        """Parameters that are in memory, in the compute dtype: what is left if the files are lost.
-
-        Not collective. A checkpoint has more: all parameters, as fp32 masters.
-        """
-        return salvageable(self.engine)
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> _IncompatibleKeys:
-        """Take rank 0's values, with the inner module's names; all ranks call.
-
-        Shards and fp32 masters follow, whether the optimizer is there already or not; its moments
-        stay. Raises RuntimeError, before anything is changed, for missing and unexpected names
-        (`strict`), ValueError for another shape; `assign` is not possible.
-        """
-        if assign:
-            raise ValueError("assign=True: a wrapped parameter keeps its memory")
-        self.engine.call("model.load_state_dict()")
-        params = {name for spec in self.engine.layout.params for name in spec.names}
-        buffers = dict(saved_buffers(self.module))
-        expected = params | buffers.keys()
-        mine = _IncompatibleKeys(
-            sorted(expected - state_dict.keys()), sorted(state_dict.keys() - expected)
-        )
-        keys: _IncompatibleKeys = self.engine.comm.gather_objects(mine)[0]
-        if strict and (keys.missing_keys or keys.unexpected_keys):
-            raise RuntimeError(
-                f"the state dict does not fit: missing {keys.missing_keys}, "
-                f"unexpected {keys.unexpected_keys}"
-            )
-        load_full_parameters(self.engine, state_dict)
-        for name, buffer in buffers.items():
-            if name in state_dict:
-                buffer.copy_(state_dict[name])
-        return keys
-
     def digest(self) -> str:
         """A name for weights, step counts and loss scale. All ranks call.
 
@@ -304,10 +256,6 @@ class GeminiDDP(nn.Module):
         """
         self.engine.call("model.digest()")
         return digest(self.engine)
-
-    def saved_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, buffer) of the inner module's buffers that a state dict has."""
-        return saved_buffers(self.module)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, which are in chunks and not in `p.grad`, or make them zeros."""
@@ -349,19 +297,6 @@ class GeminiDDP(nn.Module):
         """What was sampled: traces of iterations, by kind and signature of the inputs."""
         return self.engine.sampler.collector
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GeminiDDP:
-        """`to`, `half`, `cuda` and the like: what changes nothing is allowed."""
-        probe = torch.empty(0, dtype=self._dtype, device=self.engine.backend.device)
-        changed = fn(probe)
-        if (changed.dtype, changed.device) != (probe.dtype, probe.device):
-            raise ValueError(
-                f"a wrapped module stays in {probe.dtype} on {probe.device}; give precision= and "
-                "device= to GeminiDDP"
-            )
-        for buffer in self.module.buffers():
-            buffer.data = fn(buffer.data)
-        return self
-
 
 def _backend(device: torch.device | str | Backend | None) -> Backend:
     if not isinstance(device, str | torch.device | None):
@@ -372,18 +307,14 @@ def _backend(device: torch.device | str | Backend | None) -> Backend:
     return make_backend(torch.device(device))
 
 
-def _state_names(module: nn.Module) -> Iterator[str]:
-    """Names of all parameters, tied ones under each of their names, in the module's order."""
-    for name, _ in module.named_parameters(remove_duplicate=False):
-        yield name
-
-
-def saved_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Persistent buffers."""
-    for prefix, child in module.named_modules():
-        for name, buffer in child.named_buffers(recurse=False):
-            if name not in child._non_persistent_buffers_set:
-                yield f"{prefix}.{name}" if prefix else name, buffer
+def _check_not_inside_ddp(model: nn.Module) -> None:
+    """Raise RuntimeError inside torch's own DDP: gradients would be averaged over ranks twice."""
+    outer = nn.parallel.DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
+    if outer is not None and any(inner is model for inner in outer.modules()):
+        raise RuntimeError(
+            "a GeminiDDP inside torch's DistributedDataParallel: both reduce gradients over ranks; "
+            "use the GeminiDDP alone"
+        )
 
 
 def _check_same_set_up(comm: Communicator, layout: ChunkLayout, options: object) -> None:

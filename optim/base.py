@@ -292,10 +292,14 @@ class TieredOptimizer(torch.optim.Optimizer):
         """Bytes that this optimizer's state takes on disk, both versions of every block."""
         return sum(target.nvme_bytes for target in self._targets)
 
-    def close(self) -> None:
-        """Remove the files and threads. The optimizer cannot step any more."""
+    def close(self, *, keep_masters: bool = True) -> None:
+        """Remove the files and threads. The optimizer cannot step any more.
+
+        keep_masters: under GeminiDDP fp32 weights go back to the module, for `state_dict()`,
+            exports and the next optimizer; without, it is left with 16 bits of each, sooner.
+        """
         for target in self._targets:
-            target.close()
+            target.close(keep_masters)
         self._targets.clear()
         self._closed = True
 

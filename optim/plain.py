@@ -233,7 +233,7 @@ class PlainTarget:
     def nvme_bytes(self) -> int:
         return self._tiers.nvme_bytes
 
-    def close(self) -> None:
+    def close(self, keep_masters: bool = True) -> None:
         self._tiers.close()
 
 

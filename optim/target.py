@@ -98,8 +98,8 @@ class Target(Protocol):
         """Bytes on disk, both versions of every block."""
         ...
 
-    def close(self) -> None:
-        """Remove files and threads."""
+    def close(self, keep_masters: bool = True) -> None:
+        """Remove files and threads. `keep_masters`: give fp32 weights back to who owns them."""
         ...
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from gemini.ddp import saved_buffers
+from gemini.module_face import saved_buffers
 from gemini.units import BLOCK_NUMEL
 from optim.base import TieredOptimizer
 from optim.plain import PlainTarget

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, NoReturn, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,10 @@ class ParamOwner(Protocol):
 
         Returns their chunks; empty where the modules that own the parameters are running.
         """
+        ...
+
+    def check_address(self) -> None:
+        """Raise RuntimeError outside a pass: an address would not stay that of the values."""
         ...
 
     def fetched(self, chunks: tuple[ChunkId, ...], arguments: Any, result: Any) -> None:
@@ -66,7 +70,23 @@ class ParamHandle:
     param: ParamId
 
 
-class ChunkParameter(nn.Parameter):
+class _Leaving:
+    """How a wrapped tensor leaves its engine: as a plain copy of its values."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _plain_copy(cast(Tensor, self)).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return _plain_copy(cast(Tensor, self))
+
+    def share_memory_(self) -> NoReturn:
+        raise RuntimeError(
+            "a wrapped parameter cannot be moved to shared memory, as its chunk frees and refills "
+            "its memory; share the tensors of model.state_dict()"
+        )
+
+
+class ChunkParameter(_Leaving, nn.Parameter):
     """A parameter whose values are a view of a chunk, which may be released."""
 
     @classmethod
@@ -115,7 +135,7 @@ class GatheredParameter(ChunkParameter):
         _call(_SET_GRAD, (self, None), {})
 
 
-class ChunkView(Tensor):
+class ChunkView(_Leaving, Tensor):
     """A view of a ChunkParameter: what reads it fetches the chunk again."""
 
     __torch_function__ = ChunkParameter.__torch_function__
@@ -123,13 +143,23 @@ class ChunkView(Tensor):
 
 def wrap_in_place(param: nn.Parameter, handle: ParamHandle) -> None:
     """Make `param` a ChunkParameter of `handle`'s engine; its identity stays."""
-    if type(param) is not nn.Parameter:
-        raise ValueError(
-            f"a parameter is a {type(param).__name__}; expected a plain torch.nn.Parameter "
-            "(a module is wrapped once, and before other libraries replace its parameters)"
-        )
+    assert type(param) is nn.Parameter
     param.__class__ = GatheredParameter if handle.owner.all_gathered else ChunkParameter
     setattr(param, OWNER_ATTRIBUTE, handle)
+
+
+def unwrap_in_place(param: nn.Parameter) -> None:
+    """Make it a plain one again, whatever its values are."""
+    param.__class__ = nn.Parameter
+    delattr(param, OWNER_ATTRIBUTE)
+
+
+def _plain_copy(tensor: Tensor) -> Tensor:
+    """Its values in a tensor, or a parameter, of torch's own. Fetches them: all ranks call."""
+    values = tensor.detach().clone()
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(values, requires_grad=tensor.requires_grad)
+    return values
 
 
 def take_gradient(param: Tensor) -> Tensor | None:
@@ -170,6 +200,9 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         for handle in handles:
             if not handle.owner.all_gathered:
                 used.setdefault(handle.owner, []).append(handle.param)
+        if func in _GIVES_ADDRESS:
+            for owner in used:
+                owner.check_address()
         fetched = [(owner, owner.fetch(params)) for owner, params in used.items()]
         if func in _GIVES_MEMORY_AWAY and used:  # whoever gets it cannot be asked to wait
             args = (args[0].clone(), *args[1:])
@@ -216,9 +249,11 @@ def _mark_views(result: Any, handle: ParamHandle) -> Any:
     if type(result) is Tensor:
         if not handle.owner.owns_memory_of(result):
             return result
-        view = result.as_subclass(ChunkView)
-        setattr(view, OWNER_ATTRIBUTE, handle)
-        return view
+        # in place: `as_subclass` puts a node of its own between the view and the parameter's, which
+        # torch's pipelining and hooks in the manner of DDP look for
+        result.__class__ = ChunkView
+        setattr(result, OWNER_ATTRIBUTE, handle)
+        return result
     if type(result) in (tuple, list):
         return type(result)(_mark_views(item, handle) for item in result)
     return result
@@ -260,4 +295,7 @@ _SET_GRAD: Any = Tensor.grad.__set__  # type: ignore[union-attr]
 _GRADIENT = frozenset({_GET_GRAD, _SET_GRAD, Tensor.grad.__delete__})  # type: ignore[union-attr]
 _GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_GIVES_ADDRESS = frozenset(
+    {Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage, Tensor._typed_storage}
+)
 _GIVES_MEMORY_AWAY = frozenset({Tensor.numpy, Tensor.__array__, Tensor.__dlpack__})

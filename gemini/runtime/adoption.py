@@ -33,6 +33,14 @@ class Adoption:
         """It may have been, in a way that its version does not show."""
         self._written.add(param)
 
+    def stepped(self, params: Sequence[ParamId]) -> None:
+        """A step changed them. So autograd refuses a graph that was recorded before, as torch's
+        optimizers make it do."""
+        with torch._C.DisableTorchFunctionSubclass():
+            torch.autograd.graph.increment_version([self._params[param] for param in params])
+            for param in params:
+                self._versions[param] += 1
+
     def adopt(self, chunk: Chunk) -> None:
         """Copy the user's values from a gathered payload to its shard, if there are any."""
         if self._changed(chunk):

@@ -98,7 +98,7 @@ class BackwardCall:
             engine.reducer.opened(self._chunks, self._whole)
         self._inputs_pending = self._num_inputs
         self._awaited = set(self._awaits)
-        if len(self._awaited) > 1:  # some may have taken no part: experts, branches
+        if len(self._awaited) > 1:  # some may take no part: experts, branches, what was frozen
             self._awaited = {p for p in self._awaited if _gets_gradient(engine.params[p])}
         self._close_if_done()
 
@@ -124,4 +124,9 @@ class BackwardCall:
 def _gets_gradient(param: Tensor) -> bool:
     """Whether this backward will accumulate a gradient into `param`."""
     with torch._C.DisableTorchFunctionSubclass():
-        return bool(torch._C._will_engine_execute_node(get_gradient_edge(param).node))
+        if not param.requires_grad:  # frozen since it was wrapped
+            return False
+        try:
+            return bool(torch._C._will_engine_execute_node(get_gradient_edge(param).node))
+        except RuntimeError:  # autograd.grad takes it out instead
+            return False

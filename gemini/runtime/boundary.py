@@ -25,7 +25,7 @@ from .trees import map_tensors
 class Boundary:
     """Of one wrapped module.
 
-    dtype: of the module's computation; floating inputs are cast to it.
+    dtype: of the module's computation; floating inputs are cast to it where `cast_inputs`.
     begins: called when a gradient comes in.
     """
 
@@ -37,11 +37,13 @@ class Boundary:
         begins: Callable[[], None],
         *,
         force_outputs_fp32: bool,
+        cast_inputs: bool = True,
     ) -> None:
         self._dtype = dtype
         self._device = device
         self._scaler = scaler
         self._begins = begins
+        self._casts_inputs = cast_inputs
         self._raises_outputs = force_outputs_fp32 or dtype == torch.float16
 
     def enter(self, inputs: Any) -> Any:
@@ -70,7 +72,8 @@ class Boundary:
         if self._scaler.active and tensor.requires_grad and torch.is_grad_enabled():
             tensor = tensor.view_as(tensor)
             tensor.register_hook(self._unscale)
-        dtype = self._dtype if tensor.is_floating_point() else tensor.dtype
+        casts = self._casts_inputs and tensor.is_floating_point()
+        dtype = self._dtype if casts else tensor.dtype
         moved = tensor.to(device=self._device, dtype=dtype, non_blocking=True)
         # a leaf has no place in the graph for hooks to watch
         return moved.view_as(moved) if moved.is_leaf and moved.requires_grad else moved

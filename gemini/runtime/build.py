@@ -70,7 +70,8 @@ def build_chunks(
         full = filling.pop(chunk)
         original = full.finish(comm)
         if original is not None:
-            storage.originals.put(chunk, original)
+            frozen = not full.chunk.spec.trainable
+            storage.originals.put(chunk, original.cpu() if frozen else original)
         if not full.chunk.is_whole and chunk not in kept:
             full.chunk.release()
         done[chunk] = full.chunk
@@ -101,8 +102,7 @@ class _Filling:
         self._params = [params[slot.param] for slot in spec.slots]
         self._missing = set(range(len(spec.slots)))
         wider = any(p.dtype.itemsize > chunk.dtype.itemsize for p in self._params)
-        # else the payload is the original
-        self._keeps_original = keep_originals and spec.trainable and wider
+        self._keeps_original = keep_originals and wider  # else the payload is the original
         self._source = chunk.payload
         if self._keeps_original:
             self._source = backend.allocate(spec.payload_numel, torch.float32)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports the compiler at once
 
+from gemini.chunk.dtypes import DTYPES
 from gemini.chunk.gradient_view import GradientView
 from gemini.chunk.layout import ChunkLayout
 from gemini.chunk.parameter import ChunkView, ParamHandle, handle_of, take_gradient, wrap_in_place
@@ -25,6 +26,7 @@ from gemini.chunk.state import TensorState
 from gemini.chunk.storage import Chunk
 from gemini.memtracer.trace import Trace
 from gemini.placement.policy import StaticPlacement, leading_within
+from gemini.placement.sizes import Budgets
 from gemini.placement.tiers import Tier
 from gemini.units import ChunkId, ParamId
 from nvme import NvmeError
@@ -85,6 +87,7 @@ class Engine:
         self.backend = backend
         self.comm = comm
         self.numerics = numerics
+        self.dtype = DTYPES[numerics.dtype]
         self.scaler = Scaler(
             numerics.scale_options, backend.device, rounding_seed=numerics.rounding_seed
         )
@@ -106,7 +109,8 @@ class Engine:
         files = FileConfig(
             planning.nvme_folder, planning.inputs.block_numel, label=f"rank{comm.rank}-"
         )
-        self.storage = ShardStorage(layout, planning.plan, backend, files)
+        limited = planning.inputs.budgets != Budgets()
+        self.storage = ShardStorage(layout, planning.plan, backend, files, limited=limited)
         self.chunks = build_chunks(
             layout, self.params, values, backend, comm, planning.plan, self.storage,
             kept=self.kept, keep_originals=numerics.master_weights,
@@ -149,9 +153,12 @@ class Engine:
         self._owes_meeting = False  # before it gathers: the cycle before was not of steps
         self._reads_outside = False  # chunks were gathered outside a pass since the last one
         self._summoned = False
+        self.hook_handles: list[Any] = []  # on modules and parameters
+        self.is_unwrapped = False
         for i, param in enumerate(self.params):
             if param.requires_grad:
-                param.register_post_accumulate_grad_hook(_gradient_hook(self, ParamId(i)))
+                hook = _gradient_hook(self, ParamId(i))
+                self.hook_handles.append(param.register_post_accumulate_grad_hook(hook))
             wrap_in_place(param, ParamHandle(self, ParamId(i)))
         refuse_other_optimizers()
         self.adoption = Adoption(self.params)
@@ -522,6 +529,13 @@ class Engine:
         """One parameter of each chunk, which stands for it in a trace."""
         return tuple(self.layout.chunks[chunk].slots[0].param for chunk in chunks)
 
+    def check_address(self) -> None:
+        if not (self._summoned or self.in_pass()):
+            raise RuntimeError(
+                "the address of a parameter that is released and gathered again says nothing about "
+                "it; read addresses inside model.summon_full_params(), or copy the values"
+            )
+
     def owns_memory_of(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._chunk_of_storage
 
@@ -592,6 +606,10 @@ class Engine:
         self.gradients.resolve()
         self.sampler.end()
         self.adopt_changes()
+
+    def weights_changed(self, taken: Sequence[bool]) -> None:
+        """A step has updated these parameters."""
+        self.adoption.stepped([ParamId(i) for i, there in enumerate(taken) if there])
 
     def after_step(self) -> None:
         """Shards have changed: what is kept gathered is gathered again."""

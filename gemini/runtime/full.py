@@ -21,7 +21,7 @@ def full_parameters(engine: Engine) -> Iterator[tuple[str, Tensor]]:
     """
     engine.adopt_changes()
     for chunk in engine.chunks:
-        payload = engine.comm.gather(_master_of(engine, chunk))
+        payload = engine.comm.gather(master_of(engine, chunk))
         if payload is None:
             continue
         payload = payload.cpu()
@@ -78,7 +78,7 @@ def load_full_parameters(engine: Engine, values: Mapping[str, Tensor]) -> None:
         ]
         if all(name is None for _, name in slots):
             continue
-        mine = _master_of(engine, chunk)
+        mine = master_of(engine, chunk)
         payload = engine.comm.gather(mine)
         if payload is not None:
             for slot, name in slots:
@@ -90,7 +90,7 @@ def load_full_parameters(engine: Engine, values: Mapping[str, Tensor]) -> None:
     engine.after_step()
 
 
-def _master_of(engine: Engine, chunk: Chunk) -> Tensor:
+def master_of(engine: Engine, chunk: Chunk) -> Tensor:
     """[S] fp32 on the CPU: a copy of a chunk's shard, as exact as it is known."""
     if engine.target is not None and chunk.spec.trainable:
         return engine.target.read_master(chunk)

@@ -129,6 +129,12 @@ class Gradients:
 
     # -- what is done to one of them --
 
+    def clear_but(self, kept: Sequence[int], set_to_none: bool) -> None:
+        """Drop the others, or make them zeros."""
+        for param in map(ParamId, range(len(self._engine.params))):
+            if param not in kept and self.exists(param):
+                self._drop(param) if set_to_none else self.zero(param)
+
     def set(self, param: ParamId, value: Tensor | None) -> None:
         """`p.grad = value`."""
         if value is None:

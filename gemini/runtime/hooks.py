@@ -32,33 +32,34 @@ def has_experts(module: nn.Module) -> bool:
     return isinstance(getattr(module, "experts", None), nn.Module)
 
 
-class ModuleHooks:
-    """Hooks on the root module, and on every owner below it if the engine releases chunks."""
+def hook_modules(engine: Engine, root: nn.Module, gather_whole: GatherWhole) -> list[Any]:
+    """Hook the root module, and every owner below it if the engine releases chunks.
 
-    def __init__(self, engine: Engine, root: nn.Module, gather_whole: GatherWhole) -> None:
-        self._handles: list[Any] = []
-        owners = {} if engine.all_gathered else dict(_owners(root, gather_whole))
-        num_owners: dict[ParamId, int] = {}
-        for params, _ in owners.values():
-            for param in params:
-                num_owners[param] = num_owners.get(param, 0) + 1
-        for module, (params, whole) in owners.items():
-            # a tied parameter's gradient comes after the last of its owners: nobody waits for it
-            awaited = [
-                p for p in params if num_owners[p] == 1 and engine.layout.params[p].trainable
+    Returns the hooks, which `remove()` undoes.
+    """
+    handles: list[Any] = []
+
+    def add(module: nn.Module, hooks: _Owner | _Root) -> None:
+        handles.extend(
+            [
+                module.register_forward_pre_hook(hooks.before_forward, prepend=True),
+                module.register_forward_hook(
+                    hooks.after_forward, with_kwargs=True, always_call=True
+                ),
             ]
-            self._add(module, _Owner(engine, params, awaited, whole))
-        self._add(root, _Root(engine))  # around the root's own, if it is an owner
+        )
 
-    def _add(self, module: nn.Module, hooks: _Owner | _Root) -> None:
-        self._handles += [
-            module.register_forward_pre_hook(hooks.before_forward, prepend=True),
-            module.register_forward_hook(hooks.after_forward, with_kwargs=True, always_call=True),
-        ]
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+    owners = {} if engine.all_gathered else dict(_owners(root, gather_whole))
+    num_owners: dict[ParamId, int] = {}
+    for params, _ in owners.values():
+        for param in params:
+            num_owners[param] = num_owners.get(param, 0) + 1
+    for module, (params, whole) in owners.items():
+        # a tied parameter's gradient comes after the last of its owners: nobody waits for it
+        awaited = [p for p in params if num_owners[p] == 1 and engine.layout.params[p].trainable]
+        add(module, _Owner(engine, params, awaited, whole))
+    add(root, _Root(engine))  # around the root's own, if it is an owner
+    return handles
 
 
 def _owners(

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils.hooks import RemovableHandle
 
 from .trees import map_tensors
 
@@ -14,15 +16,19 @@ KeepFp32 = Callable[[str, nn.Module], bool]  # of a module's qualified name and 
 
 
 def kept_modules(root: nn.Module, keep_fp32: KeepFp32 | None) -> dict[str, nn.Module]:
-    """The outermost modules that `keep_fp32` is true for, by name.
+    """The outermost modules that `keep_fp32` is true for, by name, and all batch norms.
 
-    Raises ValueError where that is the root (ask for precision="fp32" then).
+    Those have fp32 statistics, beside which their operators take no weights of 16 bits.
+    Raises ValueError where `keep_fp32` is true for the root (ask for precision="fp32" then).
     """
     kept: dict[str, nn.Module] = {}
-    if keep_fp32 is None:
-        return kept
     for name, module in root.named_modules():
-        if any(name.startswith(f"{outer}.") for outer in kept) or not keep_fp32(name, module):
+        if any(name.startswith(f"{outer}.") for outer in kept):
+            continue
+        if isinstance(module, _NormBase) and name != "":
+            kept[name] = module
+            continue
+        if keep_fp32 is None or not keep_fp32(name, module):
             continue
         if name == "":
             raise ValueError('keep_fp32 is true for the whole module; use precision="fp32"')
@@ -47,8 +53,8 @@ def param_dtypes(root: nn.Module, kept: dict[str, nn.Module], dtype: str) -> dic
     return dtypes
 
 
-def cast_at_boundary(module: nn.Module, dtype: torch.dtype) -> None:
-    """Floating inputs of a kept module become fp32, its outputs `dtype`."""
+def cast_at_boundary(module: nn.Module, dtype: torch.dtype) -> list[RemovableHandle]:
+    """Floating inputs of a kept module become fp32, its outputs `dtype`; the hooks that do it."""
 
     def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
         return map_tensors((args, kwargs), lambda tensor: _cast(tensor, torch.float32))
@@ -56,8 +62,10 @@ def cast_at_boundary(module: nn.Module, dtype: torch.dtype) -> None:
     def leave(_: nn.Module, args: Any, output: Any) -> Any:
         return map_tensors(output, lambda tensor: _cast(tensor, dtype))
 
-    module.register_forward_pre_hook(enter, with_kwargs=True)
-    module.register_forward_hook(leave)
+    return [
+        module.register_forward_pre_hook(enter, with_kwargs=True),
+        module.register_forward_hook(leave),
+    ]
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:

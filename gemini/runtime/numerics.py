@@ -52,3 +52,20 @@ class Numerics:
     def scale_options(self) -> LossScale | None:
         """fp16 always has a loss scale, the others never."""
         return (self.loss_scale or LossScale()) if self.precision == "fp16" else None
+
+
+def as_loss_scale(given: LossScale | float | None) -> LossScale | None:
+    """Options, or those of a number: a scale that never changes. Raises ValueError."""
+    if given is None or isinstance(given, LossScale):
+        return given
+    if isinstance(given, bool) or not isinstance(given, (int, float)):
+        raise ValueError(
+            f"loss_scale={given!r}; expected optim.LossScale(...), or a number for one that stays"
+        )
+    scale = float(given)
+    return LossScale(
+        initial_scale=scale,
+        min_scale=min(scale, 1.0),
+        max_scale=max(scale, LossScale().max_scale),
+        growth_interval=0,
+    )

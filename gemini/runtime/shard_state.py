@@ -91,7 +91,7 @@ class ShardState:
             self._tiers.close()
             raise
         shards.end()
-        engine.originals.clear()
+        engine.originals.keep([c.spec.id for c in engine.chunks if not c.spec.trainable])
 
     def raise_state(self, plan: Plan) -> None:
         """Blocks of state rise to where `plan` has them; see `TieredState.rise`."""
@@ -139,6 +139,12 @@ class ShardState:
                 )
 
         self._tiers.overwrite(fill, self._blocks_of(chunks))
+
+    def give_masters_back(self) -> None:
+        """To where they started from, for what comes after this optimizer."""
+        if self._tiers.layout.has_master:
+            for chunk in self._chunks:
+                self._engine.originals.put(chunk.spec.id, self.read_master(chunk))
 
     def _blocks_of(self, chunks: Set[ChunkId]) -> list[Block]:
         return [

@@ -27,8 +27,15 @@ class ShardStorage:
     """Follows a plan's homes, until another plan."""
 
     def __init__(
-        self, layout: ChunkLayout, plan: Plan, backend: Backend, config: FileConfig
+        self,
+        layout: ChunkLayout,
+        plan: Plan,
+        backend: Backend,
+        config: FileConfig,
+        *,
+        limited: bool,
     ) -> None:
+        """`limited`: by a budget, so that what nothing reads in a step lives in files."""
         self._specs = layout.chunks
         self._backend = backend
         self.config = config
@@ -40,12 +47,13 @@ class ShardStorage:
                 replace(config, label=config.label + "parameters-"),
                 versioned=True,
             )
-        off_device = [
+        in_file = [
             shard.chunk for shard in plan.shards
             if any(home is not Tier.DEVICE for home in shard.state_homes)
+            or (limited and not self._specs[shard.chunk].trainable)
         ]  # fmt: skip
         self.originals = Originals(
-            {c: Flat(self._specs[c].shard_numel, torch.float32) for c in off_device},
+            {c: Flat(self._specs[c].shard_numel, torch.float32) for c in in_file},
             replace(config, label=config.label + "originals-"),
         )
         self.gradient_files: GradientFiles | None = None
@@ -70,6 +78,13 @@ class ShardStorage:
         else:
             self.params.close()
             self.params = None
+
+    def close(self) -> None:
+        """Remove all files."""
+        self.originals.clear()
+        for files in self.files:
+            files.close()
+        self.params = self.gradient_files = self.host_gradients = None
 
     def place_gradients(self, plan: Plan, chunks: list[Chunk]) -> None:
         """Send gradients, those of the future and those there are, to the plan's homes."""
@@ -149,9 +164,10 @@ class ShardStorage:
 
 
 class Originals:
-    """fp32 [S] of 16-bit trainable chunks, for masters to start from.
+    """fp32 [S] of 16-bit chunks: for masters to start from, and what is given back of frozen ones.
 
-    Those of chunks whose state will not be on the device wait in a file.
+    In host memory, or in a file: of chunks whose state will not be on the device, and under a
+    budget of frozen ones.
     """
 
     def __init__(self, in_file: Mapping[ChunkId, Flat], config: FileConfig) -> None:
@@ -191,6 +207,18 @@ class Originals:
         self._in_file.discard(chunk)
         if self._last is not None and self._last[0] == chunk:
             self._last = None
+
+    @property
+    def memory_bytes(self) -> int:
+        return sum(values.nbytes for values in self._memory.values())
+
+    def keep(self, chunks: Collection[ChunkId]) -> None:
+        """Drop those of all other chunks."""
+        for chunk in [*self._memory, *self._in_file]:
+            if chunk not in chunks:
+                self.drop(chunk)
+        if not (self._memory or self._in_file):
+            self.clear()
 
     @property
     def written_bytes(self) -> int:

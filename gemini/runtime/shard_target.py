@@ -84,6 +84,7 @@ class ShardTarget(ShardState):
         engine.manager.payload_room_bytes = engine.planning.payload_room_bytes
         self._moved = engine.storage.traffic()
         self._num_steps = 0
+        self._closed = False
         self._log = SkipLog()
 
     # -- the step --
@@ -93,6 +94,10 @@ class ShardTarget(ShardState):
             raise RuntimeError(
                 'torch.amp.GradScaler is for plain modules; GeminiDDP(precision="fp16") has a '
                 "loss scale of its own, so call loss.backward() and optimizer.step()"
+            )
+        if self._closed:
+            raise RuntimeError(
+                "the module of this optimizer was unwrapped; wrap it again and make another"
             )
         engine = self._engine
         hypers = [self._rule.hyper(group) for group in groups]
@@ -126,8 +131,9 @@ class ShardTarget(ShardState):
             where = f"{self._names[param]} on rank {rank}"
             return StepReport(Done(Outcome(True, math.nan, where, scale)))
 
-        updater = self._path.begin(hypers, agreement.present, agreement.power_sum, pending.clip)
-        views = self._views(hypers, agreement.present)
+        taken = self._taken(agreement.present)
+        updater = self._path.begin(hypers, taken, agreement.power_sum, pending.clip)
+        views = self._views(hypers, taken)
         before, stalled = self._traffic(updater), self._tiers.stalled_seconds
         engine.manager.release_for_step()
         try:
@@ -146,6 +152,13 @@ class ShardTarget(ShardState):
             nvme_written_total=self._tiers.nvme_written_total,
             update_path=updater.name,
         )
+
+    def _taken(self, present: Sequence[bool]) -> list[bool]:
+        """By parameter: whether this step updates it. One in no group is left alone."""
+        return [
+            there and group is not None
+            for there, group in zip(present, self._group_of, strict=True)
+        ]
 
     def _all_here(self, chunks: Sequence[Chunk]) -> bool:
         """No other rank and no disk has a say in a step: the device decides alone."""
@@ -166,15 +179,17 @@ class ShardTarget(ShardState):
         pending = engine.pending_clip or PendingClip(Clip(engine.numerics.max_norm))
         if pending.norm is None:
             path.submit_measure(chunks, pending.clip)
-        updater = path.begin_unread(hypers, engine.present)
-        self._tiers.commit(updater, self._views(hypers, engine.present), self._num_steps + 1)
+        taken = self._taken(engine.present)
+        updater = path.begin_unread(hypers, taken)
+        self._tiers.commit(updater, self._views(hypers, taken), self._num_steps + 1)
         self._num_steps += 1
+        engine.weights_changed(taken)
         engine.after_step()
         return path.report()
 
-    def _views(self, hypers: Sequence[Any], present: Sequence[bool]) -> ShardViews:
+    def _views(self, hypers: Sequence[Any], taken: Sequence[bool]) -> ShardViews:
         hyper = [
-            hypers[group] if group is not None and present[param] else None
+            hypers[group] if taken[param] and group is not None else None
             for param, group in enumerate(self._group_of)
         ]
         on_host = isinstance(self._path, CpuStepPath)
@@ -310,7 +325,9 @@ class ShardTarget(ShardState):
             files.commit(self._num_steps + 1)
         self._tiers.commit(updater, views, self._num_steps + 1)
         self._num_steps += 1
-        self._path.count(agreement.present)
+        taken = self._taken(agreement.present)
+        self._path.count(taken)
+        self._engine.weights_changed(taken)
 
     def _raise_what_any_rank_raised(self, error: BaseException | None) -> None:
         """This rank's own error, or one that says what the failing ranks' errors were."""
@@ -332,10 +349,16 @@ class ShardTarget(ShardState):
     # -- the rest of a target --
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        if set_to_none:
-            self._engine.drop_gradients()
+        """Those of parameters in no group stay, as with torch's optimizers."""
+        engine = self._engine
+        groups = zip(engine.params, self._group_of, strict=True)
+        left_alone = [i for i, (p, group) in enumerate(groups) if p.requires_grad and group is None]
+        if left_alone:
+            engine.gradients.clear_but(left_alone, set_to_none)
+        elif set_to_none:
+            engine.drop_gradients()
         else:
-            self._engine.zero_gradients()
+            engine.zero_gradients()
 
     def set_groups(self, groups: Sequence[Group]) -> None:
         """Groups were added: the parameters in them are updated from now on."""
@@ -410,7 +433,18 @@ class ShardTarget(ShardState):
     def nvme_bytes(self) -> int:
         return self._tiers.nvme_bytes + self._engine.storage.file_bytes
 
-    def close(self) -> None:
+    def close(self, keep_masters: bool = True) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if keep_masters:
+                self._engine.adopt_changes()
+                self.give_masters_back()
+        finally:
+            self._close()
+
+    def _close(self) -> None:
         self._engine.manager.ledger.state = None
         self._tiers.close()
         self._path.close()

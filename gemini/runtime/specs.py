@@ -18,19 +18,16 @@ def collect_params(
     """Parameters in registration order, tied ones once, and their specs.
 
     dtypes: what each computes in, by id.
-    Raises ValueError for a module that is wrapped already, has a parameter that is not floating,
-    has nothing to train, or is compiled into CUDA graphs.
+    Raises ValueError for what is no module, is wrapped already or by others, has no parameter or
+    one that cannot be a view of a chunk, or is compiled into CUDA graphs or by TorchScript.
     """
     for name, child in module.named_modules():
         _check_compiled(name, child)
     named = distinct(module.named_parameters(remove_duplicate=False))
     for param, names in named:
         _check(names[0], param)
-    if not any(param.requires_grad for param, _ in named):
-        raise ValueError(
-            f"{type(module).__name__} has no parameter that requires a gradient; "
-            "there is nothing to shard or update"
-        )
+    if not named:
+        raise ValueError(f"{type(module).__name__} has no parameter; there is nothing to shard")
     return [param for param, _ in named], [
         spec_of(param, names, dtypes[id(param)]) for param, names in named
     ]
@@ -42,6 +39,16 @@ def _check(name: str, param: nn.Parameter) -> None:
             f"parameter {name} belongs to a GeminiDDP already; wrap a module once, "
             "and use the wrapper's `module` to reach the inner one"
         )
+    if type(param).__name__ == "DTensor":  # importing it takes a second
+        raise ValueError(
+            f"parameter {name} is a DTensor, split over a mesh by another library; wrap a module "
+            "whose parameters are whole, which is sharded over one process group here"
+        )
+    if type(param) is not nn.Parameter:
+        raise ValueError(
+            f"parameter {name} is a {type(param).__name__}; expected a plain torch.nn.Parameter "
+            "(wrap a module before other libraries replace its parameters)"
+        )
     if not param.is_floating_point():
         raise ValueError(
             f"parameter {name} has dtype {param.dtype}; expected a floating one "
@@ -49,8 +56,22 @@ def _check(name: str, param: nn.Parameter) -> None:
         )
 
 
+def check_module(module: object) -> None:
+    """Raise ValueError for what is no module."""
+    if not isinstance(module, nn.Module):
+        raise ValueError(
+            f"module is a {type(module).__name__}; expected a torch.nn.Module "
+            "(nn.ModuleList or nn.Sequential for several)"
+        )
+
+
 def _check_compiled(name: str, module: nn.Module) -> None:
-    """Refuse a module that torch.compile captures in CUDA graphs."""
+    """Refuse a module that torch.compile captures in CUDA graphs, and one of TorchScript."""
+    if any(base.__name__ == "ScriptModule" for base in type(module).__mro__):
+        raise ValueError(
+            f"{name or 'the module'} is compiled by TorchScript, whose calls take no hooks; wrap "
+            "the module that was scripted, with torch.compile if it is to be compiled"
+        )
     compiled: Any = module if is_compiled(module) else None
     if module._compiled_call_impl is not None:
         compiled = module._compiled_call_impl

@@ -1,0 +1,273 @@
+"""What a wrapped module is to torch: one with the names and the state dict of the inner one."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from functools import wraps
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX, _IncompatibleKeys
+
+from gemini.chunk.parameter import handle_of
+from gemini.runtime.engine import Engine
+from gemini.runtime.full import full_parameters, load_full_parameters, salvageable
+
+
+class ModuleFace(nn.Module):
+    """The part of `GeminiDDP` that stands in for `nn.Module`; see there."""
+
+    module: nn.Module
+    engine: Engine
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._inner_prefix = "module."  # by which a parent's load_state_dict knows the inner module
+        self.register_load_state_dict_post_hook(_forget_inner_names)
+
+    def __getattr__(self, name: str) -> Any:
+        """What the wrapper does not have is the inner module's: `config`, `generate`, ..."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
+
+    def named_modules(
+        self,
+        memo: set[nn.Module] | None = None,
+        prefix: str = "",
+        remove_duplicate: bool = True,
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """The inner modules under their own names: the wrapper adds none."""
+        memo = set() if memo is None else memo
+        if self in memo:
+            return
+        if remove_duplicate:
+            memo.add(self)
+        yield prefix, self
+        yield from self.module.named_modules(memo, prefix, remove_duplicate)
+
+    def state_dict(  # type: ignore[override]
+        self,
+        *,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+    ) -> dict[str, Any]:
+        """The inner module's state dict, with its names; whole on rank 0, empty on the others.
+
+        All ranks call. Parameters are the fp32 masters, in the dtype they had before wrapping, on
+        the CPU; they are gathered a chunk at a time. `keep_vars` is not possible.
+        """
+        if keep_vars:
+            raise ValueError("keep_vars=True: whole parameters are copies, and not variables")
+        self.engine.call("model.state_dict()")
+        state = destination
+        if state is None:
+            state = OrderedDict()
+            state._metadata = OrderedDict()  # type: ignore[attr-defined]
+        values = dict(full_parameters(self.engine))
+        before = set(state)
+        # torch's own walk, with extra state and hooks; parameters themselves stand for their values
+        self.module.state_dict(destination=state, prefix=prefix, keep_vars=True)
+        for name in [name for name in state if name not in before]:
+            value = state[name]
+            handle = handle_of(value) if isinstance(value, Tensor) else None
+            if self.engine.comm.rank != 0:
+                del state[name]
+            elif handle is not None:
+                state[name] = values[self.engine.layout.params[handle.param].name]
+            elif isinstance(value, Tensor):
+                state[name] = value.detach()
+        return state
+
+    def save_pretrained(self, save_directory: str | Path, **options: Any) -> None:
+        """As Hugging Face's models do, with the fp32 masters. All ranks call; rank 0 writes.
+
+        Rank 0 holds all weights meanwhile; `gemini.export_safetensors` writes them one by one.
+        Raises AttributeError where the inner module has no such method, and RuntimeError on every
+        rank where it fails.
+        """
+        save: Callable[..., Any] = self.module.save_pretrained  # type: ignore[assignment]
+        state = self.state_dict()
+        error: Exception | None = None
+        if self.engine.comm.rank == 0:
+            try:
+                save(save_directory, state_dict=state, **options)
+            except Exception as raised:
+                error = raised
+        said = self.engine.comm.gather_objects(None if error is None else str(error))[0]
+        if error is not None:
+            raise error
+        if said is not None:
+            raise RuntimeError(f"save_pretrained() failed on rank 0: {said}")
+
+    def salvage(self) -> dict[str, Tensor]:
+        """Parameters that are in memory, in the compute dtype: what is left if the files are lost.
+
+        Not collective. A checkpoint has more: all parameters, as fp32 masters.
+        """
+        return salvageable(self.engine)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> _IncompatibleKeys:
+        """Take rank 0's values, with the inner module's names; all ranks call.
+
+        Shards and fp32 masters follow, whether the optimizer is there already or not; its moments
+        stay. Buffers and extra state become rank 0's on every rank. Raises RuntimeError, before
+        anything is changed, for missing and unexpected names (`strict`), ValueError for another
+        shape; `assign` is not possible.
+        """
+        _refuse_assign(assign)
+        self.engine.call("model.load_state_dict()")
+        given = _renamed(self.module, state_dict)
+        keys = self._compared(given)
+        if strict and (keys.missing_keys or keys.unexpected_keys):
+            raise RuntimeError(
+                f"the state dict does not fit: missing {keys.missing_keys}, "
+                f"unexpected {keys.unexpected_keys}"
+            )
+        self._take(given)
+        return keys
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """A parent loads its state dict, which has the inner module's names below its own."""
+        _refuse_assign(bool(local_metadata.get("assign_to_params_buffers")))
+        self._inner_prefix = f"{prefix}module."
+        self.engine.call("load_state_dict()")
+        inner = {k[len(prefix) :]: v for k, v in state_dict.items() if k.startswith(prefix)}
+        given = _renamed(self.module, inner)
+        keys = self._compared(given)
+        missing_keys += [prefix + name for name in keys.missing_keys]
+        unexpected_keys += [prefix + name for name in keys.unexpected_keys]
+        try:
+            self._take(given)
+        except ValueError as error:
+            error_msgs.append(str(error))
+
+    def _compared(self, state_dict: Mapping[str, Any]) -> _IncompatibleKeys:
+        """Names that rank 0's state dict lacks, and that it has too many."""
+        expected = {name for spec in self.engine.layout.params for name in spec.names}
+        expected |= {name for name, _ in self.saved_buffers()}
+        expected |= {name for name, _ in _with_extra_state(self.module)}
+        mine = _IncompatibleKeys(
+            sorted(expected - state_dict.keys()), sorted(state_dict.keys() - expected)
+        )
+        keys: _IncompatibleKeys = self.engine.comm.gather_objects(mine)[0]
+        return keys
+
+    @torch.no_grad()
+    def _take(self, state_dict: Mapping[str, Any]) -> None:
+        """Rank 0's values, for what they name."""
+        comm = self.engine.comm
+        load_full_parameters(self.engine, state_dict)
+        buffers = dict(self.saved_buffers())
+        for name in comm.gather_objects([name for name in buffers if name in state_dict])[0]:
+            if comm.rank == 0:
+                buffers[name].copy_(state_dict[name])
+            comm.broadcast(buffers[name])
+        extra = {n: state_dict[n] for n, _ in _with_extra_state(self.module) if n in state_dict}
+        extra = comm.gather_objects(extra)[0]
+        for name, inner in _with_extra_state(self.module):
+            if name in extra:
+                inner.set_extra_state(extra[name])
+
+    def saved_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, buffer) of the inner module's buffers that a state dict has."""
+        return saved_buffers(self.module)
+
+    def share_memory(self) -> NoReturn:
+        """Raise RuntimeError: chunks free and refill their memory."""
+        next(self.parameters()).share_memory_()
+        raise AssertionError("a wrapped parameter was shared")
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ModuleFace:
+        """`to`, `half`, `cuda` and the like: what changes nothing is allowed."""
+        device, dtype = self.engine.backend.device, self.engine.dtype
+        probe = torch.empty(0, dtype=dtype, device=device)
+        changed = fn(probe)
+        if (changed.dtype, changed.device) != (probe.dtype, probe.device):
+            raise ValueError(
+                f"a wrapped module stays in {probe.dtype} on {probe.device}; give precision= and "
+                "device= to GeminiDDP, or take the module out with model.unwrap()"
+            )
+        for buffer in self.module.buffers():
+            buffer.data = fn(buffer.data)
+        return self
+
+
+def with_signature_of(wrapper: nn.Module, inner: nn.Module) -> None:
+    """Give `wrapper.forward` the signature and docstring of `inner.forward`.
+
+    Hugging Face's Trainer drops the columns of its data that it does not find there.
+    """
+    forward, reference = type(wrapper).forward, weakref.ref(wrapper)
+
+    @wraps(inner.forward)
+    def signed(*args: Any, **kwargs: Any) -> Any:
+        return forward(reference(), *args, **kwargs)
+
+    signed.__signature__ = inspect.signature(inner.forward)  # type: ignore[attr-defined]
+    del signed.__wrapped__  # type: ignore[attr-defined]  # it would keep the inner module alive
+    wrapper.forward = signed
+
+
+def saved_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Persistent buffers."""
+    for prefix, child in module.named_modules():
+        for name, buffer in child.named_buffers(recurse=False):
+            if name not in child._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+def _with_extra_state(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """(name in a state dict, module) of those that have more to save than tensors."""
+    for prefix, child in module.named_modules():
+        if type(child).get_extra_state is not nn.Module.get_extra_state:
+            yield f"{prefix}." * bool(prefix) + _EXTRA_STATE_KEY_SUFFIX, child
+
+
+def _renamed(module: nn.Module, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The state dict as the modules' own hooks make it of one that an older version wrote."""
+    hooked = [
+        (f"{prefix}." * bool(prefix), child)
+        for prefix, child in module.named_modules()
+        if child._load_state_dict_pre_hooks
+    ]
+    if not hooked:
+        return state_dict
+    changed = OrderedDict(state_dict)
+    metadata = getattr(state_dict, "_metadata", None) or {}
+    for prefix, child in hooked:
+        for hook in child._load_state_dict_pre_hooks.values():
+            hook(changed, prefix, metadata.get(prefix[:-1], {}), True, [], [], [])
+    return changed
+
+
+def _refuse_assign(assign: bool) -> None:
+    if assign:
+        raise ValueError("assign=True: a wrapped parameter keeps its memory")
+
+
+def _forget_inner_names(module: nn.Module, keys: _IncompatibleKeys) -> None:
+    """torch has looked for the inner module under the wrapper's attribute, too."""
+    assert isinstance(module, ModuleFace)
+    for names in keys:
+        names[:] = [name for name in names if not name.startswith(module._inner_prefix)]
