@@ -200,7 +200,6 @@ class GeminiDDP(ModuleFace):
     def _check_use(self) -> None:
         if self.engine.is_unwrapped:
             raise RuntimeError("this module was unwrapped; use model.module, or wrap it again")
-        _check_not_inside_ddp(self)
         self._integrity.check()
 
     @torch.no_grad()
@@ -305,16 +304,6 @@ def _backend(device: torch.device | str | Backend | None) -> Backend:
         cuda = torch.cuda.is_available()
         device = torch.device("cuda", torch.cuda.current_device()) if cuda else "cpu"
     return make_backend(torch.device(device))
-
-
-def _check_not_inside_ddp(model: nn.Module) -> None:
-    """Raise RuntimeError inside torch's own DDP: gradients would be averaged over ranks twice."""
-    outer = nn.parallel.DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
-    if outer is not None and any(inner is model for inner in outer.modules()):
-        raise RuntimeError(
-            "a GeminiDDP inside torch's DistributedDataParallel: both reduce gradients over ranks; "
-            "use the GeminiDDP alone"
-        )
 
 
 def _check_same_set_up(comm: Communicator, layout: ChunkLayout, options: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +18,8 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX, _IncompatibleKeys
 from gemini.chunk.parameter import handle_of
 from gemini.runtime.engine import Engine
 from gemini.runtime.full import full_parameters, load_full_parameters, salvageable
+
+MAX_FRAMES = 20  # between torch's DDP and a module below it
 
 
 class ModuleFace(nn.Module):
@@ -49,6 +52,7 @@ class ModuleFace(nn.Module):
         memo = set() if memo is None else memo
         if self in memo:
             return
+        _refuse_ddp()
         if remove_duplicate:
             memo.add(self)
         yield prefix, self
@@ -211,6 +215,23 @@ class ModuleFace(nn.Module):
         for buffer in self.module.buffers():
             buffer.data = fn(buffer.data)
         return self
+
+
+def _refuse_ddp() -> None:
+    """Raise RuntimeError inside the constructor of torch's own DDP.
+
+    It broadcasts the memory of parameters, released or not, from C++.
+    """
+    frame, ddp = sys._getframe(1), nn.parallel.DistributedDataParallel.__init__.__code__
+    for _ in range(MAX_FRAMES):
+        if frame.f_code is ddp:
+            raise RuntimeError(
+                "a GeminiDDP inside torch's DistributedDataParallel: both reduce gradients over "
+                "ranks; use the GeminiDDP alone"
+            )
+        if frame.f_back is None:
+            return
+        frame = frame.f_back
 
 
 def with_signature_of(wrapper: nn.Module, inner: nn.Module) -> None:
