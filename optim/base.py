@@ -137,6 +137,8 @@ class TieredOptimizer(torch.optim.Optimizer):
         """Drop the gradients, or make them zeros, which a step takes as gradients."""
         if self._owner is None:
             super().zero_grad(set_to_none)
+        else:
+            self._bind()  # a group that was added since has gradients, too
         for target in self._targets:
             target.zero_grad(set_to_none)
 

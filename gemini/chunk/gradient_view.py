@@ -8,7 +8,7 @@ torch (`torch.nn.utils.clip_grad_norm_`, `p.grad *= c`, `p.grad.isfinite().all()
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +16,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gemini.units import ParamId
+
+
+def works_in_place(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operator of torch writes to its first argument, or to `out`."""
+    name: str = getattr(func, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__")
+    return in_place or name.startswith(("__i", "__setitem__")) or "out" in kwargs
 
 
 class GradientSource(Protocol):
@@ -88,6 +95,10 @@ class GradientView(Tensor):
     ) -> Any:
         if func in _TAKE_VALUES:
             return func(*_with_values(args), **_with_values(kwargs or {}))
+        if func is Tensor.__setitem__:
+            view, values = args[0], args[0].values()
+            values.__setitem__(*_with_values(args[1:]))
+            return view.copy_(values)
         if func in _ITSELF:
             return args[0]
         with torch._C.DisableTorchFunctionSubclass():
@@ -115,7 +126,55 @@ class GradientView(Tensor):
         for view in written:
             view._source.assign(view._param, taken[id(view)])
         mine = {id(taken[id(view)]): view for view in written}
-        return tree_map(lambda value: mine.get(id(value), value), result)
+        result = tree_map(lambda value: mine.get(id(value), value), result)
+        return _read_only(result) if _gives_views(func) else result
+
+
+class GradientCopy(Tensor):
+    """A view of a copy of a gradient. What is written to it would reach nobody: it is refused."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if works_in_place(func, kwargs) and type(args[0]) is GradientCopy:
+            raise RuntimeError(
+                "a part of a gradient is a copy, and what is written to it reaches no parameter; "
+                "write to p.grad itself: p.grad[i] = value, p.grad.copy_(values), p.grad *= c"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+        return _of_memory(result, args[0]) if isinstance(args[0], Tensor) else result
+
+
+def _of_memory(result: Any, copy: Tensor) -> Any:
+    """Results that are views of `copy` are refused to be written to, too."""
+    if isinstance(result, (tuple, list)):
+        return type(result)(_of_memory(item, copy) for item in result)
+    if type(result) is Tensor and type(copy) is GradientCopy and _shares(result, copy):
+        return result.as_subclass(GradientCopy)
+    return result
+
+
+def _shares(a: Tensor, b: Tensor) -> bool:
+    with torch._C.DisableTorchFunctionSubclass():
+        return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
+
+
+def _gives_views(func: Any) -> bool:
+    aliases = [returned.alias_info for returned in func._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in aliases)
+
+
+def _read_only(result: Any) -> Any:
+    return tree_map(
+        lambda value: value.as_subclass(GradientCopy) if type(value) is Tensor else value, result
+    )
 
 
 def _without_values(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[bool, Any]:

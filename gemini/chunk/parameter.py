@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from gemini.units import ChunkId, ParamId
 from optim.target import OWNER_ATTRIBUTE
 
+from .gradient_view import works_in_place
+
 
 class ParamOwner(Protocol):
     """The engine, as a parameter sees it."""
@@ -222,9 +224,7 @@ def _writes_through_view(
     """Whether an operator works in place on a ChunkView, which may come from `.data`."""
     if not any(type(value) is ChunkView for value in _flat((*args, *kwargs.values()))):
         return False
-    name: str = getattr(func, "__name__", "")
-    in_place = name.endswith("_") and not name.endswith("__")
-    return in_place or name.startswith(("__i", "__setitem__")) or "out" in kwargs
+    return works_in_place(func, kwargs)
 
 
 def _handles(values: Any) -> Iterator[ParamHandle]:

@@ -652,6 +652,8 @@ class Engine:
 
     def after_stepping(self) -> None:
         """A step has taken the gradients; they stay until they are dropped, as in torch."""
+        if self.pending_clip is not None:
+            self.gradients.keep_clip(self.pending_clip)
         self.pending_clip = None
         if self.scaler.active:
             self._kept_scale = self.scaler.used.clone()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gemini.chunk.storage import Chunk
+from gemini.units import ParamId
 
 from .adoption import follow_shard
 from .engine import Engine
@@ -88,6 +89,10 @@ def load_full_parameters(engine: Engine, values: Mapping[str, Tensor]) -> None:
         _set_master(engine, chunk, mine)
     engine.manager.release_all()
     engine.after_step()
+    params = range(len(engine.params))
+    engine.adoption.stepped(
+        [p for p in map(ParamId, params) if given & set(engine.layout.params[p].names)]
+    )
 
 
 def master_of(engine: Engine, chunk: Chunk) -> Tensor:

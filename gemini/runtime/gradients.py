@@ -251,6 +251,18 @@ class Gradients:
         clip = Clip(fixed_factor=first.factor, max_value=first.high)
         engine.pending_clip = PendingClip(clip)
 
+    def keep_clip(self, pending: PendingClip) -> None:
+        """A step clipped them: as with torch's clipping, they are what it made of them."""
+        self._norms.clear()
+        clip = pending.clip
+        factor: float | Tensor = 1.0 if clip.fixed_factor is None else clip.fixed_factor
+        if pending.norm is not None and clip.max_norm > 0:
+            factor = (clip.max_norm / (pending.norm + 1e-6)).clamp(max=1.0)
+        edit = Edit((factor,), -clip.max_value, clip.max_value)
+        for param in map(ParamId, range(len(self._engine.params))):
+            if self.exists(param):
+                self._edits[param] = edit
+
     def _carry_out(self, param: ParamId) -> None:
         edit = self._edits.pop(param)
         asked = f"{edit.factor!r}, to [{edit.low!r}, {edit.high!r}],"

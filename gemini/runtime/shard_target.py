@@ -393,6 +393,12 @@ class ShardTarget(ShardState):
     def has_master(self) -> bool:
         return self._tiers.layout.has_master
 
+    def offloaded_state(self) -> Mapping[Tensor, dict[str, Tensor]]:
+        """Whole planes of parameters in groups on rank 0, nothing elsewhere. Collective."""
+        engine, found = self._engine, super().offloaded_state()
+        in_groups = zip(engine.params, self._group_of, strict=True)
+        return {p: found[p] for p, group in in_groups if group is not None and p in found}
+
     def shown_state(self) -> Mapping[Tensor, dict[str, Tensor]]:
         """Step counts, as views; the rest is in shards."""
         counts = self._path.counts
