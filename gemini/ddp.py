@@ -57,7 +57,7 @@ class GeminiDDP(ModuleFace):
         Floating inputs are cast to it; buffers keep theirs. fp16 has a dynamic loss scale, and its
         outputs are raised to fp32.
     keep_fp32: true for (qualified name, module) of modules that stay in fp32 with all below them;
-        what they take and return is cast.
+        what they take and return is cast. Batch norms always do, but with `cast_buffers`.
     cast_buffers: floating buffers are cast to the precision too.
     master_weights: fp32 weights behind 16-bit ones, from the original weights. Without (bf16 only)
         an update is rounded at random, up or down, by `rounding_seed`, the step and the element:
@@ -126,7 +126,7 @@ class GeminiDDP(ModuleFace):
             raise ValueError(f"max_prefetch={max_prefetch} is negative; 0 does not prefetch")
         placement = parse_placement(placement_policy)
         self._dtype = DTYPES[numerics.dtype]
-        kept = kept_modules(module, keep_fp32)
+        kept = kept_modules(module, keep_fp32, cast_buffers=cast_buffers)
         params, specs = collect_params(module, param_dtypes(module, kept, numerics.dtype))
         values = Materialiser(module, init_fn, init_state_dict)
         values.check()

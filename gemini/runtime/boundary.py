@@ -15,11 +15,13 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from optim.scaler import Scaler
 
-from .trees import map_tensors
+from .trees import map_tensors, tensors_in
+
+DEPTH = 4  # of objects inside objects that are opened
 
 
 class Boundary:
@@ -51,22 +53,25 @@ class Boundary:
         return map_tensors(inputs, self._enter)
 
     def leave(self, outputs: Any) -> Any:
-        """Outputs as the caller gets them. Raises TypeError in fp16 for what cannot be opened."""
+        """Outputs as the caller gets them. Raises TypeError in fp16 for what cannot be changed."""
         trains = torch.is_grad_enabled()
-        if trains and self._scaler.active:
-            _check_opens(outputs)
         if self._raises_outputs:
             outputs = map_tensors(outputs, _to_fp32)
         if not trains:
             return outputs
-        leaves: dict[int, Tensor] = {}  # by identity: what is returned twice stays one tensor
+        # by identity, before and behind; what is returned twice stays one tensor, hooked once
+        left: dict[int, tuple[Tensor, Tensor]] = {}
 
         def leave(tensor: Tensor) -> Tensor:
-            if id(tensor) not in leaves:
-                leaves[id(tensor)] = self._leave(tensor)
-            return leaves[id(tensor)]
+            if id(tensor) not in left:
+                output = self._leave(tensor)
+                left[id(tensor)] = left[id(output)] = tensor, output
+            return left[id(tensor)][1]
 
-        return map_tensors(outputs, leave)
+        outputs = map_tensors(outputs, leave)
+        if self._scaler.active:
+            _change_inside(outputs, leave)
+        return outputs
 
     def _enter(self, tensor: Tensor) -> Tensor:
         if self._scaler.active and tensor.requires_grad and torch.is_grad_enabled():
@@ -106,25 +111,37 @@ def _to_fp32(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.is_floating_point() else tensor
 
 
-def _check_opens(value: Any, holder: str | None = None, depth: int = 4) -> None:
-    """Raise TypeError for a tensor that needs a gradient inside what `map_tensors` does not open:
-    its gradient would carry no loss scale."""
-    if isinstance(value, Tensor):
-        if holder is not None and value.requires_grad:
-            raise TypeError(
-                f"the module returned a {holder} with tensors that need gradients; in fp16 every "
-                "output gets a loss scale, and this type cannot be opened. Return tensors, lists, "
-                "mappings or dataclasses (Hugging Face models: use_cache=False)"
-            )
+def _change_inside(value: Any, change: Callable[[Tensor], Tensor], depth: int = DEPTH) -> None:
+    """Put changed tensors into objects that `map_tensors` does not open, a model's cache say.
+
+    Raises TypeError for an object that cannot be changed: its gradients would carry no loss scale.
+    """
+    if isinstance(value, (Tensor, nn.Module)) or not depth:
         return
-    parts: Iterable[Any] = ()
     if isinstance(value, Mapping):
-        parts = value.values()
+        parts: Iterable[Any] = value.values()
     elif isinstance(value, (list, tuple)):
         parts = value
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         parts = [getattr(value, field.name) for field in dataclasses.fields(value)]
-    elif depth and hasattr(value, "__dict__") and not isinstance(value, type):
-        holder, depth, parts = holder or type(value).__name__, depth - 1, vars(value).values()
+    else:
+        if hasattr(value, "__dict__") and not isinstance(value, type):
+            _change_attributes(value, change, depth - 1)
+        return
     for part in parts:
-        _check_opens(part, holder, depth)
+        _change_inside(part, change, depth)
+
+
+def _change_attributes(holder: Any, change: Callable[[Tensor], Tensor], depth: int) -> None:
+    for name, value in list(vars(holder).items()):
+        if not any(tensor.requires_grad for tensor in tensors_in(value)):
+            _change_inside(value, change, depth)
+            continue
+        try:
+            setattr(holder, name, map_tensors(value, change))
+        except (AttributeError, TypeError) as error:
+            raise TypeError(
+                f"the module returned a {type(holder).__name__} with tensors that need gradients; "
+                "in fp16 every output gets a loss scale, and this one cannot be changed. Return "
+                "tensors, lists, mappings or dataclasses"
+            ) from error

@@ -15,17 +15,20 @@ from .trees import map_tensors
 KeepFp32 = Callable[[str, nn.Module], bool]  # of a module's qualified name and itself
 
 
-def kept_modules(root: nn.Module, keep_fp32: KeepFp32 | None) -> dict[str, nn.Module]:
+def kept_modules(
+    root: nn.Module, keep_fp32: KeepFp32 | None, *, cast_buffers: bool
+) -> dict[str, nn.Module]:
     """The outermost modules that `keep_fp32` is true for, by name, and all batch norms.
 
-    Those have fp32 statistics, beside which their operators take no weights of 16 bits.
+    Those have fp32 statistics, beside which their operators take no weights of 16 bits; unless
+    buffers are cast, too.
     Raises ValueError where `keep_fp32` is true for the root (ask for precision="fp32" then).
     """
     kept: dict[str, nn.Module] = {}
     for name, module in root.named_modules():
         if any(name.startswith(f"{outer}.") for outer in kept):
             continue
-        if isinstance(module, _NormBase) and name != "":
+        if isinstance(module, _NormBase) and name != "" and not cast_buffers:
             kept[name] = module
             continue
         if keep_fp32 is None or not keep_fp32(name, module):

@@ -135,13 +135,61 @@ class Hides(nn.Module):
         return self.linear(x), Opaque(self.linear(x))
 
 
-def test_an_output_that_cannot_be_opened_is_refused_in_fp16_only_and_only_for_training():
-    model = GeminiDDP(Hides(), precision="fp16")
-    with pytest.raises(TypeError, match=r"returned a Opaque.*loss scale"):
+def test_gradients_of_tensors_inside_objects_carry_the_loss_scale():
+    """Of the user's own objects, as caches are: the same gradient as through the output."""
+    found = []
+    for inside in (True, False):
+        torch.manual_seed(0)
+        model = GeminiDDP(Hides(), precision="fp16")
+        y, opaque = model(torch.ones(2, 3))
+        loss = opaque.inside[0] if inside else y
+        loss.float().pow(2).sum().backward()
+        found.append(dict(model.named_gradients())["linear.weight"])
+    assert torch.equal(*found) and float(found[0].norm()) > 0
+
+
+class Sealed(Opaque):
+    def __setattr__(self, name, value):
+        if hasattr(self, name):
+            raise AttributeError(f"{name} is sealed")
+        super().__setattr__(name, value)
+
+
+class HidesWell(Hides):
+    def forward(self, x):
+        return self.linear(x), Sealed(self.linear(x))
+
+
+def test_an_object_that_cannot_be_changed_is_refused_in_fp16_only_and_only_for_training():
+    model = GeminiDDP(HidesWell(), precision="fp16")
+    with pytest.raises(TypeError, match=r"returned a Sealed.*loss scale"):
         model(torch.ones(2, 3))
     with torch.no_grad():
         model(torch.ones(2, 3))
-    GeminiDDP(Hides(), precision="bf16")(torch.ones(2, 3))
+    GeminiDDP(HidesWell(), precision="bf16")(torch.ones(2, 3))
+
+
+def test_fp16_gpt2_trains_as_it_comes_with_its_cache():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        n_embd=24, n_layer=2, n_head=2, vocab_size=97, n_positions=16,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    plain = GPT2LMHeadModel(config)
+    torch.manual_seed(0)
+    model = GeminiDDP(GPT2LMHeadModel(config), precision="fp16", loss_scale=256.0)
+    ids = torch.randint(97, (2, 16))
+    outputs = []
+    for module in (plain, model):
+        out = module(input_ids=ids, labels=ids)
+        assert out.past_key_values is not None
+        (out.loss + out.past_key_values.layers[0].keys.float().pow(2).mean()).backward()
+        outputs.append(out)
+    for name, grad in model.named_gradients():
+        want = dict(plain.named_parameters())[name].grad
+        assert relative_error(grad.double(), want.double()) < 1e-2, name  # 11 bits, 2 layers
 
 
 def test_a_loss_that_goes_round_the_boundary_is_refused_in_fp16():
