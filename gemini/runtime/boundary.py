@@ -54,24 +54,22 @@ class Boundary:
 
     def leave(self, outputs: Any) -> Any:
         """Outputs as the caller gets them. Raises TypeError in fp16 for what cannot be changed."""
-        trains = torch.is_grad_enabled()
-        if self._raises_outputs:
-            outputs = map_tensors(outputs, _to_fp32)
-        if not trains:
-            return outputs
-        # by identity, before and behind; what is returned twice stays one tensor, hooked once
-        left: dict[int, tuple[Tensor, Tensor]] = {}
+        outputs = map_tensors(outputs, self._leaving(raises=self._raises_outputs))
+        if self._scaler.active and torch.is_grad_enabled():
+            _change_inside(outputs, self._leaving(raises=False))
+        return outputs
+
+    def _leaving(self, *, raises: bool) -> Callable[[Tensor], Tensor]:
+        """What becomes of outputs; one that is returned twice stays one tensor, hooked once."""
+        done: dict[int, tuple[Tensor, Tensor]] = {}  # by identity, before and behind
 
         def leave(tensor: Tensor) -> Tensor:
-            if id(tensor) not in left:
-                output = self._leave(tensor)
-                left[id(tensor)] = left[id(output)] = tensor, output
-            return left[id(tensor)][1]
+            if id(tensor) not in done:
+                output = self._leave(tensor, raises)
+                done[id(tensor)] = done[id(output)] = tensor, output
+            return done[id(tensor)][1]
 
-        outputs = map_tensors(outputs, leave)
-        if self._scaler.active:
-            _change_inside(outputs, leave)
-        return outputs
+        return leave
 
     def _enter(self, tensor: Tensor) -> Tensor:
         if self._scaler.active and tensor.requires_grad and torch.is_grad_enabled():
@@ -83,11 +81,12 @@ class Boundary:
         # a leaf has no place in the graph for hooks to watch
         return moved.view_as(moved) if moved.is_leaf and moved.requires_grad else moved
 
-    def _leave(self, output: Tensor) -> Tensor:
-        if not output.requires_grad:
+    def _leave(self, tensor: Tensor, raises: bool) -> Tensor:
+        output = tensor.float() if raises and tensor.is_floating_point() else tensor
+        if not (output.requires_grad and torch.is_grad_enabled()):
             return output
-        if self._scaler.active and _is_shared(output):
-            output = output.clone()
+        if self._scaler.active and output is tensor:
+            output = tensor.clone()  # the module may use it too, and there its gradient is scaled
         if not output.is_leaf:
             output.register_hook(self._backward_begins)
         return output
@@ -100,15 +99,6 @@ class Boundary:
 
     def _unscale(self, grad: Tensor) -> Tensor:
         return (grad / self._scaler.scale).to(grad.dtype)
-
-
-def _is_shared(output: Tensor) -> bool:
-    """Whether a hook that scales its gradient would scale others', be lost, or act twice."""
-    return output.is_leaf or output._is_view() or bool(output._backward_hooks)
-
-
-def _to_fp32(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.is_floating_point() else tensor
 
 
 def _change_inside(value: Any, change: Callable[[Tensor], Tensor], depth: int = DEPTH) -> None:

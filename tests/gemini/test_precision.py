@@ -148,6 +148,30 @@ def test_gradients_of_tensors_inside_objects_carry_the_loss_scale():
     assert torch.equal(*found) and float(found[0].norm()) > 0
 
 
+class UsesItsOutput(nn.Module):
+    """Returns, in fp32, what it goes on to use."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.outer = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x):
+        h = self.inner(x).float()
+        return h, self.outer(h.to(self.outer.weight.dtype)).float().pow(2).sum()
+
+
+def test_an_output_that_the_module_uses_itself_is_scaled_once():
+    found = {}
+    for precision in ("fp32", "fp16"):
+        model = GeminiDDP(UsesItsOutput(), precision=precision)
+        h, loss = model(torch.ones(2, 3))
+        (loss + h.sum()).backward()
+        found[precision] = dict(model.named_gradients())
+    for name, grad in found["fp16"].items():
+        assert relative_error(grad.double(), found["fp32"][name].double()) < 5e-3, name
+
+
 class Sealed(Opaque):
     def __setattr__(self, name, value):
         if hasattr(self, name):
