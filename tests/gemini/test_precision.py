@@ -164,7 +164,8 @@ class UsesItsOutput(nn.Module):
 def test_an_output_that_the_module_uses_itself_is_scaled_once():
     found = {}
     for precision in ("fp32", "fp16"):
-        model = GeminiDDP(UsesItsOutput(), precision=precision)
+        scale = 256.0 if precision == "fp16" else None
+        model = GeminiDDP(UsesItsOutput(), precision=precision, loss_scale=scale)
         h, loss = model(torch.ones(2, 3))
         (loss + h.sum()).backward()
         found[precision] = dict(model.named_gradients())
