@@ -17,7 +17,7 @@ from gemini.chunk.layout import ChunkLayout, training_layout
 from gemini.chunk.search import search_chunk_configuration
 from gemini.memtracer.collector import MemStatsCollector
 from gemini.memtracer.trace import Trace
-from gemini.module_face import ModuleFace, with_signature_of
+from gemini.module_face import ModuleFace, face_of
 from gemini.placement.policy import Placement, parse_placement
 from gemini.runtime.backend import Backend, make_backend
 from gemini.runtime.boundary import Boundary
@@ -184,7 +184,7 @@ class GeminiDDP(ModuleFace):
         ]
         self._integrity = Integrity(module, frozen)
         self.engine.hook_handles += hook_modules(self.engine, module, gather_whole)
-        with_signature_of(self, module)
+        self.__class__ = face_of(GeminiDDP, type(module))  # type: ignore[assignment]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._check_use()

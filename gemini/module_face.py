@@ -7,7 +7,7 @@ import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from functools import wraps
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -234,20 +234,27 @@ def _refuse_ddp() -> None:
         frame = frame.f_back
 
 
-def with_signature_of(wrapper: nn.Module, inner: nn.Module) -> None:
-    """Give `wrapper.forward` the signature and docstring of `inner.forward`.
+_FACES: weakref.WeakKeyDictionary[type, dict[type, type]] = weakref.WeakKeyDictionary()
 
-    Hugging Face's Trainer drops the columns of its data that it does not find there.
+
+def face_of(wrapper: type[nn.Module], inner: type[nn.Module]) -> type[nn.Module]:
+    """`wrapper` with the signature and docstring of `inner.forward`, and its name.
+
+    Hugging Face's Trainer looks there for the columns of its data, and for labels.
     """
-    forward, reference = type(wrapper).forward, weakref.ref(wrapper)
+    faces = _FACES.setdefault(inner, {})
+    if wrapper not in faces:
 
-    @wraps(inner.forward)
-    def signed(*args: Any, **kwargs: Any) -> Any:
-        return forward(reference(), *args, **kwargs)
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return wrapper.forward(self, *args, **kwargs)
 
-    signed.__signature__ = inspect.signature(inner.forward)  # type: ignore[attr-defined]
-    del signed.__wrapped__  # type: ignore[attr-defined]  # it would keep the inner module alive
-    wrapper.forward = signed
+        forward.__doc__ = inner.forward.__doc__
+        with suppress(ValueError, TypeError):  # one that is written in C has none
+            forward.__signature__ = inspect.signature(inner.forward)  # type: ignore[attr-defined]
+        name = f"{wrapper.__name__}[{inner.__name__}]"
+        members = {"forward": forward, "__doc__": wrapper.__doc__, "__module__": wrapper.__module__}
+        faces[wrapper] = type(name, (wrapper,), members)
+    return faces[wrapper]
 
 
 def saved_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
