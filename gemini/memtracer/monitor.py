@@ -11,7 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from gemini.trees import tensors_in
 
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _STATUS = Path("/proc/self/status")
@@ -77,9 +78,8 @@ class StorageTracker(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor):
-                self._count(leaf)
+        for tensor in tensors_in(out):
+            self._count(tensor)
         return out
 
     def _count(self, tensor: Tensor) -> None:

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gemini.trees import map_tensors
 from optim.scaler import Scaler
-
-from .trees import map_tensors
 
 
 class Boundary:

@@ -23,6 +23,7 @@ from gemini.chunk.state import TensorState
 from gemini.memtracer.trace import Trace
 from gemini.placement.policy import StaticPlacement, leading_within
 from gemini.placement.tiers import Tier
+from gemini.trees import tensors_in
 from gemini.units import ChunkId, ParamId
 from nvme import NvmeError
 from optim.clipping import Clip
@@ -48,7 +49,6 @@ from .shard_storage import Originals, ShardStorage
 from .shard_target import PendingClip, ShardTarget
 from .tensor_files import FileConfig
 from .tensor_mgr import StatefulTensorMgr
-from .trees import tensors_in
 
 log = logging.getLogger("gemini")
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .trees import map_tensors
+from gemini.trees import map_tensors
 
 KeepFp32 = Callable[[str, nn.Module], bool]  # of a module's qualified name and itself
 
