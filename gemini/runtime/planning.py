@@ -257,8 +257,7 @@ def begin_planning(
     traces, limits, links = zip(*gathered, strict=True)
     used, budgets, bandwidths = reduce_inputs(traces, limits, links)
     fixed = None
-    if backend.name == "sim" and backend.has_host_tier and budgets == Budgets():
-        # what the simulated device is for: shards that must be brought to it
+    if backend.shards_start_on_host and budgets == Budgets():
         fixed = tuple(Tier.HOST for _ in layout.chunks)
         if not isinstance(policy, StaticPlacement):
             policy = StaticPlacement()
