@@ -17,7 +17,7 @@ import numpy as np
 from gemini.chunk.layout import ChunkLayout
 from gemini.memtracer.predict import Profile, predict
 from gemini.memtracer.trace import Trace, reduce_traces
-from gemini.units import BLOCK_NUMEL, BlockId, ChunkId, parse_bytes
+from gemini.units import BLOCK_NUMEL, BlockId, ChunkId
 
 from .cost import StepCost, choose_paths, compute_seconds_of, estimate, predict_step
 from .filling import Demand, Vector, fill, missing_for_everything
@@ -91,8 +91,8 @@ def reduce_inputs(
 def make_plan(inputs: PlanInputs, policy: Placement = AutoPlacement()) -> Planned:  # noqa: B008
     """The plan of one rank, with its memory and its time.
 
-    `auto` and `const` keep to budgets and raise BudgetError where they cannot; `static` places
-    what its fractions say.
+    Budgets are the numbers of `inputs`, whatever `policy` says of sizes. `auto` and `const` keep to
+    them and raise BudgetError where they cannot; `static` places what its fractions say.
     """
     return _planned(_Draft(inputs, policy))
 
@@ -166,7 +166,7 @@ class _Draft:
         self.tiers = Tiers(
             chunks=chunk_bytes(layout, inputs.state, inputs.block_numel),
             state=inputs.state,
-            budgets=_usable(inputs.budgets, policy),
+            budgets=inputs.budgets,
             bandwidths=inputs.bandwidths,
             world_size=layout.world_size,
             has_host_tier=inputs.has_host_tier,
@@ -440,11 +440,3 @@ def _severity(error: BudgetError) -> tuple[int, int]:
     """How far from a plan: homes are chosen tier by tier, so what fails last lacks least."""
     assert error.tier is not None
     return (list(Tier)[::-1].index(error.tier), error.missing_bytes)
-
-
-def _usable(budgets: Budgets, policy: Placement) -> Budgets:
-    if isinstance(policy, ConstPlacement):
-        return replace(budgets, device=parse_bytes(policy.device_bytes))
-    if isinstance(policy, StaticPlacement):
-        return Budgets()
-    return budgets

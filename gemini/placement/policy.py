@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gemini.units import ChunkId, parse_bytes
+from gemini.units import ChunkId
 
 from .sizes import Budgets
 
@@ -36,6 +36,10 @@ class StaticPlacement:
     def __post_init__(self) -> None:
         for name in ("shard_param_frac", "offload_optim_frac", "offload_param_frac"):
             _check_fraction(name, getattr(self, name))
+
+    def budgets(self) -> Budgets:
+        """No limit: fractions are met whatever there is."""
+        return Budgets()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,24 +72,29 @@ class AutoPlacement:
             )
         if not 0 < self.steady_cap_ratio <= 1:
             raise ValueError(f"steady_cap_ratio={self.steady_cap_ratio} is outside (0, 1]")
-        for budget in (self.device_budget, self.host_budget, self.nvme_budget):
-            if budget is not None:
-                parse_bytes(budget)
+        self.budgets()
 
     def budgets(self) -> Budgets:
-        """What was given, None as no limit."""
+        """What was given, of a node; None as no limit."""
         return Budgets.parse(self.device_budget, self.host_budget, self.nvme_budget)
 
 
 @dataclass(frozen=True, slots=True)
 class ConstPlacement:
     """Model data takes `device_bytes` of the device, bytes or `"8GiB"`, whatever activations take;
-    the rest of it is in host memory. Raises ValueError for a size that is none."""
+    the rest of it is in host memory. Ranks that compute on one CPU share these bytes.
+
+    Raises ValueError for a size that is none.
+    """
 
     device_bytes: int | str
 
     def __post_init__(self) -> None:
-        parse_bytes(self.device_bytes)
+        self.budgets()
+
+    def budgets(self) -> Budgets:
+        """What was given, of one device."""
+        return Budgets.parse(self.device_bytes)
 
 
 Placement = StaticPlacement | AutoPlacement | ConstPlacement
@@ -99,7 +108,7 @@ NAMED: dict[str, Placement] = {
 
 def parse_placement(policy: str | Placement) -> Placement:
     """A policy from its name, or itself. Raises ValueError for a name that is none."""
-    if isinstance(policy, StaticPlacement | AutoPlacement | ConstPlacement):
+    if isinstance(policy, Placement):
         return policy
     if policy not in NAMED:
         raise ValueError(

@@ -121,10 +121,15 @@ class Budgets:
                 "positive"
             )
         return Budgets(
-            Bytes(self.device // ranks_per_device),
-            Bytes(self.host // ranks_per_node),
-            Bytes(self.nvme // ranks_per_node),
+            _share(self.device, ranks_per_device),
+            _share(self.host, ranks_per_node),
+            _share(self.nvme, ranks_per_node),
         )
+
+
+def _share(nbytes: int, ranks: int) -> Bytes:
+    """What is not limited is limited for nobody."""
+    return Bytes(nbytes if nbytes >= UNLIMITED else nbytes // ranks)
 
 
 def least_budgets(budgets: Sequence[Budgets]) -> Budgets:

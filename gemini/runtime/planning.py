@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import logging
-import socket
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-
-import torch
 
 from gemini.chunk.layout import ITEMSIZE, ChunkLayout
 from gemini.memtracer.trace import (
@@ -19,6 +14,7 @@ from gemini.memtracer.trace import (
     reduce_traces,
     sequential_trace,
 )
+from gemini.placement.budgets import resolve
 from gemini.placement.gather import GatherSteps
 from gemini.placement.plan import Plan
 from gemini.placement.planner import (
@@ -32,10 +28,11 @@ from gemini.placement.planner import (
 from gemini.placement.policy import AutoPlacement, ConstPlacement, Placement, StaticPlacement
 from gemini.placement.sizes import UNLIMITED, Bandwidths, BudgetError, Budgets, StateBytes
 from gemini.placement.tiers import Tier
-from gemini.units import BLOCK_NUMEL, Bytes, parse_bytes
+from gemini.units import BLOCK_NUMEL
 
 from .backend import Backend
 from .comm import Communicator
+from .machine import look_at_machine
 
 log = logging.getLogger("gemini")
 
@@ -43,7 +40,6 @@ log = logging.getLogger("gemini")
 ASSUMED_STATE_BYTES = 8
 MASTER_BYTES = 4
 MIN_BLOCK_NUMEL = 1024  # of `NvmeConfig`
-USABLE = 0.9  # of what the machine has left, where no budget is given
 # A usual disk and usual memory, in bytes a second. They order homes; they do not limit anything
 USUAL = Bandwidths(
     host_to_device=20e9, device_to_host=20e9, nvme_read=1.5e9, nvme_write=1.2e9, collective=10e9,
@@ -244,7 +240,7 @@ def begin_planning(
     `trace`: of this model. Raises BudgetError for budgets that cannot hold the model.
     """
     state = StateBytes(ASSUMED_STATE_BYTES + (MASTER_BYTES if has_master else 0), has_master)
-    budgets = _budgets(policy, layout, state, backend, comm)
+    budgets = resolve(policy, look_at_machine(backend, comm), _model_bytes(layout, state))
     if trace is None:
         non_model = 0
         if isinstance(policy, AutoPlacement) and budgets.device < UNLIMITED:
@@ -269,35 +265,6 @@ def begin_planning(
     return Planning(comm, policy, inputs, trace is not None)
 
 
-def _budgets(
-    policy: Placement,
-    layout: ChunkLayout,
-    state: StateBytes,
-    backend: Backend,
-    comm: Communicator,
-) -> Budgets:
-    """One rank's. What is not given is no limit, unless the model may not fit what there is."""
-    if isinstance(policy, StaticPlacement):
-        return Budgets()
-    ranks_per_node = comm.gather_objects(socket.gethostname()).count(socket.gethostname())
-    per_device = ranks_per_node if backend.device.type == "cpu" else 1
-    if isinstance(policy, ConstPlacement):
-        return Budgets(device=parse_bytes(policy.device_bytes)).divided(1, per_device)
-    given = policy.budgets()
-    if not backend.has_host_tier:  # both are RAM
-        given = replace(given, device=min(given.device, given.host))
-    budgets = given.divided(ranks_per_node, per_device)
-    device, host = budgets.device, budgets.host
-    if given.device >= UNLIMITED:
-        device = UNLIMITED
-        left = _device_bytes_left(backend) // per_device
-        if 2 * _model_bytes(layout, state) > left:
-            device = Bytes(round(USABLE * left))
-    if given.host >= UNLIMITED:
-        host = UNLIMITED
-    return Budgets(device, host, budgets.nvme if given.nvme < UNLIMITED else UNLIMITED)
-
-
 def _model_bytes(layout: ChunkLayout, state: StateBytes) -> int:
     """Parameters, gradients and state of one rank."""
     total = 0
@@ -307,30 +274,3 @@ def _model_bytes(layout: ChunkLayout, state: StateBytes) -> int:
             each = 2 * each + state.per_element
         total += chunk.shard_numel * each
     return total
-
-
-def _device_bytes_left(backend: Backend) -> int:
-    if backend.device.type == "cuda":
-        return torch.cuda.mem_get_info(backend.device)[0]
-    return memory_left()
-
-
-def memory_left() -> int:
-    """Bytes of RAM that this process may still use: of the machine, and of its cgroup."""
-    fields = dict(
-        line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines() if line
-    )
-    left = int(fields["MemAvailable"].split()[0]) * 1024
-    for limit, used in _CGROUP_FILES:
-        try:
-            left = min(left, int(limit.read_text()) - int(used.read_text()))
-        except (OSError, ValueError):  # no cgroup of that version, or "max"
-            continue
-    return max(left, 0)
-
-
-_CGROUP: Sequence[tuple[str, str]] = (
-    ("memory.max", "memory.current"),
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-)
-_CGROUP_FILES = [tuple(Path("/sys/fs/cgroup") / name for name in names) for names in _CGROUP]

@@ -5,7 +5,7 @@ import torch
 
 from gemini.placement.tiers import Tier
 from gemini.runtime.backend import SimBackend
-from gemini import AutoPlacement, GeminiDDP
+from gemini import AutoPlacement, ConstPlacement, GeminiDDP
 from optim import HybridAdam, NvmeConfig
 from tests.gemini.test_on_nvme import BLOCKS, SMALL, homes, wrapped
 from tests.models import Tower, token_batches, token_loss
@@ -120,3 +120,21 @@ def test_ranks_plan_with_what_all_of_them_measured(world_size):
         assert has_trace and not deviated and gathers == planned > 0
     assert not cuda[1]
     assert all(torch.equal(value, cuda[5][name]) for name, value in auto[5].items())
+
+
+def held(rank, kib):
+    """The most model data of one rank, of two that share the bytes of a CPU."""
+    model, optimizer = wrapped(ConstPlacement(kib << 10))
+    ledger, most = model.engine.manager.ledger, 0
+    for (ids,) in token_batches(3, 1):
+        ledger.watched = True
+        token_loss(model, ids).backward()
+        ledger.watched = True
+        optimizer.step()
+        optimizer.zero_grad()
+        most = max(most, sum(ledger.peaks[Tier.DEVICE].values()))
+    return most
+
+
+def test_a_const_budget_is_shared_by_the_ranks_of_a_cpu():
+    assert all(most <= 150 << 10 for most in run_ranks(held, 2, 300))

@@ -369,8 +369,8 @@ def test_cores_and_links_share_the_update_where_both_are_fast():
 
 
 def test_const_keeps_model_data_within_its_bytes_whatever_activations_take():
-    given_inputs = small_inputs()
-    planned = make_plan(given_inputs, ConstPlacement("16MiB"))
+    policy = ConstPlacement("16MiB")
+    planned = make_plan(small_inputs(budgets=policy.budgets()), policy)
     device = [
         sum(planned.profile.at(D, m).values()) - planned.profile.at(D, m)["non-model"]
         for m in range(planned.profile.num_moments)
