@@ -25,7 +25,14 @@ from .gather import GatherSteps, gather_steps
 from .homes import Homes, Tiers
 from .moves import moves_of
 from .plan import Plan, ShardPlan, UpdatePath
-from .policy import AutoPlacement, ConstPlacement, Placement, StaticPlacement, leading_within
+from .policy import (
+    AutoPlacement,
+    ConstPlacement,
+    Placement,
+    StaticPlacement,
+    leading_within,
+    never_released,
+)
 from .schedule import (
     GatherSchedule,
     num_uses,
@@ -276,8 +283,8 @@ class _Draft:
     def _static(self, policy: StaticPlacement) -> Homes:
         chunks = self.tiers.chunks
         homes = self.tiers.lowest(Tier.DEVICE, UpdatePath.CPU)
-        sharded = leading_within([c.payload_bytes for c in chunks], policy.shard_param_frac)
-        homes.kept = [c.id not in sharded for c in chunks]
+        kept = never_released(policy, [c.payload_bytes for c in chunks])
+        homes.kept = [c.id in kept for c in chunks]
         blocks = [block for chunk in chunks for block in chunk.blocks]
         total = sum(block.numel for block in blocks)
         on_nvme = self.inputs.nvme_state_frac * total

@@ -118,6 +118,14 @@ def parse_placement(policy: str | Placement) -> Placement:
     return NAMED[policy]
 
 
+def never_released(policy: Placement, payload_bytes: Sequence[int]) -> frozenset[ChunkId]:
+    """Chunks whose payloads stay gathered all the time, whatever a plan has room for (ZeRO-2)."""
+    if not isinstance(policy, StaticPlacement):
+        return frozenset()
+    released = leading_within(payload_bytes, policy.shard_param_frac)
+    return frozenset(map(ChunkId, range(len(payload_bytes)))) - frozenset(released)
+
+
 def leading_within(nbytes: Sequence[int], fraction: float) -> tuple[ChunkId, ...]:
     """The leading chunks whose share of all bytes is nearest to `fraction`."""
     wanted = fraction * sum(nbytes)

@@ -21,7 +21,6 @@ from gemini.chunk.layout import ChunkLayout
 from gemini.chunk.parameter import ChunkView, ParamHandle, handle_of, take_gradient, wrap_in_place
 from gemini.chunk.state import TensorState
 from gemini.memtracer.trace import Trace
-from gemini.placement.policy import StaticPlacement, leading_within
 from gemini.placement.tiers import Tier
 from gemini.trees import tensors_in
 from gemini.units import ChunkId, ParamId
@@ -92,12 +91,7 @@ class Engine:
             slot.param: i for chunk in layout.chunks for i, slot in enumerate(chunk.slots)
         }
         self.planning = planning
-        policy = planning.policy
-        static = policy if isinstance(policy, StaticPlacement) else StaticPlacement()
-        sharded = leading_within(
-            [spec.payload_bytes for spec in layout.chunks], static.shard_param_frac
-        )
-        self.kept = [spec.id for spec in layout.chunks if spec.id not in sharded]
+        self.kept = planning.kept
         files = FileConfig(
             planning.nvme_folder, planning.inputs.block_numel, label=f"rank{comm.rank}-"
         )

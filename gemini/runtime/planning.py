@@ -25,10 +25,16 @@ from gemini.placement.planner import (
     plan_within,
     reduce_inputs,
 )
-from gemini.placement.policy import AutoPlacement, ConstPlacement, Placement, StaticPlacement
+from gemini.placement.policy import (
+    AutoPlacement,
+    ConstPlacement,
+    Placement,
+    StaticPlacement,
+    never_released,
+)
 from gemini.placement.sizes import UNLIMITED, Bandwidths, BudgetError, Budgets, StateBytes
 from gemini.placement.tiers import Tier
-from gemini.units import BLOCK_NUMEL
+from gemini.units import BLOCK_NUMEL, ChunkId
 
 from .backend import Backend
 from .comm import Communicator
@@ -76,6 +82,11 @@ class Planning:
     @property
     def plan(self) -> Plan:
         return self.planned.plan
+
+    @property
+    def kept(self) -> frozenset[ChunkId]:
+        """Chunks that are never released, by the policy. A plan may keep others while it holds."""
+        return never_released(self.policy, [c.payload_bytes for c in self.inputs.layout.chunks])
 
     @property
     def nvme_folder(self) -> str | None:

@@ -18,9 +18,16 @@ from gemini.placement.planner import (
     plan_within,
     reduce_inputs,
 )
-from gemini.placement.policy import AutoPlacement, ConstPlacement, StaticPlacement
+from gemini.placement.policy import (
+    AutoPlacement,
+    ConstPlacement,
+    StaticPlacement,
+    never_released,
+)
 from gemini.placement.sizes import Bandwidths, BudgetError, Budgets, StateBytes
 from gemini.placement.tiers import Tier
+from gemini.runtime.comm import Communicator
+from gemini.runtime.planning import Planning
 
 ADAM = StateBytes(12, True)
 LINKS = Bandwidths(25e9, 25e9, 5e9, 3e9, 50e9, 1.6e12, 60e9, 300e12)
@@ -285,6 +292,18 @@ def test_static_fractions_are_met_within_one_chunk_or_block(given_inputs, fracti
     total = sum(numel for numel, _ in blocks)
     held = sum(numel for numel, home in blocks if home is H)
     assert abs(held - fractions[1] * total) <= max((n for n, _ in blocks), default=0)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.4, 1.0])
+def test_what_a_policy_never_releases_every_plan_keeps(fraction):
+    """And the engine asks for nothing else: `Planning.kept`."""
+    given_inputs = small_inputs(world_size=2)
+    policy = StaticPlacement(shard_param_frac=fraction)
+    kept = never_released(policy, [c.payload_bytes for c in given_inputs.layout.chunks])
+    assert {s.chunk for s in make_plan(given_inputs, policy).plan.shards if s.kept} == kept
+    assert Planning(Communicator(None), policy, given_inputs, has_trace=False).kept == kept
+    assert (len(kept) == len(given_inputs.layout.chunks)) == (fraction == 0)
+    assert never_released(AutoPlacement(), [1, 2, 3]) == frozenset()
 
 
 def llama_like(num_layers, hidden, inner, kv, vocab):
