@@ -7,93 +7,15 @@ when activations are gone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-
-import numpy as np
-import numpy.typing as npt
+from collections.abc import Iterator
 
 from gemini.units import ChunkId
 
 from .homes import Homes, Tiers, state_parts
-from .plan import Reduction, Staging, UpdatePath
+from .plan import Staging, UpdatePath
+from .room import Demand, DeviceRoom
 from .sizes import BudgetError, ChunkBytes
 from .tiers import Tier
-
-Vector = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class Demand:
-    """What an iteration asks of the device, whatever lives there. Vectors are over its moments:
-    those of the trace, and one for the step."""
-
-    non_model: Vector  # bytes
-    needs: tuple[tuple[ChunkId, ...], ...]  # by moment of the trace
-    reductions: dict[ChunkId, Reduction]  # of trainable chunks
-    ahead: tuple[tuple[ChunkId, ...], ...]  # prefetched at every moment, if there is room
-
-
-class DeviceRoom:
-    """Bytes that are free on the device at every moment, as homes are chosen."""
-
-    def __init__(self, tiers: Tiers, demand: Demand, *, prefetch: bool) -> None:
-        self._tiers = tiers
-        num_moments = len(demand.needs) + 1
-        self._num_moments = num_moments
-        self.left: Vector = tiers.budgets.device - demand.non_model
-        self._gathered: dict[ChunkId, list[int]] = {}  # moments at which a payload is there
-        for moment, chunks in enumerate(demand.needs):
-            there = dict.fromkeys((*chunks, *(demand.ahead[moment] if prefetch else ())))
-            for chunk in there:
-                self._gathered.setdefault(chunk, []).append(moment)
-        for chunk, moments in self._gathered.items():
-            self.left[moments] -= tiers.chunks[chunk].payload_bytes
-        self._reductions = demand.reductions
-        for chunk, reduction in demand.reductions.items():
-            sizes = tiers.chunks[chunk]
-            self.left[reduction.first : reduction.end] -= sizes.payload_bytes
-            if tiers.world_size > 1:
-                self.left[reduction.last : reduction.end + 2] -= sizes.shard_bytes
-
-    def reserve(self, nbytes: int) -> None:
-        self.left = self.left - nbytes
-
-    def param(self, chunk: ChunkBytes) -> Vector:
-        """What a parameter shard on the device takes; at world size 1 it is its own payload."""
-        cost = np.full(self._num_moments, chunk.shard_bytes, np.int64)
-        if self._tiers.world_size == 1:
-            cost[self._gathered.get(chunk.id, [])] -= chunk.payload_bytes
-        return cost
-
-    def grad(self, chunk: ChunkBytes) -> Vector:
-        """What it takes to leave a reduced gradient on the device until the step is over."""
-        cost = np.zeros(self._num_moments, np.int64)
-        reduction = self._reductions.get(chunk.id)
-        if reduction is None:  # an evaluation has no gradients
-            return cost
-        cost[reduction.end + (2 if self._tiers.world_size > 1 else 0) :] = chunk.shard_bytes
-        return cost
-
-    def take(self, cost: Vector) -> bool:
-        """Take this room, if it is there at every moment."""
-        left = self.left - cost
-        if left.min() < 0:
-            return False
-        self.left = left
-        return True
-
-    def take_run(self, sizes: Sequence[int]) -> int:
-        """Take room at all moments for as many of the last `sizes` as fit; how many did not."""
-        room, left_out = int(self.left.min()), len(sizes)
-        taken = 0
-        for nbytes in reversed(sizes):
-            if taken + nbytes > room:
-                break
-            taken += nbytes
-            left_out -= 1
-        self.left = self.left - taken
-        return left_out
 
 
 def fill(tiers: Tiers, demand: Demand, order: str, path: UpdatePath) -> Homes:
@@ -120,10 +42,10 @@ def _fill(tiers: Tiers, demand: Demand, order: str, path: UpdatePath) -> Homes:
     device_staging, _ = tiers.staging(lowest)
     if not tiers.has_host_tier and tiers.fixed_params is None and "p" in order:
         device_staging, _ = tiers.staging(tiers.lowest(Tier.NVME, path), params_may_rise=True)
-    room = DeviceRoom(tiers, demand, prefetch=True)
+    room = demand.room(tiers, prefetch=True)
     room.reserve(device_staging.nbytes)
     if room.left.min() < 0:
-        room = DeviceRoom(tiers, demand, prefetch=False)
+        room = demand.room(tiers, prefetch=False)
         room.reserve(device_staging.nbytes)
         _check_floor(tiers, demand, room, device_staging)
     homes = tiers.lowest(below, path)
@@ -238,7 +160,7 @@ def missing_for_everything(tiers: Tiers, demand: Demand) -> int | None:
     """Bytes that the device lacks to hold all model data; None where some must be on NVMe."""
     if any(_forced_blocks(tiers, chunk) for chunk in tiers.chunks):
         return None
-    room = DeviceRoom(tiers, demand, prefetch=False)
+    room = demand.room(tiers, prefetch=False)
     for chunk in tiers.chunks:
         room.left = room.left - room.param(chunk) - chunk.state_bytes
         if chunk.trainable:
@@ -309,8 +231,8 @@ def _rows_on_host(tiers: Tiers, homes: Homes, kind: str) -> Iterator[tuple[list[
 
 def _check_floor(tiers: Tiers, demand: Demand, room: DeviceRoom, staging: Staging) -> None:
     """Raises BudgetError where the device cannot hold what must be there at some moment."""
-    moment = int(room.left.argmin())
-    missing = -int(room.left[moment])
+    least = int(room.left.argmin())
+    moment, missing = int(room.moments[least]), -int(room.left[least])
     if missing <= 0:
         return
     non_model = int(demand.non_model[moment])

@@ -20,7 +20,7 @@ from gemini.memtracer.trace import Trace, reduce_traces
 from gemini.units import BLOCK_NUMEL, BlockId, ChunkId
 
 from .cost import StepCost, choose_paths, compute_seconds_of, estimate, predict_step
-from .filling import Demand, Vector, fill, missing_for_everything
+from .filling import fill, missing_for_everything
 from .gather import GatherSteps, gather_steps
 from .homes import Homes, Tiers
 from .moves import moves_of
@@ -33,6 +33,7 @@ from .policy import (
     leading_within,
     never_released,
 )
+from .room import Demand, Vector
 from .schedule import (
     GatherSchedule,
     num_uses,
@@ -182,6 +183,7 @@ class _Draft:
             fixed_params=inputs.fixed_params,
             floor=floor,
         )
+        self._digests = layout.digest(), trace.digest()  # of long values: taken once
         self.needs = trace.chunk_needs(chunk_of)
         self.calls = trace.calls(chunk_of)
         self.reductions = (
@@ -357,8 +359,8 @@ class _Draft:
         )
         return Plan(
             kind=trace.kind,
-            layout_digest=self.inputs.layout.digest(),
-            trace_digest=trace.digest(),
+            layout_digest=self._digests[0],
+            trace_digest=self._digests[1],
             num_trace_moments=len(self.needs),
             world_size=tiers.world_size,
             has_host_tier=tiers.has_host_tier,
