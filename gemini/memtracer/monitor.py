@@ -16,6 +16,7 @@ from gemini.trees import tensors_in
 
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _STATUS = Path("/proc/self/status")
+_HIGHEST = b"VmHWM:"
 _RESET_PEAK = "5"  # man 5 proc: resets VmHWM
 
 
@@ -144,9 +145,7 @@ class ProcessMonitor:
         return
 
     def period(self) -> int:
-        peak = peak_rss_bytes()
-        reset_peak_rss()
-        return max(0, peak - self._base)
+        return max(0, reset_peak_rss() - self._base)
 
 
 class CudaMonitor:
@@ -187,14 +186,17 @@ def process_peak_rss_bytes() -> int:
 
 def peak_rss_bytes() -> int:
     """VmHWM: the most resident memory of this process since it began, or since the last reset."""
-    for line in _STATUS.read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"{_STATUS} has no VmHWM")
+    status = _STATUS.read_bytes()
+    found = status.find(_HIGHEST)
+    if found < 0:
+        raise OSError(f"{_STATUS} has no VmHWM")
+    return int(status[found + len(_HIGHEST) :].split(None, 1)[0]) * 1024
 
 
-def reset_peak_rss() -> None:
-    """Begin VmHWM anew at what is resident now. Takes 4 us; `process_peak_rss_bytes` remembers."""
+def reset_peak_rss() -> int:
+    """Begin VmHWM anew at what is resident now; what it was. `process_peak_rss_bytes` remembers."""
     global _highest_bytes
-    _highest_bytes = process_peak_rss_bytes()
+    peak = peak_rss_bytes()
+    _highest_bytes = max(_highest_bytes, peak)
     _CLEAR_REFS.write_text(_RESET_PEAK)
+    return peak

@@ -201,7 +201,7 @@ class _Fields:
 
     def array(self, name: str) -> list[Any]:
         value = self.value(name)
-        if not isinstance(value, list):
+        if not isinstance(value, (list, tuple)):  # `to_json` has tuples, a file lists
             self._refuse(f"{name} is {value!r}; expected a list")
         return list(value)
 

@@ -55,7 +55,7 @@ def _fill(tiers: Tiers, demand: Demand, order: str, path: UpdatePath) -> Homes:
         for chunk in tiers.chunks:
             i = chunk.id
             may_rise = tiers.fixed_params is None and homes.param[i] is not Tier.DEVICE
-            if kind == "p" and may_rise and room.take(room.param(chunk)):
+            if kind == "p" and may_rise and room.take_param(chunk):
                 homes.param[i] = Tier.DEVICE
             if kind == "s" and chunk.trainable:
                 free = [b for b, home in enumerate(homes.state[i]) if home is below]
@@ -66,7 +66,7 @@ def _fill(tiers: Tiers, demand: Demand, order: str, path: UpdatePath) -> Homes:
                     homes.state[i][b] = Tier.DEVICE
             if kind == "g" and chunk.trainable and homes.grad[i] is not Tier.DEVICE:
                 on_cpu = path is UpdatePath.CPU and any(h is below for h in homes.state[i])
-                if not on_cpu and room.take(room.grad(chunk)):
+                if not on_cpu and room.take_grad(chunk):
                     homes.grad[i] = Tier.DEVICE
     if tiers.has_host_tier:
         _spill_host(tiers, homes)
@@ -88,12 +88,16 @@ def _take_what_is_there(tiers: Tiers, homes: Homes, room: DeviceRoom) -> None:
     for chunk in tiers.chunks:
         i = chunk.id
         if homes.param[i] is Tier.DEVICE:
-            room.left = room.left - room.param(chunk)
-        for block, home in zip(chunk.blocks, homes.state[i], strict=True):
-            if home is Tier.DEVICE:
-                room.left = room.left - block.state_bytes
+            room.take_param(chunk, forced=True)
+        room.reserve(
+            sum(
+                block.state_bytes
+                for block, home in zip(chunk.blocks, homes.state[i], strict=True)
+                if home is Tier.DEVICE
+            )
+        )
         if chunk.trainable and homes.grad[i] is Tier.DEVICE:
-            room.left = room.left - room.grad(chunk)
+            room.take_grad(chunk, forced=True)
     missing = -int(room.left.min())
     if missing > 0:
         raise BudgetError.missing(
@@ -114,23 +118,29 @@ def _join_on_nvme(tiers: Tiers, homes: Homes, room: DeviceRoom, params_may_move:
             tier is not Tier.NVME for tier in homes.state[i]
         )
 
-    for chunk in reversed(tiers.chunks):
+    torn = [chunk for chunk in tiers.chunks if chunk.trainable and split(chunk.id)]
+    tried = False  # what did not fit fits no sooner before something is given back
+    for chunk in reversed(torn):
         i = chunk.id
-        if not chunk.trainable or not split(i):
+        if not split(i):
             continue
-        for b, block in enumerate(chunk.blocks):
-            if homes.state[i][b] is Tier.DEVICE:
-                room.left = room.left + block.state_bytes
-            homes.state[i][b] = Tier.NVME
-        for other in tiers.chunks:
+        given = sum(
+            block.state_bytes
+            for block, home in zip(chunk.blocks, homes.state[i], strict=True)
+            if home is Tier.DEVICE
+        )
+        room.reserve(-given)
+        homes.state[i] = [Tier.NVME for _ in chunk.blocks]
+        for other in torn if given or not tried else ():
             j = other.id
-            if not other.trainable or not split(j):
+            if not split(j):
                 continue
             on_nvme = homes.param[j] is Tier.NVME
-            if on_nvme and params_may_move and room.take(room.param(other)):
+            if on_nvme and params_may_move and room.take_param(other):
                 homes.param[j] = Tier.DEVICE
-            if homes.grad[j] is Tier.NVME and room.take(room.grad(other)):
+            if homes.grad[j] is Tier.NVME and room.take_grad(other):
                 homes.grad[j] = Tier.DEVICE
+        tried = True
 
 
 def _forced_blocks(tiers: Tiers, chunk: ChunkBytes) -> int:
@@ -162,9 +172,10 @@ def missing_for_everything(tiers: Tiers, demand: Demand) -> int | None:
         return None
     room = demand.room(tiers, prefetch=False)
     for chunk in tiers.chunks:
-        room.left = room.left - room.param(chunk) - chunk.state_bytes
+        room.take_param(chunk, forced=True)
+        room.reserve(chunk.state_bytes)
         if chunk.trainable:
-            room.left = room.left - room.grad(chunk)
+            room.take_grad(chunk, forced=True)
     return max(0, -int(room.left.min()))
 
 

@@ -38,12 +38,14 @@ class Demand:
 
 
 class DeviceRoom:
-    """Bytes that are free on the device, as homes are chosen.
+    """Bytes that are free on the device, as homes are chosen; below 0 it lacks some.
 
     At every moment that is kept: of those at which homes cost the same, because the same payloads
     are there and the same gradients wait, the one with the least room stands for all. `moments` has
     their places in the iteration. So filling takes as long as there are chunks, not calls.
     """
+
+    left: Vector  # at `moments`
 
     def __init__(self, tiers: Tiers, demand: Demand, *, prefetch: bool) -> None:
         self._world_size = tiers.world_size
@@ -64,7 +66,7 @@ class DeviceRoom:
                 left[reduction.last : reduction.end + 2] -= sizes.shard_bytes
             waits[min(self._waits_from(reduction), len(left))] += 1
         self.moments = _least_of_equals(left, there, np.cumsum(waits[:-1]))
-        self.left: Vector = left[self.moments]
+        self._set(left[self.moments])
         self._gathered = _places_of([there[moment] for moment in self.moments])
         self._first_wait = {
             chunk: int(np.searchsorted(self.moments, self._waits_from(reduction)))
@@ -77,34 +79,44 @@ class DeviceRoom:
 
     def copy(self) -> DeviceRoom:
         """Another filling, from here."""
-        other = copy(self)
-        other.left = self.left.copy()
-        return other
+        return copy(self)  # vectors are replaced, and not changed
 
     def reserve(self, nbytes: int) -> None:
-        self.left = self.left - nbytes
+        """Take room at all moments, whether it is there or not; less than nothing gives it back."""
+        self._set(self.left - nbytes)
 
-    def param(self, chunk: ChunkBytes) -> Vector:
-        """What a parameter shard on the device takes; at world size 1 it is its own payload."""
-        cost = np.full(len(self.left), chunk.shard_bytes, np.int64)
-        if self._world_size == 1:
-            cost[self._gathered.get(chunk.id, [])] -= chunk.payload_bytes
-        return cost
-
-    def grad(self, chunk: ChunkBytes) -> Vector:
-        """What it takes to leave a reduced gradient on the device until the step is over."""
-        cost = np.zeros(len(self.left), np.int64)
-        if chunk.id in self._first_wait:  # an evaluation has no gradients
-            cost[self._first_wait[chunk.id] :] = chunk.shard_bytes
-        return cost
-
-    def take(self, cost: Vector) -> bool:
-        """Take this room, a vector over `moments`, if it is there at every one."""
-        left = self.left - cost
-        if left.min() < 0:
+    def take_param(self, chunk: ChunkBytes, *, forced: bool = False) -> bool:
+        """Room for a parameter shard on the device; at world size 1 it is its own payload."""
+        gathered = self._gathered.get(chunk.id, ()) if self._world_size == 1 else ()
+        saved = chunk.payload_bytes if self._least in gathered else 0
+        if not forced and chunk.shard_bytes - saved > self.left[self._least]:
             return False
-        self.left = left
+        cost = np.full(len(self.left), chunk.shard_bytes, np.int64)
+        cost[list(gathered)] -= chunk.payload_bytes
+        return self._take(cost, forced)
+
+    def take_grad(self, chunk: ChunkBytes, *, forced: bool = False) -> bool:
+        """Room for a reduced gradient that stays on the device until the step is over."""
+        first = self._first_wait.get(chunk.id)
+        if first is None:  # an evaluation has no gradients
+            return True
+        waits = self._least >= first
+        if not forced and waits and chunk.shard_bytes > self.left[self._least]:
+            return False
+        cost = np.zeros(len(self.left), np.int64)
+        cost[first:] = chunk.shard_bytes
+        return self._take(cost, forced)
+
+    def _take(self, cost: Vector, forced: bool) -> bool:
+        left = self.left - cost
+        if not forced and left.min() < 0:
+            return False
+        self._set(left)
         return True
+
+    def _set(self, left: Vector) -> None:
+        self.left = left
+        self._least = int(left.argmin())  # what does not fit there does not fit: asked first
 
     def take_run(self, sizes: Sequence[int]) -> int:
         """Take room at all moments for as many of the last `sizes` as fit; how many did not."""
@@ -115,7 +127,7 @@ class DeviceRoom:
                 break
             taken += nbytes
             left_out -= 1
-        self.left = self.left - taken
+        self.reserve(taken)
         return left_out
 
 

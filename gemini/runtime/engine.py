@@ -323,7 +323,7 @@ class Engine:
         if self.scaler.active and not self._entered:
             self._refuse_unscaled(index)
         chunk = self.chunks[self.chunk_of[index]]
-        watched = self.manager.ledger.watched
+        watched = self.manager.ledger.watched and chunk.gradient.next_changes_memory
         if watched:
             self.sampler.collector.before_change()
         self.reducer.arrived(chunk, self._slot_of[index], grad)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from gemini.chunk.account import Account
 from gemini.chunk.storage import Chunk
 from gemini.placement.tiers import Tier
 from optim.tiered_state import TieredState
@@ -17,6 +18,8 @@ Bytes = dict[tuple[Tier, str], int]
 class Ledger:
     """Model data of one engine. Kinds are those of `gemini.memtracer.predict`.
 
+    Asking takes as long for many chunks as for few: chunks keep their account up to date.
+
     host: the tier of host memory; it is the device where that is the CPU.
     state: of the optimizer, once there is one.
     """
@@ -27,7 +30,9 @@ class Ledger:
         storage: ShardStorage | None = None,
         host: Tier = Tier.DEVICE,
     ) -> None:
-        self._chunks = chunks
+        self._account = Account()
+        for chunk in chunks:
+            chunk.count_in(self._account)
         self._storage = storage
         self._host = host
         self.state: TieredState | None = None
@@ -36,13 +41,11 @@ class Ledger:
 
     def bytes_in_use(self) -> Bytes:
         """Bytes by tier and kind, now; what has none is left out. NVMe: what files take."""
+        account = self._account
         found: Counter[tuple[Tier, str]] = Counter()
-        for chunk in self._chunks:
-            if chunk.gathered:
-                found[Tier.DEVICE, "parameters"] += chunk.payload.nbytes
-            home = self._host if chunk.shard_on_host else Tier.DEVICE
-            found[home, "parameters"] += chunk.memory_nbytes
-            found[Tier.DEVICE, "gradients"] += chunk.gradient.nbytes
+        found[Tier.DEVICE, "parameters"] = account.payloads + account.device_shards
+        found[self._host, "parameters"] += account.host_shards
+        found[Tier.DEVICE, "gradients"] = account.gradients
         self._add_storage(found)
         state = self.state
         if state is not None:

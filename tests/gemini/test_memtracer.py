@@ -168,7 +168,7 @@ def test_larger_batch_needs_more_and_evaluation_less():
 def test_trace_survives_its_file(tmp_path):
     found = trace(Tower(), (IDS,))
     found.save(tmp_path / "t.json")
-    assert Trace.load(tmp_path / "t.json") == found
+    assert Trace.load(tmp_path / "t.json") == found == Trace.from_json(found.to_json())
     (tmp_path / "t.json").write_text('{"format": 1}')
     with pytest.raises(TraceError, match="damaged"):
         Trace.load(tmp_path / "t.json")
