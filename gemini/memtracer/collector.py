@@ -26,6 +26,7 @@ from gemini.units import Bytes, ParamId
 
 from .boundaries import module_boundaries
 from .monitor import Monitor, StorageTracker
+from .overruns import Overrun
 from .trace import Deviation, Edge, Kind, Phase, Trace, TraceMoment, model_digest
 
 log = logging.getLogger("gemini")
@@ -41,6 +42,7 @@ class MemStatsCollector:
 
     monitors: read at every moment; the largest reading counts, less `model_bytes()` for those that
         include model data.
+    look: called with every reading of the monitors that count nothing else.
     """
 
     def __init__(
@@ -48,12 +50,15 @@ class MemStatsCollector:
         specs: Sequence[ParamSpec],
         monitors: Sequence[Monitor],
         model_bytes: Callable[[], int] = lambda: 0,
+        look: Callable[[int, str], None] = lambda nbytes, where: None,
     ) -> None:
         self._model_digest = model_digest(specs)
         self._monitors = list(monitors)
         self._model_bytes = model_bytes
+        self._look = look
         self.traces: dict[tuple[Kind, str], Trace] = {}
-        self.deviations: list[Deviation] = []  # of iterations that differed from their trace
+        # iterations that differed from their trace, or passed a budget
+        self.deviations: list[Deviation | Overrun] = []
         self._key: tuple[Kind, str] | None = None
         self._moments: list[TraceMoment] = []
         self._model_at_begin = 0  # what monitors that include model data start from
@@ -151,11 +156,15 @@ class MemStatsCollector:
     def _reading(self) -> int:
         """The most beside model data since the last reading."""
         model = self._model_before - self._model_at_begin
-        readings = [
-            monitor.period() - (model if monitor.includes_model_data else 0)
-            for monitor in self._monitors
-        ]
-        return max(0, *readings) if readings else 0
+        most = certain = 0
+        for monitor in self._monitors:
+            found = monitor.period() - (model if monitor.includes_model_data else 0)
+            most = max(most, found)
+            if monitor.counts_nothing_else:
+                certain = max(certain, found)
+        where = str(self._moments[-1]) if self._moments else "the begin of the iteration"
+        self._look(certain, where)
+        return most
 
 
 def input_signature(inputs: Any) -> str:

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gemini.trees import tensors_in
 
+PROCESS_NOISE_BYTES = 32 << 20  # what libraries and malloc may keep of an iteration
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _STATUS = Path("/proc/self/status")
 _HIGHEST = b"VmHWM:"
@@ -24,6 +25,7 @@ class Monitor(Protocol):
     """Memory of one compute device above what it was at `start`."""
 
     includes_model_data: bool
+    counts_nothing_else: bool  # but memory that the iteration asked for
 
     def start(self) -> None: ...
 
@@ -42,6 +44,7 @@ class StorageTracker(TorchDispatchMode):
     """
 
     includes_model_data = False
+    counts_nothing_else = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,6 +136,7 @@ class ProcessMonitor:
     """
 
     includes_model_data = True
+    counts_nothing_else = False  # libraries, and what malloc keeps
 
     def __init__(self) -> None:
         self._base = 0
@@ -156,6 +160,7 @@ class CudaMonitor:
     """
 
     includes_model_data = True
+    counts_nothing_else = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

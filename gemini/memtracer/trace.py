@@ -232,12 +232,14 @@ def sequential_trace(
     *,
     kind: Kind = "train",
     signature: str = ASSUMED_SIGNATURE,
+    overlap: bool = False,
 ) -> Trace:
     """What an iteration does if modules run in registration order, and backwards in backward.
 
     For planning before anything ran. A module is a run of parameters whose names differ in their
     last part only; modules of tied names run last, as heads do. `non_model_bytes`: of every moment,
-    or of all of them.
+    or of all of them. `overlap`: in backward a module begins before the one behind it ends, as it
+    does where the gradient of its output ends that one.
     """
     modules: dict[str, list[ParamId]] = {}
     for i, spec in enumerate(specs):
@@ -245,10 +247,16 @@ def sequential_trace(
     for i, spec in enumerate(specs):
         for alias in spec.aliases:
             modules.setdefault(alias.rpartition(".")[0], []).append(ParamId(i))
-    calls: list[tuple[Phase, str]] = [("forward", name) for name in modules]
+    events: list[tuple[Phase, Edge, str]] = [
+        ("forward", edge, name) for name in modules for edge in _EDGES
+    ]
     if kind == "train":
-        calls += [("backward", name) for name in reversed(modules)]
-    events = [(phase, edge, name) for phase, name in calls for edge in _EDGES]
+        backward: list[tuple[Phase, Edge, str]] = [
+            ("backward", edge, name) for name in reversed(modules) for edge in _EDGES
+        ]
+        for i in range(1, len(backward) - 1, 2) if overlap else ():
+            backward[i : i + 2] = backward[i + 1], backward[i]
+        events += backward
     if isinstance(non_model_bytes, int):
         non_model_bytes = [non_model_bytes] * len(events)
     moments = tuple(

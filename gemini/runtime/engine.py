@@ -111,9 +111,13 @@ class Engine:
             planning.payload_room_bytes,
             planning.steps_for,
         )
-        self.sampler = Sampler(layout.params, backend, self.manager.ledger, self._traced)
+        self.sampler = Sampler(
+            layout.params, backend, self.manager.ledger, self._traced, planning.overruns
+        )
         # every chunk stays gathered: hooks and on-demand fetches have nothing to do
         self.all_gathered = self.manager.releases_nothing
+        # where nothing moves and nothing is limited, one iteration of a kind is as good as another
+        self.tells_inputs_apart = not self.all_gathered or planning.overruns.limits_device
         self.reducer = Reducer(self.chunks, by_moment=not self.all_gathered)
         self.open_calls: list[BackwardCall] = []  # module calls whose backward is under way
         self._viewed: dict[ChunkId, None] = {}  # plain views of them left their modules
@@ -192,16 +196,21 @@ class Engine:
         if self.comm.world_size == 1 and self.planning.follow(trace):
             self.manager.payload_room_bytes = self.planning.payload_room_bytes
             self.settling.propose()
+        elif self.planning.take_doubt():
+            self.sampler.measure_again(trace)
 
     def agree_on_trace(self) -> None:
         """Before a step: plan with what all ranks measured, once they have. Collective."""
         if self.comm.world_size == 1 or self.all_gathered or not self._agreements_left:
             return
         self._agreements_left -= 1
-        if self.planning.follow_all(self._last_trace if self.sampler.measures else None):
+        trace = self._last_trace if self.sampler.measures else None
+        if self.planning.follow_all(trace):
             self.manager.payload_room_bytes = self.planning.payload_room_bytes
             self._agreements_left = 0
             self.settling.propose()
+        elif self.planning.take_doubt() and trace is not None:
+            self.sampler.measure_again(trace)
 
     # -- forward and backward --
 
@@ -209,8 +218,7 @@ class Engine:
     def begin_iteration(self, inputs: Any) -> None:
         """The wrapper is called from outside, with these inputs."""
         if self._forward_depth == 0 and not in_backward() and not self._summoned:
-            # where nothing moves, one iteration of a kind is as good as another
-            told_apart = None if self.all_gathered else inputs
+            told_apart = inputs if self.tells_inputs_apart else None
             self.sampler.begin(told_apart, again=self.manager.deviated)
 
     def tracking(self, module: nn.Module) -> AbstractContextManager[None]:
@@ -274,6 +282,7 @@ class Engine:
         self.sampler.collector.before_change()
         self.reducer.finish()
         self.sampler.collector.after_change()
+        self.manager.ledger.note()
         self._forget_calls()
         self._unpin()
         self.settling.graph_is_open = False
@@ -404,6 +413,7 @@ class Engine:
             raise RuntimeError("parameters are summoned already")
         self.adopt_changes()
         everything = tuple(chunk.spec.id for chunk in self.chunks)
+        self.manager.ledger.judges = False  # it is the user who asks for all of it
         self.manager.pin(everything)
         self.manager.at_moment(everything, planned=False)
         kept = {} if writeback else {c: c.payload.clone() for c in self.chunks if c.is_whole}
@@ -419,6 +429,7 @@ class Engine:
                         chunk.payload.copy_(kept[chunk])
             self.adopt_changes()
             self.manager.release_all()
+            self.manager.ledger.judges = True
             self.after_step()
 
     def adopt_changes(self) -> None:

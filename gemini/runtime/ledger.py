@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from gemini.chunk.account import Account
 from gemini.chunk.storage import Chunk
+from gemini.memtracer.overruns import Overruns
 from gemini.placement.tiers import Tier
 from optim.tiered_state import TieredState
 
@@ -36,8 +37,30 @@ class Ledger:
         self._storage = storage
         self._host = host
         self.state: TieredState | None = None
-        self.watched = False  # `note` looks; else it costs nothing
+        self.overruns: Overruns | None = None
+        self.judges = True  # `note` compares with budgets
+        self.watched = False  # `note` takes peaks
         self.peaks: dict[Tier, dict[str, int]] = {}  # by kind, when a tier held most
+
+    def totals(self) -> dict[Tier, int]:
+        """Bytes on every tier, now: cheaper than by kind."""
+        account, storage, state = self._account, self._storage, self.state
+        device = account.payloads + account.device_shards + account.gradients
+        host, nvme = account.host_shards, 0
+        if storage is not None:
+            host, nvme = host + storage.staging_bytes, storage.file_bytes
+        if state is not None:
+            device += sum(slab.nbytes for slab in state.device_slabs)
+            nvme += state.nvme_bytes
+            host += 0 if state.nvme is None else state.nvme.staging_bytes
+        apart = 0  # only where the host is another memory
+        if storage is not None and storage.host_gradients is not None:
+            apart += storage.host_gradients.nbytes
+        if state is not None:
+            apart += sum(slab.nbytes for slab in state.host_slabs)
+        if self._host is Tier.DEVICE:
+            device, host = device + host, 0
+        return {Tier.DEVICE: device, Tier.HOST: host + apart, Tier.NVME: nvme}
 
     def bytes_in_use(self) -> Bytes:
         """Bytes by tier and kind, now; what has none is left out. NVMe: what files take."""
@@ -71,11 +94,18 @@ class Ledger:
 
     def memory_bytes(self) -> int:
         """Bytes that are not on NVMe."""
-        in_use = self.bytes_in_use()
-        return sum(nbytes for (tier, _), nbytes in in_use.items() if tier is not Tier.NVME)
+        totals = self.totals()
+        return totals[Tier.DEVICE] + totals[Tier.HOST]
 
-    def note(self) -> None:
-        """Take what is in use now into `peaks`."""
+    def device_bytes(self) -> int:
+        """Bytes on the compute device."""
+        return self.totals()[Tier.DEVICE]
+
+    def note(self, where: str = "in an iteration") -> None:
+        """Compare what is in use now with the budgets, and take it into `peaks`."""
+        if self.overruns is not None and self.overruns.limits and self.judges:
+            for tier, nbytes in self.totals().items():
+                self.overruns.check(tier, nbytes, 0, where)
         if not self.watched:
             return
         by_tier: dict[Tier, dict[str, int]] = {}
