@@ -42,7 +42,7 @@ class MemStatsCollector:
 
     monitors: read at every moment; the largest reading counts, less `model_bytes()` for those that
         include model data.
-    look: called with every reading of the monitors that count nothing else.
+    look: called with every reading, as far as it is certain, and with where it is of.
     """
 
     def __init__(
@@ -158,10 +158,9 @@ class MemStatsCollector:
         model = self._model_before - self._model_at_begin
         most = certain = 0
         for monitor in self._monitors:
-            found = monitor.period() - (model if monitor.includes_model_data else 0)
-            most = max(most, found)
-            if monitor.counts_nothing_else:
-                certain = max(certain, found)
+            counted = model if monitor.includes_model_data else 0
+            most = max(most, monitor.period() - counted)
+            certain = max(certain, monitor.certain_bytes - counted)
         where = str(self._moments[-1]) if self._moments else "the begin of the iteration"
         self._look(certain, where)
         return most

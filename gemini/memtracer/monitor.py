@@ -25,7 +25,7 @@ class Monitor(Protocol):
     """Memory of one compute device above what it was at `start`."""
 
     includes_model_data: bool
-    counts_nothing_else: bool  # but memory that the iteration asked for
+    certain_bytes: int  # of the last `period`, what can be nothing else than memory in use
 
     def start(self) -> None: ...
 
@@ -44,7 +44,6 @@ class StorageTracker(TorchDispatchMode):
     """
 
     includes_model_data = False
-    counts_nothing_else = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,6 +52,7 @@ class StorageTracker(TorchDispatchMode):
         self._ignored_refs: list[weakref.ref[Any]] = []
         self.paused = False  # what is made is model data
         self.live_bytes = 0
+        self.certain_bytes = 0
         self._peak = 0
 
     def ignore(self, tensors: Iterable[Tensor]) -> None:
@@ -75,8 +75,8 @@ class StorageTracker(TorchDispatchMode):
         self.__exit__(None, None, None)
 
     def period(self) -> int:
-        peak, self._peak = self._peak, self.live_bytes
-        return peak
+        self.certain_bytes, self._peak = self._peak, self.live_bytes
+        return self.certain_bytes
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -136,7 +136,7 @@ class ProcessMonitor:
     """
 
     includes_model_data = True
-    counts_nothing_else = False  # libraries, and what malloc keeps
+    certain_bytes = 0  # it may be libraries, and what malloc keeps
 
     def __init__(self) -> None:
         self._base = 0
@@ -160,11 +160,11 @@ class CudaMonitor:
     """
 
     includes_model_data = True
-    counts_nothing_else = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._base = 0
+        self.certain_bytes = 0
 
     def start(self) -> None:
         torch.cuda.reset_peak_memory_stats(self._device)
@@ -178,6 +178,7 @@ class CudaMonitor:
         peak = int(statistics["allocated_bytes.all.peak"])
         margin = int(statistics["inactive_split_bytes.all.current"])
         torch.cuda.reset_peak_memory_stats(self._device)
+        self.certain_bytes = max(0, peak - self._base)
         return max(0, peak + margin - self._base)
 
 

@@ -51,11 +51,13 @@ class AutoPlacement:
         there both are RAM, and the lower budget holds.
     nvme_dir: where files go; None is a temporary folder.
     warmup_non_model_data_ratio: share of the device budget left to activations and temporaries
-        while no iteration was traced. What the first one leaves of it is filled after its step.
+        when homes are chosen and no iteration was traced; less, where model data would not fit: it
+        refuses nothing. What the first iteration leaves of it is filled after its step.
     steady_cap_ratio: share of what a traced iteration leaves that model data may fill.
 
     Raises ValueError for a ratio out of range and a size that is none. Budgets that cannot hold the
-    model are a BudgetError when it is wrapped. How it decides: docs/placement.md.
+    model are a BudgetError when it is wrapped; one that an iteration passes is a `BudgetWarning`.
+    How it decides: docs/placement.md.
     """
 
     device_budget: int | str | None = None

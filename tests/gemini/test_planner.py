@@ -424,6 +424,22 @@ def test_evaluation_keeps_the_homes_of_training():
         plan_within(planned.plan, replace(given_inputs, trace=too_large), AutoPlacement())
 
 
+def test_what_the_cap_keeps_free_goes_before_another_trace_is_refused():
+    given_inputs = small_inputs(has_host_tier=False, budgets=Budgets(device=12 << 20))
+    planned = make_plan(given_inputs)
+    refused = sequential_trace(given_inputs.layout.params, 12 << 20)
+    with pytest.raises(BudgetError, match="beside what lives there") as info:
+        plan_within(planned.plan, replace(given_inputs, trace=refused), AutoPlacement())
+    least = (12 << 20) - info.value.missing_bytes
+    for nbytes, fits in ((least, True), (least + 1, False)):
+        within = replace(given_inputs, trace=sequential_trace(given_inputs.layout.params, nbytes))
+        try:
+            found = plan_within(planned.plan, within, AutoPlacement(steady_cap_ratio=0.5))
+            assert fits and found.profile.peak(D) <= 12 << 20
+        except BudgetError as error:
+            assert not fits and error.missing_bytes == 1
+
+
 def test_faster_link_never_makes_the_predicted_step_longer():
     given_inputs = small_inputs(budgets=Budgets(device=12 << 20), flops=1e12)
     plan_seconds = make_plan(given_inputs).cost
