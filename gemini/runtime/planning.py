@@ -27,7 +27,6 @@ from gemini.placement.planner import (
     Planned,
     plan_above,
     plan_within,
-    reduce_inputs,
 )
 from gemini.placement.policy import (
     AutoPlacement,
@@ -36,7 +35,15 @@ from gemini.placement.policy import (
     StaticPlacement,
     never_released,
 )
-from gemini.placement.sizes import UNLIMITED, Bandwidths, BudgetError, Budgets, StateBytes
+from gemini.placement.sizes import (
+    UNLIMITED,
+    Bandwidths,
+    BudgetError,
+    Budgets,
+    StateBytes,
+    least_bandwidths,
+    least_budgets,
+)
 from gemini.placement.tiers import Tier
 from gemini.units import BLOCK_NUMEL, ChunkId
 
@@ -323,11 +330,17 @@ def begin_planning(
     state = StateBytes(ASSUMED_STATE_BYTES + (MASTER_BYTES if has_master else 0), has_master)
     machine = look_at_machine(backend, comm)
     budgets = resolve(policy, machine, _model_bytes(layout, state))
-    used = sequential_trace(layout.params, overlap=True) if trace is None else trace
     bandwidths = USUAL if backend.has_host_tier else replace(USUAL, device_memory=CPU_MEMORY)
-    gathered = comm.gather_objects((used, budgets, bandwidths))
+    gathered = comm.gather_objects((trace, budgets, bandwidths))
     traces, limits, links = zip(*gathered, strict=True)
-    used, budgets, bandwidths = reduce_inputs(traces, limits, links)
+    without = [rank for rank, given in enumerate(traces) if given is None]
+    if 0 < len(without) < comm.world_size:
+        raise ValueError(f"ranks {without} have no trace= and others do; expected all or none")
+    budgets, bandwidths = least_budgets(limits), least_bandwidths(links)
+    if without:
+        used = sequential_trace(layout.params, overlap=budgets.device < UNLIMITED)
+    else:
+        used = reduce_traces(traces)
     fixed = None
     if backend.shards_start_on_host and budgets == Budgets():
         fixed = tuple(Tier.HOST for _ in layout.chunks)

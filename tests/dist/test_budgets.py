@@ -5,6 +5,8 @@ import warnings
 import pytest
 import torch
 
+from gemini.chunk.model_specs import specs_of
+from gemini.memtracer.trace import sequential_trace
 from gemini.placement.sizes import BudgetError
 from gemini.placement.tiers import Tier
 from gemini.runtime.backend import SimBackend
@@ -192,3 +194,15 @@ def test_ranks_say_together_that_an_iteration_fits_nowhere():
         assert counts == [0, 1, 1]
         (line,) = lines
         assert "device_budget of 200.00 MiB" in line and "each of 2 ranks" in line
+
+
+def traced_by_one(rank, _):
+    module = Tower()
+    given = sequential_trace(specs_of(module, "bfloat16")) if rank == 0 else None
+    with pytest.raises(ValueError, match=r"ranks \[1\] have no trace= and others do"):
+        GeminiDDP(module, trace=given, **SMALL)
+    return True
+
+
+def test_a_trace_is_given_on_all_ranks_or_on_none():
+    assert run_ranks(traced_by_one, 2, None) == [True, True]
