@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .ddp import GeminiDDP as GeminiDDP
     from .memtracer.collector import MemStatsCollector as MemStatsCollector
     from .memtracer.collector import trace as trace
+    from .memtracer.overruns import BudgetWarning as BudgetWarning
     from .optimizer import GeminiAdamOptimizer as GeminiAdamOptimizer
     from .optimizer import GeminiOptimizer as GeminiOptimizer
     from .placement.policy import AutoPlacement as AutoPlacement
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "AutoPlacement": "gemini.placement.policy",
+    "BudgetWarning": "gemini.memtracer.overruns",
     "ConstPlacement": "gemini.placement.policy",
     "GeminiAdamOptimizer": "gemini.optimizer",
     "GeminiDDP": "gemini.ddp",
@@ -42,6 +44,7 @@ _HOME = {
 }
 __all__ = [
     "AutoPlacement",
+    "BudgetWarning",
     "ConstPlacement",
     "GeminiAdamOptimizer",
     "GeminiDDP",

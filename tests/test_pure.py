@@ -15,6 +15,7 @@ PURE = [
     "gemini.chunk.search",
     "gemini.chunk.state",
     "gemini.placement.tiers",
+    "gemini.placement.budgets",
     "gemini.placement.policy",
     "gemini.placement.gather",
     "gemini.placement.opt",

@@ -223,7 +223,7 @@ def _load_extras(
             counters.load_state_dict(saved)
     if isinstance(model, GeminiDDP) and "memory" in common:
         engine = model.engine
-        engine.sampler.load_state_dict(common["memory"], told_apart=not engine.all_gathered)
+        engine.sampler.load_state_dict(common["memory"], told_apart=engine.tells_inputs_apart)
     same_world = rank_key(ranks.world_size - 1) in source.sizes
     same_world = same_world and rank_key(ranks.world_size) not in source.sizes
     if isinstance(model, GeminiDDP) and same_world:

@@ -14,6 +14,7 @@ from torch import Tensor
 from gemini.tickets import Ticket
 from gemini.units import ChunkId
 
+from .account import Account
 from .dtypes import DTYPES
 from .layout import ChunkSpec
 
@@ -74,8 +75,9 @@ class ChunkGradient:
         self._memory = memory
         self._links = links
         self._keeps_whole = keeps_whole and links.world_size > 1
-        self.buffer: Tensor | None = None
-        self.reduced: Tensor | None = None  # [S], or [S * W] where it is kept whole
+        self.account = Account()
+        self._buffer: Tensor | None = None
+        self._reduced: Tensor | None = None
         self.elsewhere = elsewhere
         self.measure: Callable[[Tensor], Any] | None = None
         self.found: Any = None
@@ -91,6 +93,26 @@ class ChunkGradient:
         self._left_over = False  # the buffer holds gradients of an earlier backward
         # its ticket, what it will give, and the payload that the ticket keeps
         self._under_way: tuple[Ticket[None], Tensor, Tensor | None] | None = None
+
+    @property
+    def buffer(self) -> Tensor | None:
+        """See the class. Whatever is put here, or taken away, is in the account."""
+        return self._buffer
+
+    @buffer.setter
+    def buffer(self, tensor: Tensor | None) -> None:
+        self.account.gradients += _nbytes(tensor) - _nbytes(self._buffer)
+        self._buffer = tensor
+
+    @property
+    def reduced(self) -> Tensor | None:
+        """[S], or [S * W] where it is kept whole; in the account, as `buffer` is."""
+        return self._reduced
+
+    @reduced.setter
+    def reduced(self, tensor: Tensor | None) -> None:
+        self.account.gradients += _nbytes(tensor) - _nbytes(self._reduced)
+        self._reduced = tensor
 
     @property
     def shard(self) -> Tensor | None:
@@ -126,13 +148,20 @@ class ChunkGradient:
     @property
     def nbytes(self) -> int:
         """Bytes on the device of all gradients of this chunk on this rank."""
-        held = [self.buffer, self.reduced, *(self._under_way[1:] if self._under_way else ())]
-        return sum(tensor.nbytes for tensor in held if tensor is not None)
+        under_way = self._under_way[1:] if self._under_way else ()
+        return sum(map(_nbytes, (self._buffer, self._reduced, *under_way)))
 
     @property
     def num_arrived(self) -> int:
         """Parameters whose gradient is in the buffer and not yet reduced."""
         return len(self._arrived)
+
+    @property
+    def next_changes_memory(self) -> bool:
+        """Whether the next gradient that arrives may take memory or give some back: the first of a
+        buffer does, and the last, behind which it may be reduced."""
+        last = len(self._arrived) + 1 >= len(self._spec.slots)
+        return self.buffer is None or self._left_over or last
 
     def add(self, slot: int, grad: Tensor) -> None:
         """Pack one parameter's gradient. One that arrives again in the same backward is added.
@@ -193,17 +222,22 @@ class ChunkGradient:
         self._fill_missing(buffer)
         if self._keeps_whole:
             ticket = self._links.all_reduce_chunk(buffer, self._spec.id)
-            self._under_way = (ticket, buffer, None)
+            self._begin_waiting(ticket, buffer, None)
         else:
             reduced = self._memory.allocate(self._spec.shard_numel, buffer.dtype)
             ticket = self._links.reduce_scatter(reduced, buffer, self._spec.id)
-            self._under_way = (ticket, reduced, buffer)
+            self._begin_waiting(ticket, reduced, buffer)
+
+    def _begin_waiting(self, ticket: Ticket[None], reduced: Tensor, payload: Tensor | None) -> None:
+        self._under_way = (ticket, reduced, payload)
+        self.account.gradients += reduced.nbytes + _nbytes(payload)
 
     def end_reduce(self) -> None:
         """Wait for the reduction under way and take its result over."""
         if self._under_way is None:
             return
-        (ticket, reduced, _), self._under_way = self._under_way, None
+        (ticket, reduced, payload), self._under_way = self._under_way, None
+        self.account.gradients -= reduced.nbytes + _nbytes(payload)
         ticket.wait()
         if not self.exists:
             self.reduced = reduced
@@ -319,3 +353,7 @@ class ChunkGradient:
         for start, end in self._spec.gaps():
             buffer[start:end].zero_()
         self._arrived.clear()
+
+
+def _nbytes(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.nbytes

@@ -16,6 +16,7 @@ from torch import Tensor
 from gemini.tickets import Done, Ticket
 from gemini.units import ChunkId
 
+from .account import Account
 from .dtypes import DTYPES
 from .gradient import ChunkGradient, Elsewhere, Reduction
 from .layout import ChunkSpec
@@ -76,15 +77,43 @@ class Chunk:
         self.files = files
         self.shard_on_host = shard_on_host
         self.is_whole = links.world_size == 1 and not shard_on_host and files is None
+        self.account = Account()  # of what this chunk and its gradients hold; see `count_in`
         self._shard: Tensor | None = None  # [S], device or pinned host
         if self.is_whole:
             self._shard = self.payload
         elif files is None:
             make = memory.allocate_host if shard_on_host else memory.allocate
             self._shard = make(spec.shard_numel, self.dtype)
-        self.gathered = True  # the payload has its storage and, behind `pending`, its values
+        self._gathered = False
+        self.gathered = True
         self.pending: Ticket[None] = Done(None)  # of the gather that fills the payload
         self.gradient = ChunkGradient(spec, memory, links, whole_gradient, gradient_elsewhere)
+        self.gradient.account = self.account
+        self._count_shard(1)
+
+    @property
+    def gathered(self) -> bool:
+        """The payload has its storage and, behind `pending`, its values."""
+        return self._gathered
+
+    @gathered.setter
+    def gathered(self, is_there: bool) -> None:
+        self.account.payloads += self.payload.nbytes * (is_there - self._gathered)
+        self._gathered = is_there
+
+    def count_in(self, account: Account) -> None:
+        """From now on what this chunk holds, and has held so far, is in this account."""
+        for sign, new in ((-1, self.account), (1, account)):
+            self.account = self.gradient.account = new
+            new.payloads += sign * self.gathered * self.payload.nbytes
+            new.gradients += sign * self.gradient.nbytes
+            self._count_shard(sign)
+
+    def _count_shard(self, sign: int) -> None:
+        if self.shard_on_host:
+            self.account.host_shards += sign * self.memory_nbytes
+        else:
+            self.account.device_shards += sign * self.memory_nbytes
 
     @property
     def grad(self) -> Tensor | None:
@@ -119,6 +148,13 @@ class Chunk:
 
     def bring_home(self, on_host: bool) -> None:
         """The shard lives in memory from now on, and nearer: of the host, or of the device."""
+        self._count_shard(-1)
+        try:
+            self._bring_home(on_host)
+        finally:
+            self._count_shard(1)
+
+    def _bring_home(self, on_host: bool) -> None:
         if not on_host and self._links.world_size == 1:
             self.gather()
             self.wait_gathered()

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import nvme
 from gemini.runtime.backend import Backend, make_backend
-from gemini.runtime.planning import memory_left
+from gemini.runtime.machine import memory_left
 from gemini.units import PAGE_BYTES
 from nvme.file import create_files, file_system, free_bytes, remove_files
 from optim.built_kernels import compiler

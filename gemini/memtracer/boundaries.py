@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
-from torch.utils._pytree import tree_leaves
 
+from gemini.trees import tensors_in
 from gemini.units import ParamId
 
 from .trace import Edge, Phase
@@ -86,12 +86,10 @@ class _Owner:
         self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
     ) -> None:
         self.tell("forward", "leave")
-        outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+        outputs = [t for t in tensors_in(output) if t.requires_grad]
         if not torch.is_grad_enabled() or not outputs:
             return
-        inputs = [
-            t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.requires_grad
-        ]
+        inputs = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
         call = _BackwardCall(self, pending=bool(inputs) + len(self.awaited))
         hooks = [register_multi_grad_hook(outputs, call.begin, mode="any")]
         if inputs:

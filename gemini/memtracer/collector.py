@@ -16,19 +16,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils._pytree import tree_leaves, tree_map
 
 from gemini.chunk.layout import ParamSpec
 from gemini.chunk.model_specs import specs_of
+from gemini.trees import map_tensors, tensors_in
 from gemini.units import Bytes, ParamId
 
 from .boundaries import module_boundaries
 from .monitor import Monitor, StorageTracker
+from .overruns import Overrun
 from .trace import Deviation, Edge, Kind, Phase, Trace, TraceMoment, model_digest
 
 log = logging.getLogger("gemini")
+
+_OBJECTS = 2  # levels of a user's own objects that are searched for inputs
 
 
 class MemStatsCollector:
@@ -39,6 +42,7 @@ class MemStatsCollector:
 
     monitors: read at every moment; the largest reading counts, less `model_bytes()` for those that
         include model data.
+    look: called with every reading, as far as it is certain, and with where it is of.
     """
 
     def __init__(
@@ -46,12 +50,15 @@ class MemStatsCollector:
         specs: Sequence[ParamSpec],
         monitors: Sequence[Monitor],
         model_bytes: Callable[[], int] = lambda: 0,
+        look: Callable[[int, str], None] = lambda nbytes, where: None,
     ) -> None:
         self._model_digest = model_digest(specs)
         self._monitors = list(monitors)
         self._model_bytes = model_bytes
+        self._look = look
         self.traces: dict[tuple[Kind, str], Trace] = {}
-        self.deviations: list[Deviation] = []  # of iterations that differed from their trace
+        # iterations that differed from their trace, or passed a budget
+        self.deviations: list[Deviation | Overrun] = []
         self._key: tuple[Kind, str] | None = None
         self._moments: list[TraceMoment] = []
         self._model_at_begin = 0  # what monitors that include model data start from
@@ -149,16 +156,19 @@ class MemStatsCollector:
     def _reading(self) -> int:
         """The most beside model data since the last reading."""
         model = self._model_before - self._model_at_begin
-        readings = [
-            monitor.period() - (model if monitor.includes_model_data else 0)
-            for monitor in self._monitors
-        ]
-        return max(0, *readings) if readings else 0
+        most = certain = 0
+        for monitor in self._monitors:
+            counted = model if monitor.includes_model_data else 0
+            most = max(most, monitor.period() - counted)
+            certain = max(certain, monitor.certain_bytes - counted)
+        where = str(self._moments[-1]) if self._moments else "the begin of the iteration"
+        self._look(certain, where)
+        return most
 
 
 def input_signature(inputs: Any) -> str:
-    """Shapes and dtypes of all tensors in `inputs`, in order."""
-    leaves = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    """Shapes and dtypes of all tensors in `inputs`, in order; objects of the user's are opened."""
+    leaves = tensors_in(inputs, objects=_OBJECTS)
     return ",".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in leaves)
 
 
@@ -180,7 +190,8 @@ def trace(
     precision: `"bf16"` or `"fp32"`, as in `GeminiDDP`; floating inputs are cast to it.
 
     Gradients count until they are accumulated, as in an engine, which packs and drops each.
-    Raises ValueError for outputs without a gradient and no `loss`.
+    Raises ValueError for outputs without a gradient and no `loss`, and for inputs in objects that
+    cannot be opened.
     """
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]
     specs = specs_of(module, str(dtype).removeprefix("torch."))
@@ -196,14 +207,14 @@ def trace(
             name: torch.empty(buffer.shape, dtype=buffer.dtype)
             for name, buffer in module.named_buffers()
         }
-        inputs = tree_map(lambda leaf: _fake_input(leaf, dtype), example_inputs)
+        inputs = map_tensors(example_inputs, lambda tensor: _fake_input(tensor, dtype))
         drops = [
             param.register_post_accumulate_grad_hook(_drop_grad)
             for param in made
             if param.requires_grad
         ]
-        held = [t for t in tree_leaves(inputs) if isinstance(t, Tensor)]
-        tracker.ignore([*made, *buffers.values(), *held])
+        _check_all_fake(inputs)
+        tracker.ignore([*made, *buffers.values(), *tensors_in(inputs)])
         keywords = inputs if isinstance(inputs, Mapping) else {}
         positional = () if isinstance(inputs, Mapping) else inputs
         collector.begin(kind, input_signature(example_inputs))
@@ -227,11 +238,18 @@ def trace(
                 drop.remove()
 
 
-def _fake_input(leaf: Any, dtype: torch.dtype) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    wanted = dtype if leaf.is_floating_point() else leaf.dtype
-    return torch.empty(leaf.shape, dtype=wanted, requires_grad=leaf.requires_grad)
+def _fake_input(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    wanted = dtype if tensor.is_floating_point() else tensor.dtype
+    return torch.empty(tensor.shape, dtype=wanted, requires_grad=tensor.requires_grad)
+
+
+def _check_all_fake(inputs: Any) -> None:
+    for tensor in tensors_in(inputs, objects=_OBJECTS):
+        if not isinstance(tensor, FakeTensor):
+            raise ValueError(
+                f"example_inputs hold a tensor of shape {tuple(tensor.shape)} in an object that "
+                "cannot be opened; give tensors, lists, mappings or dataclasses"
+            )
 
 
 def _drop_grad(param: Tensor) -> None:
@@ -242,7 +260,7 @@ def _default_loss(outputs: Any) -> Tensor:
     found = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
     if isinstance(found, Tensor):
         return found
-    tensors = [t for t in tree_leaves(outputs) if isinstance(t, Tensor) and t.requires_grad]
+    tensors = [t for t in tensors_in(outputs) if t.requires_grad]
     if not tensors:
         raise ValueError(
             "no output has a gradient; give `loss`, a function from the outputs to a scalar"

@@ -11,10 +11,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from gemini.trees import tensors_in
+
+PROCESS_NOISE_BYTES = 32 << 20  # what libraries and malloc may keep of an iteration
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _STATUS = Path("/proc/self/status")
+_HIGHEST = b"VmHWM:"
 _RESET_PEAK = "5"  # man 5 proc: resets VmHWM
 
 
@@ -22,6 +25,7 @@ class Monitor(Protocol):
     """Memory of one compute device above what it was at `start`."""
 
     includes_model_data: bool
+    certain_bytes: int  # of the last `period`, what can be nothing else than memory in use
 
     def start(self) -> None: ...
 
@@ -48,6 +52,7 @@ class StorageTracker(TorchDispatchMode):
         self._ignored_refs: list[weakref.ref[Any]] = []
         self.paused = False  # what is made is model data
         self.live_bytes = 0
+        self.certain_bytes = 0
         self._peak = 0
 
     def ignore(self, tensors: Iterable[Tensor]) -> None:
@@ -70,16 +75,15 @@ class StorageTracker(TorchDispatchMode):
         self.__exit__(None, None, None)
 
     def period(self) -> int:
-        peak, self._peak = self._peak, self.live_bytes
-        return peak
+        self.certain_bytes, self._peak = self._peak, self.live_bytes
+        return self.certain_bytes
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor):
-                self._count(leaf)
+        for tensor in tensors_in(out):
+            self._count(tensor)
         return out
 
     def _count(self, tensor: Tensor) -> None:
@@ -132,6 +136,7 @@ class ProcessMonitor:
     """
 
     includes_model_data = True
+    certain_bytes = 0  # it may be libraries, and what malloc keeps
 
     def __init__(self) -> None:
         self._base = 0
@@ -144,9 +149,7 @@ class ProcessMonitor:
         return
 
     def period(self) -> int:
-        peak = peak_rss_bytes()
-        reset_peak_rss()
-        return max(0, peak - self._base)
+        return max(0, reset_peak_rss() - self._base)
 
 
 class CudaMonitor:
@@ -161,6 +164,7 @@ class CudaMonitor:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._base = 0
+        self.certain_bytes = 0
 
     def start(self) -> None:
         torch.cuda.reset_peak_memory_stats(self._device)
@@ -174,6 +178,7 @@ class CudaMonitor:
         peak = int(statistics["allocated_bytes.all.peak"])
         margin = int(statistics["inactive_split_bytes.all.current"])
         torch.cuda.reset_peak_memory_stats(self._device)
+        self.certain_bytes = max(0, peak - self._base)
         return max(0, peak + margin - self._base)
 
 
@@ -187,14 +192,17 @@ def process_peak_rss_bytes() -> int:
 
 def peak_rss_bytes() -> int:
     """VmHWM: the most resident memory of this process since it began, or since the last reset."""
-    for line in _STATUS.read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"{_STATUS} has no VmHWM")
+    status = _STATUS.read_bytes()
+    found = status.find(_HIGHEST)
+    if found < 0:
+        raise OSError(f"{_STATUS} has no VmHWM")
+    return int(status[found + len(_HIGHEST) :].split(None, 1)[0]) * 1024
 
 
-def reset_peak_rss() -> None:
-    """Begin VmHWM anew at what is resident now. Takes 4 us; `process_peak_rss_bytes` remembers."""
+def reset_peak_rss() -> int:
+    """Begin VmHWM anew at what is resident now; what it was. `process_peak_rss_bytes` remembers."""
     global _highest_bytes
-    _highest_bytes = process_peak_rss_bytes()
+    peak = peak_rss_bytes()
+    _highest_bytes = max(_highest_bytes, peak)
     _CLEAR_REFS.write_text(_RESET_PEAK)
+    return peak

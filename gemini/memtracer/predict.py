@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from gemini.placement.homes import nvme_blocks, store_overhead
 from gemini.placement.plan import MoveKind, Plan
@@ -29,7 +29,7 @@ class Profile:
     def total(self, tier: Tier) -> list[int]:
         """Bytes on one tier at every moment."""
         rows = [self.rows[tier, kind] for kind in KINDS]
-        return [sum(column) for column in zip(*rows, strict=True)]
+        return list(map(sum, zip(*rows, strict=True)))
 
     def peak(self, tier: Tier) -> Bytes:
         return Bytes(max(self.total(tier)))
@@ -66,6 +66,12 @@ class _Ledger:
             self._changes[tier, kind][start] += nbytes
             self._changes[tier, kind][end] -= nbytes
 
+    def follow(self, tier: Tier, kind: str, nbytes: Sequence[int]) -> None:
+        """`nbytes` of every moment; the last of them stays to the end of the iteration."""
+        changes = self._changes[tier, kind]
+        for moment, (before, now) in enumerate(pairwise((0, *nbytes))):
+            changes[moment] += now - before
+
     def profile(self) -> Profile:
         return Profile(
             {key: tuple(accumulate(changes[:-1])) for key, changes in self._changes.items()}
@@ -79,10 +85,7 @@ def predict(plan: Plan, non_model_bytes: Sequence[int]) -> Profile:
     """
     total = plan.num_trace_moments
     ledger = _Ledger(plan.num_moments + 1)
-    for moment, nbytes in enumerate(non_model_bytes):
-        ledger.add(Tier.DEVICE, "non-model", nbytes, moment, moment + 1)
-    if non_model_bytes:
-        ledger.add(Tier.DEVICE, "non-model", non_model_bytes[-1], total)
+    ledger.follow(Tier.DEVICE, "non-model", non_model_bytes)
     ledger.add(Tier.DEVICE, "staging", plan.device_staging.nbytes)
     host = Tier.HOST if plan.has_host_tier else Tier.DEVICE
     ledger.add(host, "staging", plan.host_staging.nbytes)

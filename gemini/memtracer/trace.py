@@ -12,13 +12,14 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NoReturn, get_args
 
 from gemini.chunk.layout import ParamSpec
 from gemini.units import Bytes, ChunkId, Moment, ParamId
 
 FORMAT_VERSION = 1
 ASSUMED_SIGNATURE = "assumed"  # of inputs that nobody saw: it stands for all
+MOST = 1 << 50  # bytes, or ids: more than there is anywhere
 
 Kind = Literal["train", "eval"]
 Phase = Literal["forward", "backward"]
@@ -121,13 +122,19 @@ class Trace:
         return None
 
     def check_model(self, specs: Sequence[ParamSpec]) -> None:
-        """Raises TraceError where this trace was made of another model."""
+        """Raises TraceError where this trace is of another model, or names what it has not."""
         if self.model_digest != model_digest(specs):
             raise TraceError(
                 f"this trace was made of another model (digest {self.model_digest}, this model has "
                 f"{model_digest(specs)}): parameters differ in number, order, name or shape; "
                 "make a new one with gemini.trace"
             )
+        for i, moment in enumerate(self.moments):
+            if max(moment.params, default=0) >= len(specs):
+                raise TraceError(
+                    f"moment {i} of this trace needs parameter {max(moment.params)}, and this "
+                    f"model has {len(specs)}; make a new one with gemini.trace"
+                )
 
     def save(self, path: str | Path) -> None:
         """Write as JSON."""
@@ -146,21 +153,72 @@ class Trace:
 
     @classmethod
     def from_json(cls, data: object) -> Trace:
+        """What `to_json` made. Raises TraceError for anything else: every field is checked."""
         if not isinstance(data, dict) or data.get("format") != FORMAT_VERSION:
             found = data.get("format") if isinstance(data, dict) else type(data).__name__
             raise TraceError(f"no trace of format {FORMAT_VERSION}: found {found!r}")
-        try:
-            moments = tuple(
-                TraceMoment(
-                    m["phase"], m["edge"], m["module"],
-                    tuple(ParamId(int(p)) for p in m["params"]),
-                    Bytes(int(m["non_model_bytes"])), float(m["seconds"]),
-                )
-                for m in data["moments"]
-            )  # fmt: skip
-            return cls(data["kind"], data["signature"], data["model_digest"], moments)
-        except (KeyError, TypeError, ValueError) as error:
-            raise TraceError(f"this trace is damaged: {error!r}") from error
+        fields = _Fields(data)
+        moments = fields.array("moments")
+        return cls(
+            fields.one_of("kind", get_args(Kind)),
+            fields.text("signature"),
+            fields.text("model_digest"),
+            tuple(_moment(_Fields(m, f"moment {i}: ")) for i, m in enumerate(moments)),
+        )
+
+
+def _moment(fields: _Fields) -> TraceMoment:
+    params = [fields.number(value, "a parameter") for value in fields.array("params")]
+    return TraceMoment(
+        fields.one_of("phase", get_args(Phase)),
+        fields.one_of("edge", get_args(Edge)),
+        fields.text("module"),
+        tuple(ParamId(param) for param in params),
+        Bytes(fields.number(fields.value("non_model_bytes"), "non_model_bytes")),
+        float(fields.number(fields.value("seconds"), "seconds", kinds=(int, float))),
+    )
+
+
+class _Fields:
+    """Checked fields of a JSON object. Each raises TraceError with `where` it is."""
+
+    def __init__(self, data: object, where: str = "") -> None:
+        self._where = where
+        if not isinstance(data, dict):
+            self._refuse(f"it is {data!r}; expected an object")
+        self._data: dict[str, Any] = data
+
+    def value(self, name: str) -> Any:
+        if name not in self._data:
+            self._refuse(f"it has no {name}")
+        return self._data[name]
+
+    def text(self, name: str) -> str:
+        value = self.value(name)
+        if not isinstance(value, str):
+            self._refuse(f"{name} is {value!r}; expected text")
+        return str(value)
+
+    def array(self, name: str) -> list[Any]:
+        value = self.value(name)
+        if not isinstance(value, (list, tuple)):  # `to_json` has tuples, a file lists
+            self._refuse(f"{name} is {value!r}; expected a list")
+        return list(value)
+
+    def one_of(self, name: str, expected: tuple[Any, ...]) -> Any:
+        value = self.value(name)
+        if not isinstance(value, str) or value not in expected:
+            self._refuse(f"{name} is {value!r}; expected one of {[*expected]}")
+        return value
+
+    def number(self, value: Any, name: str, kinds: tuple[type[float], ...] = (int,)) -> Any:
+        if isinstance(value, bool) or not isinstance(value, kinds) or not 0 <= value <= MOST:
+            kind = "a whole number" if kinds == (int,) else "a number"
+            self._refuse(f"{name} is {value!r}; expected {kind} from 0 to {MOST}")
+        return value
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise TraceError(f"this trace is damaged: {self._where}{what}")
 
 
 def model_digest(specs: Sequence[ParamSpec]) -> str:
@@ -174,12 +232,14 @@ def sequential_trace(
     *,
     kind: Kind = "train",
     signature: str = ASSUMED_SIGNATURE,
+    overlap: bool = False,
 ) -> Trace:
     """What an iteration does if modules run in registration order, and backwards in backward.
 
     For planning before anything ran. A module is a run of parameters whose names differ in their
     last part only; modules of tied names run last, as heads do. `non_model_bytes`: of every moment,
-    or of all of them.
+    or of all of them. `overlap`: in backward a module begins before the one behind it ends, as it
+    does where the gradient of its output ends that one.
     """
     modules: dict[str, list[ParamId]] = {}
     for i, spec in enumerate(specs):
@@ -187,10 +247,16 @@ def sequential_trace(
     for i, spec in enumerate(specs):
         for alias in spec.aliases:
             modules.setdefault(alias.rpartition(".")[0], []).append(ParamId(i))
-    calls: list[tuple[Phase, str]] = [("forward", name) for name in modules]
+    events: list[tuple[Phase, Edge, str]] = [
+        ("forward", edge, name) for name in modules for edge in _EDGES
+    ]
     if kind == "train":
-        calls += [("backward", name) for name in reversed(modules)]
-    events = [(phase, edge, name) for phase, name in calls for edge in _EDGES]
+        backward: list[tuple[Phase, Edge, str]] = [
+            ("backward", edge, name) for name in reversed(modules) for edge in _EDGES
+        ]
+        for i in range(1, len(backward) - 1, 2) if overlap else ():
+            backward[i : i + 2] = backward[i + 1], backward[i]
+        events += backward
     if isinstance(non_model_bytes, int):
         non_model_bytes = [non_model_bytes] * len(events)
     moments = tuple(

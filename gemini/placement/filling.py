@@ -7,93 +7,15 @@ when activations are gone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-
-import numpy as np
-import numpy.typing as npt
+from collections.abc import Iterator
 
 from gemini.units import ChunkId
 
 from .homes import Homes, Tiers, state_parts
-from .plan import Reduction, Staging, UpdatePath
+from .plan import Staging, UpdatePath
+from .room import Demand, DeviceRoom
 from .sizes import BudgetError, ChunkBytes
 from .tiers import Tier
-
-Vector = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class Demand:
-    """What an iteration asks of the device, whatever lives there. Vectors are over its moments:
-    those of the trace, and one for the step."""
-
-    non_model: Vector  # bytes
-    needs: tuple[tuple[ChunkId, ...], ...]  # by moment of the trace
-    reductions: dict[ChunkId, Reduction]  # of trainable chunks
-    ahead: tuple[tuple[ChunkId, ...], ...]  # prefetched at every moment, if there is room
-
-
-class DeviceRoom:
-    """Bytes that are free on the device at every moment, as homes are chosen."""
-
-    def __init__(self, tiers: Tiers, demand: Demand, *, prefetch: bool) -> None:
-        self._tiers = tiers
-        num_moments = len(demand.needs) + 1
-        self._num_moments = num_moments
-        self.left: Vector = tiers.budgets.device - demand.non_model
-        self._gathered: dict[ChunkId, list[int]] = {}  # moments at which a payload is there
-        for moment, chunks in enumerate(demand.needs):
-            there = dict.fromkeys((*chunks, *(demand.ahead[moment] if prefetch else ())))
-            for chunk in there:
-                self._gathered.setdefault(chunk, []).append(moment)
-        for chunk, moments in self._gathered.items():
-            self.left[moments] -= tiers.chunks[chunk].payload_bytes
-        self._reductions = demand.reductions
-        for chunk, reduction in demand.reductions.items():
-            sizes = tiers.chunks[chunk]
-            self.left[reduction.first : reduction.end] -= sizes.payload_bytes
-            if tiers.world_size > 1:
-                self.left[reduction.last : reduction.end + 2] -= sizes.shard_bytes
-
-    def reserve(self, nbytes: int) -> None:
-        self.left = self.left - nbytes
-
-    def param(self, chunk: ChunkBytes) -> Vector:
-        """What a parameter shard on the device takes; at world size 1 it is its own payload."""
-        cost = np.full(self._num_moments, chunk.shard_bytes, np.int64)
-        if self._tiers.world_size == 1:
-            cost[self._gathered.get(chunk.id, [])] -= chunk.payload_bytes
-        return cost
-
-    def grad(self, chunk: ChunkBytes) -> Vector:
-        """What it takes to leave a reduced gradient on the device until the step is over."""
-        cost = np.zeros(self._num_moments, np.int64)
-        reduction = self._reductions.get(chunk.id)
-        if reduction is None:  # an evaluation has no gradients
-            return cost
-        cost[reduction.end + (2 if self._tiers.world_size > 1 else 0) :] = chunk.shard_bytes
-        return cost
-
-    def take(self, cost: Vector) -> bool:
-        """Take this room, if it is there at every moment."""
-        left = self.left - cost
-        if left.min() < 0:
-            return False
-        self.left = left
-        return True
-
-    def take_run(self, sizes: Sequence[int]) -> int:
-        """Take room at all moments for as many of the last `sizes` as fit; how many did not."""
-        room, left_out = int(self.left.min()), len(sizes)
-        taken = 0
-        for nbytes in reversed(sizes):
-            if taken + nbytes > room:
-                break
-            taken += nbytes
-            left_out -= 1
-        self.left = self.left - taken
-        return left_out
 
 
 def fill(tiers: Tiers, demand: Demand, order: str, path: UpdatePath) -> Homes:
@@ -120,10 +42,10 @@ def _fill(tiers: Tiers, demand: Demand, order: str, path: UpdatePath) -> Homes:
     device_staging, _ = tiers.staging(lowest)
     if not tiers.has_host_tier and tiers.fixed_params is None and "p" in order:
         device_staging, _ = tiers.staging(tiers.lowest(Tier.NVME, path), params_may_rise=True)
-    room = DeviceRoom(tiers, demand, prefetch=True)
+    room = demand.room(tiers, prefetch=True)
     room.reserve(device_staging.nbytes)
     if room.left.min() < 0:
-        room = DeviceRoom(tiers, demand, prefetch=False)
+        room = demand.room(tiers, prefetch=False)
         room.reserve(device_staging.nbytes)
         _check_floor(tiers, demand, room, device_staging)
     homes = tiers.lowest(below, path)
@@ -133,7 +55,7 @@ def _fill(tiers: Tiers, demand: Demand, order: str, path: UpdatePath) -> Homes:
         for chunk in tiers.chunks:
             i = chunk.id
             may_rise = tiers.fixed_params is None and homes.param[i] is not Tier.DEVICE
-            if kind == "p" and may_rise and room.take(room.param(chunk)):
+            if kind == "p" and may_rise and room.take_param(chunk):
                 homes.param[i] = Tier.DEVICE
             if kind == "s" and chunk.trainable:
                 free = [b for b, home in enumerate(homes.state[i]) if home is below]
@@ -144,7 +66,7 @@ def _fill(tiers: Tiers, demand: Demand, order: str, path: UpdatePath) -> Homes:
                     homes.state[i][b] = Tier.DEVICE
             if kind == "g" and chunk.trainable and homes.grad[i] is not Tier.DEVICE:
                 on_cpu = path is UpdatePath.CPU and any(h is below for h in homes.state[i])
-                if not on_cpu and room.take(room.grad(chunk)):
+                if not on_cpu and room.take_grad(chunk):
                     homes.grad[i] = Tier.DEVICE
     if tiers.has_host_tier:
         _spill_host(tiers, homes)
@@ -166,12 +88,16 @@ def _take_what_is_there(tiers: Tiers, homes: Homes, room: DeviceRoom) -> None:
     for chunk in tiers.chunks:
         i = chunk.id
         if homes.param[i] is Tier.DEVICE:
-            room.left = room.left - room.param(chunk)
-        for block, home in zip(chunk.blocks, homes.state[i], strict=True):
-            if home is Tier.DEVICE:
-                room.left = room.left - block.state_bytes
+            room.take_param(chunk, forced=True)
+        room.reserve(
+            sum(
+                block.state_bytes
+                for block, home in zip(chunk.blocks, homes.state[i], strict=True)
+                if home is Tier.DEVICE
+            )
+        )
         if chunk.trainable and homes.grad[i] is Tier.DEVICE:
-            room.left = room.left - room.grad(chunk)
+            room.take_grad(chunk, forced=True)
     missing = -int(room.left.min())
     if missing > 0:
         raise BudgetError.missing(
@@ -192,23 +118,29 @@ def _join_on_nvme(tiers: Tiers, homes: Homes, room: DeviceRoom, params_may_move:
             tier is not Tier.NVME for tier in homes.state[i]
         )
 
-    for chunk in reversed(tiers.chunks):
+    torn = [chunk for chunk in tiers.chunks if chunk.trainable and split(chunk.id)]
+    tried = False  # what did not fit fits no sooner before something is given back
+    for chunk in reversed(torn):
         i = chunk.id
-        if not chunk.trainable or not split(i):
+        if not split(i):
             continue
-        for b, block in enumerate(chunk.blocks):
-            if homes.state[i][b] is Tier.DEVICE:
-                room.left = room.left + block.state_bytes
-            homes.state[i][b] = Tier.NVME
-        for other in tiers.chunks:
+        given = sum(
+            block.state_bytes
+            for block, home in zip(chunk.blocks, homes.state[i], strict=True)
+            if home is Tier.DEVICE
+        )
+        room.reserve(-given)
+        homes.state[i] = [Tier.NVME for _ in chunk.blocks]
+        for other in torn if given or not tried else ():
             j = other.id
-            if not other.trainable or not split(j):
+            if not split(j):
                 continue
             on_nvme = homes.param[j] is Tier.NVME
-            if on_nvme and params_may_move and room.take(room.param(other)):
+            if on_nvme and params_may_move and room.take_param(other):
                 homes.param[j] = Tier.DEVICE
-            if homes.grad[j] is Tier.NVME and room.take(room.grad(other)):
+            if homes.grad[j] is Tier.NVME and room.take_grad(other):
                 homes.grad[j] = Tier.DEVICE
+        tried = True
 
 
 def _forced_blocks(tiers: Tiers, chunk: ChunkBytes) -> int:
@@ -238,11 +170,12 @@ def missing_for_everything(tiers: Tiers, demand: Demand) -> int | None:
     """Bytes that the device lacks to hold all model data; None where some must be on NVMe."""
     if any(_forced_blocks(tiers, chunk) for chunk in tiers.chunks):
         return None
-    room = DeviceRoom(tiers, demand, prefetch=False)
+    room = demand.room(tiers, prefetch=False)
     for chunk in tiers.chunks:
-        room.left = room.left - room.param(chunk) - chunk.state_bytes
+        room.take_param(chunk, forced=True)
+        room.reserve(chunk.state_bytes)
         if chunk.trainable:
-            room.left = room.left - room.grad(chunk)
+            room.take_grad(chunk, forced=True)
     return max(0, -int(room.left.min()))
 
 
@@ -309,8 +242,8 @@ def _rows_on_host(tiers: Tiers, homes: Homes, kind: str) -> Iterator[tuple[list[
 
 def _check_floor(tiers: Tiers, demand: Demand, room: DeviceRoom, staging: Staging) -> None:
     """Raises BudgetError where the device cannot hold what must be there at some moment."""
-    moment = int(room.left.argmin())
-    missing = -int(room.left[moment])
+    least = int(room.left.argmin())
+    moment, missing = int(room.moments[least]), -int(room.left[least])
     if missing <= 0:
         return
     non_model = int(demand.non_model[moment])

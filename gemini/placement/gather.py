@@ -15,7 +15,7 @@ Invariants, of steps that are followed from one iteration to the next:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from gemini.units import ChunkId
 
@@ -47,13 +47,6 @@ class GatherSteps:
         return tuple(step.needs for step in self.steps)
 
 
-@dataclass(slots=True)
-class _Row:
-    needs: Call | None  # None: a call ends
-    release: list[ChunkId] = field(default_factory=list)
-    gather: list[ChunkId] = field(default_factory=list)
-
-
 def gather_steps(
     calls: Sequence[Call | None], gathers: Iterable[Gather], always: Iterable[ChunkId] = ()
 ) -> GatherSteps:
@@ -62,26 +55,25 @@ def gather_steps(
     calls: by moment the chunks of the call that begins; None where one ends. gathers: in the order
     in which they are issued, each begun where a call begins. always: there all the time.
     """
-    rows = [_Row(call) for call in calls]
+    begun: dict[int, list[ChunkId]] = {}  # by moment
+    freed: dict[int, list[ChunkId]] = {}
     carried = set(always)
     for gather in gathers:
-        assert rows[gather.begin].needs is not None, f"{gather} begins where a call ends"
-        rows[gather.begin].gather.append(gather.chunk)
-        if gather.release > len(rows):
+        assert calls[gather.begin] is not None, f"{gather} begins where a call ends"
+        begun.setdefault(gather.begin, []).append(gather.chunk)
+        if gather.release > len(calls):
             carried.add(gather.chunk)
-            rows[gather.release - len(rows)].release.append(gather.chunk)
-        elif gather.release < len(rows):
-            rows[gather.release].release.append(gather.chunk)
+        if gather.release != len(calls):
+            freed.setdefault(gather.release % len(calls), []).append(gather.chunk)
     steps: list[GatherStep] = []
-    for i, row in enumerate(rows):
-        if row.needs is None:
+    behind: list[tuple[ChunkId, ...]] = []  # of the begin that comes next, from the end
+    for moment in range(len(calls) - 1, -1, -1):
+        needs, release = calls[moment], tuple(freed.get(moment, ()))
+        if needs is None:
+            behind.append(release)
             continue
-        behind = []
-        for later in rows[i + 1 :]:
-            if later.needs is not None:
-                break
-            behind.append(tuple(later.release))
-        first = {chunk: chunk not in row.needs for chunk in row.gather}
-        ordered = sorted(row.gather, key=first.__getitem__)
-        steps.append(GatherStep(row.needs, tuple(row.release), tuple(ordered), tuple(behind)))
-    return GatherSteps(tuple(steps), frozenset(carried))
+        # what the call needs comes first
+        gather_now = sorted(begun.get(moment, ()), key=lambda chunk: chunk not in needs)
+        steps.append(GatherStep(needs, release, tuple(gather_now), tuple(reversed(behind))))
+        behind.clear()
+    return GatherSteps(tuple(reversed(steps)), frozenset(carried))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from gemini.units import PAGE_BYTES, ChunkId, align_up
 
 from .plan import Staging, UpdatePath
+from .policy import StaticPlacement, leading_within, never_released
 from .sizes import (
     FP32_BYTES,
     Bandwidths,
@@ -151,6 +152,34 @@ class Tiers:
             if chunk.trainable and homes.grad[chunk.id] is Tier.NVME
         )  # fmt: skip
         return total + max(sums, originals - gradients) + store_overhead(num_blocks)
+
+
+def static_homes(policy: StaticPlacement, tiers: Tiers) -> Homes:
+    """What the fractions say, whatever there is; `nvme_state_frac` of the state is on NVMe."""
+    chunks = tiers.chunks
+    homes = tiers.lowest(Tier.DEVICE, UpdatePath.CPU)
+    kept = never_released(policy, [c.payload_bytes for c in chunks])
+    homes.kept = [c.id in kept for c in chunks]
+    blocks = [block for chunk in chunks for block in chunk.blocks]
+    total = sum(block.numel for block in blocks)
+    on_nvme = tiers.nvme_state_frac * total
+    off_device = on_nvme
+    if tiers.has_host_tier:
+        off_device = max(on_nvme, policy.offload_optim_frac * total)
+        for chunk_id in leading_within([c.shard_bytes for c in chunks], policy.offload_param_frac):
+            homes.param[chunk_id] = homes.grad[chunk_id] = Tier.HOST
+    else:
+        homes.path = [UpdatePath.STREAM for _ in chunks]
+    taken = 0.0
+    first: dict[ChunkId, int] = {}
+    for block in blocks:
+        i = block.id - first.setdefault(block.chunk, block.id)
+        middle = taken + block.numel / 2
+        if middle <= off_device:
+            homes.state[block.chunk][i] = Tier.NVME if middle <= on_nvme else Tier.HOST
+        taken += block.numel
+    homes.device_staging, homes.host_staging = tiers.staging(homes)
+    return homes
 
 
 def nvme_blocks(

@@ -348,4 +348,5 @@ def _least(left: Sequence[int], interval: Interval) -> int:
 
 
 def _sets(rows: Sequence[Sequence[int]], total: int) -> list[frozenset[int]]:
-    return [frozenset(row) for row in rows] if rows else [frozenset()] * total
+    empty: frozenset[int] = frozenset()
+    return [frozenset(row) if row else empty for row in rows] if rows else [empty] * total

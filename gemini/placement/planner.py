@@ -10,72 +10,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-import numpy as np
-
-from gemini.chunk.layout import ChunkLayout
-from gemini.memtracer.predict import Profile, predict
 from gemini.memtracer.trace import Trace, reduce_traces
-from gemini.units import BLOCK_NUMEL, BlockId, ChunkId, parse_bytes
 
-from .cost import StepCost, choose_paths, compute_seconds_of, estimate, predict_step
-from .filling import Demand, Vector, fill, missing_for_everything
-from .gather import GatherSteps, gather_steps
-from .homes import Homes, Tiers
-from .moves import moves_of
-from .plan import Plan, ShardPlan, UpdatePath
-from .policy import AutoPlacement, ConstPlacement, Placement, StaticPlacement, leading_within
-from .schedule import (
-    GatherSchedule,
-    num_uses,
-    prefetched_at,
-    reductions_of,
-    room_ahead,
-    schedule_gathers,
-)
-from .sizes import (
-    UNLIMITED,
-    Bandwidths,
-    BudgetError,
-    Budgets,
-    StateBytes,
-    chunk_bytes,
-    least_bandwidths,
-    least_budgets,
-)
+from .draft import Draft
+from .draft import PlanInputs as PlanInputs
+from .draft import Planned as Planned
+from .homes import Homes
+from .plan import Plan, UpdatePath
+from .policy import AutoPlacement, Placement
+from .sizes import Bandwidths, BudgetError, Budgets, least_bandwidths, least_budgets
 from .tiers import Tier
-
-# What competes for the device, in every order: parameters, gradients, state
-ORDERS = ("psg", "pgs", "spg", "sgp", "gps", "gsp")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanInputs:
-    """Everything a plan follows from. The same on all ranks: see `reduce_inputs`."""
-
-    layout: ChunkLayout
-    trace: Trace
-    state: StateBytes
-    budgets: Budgets = field(default_factory=Budgets)  # of one rank
-    bandwidths: Bandwidths = field(default_factory=Bandwidths)
-    has_host_tier: bool = True  # else the device is RAM
-    depth: int = 2  # blocks read ahead of their update
-    max_prefetch: int = 1  # payloads begun ahead of their use
-    nvme_state_frac: float = 0.0  # of the state's bytes, at least, on NVMe
-    block_numel: int = BLOCK_NUMEL
-    flops: float = 0.0  # of one forward and backward, where the trace was not timed
-    fixed_params: tuple[Tier, ...] | None = None  # homes of parameter shards that exist already
-
-
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """A plan with what it is predicted to take."""
-
-    plan: Plan
-    profile: Profile
-    cost: StepCost
-    steps: GatherSteps  # how its gathers are carried out
 
 
 def reduce_inputs(
@@ -91,10 +37,10 @@ def reduce_inputs(
 def make_plan(inputs: PlanInputs, policy: Placement = AutoPlacement()) -> Planned:  # noqa: B008
     """The plan of one rank, with its memory and its time.
 
-    `auto` and `const` keep to budgets and raise BudgetError where they cannot; `static` places
-    what its fractions say.
+    Budgets are the numbers of `inputs`, whatever `policy` says of sizes. `auto` and `const` keep to
+    them and raise BudgetError where they cannot; `static` places what its fractions say.
     """
-    return _planned(_Draft(inputs, policy))
+    return _planned(Draft(inputs, policy))
 
 
 def plan_within(plan: Plan, inputs: PlanInputs, policy: Placement) -> Planned:
@@ -104,15 +50,18 @@ def plan_within(plan: Plan, inputs: PlanInputs, policy: Placement) -> Planned:
     """
     if plan.layout_digest != inputs.layout.digest():
         raise ValueError("a plan's homes hold for its own layout only; make a new plan")
-    draft = _Draft(inputs, policy)
-    try:
-        planned = draft.finish(_homes_of(plan))
-    except ValueError as error:
-        raise BudgetError(
-            f"{error}: the working set does not fit beside what lives on the device; raise "
-            "device_budget or use a smaller batch",
-            Tier.DEVICE,
-        ) from error
+    draft, homes = Draft(inputs, policy), _homes_of(plan)
+    if draft.lacks(homes) is not None:
+        draft.give_up_cap()
+    lack = draft.lacks(homes)
+    if lack is not None:
+        moment, missing = lack
+        where = f"{inputs.trace.moments[moment]} beside what lives there"
+        raise BudgetError.missing(
+            Tier.DEVICE, missing, inputs.budgets.device, where,
+            "raise device_budget by as much, or use a smaller batch",
+        )  # fmt: skip
+    planned = draft.finish(homes)
     over = draft.over_budget(planned.profile)
     if over is not None:
         raise over
@@ -130,10 +79,10 @@ def plan_above(plan: Plan, inputs: PlanInputs, policy: Placement) -> Planned:
         if set(states) <= {Tier.NVME}:
             floor.grad[i] = Tier.NVME
     inputs = replace(inputs, fixed_params=None)
-    return _planned(_Draft(inputs, policy, floor))
+    return _planned(Draft(inputs, policy, floor))
 
 
-def _planned(draft: _Draft) -> Planned:
+def _planned(draft: Draft) -> Planned:
     planned = draft.finish(draft.choose_homes())
     over = draft.over_budget(planned.profile)
     assert over is None, over
@@ -153,298 +102,3 @@ def _homes_of(plan: Plan) -> Homes:
         device_staging=plan.device_staging,
         host_staging=plan.host_staging,
     )
-
-
-class _Draft:
-    """One run of the planner. `floor`: homes that exist already, below which nothing goes."""
-
-    def __init__(self, inputs: PlanInputs, policy: Placement, floor: Homes | None = None) -> None:
-        self.inputs = inputs
-        self.policy = policy
-        layout, trace = inputs.layout, inputs.trace
-        chunk_of = layout.chunk_of()
-        self.tiers = Tiers(
-            chunks=chunk_bytes(layout, inputs.state, inputs.block_numel),
-            state=inputs.state,
-            budgets=_usable(inputs.budgets, policy),
-            bandwidths=inputs.bandwidths,
-            world_size=layout.world_size,
-            has_host_tier=inputs.has_host_tier,
-            depth=inputs.depth,
-            nvme_state_frac=inputs.nvme_state_frac,
-            fixed_params=inputs.fixed_params,
-            floor=floor,
-        )
-        self.needs = trace.chunk_needs(chunk_of)
-        self.calls = trace.calls(chunk_of)
-        self.reductions = (
-            reductions_of(
-                trace,
-                chunk_of,
-                [chunk.id for chunk in self.tiers.chunks if chunk.trainable],
-                self.tiers.world_size,
-            )
-            if trace.kind == "train"
-            else {}
-        )
-        self.ahead = prefetched_at(self.needs, inputs.max_prefetch)
-        self.non_model = [m.non_model_bytes for m in trace.moments]
-        cap = policy.steady_cap_ratio if isinstance(policy, AutoPlacement) else 1.0
-        self.demand = self._demand(cap)
-        weights = [
-            sum(layout.params[p].numel for p in m.params) * (1 if m.phase == "forward" else 2)
-            if m.edge == "enter"
-            else 0
-            for m in trace.moments
-        ]
-        self.compute = compute_seconds_of(
-            [m.seconds for m in trace.moments], weights, inputs.flops, inputs.bandwidths.flops
-        )
-
-    def _demand(self, cap: float) -> Demand:
-        """What the device must hold, with the share of the rest that stays free under the cap."""
-        reserved = [0] * len(self.non_model)
-        if not isinstance(self.policy, ConstPlacement):
-            budget = self.tiers.budgets.device
-            cap = cap if budget < UNLIMITED else 1.0
-            reserved = [n + round(max(0, budget - n) * (1 - cap)) for n in self.non_model]
-        vector = np.array([*reserved, reserved[-1] if reserved else 0], np.int64)
-        return Demand(vector, self.needs, self.reductions, self.ahead)
-
-    # -- homes --
-
-    def choose_homes(self) -> Homes:
-        if isinstance(self.policy, StaticPlacement):
-            return self._static(self.policy)
-        try:
-            return self._fastest()
-        except BudgetError:
-            self.demand = self._demand(1.0)  # what the cap keeps free goes before it fails
-            return self._fastest()
-
-    def _fastest(self) -> Homes:
-        missing = missing_for_everything(self.tiers, self.demand)
-        fixed = self.tiers.fixed_params
-        if missing == 0 and (fixed is None or set(fixed) <= {Tier.DEVICE}):
-            return Homes.all_on(Tier.DEVICE, self.tiers.chunks, UpdatePath.STREAM)
-        uses = num_uses(self.needs, len(self.tiers.chunks))
-        paths = [UpdatePath.STREAM]
-        if self.tiers.has_host_tier:
-            paths.append(UpdatePath.CPU)
-        best: tuple[tuple[float, float], Homes] | None = None
-        failed: BudgetError | None = None
-        for path in paths:
-            for order in ORDERS:
-                try:
-                    homes = fill(self.tiers, self.demand, order, path)
-                except BudgetError as error:
-                    # a path that a tier has room for says what is missing behind it
-                    if failed is None or _severity(error) < _severity(failed):
-                        failed = error
-                    if error.tier is Tier.DEVICE:
-                        break  # whatever the order
-                    continue
-                options = [homes]
-                if path is UpdatePath.STREAM and self.tiers.has_host_tier:
-                    options.append(self._mixed(homes))  # the room for staging is there
-                for option in options:
-                    seconds = estimate(option, self.tiers, uses, sum(self.compute))
-                    if best is None or seconds < best[0]:
-                        best = seconds, option
-        if best is None:
-            assert failed is not None
-            if (
-                failed.tier is Tier.DEVICE
-                and missing is not None
-                and missing <= failed.missing_bytes
-            ):
-                budget = self.tiers.budgets.device
-                raise BudgetError.missing(
-                    Tier.DEVICE, missing, budget, "everything, and buffers to move it take more",
-                    "raise device_budget by as much",
-                )  # fmt: skip
-            raise failed
-        return best[1]
-
-    def _mixed(self, homes: Homes) -> Homes:
-        """The same homes with each chunk's update path chosen by what is busy."""
-        mixed = replace(homes, path=list(homes.path), kept=list(homes.kept))
-        choose_paths(mixed, self.tiers)
-        mixed.device_staging, _ = self.tiers.staging(mixed)
-        return mixed
-
-    def _static(self, policy: StaticPlacement) -> Homes:
-        chunks = self.tiers.chunks
-        homes = self.tiers.lowest(Tier.DEVICE, UpdatePath.CPU)
-        sharded = leading_within([c.payload_bytes for c in chunks], policy.shard_param_frac)
-        homes.kept = [c.id not in sharded for c in chunks]
-        blocks = [block for chunk in chunks for block in chunk.blocks]
-        total = sum(block.numel for block in blocks)
-        on_nvme = self.inputs.nvme_state_frac * total
-        off_device = on_nvme
-        if self.tiers.has_host_tier:
-            off_device = max(on_nvme, policy.offload_optim_frac * total)
-            for chunk_id in leading_within([c.shard_bytes for c in chunks],
-                                           policy.offload_param_frac):  # fmt: skip
-                homes.param[chunk_id] = homes.grad[chunk_id] = Tier.HOST
-        else:
-            homes.path = [UpdatePath.STREAM for _ in chunks]
-        taken = 0.0
-        first: dict[ChunkId, int] = {}
-        for block in blocks:
-            i = block.id - first.setdefault(block.chunk, block.id)
-            middle = taken + block.numel / 2
-            if middle <= off_device:
-                homes.state[block.chunk][i] = Tier.NVME if middle <= on_nvme else Tier.HOST
-            taken += block.numel
-        homes.device_staging, homes.host_staging = self.tiers.staging(homes)
-        return homes
-
-    # -- the rest --
-
-    def finish(self, homes: Homes) -> Planned:
-        order = self._step_order(homes)
-        gathered = {
-            chunk.id: int(chunk.payload_bytes)
-            for chunk in self.tiers.chunks
-            if not homes.kept[chunk.id]
-            and (self.tiers.world_size > 1 or homes.param[chunk.id] is not Tier.DEVICE)
-        }
-        trace = self.inputs.trace
-        trainable = {chunk.id for chunk in self.tiers.chunks if chunk.trainable}
-        schedule = schedule_gathers(
-            self.needs,
-            self._gather_room(homes, order),
-            gathered,
-            self.inputs.max_prefetch,
-            stale=trainable if trace.kind == "train" else (),
-            may_begin=[call is not None for call in self.calls],
-        )
-        for chunk_id in schedule.always:
-            homes.kept[chunk_id] = True
-        plan = self._build(homes, order, schedule)
-        plan.validate()
-        profile = predict(plan, self.non_model)
-        steps = gather_steps(
-            self.calls, plan.gathers, [shard.chunk for shard in plan.shards if shard.kept]
-        )
-        cost = predict_step(plan, self.inputs.bandwidths, self.compute)
-        return Planned(plan, profile, cost, steps)
-
-    def _step_order(self, homes: Homes) -> tuple[BlockId, ...]:
-        """Blocks whose state is not on the device, those on NVMe first: they can still fail."""
-        if self.inputs.trace.kind == "eval":
-            return ()
-        return tuple(
-            block.id
-            for tier in (Tier.NVME, Tier.HOST)
-            for chunk in self.tiers.chunks
-            for block, home in zip(chunk.blocks, homes.state[chunk.id], strict=True)
-            if home is tier
-        )
-
-    def _build(self, homes: Homes, order: tuple[BlockId, ...], schedule: GatherSchedule) -> Plan:
-        tiers, trace = self.tiers, self.inputs.trace
-        backward = next(
-            (i for i, m in enumerate(trace.moments) if m.phase == "backward"), len(self.needs)
-        )
-        return Plan(
-            kind=trace.kind,
-            layout_digest=self.inputs.layout.digest(),
-            trace_digest=trace.digest(),
-            num_trace_moments=len(self.needs),
-            world_size=tiers.world_size,
-            has_host_tier=tiers.has_host_tier,
-            has_master=tiers.state.has_master,
-            whole_grads=isinstance(self.policy, StaticPlacement) and not self.policy.shard_grads,
-            budgets=self.inputs.budgets,
-            chunks=tiers.chunks,
-            shards=tuple(self._shard(homes, chunk.id) for chunk in tiers.chunks),
-            gathers=schedule.gathers,
-            reductions=tuple(sorted(self.reductions.values(), key=lambda r: (r.last, r.chunk))),
-            step_order=order,
-            moves=moves_of(
-                homes, tiers, schedule.gathers, self.reductions, order, len(self.needs), backward,
-                updates=trace.kind == "train",
-            ),
-            device_staging=homes.device_staging,
-            host_staging=homes.host_staging,
-            gather_policy=schedule.policy,
-            gather_gap=schedule.gap,
-        )  # fmt: skip
-
-    def _gather_room(self, homes: Homes, order: tuple[BlockId, ...]) -> Vector:
-        """Bytes for payloads at every moment, in these homes."""
-        tiers = self.tiers
-        if isinstance(self.policy, StaticPlacement):
-            # the working set and what is prefetched, and nothing kept between uses
-            used_chunks = {chunk for chunks in self.needs for chunk in chunks}
-            payloads = [tiers.chunks[chunk].payload_bytes for chunk in used_chunks]
-            largest_need = max(
-                (sum(tiers.chunks[c].payload_bytes for c in chunks) for chunks in self.needs),
-                default=0,
-            )
-            ahead = room_ahead(payloads, self.inputs.max_prefetch)
-            return np.full(len(self.needs), largest_need + ahead, np.int64)
-        bare = self._build(homes, order, GatherSchedule((), (), "", 0.0))
-        used = np.array(
-            predict(bare, self.non_model).total(Tier.DEVICE)[: len(self.needs)], np.int64
-        )
-        capped = self.demand.non_model[:-1] - np.array(self.non_model, np.int64)
-        return np.asarray(tiers.budgets.device - used - capped, np.int64)
-
-    def _shard(self, homes: Homes, chunk: ChunkId) -> ShardPlan:
-        sizes = self.tiers.chunks[chunk]
-        states = tuple(homes.state[chunk])
-        paths = tuple(
-            UpdatePath.RESIDENT if tier is Tier.DEVICE else homes.path[chunk] for tier in states
-        )
-        grad = homes.grad[chunk] if sizes.trainable else None
-        return ShardPlan(
-            chunk, homes.param[chunk], homes.kept[chunk], grad, states, paths,
-            self._why(homes, chunk),
-        )  # fmt: skip
-
-    def _why(self, homes: Homes, chunk: ChunkId) -> str:
-        if isinstance(self.policy, StaticPlacement):
-            return f"placed by {self.policy}"
-        tiers = {homes.param[chunk], *homes.state[chunk]}
-        if self.tiers.chunks[chunk].trainable:
-            tiers.add(homes.grad[chunk])
-        if tiers == {Tier.DEVICE}:
-            return "all of it fits the device budget"
-        if Tier.DEVICE in tiers:
-            return "the device budget has room for a part of it"
-        return "the device budget has no room for it beside what saves more time a byte"
-
-    def over_budget(self, profile: Profile) -> BudgetError | None:
-        """The first tier whose predicted peak passes its budget."""
-        if isinstance(self.policy, StaticPlacement):
-            return None
-        for tier in (Tier.DEVICE, Tier.HOST, Tier.NVME):
-            totals = profile.total(tier)
-            if isinstance(self.policy, ConstPlacement) and tier is Tier.DEVICE:
-                others = profile.rows[tier, "non-model"]
-                totals = [n - m for n, m in zip(totals, others, strict=True)]
-            missing = max(totals) - self.tiers.budgets.of(tier)
-            if missing > 0:
-                moment = totals.index(max(totals))
-                return BudgetError.missing(
-                    tier, missing, self.tiers.budgets.of(tier), f"moment {moment}",
-                    f"raise {tier.value}_budget by as much, or use a smaller batch",
-                )  # fmt: skip
-        return None
-
-
-def _severity(error: BudgetError) -> tuple[int, int]:
-    """How far from a plan: homes are chosen tier by tier, so what fails last lacks least."""
-    assert error.tier is not None
-    return (list(Tier)[::-1].index(error.tier), error.missing_bytes)
-
-
-def _usable(budgets: Budgets, policy: Placement) -> Budgets:
-    if isinstance(policy, ConstPlacement):
-        return replace(budgets, device=parse_bytes(policy.device_bytes))
-    if isinstance(policy, StaticPlacement):
-        return Budgets()
-    return budgets

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gemini.units import ChunkId, parse_bytes
+from gemini.units import ChunkId
 
 from .sizes import Budgets
 
@@ -37,6 +37,10 @@ class StaticPlacement:
         for name in ("shard_param_frac", "offload_optim_frac", "offload_param_frac"):
             _check_fraction(name, getattr(self, name))
 
+    def budgets(self) -> Budgets:
+        """No limit: fractions are met whatever there is."""
+        return Budgets()
+
 
 @dataclass(frozen=True, slots=True)
 class AutoPlacement:
@@ -47,11 +51,13 @@ class AutoPlacement:
         there both are RAM, and the lower budget holds.
     nvme_dir: where files go; None is a temporary folder.
     warmup_non_model_data_ratio: share of the device budget left to activations and temporaries
-        while no iteration was traced. What the first one leaves of it is filled after its step.
+        when homes are chosen and no iteration was traced; less, where model data would not fit: it
+        refuses nothing. What the first iteration leaves of it is filled after its step.
     steady_cap_ratio: share of what a traced iteration leaves that model data may fill.
 
     Raises ValueError for a ratio out of range and a size that is none. Budgets that cannot hold the
-    model are a BudgetError when it is wrapped. How it decides: docs/placement.md.
+    model are a BudgetError when it is wrapped; one that an iteration passes is a `BudgetWarning`.
+    How it decides: docs/placement.md.
     """
 
     device_budget: int | str | None = None
@@ -68,24 +74,29 @@ class AutoPlacement:
             )
         if not 0 < self.steady_cap_ratio <= 1:
             raise ValueError(f"steady_cap_ratio={self.steady_cap_ratio} is outside (0, 1]")
-        for budget in (self.device_budget, self.host_budget, self.nvme_budget):
-            if budget is not None:
-                parse_bytes(budget)
+        self.budgets()
 
     def budgets(self) -> Budgets:
-        """What was given, None as no limit."""
+        """What was given, of a node; None as no limit."""
         return Budgets.parse(self.device_budget, self.host_budget, self.nvme_budget)
 
 
 @dataclass(frozen=True, slots=True)
 class ConstPlacement:
     """Model data takes `device_bytes` of the device, bytes or `"8GiB"`, whatever activations take;
-    the rest of it is in host memory. Raises ValueError for a size that is none."""
+    the rest of it is in host memory. Ranks that compute on one CPU share these bytes.
+
+    Raises ValueError for a size that is none.
+    """
 
     device_bytes: int | str
 
     def __post_init__(self) -> None:
-        parse_bytes(self.device_bytes)
+        self.budgets()
+
+    def budgets(self) -> Budgets:
+        """What was given, of one device."""
+        return Budgets.parse(self.device_bytes)
 
 
 Placement = StaticPlacement | AutoPlacement | ConstPlacement
@@ -99,7 +110,7 @@ NAMED: dict[str, Placement] = {
 
 def parse_placement(policy: str | Placement) -> Placement:
     """A policy from its name, or itself. Raises ValueError for a name that is none."""
-    if isinstance(policy, StaticPlacement | AutoPlacement | ConstPlacement):
+    if isinstance(policy, Placement):
         return policy
     if policy not in NAMED:
         raise ValueError(
@@ -107,6 +118,14 @@ def parse_placement(policy: str | Placement) -> Placement:
             "or a placement dataclass (ConstPlacement needs its bytes)"
         )
     return NAMED[policy]
+
+
+def never_released(policy: Placement, payload_bytes: Sequence[int]) -> frozenset[ChunkId]:
+    """Chunks whose payloads stay gathered all the time, whatever a plan has room for (ZeRO-2)."""
+    if not isinstance(policy, StaticPlacement):
+        return frozenset()
+    released = leading_within(payload_bytes, policy.shard_param_frac)
+    return frozenset(map(ChunkId, range(len(payload_bytes)))) - frozenset(released)
 
 
 def leading_within(nbytes: Sequence[int], fraction: float) -> tuple[ChunkId, ...]:

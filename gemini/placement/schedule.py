@@ -11,9 +11,9 @@ import numpy as np
 from gemini.memtracer.trace import Trace
 from gemini.units import ChunkId, Moment, ParamId
 
-from .filling import Vector
 from .opt import CacheProblem, best_schedule
 from .plan import Gather, Reduction
+from .room import Vector
 
 LEAVE_MOMENTS = 2  # from a chunk's last gradient until it has left, where no rank is asked
 MAX_UNDER_WAY = 2  # reductions over ranks: the next one waits for the first of them
@@ -80,7 +80,12 @@ def prefetched_at(
     ahead: list[tuple[ChunkId, ...]] = []
     following: list[ChunkId] = []  # chunks used later, the next first
     for chunks in reversed(needs):
+        if not chunks:
+            ahead.append(tuple(following[:max_prefetch]))
+            continue
         ahead.append(tuple([c for c in following if c not in chunks][:max_prefetch]))
+        if chunks == tuple(following[: len(chunks)]):
+            continue
         following = [*chunks, *(c for c in following if c not in chunks)]
         del following[max_prefetch + 8 :]  # no moment uses more than some chunks
     return tuple(reversed(ahead))

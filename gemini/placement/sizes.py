@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 from gemini.chunk.layout import ITEMSIZE, ChunkLayout
@@ -110,6 +110,10 @@ class Budgets:
     def of(self, tier: Tier) -> Bytes:
         return {Tier.DEVICE: self.device, Tier.HOST: self.host, Tier.NVME: self.nvme}[tier]
 
+    def with_more(self, tier: Tier, nbytes: int) -> Budgets:
+        """With so much more of one tier."""
+        return replace(self, **{tier.value: Bytes(self.of(tier) + nbytes)})
+
     def divided(self, ranks_per_node: int, ranks_per_device: int = 1) -> Budgets:
         """A node's budgets as one rank's: every pool is divided among the ranks that share it.
 
@@ -121,10 +125,15 @@ class Budgets:
                 "positive"
             )
         return Budgets(
-            Bytes(self.device // ranks_per_device),
-            Bytes(self.host // ranks_per_node),
-            Bytes(self.nvme // ranks_per_node),
+            _share(self.device, ranks_per_device),
+            _share(self.host, ranks_per_node),
+            _share(self.nvme, ranks_per_node),
         )
+
+
+def _share(nbytes: int, ranks: int) -> Bytes:
+    """What is not limited is limited for nobody."""
+    return Bytes(nbytes if nbytes >= UNLIMITED else nbytes // ranks)
 
 
 def least_budgets(budgets: Sequence[Budgets]) -> Budgets:
@@ -137,28 +146,42 @@ def least_budgets(budgets: Sequence[Budgets]) -> Budgets:
 
 
 class BudgetError(ValueError):
-    """Model data does not fit the budgets, wherever it goes."""
+    """Model data does not fit the budgets, wherever it goes.
+
+    `missing_bytes` more on `tier` than `budget_bytes` would do, for `what`; `knob` says what gives
+    them.
+    """
 
     def __init__(
-        self, message: str, tier: Tier | None = None, missing_bytes: int = 0, knob: str = ""
+        self,
+        message: str,
+        tier: Tier | None = None,
+        missing_bytes: int = 0,
+        knob: str = "",
+        what: str = "",
+        budget_bytes: int = UNLIMITED,
     ) -> None:
         super().__init__(message)
         self.tier = tier
         self.missing_bytes = Bytes(missing_bytes)
         self.knob = knob
+        self.what = what
+        self.budget_bytes = Bytes(budget_bytes)
 
     @classmethod
     def missing(
-        cls, tier: Tier, missing_bytes: int, budget: int, what: str, knob: str
+        cls, tier: Tier, missing_bytes: int, budget: int, what: str, knob: str, name: str = ""
     ) -> BudgetError:
-        """`missing_bytes` more on `tier` would do; `knob` says what gives them."""
+        """`name`: of the budget, by default after its tier."""
         allowed = "" if budget >= UNLIMITED else f" of {format_bytes(budget)}"
         return cls(
-            f"{tier.value}_budget{allowed} is {format_bytes(missing_bytes)} ({missing_bytes} "
-            f"bytes) too small for {what}; {knob}",
+            f"{name or f'{tier.value}_budget'}{allowed} is {format_bytes(missing_bytes)} "
+            f"({missing_bytes} bytes) too small for {what}; {knob}",
             tier,
             missing_bytes,
             knob,
+            what,
+            budget,
         )
 
 

@@ -22,10 +22,10 @@ from gemini.tickets import Done, Ticket
 class Backend(Protocol):
     """Where modules compute, and the memory beside it."""
 
-    name: str
     device: torch.device
     has_host_tier: bool  # host memory is another pool than device memory
     updates_by_triton: bool  # resident state is updated by kernels on the device
+    shards_start_on_host: bool  # where no budget places them, parameters wait in host memory
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Uninitialised [numel] on the device, one storage of its own."""
@@ -51,10 +51,10 @@ class Backend(Protocol):
 class CpuBackend:
     """Compute and host are the same memory; copies are done when they return."""
 
-    name = "cpu"
     device = torch.device("cpu")
     has_host_tier = False
     updates_by_triton = False
+    shards_start_on_host = False
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         tensor = torch.empty(numel, dtype=dtype)
@@ -79,9 +79,9 @@ class CpuBackend:
 class CudaBackend:
     """Copies run on a side stream; a ticket makes the current stream wait, not the host."""
 
-    name = "cuda"
     has_host_tier = True
     updates_by_triton = True
+    shards_start_on_host = False
 
     def __init__(self, device: torch.device, pin_memory: bool = True) -> None:
         self.device = device
@@ -135,9 +135,9 @@ class SimBackend:
     released data shows as NaN where a real device would return anything.
     """
 
-    name = "sim"
     device = torch.device("cpu")
     has_host_tier = True
+    shards_start_on_host = True  # what it is for: shards that must be brought to the device
 
     def __init__(self, seed: int = 0, updates_by_triton: bool = False) -> None:
         self.updates_by_triton = updates_by_triton  # in the interpreter

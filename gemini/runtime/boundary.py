@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gemini.trees import map_tensors, tensors_in
 from optim.scaler import Scaler
-
-from .trees import map_tensors, tensors_in
 
 DEPTH = 4  # of objects inside objects that are opened
 

@@ -104,14 +104,12 @@ class HostGradients:
         self._backend = backend
         self._block_numel = block_numel
         self._tensors: dict[ChunkId, Tensor] = {}  # [S]; the memory is kept between steps
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._tensors.values())
+        self.nbytes = 0  # of all of them
 
     def write(self, chunk: ChunkId, values: Tensor) -> None:
         kept = self._tensors.get(chunk)
         if kept is None or kept.dtype != values.dtype:
+            self.nbytes += values.nbytes - (0 if kept is None else kept.nbytes)
             kept = self._backend.allocate_host(values.numel(), values.dtype)
             self._tensors[chunk] = kept
         self._backend.copy(kept, values).wait()

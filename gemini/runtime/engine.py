@@ -25,9 +25,9 @@ from gemini.chunk.parameter import ChunkView, ParamHandle, handle_of, take_gradi
 from gemini.chunk.state import TensorState
 from gemini.chunk.storage import Chunk
 from gemini.memtracer.trace import Trace
-from gemini.placement.policy import StaticPlacement, leading_within
 from gemini.placement.sizes import Budgets
 from gemini.placement.tiers import Tier
+from gemini.trees import tensors_in
 from gemini.units import ChunkId, ParamId
 from nvme import NvmeError
 from optim.clipping import Clip
@@ -55,7 +55,6 @@ from .shard_storage import Originals, ShardStorage
 from .shard_target import ShardTarget
 from .tensor_files import FileConfig
 from .tensor_mgr import StatefulTensorMgr
-from .trees import tensors_in
 
 log = logging.getLogger("gemini")
 
@@ -100,12 +99,7 @@ class Engine:
             slot.param: i for chunk in layout.chunks for i, slot in enumerate(chunk.slots)
         }
         self.planning = planning
-        policy = planning.policy
-        static = policy if isinstance(policy, StaticPlacement) else StaticPlacement()
-        sharded = leading_within(
-            [spec.payload_bytes for spec in layout.chunks], static.shard_param_frac
-        )
-        self.kept = [spec.id for spec in layout.chunks if spec.id not in sharded]
+        self.kept = planning.kept
         files = FileConfig(
             planning.nvme_folder, planning.inputs.block_numel, label=f"rank{comm.rank}-"
         )
@@ -127,7 +121,9 @@ class Engine:
             planning.steps_for,
             self.agree_to_gather,
         )
-        self.sampler = Sampler(layout.params, backend, self.manager.ledger, self._traced)
+        self.sampler = Sampler(
+            layout.params, backend, self.manager.ledger, self._traced, planning.overruns
+        )
         # every chunk stays gathered: hooks and on-demand fetches have nothing to do
         self.all_gathered = self.manager.releases_nothing
         self.reducer = Reducer(
@@ -135,6 +131,8 @@ class Engine:
             by_moment=not self.all_gathered,
             agree=partial(self.agree, "asks to reduce"),
         )
+        # where nothing moves and nothing is limited, one iteration of a kind is as good as another
+        self.tells_inputs_apart = not self.all_gathered or planning.overruns.limits_device
         self.open_calls: list[BackwardCall] = []  # module calls whose backward is under way
         self._viewed: dict[ChunkId, None] = {}  # plain views of them left their modules
         self._chunk_of_storage = {
@@ -298,16 +296,21 @@ class Engine:
         if self.comm.world_size == 1 and self.planning.follow(trace):
             self.manager.payload_room_bytes = self.planning.payload_room_bytes
             self.settling.propose()
+        elif self.planning.take_doubt():
+            self.sampler.measure_again(trace)
 
     def agree_on_trace(self) -> None:
         """Before a step: plan with what all ranks measured, once they have. Collective."""
         if self.comm.world_size == 1 or self.all_gathered or not self._agreements_left:
             return
         self._agreements_left -= 1
-        if self.planning.follow_all(self._last_trace if self.sampler.measures else None):
+        trace = self._last_trace if self.sampler.measures else None
+        if self.planning.follow_all(trace):
             self.manager.payload_room_bytes = self.planning.payload_room_bytes
             self._agreements_left = 0
             self.settling.propose()
+        elif self.planning.take_doubt() and trace is not None:
+            self.sampler.measure_again(trace)
 
     # -- forward and backward --
 
@@ -315,8 +318,7 @@ class Engine:
     def begin_iteration(self, inputs: Any) -> None:
         """The wrapper is called from outside, with these inputs."""
         if self._forward_depth == 0 and not in_backward() and not self._summoned:
-            # where nothing moves, one iteration of a kind is as good as another
-            told_apart = None if self.all_gathered else inputs
+            told_apart = inputs if self.tells_inputs_apart else None
             self.sampler.begin(told_apart, again=self.manager.deviated)
 
     def tracking(self, module: nn.Module) -> AbstractContextManager[None]:
@@ -410,6 +412,7 @@ class Engine:
         self.sampler.collector.after_change()
         if self.reducer.synchronise:
             self.gradients.exchange_presence()
+        self.manager.ledger.note()
         self._forget_calls()
         self._unpin()
         self.settling.graph_is_open = False
@@ -466,7 +469,7 @@ class Engine:
         if self.scaler.active and not self._entered:
             self._refuse_unscaled(index)
         chunk = self.chunks[self.chunk_of[index]]
-        watched = self.manager.ledger.watched
+        watched = self.manager.ledger.watched and chunk.gradient.next_changes_memory
         if watched:
             self.sampler.collector.before_change()
         self.reducer.arrived(chunk, self._slot_of[index], grad)
@@ -564,6 +567,7 @@ class Engine:
             raise RuntimeError("parameters are summoned already")
         self.adopt_changes()
         everything = tuple(chunk.spec.id for chunk in self.chunks)
+        self.manager.ledger.judges = False  # it is the user who asks for all of it
         self.manager.pin(everything)
         self.manager.at_moment(everything, planned=False)
         kept = {} if writeback else {c: c.payload.clone() for c in self.chunks if c.is_whole}
@@ -579,6 +583,7 @@ class Engine:
                         chunk.payload.copy_(kept[chunk])
             self.adopt_changes()
             self.manager.release_all()
+            self.manager.ledger.judges = True
             self.after_step()
 
     def adopt_changes(self) -> None:

@@ -17,12 +17,12 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable imports the
 
 from gemini.chunk.parameter import handle_of
 from gemini.chunk.state import TensorState
+from gemini.trees import tensors_in
 from gemini.units import ParamId
 
 from .backward import BackwardCall
 from .engine import Engine, in_backward
 from .specs import is_compiled
-from .trees import tensors_in
 
 GatherWhole = Callable[[nn.Module], bool]
 

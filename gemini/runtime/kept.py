@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.hooks import RemovableHandle
 
-from .trees import map_tensors
+from gemini.trees import map_tensors
 
 KeepFp32 = Callable[[str, nn.Module], bool]  # of a module's qualified name and itself
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from gemini.chunk.account import Account
 from gemini.chunk.storage import Chunk
+from gemini.memtracer.overruns import Overruns
 from gemini.placement.tiers import Tier
 from optim.tiered_state import TieredState
 
@@ -17,6 +19,8 @@ Bytes = dict[tuple[Tier, str], int]
 class Ledger:
     """Model data of one engine. Kinds are those of `gemini.memtracer.predict`.
 
+    Asking takes as long for many chunks as for few: chunks keep their account up to date.
+
     host: the tier of host memory; it is the device where that is the CPU.
     state: of the optimizer, once there is one.
     """
@@ -27,22 +31,44 @@ class Ledger:
         storage: ShardStorage | None = None,
         host: Tier = Tier.DEVICE,
     ) -> None:
-        self._chunks = chunks
+        self._account = Account()
+        for chunk in chunks:
+            chunk.count_in(self._account)
         self._storage = storage
         self._host = host
         self.state: TieredState | None = None
-        self.watched = False  # `note` looks; else it costs nothing
+        self.overruns: Overruns | None = None
+        self.judges = True  # `note` compares with budgets
+        self.watched = False  # `note` takes peaks
         self.peaks: dict[Tier, dict[str, int]] = {}  # by kind, when a tier held most
+
+    def totals(self) -> dict[Tier, int]:
+        """Bytes on every tier, now: cheaper than by kind."""
+        account, storage, state = self._account, self._storage, self.state
+        device = account.payloads + account.device_shards + account.gradients
+        host, nvme = account.host_shards, 0
+        if storage is not None:
+            host, nvme = host + storage.staging_bytes, storage.file_bytes
+        if state is not None:
+            device += sum(slab.nbytes for slab in state.device_slabs)
+            nvme += state.nvme_bytes
+            host += 0 if state.nvme is None else state.nvme.staging_bytes
+        apart = 0  # only where the host is another memory
+        if storage is not None and storage.host_gradients is not None:
+            apart += storage.host_gradients.nbytes
+        if state is not None:
+            apart += sum(slab.nbytes for slab in state.host_slabs)
+        if self._host is Tier.DEVICE:
+            device, host = device + host, 0
+        return {Tier.DEVICE: device, Tier.HOST: host + apart, Tier.NVME: nvme}
 
     def bytes_in_use(self) -> Bytes:
         """Bytes by tier and kind, now; what has none is left out. NVMe: what files take."""
+        account = self._account
         found: Counter[tuple[Tier, str]] = Counter()
-        for chunk in self._chunks:
-            if chunk.gathered:
-                found[Tier.DEVICE, "parameters"] += chunk.payload.nbytes
-            home = self._host if chunk.shard_on_host else Tier.DEVICE
-            found[home, "parameters"] += chunk.memory_nbytes
-            found[Tier.DEVICE, "gradients"] += chunk.gradient.nbytes
+        found[Tier.DEVICE, "parameters"] = account.payloads + account.device_shards
+        found[self._host, "parameters"] += account.host_shards
+        found[Tier.DEVICE, "gradients"] = account.gradients
         self._add_storage(found)
         state = self.state
         if state is not None:
@@ -68,11 +94,18 @@ class Ledger:
 
     def memory_bytes(self) -> int:
         """Bytes that are not on NVMe."""
-        in_use = self.bytes_in_use()
-        return sum(nbytes for (tier, _), nbytes in in_use.items() if tier is not Tier.NVME)
+        totals = self.totals()
+        return totals[Tier.DEVICE] + totals[Tier.HOST]
 
-    def note(self) -> None:
-        """Take what is in use now into `peaks`."""
+    def device_bytes(self) -> int:
+        """Bytes on the compute device."""
+        return self.totals()[Tier.DEVICE]
+
+    def note(self, where: str = "in an iteration") -> None:
+        """Compare what is in use now with the budgets, and take it into `peaks`."""
+        if self.overruns is not None and self.overruns.limits and self.judges:
+            for tier, nbytes in self.totals().items():
+                self.overruns.check(tier, nbytes, 0, where)
         if not self.watched:
             return
         by_tier: dict[Tier, dict[str, int]] = {}

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import socket
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-
-import torch
+from itertools import accumulate
 
 from gemini.chunk.layout import ITEMSIZE, ChunkLayout
+from gemini.memtracer.overruns import BudgetWarning, Overruns, user_stacklevel
 from gemini.memtracer.trace import (
     ASSUMED_SIGNATURE,
     Kind,
@@ -19,31 +18,44 @@ from gemini.memtracer.trace import (
     reduce_traces,
     sequential_trace,
 )
+from gemini.placement.budgets import Machine, in_words_of, resolve
+from gemini.placement.fit import MIN_BLOCK_NUMEL, StateRequest, assume, fit, fit_state
 from gemini.placement.gather import GatherSteps
 from gemini.placement.plan import Plan
 from gemini.placement.planner import (
     PlanInputs,
     Planned,
-    make_plan,
     plan_above,
     plan_within,
-    reduce_inputs,
 )
-from gemini.placement.policy import AutoPlacement, ConstPlacement, Placement, StaticPlacement
-from gemini.placement.sizes import UNLIMITED, Bandwidths, BudgetError, Budgets, StateBytes
+from gemini.placement.policy import (
+    AutoPlacement,
+    ConstPlacement,
+    Placement,
+    StaticPlacement,
+    never_released,
+)
+from gemini.placement.sizes import (
+    UNLIMITED,
+    Bandwidths,
+    BudgetError,
+    Budgets,
+    StateBytes,
+    least_bandwidths,
+    least_budgets,
+)
 from gemini.placement.tiers import Tier
-from gemini.units import BLOCK_NUMEL, Bytes, parse_bytes
+from gemini.units import BLOCK_NUMEL, ChunkId
 
 from .backend import Backend
 from .comm import Communicator
+from .machine import look_at_machine
 
 log = logging.getLogger("gemini")
 
 # Before an optimizer says what it keeps: no rule of `optim` keeps more than Adam
 ASSUMED_STATE_BYTES = 8
 MASTER_BYTES = 4
-MIN_BLOCK_NUMEL = 1024  # of `NvmeConfig`
-USABLE = 0.9  # of what the machine has left, where no budget is given
 # A usual disk and usual memory, in bytes a second. They order homes; they do not limit anything
 USUAL = Bandwidths(
     host_to_device=20e9, device_to_host=20e9, nvme_read=1.5e9, nvme_write=1.2e9, collective=10e9,
@@ -54,43 +66,56 @@ CPU_MEMORY = 20e9
 
 @dataclass(slots=True)
 class Planning:
-    """Inputs that are the same on all ranks. `make` is collective: ranks compare their plans."""
+    """Inputs that are the same on all ranks. Planning is collective: ranks compare their plans."""
 
     comm: Communicator
     policy: Placement
     inputs: PlanInputs
     has_trace: bool  # else non-model data is an assumption
+    machine: Machine = field(default_factory=Machine)
+    # what the module was wrapped with, and whether that was measured
+    _begun: tuple[PlanInputs, bool] = field(init=False)
     settled: bool = field(init=False)  # homes were chosen for a trace, or were asked to rise
     planned: Planned = field(init=False)  # of training
+    overruns: Overruns = field(init=False)  # of the budgets
+    _refusals: set[str] = field(default_factory=set)  # iterations that did not fit once
+    _doubtful: bool = False
     # of evaluation, and of training with inputs of other signatures, in the same homes
     others: dict[tuple[Kind, str], Planned] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Blocks are as small as they must be: their size is a choice of the optimizer to come."""
         self.settled = self.has_trace
-        while True:
-            try:
-                self.make()
-                return
-            except BudgetError:
-                if self.inputs.block_numel <= MIN_BLOCK_NUMEL:
-                    raise
-            self.inputs = replace(self.inputs, block_numel=self.inputs.block_numel // 4)
+        self._begun = self.inputs, self.has_trace
+        self.overruns = Overruns(self.policy, self.inputs.budgets)
+        self._take(
+            lambda: fit(
+                self.inputs,
+                self.policy,
+                is_measured=self.has_trace,
+                least_block_numel=MIN_BLOCK_NUMEL,
+            )
+        )
 
     @property
     def plan(self) -> Plan:
         return self.planned.plan
 
     @property
+    def kept(self) -> frozenset[ChunkId]:
+        """Chunks that are never released, by the policy. A plan may keep others while it holds."""
+        return never_released(self.policy, [c.payload_bytes for c in self.inputs.layout.chunks])
+
+    @property
     def nvme_folder(self) -> str | None:
         return self.policy.nvme_dir if isinstance(self.policy, AutoPlacement) else None
 
-    def make(self) -> None:
-        """Plan with the inputs there are. Raises BudgetError on every rank, or on none."""
-        policy = self.policy
-        if isinstance(policy, AutoPlacement) and not self.has_trace:
-            policy = replace(policy, steady_cap_ratio=1.0)  # the assumption is margin enough
-        self.planned = make_plan(self.inputs, policy)
+    def _take(self, fitted: Callable[[], tuple[PlanInputs, Planned]]) -> None:
+        """Plan so. Raises BudgetError on every rank, or on none, and then nothing has changed."""
+        try:
+            self.inputs, self.planned = fitted()
+        except BudgetError as error:
+            raise in_words_of(self.policy, self.machine, error) from None
         self.others.clear()
         self._compare(self.plan)
 
@@ -102,21 +127,27 @@ class Planning:
     def with_state(
         self, state: StateBytes, *, nvme_frac: float, block_numel: int, depth: int
     ) -> None:
-        """An optimizer is there: plan its state. Parameter shards stay where they are."""
-        before = self.inputs
-        self.inputs = replace(
-            self.inputs,
-            state=state,
-            nvme_state_frac=nvme_frac,
-            block_numel=block_numel,
-            depth=depth,
-            fixed_params=tuple(shard.param_home for shard in self.plan.shards),
+        """An optimizer is there: plan its state. Parameter shards stay where they are.
+
+        Blocks of another size than the usual are what the user said; else they are made smaller
+        where they must be. Raises BudgetError, and then nothing has changed.
+        """
+        least = MIN_BLOCK_NUMEL if block_numel == BLOCK_NUMEL else block_numel
+        request = StateRequest(state, nvme_frac, block_numel, least, depth)
+        self._take(
+            lambda: fit_state(
+                self._begun,
+                (self.inputs, self.planned),
+                self.policy,
+                request,
+                is_measured=self.has_trace,
+            )
         )
-        try:
-            self.make()
-        except BudgetError:
-            self.inputs = before
-            raise
+
+    @property
+    def block_numel(self) -> int:
+        """Elements of a block, of parameters, gradients and state."""
+        return self.inputs.block_numel
 
     def follow(self, trace: Trace) -> bool:
         """Plan a measured iteration in the homes there are; whether this changed what is planned.
@@ -136,8 +167,9 @@ class Planning:
         try:
             planned = plan_within(self.plan, inputs, self.policy)
         except BudgetError as error:
-            log.warning("the iteration needs more memory than was left for it: %s", error)
+            self._refused(inputs, error)
             return False
+        self.overruns.forget(f"{trace.kind} {trace.signature}")
         if trace.kind == "train" and (known is self.planned or not self.has_trace):
             self.inputs, self.planned, self.has_trace = inputs, planned, True
         else:
@@ -161,12 +193,54 @@ class Planning:
             reduced = replace(reduce_traces(traces), signature=ASSUMED_SIGNATURE)
             inputs = replace(self.inputs, trace=reduced)
             self.planned = plan_within(self.plan, inputs, self.policy)
-        except (TraceError, BudgetError) as error:
+        except TraceError as error:
             log.warning("what the ranks measured is not planned with: %s", error)
             return False
+        except BudgetError as error:
+            self._refused(inputs, error)
+            return False
         self.inputs, self.has_trace = inputs, True
+        self.overruns.forget(f"{reduced.kind} {reduced.signature}")
         self._compare(self.plan)
         return True
+
+    def take_doubt(self) -> bool:
+        """Whether the last iteration that did not fit should be measured again, before it is said.
+
+        What is measured first may be of the first iteration alone, as what libraries allocate once.
+        """
+        doubtful, self._doubtful = self._doubtful, False
+        return doubtful
+
+    def _refused(self, inputs: PlanInputs, error: BudgetError) -> None:
+        """A measured iteration does not fit beside what lives on the device."""
+        trace, before = inputs.trace, self._refusals
+        key = f"{trace.kind} {trace.signature}"
+        if key not in before:
+            before.add(key)
+            self._doubtful = True
+            return
+        said = in_words_of(self.policy, self.machine, error)
+        text = (
+            f"an iteration needs more memory than was left for it: {said}; {self._remedy(inputs)}"
+        )
+        if not self.overruns.note(key, text):
+            return
+        if said.missing_bytes > self.overruns.noise_bytes:
+            warnings.warn(text, BudgetWarning, stacklevel=user_stacklevel())
+        else:
+            log.warning("an iteration needs more memory than was left for it: %s", said)
+
+    def _remedy(self, inputs: PlanInputs) -> str:
+        trace, specs = inputs.trace, inputs.layout.params
+        if all(moment.module == "" for moment in trace.moments):  # nothing below was hooked
+            trace = sequential_trace(specs, trace.peak_non_model_bytes, overlap=True)
+        anew = replace(inputs, trace=trace, fixed_params=None)
+        try:
+            fit(anew, self.policy, is_measured=True, least_block_numel=self.block_numel)
+        except BudgetError:
+            return "it fits in no homes; activation checkpointing makes it smaller"
+        return "in other homes it would fit: wrap the module with the trace= of this batch"
 
     def higher(self) -> Planned | None:
         """What is planned, with homes raised to what the first trace leaves room for; once.
@@ -219,14 +293,24 @@ class Planning:
         if isinstance(self.policy, ConstPlacement):
             total = [n - m for n, m in zip(total, profile.rows[Tier.DEVICE, "non-model"],
                                            strict=True)]  # fmt: skip
-        for gather in plan.gathers:
-            for moment in range(gather.begin, gather.release):
-                if moment < plan.num_trace_moments or gather.release > plan.num_trace_moments:
-                    total[moment % plan.num_trace_moments] -= plan.chunks[
-                        gather.chunk
-                    ].payload_bytes
+        for moment, nbytes in enumerate(_payload_bytes(plan)):
+            total[moment] -= nbytes
         budget = self.inputs.budgets.device
         return budget - max(total[: plan.num_trace_moments], default=0)
+
+
+def _payload_bytes(plan: Plan) -> Iterator[int]:
+    """Of what is gathered, at every moment of forward and backward."""
+    total = plan.num_trace_moments
+    changes = [0] * (total + 1)
+    for gather in plan.gathers:
+        nbytes = plan.chunks[gather.chunk].payload_bytes
+        changes[gather.begin] += nbytes
+        changes[min(gather.release, total)] -= nbytes
+        if gather.release > total:  # into the next iteration
+            changes[0] += nbytes
+            changes[gather.release - total] -= nbytes
+    return accumulate(changes[:-1])
 
 
 def begin_planning(
@@ -244,21 +328,21 @@ def begin_planning(
     `trace`: of this model. Raises BudgetError for budgets that cannot hold the model.
     """
     state = StateBytes(ASSUMED_STATE_BYTES + (MASTER_BYTES if has_master else 0), has_master)
-    budgets = _budgets(policy, layout, state, backend, comm)
-    if trace is None:
-        non_model = 0
-        if isinstance(policy, AutoPlacement) and budgets.device < UNLIMITED:
-            non_model = round(budgets.device * policy.warmup_non_model_data_ratio)
-        used = sequential_trace(layout.params, non_model)
-    else:
-        used = trace
+    machine = look_at_machine(backend, comm)
+    budgets = resolve(policy, machine, _model_bytes(layout, state))
     bandwidths = USUAL if backend.has_host_tier else replace(USUAL, device_memory=CPU_MEMORY)
-    gathered = comm.gather_objects((used, budgets, bandwidths))
+    gathered = comm.gather_objects((trace, budgets, bandwidths))
     traces, limits, links = zip(*gathered, strict=True)
-    used, budgets, bandwidths = reduce_inputs(traces, limits, links)
+    without = [rank for rank, given in enumerate(traces) if given is None]
+    if 0 < len(without) < comm.world_size:
+        raise ValueError(f"ranks {without} have no trace= and others do; expected all or none")
+    budgets, bandwidths = least_budgets(limits), least_bandwidths(links)
+    if without:
+        used = sequential_trace(layout.params, overlap=budgets.device < UNLIMITED)
+    else:
+        used = reduce_traces(traces)
     fixed = None
-    if backend.name == "sim" and backend.has_host_tier and budgets == Budgets():
-        # what the simulated device is for: shards that must be brought to it
+    if backend.shards_start_on_host and budgets == Budgets():
         fixed = tuple(Tier.HOST for _ in layout.chunks)
         if not isinstance(policy, StaticPlacement):
             policy = StaticPlacement()
@@ -267,36 +351,9 @@ def begin_planning(
         has_host_tier=backend.has_host_tier, max_prefetch=max_prefetch, block_numel=BLOCK_NUMEL,
         fixed_params=fixed,
     )  # fmt: skip
-    return Planning(comm, policy, inputs, trace is not None)
-
-
-def _budgets(
-    policy: Placement,
-    layout: ChunkLayout,
-    state: StateBytes,
-    backend: Backend,
-    comm: Communicator,
-) -> Budgets:
-    """One rank's. What is not given is no limit, unless the model may not fit what there is."""
-    if isinstance(policy, StaticPlacement):
-        return Budgets()
-    ranks_per_node = comm.gather_objects(socket.gethostname()).count(socket.gethostname())
-    per_device = ranks_per_node if backend.device.type == "cpu" else 1
-    if isinstance(policy, ConstPlacement):
-        return Budgets(device=parse_bytes(policy.device_bytes)).divided(1, per_device)
-    given = policy.budgets()
-    if not backend.has_host_tier:  # both are RAM
-        given = replace(given, device=min(given.device, given.host))
-    budgets = given.divided(ranks_per_node, per_device)
-    device, host = budgets.device, budgets.host
-    if given.device >= UNLIMITED:
-        device = UNLIMITED
-        left = _device_bytes_left(backend) // per_device
-        if 2 * _model_bytes(layout, state) > left:
-            device = Bytes(round(USABLE * left))
-    if given.host >= UNLIMITED:
-        host = UNLIMITED
-    return Budgets(device, host, budgets.nvme if given.nvme < UNLIMITED else UNLIMITED)
+    if trace is None:
+        inputs = assume(inputs, policy)
+    return Planning(comm, policy, inputs, trace is not None, machine)
 
 
 def _model_bytes(layout: ChunkLayout, state: StateBytes) -> int:
@@ -308,30 +365,3 @@ def _model_bytes(layout: ChunkLayout, state: StateBytes) -> int:
             each = 2 * each + state.per_element
         total += chunk.shard_numel * each
     return total
-
-
-def _device_bytes_left(backend: Backend) -> int:
-    if backend.device.type == "cuda":
-        return torch.cuda.mem_get_info(backend.device)[0]
-    return memory_left()
-
-
-def memory_left() -> int:
-    """Bytes of RAM that this process may still use: of the machine, and of its cgroup."""
-    fields = dict(
-        line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines() if line
-    )
-    left = int(fields["MemAvailable"].split()[0]) * 1024
-    for limit, used in _CGROUP_FILES:
-        try:
-            left = min(left, int(limit.read_text()) - int(used.read_text()))
-        except (OSError, ValueError):  # no cgroup of that version, or "max"
-            continue
-    return max(left, 0)
-
-
-_CGROUP: Sequence[tuple[str, str]] = (
-    ("memory.max", "memory.current"),
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-)
-_CGROUP_FILES = [tuple(Path("/sys/fs/cgroup") / name for name in names) for names in _CGROUP]

@@ -28,9 +28,13 @@ class MemoryRow:
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
-    """A table: every tier when it holds most, predicted beside measured in a sampled iteration."""
+    """A table: every tier when it holds most, predicted beside measured in a sampled iteration.
+
+    overruns: budgets that were passed, and measured iterations that fit nowhere, in words.
+    """
 
     rows: tuple[MemoryRow, ...]
+    overruns: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"{'tier':<8} {'kind':<12} {'predicted':>12} {'measured':>12}"]
@@ -40,7 +44,7 @@ class MemoryReport:
                 f"{row.tier:<8} {row.kind:<12} {format_bytes(row.predicted_bytes):>12} "
                 f"{measured:>12}"
             )
-        return "\n".join(lines)
+        return "\n".join((*lines, *self.overruns))
 
 
 def explain(engine: Engine, name: str) -> str:
@@ -48,7 +52,8 @@ def explain(engine: Engine, name: str) -> str:
     for param, spec in enumerate(engine.layout.params):
         if name in spec.names:
             chunk = next(c for p, c in engine.chunk_of.items() if p == param)
-            return f"{name} {spec.shape}\n{engine.planning.plan.explain(chunk)}"
+            text = f"{name} {spec.shape}\n{engine.planning.plan.explain(chunk)}"
+            return "\n".join((text, *engine.planning.overruns.lines()))
     names = [name for spec in engine.layout.params for name in spec.names]
     near = difflib.get_close_matches(name, names, n=3)
     raise ValueError(
@@ -74,7 +79,7 @@ def memory_report(engine: Engine) -> MemoryReport:
         if wanted["total"] or found:
             rows.append(MemoryRow(tier.value, "total", wanted["total"],
                                   sum(found.values()) if measured else None))  # fmt: skip
-    return MemoryReport(tuple(rows))
+    return MemoryReport(tuple(rows), engine.planning.overruns.lines())
 
 
 def memory_timeline(engine: Engine, path: str | Path) -> None:

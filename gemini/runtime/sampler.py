@@ -16,13 +16,16 @@ from torch import Tensor, nn
 from gemini.chunk.layout import ParamSpec
 from gemini.memtracer.collector import MemStatsCollector, input_signature
 from gemini.memtracer.monitor import (
+    PROCESS_NOISE_BYTES,
     CudaMonitor,
     ForwardTracker,
     Monitor,
     ProcessMonitor,
     reset_peak_rss,
 )
+from gemini.memtracer.overruns import Overruns
 from gemini.memtracer.trace import Edge, Kind, Trace, TraceError
+from gemini.placement.tiers import Tier
 from gemini.units import ParamId
 
 from .backend import Backend
@@ -47,12 +50,14 @@ class Sampler:
         backend: Backend,
         ledger: Ledger,
         traced: Callable[[Trace], None],
+        overruns: Overruns,
     ) -> None:
         self._specs = specs
         self._device = backend.device.type
         self._names = [spec.name.rpartition(".")[0] for spec in specs]
         self._everything = tuple(ParamId(i) for i in range(len(specs)))
         self._ledger = ledger
+        self._overruns = ledger.overruns = overruns
         self._traced = traced
         self._key: tuple[Kind, str] | None = None  # of the iteration that began last
         self._stale: set[tuple[Kind, str]] = set()  # iterations of these left their plan
@@ -64,7 +69,11 @@ class Sampler:
             # what the allocator had left over from before does not show in what is resident
             self._tracker = ForwardTracker()
             monitors.append(self._tracker)
-        self.collector = MemStatsCollector(specs, monitors, ledger.memory_bytes)
+        on_gpu = backend.device.type == "cuda"  # whose allocator does not see the host
+        counted = ledger.device_bytes if on_gpu else ledger.memory_bytes
+        overruns.noise_bytes = 0 if on_gpu else PROCESS_NOISE_BYTES
+        self.collector = MemStatsCollector(specs, monitors, counted, self._look)
+        self.collector.deviations = overruns.found
 
     def begin(self, inputs: Any, *, again: bool) -> None:
         """A root forward is about to begin. `again`: the last iteration left its plan."""
@@ -82,6 +91,10 @@ class Sampler:
         if kind == "train":
             self._ledger.peaks.clear()
         self.collector.begin(*key)
+
+    def measure_again(self, trace: Trace) -> None:
+        """What was measured here may be of the first iteration alone: libraries allocate once."""
+        self._stale.add((trace.kind, trace.signature))
 
     def look_again(self) -> None:
         """What was measured of training was measured in other homes."""
@@ -149,9 +162,19 @@ class Sampler:
     def end(self) -> None:
         """The iteration is over: its step begins, or another forward does."""
         if not self.collector.collecting:
+            self._overruns.settle()
             return
         self._ledger.watched = False
-        self._traced(self.collector.end())
+        trace = self.collector.end()
+        self._overruns.settle()
+        self._traced(trace)
+
+    def _look(self, non_model_bytes: int, where: str) -> None:
+        """A period ends. What is there of model data was there in it."""
+        if self._overruns.limits_device:
+            self._overruns.check(
+                Tier.DEVICE, self._ledger.device_bytes(), non_model_bytes, f"at {where}"
+            )
 
 
 def _monitor(backend: Backend) -> Monitor | None:

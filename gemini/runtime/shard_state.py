@@ -48,16 +48,6 @@ class ShardState:
         self._engine = engine
         self._chunks = [chunk for chunk in engine.chunks if chunk.spec.trainable]
         self._names = [spec.name for spec in engine.layout.params]
-        segments, base = [], 0
-        for chunk in self._chunks:
-            for part in engine.layout.shard_parts(chunk.spec, engine.comm.rank):
-                segments.append(
-                    Segment(part.param, part.param_offset, part.numel, base + part.offset)
-                )
-            base += chunk.spec.shard_numel
-        space = StateSpace.build(
-            segments, [chunk.spec.shard_numel for chunk in self._chunks], config.nvme.block_numel
-        )
         master_weights = engine.numerics.master_weights
         has_master = master_weights and any(c.dtype != torch.float32 for c in self._chunks)
         if has_master:
@@ -69,7 +59,17 @@ class ShardState:
             block_numel=config.nvme.block_numel,
             depth=config.nvme.depth,
         )
-        nvme = config.nvme
+        nvme = replace(config.nvme, block_numel=planning.block_numel)
+        segments, base = [], 0
+        for chunk in self._chunks:
+            for part in engine.layout.shard_parts(chunk.spec, engine.comm.rank):
+                segments.append(
+                    Segment(part.param, part.param_offset, part.numel, base + part.offset)
+                )
+            base += chunk.spec.shard_numel
+        space = StateSpace.build(
+            segments, [chunk.spec.shard_numel for chunk in self._chunks], nvme.block_numel
+        )
         engine.storage.serve(nvme.block_numel, nvme.depth, nvme.meter)
         on_nvme = planning.plan.blocks_on(Tier.NVME)
         if not nvme.folders and planning.nvme_folder is not None:

@@ -72,11 +72,13 @@ class ShardViews:
         self._device = device
         self._merges = merges
         self._coming: list[Block] = []  # whose gradients are to be read, the next one last
+        self._read: set[BlockId] = set()  # of these, blocks that did not wait for their turn
         self._ahead: dict[BlockId, GradientBlock] = {}
         self._loans: dict[BlockId, _Loan] = {}
 
     def expect(self, blocks: Sequence[Block]) -> None:
         self._coming = [block for block in reversed(blocks) if self._grad_is_elsewhere(block)]
+        self._read.clear()
         self._read_ahead()
 
     def pieces(self, block: Block, planes: Planes) -> list[Piece]:
@@ -193,13 +195,16 @@ class ShardViews:
             return gradient.shard[block.shard_offset : block.shard_offset + block.numel]
         loan = self._loan(block)
         loan.grad = self._ahead.pop(block.id, None) or self._begin_grad(block)
-        self._coming = [other for other in self._coming if other.id != block.id]
+        self._read.add(block.id)
         values = loan.grad.wait()
         self._read_ahead()
         return values.to(self._device)
 
     def _read_ahead(self) -> None:
         while self._coming:
+            if self._coming[-1].id in self._read:
+                self._coming.pop()
+                continue
             gradient = self._chunks[self._coming[-1].shard].gradient
             if len(self._ahead) >= self._storage.config.depth:
                 return

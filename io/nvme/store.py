@@ -131,6 +131,7 @@ class BlockStore:
         self._failure: TransferError | None = None  # of the index
         self._pid = os.getpid()
         self._pins: list[PinnedVersions] = []
+        self._planned_bytes = sum(layout.file_nbytes())
         self._freed_bytes = 0  # of the files
         self.pinned_seconds = 0.0  # that writes waited for a reader of pinned versions
         for number, file in enumerate(self._files):
@@ -149,7 +150,7 @@ class BlockStore:
     @property
     def file_bytes(self) -> int:
         """Bytes allocated on disk, over all files."""
-        return sum(self.layout.file_nbytes()) - self._freed_bytes
+        return self._planned_bytes - self._freed_bytes
 
     def buffer_nbytes(self, block: BlockId) -> int:
         """Whole pages that a buffer for this block must hold."""

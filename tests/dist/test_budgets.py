@@ -1,9 +1,14 @@
 """Budgets over ranks: one plan, and the numbers of no budget."""
 
+import warnings
+
 import pytest
 import torch
 
-from gemini import AutoPlacement, GeminiDDP
+from gemini import AutoPlacement, ConstPlacement, GeminiDDP
+from gemini.chunk.model_specs import specs_of
+from gemini.memtracer.trace import sequential_trace
+from gemini.placement.sizes import BudgetError
 from gemini.placement.tiers import Tier
 from gemini.runtime.backend import SimBackend
 from optim import HybridAdam, NvmeConfig
@@ -128,3 +133,84 @@ def test_ranks_plan_with_what_all_of_them_measured(world_size):
         assert has_trace and not deviated and gathers == planned > 0
     assert not cuda[1]
     assert all(torch.equal(value, cuda[5][name]) for name, value in auto[5].items())
+
+
+def held(rank, kib):
+    """The most model data of one rank, of two that share the bytes of a CPU."""
+    model, optimizer = wrapped(ConstPlacement(kib << 10))
+    ledger, most = model.engine.manager.ledger, 0
+    for (ids,) in token_batches(3, 1):
+        ledger.watched = True
+        token_loss(model, ids).backward()
+        ledger.watched = True
+        optimizer.step()
+        optimizer.zero_grad()
+        most = max(most, sum(ledger.peaks[Tier.DEVICE].values()))
+    return most
+
+
+def test_a_const_budget_is_shared_by_the_ranks_of_a_cpu():
+    assert all(most <= 150 << 10 for most in run_ranks(held, 2, 300))
+
+
+def refused(rank, kib):
+    """What two ranks are said to lack together, and whether they have enough with it."""
+    try:
+        wrapped(AutoPlacement(kib << 10))
+    except BudgetError as error:
+        wrapped(AutoPlacement((kib << 10) + error.missing_bytes))
+        try:
+            wrapped(AutoPlacement((kib << 10) + error.missing_bytes - 1))
+        except BudgetError as again:
+            return str(error), again.missing_bytes
+    return None
+
+
+def test_what_ranks_that_share_a_device_lack_is_said_for_all_of_them():
+    found = run_ranks(refused, 2, 150)
+    assert found[0] == found[1]
+    message, still_missing = found[0]
+    assert message.startswith("device_budget of 150.00 KiB is") and "each of 2 ranks" in message
+    assert still_missing == 1
+
+
+def measured_twice(rank, _):
+    """The notes of two ranks whose iterations need more than there is."""
+    from gemini.runtime import sampler
+
+    sampler.ProcessMonitor.period = lambda self: 300 << 20
+    model, optimizer = wrapped_without_a_trace(AutoPlacement("200MiB"))
+    found = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for parts in token_batches(3, 2):
+            token_loss(model, parts[rank]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(len(caught))
+    return found, model.memory_report().overruns
+
+
+def wrapped_without_a_trace(placement):
+    torch.manual_seed(0)
+    model = GeminiDDP(Tower(), placement_policy=placement, **SMALL)
+    return model, HybridAdam(model.parameters(), lr=1e-2, nvme=BLOCKS)
+
+
+def test_ranks_say_together_that_an_iteration_fits_nowhere():
+    for counts, lines in run_ranks(measured_twice, 2, None):
+        assert counts == [0, 1, 1]
+        (line,) = lines
+        assert "device_budget of 200.00 MiB" in line and "each of 2 ranks" in line
+
+
+def traced_by_one(rank, _):
+    module = Tower()
+    given = sequential_trace(specs_of(module, "bfloat16")) if rank == 0 else None
+    with pytest.raises(ValueError, match=r"ranks \[1\] have no trace= and others do"):
+        GeminiDDP(module, trace=given, **SMALL)
+    return True
+
+
+def test_a_trace_is_given_on_all_ranks_or_on_none():
+    assert run_ranks(traced_by_one, 2, None) == [True, True]

@@ -116,8 +116,8 @@ def test_fifty_engines_leave_no_thread_file_descriptor_or_memory(closes, tmp_pat
 class Releasing(CpuBackend):
     """The CPU with shards in a pool of their own: payloads are really freed and filled again."""
 
-    name = "sim"
     has_host_tier = True
+    shards_start_on_host = True
 
 
 def resident_after_steps(index, steps):

@@ -1,5 +1,7 @@
 """Traces: what they record, on fake tensors and on real ones."""
 
+import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -166,13 +168,65 @@ def test_larger_batch_needs_more_and_evaluation_less():
 def test_trace_survives_its_file(tmp_path):
     found = trace(Tower(), (IDS,))
     found.save(tmp_path / "t.json")
-    assert Trace.load(tmp_path / "t.json") == found
+    assert Trace.load(tmp_path / "t.json") == found == Trace.from_json(found.to_json())
     (tmp_path / "t.json").write_text('{"format": 1}')
     with pytest.raises(TraceError, match="damaged"):
         Trace.load(tmp_path / "t.json")
     (tmp_path / "t.json").write_bytes(b"\x80")
     with pytest.raises(TraceError, match="no trace"):
         Trace.load(tmp_path / "t.json")
+
+
+DAMAGED = {  # path into the JSON, value that must not be there, and what the error says
+    "kind": (("kind",), "test", "kind is 'test'; expected one of"),
+    "no moments": (("moments",), {}, "moments is {}; expected a list"),
+    "signature": (("signature",), 3, "signature is 3; expected text"),
+    "digest": (("model_digest",), None, "model_digest is None; expected text"),
+    "moment": (("moments", 1), 7, "moment 1: it is 7; expected an object"),
+    "phase": (("moments", 1, "phase"), "sideways", "moment 1: phase is 'sideways'; expected one"),
+    "edge": (("moments", 0, "edge"), None, "moment 0: edge is None; expected one"),
+    "module": (("moments", 0, "module"), ["m"], "moment 0: module is"),
+    "params": (("moments", 0, "params"), "0", "moment 0: params is '0'; expected a list"),
+    "negative param": (("moments", 0, "params"), [-1], "moment 0: a parameter is -1; expected"),
+    "param of another type": (("moments", 0, "params"), [0.5], "a parameter is 0.5; expected"),
+    "negative bytes": (("moments", 2, "non_model_bytes"), -1, "non_model_bytes is -1; expected"),
+    "bytes of another type": (("moments", 2, "non_model_bytes"), True, "is True; expected"),
+    "no machine has as much": (
+        ("moments", 2, "non_model_bytes"),
+        1 << 61,
+        "whole number from 0 to",
+    ),
+    "seconds": (("moments", 2, "seconds"), float("nan"), "seconds is nan; expected"),
+    "negative seconds": (("moments", 2, "seconds"), -1.0, "seconds is -1.0; expected"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_trace_is_refused_with_words(name):
+    data = json.loads(json.dumps(trace(Tower(), (IDS,)).to_json()))
+    assert Trace.from_json(data)
+    (*path, last), value, words = DAMAGED[name]
+    place = data
+    for key in path:
+        place = place[key]
+    place[last] = value
+    with pytest.raises(TraceError, match="this trace is damaged: .*" + re.escape(words)):
+        Trace.from_json(data)
+
+
+@pytest.mark.parametrize("key", ["kind", "moments", "signature", "model_digest"])
+def test_a_trace_without_a_field_is_refused_with_its_name(key):
+    data = json.loads(json.dumps(trace(Tower(), (IDS,)).to_json()))
+    del data[key]
+    with pytest.raises(TraceError, match=f"this trace is damaged: it has no {key}"):
+        Trace.from_json(data)
+
+
+def test_a_trace_that_names_parameters_the_model_has_not_is_refused():
+    found = trace(Tower(), (IDS,))
+    moments = (replace(found.moments[0], params=(0, 10_000)), *found.moments[1:])
+    with pytest.raises(TraceError, match=r"moment 0 .* parameter 10000, and this model has"):
+        GeminiDDP(Tower(), trace=replace(found, moments=moments))
 
 
 def test_trace_of_another_model_is_refused():

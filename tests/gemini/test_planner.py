@@ -18,9 +18,16 @@ from gemini.placement.planner import (
     plan_within,
     reduce_inputs,
 )
-from gemini.placement.policy import AutoPlacement, ConstPlacement, StaticPlacement
+from gemini.placement.policy import (
+    AutoPlacement,
+    ConstPlacement,
+    StaticPlacement,
+    never_released,
+)
 from gemini.placement.sizes import Bandwidths, BudgetError, Budgets, StateBytes
 from gemini.placement.tiers import Tier
+from gemini.runtime.comm import Communicator
+from gemini.runtime.planning import Planning
 
 ADAM = StateBytes(12, True)
 LINKS = Bandwidths(25e9, 25e9, 5e9, 3e9, 50e9, 1.6e12, 60e9, 300e12)
@@ -287,6 +294,18 @@ def test_static_fractions_are_met_within_one_chunk_or_block(given_inputs, fracti
     assert abs(held - fractions[1] * total) <= max((n for n, _ in blocks), default=0)
 
 
+@pytest.mark.parametrize("fraction", [0.0, 0.4, 1.0])
+def test_what_a_policy_never_releases_every_plan_keeps(fraction):
+    """And the engine asks for nothing else: `Planning.kept`."""
+    given_inputs = small_inputs(world_size=2)
+    policy = StaticPlacement(shard_param_frac=fraction)
+    kept = never_released(policy, [c.payload_bytes for c in given_inputs.layout.chunks])
+    assert {s.chunk for s in make_plan(given_inputs, policy).plan.shards if s.kept} == kept
+    assert Planning(Communicator(None), policy, given_inputs, has_trace=False).kept == kept
+    assert (len(kept) == len(given_inputs.layout.chunks)) == (fraction == 0)
+    assert never_released(AutoPlacement(), [1, 2, 3]) == frozenset()
+
+
 def llama_like(num_layers, hidden, inner, kv, vocab):
     specs = [("embed.weight", (vocab, hidden))]
     for i in range(num_layers):
@@ -369,8 +388,8 @@ def test_cores_and_links_share_the_update_where_both_are_fast():
 
 
 def test_const_keeps_model_data_within_its_bytes_whatever_activations_take():
-    given_inputs = small_inputs()
-    planned = make_plan(given_inputs, ConstPlacement("16MiB"))
+    policy = ConstPlacement("16MiB")
+    planned = make_plan(small_inputs(budgets=policy.budgets()), policy)
     device = [
         sum(planned.profile.at(D, m).values()) - planned.profile.at(D, m)["non-model"]
         for m in range(planned.profile.num_moments)
@@ -403,6 +422,22 @@ def test_evaluation_keeps_the_homes_of_training():
     too_large = sequential_trace(given_inputs.layout.params, 12 << 20, kind="eval")
     with pytest.raises(BudgetError, match="smaller batch"):
         plan_within(planned.plan, replace(given_inputs, trace=too_large), AutoPlacement())
+
+
+def test_what_the_cap_keeps_free_goes_before_another_trace_is_refused():
+    given_inputs = small_inputs(has_host_tier=False, budgets=Budgets(device=12 << 20))
+    planned = make_plan(given_inputs)
+    refused = sequential_trace(given_inputs.layout.params, 12 << 20)
+    with pytest.raises(BudgetError, match="beside what lives there") as info:
+        plan_within(planned.plan, replace(given_inputs, trace=refused), AutoPlacement())
+    least = (12 << 20) - info.value.missing_bytes
+    for nbytes, fits in ((least, True), (least + 1, False)):
+        within = replace(given_inputs, trace=sequential_trace(given_inputs.layout.params, nbytes))
+        try:
+            found = plan_within(planned.plan, within, AutoPlacement(steady_cap_ratio=0.5))
+            assert fits and found.profile.peak(D) <= 12 << 20
+        except BudgetError as error:
+            assert not fits and error.missing_bytes == 1
 
 
 def test_faster_link_never_makes_the_predicted_step_longer():

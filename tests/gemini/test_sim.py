@@ -30,6 +30,15 @@ def trained(device, precision="bf16", fraction=0.0, folder=None, steps=4, **opti
     return weights(model), report, model
 
 
+@pytest.mark.parametrize("on_host", [False, True])
+def test_a_backend_says_where_shards_start(on_host):
+    """And no name of it does."""
+    device = SimBackend(1)
+    device.shards_start_on_host = on_host
+    model = GeminiDDP(Tower(), device, **SMALL)
+    assert {chunk.shard_on_host for chunk in model.engine.chunks} == {on_host}
+
+
 @pytest.mark.parametrize("max_prefetch", [0, 1, 3])
 def test_released_chunks_change_no_bit(max_prefetch):
     want, *_ = trained("cpu")

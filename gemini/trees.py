@@ -1,0 +1,107 @@
+"""Tensors inside what modules take and return: the one walker over inputs and outputs.
+
+It opens sequences, mappings, dataclasses (whether torch's pytree knows them or not), and what is
+registered with pytree.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import NoneType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import SUPPORTED_NODES
+
+_LEAVES = frozenset((str, bytes, int, float, complex, bool, NoneType))
+
+
+def tensors_in(value: Any, *, objects: int = 0) -> Iterator[Tensor]:
+    """Every tensor in a nest of what the walker opens, in order.
+
+    objects: so many levels of other objects are opened too, by their attributes; modules are not.
+    """
+    if isinstance(value, Tensor):
+        yield value
+    elif type(value) not in _LEAVES:
+        parts = _parts(value)
+        if parts is None and objects and _has_attributes(value):
+            parts, objects = list(vars(value).values()), objects - 1
+        for part in parts or ():
+            yield from tensors_in(part, objects=objects)
+
+
+def _has_attributes(value: Any) -> bool:
+    return hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module))
+
+
+def _parts(value: Any) -> Iterable[Any] | None:
+    """What is inside; None for what cannot be opened."""
+    if isinstance(value, (list, tuple)):
+        return value
+    if isinstance(value, Mapping):
+        return value.values()
+    if _is_dataclass(value):
+        return [getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)]
+    node = SUPPORTED_NODES.get(type(value))
+    return None if node is None else node.flatten_fn(value)[0]
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same nest with every tensor changed. Of what changes nothing in it is the same object.
+
+    Mappings, dataclasses and what is registered with pytree keep their type.
+    """
+    if isinstance(value, Tensor):
+        return change(value)
+    if type(value) in _LEAVES:
+        return value
+    if isinstance(value, (list, tuple)):
+        items = [map_tensors(item, change) for item in value]
+        if _same(items, value):
+            return value
+        return _like_sequence(value, items)
+    if isinstance(value, Mapping):
+        changed = {key: map_tensors(item, change) for key, item in value.items()}
+        if _same(changed.values(), value.values()):
+            return value
+        return _like_mapping(value, changed)
+    if _is_dataclass(value):
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
+        changed = {name: map_tensors(item, change) for name, item in fields.items()}
+        if _same(changed.values(), fields.values()):
+            return value
+        return dataclasses.replace(value, **changed)
+    node = SUPPORTED_NODES.get(type(value))
+    if node is None:
+        return value
+    parts, context = node.flatten_fn(value)
+    items = [map_tensors(item, change) for item in parts]
+    return value if _same(items, parts) else node.unflatten_fn(items, context)
+
+
+def _is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _same(new: Iterable[Any], old: Iterable[Any]) -> bool:
+    return all(one is other for one, other in zip(new, old, strict=True))
+
+
+def _like_sequence(value: list[Any] | tuple[Any, ...], items: list[Any]) -> Any:
+    if isinstance(value, list):
+        return items
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+
+
+def _like_mapping(value: Mapping[Any, Any], changed: dict[Any, Any]) -> Any:
+    if type(value) is dict:
+        return changed
+    if dataclasses.is_dataclass(value):  # Hugging Face's ModelOutput is both
+        return type(value)(**changed)
+    node = SUPPORTED_NODES.get(type(value))  # a defaultdict has more than its items
+    if node is not None:
+        return node.unflatten_fn(list(changed.values()), node.flatten_fn(value)[1])
+    copy: Any = type(value)
+    return copy(changed)
