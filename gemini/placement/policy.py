@@ -99,7 +99,7 @@ NAMED: dict[str, Placement] = {
 
 def parse_placement(policy: str | Placement) -> Placement:
     """A policy from its name, or itself. Raises ValueError for a name that is none."""
-    if isinstance(policy, StaticPlacement | AutoPlacement | ConstPlacement):
+    if isinstance(policy, Placement):
         return policy
     if policy not in NAMED:
         raise ValueError(
