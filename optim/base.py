@@ -45,6 +45,9 @@ class TieredOptimizer(BoundOptimizer):
             with torch.enable_grad():
                 loss = closure()
         self._bind()
+        if len(self._targets) > 1:  # nothing is changed where a later one would refuse
+            for group in self.param_groups:
+                self._check_options(group, group["params"])
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         amp = AmpInputs(scale, found_inf) if found_inf is not None else None
         try:

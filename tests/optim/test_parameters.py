@@ -293,6 +293,18 @@ def test_fp64_and_fp32_parameters_in_one_optimizer(tmp_path):
         assert update_error([a], [b], [c]) < bound
 
 
+def test_a_bad_option_of_one_group_changes_no_other():
+    params = [*make_params(shapes=[(17,)]), *wide_params()[:1]]
+    optimizer = HybridAdam([{"params": [param]} for param in params])
+    train(params, optimizer, 1)
+    before = [p.detach().clone() for p in params]
+    give_gradients(params, 1)
+    optimizer.param_groups[1]["lr"] = float("nan")
+    with pytest.raises(ValueError, match="lr=nan"):
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, params, strict=True))
+
+
 def test_the_state_of_a_mixed_optimizer_streams_out_and_in_by_position():
     def mixed():
         return [*make_params(shapes=[(17,)]), *wide_params()[:2], *make_params(shapes=[(65,)])]
