@@ -18,7 +18,7 @@ from .clipping import Clip, asked_norm
 from .groups import merged_groups
 from .interrupts import HeldSignals
 from .parking import Where, park
-from .plain import PlainTarget, clip_together
+from .plain import PlainTarget, clip_together, step_together
 from .report import NonFiniteGradientError
 from .saved_state import filled_up, with_steps
 from .state_layout import MASTER
@@ -45,13 +45,13 @@ class TieredOptimizer(BoundOptimizer):
             with torch.enable_grad():
                 loss = closure()
         self._bind()
-        if len(self._targets) > 1:  # nothing is changed where a later one would refuse
-            for group in self.param_groups:
-                self._check_options(group, group["params"])
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         amp = AmpInputs(scale, found_inf) if found_inf is not None else None
+        plain = [target for target in self._targets if isinstance(target, PlainTarget)]
         try:
-            for target in self._targets:
+            if plain:
+                self.last_report = step_together(plain, self.param_groups, amp)
+            for target in self._targets[len(plain) :]:
                 self.last_report = target.step(self.param_groups, amp)
         except NonFiniteGradientError as error:
             self.last_report = error.report

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gemini.tickets import Done
+from gemini.tickets import Done, Ticket
 
 from .clipping import Clip
 from .config import StateConfig
@@ -94,40 +94,64 @@ class PlainTarget:
         return shown
 
     def step(self, groups: Sequence[Group], amp: AmpInputs | None = None) -> StepReport:
-        hypers = [self._rule.hyper(groups[index]) for index in self._groups]
-        views = PlainViews(
-            self._params, self._orders, self._group_of, hypers, self._path.host_steps()
-        )
-        if amp is not None and self._path.skips(amp):
-            return self._skipped(amp)
-        updater = self._path.begin(hypers, views.active, amp)
-        before, stalled = self._traffic(updater), self._tiers.stalled_seconds
-        with HeldSignals() as held:
-            self._update(updater, views, held)
-        report = StepReport(
-            traffic=self._traffic(updater) - before,
-            stalled_seconds=self._tiers.stalled_seconds - stalled,
-            nvme_written_total=self._tiers.nvme_written_total,
-            update_path=updater.name,
-        )
-        if amp is not None:
-            report = replace(report, outcome=self._path.outcome())
-            self._log.add(report)
-        return report
+        return step_together([self], groups, amp)
 
-    def _skipped(self, amp: AmpInputs) -> StepReport:
-        """The host knows that GradScaler found a gradient that is not finite."""
+    def views(self, groups: Sequence[Group]) -> tuple[PlainViews, list[Any]]:
+        """What a step would see, and its hyperparameters. Raises ValueError for what it refuses."""
+        hypers = [self._rule.hyper(groups[index]) for index in self._groups]
+        steps = self._path.host_steps()
+        return PlainViews(self._params, self._orders, self._group_of, hypers, steps), hypers
+
+    def skips(self, amp: AmpInputs) -> bool:
+        """Whether the host knows that GradScaler found a gradient that is not finite."""
+        return self._path.skips(amp)
+
+    def skip(self) -> str | None:
+        """Count a step that is skipped; the first parameter whose gradient is not finite."""
         self.counters.stepped(overflow=True)
-        scale = 1.0 if amp.grad_scale is None else float(amp.grad_scale)
         bad = [
-            name
+            f"parameter {name}"
             for name, param in zip(self._names, self._params, strict=True)
             if param.grad is not None and not bool(torch.isfinite(param.grad).all())
         ]
-        where = f"parameter {bad[0]}" if bad else None
-        report = StepReport(Done(Outcome(True, math.nan, where, scale)))
-        self._log.add(report)
-        return report
+        return bad[0] if bad else None
+
+    def begin(self, views: PlainViews, hypers: Sequence[Any], amp: AmpInputs | None) -> Updater:
+        """The updater of a step."""
+        return self._path.begin(hypers, views.active, amp)
+
+    def prepare(self, updater: Updater, views: PlainViews, held: HeldSignals) -> None:
+        """Update what is on disk beside its last version. On an error call `rollback`."""
+        self._tiers.prepare(updater, views, lambda: held.pending)
+
+    def rollback(self, views: PlainViews) -> None:
+        """Undo `prepare`, as far as it came."""
+        self._tiers.rollback(views)
+
+    def commit(self, updater: Updater, views: PlainViews) -> None:
+        """Make `prepare` count, and update the rest; does not fail."""
+        self._tiers.commit(updater, views, self._num_steps + 1)
+        views.write_back()
+        self._num_steps += 1
+        self._path.count(views.active)
+
+    def report(self, updater: Updater) -> StepReport:
+        """All that the state has moved so far."""
+        return StepReport(
+            traffic=self._tiers.traffic() + updater.traffic(),
+            stalled_seconds=self._tiers.stalled_seconds,
+            nvme_written_total=self._tiers.nvme_written_total,
+            update_path=updater.name,
+        )
+
+    def outcome(self) -> Ticket[Outcome]:
+        """Of a step that GradScaler had a part in."""
+        return self._path.outcome()
+
+    @property
+    def log(self) -> SkipLog:
+        """Of skipped steps."""
+        return self._log
 
     @property
     def counters(self) -> Scaler:
@@ -154,21 +178,6 @@ class PlainTarget:
 
     def set_groups(self, groups: Sequence[Group]) -> None:
         raise AssertionError("a group of new parameters has a target of its own")
-
-    @torch.no_grad()
-    def _update(self, updater: Updater, views: PlainViews, held: HeldSignals) -> None:
-        try:
-            self._tiers.prepare(updater, views, lambda: held.pending)
-        except BaseException:
-            self._tiers.rollback(views)
-            raise
-        self._tiers.commit(updater, views, self._num_steps + 1)
-        views.write_back()
-        self._num_steps += 1
-        self._path.count(views.active)
-
-    def _traffic(self, updater: Updater) -> Traffic:
-        return self._tiers.traffic() + updater.traffic()
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Nothing: gradients are in `p.grad`."""
@@ -252,6 +261,53 @@ class PlainTarget:
 
     def close(self) -> None:
         self._tiers.close()
+
+
+@torch.no_grad()
+def step_together(
+    targets: Sequence[PlainTarget], groups: Sequence[Group], amp: AmpInputs | None
+) -> StepReport:
+    """One step of all targets: it counts on all of them, or on none."""
+    seen = [target.views(groups) for target in targets]
+    if amp is not None and any(target.skips(amp) for target in targets):
+        return _skipped(targets, amp)
+    steps = [
+        (target, target.begin(views, hypers, amp), views)
+        for target, (views, hypers) in zip(targets, seen, strict=True)
+    ]
+    before = [target.report(updater) for target, updater, _ in steps]
+    with HeldSignals() as held:
+        try:
+            for target, updater, views in steps:
+                target.prepare(updater, views, held)
+        except BaseException:
+            for target, _, views in steps:
+                target.rollback(views)
+            raise
+        for target, updater, views in steps:
+            target.commit(updater, views)
+    after = [target.report(updater) for target, updater, _ in steps]
+    report = StepReport(
+        traffic=sum((b.traffic - a.traffic for a, b in zip(before, after, strict=True)), Traffic()),
+        stalled_seconds=sum(r.stalled_seconds for r in after)
+        - sum(r.stalled_seconds for r in before),
+        nvme_written_total=sum(r.nvme_written_total for r in after),
+        update_path=after[0].update_path,
+    )
+    if amp is not None:
+        report = replace(report, outcome=targets[0].outcome())
+        targets[0].log.add(report)
+    return report
+
+
+def _skipped(targets: Sequence[PlainTarget], amp: AmpInputs) -> StepReport:
+    """The host knows that GradScaler found a gradient that is not finite."""
+    scale = 1.0 if amp.grad_scale is None else float(amp.grad_scale)
+    found = [target.skip() for target in targets]
+    where = next((name for name in found if name is not None), None)
+    report = StepReport(Done(Outcome(True, math.nan, where, scale)))
+    targets[0].log.add(report)
+    return report
 
 
 def _combined(parts: Tensor, norm_type: float) -> Tensor:

@@ -123,7 +123,7 @@ def test_a_closed_optimizer_and_one_that_is_parked_are_refused():
 
 # -- forks ---------------------------------------------------------------------------------------
 
-FORK = """
+FORK = r"""
 import os, sys
 import torch
 from optim import HybridAdam, HybridSGD, NvmeConfig
@@ -140,9 +140,10 @@ name = "parent" if child else "child"
 try:
     optimizer.clip_grad_norm_(1.0)
     moved = train(params, optimizer, 2, first=2)
-    print(name, sum(float(p.double().sum()) for p in moved), flush=True)
+    said = sum(float(p.double().sum()) for p in moved)
 except Exception as error:
-    print(name, type(error).__name__, error, flush=True)
+    said = f"{type(error).__name__} {error}"
+os.write(1, f"{name} {said}\n".encode())  # a line at once: both write to one pipe
 if child:
     os.waitpid(child, 0)
 else:

@@ -305,6 +305,32 @@ def test_a_bad_option_of_one_group_changes_no_other():
     assert all(torch.equal(a, b) for a, b in zip(before, params, strict=True))
 
 
+def test_a_step_that_fails_on_the_disk_of_one_target_counts_on_none(tmp_path, monkeypatch):
+    params = [*make_params(shapes=[(17,), (65, 33)]), *wide_params()]
+    optimizer = HybridAdam(params, **on_disk(tmp_path, 0.5))
+    train(params, optimizer, 2)
+    before = [p.detach().clone() for p in params]
+    give_gradients(params, 2)
+    monkeypatch.setattr(optimizer.targets[1]._tiers.nvme, "_submit_write", _fail)
+    with pytest.raises(OSError, match="on purpose"):
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, params, strict=True))
+    assert all(state["step"] == 2 for state in optimizer.state.values())
+    monkeypatch.undo()
+    others = [*make_params(shapes=[(17,), (65, 33)]), *wide_params()]
+    want = train(others, HybridAdam(others), 3)
+    got = train(params, optimizer, 1, first=2)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    written = optimizer.last_report
+    assert written.traffic.nvme_write == sum(
+        target._tiers.nvme.written_bytes_per_step for target in optimizer.targets
+    )
+
+
+def _fail(staged, *, with_undo):
+    raise OSError("on purpose")
+
+
 def test_the_state_of_a_mixed_optimizer_streams_out_and_in_by_position():
     def mixed():
         return [*make_params(shapes=[(17,)]), *wide_params()[:2], *make_params(shapes=[(65,)])]
