@@ -28,7 +28,8 @@ class BoundOptimizer(torch.optim.Optimizer):
     """A real `torch.optim.Optimizer` whose parameters belong to targets.
 
     Targets are made, and with them the state, by the first step or load of plain parameters, and at
-    once for those of a wrapped module.
+    once for those of a wrapped module. Raises ValueError for options and parameters that it cannot
+    take, TypeError for a copy of an optimizer over a wrapped module.
     """
 
     def __init__(
