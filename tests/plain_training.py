@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
+
+from optim import HybridAdam
 
 ODD = [(1,), (3,), (17,), (1023,), (1025,), (1201, 977), (7, 11, 13)]
 
@@ -55,3 +59,32 @@ def update_error(got: Sequence[Tensor], want: Sequence[Tensor], start: Sequence[
         return torch.cat([(a - b).detach().flatten().double() for a, b in pairs])
 
     return float((moved(got) - moved(want)).norm() / moved(want).norm())
+
+
+def check_undone_step(
+    make: Callable[[], list[nn.Parameter]], on_disk: dict[str, Any], monkeypatch: Any
+) -> None:
+    """A step whose third write fails changes no bit, and goes through when it is taken again."""
+    params = make()
+    optimizer = HybridAdam(params, **on_disk)
+    train(params, optimizer, 2)
+    before = [p.detach().clone() for p in params]
+    give_gradients(params, 2)
+    nvme = optimizer.targets[0]._tiers.nvme
+    inner, calls = nvme._submit_write, []
+
+    def fails_at_the_third(staged: Any, *, with_undo: bool) -> None:
+        calls.append(staged)
+        if len(calls) == 3:
+            raise OSError("on purpose")
+        inner(staged, with_undo=with_undo)
+
+    monkeypatch.setattr(nvme, "_submit_write", fails_at_the_third)
+    with pytest.raises(OSError, match="on purpose"):
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, params, strict=True))
+    monkeypatch.undo()
+    others = make()
+    want = train(others, HybridAdam(others), 3)
+    got = train(params, optimizer, 1, first=2)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
