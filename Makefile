@@ -1,18 +1,30 @@
 PY := .venv/bin/python
-# The CPU build where there is no GPU. Where pip finds no such build, give torch's CPU index in
-# PIP_EXTRA_INDEX_URL; nothing here pulls a CUDA build onto a machine without a GPU.
+# The CPU build where there is no GPU; where pip finds none (PyPI has none), the plain one.
 TORCH ?= $(if $(shell command -v nvidia-smi),torch==2.13.0,torch==2.13.0+cpu)
+CPU_INDEX := https://download.pytorch.org/whl/cpu
+
+# An environment in folder $(1) with torch, and $(1)/constraints.txt: ours, but for the Triton that a
+# plain build of torch brings and asks for.
+define torch_in
+	python3 -m venv $(1)
+	@$(1)/bin/python -m pip install -q $(TORCH) || { \
+		test $(TORCH) != $(TORCH:+cpu=) && \
+		echo "pip finds no $(TORCH): installing $(TORCH:+cpu=), which comes with CUDA's libraries" \
+			"(2.6 GiB to download). PIP_EXTRA_INDEX_URL=$(CPU_INDEX) avoids that." && \
+		$(1)/bin/python -m pip install -q $(TORCH:+cpu=); }
+	@if $(1)/bin/python -m pip show -q triton; then sed '/^triton==/d' constraints.txt; \
+		else cat constraints.txt; fi > $(1)/constraints.txt
+endef
 
 .PHONY: demo test ci check fmt test-slow test-gpu fuzz readme-tables readme-picture peers
 
 .venv/demo: pyproject.toml constraints.txt
-	python3 -m venv .venv
-	$(PY) -m pip install -q $(TORCH)
-	$(PY) -m pip install -q -c constraints.txt -e .[example]
+	$(call torch_in,.venv)
+	$(PY) -m pip install -q -c .venv/constraints.txt -e .[example]
 	touch .venv/demo
 
 .venv/ok: .venv/demo
-	$(PY) -m pip install -q -c constraints.txt -e .[example,test]
+	$(PY) -m pip install -q -c .venv/constraints.txt -e .[example,test]
 	touch .venv/ok
 
 demo: .venv/demo
@@ -48,9 +60,9 @@ test-gpu:
 peers: .venv-peers/ok
 
 .venv-peers/ok: bench/peers/requirements.txt constraints.txt
-	python3 -m venv .venv-peers
-	.venv-peers/bin/python -m pip install -q $(TORCH)
-	.venv-peers/bin/python -m pip install -q -c constraints.txt -r bench/peers/requirements.txt
+	$(call torch_in,.venv-peers)
+	.venv-peers/bin/python -m pip install -q -c .venv-peers/constraints.txt \
+		-r bench/peers/requirements.txt
 	.venv-peers/bin/python -m bench.peers.worker --prepare deepspeed_zero
 	touch .venv-peers/ok
 

@@ -60,7 +60,8 @@ class Tensors:
             self.copy[dtype] = self.param.to(dtype)
 
     def piece(self, dtype: torch.dtype) -> Piece:
-        hyper = RULE.hyper({**HYPER, "adamw_mode": True, "bias_correction": True})
+        options = {"adamw_mode": True, "bias_correction": True, "amsgrad": False, "maximize": False}
+        hyper = RULE.hyper({**HYPER, **options})
         planes = (self.exp_avg, self.exp_avg_sq)
         if dtype == torch.float32:
             return Piece(self.param, self.grad[dtype], None, planes, hyper, 3, 0)

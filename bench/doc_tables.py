@@ -12,14 +12,14 @@ from gemini.placement.policy import AutoPlacement
 from gemini.placement.sizes import NUM_VERSIONS, Bandwidths, Budgets, StateBytes
 from gemini.placement.tiers import Tier
 from gemini.units import MIB, format_bytes
-from optim.adam import AdamRule
+from optim.adam import AdamRule, AmsgradRule
 from optim.lion import LionRule
-from optim.nvme_state import UNDO_ITEMSIZE
 from optim.sgd import SGDRule
 from optim.state_layout import StateLayout
 
 OPTIMIZERS: dict[str, StateLayout] = {
     "Adam, AdamW": AdamRule.layout,
+    "the same with `amsgrad`": AmsgradRule.layout,
     "Lion": LionRule.layout,
     "SGD with momentum": SGDRule.layout,
 }
@@ -49,7 +49,7 @@ def bytes_per_parameter() -> str:
         for precision, (itemsize, has_master) in PRECISIONS.items():
             layout = planes.with_master() if has_master else planes
             state = layout.bytes_per_element
-            undo = 0 if has_master else UNDO_ITEMSIZE
+            undo = 0 if has_master else layout.undo_itemsize
             lines.append(
                 f"| {name} | {precision} | {itemsize} | {itemsize} | {state} "
                 f"| {2 * itemsize + state} | {NUM_VERSIONS * (state + undo)} |"

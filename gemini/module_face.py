@@ -48,7 +48,10 @@ class ModuleFace(nn.Module):
         prefix: str = "",
         remove_duplicate: bool = True,
     ) -> Iterator[tuple[str, nn.Module]]:
-        """The inner modules under their own names: the wrapper adds none."""
+        """The inner modules under their own names: the wrapper adds none.
+
+        Raises RuntimeError inside the constructor of torch's own DDP.
+        """
         memo = set() if memo is None else memo
         if self in memo:
             return

@@ -14,17 +14,20 @@ from .ddp import GeminiDDP
 class GeminiOptimizer(TieredOptimizer):
     """`optim` over the parameters of `module`, with loss scale and clipping set here.
 
-    It shares everything with `optim`: groups, state, hooks and schedulers of the one are those of
-    the other.
+    It shares everything with `optim`, and keeps it alive: groups, state, hooks and schedulers of
+    the one are those of the other.
 
     optim: an optimizer of this project over `module.parameters()`.
     module: a `GeminiDDP`.
     max_norm: as `GeminiDDP(max_norm=...)`; None leaves what that has.
-    scale_options: those of `optim.LossScale` (`initial_scale`, ...), for `precision="fp16"`.
+    scale_options: those of `optim.LossScale` (`initial_scale`, ...), for `precision="fp16"`; in
+        another precision only its defaults, which do nothing there.
 
-    Raises ValueError for a module that is not wrapped or computes without a loss scale where scale
-    options are given, for another optimizer, and for options out of range.
+    Raises ValueError for a module that is not wrapped or computes without a loss scale where other
+    scale options are given, for another optimizer, and for options out of range.
     """
+
+    __slots__ = ("optim",)  # beside the shared `__dict__`
 
     def __init__(
         self,
@@ -42,6 +45,7 @@ class GeminiOptimizer(TieredOptimizer):
         _check_wrapped(module)
         optim.bind_to(module.engine)
         _configure(module, max_norm, scale_options)
+        self.optim = optim
         self.__dict__ = optim.__dict__
         self._patch_step_function()
 
@@ -90,4 +94,6 @@ def _check_wrapped(module: GeminiDDP) -> None:
 
 def _configure(module: GeminiDDP, max_norm: float | None, scale_options: dict[str, Any]) -> None:
     options = LossScale(**scale_options) if scale_options else None
+    if options == LossScale() and not module.engine.scaler.active:
+        options = None
     module.engine.reconfigure(max_norm=max_norm, loss_scale=options)

@@ -2,8 +2,8 @@
 
 An optimizer is two small `@triton.jit` functions (`adam.py`, `sgd.py`, `lion.py`):
 
-    coefficients(hyper, t) -> 8 fp32 vectors, from fp64 hyperparameters and step counts
-    formula(param, grad, s0, s1, coefficients) -> param, s0, s1, in fp32
+    coefficients(hyper, t) -> 10 fp32 vectors, from fp64 hyperparameters and step counts
+    formula(param, grad, s0, s1, s2, coefficients) -> param, s0, s1, s2, in fp32
 
 Bytes per element: grad + 2 * (param or master) + 2 * 4 * planes, + 2 for a 16-bit copy.
 No hyperparameter is a kernel argument or a constexpr: a schedule neither recompiles nor waits.
@@ -43,13 +43,14 @@ from .norm import finish_tiles
 from .rounding import load, noise, pointer, store, store_stochastic
 from .tiles import T_COLUMNS, T_COUNTER, T_FIRST, T_GRAD, T_NUMEL, T_PARAM, T_STATE
 
-NUM_HYPER = 8  # fp64 columns of the hyperparameter table
-# fp32 columns of the coefficient table: the rule's 8, then 1 where active, then the bits of the
+NUM_HYPER = 10  # fp64 columns of the hyperparameter table
+# fp32 columns of the coefficient table: the rule's 10, then 1 where active, then the bits of the
 # step count as int32
-NUM_COEFFICIENTS = 10
+NUM_COEFFICIENTS = 12
 COUNTERS_AT_ONCE = 128  # in the prologue
 
 _HYPER, _COEFFICIENTS = tl.constexpr(NUM_HYPER), tl.constexpr(NUM_COEFFICIENTS)
+_ACTIVE, _STEP = tl.constexpr(NUM_COEFFICIENTS - 2), tl.constexpr(NUM_COEFFICIENTS - 1)
 
 
 def is_interpreted() -> bool:
@@ -59,7 +60,7 @@ def is_interpreted() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RuleKernel:
-    """The two functions of one optimizer, and how many state planes it has (1 or 2)."""
+    """The two functions of one optimizer, and how many state planes it has (1 to 3)."""
 
     name: str
     coefficients: Any  # @triton.jit
@@ -85,11 +86,11 @@ def _next_scale(control, scale, overflow):
 @triton.jit
 def prologue_kernel(
     groups,  # int64 [counters]: row of the hyperparameter table
-    hyper,  # fp64 [rows, 8]
+    hyper,  # fp64 [rows, 10]
     steps,  # int64 [counters]
     present,  # fp64 [counters]: above 0 where some rank has a gradient
     num_counters,
-    coefficients,  # fp32 [counters, 10]
+    coefficients,  # fp32 [counters, 12]
     control,  # fp64: see `fields.py`
     tiles,  # int32 [t, 2], fp32 [t], int32 [t]: of `norm_kernel`, where FROM_TILES
     sums,
@@ -141,7 +142,9 @@ def prologue_kernel(
             active = tl.load(present + counter, mask=inside, other=0.0) > 0
             t = tl.load(steps + counter, mask=inside, other=0) + 1
             tl.store(steps + counter, t, mask=inside & active)
-            c0, c1, c2, c3, c4, c5, c6, c7 = RULE_COEFFICIENTS(hyper + group * _HYPER, inside, t)
+            c0, c1, c2, c3, c4, c5, c6, c7, c8, c9 = RULE_COEFFICIENTS(
+                hyper + group * _HYPER, inside, t
+            )
             out = coefficients + counter * _COEFFICIENTS
             tl.store(out + 0, c0.to(tl.float32), mask=inside)
             tl.store(out + 1, c1.to(tl.float32), mask=inside)
@@ -151,8 +154,10 @@ def prologue_kernel(
             tl.store(out + 5, c5.to(tl.float32), mask=inside)
             tl.store(out + 6, c6.to(tl.float32), mask=inside)
             tl.store(out + 7, c7.to(tl.float32), mask=inside)
-            tl.store(out + 8, active.to(tl.float32), mask=inside)
-            tl.store(out + 9, t.to(tl.int32).to(tl.float32, bitcast=True), mask=inside)
+            tl.store(out + 8, c8.to(tl.float32), mask=inside)
+            tl.store(out + 9, c9.to(tl.float32), mask=inside)
+            tl.store(out + _ACTIVE, active.to(tl.float32), mask=inside)
+            tl.store(out + _STEP, t.to(tl.int32).to(tl.float32, bitcast=True), mask=inside)
 
 
 @triton.jit
@@ -164,6 +169,7 @@ def _update_tile(
     master,
     state0,
     state1,
+    state2,
     row,
     factor,
     limit,
@@ -190,18 +196,24 @@ def _update_tile(
     else:
         p = load(param, i, mask, PARAM_DTYPE, MASKED)
     s0 = load(state0, i, mask, tl.float32, MASKED)
-    if NUM_PLANES == 2:
+    if NUM_PLANES >= 2:
         s1 = load(state1, i, mask, tl.float32, MASKED)
     else:
         s1 = s0
-    p, s0, s1 = FORMULA(p, g, s0, s1, row)
+    if NUM_PLANES == 3:
+        s2 = load(state2, i, mask, tl.float32, MASKED)
+    else:
+        s2 = s0
+    p, s0, s1, s2 = FORMULA(p, g, s0, s1, s2, row)
     store(state0, i, s0, mask, tl.float32, MASKED)
-    if NUM_PLANES == 2:
+    if NUM_PLANES >= 2:
         store(state1, i, s1, mask, tl.float32, MASKED)
+    if NUM_PLANES == 3:
+        store(state2, i, s2, mask, tl.float32, MASKED)
     if HAS_MASTER:
         store(master, i, p, mask, tl.float32, MASKED)
     if STOCHASTIC:
-        step = tl.load(row + 9).to(tl.int32, bitcast=True).to(tl.int64)
+        step = tl.load(row + _STEP).to(tl.int32, bitcast=True).to(tl.int64)
         random = noise(seed, counter, step, first + start, BLOCK)
         store_stochastic(param, i, p, random, mask, MASKED)
     else:
@@ -212,11 +224,12 @@ def _update_tile(
 def update_kernel(
     tiles,  # int32 [t, 2]
     segments,  # int64 [n, 5]
-    coefficients,  # fp32 [counters, 10]
+    coefficients,  # fp32 [counters, 12]
     control,  # fp64: see `fields.py`
     master,  # fp32 slab, or anything where HAS_MASTER is false
     state0,  # fp32 slab
     state1,  # fp32 slab, or anything where NUM_PLANES is 1
+    state2,  # fp32 slab, or anything where NUM_PLANES is less than 3
     FORMULA: tl.constexpr,
     NUM_PLANES: tl.constexpr,
     PARAM_DTYPE: tl.constexpr,
@@ -231,7 +244,7 @@ def update_kernel(
     row = segments + segment * T_COLUMNS
     counter = tl.load(row + T_COUNTER)
     coefficient_row = coefficients + counter * _COEFFICIENTS
-    active = tl.load(coefficient_row + 8) != 0.0
+    active = tl.load(coefficient_row + _ACTIVE) != 0.0
     if (tl.load(control + C_SKIP) == 0.0) & active:
         start = tl.load(tiles + 2 * program + 1).to(tl.int64) * BLOCK
         param_address = tl.load(row + T_PARAM)
@@ -246,14 +259,14 @@ def update_kernel(
         if (remaining >= BLOCK) & (((param_address | grad_address) & 15) == 0):
             _update_tile(
                 param_address, grad_address, start, remaining,
-                master + offset, state0 + offset, state1 + offset, coefficient_row, factor,
-                limit, seed, counter, first,
+                master + offset, state0 + offset, state1 + offset, state2 + offset,
+                coefficient_row, factor, limit, seed, counter, first,
                 FORMULA, NUM_PLANES, PARAM_DTYPE, GRAD_DTYPE, HAS_MASTER, STOCHASTIC, BLOCK, False,
             )  # fmt: skip
         else:
             _update_tile(
                 param_address, grad_address, start, remaining,
-                master + offset, state0 + offset, state1 + offset, coefficient_row, factor,
-                limit, seed, counter, first,
+                master + offset, state0 + offset, state1 + offset, state2 + offset,
+                coefficient_row, factor, limit, seed, counter, first,
                 FORMULA, NUM_PLANES, PARAM_DTYPE, GRAD_DTYPE, HAS_MASTER, STOCHASTIC, BLOCK, True,
             )  # fmt: skip

@@ -20,11 +20,12 @@ def _coefficients(hyper, inside, t):
     beta2 = tl.load(hyper + 2, mask=inside, other=0.0)
     weight_decay = tl.load(hyper + 3, mask=inside, other=0.0)
     zero = lr * 0.0
-    return 1.0 - beta1, 1.0 - beta2, lr, 1.0 - lr * weight_decay, zero, zero, zero, zero
+    decay = 1.0 - lr * weight_decay
+    return 1.0 - beta1, 1.0 - beta2, lr, decay, zero, zero, zero, zero, zero, zero
 
 
 @triton.jit
-def _formula(param, grad, exp_avg, unused, row):
+def _formula(param, grad, exp_avg, unused1, unused2, row):
     w1 = tl.load(row + 0)
     w2 = tl.load(row + 1)
     lr = tl.load(row + 2)
@@ -34,7 +35,7 @@ def _formula(param, grad, exp_avg, unused, row):
     sign = tl.where(update > 0, 1.0, tl.where(update < 0, -1.0, update))
     param = param - lr * sign
     exp_avg = exp_avg + w2 * (grad - exp_avg)
-    return param, exp_avg, unused
+    return param, exp_avg, unused1, unused2
 
 
 LION = RuleKernel("lion", _coefficients, _formula, num_planes=1)

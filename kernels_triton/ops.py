@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .adam import ADAM
+from .adam import ADAM, AMSGRAD
 from .fields import NUM_CONTROL
 from .frame import (
     COUNTERS_AT_ONCE,
@@ -25,7 +25,7 @@ from .norm import FINISH_AT_ONCE, NORM_BLOCK, NORM_ROUNDS, finish_kernel, norm_k
 from .sgd import SGD
 from .tiles import NUM_COLUMNS, TRITON_DTYPES
 
-KERNELS: dict[str, RuleKernel] = {kernel.name: kernel for kernel in (ADAM, SGD, LION)}
+KERNELS: dict[str, RuleKernel] = {kernel.name: kernel for kernel in (ADAM, AMSGRAD, SGD, LION)}
 NORM_TILE = NORM_BLOCK * NORM_ROUNDS
 # hardware contraction would make results depend on the compiler
 _EXACT = {"enable_fp_fusion": False}
@@ -63,7 +63,7 @@ def prologue(
 ) -> None:
     """Make clip factor, skip flag and coefficients of a step, and count it; see `prologue_kernel`.
 
-    groups, steps int64 [n] · present fp64 [n] · hyper fp64 [rows, 8] · coefficients fp32 [n, 10] ·
+    groups, steps int64 [n] · present fp64 [n] · hyper fp64 [rows, 10] · coefficients fp32 [n, 12] ·
     control fp64 (`fields.py`), for n counters. `norm_tiles` is [tiles, sums, bad] of a `grad_norm`
     of `norm_type` that is to be finished here, or empty. Raises ValueError for anything else.
     """
@@ -142,7 +142,8 @@ def update(
         return
     state = planes[1:] if has_master else planes
     update_kernel[(tiles.shape[0],)](
-        tiles, segments, coefficients, control, planes[0], state[0], state[-1],
+        tiles, segments, coefficients, control, planes[0], state[0], state[min(1, len(state) - 1)],
+        state[-1],
         kernel.formula, kernel.num_planes, TRITON_DTYPES[param_dtype], TRITON_DTYPES[grad_dtype],
         has_master, stochastic and param_dtype is torch.bfloat16, block, num_warps=num_warps,
         **_EXACT,

@@ -1,4 +1,4 @@
-"""Adam (L2) and AdamW: the update rule, and HybridAdam, CPUAdam and FusedAdam."""
+"""Adam (L2), AdamW and AMSGrad: the update rules, and HybridAdam, CPUAdam and FusedAdam."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from .base import Folders, TieredOptimizer
 from .config import NvmeConfig
-from .formulas import AdamCoefficients, adam, adam_coefficients
-from .rules import betas, number
+from .formulas import AdamCoefficients, adam, adam_coefficients, amsgrad
+from .rules import UpdateRule, betas, number
 from .state_layout import Plane, StateLayout
 
 
@@ -27,6 +27,11 @@ class AdamHyper:
     weight_decay: float
     adamw_mode: bool
     bias_correction: bool
+    maximize: bool
+    amsgrad: bool
+
+
+MAXIMUM = Plane("max_exp_avg_sq", "float32")
 
 
 class AdamRule:
@@ -37,6 +42,11 @@ class AdamRule:
     num_coefficients = len(AdamCoefficients._fields)
 
     def hyper(self, group: Mapping[str, Any]) -> AdamHyper:
+        if group["amsgrad"] and MAXIMUM not in self.layout.planes:
+            raise ValueError(
+                "a group has amsgrad=True, and the state of its parameters was made without "
+                "max_exp_avg_sq; make the optimizer with amsgrad=True"
+            )
         return AdamHyper(
             lr=number(group, "lr", 0.0, open_high=True),
             betas=betas(group),
@@ -44,12 +54,15 @@ class AdamRule:
             weight_decay=number(group, "weight_decay", 0.0, open_high=True),
             adamw_mode=bool(group["adamw_mode"]),
             bias_correction=bool(group["bias_correction"]),
+            maximize=bool(group["maximize"]),
+            amsgrad=bool(group["amsgrad"]),
         )
 
     def coefficients(self, hyper: AdamHyper, step: int) -> AdamCoefficients:
         return adam_coefficients(
             hyper.lr, hyper.betas, hyper.eps, hyper.weight_decay,
             hyper.adamw_mode, hyper.bias_correction, step,
+            amsgrad=hyper.amsgrad, maximize=hyper.maximize,
         )  # fmt: skip
 
     def formula(self, param: Tensor, grad: Tensor, *rest: Tensor) -> Sequence[Tensor]:
@@ -59,6 +72,7 @@ class AdamRule:
         return (
             hyper.lr, *hyper.betas, hyper.eps, hyper.weight_decay,
             float(hyper.adamw_mode), float(hyper.bias_correction),
+            float(hyper.maximize), float(hyper.amsgrad),
         )  # fmt: skip
 
     def update(
@@ -69,15 +83,26 @@ class AdamRule:
         Its result differs from `formulas.adam` by a few ulp (docs/numerics.md): it contracts
         multiply-adds, and its square root is not correctly rounded.
         """
-        exp_avg, exp_avg_sq = planes
+        exp_avg, exp_avg_sq, *largest = planes
         fused = torch._fused_adamw_ if hyper.adamw_mode else torch._fused_adam_
         # beta^inf = 0: the bias corrections become 1 exactly
         count = float(step) if hyper.bias_correction else float("inf")
         fused(
-            [param], [grad], [exp_avg], [exp_avg_sq], [], [_step_tensor(count)],
+            [param], [grad], [exp_avg], [exp_avg_sq], largest if hyper.amsgrad else [],
+            [_step_tensor(count)],
             lr=hyper.lr, beta1=hyper.betas[0], beta2=hyper.betas[1], eps=hyper.eps,
-            weight_decay=hyper.weight_decay, amsgrad=False, maximize=False,
+            weight_decay=hyper.weight_decay, amsgrad=hyper.amsgrad, maximize=hyper.maximize,
         )  # fmt: skip
+
+
+class AmsgradRule(AdamRule):
+    """Adam, and the largest v so far for the groups that ask for it; `formulas.amsgrad`."""
+
+    name = "amsgrad"
+    layout = StateLayout((*AdamRule.layout.planes, MAXIMUM))
+
+    def formula(self, param: Tensor, grad: Tensor, *rest: Tensor) -> Sequence[Tensor]:
+        return amsgrad(param, grad, *rest)
 
 
 @functools.lru_cache(maxsize=64)
@@ -102,11 +127,13 @@ class HybridAdam(TieredOptimizer):
         C++ compiler, once for a machine (`optim/built_kernels.py`); or `"auto"`, which compiles for
         fp32 masters of a model of at least 2**26 parameters where that is possible, and says so.
         Either has its own bits (docs/numerics.md); `last_report.update_path` says which it is.
+    amsgrad, maximize: as in torch.optim.Adam, per group. With amsgrad in any group the state has a
+        third plane, max_exp_avg_sq; which planes there are is settled when the state is made.
 
     Raises ValueError for a hyperparameter out of range and names it, `nvme.FolderError` for a
     folder that cannot be used, `nvme.DiskFullError` where the state does not fit, and
     `KernelBuildError` where `cpu_path="compile"` is not possible.
-    Formula: `optim.formulas.adam` (Kingma & Ba 2015; Loshchilov & Hutter 2019).
+    Formulas: `optim.formulas.adam` (Kingma & Ba 2015; Loshchilov & Hutter 2019) and `amsgrad`.
     """
 
     def __init__(
@@ -124,6 +151,8 @@ class HybridAdam(TieredOptimizer):
         nvme_write_budget: int | str | None = None,
         nvme: NvmeConfig | None = None,
         cpu_path: str = "auto",
+        amsgrad: bool = False,
+        maximize: bool = False,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -132,6 +161,8 @@ class HybridAdam(TieredOptimizer):
             "eps": eps,
             "weight_decay": weight_decay,
             "adamw_mode": adamw_mode,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
         }
         super().__init__(
             params,
@@ -143,6 +174,10 @@ class HybridAdam(TieredOptimizer):
             nvme=nvme,
             cpu_path=cpu_path,
         )
+
+    def rule_for(self, groups: Sequence[Mapping[str, Any]]) -> UpdateRule:
+        """AMSGrad's where any of the groups asks for it."""
+        return AmsgradRule() if any(group["amsgrad"] for group in groups) else AdamRule()
 
 
 class CPUAdam(HybridAdam):
@@ -167,8 +202,14 @@ class FusedAdam(HybridAdam):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         adamw_mode: bool = True,
+        *,
+        amsgrad: bool = False,
+        maximize: bool = False,
     ) -> None:
-        super().__init__(params, lr, bias_correction, betas, eps, weight_decay, adamw_mode)
+        super().__init__(
+            params, lr, bias_correction, betas, eps, weight_decay, adamw_mode,
+            amsgrad=amsgrad, maximize=maximize,
+        )  # fmt: skip
 
     def check_param(self, param: Tensor) -> None:
         """Raise ValueError for a parameter on another device."""

@@ -36,6 +36,10 @@ class NvmeConfig:
         if self.depth < 1:
             raise ValueError(f"nvme depth={self.depth}; expected at least 1")
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> NvmeConfig:
+        """Itself: it is frozen, and an engine cannot be copied."""
+        return self
+
 
 @dataclass(frozen=True, slots=True)
 class StateConfig:
@@ -62,6 +66,7 @@ class UpdateFacts:
     numel: int  # of all parameters that are updated, over all ranks
     has_master: bool  # fp32 masters beside 16-bit weights
     rounds_at_random: bool = False
+    is_float64: bool = False  # parameters and state
 
 
 def wants_compiled(cpu_path: str, facts: UpdateFacts) -> bool:
@@ -75,6 +80,8 @@ def wants_compiled(cpu_path: str, facts: UpdateFacts) -> bool:
             'master_weights=False rounds at random, which cpu_path="compile" does not; '
             'use cpu_path="eager"'
         )
+    if cpu_path == "compile" and facts.is_float64:
+        raise ValueError('cpu_path="compile" is not for float64 parameters; use cpu_path="eager"')
     if cpu_path == "auto":
         return facts.has_master and facts.numel >= COMPILED_FROM_NUMEL
     return cpu_path == "compile"

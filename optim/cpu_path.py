@@ -40,8 +40,8 @@ ROW_NUMEL = 1 << 10  # summed in fp32, which is exact to 1e-7; rows are summed i
 class Piece:
     """A run of elements of one group and one step count, all planes of it. All tensors are [n]."""
 
-    param: Tensor  # what the model sees: fp32, or the 16-bit copy that is written
-    grad: Tensor  # fp32 or 16-bit; not changed
+    param: Tensor  # what the model sees: fp32 or fp64, or the 16-bit copy that is written
+    grad: Tensor  # of any float type; not changed
     master: Tensor | None  # fp32; None where `param` is updated itself
     planes: tuple[Tensor, ...]  # in StateLayout order
     hyper: Any
@@ -106,8 +106,12 @@ class CpuWorkers:
 
     def __init__(self, num_threads: int | None = None) -> None:
         self.num_threads = num_threads or default_num_threads()
-        self._pool = ThreadPoolExecutor(self.num_threads, thread_name_prefix="optim")
         self._local = threading.local()
+        self._start()
+
+    def _start(self) -> None:
+        self._process = os.getpid()
+        self._pool = ThreadPoolExecutor(self.num_threads, thread_name_prefix="optim")
         main_threads = torch.get_num_threads()
         ready = threading.Barrier(self.num_threads)
         wait_all([self._pool.submit(_single_threaded, ready) for _ in range(self.num_threads)])
@@ -118,6 +122,8 @@ class CpuWorkers:
 
         An interrupt in between is raised when all tasks are done: an update is whole or not begun.
         """
+        if self._process != os.getpid():  # forked: threads stayed behind
+            self._start()
         results: list[R | None] = [None] * len(tasks)
         positions = iter(range(len(tasks)))  # shared: `next` is atomic under the interpreter lock
 
@@ -130,11 +136,12 @@ class CpuWorkers:
         wait_all([self._pool.submit(take) for _ in range(count)])
         return results  # type: ignore[return-value]
 
-    def scratch(self, name: str, numel: int) -> Tensor:
-        """fp32 [numel] of the calling worker, reused by its next task."""
+    def scratch(self, name: str, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """[numel] of the calling worker, reused by its next task."""
+        name = f"{name} {dtype}"
         tile: Tensor | None = getattr(self._local, name, None)
         if tile is None or tile.numel() < numel:
-            tile = torch.empty(max(numel, TILE_NUMEL), dtype=torch.float32)
+            tile = torch.empty(max(numel, TILE_NUMEL), dtype=dtype)
             setattr(self._local, name, tile)
         return tile if tile.numel() == numel else tile[:numel]
 
@@ -175,7 +182,7 @@ def _runs(pieces: Sequence[Piece], changes_gradients: bool) -> list[list[Piece]]
     runs: list[list[Piece]] = []
     room = 0
     for piece in pieces:
-        needs_scratch = piece.grad.dtype != torch.float32 or changes_gradients
+        needs_scratch = piece.grad.dtype != _computed_in(piece) or changes_gradients
         tile_numel = TILE_NUMEL if needs_scratch else BARE_TILE_NUMEL
         for tile in piece.tiles(tile_numel):
             numel = tile.param.numel()
@@ -187,17 +194,22 @@ def _runs(pieces: Sequence[Piece], changes_gradients: bool) -> list[list[Piece]]
     return runs
 
 
+def _computed_in(piece: Piece) -> torch.dtype:
+    """fp32, but for fp64 parameters."""
+    return torch.float64 if piece.param.dtype == torch.float64 else torch.float32
+
+
 def _update_tile(workers: CpuWorkers, rule: UpdateRule, tile: Piece, inputs: StepInputs) -> None:
-    grad, visible = tile.grad, tile.param
-    if grad.dtype != torch.float32 or inputs.changes_gradients:
-        grad = workers.scratch("grad", grad.numel()).copy_(grad)
+    grad, visible, dtype = tile.grad, tile.param, _computed_in(tile)
+    if grad.dtype != dtype or inputs.changes_gradients:
+        grad = workers.scratch("grad", grad.numel(), dtype).copy_(grad)
         if inputs.factor != 1.0:
             grad.mul_(inputs.factor)
         if inputs.limit != math.inf:
             grad.clamp_(-inputs.limit, inputs.limit)
     if tile.master is not None:
         param = tile.master
-    elif visible.dtype == torch.float32:
+    elif visible.dtype == dtype:
         param = visible
     else:
         param = workers.scratch("param", visible.numel()).copy_(visible)
@@ -290,11 +302,12 @@ def checked(
 
 
 def _row_norms(workers: CpuWorkers, values: Tensor, norm_type: float) -> Tensor:
-    """The norm of every row of `values` [n], the last one shorter; fp32."""
-    strips = (values,) if values.dtype == torch.float32 else values.split(STRIP_NUMEL)
+    """The norm of every row of `values` [n], the last one shorter; fp32, or fp64 of fp64."""
+    wide = values.dtype.itemsize >= 4
+    strips = (values,) if wide else values.split(STRIP_NUMEL)
     norms = []
     for strip in strips:
-        if strip.dtype != torch.float32:
+        if not wide:
             strip = workers.scratch("grad", strip.numel()).copy_(strip)
         whole = strip.numel() - strip.numel() % ROW_NUMEL
         if whole:

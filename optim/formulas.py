@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -27,6 +28,8 @@ class AdamCoefficients(NamedTuple):
     eps: float
     decay: float  # 1 - lr * weight_decay where decoupled, else 1
     l2: float  # weight_decay where not decoupled, else 0
+    sign: float  # of the gradient: -1 maximizes
+    takes_maximum: float  # 1 where v is replaced by its largest value so far, else 0
 
 
 def adam_coefficients(
@@ -37,6 +40,9 @@ def adam_coefficients(
     adamw_mode: bool,
     bias_correction: bool,
     step: int,
+    *,
+    amsgrad: bool = False,
+    maximize: bool = False,
 ) -> AdamCoefficients:
     """`step` counts from 1."""
     beta1, beta2 = betas
@@ -51,6 +57,8 @@ def adam_coefficients(
         eps=eps,
         decay=1.0 - lr * weight_decay if adamw_mode else 1.0,
         l2=0.0 if adamw_mode else weight_decay,
+        sign=-1.0 if maximize else 1.0,
+        takes_maximum=float(amsgrad),
     )
 
 
@@ -63,21 +71,95 @@ class AdamResult(NamedTuple):
 def adam(
     param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, coefficients: Tensor
 ) -> AdamResult:
-    """One step of Adam or AdamW. `coefficients` is fp32 [8] in the order of AdamCoefficients.
+    """One step of Adam or AdamW. `coefficients` is fp32 [10] in the order of AdamCoefficients.
 
-    p <- p * decay                     g <- g + l2 * p
+    p <- p * decay                     g <- sign * g + l2 * p
     m <- m + (1 - beta1) * (g - m)
     v <- v * beta2 + (1 - beta2) * g * g
     p <- p - step_size * m / (sqrt(v) / sqrt(bias_correction2) + eps)
     """
-    w1, beta2, w2, step_size, inv_sqrt_bc2, eps, decay, l2 = coefficients.unbind()
-    grad = grad + l2 * param
-    param = param * decay
+    param, exp_avg, exp_avg_sq = _moments(param, grad, exp_avg, exp_avg_sq, coefficients)
+    return AdamResult(_stepped(param, exp_avg, exp_avg_sq, coefficients), exp_avg, exp_avg_sq)
+
+
+class AmsgradResult(NamedTuple):
+    param: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    max_exp_avg_sq: Tensor
+
+
+def amsgrad(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    max_exp_avg_sq: Tensor,
+    coefficients: Tensor,
+) -> AmsgradResult:
+    """`adam` with the largest v so far in place of v (Reddi et al. 2018, algorithm 2).
+
+    As in torch the maximum is of v before its bias is corrected. Where `takes_maximum` is 0, the
+    step is that of `adam` and the maximum stays as it is.
+    """
+    takes_maximum = coefficients[9] != 0
+    param, exp_avg, exp_avg_sq = _moments(param, grad, exp_avg, exp_avg_sq, coefficients)
+    maximum = torch.maximum(max_exp_avg_sq, exp_avg_sq)
+    second = torch.where(takes_maximum, maximum, exp_avg_sq)
+    return AmsgradResult(
+        _stepped(param, exp_avg, second, coefficients),
+        exp_avg,
+        exp_avg_sq,
+        torch.where(takes_maximum, maximum, max_exp_avg_sq),
+    )
+
+
+def _moments(
+    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, coefficients: Tensor
+) -> AdamResult:
+    """Decayed parameter, new m and v."""
+    w1, beta2, w2, _, _, _, decay, l2, sign, _ = coefficients.unbind()
+    grad = sign * grad + l2 * param
     exp_avg = exp_avg + w1 * (grad - exp_avg)
     exp_avg_sq = exp_avg_sq * beta2 + w2 * grad * grad
-    denominator = exp_avg_sq.sqrt() * inv_sqrt_bc2 + eps
-    param = param - step_size * (exp_avg / denominator)
-    return AdamResult(param, exp_avg, exp_avg_sq)
+    return AdamResult(param * decay, exp_avg, exp_avg_sq)
+
+
+def _stepped(param: Tensor, exp_avg: Tensor, second: Tensor, coefficients: Tensor) -> Tensor:
+    step_size, inv_sqrt_bc2, eps = coefficients[3], coefficients[4], coefficients[5]
+    denominator = second.sqrt() * inv_sqrt_bc2 + eps
+    return param - step_size * (exp_avg / denominator)
+
+
+class SGDCoefficients(NamedTuple):
+    """Scalars of one SGD step, made from the hyperparameters and the step count t."""
+
+    lr: float
+    momentum: float
+    weight_decay: float
+    intake: float  # of the gradient into the buffer: 1 - dampening, but 1 in the first step
+    sign: float  # of the gradient: -1 maximizes
+    nesterov: float  # 1 where the step looks ahead, else 0
+
+
+def sgd_coefficients(
+    lr: float,
+    momentum: float,
+    weight_decay: float,
+    dampening: float,
+    nesterov: bool,
+    maximize: bool,
+    step: int,
+) -> SGDCoefficients:
+    """`step` counts from 1."""
+    return SGDCoefficients(
+        lr=lr,
+        momentum=momentum,
+        weight_decay=weight_decay,
+        intake=1.0 if step == 1 else 1.0 - dampening,
+        sign=-1.0 if maximize else 1.0,
+        nesterov=float(nesterov),
+    )
 
 
 class SGDResult(NamedTuple):
@@ -86,17 +168,22 @@ class SGDResult(NamedTuple):
 
 
 def sgd(param: Tensor, grad: Tensor, momentum_buffer: Tensor, coefficients: Tensor) -> SGDResult:
-    """One step of SGD with momentum. `coefficients` is fp32 [3]: lr, momentum, weight_decay.
+    """One step of SGD. `coefficients` is fp32 [6] in the order of SGDCoefficients.
 
-        g <- g + weight_decay * p;    b <- momentum * b + g;    p <- p - lr * b
+        g <- sign * g + weight_decay * p;    b <- momentum * b + intake * g
+        p <- p - lr * b, or with Nesterov's momentum p - lr * (g + momentum * b)
 
-    Polyak 1964 in the form of torch.optim.SGD. The buffer starts at zero, which makes the first
-    step that of torch, whose buffer starts as g.
+    Polyak 1964, Sutskever et al. 2013, in the form of torch.optim.SGD. The buffer starts at zero,
+    which makes the first step that of torch, whose buffer starts as g. Where momentum is 0 the step
+    is that of g, and the buffer stays as it is.
     """
-    lr, momentum, weight_decay = coefficients.unbind()
-    grad = grad + weight_decay * param
-    momentum_buffer = momentum * momentum_buffer + grad
-    return SGDResult(param - lr * momentum_buffer, momentum_buffer)
+    lr, momentum, weight_decay, intake, sign, nesterov = coefficients.unbind()
+    grad = sign * grad + weight_decay * param
+    moved = momentum * momentum_buffer + intake * grad
+    update = torch.where(nesterov != 0, grad + momentum * moved, moved)
+    update = torch.where(momentum != 0, update, grad)
+    moved = torch.where(momentum != 0, moved, momentum_buffer)
+    return SGDResult(param - lr * update, moved)
 
 
 class LionResult(NamedTuple):

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from .rules import UpdateRule
-
 Group = Mapping[str, Any]
+CheckOptions = Callable[[Group, Sequence[Any]], None]  # of a group with these parameters
 
-# options of torch.optim's optimizers that change the update, and the value that we have
-_FIXED = {"amsgrad": False, "maximize": False, "nesterov": False, "dampening": 0}
+# options of torch.optim's optimizers that change the update, and the value of those without them
+_ABSENT = {"amsgrad": False, "maximize": False, "nesterov": False, "dampening": 0}
 # how torch computes it, which is not ours to take over
 _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
 
@@ -19,11 +18,12 @@ def merged_groups(
     mine: Sequence[Group],
     saved: Sequence[Group],
     names: Mapping[int, str] | None,
-    rule: UpdateRule,
+    check: CheckOptions,
 ) -> list[dict[str, Any]]:
     """`saved` groups as this optimizer's: what they lack is kept, what only torch has is dropped.
 
     names: of the parameters by id, where state dicts are keyed by name.
+    check: raises ValueError for options that are none.
     Raises ValueError for other groups than `mine`, and for options that change the update.
     """
     if len(mine) != len(saved):
@@ -34,18 +34,19 @@ def merged_groups(
     merged = []
     for index, (ours, theirs) in enumerate(zip(mine, saved, strict=True)):
         _check_params(index, ours, theirs, names)
-        for option, value in _FIXED.items():
+        absent = {option: value for option, value in _ABSENT.items() if option not in ours}
+        for option, value in absent.items():
             if theirs.get(option, value) != value:
                 raise ValueError(
                     f"param group {index} of the state dict has {option}={theirs[option]!r}, "
                     "which this optimizer does not have"
                 )
         group = {**ours, "params": list(theirs["params"])}
-        dropped = {*_FIXED, *_IMPLEMENTATION, "params", "decoupled_weight_decay"}
+        dropped = {*absent, *_IMPLEMENTATION, "params", "decoupled_weight_decay"}
         group |= {key: value for key, value in theirs.items() if key not in dropped}
         if "adamw_mode" in ours and "adamw_mode" not in theirs:
             group["adamw_mode"] = theirs.get("decoupled_weight_decay", ours["adamw_mode"])
-        rule.hyper(group)
+        check(group, ours["params"])
         merged.append(group)
     return merged
 

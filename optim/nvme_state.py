@@ -8,7 +8,7 @@ does not match. State is safe, because every block keeps its last version. A 16-
 restored from the master in that version, or from memory where that version was read before the
 step began, since the file may have been lost meanwhile. Where there is no master, the parameter is
 updated in place, and what it was before goes to disk beside the new state: 4 bytes an element that
-are written and, but for a failure, never read.
+are written (8 in float64) and, but for a failure, never read.
 """
 
 from __future__ import annotations
@@ -44,9 +44,12 @@ from .space import Block
 from .state_layout import StateLayout
 from .updaters import Planes
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-UNDO_ITEMSIZE = 4
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 
 
 @dataclass(slots=True)
@@ -79,12 +82,13 @@ class NvmeState:
         self.blocks = tuple(blocks)
         self._layout = layout
         self._has_undo = undo
+        self._undo_dtype = DTYPES[layout.dtype]  # holds every value of a parameter
         self._depth = config.depth
         self._file_id = {block.id: BlockId(i) for i, block in enumerate(blocks)}
         self._num_states = len(blocks)  # in the file; what undoes them comes behind
         nbytes = [layout.block_nbytes(block.numel) for block in blocks]
         if undo:
-            nbytes += [block.numel * UNDO_ITEMSIZE for block in blocks]
+            nbytes += [block.numel * layout.undo_itemsize for block in blocks]
         folders = [check_folder(f, allow_ram=config.allow_ram) for f in config.folders]
         disks = measure_disks(folders or [default_folder()], config)
         self.store = BlockStore(
@@ -171,8 +175,8 @@ class NvmeState:
         """Update every block once and wait for the disk, or raise: then call `rollback`.
 
         `update` answers whether it changed the block; what it did not change is not written.
-        `save` copies a block's parameters into fp32 [n], before `update` changes them; it answers
-        whether they need to be restored.
+        `save` copies a block's parameters into [n] of fp32 or wider, before `update` changes them;
+        it answers whether they need to be restored.
         `stop` is asked between blocks; it ends the run with InterruptedError.
         """
         self.store.check_step(self.written_bytes_per_step)
@@ -278,7 +282,8 @@ class NvmeState:
     def _early_undo(self, block: Block) -> Tensor:
         """Memory for the parameters of a block that was read before the step began."""
         if not self._early_slab.numel():
-            self._early_slab = torch.empty(self._depth, max(b.numel for b in self.blocks))
+            largest = max(block.numel for block in self.blocks)
+            self._early_slab = torch.empty(self._depth, largest, dtype=self._undo_dtype)
         self._early[block.id] = self._early_slab[len(self._early)][: block.numel]
         return self._early[block.id]
 
@@ -411,7 +416,7 @@ class NvmeState:
     def _undo(self, staged: _Staged) -> Tensor:
         return torch.frombuffer(
             staged.buffer.view,
-            dtype=torch.float32,  # which holds every 16-bit value
+            dtype=self._undo_dtype,
             count=staged.block.numel,
             offset=self._state_nbytes,
         )

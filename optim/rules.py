@@ -59,7 +59,7 @@ def number(
     group: Mapping[str, Any], name: str, low: float, high: float = math.inf, *, open_high: bool
 ) -> float:
     """`group[name]` as a float in [low, high] or [low, high). Raises ValueError."""
-    value = float(group[name])
+    value = _scalar(name, group[name])
     inside = low <= value and (value < high if open_high else value <= high)
     if math.isnan(value) or math.isinf(value) or not inside:
         bracket = ")" if open_high else "]"
@@ -68,11 +68,18 @@ def number(
 
 
 def betas(group: Mapping[str, Any]) -> tuple[float, float]:
-    """Two decay rates in [0, 1). Raises ValueError."""
+    """Two decay rates in [0, 1), as in torch both numbers or both tensors. Raises ValueError."""
     pair = group["betas"]
-    if len(pair) != 2:
-        raise ValueError(f"betas={pair!r}; expected two numbers in [0, 1)")
-    for i, beta in enumerate(pair):
-        if not 0 <= float(beta) < 1:
-            raise ValueError(f"betas[{i}]={beta!r} is outside [0, 1)")
-    return float(pair[0]), float(pair[1])
+    if len(pair) != 2 or len({isinstance(beta, Tensor) for beta in pair}) != 1:
+        raise ValueError(f"betas={pair!r}; expected two numbers in [0, 1), or two tensors")
+    first, second = (_scalar(f"betas[{i}]", beta) for i, beta in enumerate(pair))
+    for i, beta in enumerate((first, second)):
+        if not 0 <= beta < 1:
+            raise ValueError(f"betas[{i}]={pair[i]!r} is outside [0, 1)")
+    return first, second
+
+
+def _scalar(name: str, value: Any) -> float:
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise ValueError(f"{name} is a tensor of shape {tuple(value.shape)}; expected one element")
+    return float(value)

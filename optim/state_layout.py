@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MASTER = "master"  # fp32 weights; the visible parameter is their rounded copy
-ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,20 @@ class StateLayout:
     def with_master(self) -> StateLayout:
         """The same state under 16-bit parameters: fp32 master weights in front."""
         return StateLayout((Plane(MASTER, "float32"), *self.planes))
+
+    def in_float64(self) -> StateLayout:
+        """The same state of float64 parameters."""
+        return StateLayout(tuple(Plane(plane.name, "float64") for plane in self.planes))
+
+    @property
+    def dtype(self) -> str:
+        """What updates are computed in."""
+        return "float64" if self.planes[0].dtype == "float64" else "float32"
+
+    @property
+    def undo_itemsize(self) -> int:
+        """Bytes of one value of the undo plane."""
+        return ITEMSIZE[self.dtype]
 
     def offsets(self, numel: int) -> tuple[int, ...]:
         """Byte offset of every plane in a block of `numel` elements."""

@@ -43,6 +43,11 @@ class Target(Protocol):
         ...
 
     @property
+    def untouched(self) -> bool:
+        """No step was taken and nothing loaded, so that its state need not travel."""
+        ...
+
+    @property
     def planes(self) -> Sequence[Plane]:
         """What it keeps of every parameter, masters too."""
         ...

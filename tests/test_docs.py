@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -157,6 +158,16 @@ def test_every_link_and_every_named_file_is_there(page):
     for target in re.findall(r"`((?:bench|docs|tests|gemini|optim|io|examples)/[\w/.-]+)`", text):
         if page.parent.name != "adr" and page.stem != "peers":  # of what is not, and of others
             assert (ROOT / target).exists(), target
+
+
+def test_commands_of_the_readme_are_installed_or_said_to_need_a_clone():
+    text = (ROOT / "README.md").read_text()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    packages = set(project["tool"]["setuptools"]["packages"])
+    assert re.search(r"^    pip install \.", text, re.MULTILINE)
+    for module, _ in COMMAND.findall(text):
+        top = module.partition(".")[0]
+        assert top in packages or re.search(rf"`{top}` run from a clone", text)
 
 
 def test_every_make_target_that_is_named_exists():

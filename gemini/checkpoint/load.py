@@ -118,7 +118,9 @@ def _load_runs(
 
     source.fill(tensors, fill, ranks)
     for name, count in counts.items():
-        count.copy_(small.get(keys.plane(name, "step"), torch.zeros(())))
+        # torch's SGD saves no counts: a buffer has begun
+        begun = any(keys.plane(name, plane) in source.sizes for plane in runs.planes)
+        count.copy_(small.get(keys.plane(name, "step"), torch.tensor(float(begun))))
     for name, buffer in buffers.items():
         if keys.weight(name) in small:
             buffer.copy_(small[keys.weight(name)])

@@ -30,6 +30,7 @@ from gemini.placement.tiers import Tier
 from gemini.trees import tensors_in
 from gemini.units import ChunkId, ParamId
 from nvme import NvmeError
+from optim.binding import waiting_for
 from optim.clipping import Clip
 from optim.config import StateConfig
 from optim.loss_scale import LossScale
@@ -153,6 +154,7 @@ class Engine:
         self._summoned = False
         self.hook_handles: list[Any] = []  # on modules and parameters
         self.is_unwrapped = False
+        before = {ParamId(i): take_gradient(param) for i, param in enumerate(self.params)}
         for i, param in enumerate(self.params):
             if param.requires_grad:
                 hook = _gradient_hook(self, ParamId(i))
@@ -162,6 +164,9 @@ class Engine:
         self.adoption = Adoption(self.params)
         self.manager.before_release = self.adoption.adopt
         self.manager.release_all()
+        for param_id, grad in before.items():  # what the module came with counts, as in torch
+            if grad is not None:
+                self.gradients.assign(param_id, grad)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise TypeError(
@@ -283,6 +288,14 @@ class Engine:
     @property
     def target(self) -> ShardTarget | None:
         """The optimizer's state, once there is one."""
+        return self._target
+
+    def find_optimizer(self) -> ShardTarget | None:
+        """The same; one that was made before the module was wrapped is bound now."""
+        if self._target is None:
+            waiting = waiting_for(self.params)
+            if len(waiting) == 1:
+                waiting[0].bind_to(self)
         return self._target
 
     def _traced(self, trace: Trace) -> None:
@@ -629,11 +642,12 @@ class Engine:
 
     def clip(self, clip: Clip) -> Tensor | None:
         """Clip the gradients of the coming step; the norm before, where a norm is asked for."""
-        if self._target is None:
+        if self.find_optimizer() is None:
             raise RuntimeError(
                 "this module has no optimizer yet, so there is nobody to clip for; make it, or "
                 "call optimizer.clip_grad_norm_(max_norm)"
             )
+        assert self._target is not None
         return self._target.clip(clip)
 
     def gradient_of(self, param: ParamId) -> GradientView | None:

@@ -184,9 +184,9 @@ class Gradients:
         if engine.scaler.active:
             flat = flat * engine.scaler.scale.float()
         self._edits.pop(param, None)
-        self._note(param, f"assigns values of sum {float(flat.double().sum())!r} to")
         chunk, slot = engine.place_of(param)
         if chunk.gradient.exists:
+            self._note(param, f"assigns values of sum {float(flat.double().sum())!r} to")
             chunk.gradient.forget(slot)
             chunk.gradient.change(lambda shard: self._put(shard, chunk, param, flat), wide=True)
         else:  # as what no_sync leaves: the step reduces it

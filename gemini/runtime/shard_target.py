@@ -28,6 +28,7 @@ from optim.report import NonFiniteGradientError, Outcome, SkipLog, StepReport, T
 from optim.rules import UpdateRule
 from optim.scaler import Scaler
 from optim.state_layout import Plane
+from optim.state_stream import Source
 from optim.target import AmpInputs, Group
 from optim.updaters import Updater
 
@@ -85,6 +86,7 @@ class ShardTarget(ShardState):
         self._moved = engine.storage.traffic()
         self._num_steps = 0
         self._closed = False
+        self._was_loaded = False
         self._log = SkipLog()
 
     # -- the step --
@@ -399,6 +401,16 @@ class ShardTarget(ShardState):
         in_groups = zip(engine.params, self._group_of, strict=True)
         return {p: found[p] for p, group in in_groups if group is not None and p in found}
 
+    @property
+    def untouched(self) -> bool:
+        """No step was taken and nothing loaded: moments and counts are zero."""
+        return self._num_steps == 0 and not self._was_loaded
+
+    @torch.no_grad()
+    def fill_state(self, source: Source) -> None:
+        self._was_loaded = True
+        super().fill_state(source)
+
     def shown_state(self) -> Mapping[Tensor, dict[str, Tensor]]:
         """Step counts, as views; the rest is in shards."""
         counts = self._path.counts
@@ -411,6 +423,9 @@ class ShardTarget(ShardState):
     @torch.no_grad()
     def load_state(self, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
         """Rank 0's whole planes and step counts. Collective."""
+        if self.untouched and not self._engine.comm.gather_objects(bool(state))[0]:
+            return
+        self._was_loaded = True
         super().load_state(state)
         params = self._engine.params
         steps = {

@@ -39,6 +39,11 @@ def _check(name: str, param: nn.Parameter) -> None:
             f"parameter {name} belongs to a GeminiDDP already; wrap a module once, "
             "and use the wrapper's `module` to reach the inner one"
         )
+    if param.grad is not None and not param.requires_grad:
+        raise ValueError(
+            f"parameter {name} is frozen and has a gradient, which a step would take; expected "
+            "p.grad to be None (set it so), or a parameter that requires a gradient"
+        )
     if type(param).__name__ == "DTensor":  # importing it takes a second
         raise ValueError(
             f"parameter {name} is a DTensor, split over a mesh by another library; wrap a module "

@@ -50,7 +50,8 @@ def sources():
             (tl.float32, tl.float32, False, False), (tl.bfloat16, tl.float32, True, False),
             (tl.bfloat16, tl.bfloat16, False, True),
         ):  # fmt: skip
-            pointers = {**tables, "master": "*fp32", "state0": "*fp32", "state1": "*fp32"}
+            pointers = {**tables, "master": "*fp32", "state0": "*fp32",
+                        "state1": "*fp32", "state2": "*fp32"}  # fmt: skip
             constants = {
                 "FORMULA": kernel.formula, "NUM_PLANES": kernel.num_planes, "PARAM_DTYPE": param,
                 "GRAD_DTYPE": grad, "HAS_MASTER": master, "STOCHASTIC": stochastic,

@@ -1,8 +1,8 @@
-"""Prints what differs between the interpreter and the compiled path, for every rule."""
+"""Prints what differs between the interpreter and the compiled path, for every rule and option."""
 
 import torch
 
-from optim.adam import AdamRule
+from optim.adam import AdamRule, AmsgradRule
 from optim.compiled_path import CompiledUpdate
 from optim.cpu_path import NOTHING_CHANGED, CpuWorkers, Piece
 from optim.lion import LionRule
@@ -12,18 +12,26 @@ from optim.triton_path import TritonUpdater
 NUMEL = 300_003
 GROUP = {
     "lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "momentum": 0.9,
-    "adamw_mode": True, "bias_correction": True,
+    "adamw_mode": True, "bias_correction": True, "amsgrad": False, "maximize": False,
+    "dampening": 0.0, "nesterov": False,
 }  # fmt: skip
+CASES = [
+    (AdamRule(), {}), (AdamRule(), {"maximize": True, "adamw_mode": False}),
+    (AmsgradRule(), {"amsgrad": True}), (AmsgradRule(), {"maximize": True}),
+    (SGDRule(), {}), (SGDRule(), {"nesterov": True}), (SGDRule(), {"momentum": 0.0}),
+    (SGDRule(), {"dampening": 0.5, "maximize": True}), (LionRule(), {}),
+]  # fmt: skip
 
 
-def make(rule, has_master):
+def make(rule, options, has_master):
     generator = torch.Generator().manual_seed(0)
     master = torch.randn(NUMEL, generator=generator)
     planes = (
-        torch.randn(NUMEL, generator=generator) * 0.1, torch.rand(NUMEL, generator=generator)
+        torch.randn(NUMEL, generator=generator) * 0.1, torch.rand(NUMEL, generator=generator),
+        torch.rand(NUMEL, generator=generator),
     )[: len(rule.layout.planes)]  # fmt: skip
     grad = torch.randn(NUMEL, generator=generator)
-    hyper = rule.hyper(GROUP)
+    hyper = rule.hyper({**GROUP, **options})
     if has_master:
         return Piece(master.bfloat16(), grad.bfloat16(), master, planes, hyper, 1, 0)
     return Piece(master, grad, None, planes, hyper, 1, 0)
@@ -38,11 +46,11 @@ def tensors(piece):
     ]
 
 
-for rule in (AdamRule(), SGDRule(), LionRule()):
+for rule, options in CASES:
     mixes = [(torch.float32, torch.float32, False), (torch.bfloat16, torch.bfloat16, True)]
     compiled = CompiledUpdate(rule, mixes)
     for has_master in (False, True):
-        ours, theirs, before = (make(rule, has_master) for _ in range(3))
+        ours, theirs, before = (make(rule, options, has_master) for _ in range(3))
         layout = rule.layout.with_master() if has_master else rule.layout
         updater = TritonUpdater(rule, layout, [0], torch.device("cpu"))
         slabs = {p.name: t for p, t in zip(rule.layout.planes, ours.planes, strict=True)}
@@ -52,8 +60,8 @@ for rule in (AdamRule(), SGDRule(), LionRule()):
         updater.update_resident([(None, None)], slabs, lambda *_, piece=ours: [piece])
         compiled.update(CpuWorkers(), [theirs], NOTHING_CHANGED)
         if torch.equal(theirs.param, before.param):
-            print(rule.name, "updates nothing")
+            print(rule.name, options, "updates nothing")
         for i, (a, b) in enumerate(zip(tensors(ours), tensors(theirs), strict=True)):
             if not torch.equal(a, b):
-                print(rule.name, has_master, i, int((a != b).sum()), "differ")
+                print(rule.name, options, has_master, i, int((a != b).sum()), "differ")
 print("compared")

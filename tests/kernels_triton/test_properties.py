@@ -32,7 +32,8 @@ def hyper(lr, weight_decay, adamw_mode):
     return RULE.hyper(
         {
             "lr": lr, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": weight_decay,
-            "adamw_mode": adamw_mode, "bias_correction": True,
+            "adamw_mode": adamw_mode, "bias_correction": True, "amsgrad": False,
+            "maximize": False,
         }
     )  # fmt: skip
 
@@ -145,16 +146,17 @@ def test_a_plain_module_can_be_updated_by_triton(monkeypatch, tmp_path):
     """The path of CUDA parameters, here on CPU tensors in the interpreter; state on disk too."""
     import optim.plain
     from optim import HybridAdam, NvmeConfig
-    from tests.optim.test_plain import make_params, train, update_error
+    from optim.plain_paths import TritonPath
+    from tests.plain_training import make_params, train, update_error
 
     start, theirs = make_params(), make_params()
     want = train(theirs, torch.optim.AdamW(theirs, lr=1e-2, weight_decay=0.1), 5)
     if is_interpreted():
 
         def triton_path(rule, config: StateConfig, group_of, params):
-            return optim.plain._TritonPath(rule, rule.layout, group_of, params[0].device)
+            return TritonPath(rule, rule.layout, group_of, params[0].device)
 
-        monkeypatch.setattr(optim.plain, "_make_path", triton_path)
+        monkeypatch.setattr(optim.plain, "make_path", triton_path)
     results = []
     for fraction in (0.0, 0.5, 1.0):
         ours = [torch.nn.Parameter(p.detach().to(DEVICE)) for p in make_params()]

@@ -26,7 +26,7 @@ pytestmark = [
 BF16 = torch.bfloat16
 GROUP = {
     "lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1,
-    "adamw_mode": True, "bias_correction": True,
+    "adamw_mode": True, "bias_correction": True, "amsgrad": False, "maximize": False,
 }  # fmt: skip
 SIZES = [0, 1, 17, 1023, 1024, 1025, NORM_TILE_NUMEL, 3 * NORM_TILE_NUMEL + 1024 * 5 + 7]
 
@@ -63,7 +63,7 @@ def tensors(piece):
 def adam_by_numpy(piece, grad):
     """`formulas.adam`; torch's eager square root is not correctly rounded, numpy's is."""
     values = np.array(AdamRule().coefficients(piece.hyper, 7)).astype(np.float32)
-    w1, beta2, w2, step_size, inv_sqrt_bc2, eps, decay, l2 = values
+    w1, beta2, w2, step_size, inv_sqrt_bc2, eps, decay, l2, *_ = values
     p, g, m, v = (t.numpy().copy() for t in (piece.master, grad, *piece.planes))
     g = g + l2 * p
     m = m + w1 * (g - m)

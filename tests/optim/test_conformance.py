@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from optim import HybridAdam, HybridSGD, NvmeConfig
-from tests.optim.test_plain import give_gradients, make_params, train, update_error
+from optim import HybridAdam, HybridLion, HybridSGD, NvmeConfig
+from tests.plain_training import give_gradients, make_params, train, update_error
 
 SMALL = NvmeConfig(block_numel=1 << 16)
 
@@ -106,10 +106,15 @@ def test_l2_adam_stays_l2_over_a_state_dict_of_torch():
 def test_what_a_state_dict_asks_for_and_we_do_not_have_is_named():
     theirs = make_params()
     before = HybridAdam(make_params(), lr=0.3)
-    for options in ({"amsgrad": True}, {"maximize": True}):
-        saved = torch.optim.AdamW(theirs, **options).state_dict()
-        with pytest.raises(ValueError, match=next(iter(options))):
-            before.load_state_dict(saved)
+    others = {
+        "nesterov": (HybridAdam, torch.optim.SGD(theirs, nesterov=True, momentum=0.9)),
+        "dampening": (HybridLion, torch.optim.SGD(theirs, dampening=0.5, momentum=0.9)),
+        "amsgrad": (HybridSGD, torch.optim.AdamW(theirs, amsgrad=True)),
+        "maximize": (HybridLion, torch.optim.AdamW(theirs, maximize=True)),
+    }
+    for option, (cls, saved) in others.items():
+        with pytest.raises(ValueError, match=f"has {option}=.* does not have"):
+            cls(make_params()).load_state_dict(saved.state_dict())
     with pytest.raises(ValueError, match="6 parameters and"):
         before.load_state_dict(torch.optim.AdamW(theirs[:6]).state_dict())
     with pytest.raises(ValueError, match="2 param groups"):
@@ -128,18 +133,6 @@ def test_moments_of_16_bit_parameters_stay_fp32_over_a_state_dict():
     for mine, his in zip(optimizer.state.values(), other.state.values(), strict=True):
         assert his["exp_avg_sq"].dtype == torch.float32
         assert torch.equal(mine["exp_avg_sq"], his["exp_avg_sq"])
-
-
-@pytest.mark.parametrize("fraction", [0.0, 1.0])
-def test_the_state_is_never_empty(fraction, tmp_path):
-    """torch.distributed.checkpoint would make a step with zero gradients to fill it."""
-    params = make_params()
-    optimizer = HybridAdam(
-        params, nvme_offload_fraction=fraction, nvme_offload_dir=tmp_path, nvme=SMALL
-    )
-    assert all(optimizer.state[p]["step"] == 0 for p in params)
-    train(params, optimizer, 2)
-    assert all(optimizer.state[p]["step"] == 2 for p in params)
 
 
 def test_torchs_checkpointing_reads_and_writes_it():
@@ -231,11 +224,8 @@ def test_grad_scaler_under_a_wrapped_module_is_told_what_to_do():
     optimizer = HybridAdam(model.parameters())
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(model(torch.ones(1, 3)).sum()).backward()
-    with pytest.raises(RuntimeError, match="in its chunk"):
-        scaler.step(optimizer)
-    optimizer.grad_scale, optimizer.found_inf = torch.ones(()), torch.zeros(())
     with pytest.raises(RuntimeError, match="loss scale of its own"):
-        optimizer.step()
+        scaler.step(optimizer)
 
 
 # -- the rest of torch.optim's interface ---------------------------------------------------------

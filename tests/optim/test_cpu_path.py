@@ -78,7 +78,7 @@ def test_the_first_error_of_a_task_is_raised_when_all_have_ended(workers):
 HYPER = AdamRule().hyper(
     {
         "lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1,
-        "adamw_mode": True, "bias_correction": True,
+        "adamw_mode": True, "bias_correction": True, "amsgrad": False, "maximize": False,
     }
 )  # fmt: skip
 

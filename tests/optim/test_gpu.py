@@ -25,7 +25,7 @@ RULE = AdamRule()
 HYPER = RULE.hyper(
     {
         "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1,
-        "adamw_mode": True, "bias_correction": True,
+        "adamw_mode": True, "bias_correction": True, "amsgrad": False, "maximize": False,
     }
 )  # fmt: skip
 

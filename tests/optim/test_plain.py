@@ -11,37 +11,9 @@ from torch import nn
 from optim import CPUAdam, HybridAdam, HybridLion, HybridSGD, NvmeConfig
 from optim.nvme_state import NvmeState
 from optim.updaters import CpuUpdater
+from tests.plain_training import give_gradients, make_params, train, update_error
 
 SMALL = NvmeConfig(block_numel=1 << 16)  # so that a few parameters are many blocks
-ODD = [(1,), (3,), (17,), (1023,), (1025,), (1201, 977), (7, 11, 13)]
-
-
-def make_params(dtype=torch.float32):
-    generator = torch.Generator().manual_seed(0)
-    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in ODD]
-
-
-def give_gradients(params, step, skip=()):
-    generator = torch.Generator().manual_seed(100 + step)
-    for i, p in enumerate(params):
-        grad = torch.randn(p.shape, generator=generator)
-        p.grad = None if i in skip else (grad * 10 ** (i - 3)).to(p.dtype)
-
-
-def train(params, optimizer, steps=20, skip=lambda step: ()):
-    for step in range(steps):
-        give_gradients(params, step, skip(step))
-        optimizer.step()
-        optimizer.zero_grad()
-    return [p.detach().clone() for p in params]
-
-
-def update_error(got, want, start):
-    got = torch.cat([(a - b).detach().flatten().double() for a, b in zip(got, start, strict=True)])
-    want = torch.cat(
-        [(a - b).detach().flatten().double() for a, b in zip(want, start, strict=True)]
-    )
-    return float((got - want).norm() / want.norm())
 
 
 @pytest.mark.parametrize("adamw_mode", [True, False])

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from optim import HybridAdam
-from tests.optim.test_plain import update_error
+from tests.plain_training import update_error
 
 pytestmark = pytest.mark.slow
 ADAM = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.1}

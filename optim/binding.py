@@ -1,0 +1,263 @@
+"""Which parameters an optimizer has, what holds their state, and when that state is made."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gemini.units import parse_bytes
+from nvme import WriteMeter, check_folder
+
+from .config import NvmeConfig, StateConfig
+from .plain import PlainTarget, alike
+from .plain_views import check_plain
+from .report import StepReport
+from .rules import UpdateRule
+from .target import ParameterOwner, Target, owner_of
+
+# so that a module that was wrapped behind its optimizer finds it
+_alive: weakref.WeakSet[BoundOptimizer] = weakref.WeakSet()
+
+Folders = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
+
+
+class BoundOptimizer(torch.optim.Optimizer):
+    """A real `torch.optim.Optimizer` whose parameters belong to targets.
+
+    Targets are made, and with them the state, by the first step or load of plain parameters, and at
+    once for those of a wrapped module. Raises ValueError for options and parameters that it cannot
+    take, TypeError for a copy of an optimizer over a wrapped module.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        defaults: dict[str, Any],
+        rule: UpdateRule,
+        *,
+        nvme_offload_fraction: float = 0.0,
+        nvme_offload_dir: Folders = None,
+        nvme_write_budget: int | str | None = None,
+        nvme: NvmeConfig | None = None,
+        cpu_path: str = "auto",
+    ) -> None:
+        nvme = _with_folders(nvme or NvmeConfig(), nvme_offload_dir)
+        if nvme_write_budget is not None:
+            nvme = replace(nvme, write_budget=parse_bytes(nvme_write_budget))
+        nvme = replace(nvme, meter=WriteMeter(nvme.write_budget))
+        self._config = StateConfig(float(nvme_offload_fraction), nvme, cpu_path)
+        if self._config.nvme_fraction > 0:
+            for folder in nvme.folders:
+                check_folder(folder, allow_ram=nvme.allow_ram)
+        self._begin(rule)
+        super().__init__(params, defaults)
+        if self._is_wrapped():
+            self._bind()  # the engine can free fp32 originals now
+
+    def _begin(self, rule: UpdateRule) -> None:
+        self._rule = rule
+        self._targets: list[Target] = []
+        self._owner: ParameterOwner | None = None  # of the parameters of a wrapped module
+        self._is_parked = False
+        self._bound: dict[int, UpdateRule] = {}  # by id: parameters that a target has
+        self._closed = False
+        self.last_report: StepReport | None = None
+        _alive.add(self)
+
+    def waits_for(self, params: set[int]) -> bool:
+        """Whether it is over these parameters (ids), and nothing keeps their state yet."""
+        return not (self._targets or self._closed) and any(
+            id(param) in params for param in self._flat_params()
+        )
+
+    def rule_for(self, groups: Sequence[Mapping[str, Any]]) -> UpdateRule:
+        """The rule whose state these groups need: it is settled when the state is made."""
+        return self._rule
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        try:
+            params = self.param_groups[-1]["params"]
+            if len({id(param) for param in params}) < len(params):
+                raise ValueError("a parameter is in its group twice; expected each parameter once")
+            self._check_options(self.param_groups[-1], ())
+            for param in self.param_groups[-1]["params"]:
+                self.check_param(param)
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    def _check_options(self, group: Mapping[str, Any], params: Sequence[Tensor]) -> None:
+        """Raise ValueError for options that are none, or that the state of `params` is not for."""
+        rules = {self._bound[id(param)] for param in params if id(param) in self._bound}
+        if self._owner is not None:
+            rules = {self._rule}
+        for rule in rules or {self.rule_for([group])}:
+            rule.hyper(group)
+
+    def check_param(self, param: Tensor) -> None:
+        """Raise ValueError for a parameter that this optimizer cannot update."""
+        if not param.is_floating_point():
+            raise ValueError(
+                f"a parameter of shape {tuple(param.shape)} has dtype {param.dtype}; "
+                "expected a floating one"
+            )
+        if param.is_meta:
+            raise ValueError(
+                f"a parameter of shape {tuple(param.shape)} is on the meta device and has no "
+                "values; materialise the module before you make the optimizer"
+            )
+        if owner_of(param) is None:
+            check_plain(param)
+
+    def bind(self) -> None:
+        """Make the state now, and not with the first step: what is loaded needs its place."""
+        self._bind()
+
+    @property
+    def targets(self) -> Sequence[Target]:
+        """What it updates: the shards of a wrapped module, or plain parameters by device."""
+        self._bind()
+        return self._targets
+
+    def bind_to(self, owner: ParameterOwner) -> None:
+        """Take the parameters' state now. Raises ValueError where they are not `owner`'s."""
+        self._bind()
+        if self._owner is not owner:
+            raise ValueError(
+                "this optimizer is not over the parameters of that module; make it from "
+                "module.parameters()"
+            )
+
+    def _flat_params(self) -> list[Tensor]:
+        return [param for group in self.param_groups for param in group["params"]]
+
+    def _is_wrapped(self) -> bool:
+        return any(owner_of(param) is not None for param in self._flat_params())
+
+    def _names(self) -> Mapping[int, str] | None:
+        """Of the parameters of a wrapped module, by id."""
+        if not self._is_wrapped():
+            return None
+        self._bind()
+        return self._targets[0].names
+
+    def _bind(self) -> None:
+        """Give every parameter that has no target yet to one."""
+        self._refuse_closed()
+        new = [
+            (param, index)
+            for index, group in enumerate(self.param_groups)
+            for param in group["params"]
+            if id(param) not in self._bound
+        ]
+        if not new:
+            return
+        owners = {id(owner): owner for owner in (owner_of(param) for param, _ in new)}
+        if len(owners) > 1 or (self._targets and owners != {id(self._owner): self._owner}):
+            raise ValueError(
+                "this optimizer got parameters of a wrapped module together with others; "
+                "make one optimizer for each module, over all of its parameters"
+            )
+        (owner,) = owners.values()
+        if owner is not None and self._targets:
+            self._targets[0].set_groups(self.param_groups)
+        elif owner is not None:
+            self._rule = self.rule_for(self.param_groups)
+            self._targets.append(owner.attach(self.param_groups, self._rule, self._config))
+            self._owner = owner
+        rule = self._rule
+        if owner is None:
+            rule = self.rule_for([self.param_groups[index] for _, index in new])
+            for params, group_of in alike(new):
+                self._targets.append(PlainTarget(params, group_of, rule, self._config))
+        for target in self._targets:
+            self.state.update(target.shown_state())
+        self._bound.update({id(param): rule for param, _ in new})
+
+    def _whole_state(self) -> defaultdict[Tensor, Any]:
+        """What `self.state` shows, and copies of the rest."""
+        whole: defaultdict[Tensor, Any] = defaultdict(dict)
+        if any(target.untouched for target in self._targets):
+            return whole
+        whole.update({param: dict(state) for param, state in self.state.items()})
+        for target in self._targets:
+            for param, planes in target.offloaded_state().items():
+                whole[param].update(planes)
+        return whole
+
+    def _refuse_unusable(self) -> None:
+        self._refuse_closed()
+        if self._owner is None and self._targets and self._is_wrapped():
+            raise RuntimeError(
+                "parameters of this optimizer were wrapped after it had stepped, and its state is "
+                "that of plain ones; make another over model.parameters() and load its state_dict()"
+            )
+        if self._is_parked:
+            raise RuntimeError("parameters and state are parked; leave `optimizer.parked` first")
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise RuntimeError("this optimizer was closed; its state is gone, so make another")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and pickles are made of: the parameters with it, as torch has it."""
+        self._refuse_unusable()
+        if self._is_wrapped():
+            raise TypeError(
+                "an optimizer over a wrapped module cannot be copied or pickled; save its "
+                "state_dict(), or the module with it by gemini.save_checkpoint"
+            )
+        state = {
+            param: {
+                name: value.clone() if isinstance(value, Tensor) else value
+                for name, value in planes.items()
+            }
+            for param, planes in self._whole_state().items()
+        }
+        return {
+            "defaults": self.defaults,
+            "param_groups": self.param_groups,
+            "state": state,
+            "rule": self._rule,
+            "config": replace(self._config, nvme=replace(self._config.nvme, meter=None)),
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy, whose state goes where this one's is; torch also calls it, with groups."""
+        if "config" not in state:
+            super().__setstate__(state)
+            return
+        config: StateConfig = state["config"]
+        meter = WriteMeter(config.nvme.write_budget)
+        self._config = replace(config, nvme=replace(config.nvme, meter=meter))
+        self._begin(state["rule"])
+        groups, defaults = state["param_groups"], state["defaults"]
+        super().__setstate__(
+            {"defaults": defaults, "param_groups": groups, "state": defaultdict(dict)}
+        )
+        if state["state"]:
+            self._bind()
+        for target in self._targets:
+            target.load_state(state["state"])
+
+
+def waiting_for(params: Iterable[Tensor]) -> list[BoundOptimizer]:
+    """Optimizers over any of these parameters whose state is not made yet."""
+    wanted = {id(param) for param in params}
+    return [optimizer for optimizer in _alive if optimizer.waits_for(wanted)]
+
+
+def _with_folders(config: NvmeConfig, folders: Folders) -> NvmeConfig:
+    if folders is None:
+        return config
+    if isinstance(folders, (str, os.PathLike)):
+        folders = [folders]
+    return replace(config, folders=tuple(os.fspath(folder) for folder in folders))
