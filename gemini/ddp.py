@@ -177,30 +177,21 @@ class GeminiDDP(ModuleFace):
             self.engine.hook_handles += cast_at_boundary(inner, self._dtype)
         self._broadcasts_buffers = broadcast_buffers
         self._broadcast_buffers()
-        frozen = [
-            (spec.name, param)
-            for spec, param in zip(specs, params, strict=True)
-            if not spec.trainable
-        ]
-        self._integrity = Integrity(module, frozen)
+        self.engine.integrity = Integrity(module)
         self.engine.hook_handles += hook_modules(self.engine, module, gather_whole)
         self.__class__ = face_of(GeminiDDP, type(module))  # type: ignore[assignment]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self._check_use()
         if self._broadcasts_buffers:
             self.engine.come_together()
             self._broadcast_buffers()
+        if self.engine.is_unwrapped:
+            raise RuntimeError("this module was unwrapped; use model.module, or wrap it again")
         self.engine.begin_iteration((args, kwargs))
         args, kwargs = self._boundary.enter((args, kwargs))
         with self.engine.tracking(self.module):
             outputs = self.module(*args, **kwargs)
         return self._boundary.leave(outputs)
-
-    def _check_use(self) -> None:
-        if self.engine.is_unwrapped:
-            raise RuntimeError("this module was unwrapped; use model.module, or wrap it again")
-        self._integrity.check()
 
     @torch.no_grad()
     def _broadcast_buffers(self) -> None:

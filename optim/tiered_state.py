@@ -73,24 +73,24 @@ class TieredState:
         self.layout = layout
         self._device = device
         disk_blocks = [block for block in space.blocks if block.id in on_nvme]
-        self.nvme = (
-            NvmeState(
-                disk_blocks,
-                layout,
-                nvme,
-                digest=space.digest(),
-                undo=not layout.has_master,
-                label=label,
-                pin=pin_slab if device.type == "cuda" else None,
-            )
-            if disk_blocks
-            else None
-        )
+        self._config, self._label = nvme, label
+        self.nvme = self._on_disk(disk_blocks, space) if disk_blocks else None
         self._written_before = 0  # to files that are gone
         in_memory = [block for block in space.blocks if block.id not in on_nvme]
         self.device_slabs = self._slabs([b for b in in_memory if b.id not in on_host])
         self.host_slabs = self._slabs([b for b in in_memory if b.id in on_host], host=True)
         self._slab_of = self._index()
+
+    def _on_disk(self, blocks: Sequence[Block], space: StateSpace) -> NvmeState:
+        return NvmeState(
+            blocks,
+            self.layout,
+            self._config,
+            digest=space.digest(),
+            undo=not self.layout.has_master,
+            label=self._label,
+            pin=pin_slab if self._device.type == "cuda" else None,
+        )
 
     def _slabs(self, blocks: Sequence[Block], *, host: bool = False) -> list[Slab]:
         if not blocks:
@@ -161,6 +161,64 @@ class TieredState:
         self._slab_of = self._index()
         if self.nvme is not None:
             self.nvme.prefetch()
+
+    def extend(
+        self,
+        space: StateSpace,
+        fill: Callable[[Block, Planes], None],
+        *,
+        on_nvme: Set[BlockId],
+        on_host: Set[BlockId],
+    ) -> None:
+        """Take the blocks that `space` has behind those of today; `fill` as in `initialise`.
+
+        Between steps. On disk the blocks of today go into a file with the new ones, beside which
+        theirs stays until it is complete; on an error nothing has changed.
+        """
+        new = space.blocks[len(self.space.blocks) :]
+        memory = [block for block in new if block.id not in on_nvme]
+        device = self._slabs([block for block in memory if block.id not in on_host])
+        host = self._slabs([block for block in memory if block.id in on_host], host=True)
+        to_disk = [block for block in new if block.id in on_nvme]
+        if to_disk:
+            self._extend_disk(space, to_disk, fill)
+        self.space = space
+        self.device_slabs += device
+        self.host_slabs += host
+        self._slab_of = self._index()
+        for block in memory:
+            fill(block, self.planes(block))
+
+    def _extend_disk(
+        self, space: StateSpace, new: Sequence[Block], fill: Callable[[Block, Planes], None]
+    ) -> None:
+        before = self.nvme
+        known = () if before is None else before.blocks
+        after = self._on_disk([*known, *new], space)
+
+        def take(block: Block, planes: Planes) -> None:
+            if before is None or block in new:
+                fill(block, planes)
+                return
+
+            def copy(_: Block, old: Planes) -> None:
+                for name, plane in planes.items():
+                    plane.copy_(old[name])
+
+            before.load([block], copy)
+
+        try:
+            if before is not None:
+                before.empty_staging()
+            after.initialise(take)
+        except BaseException:
+            after.close()
+            raise
+        if before is not None:
+            self._written_before += before.store.traffic.written_bytes
+            before.close()
+        self.nvme = after
+        after.prefetch()
 
     def initialise(self, fill: Callable[[Block, Planes], None]) -> None:
         """`fill` sets what does not start at zero (the masters), block by block."""

@@ -366,6 +366,68 @@ def own_descent(model, optimizer):
                 p.grad = None
 
 
+# -- weights that are frozen at first --------------------------------------------------------
+
+
+class HalfFrozen(Net):
+    """Only its last layer is trained at first."""
+
+    def __init__(self, depth=3):
+        super().__init__(depth)
+        self.layers[:-1].requires_grad_(False)
+
+
+def thawed_one_by_one(model, optimizer):
+    """The optimizer has all parameters from the beginning."""
+    layers = unwrapped(model).layers
+    for step in range(2 * STEPS):
+        if step in (2, 4):
+            layers[2 - step // 2].requires_grad_(True)
+        loss_of(model, step).backward()
+        clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 0.3)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def thawed_between_micro_batches(model, optimizer):
+    layers = unwrapped(model).layers
+    for step in range(2 * STEPS):
+        loss_of(model, step).backward()
+        layers[0].weight.requires_grad_(step >= 2)
+        loss_of(model, step + 10).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def thawed_for_a_submodule(model, optimizer):
+    layers = unwrapped(model).layers
+    for step in range(STEPS):
+        loss_of(model, step).backward()
+        layers[0].requires_grad_(True)
+        layers[0](batch(step)[0]).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def adversaries(model, optimizer):
+    """Halves of a model that are frozen in turn."""
+    layers = unwrapped(model).layers
+    for step in range(2 * STEPS):
+        layers[0].requires_grad_(step % 2 == 0)
+        layers[2].requires_grad_(step % 2 == 1)
+        loss_of(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+_THAWED = {
+    "thawed one by one": thawed_one_by_one,
+    "thawed between micro-batches": thawed_between_micro_batches,
+    "thawed for a submodule": thawed_for_a_submodule,
+}
+LOOPS |= _THAWED | {"adversaries": adversaries}
+BUILDS |= dict.fromkeys(_THAWED, HalfFrozen)
+
 LOOPS |= {
     f"clip by norm {order:g}": every(
         lambda m, s, order=order: clip_grad_norm_(m.parameters(), 0.2, order)

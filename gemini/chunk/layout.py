@@ -10,8 +10,8 @@ holds its parameters. So capacity that is left over is neither stored nor sent.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 
 from gemini.units import (
@@ -178,6 +178,25 @@ class ChunkLayout:
             shard = shard_numel(packed[-1].offset + packed[-1].numel, world_size)
             chunks.append(ChunkSpec(ChunkId(i), dtype, trainable, packed, shard, world_size, group))
         return cls(tuple(params), tuple(chunks), tuple(capacities.items()), world_size)
+
+    def with_trainable(self, chunks: Collection[ChunkId]) -> ChunkLayout:
+        """The same layout, in which these chunks are trained; ids and sizes stay."""
+        params = {slot.param for chunk in chunks for slot in self.chunks[chunk].slots}
+        capacities = dict(self.capacities)
+        for chunk in chunks:
+            group, dtype, trainable = self.chunks[chunk].key
+            capacities.setdefault((group, dtype, True), capacities[group, dtype, trainable])
+        return replace(
+            self,
+            params=tuple(
+                replace(spec, trainable=spec.trainable or ParamId(i) in params)
+                for i, spec in enumerate(self.params)
+            ),
+            chunks=tuple(
+                replace(spec, trainable=spec.trainable or spec.id in chunks) for spec in self.chunks
+            ),
+            capacities=tuple(sorted(capacities.items())),
+        )
 
     def chunk_of(self) -> dict[ParamId, ChunkId]:
         """The chunk of every parameter."""

@@ -82,6 +82,38 @@ def plan_above(plan: Plan, inputs: PlanInputs, policy: Placement) -> Planned:
     return _planned(Draft(inputs, policy, floor))
 
 
+def plan_grown(plan: Plan, inputs: PlanInputs, policy: Placement) -> Planned:
+    """The homes of `plan`, for a layout in which chunks are trained that were frozen.
+
+    Their state goes to the highest tier that holds it, of those where state may live; a fraction
+    of all state that must be on NVMe holds for them too. Raises BudgetError where none does.
+    """
+    sizes = Draft(inputs, policy).tiers.chunks
+    new = [i for i, chunk in enumerate(sizes) if chunk.trainable and not plan.chunks[i].trainable]
+    tiers = [Tier.NVME]
+    if inputs.nvme_state_frac < 1:
+        tiers = (
+            [Tier.DEVICE, Tier.HOST, Tier.NVME] if inputs.has_host_tier else [Tier.DEVICE, *tiers]
+        )
+    homes, error = _homes_of(plan), None
+    for tier in tiers:
+        for chunk in new:
+            homes.state[chunk] = [tier] * len(sizes[chunk].blocks)
+            homes.grad[chunk] = tier
+        draft = Draft(inputs, policy)
+        try:
+            if draft.lacks(homes) is None:
+                planned = draft.finish(homes)
+                error = draft.over_budget(planned.profile)
+                if error is None:
+                    return planned
+        except BudgetError as raised:
+            error = raised
+    raise error or BudgetError(
+        "the state of weights that were frozen fits nowhere; raise a budget", knob="device_budget"
+    )
+
+
 def _planned(draft: Draft) -> Planned:
     planned = draft.finish(draft.choose_homes())
     over = draft.over_budget(planned.profile)

@@ -44,6 +44,7 @@ from .backward import BackwardCall
 from .build import build_chunks
 from .comm import Communicator
 from .gradients import Gradients, PendingClip
+from .integrity import Integrity
 from .ledger import Ledger
 from .materialise import Materialiser
 from .numerics import Numerics
@@ -56,6 +57,7 @@ from .shard_storage import Originals, ShardStorage
 from .shard_target import ShardTarget
 from .tensor_files import FileConfig
 from .tensor_mgr import StatefulTensorMgr
+from .thaw import thaw
 
 log = logging.getLogger("gemini")
 
@@ -154,11 +156,14 @@ class Engine:
         self._summoned = False
         self.hook_handles: list[Any] = []  # on modules and parameters
         self.is_unwrapped = False
+        self.integrity: Integrity | None = None  # of the module that was wrapped
+        self._unheard = [  # frozen: nothing takes their gradients
+            ParamId(i) for i, param in enumerate(self.params) if not param.requires_grad
+        ]
         before = {ParamId(i): take_gradient(param) for i, param in enumerate(self.params)}
         for i, param in enumerate(self.params):
             if param.requires_grad:
-                hook = _gradient_hook(self, ParamId(i))
-                self.hook_handles.append(param.register_post_accumulate_grad_hook(hook))
+                self.listen(ParamId(i))
             wrap_in_place(param, ParamHandle(self, ParamId(i)))
         refuse_other_optimizers()
         self.adoption = Adoption(self.params)
@@ -345,6 +350,9 @@ class Engine:
             return
         self.settling.graph_is_open |= torch.is_grad_enabled()
         self.comm.check_unchanged()
+        if self.integrity is not None:
+            self.integrity.check()
+        self.thaw_what_is_trained()
         self._notice_broken_backward()
         self.end_reading()
         self._owes_meeting = self._is_ahead_of_meeting()
@@ -472,6 +480,22 @@ class Engine:
             "and fp32 masters on disk, are those of the last step if the disk comes back; "
             "else load a checkpoint"
         )
+
+    def listen(self, param: ParamId) -> None:
+        """Take this parameter's gradients as autograd accumulates them."""
+        hook = _gradient_hook(self, param)
+        self.hook_handles.append(self.params[param].register_post_accumulate_grad_hook(hook))
+
+    def thaw_what_is_trained(self) -> None:
+        """Parameters that were frozen may require a gradient by now; see `thaw`."""
+        thawed = [param for param in self._unheard if self.params[param].requires_grad]
+        if thawed:
+            self._unheard = [param for param in self._unheard if param not in thawed]
+            thaw(self, thawed)
+            for param in thawed:
+                grad = take_gradient(self.params[param])
+                if grad is not None:  # of a submodule that was called by itself
+                    self.gradients.assign(param, grad)
 
     def gradient_arrived(self, index: ParamId, grad: Tensor) -> None:
         """Autograd has the whole gradient of a parameter: pack it."""
@@ -621,6 +645,7 @@ class Engine:
             )
         self.check_gradients_whole()
         self.come_together()
+        self.thaw_what_is_trained()
         self.gradients.resolve()
         self.sampler.end()
         self.adopt_changes()

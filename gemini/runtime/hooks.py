@@ -56,8 +56,7 @@ def hook_modules(engine: Engine, root: nn.Module, gather_whole: GatherWhole) -> 
             num_owners[param] = num_owners.get(param, 0) + 1
     for module, (params, whole) in owners.items():
         # a tied parameter's gradient comes after the last of its owners: nobody waits for it
-        awaited = [p for p in params if num_owners[p] == 1 and engine.layout.params[p].trainable]
-        add(module, _Owner(engine, params, awaited, whole))
+        add(module, _Owner(engine, params, [p for p in params if num_owners[p] == 1], whole))
     add(root, _Root(engine))  # around the root's own, if it is an owner
     return handles
 
@@ -101,11 +100,20 @@ class _Owner:
         self._engine = engine
         self._whole = whole
         self._params = tuple(params)
-        self._awaited = tuple(awaited)
+        self._may_await = tuple(awaited)
+        self._layout = engine.layout
+        self._awaited = self._now_awaited()
         self._chunks = tuple(sorted({engine.chunk_of[param] for param in params}))
+
+    def _now_awaited(self) -> tuple[ParamId, ...]:
+        params = self._engine.layout.params
+        return tuple(param for param in self._may_await if params[param].trainable)
 
     @_disable_dynamo
     def before_forward(self, module: nn.Module, args: Any) -> None:
+        if self._layout is not self._engine.layout:  # parameters were thawed
+            self._layout = self._engine.layout
+            self._awaited = self._now_awaited()
         self._engine.sampler.at_moment("enter", self._params)
         self._engine.at_moment(self._chunks)
         self._engine.manager.begin_use(self._chunks, self._params)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -18,16 +18,15 @@ class ModuleChanged(RuntimeError):
 class Integrity:
     """What every module below a root had when it was wrapped; compared before each forward."""
 
-    def __init__(self, root: nn.Module, frozen: Sequence[tuple[str, nn.Parameter]]) -> None:
+    def __init__(self, root: nn.Module) -> None:
         self._modules = [
             (name, module, dict(module._parameters), dict(module._modules))
             for name, module in root.named_modules()
         ]
-        self._frozen = list(frozen)
 
     @_disable_dynamo
     def check(self) -> None:
-        """Raise ModuleChanged, with the name, for a parameter added, replaced or unfrozen.
+        """Raise ModuleChanged, with the name, for a parameter added or replaced.
 
         Modules without parameters may come and go.
         """
@@ -41,9 +40,6 @@ class Integrity:
                     for param_name, param in child.named_parameters():
                         if handle_of(param) is None:
                             raise _changed(_join(name, key, param_name), "is new")
-        for name, param in self._frozen:
-            if param.requires_grad:
-                raise _changed(name, "was frozen and now requires a gradient")
 
     @staticmethod
     def _refuse(name: str, now: Mapping[str, Any], before: Mapping[str, Any]) -> None:

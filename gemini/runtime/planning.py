@@ -26,6 +26,7 @@ from gemini.placement.planner import (
     PlanInputs,
     Planned,
     plan_above,
+    plan_grown,
     plan_within,
 )
 from gemini.placement.policy import (
@@ -261,6 +262,19 @@ class Planning:
             for old, new in zip(self.plan.shards, found.plan.shards, strict=True)
         ]
         return found if any(changed) else None
+
+    def grow(self, layout: ChunkLayout) -> None:
+        """Chunks that were frozen are trained from now on: plan their gradients and state.
+
+        Collective. Raises BudgetError where they fit nowhere, and then nothing has changed.
+        """
+        inputs = replace(self.inputs, layout=layout)
+        planned = plan_grown(self.plan, inputs, self.policy)
+        begun, was_measured = self._begun
+        self._begun = replace(begun, layout=layout), was_measured
+        self.inputs, self.planned = inputs, planned
+        self.others.clear()
+        self._compare(self.plan)
 
     def adopt(self, planned: Planned) -> None:
         """Shards and state are where this says."""

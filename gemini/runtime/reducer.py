@@ -49,6 +49,12 @@ class Reducer:
         self._begun: list[Chunk] = []  # not waited for, in the order of beginning
         self.reset()
 
+    def add(self, chunks: Sequence[Chunk]) -> None:
+        """These have gradients from now on; between backwards."""
+        self._order += chunks
+        self._traced = None
+        self.reset()
+
     # -- module calls --
 
     def announce(self, chunks: Iterable[ChunkId]) -> None:

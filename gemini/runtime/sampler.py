@@ -96,6 +96,11 @@ class Sampler:
         """What was measured here may be of the first iteration alone: libraries allocate once."""
         self._stale.add((trace.kind, trace.signature))
 
+    def specs_changed(self, specs: Sequence[ParamSpec]) -> None:
+        """Parameters are trained that were frozen: iterations are others than those measured."""
+        self._specs = specs
+        self.look_again()
+
     def look_again(self) -> None:
         """What was measured of training was measured in other homes."""
         for key in self.collector.traces:

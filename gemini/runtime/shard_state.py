@@ -15,7 +15,7 @@ from gemini.chunk.storage import Chunk
 from gemini.placement.plan import Plan
 from gemini.placement.sizes import StateBytes
 from gemini.placement.tiers import Tier
-from gemini.units import ChunkId
+from gemini.units import BlockId, ChunkId
 from optim.config import StateConfig
 from optim.space import Block, Segment, StateSpace
 from optim.state_layout import MASTER, StateLayout
@@ -60,25 +60,16 @@ class ShardState:
             depth=config.nvme.depth,
         )
         nvme = replace(config.nvme, block_numel=planning.block_numel)
-        segments, base = [], 0
-        for chunk in self._chunks:
-            for part in engine.layout.shard_parts(chunk.spec, engine.comm.rank):
-                segments.append(
-                    Segment(part.param, part.param_offset, part.numel, base + part.offset)
-                )
-            base += chunk.spec.shard_numel
-        space = StateSpace.build(
-            segments, [chunk.spec.shard_numel for chunk in self._chunks], nvme.block_numel
-        )
+        space = self._space(nvme.block_numel)
         engine.storage.serve(nvme.block_numel, nvme.depth, nvme.meter)
-        on_nvme = planning.plan.blocks_on(Tier.NVME)
+        plan = planning.plan
         if not nvme.folders and planning.nvme_folder is not None:
             nvme = replace(nvme, folders=(planning.nvme_folder,))
         self._tiers = TieredState(
             space,
             layout,
-            on_nvme=on_nvme,
-            on_host=planning.plan.blocks_on(Tier.HOST),
+            on_nvme=self._planned_on(Tier.NVME, plan, space),
+            on_host=self._planned_on(Tier.HOST, plan, space),
             nvme=nvme,
             device=engine.backend.device,
             label=f"rank{engine.comm.rank}-",
@@ -95,8 +86,66 @@ class ShardState:
 
     def raise_state(self, plan: Plan) -> None:
         """Blocks of state rise to where `plan` has them; see `TieredState.rise`."""
-        on_nvme, on_host = plan.blocks_on(Tier.NVME), plan.blocks_on(Tier.HOST)
-        self._tiers.rise(on_nvme=on_nvme, on_host=on_host)
+        space = self._tiers.space
+        self._tiers.rise(
+            on_nvme=self._planned_on(Tier.NVME, plan, space),
+            on_host=self._planned_on(Tier.HOST, plan, space),
+        )
+
+    def extend(self, chunks: Sequence[Chunk]) -> None:
+        """Keep state of these chunks too, which were frozen; where the engine's plan has it."""
+        engine = self._engine
+        rounded = [c for c in chunks if c.dtype != torch.float32]
+        if rounded and engine.numerics.master_weights and not self._tiers.layout.has_master:
+            raise RuntimeError(
+                "the optimizer was made without fp32 masters, as all that was trained was fp32; "
+                "what is trained now has 16 bits, so make the optimizer when all of it is trained"
+            )
+        self._chunks += chunks
+        space = self._space(engine.planning.block_numel)
+        shards = Shards(self._chunks)
+        self._unfilled.update(
+            block.shard for block in space.blocks[len(self._tiers.space.blocks) :]
+        )
+        plan = engine.planning.plan
+        try:
+            self._tiers.extend(
+                space,
+                partial(self._fill_master, shards),
+                on_nvme=self._planned_on(Tier.NVME, plan, space),
+                on_host=self._planned_on(Tier.HOST, plan, space),
+            )
+        except BaseException:
+            del self._chunks[-len(chunks) :]
+            raise
+        shards.end()
+
+    def _space(self, block_numel: int) -> StateSpace:
+        """Of the chunks in the order in which they came to be trained."""
+        engine, base = self._engine, 0
+        segments: list[Segment] = []
+        for chunk in self._chunks:
+            for part in engine.layout.shard_parts(chunk.spec, engine.comm.rank):
+                segments.append(
+                    Segment(part.param, part.param_offset, part.numel, base + part.offset)
+                )
+            base += chunk.spec.shard_numel
+        return StateSpace.build(
+            segments, [chunk.spec.shard_numel for chunk in self._chunks], block_numel
+        )
+
+    def _planned_on(self, tier: Tier, plan: Plan, space: StateSpace) -> frozenset[BlockId]:
+        """Blocks of a space that a plan has there. The plan numbers them in layout order."""
+        found, place = [], {chunk.spec.id: i for i, chunk in enumerate(self._chunks)}
+        of_shard: dict[int, list[BlockId]] = {}
+        for block in space.blocks:
+            of_shard.setdefault(block.shard, []).append(block.id)
+        for shard in plan.shards:
+            if shard.chunk in place:
+                blocks = of_shard.get(place[shard.chunk], [])
+                homes = zip(blocks, shard.state_homes, strict=True)
+                found += [block for block, home in homes if home is tier]
+        return frozenset(found)
 
     # -- masters --
 

@@ -86,6 +86,10 @@ class ShardStorage:
             files.close()
         self.params = self.gradient_files = self.host_gradients = None
 
+    def layout_changed(self, layout: ChunkLayout) -> None:
+        """Chunks are trained that were frozen; sizes stay."""
+        self._specs = layout.chunks
+
     def place_gradients(self, plan: Plan, chunks: list[Chunk]) -> None:
         """Send gradients, those of the future and those there are, to the plan's homes."""
         homes = {shard.chunk: shard.grad_home for shard in plan.shards}

@@ -77,9 +77,7 @@ class ShardTarget(ShardState):
                 has_master=self.has_master,
             )
         )
-        if isinstance(self._path, CpuStepPath):
-            for chunk in self._chunks:
-                chunk.gradient.measure = partial(self._path.measure_leaving, chunk)
+        self.measure_leaving()
         engine.storage.place_gradients(engine.planning.plan, engine.chunks)
         engine.manager.ledger.state = self._tiers
         engine.manager.payload_room_bytes = engine.planning.payload_room_bytes
@@ -88,6 +86,12 @@ class ShardTarget(ShardState):
         self._closed = False
         self._was_loaded = False
         self._log = SkipLog()
+
+    def measure_leaving(self) -> None:
+        """Gradients that leave the device are measured as they do."""
+        if isinstance(self._path, CpuStepPath):
+            for chunk in self._chunks:
+                chunk.gradient.measure = partial(self._path.measure_leaving, chunk)
 
     # -- the step --
 

@@ -36,6 +36,8 @@ def all_loops(rank, place, names):
 def test_loops_written_for_torch_have_the_updates_of_torch(world_size, place, bound):
     of_operators = (world_size, place) == (2, "resident")
     names = [name for name in LOOPS if of_operators or "place" not in name]
+    if place == "files":  # in one process: tests/gemini/test_thaw.py
+        names = [name for name in names if not name.startswith("thawed")]
     found = {}
     for begin in range(0, len(names), 12):  # processes anew: one that fails names its loop
         found |= run_ranks(all_loops, world_size, place, names[begin : begin + 12])[0]

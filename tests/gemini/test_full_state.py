@@ -295,12 +295,6 @@ def test_a_module_that_changed_after_wrapping_is_refused_by_name():
     model = fresh()
     with pytest.raises(ValueError, match=r"layers\.0\.1\.bias of shape \(77,\) cannot be given"):
         model.layers[0][1].bias.data = torch.zeros(5)
-    module = Tower()
-    module.layers[0].requires_grad_(False)
-    model = GeminiDDP(module, **SMALL)
-    module.layers[0].requires_grad_(True)
-    with pytest.raises(ModuleChanged, match=r"layers\.0\.0\.weight was frozen"):
-        model(ids)
     model = fresh()
     model.module.activation = nn.GELU()  # nothing to train: allowed
     model(ids)
