@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
-from tests.loops import ADAM, batch, plain, updates, wrapped
+from tests.loop_cases import HalfFrozen
+from tests.loops import ADAM, Net, batch, plain, updates, wrapped
 from tests.workers import run_ranks
 
 PLACES = ("resident", "host", "nvme")
@@ -141,8 +142,11 @@ def step(run: Run) -> None:
     run.optimizer.step()
 
 
-def begin(run: Run, late: bool) -> None:
-    """An optimizer over all parameters, or over all but the last layer's."""
+def begin(run: Run, late: bool, frozen: bool) -> None:
+    """An optimizer over all parameters, or over all but the last layer's.
+
+    `frozen`: all but the last layer are, when the module is wrapped; see `build_of`.
+    """
     if not late:
         return
     kind = type(run.optimizer)
@@ -258,7 +262,7 @@ def draw(rng: random.Random) -> list[Call]:
             ]
         )
 
-    program: list[Call] = [("begin", (rng.random() < 0.3,))]
+    program: list[Call] = [("begin", (rng.random() < 0.3, rng.random() < 0.2))]
     num_calls = rng.randint(4, MAX_CALLS)
     while len(program) < num_calls:
         if rng.random() < 0.2:
@@ -284,11 +288,17 @@ class Outcome:
     said: str | None = None
 
 
+def build_of(program: list[Call]) -> Callable[..., nn.Module]:
+    name, args = program[0]
+    return HalfFrozen if name == "begin" and args[1] else Net
+
+
 def run_program(program: list[Call], place: str) -> Outcome:
     """Both sides, call by call."""
-    torch_model, torch_optimizer = plain()
+    build = build_of(program)
+    torch_model, torch_optimizer = plain(build)
     want = Run(torch_model, torch_optimizer)
-    model, optimizer = wrapped(place=place)
+    model, optimizer = wrapped(build, place)
     got = Run(model, optimizer)
     said = None
     try:

@@ -50,22 +50,7 @@ def plan_within(plan: Plan, inputs: PlanInputs, policy: Placement) -> Planned:
     """
     if plan.layout_digest != inputs.layout.digest():
         raise ValueError("a plan's homes hold for its own layout only; make a new plan")
-    draft, homes = Draft(inputs, policy), _homes_of(plan)
-    if draft.lacks(homes) is not None:
-        draft.give_up_cap()
-    lack = draft.lacks(homes)
-    if lack is not None:
-        moment, missing = lack
-        where = f"{inputs.trace.moments[moment]} beside what lives there"
-        raise BudgetError.missing(
-            Tier.DEVICE, missing, inputs.budgets.device, where,
-            "raise device_budget by as much, or use a smaller batch",
-        )  # fmt: skip
-    planned = draft.finish(homes)
-    over = draft.over_budget(planned.profile)
-    if over is not None:
-        raise over
-    return planned
+    return _in_homes(Draft(inputs, policy), _homes_of(plan))
 
 
 def plan_above(plan: Plan, inputs: PlanInputs, policy: Placement) -> Planned:
@@ -95,23 +80,37 @@ def plan_grown(plan: Plan, inputs: PlanInputs, policy: Placement) -> Planned:
         tiers = (
             [Tier.DEVICE, Tier.HOST, Tier.NVME] if inputs.has_host_tier else [Tier.DEVICE, *tiers]
         )
-    homes, error = _homes_of(plan), None
+    homes = _homes_of(plan)
     for tier in tiers:
         for chunk in new:
             homes.state[chunk] = [tier] * len(sizes[chunk].blocks)
             homes.grad[chunk] = tier
-        draft = Draft(inputs, policy)
         try:
-            if draft.lacks(homes) is None:
-                planned = draft.finish(homes)
-                error = draft.over_budget(planned.profile)
-                if error is None:
-                    return planned
-        except BudgetError as raised:
-            error = raised
-    raise error or BudgetError(
-        "the state of weights that were frozen fits nowhere; raise a budget", knob="device_budget"
-    )
+            return _in_homes(Draft(inputs, policy), homes)
+        except BudgetError:
+            if tier is tiers[-1]:
+                raise
+    raise AssertionError("there is no tier")
+
+
+def _in_homes(draft: Draft, homes: Homes) -> Planned:
+    """Raises BudgetError where what a moment needs does not fit beside what lives there."""
+    if draft.lacks(homes) is not None:
+        draft.give_up_cap()
+    lack = draft.lacks(homes)
+    if lack is not None:
+        moment, missing = lack
+        inputs = draft.inputs
+        where = f"{inputs.trace.moments[moment]} beside what lives there"
+        raise BudgetError.missing(
+            Tier.DEVICE, missing, inputs.budgets.device, where,
+            "raise device_budget by as much, or use a smaller batch",
+        )  # fmt: skip
+    planned = draft.finish(homes)
+    over = draft.over_budget(planned.profile)
+    if over is not None:
+        raise over
+    return planned
 
 
 def _planned(draft: Draft) -> Planned:

@@ -490,8 +490,8 @@ class Engine:
         """Parameters that were frozen may require a gradient by now; see `thaw`."""
         thawed = [param for param in self._unheard if self.params[param].requires_grad]
         if thawed:
-            self._unheard = [param for param in self._unheard if param not in thawed]
             thaw(self, thawed)
+            self._unheard = [param for param in self._unheard if param not in thawed]
             for param in thawed:
                 grad = take_gradient(self.params[param])
                 if grad is not None:  # of a submodule that was called by itself
