@@ -72,7 +72,7 @@ class UnitWriter:
     def reserve(self, nbytes: int) -> None:
         """Allocate this much on disk now. Raises nvme.DiskFullError where it is not there."""
         try:
-            calls.allocate(self._file.fd, 0, max(nbytes, 1))
+            calls.reserve(self._file.fd, max(nbytes, 1))
         except OSError as error:
             path = str(self._file.path)
             raise transfer_error("write", path, 0, nbytes, error.errno or 0) from error

@@ -56,6 +56,17 @@ def exchange(one: Path, other: Path) -> None:
 # -- made of the above --
 
 
+def reserve(fd: int, nbytes: int) -> None:
+    """Allocate the first `nbytes` of a file. Raises OSError.
+
+    What cannot be had is refused before it is tried, which would fill the disk for everybody.
+    """
+    status = os.fstatvfs(fd)
+    if status.f_blocks and nbytes > status.f_bfree * status.f_frsize:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    allocate(fd, 0, nbytes)
+
+
 def sync_folder(path: Path) -> None:
     """Names that were made, changed or removed in a folder are on the disk when this returns."""
     fd = open_file(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -146,7 +146,7 @@ def create_files(
 def _create(path: Path, nbytes: int) -> OpenFile:
     opened = _open_locked(path)
     try:
-        calls.allocate(opened.fd, 0, nbytes)
+        calls.reserve(opened.fd, nbytes)
     except OSError as error:
         remove_files([opened])
         if error.errno not in FULL_ERRNOS:

@@ -167,11 +167,14 @@ def test_files_are_private_and_removed_on_close(tmp_path, store):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_is_said_at_construction_and_leaves_nothing(tmp_path):
+def test_what_no_disk_holds_is_refused_before_the_disk_is_filled(tmp_path, monkeypatch):
+    """Trying would take all that there is, from everybody, until it fails."""
+    asked = []
+    monkeypatch.setattr(nvme.calls, "allocate", lambda fd, offset, nbytes: asked.append(nbytes))
     huge = os.statvfs(tmp_path).f_blocks * os.statvfs(tmp_path).f_frsize
-    with pytest.raises(nvme.DiskFullError, match=r"cannot hold .* free"):
+    with pytest.raises(nvme.DiskFullError, match=r"cannot hold .* free, ENOSPC"):
         BlockStore([tmp_path], StoreLayout.plan("d", [huge]))
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [] and not asked
 
 
 def test_a_limit_on_file_size_counts_as_full(tmp_path):

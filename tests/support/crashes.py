@@ -139,10 +139,12 @@ def explore(
     samples: int,
     most: int = 1000,
     seed: int = 0,
+    after: Callable[[Op], bool] = lambda op: True,
 ) -> int:
     """`check` every different content after every call; how many there were.
 
     most: contents after one call, of those that `choices` gives.
+    after: the calls after which to look.
     """
     rng = random.Random(seed)
     disk, notes, seen = Disk(), [], set()
@@ -150,6 +152,8 @@ def explore(
         disk.do(op)
         if isinstance(op, Note):
             notes.append(op.text)
+        if not after(op):
+            continue
         ways = list(choices(disk.pending, rng, samples))
         for kept in ways if len(ways) <= most else rng.sample(ways, most):
             files, folders = disk.after(kept)
