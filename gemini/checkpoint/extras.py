@@ -20,7 +20,7 @@ from .torch_files import safe_load
 
 
 def encode(what: str, value: Any) -> Tensor:
-    """uint8 [n]. Raises CheckpointError for what could not be loaded again without pickle."""
+    """uint8 [n]. Raises CheckpointError for what `weights_only` would not load again."""
     data = io.BytesIO()
     try:
         torch.save(value, data)

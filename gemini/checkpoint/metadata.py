@@ -1,4 +1,4 @@
-"""`.metadata`, the one pickle of a checkpoint: read with a list of what may be in it, then checked.
+"""`.metadata`, a pickle of DCP's: read with a list of what may be in it, then checked.
 
 A checkpoint may come from anybody. What it says of tensors is compared with the bytes that its
 files have before any memory is taken for one.
@@ -66,9 +66,13 @@ _FUNCTIONS: dict[tuple[str, str], Any] = {
     ("torch", "Size"): _size,
     ("collections", "OrderedDict"): _empty,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    ("pathlib", "Path"): PosixPath,
     (metadata.__name__, "_MEM_FORMAT_ENCODING"): metadata._MEM_FORMAT_ENCODING,
-    **{("pathlib", name): PosixPath for name in ("Path", "PosixPath")},
-    ("pathlib", "PurePosixPath"): PurePosixPath,
+    **{
+        (module, kind.__name__): kind
+        for module in ("pathlib", "pathlib._local")  # the second from Python 3.13 on
+        for kind in (PosixPath, PurePosixPath)
+    },
 }
 
 
