@@ -241,6 +241,15 @@ WRONG = {
 }
 
 
+def test_a_unit_is_no_larger_than_any_that_was_written(saved):
+    """What reads takes memory for four of the largest, whatever the file has."""
+    body, nbytes = manifest_of(saved), (16 << 20) + 4096
+    os.truncate(saved / "__0_0.distcp", nbytes)
+    body["files"]["__0_0.distcp"] = {"nbytes": nbytes, "units": [[0, nbytes, 0]]}
+    put_manifest(saved, body)
+    assert refused(saved, CorruptError, "has a unit of") == [1, 1, 1]
+
+
 @pytest.mark.parametrize("kind", WRONG)
 def test_a_manifest_of_other_types_is_refused_in_words(kind, saved):
     body = manifest_of(saved)

@@ -55,6 +55,7 @@ def test_index_round_trips_and_a_torn_one_is_none(entries):
     assert Index.decode(data, count + 1) is None and Index.decode(data, count - 1) is None
     for end in (0, 23, len(data) - 1):
         assert Index.decode(data[:end], count) is None
+    assert Index.decode(data[:16] + bytes([count + 1]) + data[17:], count) is None
     torn = data[:-1] + bytes([data[-1] ^ 1])
     assert Index.decode(torn, count) is None
 
