@@ -122,6 +122,13 @@ def resize(metadata, size):
     weight(metadata).chunks[0].sizes = torch.Size(size)
 
 
+def move(metadata, offsets):
+    """A part of a weight that begins elsewhere."""
+    weight(metadata).chunks[0].offsets = torch.Size(offsets)
+    index = MetadataIndex("model.weight", torch.Size(offsets))
+    metadata.storage_data[index] = place(metadata)
+
+
 def enlarge_blob(metadata):
     entry = metadata.state_dict_metadata["gemini.common"]
     entry.size = entry.chunks[0].sizes = torch.Size([1 << 40])
@@ -141,8 +148,8 @@ LIES = {
     "a weight of a tebibyte": lambda m: resize(m, (1 << 20, 1 << 20)),
     "a weight of more than there is": lambda m: resize(m, (1 << 40, 1 << 40)),
     "a value of a tebibyte": enlarge_blob,
-    "a part outside": lambda m: setattr(weight(m).chunks[0], "offsets", torch.Size((1, 0))),
-    "a part before": lambda m: setattr(weight(m).chunks[0], "offsets", torch.Size((-1, 0))),
+    "a part outside": lambda m: move(m, (1, 0)),
+    "a part before": lambda m: move(m, (-1, 0)),
     "parts of fewer dimensions": lambda m: setattr(weight(m).chunks[0], "sizes", torch.Size((21,))),
     "no parts": lambda m: setattr(weight(m), "chunks", []),
     "parts that are none": lambda m: setattr(weight(m), "chunks", [1, 2]),

@@ -14,7 +14,7 @@ from pathlib import Path
 import nvme
 
 PREFIX = "gt-"  # short: sockets lie in it
-_LOCK = "lock"
+_LOCK = "gemini-tests.lock"  # says whose the folder is, whatever it is called
 
 
 def make() -> None:
@@ -22,10 +22,14 @@ def make() -> None:
     removed."""
     parent = _parent()
     _remove_dead(parent)
-    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX)  # as long as this process lives
+        if os.fstat(lock).st_nlink:  # and nobody took it for dead before
+            break
+        os.close(lock)
     folder.chmod(0o711)  # a test becomes another user
-    lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    fcntl.flock(lock, fcntl.LOCK_EX)  # as long as this process lives
     os.environ["TMPDIR"] = str(folder)
     tempfile.tempdir = None  # it is looked up again
     # after multiprocessing has removed its own sockets, which is at -100
