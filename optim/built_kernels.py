@@ -8,8 +8,10 @@ into it. The folder may be deleted at any time.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import functools
+import grp
 import hashlib
 import importlib
 import inspect
@@ -17,12 +19,14 @@ import json
 import logging
 import os
 import platform
+import pwd
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -93,7 +97,7 @@ def kernels(specs: Sequence[KernelSpec]) -> list[Kernel]:
 
 def _load(path: Path) -> Kernel:
     if path not in _loaded:
-        _check_owned(path)
+        _check_owned(path, stat.S_ISREG)
         try:
             _loaded[path] = Kernel(path)
         except RuntimeError as error:
@@ -106,27 +110,57 @@ def _load(path: Path) -> Kernel:
 
 
 def _cache_folder() -> Path:
-    """Made where it is not there; refused where somebody else could have written into it."""
+    """Made where it is not there; refused where somebody else could have written into it, or could
+    put another in its place. The path that is answered has no link in it."""
     try:
         base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        folder = Path(base).absolute() / FOLDER
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir(mode=0o700, exist_ok=True)
+        parent = Path(base).absolute()
+        parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder = parent.resolve() / FOLDER
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
     except (OSError, RuntimeError) as error:  # also a user without a home
         raise KernelBuildError(
             f"there is no folder for compiled kernels ({error}); name one in XDG_CACHE_HOME"
         ) from error
-    _check_owned(folder)
+    _check_owned(folder, stat.S_ISDIR)
+    for above in folder.parents:
+        _check_parent(above, folder)
     return folder
 
 
-def _check_owned(path: Path) -> None:
-    found = path.stat()
-    if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+def _check_owned(path: Path, is_kind: Callable[[int], bool]) -> None:
+    """It is no link, and ours alone."""
+    found = path.lstat()
+    if not is_kind(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
         raise KernelBuildError(
-            f"{path} belongs to another user or can be written by others, and code is loaded from "
-            "it; make it yours alone (chmod go-w), or name another folder in XDG_CACHE_HOME"
+            f"{path} is a link, belongs to another user or can be written by others, and code is "
+            "loaded from it; make it yours alone (chmod go-w), or name another folder in "
+            "XDG_CACHE_HOME"
         )
+
+
+def _check_parent(path: Path, folder: Path) -> None:
+    """Nobody but root and this user can put another folder in the place of what is in it."""
+    found = path.stat()
+    others_write = found.st_mode & stat.S_IWOTH or (
+        found.st_mode & stat.S_IWGRP and not _is_private_group(found.st_gid)
+    )
+    if found.st_uid not in (0, os.geteuid()) or (others_write and not found.st_mode & stat.S_ISVTX):
+        raise KernelBuildError(
+            f"others can put another folder in the place of {folder}, because they can write to "
+            f"{path}, and code is loaded from it; change that (chmod go-w), or name another folder "
+            "in XDG_CACHE_HOME"
+        )
+
+
+def _is_private_group(gid: int) -> bool:
+    """Whether this user is alone in a group, as where every user has one of the same name."""
+    try:
+        group, user = grp.getgrgid(gid), pwd.getpwuid(os.geteuid())
+    except KeyError:
+        return False
+    return group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
 
 
 @contextmanager

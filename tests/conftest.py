@@ -12,9 +12,11 @@ if not torch.cuda.is_available():
 import pytest
 from hypothesis import settings
 
+from tests.support import own_folder
 from tests.workers import poison_memory
 
 poison_memory()
+own_folder.make()  # before anything asks for a temporary folder
 # A loaded machine is no failure; the same examples every time, so that a failure is the change's.
 settings.register_profile("same", deadline=None, derandomize=True)
 settings.register_profile("new", deadline=None)  # `make fuzz`

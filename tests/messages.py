@@ -11,8 +11,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("gemini", "optim", "io/nvme", "kernels_triton")
 LOGS = ("log.warning", "log.error", "warnings.warn")
-# not for users: the store's and the kernels' own checks of what our code hands them
-INTERNAL = ("AssertionError", "AttributeError", "SystemExit", "OSError", "InterruptedError")
+# not for users: own checks of what our code hands on; a PickleError is part of a CorruptError
+INTERNAL = ("AssertionError", "AttributeError", "SystemExit", "OSError", "InterruptedError",
+            "PickleError")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,8 @@ ROOT = Path(__file__).resolve().parent.parent
 INTERNAL = (
     "kernels_triton/", "optim/space.py", "optim/state_layout.py", "gemini/placement/opt.py",
     "gemini/memtracer/timeline.py", "io/nvme/layout.py", "io/nvme/store.py",
+    "gemini/checkpoint/manifest.py", "gemini/checkpoint/metadata.py",
+    "gemini/checkpoint/torch_files.py",
 )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import argparse
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,14 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from gemini.units import format_bytes, parse_bytes
 
 from .errors import CheckpointError, FormatError
-from .export import SafetensorsWriter, TensorSpec
-from .folder import find, read_manifest
+from .export import SafetensorsWriter, spec_of
+from .folder import find
 from .keys import Keys
 from .manifest import Manifest
 from .metadata import read_metadata
+from .ranks import in_dcp
 from .reader import Reader, SafePlanner
+from .reading import read_manifest
 from .units import UnitReader
 
 
@@ -68,29 +71,27 @@ def export(path: Path, out: Path, max_shard_size: str, dtype: str | None) -> Non
     manifest, metadata = _opened(folder)
     prefix = Keys().model
     wanted = None if dtype is None else getattr(torch, dtype)
+    places: dict[str, set[tuple[str, int]]] = {}
+    for index, place in metadata.storage_data.items():
+        places.setdefault(index.fqn, set()).add((place.relative_path, place.offset))
     specs, seen = [], set()
     for key, entry in metadata.state_dict_metadata.items():
         if not key.startswith(prefix) or not isinstance(entry, TensorStorageMetadata):
             continue
-        places = frozenset(
-            (place.relative_path, place.offset)
-            for index, place in metadata.storage_data.items()
-            if index.fqn == key
-        )
-        if places and places in seen:
+        found = frozenset(places.get(key, ()))
+        if found and found in seen:
             continue  # a tied parameter, under another name
-        seen.add(places)
+        seen.add(found)
         own = entry.properties.dtype
-        there = wanted if wanted is not None and own.is_floating_point else own
-        specs.append((TensorSpec(key.removeprefix(prefix), there, tuple(entry.size)), own))
+        specs.append((spec_of(key.removeprefix(prefix), own, entry.size, wanted), own))
     if not specs:
         raise FormatError(f"{folder} has no weights under {prefix!r}")
     writer = SafetensorsWriter(out.absolute(), [s for s, _ in specs], parse_bytes(max_shard_size))
+    reader = Reader(folder, manifest, metadata)
     try:
         for spec, own in specs:
             state: dict[str, Any] = {prefix + spec.name: torch.empty(spec.shape, dtype=own)}
-            reader = Reader(folder, manifest)
-            load(state, storage_reader=reader, planner=SafePlanner(), no_dist=True)
+            in_dcp(partial(load, state, storage_reader=reader, planner=SafePlanner(), no_dist=True))
             writer.add(spec.name, state[prefix + spec.name])
         writer.commit()
     except BaseException:

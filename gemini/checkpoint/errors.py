@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+
+from nvme import cause_of
 
 
 class CheckpointError(RuntimeError):
@@ -31,3 +34,12 @@ def said_plainly() -> Iterator[None]:
         raise
     except Exception as error:
         raise CheckpointError(f"{type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def on_disk(what: str, path: Path) -> Iterator[None]:
+    """An OSError inside becomes a CheckpointError: what could not be done, where, and why."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"cannot {what} {path}: {cause_of(error.errno)}") from error

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -21,9 +20,13 @@ from torch import Tensor, nn
 from gemini.ddp import GeminiDDP
 from gemini.runtime.full import full_parameters
 from gemini.units import parse_bytes
+from nvme import calls
 
-from .errors import CheckpointError, FormatError
+from . import unfinished
+from .errors import CheckpointError, FormatError, on_disk
+from .manifest import is_plain_name
 from .ranks import Ranks
+from .reading import read_json
 
 INDEX = "model.safetensors.index.json"
 _DTYPES = {
@@ -129,8 +132,15 @@ class SafetensorsWriter:
             raise CheckpointError(f"cannot export to {target}: it exists; give a new folder")
         self._target = target
         self.folder = target.parent / f".{target.name}.exporting"
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self.folder.mkdir(parents=True)
+        with on_disk("export to", target):
+            calls.make_folders(target.parent)
+            with unfinished.held_if_dead(self.folder) as is_dead:
+                if is_dead:
+                    unfinished.remove(self.folder)
+            try:
+                self._lock = unfinished.make(self.folder)
+            except FileExistsError:
+                unfinished.refuse(self.folder, target, "export")
         files = _files(specs, limit)
         self._names = [
             f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))
@@ -154,32 +164,37 @@ class SafetensorsWriter:
         """The next tensor."""
         file, spec, number = self._coming.pop()
         assert name == spec.name and tuple(value.shape) == spec.shape
-        if number == 0:
-            self._close()
-            self._open = (self.folder / file).open("xb")
-            self._open.write(self._headers[file])
         flat = value.detach().to("cpu", spec.dtype).contiguous().reshape(-1)
-        self._open.write(flat.view(torch.uint8).numpy())
+        with on_disk("write", self.folder / file):
+            if number == 0:
+                self._close()
+                self._open = (self.folder / file).open("xb")
+                self._open.write(self._headers[file])
+            self._open.write(flat.view(torch.uint8).numpy())
 
     def commit(self) -> None:
         """Everything was added: sync and rename."""
         assert not self._coming
-        self._close()
-        with (self.folder / INDEX).open("w") as file:
-            json.dump(self._index, file, indent=2)
-            file.flush()
-            os.fsync(file.fileno())
-        os.rename(self.folder, self._target)
+        with on_disk("export to", self._target):
+            self._close()
+            text = json.dumps(self._index, indent=2).encode()
+            calls.write_whole(self.folder / INDEX, text)
+            for path in self.folder.iterdir():
+                calls.sync_file(path)
+            calls.sync_folder(self.folder)
+            calls.rename(self.folder, self._target)
+            calls.sync_folder(self._target.parent)
+            calls.unlink(self._target / unfinished.LOCK)
+        calls.close(self._lock)
 
     def abandon(self) -> None:
         if self._open is not None:
             self._open.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        unfinished.remove(self.folder)
+        calls.close(self._lock)
 
     def _close(self) -> None:
         if self._open is not None:
-            self._open.flush()
-            os.fsync(self._open.fileno())
             self._open.close()
             self._open = None
 
@@ -190,10 +205,11 @@ class LazyTensors(Mapping[str, Tensor]):
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         from safetensors import safe_open
 
-        names = sorted(path.name for path in folder.glob("*.safetensors"))
         index = folder / INDEX
         if index.exists():
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            names = _names_in(index)
+        else:
+            names = sorted(path.name for path in folder.glob("*.safetensors"))
         if not names:
             raise FormatError(f"{folder} has no safetensors")
         self._file_of: dict[str, Any] = {}
@@ -227,6 +243,18 @@ class LazyTensors(Mapping[str, Tensor]):
         return {name: self[name] for name in self}
 
 
+def _names_in(index: Path) -> list[str]:
+    """Of the files that an index names."""
+    try:
+        names = set(json.loads(read_json(index))["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise FormatError(f"{index} is no index of safetensors: {error!r:.200}") from error
+    for name in names:
+        if not is_plain_name(name):
+            raise FormatError(f"{index} names {name!r:.80}, expected files of its folder")
+    return sorted(names)
+
+
 def _content(
     model: nn.Module, dtype: torch.dtype | None
 ) -> tuple[list[TensorSpec], Iterator[tuple[str, Tensor]]]:
@@ -236,11 +264,13 @@ def _content(
         for name, value in model.state_dict(keep_vars=True).items():
             first.setdefault(id(value), (name, value))
         plain = first.values()
-        return [_spec(name, value.dtype, value.shape, dtype) for name, value in plain], iter(plain)
+        return [spec_of(name, value.dtype, value.shape, dtype) for name, value in plain], iter(
+            plain
+        )
     engine = model.engine
     buffers = list(model.saved_buffers())
     specs = [
-        _spec(
+        spec_of(
             engine.layout.params[slot.param].name,
             engine.original_dtypes[slot.param],
             engine.layout.params[slot.param].shape,
@@ -250,7 +280,7 @@ def _content(
         for slot in chunk.spec.slots
     ]
     first_names = {spec.name for spec in specs}
-    specs += [_spec(name, buffer.dtype, buffer.shape, dtype) for name, buffer in buffers]
+    specs += [spec_of(name, buffer.dtype, buffer.shape, dtype) for name, buffer in buffers]
 
     def values() -> Iterator[tuple[str, Tensor]]:
         yield from ((n, value) for n, value in full_parameters(engine) if n in first_names)
@@ -259,7 +289,7 @@ def _content(
     return specs, values()
 
 
-def _spec(
+def spec_of(
     name: str, own: torch.dtype, shape: Sequence[int], asked: torch.dtype | None
 ) -> TensorSpec:
     dtype = asked if asked is not None and own.is_floating_point else own

@@ -15,11 +15,12 @@ import numpy
 import torch
 from torch import Tensor
 
-from .errors import CheckpointError
+from .errors import CheckpointError, CorruptError
+from .torch_files import safe_load
 
 
 def encode(what: str, value: Any) -> Tensor:
-    """uint8 [n]. Raises CheckpointError for what could not be loaded again without pickle."""
+    """uint8 [n]. Raises CheckpointError for what `weights_only` would not load again."""
     data = io.BytesIO()
     try:
         torch.save(value, data)
@@ -34,8 +35,12 @@ def encode(what: str, value: Any) -> Tensor:
     return torch.frombuffer(bytearray(data.getbuffer()), dtype=torch.uint8)
 
 
-def decode(value: Tensor) -> Any:
-    return torch.load(io.BytesIO(value.numpy().tobytes()), map_location="cpu", weights_only=True)
+def decode(value: Tensor, what: str) -> dict[str, Any]:
+    """The dict that was encoded. Raises CorruptError."""
+    found = safe_load(io.BytesIO(value.numpy().tobytes()), what)
+    if not isinstance(found, dict):
+        raise CorruptError(f"{what} cannot be read: it is a {type(found).__name__}")
+    return found
 
 
 def random_state() -> dict[str, Any]:

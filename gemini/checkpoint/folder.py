@@ -1,34 +1,42 @@
 """The folder of a checkpoint: made beside its place, complete before it is renamed into it.
 
-    PARENT/.NAME.saving   while it is written, locked by rank 0 of the job that writes
+    PARENT/.NAME.saving   while it is written, with a lock file of rank 0 (see `unfinished`)
     PARENT/NAME           a checkpoint: its manifest is there, and was written last
     PARENT/latest         a symlink to the newest one
     PARENT/.latest.RANDOM the link, before it is renamed to `latest`
     PARENT/.NAME.deleting on its way out (`keep_last`)
 
-What is dead is recognised by a lock, reported, and removed by the next save.
+What is dead is recognised by its content and its lock, reported, and removed by the next save.
+
+[Note: order on disk] A name is synced before anything that depends on it begins: the files of a
+checkpoint before it is renamed into its place, that before `latest` points to it and before what it
+replaced is removed, and a name that is to vanish before the files under it. So a disk that lost its
+power holds under every name a whole checkpoint or none.
 """
 
 from __future__ import annotations
 
-import ctypes
-import fcntl
+import contextlib
 import logging
 import os
+import re
 import secrets
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from .errors import CheckpointError, CorruptError, FormatError
-from .manifest import METADATA, NAME, Manifest
+from nvme import calls
+
+from . import unfinished
+from .errors import CheckpointError, FormatError, on_disk
+from .manifest import METADATA, NAME, Manifest, is_plain_name
+from .reading import read_manifest
 
 log = logging.getLogger("gemini")
 
 LATEST = "latest"
 _SAVING, _DELETING = ".saving", ".deleting"
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+_LINK = re.compile(rf"\.{LATEST}\.[0-9a-f]{{8}}")
 
 
 class SaveFolder:
@@ -39,44 +47,40 @@ class SaveFolder:
         self.target = target
         self.path = saving_path(target)
         check_target(target)
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            self._lock = self._make()
-        except OSError as error:
-            raise CheckpointError(f"cannot save to {target}: {error.strerror or error}") from error
-
-    def _make(self) -> int:
-        """Make the folder and hold its lock."""
-        remove_dead(self.target.parent)
-        try:
-            self.path.mkdir()
-        except FileExistsError:
-            raise CheckpointError(
-                f"another save to {self.target} is under way; wait for it, or give another path"
-            ) from None
-        lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        return lock
+        with on_disk("save to", target):
+            calls.make_folders(target.parent)
+            remove_dead(target.parent)
+            try:
+                self._lock = unfinished.make(self.path)
+            except FileExistsError:
+                unfinished.refuse(self.path, target, "save")
 
     def commit(self, manifest: Manifest, metadata: bytes, keep_last: int | None) -> None:
         """Make the folder a checkpoint. All data files are written and synced."""
         parent = self.target.parent
-        older = list(checkpoints(parent))
+        with on_disk("read", parent):
+            older = list(checkpoints(parent))
         sequence = max((found.sequence for _, found in older), default=0) + 1
-        _write_synced(self.path / METADATA, metadata)
-        _write_synced(self.path / NAME, replace(manifest, sequence=sequence).encode())
-        _sync_folder(self.path)
+        last = replace(manifest, sequence=sequence).encode()
+        for name, data in ((METADATA, metadata), (NAME, last)):
+            with on_disk("write", self.path / name):
+                calls.write_whole(self.path / name, data)
+        with on_disk("sync", self.path):
+            calls.sync_folder(self.path)
         replaced = self.target.is_dir() and any(self.target.iterdir())
         if replaced:
             _exchange(self.path, self.target)
         else:
-            os.rename(self.path, self.target)
-        _sync_folder(parent)
-        _point_latest_to(self.target)
-        _sync_folder(parent)
-        os.close(self._lock)
+            with on_disk("rename a checkpoint to", self.target):
+                calls.rename(self.path, self.target)
+        with on_disk("sync", parent):
+            calls.sync_folder(parent)
+        with on_disk("point to the newest checkpoint with", parent / LATEST):
+            _point_latest_to(self.target)
+            calls.sync_folder(parent)
+        self._let_go()
         if replaced:
-            shutil.rmtree(self.path, ignore_errors=True)
+            unfinished.remove(self.path)
         if keep_last is not None:
             older = [(path, found) for path, found in older if path != self.target]
             older.sort(key=lambda entry: entry[1].sequence)
@@ -84,9 +88,17 @@ class SaveFolder:
                 _delete(path)
 
     def abandon(self) -> None:
-        """Remove what was written."""
-        shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._lock)
+        """Remove what was written, and what it has replaced already."""
+        unfinished.remove(self.path)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Give the lock back; a checkpoint in its place does not need its file."""
+        lock, self._lock = self._lock, -1
+        if lock >= 0:
+            with contextlib.suppress(OSError):
+                calls.unlink(self.target / unfinished.LOCK)
+            calls.close(lock)
 
 
 def saving_path(target: Path) -> Path:
@@ -121,21 +133,12 @@ def find(path: Path) -> Path:
         raise FormatError(f"{path} does not exist{partial}; expected a checkpoint")
     if path.is_dir() and not (path / METADATA).exists() and (path / LATEST).exists():
         path = path / LATEST
+        if path.is_symlink() and not is_plain_name(os.readlink(path)):
+            raise FormatError(f"{path} leads out of its folder; give the checkpoint itself")
     path = path.resolve()
     for left in dead(path.parent):
         log.warning("ignored %s: a save that did not end", left)
     return path
-
-
-def read_manifest(path: Path) -> Manifest | None:
-    """None where the folder has none. Raises FormatError or CorruptError."""
-    file = path / NAME
-    try:
-        return Manifest.decode(file.read_bytes(), str(file))
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise CorruptError(f"{file} cannot be read: {error.strerror}") from error
 
 
 def checkpoints(parent: Path) -> Iterator[tuple[Path, Manifest]]:
@@ -154,8 +157,7 @@ def checkpoints(parent: Path) -> Iterator[tuple[Path, Manifest]]:
 def dead(parent: Path) -> Iterator[Path]:
     """What saves and deletions in `parent` left whose process died, each locked meanwhile.
 
-    A folder is its owner's while the owner holds its lock; a link that was to become `latest` is
-    its owner's while the folder that it points to is locked.
+    A link that was to become `latest` is its owner's while the folder that it points to is locked.
     """
     try:
         names = sorted(os.listdir(parent))
@@ -163,79 +165,58 @@ def dead(parent: Path) -> Iterator[Path]:
         return
     for name in names:
         path = parent / name
-        is_link = name.startswith(f".{LATEST}.") and path.is_symlink()
-        if not is_link and not (name.startswith(".") and name.endswith((_SAVING, _DELETING))):
-            continue
-        try:
-            owned = parent / os.readlink(path) if is_link else path
-            lock = os.open(owned, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except OSError:
-            if is_link and path.is_symlink():
-                yield path  # it points to nothing
-            continue
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            yield path
-        except BlockingIOError:
-            continue  # its owner lives
-        finally:
-            os.close(lock)
+        if path.is_symlink():
+            target = os.readlink(path)
+            ours = _LINK.fullmatch(name) is not None and is_plain_name(target)
+            if ours and not unfinished.owner_lives(parent / target):
+                yield path
+        elif name.startswith(".") and name.endswith((_SAVING, _DELETING)) and path.is_dir():
+            with unfinished.held_if_dead(path) as is_dead:
+                if is_dead:
+                    yield path
 
 
 def remove_dead(parent: Path) -> None:
     """Remove what `dead` finds, and say so."""
+    found = False
     for path in dead(parent):
+        if not found:
+            calls.sync_folder(parent)  # what is gone by its name may not come back half empty
+            found = True
         log.warning("removed %s, left by a save that did not end", path)
         if path.is_symlink():
-            path.unlink(missing_ok=True)
+            calls.unlink(path)
         else:
-            shutil.rmtree(path, ignore_errors=True)
+            unfinished.remove(path)
 
 
 def _delete(path: Path) -> None:
     """Remove a checkpoint so that no half of it is ever taken for one."""
     away = path.parent / f".{path.name}{_DELETING}"
     try:
-        os.rename(path, away)
+        calls.rename(path, away)
+        calls.sync_folder(path.parent)
     except OSError as error:
         log.warning("%s was not deleted: %s", path, error)
         return
-    shutil.rmtree(away, ignore_errors=True)
+    unfinished.remove(away)
 
 
 def _point_latest_to(target: Path) -> None:
     link = target.parent / f".{LATEST}.{secrets.token_hex(4)}"
-    os.symlink(target.name, link)
+    calls.symlink(target.name, link)
     try:
-        os.replace(link, target.parent / LATEST)
+        calls.rename(link, target.parent / LATEST)
     except OSError:
-        os.unlink(link)
+        calls.unlink(link)
         raise
 
 
 def _exchange(new: Path, old: Path) -> None:
     """Swap two folders in one step. Raises CheckpointError where the file system cannot."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    result = libc.renameat2(
-        _AT_FDCWD, os.fsencode(new), _AT_FDCWD, os.fsencode(old), _RENAME_EXCHANGE
-    )
-    if result:
-        raise CheckpointError(
-            f"cannot replace {old} in one step ({os.strerror(ctypes.get_errno())}); save to a new "
-            "path"
-        )
-
-
-def _write_synced(path: Path, data: bytes) -> None:
-    with path.open("xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        calls.exchange(new, old)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot replace {old} in one step ({error.strerror}); save to a new path"
+        ) from error

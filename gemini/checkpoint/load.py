@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from gemini.ddp import GeminiDDP
 from optim.base import TieredOptimizer
 
 from . import background
-from .errors import MismatchError
+from .errors import CorruptError, MismatchError
 from .extras import decode, set_random_state
 from .keys import COMMON, Keys, rank_key
 from .plain import load_plain
@@ -120,7 +120,8 @@ def _load_runs(
     for name, count in counts.items():
         # torch's SGD saves no counts: a buffer has begun
         begun = any(keys.plane(name, plane) in source.sizes for plane in runs.planes)
-        count.copy_(small.get(keys.plane(name, "step"), torch.tensor(float(begun))))
+        key = keys.plane(name, "step")
+        count.copy_(_count(small.get(key, float(begun)), f"{source.path}, {key},"))
     for name, buffer in buffers.items():
         if keys.weight(name) in small:
             buffer.copy_(small[keys.weight(name)])
@@ -208,43 +209,74 @@ def _load_extras(
     """Counters, schedulers, random numbers, buffers of this rank; returns its `extra`."""
     mine = rank_key(ranks.rank)
     wanted = [COMMON, mine if mine in source.sizes else rank_key(0)]
-    blobs: dict[str, Any] = {
-        key: torch.empty(size, dtype=torch.uint8)
-        for key in wanted
-        if (size := source.sizes.get(key)) is not None
-    }
-    if len(blobs) < len(wanted):
+    found = _decoded(source, wanted, ranks)
+    if found is None:
         return None  # another program saved it
-    source.load_into(blobs, ranks)
-    common, own = decode(blobs[wanted[0]]), decode(blobs[wanted[1]])
-    if scheduler is not None and common["scheduler"] is not None:
-        scheduler.load_state_dict(common["scheduler"])
-    if isinstance(optimizer, TieredOptimizer):
-        counted = [target.counters for target in optimizer.targets if target.counters is not None]
-        for counters, saved in zip(counted, common.get("counters", ()), strict=False):
-            counters.load_state_dict(saved)
-    if isinstance(model, GeminiDDP) and "memory" in common:
-        engine = model.engine
-        engine.sampler.load_state_dict(common["memory"], told_apart=engine.tells_inputs_apart)
+    common, own = found
     same_world = rank_key(ranks.world_size - 1) in source.sizes
     same_world = same_world and rank_key(ranks.world_size) not in source.sizes
-    if isinstance(model, GeminiDDP) and same_world:
-        for name, buffer in model.saved_buffers():
-            if name in own["buffers"]:
-                buffer.copy_(own["buffers"][name])
-    if wanted[1] == mine:
-        set_random_state(own["random"])
+
+    def put_back() -> None:
+        if isinstance(optimizer, TieredOptimizer):
+            counted = [t.counters for t in optimizer.targets if t.counters is not None]
+            for counters, saved in zip(counted, common.get("counters", ()), strict=False):
+                counters.load_state_dict(saved)
+        if isinstance(model, GeminiDDP) and "memory" in common:
+            engine = model.engine
+            engine.sampler.load_state_dict(common["memory"], told_apart=engine.tells_inputs_apart)
+        if isinstance(model, GeminiDDP) and same_world:
+            for name, buffer in model.saved_buffers():
+                if name in own["buffers"]:
+                    buffer.copy_(own["buffers"][name])
+        if wanted[1] == mine:
+            set_random_state(own["random"])
+
+    ranks.together(lambda: _as_corrupt(put_back, source))
+    if scheduler is not None and common["scheduler"] is not None:
+        scheduler.load_state_dict(common["scheduler"])
     if same_world:
         return own["extra"]
-    return _extra_of_rank_0(source, ranks)
+    first = _decoded(source, [rank_key(0)], ranks)
+    return None if first is None else first[0]["extra"]
 
 
-def _extra_of_rank_0(source: Source, ranks: Ranks) -> Any:
-    first: dict[str, Any] = {
-        rank_key(0): torch.empty(source.sizes[rank_key(0)] or (), dtype=torch.uint8)
+def _decoded(source: Source, keys: Sequence[str], ranks: Ranks) -> list[dict[str, Any]] | None:
+    """What these keys hold; None where one of them is not there."""
+    blobs: dict[str, Any] = {
+        key: torch.empty(size, dtype=torch.uint8)
+        for key in keys
+        if (size := source.sizes.get(key)) is not None
     }
-    source.load_into(first, ranks)
-    return decode(first[rank_key(0)])["extra"]
+    if len(blobs) < len(set(keys)):
+        return None
+    source.load_into(blobs, ranks)
+    needed = {COMMON: {"scheduler"}}
+    found = ranks.together(lambda: [decode(blobs[key], f"{source.path}, {key},") for key in keys])
+    for key, values in zip(keys, found, strict=True):
+        missing = needed.get(key, {"extra", "random", "buffers"}) - values.keys()
+        if missing:
+            raise CorruptError(f"{source.path}, {key}, cannot be read: it has no {min(missing)}")
+    return found
+
+
+def _as_corrupt(work: Callable[[], None], source: Source) -> None:
+    """What was saved of counters and random numbers has a form of its own, or comes from nobody."""
+    try:
+        work()
+    except Exception as error:
+        raise CorruptError(
+            f"{source.path} holds counters, buffers or random numbers that cannot be read: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _count(value: Any, where: str) -> Tensor:
+    """0-d, of a tensor or a number."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.reshape(())
+    if isinstance(value, (int, float)):
+        return torch.tensor(float(value))
+    raise CorruptError(f"{where} cannot be read: it is no number of steps")
 
 
 def _names_by_position(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[str]:

@@ -13,11 +13,14 @@ from bisect import bisect_right
 from dataclasses import dataclass, field
 from typing import Any
 
+from gemini.units import PAGE_BYTES
+
 from .errors import CorruptError, FormatError
 
 FORMAT_VERSION = 1
 NAME = "manifest.json"
 METADATA = ".metadata"  # of torch.distributed.checkpoint
+MAX_UNIT_BYTES = 16 << 20  # of a file that any version wrote: what reads takes memory for a few
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,25 +88,60 @@ class Manifest:
 
     @classmethod
     def decode(cls, data: bytes, path: str) -> Manifest:
-        """Raises FormatError for another version, CorruptError where its checksum is wrong."""
+        """Raises FormatError for another version, CorruptError where its checksum or what it says
+        is wrong."""
         text, _, rest = data.partition(b"\n")
         if rest != f"crc32 {zlib.crc32(text):08x}\n".encode():
             raise CorruptError(f"{path} is damaged: its checksum does not match")
-        body = json.loads(text)
-        version = body.get("format")
+        try:
+            body = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise CorruptError(f"{path} says what no checkpoint has: {error}") from error
+        version = body.get("format") if isinstance(body, dict) else None
         if version != FORMAT_VERSION:
             raise FormatError(
-                f"{path} is of checkpoint format {version!r}, this code reads {FORMAT_VERSION}; "
-                "load it with the version that wrote it"
+                f"{path} is of checkpoint format {version!r:.40}, this code reads "
+                f"{FORMAT_VERSION}; load it with the version that wrote it"
             )
-        return cls(
-            world_size=body["world_size"],
-            sequence=body["sequence"],
-            metadata_nbytes=body["metadata"][0],
-            metadata_crc32=body["metadata"][1],
-            files=tuple(
-                DataFile(name, one["nbytes"], tuple(Unit(*unit) for unit in one["units"]))
-                for name, one in body["files"].items()
-            ),
-            about=body["about"],
-        )
+        try:
+            return cls(
+                world_size=_whole(body["world_size"]),
+                sequence=_whole(body["sequence"]),
+                metadata_nbytes=_whole(body["metadata"][0]),
+                metadata_crc32=_whole(body["metadata"][1]),
+                files=tuple(_file(name, one) for name, one in body["files"].items()),
+                about=dict(body["about"]),
+            )
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise CorruptError(f"{path} says what no checkpoint has: {error}") from error
+
+
+def is_plain_name(name: object) -> bool:
+    """Whether this is the name of a file of a folder, and of nothing outside of it."""
+    return (
+        isinstance(name, str)
+        and name not in ("", ".", "..")
+        and not any(mark in name for mark in "/\\\0")
+    )
+
+
+def _whole(value: object) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 62:
+        raise ValueError(f"{value!r:.40} is no number of bytes or files")
+    return value
+
+
+def _file(name: str, body: Any) -> DataFile:
+    """Units follow each other from the beginning to the end, none larger than is ever written."""
+    if not is_plain_name(name):
+        raise ValueError(f"{name!r:.80} is no file of the folder")
+    units = tuple(Unit(*map(_whole, unit)) for unit in body["units"])
+    end = 0
+    for unit in units:
+        whole_pages = 0 < unit.nbytes <= MAX_UNIT_BYTES and unit.nbytes % PAGE_BYTES == 0
+        if unit.offset != end or not whole_pages:
+            raise ValueError(f"{name} has a unit of {unit.nbytes} bytes at byte {unit.offset}")
+        end += unit.nbytes
+    if end != _whole(body["nbytes"]):
+        raise ValueError(f"{name} has {end} bytes of units, expected {body['nbytes']!r:.40}")
+    return DataFile(name, end, units)

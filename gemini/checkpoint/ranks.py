@@ -68,7 +68,7 @@ class Ranks:
     def save(self, state: dict[str, Any], writer: Writer, group: Any) -> None:
         """`dcp.save`. Raises CheckpointError on every rank."""
         planner = DefaultSavePlanner(flatten_sharded_tensors=False)
-        self._call(
+        in_dcp(
             lambda: dcp_save(
                 state,
                 storage_writer=writer,
@@ -81,7 +81,7 @@ class Ranks:
     def load(self, state: dict[str, Any], reader: Reader) -> None:
         """`dcp.load` of a flat state dict, in place. Raises CheckpointError on every rank."""
         group = self.group()
-        self._call(
+        in_dcp(
             lambda: dcp_load(
                 state,
                 storage_reader=reader,
@@ -103,18 +103,17 @@ class Ranks:
             )
         return _gloo_groups[parent]
 
-    @staticmethod
-    def _call(work: Callable[[], Any]) -> None:
-        try:
-            with warnings.catch_warnings():
-                # that there is no process group is no news
-                warnings.filterwarnings("ignore", message=".*torch.distributed is disabled.*")
-                work()
-        except CheckpointException as error:
-            failed = {
-                rank: (_kind_of(one), _text_of(one)) for rank, (one, _) in error.failures.items()
-            }
-            raise _together(failed) from error
+
+def in_dcp(work: Callable[[], Any]) -> None:
+    """Run what calls DCP. Its errors become one CheckpointError, of their kind."""
+    try:
+        with warnings.catch_warnings():
+            # that there is no process group is no news
+            warnings.filterwarnings("ignore", message=".*torch.distributed is disabled.*")
+            work()
+    except CheckpointException as error:
+        failed = {rank: (_kind_of(one), _text_of(one)) for rank, (one, _) in error.failures.items()}
+        raise _together(failed) from error
 
 
 def _together(failed: dict[int, tuple[str, str]]) -> CheckpointError:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import io
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -16,14 +17,15 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
-from torch.distributed.checkpoint.utils import _create_file_view
 from torch.futures import Future
+
+from nvme import cause_of
 
 from .boxes import boxes_of_run
 from .errors import CorruptError, said_plainly
 from .manifest import Manifest
-from .metadata import read_metadata
 from .sharded import FlatRuns, can_be_raw
+from .torch_files import Part, safe_load
 from .units import UnitReader
 
 WHOLE_ITEMS = 8  # of files that are not ours, kept in memory: planes of a few parameters
@@ -39,36 +41,38 @@ class SafePlanner(DefaultLoadPlanner):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self.state_dict[read_item.dest_index.fqn] = safe_load(value)
+        key = read_item.dest_index.fqn
+        self.state_dict[key] = safe_load(value, key)
 
 
-def safe_load(data: io.BytesIO) -> Any:
-    """torch.load that makes tensors, numbers, strings and containers, and nothing else."""
-    return torch.load(data, map_location="cpu", weights_only=True)
+def _tensor_of(data: Any, what: str, sizes: tuple[int, ...]) -> Tensor:
+    found = safe_load(data, what)
+    if not isinstance(found, Tensor) or tuple(found.shape) != sizes:
+        raise CorruptError(f"{what} cannot be read: it is another tensor than its list says")
+    return found
 
 
 class Reader(StorageReader):
     """Reads one checkpoint folder; `fill` is handed the runs of `FlatRuns` one after the other."""
 
-    def __init__(self, folder: Path, manifest: Manifest | None, fill: Fill | None = None) -> None:
+    def __init__(
+        self, folder: Path, manifest: Manifest | None, metadata: Metadata, fill: Fill | None = None
+    ) -> None:
         self._folder = folder
         self._manifest = manifest
+        self._metadata = metadata
         self._fill = fill
-        self._metadata: Metadata | None = None
-        self._items: _Items | None = None
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """Nothing: one object reads one folder."""
 
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
-        if self._metadata is None:
-            self._metadata = read_metadata(self._folder, self._manifest)
         return self._metadata
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        self._metadata = metadata
+        """Nothing: every rank has read it."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
@@ -81,8 +85,7 @@ class Reader(StorageReader):
             return self._read(plan, planner)
 
     def _read(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        metadata = self.read_metadata()
-        items = _open_items(self._folder, self._manifest, metadata)
+        items = _open_items(self._folder, self._manifest, self._metadata)
         try:
             runs: dict[str, dict[tuple[int, ...], list[ReadItem]]] = {}
             state: dict[str, Any] = getattr(planner, "state_dict", {})
@@ -231,8 +234,8 @@ class _OurItems(_Items):
         place = self.place(request)
         assert place.dtype is not None
         if not can_be_raw(place.dtype):
-            whole: Tensor = safe_load(io.BytesIO(self.data(request)))
-            return whole
+            data = io.BytesIO(self.data(request))
+            return _tensor_of(data, request.storage_index.fqn, place.sizes)
         numel = 1
         for size in place.sizes:
             numel *= size
@@ -258,12 +261,9 @@ class _DcpItems(_Items):
     def data(self, request: ReadItem) -> bytes:
         place = self.place(request)
         path = self._folder / place.file
-        try:
-            with path.open("rb") as file:
-                file.seek(place.offset)
-                data = file.read(place.nbytes)
-        except OSError as error:
-            raise CorruptError(f"{path} cannot be read: {error.strerror}") from error
+        with _opened(path) as file:
+            file.seek(place.offset)
+            data = file.read(place.nbytes)
         if len(data) != place.nbytes:
             raise CorruptError(f"{path} ends before byte {place.offset + place.nbytes}")
         return data
@@ -273,12 +273,10 @@ class _DcpItems(_Items):
         key = (place.file, place.offset)
         if key not in self._kept:
             path = self._folder / place.file
-            try:
-                with path.open("rb") as file:
-                    view: Any = _create_file_view(file, place.offset, place.nbytes)
-                    self._kept[key] = safe_load(view)
-            except Exception as error:  # damaged zip files and pickles fail in any way
-                raise CorruptError(f"{path}, {request.storage_index.fqn}: {error}") from error
+            what = f"{path}, {request.storage_index.fqn}"
+            with _opened(path) as file:
+                view = Part(file, place.offset, place.nbytes)
+                self._kept[key] = _tensor_of(view, what, place.sizes)
             if len(self._kept) > WHOLE_ITEMS:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(key)
@@ -286,6 +284,15 @@ class _DcpItems(_Items):
 
     def close(self) -> None:
         self._kept.clear()
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    try:
+        with path.open("rb") as file:
+            yield file
+    except OSError as error:
+        raise CorruptError(f"{path} cannot be read: {cause_of(error.errno)}") from error
 
 
 def _open_items(folder: Path, manifest: Manifest | None, metadata: Metadata) -> _Items:

@@ -15,6 +15,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -299,10 +300,11 @@ def _nothing(file: RankFile) -> None:
 
 
 def _give_up(file: RankFile | None, folder: SaveFolder | None) -> None:
-    if file is not None:
-        file.close()
-    if folder is not None:
-        folder.abandon()
+    with ExitStack() as stack:
+        if folder is not None:
+            stack.callback(folder.abandon)
+        if file is not None:
+            stack.callback(file.close)
 
 
 def _budget(asked: int | str | None) -> int:

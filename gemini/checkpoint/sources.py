@@ -8,15 +8,21 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from .errors import CorruptError, FormatError
-from .folder import find, read_manifest
+from .folder import find
 from .manifest import METADATA, Manifest
 from .metadata import read_metadata
 from .ranks import Ranks
 from .reader import Fill, Reader
+from .reading import memory_limit, read_manifest
 from .sharded import FlatRuns
+from .torch_files import first_line, load_mapped
+from .units import check_there
+
+_MOST_LEVELS = 32  # of a state dict
+_VALUE_BYTES = 160  # of memory that one more name takes
 
 
 class Source(Protocol):
@@ -48,29 +54,19 @@ class DcpSource:
             if self.manifest is not None:
                 raise CorruptError(f"{path / METADATA} is missing")
             raise FormatError(f"{path} is no checkpoint: it has no {METADATA}")
-        metadata = read_metadata(path, self.manifest)
+        self.metadata = read_metadata(path, self.manifest)
         for file in self.manifest.files if self.manifest is not None else ():
-            _check_there(path / file.name, file.nbytes)
-        self.sizes: dict[str, torch.Size | None] = {}
-        for key, entry in metadata.state_dict_metadata.items():
-            if isinstance(entry, BytesStorageMetadata):
-                self.sizes[key] = None
-                continue
-            assert isinstance(entry, TensorStorageMetadata)
-            held = sum(chunk.sizes.numel() for chunk in entry.chunks)
-            if held != entry.size.numel():
-                raise CorruptError(
-                    f"{path / METADATA}: {key} has {entry.size.numel()} elements, of which "
-                    f"{held} were saved"
-                )
-            self.sizes[key] = entry.size
-        self._metadata = metadata
+            check_there(path / file.name, file.nbytes)
+        self.sizes: dict[str, torch.Size | None] = {
+            key: entry.size if isinstance(entry, TensorStorageMetadata) else None
+            for key, entry in self.metadata.state_dict_metadata.items()
+        }
 
     def load_into(self, state: dict[str, Any], ranks: Ranks) -> None:
-        ranks.load(state, Reader(self.path, self.manifest))
+        ranks.load(state, Reader(self.path, self.manifest, self.metadata))
 
     def fill(self, tensors: Mapping[str, FlatRuns], fill: Fill, ranks: Ranks) -> None:
-        ranks.load(dict(tensors), Reader(self.path, self.manifest, fill))
+        ranks.load(dict(tensors), Reader(self.path, self.manifest, self.metadata, fill))
 
 
 class FileSource:
@@ -80,13 +76,21 @@ class FileSource:
         """names: of the optimizer's parameters in order, for states that are keyed by position."""
         self.path = path
         try:
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            content = load_mapped(path)
         except Exception as error:  # damaged zip files and pickles fail in any way
-            first = str(error).strip().splitlines()[0]
+            first = first_line(error)
             raise FormatError(f"{path} is no file of torch.save that is safe: {first}") from error
         if not isinstance(content, Mapping):
             raise FormatError(f"{path} holds a {type(content).__name__}; expected a state dict")
-        self._values = dict(_flat("", content, names))
+        self._values: dict[str, Any] = {}
+        left = memory_limit(path.stat().st_size, 0)
+        for key, value in _flat("", content, names, _MOST_LEVELS):
+            left -= _VALUE_BYTES + len(key)
+            if left < 0:
+                raise FormatError(f"{path} holds more values than it has bytes")
+            if isinstance(value, Tensor) and not _is_whole(value):
+                raise FormatError(f"{path}: {key:.80} is a tensor without all of its elements")
+            self._values[key] = value
 
     @property
     def sizes(self) -> dict[str, torch.Size | None]:
@@ -96,12 +100,15 @@ class FileSource:
         }
 
     def load_into(self, state: dict[str, Any], ranks: Ranks) -> None:
-        for key, there in state.items():
-            value = self._values[key]
-            if isinstance(there, Tensor):
-                there.copy_(torch.as_tensor(value))
-            else:
-                state[key] = value
+        def load() -> None:
+            for key, there in state.items():
+                value = self._values[key]
+                if isinstance(there, Tensor):
+                    there.copy_(torch.as_tensor(value))
+                else:
+                    state[key] = value
+
+        ranks.together(load)
 
     def fill(self, tensors: Mapping[str, FlatRuns], fill: Fill, ranks: Ranks) -> None:
         def put(key: str, start: int, values: Tensor) -> bool:
@@ -120,24 +127,25 @@ def open_source(path: Path, names: Sequence[str]) -> Source:
     return DcpSource(find(path))
 
 
-def _check_there(path: Path, nbytes: int) -> None:
-    try:
-        found = path.stat().st_size
-    except OSError as error:
-        raise CorruptError(f"{path} cannot be read: {error.strerror}") from error
-    if found != nbytes:
-        raise CorruptError(f"{path} has {found} bytes, expected {nbytes}: it was cut or replaced")
+def _is_whole(tensor: Tensor) -> bool:
+    """Whether every element has bytes of its own."""
+    if tensor.layout != torch.strided or tensor.device.type != "cpu":
+        return False
+    return tensor.untyped_storage().nbytes() >= tensor.numel() * tensor.itemsize
 
 
-def _flat(prefix: str, value: Any, names: Sequence[str]) -> Iterator[tuple[str, Any]]:
+def _flat(prefix: str, value: Any, names: Sequence[str], levels: int) -> Iterator[tuple[str, Any]]:
     """Leaves by their path, as DCP flattens; state by position under the names of parameters."""
+    if not levels:
+        raise FormatError(f"{prefix:.80} is nested deeper than any state dict")
     if isinstance(value, Mapping) and value:
         for key, inner in value.items():
-            if isinstance(key, int) and key < len(names):
+            if isinstance(key, int) and 0 <= key < len(names):
                 key = names[key]
-            yield from _flat(f"{prefix}.{key}" if prefix else str(key), inner, names)
+            path = f"{prefix}.{key}" if prefix else str(key)
+            yield from _flat(path, inner, names, levels - 1)
     elif isinstance(value, list) and any(isinstance(inner, Mapping) for inner in value):
         for i, inner in enumerate(value):
-            yield from _flat(f"{prefix}.{i}", inner, names)
+            yield from _flat(f"{prefix}.{i}", inner, names, levels - 1)
     else:
         yield prefix, value

@@ -5,7 +5,7 @@ Both ways go through nvme's engine: direct I/O, several pieces at a time, checks
 
 from __future__ import annotations
 
-import os
+import stat
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -24,6 +24,8 @@ from nvme import (
     OpenFile,
     ThreadEngine,
     Transfer,
+    calls,
+    cause_of,
     create_direct,
     open_direct,
     transfer_error,
@@ -70,7 +72,7 @@ class UnitWriter:
     def reserve(self, nbytes: int) -> None:
         """Allocate this much on disk now. Raises nvme.DiskFullError where it is not there."""
         try:
-            os.posix_fallocate(self._file.fd, 0, max(nbytes, 1))
+            calls.reserve(self._file.fd, max(nbytes, 1))
         except OSError as error:
             path = str(self._file.path)
             raise transfer_error("write", path, 0, nbytes, error.errno or 0) from error
@@ -117,8 +119,8 @@ class UnitWriter:
             )
             end = units[-1].offset + units[-1].nbytes if units else 0
             try:
-                os.ftruncate(self._file.fd, end)
-                os.fsync(self._file.fd)
+                calls.truncate(self._file.fd, end)
+                calls.fsync(self._file.fd)
             except OSError as error:
                 path = str(self._file.path)
                 raise transfer_error("sync", path, 0, end, error.errno or 0) from error
@@ -127,7 +129,7 @@ class UnitWriter:
             self.close()
 
     def close(self) -> None:
-        """Wait for what is under way; the file stays as it is."""
+        """Wait for what is under way; the file stays as it is. Raises TransferError."""
         for ticket, _ in self._busy:
             _settle(ticket)
         self._busy.clear()
@@ -165,6 +167,9 @@ class UnitReader:
     """Reads the units of several files, verified, some ahead. One thread at a time."""
 
     def __init__(self, folder: Path, files: Sequence[DataFile]) -> None:
+        """Raises CorruptError where a file has another size than the manifest says."""
+        for file in files:
+            check_there(folder / file.name, file.nbytes)
         self._folder = folder
         self._files = {file.name: file for file in files}
         self._open: dict[str, OpenFile] = {}
@@ -190,7 +195,7 @@ class UnitReader:
             return memoryview(b"")
         file = self._file(name)
         numbers = file.units_of(offset, nbytes)
-        if not numbers or offset + nbytes > file.nbytes:
+        if offset < 0 or nbytes < 0 or offset + nbytes > file.nbytes:
             raise CorruptError(f"{self._folder / name} has no bytes {offset} to {offset + nbytes}")
         if len(numbers) == 1:
             start = offset - file.units[numbers[0]].offset
@@ -274,20 +279,28 @@ class UnitReader:
         if name not in self._open:
             path = self._folder / name
             try:
-                file = open_direct(path)
+                self._open[name] = open_direct(path)
             except OSError as error:
-                raise CorruptError(f"{path} cannot be opened: {error.strerror}") from error
-            self._open[name] = file
-            found = os.fstat(file.fd).st_size
-            if found != self._files[name].nbytes:
-                raise CorruptError(
-                    f"{path} has {found} bytes, expected {self._files[name].nbytes}: it was cut "
-                    "or replaced"
-                )
+                reason = cause_of(error.errno)
+                raise CorruptError(f"{path} cannot be opened: {reason}") from error
         return self._open[name]
 
 
 _Key = tuple[str, int]  # file, number of the unit
+
+
+def check_there(path: Path, nbytes: int) -> None:
+    """Raise CorruptError where `path` is no file of this many bytes."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise CorruptError(f"{path} cannot be read: {cause_of(error.errno)}") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise CorruptError(f"{path} cannot be read: it is no file")
+    if status.st_size != nbytes:
+        raise CorruptError(
+            f"{path} has {status.st_size} bytes, expected {nbytes}: it was cut or replaced"
+        )
 
 
 def _settle(ticket: Ticket[int]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -16,11 +17,14 @@ class ModuleChanged(RuntimeError):
 
 
 class Integrity:
-    """What every module below a root had when it was wrapped; compared before each forward."""
+    """What every module below a root had when it was wrapped; compared before each forward.
+
+    It keeps no module alive: a parameter that outlives its module holds on to its engine.
+    """
 
     def __init__(self, root: nn.Module) -> None:
         self._modules = [
-            (name, module, dict(module._parameters), dict(module._modules))
+            (name, weakref.ref(module), dict(module._parameters), _weakly(module._modules))
             for name, module in root.named_modules()
         ]
 
@@ -30,12 +34,17 @@ class Integrity:
 
         Modules without parameters may come and go.
         """
-        for name, module, params, children in self._modules:
+        for name, reference, params, children in self._modules:
+            if (module := reference()) is None:
+                continue  # its parent has another child now, or is gone too
             if not _same(module._parameters, params):
                 self._refuse(name, module._parameters, params)
-            if not _same(module._modules, children):
+            if module._modules.keys() != children.keys() or any(
+                child is not None and children[key]() is not child
+                for key, child in module._modules.items()
+            ):
                 for key, child in module._modules.items():
-                    if child is None or child is children.get(key):
+                    if child is None or (key in children and children[key]() is child):
                         continue
                     for param_name, param in child.named_parameters():
                         if handle_of(param) is None:
@@ -52,6 +61,16 @@ class Integrity:
 
 def _same(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
     return len(now) == len(before) and all(now.get(key) is item for key, item in before.items())
+
+
+def _weakly(modules: Mapping[str, nn.Module | None]) -> dict[str, Callable[[], nn.Module | None]]:
+    return {
+        key: _nothing if child is None else weakref.ref(child) for key, child in modules.items()
+    }
+
+
+def _nothing() -> None:
+    return None
 
 
 def _join(*names: str) -> str:

@@ -3,6 +3,7 @@
 Imported as `nvme`; `io/` is a source root, not a package (docs/adr/0001). No torch in here.
 """
 
+from . import calls
 from .engine import PIECE_BYTES, Engine, Transfer
 from .engines.threads import ThreadEngine
 from .errors import (
@@ -13,6 +14,7 @@ from .errors import (
     RollbackError,
     TransferError,
     WriteBudgetError,
+    cause_of,
     transfer_error,
 )
 from .file import (
@@ -21,14 +23,14 @@ from .file import (
     create_direct,
     default_folder,
     open_direct,
-    orphans,
-    remove_orphans,
 )
 from .layout import FORMAT_VERSION, FormatError, StoreLayout
+from .orphan_files import orphans, remove_orphans
 from .pinned import PinnedVersions
 from .pool import Buffer, BufferPool, Pin
 from .probe import CANDIDATES, Probe, Speed, make_engine, probe
-from .store import BlockStore, WriteMeter, recover
+from .recovery import Recovered, recover
+from .store import BlockStore, WriteMeter
 
 __all__ = [
     "CANDIDATES",
@@ -47,6 +49,7 @@ __all__ = [
     "Pin",
     "PinnedVersions",
     "Probe",
+    "Recovered",
     "RollbackError",
     "Speed",
     "StoreLayout",
@@ -55,6 +58,8 @@ __all__ = [
     "TransferError",
     "WriteBudgetError",
     "WriteMeter",
+    "calls",
+    "cause_of",
     "check_folder",
     "create_direct",
     "default_folder",

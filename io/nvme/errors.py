@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import errno as errno_module
+import os
 
 FULL_ERRNOS = frozenset({errno_module.ENOSPC, errno_module.EFBIG, errno_module.EDQUOT})
+
+
+def cause_of(errno: int | None) -> str:
+    """An errno for people: `ENOSPC, No space left on device`."""
+    if not errno:
+        return "it came up short"
+    return f"{errno_module.errorcode.get(errno, str(errno))}, {os.strerror(errno)}"
 
 
 class NvmeError(RuntimeError):
@@ -20,29 +28,28 @@ class DiskFullError(NvmeError):
 
 
 class TransferError(NvmeError):
-    """A read or a write that failed or came up short."""
+    """A read or a write that failed or came up short, or a file that could not be synced or
+    closed."""
 
     def __init__(
         self, kind: str, path: str, offset: int, nbytes: int, errno: int, done: int = 0
     ) -> None:
-        cause = errno_module.errorcode.get(errno, str(errno)) if errno else "it came up short"
-        super().__init__(
-            f"{kind} of {nbytes} bytes at offset {offset} of {path} failed after {done}: {cause}"
-        )
+        where = f"{nbytes} bytes at offset {offset} of {path} failed after {done}"
+        super().__init__(f"{kind} of {where if nbytes else path + ' failed'}: {cause_of(errno)}")
         self.kind, self.path, self.offset, self.nbytes, self.errno = (
             kind, path, offset, nbytes, errno,
         )  # fmt: skip
 
 
 class FullTransferError(TransferError, DiskFullError):
-    """A write for which there was no space, or that a limit on the size of files forbids."""
+    """What is written has no space, or a limit on the size of files forbids it."""
 
 
 def transfer_error(
     kind: str, path: str, offset: int, nbytes: int, errno: int, done: int = 0
 ) -> TransferError:
     """The TransferError that fits `errno`."""
-    full = kind == "write" and errno in FULL_ERRNOS
+    full = kind != "read" and errno in FULL_ERRNOS
     error = FullTransferError if full else TransferError
     return error(kind, path, offset, nbytes, errno, done)
 

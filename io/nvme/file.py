@@ -1,16 +1,8 @@
-"""The files of a store: checking folders, creating, locking, finding orphans, removing.
-
-A live file is held by an exclusive `flock`, so a file whose lock can be had belongs to a process
-that died. Nothing in a folder is touched but files that match our name *and* begin with our magic.
-
-[Note: newborn files] Between its creation and its lock a file looks like an orphan. Who removes
-one holds its lock meanwhile, and who creates one looks, once it has the lock, whether it is there.
-"""
+"""The files of a store: checking folders, creating, locking, removing."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import logging
@@ -18,20 +10,26 @@ import os
 import secrets
 import stat
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from gemini.units import format_bytes
 
-from .errors import FULL_ERRNOS, DiskFullError, FolderError, NvmeError
-from .layout import MAGIC
+from . import calls
+from .errors import (
+    FULL_ERRNOS,
+    DiskFullError,
+    FolderError,
+    NvmeError,
+    TransferError,
+    cause_of,
+    transfer_error,
+)
+from .orphan_files import PREFIX, SUFFIX, orphaned_bytes
 
 log = logging.getLogger("gemini.nvme")
 
-
-PREFIX = "gemini-"
-SUFFIX = ".blocks"
 RAM_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 NETWORK_FILESYSTEMS = frozenset(
     {
@@ -48,9 +46,6 @@ NETWORK_FILESYSTEMS = frozenset(
     }
 )
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 0x01, 0x02
-
 
 @dataclass(slots=True)
 class OpenFile:
@@ -65,9 +60,13 @@ class OpenFile:
     direct: bool
 
     def close(self) -> None:
+        """Raises TransferError: on a network the last bytes may be refused as late as now."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
-            os.close(fd)
+            try:
+                calls.close(fd)
+            except OSError as error:
+                raise transfer_error("close", str(self.path), 0, 0, error.errno or 0) from error
 
     __del__ = close
 
@@ -75,7 +74,7 @@ class OpenFile:
         """Remove the name; what is gone already is fine, what took its place is left alone."""
         with contextlib.suppress(OSError):
             if os.path.samestat(self.path.lstat(), os.fstat(self.fd)):
-                os.unlink(self.path)
+                calls.unlink(self.path)
 
 
 def file_system(folder: Path) -> str:
@@ -147,35 +146,36 @@ def create_files(
 def _create(path: Path, nbytes: int) -> OpenFile:
     opened = _open_locked(path)
     try:
-        os.posix_fallocate(opened.fd, 0, nbytes)
+        calls.reserve(opened.fd, nbytes)
     except OSError as error:
         remove_files([opened])
         if error.errno not in FULL_ERRNOS:
             raise _explain(path, error) from error
         raise DiskFullError(
             f"{path.parent} cannot hold {format_bytes(nbytes)} "
-            f"({format_bytes(free_bytes(path.parent))} free, {error.strerror}); "
+            f"({format_bytes(free_bytes(path.parent))} free, {cause_of(error.errno)}"
+            f"{_said_of_orphans(path.parent)}); "
             "free some space, name another folder, or offload a smaller fraction"
         ) from error
     return opened
 
 
-def punch(file: OpenFile, offset: int, nbytes: int) -> bool:
-    """Give whole pages of a file back to the file system; False where it does not take them."""
-    mode = _FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE
-    fallocate = getattr(_libc, "fallocate64", None) or getattr(_libc, "fallocate", None)
-    if fallocate is None:
-        return False
-    at, length = ctypes.c_int64(offset), ctypes.c_int64(nbytes)
-    return bool(fallocate(file.fd, mode, at, length) == 0)
+def _said_of_orphans(folder: Path) -> str:
+    nbytes = orphaned_bytes(folder)
+    if not nbytes:
+        return ""
+    return (
+        f", and {format_bytes(nbytes)} in files of processes that died, which "
+        f"nvme.remove_orphans({str(folder)!r}) removes"
+    )
 
 
 def _open_locked(path: Path) -> OpenFile:
-    """Create `path` and hold its lock. See [Note: newborn files]."""
+    """Create `path` and hold its lock. See [Note: newborn files] in `orphan_files`."""
     while True:
         opened = _open_new(path)
         try:
-            fcntl.flock(opened.fd, fcntl.LOCK_EX)  # nobody holds it longer than a removal takes
+            calls.lock(opened.fd, fcntl.LOCK_EX)  # nobody holds it longer than a removal takes
             if os.fstat(opened.fd).st_nlink:
                 return opened
         except OSError as error:
@@ -196,22 +196,22 @@ def open_direct(path: Path) -> OpenFile:
     """Open `path` to read it with direct I/O, where its file system has that. Raises OSError."""
     flags = os.O_RDONLY | os.O_CLOEXEC
     try:
-        return OpenFile(path, os.open(path, flags | os.O_DIRECT), True)
+        return OpenFile(path, calls.open_file(path, flags | os.O_DIRECT), True)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        return OpenFile(path, os.open(path, flags), False)
+        return OpenFile(path, calls.open_file(path, flags), False)
 
 
 def _open_new(path: Path, mode: int = 0o600) -> OpenFile:
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     direct = True
     try:
-        fd = os.open(path, flags | os.O_DIRECT, mode)
+        fd = calls.open_file(path, flags | os.O_DIRECT, mode)
     except OSError as error:
         if error.errno == errno.EINVAL:  # the file system refuses O_DIRECT, and made the file
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
+                calls.unlink(path)
             direct = False
             fd = _open_or_explain(path, flags, mode)
             log.warning("%s refuses O_DIRECT: buffered I/O, pages dropped behind", path.parent)
@@ -222,14 +222,14 @@ def _open_new(path: Path, mode: int = 0o600) -> OpenFile:
 
 def _open_or_explain(path: Path, flags: int, mode: int) -> int:
     try:
-        return os.open(path, flags, mode)
+        return calls.open_file(path, flags, mode)
     except OSError as error:
         raise _explain(path, error) from error
 
 
 def _explain(path: Path, error: OSError) -> NvmeError:
     kind = DiskFullError if error.errno in FULL_ERRNOS else FolderError
-    return kind(f"cannot create {path}: {error.strerror}; name another nvme folder")
+    return kind(f"cannot create {path}: {cause_of(error.errno)}; name another nvme folder")
 
 
 def free_bytes(folder: Path) -> int:
@@ -239,45 +239,8 @@ def free_bytes(folder: Path) -> int:
 
 
 def remove_files(files: Sequence[OpenFile]) -> None:
-    """Unlink and close."""
+    """Unlink and close. What the disk says of a file that nobody will read does not matter."""
     for file in files:
         file.unlink()
-        file.close()
-
-
-def orphans(folder: Path) -> tuple[Path, ...]:
-    """Our files in `folder` whose process is dead, by name order."""
-    return tuple(_locked_orphans(folder))
-
-
-def remove_orphans(folder: Path) -> tuple[Path, ...]:
-    """Remove what dead processes left in `folder`; says what it removed."""
-    removed = []
-    for path in _locked_orphans(folder):
-        with contextlib.suppress(FileNotFoundError):
-            path.unlink()
-        log.warning("removed %s, left by a process that died", path)
-        removed.append(path)
-    return tuple(removed)
-
-
-def _locked_orphans(folder: Path) -> Iterator[Path]:
-    """Orphans one by one, each locked until the next is asked for."""
-    for path in sorted(folder.glob(f"{PREFIX}*{SUFFIX}")):
-        try:
-            if not stat.S_ISREG(path.lstat().st_mode):
-                continue
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:
-            continue
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            beginning = os.pread(fd, len(MAGIC), 0)
-        except OSError:  # locked: its owner lives
-            os.close(fd)
-            continue
-        try:
-            if beginning in (MAGIC, b"", bytes(len(MAGIC))):  # died before or after the header
-                yield path
-        finally:
-            os.close(fd)
+        with contextlib.suppress(TransferError):
+            file.close()

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -28,6 +28,10 @@ NUM_VERSIONS = 2
 _HEADER = struct.Struct("<8sIII")  # magic, format version, length and crc32 of the JSON behind it
 _INDEX = struct.Struct("<QQII")  # sequence number, step, number of blocks, crc32 of what follows
 _ENTRY = struct.Struct("<II")  # version, checksum
+
+
+HEADER_LIMIT = 1 << 20  # bytes: blocks in runs take a few each
+Runs = tuple[tuple[int, int], ...]  # (value, how many in a row)
 
 
 class FormatError(ValueError):
@@ -56,18 +60,29 @@ class Index:
         return head + body
 
     @classmethod
-    def decode(cls, data: bytes) -> Index | None:
-        """None where the slot was never written or its write was torn."""
-        sequence, step, count, crc = _INDEX.unpack_from(data)
-        body = data[_INDEX.size : _INDEX.size + count * _ENTRY.size]
-        if sequence == 0 or len(body) != count * _ENTRY.size or zlib.crc32(body) != crc:
+    def decode(cls, data: bytes, num_blocks: int) -> Index | None:
+        """None where the slot was never written, was cut, or its write was torn."""
+        step = cls.step_in(data, num_blocks)
+        if step is None:
             return None
+        (sequence,) = struct.unpack_from("<Q", data)
         entries = tuple(
-            IndexEntry(*_ENTRY.unpack_from(body, i * _ENTRY.size)) for i in range(count)
+            IndexEntry(*_ENTRY.unpack_from(data, _INDEX.size + i * _ENTRY.size))
+            for i in range(num_blocks)
         )
         if any(entry.version >= NUM_VERSIONS for entry in entries):
             return None
         return cls(sequence, step, entries)
+
+    @staticmethod
+    def step_in(data: bytes, num_blocks: int) -> int | None:
+        """The step of a slot, or None as for `decode`; its entries take no memory."""
+        if len(data) < _INDEX.size:
+            return None
+        sequence, step, count, crc = _INDEX.unpack_from(data)
+        body = memoryview(data)[_INDEX.size : _INDEX.size + num_blocks * _ENTRY.size]
+        whole = count == num_blocks and body.nbytes == num_blocks * _ENTRY.size
+        return int(step) if sequence and whole and zlib.crc32(body) == crc else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +143,7 @@ class StoreLayout:
 
     def header(self, file: int) -> bytes:
         """The header of one file, whole pages."""
-        fields = {
+        fields: dict[str, object] = {
             "digest": self.digest,
             "file": file,
             "num_files": self.num_files,
@@ -140,27 +155,6 @@ class StoreLayout:
         text = json.dumps(fields, separators=(",", ":")).encode()
         data = _HEADER.pack(MAGIC, FORMAT_VERSION, len(text), zlib.crc32(text)) + text
         return data.ljust(align_up(len(data), PAGE_BYTES), b"\0")
-
-    @classmethod
-    def from_header(cls, data: bytes) -> tuple[StoreLayout, int]:
-        """The layout and this file's number. Raises FormatError and says what was found."""
-        if len(data) < _HEADER.size or data[:8] != MAGIC:
-            raise FormatError(f"no block store: it begins with {data[:8]!r}, expected {MAGIC!r}")
-        _, version, length, crc = _HEADER.unpack_from(data)
-        if version != FORMAT_VERSION:
-            raise FormatError(f"format version {version}; this code reads {FORMAT_VERSION}")
-        text = data[_HEADER.size : _HEADER.size + length]
-        if len(text) != length or zlib.crc32(text) != crc:
-            raise FormatError("the header is damaged: its checksum does not match")
-        fields = json.loads(text)
-        layout = cls(
-            fields["digest"],
-            _expand(fields["block_nbytes"]),
-            _expand(fields["file_of_block"]),
-            fields["num_files"],
-            fields.get("num_versions", NUM_VERSIONS),
-        )
-        return layout, int(fields["file"])
 
     def header_nbytes(self, file: int) -> int:
         """Bytes of the header of one file, whole pages."""
@@ -199,9 +193,121 @@ class StoreLayout:
         return tuple(ends)
 
 
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What the header of one file says, as it stands there: no memory for its blocks is taken
+    before `check_size` has found them in the file.
+
+    Files come from anywhere, so every field is checked; `decode` and `layout` raise FormatError.
+    """
+
+    file: int
+    num_files: int
+    digest: str
+    block_nbytes: Runs
+    file_of_block: Runs
+    num_versions: int
+    nbytes: int  # of the header, whole pages
+
+    @classmethod
+    def decode(cls, data: bytes) -> Header:
+        """data: the first HEADER_LIMIT bytes of a file, or all that it has."""
+        if len(data) < _HEADER.size or data[:8] != MAGIC:
+            raise FormatError(f"no block store: it begins with {data[:8]!r}, expected {MAGIC!r}")
+        _, version, length, crc = _HEADER.unpack_from(data)
+        if version != FORMAT_VERSION:
+            raise FormatError(f"format version {version}; this code reads {FORMAT_VERSION}")
+        text = data[_HEADER.size : _HEADER.size + length]
+        if len(text) != length or zlib.crc32(text) != crc:
+            raise FormatError("the header is damaged: its checksum does not match")
+        try:
+            fields = json.loads(text)
+            found = cls(
+                _whole(fields["file"], 0, 1 << 16),
+                _whole(fields["num_files"], 1, 1 << 16),
+                _text(fields["digest"]),
+                _runs(fields["block_nbytes"], 1, 1 << 62),
+                _runs(fields["file_of_block"], 0, fields["num_files"] - 1),
+                _whole(fields.get("num_versions", NUM_VERSIONS), 1, NUM_VERSIONS),
+                align_up(_HEADER.size + length, PAGE_BYTES),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise FormatError(f"the header says what no store has: {error!r}") from error
+        if found.num_blocks != sum(count for _, count in found.file_of_block):
+            raise FormatError("the header says what no store has: blocks without a file")
+        return found
+
+    @property
+    def num_blocks(self) -> int:
+        """Over all files."""
+        return sum(count for _, count in self.block_nbytes)
+
+    @property
+    def index_slot_nbytes(self) -> int:
+        """As `StoreLayout.index_slot_nbytes`."""
+        return align_up(_INDEX.size + self.num_blocks * _ENTRY.size, PAGE_BYTES)
+
+    def index_offset(self, slot: int) -> int:
+        """Byte in this file where a slot of the index begins; live in the first file."""
+        return self.nbytes + slot * self.index_slot_nbytes
+
+    def check_size(self, nbytes: int) -> None:
+        """Raise FormatError where a file of `nbytes` does not hold what its header says."""
+        needed = self.index_offset(NUM_VERSIONS)
+        for payload, file, count in _together(self.block_nbytes, self.file_of_block):
+            if file == self.file:
+                needed += count * self.num_versions * align_up(payload, PAGE_BYTES)
+        if nbytes < needed:
+            raise FormatError(f"it was cut: {nbytes} bytes of {needed}")
+
+    def layout(self) -> StoreLayout:
+        """With one entry for every block: after `check_size` of all files."""
+        layout = StoreLayout(
+            self.digest,
+            _expand(self.block_nbytes),
+            _expand(self.file_of_block),
+            self.num_files,
+            self.num_versions,
+        )
+        if layout.header_nbytes(self.file) != self.nbytes:
+            raise FormatError("the header says what no store has: it was written by another hand")
+        return layout
+
+
+def _whole(value: object, least: int, most: int) -> int:
+    if type(value) is not int or not least <= value <= most:
+        raise ValueError(f"{value!r:.40} is no number from {least} to {most}")
+    return value
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r:.40} is no digest")
+    return value
+
+
+def _runs(value: object, least: int, most: int) -> Runs:
+    if not isinstance(value, list):
+        raise ValueError(f"{value!r:.40} is no list of runs")
+    return tuple((_whole(v, least, most), _whole(count, 1, 1 << 62)) for v, count in value)
+
+
+def _together(one: Runs, other: Runs) -> Iterator[tuple[int, int, int]]:
+    """(value of one, value of the other, how many) of two columns in runs."""
+    others = iter(other)
+    second, left = next(others, (0, 0))
+    for value, count in one:
+        while count:
+            if not left:
+                second, left = next(others)
+            both = min(count, left)
+            yield value, second, both
+            count, left = count - both, left - both
+
+
 def _run_lengths(values: Iterable[int]) -> list[list[int]]:
     return [[value, len(list(run))] for value, run in groupby(values)]
 
 
-def _expand(runs: Sequence[Sequence[int]]) -> tuple[int, ...]:
+def _expand(runs: Runs) -> tuple[int, ...]:
     return tuple(value for value, count in runs for _ in range(count))

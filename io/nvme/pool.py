@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from gemini.units import PAGE_BYTES, align_up
 
 _HUGE_PAGE_BYTES = 2 << 20
+_MADV_WIPEONFORK = 18  # Linux 4.14; Python has no name for it
 Pin = Callable[[int, int], Callable[[], object]]  # (address, nbytes) -> undo
 
 
@@ -26,6 +27,10 @@ class Buffer:
 class BufferPool:
     """`count` buffers of `nbytes` each. `reserve` may allocate, nothing later does.
 
+    The memory is private: it counts where the process's does, and is given back when it is
+    emptied. A forked child finds zeros in it. So a fork leaves the parent's pages as they are:
+    copies of pages under direct I/O would take what the disk sends to the wrong process (open(2)).
+
     `pin` is called once with (address, nbytes) of the slab, to register it with a device; what it
     answers is called before the slab is given back.
     """
@@ -33,7 +38,9 @@ class BufferPool:
     def __init__(self, count: int, nbytes: int, pin: Pin | None = None) -> None:
         self.count = count
         self.buffer_nbytes = align_up(nbytes, PAGE_BYTES)
-        self._slab = mmap.mmap(-1, count * self.buffer_nbytes)
+        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self._slab = mmap.mmap(-1, count * self.buffer_nbytes, flags=private)
+        self._slab.madvise(_MADV_WIPEONFORK)
         if self.nbytes >= _HUGE_PAGE_BYTES:  # fewer page faults while the pool warms up
             self._slab.madvise(mmap.MADV_HUGEPAGE)
         view = memoryview(self._slab)

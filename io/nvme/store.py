@@ -14,21 +14,30 @@ from __future__ import annotations
 import logging
 import mmap
 import os
-import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 from gemini.tickets import Ticket
 from gemini.units import PAGE_BYTES, BlockId, align_up, format_bytes
 
-from .checksum import checksum_of
+from . import calls
 from .engine import Engine, Transfer
 from .engines.threads import ThreadEngine
-from .errors import ChecksumError, NvmeError, TransferError, WriteBudgetError, transfer_error
-from .file import OpenFile, check_folder, create_files, punch, remove_orphans
-from .layout import Extent, FormatError, Index, IndexEntry, StoreLayout
+from .errors import (
+    ChecksumError,
+    FolderError,
+    NvmeError,
+    TransferError,
+    WriteBudgetError,
+    cause_of,
+    transfer_error,
+)
+from .file import OpenFile, check_folder, create_files
+from .layout import Extent, Index, IndexEntry, StoreLayout
+from .orphan_files import remove_stepless
 from .pinned import PinnedBlock, PinnedVersions
 
 log = logging.getLogger("gemini.nvme")
@@ -93,7 +102,8 @@ class BlockStore:
     write_budget: bytes that may be written in all.
 
     Raises ValueError for another number of folders, FolderError or DiskFullError where the files
-    cannot be made, TransferError where a header cannot be written.
+    cannot be made, TransferError where a header cannot be written. Files of dead processes that
+    hold no step are removed ([Note: kept files] in `orphan_files`).
     """
 
     def __init__(
@@ -112,8 +122,7 @@ class BlockStore:
         self._engine = engine or ThreadEngine()
         try:
             paths = [check_folder(folder, allow_ram=allow_ram) for folder in folders]
-            for path in dict.fromkeys(paths):
-                remove_orphans(path)
+            remove_stepless(paths)
             self._files = create_files(paths, layout.file_nbytes(), label)
         except BaseException:
             self._engine.close()
@@ -123,7 +132,8 @@ class BlockStore:
         self.checksums = checksums
         self.meter = meter or WriteMeter()
         self._extents = layout.extents()
-        self._finalizer = weakref.finalize(self, _discard, os.getpid(), self._files)
+        # as weakref.finalize, and at the end of processes of multiprocessing too
+        self._finalizer = Finalize(self, _discard, (os.getpid(), self._files), exitpriority=0)
         self._pending: dict[BlockId, Ticket[int]] = {}
         self._index = Index(0, 0, tuple(IndexEntry(1, 0) for _ in range(layout.num_blocks)))
         self._written: set[BlockId] = set()  # blocks that were committed at least once
@@ -134,8 +144,25 @@ class BlockStore:
         self._planned_bytes = sum(layout.file_nbytes())
         self._freed_bytes = 0  # of the files
         self.pinned_seconds = 0.0  # that writes waited for a reader of pinned versions
+        try:
+            self._write_headers(paths)
+        except BaseException:
+            self.close()
+            raise
+
+    def _write_headers(self, folders: Sequence[Path]) -> None:
+        """Name and header of every file are on the disk before anything can be committed."""
         for number, file in enumerate(self._files):
-            _write_pages(file, 0, layout.header(number))
+            _write_pages(file, 0, self.layout.header(number))
+            if self.layout.num_versions > 1:
+                _sync(file)
+        for folder in dict.fromkeys(folders) if self.layout.num_versions > 1 else ():
+            try:
+                calls.sync_folder(folder)
+            except OSError as error:
+                raise FolderError(
+                    f"cannot sync {folder}: {cause_of(error.errno)}; name another nvme folder"
+                ) from error
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -260,7 +287,7 @@ class BlockStore:
             entry = entries[block]
             entries[block] = IndexEntry(entry.version, entry.checksum ^ 0xFFFFFFFF)
             for extent in self._extents[block]:
-                if punch(self._files[extent.file], extent.offset, extent.nbytes):
+                if calls.punch(self._files[extent.file].fd, extent.offset, extent.nbytes):
                     self._freed_bytes += extent.nbytes
         self._index = Index(self._index.sequence, self._index.step, tuple(entries))
 
@@ -279,15 +306,19 @@ class BlockStore:
         return self._pins[-1]
 
     def close(self) -> None:
-        """Wait for transfers, remove the files. Nothing in a forked child, or a second time."""
-        if self._finalizer.alive and self.is_ours:
+        """Wait for transfers, remove the files. Nothing in a forked child, or a second time.
+
+        Raises TransferError where a file cannot be closed; then all is done but for that.
+        """
+        if self._finalizer.still_active() and self.is_ours:
             for pin in self._pins:
                 pin.wait_until_let_go()
             self.rollback()
             self._engine.close()
             self._finalizer()
-            for file in self._files:
-                file.close()
+            with ExitStack() as stack:
+                for file in self._files:
+                    stack.callback(file.close)
 
     def _read(
         self, block: BlockId, version: int, checksum: int, buffer: memoryview
@@ -309,59 +340,6 @@ class BlockStore:
         return Transfer(file, extent.offset, view, self.checksums)
 
 
-@dataclass(frozen=True, slots=True)
-class Recovered:
-    """What a process that died had committed, read only. Close the `fds` by leaving `recover`."""
-
-    layout: StoreLayout
-    index: Index
-    fds: tuple[int, ...]
-
-    def block(self, block: int) -> bytes:
-        """The committed bytes of one block, verified."""
-        extent = self.layout.extents()[block][self.index.entries[block].version]
-        data = os.pread(self.fds[extent.file], extent.nbytes, extent.offset)
-        if checksum_of(data) != self.index.entries[block].checksum:
-            raise ChecksumError(f"block {block} of a recovered store does not verify")
-        return data[: self.layout.block_nbytes[block]]
-
-
-@contextmanager
-def recover(
-    paths: Sequence[str | os.PathLike[str]], step: int | None = None
-) -> Iterator[Recovered]:
-    """Open the files of a dead process's store, in order, to read its last commit.
-
-    step: the commit of this step, which must be the last one or the one before. Stores that are
-    committed one after the other have at most one step between them, so each still has the least.
-    Raises FormatError where there is no such commit.
-    """
-    fds: list[int] = []
-    try:
-        layout: StoreLayout | None = None
-        for path in paths:
-            fds.append(os.open(path, os.O_RDONLY | os.O_NOFOLLOW))
-            found, _ = StoreLayout.from_header(os.pread(fds[-1], 1 << 20, 0))
-            if layout is not None and found != layout:
-                raise FormatError(f"{path} belongs to another store than {paths[0]}")
-            layout = found
-        if layout is None or layout.num_files != len(fds):
-            raise FormatError(f"{len(fds)} files of a store of {layout and layout.num_files}")
-        slots = [
-            Index.decode(os.pread(fds[0], layout.index_slot_nbytes, layout.index_offset(slot)))
-            for slot in range(2)
-        ]
-        live = [index for index in slots if index is not None and step in (None, index.step)]
-        if not live:
-            raise FormatError(
-                f"{paths[0]} holds no committed step" + f" {step}" * (step is not None)
-            )
-        yield Recovered(layout, max(live, key=lambda index: index.sequence), tuple(fds))
-    finally:
-        for fd in fds:
-            os.close(fd)
-
-
 def _settle(ticket: Ticket[int]) -> None:
     """Wait for a transfer whose outcome no longer matters."""
     try:
@@ -373,7 +351,7 @@ def _settle(ticket: Ticket[int]) -> None:
 def _sync(file: OpenFile) -> None:
     """Data to the disk; where it went through the page cache, the cache is dropped."""
     try:
-        os.fdatasync(file.fd)
+        calls.fdatasync(file.fd)
         if not file.direct:
             os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
     except OSError as error:
@@ -382,16 +360,15 @@ def _sync(file: OpenFile) -> None:
 
 def _write_pages(file: OpenFile, offset: int, data: bytes) -> None:
     """A small synchronous write through page-aligned memory, as O_DIRECT wants."""
-    with mmap.mmap(-1, align_up(len(data), PAGE_BYTES)) as pages:
-        pages[: len(data)] = data
+    nbytes, path = align_up(len(data), PAGE_BYTES), str(file.path)
+    with mmap.mmap(-1, nbytes) as pages, memoryview(pages) as view:
+        view[: len(data)] = data
         try:
-            done = os.pwrite(file.fd, pages, offset)
+            done = calls.pwritev(file.fd, [view], offset)
         except OSError as error:
-            raise transfer_error(
-                "write", str(file.path), offset, len(pages), error.errno or 0
-            ) from error
-        if done != len(pages):
-            raise transfer_error("write", str(file.path), offset, len(pages), 0, done)
+            raise transfer_error("write", path, offset, nbytes, error.errno or 0) from error
+        if done != nbytes:
+            raise transfer_error("write", path, offset, nbytes, 0, done)
 
 
 def _discard(pid: int, files: tuple[OpenFile, ...]) -> None:

@@ -60,10 +60,14 @@ def start(place, *flags):
         "--peers-python", sys.executable, *flags,
     ]  # fmt: skip
     path = os.pathsep.join([str(place / "modules"), str(ROOT), str(ROOT / "io")])
-    return subprocess.Popen(
-        [str(word) for word in command], cwd=ROOT, env={**os.environ, "PYTHONPATH": path},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-    )  # fmt: skip
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background
+    try:  # ignores it, and so would its children
+        return subprocess.Popen(
+            [str(word) for word in command], cwd=ROOT, env={**os.environ, "PYTHONPATH": path},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        )  # fmt: skip
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def run(place, *flags):

@@ -1,13 +1,16 @@
 """A disk that fails on one rank fails the step on all with its error; the next one is right."""
 
+import errno
+
 import pytest
 import torch
 
-from gemini import GeminiDDP
+from gemini import AutoPlacement, GeminiDDP
 from optim import HybridAdam, NvmeConfig
 from tests.models import Tower, token_batches, token_loss
-from tests.nvme.test_faults import file_size_limit
 from tests.reference import flat
+from tests.support.faults import failing, file_size_limit
+from tests.support.spilled import wrapped
 from tests.workers import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -57,4 +60,38 @@ def test_every_rank_is_told_where_and_why_and_goes_on_from_the_last_step(precisi
         for rank in range(2):
             for got, want in zip(failed[rank][0], clean[rank][0], strict=True):
                 assert torch.equal(got, want)
+    assert list(tmp_path.iterdir()) == []
+
+
+def train_spilled(rank, failing_step, folder):
+    """Weights and state after each of three steps; rank 1's last write of parameters fails once."""
+    model, optimizer = wrapped(AutoPlacement("320KiB", nvme_dir=folder))
+    said, found = "", []
+    for step, parts in enumerate(token_batches(3, 2)):
+        token_loss(model, parts[rank]).backward()
+        if step == failing_step:
+            store = model.engine.storage.params.store
+            name = store.paths[0].name if rank == 1 else "of no file"
+            with failing("pwritev", errno.EIO, name, after=store.layout.num_blocks - 1, times=1):
+                try:
+                    optimizer.step()
+                except RuntimeError as error:
+                    said = f"{type(error).__name__}: {error}"
+        optimizer.step()
+        optimizer.zero_grad()
+        weights = model.state_dict()
+        found.append([weights[name].clone() for name in sorted(weights)])
+    optimizer.close()
+    return found, said
+
+
+def test_a_parameter_file_that_fails_at_its_last_write_fails_the_step_on_every_rank(tmp_path):
+    """Nobody has counted the step when it is known, so nobody's weights are one step ahead."""
+    clean = run_ranks(train_spilled, 2, None, str(tmp_path))
+    failed = run_ranks(train_spilled, 2, 1, str(tmp_path))
+    assert failed[1][1].startswith("TransferError: write of") and "parameters" in failed[1][1]
+    assert failed[0][1].startswith("RuntimeError: the disks of ranks [1] failed")
+    for rank in range(2):
+        for got, want in zip(failed[rank][0], clean[rank][0], strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
     assert list(tmp_path.iterdir()) == []

@@ -1,12 +1,9 @@
 """Checkpoints in one process: resume, what fits what, files that are not as written, export."""
 
 import json
-import logging
 import math
 import os
 import re
-import shutil
-import time
 
 import pytest
 import torch
@@ -28,13 +25,11 @@ from tests.checkpoints import (
     assert_same,
     batches,
     everything,
-    killed_while_saving,
     make,
     train,
     whole,
 )
 from tests.models import Tower
-from tests.nvme.common import mounted
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -385,123 +380,6 @@ def test_a_future_format_is_refused(saved):
         gemini.load_checkpoint(saved, *make())
 
 
-class Bomb:
-    def __reduce__(self):
-        return os.system, ("touch /tmp/exploded",)
-
-
-def test_a_pickle_that_does_more_than_a_checkpoint_needs_is_not_run(saved, tmp_path):
-    import pickle
-
-    (saved / "manifest.json").unlink()
-    (saved / ".metadata").write_bytes(pickle.dumps({"state_dict_metadata": Bomb()}))
-    with pytest.raises(FormatError, match=r"posix\.system"):
-        gemini.load_checkpoint(saved, *make())
-    torch.save({"model": Bomb()}, tmp_path / "whole.pt")
-    with pytest.raises(FormatError, match="safe"):
-        gemini.load_checkpoint(tmp_path / "whole.pt", *make())
-    with pytest.raises(gemini.checkpoint.CheckpointError, match="extra holds"):
-        gemini.save_checkpoint(tmp_path / "b", make()[0], extra=Bomb())
-    assert not os.path.exists("/tmp/exploded")
-
-
-# -- folders ----------------------------------------------------------------------------------
-
-
-def names(folder):
-    return sorted(path.name for path in folder.iterdir())
-
-
-def test_latest_follows_and_keep_last_deletes_what_is_older(tmp_path):
-    model, optimizer = make()
-    (tmp_path / "notes").mkdir()
-    for k in range(5):
-        gemini.save_checkpoint(tmp_path / f"k{k}", model, optimizer, keep_last=2 if k > 2 else None)
-        assert os.readlink(tmp_path / "latest") == f"k{k}"
-    assert names(tmp_path) == ["k3", "k4", "latest", "notes"]
-
-
-def test_a_checkpoint_is_replaced_in_one_step(tmp_path):
-    model, optimizer = make()
-    gemini.save_checkpoint(tmp_path / "a", model, optimizer, extra=1)
-    train(model, optimizer, batches(0, 1))
-    gemini.save_checkpoint(tmp_path / "a", model, optimizer, extra=2)
-    assert names(tmp_path) == ["a", "latest"]
-    other, its_optimizer = make(seed=1)
-    assert gemini.load_checkpoint(tmp_path / "a", other, its_optimizer) == 2
-    assert_same(whole(other, its_optimizer), whole(model, optimizer))
-
-
-def test_what_a_dead_save_left_is_reported_ignored_and_removed(tmp_path, caplog):
-    model, optimizer = make()
-    gemini.save_checkpoint(tmp_path / "a", model, optimizer)
-    shutil.copytree(tmp_path / "a", tmp_path / ".b.saving")
-    with caplog.at_level(logging.WARNING, "gemini"):
-        gemini.load_checkpoint(tmp_path, model, optimizer)
-        with pytest.raises(FormatError, match="a save to it did not end"):
-            gemini.load_checkpoint(tmp_path / "b", model, optimizer)
-        gemini.save_checkpoint(tmp_path / "c", model, optimizer)
-    assert "ignored" in caplog.text and "removed" in caplog.text
-    assert names(tmp_path) == ["a", "c", "latest"]
-
-
-def test_a_link_that_a_dead_save_left_is_removed_and_a_live_ones_is_not(tmp_path):
-    import fcntl
-
-    model, optimizer = make()
-    for name in "ab":
-        gemini.save_checkpoint(tmp_path / name, model, optimizer)
-        (tmp_path / f".latest.{name}").symlink_to(name)
-    (tmp_path / ".latest.gone").symlink_to("gone")
-    lock = os.open(tmp_path / "b", os.O_RDONLY)
-    fcntl.flock(lock, fcntl.LOCK_EX)  # as a job holds it that is about to rename its link
-    gemini.save_checkpoint(tmp_path / "c", model, optimizer)
-    os.close(lock)
-    assert names(tmp_path) == [".latest.b", "a", "b", "c", "latest"]
-
-
-def test_a_save_during_another_save_is_refused(tmp_path):
-    import fcntl
-
-    model, optimizer = make()
-    (tmp_path / ".a.saving").mkdir()
-    lock = os.open(tmp_path / ".a.saving", os.O_RDONLY)
-    fcntl.flock(lock, fcntl.LOCK_EX)  # as another job holds it
-    with pytest.raises(gemini.checkpoint.CheckpointError, match="another save to"):
-        gemini.save_checkpoint(tmp_path / "a", model, optimizer)
-    os.close(lock)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_kill_at_any_moment_of_saving_leaves_a_checkpoint_that_loads(tmp_path):
-    """100 times, at seeded moments: `latest` is complete, and every file of it verifies."""
-    from tests.workers import start_process
-
-    generator = torch.Generator().manual_seed(0)
-    model, optimizer = make("resident")
-    found, partial = [], 0
-    for seed in range(100):
-        folder = tmp_path / str(seed)
-        folder.mkdir()
-        process = start_process(killed_while_saving, str(folder), seed)
-        while not (folder / "latest").exists():
-            time.sleep(0.01)
-            assert process.is_alive()
-        time.sleep(0.4 * float(torch.rand((), generator=generator)))
-        process.kill()
-        process.join()
-        partial += any(path.name.startswith(".k") for path in folder.iterdir())
-        extra = gemini.load_checkpoint(folder, model, optimizer)
-        assert main(["verify", str(folder)]) == 0
-        assert set(optimizer._targets[0]._path.steps) == {extra}, "all is of one save"
-        found.append(extra)
-        gemini.save_checkpoint(folder / "next", model, optimizer)
-        assert not [path for path in folder.iterdir() if path.name.startswith(".")]
-        shutil.rmtree(folder)
-    assert partial > 10 and len(set(found)) > 3, "kills were not spread over saves"
-
-
 MEASURE = """
 import gc, sys, tempfile, torch, gemini
 from bench.checkpoint import extra_ram, network, step, wrapped
@@ -544,32 +422,6 @@ def test_a_save_and_a_load_take_a_few_blocks_of_memory(how, fraction, tmp_path):
     assert (int(on_disk) > 0) == (fraction > 0)
     assert float(saving) <= 3
     assert float(loading) <= 5  # it reads ahead
-
-
-def test_a_read_only_disk_is_refused_and_training_goes_on(tmp_path):
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    model, optimizer = make()
-    with mounted(folder, "-t", "tmpfs", "-o", "ro,size=1m", "none"):
-        for async_save in (False, True):
-            with pytest.raises(gemini.checkpoint.CheckpointError, match="ead-only file"):
-                gemini.save_checkpoint(folder / "a", model, optimizer, async_save=async_save)
-    train(model, optimizer, batches(0, 1))
-    gemini.save_checkpoint(tmp_path / "a", model, optimizer)
-
-
-def test_a_full_file_system_leaves_the_last_checkpoint_and_nothing_else(tmp_path):
-    folder = tmp_path / "small"
-    folder.mkdir()
-    model, optimizer = make()
-    with mounted(folder, "-t", "tmpfs", "-o", "size=1m", "none"):
-        gemini.save_checkpoint(folder / "a", model, optimizer)
-        (folder / "rest").write_bytes(bytes(os.statvfs(folder).f_bavail * 4096 - 65536))
-        for async_save in (False, True):
-            with pytest.raises(gemini.checkpoint.CheckpointError, match="ENOSPC"):
-                gemini.save_checkpoint(folder / "b", model, optimizer, async_save=async_save).wait()
-            assert names(folder) == ["a", "latest", "rest"]
-        gemini.load_checkpoint(folder, model, optimizer)
 
 
 # -- asynchronous saves -----------------------------------------------------------------------
@@ -617,42 +469,6 @@ def test_a_second_save_while_one_is_under_way_is_refused(tmp_path):
     finally:
         ticket.wait()
     gemini.save_checkpoint(tmp_path / "b", model, optimizer)
-
-
-DIE_LATE = """
-import shutil, sys, threading, gemini
-from gemini.checkpoint import background
-from tests.checkpoints import make
-model, optimizer = make("nvme")
-folder = sys.argv[1]
-ticket = gemini.save_checkpoint(folder + "/a", model, optimizer, async_save=True)
-shutil.rmtree(folder)
-"""
-
-
-def test_an_error_in_the_background_is_seen_when_the_process_ends(tmp_path):
-    import subprocess
-    import sys
-
-    folder = tmp_path / "gone"
-    environment = {**os.environ, "PYTHONPATH": ":".join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-c", DIE_LATE, str(folder)],
-        env=environment, capture_output=True, text=True,
-    )  # fmt: skip
-    assert f"the asynchronous save to {folder}/a failed" in done.stderr, done.stderr
-
-
-def test_an_error_in_the_background_is_raised_by_the_next_call(tmp_path):
-    model, optimizer = make("nvme")
-    gone = tmp_path / "gone"
-    ticket = gemini.save_checkpoint(gone / "a", model, optimizer, async_save=True)
-    shutil.rmtree(gone, ignore_errors=True)
-    while not ticket.ready():
-        time.sleep(0.01)
-    with pytest.raises(gemini.checkpoint.CheckpointError, match=r"asynchronous save to .* failed"):
-        gemini.save_checkpoint(tmp_path / "b", model, optimizer)
-    gemini.save_checkpoint(tmp_path / "b", model, optimizer)  # said once
 
 
 # -- export -----------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Disks that fail under parameters, gradients and state: the last completed step stays."""
 
+import errno
 import os
 import random
 import shutil
@@ -11,9 +12,10 @@ import torch
 
 import nvme
 from gemini import AutoPlacement
-from tests.gemini.test_on_nvme import LEAST, N, assert_same, homes, train, wrapped
+from tests.checkpoints import train
 from tests.models import token_batches, token_loss
-from tests.nvme.test_faults import file_size_limit
+from tests.support.faults import failing, file_size_limit, flip
+from tests.support.spilled import LEAST, N, assert_same, homes, wrapped
 from tests.workers import start_process
 
 BATCHES = token_batches(3, 1)
@@ -23,12 +25,6 @@ def trained(steps):
     run = wrapped(LEAST, max_norm=0.5)
     train(*run, BATCHES[:steps])
     return run
-
-
-def flip(path, offset):
-    with path.open("r+b") as file:
-        before = os.pread(file.fileno(), 1, offset)
-        os.pwrite(file.fileno(), bytes([before[0] ^ 0xFF]), offset)
 
 
 def test_a_write_that_fails_in_a_step_undoes_it_and_it_can_be_taken_again():
@@ -42,6 +38,72 @@ def test_a_write_that_fails_in_a_step_undoes_it_and_it_can_be_taken_again():
     optimizer.step()  # the gradients are still there
     optimizer.zero_grad()
     assert_same((model, optimizer), trained(2))
+
+
+def files_of(model):
+    """The stores of parameters and of state, and what their files are called."""
+    target = model.engine.target
+    stores = {"parameters": model.engine.storage.params.store, "state": target._tiers.nvme.store}
+    return {name: (store, store.paths[0].name) for name, store in stores.items()}
+
+
+@pytest.mark.parametrize("file", ["parameters", "state"])
+@pytest.mark.parametrize("call", ["the first write", "the last write", "fdatasync"])
+def test_a_step_fails_before_anything_counts_whichever_file_fails(call, file):
+    """A step waits for its writes: nobody has counted it when the disk says no to the last one."""
+    model, optimizer = trained(1)
+    before = model.state_dict()
+    store, name = files_of(model)[file]
+    token_loss(model, BATCHES[1][0]).backward()
+    writes = store.layout.num_blocks
+    fault = {
+        "the first write": ("pwritev", 0),
+        "the last write": ("pwritev", writes - 1),
+        "fdatasync": ("fdatasync", 0),
+    }[call]
+    with (
+        failing(fault[0], errno.EIO, name, after=fault[1], times=1) as failed,
+        pytest.raises(nvme.TransferError, match=rf"{name}.*EIO"),
+    ):
+        optimizer.step()
+    assert len(failed) == 1
+    assert [store.committed_step for store, _ in files_of(model).values()] == [1, 1]
+    after = model.state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    optimizer.step()  # the gradients are still there
+    optimizer.zero_grad()
+    assert_same((model, optimizer), trained(2))
+
+
+@pytest.mark.parametrize("file", ["parameters", "state"])
+def test_what_a_failed_step_has_written_does_not_count_with_what_is_written_next(file):
+    """A weight that the user changes is committed by itself."""
+    model, optimizer = trained(1)
+    before = model.state_dict()
+    store, name = files_of(model)[file]
+    token_loss(model, BATCHES[1][0]).backward()
+    writes = store.layout.num_blocks
+    with (
+        failing("pwritev", errno.EIO, name, after=writes - 1),
+        pytest.raises(nvme.TransferError),
+    ):
+        optimizer.step()
+    changed = "layers.2.1.weight"
+    with torch.no_grad():
+        model.module.get_parameter(changed).zero_()
+    optimizer.zero_grad()
+    after = model.state_dict()
+    for name, value in after.items():
+        want = torch.zeros(()) if name == changed else before[name]
+        assert torch.equal(value, want.expand_as(value)), name
+    for name, value in full_weights(model):
+        assert torch.equal(value, after[name].bfloat16()), name
+
+
+def full_weights(model):
+    """As a forward reads them from their file, where a state dict shows masters."""
+    with model.summon_full_params(writeback=False):
+        return [(name, p.detach().clone()) for name, p in model.module.named_parameters()]
 
 
 def test_a_gradient_that_cannot_be_written_ends_the_backward_and_no_more():
@@ -136,24 +198,37 @@ def masters_and_parameters(folder):
     return step, torch.cat(values), torch.cat(rounded)
 
 
+def has_begun(folder):
+    """Both files hold what the run began with."""
+    try:
+        masters_and_parameters(folder)
+    except ValueError:  # a file that is not there, or holds no commit
+        return False
+    except nvme.ChecksumError:  # steps go by
+        return True
+    return True
+
+
 @pytest.mark.nvme
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_kill_at_any_point_leaves_a_step_whole_in_all_files(tmp_path):
     """Every chunk's parameters are on disk, so all of them are compared with their masters."""
     assert homes(wrapped(LEAST)[0])[0] == {N} == homes(wrapped(LEAST)[0])[2]
     rng, steps = random.Random(0), []
-    for kill in range(12):
+    for kill in range(100):
         folder = tmp_path / str(kill)
         folder.mkdir()
         process = start_process(train_for_ever, str(folder))
         deadline = time.monotonic() + 60
-        while not list(folder.glob("*gradients*")):
+        while not has_begun(folder):
             assert process.is_alive() and time.monotonic() < deadline
             time.sleep(0.01)
-        time.sleep(0.2 + rng.random())
+        time.sleep(0.5 * rng.random())
         os.kill(process.pid, signal.SIGKILL)
         process.join()
         step, parameters, masters = masters_and_parameters(folder)
         steps.append(step)
         assert torch.equal(parameters, masters)
-    assert max(steps) > 2
+        shutil.rmtree(folder)
+    assert max(steps) > 2 and len(set(steps)) > 2

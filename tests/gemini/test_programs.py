@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.loops import ADAM, Net
+from tests.loops import ADAM
 from tests.programs import PLACES, is_wrong, run_many
 
 NUM_PROGRAMS = 300
@@ -27,5 +27,5 @@ def test_a_program_that_differs_is_found(place, monkeypatch):
     assert "differs" in is_wrong(program, place)
 
 
-def _plain():
-    return (module := Net()), torch.optim.AdamW(module.parameters(), foreach=False, **ADAM)
+def _plain(build):
+    return (module := build()), torch.optim.AdamW(module.parameters(), foreach=False, **ADAM)

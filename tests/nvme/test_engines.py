@@ -12,6 +12,7 @@ from gemini.units import PAGE_BYTES
 from nvme import BlockStore, BufferPool, StoreLayout, Transfer
 from nvme.file import OpenFile
 from tests.nvme.common import ENGINES, engine_or_skip, expected, mounted, read, write
+from tests.support.faults import short
 
 SIZES = [1, 4095, 4096, 5000, (1 << 20) + 1, 4 << 20, (4 << 20) + 1, (9 << 20) + 4097]
 
@@ -38,6 +39,29 @@ def test_every_length_round_trips_over_several_folders(engine, tmp_path):
     round_trips(store, BufferPool(1, max(SIZES)), range(len(SIZES)))
     store.close()
     assert not any(list(folder.iterdir()) for folder in folders)
+
+
+@pytest.mark.parametrize("call", ["pwritev", "preadv"])
+def test_a_transfer_that_comes_up_short_goes_on_where_it_stopped(call, tmp_path):
+    """A signal, a quota that is near, a network: any call may move less than it was asked to."""
+    store = BlockStore([tmp_path], StoreLayout.plan("d", SIZES))
+    with short(call, 3 * PAGE_BYTES, "gemini-", after=1) as cut:
+        round_trips(store, BufferPool(1, max(SIZES)), range(len(SIZES)))
+    assert len(cut) > 1000
+    store.close()
+
+
+@pytest.mark.parametrize("call", ["pwritev", "preadv"])
+def test_a_transfer_that_stops_is_an_error_that_says_after_how_much(call, tmp_path, monkeypatch):
+    store, pool = BlockStore([tmp_path], StoreLayout.plan("d", [9 << 20])), BufferPool(1, 9 << 20)
+    write(store, pool, 0, 1)
+    store.commit(1)
+    moved = iter([PAGE_BYTES])
+    monkeypatch.setattr(nvme.calls, call, lambda fd, buffers, offset: next(moved, 0))
+    with pytest.raises(nvme.TransferError, match=r"failed after (0|4096): it came up short"):
+        (write if call == "pwritev" else read)(store, pool, 0, *[2] * (call == "pwritev"))
+    monkeypatch.undo()
+    store.close()
 
 
 @pytest.mark.parametrize("num_threads", range(1, 9))
@@ -143,25 +167,52 @@ def test_an_unknown_engine_is_named(tmp_path):
         nvme.make_engine("magic", tmp_path)
 
 
+def thin(fd, buffers, offset):
+    """pwritev that leaves a hole for zeros, so that gigabytes of them take no disk."""
+    (buffer,) = buffers
+    if not any(memoryview(buffer).cast("Q")):
+        return len(buffer)
+    return os.pwritev(fd, buffers, offset)
+
+
 @pytest.mark.nvme
-@pytest.mark.parametrize("name", ENGINES)
-def test_a_block_of_more_than_2_gib_round_trips(name, tmp_path):
-    """Sparse: random bytes round every boundary where a length could overflow, zeros between."""
-    engine = engine_or_skip(name, tmp_path)
-    nbytes = (3 << 30) + 1 if name != "tensornvme" else (2 << 30) + (1 << 20) + 1
-    store = BlockStore([tmp_path], StoreLayout.plan("d", [nbytes]), engine=engine)
+def test_a_block_of_more_than_2_gib_round_trips(tmp_path, monkeypatch):
+    """Random bytes round every boundary where a length could overflow, zeros between."""
+    monkeypatch.setattr(nvme.calls, "allocate", lambda fd, offset, n: os.ftruncate(fd, n))
+    monkeypatch.setattr(nvme.calls, "pwritev", thin)
+    nbytes = (3 << 30) + 1
+    store = BlockStore([tmp_path], StoreLayout.plan("d", [nbytes], num_versions=1))
     pool = BufferPool(1, nbytes)
     view = pool.take().view
     edges = [0, (1 << 31) - 2048, (1 << 31) + 4096, nbytes - 2048]
     for edge in edges:
         view[edge : edge + 2048] = random.Random(edge).randbytes(2048)
     store.write(0, view).wait()
-    store.commit(1)
     for edge in edges:
         view[edge : edge + 2048] = bytes(2048)
     view[5 << 20] = 1  # must be read over
-    store.read(0, view).wait()  # verifies every piece
+    store.read_uncommitted(0, view).wait()  # verifies every piece
     for edge in edges:
         assert view[edge : edge + 2048] == random.Random(edge).randbytes(2048)
     assert view[5 << 20] == 0
+    assert store.paths[0].stat().st_blocks * 512 < 64 << 20
     store.close()
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_places_beyond_4_gib_are_where_they_are(name, tmp_path):
+    """In a file with holes."""
+    engine = engine_or_skip(name, tmp_path)
+    (file,) = nvme.file.create_files([tmp_path], [PAGE_BYTES])
+    pool, nbytes = BufferPool(1, (5 << 20) + PAGE_BYTES), (5 << 20) + PAGE_BYTES
+    view = pool.take().view
+    places = [0, (1 << 31) - PAGE_BYTES, 1 << 32, (3 << 31) + (1 << 30) - PAGE_BYTES]
+    for place in places:
+        view[:] = random.Random(place).randbytes(nbytes)
+        engine.write(Transfer(file, place, view, True)).wait()
+    for place in places:
+        view[:] = bytes(nbytes)
+        engine.read(Transfer(file, place, view, True)).wait()
+        assert view == random.Random(place).randbytes(nbytes)
+    engine.close()
+    nvme.file.remove_files([file])

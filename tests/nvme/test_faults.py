@@ -1,34 +1,26 @@
 """What happens to folders and files from outside: full, read-only, removed, shared, forked."""
 
+import errno
 import json
 import logging
 import os
-import resource
 import shutil
 import subprocess
+import tempfile
+import threading
 import time
-from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
 import nvme
 from nvme import BlockStore, BufferPool, StoreLayout
 from tests.nvme.common import ENGINES, engine_or_skip, expected, mounted, read, write
+from tests.support.faults import failing, file_size_limit, short
 from tests.workers import run_processes
 
 SIZES = [5000, 3 << 20, (4 << 20) + 4096]
 ONE = StoreLayout.plan("d", [5000])
-
-
-@contextmanager
-def file_size_limit(nbytes):
-    """RLIMIT_FSIZE of this process."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 # -- full -----------------------------------------------------------------------------------------
@@ -94,11 +86,87 @@ def test_an_index_that_cannot_be_written_fails_the_next_step_and_not_this_one(tm
     store.close()
 
 
+# -- calls that fail -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call, code, kind", [
+    ("open_file", errno.EROFS, nvme.FolderError),
+    ("open_file", errno.EACCES, nvme.FolderError),
+    ("open_file", errno.ENOENT, nvme.FolderError),
+    ("open_file", errno.EDQUOT, nvme.DiskFullError),
+    ("lock", errno.ENOLCK, nvme.FolderError),
+    ("allocate", errno.ENOSPC, nvme.DiskFullError),
+    ("allocate", errno.EIO, nvme.FolderError),
+    ("pwritev", errno.EFBIG, nvme.DiskFullError),
+    ("fdatasync", errno.EIO, nvme.TransferError),
+    ("fsync", errno.EIO, nvme.FolderError),
+])  # fmt: skip
+def test_a_store_that_cannot_be_made_says_where_and_why_and_leaves_nothing(
+    call, code, kind, tmp_path
+):
+    threads = set(threading.enumerate())
+    with failing(call, code) as failed, pytest.raises(kind) as raised:
+        BlockStore([tmp_path], ONE)
+    assert failed and str(tmp_path) in str(raised.value)
+    assert errno.errorcode[code] in str(raised.value)
+    assert list(tmp_path.iterdir()) == [] and set(threading.enumerate()) == threads
+
+
+def test_a_disk_that_cannot_sync_fails_the_step_before_it_counts(tmp_path):
+    store, pool = BlockStore([tmp_path], ONE), BufferPool(1, 5000)
+    write(store, pool, 0, 1)
+    store.commit(1)
+    write(store, pool, 0, 2)
+    with failing("fdatasync", errno.EIO), pytest.raises(nvme.TransferError) as raised:
+        store.flush()
+    assert str(raised.value) == f"sync of {store.paths[0]} failed: EIO, Input/output error"
+    assert (raised.value.errno, raised.value.path) == (errno.EIO, str(store.paths[0]))
+    store.rollback()
+    assert read(store, pool, 0) == expected(store, 0, 1)
+    store.close()
+
+
+def test_an_index_that_comes_up_short_fails_the_next_step(tmp_path):
+    store, pool = BlockStore([tmp_path], ONE), BufferPool(1, 5000)
+    write(store, pool, 0, 1)
+    store.commit(1)
+    write(store, pool, 0, 2)
+    store.flush()
+    with short("pwritev", 512) as cut:
+        store.commit(2)
+    assert cut == [4096]
+    with pytest.raises(nvme.TransferError, match=r"failed after 512: it came up short"):
+        store.check_step(0)
+    store.close()
+
+
+def test_a_file_that_cannot_be_closed_is_said_when_all_is_closed(tmp_path):
+    folders = [tmp_path / name for name in "ab"]
+    for folder in folders:
+        folder.mkdir()
+    store = BlockStore(folders, StoreLayout.plan("d", [5000] * 2, [1.0, 1.0]))
+    descriptors = [file.fd for file in store._files]
+    with (
+        failing("close", errno.EIO, first=os.close) as failed,
+        pytest.raises(nvme.TransferError, match=r"close of .*blocks failed: EIO"),
+    ):
+        store.close()
+    assert len(failed) == 2 and not any(list(folder.iterdir()) for folder in folders)
+    for fd in descriptors:
+        with pytest.raises(OSError, match="Bad file"):
+            os.fstat(fd)
+    store.close()
+
+
 # -- folders that cannot be used ------------------------------------------------------------------
 
 
-def try_as_nobody(index, folder):
-    os.setuid(65534)
+def try_as_somebody(index, folder):
+    """What is said of folders that this process, which is not root, may not use."""
+    if os.geteuid() == 0:
+        os.setuid(65534)
+    if not os.access(folder, os.X_OK):
+        return None
     said = []
     for name in ("read-only", "hidden/inner"):
         try:
@@ -108,19 +176,19 @@ def try_as_nobody(index, folder):
     return said
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
-def test_a_folder_without_permission_is_refused(tmp_path):
-    (tmp_path / "hidden/inner").mkdir(parents=True)
-    (tmp_path / "read-only").mkdir()
-    (tmp_path / "read-only").chmod(0o555)
-    (tmp_path / "hidden").chmod(0o700)
-    opened = [tmp_path, *(p for p in tmp_path.parents if p.stat().st_mode & 0o001 == 0)]
-    modes = [p.stat().st_mode for p in opened]
-    for path in opened:
-        path.chmod(0o755)
-    (said,) = run_processes(try_as_nobody, 1, str(tmp_path))
-    for path, mode in zip(opened, modes, strict=True):
-        path.chmod(mode)
+def test_a_folder_without_permission_is_refused():
+    """In a folder of its own that everybody may enter, as pytest's may be entered by us alone."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "hidden/inner").mkdir(parents=True)
+        (folder / "read-only").mkdir()
+        (folder / "read-only").chmod(0o555)
+        (folder / "hidden").chmod(0o000)
+        folder.chmod(0o755)
+        (said,) = run_processes(try_as_somebody, 1, name)
+        (folder / "hidden").chmod(0o700)
+    if said is None:
+        pytest.skip(f"others cannot enter {tempfile.gettempdir()}")
     assert "not writable" in said[0] and "out of reach" in said[1]
 
 

@@ -1,5 +1,6 @@
 """Blocks on real files: round trips, versions, faults."""
 
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -166,11 +167,14 @@ def test_files_are_private_and_removed_on_close(tmp_path, store):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_is_said_at_construction_and_leaves_nothing(tmp_path):
+def test_what_no_disk_holds_is_refused_before_the_disk_is_filled(tmp_path, monkeypatch):
+    """Trying would take all that there is, from everybody, until it fails."""
+    asked = []
+    monkeypatch.setattr(nvme.calls, "allocate", lambda fd, offset, nbytes: asked.append(nbytes))
     huge = os.statvfs(tmp_path).f_blocks * os.statvfs(tmp_path).f_frsize
-    with pytest.raises(nvme.DiskFullError, match=r"cannot hold .* free"):
+    with pytest.raises(nvme.DiskFullError, match=r"cannot hold .* free, ENOSPC"):
         BlockStore([tmp_path], StoreLayout.plan("d", [huge]))
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [] and not asked
 
 
 def test_a_limit_on_file_size_counts_as_full(tmp_path):
@@ -205,34 +209,6 @@ def test_ram_is_refused_unless_it_is_allowed():
     assert file_system(nvme.default_folder()) != "tmpfs"
 
 
-def test_orphans_of_dead_processes_are_removed_and_nothing_else(tmp_path, pool):
-    code = """
-import os, sys, nvme
-store = nvme.BlockStore([sys.argv[1]], nvme.StoreLayout.plan("d", [5000]))
-pool = nvme.BufferPool(1, 5000)
-buffer = pool.take()
-buffer.view[:] = b"z" * buffer.view.nbytes
-store.write(0, buffer.view).wait()
-store.commit(4)
-os.kill(os.getpid(), 9)
-"""
-    env = {"PYTHONPATH": ":".join(sys.path)}
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=env)
-    (orphan,) = nvme.orphans(tmp_path)
-    with nvme.recover([orphan]) as found:
-        assert found.index.step == 4
-        assert found.block(0) == b"z" * 5000
-
-    alive = BlockStore([tmp_path], StoreLayout.plan("d", [5000]))  # removes it
-    foreign = tmp_path / "gemini-notes.blocks"
-    foreign.write_text("this is somebody's file")
-    assert not orphan.exists()
-    assert nvme.orphans(tmp_path) == ()
-    assert nvme.remove_orphans(tmp_path) == ()
-    assert foreign.exists() and alive.paths[0].exists()
-    alive.close()
-
-
 def test_a_forked_child_does_not_remove_its_parents_files(store):
     pid = os.fork()
     if pid == 0:
@@ -256,14 +232,34 @@ def own_store(folder):
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_children_of_any_kind_have_stores_of_their_own(method, store, pool, tmp_path):
-    import multiprocessing
-
     write(store, pool, 0, 3)
     store.commit(1)
     with multiprocessing.get_context(method).Pool(2) as children:
         assert children.map(own_store, [tmp_path] * 4) == [False] * 4
     assert read(store, pool, 0) == 3
     assert nvme.orphans(tmp_path) == ()
+
+
+def end_without_closing(folder):
+    store = BlockStore([folder], StoreLayout.plan("d", [5000]))
+    pool = BufferPool(1, 5000)
+    write(store, pool, 0, 8)
+    store.commit(1)
+    kept.append(store)
+
+
+kept = []
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_children_that_end_leave_no_files(method, tmp_path):
+    """A step is kept for who was killed, and not for who came to its end."""
+    process = multiprocessing.get_context(method).Process(
+        target=end_without_closing, args=(tmp_path,)
+    )
+    process.start()
+    process.join()
+    assert process.exitcode == 0 and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -316,7 +312,7 @@ def test_space_of_forgotten_blocks_is_given_back_and_nobody_reads_them(
     store, pool, monkeypatch, takes_holes
 ):
     if not takes_holes:  # a file system without them
-        monkeypatch.setattr("nvme.store.punch", lambda *_: False)
+        monkeypatch.setattr("nvme.calls.punch", lambda *_: False)
     for block in range(len(SIZES)):
         write(store, pool, block, block + 1)
     store.commit(1)

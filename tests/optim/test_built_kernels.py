@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -167,6 +168,81 @@ def test_a_folder_of_another_user_is_refused(cache, monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
     with pytest.raises(KernelBuildError, match="belongs to another user"):
         kernels([SPEC])
+
+
+@pytest.mark.parametrize("target", ["ours", "missing"])
+def test_a_link_in_the_place_of_the_cache_is_refused(target, cache, tmp_path):
+    cache.parent.mkdir(parents=True, mode=0o700)
+    (tmp_path / "ours").mkdir(mode=0o700)
+    cache.symlink_to(tmp_path / target)
+    with pytest.raises(KernelBuildError, match=f"{built_kernels.FOLDER} is a link"):
+        kernels([SPEC])
+    assert list((tmp_path / "ours").iterdir()) == [] and not (tmp_path / "missing").exists()
+
+
+def test_a_link_in_the_place_of_a_library_is_refused(cache, tmp_path):
+    path = path_of(SPEC, cache)
+    (tmp_path / "other.so").write_bytes(b"\x7fELF")
+    path.symlink_to(tmp_path / "other.so")
+    with pytest.raises(KernelBuildError, match=r"\.so is a link"):
+        kernels([SPEC])
+
+
+def test_a_home_that_is_a_link_is_followed_once(tmp_path, monkeypatch):
+    """The path that is used has no link in it: it cannot lead elsewhere after it was checked."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "home").symlink_to("disk")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    assert built_kernels._cache_folder() == (tmp_path / "disk").resolve() / built_kernels.FOLDER
+
+
+@pytest.mark.parametrize("mode, sticky_mode", [(0o777, 0o1777), (0o775, 0o1775)])
+def test_a_folder_above_in_which_others_can_rename_is_refused(
+    mode, sticky_mode, tmp_path, monkeypatch
+):
+    above = tmp_path / "above"
+    (above / "cache").mkdir(parents=True)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(above / "cache"))
+    monkeypatch.setattr(built_kernels, "_is_private_group", lambda gid: False)
+    above.chmod(mode)
+    with pytest.raises(KernelBuildError, match=f"because they can write to {above}, and code"):
+        built_kernels._cache_folder()
+    above.chmod(sticky_mode)
+    built_kernels._cache_folder()
+    if mode == 0o775:
+        above.chmod(mode)
+        monkeypatch.setattr(built_kernels, "_is_private_group", lambda gid: True)
+        built_kernels._cache_folder()
+
+
+def test_a_folder_above_of_another_user_is_refused(tmp_path, monkeypatch):
+    above = tmp_path / "above"
+    above.mkdir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(above))
+    real, mine = os.stat, os.geteuid()
+
+    def stat_of_another(path, **options):
+        found = real(path, **options)
+        if os.fspath(path) != os.fspath(above):
+            return found
+        return os.stat_result([*found[:4], mine + 7, *found[5:10]])
+
+    monkeypatch.setattr(os, "stat", stat_of_another)
+    with pytest.raises(KernelBuildError, match=f"because they can write to {above}, and code"):
+        built_kernels._cache_folder()
+
+
+@pytest.mark.parametrize("name, members, private", [
+    ("me", [], True), ("me", ["me"], True), ("me", ["you"], False), ("users", [], False),
+])  # fmt: skip
+def test_a_group_is_private_that_has_the_users_name_and_nobody_else(
+    name, members, private, monkeypatch
+):
+    user = SimpleNamespace(pw_name="me")
+    group = SimpleNamespace(gr_name=name, gr_mem=members)
+    monkeypatch.setattr(built_kernels.pwd, "getpwuid", lambda uid: user)
+    monkeypatch.setattr(built_kernels.grp, "getgrgid", lambda gid: group)
+    assert built_kernels._is_private_group(5) is private
 
 
 def test_a_library_that_others_can_write_to_is_refused(cache):

@@ -16,7 +16,7 @@ from optim import HybridAdam, NvmeConfig
 from optim.updaters import CpuUpdater
 from tests.models import Tower, token_batches, token_loss
 from tests.nvme.common import ENGINES, engine_or_skip
-from tests.nvme.test_faults import file_size_limit
+from tests.support.faults import file_size_limit, flip
 
 BLOCK = 1 << 14
 SHAPES = [(3,), (1023,), (401, 977), (7, 11, 13)]  # 25 blocks
@@ -187,12 +187,6 @@ def test_the_step_that_would_pass_the_budget_changes_nothing(tmp_path):
 
 
 # -- faults between steps -------------------------------------------------------------------------
-
-
-def flip(path, offset):
-    with path.open("r+b") as file:
-        byte = os.pread(file.fileno(), 1, offset)
-        os.pwrite(file.fileno(), bytes([byte[0] ^ 1]), offset)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -12,8 +12,8 @@ import nvme
 from gemini import GeminiDDP
 from optim import HybridAdam, NvmeConfig
 from tests.models import Tower, token_batches, token_loss
-from tests.nvme.test_faults import file_size_limit
 from tests.optim.test_on_disk import copies, in_memory, make_optimizer, make_params, same, train
+from tests.support.faults import file_size_limit
 from tests.workers import run_processes
 
 

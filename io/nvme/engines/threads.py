@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from gemini.tickets import FutureTicket, Ticket, Together
 
+from .. import calls
 from ..checksum import combine, crc32
 from ..engine import PIECE_BYTES, Transfer
 from ..errors import transfer_error
@@ -66,7 +67,7 @@ class ThreadEngine:
 
 def _read_piece(transfer: Transfer, start: int, end: int) -> int:
     piece = transfer.buffer[start:end]
-    _whole("read", os.preadv, transfer, piece, transfer.offset + start)
+    _whole("read", calls.preadv, transfer, piece, transfer.offset + start)
     if not transfer.file.direct:
         os.posix_fadvise(
             transfer.file.fd, transfer.offset + start, end - start, os.POSIX_FADV_DONTNEED
@@ -77,7 +78,7 @@ def _read_piece(transfer: Transfer, start: int, end: int) -> int:
 def _write_piece(transfer: Transfer, start: int, end: int) -> int:
     piece = transfer.buffer[start:end]
     checksum = crc32(piece) if transfer.checksums else 0
-    _whole("write", os.pwritev, transfer, piece, transfer.offset + start)
+    _whole("write", calls.pwritev, transfer, piece, transfer.offset + start)
     return checksum
 
 

@@ -1,0 +1,114 @@
+"""The system calls that make, change and sync files, in one place.
+
+They are looked up here at every call, so a test puts another function in the place of one: it
+records what a disk was told, or fails as a disk does. What io_uring moves does not pass here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+from pathlib import Path
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 0x01, 0x02
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+
+open_file = os.open
+close = os.close
+lock = fcntl.flock
+preadv = os.preadv
+pwritev = os.pwritev
+allocate = os.posix_fallocate
+truncate = os.ftruncate
+fsync = os.fsync
+fdatasync = os.fdatasync
+mkdir = os.mkdir
+rmdir = os.rmdir
+unlink = os.unlink
+rename = os.rename
+symlink = os.symlink
+
+
+def punch(fd: int, offset: int, nbytes: int) -> bool:
+    """Give whole pages of a file back to the file system; False where it does not take them."""
+    mode = _FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE
+    fallocate = getattr(_libc, "fallocate64", None) or getattr(_libc, "fallocate", None)
+    if fallocate is None:
+        return False
+    at, length = ctypes.c_int64(offset), ctypes.c_int64(nbytes)
+    return bool(fallocate(fd, mode, at, length) == 0)
+
+
+def exchange(one: Path, other: Path) -> None:
+    """Swap two names in one step. Raises OSError where the file system cannot."""
+    result = _libc.renameat2(
+        _AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE
+    )
+    if result:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), str(other))
+
+
+# -- made of the above --
+
+
+def reserve(fd: int, nbytes: int) -> None:
+    """Allocate the first `nbytes` of a file. Raises OSError.
+
+    What cannot be had is refused before it is tried, which would fill the disk for everybody.
+    """
+    status = os.fstatvfs(fd)
+    if status.f_blocks and nbytes > status.f_bfree * status.f_frsize:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    allocate(fd, 0, nbytes)
+
+
+def sync_folder(path: Path) -> None:
+    """Names that were made, changed or removed in a folder are on the disk when this returns."""
+    fd = open_file(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fsync(fd)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a file system where folders are not synced
+            raise
+    finally:
+        close(fd)
+
+
+def sync_file(path: Path) -> None:
+    """What was written to a file is on the disk when this returns. Raises OSError."""
+    fd = open_file(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fsync(fd)
+    finally:
+        close(fd)
+
+
+def make_folders(path: Path) -> None:
+    """Make a folder and its parents where they are not there, durably. Raises OSError."""
+    missing = [path]
+    while not missing[-1].parent.exists():
+        missing.append(missing[-1].parent)
+    for folder in reversed(missing):
+        with contextlib.suppress(FileExistsError):
+            mkdir(folder)
+            sync_folder(folder.parent)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """A new file with `data`, synced. Raises OSError; a short write goes on, or is one."""
+    fd = open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        done = 0
+        while done < len(data):
+            moved = pwritev(fd, [data[done:]], done)
+            if not moved:
+                raise OSError(errno.EIO, "the write came up short", str(path))
+            done += moved
+        fsync(fd)
+    finally:
+        close(fd)
