@@ -182,11 +182,12 @@ class GeminiDDP(ModuleFace):
         self.__class__ = face_of(GeminiDDP, type(module))  # type: ignore[assignment]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The inner module's. Raises RuntimeError after `unwrap()`."""
+        if self.engine.is_unwrapped:
+            raise RuntimeError("this module was unwrapped; use model.module, or wrap it again")
         if self._broadcasts_buffers:
             self.engine.come_together()
             self._broadcast_buffers()
-        if self.engine.is_unwrapped:
-            raise RuntimeError("this module was unwrapped; use model.module, or wrap it again")
         self.engine.begin_iteration((args, kwargs))
         args, kwargs = self._boundary.enter((args, kwargs))
         with self.engine.tracking(self.module):
