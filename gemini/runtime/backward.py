@@ -99,7 +99,7 @@ class BackwardCall:
         self._inputs_pending = self._num_inputs
         self._awaited = set(self._awaits)
         if len(self._awaited) > 1:  # some may take no part: experts, branches, what was frozen
-            self._awaited = {p for p in self._awaited if _gets_gradient(engine.params[p])}
+            self._awaited = {p for p in self._awaited if gets_gradient(engine.params[p])}
         self._close_if_done()
 
     def _input_arrived(self, grad: Tensor) -> None:
@@ -121,7 +121,7 @@ class BackwardCall:
         engine.sampler.at_moment("leave", self._traced)
 
 
-def _gets_gradient(param: Tensor) -> bool:
+def gets_gradient(param: Tensor) -> bool:
     """Whether this backward will accumulate a gradient into `param`."""
     with torch._C.DisableTorchFunctionSubclass():
         if not param.requires_grad:  # frozen since it was wrapped

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import uuid
 import weakref
@@ -80,7 +81,7 @@ class Communicator:
         self.log = SequenceLog()
         self.chunk_bytes = 0  # given to chunk collectives so far, as payloads
         self._group = None
-        self.rank, self.world_size = 0, 1
+        self.rank, self.world_size, self._pid = 0, 1, os.getpid()
         self._watches = False
         if not dist.is_available() or not dist.is_initialized():
             return
@@ -111,6 +112,7 @@ class Communicator:
 
     def check_unchanged(self) -> None:
         """Raise RuntimeError if the group has not the ranks it had: chunks are cut for those."""
+        self._check_process()
         there = dist.is_available() and dist.is_initialized()
         try:
             now = dist.get_world_size(self._group) if there else 1
@@ -121,6 +123,14 @@ class Communicator:
                 f"the module was wrapped with a world size of {self.world_size}, and now it is "
                 f"{now if now > 0 else 'without its process group'}; wrap it after "
                 "init_process_group, and again (from a checkpoint) when the ranks change"
+            )
+
+    def _check_process(self) -> None:
+        if self.world_size > 1 and os.getpid() != self._pid:
+            raise RuntimeError(
+                f"process {os.getpid()} was forked from rank {self.rank}, process {self._pid}: the "
+                "connections to the other ranks stayed there; wrap the module in the process that "
+                "trains"
             )
 
     # -- chunks --
@@ -215,6 +225,7 @@ class Communicator:
 
         Raises SequenceError on every rank where another does something else, or is gone.
         """
+        self._check_process()
         self._meet(Wish("calls", {name: name}))
 
     def unite(self, subjects: Mapping[str, str]) -> list[str]:

@@ -40,7 +40,7 @@ from optim.target import Group
 
 from .adoption import Adoption
 from .backend import Backend
-from .backward import BackwardCall
+from .backward import BackwardCall, gets_gradient
 from .build import build_chunks
 from .comm import Communicator
 from .gradients import Gradients, PendingClip
@@ -485,6 +485,8 @@ class Engine:
         """Take this parameter's gradients as autograd accumulates them."""
         hook = _gradient_hook(self, param)
         self.hook_handles.append(self.params[param].register_post_accumulate_grad_hook(hook))
+        if self.scaler.active:
+            self.hook_handles.append(self.params[param].register_hook(_unscaling_hook(self, param)))
 
     def thaw_what_is_trained(self) -> None:
         """Parameters that were frozen may require a gradient by now; see `thaw`."""
@@ -742,6 +744,19 @@ def _gradient_hook(engine: Engine, index: ParamId) -> Callable[[Tensor], None]:
             engine.gradient_arrived(index, grad)
 
     return arrived
+
+
+def _unscaling_hook(engine: Engine, index: ParamId) -> Callable[[Tensor], Tensor | None]:
+    """What `torch.autograd.grad` takes out of the graph has no loss scale."""
+    reference = weakref.ref(engine)
+
+    def taken(grad: Tensor) -> Tensor | None:
+        engine = reference()
+        if engine is None or not engine._entered or gets_gradient(engine.params[index]):
+            return None
+        return (grad / engine.scaler.scale).to(grad.dtype)
+
+    return taken
 
 
 def raise_double_backward() -> NoReturn:

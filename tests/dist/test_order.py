@@ -5,6 +5,7 @@ them end in an error that names both, within the deadline. No process ends by a 
 """
 
 import gc
+import os
 import time
 from contextlib import nullcontext
 from itertools import pairwise
@@ -240,3 +241,33 @@ def last_of_all(rank):
 
 def test_a_rank_that_has_ended_is_not_waited_for():
     assert run_ranks(last_of_all, 2) == ["told", "ended"]
+
+
+# -- forks -----------------------------------------------------------------------------------
+
+
+def _what_a_forked_child_is_told(rank):
+    model = wrapped(Layers())
+    optimizer = HybridAdam(model.parameters())
+    train(model, optimizer)
+    said = []
+    for use in (lambda: model(torch.ones(2, 24)), model.state_dict):
+        reader, writer = os.pipe()
+        child = os.fork()
+        if not child:
+            try:
+                use()
+            except RuntimeError as error:
+                os.write(writer, str(error).encode())
+            os._exit(0)
+        os.close(writer)
+        os.waitpid(child, 0)
+        with os.fdopen(reader) as pipe:
+            said.append(pipe.read())
+    train(model, optimizer)
+    return said
+
+
+def test_a_forked_child_of_a_rank_is_refused_and_the_ranks_go_on():
+    for said in run_ranks(_what_a_forked_child_is_told, 2):
+        assert [text.count("wrap the module in the process that trains") for text in said] == [1, 1]

@@ -455,6 +455,21 @@ def test_autograd_grad_gives_what_torch_gives(place, of):
 
 
 @pytest.mark.parametrize("place", PLACES)
+def test_autograd_grad_in_fp16_carries_no_loss_scale(place):
+    """fp16 rounds gradients of about 0.01 to 2^-11 of themselves, some ten times on their way."""
+    found = []
+    model, optimizer = wrapped(place=place, precision="fp16", loss_scale=256.0)
+    for module in (Net(len(model.layers)), model):
+        x = batch(0)[0].requires_grad_()
+        loss = module(x).pow(2).mean()
+        found.append(torch.autograd.grad(loss, [x, *module.parameters()]))
+    for ours, theirs in zip(*found, strict=True):
+        assert float((theirs - ours.float()).norm() / ours.norm()) < 0.01
+    step(model, optimizer)
+    assert not optimizer.last_report.skipped
+
+
+@pytest.mark.parametrize("place", PLACES)
 def test_freezing_after_wrapping_stops_updates_and_thawing_resumes_them(place):
     def loop(model, optimizer):
         layers = getattr(model, "module", model).layers
