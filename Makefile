@@ -46,12 +46,17 @@ test-slow: .venv/ok
 	$(PY) -m pytest -q -m "(dist or nvme or slow) and not gpu"
 
 # New examples for the tests of properties; those of `make test` are always the same. In 20 rounds
-# more than 10 000 files of checkpoints and stores are changed, and read.
+# more than 10 000 files of checkpoints and stores are changed, and read. Then programs of public calls
+# are drawn from a new seed, and run on torch and wrapped.
 ROUNDS ?= 20
+PROGRAMS ?= 2000
+SEED ?= $(shell date +%s)
 fuzz: .venv/ok
 	for round in $$(seq $(ROUNDS)); do \
 		$(PY) -m pytest -q -x -m "hypothesis and not gpu" --hypothesis-profile=new || exit 1; \
 	done
+	$(PY) -m tests.programs --count $(PROGRAMS) --seed $(SEED)
+	$(PY) -m tests.programs --count $$(($(PROGRAMS) / 4)) --seed $(SEED) --ranks 2
 
 test-gpu:
 	python3 -m pytest -q -m gpu

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -414,6 +415,7 @@ def main() -> None:
     print(f"{sum(r.ran for r in reports)} ran to their end, {sum(refused.values())} were refused")
     for said, times in sorted(refused.items(), key=lambda item: -item[1]):
         print(f"{times:6} {said}")
+    sys.exit(any(r.wrong for r in reports))
 
 
 if __name__ == "__main__":
