@@ -20,6 +20,7 @@ from gemini.runtime.engine import Engine
 from gemini.runtime.full import full_parameters, load_full_parameters, salvageable
 
 MAX_FRAMES = 20  # between torch's DDP and a module below it
+_TORCHS_OWN = ("DistributedDataParallel", "FullyShardedDataParallel")
 
 
 class ModuleFace(nn.Module):
@@ -50,12 +51,12 @@ class ModuleFace(nn.Module):
     ) -> Iterator[tuple[str, nn.Module]]:
         """The inner modules under their own names: the wrapper adds none.
 
-        Raises RuntimeError inside the constructor of torch's own DDP.
+        Raises RuntimeError inside the constructor of torch's own DDP or FSDP.
         """
         memo = set() if memo is None else memo
         if self in memo:
             return
-        _refuse_ddp()
+        _refuse_torchs_own()
         if remove_duplicate:
             memo.add(self)
         yield prefix, self
@@ -220,17 +221,18 @@ class ModuleFace(nn.Module):
         return self
 
 
-def _refuse_ddp() -> None:
-    """Raise RuntimeError inside the constructor of torch's own DDP.
+def _refuse_torchs_own() -> None:
+    """Raise RuntimeError inside the constructor of torch's own DDP or FSDP.
 
-    It broadcasts the memory of parameters, released or not, from C++.
+    They send and flatten the memory of parameters, released or not.
     """
-    frame, ddp = sys._getframe(1), nn.parallel.DistributedDataParallel.__init__.__code__
+    frame = sys._getframe(1)
     for _ in range(MAX_FRAMES):
-        if frame.f_code is ddp:
+        name, _, method = frame.f_code.co_qualname.partition(".")
+        if method == "__init__" and name in _TORCHS_OWN:
             raise RuntimeError(
-                "a GeminiDDP inside torch's DistributedDataParallel: both reduce gradients over "
-                "ranks; use the GeminiDDP alone"
+                f"a GeminiDDP inside torch's {name}: both reduce gradients over ranks; use the "
+                "GeminiDDP alone"
             )
         if frame.f_back is None:
             return

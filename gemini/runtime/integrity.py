@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 from torch._compile import _disable_dynamo  # see hooks.py
+from torch.distributed._composable.contract import REGISTRY_KEY
 
 from gemini.chunk.parameter import handle_of
 
@@ -37,6 +38,7 @@ class Integrity:
         for name, reference, params, children in self._modules:
             if (module := reference()) is None:
                 continue  # its parent has another child now, or is gone too
+            refuse_replicas(module)
             if not _same(module._parameters, params):
                 self._refuse(name, module._parameters, params)
             if module._modules.keys() != children.keys() or any(
@@ -57,6 +59,15 @@ class Integrity:
                 continue
             what = "is new" if key not in before else "is gone" if key not in now else "is another"
             raise _changed(_join(name, key), what)
+
+
+def refuse_replicas(module: nn.Module) -> None:
+    """Raise RuntimeError where torch's `replicate` reduces this module's gradients too."""
+    if REGISTRY_KEY in module.__dict__ and "replicate" in module.__dict__[REGISTRY_KEY]:
+        raise RuntimeError(
+            "torch's replicate() on a wrapped module: both reduce gradients over ranks; use the "
+            "GeminiDDP alone"
+        )
 
 
 def _same(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:

@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from gemini import GeminiDDP
@@ -150,9 +152,15 @@ def test_what_cannot_leave_is_refused_with_words():
 def inside_ddp(rank):
     model = GeminiDDP(Net(), precision="fp32", **SMALL)
     for module in (model, nn.Sequential(nn.Linear(24, 24), nn.ModuleList([model]))):
-        with pytest.raises(RuntimeError, match="use the GeminiDDP alone"):
-            DistributedDataParallel(module)
+        for around in (DistributedDataParallel, FullyShardedDataParallel):
+            with pytest.raises(RuntimeError, match=f"{around.__name__}.*use the GeminiDDP alone"):
+                around(module)
     loss_of(model, 0)
+    for root in (True, False):
+        replicate(model if root else model.module.layers[1])
+        with pytest.raises(RuntimeError, match="replicate.*use the GeminiDDP alone"):
+            loss_of(model, 0)
+        model = GeminiDDP(Net(), precision="fp32", **SMALL)
 
 
 def inside_fsdp(rank):
