@@ -26,7 +26,7 @@ from gemini.runtime.digest import digest
 from gemini.runtime.engine import Engine
 from gemini.runtime.gradients import named_gradients
 from gemini.runtime.hooks import GatherWhole, has_experts, hook_modules
-from gemini.runtime.integrity import Integrity, refuse_replicas
+from gemini.runtime.integrity import Integrity
 from gemini.runtime.kept import KeepFp32, cast_at_boundary, kept_modules, param_dtypes
 from gemini.runtime.materialise import InitFn, Materialiser
 from gemini.runtime.numerics import Numerics, as_loss_scale
@@ -182,10 +182,9 @@ class GeminiDDP(ModuleFace):
         self.__class__ = face_of(GeminiDDP, type(module))  # type: ignore[assignment]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The inner module's. Raises RuntimeError after `unwrap()` or torch's `replicate`."""
+        """The inner module's. Raises RuntimeError after `unwrap()`."""
         if self.engine.is_unwrapped:
             raise RuntimeError("this module was unwrapped; use model.module, or wrap it again")
-        refuse_replicas(self)
         if self._broadcasts_buffers:
             self.engine.come_together()
             self._broadcast_buffers()

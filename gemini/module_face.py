@@ -20,7 +20,7 @@ from gemini.runtime.engine import Engine
 from gemini.runtime.full import full_parameters, load_full_parameters, salvageable
 
 MAX_FRAMES = 20  # between torch's DDP and a module below it
-_TORCHS_OWN = ("DistributedDataParallel", "FullyShardedDataParallel")
+_TORCHS_OWN = ("DistributedDataParallel", "FullyShardedDataParallel", "replicate", "fully_shard")
 
 
 class ModuleFace(nn.Module):
@@ -51,7 +51,7 @@ class ModuleFace(nn.Module):
     ) -> Iterator[tuple[str, nn.Module]]:
         """The inner modules under their own names: the wrapper adds none.
 
-        Raises RuntimeError inside the constructor of torch's own DDP or FSDP.
+        Raises RuntimeError inside the constructor of torch's own wrappers.
         """
         memo = set() if memo is None else memo
         if self in memo:
@@ -222,13 +222,15 @@ class ModuleFace(nn.Module):
 
 
 def _refuse_torchs_own() -> None:
-    """Raise RuntimeError inside the constructor of torch's own DDP or FSDP.
+    """Raise RuntimeError inside what wraps a module in torch.
 
-    They send and flatten the memory of parameters, released or not.
+    DDP and FSDP send and flatten the memory of parameters, released or not.
     """
     frame = sys._getframe(1)
     for _ in range(MAX_FRAMES):
         name, _, method = frame.f_code.co_qualname.partition(".")
+        if name == "contract" and method.endswith("wrapper"):  # around replicate and fully_shard
+            name, method = getattr(frame.f_locals.get("func"), "__name__", ""), "__init__"
         if method == "__init__" and name in _TORCHS_OWN:
             raise RuntimeError(
                 f"a GeminiDDP inside torch's {name}: both reduce gradients over ranks; use the "
