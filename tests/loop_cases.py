@@ -326,6 +326,15 @@ def zeroed(model, step):
     unwrapped(model).layers[0].weight.grad.zero_()
 
 
+def spoilt_and_cleared(model, step):
+    """A gradient that is not finite and then gone, or zero, holds nothing up."""
+    layers = unwrapped(model).layers
+    for param in (layers[0].weight, layers[1].weight):
+        param.grad[0] = float("nan")
+    layers[0].weight.grad.zero_()
+    layers[1].weight.grad = None
+
+
 def total_norm(model, step):
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
     torch.nn.utils.clip_grads_with_norm_(list(model.parameters()), 0.2, norm)
@@ -452,6 +461,7 @@ LOOPS |= {
     "grads with noise": every(noisy),
     "grads cleaned": every(cleaned),
     "grad zeroed": every(zeroed),
+    "grads not finite, and cleared": every(spoilt_and_cleared),
     "no_sync, then clip": accumulated_quietly,
     "no_sync alone, then clip": only_quietly,
     "a descent by hand": own_descent,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -166,7 +166,7 @@ class Gradients:
         self._check(param)
         self._edits.pop(param, None)
         self._note(param, "zeroes")
-        self._change(param, Edit(factors=(0.0,)), wide=False)
+        self._change(param, Tensor.zero_, wide=False)  # a product would keep what is not finite
 
     @torch.no_grad()
     def assign(self, param: ParamId, values: Tensor) -> None:
@@ -208,7 +208,7 @@ class Gradients:
         self._note(param, "drops")
         self._edits.pop(param, None)
         self._views.pop(param, None)
-        self._change(param, Edit(factors=(0.0,)), wide=False)
+        self._change(param, Tensor.zero_, wide=False)  # a product would keep what is not finite
         chunk, slot = engine.place_of(param)
         chunk.gradient.forget(slot)
         engine.present[param] = False
@@ -267,22 +267,21 @@ class Gradients:
         edit = self._edits.pop(param)
         asked = f"{edit.factor!r}, to [{edit.low!r}, {edit.high!r}],"
         self._note(param, f"multiplies by {asked}")
-        self._change(param, edit, wide=True)
+        scale = self._engine.scaler.read().scale if edit.limits else 1.0
+        self._change(param, lambda values: edit.carried_out(values, scale), wide=True)
 
     @torch.no_grad()
-    def _change(self, param: ParamId, edit: Edit, *, wide: bool) -> None:
-        """Carry an edit out on what this rank holds; `wide`: in fp32."""
-        engine = self._engine
-        chunk, slot = engine.place_of(param)
-        scale = engine.scaler.read().scale if edit.limits else 1.0
+    def _change(self, param: ParamId, do: Callable[[Tensor], Tensor], *, wide: bool) -> None:
+        """`do` it, in place, to what this rank holds; `wide`: in fp32."""
+        chunk, slot = self._engine.place_of(param)
 
         def change(shard: Tensor) -> None:
             for at, _ in self._own_parts(chunk, param):
-                edit.carried_out(shard[at], scale)
+                do(shard[at])
 
         if chunk.gradient.exists and any(self._own_parts(chunk, param)):
             chunk.gradient.change(change, wide=wide)
-        chunk.gradient.change_local(slot, lambda local: edit.carried_out(local, scale), wide=wide)
+        chunk.gradient.change_local(slot, do, wide=wide)
         self._norms.clear()
 
     def _note(self, param: ParamId, does: str) -> None:
