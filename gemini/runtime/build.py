@@ -11,7 +11,7 @@ from gemini.chunk.layout import ChunkLayout
 from gemini.chunk.storage import Chunk
 from gemini.placement.plan import Plan
 from gemini.placement.tiers import Tier
-from gemini.units import ChunkId
+from gemini.units import BLOCK_NUMEL, ChunkId
 
 from .backend import Backend
 from .comm import Communicator
@@ -118,14 +118,17 @@ class _Filling:
 
     @torch.no_grad()
     def finish(self, comm: Communicator) -> Tensor | None:
-        """Give rank 0's values to all and rebind the parameters; the fp32 original [S], if it is
-        rounded."""
+        """Give rank 0's values to all and rebind the parameters.
+
+        Returns the fp32 original [S], if it is rounded; of frozen parameters, if that changed it.
+        """
         chunk, source = self.chunk, self._source
         comm.broadcast(source)
         original = None
         if self._keeps_original:
             chunk.payload.copy_(source)
-            original = source if comm.world_size == 1 else chunk.own_part(source).clone()
+            if chunk.spec.trainable or not _has_same_values(chunk.payload, source):
+                original = source if comm.world_size == 1 else chunk.own_part(source).clone()
         chunk.keep_shard()
         for slot, param in enumerate(self._params):
             view = chunk.view(chunk.payload, slot).view(param.shape)
@@ -136,3 +139,9 @@ class _Filling:
             else:
                 param.data = view
         return original
+
+
+def _has_same_values(narrow: Tensor, wide: Tensor) -> bool:
+    """Whether `wide` was rounded without a loss; in parts, for what is compared takes memory."""
+    parts = zip(narrow.split(BLOCK_NUMEL), wide.split(BLOCK_NUMEL), strict=True)
+    return all(torch.equal(part.to(other.dtype), other) for part, other in parts)
