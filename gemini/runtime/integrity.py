@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
-from torch._compile import _disable_dynamo  # see hooks.py
+from torch._compile import _disable_dynamo  # as in calls.py
 
 from gemini.chunk.parameter import handle_of
 
@@ -37,18 +37,18 @@ class Integrity:
         for name, reference, params, children in self._modules:
             if (module := reference()) is None:
                 continue  # its parent has another child now, or is gone too
-            if not _same(module._parameters, params):
-                self._refuse(name, module._parameters, params)
-            if module._modules.keys() != children.keys() or any(
-                child is not None and children[key]() is not child
-                for key, child in module._modules.items()
-            ):
-                for key, child in module._modules.items():
-                    if child is None or (key in children and children[key]() is child):
-                        continue
-                    for param_name, param in child.named_parameters():
-                        if handle_of(param) is None:
-                            raise _changed(_join(name, key, param_name), "is new")
+            now = module._parameters
+            if now.keys() != params.keys():
+                self._refuse(name, now, params)
+            for key, param in params.items():
+                if now[key] is not param:
+                    self._refuse(name, now, params)
+            for key, child in module._modules.items():
+                if child is None or (key in children and children[key]() is child):
+                    continue
+                for param_name, param in child.named_parameters():
+                    if handle_of(param) is None:
+                        raise _changed(_join(name, key, param_name), "is new")
 
     @staticmethod
     def _refuse(name: str, now: Mapping[str, Any], before: Mapping[str, Any]) -> None:
@@ -57,10 +57,6 @@ class Integrity:
                 continue
             what = "is new" if key not in before else "is gone" if key not in now else "is another"
             raise _changed(_join(name, key), what)
-
-
-def _same(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
-    return len(now) == len(before) and all(now.get(key) is item for key, item in before.items())
 
 
 def _weakly(modules: Mapping[str, nn.Module | None]) -> dict[str, Callable[[], nn.Module | None]]:
