@@ -16,6 +16,7 @@ from gemini.chunk.dtypes import DTYPES
 from gemini.chunk.layout import ChunkLayout, training_layout
 from gemini.chunk.search import search_chunk_configuration
 from gemini.memtracer.collector import MemStatsCollector
+from gemini.memtracer.module_calls import GatherWhole, has_experts
 from gemini.memtracer.trace import Trace
 from gemini.module_face import ModuleFace, face_of
 from gemini.placement.policy import Placement, parse_placement
@@ -24,11 +25,10 @@ from gemini.runtime.boundary import Boundary
 from gemini.runtime.comm import Communicator
 from gemini.runtime.digest import digest
 from gemini.runtime.engine import Engine
-from gemini.runtime.gradients import named_gradients
-from gemini.runtime.hooks import GatherWhole, has_experts, hook_modules
 from gemini.runtime.integrity import Integrity
 from gemini.runtime.kept import KeepFp32, cast_at_boundary, kept_modules, param_dtypes
 from gemini.runtime.materialise import InitFn, Materialiser
+from gemini.runtime.named_gradients import named_gradients
 from gemini.runtime.numerics import Numerics, as_loss_scale
 from gemini.runtime.planning import begin_planning
 from gemini.runtime.reports import MemoryReport, explain, memory_report, memory_timeline
@@ -164,7 +164,7 @@ class GeminiDDP(ModuleFace):
             self._dtype,
             backend.device,
             self.engine.scaler,
-            partial(self.engine.begin_backward, scaled=True),
+            partial(self.engine.calls.begin_backward, scaled=True),
             force_outputs_fp32=force_outputs_fp32,
             cast_inputs=cast_inputs,
         )
@@ -178,7 +178,7 @@ class GeminiDDP(ModuleFace):
         self._broadcasts_buffers = broadcast_buffers
         self._broadcast_buffers()
         self.engine.integrity = Integrity(module)
-        self.engine.hook_handles += hook_modules(self.engine, module, gather_whole)
+        self.engine.calls.hook(module, gather_whole)
         self.__class__ = face_of(GeminiDDP, type(module))  # type: ignore[assignment]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -186,11 +186,11 @@ class GeminiDDP(ModuleFace):
         if self.engine.is_unwrapped:
             raise RuntimeError("this module was unwrapped; use model.module, or wrap it again")
         if self._broadcasts_buffers:
-            self.engine.come_together()
+            self.engine.meetings.come_together()
             self._broadcast_buffers()
-        self.engine.begin_iteration((args, kwargs))
+        self.engine.calls.begin_iteration((args, kwargs))
         args, kwargs = self._boundary.enter((args, kwargs))
-        with self.engine.tracking(self.module):
+        with self.engine.calls.tracking(self.module):
             outputs = self.module(*args, **kwargs)
         return self._boundary.leave(outputs)
 

@@ -7,7 +7,7 @@ registered with pytree.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import NoneType
 from typing import Any
 
@@ -17,19 +17,30 @@ from torch.utils._pytree import SUPPORTED_NODES
 _LEAVES = frozenset((str, bytes, int, float, complex, bool, NoneType))
 
 
-def tensors_in(value: Any, *, objects: int = 0) -> Iterator[Tensor]:
+def tensors_in(value: Any, *, objects: int = 0) -> list[Tensor]:
     """Every tensor in a nest of what the walker opens, in order.
 
     objects: so many levels of other objects are opened too, by their attributes; modules are not.
     """
     if isinstance(value, Tensor):
-        yield value
-    elif type(value) not in _LEAVES:
-        parts = _parts(value)
-        if parts is None and objects and _has_attributes(value):
-            parts, objects = list(vars(value).values()), objects - 1
-        for part in parts or ():
-            yield from tensors_in(part, objects=objects)
+        return [value]
+    found: list[Tensor] = []
+    if type(value) not in _LEAVES:
+        _collect(value, found, objects)
+    return found
+
+
+def _collect(value: Any, found: list[Tensor], objects: int) -> None:
+    """Of something that is neither a tensor nor a leaf."""
+    kind = type(value)
+    parts = value if kind is tuple else value.values() if kind is dict else _parts(value)
+    if parts is None and objects and _has_attributes(value):
+        parts, objects = list(vars(value).values()), objects - 1
+    for part in parts or ():
+        if isinstance(part, Tensor):
+            found.append(part)
+        elif type(part) not in _LEAVES:
+            _collect(part, found, objects)
 
 
 def _has_attributes(value: Any) -> bool:

@@ -223,7 +223,9 @@ def _load_extras(
                 counters.load_state_dict(saved)
         if isinstance(model, GeminiDDP) and "memory" in common:
             engine = model.engine
-            engine.sampler.load_state_dict(common["memory"], told_apart=engine.tells_inputs_apart)
+            engine.sampler.load_state_dict(
+                common["memory"], told_apart=engine.calls.tells_inputs_apart
+            )
         if isinstance(model, GeminiDDP) and same_world:
             for name, buffer in model.saved_buffers():
                 if name in own["buffers"]:

@@ -51,7 +51,8 @@ class ChunkGradient:
     buffer: [S * W] in the compute dtype, with what arrived since the last reduction, divided by W
         so that a sum over ranks is the mean (and fp16 sums do not overflow). What is left in it at
         the end of a backward (`no_sync`) is accumulated in fp32 from then on.
-    shard: [S], reduced; fp32 once a second reduction was added to it.
+    reduced: [S], or [S * W] where it is kept whole; fp32 once a second reduction was added to it.
+    shard: this rank's part of that.
     keeps_whole: ZeRO-1: the reduced gradient of the whole chunk stays, `shard` is a view of it.
     elsewhere: where `shard` goes as soon as it is reduced; None: it stays on the device.
 
@@ -71,13 +72,16 @@ class ChunkGradient:
         elsewhere: Elsewhere | None = None,
     ) -> None:
         self._spec = spec
+        self._payload_numel = spec.payload_numel
+        self._gaps = spec.gaps()
         self._dtype = DTYPES[spec.dtype]
         self._memory = memory
         self._links = links
         self._keeps_whole = keeps_whole and links.world_size > 1
         self.account = Account()
-        self._buffer: Tensor | None = None
-        self._reduced: Tensor | None = None
+        # what is put here, or taken away, is in the account: see `_set_buffer` and `_set_reduced`
+        self.buffer: Tensor | None = None
+        self.reduced: Tensor | None = None
         self.elsewhere = elsewhere
         self.measure: Callable[[Tensor], Any] | None = None
         self.found: Any = None
@@ -95,32 +99,13 @@ class ChunkGradient:
         self._under_way: tuple[Ticket[None], Tensor, Tensor | None] | None = None
 
     @property
-    def buffer(self) -> Tensor | None:
-        """See the class. Whatever is put here, or taken away, is in the account."""
-        return self._buffer
-
-    @buffer.setter
-    def buffer(self, tensor: Tensor | None) -> None:
-        self.account.gradients += _nbytes(tensor) - _nbytes(self._buffer)
-        self._buffer = tensor
-
-    @property
-    def reduced(self) -> Tensor | None:
-        """[S], or [S * W] where it is kept whole; in the account, as `buffer` is."""
-        return self._reduced
-
-    @reduced.setter
-    def reduced(self, tensor: Tensor | None) -> None:
-        self.account.gradients += _nbytes(tensor) - _nbytes(self._reduced)
-        self._reduced = tensor
-
-    @property
     def shard(self) -> Tensor | None:
         """This rank's part of the reduced gradient; None before a reduction."""
-        if self.reduced is None or not self._keeps_whole:
-            return self.reduced
+        reduced = self.reduced
+        if reduced is None or not self._keeps_whole:
+            return reduced
         start = self._links.rank * self._spec.shard_numel
-        return self.reduced[start : start + self._spec.shard_numel]
+        return reduced[start : start + self._spec.shard_numel]
 
     @property
     def exists(self) -> bool:
@@ -149,7 +134,7 @@ class ChunkGradient:
     def nbytes(self) -> int:
         """Bytes on the device of all gradients of this chunk on this rank."""
         under_way = self._under_way[1:] if self._under_way else ()
-        return sum(map(_nbytes, (self._buffer, self._reduced, *under_way)))
+        return sum(map(_nbytes, (self.buffer, self.reduced, *under_way)))
 
     @property
     def num_arrived(self) -> int:
@@ -171,15 +156,16 @@ class ChunkGradient:
         grad = grad.reshape(-1)
         world_size = self._links.world_size
         if world_size == 1 and self.exists and self.buffer is None:
-            self.reduced = self._widened(self._taken_back())
-            self._place(self.reduced, slot).add_(grad)
+            reduced = self._widened(self._taken_back())
+            self._set_reduced(reduced)
+            self._place(reduced, slot).add_(grad)
             return
         if self.buffer is None and world_size == 1 and self._can_be_buffer(grad):
             self._set_buffer(grad)
             self._arrived.add(slot)
             return
         if self.buffer is None:
-            self._set_buffer(self._memory.allocate(self._spec.payload_numel, self._dtype))
+            self._set_buffer(self._memory.allocate(self._payload_numel, self._dtype))
         elif self._left_over:
             self._set_buffer(self._widened(self.buffer))
         self._left_over = False
@@ -195,7 +181,7 @@ class ChunkGradient:
     def _can_be_buffer(self, grad: Tensor) -> bool:
         """Whether it has all elements of the chunk, and memory of its own."""
         return (
-            grad.numel() == self._spec.payload_numel
+            grad.numel() == self._payload_numel
             and grad.dtype == self._dtype
             and grad.untyped_storage().nbytes() == grad.nbytes
         )
@@ -208,18 +194,18 @@ class ChunkGradient:
         """Complete the buffer with zeros and begin to reduce it over ranks."""
         if self._links.world_size == 1:
             if self.buffer is not None:
-                self._fill_missing(self.buffer)
                 assert not self.exists
-                self.reduced = self._take_buffer()
+                self._set_reduced(self._take_buffer())
             self._left_over = False
-            self._leave()
+            if self.elsewhere is not None:
+                self._leave()
             return
-        self.end_reduce()
+        if self._under_way is not None:
+            self.end_reduce()
         if self.buffer is None:
-            self._set_buffer(self._memory.allocate(self._spec.payload_numel, self._dtype))
+            self._set_buffer(self._memory.allocate(self._payload_numel, self._dtype))
         buffer = self._take_buffer()  # the ticket keeps it alive
         self._left_over = False
-        self._fill_missing(buffer)
         if self._keeps_whole:
             ticket = self._links.all_reduce_chunk(buffer, self._spec.id)
             self._begin_waiting(ticket, buffer, None)
@@ -230,43 +216,45 @@ class ChunkGradient:
 
     def _begin_waiting(self, ticket: Ticket[None], reduced: Tensor, payload: Tensor | None) -> None:
         self._under_way = (ticket, reduced, payload)
-        self.account.gradients += reduced.nbytes + _nbytes(payload)
+        self.account.gradients += reduced.nbytes + (0 if payload is None else payload.nbytes)
 
     def end_reduce(self) -> None:
         """Wait for the reduction under way and take its result over."""
         if self._under_way is None:
             return
         (ticket, reduced, payload), self._under_way = self._under_way, None
-        self.account.gradients -= reduced.nbytes + _nbytes(payload)
+        self.account.gradients -= reduced.nbytes + (0 if payload is None else payload.nbytes)
         ticket.wait()
         if not self.exists:
-            self.reduced = reduced
+            self._set_reduced(reduced)
         else:
-            self.reduced = self._widened(self._taken_back())
-            self.reduced.add_(reduced)
-        self._leave()
+            total = self._widened(self._taken_back())
+            self._set_reduced(total)
+            total.add_(reduced)
+        if self.elsewhere is not None:
+            self._leave()
 
     def scale(self, factor: Tensor) -> None:
         """Multiply what was accumulated by a 0-d factor."""
         if self.exists:
-            self.reduced = self._widened(self._taken_back()).mul_(factor)
+            self._set_reduced(self._widened(self._taken_back()).mul_(factor))
             self._leave()
         if self.buffer is not None:
-            self.buffer = self._widened(self.buffer).mul_(factor)
+            self._set_buffer(self._widened(self.buffer).mul_(factor))
 
     def zero(self) -> None:
         """What was accumulated becomes zeros, which are gradients all the same."""
         if self.exists:
-            self.reduced = self._taken_back().zero_()
+            self._taken_back().zero_()
             self._leave()
         if self.buffer is not None:
             self.buffer.zero_()
 
     def change(self, change: Callable[[Tensor], object], *, wide: bool) -> None:
         """Let `change` work in place on this rank's reduced [S], made fp32 where `wide`."""
-        self.reduced = self._taken_back()
+        reduced = self._taken_back()
         if wide:
-            self.reduced = self._widened(self.reduced)
+            self._set_reduced(self._widened(reduced))
         shard = self.shard
         assert shard is not None
         change(shard)
@@ -289,7 +277,7 @@ class ChunkGradient:
     def put_local(self, slot: int, values: Tensor) -> None:
         """Make fp32 `values` of one parameter that sum."""
         if self.buffer is None:
-            buffer = self._memory.allocate(self._spec.payload_numel, torch.float32)
+            buffer = self._memory.allocate(self._payload_numel, torch.float32)
         else:
             buffer = self._widened(self.buffer)
         self._set_buffer(buffer)
@@ -304,9 +292,12 @@ class ChunkGradient:
     def drop(self) -> None:
         """Forget every gradient, of this backward and of those before it."""
         self.end_reduce()
-        self.reduced = None
+        if self.reduced is not None:
+            self._set_reduced(None)
         self.dtype_elsewhere = self.found = None
-        self.buffer, self._places = None, ()
+        if self.buffer is not None:
+            self.account.gradients -= self.buffer.nbytes
+            self.buffer, self._places = None, ()
         self._left_over = False
         self._arrived.clear()
 
@@ -316,24 +307,36 @@ class ChunkGradient:
             self.found = None if self.measure is None else self.measure(self.reduced)
             self.elsewhere.write(self._spec.id, self.reduced)
             self.dtype_elsewhere = self.reduced.dtype
-            self.reduced = None
+            self._set_reduced(None)
 
     def _taken_back(self) -> Tensor:
         """What is reduced, on the device."""
         if self.dtype_elsewhere is not None:
-            self.reduced = self.load()
+            self._set_reduced(self.load())
             self.dtype_elsewhere = self.found = None
         assert self.reduced is not None
         return self.reduced
 
     def _set_buffer(self, buffer: Tensor) -> None:
+        old = 0 if self.buffer is None else self.buffer.nbytes
+        self.account.gradients += buffer.nbytes - old
         self.buffer = buffer
         self._places = buffer.split_with_sizes(self._split_numels)[::2]
 
     def _take_buffer(self) -> Tensor:
+        """The buffer, complete with zeros."""
         assert self.buffer is not None
         buffer, self.buffer, self._places = self.buffer, None, ()
+        self.account.gradients -= buffer.nbytes
+        if self._gaps or len(self._arrived) < len(self._spec.slots):
+            self._fill_missing(buffer)
+        self._arrived.clear()
         return buffer
+
+    def _set_reduced(self, reduced: Tensor | None) -> None:
+        old = 0 if self.reduced is None else self.reduced.nbytes
+        self.account.gradients += (0 if reduced is None else reduced.nbytes) - old
+        self.reduced = reduced
 
     def _place(self, tensor: Tensor, slot: int) -> Tensor:
         place = self._spec.slots[slot]
@@ -350,9 +353,8 @@ class ChunkGradient:
         for slot in range(len(self._spec.slots)):
             if slot not in self._arrived:
                 self._place(buffer, slot).zero_()
-        for start, end in self._spec.gaps():
+        for start, end in self._gaps:
             buffer[start:end].zero_()
-        self._arrived.clear()
 
 
 def _nbytes(tensor: Tensor | None) -> int:

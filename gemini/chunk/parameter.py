@@ -7,7 +7,7 @@ that hold it go on working. It carries one attribute: the handle to its engine.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol, cast
 
@@ -189,14 +189,15 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
             return handle.owner.set_gradient(handle.param, value)
         if func in _READS_NO_VALUES:
             return func(*args, **kwargs)
-        handles = list(_handles((*args, *kwargs.values())))
+        handles: list[ParamHandle] = []
+        has_views = _find_handles((*args, *kwargs.values()) if kwargs else args, handles)
         if not handles:
             return func(*args, **kwargs)
         if func == _SET_DATA and handles[0] is handle_of(args[0]):
             return handles[0].owner.assign(handles[0].param, args[1])
         takes_data = func == _GET_DATA
-        if takes_data or _writes_through_view(func, args, kwargs):
-            for handle in handles:
+        if takes_data or (has_views and works_in_place(func, kwargs)):
+            for handle in handles:  # a view that is written to may come from `.data`
                 handle.owner.written(handle.param)
         used: dict[ParamOwner, list[ParamId]] = {}
         for handle in handles:
@@ -205,7 +206,11 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         if func in _GIVES_ADDRESS:
             for owner in used:
                 owner.check_address()
-        fetched = [(owner, owner.fetch(params)) for owner, params in used.items()]
+        fetched: list[tuple[ParamOwner, tuple[ChunkId, ...]]] = []
+        for owner, params in used.items():
+            chunks = owner.fetch(params)
+            if chunks:
+                fetched.append((owner, chunks))
         if func in _GIVES_MEMORY_AWAY and used:  # whoever gets it cannot be asked to wait
             args = (args[0].clone(), *args[1:])
         result = func(*args, **kwargs)
@@ -213,35 +218,24 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
             for handle in handles:
                 result = _mark_views(result, handle)
         for owner, chunks in fetched:
-            if chunks:
-                owner.fetched(chunks, (args, kwargs), result)
+            owner.fetched(chunks, (args, kwargs), result)
         return result
 
 
-def _writes_through_view(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> bool:
-    """Whether an operator works in place on a ChunkView, which may come from `.data`."""
-    if not any(type(value) is ChunkView for value in _flat((*args, *kwargs.values()))):
-        return False
-    return works_in_place(func, kwargs)
-
-
-def _handles(values: Any) -> Iterator[ParamHandle]:
-    """Handles of the wrapped parameters among operator arguments, inside lists too."""
-    for value in _flat(values):
-        if type(value) in _WRAPPED:
-            handle = handle_of(value)
-            if handle is not None:
-                yield handle
-
-
-def _flat(values: Any) -> Iterator[Any]:
+def _find_handles(values: Any, found: list[ParamHandle]) -> bool:
+    """Add the handles of wrapped parameters among operator arguments, inside lists too; whether
+    there are views of such."""
+    has_views = False
     for value in values:
-        if isinstance(value, (list, tuple)):
-            yield from _flat(value)
-        else:
-            yield value
+        kind = type(value)
+        if kind in _WRAPPED:
+            handle = getattr(value, OWNER_ATTRIBUTE, None)
+            if handle is not None:
+                found.append(handle)
+            has_views = has_views or kind not in _PARAMETERS
+        elif kind is tuple or kind is list or isinstance(value, (list, tuple)):
+            has_views = _find_handles(value, found) or has_views
+    return has_views
 
 
 def _mark_views(result: Any, handle: ParamHandle) -> Any:

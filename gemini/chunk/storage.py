@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from gemini.tickets import Done, Ticket
+from gemini.tickets import Ticket
 from gemini.units import ChunkId
 
 from .account import Account
@@ -84,22 +84,13 @@ class Chunk:
         elif files is None:
             make = memory.allocate_host if shard_on_host else memory.allocate
             self._shard = make(spec.shard_numel, self.dtype)
-        self._gathered = False
+        # the payload has its storage and, behind `pending`, its values
         self.gathered = True
-        self.pending: Ticket[None] = Done(None)  # of the gather that fills the payload
+        self.account.payloads += self.payload.nbytes
+        self.pending: Ticket[None] | None = None  # of the gather that fills the payload
         self.gradient = ChunkGradient(spec, memory, links, whole_gradient, gradient_elsewhere)
         self.gradient.account = self.account
         self._count_shard(1)
-
-    @property
-    def gathered(self) -> bool:
-        """The payload has its storage and, behind `pending`, its values."""
-        return self._gathered
-
-    @gathered.setter
-    def gathered(self, is_there: bool) -> None:
-        self.account.payloads += self.payload.nbytes * (is_there - self._gathered)
-        self._gathered = is_there
 
     def count_in(self, account: Account) -> None:
         """From now on what this chunk holds, and has held so far, is in this account."""
@@ -194,36 +185,42 @@ class Chunk:
         """Begin to make the whole payload; `wait_gathered` ends it. Nothing if it is there."""
         if self.gathered:
             return
-        shard = self._on_device(self.load_shard()) if self._links.world_size > 1 else None
+        shard = self._shard_on_device() if self._links.world_size > 1 else None
         self._memory.refill(self.payload)
         self.gathered = True
-        if shard is None:
-            self.pending = (
-                self._memory.copy(self.payload, self.shard)
-                if self.files is None
-                else self.files.read(self.spec.id, self.payload)
-            )
-        else:
+        self.account.payloads += self.payload.nbytes
+        if shard is not None:
             self.pending = self._links.all_gather(self.payload, shard, self.spec.id)
+        elif self.files is None:
+            self.pending = self._memory.copy(self.payload, self.shard)
+        else:
+            self.pending = self.files.read(self.spec.id, self.payload)
 
     def wait_gathered(self) -> None:
         """Raises what went wrong; then the payload is as if it had never been asked for."""
-        pending, self.pending = self.pending, Done(None)
+        pending, self.pending = self.pending, None
+        if pending is None:
+            return
         try:
             pending.wait()
         except BaseException:
-            self._memory.free(self.payload)
-            self.gathered = False
+            self._free()
             raise
 
     def release(self) -> None:
         """Free the payload; the shard holds the values."""
         assert self.gathered and not self.is_whole
-        self.wait_gathered()
+        if self.pending is not None:
+            self.wait_gathered()
+        self._free()
+
+    def _free(self) -> None:
         self._memory.free(self.payload)
+        self.account.payloads -= self.payload.nbytes
         self.gathered = False
 
-    def _on_device(self, shard: Tensor) -> Tensor:
+    def _shard_on_device(self) -> Tensor:
+        shard = self._shard if self._shard is not None else self.load_shard()
         if shard.device == self.payload.device:
             return shard
         copy = self._memory.allocate(shard.numel(), shard.dtype)

@@ -1,4 +1,4 @@
-"""MemStatsCollector: it turns module boundaries and a monitor's readings into traces.
+"""MemStatsCollector: it turns begins and ends of module calls and a monitor's readings into traces.
 
 At every moment the period before it ends: what was in use at most, less the model data there was,
 is what that period needed besides.
@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from gemini.chunk.model_specs import specs_of
 from gemini.trees import map_tensors, tensors_in
 from gemini.units import Bytes, ParamId
 
-from .boundaries import module_boundaries
+from .module_calls import Caller, ModuleCalls, callers_of, has_experts, in_backward
 from .monitor import Monitor, StorageTracker
 from .overruns import Overrun
 from .trace import Deviation, Edge, Kind, Phase, Trace, TraceMoment, model_digest
@@ -37,8 +38,10 @@ _OBJECTS = 2  # levels of a user's own objects that are searched for inputs
 class MemStatsCollector:
     """Traces of one model, by kind and input signature.
 
-    Between `begin` and `end` it listens to boundaries (`at_moment`). A sequence that was not seen
-    before, or not like this, becomes the trace of its kind and signature.
+    Between `begin` and `end` it is told of moments (`record`). A sequence that was not seen before,
+    or not like this, becomes the trace of its kind and signature.
+
+    collecting: an iteration is being listened to.
 
     monitors: read at every moment; the largest reading counts, less `model_bytes()` for those that
         include model data.
@@ -60,20 +63,16 @@ class MemStatsCollector:
         # iterations that differed from their trace, or passed a budget
         self.deviations: list[Deviation | Overrun] = []
         self._key: tuple[Kind, str] | None = None
+        self.collecting = False
         self._moments: list[TraceMoment] = []
         self._model_at_begin = 0  # what monitors that include model data start from
         self._model_before = 0  # model data as the period began, or when it changed last
         self._used = 0  # most beside model data in this period, up to that change
         self._started = 0.0
 
-    @property
-    def collecting(self) -> bool:
-        """An iteration is being listened to."""
-        return self._key is not None
-
     def begin(self, kind: Kind, signature: str = "") -> None:
         """An iteration begins."""
-        self._key = (kind, signature)
+        self._key, self.collecting = (kind, signature), True
         self._moments = []
         for monitor in self._monitors:
             monitor.start()
@@ -82,22 +81,23 @@ class MemStatsCollector:
         self._model_at_begin = self._model_before = self._model_bytes()
         self._started = time.perf_counter()
 
-    def at_moment(self, phase: Phase, edge: Edge, module: str, params: tuple[ParamId, ...]) -> None:
-        """A boundary: the period before it ends."""
-        if self._key is None:
+    def record(self, edge: Edge, module: str, params: tuple[ParamId, ...]) -> None:
+        """A call begins or ends: the period before it ends."""
+        if not self.collecting:
             return
         self._end_period()
+        phase: Phase = "backward" if in_backward() else "forward"
         self._moments.append(TraceMoment(phase, edge, module, params, Bytes(0)))
 
     def before_change(self) -> None:
         """Model data is about to be allocated or freed within a period."""
-        if self._key is not None:
+        if self.collecting:
             self._used = max(self._used, self._reading())
             self._pause(True)
 
     def after_change(self) -> None:
         """It was: what was in use meanwhile does not count."""
-        if self._key is not None:
+        if self.collecting:
             for monitor in self._monitors:
                 monitor.period()
             self._pause(False)
@@ -125,7 +125,7 @@ class MemStatsCollector:
                 log.warning("an iteration left its trace, the next one is planned anew: %s",
                             deviation)  # fmt: skip
         self.traces[self._key] = found
-        self._key = None
+        self._key, self.collecting = None, False
         return found
 
     def abandon(self) -> None:
@@ -133,7 +133,7 @@ class MemStatsCollector:
         if self._key is not None:
             for monitor in self._monitors:
                 monitor.stop()
-            self._key = None
+            self._key, self.collecting = None, False
 
     def dump_memory_stats(self, path: str | Path) -> None:
         """Write all traces and deviations as JSON."""
@@ -164,6 +164,56 @@ class MemStatsCollector:
         where = str(self._moments[-1]) if self._moments else "the begin of the iteration"
         self._look(certain, where)
         return most
+
+
+class Moments:
+    """Begins and ends of a module's calls, told to a collector; see `CallListener`."""
+
+    def __init__(self, collector: MemStatsCollector) -> None:
+        self._collector = collector
+
+    def begins(self, caller: Caller) -> None:
+        self._collector.record("enter", caller.name, caller.params)
+
+    def ends(self, caller: Caller, outputs: Sequence[Tensor], *, recorded: bool) -> bool:
+        self._collector.record("leave", caller.name, caller.params)
+        return True
+
+    def backward_begins(self, caller: Caller, *, in_pass: bool) -> None:
+        self.begins(caller)
+
+    def backward_ends(self, caller: Caller, *, in_pass: bool) -> None:
+        self._collector.record("leave", caller.name, caller.params)
+
+
+@contextmanager
+def listening(
+    module: nn.Module, params: Sequence[Tensor], ids: Mapping[str, ParamId], moments: Moments
+) -> Iterator[None]:
+    """Tell of a module's calls. `params` are by id, `ids` by name of the module's parameters."""
+    by_param = {id(p): ids[name] for name, p in module.named_parameters(remove_duplicate=False)}
+
+    def params_of(inner: nn.Module, whole: bool) -> list[ParamId]:
+        return [by_param[id(param)] for param in inner.parameters(recurse=whole)]
+
+    calls = ModuleCalls(moments, params)
+    handles = calls.hook(callers_of(module, params_of, has_experts))
+    calls.trained(lambda param: params[param].requires_grad)
+
+    def arrived(param: ParamId) -> Callable[[Tensor], None]:
+        return lambda _: calls.gradient_arrived(param)
+
+    handles += [
+        tensor.register_post_accumulate_grad_hook(arrived(ParamId(i)))
+        for i, tensor in enumerate(params)
+        if tensor.requires_grad
+    ]
+    try:
+        yield
+    finally:
+        calls.forget()
+        for handle in handles:
+            handle.remove()
 
 
 def input_signature(inputs: Any) -> str:
@@ -222,7 +272,7 @@ def trace(
             with (
                 # not `functional_call`: checkpointed modules run again in backward
                 _reparametrize_module(module, {**actual, **buffers}),
-                module_boundaries(module, ids, collector.at_moment, actual),
+                listening(module, made, ids, Moments(collector)),
                 torch.set_grad_enabled(kind == "train"),
             ):
                 outputs = module(*positional, **keywords)
@@ -240,7 +290,9 @@ def trace(
 
 def _fake_input(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     wanted = dtype if tensor.is_floating_point() else tensor.dtype
-    return torch.empty(tensor.shape, dtype=wanted, requires_grad=tensor.requires_grad)
+    fake = torch.empty(tensor.shape, dtype=wanted, requires_grad=tensor.requires_grad)
+    # a leaf has no place in the graph for hooks to watch
+    return fake.view_as(fake) if fake.requires_grad else fake
 
 
 def _check_all_fake(inputs: Any) -> None:

@@ -15,7 +15,7 @@ Invariants, of steps that are followed from one iteration to the next:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gemini.units import ChunkId
 
@@ -40,11 +40,11 @@ class GatherSteps:
 
     steps: tuple[GatherStep, ...]
     carried: frozenset[ChunkId]  # payloads that stay from one iteration to the next, or always
+    # what must be the same in the next iteration, for these steps to be followed
+    needs: tuple[Call, ...] = field(init=False, compare=False, repr=False)
 
-    @property
-    def needs(self) -> tuple[Call, ...]:
-        """What must be the same in the next iteration, for these steps to be followed."""
-        return tuple(step.needs for step in self.steps)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "needs", tuple(step.needs for step in self.steps))
 
 
 def gather_steps(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
-from torch._compile import _disable_dynamo  # see hooks.py
+from torch._compile import _disable_dynamo  # as in calls.py
 from torch.distributed._composable.contract import REGISTRY_KEY
 
 from gemini.chunk.parameter import handle_of
@@ -39,18 +39,18 @@ class Integrity:
             if (module := reference()) is None:
                 continue  # its parent has another child now, or is gone too
             refuse_replicas(module)
-            if not _same(module._parameters, params):
-                self._refuse(name, module._parameters, params)
-            if module._modules.keys() != children.keys() or any(
-                child is not None and children[key]() is not child
-                for key, child in module._modules.items()
-            ):
-                for key, child in module._modules.items():
-                    if child is None or (key in children and children[key]() is child):
-                        continue
-                    for param_name, param in child.named_parameters():
-                        if handle_of(param) is None:
-                            raise _changed(_join(name, key, param_name), "is new")
+            now = module._parameters
+            if now.keys() != params.keys():
+                self._refuse(name, now, params)
+            for key, param in params.items():
+                if now[key] is not param:
+                    self._refuse(name, now, params)
+            for key, child in module._modules.items():
+                if child is None or (key in children and children[key]() is child):
+                    continue
+                for param_name, param in child.named_parameters():
+                    if handle_of(param) is None:
+                        raise _changed(_join(name, key, param_name), "is new")
 
     @staticmethod
     def _refuse(name: str, now: Mapping[str, Any], before: Mapping[str, Any]) -> None:
@@ -68,10 +68,6 @@ def refuse_replicas(module: nn.Module) -> None:
             "torch's replicate() on a wrapped module: both reduce gradients over ranks; use the "
             "GeminiDDP alone"
         )
-
-
-def _same(now: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
-    return len(now) == len(before) and all(now.get(key) is item for key, item in before.items())
 
 
 def _weakly(modules: Mapping[str, nn.Module | None]) -> dict[str, Callable[[], nn.Module | None]]:

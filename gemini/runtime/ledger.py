@@ -37,10 +37,16 @@ class Ledger:
         self._storage = storage
         self._host = host
         self.state: TieredState | None = None
-        self.overruns: Overruns | None = None
+        self.limited = False  # `note` has budgets to compare with
+        self._overruns: Overruns | None = None
         self.judges = True  # `note` compares with budgets
         self.watched = False  # `note` takes peaks
         self.peaks: dict[Tier, dict[str, int]] = {}  # by kind, when a tier held most
+
+    def judge_by(self, overruns: Overruns) -> None:
+        """What passes a budget is told to these."""
+        self._overruns = overruns
+        self.limited = bool(overruns.limits)
 
     def totals(self) -> dict[Tier, int]:
         """Bytes on every tier, now: cheaper than by kind."""
@@ -103,9 +109,9 @@ class Ledger:
 
     def note(self, where: str = "in an iteration") -> None:
         """Compare what is in use now with the budgets, and take it into `peaks`."""
-        if self.overruns is not None and self.overruns.limits and self.judges:
+        if self._overruns is not None and self.limited and self.judges:
             for tier, nbytes in self.totals().items():
-                self.overruns.check(tier, nbytes, 0, where)
+                self._overruns.check(tier, nbytes, 0, where)
         if not self.watched:
             return
         by_tier: dict[Tier, dict[str, int]] = {}

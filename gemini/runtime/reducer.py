@@ -24,14 +24,9 @@ from gemini.units import ChunkId
 class Reducer:
     """Gradients of the trainable chunks of one engine, over one backward after another."""
 
-    def __init__(
-        self,
-        chunks: Sequence[Chunk],
-        by_moment: bool,
-        agree: Callable[[Sequence[ChunkId]], None] = lambda chunks: None,
-    ) -> None:
-        """`agree`: with the other ranks, to reduce chunks now. Raises where they do not."""
-        self._agree = agree
+    def __init__(self, chunks: Sequence[Chunk], by_moment: bool) -> None:
+        # with the other ranks, to reduce chunks now; raises where they do not
+        self.agree: Callable[[Sequence[ChunkId]], None] = lambda chunks: None
         # backward runs through the layout from its end, until a trace says otherwise
         self._order = [chunk for chunk in reversed(chunks) if chunk.spec.trainable]
         self._by_moment = by_moment
@@ -77,7 +72,7 @@ class Reducer:
         if not whole:
             self._open.subtract(chunks)
 
-    def at_moment(self, follows_steps: bool) -> None:
+    def reduce_due(self, follows_steps: bool) -> None:
         """Before a backward gather: reduce the chunks whose turn it is.
 
         follows_steps: so do all ranks; else they agree first.
@@ -86,7 +81,7 @@ class Reducer:
             return
         while self._waiting and self._is_due(self._waiting[0].spec.id):
             if not follows_steps:
-                self._agree([self._waiting[0].spec.id])
+                self.agree([self._waiting[0].spec.id])
             self._begin(self._waiting.pop(0))
 
     def _is_due(self, chunk: ChunkId) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from gemini.chunk.layout import ParamSpec
 from gemini.memtracer.collector import MemStatsCollector, input_signature
+from gemini.memtracer.module_calls import Caller, is_compiled
 from gemini.memtracer.monitor import (
     PROCESS_NOISE_BYTES,
     CudaMonitor,
@@ -30,7 +31,6 @@ from gemini.units import ParamId
 
 from .backend import Backend
 from .ledger import Ledger
-from .specs import is_compiled
 
 log = logging.getLogger("gemini")
 
@@ -54,10 +54,10 @@ class Sampler:
     ) -> None:
         self._specs = specs
         self._device = backend.device.type
-        self._names = [spec.name.rpartition(".")[0] for spec in specs]
         self._everything = tuple(ParamId(i) for i in range(len(specs)))
         self._ledger = ledger
-        self._overruns = ledger.overruns = overruns
+        self._overruns = overruns
+        ledger.judge_by(overruns)
         self._traced = traced
         self._key: tuple[Kind, str] | None = None  # of the iteration that began last
         self._stale: set[tuple[Kind, str]] = set()  # iterations of these left their plan
@@ -150,19 +150,13 @@ class Sampler:
     def at_root(self, edge: Edge) -> None:
         """The root module's forward or backward begins or ends, where nothing below is hooked."""
         if self.collector.collecting:
-            self.at_moment(edge, self._everything, name="")
+            self.collector.record(edge, "", self._everything)
 
-    def at_moment(self, edge: Edge, params: tuple[ParamId, ...], name: str | None = None) -> None:
-        """A module is about to use its parameters, or has ended to."""
-        if not self.collector.collecting or not params:
-            return
-        backward = torch._C._current_graph_task_id() != -1
-        self.collector.at_moment(
-            "backward" if backward else "forward",
-            edge,
-            self._names[params[0]] if name is None else name,
-            params,
-        )
+    def record(self, edge: Edge, caller: Caller) -> None:
+        """A call begins or has ended."""
+        params = caller.traced or caller.params
+        if self.collector.collecting and params:
+            self.collector.record(edge, caller.name, params)
 
     def end(self) -> None:
         """The iteration is over: its step begins, or another forward does."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,63 +10,62 @@ from gemini.chunk.storage import Chunk
 from gemini.placement.planner import Planned
 from gemini.placement.tiers import Tier
 
-if TYPE_CHECKING:
-    from .engine import Engine
+from .parts import Parts
 
 
 class Settling:
     """When homes rise: once gradients were dropped, and no graph waits for its backward."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = weakref.proxy(engine)
+    def __init__(self, parts: Parts) -> None:
+        self._parts = weakref.proxy(parts)
         self._higher: Planned | None = None
         self.graph_is_open = False  # a forward was recorded, and no backward has ended since
 
     def propose(self) -> None:
         """A measured iteration was planned: ask for higher homes, once. Collective."""
-        self._higher = self._higher or self._engine.planning.higher()
+        self._higher = self._higher or self._parts.planning.higher()
 
     def gradients_dropped(self) -> None:
         """Raise homes, if some wait for it and nothing stands against it."""
-        engine, planned = self._engine, self._higher
-        if planned is None or self.graph_is_open or engine.target is None or _is_parked(engine):
+        parts, planned = self._parts, self._higher
+        if planned is None or self.graph_is_open or parts.target is None or _is_parked(parts):
             return
         self._higher = None
-        raise_homes(engine, planned)
-        if engine.comm.world_size == 1:  # evaluation, and inputs of other signatures
-            for trace in engine.sampler.collector.traces.values():
-                engine.planning.follow(trace)
+        raise_homes(parts, planned)
+        if parts.comm.world_size == 1:  # evaluation, and inputs of other signatures
+            for trace in parts.sampler.collector.traces.values():
+                parts.planning.follow(trace)
 
 
 @torch.no_grad()
-def raise_homes(engine: Engine, planned: Planned) -> None:
+def raise_homes(parts: Parts, planned: Planned) -> None:
     """Bring shards and state nearer, to where `planned` has them, and make it the plan.
 
     Between iterations, when there are no gradients. On an error of the disk what has risen stays
     in memory, the rest is where it was, and the plan is the old one.
     """
-    manager, storage, target = engine.manager, engine.storage, engine.target
+    manager, storage, target = parts.manager, parts.storage, parts.target
     assert target is not None
     manager.release_all()
-    from_files = {chunk.spec.id for chunk in engine.chunks if chunk.files is not None}
+    from_files = {chunk.spec.id for chunk in parts.chunks if chunk.files is not None}
     try:
-        for chunk, shard in zip(engine.chunks, planned.plan.shards, strict=True):
+        for chunk, shard in zip(parts.chunks, planned.plan.shards, strict=True):
             if shard.param_home is not _home(chunk):
                 chunk.bring_home(shard.param_home is Tier.HOST)
                 from_files.discard(chunk.spec.id)
         target.raise_state(planned.plan)
-        engine.planning.adopt(planned)
-        storage.place_gradients(planned.plan, engine.chunks)
+        parts.planning.adopt(planned)
+        storage.place_gradients(planned.plan, parts.chunks)
     finally:
         storage.keep_shards(from_files)
         target.homes_changed()
-        manager.homes_changed(engine.planning.payload_room_bytes)
-    engine.sampler.look_again()
+        manager.homes_changed(parts.planning.payload_room_bytes)
+    parts.sampler.look_again()
 
 
-def _is_parked(engine: Engine) -> bool:
+def _is_parked(parts: Parts) -> bool:
     """Whether shards in memory have given it away for a while; see `optim.parking`."""
-    shards = (chunk.shard for chunk in engine.chunks if chunk.files is None)
+    shards = (chunk.shard for chunk in parts.chunks if chunk.files is None)
     return any(shard.untyped_storage().nbytes() < shard.nbytes for shard in shards)
 
 

@@ -33,7 +33,7 @@ from optim.target import AmpInputs, Group
 from optim.updaters import Updater
 
 from .agreement import Agreement, Ballot
-from .gradients import PendingClip
+from .gradient_edits import PendingClip
 from .paths import CpuStepPath, StepPath, TritonStepPath
 from .shard_state import ShardState
 from .shard_views import ShardViews

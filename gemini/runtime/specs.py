@@ -10,6 +10,7 @@ from torch import nn
 from gemini.chunk.layout import ParamSpec
 from gemini.chunk.model_specs import distinct, spec_of
 from gemini.chunk.parameter import ChunkParameter
+from gemini.memtracer.module_calls import is_compiled
 
 
 def collect_params(
@@ -88,8 +89,3 @@ def _check_compiled(name: str, module: nn.Module) -> None:
             "addresses, and a chunk that is gathered again has another; compile it with "
             'mode="default" or "max-autotune-no-cudagraphs"'
         )
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """By torch.compile; without an import of the compiler, which takes seconds."""
-    return type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None

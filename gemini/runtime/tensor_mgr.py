@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Sequence
 
 from gemini.chunk.layout import ChunkLayout
-from gemini.chunk.state import TensorState, check_transition
+from gemini.chunk.state import LEGAL, TensorState, check_transition
 from gemini.chunk.storage import Chunk
 from gemini.memtracer.trace import Kind
 from gemini.placement.gather import Call, GatherStep, GatherSteps, gather_steps
@@ -36,7 +36,9 @@ class StatefulTensorMgr:
 
     planned: the plan's steps for a kind of iteration and a signature of its inputs, if it has any.
     payload_room_bytes: for payloads, wherever no plan is followed.
-    agree: called before a planned call gathers these chunks; and whether its steps say so.
+    agree: called before a planned call gathers chunks that its steps do not name; before all, where
+        `owes_meeting`: the cycle before was not of steps.
+    before_release: called with a chunk that is gathered.
     """
 
     def __init__(
@@ -48,7 +50,6 @@ class StatefulTensorMgr:
         ledger: Ledger | None = None,
         payload_room_bytes: int = UNLIMITED,
         planned: Planned = lambda kind, signature: None,
-        agree: Callable[[Sequence[ChunkId], bool], None] = lambda chunks, follows_steps: None,
     ) -> None:
         self.ledger = ledger or Ledger(chunks)
         self._names = [spec.name for spec in layout.params]
@@ -62,9 +63,11 @@ class StatefulTensorMgr:
             if not chunk.is_whole and chunk.spec.id not in kept
         }
         self._max_prefetch = max_prefetch
+        self._room_ahead = room_ahead(self._nbytes.values(), max_prefetch)
         self.payload_room_bytes = payload_room_bytes
         self._planned = planned
-        self._agree = agree
+        self.agree: Callable[[Sequence[ChunkId]], None] = lambda chunks: None
+        self.owes_meeting = False
         self._users: dict[ChunkId, int] = dict.fromkeys(self._nbytes, 0)
         self._computing = [0] * len(layout.params)  # calls that use a parameter now
         self._pinned: dict[ChunkId, None] = {}  # borrowed, or seen in an output: until the end
@@ -78,10 +81,8 @@ class StatefulTensorMgr:
         self._behind: list[tuple[ChunkId, ...]] = []  # to release at the next ends of calls
         self._largest_need = 0
         self.deviated = False  # this cycle left its steps
-        self.left_steps: tuple[Call, Call] = (
-            (),
-            (),
-        )  # there: the call that was next, and that came
+        # there: the call that was next, and that came
+        self.left_steps: tuple[Call, Call] = ((), ())
         self.gathers = 0  # payloads made so far
         self.before_release: Callable[[Chunk], None] = lambda chunk: None
 
@@ -114,7 +115,9 @@ class StatefulTensorMgr:
         """Move parameters to a state; an illegal transition raises with the parameter's name."""
         for param in params:
             old = self._states[param]
-            self._states[param] = check_transition(self._names[param], old, state)
+            if state not in LEGAL[old]:
+                check_transition(self._names[param], old, state)
+            self._states[param] = state
 
     def hold_everything(self) -> None:
         """No parameter is in use and no gradient waits: a backward has ended."""
@@ -127,6 +130,7 @@ class StatefulTensorMgr:
         for chunk in [chunk for chunk in self._nbytes if self._chunks[chunk].is_whole]:
             for known in (self._nbytes, self._users, self._pinned, self._recent, self._overdue):
                 known.pop(chunk, None)
+        self._room_ahead = room_ahead(self._nbytes.values(), self._max_prefetch)
         self.payload_room_bytes = payload_room_bytes
         self._learned.clear()
         self._steps, self._behind, self._carried = None, [], frozenset()
@@ -137,39 +141,45 @@ class StatefulTensorMgr:
         """Bytes of model data by tier and kind, now; what has none is left out."""
         return self.ledger.bytes_in_use()
 
-    # -- moments --
+    # -- calls --
 
-    def at_moment(self, chunks: Call, planned: bool = True) -> None:
+    def prepare(self, chunks: Call, planned: bool = True) -> None:
         """A call begins: make `chunks` gathered, and release and prefetch what its step says.
 
         `planned`: this is a call of a cycle, and not of a module that was called by itself.
         """
-        wanted = [chunk for chunk in chunks if chunk in self._nbytes]
+        wanted: list[ChunkId] = []
+        for chunk in chunks:
+            if chunk in self._nbytes:
+                wanted.append(chunk)
         step = self._next_step(chunks) if planned else None
         if step is None:
-            self._ask(wanted if planned else (), follows_steps=False)
+            if planned:
+                self._ask(wanted)
             self._gather_now(wanted)
         else:
             self._follow(step, wanted)
         for chunk in wanted:
-            self._chunks[chunk].wait_gathered()
+            if self._chunks[chunk].pending is not None:
+                self._chunks[chunk].wait_gathered()
             self._recent.pop(chunk, None)
             self._recent[chunk] = None
-        self.ledger.note()
+        if self.ledger.watched or self.ledger.limited:
+            self.ledger.note()
 
     def call_ended(self) -> None:
         """A call has ended, and does not use its chunks any more: release what the step says."""
         if self._behind:
             self._release_planned(self._behind.pop(0))
 
-    def begin_use(self, chunks: Iterable[ChunkId], params: Iterable[ParamId]) -> None:
+    def begin_use(self, chunks: Iterable[ChunkId], params: Sequence[ParamId]) -> None:
         """A call begins to use these: its chunks may not be released."""
         for chunk in chunks:
             if chunk in self._users:
                 self._users[chunk] += 1
         for param in params:
             self._computing[param] += 1
-            self.set_state((param,), TensorState.COMPUTE)
+        self.set_state(params, TensorState.COMPUTE)
 
     def end_use(
         self, chunks: Iterable[ChunkId], params: Iterable[ParamId], state: TensorState
@@ -181,10 +191,12 @@ class StatefulTensorMgr:
         for chunk in chunks:
             if chunk in self._users:
                 self._users[chunk] -= 1
+        done: list[ParamId] = []
         for param in params:
             self._computing[param] -= 1
             if not self._computing[param] and self._states[param] is TensorState.COMPUTE:
-                self.set_state((param,), state)
+                done.append(param)
+        self.set_state(done, state)
 
     def pin(self, chunks: Iterable[ChunkId]) -> None:
         """Keep these chunks until `unpin_all`."""
@@ -235,7 +247,9 @@ class StatefulTensorMgr:
     def _next_step(self, chunks: Call) -> GatherStep | None:
         position = len(self._seen)
         self._seen.append(chunks)
-        needed = sum(self._nbytes.get(chunk, 0) for chunk in chunks)
+        needed = 0
+        for chunk in chunks:
+            needed += self._nbytes.get(chunk, 0)
         self._largest_need = max(self._largest_need, needed)
         if self._steps is None or self.deviated:
             return None
@@ -251,22 +265,29 @@ class StatefulTensorMgr:
         for rows in self._behind:  # ends that did not come
             self._release_planned(rows)
         self._behind = list(step.behind)
-        overdue = [chunk for chunk in self._overdue if chunk not in wanted]
-        self._release_planned((*overdue, *step.release))
-        self._ask((*step.gather, *wanted), follows_steps=True)
+        if self._overdue:
+            self._release_planned([chunk for chunk in self._overdue if chunk not in wanted])
+        if step.release:
+            self._release_planned(step.release)
+        needed = (*step.gather, *wanted)
+        if self.owes_meeting:
+            self._ask(needed)
         if self._overdue:  # what could not be freed takes room from what the step gathers
             self._gather_now(wanted)
-        for chunk in (*step.gather, *wanted):  # it is there, unless its payload was lost meanwhile
+        for chunk in needed:  # it is there, unless its payload was lost meanwhile
             if chunk in wanted or not self._overdue:
-                self._gather(chunk)
+                self._overdue.pop(chunk, None)
+                if not self._chunks[chunk].gathered:
+                    self._gather(chunk)
 
-    def _ask(self, chunks: Iterable[ChunkId], *, follows_steps: bool) -> None:
+    def _ask(self, chunks: Iterable[ChunkId]) -> None:
+        """The other ranks, where there are any."""
         missing = [chunk for chunk in chunks if not self._chunks[chunk].gathered]
         if missing:
-            self._agree(missing, follows_steps)
+            self.agree(missing)
 
-    def _release_planned(self, chunks: Iterable[ChunkId]) -> None:
-        for chunk in tuple(chunks):
+    def _release_planned(self, chunks: Sequence[ChunkId]) -> None:
+        for chunk in chunks:
             if self._release(chunk):
                 self._overdue.pop(chunk, None)
             else:
@@ -274,7 +295,10 @@ class StatefulTensorMgr:
 
     def _gather_now(self, wanted: Sequence[ChunkId]) -> None:
         """On demand, in the room there is."""
-        missing = [chunk for chunk in wanted if not self._chunks[chunk].gathered]
+        missing: list[ChunkId] = []
+        for chunk in wanted:
+            if not self._chunks[chunk].gathered:
+                missing.append(chunk)
         if missing:
             self._make_room(wanted, missing)
             for chunk in missing:
@@ -298,22 +322,22 @@ class StatefulTensorMgr:
     def _limit_bytes(self) -> int:
         """Room for the largest need and for the chunks in flight behind it, if there is as much."""
         largest = max(self._nbytes.values(), default=0)
-        ahead = room_ahead(self._nbytes.values(), self._max_prefetch)
-        wanted = max(self._largest_need, largest) + ahead
+        wanted = max(self._largest_need, largest) + self._room_ahead
         return min(wanted, self.payload_room_bytes)
 
     def _make_room(self, wanted: Sequence[ChunkId], missing: Sequence[ChunkId]) -> None:
-        total = sum(self._nbytes[chunk] for chunk in (*self._recent, *missing))
+        total, limit = 0, self._limit_bytes()
+        for chunk in (*self._recent, *missing):
+            total += self._nbytes[chunk]
         for chunk in list(self._recent):
-            if total <= self._limit_bytes():
+            if total <= limit:
                 return
             if chunk not in wanted and self._release(chunk):
                 total -= self._nbytes[chunk]
 
     def _gather(self, chunk: ChunkId) -> None:
+        """Of a chunk that is released."""
         self._overdue.pop(chunk, None)
-        if self._chunks[chunk].gathered:
-            return
         self._chunks[chunk].gather()
         self._recent[chunk] = None
         self.gathers += 1

@@ -2,49 +2,45 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from gemini.units import ParamId
 
-if TYPE_CHECKING:
-    from .engine import Engine
+from .meetings import Meetings
+from .parts import Parts
 
 
 @torch.no_grad()
-def thaw(engine: Engine, params: list[ParamId]) -> None:
+def thaw(parts: Parts, meetings: Meetings, params: list[ParamId]) -> None:
     """Give the chunks of these parameters gradients and state; fp32 masters from what they were.
 
     Between iterations, on all ranks in the same forward. What shares a chunk with them is trained
     too, as soon as it requires a gradient. Raises BudgetError where their state fits nowhere.
     """
-    names = ", ".join(engine.layout.params[param].name for param in params)
-    engine.call(f"forward with {names} trained")
-    frozen = {engine.chunk_of[param] for param in params}
-    frozen = {chunk for chunk in frozen if not engine.layout.chunks[chunk].trainable}
+    names = ", ".join(parts.layout.params[param].name for param in params)
+    meetings.call(f"forward with {names} trained")
+    frozen = {parts.chunk_of[param] for param in params}
+    frozen = {chunk for chunk in frozen if not parts.layout.chunks[chunk].trainable}
     if frozen:
-        layout = engine.layout.with_trainable(frozen)
-        before = engine.layout, engine.planning.inputs, engine.planning.planned
-        engine.planning.grow(layout)
-        chunks = [engine.chunks[chunk] for chunk in sorted(frozen)]
-        engine.layout = layout
-        for chunk in engine.chunks:
+        layout = parts.layout.with_trainable(frozen)
+        before = parts.layout, parts.planning.inputs, parts.planning.planned
+        parts.planning.grow(layout)
+        chunks = [parts.chunks[chunk] for chunk in sorted(frozen)]
+        parts.layout = layout
+        for chunk in parts.chunks:
             chunk.spec = layout.chunks[chunk.spec.id]
         try:
-            if engine.target is not None:
-                engine.target.extend(chunks)
+            if parts.target is not None:
+                parts.target.extend(chunks)
         except BaseException:
-            engine.layout, engine.planning.inputs, engine.planning.planned = before
-            for chunk in engine.chunks:
-                chunk.spec = engine.layout.chunks[chunk.spec.id]
+            parts.layout, parts.planning.inputs, parts.planning.planned = before
+            for chunk in parts.chunks:
+                chunk.spec = parts.layout.chunks[chunk.spec.id]
             raise
-        engine.storage.layout_changed(layout)
-        if engine.target is not None:
-            engine.storage.place_gradients(engine.planning.plan, engine.chunks)
-            engine.target.measure_leaving()
-        engine.reducer.add(chunks)
-        engine.manager.homes_changed(engine.planning.payload_room_bytes)
-        engine.sampler.specs_changed(layout.params)
-    for param in params:
-        engine.listen(param)
+        parts.storage.layout_changed(layout)
+        if parts.target is not None:
+            parts.storage.place_gradients(parts.planning.plan, parts.chunks)
+            parts.target.measure_leaving()
+        parts.reducer.add(chunks)
+        parts.manager.homes_changed(parts.planning.payload_room_bytes)
+        parts.sampler.specs_changed(layout.params)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from gemini.chunk.parameter import unwrap_in_place
 from gemini.chunk.storage import Chunk
 
+from .engine import Engine
 from .full import master_of
-
-if TYPE_CHECKING:
-    from .engine import Engine
 
 
 @torch.no_grad()

@@ -53,7 +53,7 @@ def train(rank, precision, shard_param_frac, fraction, max_norm, folder):
         optimizer.step()
         optimizer.zero_grad()
     norm = optimizer.last_report.grad_norm
-    model.engine.manager.at_moment(tuple(chunk.spec.id for chunk in model.engine.chunks))
+    model.engine.manager.prepare(tuple(chunk.spec.id for chunk in model.engine.chunks))
     seen = flat(model.engine.params)
     masters = full_masters(model, optimizer) if precision == "bf16" else seen
     peak = model.engine.manager.gathers
@@ -127,7 +127,7 @@ def unused_on_some_ranks(rank):
         (model(x, 0) + (model(x, 1) if rank else 0)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    model.engine.manager.at_moment(tuple(chunk.spec.id for chunk in model.engine.chunks))
+    model.engine.manager.prepare(tuple(chunk.spec.id for chunk in model.engine.chunks))
     unused = torch.equal(model.heads[2].weight, Choosy().heads[2].weight)
     return flat(model.engine.params), unused, optimizer._targets[0]._path.steps[-1]
 

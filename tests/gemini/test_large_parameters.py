@@ -53,13 +53,13 @@ def trained(model, steps=3):
 def test_a_gradient_of_autograd_is_the_chunks_gradient():
     model = GeminiDDP(layers(), precision="fp32")
     made = {}
-    arrived = model.engine.gradient_arrived
+    arrived = model.engine.calls.gradient_arrived
 
     def look(index, grad):
         made[index] = grad.untyped_storage().data_ptr()
         arrived(index, grad)
 
-    model.engine.gradient_arrived = look
+    model.engine.calls.gradient_arrived = look
     model(torch.randn(4, 512)).square().mean().backward()
     kept = {
         slot.param: chunk.grad.untyped_storage().data_ptr()

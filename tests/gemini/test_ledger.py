@@ -43,7 +43,6 @@ def check(engine):
 def test_what_is_in_use_is_what_chunks_hold(device, placement):
     model, optimizer = wrapped(placement, device=None if device is None else SimBackend(device))
     engine = model.engine
-    arrived, at_moment = engine.gradient_arrived, engine.at_moment
 
     def checked(method):
         def call(*args, **kwargs):
@@ -52,7 +51,8 @@ def test_what_is_in_use_is_what_chunks_hold(device, placement):
 
         return call
 
-    engine.gradient_arrived, engine.at_moment = checked(arrived), checked(at_moment)
+    for name in ("begins", "backward_begins", "gradient_arrived"):
+        setattr(engine.calls, name, checked(getattr(engine.calls, name)))
     for step, (ids,) in enumerate(token_batches(3, 1)):
         for _ in range(1 + step):
             token_loss(model, ids).backward()

@@ -176,7 +176,7 @@ class Driver:
 
     def _moment(self, needs):
         before = self._gathered_bytes()
-        self.manager.at_moment(needs)
+        self.manager.prepare(needs)
         for chunk in needs:
             assert torch.equal(self.chunks[chunk].payload, self.want[chunk])
         sizes = {c.spec.id: c.payload.nbytes for c in self.chunks if c.spec.id not in self.kept}

@@ -26,7 +26,7 @@ def trained(device, precision="bf16", fraction=0.0, folder=None, steps=4, **opti
     )
     train(model, optimizer, token_batches(steps, 1))
     report = optimizer.last_report
-    model.engine.manager.at_moment(tuple(chunk.spec.id for chunk in model.engine.chunks))
+    model.engine.manager.prepare(tuple(chunk.spec.id for chunk in model.engine.chunks))
     return weights(model), report, model
 
 

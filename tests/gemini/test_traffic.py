@@ -144,14 +144,14 @@ def test_what_is_in_use_is_never_above_what_is_predicted_for_the_moment(kib, see
     begins = [m for m, moment in enumerate(calls) if moment.edge == "enter"]
     profile = planning.planned.profile
     found = []
-    at_moment = manager.at_moment
+    prepare = manager.prepare
 
     def counted(chunks, planned=True):
-        at_moment(chunks, planned)
+        prepare(chunks, planned)
         in_use = manager.bytes_in_use()
         found.append(Counter({kind: n for (tier, kind), n in in_use.items() if tier is D}))
 
-    manager.at_moment = counted
+    manager.prepare = counted
     for _ in range(3):
         found.clear()
         train(model, optimizer, [(ids,)])

@@ -1,0 +1,281 @@
+"""Begin and end of module calls, forward and backward, on any `nn.Module`, wrapped or not.
+
+Tracing and the engine listen to the same. A module that has parameters of its own is a caller. Its
+call begins before its forward and ends behind it; in backward it begins with the first gradient of
+an output, and ends when the gradients of its inputs and of its own parameters have arrived: what
+reads parameters in backward lies between. Where there are neither, it ends with the backward; so
+too where an input takes no part in it. A module that is gathered whole calls for everything below
+it: one whose children run or not by its data (experts), and one that is compiled.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo  # torch.compiler.disable imports the compiler at once
+from torch.autograd.graph import get_gradient_edge
+
+from gemini.trees import tensors_in
+from gemini.units import ChunkId, ParamId
+
+GatherWhole = Callable[[nn.Module], bool]
+
+
+@dataclass(eq=False, slots=True)
+class Caller:
+    """What calls are of: a module, or operators that use parameters outside of theirs.
+
+    own: parameters that no other caller has; a shared one's gradient comes after the last of its
+        callers, so nobody waits for it.
+    """
+
+    name: str
+    params: tuple[ParamId, ...]
+    own: tuple[ParamId, ...] = ()
+    awaited: tuple[ParamId, ...] = ()  # of its own, those that are trained
+    whole: bool = False  # it uses everything below the module at once
+    chunks: tuple[ChunkId, ...] = ()  # in an engine: where its parameters lie
+    traced: tuple[ParamId, ...] = ()  # those that stand for it in a trace, if not all
+
+
+class CallListener(Protocol):
+    """What is told, in the order in which it happens."""
+
+    def begins(self, caller: Caller) -> None: ...
+
+    def ends(self, caller: Caller, outputs: Sequence[Tensor], *, recorded: bool) -> bool:
+        """outputs: all of them. recorded: the call may have a backward; the answer is `in_pass` of
+        that one."""
+        ...
+
+    def backward_begins(self, caller: Caller, *, in_pass: bool) -> None: ...
+
+    def backward_ends(self, caller: Caller, *, in_pass: bool) -> None: ...
+
+
+class ModuleCalls:
+    """Calls of one module's callers, told to one listener.
+
+    params: by id, with those that stand for the module's while it runs.
+    """
+
+    def __init__(self, listener: CallListener, params: Sequence[Tensor]) -> None:
+        self._listener = listener
+        self._params = params
+        self._callers: list[Caller] = []
+        self._open: list[BackwardCall] = []  # whose backward is under way
+
+    def hook(self, callers: Sequence[tuple[nn.Module, Caller]]) -> list[Any]:
+        """Listen to these; the hooks, which `remove()` undoes. `trained` must follow."""
+        handles: list[Any] = []
+        for module, caller in callers:
+            hooks = _Hooks(self, self._listener, caller)
+            handles += around_forward(module, hooks.before, hooks.after)
+            self._callers.append(caller)
+        return handles
+
+    def trained(self, is_trained: Callable[[ParamId], bool]) -> None:
+        """Which parameters are, from now on."""
+        for caller in self._callers:
+            caller.awaited = tuple(filter(is_trained, caller.own))
+
+    def watch(
+        self, caller: Caller, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, in_pass: bool
+    ) -> None:
+        """A call was recorded: hook its place in the graph. All of these require a gradient."""
+        BackwardCall(self, self._listener, caller, in_pass).watch(outputs, inputs)
+
+    def gradient_arrived(self, param: ParamId) -> None:
+        """The gradient of one parameter has arrived, wherever it was used."""
+        if self._open:
+            for call in tuple(self._open):
+                call.gradient_arrived(param)
+
+    def forget(self) -> None:
+        """The backward has ended, and with it every call."""
+        for call in self._open:
+            call.abandon()
+        self._open.clear()
+
+
+def callers_of(
+    root: nn.Module,
+    params_of: Callable[[nn.Module, bool], Sequence[ParamId]],
+    gather_whole: GatherWhole,
+) -> list[tuple[nn.Module, Caller]]:
+    """Every caller with the module whose calls these are.
+
+    params_of: ids of a module's own parameters, or of all below it.
+    """
+    found: dict[nn.Module, Caller] = {}
+    for name, module, whole in _using(root, "", gather_whole):
+        params = tuple(dict.fromkeys(params_of(module, whole)))
+        # a compiler around the whole module goes through another's wrapper without its hooks
+        inner = getattr(module, "_orig_mod", module)
+        if params and inner not in found:
+            found[inner] = Caller(name, params, whole=whole)
+    uses = Counter(param for caller in found.values() for param in caller.params)
+    for caller in found.values():
+        caller.own = tuple(param for param in caller.params if uses[param] == 1)
+    return list(found.items())
+
+
+def _using(
+    module: nn.Module, name: str, gather_whole: GatherWhole
+) -> Iterator[tuple[str, nn.Module, bool]]:
+    whole = is_compiled(module) or gather_whole(module)
+    yield name, module, whole
+    if not whole:
+        for child_name, child in module.named_children():
+            yield from _using(child, f"{name}.{child_name}" if name else child_name, gather_whole)
+
+
+def has_experts(module: nn.Module) -> bool:
+    """Whether a module's children run or not by its data: a child of its is named `experts`."""
+    return isinstance(getattr(module, "experts", None), nn.Module)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """By torch.compile; without an import of the compiler, which takes seconds."""
+    return type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
+
+
+def in_backward() -> bool:
+    """Whether this code runs inside a backward (recomputation in checkpointing does)."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def around_forward(
+    module: nn.Module, before: Callable[..., None], after: Callable[..., None]
+) -> list[Any]:
+    """Hooks around a module's forward and those that are there, also where it raises."""
+    return [
+        module.register_forward_pre_hook(before, prepend=True),
+        module.register_forward_hook(after, with_kwargs=True, always_call=True),
+    ]
+
+
+class _Hooks:
+    """On one module."""
+
+    def __init__(self, calls: ModuleCalls, listener: CallListener, caller: Caller) -> None:
+        self._calls = calls
+        self._listener = listener
+        self._caller = caller
+
+    @_disable_dynamo
+    def before(self, module: nn.Module, args: Any) -> None:
+        self._listener.begins(self._caller)
+
+    @_disable_dynamo
+    def after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        outputs = tensors_in(output)
+        recorded: list[Tensor] = []
+        if torch.is_grad_enabled():
+            for tensor in outputs:
+                if tensor.requires_grad:
+                    recorded.append(tensor)
+        in_pass = self._listener.ends(self._caller, outputs, recorded=bool(recorded))
+        if recorded:
+            inputs = tensors_in((args, kwargs) if kwargs else args)
+            self._calls.watch(self._caller, recorded, inputs, in_pass=in_pass)
+
+
+class BackwardCall:
+    """The backward of one call.
+
+    Its hooks are on the graph, where the garbage collector cannot see them: they must not keep a
+    node of the graph, as `register_multi_grad_hook` does, or neither graph nor listener would ever
+    die.
+
+    in_pass: false for an operator outside any forward, in whose order ranks may differ.
+    """
+
+    def __init__(
+        self, calls: ModuleCalls, listener: CallListener, caller: Caller, in_pass: bool
+    ) -> None:
+        self._calls = calls
+        self._listener = listener
+        self._caller = caller
+        self._in_pass = in_pass
+        self._awaited: set[ParamId] = set()  # not arrived yet in this backward
+        self._num_inputs = 0
+        self._inputs_pending = 0
+        self._ends_with_backward = False
+        self._open = False
+        self._task = -1  # the backward in which it was open last
+
+    def watch(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        """Hook the gradients of all of these that need one."""
+        for tensor in outputs:
+            tensor.register_hook(self._output_arrived)
+        hooked: set[int] = set()
+        has_leaf = False  # autograd.grad cannot count these
+        for tensor in inputs:
+            if not tensor.requires_grad:
+                continue
+            if tensor.is_leaf:
+                has_leaf = True
+            elif id(tensor) not in hooked:
+                hooked.add(id(tensor))
+                tensor.register_hook(self._input_arrived)
+        self._num_inputs = len(hooked)
+        self._ends_with_backward = has_leaf or not (hooked or self._caller.awaited)
+
+    def gradient_arrived(self, param: ParamId) -> None:
+        """The gradient of one parameter has arrived, of this caller or of another."""
+        if param in self._awaited:
+            self._awaited.discard(param)
+            if not (self._awaited or self._inputs_pending):
+                self._close()
+
+    def abandon(self) -> None:
+        """The backward ended before this call did."""
+        self._open = False
+
+    def _output_arrived(self, grad: Tensor) -> None:
+        """The gradient of an output; the first of a backward begins the call."""
+        task = torch._C._current_graph_task_id()
+        if task == self._task:
+            return
+        self._task = task
+        self._listener.backward_begins(self._caller, in_pass=self._in_pass)
+        self._open = True
+        self._calls._open.append(self)
+        self._inputs_pending = self._num_inputs
+        self._awaited = set(self._caller.awaited)
+        if len(self._awaited) > 1:  # some may take no part: experts, branches, what was frozen
+            params = self._calls._params
+            self._awaited = {p for p in self._awaited if gets_gradient(params[p])}
+        if not (self._awaited or self._inputs_pending):
+            self._close()
+
+    def _input_arrived(self, grad: Tensor) -> None:
+        """The gradient of an input, from this call and from all others that took it."""
+        if self._open:
+            self._inputs_pending -= 1
+            if not (self._awaited or self._inputs_pending):
+                self._close()
+
+    def _close(self) -> None:
+        """All that ends the call has arrived."""
+        if self._open and not self._ends_with_backward:
+            self._open = False
+            self._calls._open.remove(self)
+            self._listener.backward_ends(self._caller, in_pass=self._in_pass)
+
+
+def gets_gradient(param: Tensor) -> bool:
+    """Whether this backward will accumulate a gradient into `param`."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if not param.requires_grad:  # frozen since it was wrapped
+            return False
+        try:
+            return bool(torch._C._will_engine_execute_node(get_gradient_edge(param).node))
+        except RuntimeError:  # autograd.grad takes it out instead
+            return False

@@ -1,0 +1,117 @@
+"""When ranks meet before collectives that nothing else puts in order; see `meeting`.
+
+[Note: no step without agreement] Steps are the same on all ranks, so a collective is issued either
+along steps that all ranks follow, or when they have met for it. A rank that leaves its steps waits
+for the others, and two collectives that are not the same never meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import groupby
+
+from gemini.chunk.layout import ChunkLayout
+from gemini.units import ChunkId
+
+from .parts import Parts
+
+# brings what any rank reads, of one kind; and the names that this rank wants
+Reader = Callable[[Sequence[str], Container[str]], None]
+
+
+class Meetings:
+    """Of one engine.
+
+    reads_outside: chunks were gathered outside a pass since the last one.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._readers: dict[str, Reader] = {}
+        self._num_agreed = 0  # calls of this cycle when ranks met last
+        self.reads_outside = False
+        if parts.comm.world_size > 1:
+            parts.manager.agree = partial(self.agree, "asks to gather")
+            parts.reducer.agree = partial(self.agree, "asks to reduce")
+
+    def agree(self, does: str, chunks: Sequence[ChunkId]) -> None:
+        """Before collectives in a pass that no steps say: all ranks are about to do the same."""
+        manager = self._parts.manager
+        words = self.in_words(chunks)
+        if manager.deviated:
+            was_next, came = (self.in_words(call).values() for call in manager.left_steps)
+            where = f", having come to {'; '.join(came)} where {'; '.join(was_next)} was next"
+            words = {chunk: said + where for chunk, said in words.items()}
+        self._parts.comm.agree(does, words)
+        self._has_met()
+
+    def come_together(self) -> None:
+        """Before collectives that follow a pass: every rank has come to its end.
+
+        Ranks that have followed their steps to the end need not be asked.
+        """
+        self.end_reading()
+        if self._is_ahead():
+            self._parts.comm.agree("ends", {"a pass": "a pass"})
+            self._has_met()
+
+    def begin_cycle(self) -> None:
+        """A forward begins that is not part of the cycle before."""
+        self.end_reading()
+        self._parts.manager.owes_meeting = self._is_ahead()
+        self._num_agreed = 0
+
+    def call(self, name: str) -> None:
+        """A method begins that all ranks must call; see `Communicator.call`."""
+        self.end_reading()
+        self._parts.comm.call(name)
+        self._has_met()
+
+    def answer(self, kind: str, how: Reader) -> None:
+        """`how` brings what ranks read of this kind: "chunk", "gradient" or "norm"."""
+        self._readers[kind] = how
+
+    def read(self, wanted: Mapping[str, str]) -> bool:
+        """Bring what any rank reads, each name in words; whether one does.
+
+        Outside a pass ranks read in orders of their own: they agree on what any of them reads, and
+        all bring that in one order.
+        """
+        comm = self._parts.comm
+        self.reads_outside = comm.world_size > 1
+        united = [name.split() for name in comm.unite(wanted)]
+        for kind, names in groupby(united, key=lambda name: name[0]):
+            self._readers[kind]([what for _, what in names], wanted)
+        self._has_met()
+        return bool(united)
+
+    def end_reading(self) -> None:
+        """Before collectives whose order all ranks know: help those that still read."""
+        while self.reads_outside:
+            self.reads_outside = self.read({})
+            if not self.reads_outside:
+                self._parts.manager.release_all()  # what is gathered may differ
+
+    def in_words(self, chunks: Iterable[ChunkId]) -> dict[str, str]:
+        """By name what is said of these in a meeting."""
+        return {f"chunk {chunk}": describe(self._parts.layout, chunk) for chunk in chunks}
+
+    def _is_ahead(self) -> bool:
+        """This rank came to where it is by calls that the others may not have made."""
+        parts, manager = self._parts, self._parts.manager
+        if parts.comm.world_size == 1 or parts.all_gathered:
+            return False
+        followed = manager.followed_steps or self._num_agreed == manager.num_calls
+        return manager.owes_meeting or not followed
+
+    def _has_met(self) -> None:
+        self._parts.manager.owes_meeting = False
+        self._num_agreed = self._parts.manager.num_calls
+
+
+def describe(layout: ChunkLayout, chunk: int) -> str:
+    """A chunk in words, for errors."""
+    slots = layout.chunks[chunk].slots
+    first, last = (layout.params[slot.param].name for slot in (slots[0], slots[-1]))
+    return f"chunk {chunk} ({first if first == last else f'{first} ... {last}'})"

@@ -1,0 +1,75 @@
+"""What one engine consists of: a record without behaviour, which its wings take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gemini.chunk.layout import ChunkLayout
+from gemini.chunk.storage import Chunk
+from gemini.memtracer.module_calls import in_backward
+from gemini.units import ChunkId, ParamId
+from optim.scaler import Scaler
+
+from .adoption import Adoption
+from .backend import Backend
+from .comm import Communicator
+from .gradient_edits import PendingClip
+from .integrity import Integrity
+from .numerics import Numerics
+from .planning import Planning
+from .reducer import Reducer
+from .sampler import Sampler
+from .shard_storage import ShardStorage
+from .shard_target import ShardTarget
+from .tensor_mgr import StatefulTensorMgr
+
+
+@dataclass(eq=False, kw_only=True)
+class Parts:
+    """Chunks of one module on one rank, and the state of its pass.
+
+    Invariants: a parameter is a view of its chunk's payload for the whole life of the engine; a
+    payload that a module call is using is never released; between a step and the next gather the
+    shards alone hold the weights.
+    """
+
+    params: Sequence[nn.Parameter]
+    layout: ChunkLayout  # another one where parameters are thawed
+    chunks: list[Chunk]
+    kept: frozenset[ChunkId]  # by the policy: never released
+    chunk_of: dict[ParamId, ChunkId]
+    slot_of: dict[ParamId, int]
+    original_dtypes: Sequence[torch.dtype]
+    backend: Backend
+    comm: Communicator
+    planning: Planning
+    storage: ShardStorage
+    numerics: Numerics
+    scaler: Scaler
+    manager: StatefulTensorMgr
+    sampler: Sampler
+    reducer: Reducer
+    adoption: Adoption
+    # every chunk stays gathered: hooks and on-demand fetches have nothing to do
+    all_gathered: bool
+    target: ShardTarget | None = None  # the optimizer's state, once there is one
+    integrity: Integrity | None = None  # of the module that was wrapped
+    hook_handles: list[Any] = field(default_factory=list)  # on modules and parameters
+    forward_depth: int = 0  # forwards of the root module inside each other, now
+    is_summoned: bool = False
+    present: list[bool]  # a gradient arrived since the last zero_grad
+    # whose gradients were dropped since then, after an error in a backward
+    broken: set[ParamId] = field(default_factory=set)
+    pending_clip: PendingClip | None = None  # asked for since the last backward
+    viewed: dict[ChunkId, None] = field(default_factory=dict)  # plain views left their modules
+    kept_scale: Tensor | None = None  # of gradients that outlived their step
+
+
+def in_pass(parts: Parts) -> bool:
+    """Whether a forward, or a backward, of the root module is under way."""
+    return parts.forward_depth > 0 or in_backward()
