@@ -273,7 +273,7 @@ class Calls:
             self._collector.after_change()
             self._manager.ledger.note()
         parts.present[param] = True
-        self._manager.set_state((param,), TensorState.READY_FOR_REDUCE)
+        self._manager.gradient_arrived(param)
         self._modules.gradient_arrived(param)
 
     # -- operators that use parameters outside their modules; see `gemini.chunk.parameter` --
