@@ -181,12 +181,7 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     """An operator on parameters: their chunks are gathered before it reads them."""
     with torch._C.DisableTorchFunctionSubclass():
         if func in _GRADIENT and type(args[0]) in _PARAMETERS:
-            handle = handle_of(args[0])
-            assert handle is not None
-            if func == _GET_GRAD:
-                return handle.owner.gradient_of(handle.param)
-            value = args[1] if func == _SET_GRAD else None
-            return handle.owner.set_gradient(handle.param, value)
+            return _use_gradient(func, args)
         if func in _READS_NO_VALUES:
             return func(*args, **kwargs)
         handles: list[ParamHandle] = []
@@ -199,27 +194,49 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         if takes_data or (has_views and works_in_place(func, kwargs)):
             for handle in handles:  # a view that is written to may come from `.data`
                 handle.owner.written(handle.param)
-        used: dict[ParamOwner, list[ParamId]] = {}
+        return _compute(func, args, kwargs, handles, takes_data=takes_data)
+
+
+def _use_gradient(func: Callable[..., Any], args: tuple[Any, ...]) -> Tensor | None:
+    """`.grad`, got, set or deleted."""
+    handle = handle_of(args[0])
+    assert handle is not None
+    if func == _GET_GRAD:
+        return handle.owner.gradient_of(handle.param)
+    handle.owner.set_gradient(handle.param, args[1] if func == _SET_GRAD else None)
+    return None
+
+
+def _compute(
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    handles: list[ParamHandle],
+    *,
+    takes_data: bool,
+) -> Any:
+    """Fetch what an operator reads, run it, and let its owners know of what came out."""
+    used: dict[ParamOwner, list[ParamId]] = {}
+    for handle in handles:
+        if not handle.owner.all_gathered:
+            used.setdefault(handle.owner, []).append(handle.param)
+    if func in _GIVES_ADDRESS:
+        for owner in used:
+            owner.check_address()
+    fetched: list[tuple[ParamOwner, tuple[ChunkId, ...]]] = []
+    for owner, params in used.items():
+        chunks = owner.fetch(params)
+        if chunks:
+            fetched.append((owner, chunks))
+    if func in _GIVES_MEMORY_AWAY and used:  # whoever gets it cannot be asked to wait
+        args = (args[0].clone(), *args[1:])
+    result = func(*args, **kwargs)
+    if used or takes_data:
         for handle in handles:
-            if not handle.owner.all_gathered:
-                used.setdefault(handle.owner, []).append(handle.param)
-        if func in _GIVES_ADDRESS:
-            for owner in used:
-                owner.check_address()
-        fetched: list[tuple[ParamOwner, tuple[ChunkId, ...]]] = []
-        for owner, params in used.items():
-            chunks = owner.fetch(params)
-            if chunks:
-                fetched.append((owner, chunks))
-        if func in _GIVES_MEMORY_AWAY and used:  # whoever gets it cannot be asked to wait
-            args = (args[0].clone(), *args[1:])
-        result = func(*args, **kwargs)
-        if used or takes_data:
-            for handle in handles:
-                result = _mark_views(result, handle)
-        for owner, chunks in fetched:
-            owner.fetched(chunks, (args, kwargs), result)
-        return result
+            result = _mark_views(result, handle)
+    for owner, chunks in fetched:
+        owner.fetched(chunks, (args, kwargs), result)
+    return result
 
 
 def _find_handles(values: Any, found: list[ParamHandle]) -> bool:

@@ -8,6 +8,8 @@ from enum import Enum
 class TensorState(Enum):
     """Of one parameter. Bytes: `shard` is what persists, `payload` what a gather makes."""
 
+    __hash__ = object.__hash__  # members are compared by identity; enum's own hash is in Python
+
     FREE = "free"  # no values anywhere yet
     HOLD = "hold"  # shard only, or payload idle: may be released and moved
     COMPUTE = "compute"  # payload on the compute device, in use by a module: stays there

@@ -276,7 +276,7 @@ class Calls:
             self._collector.after_change()
             self._manager.ledger.note()
         parts.present[param] = True
-        self._manager.set_state((param,), TensorState.READY_FOR_REDUCE)
+        self._manager.gradient_arrived(param)
         self._modules.gradient_arrived(param)
 
     def taken_out(self, param: ParamId, grad: Tensor) -> Tensor | None:

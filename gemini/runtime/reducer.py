@@ -97,7 +97,8 @@ class Reducer:
     def arrived(self, chunk: Chunk, slot: int, grad: Tensor) -> None:
         """Pack a gradient; where readiness decides, reduce what is complete and has its turn."""
         chunk.gradient.add(slot, grad)
-        self._arrivals[chunk.spec.id, slot] += 1
+        key = chunk.spec.id, slot
+        self._arrivals[key] = self._arrivals.get(key, 0) + 1  # Counter's own way is in Python
         if self._by_moment or not self.synchronise:
             return
         # before the last of its parameters has a gradient, no chunk has become complete
@@ -116,11 +117,11 @@ class Reducer:
     def _is_complete(self, chunk: Chunk) -> bool:
         if chunk.gradient.num_arrived < len(chunk.spec.slots):
             return False
-        here = chunk.spec.id
-        return all(
-            self._arrivals[here, slot] >= max(1, self._usual[here, slot])
-            for slot in range(len(chunk.spec.slots))
-        )
+        for slot in range(len(chunk.spec.slots)):
+            key = chunk.spec.id, slot
+            if self._arrivals.get(key, 0) < self._usual.get(key, 1):
+                return False
+        return True
 
     def finish(self) -> None:
         """The backward has ended: reduce the rest in order, and wait for all."""

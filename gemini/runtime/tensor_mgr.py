@@ -119,11 +119,16 @@ class StatefulTensorMgr:
                 check_transition(self._names[param], old, state)
             self._states[param] = state
 
+    def gradient_arrived(self, param: ParamId) -> None:
+        """Its gradient waits to be reduced."""
+        old = self._states[param]
+        if TensorState.READY_FOR_REDUCE not in LEGAL[old]:
+            check_transition(self._names[param], old, TensorState.READY_FOR_REDUCE)
+        self._states[param] = TensorState.READY_FOR_REDUCE
+
     def hold_everything(self) -> None:
         """No parameter is in use and no gradient waits: a backward has ended."""
-        for param, state in enumerate(self._states):
-            if state is not TensorState.HOLD:
-                self.set_state((ParamId(param),), TensorState.HOLD)
+        self._states = [TensorState.HOLD] * len(self._states)  # which is legal from any state
 
     def homes_changed(self, payload_room_bytes: int) -> None:
         """Shards have moved, between cycles: what is whole now needs no gathers any more."""

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from bench.calls import host_costs
 from gemini import GeminiDDP
 from gemini.chunk.layout import ChunkLayout, ParamSpec
 from gemini.memtracer.trace import sequential_trace
@@ -159,3 +160,10 @@ def test_an_iteration_that_is_measured_beside_those_that_are_not(size):
 
     one_thread(ratio)
     assert one_thread(ratio) < 4
+
+
+def test_a_backward_beside_plain_torch():
+    """10 us a parameter over plain torch's 10 are twice its time; a shared machine adds to both."""
+    host_costs(200, 32)
+    found = host_costs(2000, 32)
+    assert found["backward_us"] < 2.6 * found["plain_backward_us"]
