@@ -74,7 +74,8 @@ def stock_optimizer(tensors: Tensors, **kind: Any) -> torch.optim.Optimizer:
     param.grad = tensors.grad[torch.float32]
     optimizer = torch.optim.AdamW([param], **HYPER, **kind)
     optimizer.state[param] = {
-        "step": torch.tensor(2.0),
+        # the fused step reads the count where it runs
+        "step": torch.tensor(2.0, device=param.device if kind.get("fused") else "cpu"),
         "exp_avg": tensors.exp_avg,
         "exp_avg_sq": tensors.exp_avg_sq,
     }

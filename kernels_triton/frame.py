@@ -11,10 +11,10 @@ No hyperparameter is a kernel argument or a constexpr: a schedule neither recomp
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import triton
 import triton.language as tl
 
@@ -39,6 +39,7 @@ from .control import (
     C_SUM,
     C_USED_SCALE,
 )
+from .launch import check_interpreter, is_interpreted
 from .norm import finish_tiles
 from .rounding import load, noise, pointer, store, store_stochastic
 from .tiles import T_COLUMNS, T_COUNTER, T_FIRST, T_GRAD, T_NUMEL, T_PARAM, T_STATE
@@ -49,13 +50,11 @@ NUM_HYPER = 10  # fp64 columns of the hyperparameter table
 NUM_COEFFICIENTS = 12
 COUNTERS_AT_ONCE = 128  # in the prologue
 
+if is_interpreted():
+    check_interpreter(triton.__version__, numpy.__version__)
+
 _HYPER, _COEFFICIENTS = tl.constexpr(NUM_HYPER), tl.constexpr(NUM_COEFFICIENTS)
 _ACTIVE, _STEP = tl.constexpr(NUM_COEFFICIENTS - 2), tl.constexpr(NUM_COEFFICIENTS - 1)
-
-
-def is_interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, on CPU tensors."""
-    return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +189,8 @@ def _update_tile(
     param = pointer(param_address, start, PARAM_DTYPE, not MASKED)
     grad = pointer(grad_address, start, GRAD_DTYPE, not MASKED)
     g = load(grad, i, mask, GRAD_DTYPE, MASKED) * factor
-    g = tl.minimum(tl.maximum(g, -limit), limit)
+    g = tl.maximum(g, -limit, propagate_nan=tl.PropagateNan.ALL)
+    g = tl.minimum(g, limit, propagate_nan=tl.PropagateNan.ALL)
     if HAS_MASTER:
         p = load(master, i, mask, tl.float32, MASKED)
     else:

@@ -67,7 +67,7 @@ def raise_homes(engine: Engine, planned: Planned) -> None:
 
 def _is_parked(engine: Engine) -> bool:
     """Whether shards in memory have given it away for a while; see `optim.parking`."""
-    shards = (chunk.shard for chunk in engine.chunks if chunk.files is None)
+    shards = (chunk.shard_memory for chunk in engine.chunks if chunk.files is None)
     return any(shard.untyped_storage().nbytes() < shard.nbytes for shard in shards)
 
 
