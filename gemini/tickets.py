@@ -53,7 +53,6 @@ class Done(Generic[T]):
         return self.value
 
 
-@dataclass(frozen=True, slots=True)
 class Copied:
     """A copy that was done when it returned."""
 

@@ -86,6 +86,7 @@ class TritonUpdater:
         self._sums = torch.empty(0, dtype=torch.float32, device=device)
         self._bad = torch.empty(0, dtype=torch.int32, device=device)
         self._norm_tiles: list[Tensor] = []  # [tiles, sums, bad] that `begin` is to finish
+        self._signature: object | None = None  # of the views of the last step
         self._staging: list[Planes] = []  # [N] of every plane, STAGING_SETS times
         self._moved = Traffic()
         self.steps = torch.zeros(n, dtype=torch.int64, device=device)
@@ -212,7 +213,12 @@ class TritonUpdater:
         staged = {name: slab[name][: plane.numel()] for name, plane in planes.items()}
         self._memory.copy_all([(staged[name], planes[name]) for name in planes]).order()
         # only now: views may read the master
-        self._launch(("staged", block.id, turn), views.pieces(block, staged), slab)
+        key = None if views.borrowed([block]) else self._key(views)
+        tables = self._table(
+            ("staged", block.id, turn), lambda: views.pieces(block, staged),
+            next(iter(slab.values())), self._launch_for, key,
+        )  # fmt: skip
+        self._run(ops.update_now, tables, slab)
         nbytes = self._layout.block_nbytes(block.numel)
         self._moved += Traffic(host_to_device=nbytes, device_to_host=nbytes)
         return self._memory.copy_all([(planes[name], staged[name]) for name in planes])
@@ -238,7 +244,7 @@ class TritonUpdater:
             return [piece for block in own for piece in views.pieces(block, slab.planes(block))]
 
         if len(borrowed) < len(slab.blocks):
-            self._launch(("resident", id(slab)), pieces, slab.tensors, views.signature())
+            self._launch(("resident", id(slab)), pieces, slab.tensors, self._key(views))
         for block in borrowed:
             if views.touches(block):
                 own = views.pieces(block, slab.planes(block))
@@ -259,14 +265,24 @@ class TritonUpdater:
         slabs: Planes,
         key: object | None = None,
     ) -> None:
+        first = next(iter(slabs.values()))
+        self._run(ops.update, self._table(name, pieces, first, self._launch_for, key), slabs)
+
+    def _run(self, update: Callable[..., None], tables: LaunchTables, slabs: Planes) -> None:
         planes = list(slabs.values())
-        tables = self._table(name, pieces, planes[0], self._launch_for, key)
         for (param_dtype, grad_dtype), lo, hi in tables.ranges:
-            ops.update(
+            update(
                 self._rule.name, tables.tiles[lo:hi], tables.segments, self._coefficients,
                 self.control, planes, [], [], param_dtype, grad_dtype, tables.launch.block,
                 tables.launch.num_warps, self._stochastic,
             )  # fmt: skip
+
+    def _key(self, views: SteppedViews) -> object | None:
+        """What views say of their memory: the object of the last step, if it is the same."""
+        found = views.signature()
+        if found is not self._signature and found != self._signature:
+            self._signature = found
+        return self._signature if found is not None else None
 
     def _launch_for(self, pieces: Sequence[Piece]) -> Launch:
         if self.launch is not None:
@@ -297,7 +313,7 @@ class TritonUpdater:
     ) -> LaunchTables:
         """Device tables of a launch; made again only where addresses or lengths changed."""
         old = self._tables.get(name)
-        if old is not None and key is not None and old.key == key:
+        if old is not None and key is not None and (old.key is key or old.key == key):
             return old
         found = pieces() if callable(pieces) else pieces
         keyed = segments_of(found, slab, self._memory)

@@ -85,6 +85,7 @@ class ShardViews:
         self._ahead: dict[BlockId, GradientBlock] = {}
         self._loans: dict[BlockId, _Loan] = {}
         self._leaving: deque[CopyTicket] = deque()  # parameters on their way to host memory
+        self._signature: object | None = None
         self._borrowing = {
             shard for shard, chunk in enumerate(chunks) if on_device and not _is_here(chunk)
         }
@@ -105,13 +106,15 @@ class ShardViews:
 
     def signature(self) -> object:
         """Addresses of shards and gradients, and which parameters are updated."""
-        places = []
-        for chunk in self._chunks:
-            grad = chunk.gradient.shard
-            known = None if grad is None else (grad.data_ptr(), grad.dtype)
-            shard = None if chunk.files is not None else chunk.shard_memory.data_ptr()
-            places.append((known, shard))
-        return places, [hyper is None for hyper in self._hyper]
+        if self._signature is None:
+            places = []
+            for chunk in self._chunks:
+                grad = chunk.gradient.shard
+                known = None if grad is None else (grad.data_ptr(), grad.dtype)
+                shard = None if chunk.files is not None else chunk.shard_memory.data_ptr()
+                places.append((known, shard))
+            self._signature = places, [hyper is None for hyper in self._hyper]
+        return self._signature
 
     def pieces(self, block: Block, planes: Planes) -> list[Piece]:
         chunk = self._chunks[block.shard]
