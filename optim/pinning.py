@@ -10,6 +10,7 @@ import ctypes
 import logging
 import mmap
 from collections.abc import Callable
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -41,6 +42,11 @@ def pin_slab(address: int, nbytes: int) -> Callable[[], object]:
     return unpin
 
 
+def pages_of(address: int) -> PinnedPages | None:
+    """Those that begin there, if `pinned` made them."""
+    return _pages.get(address)
+
+
 def forget_last_error() -> None:
     """A call that CUDA refused leaves its error behind, and torch's next check would raise it."""
     major = (torch.version.cuda or "").partition(".")[0]
@@ -53,16 +59,16 @@ def pinned(numel: int, dtype: torch.dtype, pin: Pin = pin_slab) -> Tensor:
     nbytes = numel * dtype.itemsize
     if not nbytes:
         return torch.empty(numel, dtype=dtype)
-    return torch.frombuffer(_PinnedPages(nbytes, pin), dtype=dtype, count=numel)
+    return torch.frombuffer(PinnedPages(nbytes, pin), dtype=dtype, count=numel)
 
 
-class _PinnedPages(mmap.mmap):
+class PinnedPages(mmap.mmap):
     """Pages that are unpinned before they are given back.
 
     A forked child finds zeros in them, so that the parent's pages are not copied under a transfer.
     """
 
-    def __new__(cls, nbytes: int, pin: Pin) -> _PinnedPages:
+    def __new__(cls, nbytes: int, pin: Pin) -> PinnedPages:
         made = super().__new__(cls, -1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         made.madvise(_MADV_WIPEONFORK)
         with contextlib.suppress(OSError):  # of a kernel without huge pages
@@ -70,7 +76,26 @@ class _PinnedPages(mmap.mmap):
         return made
 
     def __init__(self, nbytes: int, pin: Pin) -> None:
-        self._unpin = pin(ctypes.addressof(ctypes.c_char.from_buffer(self)), nbytes)
+        self._nbytes, self._pin = nbytes, pin
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self))
+        self._unpin: Callable[[], object] | None = pin(self._address, nbytes)
+        _pages[self._address] = self
 
     def __del__(self) -> None:  # before the pages go: a finalizer of `weakref` would come behind
-        self._unpin()
+        if self._unpin is not None:
+            self._unpin()
+
+    def give_back(self) -> None:
+        """Give the memory to the system for a while; what it held is lost."""
+        if self._unpin is not None:
+            self._unpin()
+            self._unpin = None
+            self.madvise(mmap.MADV_DONTNEED)
+
+    def take_back(self) -> None:
+        """Have it again, uninitialised. May be called again."""
+        if self._unpin is None:
+            self._unpin = self._pin(self._address, self._nbytes)
+
+
+_pages: WeakValueDictionary[int, PinnedPages] = WeakValueDictionary()

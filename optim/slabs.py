@@ -17,7 +17,10 @@ from .updaters import Planes
 
 
 class Slab:
-    """`blocks` in memory of the device, or of the host; zeros at first."""
+    """`blocks` in memory of the device, or of the host; zeros at first.
+
+    Planes but the first take no memory before `complete`.
+    """
 
     def __init__(
         self,
@@ -30,9 +33,16 @@ class Slab:
         self._memory = memory
         self._on_host = on_host
         self._place(blocks)
-        self.tensors: Planes = {  # [sum of the blocks' numels]
-            plane.name: self._allocate(DTYPES[plane.dtype]) for plane in layout.planes
-        }
+        first, *self._missing = layout.planes
+        # [sum of the blocks' numels]
+        self.tensors: Planes = {first.name: self._allocate(DTYPES[first.dtype])}
+
+    def complete(self) -> Slab:
+        """With all planes."""
+        for plane in self._missing:
+            self.tensors[plane.name] = self._allocate(DTYPES[plane.dtype])
+        self._missing.clear()
+        return self
 
     def _place(self, blocks: Sequence[Block]) -> None:
         self.blocks: Sequence[Block] = tuple(blocks)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence, Set
-from functools import partial
 from typing import Protocol
 
 from torch import Tensor
@@ -74,8 +73,8 @@ class TieredState:
         self.nvme = self._on_disk(disk_blocks, space) if disk_blocks else None
         self._written_before = 0  # to files that are gone
         in_memory = [block for block in space.blocks if block.id not in on_nvme]
-        self.device_slabs = self._slabs([b for b in in_memory if b.id not in on_host])
-        self.host_slabs = self._slabs([b for b in in_memory if b.id in on_host], host=True)
+        self.device_slabs = self._first_planes([b for b in in_memory if b.id not in on_host])
+        self.host_slabs = self._first_planes([b for b in in_memory if b.id in on_host], host=True)
         self._slab_of = self._index()
 
     def _on_disk(self, blocks: Sequence[Block], space: StateSpace) -> NvmeState:
@@ -90,6 +89,12 @@ class TieredState:
         )
 
     def _slabs(self, blocks: Sequence[Block], *, host: bool = False) -> list[Slab]:
+        if not blocks:
+            return []
+        return [Slab(blocks, self.layout, self._memory, on_host=host).complete()]
+
+    def _first_planes(self, blocks: Sequence[Block], *, host: bool = False) -> list[Slab]:
+        """For `initialise`: what fills the masters goes as they come, and the rest comes then."""
         return [Slab(blocks, self.layout, self._memory, on_host=host)] if blocks else []
 
     def _index(self) -> dict[BlockId, Slab]:
@@ -221,9 +226,11 @@ class TieredState:
         after.prefetch()
 
     def initialise(self, fill: Callable[[Block, Planes], None]) -> None:
-        """`fill` sets what does not start at zero (the masters), block by block."""
+        """`fill` sets what does not start at zero (the masters, the first plane) by block."""
         for block in (*self.resident, *self.host):
             fill(block, self.planes(block))
+        for slab in (*self.device_slabs, *self.host_slabs):
+            slab.complete()
         if self.nvme is not None:
             self.nvme.initialise(fill)
             self.nvme.prefetch()
@@ -272,8 +279,11 @@ class TieredState:
         if self.nvme is None:
             return
 
+        def update(block: Block, planes: Planes) -> bool:
+            return updater.update_staged(block, planes, views)
+
         views.expect(self.nvme.order)
-        self.nvme.run(partial(updater.update_staged, views=views), views.save, stop)
+        self.nvme.run(update, views.save, stop)
 
     def commit(self, updater: Updater, views: BlockViews, step: int) -> None:
         """Make `prepare` count and update what is in memory; then read ahead for the next step."""

@@ -104,8 +104,9 @@ class Engine:
         self.planning = planning
         self.kept = planning.kept
         files = FileConfig(
-            planning.nvme_folder, planning.inputs.block_numel, label=f"rank{comm.rank}-"
-        )
+            planning.nvme_folder, planning.inputs.block_numel, label=f"rank{comm.rank}-",
+            pin=backend.pin,
+        )  # fmt: skip
         limited = planning.inputs.budgets != Budgets()
         self.storage = ShardStorage(layout, planning.plan, backend, files, limited=limited)
         self.chunks = build_chunks(

@@ -15,6 +15,7 @@ from gemini import AutoPlacement, GeminiDDP, StaticPlacement
 from gemini.chunk.model_specs import specs_of
 from gemini.memtracer.trace import sequential_trace
 from gemini.placement.tiers import Tier
+from gemini.runtime import shard_storage
 from gemini.runtime.sim import SimBackend
 from optim import HybridAdam, NvmeConfig
 from tests.reference import everything, same
@@ -133,6 +134,19 @@ def test_a_digest_is_that_of_the_same_weights_on_the_device():
         with Apart(backend):
             digests.add(model.digest())
     assert len(digests) == 1
+
+
+def test_state_in_host_memory_needs_no_disk(monkeypatch):
+    """Neither for itself nor for the fp32 originals that its masters start from."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("a file is made")
+
+    monkeypatch.setattr(shard_storage, "TensorFiles", refuse)
+    start = {name: p.detach().clone() for name, p in Forked().named_parameters()}
+    model, _ = trained(device(by_triton=True), (True, True, True), steps=0)
+    state = model.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in start.items())
 
 
 def test_an_asynchronous_save_shows_state_that_is_in_host_memory():

@@ -5,7 +5,8 @@ import gc
 import pytest
 import torch
 
-from optim import pinning
+from optim import NvmeConfig, pinning
+from optim.parking import park
 
 
 def recorder():
@@ -59,3 +60,16 @@ def test_a_refusal_is_said_and_leaves_no_error_for_the_next_check_of_torch(
     assert forgotten == [True] * bool(status)
     assert runtime.unregistered == ([] if status else [4096])
     assert ("cannot pin 8192 bytes" in caplog.text) == bool(status)
+
+
+def test_parking_on_disk_gives_pinned_memory_back_and_pins_it_again(tmp_path):
+    log, pin = recorder()
+    tensor = pinning.pinned(10_001, torch.float32, pin)
+    tensor.copy_(torch.arange(10_001.0))
+    parked = park([tensor[5:]], "nvme", NvmeConfig(folders=(str(tmp_path),)))
+    assert [entry[0] for entry in log] == ["pin", "unpin"]
+    assert bool((tensor == 0).all())  # the system has the pages
+    parked.bring_back()
+    parked.close()
+    assert [entry[0] for entry in log] == ["pin", "unpin", "pin"]
+    assert torch.equal(tensor, torch.arange(10_001.0))
