@@ -16,7 +16,7 @@ define torch_in
 		else cat constraints.txt; fi > $(1)/constraints.txt
 endef
 
-.PHONY: demo test ci check fmt test-slow test-gpu fuzz readme-tables readme-picture peers
+.PHONY: demo test ci check fmt test-slow test-gpu gpu fuzz readme-tables readme-picture peers
 
 .venv/demo: pyproject.toml constraints.txt
 	$(call torch_in,.venv)
@@ -39,11 +39,12 @@ fmt: .venv/ok
 	.venv/bin/ruff check --fix .
 	.venv/bin/ruff format .
 
+# Without a GPU where there is one: the interpreter's tests are of CPU tensors.
 test: check
-	$(PY) -m pytest -q
+	CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 $(PY) -m pytest -q
 
 test-slow: .venv/ok
-	$(PY) -m pytest -q -m "(dist or nvme or slow) and not gpu"
+	CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 $(PY) -m pytest -q -m "(dist or nvme or slow) and not gpu"
 
 # New examples for the tests of properties; those of `make test` are always the same. In 20 rounds
 # more than 10 000 files of checkpoints and stores are changed, and read. Then programs of public calls
@@ -60,6 +61,12 @@ fuzz: .venv/ok
 
 test-gpu:
 	python3 -m pytest -q -m gpu
+
+# All that ten minutes on a bare machine with a GPU can teach, into $(OUT); with the Python that is
+# there, which has torch, Triton and pytest. No network is needed.
+OUT ?= runs/gpu
+gpu:
+	python3 -m bench.gpu --minutes 9 --out $(OUT)
 
 # What bench.train compares with, in an environment of its own, with its operators compiled (some
 # minutes; needs a C++ compiler and libaio).

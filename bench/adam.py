@@ -74,7 +74,8 @@ def stock_optimizer(tensors: Tensors, **kind: Any) -> torch.optim.Optimizer:
     param.grad = tensors.grad[torch.float32]
     optimizer = torch.optim.AdamW([param], **HYPER, **kind)
     optimizer.state[param] = {
-        "step": torch.tensor(2.0),
+        # the fused step reads the count where it runs
+        "step": torch.tensor(2.0, device=param.device if kind.get("fused") else "cpu"),
         "exp_avg": tensors.exp_avg,
         "exp_avg_sq": tensors.exp_avg_sq,
     }
@@ -122,7 +123,11 @@ def cpu_variants(tensors: Tensors) -> tuple[Variants, dict[str, str]]:
     return variants, paths
 
 
-def cuda_variants(tensors: Tensors, device: torch.device) -> Variants:
+def cuda_variants(
+    tensors: Tensors, device: torch.device, launch: tuple[int, int] | None = None
+) -> Variants:
+    """`launch`: elements of a tile and warps; None is what `choose_launch` answers."""
+    from kernels_triton.tiles import Launch
     from optim.triton_path import TritonUpdater
 
     variants: Variants = {}
@@ -134,11 +139,12 @@ def cuda_variants(tensors: Tensors, device: torch.device) -> Variants:
         piece = tensors.piece(dtype)
         layout = RULE.layout if dtype == torch.float32 else RULE.layout.with_master()
         updater = TritonUpdater(RULE, layout, [0], device)
+        updater.launch = None if launch is None else Launch(*launch)
         planes = {"exp_avg": tensors.exp_avg, "exp_avg_sq": tensors.exp_avg_sq}
         if dtype != torch.float32:
             planes = {"master": tensors.param, **planes}
         updater.begin([piece.hyper], with_norm=False)
-        variants[name] = lambda u=updater, p=piece, s=planes: u._launch("bench", [p], s)  # type: ignore[misc]
+        variants[name] = lambda u=updater, p=piece, s=planes: u.update([p], s)  # type: ignore[misc]
         if name == "ours/bf16-mixed":
             variants["ours/norm-bf16"] = lambda u=updater, p=piece: u.measure([p])  # type: ignore[misc]
     return variants
@@ -187,11 +193,20 @@ def beside_a_busy_process(variants: Variants, rounds: int, device: torch.device)
     return median_ratio(seconds, "ours/bf16-mixed", "torch/fused-fp32")
 
 
+def shape(text: str) -> tuple[int, int]:
+    """`1024/4`: elements of a tile, and warps."""
+    block, warps = text.split("/")
+    return int(block), int(warps)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--numel", type=int, default=64 << 20)
     parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument(
+        "--launch", type=shape, metavar="BLOCK/WARPS", help="of our kernels: 1024/4, 2048/8"
+    )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     device = torch.device(args.device)
@@ -201,7 +216,7 @@ def main() -> None:
     if device.type == "cpu":
         ours, paths = cpu_variants(tensors)
     else:
-        ours = cuda_variants(tensors, device)
+        ours = cuda_variants(tensors, device, args.launch)
         paths = dict.fromkeys(ours, "triton")
     variants = {**stock_variants(tensors, device), **ours}
     seconds = interleaved(variants, args.rounds, device)

@@ -26,6 +26,20 @@ class Ticket(Protocol[T_co]):
         ...
 
 
+class CopyTicket(Ticket[None], Protocol):
+    """A copy between the tiers. `wait()`: what was copied may be used where it now lies, so the
+    host waits where that is host memory, and else only what the device does next.
+    """
+
+    def order(self) -> None:
+        """What the device does next comes behind the copy; the host does not wait."""
+        ...
+
+    def settle(self) -> None:
+        """The host waits: both ends may be used, written and freed by anybody."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Done(Generic[T]):
     """A ticket for work that needed no waiting."""
@@ -37,6 +51,22 @@ class Done(Generic[T]):
 
     def wait(self) -> T:
         return self.value
+
+
+class Copied:
+    """A copy that was done when it returned."""
+
+    def ready(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return
+
+    def order(self) -> None:
+        return
+
+    def settle(self) -> None:
+        return
 
 
 @dataclass(frozen=True, slots=True)

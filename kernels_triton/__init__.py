@@ -1,5 +1,6 @@
 """Triton kernels of the optimizer step. Import Triton, and so this package, only where it is used.
 
+launch.py    on which device, and in which interpreter
 tiles.py     segment and tile tables; launch choice
 rounding.py  loads and stores of all float types
 frame.py     the update of every optimizer, and its prologue

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import on
+
 A, B, C = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB
 BLOCK = 4096  # words a program
 REFERENCE_WORDS = 1 << 16  # in cache
@@ -42,7 +44,8 @@ def digest_on_device(words: Tensor, first: int, salt: int) -> Tensor:
     programs = max(1, triton.cdiv(words.numel(), BLOCK))
     sums = torch.zeros(programs, dtype=torch.int64, device=words.device)
     if words.numel():
-        _digest_kernel[(programs,)](words, sums, first, salt, words.numel(), A, B, C, BLOCK)
+        with on(words.device):
+            _digest_kernel[(programs,)](words, sums, first, salt, words.numel(), A, B, C, BLOCK)
     return sums.sum()
 
 

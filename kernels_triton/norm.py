@@ -52,10 +52,11 @@ def _round(
     """One BLOCK of a tile: its part of the running sums, [BLOCK] fp32."""
     i = tl.arange(0, BLOCK)
     mask = i < remaining
-    x = load(pointer(source_address, start, GRAD_DTYPE, not MASKED), i, mask, GRAD_DTYPE, MASKED)
+    alignment: tl.constexpr = 0 if MASKED else 16
+    x = load(pointer(source_address, start, GRAD_DTYPE, alignment), i, mask, GRAD_DTYPE, MASKED)
     if WRITES:
         x = x * scale
-        out = pointer(out_address, start, OUT_DTYPE, not MASKED)
+        out = pointer(out_address, start, OUT_DTYPE, alignment)
         store(out, i, x, mask, OUT_DTYPE, MASKED)
     if SUMS:
         term = _power_of(x, exponent, NORM)

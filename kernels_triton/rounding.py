@@ -25,17 +25,18 @@ def round_bf16(x):
 
 
 @triton.jit
-def pointer(address, offset, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+def pointer(address, offset, DTYPE: tl.constexpr, ALIGNMENT: tl.constexpr):
     """Element `offset` behind a raw int64 address, as a pointer to DTYPE; bf16 as int16.
 
-    ALIGNED promises 16 bytes. It is set on a pointer of its own, made in the branch that knows it.
+    ALIGNMENT: bytes that are promised, 0 for none. It is set on a pointer of its own, made in the
+    branch that knows it.
     """
     if DTYPE == tl.bfloat16:
         ptr = address.to(tl.pointer_type(tl.int16)) + offset
     else:
         ptr = address.to(tl.pointer_type(DTYPE)) + offset
-    if ALIGNED:
-        ptr = tl.multiple_of(ptr, 16)
+    if ALIGNMENT > 0:
+        ptr = tl.multiple_of(ptr, ALIGNMENT)
     return ptr
 
 

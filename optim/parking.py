@@ -22,6 +22,7 @@ from nvme import BlockStore, Buffer, BufferPool, StoreLayout, check_folder, defa
 
 from .config import NvmeConfig
 from .disks import measure_disks
+from .pinning import pages_of
 
 Where = Literal["nvme", "host"]
 RUN_BYTES = 12 << 20  # of one transfer, as a block of fp32 Adam state
@@ -44,7 +45,7 @@ def park(tensors: Iterable[Tensor], where: Where, config: NvmeConfig) -> Parked:
     mapped file) stays as it is.
     """
     found = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
-    storages = [s for s in found.values() if s.nbytes() and s.resizable()]
+    storages = [s for s in found.values() if s.nbytes() and _can_be_freed(s)]
     if where == "host":
         return OnHost([s for s in storages if s.device.type != "cpu"])
     return OnDisk(storages, config)
@@ -56,12 +57,11 @@ class OnHost:
     def __init__(self, storages: Sequence[UntypedStorage]) -> None:
         self._copies = [(storage, _bytes_of(storage).cpu()) for storage in storages]
         for storage in storages:
-            storage.resize_(0)
+            _free(storage)
 
     def bring_back(self) -> None:
         for storage, copy in self._copies:
-            if storage.nbytes() != copy.numel():
-                storage.resize_(copy.numel())
+            _refill(storage, copy.numel())
             _bytes_of(storage).copy_(copy)
 
     def close(self) -> None:
@@ -108,7 +108,7 @@ class OnDisk:
             self._store.close()
             raise
         for storage in storages:
-            storage.resize_(0)
+            _free(storage)
 
     def _write(self, store: BlockStore) -> None:
         pool = BufferPool(min(self._depth, len(self._runs)), self._buffer_nbytes)
@@ -127,8 +127,7 @@ class OnDisk:
         if self._store is None:
             return
         for storage, nbytes in zip(self._storages, self._nbytes, strict=True):
-            if storage.nbytes() != nbytes:
-                storage.resize_(nbytes)
+            _refill(storage, nbytes)
         pool = BufferPool(min(self._depth, len(self._runs)), self._buffer_nbytes)
         under_way: deque[tuple[Ticket[None], Buffer, _Run]] = deque()
         for run in [*self._runs, *([None] * pool.count)]:  # None: only end what was begun
@@ -153,6 +152,25 @@ def _cut(nbytes: Sequence[int]) -> Iterator[_Run]:
         for start in range(0, length, RUN_BYTES):
             yield _Run(BlockId(block), storage, start, min(start + RUN_BYTES, length))
             block += 1
+
+
+def _can_be_freed(storage: UntypedStorage) -> bool:
+    return storage.resizable() or pages_of(storage.data_ptr()) is not None
+
+
+def _free(storage: UntypedStorage) -> None:
+    pages = pages_of(storage.data_ptr())
+    if pages is not None:
+        pages.give_back()
+    else:
+        storage.resize_(0)
+
+
+def _refill(storage: UntypedStorage, nbytes: int) -> None:
+    if storage.nbytes() != nbytes:
+        storage.resize_(nbytes)
+    elif (pages := pages_of(storage.data_ptr())) is not None:
+        pages.take_back()
 
 
 def _bytes_of(storage: UntypedStorage) -> Tensor:

@@ -15,6 +15,7 @@ from gemini.tickets import Done, Ticket
 from .clipping import Clip
 from .config import StateConfig
 from .interrupts import HeldSignals
+from .memory import memory_of
 from .nvme_state import DTYPES
 from .plain_paths import make_path
 from .plain_views import Order, PlainViews, dense_grad
@@ -63,7 +64,7 @@ class PlainTarget:
             rule.layout.in_float64() if is_float64 else rule.layout,
             on_nvme=blocks_on_nvme(space.blocks, config.nvme_fraction),
             nvme=config.nvme,
-            device=params[0].device,
+            memory=memory_of(params[0].device),
             label="plain-",
         )
         try:

@@ -43,8 +43,11 @@ class Order:
         return tensor.as_strided((tensor.numel(),), (1,))
 
     def fits(self, tensor: Tensor) -> bool:
-        """Whether it lies in this order."""
-        return tensor.stride() == self.stride
+        """Whether it lies in this order. Strides of dimensions of one element say nothing."""
+        if tensor.stride() == self.stride:
+            return True
+        strides = zip(tensor.stride(), self.stride, self.size, strict=True)
+        return all(a == b for a, b, size in strides if size > 1)
 
     def shaped(self, flat: Tensor) -> Tensor:
         """The inverse: a view."""
@@ -141,7 +144,20 @@ class PlainViews:
     def expect(self, blocks: Sequence[Block]) -> None:
         """Parameters and gradients are in memory."""
 
+    def touches(self, block: Block) -> bool:
+        return any(part.param in self._flat for part in block.parts)
+
+    def borrowed(self, blocks: Sequence[Block]) -> Sequence[Block]:
+        """None: parameters and gradients are where their state is updated."""
+        return ()
+
+    def signature(self) -> None:
+        """Gradients are made anew in every iteration."""
+
     def updated(self, block: Block) -> None:
+        """Nothing was borrowed."""
+
+    def end(self) -> None:
         """Nothing was borrowed."""
 
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence, Set
 import torch
 from torch import Tensor
 
-from gemini.pages import zeros
 from gemini.units import BlockId
 
+from .memory import Memory
 from .nvme_state import DTYPES
 from .space import Block
 from .state_layout import StateLayout
@@ -17,25 +17,35 @@ from .updaters import Planes
 
 
 class Slab:
-    """`blocks` in memory of `device`, zeros at first. `pinned`: host memory for CUDA to reach."""
+    """`blocks` in memory of the device, or of the host; zeros at first.
+
+    Planes but the first take no memory before `complete`.
+    """
 
     def __init__(
         self,
         blocks: Sequence[Block],
         layout: StateLayout,
-        device: torch.device,
+        memory: Memory,
         *,
-        pinned: bool = False,
+        on_host: bool = False,
     ) -> None:
-        self._device = device
-        self._pinned = pinned
+        self._memory = memory
+        self._on_host = on_host
         self._place(blocks)
-        self.tensors: Planes = {  # [sum of the blocks' numels]
-            plane.name: self._allocate(DTYPES[plane.dtype]) for plane in layout.planes
-        }
+        first, *self._missing = layout.planes
+        # [sum of the blocks' numels]
+        self.tensors: Planes = {first.name: self._allocate(DTYPES[first.dtype])}
+
+    def complete(self) -> Slab:
+        """With all planes."""
+        for plane in self._missing:
+            self.tensors[plane.name] = self._allocate(DTYPES[plane.dtype])
+        self._missing.clear()
+        return self
 
     def _place(self, blocks: Sequence[Block]) -> None:
-        self.blocks = tuple(blocks)
+        self.blocks: Sequence[Block] = tuple(blocks)
         self._start: dict[BlockId, int] = {}
         self._numel = 0
         for block in blocks:
@@ -43,9 +53,7 @@ class Slab:
             self._numel += block.numel
 
     def _allocate(self, dtype: torch.dtype) -> Tensor:
-        if self._device.type == "cpu" and not self._pinned:
-            return zeros(self._numel, dtype)
-        return torch.zeros(self._numel, dtype=dtype, device=self._device, pin_memory=self._pinned)
+        return self._memory.zeros(self._numel, dtype, on_host=self._on_host)
 
     @property
     def nbytes(self) -> int:

@@ -79,7 +79,7 @@ class StateSnapshot:
         self._pinned = tiers.pin()
 
     def visit_resident(self, look: Look) -> None:
-        for block in self._tiers.resident:
+        for block in (*self._tiers.resident, *self._tiers.host):
             _each(block, self._tiers.planes(block), self._names, look)
 
     def visit_disk(self, look: Look) -> None:

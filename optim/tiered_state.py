@@ -12,28 +12,23 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence, Set
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
+from gemini.tickets import CopyTicket
 from gemini.units import BlockId
 
 from .config import NvmeConfig
-from .cpu_path import Piece
+from .memory import Memory
 from .nvme_state import NvmeState, PinnedState
-from .pinning import pin_slab
 from .report import Traffic
 from .slabs import Slab
 from .space import Block, StateSpace
 from .state_layout import StateLayout
-from .updaters import Planes, Updater
+from .updaters import Planes, SteppedViews, Updater
 
 
-class BlockViews(Protocol):
+class BlockViews(SteppedViews, Protocol):
     """What a step needs to know of the parameters and gradients that a block's state belongs to."""
-
-    def pieces(self, block: Block, planes: Planes) -> Sequence[Piece]:
-        """The runs of this block that have a gradient; empty where none has."""
-        ...
 
     def save(self, block: Block, undo: Callable[[], Tensor]) -> bool:
         """Copy the block's parameters, those with a gradient, into fp32 [n] `undo()`.
@@ -50,13 +45,13 @@ class BlockViews(Protocol):
         """Blocks will be updated in this order; what they need may be read ahead."""
         ...
 
-    def updated(self, block: Block) -> None:
-        """`pieces` of this block are not used any more."""
+    def end(self) -> None:
+        """No block is updated any more: what was borrowed is on its way back."""
         ...
 
 
 class TieredState:
-    """State of `space`: blocks `on_nvme` and `on_host`, the rest on `device`."""
+    """State of `space`: blocks `on_nvme` and `on_host`, the rest on the device of `memory`."""
 
     def __init__(
         self,
@@ -66,19 +61,20 @@ class TieredState:
         on_nvme: Set[BlockId],
         on_host: Set[BlockId] = frozenset(),
         nvme: NvmeConfig,
-        device: torch.device,
+        memory: Memory,
         label: str = "",
     ) -> None:
         self.space = space
         self.layout = layout
-        self._device = device
+        self._memory = memory
+        self._leaving: Sequence[CopyTicket] = ()  # of the last step, to host slabs
         disk_blocks = [block for block in space.blocks if block.id in on_nvme]
         self._config, self._label = nvme, label
         self.nvme = self._on_disk(disk_blocks, space) if disk_blocks else None
         self._written_before = 0  # to files that are gone
         in_memory = [block for block in space.blocks if block.id not in on_nvme]
-        self.device_slabs = self._slabs([b for b in in_memory if b.id not in on_host])
-        self.host_slabs = self._slabs([b for b in in_memory if b.id in on_host], host=True)
+        self.device_slabs = self._first_planes([b for b in in_memory if b.id not in on_host])
+        self.host_slabs = self._first_planes([b for b in in_memory if b.id in on_host], host=True)
         self._slab_of = self._index()
 
     def _on_disk(self, blocks: Sequence[Block], space: StateSpace) -> NvmeState:
@@ -89,16 +85,17 @@ class TieredState:
             digest=space.digest(),
             undo=not self.layout.has_master,
             label=self._label,
-            pin=pin_slab if self._device.type == "cuda" else None,
+            pin=self._memory.pin,
         )
 
     def _slabs(self, blocks: Sequence[Block], *, host: bool = False) -> list[Slab]:
         if not blocks:
             return []
-        if not host:
-            return [Slab(blocks, self.layout, self._device)]
-        pinned = self._device.type == "cuda"
-        return [Slab(blocks, self.layout, torch.device("cpu"), pinned=pinned)]
+        return [Slab(blocks, self.layout, self._memory, on_host=host).complete()]
+
+    def _first_planes(self, blocks: Sequence[Block], *, host: bool = False) -> list[Slab]:
+        """For `initialise`: what fills the masters goes as they come, and the rest comes then."""
+        return [Slab(blocks, self.layout, self._memory, on_host=host)] if blocks else []
 
     def _index(self) -> dict[BlockId, Slab]:
         slabs = (*self.device_slabs, *self.host_slabs)
@@ -116,7 +113,14 @@ class TieredState:
 
     def planes(self, block: Block) -> Planes:
         """Views of the state of a block that is in memory."""
+        self._settle()
         return self._slab_of[block.id].planes(block)
+
+    def _settle(self) -> None:
+        """The host reads or writes what the last step may still be copying."""
+        leaving, self._leaving = self._leaving, ()
+        for ticket in leaving:
+            ticket.settle()
 
     def resident_run(self, offset: int, numel: int) -> Planes | None:
         """Views of elements [offset, offset + numel) of the space, or None where they are not
@@ -134,6 +138,7 @@ class TieredState:
 
         Between steps. On an error of the disk every block is where it was.
         """
+        self._settle()
         disk = () if self.nvme is None else self.nvme.blocks
         from_disk = [block for block in disk if block.id not in on_nvme]
         from_host = [block for block in self.host if block.id not in on_host]
@@ -221,9 +226,11 @@ class TieredState:
         after.prefetch()
 
     def initialise(self, fill: Callable[[Block, Planes], None]) -> None:
-        """`fill` sets what does not start at zero (the masters), block by block."""
+        """`fill` sets what does not start at zero (the masters, the first plane) by block."""
         for block in (*self.resident, *self.host):
             fill(block, self.planes(block))
+        for slab in (*self.device_slabs, *self.host_slabs):
+            slab.complete()
         if self.nvme is not None:
             self.nvme.initialise(fill)
             self.nvme.prefetch()
@@ -273,25 +280,23 @@ class TieredState:
             return
 
         def update(block: Block, planes: Planes) -> bool:
-            changed = updater.update_staged(block, planes, views.pieces)
-            views.updated(block)
-            return changed
+            return updater.update_staged(block, planes, views)
 
         views.expect(self.nvme.order)
         self.nvme.run(update, views.save, stop)
 
     def commit(self, updater: Updater, views: BlockViews, step: int) -> None:
-        """Make `prepare` count and update what is resident; then read ahead for the next step."""
+        """Make `prepare` count and update what is in memory; then read ahead for the next step."""
         if self.nvme is not None:
             self.nvme.commit(step)
             self.nvme.prefetch()
-        views.expect(self.host)
-        for block in self.host:
-            updater.update_staged(block, self.planes(block), views.pieces)
-            views.updated(block)
+        views.expect([*self.host, *views.borrowed(self.resident)])
+        for slab in self.host_slabs:
+            blocks = [(block, slab.planes(block)) for block in slab.blocks]
+            self._leaving = [*self._leaving, *updater.update_host(blocks, views)]
         for slab in self.device_slabs:
-            blocks = ((block, slab.planes(block)) for block in slab.blocks)
-            updater.update_resident(blocks, slab.tensors, views.pieces)
+            updater.update_resident(slab, views)
+        views.end()
 
     def rollback(self, views: BlockViews) -> None:
         """Put parameters and state back to the last committed step."""
@@ -300,6 +305,7 @@ class TieredState:
 
     def movable(self) -> Sequence[Tensor]:
         """State in memory. Staging buffers are emptied, and read again by the next step."""
+        self._settle()
         if self.nvme is not None:
             self.nvme.empty_staging()
         slabs = (*self.device_slabs, *self.host_slabs)

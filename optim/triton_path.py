@@ -12,11 +12,12 @@ host memory is streamed: it travels to the device, is updated by the same kernel
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from gemini.tickets import CopyTicket
 from gemini.units import ParamId
 from kernels_triton import ops
 from kernels_triton.fields import (
@@ -27,26 +28,31 @@ from kernels_triton.fields import (
     SUM,
     USED_SCALE,
 )
-from kernels_triton.frame import NUM_COEFFICIENTS, NUM_HYPER, is_interpreted
-from kernels_triton.tiles import Segment, choose_launch, segment_table, tile_table
+from kernels_triton.frame import NUM_COEFFICIENTS, NUM_HYPER
+from kernels_triton.launch import is_interpreted
+from kernels_triton.tiles import Launch, Segment, choose_launch
 
 from .clipping import Clip
 from .cpu_path import Piece
+from .launch_tables import LaunchTables, segments_of
+from .memory import Memory, memory_of
 from .nvme_state import DTYPES
 from .report import Outcome, Traffic
 from .rules import UpdateRule
 from .scaler import Scaler
 from .space import Block
 from .state_layout import StateLayout
-from .updaters import PiecesOf, Planes
+from .updaters import Planes, Resident, SteppedViews
 
-Dtypes = tuple[torch.dtype, torch.dtype]  # of parameter and gradient
 RING = 4  # hyperparameter uploads that may be in flight
+STAGING_SETS = 3  # one travels in, one is updated, one travels out
+UPDATE_BYTES = 28  # an element, of Adam with a master: what launches are shaped for
 
 
 class TritonUpdater:
     """One rule on one device. `group_of[i]` is the param group of parameter, or counter, i.
 
+    memory: where state is staged, and by what it travels; the device's own where None.
     scaler: whose control vector the kernels use; one without a loss scale where None.
     stochastic: bf16 parameters without a master are rounded at random.
     """
@@ -61,23 +67,27 @@ class TritonUpdater:
         device: torch.device,
         scaler: Scaler | None = None,
         *,
+        memory: Memory | None = None,
         stochastic: bool = False,
     ) -> None:
         n = len(group_of)
+        self._memory = memory or memory_of(device)
         self._rule = rule
         self._layout = layout
         self._device = device
         self._stochastic = stochastic
         self.set_groups(group_of)
+        self.launch: Launch | None = None  # of the update; None: chosen by what is updated
         self._hyper = torch.zeros(1, NUM_HYPER, dtype=torch.float64, device=device)
         self._hyper_rows: list[tuple[float, ...]] = []
         self._uploads: list[Tensor] = []
         self._coefficients = torch.zeros(n, NUM_COEFFICIENTS, device=device)
-        self._tables: dict[str, _Tables] = {}
+        self._tables: dict[object, LaunchTables] = {}
         self._sums = torch.empty(0, dtype=torch.float32, device=device)
         self._bad = torch.empty(0, dtype=torch.int32, device=device)
         self._norm_tiles: list[Tensor] = []  # [tiles, sums, bad] that `begin` is to finish
-        self._staging: Planes | None = None
+        self._signature: object | None = None  # of the views of the last step
+        self._staging: list[Planes] = []  # [N] of every plane, STAGING_SETS times
         self._moved = Traffic()
         self.steps = torch.zeros(n, dtype=torch.int64, device=device)
         self.present = torch.ones(n, dtype=torch.float64, device=device)
@@ -104,9 +114,15 @@ class TritonUpdater:
             present[self._active] = 1
             self.present.copy_(present, non_blocking=True)
 
-    def measure(self, pieces: Sequence[Piece]) -> None:
-        """Norm and overflow of the pieces' gradients, tile by tile; `begin` finishes it."""
-        tables = self._table("norm", pieces, None, ops.NORM_TILE)
+    def measure(
+        self, pieces: Callable[[], Sequence[Piece]] | Sequence[Piece], key: object | None = None
+    ) -> None:
+        """Norm and overflow of the pieces' gradients, tile by tile; `begin` finishes it.
+
+        `key`: where it is that of the last measure, so are the pieces.
+        """
+        launch = Launch(ops.NORM_TILE, num_warps=4)
+        tables = self._table("norm", pieces, None, lambda _: launch, key)
         num_tiles = tables.tiles.shape[0]
         if self._sums.numel() < num_tiles:
             self._sums = torch.empty(num_tiles, dtype=torch.float32, device=self._device)
@@ -166,45 +182,113 @@ class TritonUpdater:
             self._coefficients, self.control, self._norm_tiles, with_norm, norm_type,
         )  # fmt: skip
 
-    def update_staged(self, block: Block, planes: Planes, pieces_of: PiecesOf) -> bool:
-        if self._staging is None or next(iter(self._staging.values())).numel() < block.numel:
-            self._staging = {
-                plane.name: torch.empty(block.numel, dtype=DTYPES[plane.dtype], device=self._device)
-                for plane in self._layout.planes
-            }
-        staged = {name: self._staging[name][: plane.numel()] for name, plane in planes.items()}
-        pieces = pieces_of(block, staged)
-        if not pieces:
-            return False
-        for name, plane in planes.items():
-            staged[name].copy_(plane, non_blocking=True)
-        self._launch("staged", pieces, self._staging)
-        for name, plane in planes.items():
-            plane.copy_(staged[name])  # waits for the device
+    def update_staged(self, block: Block, planes: Planes, views: SteppedViews) -> bool:
+        touched = views.touches(block)
+        if touched:
+            self._update_from_host(0, block, planes, views).settle()
+        views.updated(block)
+        return touched
+
+    def update_host(
+        self, blocks: Sequence[tuple[Block, Planes]], views: SteppedViews
+    ) -> Sequence[CopyTicket]:
+        """One block travels in while the one before it travels out; the host waits for nothing."""
+        leaving: list[CopyTicket] = []
+        for block, planes in blocks:
+            if views.touches(block):
+                if len(leaving) >= STAGING_SETS:  # whose memory is taken now
+                    leaving[-STAGING_SETS].order()
+                turn = len(leaving) % STAGING_SETS
+                leaving.append(self._update_from_host(turn, block, planes, views))
+            views.updated(block)
+        for ticket in leaving[-STAGING_SETS:]:
+            ticket.order()
+        return leaving
+
+    def _update_from_host(
+        self, turn: int, block: Block, planes: Planes, views: SteppedViews
+    ) -> CopyTicket:
+        """Bring the planes, update them, and begin to bring them back."""
+        slab = self._stage(block.numel)[turn]
+        staged = {name: slab[name][: plane.numel()] for name, plane in planes.items()}
+        self._memory.copy_all([(staged[name], planes[name]) for name in planes]).order()
+        # only now: views may read the master
+        key = None if views.borrowed([block]) else self._key(views)
+        tables = self._table(
+            ("staged", block.id, turn), lambda: views.pieces(block, staged),
+            next(iter(slab.values())), self._launch_for, key,
+        )  # fmt: skip
+        self._run(ops.update_now, tables, slab)
         nbytes = self._layout.block_nbytes(block.numel)
         self._moved += Traffic(host_to_device=nbytes, device_to_host=nbytes)
-        return True
+        return self._memory.copy_all([(planes[name], staged[name]) for name in planes])
 
-    def update_resident(
-        self, blocks: Iterable[tuple[Block, Planes]], slabs: Planes, pieces_of: PiecesOf
-    ) -> None:
-        pieces = [piece for block, planes in blocks for piece in pieces_of(block, planes)]
-        self._launch(f"resident {id(slabs)}", pieces, slabs)  # each slab has tables of its own
+    def _stage(self, numel: int) -> list[Planes]:
+        if not self._staging or next(iter(self._staging[0].values())).numel() < numel:
+            self._staging = [
+                {
+                    plane.name: self._memory.allocate(numel, DTYPES[plane.dtype])
+                    for plane in self._layout.planes
+                }
+                for _ in range(STAGING_SETS)
+            ]
+        return self._staging
+
+    def update_resident(self, slab: Resident, views: SteppedViews) -> None:
+        """One launch for what is all on the device; what is borrowed comes block by block."""
+        borrowed = views.borrowed(slab.blocks)
+        apart = {block.id for block in borrowed}
+
+        def pieces() -> list[Piece]:
+            own = (block for block in slab.blocks if block.id not in apart)
+            return [piece for block in own for piece in views.pieces(block, slab.planes(block))]
+
+        if len(borrowed) < len(slab.blocks):
+            self._launch(("resident", id(slab)), pieces, slab.tensors, self._key(views))
+        for block in borrowed:
+            if views.touches(block):
+                own = views.pieces(block, slab.planes(block))
+                self._launch(("borrowed", block.id), own, slab.tensors)
+            views.updated(block)
+
+    def update(self, pieces: Sequence[Piece], slabs: Planes) -> None:
+        """One step over pieces of the device whose state planes are views into `slabs`."""
+        self._launch(("pieces", id(slabs)), pieces, slabs)
 
     def traffic(self) -> Traffic:
         return self._moved
 
-    def _launch(self, name: str, pieces: Sequence[Piece], slabs: Planes) -> None:
+    def _launch(
+        self,
+        name: object,
+        pieces: Callable[[], Sequence[Piece]] | Sequence[Piece],
+        slabs: Planes,
+        key: object | None = None,
+    ) -> None:
+        first = next(iter(slabs.values()))
+        self._run(ops.update, self._table(name, pieces, first, self._launch_for, key), slabs)
+
+    def _run(self, update: Callable[..., None], tables: LaunchTables, slabs: Planes) -> None:
         planes = list(slabs.values())
-        largest = max((piece.param.numel() for piece in pieces), default=0)
-        launch = choose_launch(28, is_interpreted(), largest)
-        tables = self._table(name, pieces, planes[0], launch.block)
         for (param_dtype, grad_dtype), lo, hi in tables.ranges:
-            ops.update(
+            update(
                 self._rule.name, tables.tiles[lo:hi], tables.segments, self._coefficients,
-                self.control, planes, [], [], param_dtype, grad_dtype, launch.block,
-                launch.num_warps, self._stochastic,
+                self.control, planes, [], [], param_dtype, grad_dtype, tables.launch.block,
+                tables.launch.num_warps, self._stochastic,
             )  # fmt: skip
+
+    def _key(self, views: SteppedViews) -> object | None:
+        """What views say of their memory: the object of the last step, if it is the same."""
+        found = views.signature()
+        if found is not self._signature and found != self._signature:
+            self._signature = found
+        return self._signature if found is not None else None
+
+    def _launch_for(self, pieces: Sequence[Piece]) -> Launch:
+        if self.launch is not None:
+            return self.launch
+        largest = max((piece.param.numel() for piece in pieces), default=0)
+        return choose_launch(UPDATE_BYTES, is_interpreted(), largest)
 
     def _upload(self, rows: list[tuple[float, ...]]) -> None:
         """Hyperparameters to the device, from a ring so that none in flight is overwritten."""
@@ -220,76 +304,26 @@ class TritonUpdater:
         self._hyper_rows = rows
 
     def _table(
-        self, name: str, pieces: Sequence[Piece], slab: Tensor | None, block: int
-    ) -> _Tables:
-        """Device tables of a launch; made again only where addresses or lengths changed."""
-        keyed = segments_of(pieces, slab)
-        rows = tuple(segment for _, segment in keyed)
-        old = self._tables.get(name)
-        if old is not None and old.rows == rows:
-            return old
-        numels = [segment.numel for segment in rows]
-        if old is not None and [segment.numel for segment in old.rows] == numels:
-            tiles = old.tiles
-        else:
-            tiles = tile_table(numels, block, self._device)
-        ranges: list[tuple[Dtypes, int, int]] = []
-        end = 0
-        for dtypes, segment in keyed:
-            start, end = end, end + -(-segment.numel // block)
-            if ranges and ranges[-1][0] == dtypes:
-                start = ranges.pop()[1]
-            ranges.append((dtypes, start, end))
-        self._tables[name] = _Tables(rows, segment_table(rows, self._device), tiles, ranges)
-        return self._tables[name]
-
-
-class _Tables:
-    """Tables of one launch: segments in order of their dtypes, a range of tiles for each pair."""
-
-    def __init__(
         self,
-        rows: tuple[Segment, ...],
-        segments: Tensor,
-        tiles: Tensor,
-        ranges: Sequence[tuple[Dtypes, int, int]],
-    ) -> None:
-        self.rows, self.segments, self.tiles, self.ranges = rows, segments, tiles, ranges
-
-
-def segments_of(pieces: Sequence[Piece], slab: Tensor | None) -> list[tuple[Dtypes, Segment]]:
-    """Pieces as kernel segments, grouped by dtypes; neighbours in all memories become one.
-
-    `slab` is what the first state plane is a view of; None where state is not looked at.
-    """
-    found: list[tuple[Dtypes, Segment]] = []
-    for piece in sorted(pieces, key=lambda p: (str(p.param.dtype), str(p.grad.dtype))):
-        dtypes = (piece.param.dtype, piece.grad.dtype)
-        state = 0
-        if slab is not None:
-            first = piece.master if piece.master is not None else piece.planes[0]
-            state = (first.data_ptr() - slab.data_ptr()) // slab.element_size()
-        segment = Segment(
-            piece.param.data_ptr(), piece.grad.data_ptr(), state, piece.param.numel(),
-            piece.counter, piece.first,
-        )  # fmt: skip
-        if found:
-            last_dtypes, last = found[-1]
-            if (
-                last_dtypes == dtypes
-                and last.counter == segment.counter
-                and last.first + last.numel == segment.first
-                and last.param + last.numel * dtypes[0].itemsize == segment.param
-                and last.grad + last.numel * dtypes[1].itemsize == segment.grad
-                and (slab is None or last.state + last.numel == segment.state)
-            ):
-                segment = Segment(
-                    last.param, last.grad, last.state, last.numel + segment.numel, last.counter,
-                    last.first,
-                )  # fmt: skip
-                found.pop()
-        found.append((dtypes, segment))
-    return found
+        name: object,
+        pieces: Callable[[], Sequence[Piece]] | Sequence[Piece],
+        slab: Tensor | None,
+        launch_for: Callable[[Sequence[Piece]], Launch],
+        key: object | None = None,
+    ) -> LaunchTables:
+        """Device tables of a launch; made again only where addresses or lengths changed."""
+        old = self._tables.get(name)
+        if old is not None and key is not None and (old.key is key or old.key == key):
+            return old
+        found = pieces() if callable(pieces) else pieces
+        keyed = segments_of(found, slab, self._memory)
+        if old is not None and old.rows == tuple(segment for _, segment in keyed):
+            old.key = key
+            return old
+        self._tables[name] = LaunchTables(
+            keyed, launch_for(found), self._device, before=old, key=key
+        )
+        return self._tables[name]
 
 
 class DeviceOutcome:

@@ -9,6 +9,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from gemini.tickets import CopyTicket
+
 from . import cpu_path
 from .built_kernels import KernelBuildError
 from .compiled_path import CompiledUpdate, Mix
@@ -21,23 +23,61 @@ from .space import Block
 log = logging.getLogger("gemini")
 
 Planes = dict[str, Tensor]  # plane name -> [n]
-PiecesOf = Callable[[Block, Planes], Sequence[Piece]]
+
+
+class SteppedViews(Protocol):
+    """What an update needs of the parameters and gradients that belong to blocks of state."""
+
+    def touches(self, block: Block) -> bool:
+        """Whether a parameter of this block has a gradient."""
+        ...
+
+    def pieces(self, block: Block, planes: Planes) -> Sequence[Piece]:
+        """The runs of this block that have a gradient; empty where none has."""
+        ...
+
+    def borrowed(self, blocks: Sequence[Block]) -> Sequence[Block]:
+        """Those whose `pieces` are copies, on the device, of what lives elsewhere."""
+        ...
+
+    def signature(self) -> object | None:
+        """Equal where `pieces` of blocks that borrow nothing are the same memory; None: unknown."""
+        ...
+
+    def updated(self, block: Block) -> None:
+        """`pieces` of this block are not used any more."""
+        ...
+
+
+class Resident(Protocol):
+    """Blocks whose state lies on the compute device; see `optim.slabs`."""
+
+    tensors: Planes
+
+    @property
+    def blocks(self) -> Sequence[Block]: ...
+
+    def planes(self, block: Block) -> Planes: ...
 
 
 class Updater(Protocol):
-    """Updates blocks whose state lies in a staging buffer, and blocks whose state is resident."""
+    """Updates blocks of state, wherever they lie."""
 
     @property
     def name(self) -> str: ...
 
-    def update_staged(self, block: Block, planes: Planes, pieces_of: PiecesOf) -> bool:
+    def update_staged(self, block: Block, planes: Planes, views: SteppedViews) -> bool:
         """Update one block in host memory; done on return. False where it has no gradient."""
         ...
 
-    def update_resident(
-        self, blocks: Iterable[tuple[Block, Planes]], slabs: Planes, pieces_of: PiecesOf
-    ) -> None:
-        """Update blocks that lie on the compute device, as views into `slabs`."""
+    def update_host(
+        self, blocks: Sequence[tuple[Block, Planes]], views: SteppedViews
+    ) -> Sequence[CopyTicket]:
+        """Update blocks in host memory; they are, when these copies have settled."""
+        ...
+
+    def update_resident(self, slab: Resident, views: SteppedViews) -> None:
+        """Update blocks that lie on the compute device."""
         ...
 
     def traffic(self) -> Traffic:
@@ -58,15 +98,25 @@ class CpuUpdater:
     def name(self) -> str:
         return "cpu" if self.compiled is None else "cpu-compiled"
 
-    def update_staged(self, block: Block, planes: Planes, pieces_of: PiecesOf) -> bool:
-        pieces = pieces_of(block, planes)
+    def update_staged(self, block: Block, planes: Planes, views: SteppedViews) -> bool:
+        pieces = views.pieces(block, planes)
         self.update(pieces)
+        views.updated(block)
         return bool(pieces)
 
-    def update_resident(
-        self, blocks: Iterable[tuple[Block, Planes]], slabs: Planes, pieces_of: PiecesOf
-    ) -> None:
-        self.update([piece for block, planes in blocks for piece in pieces_of(block, planes)])
+    def update_host(
+        self, blocks: Sequence[tuple[Block, Planes]], views: SteppedViews
+    ) -> Sequence[CopyTicket]:
+        for block, planes in blocks:
+            self.update_staged(block, planes, views)
+        return ()
+
+    def update_resident(self, slab: Resident, views: SteppedViews) -> None:
+        self.update(
+            [piece for block in slab.blocks for piece in views.pieces(block, slab.planes(block))]
+        )
+        for block in views.borrowed(slab.blocks):
+            views.updated(block)
 
     def update(self, pieces: Sequence[Piece]) -> None:
         """One step over all pieces."""

@@ -18,6 +18,8 @@ def join_group(job: Job) -> None:
         WORLD_SIZE=str(job.world_size), LOCAL_WORLD_SIZE=str(job.world_size),
     )  # fmt: skip
     cuda = torch.device(job.device).type == "cuda"
+    if cuda:  # else all of them take device 0
+        torch.cuda.set_device(job.rank % torch.cuda.device_count())
     dist.init_process_group(
         "nccl" if cuda else "gloo",
         init_method=f"file://{Path(job.folder) / 'store'}",

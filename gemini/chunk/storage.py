@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from gemini.tickets import Ticket
+from gemini.tickets import CopyTicket, Ticket
 from gemini.units import ChunkId
 
 from .account import Account
@@ -29,7 +29,7 @@ class Memory(Protocol):
     def free(self, tensor: Tensor) -> None: ...
     def refill(self, tensor: Tensor) -> None: ...
     def allocate_host(self, numel: int, dtype: torch.dtype) -> Tensor: ...
-    def copy(self, dst: Tensor, src: Tensor) -> Ticket[None]: ...
+    def copy(self, dst: Tensor, src: Tensor) -> CopyTicket: ...
 
 
 class Links(Reduction, Protocol):
@@ -79,6 +79,7 @@ class Chunk:
         self.is_whole = links.world_size == 1 and not shard_on_host and files is None
         self.account = Account()  # of what this chunk and its gradients hold; see `count_in`
         self._shard: Tensor | None = None  # [S], device or pinned host
+        self._copies: list[CopyTicket] = []  # that may still read or write the shard
         if self.is_whole:
             self._shard = self.payload
         elif files is None:
@@ -113,9 +114,29 @@ class Chunk:
 
     @property
     def shard(self) -> Tensor:
-        """[S] in memory; see `load_shard` for one that may live in a file."""
+        """[S] in memory, to read and to write; see `load_shard` for one that may live in a file.
+
+        The host waits for copies of it that are under way.
+        """
+        self._settle()
+        return self.shard_memory
+
+    @property
+    def shard_memory(self) -> Tensor:
+        """[S] in memory, for the device and for copies only: others may be under way."""
         assert self._shard is not None, f"the shard of chunk {self.spec.id} is in a file"
         return self._shard
+
+    def is_copied(self, ticket: CopyTicket) -> None:
+        """A copy to or from the shard was begun, and is ordered before what the device does."""
+        if self.shard_on_host:
+            self._copies = [copy for copy in self._copies if not copy.ready()]
+            self._copies.append(ticket)
+
+    def _settle(self) -> None:
+        copies, self._copies = self._copies, []
+        for copy in copies:
+            copy.settle()
 
     @property
     def memory_nbytes(self) -> int:
@@ -157,7 +178,7 @@ class Chunk:
             if self.files is not None:
                 self.files.read(self.spec.id, shard).wait()
             else:
-                self._memory.copy(shard, self.shard).wait()
+                self._memory.copy(shard, self.shard).settle()  # then the old one is dropped
             self._shard = shard
         self.files = None
         self.shard_on_host = on_host
@@ -185,16 +206,16 @@ class Chunk:
         """Begin to make the whole payload; `wait_gathered` ends it. Nothing if it is there."""
         if self.gathered:
             return
-        shard = self._shard_on_device() if self._links.world_size > 1 else None
+        shard = self._shard_to_send() if self._links.world_size > 1 else None
         self._memory.refill(self.payload)
         self.gathered = True
         self.account.payloads += self.payload.nbytes
         if shard is not None:
             self.pending = self._links.all_gather(self.payload, shard, self.spec.id)
-        elif self.files is None:
-            self.pending = self._memory.copy(self.payload, self.shard)
-        else:
+        elif self.files is not None:
             self.pending = self.files.read(self.spec.id, self.payload)
+        else:
+            self.pending = self._bring(self.payload)
 
     def wait_gathered(self) -> None:
         """Raises what went wrong; then the payload is as if it had never been asked for."""
@@ -219,10 +240,18 @@ class Chunk:
         self.account.payloads -= self.payload.nbytes
         self.gathered = False
 
-    def _shard_on_device(self) -> Tensor:
-        shard = self._shard if self._shard is not None else self.load_shard()
-        if shard.device == self.payload.device:
-            return shard
-        copy = self._memory.allocate(shard.numel(), shard.dtype)
-        self._memory.copy(copy, shard).wait()
+    def _shard_to_send(self) -> Tensor:
+        """[S] on the device, for what is ordered behind it."""
+        if self.files is not None:
+            return self.load_shard()
+        if not self.shard_on_host:
+            return self.shard_memory
+        copy = self._memory.allocate(self.spec.shard_numel, self.dtype)
+        self._bring(copy).wait()
         return copy
+
+    def _bring(self, to: Tensor) -> Ticket[None]:
+        """Begin to copy the shard to the device."""
+        ticket = self._memory.copy(to, self.shard_memory)
+        self.is_copied(ticket)
+        return ticket

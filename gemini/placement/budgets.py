@@ -21,6 +21,7 @@ class Machine:
     ranks_per_device: int = 1  # share the compute device: its RAM, where that is a CPU
     has_host_tier: bool = True  # else host memory is the device's
     device_bytes_left: int = UNLIMITED  # of the device, for all that share it
+    host_bytes_left: int = UNLIMITED  # of the node's RAM, where that is a tier of its own
 
     def ranks_on(self, tier: Tier) -> int:
         """How many ranks share one pool of a tier."""
@@ -30,16 +31,19 @@ class Machine:
 def resolve(policy: Placement, machine: Machine, model_bytes: int) -> Budgets:
     """Bytes that one rank may hold on each tier.
 
-    Every pool is divided among the ranks that share it. A device for which nothing is given has no
-    limit, unless `model_bytes` of one rank may not fit what is left of it.
+    Every pool is divided among the ranks that share it. Device and RAM for which nothing is given
+    have no limit, unless `model_bytes` of one rank may not fit what is left of them.
     """
     given = _given(policy, machine)
     budgets = given.divided(machine.ranks_per_node, machine.ranks_per_device)
-    if isinstance(policy, StaticPlacement) or given.device < UNLIMITED:
+    if isinstance(policy, StaticPlacement):
         return budgets
     left = machine.device_bytes_left // machine.ranks_per_device
-    if 2 * model_bytes > left:
+    if given.device >= UNLIMITED and 2 * model_bytes > left:
         budgets = replace(budgets, device=Bytes(round(USABLE * left)))
+    left = machine.host_bytes_left // machine.ranks_per_node
+    if given.host >= UNLIMITED and machine.has_host_tier and 2 * model_bytes > left:
+        budgets = replace(budgets, host=Bytes(round(USABLE * left)))
     return budgets
 
 

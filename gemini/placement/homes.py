@@ -111,7 +111,7 @@ class Tiers:
                         early = max(early, block.numel * FP32_BYTES)
                 if homes.grad[i] is Tier.NVME:
                     grad = max(grad, align_up(block.param_bytes, PAGE_BYTES))
-                if home is not Tier.DEVICE and homes.path[i] is UpdatePath.STREAM:
+                if homes.path[i] is not UpdatePath.CPU:  # staged, or borrowed for the update
                     parts = [(home, block.state_bytes), (homes.param[i], block.param_bytes)]
                     parts.append((homes.grad[i], block.param_bytes))
                     device = max(device, sum([n for tier, n in parts if tier is not Tier.DEVICE]))
@@ -144,7 +144,7 @@ class Tiers:
             if homes.grad[i] is Tier.NVME:
                 sums += sum(wide)
                 num_blocks += len(wide)
-            if self.state.has_master and any(home is not Tier.DEVICE for home in homes.state[i]):
+            if self.state.has_master and Tier.NVME in homes.state[i]:
                 originals += sum(wide)
                 num_blocks += len(wide)
         gradients = sum(

@@ -26,15 +26,23 @@ def digest(engine: Engine) -> str:
     depend on chunks, placement or world size.
     """
     engine.adopt_changes()
-    add = _sum_on(engine.backend.device)
+    from kernels_triton.digest import digest_on_device, digest_reference
+
+    def by_kernel(words: Tensor, first: int, salt: int) -> Tensor:
+        engine.backend.address(words)  # raises for what no kernel reaches
+        return digest_on_device(words, first, salt)
+
+    on_device = by_kernel if engine.backend.updates_by_triton else digest_reference
     own: dict[int, Tensor] = {}
     shared = torch.zeros(len(engine.layout.params), dtype=torch.int64)
     for chunk in engine.chunks:
         if chunk.spec.id in engine.kept and chunk.gathered:
             chunk.wait_gathered()
             for slot, place in enumerate(chunk.spec.slots):
-                own[place.param] = _of_run(chunk.view(chunk.payload, slot), 0, place.param, add)
+                whole = chunk.view(chunk.payload, slot)
+                own[place.param] = _of_run(whole, 0, place.param, on_device)
         else:
+            add = digest_reference if chunk.shard_on_host else on_device
             for param, total in _of_shard(engine, chunk, add):
                 shared[param] += total.cpu()
     shared = shared.to(engine.comm.device)
@@ -71,12 +79,6 @@ def _of_run(values: Tensor, start: int, param: int, add: _Sum) -> Tensor:
         rest = pad(values[whole:], (0, per_word - values.numel() + whole))
         total = total + add(rest.view(torch.int64), (start + whole) // per_word, param)
     return total
-
-
-def _sum_on(device: torch.device) -> _Sum:
-    from kernels_triton.digest import digest_on_device, digest_reference
-
-    return digest_on_device if device.type == "cuda" else digest_reference
 
 
 def _counts(engine: Engine) -> list[float]:

@@ -9,8 +9,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from gemini.tickets import Ticket
+from gemini.tickets import CopyTicket, Ticket
 from gemini.units import ChunkId
+from optim.memory import Memory
 
 from .backend import Backend
 from .tensor_files import FileConfig, Flat, Staged, TensorFiles
@@ -35,7 +36,13 @@ class GradientHome(Protocol):
 class GradientBlock(Protocol):
     """One block of a gradient in host memory, from `wait` until `give`."""
 
-    def wait(self) -> Tensor: ...
+    def wait(self) -> Tensor:
+        """[n], for the host to read."""
+        ...
+
+    def bring(self, memory: Memory) -> Tensor:
+        """[n] on the device, for what is launched next."""
+        ...
 
     def give(self) -> None: ...
 
@@ -90,10 +97,18 @@ class _FileBlock:
     _files: TensorFiles
     _staged: Staged
 
+    _copy: CopyTicket | None = None  # that may still read the staging buffer
+
     def wait(self) -> Tensor:
         return self._staged.wait()
 
+    def bring(self, memory: Memory) -> Tensor:
+        there, self._copy = _bring(memory, self._staged.wait())
+        return there
+
     def give(self) -> None:
+        if self._copy is not None:
+            self._copy.settle()
         self._files.give(self._staged)
 
 
@@ -104,6 +119,7 @@ class HostGradients:
         self._backend = backend
         self._block_numel = block_numel
         self._tensors: dict[ChunkId, Tensor] = {}  # [S]; the memory is kept between steps
+        self._arrivals: dict[ChunkId, CopyTicket] = {}
         self.nbytes = 0  # of all of them
 
     def write(self, chunk: ChunkId, values: Tensor) -> None:
@@ -112,14 +128,16 @@ class HostGradients:
             self.nbytes += values.nbytes - (0 if kept is None else kept.nbytes)
             kept = self._backend.allocate_host(values.numel(), values.dtype)
             self._tensors[chunk] = kept
-        self._backend.copy(kept, values).wait()
+        self._arrivals[chunk] = self._backend.copy(kept, values)
+        self._arrivals[chunk].order()  # then the caller frees what it gave
 
     def read(self, chunk: ChunkId, into: Tensor) -> Ticket[None]:
         return self._backend.copy(into, self._tensors[chunk])
 
     def read_block(self, chunk: ChunkId, index: int, dtype: torch.dtype) -> GradientBlock:
         start = index * self._block_numel
-        return _HostBlock(self._tensors[chunk][start : start + self._block_numel])
+        values = self._tensors[chunk][start : start + self._block_numel]
+        return _HostBlock(values, self._arrivals[chunk])
 
     def can_read_ahead(self, dtype: torch.dtype) -> bool:
         return True
@@ -128,9 +146,21 @@ class HostGradients:
 @dataclass(frozen=True, slots=True)
 class _HostBlock:
     _values: Tensor
+    _arrival: CopyTicket
 
     def wait(self) -> Tensor:
+        self._arrival.settle()
         return self._values
 
+    def bring(self, memory: Memory) -> Tensor:
+        return _bring(memory, self._values)[0]
+
     def give(self) -> None:
-        return
+        """It stays where it is until the next gradient, which is copied behind this step."""
+
+
+def _bring(memory: Memory, values: Tensor) -> tuple[Tensor, CopyTicket]:
+    there = memory.allocate(values.numel(), values.dtype)
+    ticket = memory.copy(there, values)
+    ticket.order()
+    return there, ticket

@@ -71,8 +71,9 @@ class Engine(Parts):
         numerics: Numerics,
     ) -> None:
         files = FileConfig(
-            planning.nvme_folder, planning.inputs.block_numel, label=f"rank{comm.rank}-"
-        )
+            planning.nvme_folder, planning.inputs.block_numel, label=f"rank{comm.rank}-",
+            pin=backend.pin,
+        )  # fmt: skip
         limited = planning.inputs.budgets != Budgets()
         storage = ShardStorage(layout, planning.plan, backend, files, limited=limited)
         original_dtypes = [param.dtype for param in params]

@@ -23,6 +23,7 @@ def look_at_machine(backend: Backend, comm: Communicator) -> Machine:
         ranks_per_device=ranks_per_node if backend.device.type == "cpu" else 1,
         has_host_tier=backend.has_host_tier,
         device_bytes_left=_device_bytes_left(backend),
+        host_bytes_left=memory_left(),
     )
 
 

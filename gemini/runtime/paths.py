@@ -19,6 +19,7 @@ from optim.clipping import Clip, combined
 from optim.compiled_path import Mix
 from optim.config import UpdateFacts
 from optim.cpu_path import Piece, StepInputs
+from optim.memory import Memory
 from optim.report import StepReport
 from optim.rules import UpdateRule
 from optim.scaler import Scaler
@@ -187,6 +188,7 @@ class TritonStepPath:
         group_of: Sequence[int | None],
         rank: int,
         scaler: Scaler,
+        memory: Memory,
         *,
         stochastic: bool,
     ) -> None:
@@ -198,6 +200,7 @@ class TritonStepPath:
             [group or 0 for group in group_of],
             scaler.control.device,
             scaler,
+            memory=memory,
             stochastic=stochastic,
         )
         self._layout = layout
@@ -219,7 +222,9 @@ class TritonStepPath:
     def submit_measure(self, chunks: Sequence[Chunk], clip: Clip) -> None:
         """Measure on the device, for `begin_unread`; the host waits for nothing."""
         self._updater.set_limits(clip)
-        self._updater.measure(self._grad_pieces(chunks))
+        key = [(c.spec.id, grad.data_ptr(), grad.dtype) for c in chunks
+               if (grad := c.grad) is not None]  # fmt: skip
+        self._updater.measure(lambda: self._grad_pieces(chunks), key)
 
     def unread_norm(self, clip: Clip) -> Tensor:
         """Of the gradients that were measured last, unscaled: fp64 0-d on the device."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -79,6 +79,9 @@ def memory_report(engine: Engine) -> MemoryReport:
         if wanted["total"] or found:
             rows.append(MemoryRow(tier.value, "total", wanted["total"],
                                   sum(found.values()) if measured else None))  # fmt: skip
+        is_pinned = tier is Tier.HOST and engine.backend.pin is not None
+        if is_pinned and rows and rows[-1].tier == tier.value:  # all of it: no page is swapped
+            rows.append(replace(rows[-1], kind="of it pinned"))
     return MemoryReport(tuple(rows), engine.planning.overruns.lines())
 
 

@@ -65,7 +65,7 @@ def raise_homes(parts: Parts, planned: Planned) -> None:
 
 def _is_parked(parts: Parts) -> bool:
     """Whether shards in memory have given it away for a while; see `optim.parking`."""
-    shards = (chunk.shard for chunk in parts.chunks if chunk.files is None)
+    shards = (chunk.shard_memory for chunk in parts.chunks if chunk.files is None)
     return any(shard.untyped_storage().nbytes() < shard.nbytes for shard in shards)
 
 

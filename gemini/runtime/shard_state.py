@@ -71,7 +71,7 @@ class ShardState:
             on_nvme=self._planned_on(Tier.NVME, plan, space),
             on_host=self._planned_on(Tier.HOST, plan, space),
             nvme=nvme,
-            device=engine.backend.device,
+            memory=engine.backend,
             label=f"rank{engine.comm.rank}-",
         )
         shards = Shards(self._chunks)

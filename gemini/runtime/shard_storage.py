@@ -49,12 +49,14 @@ class ShardStorage:
             )
         in_file = [
             shard.chunk for shard in plan.shards
-            if any(home is not Tier.DEVICE for home in shard.state_homes)
+            if Tier.NVME in shard.state_homes
             or (limited and not self._specs[shard.chunk].trainable)
         ]  # fmt: skip
+        on_host = [shard.chunk for shard in plan.shards if Tier.HOST in shard.state_homes]
         self.originals = Originals(
             {c: Flat(self._specs[c].shard_numel, torch.float32) for c in in_file},
             replace(config, label=config.label + "originals-"),
+            on_host=frozenset(on_host),
         )
         self.gradient_files: GradientFiles | None = None
         self.host_gradients: HostGradients | None = None
@@ -170,12 +172,19 @@ class ShardStorage:
 class Originals:
     """fp32 [S] of 16-bit chunks: for masters to start from, and what is given back of frozen ones.
 
-    In host memory, or in a file: of chunks whose state will not be on the device, and under a
-    budget of frozen ones.
+    In memory, of the host where their state will be there; or in a file: of chunks with state on
+    NVMe, and under a budget of frozen ones.
     """
 
-    def __init__(self, in_file: Mapping[ChunkId, Flat], config: FileConfig) -> None:
+    def __init__(
+        self,
+        in_file: Mapping[ChunkId, Flat],
+        config: FileConfig,
+        *,
+        on_host: Collection[ChunkId] = (),
+    ) -> None:
         self._wanted = in_file
+        self._on_host = on_host
         self._config = config
         self._file: TensorFiles | None = None
         self._memory: dict[ChunkId, Tensor] = {}
@@ -199,7 +208,7 @@ class Originals:
 
     def put(self, chunk: ChunkId, values: Tensor) -> None:
         if chunk not in self._wanted:
-            self._memory[chunk] = values
+            self._memory[chunk] = values.cpu() if chunk in self._on_host else values
             return
         if self._file is None:
             self._file = TensorFiles(self._wanted, self._config, versioned=False)

@@ -64,6 +64,7 @@ class ShardTarget(ShardState):
                 self._group_of,
                 engine.comm.rank,
                 engine.scaler,
+                engine.backend,
                 stochastic=seed is not None,
             )
             if engine.backend.updates_by_triton
@@ -205,7 +206,8 @@ class ShardTarget(ShardState):
             hyper,
             steps,
             self._engine.storage,
-            self._engine.backend.device,
+            self._engine.backend,
+            on_device=not on_host,
             merges=self._path.merges_parameters,
         )
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from gemini.chunk.gradient import ChunkGradient
 from gemini.chunk.storage import Chunk
+from gemini.tickets import CopyTicket
 from gemini.units import BlockId, ChunkId, align_up
 from optim.cpu_path import Piece
+from optim.memory import Memory
 from optim.space import Block
 from optim.state_layout import MASTER
 from optim.updaters import Planes
@@ -20,6 +22,8 @@ from optim.updaters import Planes
 from .elsewhere import GradientBlock, GradientFiles, GradientHome, HostGradients
 from .shard_storage import ShardStorage
 from .tensor_files import Staged
+
+BLOCKS_LEAVING = 2  # parameters of so many may be on their way to host memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +48,14 @@ class _Loan:
     grad: GradientBlock | None = None
     param: Tensor | None = None  # [n] where the update runs
     staged: Staged | None = None  # of the file to which `param` goes
-    shard: Tensor | None = None  # [n] in memory, to which it goes
+    chunk: Chunk | None = None  # to whose shard in host memory it goes
 
 
 class ShardViews:
     """One step's view of shards and gradients; see `optim.tiered_state.BlockViews`.
 
-    What is not on `device` is brought there block by block, gradients ahead of their turn. Where a
-    master holds the weights, the 16-bit copy is only written.
+    What is not where the update runs is brought there block by block, gradients ahead of their
+    turn. Where a master holds the weights, the 16-bit copy of a file is only written.
     """
 
     def __init__(
@@ -60,26 +64,57 @@ class ShardViews:
         hyper: Sequence[Any],
         steps: Sequence[int],
         storage: ShardStorage,
-        device: torch.device,
+        memory: Memory,
         *,
+        on_device: bool,
         merges: bool,
     ) -> None:
-        """`hyper[param]` is None where the step leaves a parameter alone; `steps` count from 1."""
+        """`hyper[param]` is None where the step leaves a parameter alone; `steps` count from 1.
+
+        on_device: kernels update, and reach no host memory.
+        """
         self._chunks = chunks
         self._hyper = hyper
         self._step = steps
         self._storage = storage
-        self._device = device
+        self._memory = memory
+        self._on_device = on_device
         self._merges = merges
         self._coming: list[Block] = []  # whose gradients are to be read, the next one last
         self._read: set[BlockId] = set()  # of these, blocks that did not wait for their turn
         self._ahead: dict[BlockId, GradientBlock] = {}
         self._loans: dict[BlockId, _Loan] = {}
+        self._leaving: deque[CopyTicket] = deque()  # parameters on their way to host memory
+        self._signature: object | None = None
+        self._borrowing = {
+            shard for shard, chunk in enumerate(chunks) if on_device and not _is_here(chunk)
+        }
 
     def expect(self, blocks: Sequence[Block]) -> None:
         self._coming = [block for block in reversed(blocks) if self._grad_is_elsewhere(block)]
         self._read.clear()
         self._read_ahead()
+
+    def touches(self, block: Block) -> bool:
+        return self._chunks[block.shard].gradient.exists and any(
+            self._hyper[part.param] is not None for part in block.parts
+        )
+
+    def borrowed(self, blocks: Sequence[Block]) -> Sequence[Block]:
+        borrowing = self._borrowing
+        return [block for block in blocks if block.shard in borrowing] if borrowing else ()
+
+    def signature(self) -> object:
+        """Addresses of shards and gradients, and which parameters are updated."""
+        if self._signature is None:
+            places = []
+            for chunk in self._chunks:
+                grad = chunk.gradient.shard
+                known = None if grad is None else (grad.data_ptr(), grad.dtype)
+                shard = None if chunk.files is not None else chunk.shard_memory.data_ptr()
+                places.append((known, shard))
+            self._signature = places, [hyper is None for hyper in self._hyper]
+        return self._signature
 
     def pieces(self, block: Block, planes: Planes) -> list[Piece]:
         chunk = self._chunks[block.shard]
@@ -131,13 +166,25 @@ class ShardViews:
             loan.grad.give()
         if loan.param is None:
             return
-        if loan.shard is not None:
-            loan.shard.copy_(loan.param)
+        if loan.chunk is not None:
+            self._return(loan.chunk, block, loan.param)
         if loan.staged is not None:
             if loan.param is not loan.staged.values:
-                loan.staged.values.copy_(loan.param)
+                self._memory.copy(loan.staged.values, loan.param).wait()
             assert self._storage.params is not None
             self._storage.params.write_block(*self._place(block), loan.staged)
+
+    def _return(self, chunk: Chunk, block: Block, param: Tensor) -> None:
+        """To the shard in host memory; a few blocks may be on their way."""
+        ticket = self._memory.copy(self._part_of(chunk.shard_memory, block), param)
+        chunk.is_copied(ticket)
+        self._leaving.append(ticket)
+        if len(self._leaving) > BLOCKS_LEAVING:
+            self._leaving.popleft().order()
+
+    def end(self) -> None:
+        while self._leaving:
+            self._leaving.popleft().order()
 
     def abandon(self) -> None:
         """The step failed: take everything back, and keep nothing of it."""
@@ -152,6 +199,7 @@ class ShardViews:
         self._ahead.clear()
         self._loans.clear()
         self._coming.clear()
+        self.end()
 
     def save(self, block: Block, undo: Callable[[], Tensor]) -> bool:
         if self._chunks[block.shard].files is not None:  # files keep their last version
@@ -167,38 +215,48 @@ class ShardViews:
     # -- inside --
 
     def _param_of(self, block: Block, planes: Planes) -> Tensor:
-        """[n] on the device that holds, or will hold, the block's parameters."""
+        """[n] where the update runs: the block's parameters, or what is to become them."""
         chunk = self._chunks[block.shard]
+        if chunk.files is None and not (self._on_device and chunk.shard_on_host):
+            return self._part_of(chunk.shard_memory, block)
+        loan = self._loan(block)
         if chunk.files is None:
-            shard = self._shard_of(block)
-            if shard.device == self._device:
-                return shard
-            loan = self._loan(block)
-            loan.shard, loan.param = shard, shard.to(self._device)
+            loan.chunk = chunk
+            loan.param, ticket = self._bring(self._part_of(chunk.shard_memory, block))
+            chunk.is_copied(ticket)
             return loan.param
         files = self._storage.params
         assert files is not None
-        loan = self._loan(block)
-        place = self._place(block)
         if MASTER in planes:
-            loan.staged = files.block_to_fill(*place)
-            loan.staged.values.copy_(planes[MASTER])  # gaps, and what this step leaves alone
-        else:
-            loan.staged = files.read_block(*place)
-            loan.staged.wait()
-        loan.param = loan.staged.values.to(self._device)
+            loan.staged = files.block_to_fill(*self._place(block))
+            loan.param = loan.staged.values
+            if self._on_device:
+                loan.param = self._memory.allocate(block.numel, chunk.dtype)
+            loan.param.copy_(planes[MASTER])  # gaps, and what this step leaves alone
+            return loan.param
+        loan.staged = files.read_block(*self._place(block))
+        loan.param = loan.staged.wait()
+        if self._on_device:
+            loan.param, _ = self._bring(loan.param)
         return loan.param
 
     def _grad_of(self, block: Block) -> Tensor:
         gradient = self._chunks[block.shard].gradient
         if gradient.shard is not None:
-            return gradient.shard[block.shard_offset : block.shard_offset + block.numel]
+            return self._part_of(gradient.shard, block)
         loan = self._loan(block)
         loan.grad = self._ahead.pop(block.id, None) or self._begin_grad(block)
         self._read.add(block.id)
-        values = loan.grad.wait()
+        values = loan.grad.bring(self._memory) if self._on_device else loan.grad.wait()
         self._read_ahead()
-        return values.to(self._device)
+        return values
+
+    def _bring(self, values: Tensor) -> tuple[Tensor, CopyTicket]:
+        """To the device, before what is launched next."""
+        there = self._memory.allocate(values.numel(), values.dtype)
+        ticket = self._memory.copy(there, values)
+        ticket.order()
+        return there, ticket
 
     def _read_ahead(self) -> None:
         while self._coming:
@@ -237,5 +295,14 @@ class ShardViews:
         return self._chunks[block.shard].spec.id, index
 
     def _shard_of(self, block: Block) -> Tensor:
-        shard = self._chunks[block.shard].shard
+        return self._part_of(self._chunks[block.shard].shard, block)
+
+    @staticmethod
+    def _part_of(shard: Tensor, block: Block) -> Tensor:
         return shard[block.shard_offset : block.shard_offset + block.numel]
+
+
+def _is_here(chunk: Chunk) -> bool:
+    """On the device: its shard, and its gradient if it has one."""
+    in_memory = chunk.files is None and not chunk.shard_on_host
+    return in_memory and chunk.gradient.dtype_elsewhere is None

@@ -22,6 +22,7 @@ from nvme import (
     Buffer,
     BufferPool,
     NvmeError,
+    Pin,
     StoreLayout,
     WriteMeter,
     check_folder,
@@ -38,6 +39,7 @@ class FileConfig:
     depth: int = 2  # blocks read ahead of their update
     label: str = ""
     meter: WriteMeter | None = None  # of the optimizer that these belong to
+    pin: Pin | None = None  # registers staging with the device
 
     def checked_folder(self) -> Path:
         """Raises FolderError."""
@@ -115,7 +117,7 @@ class TensorFiles:
         self.store = BlockStore(
             [config.checked_folder()], plan, label=config.label, meter=config.meter
         )
-        self._pool = BufferPool(config.depth + 2, max(nbytes))
+        self._pool = BufferPool(config.depth + 2, max(nbytes), config.pin)
         self._queue: deque[tuple[Fill, BlockId, Tensor]] = deque()  # reads that have no buffer yet
         self._reads: deque[tuple[Fill, Staged, Tensor]] = deque()
         self._writes: deque[Staged] = deque()

@@ -40,6 +40,17 @@ def test_a_model_that_may_not_fit_what_is_left_has_that_for_its_budget(machine):
     assert resolve(StaticPlacement(), machine, 1 << 40) == Budgets()
 
 
+def test_ram_beside_a_gpu_is_what_is_left_of_it_divided_among_the_ranks_of_the_node():
+    """Nothing else keeps a plan from more RAM than there is: pinned memory is not swapped."""
+    machine = replace(GPUS, host_bytes_left=4000)
+    assert resolve(AutoPlacement(), machine, 500).host == UNLIMITED
+    assert resolve(AutoPlacement(), machine, 501) == Budgets(device=900, host=900)
+    assert resolve(ConstPlacement(400), machine, 501) == Budgets(device=400, host=900)
+    assert resolve(AutoPlacement(host_budget=8000), machine, 501).host == 2000
+    assert resolve(StaticPlacement(), machine, 501) == Budgets()
+    assert resolve(AutoPlacement(), replace(CPU, host_bytes_left=4000), 501).host == UNLIMITED
+
+
 def test_the_planner_keeps_to_the_numbers_and_parses_no_policy():
     specs = [ParamSpec(f"m{i}.w", (4096,), "bfloat16") for i in range(8)]
     inputs = PlanInputs(

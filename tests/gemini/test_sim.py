@@ -116,3 +116,78 @@ def test_freed_memory_is_poisoned_and_counted():
         while ticket.ready():
             ticket = backend.copy(tensor, torch.zeros(256))
         backend.free(tensor)
+
+
+def hostile():
+    return SimBackend(seed=1, updates_by_triton=True)
+
+
+def host_pair(backend):
+    device = backend.allocate(64, torch.float32).fill_(2.0)
+    return backend.allocate_host(64, torch.float32), device
+
+
+def test_the_host_sees_a_copy_when_it_has_waited_and_not_when_the_device_has():
+    backend = hostile()
+    host, device = host_pair(backend)
+    ticket = backend.copy(host, device)
+    ticket.order()
+    for _ in range(20):  # other copies do not end it by chance
+        backend.copy(backend.allocate(8, torch.float32), backend.allocate_host(8, torch.float32))
+    assert bool(host.isnan().all()) and backend.host_waits == 0
+    ticket.wait()
+    assert host.tolist() == [2.0] * 64 and backend.host_waits == 1
+
+
+def test_a_copy_back_to_the_device_finds_what_was_ordered_before_it():
+    backend = hostile()
+    host, device = host_pair(backend)
+    backend.copy(host, device).order()
+    back = backend.allocate(64, torch.float32)
+    backend.copy(back, host).wait()
+    assert back.tolist() == [2.0] * 64
+
+
+def test_what_a_copy_reads_is_neither_written_nor_freed_before_its_ticket_says_so():
+    backend = hostile()
+    host, device = host_pair(backend)
+    ticket = backend.copy(host, device)
+    with pytest.raises(AssertionError, match="freed under a copy"):
+        backend.free(device)
+    device.fill_(3.0)
+    with pytest.raises(AssertionError, match="written while the copy reads"):
+        ticket.wait()
+    host = backend.allocate_host(64, torch.float32).fill_(1.0)
+    to_device = backend.copy(backend.allocate(64, torch.float32), host)
+    to_device.wait()  # the device comes behind it, and the host does not
+    host.fill_(5.0)
+    with pytest.raises(AssertionError, match="written while the copy reads"):
+        to_device.settle()
+
+
+def test_copies_of_the_same_memory_are_ordered():
+    backend = hostile()
+    host, device = host_pair(backend)
+    backend.copy(host, device)
+    with pytest.raises(AssertionError, match="before another of its ends was ordered"):
+        backend.copy(backend.allocate(64, torch.float32), host)
+
+
+def test_a_kernel_is_given_no_memory_that_it_does_not_reach():
+    backend = hostile()
+    host, device = host_pair(backend)
+    assert backend.address(device) == device.data_ptr()
+    with pytest.raises(AssertionError, match="host memory"):
+        backend.address(host[8:])
+    backend.free(device)
+    with pytest.raises(AssertionError, match="freed memory"):
+        backend.address(device)
+
+
+def test_staging_is_host_memory_as_long_as_it_is_pinned():
+    backend = hostile()
+    staging = torch.zeros(64)
+    unpin = backend.pin(staging.data_ptr(), staging.nbytes)
+    assert backend.place_of(staging[3:]) == "host"
+    unpin()
+    assert backend.place_of(staging) is None

@@ -101,7 +101,7 @@ def source(kernel, arguments, constants):
 
 
 def resources(cubin: bytes) -> dict[str, int]:
-    """STACK and LOCAL of a cubin, from cuobjdump, which comes with Triton."""
+    """REG, STACK and LOCAL of a cubin, from cuobjdump, which comes with Triton."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -109,7 +109,7 @@ def resources(cubin: bytes) -> dict[str, int]:
         text = subprocess.run(
             [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
         ).stdout
-    return {key: int(value) for key, value in re.findall(r"(STACK|LOCAL):(\d+)", text)}
+    return {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
 
 
 def main() -> None:

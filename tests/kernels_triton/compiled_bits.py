@@ -57,7 +57,7 @@ for rule, options in CASES:
         if has_master:
             slabs = {"master": ours.master, **slabs}
         updater.begin([ours.hyper], with_norm=False)
-        updater.update_resident([(None, None)], slabs, lambda *_, piece=ours: [piece])
+        updater.update([ours], slabs)
         compiled.update(CpuWorkers(), [theirs], NOTHING_CHANGED)
         if torch.equal(theirs.param, before.param):
             print(rule.name, options, "updates nothing")

@@ -36,6 +36,28 @@ def test_full_tiles_are_read_and_written_128_bits_at_a_time(report):
             assert any(kind in access for access in accesses), (name, kind, accesses)
 
 
+# by target: registers of Adam's update, 128 threads a tile. 80 leave room for 6 tiles on a
+# multiprocessor of 65536 registers (37 % of its warps on sm_90), 96 for 5; before, 155 left 3
+REGISTERS = {"sm_80": (64, 72), "sm_90": (80, 96), "sm_100": (80, 96)}
+
+
+def test_registers_leave_room_for_enough_tiles_on_a_multiprocessor(report):
+    for name, entry in report.items():
+        target, kernel = name.split("/")
+        if target in REGISTERS and kernel in ("update-adam-bf16-bf16", "update-adam-fp32-fp32"):
+            most = REGISTERS[target][kernel.endswith("fp32")]
+            assert entry["resources"]["REG"] <= most, (name, entry["resources"])
+
+
+def test_planes_and_gradients_are_read_4_elements_at_a_time(report):
+    """16-bit ones with 64 bits, beside fp32 ones with 128: no conversion between the two."""
+    for name, entry in report.items():
+        target, kernel = name.split("/")
+        if target.startswith("sm_") and kernel == "update-adam-bf16-bf16":
+            widths = {a.split(".")[-2] for a in entry["accesses"] if "global.v" in a}
+            assert widths == {"v4", "v2"}, (name, entry["accesses"])
+
+
 def test_nothing_is_contracted_into_a_fused_multiply_add(report):
     """In PTX. AMD's assembly uses fma inside its exact square root and division, and the norm of
     any exponent p inside the library's logarithm."""
@@ -47,5 +69,6 @@ def test_nothing_is_contracted_into_a_fused_multiply_add(report):
 def test_no_kernel_spills(report):
     for name, entry in report.items():
         if name.startswith("sm_"):
-            assert entry["resources"] == {"STACK": 0, "LOCAL": 0}, name
+            held = {key: entry["resources"][key] for key in ("STACK", "LOCAL")}
+            assert held == {"STACK": 0, "LOCAL": 0}, name
         assert not [a for a in entry["accesses"] if a.startswith("scratch_")], name

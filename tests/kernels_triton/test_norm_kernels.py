@@ -7,7 +7,7 @@ import torch
 
 from kernels_triton import ops
 from kernels_triton.fields import BAD, NUM_CONTROL, SUM
-from kernels_triton.frame import is_interpreted
+from kernels_triton.launch import is_interpreted
 from kernels_triton.tiles import Segment, segment_table, tile_table
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

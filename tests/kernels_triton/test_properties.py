@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from kernels_triton import ops
 from kernels_triton.fields import LOSS_SCALE, NUM_CONTROL
-from kernels_triton.frame import NUM_COEFFICIENTS, NUM_HYPER, is_interpreted
+from kernels_triton.frame import NUM_COEFFICIENTS, NUM_HYPER
+from kernels_triton.launch import is_interpreted
 from kernels_triton.tiles import Segment, segment_table, tile_table
 from optim.adam import AdamRule
 from optim.built_kernels import compiler
@@ -77,7 +78,7 @@ def test_any_mix_of_sizes_dtypes_and_groups_is_updated_by_the_formula(
     updater = TritonUpdater(RULE, RULE.layout, [w[3] for w in wanted], DEVICE)
     updater.set_present([i for i, w in enumerate(wanted) if w[4]])
     updater.begin(hypers, with_norm=False)
-    updater.update_resident([(None, None)], slabs, lambda *_: pieces)
+    updater.update(pieces, slabs)
     for piece, (param, *planes), (_, dtype, _, group, present) in zip(
         pieces, starts, wanted, strict=True
     ):

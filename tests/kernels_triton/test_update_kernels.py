@@ -11,7 +11,8 @@ import torch
 
 from kernels_triton import ops
 from kernels_triton.fields import LOSS_SCALE, NUM_CONTROL
-from kernels_triton.frame import NUM_COEFFICIENTS, NUM_HYPER, is_interpreted  # fmt: skip
+from kernels_triton.frame import NUM_COEFFICIENTS, NUM_HYPER
+from kernels_triton.launch import is_interpreted
 from kernels_triton.tiles import Segment, choose_launch, segment_table, tile_table
 from optim.formulas import adam_coefficients
 

@@ -104,7 +104,7 @@ def test_a_step_is_captured_in_a_graph_and_replayed():
         def step(updater=updater, pieces=pieces, slabs=slabs):
             updater.measure(pieces)
             updater.begin([HYPER], with_norm=True)
-            updater.update_resident([(None, None)], slabs, lambda *_: pieces)
+            updater.update(pieces, slabs)
 
         step()
         if captured:
@@ -133,7 +133,7 @@ def test_norm_clip_and_update_of_500_tensors_are_at_most_three_launches():
                 torch.cuda.synchronize()
             updater.measure(pieces)
             updater.begin([HYPER], with_norm=True)
-            updater.update_resident([(None, None)], slabs, lambda *_: pieces)
+            updater.update(pieces, slabs)
         torch.cuda.synchronize()
     kernels = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
     ours = [name for name in kernels if name.endswith("_kernel")]

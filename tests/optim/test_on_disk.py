@@ -320,11 +320,11 @@ def test_a_signal_inside_a_step_is_a_failed_step(case, at, tmp_path, monkeypatch
     updated = []
     original = CpuUpdater.update_staged
 
-    def send(self, block, planes, pieces_of):
+    def send(self, block, planes, views):
         updated.append(block.id)
         if len(updated) == at:
             os.kill(os.getpid(), number)
-        return original(self, block, planes, pieces_of)
+        return original(self, block, planes, views)
 
     old = signal.signal(number, handler)
     try:

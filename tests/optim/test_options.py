@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from kernels_triton.frame import is_interpreted
+from kernels_triton.launch import is_interpreted
 from optim import FusedAdam, HybridAdam, HybridLion, HybridSGD, NvmeConfig
 from optim.built_kernels import compiler
 from optim.plain_paths import TritonPath

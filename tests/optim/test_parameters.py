@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from gemini import GeminiDDP
-from kernels_triton.frame import is_interpreted
+from kernels_triton.launch import is_interpreted
 from optim import HybridAdam, HybridSGD, NvmeConfig
 from optim.plain_paths import TritonPath
 from tests.plain_training import (

@@ -292,11 +292,11 @@ def test_an_interrupt_in_a_step_undoes_it(tmp_path, monkeypatch):
     updated = []
     original = CpuUpdater.update_staged
 
-    def interrupt_at_the_third(self, block, planes, pieces_of):
+    def interrupt_at_the_third(self, block, planes, views):
         updated.append(block.id)
         if len(updated) == 3:
             os.kill(os.getpid(), signal.SIGINT)
-        return original(self, block, planes, pieces_of)
+        return original(self, block, planes, views)
 
     monkeypatch.setattr(CpuUpdater, "update_staged", interrupt_at_the_third)
     before_us = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background

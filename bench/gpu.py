@@ -1,0 +1,123 @@
+"""`python -m bench.gpu --minutes 9 --out DIR`: all that ten minutes on a bare GPU can teach.
+
+One section after the other, each a process with its own limit and its own files in DIR; one that
+fails or hangs costs only itself. `summary.json` says how each ended. `--dry` runs all of them small
+and on the CPU, so that they cannot rot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+DRY_SECONDS = 300  # of a section: kernels are interpreted, on a CPU that others use too
+SHAPES = ("1024/4", "2048/8", "2048/4")  # tile and warps of the update
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One process: what runs, and for how many seconds at most of the 540 that all have."""
+
+    name: str
+    command: tuple[str, ...]
+    seconds: int
+
+
+def sections(out: Path, *, dry: bool) -> list[Section]:
+    """In the order of what is worth most."""
+    python, device = sys.executable, "cpu" if dry else "cuda"
+    numel, rounds = (str(1 << 14), "1") if dry else (str(1 << 30), "7")
+    own = (python, "-m", "bench.gpu_sections", "--device", "sim" if dry else "cuda", "--out")
+
+    def kernels(shape: str) -> Section:
+        name = "kernels-" + shape.replace("/", "-")
+        shaped = () if dry else ("--launch", shape)
+        return Section(
+            name,
+            (python, "-m", "bench.adam", "--device", device, "--numel", numel, "--rounds", rounds,
+             *shaped, "--json", str(out / f"{name}.json")),
+            30,
+        )  # fmt: skip
+
+    tests = ("--collect-only", "tests/optim/test_gpu.py") if dry else ()
+    sanitizer = shutil.which("compute-sanitizer")
+    small = (python, "tests/optim/small_steps.py")
+    checked = small if sanitizer is None else (sanitizer, "--error-exitcode", "1", *small)
+    train = (python, "-m", "bench.train", "--device", device, "--json", str(out / "train.json"))
+    size = ("--help",) if dry else ("--peers", "torch", "fsdp2", "ours", "--model", "gpt2-medium")
+    return [
+        *map(kernels, SHAPES[:1] if dry else SHAPES),
+        Section("tests", (python, "-m", "pytest", "-q", "-m", "gpu", *tests), 130),
+        *(Section(name, (*own, str(out), name), seconds) for name, seconds in
+          (("places", 70), ("ahead", 40), ("stream", 70), ("races", 30), ("ranks", 45))),
+        Section("sanitizer", (python, "-c", "") if dry else checked, 35),
+        Section("doctor", (python, "-m", "gemini", "doctor", "--dir", str(out)), 20),
+        Section("train", (*train, *size), 100),
+    ]  # fmt: skip
+
+
+def run(section: Section, out: Path, seconds: float, *, dry: bool) -> dict[str, object]:
+    """Run one section; its output is in `NAME.log`. How it ended."""
+    root = Path(__file__).resolve().parent.parent
+    paths = [str(root), str(root / "io"), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+    if dry:
+        environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    else:
+        environment.pop("TRITON_INTERPRET", None)
+    started = time.perf_counter()
+    with (out / f"{section.name}.log").open("w") as log:
+        try:
+            code: int | str = subprocess.run(
+                section.command, stdout=log, stderr=subprocess.STDOUT, timeout=seconds,
+                env=environment, cwd=root,
+            ).returncode  # fmt: skip
+        except subprocess.TimeoutExpired:
+            code = f"stopped after {seconds:.0f} s"
+    return {"ended": code, "seconds": round(time.perf_counter() - started, 1)}
+
+
+def run_all(
+    chosen: Sequence[Section], out: Path, minutes: float, *, dry: bool
+) -> dict[str, object]:
+    """All sections, or as many as the minutes allow; `summary.json` is written as they end."""
+    end = time.perf_counter() + 60 * minutes
+    summary: dict[str, object] = {}
+    for section in chosen:
+        left = end - time.perf_counter()
+        if left < 5:
+            summary[section.name] = {"ended": "no time was left"}
+        else:
+            seconds = DRY_SECONDS if dry else section.seconds
+            summary[section.name] = run(section, out, min(seconds, left), dry=dry)
+        print(f"{section.name:16s} {summary[section.name]}", flush=True)
+        (out / "summary.json").write_text(json.dumps(summary, indent=1))
+    return summary
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=9)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--dry", action="store_true", help="small, on the CPU")
+    parser.add_argument("--only", nargs="*", help="names of sections")
+    args = parser.parse_args()
+    out = args.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    chosen = sections(out, dry=args.dry)
+    if args.only:
+        chosen = [section for section in chosen if section.name in args.only]
+    summary = run_all(chosen, out, args.minutes, dry=args.dry)
+    return int(any(entry["ended"] != 0 for entry in summary.values()))  # type: ignore[index]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

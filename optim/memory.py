@@ -1,0 +1,169 @@
+"""Memory of a compute device and of the host beside it, and copies between the two."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from gemini.pages import advise_huge_pages, zeros
+from gemini.tickets import Copied, CopyTicket
+
+from .pinning import Pin, pin_slab, pinned
+
+
+class Memory(Protocol):
+    """One device's memory, and the host's beside it."""
+
+    device: torch.device
+
+    @property
+    def pin(self) -> Pin | None:
+        """What makes host memory fast to copy, where anything does."""
+        ...
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Uninitialised [numel] on the device, one storage of its own."""
+        ...
+
+    def zeros(self, numel: int, dtype: torch.dtype, *, on_host: bool) -> Tensor:
+        """Zeros [numel] on the device or in host memory."""
+        ...
+
+    def allocate_host(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Uninitialised [numel] in host memory, pinned where that speeds up copies."""
+        ...
+
+    def copy(self, dst: Tensor, src: Tensor) -> CopyTicket:
+        """Begin to copy between tiers, behind what the device was given so far. `src` must not be
+        written and `dst` not be used until the ticket says so."""
+        ...
+
+    def copy_all(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> CopyTicket:
+        """`copy` of several (dst, src), all in one direction, as one."""
+        ...
+
+    def address(self, tensor: Tensor) -> int:
+        """Where a kernel of the device finds a tensor. AssertionError where it cannot reach it."""
+        ...
+
+
+class DeviceMemory:
+    """Memory of a device whose copies are done when they return."""
+
+    pin: Pin | None = None
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(numel, dtype=dtype, device=self.device)
+
+    def zeros(self, numel: int, dtype: torch.dtype, *, on_host: bool) -> Tensor:
+        if on_host:
+            return zeros(numel, dtype)
+        return torch.zeros(numel, dtype=dtype, device=self.device)
+
+    def allocate_host(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(numel, dtype=dtype)
+
+    def copy(self, dst: Tensor, src: Tensor) -> CopyTicket:
+        return self.copy_all([(dst, src)])
+
+    def copy_all(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> CopyTicket:
+        for dst, src in pairs:
+            dst.copy_(src)
+        return Copied()
+
+    def address(self, tensor: Tensor) -> int:
+        assert tensor.device == self.device, (
+            f"a kernel on {self.device} is given {tensor.device} memory"
+        )
+        return tensor.data_ptr()
+
+
+class CpuMemory(DeviceMemory):
+    """Device and host are the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        tensor = super().allocate(numel, dtype)
+        advise_huge_pages(tensor)
+        return tensor
+
+    def zeros(self, numel: int, dtype: torch.dtype, *, on_host: bool) -> Tensor:
+        return zeros(numel, dtype)
+
+    def allocate_host(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return self.allocate(numel, dtype)
+
+
+class CudaMemory(DeviceMemory):
+    """Copies run on two side streams, one for each direction, so that both are used at once."""
+
+    pin = staticmethod(pin_slab)
+
+    def __init__(self, device: torch.device, pin_memory: bool = True) -> None:
+        super().__init__(device)
+        self._pin_memory = pin_memory
+        self._in, self._out = (torch.cuda.Stream(device) for _ in range(2))
+
+    def zeros(self, numel: int, dtype: torch.dtype, *, on_host: bool) -> Tensor:
+        if on_host:
+            return self.allocate_host(numel, dtype).zero_()
+        return super().zeros(numel, dtype, on_host=False)
+
+    def allocate_host(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return pinned(numel, dtype) if self._pin_memory else torch.empty(numel, dtype=dtype)
+
+    def copy_all(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> CopyTicket:
+        to_host = not pairs[0][0].is_cuda
+        stream = self._out if to_host else self._in
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            for dst, src in pairs:
+                dst.copy_(src, non_blocking=True)
+            event = stream.record_event()
+        return EventTicket(event, self.device, to_host, list(pairs))
+
+
+@dataclass(slots=True)
+class EventTicket:
+    """Copies on a side stream.
+
+    Nothing is recorded on that stream, so memory that is freed behind `order` is reused at once;
+    until then the ticket keeps what is copied, as its `ends`.
+    """
+
+    event: torch.cuda.Event
+    device: torch.device
+    to_host: bool
+    ends: list[tuple[Tensor, Tensor]]
+
+    def ready(self) -> bool:
+        return bool(self.event.query())
+
+    def order(self) -> None:
+        torch.cuda.current_stream(self.device).wait_event(self.event)
+        self.ends.clear()
+
+    def wait(self) -> None:
+        self.order()
+        if self.to_host:
+            self.event.synchronize()
+
+    def settle(self) -> None:
+        self.order()
+        self.event.synchronize()
+
+
+def memory_of(device: torch.device) -> Memory:
+    """The memory beside which the state of a plain module's parameters lives."""
+    if device.type == "cpu":
+        return CpuMemory()
+    return CudaMemory(device) if device.type == "cuda" else DeviceMemory(device)

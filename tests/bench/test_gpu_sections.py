@@ -1,0 +1,40 @@
+"""`bench.gpu` on a machine without a GPU: every section runs, in its own process, in its time."""
+
+import json
+import sys
+
+import pytest
+
+from bench import gpu
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_every_section_runs_dry(tmp_path):
+    chosen = gpu.sections(tmp_path, dry=True)
+    summary = gpu.run_all(chosen, tmp_path, minutes=15, dry=True)
+    for section in chosen:
+        said = (tmp_path / f"{section.name}.log").read_text()[-2000:]
+        assert summary[section.name]["ended"] == 0, (section.name, summary, said)
+    for name in ("places", "ahead", "stream", "races", "ranks"):
+        assert json.loads((tmp_path / f"{name}.json").read_text())
+
+
+def test_a_section_that_hangs_or_fails_costs_only_itself(tmp_path, monkeypatch):
+    def section(name, code):
+        return gpu.Section(name, (sys.executable, "-c", code), 60)
+
+    monkeypatch.setattr(gpu, "DRY_SECONDS", 3)
+    chosen = [
+        section("hangs", "import time; time.sleep(100)"), section("fails", "exit(3)"),
+        section("works", "print('done')"),
+    ]  # fmt: skip
+    summary = gpu.run_all(chosen, tmp_path, minutes=5, dry=True)
+    assert [entry["ended"] for entry in summary.values()] == ["stopped after 3 s", 3, 0]
+    assert (tmp_path / "works.log").read_text() == "done\n"
+    assert json.loads((tmp_path / "summary.json").read_text()) == summary
+
+
+def test_the_limits_of_all_sections_fit_ten_minutes(tmp_path):
+    seconds = [section.seconds for section in gpu.sections(tmp_path, dry=False)]
+    assert sum(seconds[:-1]) <= 9 * 60  # training beside peers takes what is left

@@ -1,0 +1,44 @@
+"""What a step asks of a device, through Triton's launch path and a driver that launches nothing.
+
+Three launches and no wait where the device decides alone. Where ranks agree, the host reads four
+times: the loss scale (twice), what it measured, and what all found.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    path = tmp_path_factory.mktemp("host-time") / "found.json"
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    out = subprocess.run(
+        [sys.executable, "-m", "bench.host_time", "--layers", "3", "--steps", "3",
+         "--json", str(path)],
+        capture_output=True, text=True, env={**environment, "PYTHONPATH": ":".join(sys.path)},
+    )  # fmt: skip
+    assert out.returncode == 0, out.stderr[-3000:]
+    return json.loads(path.read_text())
+
+
+def test_a_resident_step_is_three_launches_and_the_host_waits_for_nothing(found):
+    case = found["resident"]
+    assert case["launches"] == {"norm_kernel": 1, "prologue_kernel": 1, "update_kernel": 1}
+    assert case["reads"] == {} and case["host_waits"] == 0
+
+
+def test_a_streamed_step_is_one_launch_for_each_block_and_the_host_waits_for_nothing(found):
+    case = found["stream"]
+    assert case["blocks"] == 48
+    assert case["launches"] == {"norm_kernel": 1, "prologue_kernel": 1, "update_kernel": 48}
+    assert case["reads"] == {} and case["host_waits"] == 0
+
+
+def test_a_step_that_ranks_agree_on_waits_for_what_they_read_and_no_more(found):
+    case = found["agreed"]
+    assert sum(case["launches"].values()) == 4  # the norm is finished before it is read
+    assert case["reads"] == {"tolist": 4} and case["host_waits"] == 0
