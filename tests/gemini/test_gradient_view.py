@@ -3,7 +3,10 @@
 import pytest
 import torch
 
+from gemini import GeminiDDP
 from gemini.chunk.gradient_view import GradientView
+from optim import HybridSGD
+from tests.models import Tower, token_batches, token_loss
 
 
 class Source:
@@ -66,3 +69,20 @@ def test_a_part_of_it_is_a_copy_that_cannot_be_written_to(source, view):
     assert torch.equal(view[0], source.tensor[0]) and torch.equal(view + 1, source.tensor + 1)
     with pytest.raises(RuntimeError, match="a part of a gradient is a copy"):
         view[0].add_(1)
+
+
+@pytest.mark.parametrize("factors", [{}, {"layers.0.1.weight": 4.0}, {"embed.weight": 0.0}])
+def test_factors_on_gradients_reach_the_step(factors):
+    """One for all becomes the step's, others are carried out; powers of two change no bit."""
+    model, module = GeminiDDP(Tower(), precision="fp32", min_chunk_size_m=0.001), Tower()
+    (batch,) = token_batches(1, 1)[0]
+    for trained, optimizer in (
+        (model, HybridSGD(model.parameters(), lr=0.1)),
+        (module, torch.optim.SGD(module.parameters(), lr=0.1)),
+    ):
+        token_loss(trained, batch).backward()
+        for name, param in getattr(trained, "module", trained).named_parameters():
+            param.grad.mul_(0.5 * factors.get(name, 1.0))
+        optimizer.step()
+    for name, want in module.state_dict().items():
+        assert torch.equal(model.state_dict()[name], want), name
