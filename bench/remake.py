@@ -2,8 +2,9 @@
 
     python -m bench.remake [--only NAME ...] [--list] [--smoke FOLDER]
 
-The commands, one after the other, on a machine that does nothing else and has fio and what `make peers`
-makes; then the tables of README.md and docs/. `--smoke` runs small versions of those that have one, into a folder: do they still run?
+The commands, one after the other, on a machine that does nothing else and has fio and what
+`make peers` makes; then the tables of README.md and docs/. `--smoke` runs small versions of those
+that have one, into a folder: do they still run?
 """
 
 from __future__ import annotations

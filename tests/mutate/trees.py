@@ -39,7 +39,6 @@ class Outcome:
 
 def warm_up() -> None:
     """Import what tests need and mutations do not change."""
-    import hypothesis  # noqa: F401
     import pytest  # noqa: F401
     import torch.distributed.checkpoint  # noqa: F401
 
