@@ -16,7 +16,8 @@ define torch_in
 		else cat constraints.txt; fi > $(1)/constraints.txt
 endef
 
-.PHONY: demo test ci check fmt test-slow test-gpu gpu fuzz readme-tables readme-picture peers
+.PHONY: demo test ci check fmt test-slow test-gpu gpu fuzz mutate mutate-promises results \
+	readme-tables readme-picture peers
 
 .venv/demo: pyproject.toml constraints.txt
 	$(call torch_in,.venv)
@@ -59,6 +60,15 @@ fuzz: .venv/ok
 	$(PY) -m tests.programs --count $(PROGRAMS) --seed $(SEED)
 	$(PY) -m tests.programs --count $$(($(PROGRAMS) / 4)) --seed $(SEED) --ranks 2
 
+# Breaks the code in one place after the other, in copies of it: a test must notice. Those places that
+# hold a promise of README.md in some minutes, all of them in half an hour.
+JOBS ?= 2
+mutate: .venv/ok
+	$(PY) -m tests.mutate --jobs $(JOBS)
+
+mutate-promises: .venv/ok
+	$(PY) -m tests.mutate --promises --jobs $(JOBS)
+
 test-gpu:
 	python3 -m pytest -q -m gpu
 
@@ -79,10 +89,15 @@ peers: .venv-peers/ok
 	.venv-peers/bin/python -m bench.peers.worker --prepare deepspeed_zero
 	touch .venv-peers/ok
 
+# All of bench/results/, on a machine that does nothing else; `python -m bench.remake --list` says
+# which commands these are, and how long each takes.
+results: .venv/ok peers
+	$(PY) -m bench.remake
+
 readme-tables: .venv/ok
 	$(PY) -m bench.readme
 
 readme-picture: .venv/ok
 	$(PY) -m bench.picture
 
-ci: test test-slow
+ci: test test-slow mutate-promises

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.disk import mixed_gb_per_s
-from bench.machine import MALLOC_ENVIRONMENT, machine, versions
+from bench.machine import MALLOC_ENVIRONMENT, write_result
 from nvme import default_folder
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -109,6 +109,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--out", type=Path, default=ROOT / "runs/demo")
     parser.add_argument("--nvme-dir", type=Path, help="default: a temporary folder on a disk")
+    parser.add_argument("--json", type=Path, help="default: summary.json beside the pictures")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     folder = args.nvme_dir or default_folder()
@@ -122,13 +123,12 @@ def main() -> None:
     summary = {
         "rows": rows,
         "mixed_disk_gb_per_s": mixed,
-        "versions": versions(),
-        "machine": machine(),
     }
-    (args.out / "summary.json").write_text(json.dumps(summary, indent=1))
+    path = args.json or args.out / "summary.json"
+    write_result(path, summary)
     draw(results, rows, args.out)
     print("\n" + table(rows, mixed))
-    print(f"\nwritten: {args.out}/summary.json, loss.png, memory.png")
+    print(f"\nwritten: {path}; {args.out}/loss.png, memory.png")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,9 @@ import json
 import os
 import platform
 import re
+import shlex
 import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -58,15 +60,26 @@ def versions() -> dict[str, str]:
 
 
 def write_result(path: Path, figures: Mapping[str, Any]) -> None:
-    """Write figures with the versions, machine and commit that made them; whole or not at all."""
+    """Write figures with the command, commit, versions and machine that made them; whole or not at
+    all."""
     found = versions()
-    made_by = {"versions": found, "machine": machine(), "commit": found["commit"]}
+    made_by = {
+        "command": command(),
+        "commit": found["commit"],
+        "versions": found,
+        "machine": machine(),
+    }
     part = path.with_name(path.name + ".part")
     try:
         part.write_text(json.dumps({**figures, **made_by}, indent=1) + "\n")
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def command() -> str:
+    """The command line of this process, whichever interpreter it is."""
+    return shlex.join(["python", *sys.orig_argv[1:]])
 
 
 def commit() -> str:

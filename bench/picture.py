@@ -108,8 +108,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         page = Path(scratch) / "timeline.html"
         figures = train(args.model, args.device_budget, args.nvme_dir or default_folder(), page)
-        args.out.write_text(svg_of(page.read_text()))
-    write_result(args.json, figures)
+        drawing = svg_of(page.read_text())
+    write_result(args.json, figures)  # first: the drawing is a file of the commit
+    args.out.write_text(drawing)
 
 
 if __name__ == "__main__":

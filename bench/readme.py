@@ -38,6 +38,7 @@ def _where(result: dict[str, Any]) -> str:
     return (
         f"{machine['cores']} cores of {machine['cpu']}, {machine['memory_gib']} GiB; "
         f"torch {versions['torch']}, Python {versions['python']}, commit {versions['commit']}."
+        + (f" Made by `{result['command']}`." if "command" in result else "")
     )
 
 
@@ -70,7 +71,7 @@ def _picture(result: dict[str, Any]) -> str:
         f"{result['batch']} x {result['seq']}, under a device budget of "
         f"{format_bytes(result['device_budget_bytes'])} (dashed), with {format_bytes(on_disk)} in "
         "files; moments of one iteration from left to right, arrows are moves between the tiers. "
-        f"Made by `make readme-picture` on {_where(result)}"
+        f"On {_where(result)}"
     )
 
 

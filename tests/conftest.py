@@ -1,8 +1,12 @@
-"""What every test gets: the Triton interpreter where there is no GPU, and poisoned memory."""
+"""What every test gets: the Triton interpreter where there is no GPU, and poisoned memory.
+
+`--shuffle SEED` runs tests in another order, which must make no difference.
+"""
 
 from __future__ import annotations
 
 import os
+import random
 
 import torch
 
@@ -26,3 +30,13 @@ settings.load_profile("same")
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shuffle", type=int, metavar="SEED", help="run tests in another order")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    seed = config.getoption("--shuffle")
+    if seed is not None:
+        random.Random(seed).shuffle(items)

@@ -268,7 +268,6 @@ class Draft:
             ),
             device_staging=homes.device_staging,
             host_staging=homes.host_staging,
-            gather_policy=schedule.policy,
             gather_gap=schedule.gap,
         )  # fmt: skip
 
@@ -285,7 +284,7 @@ class Draft:
             )
             ahead = room_ahead(payloads, self.inputs.max_prefetch)
             return np.full(len(self.needs), largest_need + ahead, np.int64)
-        bare = self._build(homes, order, GatherSchedule((), (), "", 0.0))
+        bare = self._build(homes, order, GatherSchedule((), (), 0.0))
         used = np.array(
             predict(bare, self.non_model).total(Tier.DEVICE)[: len(self.needs)], np.int64
         )

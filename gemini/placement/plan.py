@@ -129,8 +129,7 @@ class Plan:
     moves: tuple[Move, ...]  # by `begin`
     device_staging: Staging
     host_staging: Staging
-    gather_policy: str  # chose which payloads stay between uses
-    gather_gap: float  # its bytes above a lower bound, as a fraction
+    gather_gap: float  # bytes gathered above a lower bound, as a fraction
 
     @property
     def num_moments(self) -> int:

@@ -25,7 +25,6 @@ class GatherSchedule:
 
     gathers: tuple[Gather, ...]
     always: tuple[ChunkId, ...]  # there all the time, from the first use on
-    policy: str
     gap: float
 
 
@@ -127,9 +126,7 @@ def schedule_gathers(
             ends[moment].append(chunk)
     sizes = tuple(nbytes.get(ChunkId(c), 0) for c in range(max(nbytes, default=-1) + 1))
     rooms = np.array(room, np.int64)[:total]
-    problem = CacheProblem(
-        used, sizes, tuple(int(r) for r in rooms), (), tuple(tuple(e) for e in ends)
-    )
+    problem = CacheProblem(used, sizes, tuple(int(r) for r in rooms), tuple(tuple(e) for e in ends))
     schedule = best_schedule(problem)
 
     stays = {(i.item, i.start): i.end for i in schedule.kept}
@@ -165,4 +162,4 @@ def schedule_gathers(
             left[begin:use] -= sizes[chunk]
         gathers.append(Gather(chunk, Moment(begin), Moment(use), Moment(release)))
         freed[chunk] = release
-    return GatherSchedule(tuple(gathers), always, schedule.policy, schedule.gap)
+    return GatherSchedule(tuple(gathers), always, schedule.gap)

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import threading
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 from torch.distributed import checkpoint as dcp
 
 import gemini
-from gemini.checkpoint import CorruptError, FormatError, MismatchError
+from gemini.checkpoint import CorruptError, FormatError, MismatchError, background
 from gemini.checkpoint.__main__ import main
 from gemini.checkpoint.boxes import boxes_of_run
 from gemini.checkpoint.export import INDEX
@@ -457,6 +458,26 @@ def test_a_step_waits_for_the_block_that_it_would_overwrite(tmp_path):
         values = torch.cat([runs[start] for start in sorted(runs)])
         key = f"model.{name}" if plane == "master" else f"{name}.{plane}"
         assert torch.equal(values, want[key].reshape(-1)), key
+
+
+@pytest.mark.parametrize("placement", ["resident", "nvme"])
+def test_a_save_in_the_background_holds_what_was_there_when_it_began(
+    placement, tmp_path, monkeypatch
+):
+    model, optimizer = make(placement)
+    train(model, optimizer, batches(0, 1))
+    want = dict(model.state_dict())
+    stepped, start = threading.Event(), background.start
+    monkeypatch.setattr(
+        background, "start", lambda path, work: start(path, lambda: (stepped.wait(), work()))
+    )
+    ticket = gemini.save_checkpoint(tmp_path / "a", model, optimizer, async_save=True)
+    train(model, optimizer, batches(1, 2))  # both versions of a block on disk have their place
+    stepped.set()
+    ticket.wait()
+    assert any(not torch.equal(want[name], value) for name, value in model.state_dict().items())
+    gemini.load_checkpoint(tmp_path / "a", model, optimizer)
+    assert_same(dict(model.state_dict()), want)
 
 
 def test_a_second_save_while_one_is_under_way_is_refused(tmp_path):

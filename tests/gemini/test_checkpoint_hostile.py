@@ -208,6 +208,14 @@ def test_a_manifest_names_files_of_its_folder_alone(name, saved):
     assert refused(saved, CorruptError) == [1, 1, 1]
 
 
+def test_a_manifest_names_no_file_beside_its_folder_although_nothing_asks_for_it(saved):
+    body = manifest_of(saved)
+    body["files"]["../other"] = body["files"]["__0_0.distcp"]
+    shutil.copy(saved / "__0_0.distcp", saved.parent / "other")
+    put_manifest(saved, body)
+    assert refused(saved, CorruptError) == [1, 1, 1]
+
+
 def one_unit(body):
     return body["files"]["__0_0.distcp"]["units"][0]
 

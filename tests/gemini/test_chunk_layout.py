@@ -42,7 +42,9 @@ def test_shards_of_all_ranks_cover_every_parameter_once(numels, capacity, world_
         for rank in range(world_size):
             for part in layout.shard_parts(chunk, rank):
                 assert part.param_offset == seen[part.param]  # ranks hold consecutive runs
-                assert part.offset % 64 == 0
+                start = next(slot.offset for slot in chunk.slots if slot.param == part.param)
+                in_chunk = rank * chunk.shard_numel + part.offset
+                assert in_chunk == start + part.param_offset and part.offset % 64 == 0
                 seen[part.param] += part.numel
     assert seen == dict(enumerate(numels))
 

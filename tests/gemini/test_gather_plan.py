@@ -57,7 +57,7 @@ def test_steps_move_what_the_schedule_says_within_the_room_of_every_moment(
     last = {c: m for m, call in enumerate(needs) for c in call}
     ends = tuple(tuple(c for c in call if c in stale and last[c] == m)
                  for m, call in enumerate(needs))  # fmt: skip
-    problem = CacheProblem(tuple(needs), tuple(nbytes.values()), tuple(room), (), ends)
+    problem = CacheProblem(tuple(needs), tuple(nbytes.values()), tuple(room), ends)
     assert moved == best_schedule(problem).bytes_moved
     assert all(used <= limit for used, limit in zip(held, room, strict=True))
     assert found.needs == tuple(needs)

@@ -11,6 +11,7 @@ from gemini.chunk.gradient import ChunkGradient
 from gemini.chunk.layout import ChunkLayout, ParamSpec
 from gemini.placement.tiers import Tier
 from gemini.runtime.backend import SimBackend
+from gemini.runtime.ledger import Ledger
 from gemini.tickets import Done
 from tests.gemini.test_on_nvme import wrapped
 from tests.models import token_batches, token_loss
@@ -131,3 +132,12 @@ def test_gradients_are_counted_in_any_order_of_calls(actions, world_size, keeps_
             {"end": gradient.end_reduce, "unreduced": gradient.end_backward_unreduced,
              "zero": gradient.zero, "drop": gradient.drop}.get(action, lambda: None)()  # fmt: skip
         assert account.gradients == gradient.nbytes, action
+
+
+def test_peaks_stay_when_less_is_held():
+    ledger = Ledger([])
+    ledger.watched = True
+    for nbytes in (3, 7, 5):
+        ledger._account.payloads = nbytes
+        ledger.note()
+    assert ledger.peaks == {Tier.DEVICE: {"parameters": 7}}

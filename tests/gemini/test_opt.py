@@ -4,8 +4,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gemini.placement import opt
-from gemini.placement.opt import CacheProblem, best_schedule, evaluate, intervals_of, lower_bound
+from gemini.placement.opt import (
+    CacheProblem,
+    best_schedule,
+    by_rule,
+    evaluate,
+    filled,
+    intervals_of,
+    lower_bound,
+)
 
 NUM_ITEMS = 5
 needs_lists = st.lists(
@@ -16,7 +23,7 @@ needs_lists = st.lists(
 
 
 @st.composite
-def problems(draw, mixed=False, dirty=False):
+def problems(draw, mixed=False):
     needs = tuple(draw(needs_lists))
     sizes = st.integers(1, 9) if mixed else st.just(1)
     nbytes = tuple(draw(sizes) for _ in range(NUM_ITEMS))
@@ -27,8 +34,7 @@ def problems(draw, mixed=False, dirty=False):
         return tuple(i for i in items if draw(st.integers(0, 3)) == 0)
 
     ends = tuple(some_of(items) for items in needs)
-    writes = tuple(some_of(items) for items in needs) if dirty else ()
-    return CacheProblem(needs, nbytes, room, writes, ends)
+    return CacheProblem(needs, nbytes, room, ends)
 
 
 def fits(problem, kept):
@@ -55,9 +61,8 @@ def fewest_bytes(problem):
 
 def replay(problem, schedule, iterations=3):
     """Bytes that the last of some iterations moves, by carrying the schedule out."""
-    total = len(problem.needs)
     kept = {(i.item, i.start) for i in schedule.kept}
-    there, dirty = set(), set()
+    there = set()
     for _ in range(iterations):
         moved = 0
         for moment, items in enumerate(problem.needs):
@@ -67,16 +72,7 @@ def replay(problem, schedule, iterations=3):
                     there.add(item)
             used = sum(problem.nbytes[i] for i in there)
             assert used <= problem.room[moment]
-            if problem.writes:
-                dirty |= set(problem.writes[moment])
-            for item in items:
-                if (item, moment) in kept:
-                    continue
-                if item in dirty and item not in problem.ends[moment]:
-                    moved += problem.nbytes[item]
-                there.discard(item)
-                dirty.discard(item)
-    assert total
+            there -= {item for item in items if (item, moment) not in kept}
     return moved
 
 
@@ -89,16 +85,46 @@ def test_equal_chunks_move_the_least_bytes_that_any_schedule_could(problem):
 
 
 @settings(max_examples=200, deadline=None)
-@given(problems(mixed=True, dirty=True))
-def test_schedule_is_never_above_lru_fifo_or_opt_and_never_below_its_bound(problem):
+@given(problems())
+def test_the_rule_alone_is_the_best_for_equal_chunks(problem):
+    kept = by_rule(problem, intervals_of(problem), problem.free_room())
+    assert fits(problem, kept)
+    assert evaluate(problem, kept).bytes_moved == fewest_bytes(problem)
+
+
+@settings(max_examples=200, deadline=None)
+@given(problems(mixed=True))
+def test_a_schedule_is_never_below_its_bound_and_moves_what_it_says(problem):
     schedule = best_schedule(problem)
     assert fits(problem, schedule.kept)
     assert replay(problem, schedule) == schedule.bytes_moved
-    for policy in ("opt", "lru", "fifo"):
-        alone = opt._circular(problem, intervals_of(problem), problem.free_room(), policy)
-        assert fits(problem, alone)
-        assert schedule.bytes_moved <= evaluate(problem, alone).bytes_moved
     assert schedule.lower_bound <= fewest_bytes(problem) <= schedule.bytes_moved
+
+
+def every_way(problem):
+    """Bytes by the rule, by the rule with its gaps filled, and by filling alone."""
+    intervals, free = intervals_of(problem), problem.free_room()
+    kept = by_rule(problem, intervals, free)
+    ways = (kept, filled(problem, kept, intervals, free), filled(problem, [], intervals, free))
+    assert all(fits(problem, way) for way in ways)
+    return [evaluate(problem, way).bytes_moved for way in ways]
+
+
+@pytest.mark.parametrize(
+    ("needs", "nbytes", "room", "moved"),
+    [
+        ((0, 2, 1, 2, 0, 1), (5, 4, 4, 5), 9, [18, 18, 21]),
+        ((2, 0, 1, 2, 0), (4, 2, 2, 5), 7, [12, 12, 10]),
+        ((1, 3, 2, 0, 3, 0, 3, 2, 1), (3, 2, 5, 2), 9, [19, 17, 21]),
+    ],
+    ids=["the rule", "filling alone", "the rule and filling"],
+)
+def test_chunks_of_mixed_sizes_take_the_better_of_two_ways(needs, nbytes, room, moved):
+    last = {item: moment for moment, item in enumerate(needs)}
+    ends = tuple((item,) if last[item] == moment else () for moment, item in enumerate(needs))
+    problem = CacheProblem(tuple((i,) for i in needs), nbytes, (room,) * len(needs), ends)
+    assert every_way(problem) == moved
+    assert best_schedule(problem).bytes_moved == min(moved) == fewest_bytes(problem)
 
 
 @settings(max_examples=100, deadline=None)
@@ -110,7 +136,7 @@ def test_lower_bound_is_the_linear_programs_where_nothing_wraps_round(problem):
         tuple(i for i in items if last_use[i] == m or i in problem.ends[m])
         for m, items in enumerate(problem.needs)
     )
-    problem = CacheProblem(problem.needs, problem.nbytes, problem.room, (), ends)
+    problem = CacheProblem(problem.needs, problem.nbytes, problem.room, ends)
     intervals, free = intervals_of(problem), problem.free_room()
     uses = sum(problem.nbytes[i] for items in problem.needs for i in items)
     saved = 0.0
@@ -127,18 +153,10 @@ def test_lower_bound_is_the_linear_programs_where_nothing_wraps_round(problem):
 def test_what_is_used_last_is_given_up_first():
     needs = ((0,), (1,), (2,), (1,), (0,), (2,))
     ends = ((), (), (), (1,), (0,), (2,))
-    problem = CacheProblem(needs, (1, 1, 1), (2,) * 6, (), ends)
+    problem = CacheProblem(needs, (1, 1, 1), (2,) * 6, ends)
     schedule = best_schedule(problem)
     assert [(i.item, i.start, i.end) for i in schedule.kept] == [(1, 1, 3), (2, 2, 5)]
     assert schedule.fetches == ((0,), (1,), (2,), (), (0,), ())
-
-
-def test_copy_that_was_changed_is_written_back_when_given_up():
-    needs = ((0,), (1,), (0,))
-    problem = CacheProblem(needs, (3, 5), (5, 5, 5), ((0,), (), ()), ())
-    schedule = best_schedule(problem)
-    # kept from its last use round to its first: one fetch at the end, one write-back at the start
-    assert (schedule.bytes_in, schedule.bytes_out) == (3 + 5, 3)
 
 
 def test_needs_above_the_room_are_refused():

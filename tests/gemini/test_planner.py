@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.doc_tables import placement_example
 from gemini.chunk.layout import ChunkLayout, ParamSpec
 from gemini.memtracer.trace import Trace, TraceMoment, model_digest, sequential_trace
 from gemini.placement.plan import MoveKind, UpdatePath
@@ -504,3 +505,24 @@ def test_module_inside_another_needs_the_outer_ones_chunks_too():
     )  # fmt: skip
     trace = Trace("eval", "", model_digest(specs), moments)
     assert trace.chunk_needs({0: 0, 1: 1}) == ((0,), (0, 1), (0,), ())
+
+
+def test_blocks_on_disk_are_updated_before_those_in_host_memory():
+    """They can still fail, and what is in memory is not undone."""
+    plan = placement_example().plan
+    homes = [home for shard in plan.shards for home in shard.state_homes]
+    order = [homes[block] for block in plan.step_order]
+    assert set(order) == {N, H} and order == sorted(order, key=(N, H).index)
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5, 1.0])
+def test_state_that_must_be_on_disk_is_there_whatever_there_is_room_for(share):
+    specs = [ParamSpec(f"layers.{i}.weight", (4 << 20,), "bfloat16") for i in range(3)]
+    planned = make_plan(
+        PlanInputs(
+            layout=ChunkLayout.build(specs, 4 << 20), trace=sequential_trace(specs),
+            state=StateBytes(12, True), nvme_state_frac=share,
+        )
+    )  # fmt: skip
+    homes = [home for shard in planned.plan.shards for home in shard.state_homes]
+    assert homes.count(N) == share * len(homes)

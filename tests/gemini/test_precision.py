@@ -287,7 +287,7 @@ def test_buffers_keep_their_dtype_unless_asked():
 # -- without master weights ----------------------------------------------------------------------
 
 
-def without_masters(folder, device="cpu", fraction=0.0, seed=3, batches=4):
+def without_masters(folder, device="cpu", fraction=0.0, seed=3, batches=4, block_numel=4096):
     model = GeminiDDP(
         Tower(), device, master_weights=False, rounding_seed=seed, max_norm=0.3, **SMALL
     )
@@ -296,7 +296,7 @@ def without_masters(folder, device="cpu", fraction=0.0, seed=3, batches=4):
         **ADAM,
         nvme_offload_fraction=fraction,
         nvme_offload_dir=folder,
-        nvme=NvmeConfig(block_numel=4096),
+        nvme=NvmeConfig(block_numel=block_numel),
     )
     got = train(model, optimizer, token_batches(batches, 1))
     planes = set(optimizer.state_dict()["state"]["embed.weight"])
@@ -309,6 +309,7 @@ def test_stochastic_rounding_has_the_same_bits_in_every_placement(tmp_path):
     resident = without_masters(tmp_path)
     for device, fraction in (("cpu", 1.0), (SimBackend(), 0.0), (SimBackend(), 0.4)):
         assert torch.equal(without_masters(tmp_path, device, fraction), resident)
+    assert torch.equal(without_masters(tmp_path, "cpu", 1.0, block_numel=1024), resident)
     assert not torch.equal(without_masters(tmp_path, seed=4), resident)
 
 

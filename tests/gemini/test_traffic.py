@@ -1,4 +1,4 @@
-"""A steady iteration moves exactly what its plan says; no policy on its trace moves less."""
+"""A steady iteration moves exactly what its plan says, and hardly more than it must."""
 
 from collections import Counter
 from dataclasses import replace
@@ -103,7 +103,7 @@ def test_gathers_from_the_host_copy_what_the_plan_says(kib):
 
 
 @pytest.mark.parametrize("kib", [130, 150])
-def test_no_policy_gathers_less_on_the_same_trace(kib, monkeypatch):
+def test_gathers_are_those_of_a_schedule_that_is_near_its_bound(kib, monkeypatch):
     problems = []
 
     def best(problem):
@@ -122,9 +122,9 @@ def test_no_policy_gathers_less_on_the_same_trace(kib, monkeypatch):
     assert steady == sum(plan.chunks[g.chunk].payload_bytes for g in plan.gathers)
     assert moved == in_pages(plan, MoveKind.PARAM, N, D) > 0
     intervals = opt.intervals_of(problem)
-    for policy in ("lru", "fifo"):
-        kept = opt._circular(problem, intervals, problem.free_room(), policy)
-        assert steady <= opt.evaluate(problem, kept).bytes_moved
+    bound = opt.lower_bound(problem, intervals, problem.free_room())
+    # few chunks of mixed sizes: the bound takes parts of them, which nobody can keep
+    assert bound <= steady <= 1.06 * bound
 
 
 @pytest.mark.parametrize(("kib", "seed"), [(145, None), (165, None), (66, 1), (70, 2)])

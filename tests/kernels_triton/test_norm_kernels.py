@@ -8,6 +8,7 @@ import torch
 from kernels_triton import ops
 from kernels_triton.fields import BAD, NUM_CONTROL, SUM
 from kernels_triton.launch import is_interpreted
+from kernels_triton.norm import FINISH_AT_ONCE
 from kernels_triton.tiles import Segment, segment_table, tile_table
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -55,6 +56,12 @@ def test_the_first_segment_that_is_not_finite_is_found(value, norm_type):
     assert measure(grads, norm_type)[1] == 1 + 5
 
 
+def test_the_first_of_bad_segments_is_found_among_more_than_are_looked_at_at_once():
+    grads = list(torch.randn(FINISH_AT_ONCE + 7, 64, device=DEVICE).unbind())
+    grads[3][0] = grads[3 + FINISH_AT_ONCE][0] = math.nan
+    assert measure(grads)[1] == 1 + 3
+
+
 def test_norm_gives_the_same_bits_again():
     grads = [torch.randn(n, device=DEVICE) for n in NUMELS]
     assert len({measure(grads) for _ in range(3)}) == 1
@@ -83,3 +90,8 @@ def test_pack_copies_scales_casts_and_sums(source_dtype, dtype):
 def test_an_unknown_norm_is_refused():
     with pytest.raises(ValueError, match="norm_type=-1"):
         measure([torch.ones(3, device=DEVICE)], -1.0)
+
+
+def test_a_sum_that_overflows_is_bad_although_its_terms_are_not():
+    grads = [torch.ones(64, device=DEVICE), torch.full((4096,), 1e18, device=DEVICE)]
+    assert measure(grads)[1] == 1 + 1

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import nvme
 from nvme import BlockStore, BufferPool, StoreLayout
-from nvme.layout import Index
+from nvme.layout import Index, IndexEntry
 from tests.support.memory import MOST, peak_bytes
 
 FUZZ = settings(max_examples=100, suppress_health_check=list(HealthCheck), deadline=None)
@@ -117,6 +117,13 @@ def test_an_index_of_other_blocks_is_none(whole, tmp_path):
     path.write_bytes(whole[:4096] + other.ljust(4096, b"\0") + whole[8192:])
     with nvme.recover([path]) as found:
         assert found.index.step == 1 and found.block(0) == bytes([10]) * 5000
+
+
+def test_an_index_that_says_another_number_of_blocks_is_none():
+    data = Index(9, 9, (IndexEntry(0, 5), IndexEntry(1, 6))).encode()
+    changed = bytearray(data)
+    changed[16] = 3
+    assert Index.step_in(data, 2) == 9 and Index.step_in(bytes(changed), 2) is None
 
 
 @FUZZ

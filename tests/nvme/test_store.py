@@ -98,11 +98,12 @@ def test_rollback_keeps_the_last_commit_and_the_next_write_is_right(store, pool)
     write(store, pool, 2, 1)
     store.commit(1)
     write(store, pool, 2, 9)
+    write(store, pool, 1, 9)
     store.rollback()
     assert read(store, pool, 2) == 1
-    write(store, pool, 2, 2)
+    write(store, pool, 1, 2)
     store.commit(2)
-    assert read(store, pool, 2) == 2
+    assert read(store, pool, 1) == 2 and read(store, pool, 2) == 1
 
 
 def test_uncommitted_content_can_be_read_back_to_undo_a_step(store, pool):
@@ -112,6 +113,20 @@ def test_uncommitted_content_can_be_read_back_to_undo_a_step(store, pool):
     buffer = pool.take()
     store.read_uncommitted(1, buffer.view).wait()
     assert buffer.view[0] == 7
+
+
+def test_a_version_that_was_pinned_is_read_as_it_was_committed_or_not_at_all(store, pool):
+    write(store, pool, 1, 1)
+    store.commit(1)
+    pin = store.pin([1])
+    write(store, pool, 1, 2)
+    store.commit(2)
+    buffer = pool.take()
+    pin.check(1, pin.read(1, buffer.view).wait())
+    assert buffer.view[0] == 1
+    with pytest.raises(nvme.ChecksumError, match="block 1 at offset"):
+        pin.check(1, 0)
+    pin.close()
 
 
 def test_blocks_are_striped_over_folders(tmp_path, pool):
@@ -152,11 +167,14 @@ def test_a_block_that_was_never_committed_cannot_be_read(store, pool):
         read(store, pool, 0)
 
 
-def test_write_budget_is_refused_before_it_is_passed(tmp_path):
+def test_write_budget_is_refused_before_it_is_passed(tmp_path, pool):
     store = BlockStore([tmp_path], StoreLayout.plan("d", SIZES), meter=WriteMeter(10_000))
     with pytest.raises(nvme.WriteBudgetError, match="nvme_write_budget"):
         store.check_step(10_001)
     store.check_step(10_000)
+    write(store, pool, 0, 1)
+    with pytest.raises(nvme.WriteBudgetError, match="nvme_write_budget"):
+        store.check_step(10_001 - store.buffer_nbytes(0))
     store.close()
 
 

@@ -1,8 +1,10 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
+from optim import cpu_path
 from optim.adam import AdamRule
 from optim.cpu_path import TILE_NUMEL, CpuWorkers, Piece, StepInputs, grad_sum, update
 from optim.formulas import adam
@@ -116,6 +118,18 @@ def test_update_is_the_formula_within_a_few_ulp(workers, grad_dtype, has_master)
             assert float(((got - exact).abs() / ulp).max()) <= 8
         if has_master:
             assert torch.equal(piece.param, piece.master.bfloat16())
+
+
+def test_random_bits_are_those_of_an_element_whatever_tile_it_is_in(workers, monkeypatch):
+    whole, tiled = (make_piece(1024, torch.bfloat16, True) for _ in range(2))
+    rounded = [
+        replace(piece, param=piece.master.bfloat16(), master=None) for piece in (whole, tiled)
+    ]
+    inputs = StepInputs(0.3, rounding_seed=5)
+    update(workers, AdamRule(), rounded[:1], inputs)
+    monkeypatch.setattr(cpu_path, "TILE_NUMEL", 192)
+    update(workers, AdamRule(), rounded[1:], inputs)
+    assert torch.equal(rounded[0].param, rounded[1].param)
 
 
 @pytest.mark.parametrize("cut", [64, 4096, TILE_NUMEL, 3 * TILE_NUMEL + 192])

@@ -1,0 +1,93 @@
+"""Every result in bench/results/ can be traced to the command, commit and machine that made it."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from bench import remake
+from bench.machine import write_result
+from bench.remake import EVERYTHING, RESULTS, ROOT
+
+# Made before results named their command, or of a tree that was changed. `make results` makes them
+# again, and each then leaves this list: a name that does not belong here fails the test.
+NOT_MADE_AGAIN_YET = {
+    "adam-cpu", "capacity-cpu", "checkpoint-cpu", "chunk-search", "demo", "nvme-cpu",
+    "numerics-cpu", "overhead-cpu", "picture", "predict-cpu", "train-cpu",
+}  # fmt: skip
+
+
+def missing_from(result, command):
+    """What a result does not say of how it was made."""
+    missing = [name for name in ("command", "commit", "machine", "versions") if name not in result]
+    if not re.fullmatch("[0-9a-f]{7,40}", str(result.get("commit"))):
+        missing.append("a clean commit")
+    if result.get("command") != command:
+        missing.append("the command that makes it")
+    missing += [key for key in ("cpu", "cores", "memory_gib") if key not in result["machine"]]
+    return missing
+
+
+def read(name):
+    return json.loads((ROOT / RESULTS / f"{name}.json").read_text())
+
+
+def test_every_result_has_one_command_and_every_command_its_result():
+    names = [result.name for result in EVERYTHING]
+    assert sorted(names) == sorted(path.stem for path in (ROOT / RESULTS).glob("*.json"))
+    assert len(set(names)) == len(names)
+
+
+def test_every_result_names_its_command_a_clean_commit_and_its_machine():
+    untraced = {r.name for r in EVERYTHING if missing_from(read(r.name), r.command)}
+    assert untraced == NOT_MADE_AGAIN_YET
+
+
+def test_commits_of_results_are_of_this_repository():
+    def git(*arguments):
+        return subprocess.run(["git", "-C", ROOT, *arguments], capture_output=True, text=True)
+
+    if git("rev-parse", "--is-shallow-repository").stdout.strip() == "false":
+        commits = {read(r.name)["commit"] for r in EVERYTHING if r.name not in NOT_MADE_AGAIN_YET}
+        assert commits and [c for c in commits if git("cat-file", "-e", c).returncode] == []
+
+
+def test_what_is_written_names_how_it_was_made(tmp_path):
+    path = tmp_path / "r.json"
+    code = "import sys, pathlib, bench.machine as m; m.write_result(pathlib.Path(sys.argv[1]), {})"
+    subprocess.run([sys.executable, "-c", code, path], cwd=ROOT, check=True)
+    written = json.loads(path.read_text())
+    assert written["command"] == shlex.join(["python", "-c", code, str(path)])
+    assert {"commit", "machine", "versions"} <= written.keys()
+    write_result(path, {"rows": 1, "command": "another"})
+    assert json.loads(path.read_text())["command"].startswith("python ")
+
+
+def test_results_are_not_made_from_a_tree_that_was_changed(monkeypatch, capsys):
+    ran = []
+    monkeypatch.setattr(remake, "run", lambda *arguments: ran.append(arguments))
+    for found in ("abc1234+", "unknown"):
+        monkeypatch.setattr(remake, "commit", lambda found=found: found)
+        with pytest.raises(SystemExit):
+            remake.main([])
+        assert "commit what was changed first" in capsys.readouterr().err and not ran
+
+
+def test_the_list_says_how_long_everything_takes(capsys):
+    assert remake.main(["--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("min  ")[1] for line in lines[:-1]] == [r.command for r in EVERYTHING]
+    assert lines[-1].split()[0] == str(sum(r.minutes for r in EVERYTHING))
+
+
+@pytest.mark.slow
+def test_small_versions_run(tmp_path, capfd):
+    small = ["gathers", "adam-cpu"]  # of those that need no fio
+    assert remake.main(["--smoke", str(tmp_path), "--only", *small]) == 0, capfd.readouterr().out
+    for name in small:
+        assert missing_from(json.loads((tmp_path / f"{name}.json").read_text()), None) in (
+            ["the command that makes it"], ["a clean commit", "the command that makes it"]
+        )  # fmt: skip

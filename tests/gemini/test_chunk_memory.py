@@ -1,0 +1,154 @@
+"""One chunk on one of two ranks: its gradients as they are packed and reduced, its payload."""
+
+import pytest
+import torch
+
+from gemini.chunk.gradient import ChunkGradient
+from gemini.chunk.layout import ChunkSpec, Slot
+from gemini.chunk.storage import Chunk
+from gemini.tickets import Done
+
+NUMELS = (5, 100)  # at 0 and 64; the rest of 512 elements is a gap
+S = 256
+
+
+def spec_of(dtype, num_shards):
+    slots = (Slot(0, 0, NUMELS[0]), Slot(1, 64, NUMELS[1]))
+    return ChunkSpec(0, dtype, True, slots, S, num_shards)
+
+
+class Memory:
+    """Fresh memory is NaN; what is copied is there when its ticket is waited for."""
+
+    def __init__(self):
+        self.log = []
+
+    def allocate(self, numel, dtype):
+        return torch.full((numel,), torch.nan, dtype=dtype)
+
+    allocate_host = allocate
+
+    def free(self, tensor):
+        self.log.append("free")
+
+    def refill(self, tensor):
+        self.log.append("refill")
+
+    def copy(self, dst, src):
+        dst.copy_(src)
+        return Logged(self.log)
+
+
+class Logged:
+    def __init__(self, log, error=None):
+        self.log, self.error = log, error
+
+    def ready(self):
+        return True
+
+    def wait(self):
+        self.log.append("wait")
+        if self.error is not None:
+            raise self.error
+
+
+class Links:
+    """This is rank 0; the payload of rank 1 is `other`."""
+
+    rank = 0
+
+    def __init__(self, world_size, other=0.0):
+        self.world_size = world_size
+        self.other = other
+
+    def reduce_scatter(self, shard, payload, label):
+        shard.copy_(payload[:S] + self.other)
+        return Done(None)
+
+
+def gradient_of(dtype="float32", world_size=2, other=0.0):
+    return ChunkGradient(spec_of(dtype, world_size), Memory(), Links(world_size, other))
+
+
+def reduced(gradient):
+    gradient.begin_reduce()
+    gradient.end_reduce()
+    return gradient.shard
+
+
+def test_what_is_reduced_is_a_mean_and_zero_where_nothing_arrived():
+    gradient = gradient_of(other=3.0)
+    gradient.add(1, torch.full((100,), 2.0))
+    want = torch.full((S,), 3.0)
+    want[64:164] += 2.0 / 2
+    assert torch.equal(reduced(gradient), want)
+
+
+def test_a_gradient_that_arrives_again_is_added():
+    gradient = gradient_of()
+    gradient.add(0, torch.full((5,), 2.0))
+    gradient.add(0, torch.full((5,), 6.0))
+    assert reduced(gradient)[:5].tolist() == [4.0] * 5
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_is_reduced_later_is_added_in_fp32(world_size):
+    gradient = gradient_of("bfloat16", world_size)
+    for value in (1.0, 2.0**-10):
+        gradient.add(0, torch.full((5,), value, dtype=torch.bfloat16))
+        found = reduced(gradient)
+    assert found.dtype == torch.float32
+    assert found[:5].tolist() == [(1 + 2.0**-10) / world_size] * 5
+
+
+def test_a_backward_that_was_not_reduced_is_added_to():
+    gradient = gradient_of("bfloat16")
+    gradient.add(0, torch.ones(5, dtype=torch.bfloat16))
+    gradient.end_backward_unreduced()
+    gradient.add(0, torch.full((5,), 2.0**-10, dtype=torch.bfloat16))
+    assert reduced(gradient)[:5].tolist() == [(1 + 2.0**-10) / 2] * 5
+
+
+def test_a_gradient_with_memory_of_its_own_is_the_buffer_and_a_view_of_more_is_not():
+    spec = ChunkSpec(0, "float32", True, (Slot(0, 0, S),), S, 1)
+    for grad, is_taken in ((torch.ones(S), True), (torch.ones(2, S)[0], False)):
+        gradient = ChunkGradient(spec, Memory(), Links(1))
+        gradient.add(0, grad)
+        assert (gradient.buffer.data_ptr() == grad.data_ptr()) is is_taken
+        assert torch.equal(reduced(gradient), torch.ones(S))
+
+
+class Files:
+    def __init__(self, error=None):
+        self.error = error
+
+    def read(self, chunk, into):
+        into.fill_(7)
+        return Logged([], self.error)
+
+
+def test_a_payload_is_not_freed_under_its_copy():
+    memory = Memory()
+    chunk = Chunk(spec_of("float32", 1), memory, Links(1), shard_on_host=True)
+    chunk.release()
+    memory.log.clear()
+    chunk.gather()
+    chunk.release()
+    assert memory.log == ["refill", "wait", "free"] and not chunk.gathered
+
+
+def test_a_payload_that_could_not_be_read_is_not_there():
+    memory = Memory()
+    chunk = Chunk(spec_of("float32", 1), memory, Links(1), files=Files(OSError("bad")))
+    chunk.release()
+    chunk.gather()
+    with pytest.raises(OSError, match="bad"):
+        chunk.wait_gathered()
+    assert not chunk.gathered and memory.log[-1] == "free"
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+def test_a_shard_that_comes_from_a_file_has_its_values(on_host):
+    chunk = Chunk(spec_of("float32", 2), Memory(), Links(2), files=Files())
+    chunk.bring_home(on_host)
+    assert chunk.shard.tolist() == [7.0] * S and chunk.files is None

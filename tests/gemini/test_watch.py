@@ -1,0 +1,40 @@
+"""What ranks compare of what they did."""
+
+from gemini.runtime.watch import Entry, SequenceLog, explain, first_difference
+
+
+def log_of(*done):
+    log = SequenceLog()
+    for kind, subject in done:
+        log.record(kind, subject)
+    return log
+
+
+def test_the_digest_is_of_kinds_subjects_and_their_order():
+    logs = [
+        (("gathers", 1), ("reduces", 2)), (("reduces", 2), ("gathers", 1)),
+        (("gathers", 2), ("reduces", 2)), (("gathers", 1),), (("gathers", 1), ("gathers", 2)),
+    ]  # fmt: skip
+    assert len({log_of(*done).digest for done in logs}) == len(logs)
+    assert log_of(*logs[0]).digest == log_of(*logs[0]).digest != 0
+
+
+def test_the_first_difference_is_found_and_a_rank_that_is_behind_does_not_differ():
+    ahead = log_of(("gathers", 1), ("gathers", 2), ("gathers", 3))
+    behind, other = log_of(("gathers", 1)), log_of(("gathers", 1), ("gathers", 5), ("gathers", 6))
+    entries = [SequenceLog.decode(log.encode()) for log in (ahead, behind, other)]
+    assert first_difference(entries[:2]) is None
+    found = first_difference(entries)
+    assert found == (0, Entry(1, "gathers", 2), 2, Entry(1, "gathers", 5))
+    said = str(explain(found, lambda chunk: f"layer {chunk}"))
+    assert "rank 0 gathers layer 2" in said and "rank 2 gathers layer 5" in said
+
+
+def test_what_two_ranks_wait_for_may_be_their_own_but_for_calls():
+    def waiting(kind, subject):
+        log = SequenceLog()
+        log.wait(kind, subject)
+        return SequenceLog.decode(log.encode())
+
+    assert first_difference([waiting("reads", "a"), waiting("reads", "b")]) is None
+    assert first_difference([waiting("calls", "a"), waiting("calls", "b")]) is not None

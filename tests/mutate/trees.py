@@ -1,0 +1,125 @@
+"""Copies of the repository in which tests run, each test run in a process that was forked.
+
+Torch takes longer to import than most of these tests take. So this process imports it once, and
+nothing of ours; its children import ours from the copy that they work in.
+"""
+
+from __future__ import annotations
+
+import atexit
+import compileall
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from py_compile import PycInvalidationMode
+
+OURS = ("gemini", "optim", "nvme", "kernels_triton", "bench", "tests")
+SOURCES = ("gemini", "optim", "kernels_triton", "io/nvme")
+_LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "runs", "build", "dist.egg-info")
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", re.MULTILINE)
+
+_OPTIONS = ("-x", "-q", "--tb=line", "-p", "no:cacheprovider")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Of one run of tests."""
+
+    code: int | None  # of pytest: 0 all passed, 1 one failed, others are no verdict; None: no end
+    seconds: float
+    failed: str  # the first test that did
+    output: str
+
+
+def warm_up() -> None:
+    """Import what tests need and mutations do not change."""
+    import pytest  # noqa: F401
+    import torch.distributed.checkpoint  # noqa: F401
+
+
+class Tree:
+    """One copy; one run at a time."""
+
+    def __init__(self, source: Path, root: Path) -> None:
+        self.root = root
+        shutil.copytree(source, root, ignore=_LEFT_OUT)
+        for folder in SOURCES:
+            # by content: a mutation may be as long and as old as what it takes the place of
+            compileall.compile_dir(
+                root / folder, quiet=2, invalidation_mode=PycInvalidationMode.CHECKED_HASH
+            )
+        self._log = root.with_suffix(".log")
+        self._pid = 0
+        self._began = self._limit = 0.0
+
+    def begin(self, tests: Sequence[str], limit_seconds: float) -> None:
+        """Run tests up to the first that fails."""
+        assert not self._pid
+        sys.stdout.flush()
+        self._began, self._limit = time.monotonic(), limit_seconds
+        self._pid = os.fork()
+        if self._pid == 0:
+            self._run(tests)
+
+    def outcome(self) -> Outcome | None:
+        """None while tests run. One that passes its limit is killed, with all that it started."""
+        pid, status = os.waitpid(self._pid, os.WNOHANG)
+        seconds = time.monotonic() - self._began
+        if not pid and seconds < self._limit:
+            return None
+        if not pid:
+            self._kill()
+            os.waitpid(self._pid, 0)
+        code = os.waitstatus_to_exitcode(status) if pid else None
+        self._kill()  # what a test left running
+        self._pid = 0
+        output = self._log.read_text(errors="replace")
+        failed = _FAILED.search(output)
+        return Outcome(code, seconds, failed.group(1) if failed else "", output)
+
+    def close(self) -> None:
+        if self._pid:
+            self._kill()
+            os.waitpid(self._pid, 0)
+
+    def _kill(self) -> None:
+        """The session that the child is the first process of."""
+        try:
+            os.killpg(self._pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+
+    def _run(self, tests: Sequence[str]) -> None:
+        code = 70
+        try:
+            os.setsid()
+            log = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            os.chdir(self.root)
+            folders = [str(self.root), str(self.root / "io")]
+            os.environ["PYTHONPATH"] = os.pathsep.join(folders)
+            os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+            sys.dont_write_bytecode = True
+            sys.path[:0] = folders
+            for name in list(sys.modules):
+                if name.partition(".")[0] in OURS:
+                    del sys.modules[name]
+            import pytest
+
+            code = pytest.main([*_OPTIONS, "-m", _marks(tests), *tests])
+            atexit._run_exitfuncs()
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
+
+
+def _marks(tests: Sequence[str]) -> str:
+    """Slow ones where they are named alone, and not with their module."""
+    return "not gpu" if all("::" in test for test in tests) else "not gpu and not slow"
