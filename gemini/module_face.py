@@ -230,7 +230,8 @@ def _refuse_ddp() -> None:
         if frame.f_code is ddp:
             raise RuntimeError(
                 "a GeminiDDP inside torch's DistributedDataParallel: both reduce gradients over "
-                "ranks; use the GeminiDDP alone"
+                "ranks; use the GeminiDDP alone, and in a loop of Hugging Face's use GeminiTrainer "
+                "or GeminiAccelerator"
             )
         if frame.f_back is None:
             return

@@ -185,6 +185,23 @@ class GeminiAccelerator(Accelerator):  # type: ignore[misc]
         self._optimizers.append(prepared)
         return prepared
 
+    @contextmanager
+    def join_uneven_inputs(
+        self, joinables: list[Any], even_batches: bool | None = None
+    ) -> Iterator[None]:
+        """accelerate's, for plain models. Raises ValueError for uneven batches of a sharded one."""
+        if not any(isinstance(model, GeminiDDP) for model in joinables):
+            with super().join_uneven_inputs(joinables, even_batches):
+                yield
+            return
+        even = self.even_batches if even_batches is None else even_batches
+        if not even and self.num_processes > 1:
+            raise ValueError(
+                "join_uneven_inputs with a sharded model; expected even batches "
+                "(even_batches=True): a rank without a batch takes no part in gathers"
+            )
+        yield
+
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """The inner module, which stays wrapped, in the precision it computes in.
 

@@ -76,6 +76,14 @@ def reset() -> None:
     GradientState._reset_state()
 
 
+def reset_but_ranks() -> None:
+    """For another accelerator on the same ranks."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(False)
+    GradientState._reset_state()
+
+
 def plain(**options: Any) -> Any:
     from accelerate import Accelerator
 

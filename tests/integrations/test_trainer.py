@@ -116,7 +116,8 @@ def test_a_plain_trainers_checkpoint_resumes(tmp_path, plain):
 
 BEST = {
     "save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2,
-    "load_best_model_at_end": True, "save_total_limit": 1, "learning_rate": 0.3,
+    "load_best_model_at_end": True, "save_total_limit": 1, "learning_rate": 1.0,
+    "lr_scheduler_type": "constant", "max_grad_norm": 0.0,
 }  # fmt: skip
 
 
