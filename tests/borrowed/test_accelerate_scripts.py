@@ -32,7 +32,7 @@ CHECKS = [
     ("test_script", "check_seedable_sampler", (1, 2), [()]),
     ("test_script", "check_seedable_sampler_with_data_seed", (1, 2), [()]),
     ("test_script", "check_seedable_sampler_in_batch_sampler_shard", (2,), [()]),
-    ("test_script", "training_check", (1, 2), [(False,), (True,)]),  # but for bf16, see below
+    ("test_script", "training_check", (1, 2), [(False,), (True,)]),  # in fp32, see below
     ("test_script", "test_trigger", (1, 2), [()]),
     ("test_distributed_data_loop", "test_default_ensures_even_batch_sizes", (2,), [()]),
     ("test_distributed_data_loop", "test_can_disable_even_batches", (2,), [()]),
@@ -72,7 +72,8 @@ def with_ours(script):
 
     module = importlib.import_module(f"{SCRIPTS}.{script}")
     module.Accelerator = partial(GeminiAccelerator, gemini=accelerate_runs.SMALL)
-    module.is_bf16_available = lambda *_: False  # its bf16 part: see below
+    module.is_bf16_available = lambda *_: False  # its 16-bit parts: see below
+    module.is_fp16_available = lambda *_: False
     return module
 
 
@@ -112,7 +113,7 @@ def test_accelerates_checks_pass_or_are_refused(world_size):
 
 
 def bf16_part(rank, world_size):
-    """The bf16 run of `training_check`, which expects what fp32 gives, to 1e-6.
+    """The bf16 run of `training_check`, which expects what fp32 gives, to 1e-6; fp16's is alike.
 
     Under autocast a product with a scalar is no bf16 operator, so its model computes in fp32; here
     it computes in bf16, of 2**-8, and an unwrapped model's own parameters are bf16. fp32 masters
