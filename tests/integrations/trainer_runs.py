@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gemini import GeminiDDP
+
 SMALL = {"min_chunk_size_m": 0.004, "search_range_m": 0.004}
 STEPS = 6
 # eps so large that an update shows the gradient and not its sign alone
@@ -75,7 +77,9 @@ def run(
     from transformers import Trainer, TrainingArguments
 
     found, data = model_and_data()
-    model = copy.deepcopy(found if model is None else model)
+    model = found if model is None else model
+    if not isinstance(model, GeminiDDP):  # used again
+        model = copy.deepcopy(model)
     options = dict(given or {})
     if cls is not None:
         options |= {"gemini": {**SMALL, **(gemini or {})}, "adam": adam}
