@@ -45,11 +45,12 @@ def wrap(model: Any, job: Job, given: dict[str, Any]) -> Trainer:
         def on_step_end(self, *_: Any, **__: Any) -> None:
             has_ended.release()
 
+    base = GeminiTrainer if "GeminiTrainer" in given else transformers.Trainer
+
     def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
-        losses.append(type(self).__mro__[1].training_step(self, *args, **kwargs))
+        losses.append(base.training_step(self, *args, **kwargs))
         return losses[-1]
 
-    base = GeminiTrainer if "GeminiTrainer" in given else transformers.Trainer
     kind = type("Watched", (base,), {"training_step": watched})
     arguments = transformers.TrainingArguments(
         output_dir=job.folder, max_steps=len(batches), per_device_train_batch_size=job.batch,

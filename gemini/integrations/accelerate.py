@@ -157,18 +157,44 @@ class GeminiAccelerator(Accelerator):  # type: ignore[misc]
         device_placement: bool | None = None,
         evaluation_mode: bool = False,
     ) -> nn.Module:
-        """`model` as a `GeminiDDP`, once; without parameters it is accelerate's to place."""
+        """`model` as a `GeminiDDP`, once; without parameters it is accelerate's to place.
+
+        Raises ValueError for options beside a model that was wrapped without them.
+        """
         if not any(True for _ in model.parameters()):
             plain: nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
             return plain
         if not isinstance(model, GeminiDDP):
-            if self.state.dynamo_plugin.backend != DynamoBackend.NO:
-                model.compile(**self.state.dynamo_plugin.to_kwargs())
+            self._compile(model)
             model = GeminiDDP(model, self.device, **self._options(model))
+        elif not getattr(model, "_is_accelerate_prepared", False):
+            self._check_options_of(model)
         if not any(model is known for known in self._models):
             self._models.append(model)
         model.__dict__["_is_accelerate_prepared"] = True
         return model
+
+    def _compile(self, model: nn.Module) -> None:
+        """In place, below the wrapper, where the dynamo plugin asks for it. Raises ValueError."""
+        plugin = self.state.dynamo_plugin
+        if plugin.backend == DynamoBackend.NO:
+            return
+        if plugin.use_regional_compilation:
+            raise ValueError(
+                "use_regional_compilation=True; expected False: call block.compile() of each block "
+                "before prepare"
+            )
+        model.compile(**plugin.to_kwargs())
+
+    def _check_options_of(self, model: GeminiDDP) -> None:
+        """Of one that its user wrapped. Raises ValueError where this would have other options."""
+        precision = model.engine.numerics.precision
+        if self._gemini or self.mixed_precision not in ("no", precision):
+            raise ValueError(
+                f"the model is a GeminiDDP of precision {precision!r}, and was wrapped without "
+                f"mixed_precision={self.mixed_precision!r} and gemini={self._gemini!r}; expected "
+                "the same precision and no options, or a model that is not wrapped"
+            )
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None

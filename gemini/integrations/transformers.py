@@ -65,6 +65,8 @@ class GeminiTrainerMixin(_Base):  # type: ignore[misc]
     ) -> None:
         self._asked = (gemini, adam)
         super().__init__(*args, **kwargs)
+        if isinstance(self.model, GeminiDDP):
+            self._shard()
 
     def create_accelerator_and_postprocess(self) -> None:
         _check_arguments(self.args)
@@ -80,13 +82,12 @@ class GeminiTrainerMixin(_Base):  # type: ignore[misc]
         return None
 
     def _shard(self) -> GeminiDDP:
-        """The model, wrapped now if it is not yet."""
-        if self._sharded is None:
-            self.model_wrapped = self.accelerator.prepare_model(self.model)
-            if self.model is self.model_wrapped:  # the user had wrapped it
-                self.model = self.model_wrapped.module
+        """The model, wrapped now if it is not yet. `self.model` is the inner one from then on."""
         wrapped = self._sharded
-        assert wrapped is not None
+        if wrapped is None or self.model is wrapped:
+            wrapped = self.model_wrapped = self.accelerator.prepare_model(self.model)
+            self.model = wrapped.module
+        assert isinstance(wrapped, GeminiDDP)
         return wrapped
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:

@@ -92,6 +92,11 @@ ACCELERATE = (
         f"{_ACCELERATE}a_loss_scale_of_accelerates_is_taken",
     ),
     Row(
+        "`dynamo_backend`, `torch_compile`",
+        "the inner module is compiled, in place; regional compilation is refused",
+        f"{_ACCELERATE}a_compiled_model_trains_as_an_eager_one",
+    ),
+    Row(
         "DeepSpeed, FSDP, Megatron and tensor-parallel plugins",
         "refused: `GeminiDDP` shards the model itself",
         f"{_ACCELERATE}another_plugin_is_refused_by_name",

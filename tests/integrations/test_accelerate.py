@@ -50,6 +50,16 @@ def test_16_bits_stay_near_fp32(precision, error):
     assert 1e-7 < runs.difference(got, want) < error
 
 
+def test_a_compiled_model_trains_as_an_eager_one():
+    """By dynamo's backend that compiles nothing: what is tested is where the graph begins."""
+    want = runs.loop(runs.plain())
+    runs.reset()
+    accelerator = runs.ours(dynamo_backend="eager")
+    parts = runs.prepared(accelerator)
+    assert parts[0].module._compiled_call_impl is not None
+    assert runs.difference(runs.train(accelerator, *parts), want) < 1e-5
+
+
 def test_no_state_travels_at_prepare(monkeypatch):
     def refuse(*_):
         raise AssertionError("the state was asked for")

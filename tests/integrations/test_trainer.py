@@ -21,6 +21,8 @@ from tests.integrations.trainer_runs import (
     weights_of,
 )
 
+pytestmark = pytest.mark.slow  # tests/borrowed/test_trainer.py is in every run
+
 
 def trainer():
     from gemini.integrations.transformers import GeminiTrainer
@@ -51,6 +53,11 @@ def test_losses_norms_rates_and_evaluation_are_plain_trainers(tmp_path, plain, c
     assert type(optimizer) is HybridAdam
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
     assert (optimizer.nvme_bytes > 0) == ("adam" in SAME[case])
+
+
+def test_noise_on_embeddings_is_the_same(tmp_path):
+    want = run(tmp_path, neftune_noise_alpha=1.0)
+    assert run(tmp_path, cls=trainer(), neftune_noise_alpha=1.0).differs(want) < 1e-5
 
 
 def test_sgd_by_name(tmp_path):

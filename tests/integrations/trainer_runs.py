@@ -40,10 +40,6 @@ class Run:
         assert mine.shape == theirs.shape, (self.steps, other.steps)
         return float(((mine - theirs).abs() / theirs.abs().clamp(min=1e-12)).max())
 
-    @property
-    def plain(self) -> tuple[Tensor, float]:
-        return self.steps, self.eval_loss
-
 
 def model_and_data() -> tuple[Any, list[dict[str, Tensor]]]:
     """GPT-2 with tied weights and no dropout, and rows of its length."""
@@ -82,7 +78,9 @@ def run(
         model = copy.deepcopy(model)
     options = dict(given or {})
     if cls is not None:
-        options |= {"gemini": {**SMALL, **(gemini or {})}, "adam": adam}
+        options["adam"] = adam
+        if not isinstance(model, GeminiDDP):
+            options["gemini"] = {**SMALL, **(gemini or {})}
     trainer = (cls or Trainer)(
         model,
         TrainingArguments(str(folder), **{**ARGUMENTS, **arguments}),
