@@ -251,6 +251,9 @@ class LazyTensors(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._file_of)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._file_of  # and nothing is read, as by Mapping's own
+
     def copy(self) -> dict[str, Tensor]:
         """What a plain module's `load_state_dict` makes first; files are mapped, not read."""
         return {name: self[name] for name in self}

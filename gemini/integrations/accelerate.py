@@ -113,6 +113,11 @@ class GeminiAccelerator(Accelerator):  # type: ignore[misc]
                 f"torch.distributed has {ranks} ranks and accelerate {self.num_processes}, so each "
                 "would train on all data; expected as many: on CPUs, cpu=True"
             )
+        if self.autocast_handler is not None:
+            raise ValueError(
+                "AutocastKwargs given to GeminiAccelerator; expected none: modules compute in one "
+                "precision, but for those of gemini=dict(keep_fp32=...)"
+            )
         if self.mixed_precision not in ("no", "bf16", "fp16"):
             raise ValueError(
                 f"mixed_precision={self.mixed_precision!r}; expected 'no', 'bf16' or 'fp16'"
@@ -144,11 +149,7 @@ class GeminiAccelerator(Accelerator):  # type: ignore[misc]
             widest = max(dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32)
             options["precision"] = _PRECISIONS[widest]
         if self.scaler_handler is not None and self.mixed_precision == "fp16":
-            scale = self.scaler_handler.to_kwargs()
-            names = {"init_scale": "initial_scale"}
-            options["loss_scale"] = LossScale(
-                **{names.get(name, name): value for name, value in scale.items()}
-            )
+            options["loss_scale"] = _loss_scale(self.scaler_handler.to_kwargs())
         return options | self._gemini
 
     def prepare_model(
@@ -332,3 +333,14 @@ class GeminiAccelerator(Accelerator):  # type: ignore[misc]
             yield
         finally:
             self._models, self._optimizers = models, optimizers
+
+
+def _loss_scale(scaler: Mapping[str, Any]) -> LossScale:
+    """Of accelerate's options for torch's GradScaler. Raises ValueError."""
+    if not scaler.get("enabled", True):
+        raise ValueError(
+            "GradScalerKwargs(enabled=False) with fp16; expected a loss scale: a fixed one is "
+            "gemini=dict(loss_scale=1.0)"
+        )
+    names = {"init_scale": "initial_scale"}
+    return LossScale(**{names.get(n, n): value for n, value in scaler.items() if n != "enabled"})

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -74,7 +75,13 @@ def write_weights(
     ranks = Ranks(model, "save_model()")
     target = Path(folder).expanduser().absolute()
     fresh = target / ".weights"
-    ranks.together(lambda: target.mkdir(parents=True, exist_ok=True))
+
+    def begin() -> None:
+        target.mkdir(parents=True, exist_ok=True)
+        if fresh.exists():  # of a save that did not end
+            shutil.rmtree(fresh)
+
+    ranks.together(lambda: begin() if ranks.rank == 0 else None)
     export_safetensors(fresh, model, max_shard_size=max_shard_size)
 
     def move() -> None:
@@ -148,6 +155,9 @@ class _Values(Mapping[str, Tensor]):
         if self._reads:
             return self._files[self._file_name[name]]
         return torch.zeros(()).expand(self._files.spec_of(self._file_name[name]).shape)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._file_name  # and nothing is read
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._file_name)

@@ -202,6 +202,17 @@ def test_another_plugin_is_refused_by_name():
         runs.ours(fsdp_plugin=FullyShardedDataParallelPlugin())
 
 
+def test_options_of_torchs_own_mixed_precision_are_refused():
+    from accelerate.utils import AutocastKwargs, GradScalerKwargs
+
+    with pytest.raises(ValueError, match=r"AutocastKwargs given to .*expected none"):
+        runs.ours(kwargs_handlers=[AutocastKwargs(enabled=False)])
+    runs.reset()
+    unscaled = runs.ours(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(enabled=False)])
+    with pytest.raises(ValueError, match="with fp16; expected a loss scale"):
+        unscaled.prepare(nn.Linear(2, 2))
+
+
 def test_two_precisions_are_refused():
     with pytest.raises(ValueError, match=r"'bf16' and gemini=dict\(precision='fp16'\); expected"):
         runs.ours(mixed_precision="bf16", gemini={"precision": "fp16"})

@@ -98,6 +98,8 @@ def test_the_precision_is_the_arguments_own(tmp_path):
 
 def test_saved_weights_are_what_from_pretrained_finds(tmp_path):
     got = run(tmp_path, cls=trainer(), max_steps=2, gemini={"precision": "bf16"})
+    (tmp_path / ".weights").mkdir()  # of a save that was killed
+    (tmp_path / ".weights/model.safetensors").touch()
     got.trainer.save_model()
     got.trainer.save_model()  # again, over what is there
     saved, want = weights_of(tmp_path), got.trainer.model_wrapped.state_dict()
