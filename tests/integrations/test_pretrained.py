@@ -113,6 +113,19 @@ def test_what_does_not_fit_is_refused(saved, tmp_path):
         load_pretrained(tmp_path / "empty")
 
 
+@pytest.mark.slow
+def test_a_trainer_takes_what_is_loaded(saved, tmp_path):
+    from gemini.integrations.transformers import GeminiTrainer
+
+    folder, model = saved
+    want = run(tmp_path, model)
+    loaded = load_pretrained(folder, precision="fp32", **SMALL)
+    got = run(tmp_path, loaded, cls=GeminiTrainer)
+    assert got.differs(want) < 1e-5 and got.trainer.model_wrapped is loaded
+    with pytest.raises(ValueError, match=r"precision 'fp32', and was wrapped without .*expected"):
+        run(tmp_path, load_pretrained(folder, precision="fp32"), cls=GeminiTrainer, bf16=True)
+
+
 MEMORY = """
 import gc, re, sys
 import torch
