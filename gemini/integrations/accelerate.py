@@ -54,8 +54,8 @@ class GeminiAccelerator(Accelerator):  # type: ignore[misc]
     Models become `GeminiDDP`; torch's optimizers go on as this project's (`torch_optimizers`), and
     no state travels. The loop stays.
 
-    gemini: options of `GeminiDDP`. Its precision is `mixed_precision`, and without one the dtype of
-        the model's parameters. As under torch's DDP, buffers are rank 0's.
+    gemini: options of `GeminiDDP`. Its precision is `mixed_precision`, with outputs in fp32, and
+        without one the dtype of the model's parameters. As under torch's DDP, buffers are rank 0's.
     adam: where state lives, see `torch_optimizers.PLACES`; `nvme_offload_fraction=1.0`, say.
 
     Raises ValueError for plugins that shard too, for fp8, for two different precisions, and where
@@ -144,6 +144,7 @@ class GeminiAccelerator(Accelerator):  # type: ignore[misc]
                     "expected none: gradients are reduced by chunks"
                 )
         options["precision"] = self.mixed_precision
+        options["force_outputs_fp32"] = self.mixed_precision != "no"  # as accelerate's autocast
         if self.mixed_precision == "no":
             dtypes = {p.dtype for p in model.parameters() if p.dtype in _PRECISIONS}
             widest = max(dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32)

@@ -70,6 +70,8 @@ class GeminiTrainerMixin(_Base):  # type: ignore[misc]
 
     def create_accelerator_and_postprocess(self) -> None:
         _check_arguments(self.args)
+        if self.args.n_gpu > 1:
+            self.args._n_gpu = 1  # one process has one device, and no DataParallel
         super().create_accelerator_and_postprocess()
         GeminiAccelerator.of(self.accelerator, *self._asked)
 
@@ -186,7 +188,8 @@ class GeminiTrainer(GeminiTrainerMixin, Trainer):  # type: ignore[misc]
 
 
 def _check_arguments(args: Any) -> None:
-    given = [name for name in ("deepspeed", "fsdp", "parallelism_config") if getattr(args, name)]
+    names = ("deepspeed", "fsdp", "parallelism_config")
+    given = [name for name in names if getattr(args, name, None)]
     if given:
         raise ValueError(
             f"args.{given[0]} with a GeminiTrainer; expected none: GeminiDDP shards the model "

@@ -50,6 +50,12 @@ def test_16_bits_stay_near_fp32(precision, error):
     assert 1e-7 < runs.difference(got, want) < error
 
 
+def test_outputs_of_mixed_precision_are_fp32():
+    model, *_ = runs.prepared(runs.ours(mixed_precision="bf16"))
+    assert model.engine.dtype is torch.bfloat16
+    assert model(torch.ones(2, 9)).dtype is torch.float32
+
+
 def test_a_compiled_model_trains_as_an_eager_one():
     """By dynamo's backend that compiles nothing: what is tested is where the graph begins."""
     want = runs.loop(runs.plain())

@@ -179,6 +179,17 @@ def test_evaluation_and_prediction_need_no_training(tmp_path):
     assert torch.allclose(*[torch.tensor(predictions) for _, predictions in found], rtol=1e-5)
 
 
+def test_several_devices_of_one_process_are_one(tmp_path):
+    """Else Trainer would take DataParallel's batches."""
+    from transformers import TrainingArguments
+
+    args = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, disable_tqdm=True)
+    assert args.n_gpu == 0
+    args._n_gpu = 2
+    one = trainer()(model_and_data()[0], args)
+    assert one.args.n_gpu == 1 and one._train_batch_size == args.per_device_train_batch_size
+
+
 def test_training_twice_goes_on(tmp_path):
     want, got = run(tmp_path), run(tmp_path, cls=trainer())
     for one in (want, got):
