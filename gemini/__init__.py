@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .checkpoint.save import save_checkpoint as save_checkpoint
     from .chunk.search import search_chunk_configuration as search_chunk_configuration
     from .ddp import GeminiDDP as GeminiDDP
+    from .integrations.pretrained import load_pretrained as load_pretrained
     from .memtracer.collector import MemStatsCollector as MemStatsCollector
     from .memtracer.collector import trace as trace
     from .memtracer.overruns import BudgetWarning as BudgetWarning
@@ -36,6 +37,7 @@ _HOME = {
     "export_safetensors": "gemini.checkpoint.export",
     "init_empty": "gemini.runtime.materialise",
     "load_checkpoint": "gemini.checkpoint.load",
+    "load_pretrained": "gemini.integrations.pretrained",
     "save_checkpoint": "gemini.checkpoint.save",
     "StaticPlacement": "gemini.placement.policy",
     "StatefulTensorMgr": "gemini.runtime.tensor_mgr",
@@ -55,6 +57,7 @@ __all__ = [
     "export_safetensors",
     "init_empty",
     "load_checkpoint",
+    "load_pretrained",
     "save_checkpoint",
     "search_chunk_configuration",
     "trace",

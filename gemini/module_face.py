@@ -234,7 +234,8 @@ def _refuse_torchs_own() -> None:
         if method == "__init__" and name in _TORCHS_OWN:
             raise RuntimeError(
                 f"a GeminiDDP inside torch's {name}: both reduce gradients over ranks; use the "
-                "GeminiDDP alone"
+                "GeminiDDP alone, and in a loop of Hugging Face's use GeminiTrainer or "
+                "GeminiAccelerator"
             )
         if frame.f_back is None:
             return

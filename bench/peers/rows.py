@@ -27,6 +27,7 @@ def rows(device: str, budgets: Sequence[str]) -> tuple[Row, ...]:
     """All of them, in the order of the table. `budgets`: of the device, for `ours/auto`."""
     cuda = device != "cpu"
     plain, fsdp2, deepspeed, ours = "torch_adamw", "fsdp2", "deepspeed_zero", "ours"
+    accelerate, trainer = "accelerate_loop", "trainer_loop"
     offload = {"offload": True}
     return (
         Row("torch/adamw-bf16", plain, "resident", {"autocast": False}),
@@ -47,6 +48,10 @@ def rows(device: str, budgets: Sequence[str]) -> tuple[Row, ...]:
             Row(f"ours/auto-{budget}", ours, "offload", {"device_budget": budget})
             for budget in budgets
         ),
+        Row("torch/accelerate", accelerate, "trainers", {"ours": False}),
+        Row("ours/accelerate", accelerate, "trainers", {"ours": True}),
+        Row("torch/trainer", trainer, "trainers", {"ours": False}),
+        Row("ours/trainer", trainer, "trainers", {"ours": True}),
     )
 
 

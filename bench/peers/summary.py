@@ -24,6 +24,10 @@ ASKED: tuple[tuple[str, str, str, float], ...] = (
     ("ours/w2", "fsdp2/w2", "peak_rss_mib", 1.00),
     ("ours/resident", "deepspeed/zero3", "startup_seconds", 0.50),
     ("ours/nvme", "deepspeed/zero3-nvme", "startup_seconds", 0.50),
+    ("ours/accelerate", "torch/accelerate", "step_seconds", 1.02),
+    ("ours/accelerate", "torch/accelerate", "peak_rss_mib", 1.01),
+    ("ours/trainer", "torch/trainer", "step_seconds", 1.02),
+    ("ours/trainer", "torch/trainer", "peak_rss_mib", 1.01),
 )
 
 

@@ -205,6 +205,7 @@ class LazyTensors(Mapping[str, Tensor]):
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         from safetensors import safe_open
 
+        self.folder = folder
         index = folder / INDEX
         if index.exists():
             names = _names_in(index)
@@ -227,6 +228,18 @@ class LazyTensors(Mapping[str, Tensor]):
             for name in names if there else ():
                 self._file_of.setdefault(name, self._file_of[there[0]])
 
+    def spec_of(self, name: str) -> TensorSpec:
+        """Its dtype and shape, which take no reading. Raises FormatError for another dtype."""
+        file, key = self._file_of[name]
+        found = file.get_slice(key)
+        dtypes = [dtype for dtype, said in _DTYPES.items() if said == found.get_dtype()]
+        if not dtypes:
+            raise FormatError(
+                f"{name} in {self.folder} has dtype {found.get_dtype()}; expected one of "
+                f"{', '.join(_DTYPES.values())}"
+            )
+        return TensorSpec(name, dtypes[0], tuple(found.get_shape()))
+
     def __getitem__(self, name: str) -> Tensor:
         file, key = self._file_of[name]
         tensor: Tensor = file.get_tensor(key)
@@ -237,6 +250,9 @@ class LazyTensors(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._file_of)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._file_of  # and nothing is read, as by Mapping's own
 
     def copy(self) -> dict[str, Tensor]:
         """What a plain module's `load_state_dict` makes first; files are mapped, not read."""

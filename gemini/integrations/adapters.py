@@ -1,0 +1,75 @@
+"""peft's adapters of a wrapped model: written and read under the names that peft gives them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gemini.checkpoint.errors import CheckpointError
+from gemini.checkpoint.ranks import Ranks
+from gemini.ddp import GeminiDDP
+from gemini.runtime.full import full_parameters
+
+WEIGHTS = "adapter_model.safetensors"
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Whether it is one of peft's models."""
+    try:
+        from peft import PeftModel
+    except ImportError:
+        return False
+    return isinstance(module, PeftModel)
+
+
+def write_adapter(folder: Path, model: GeminiDDP) -> None:
+    """As peft's `save_pretrained`, with fp32 masters. All ranks call; rank 0 writes.
+
+    Raises CheckpointError on every rank.
+    """
+    ranks = Ranks(model, "save_model()")
+    wanted = set(_places(model))
+    values = {name: value for name, value in full_parameters(model.engine) if name in wanted}
+    save: Any = model.module.save_pretrained
+
+    def write() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        save(folder, state_dict=values, is_main_process=True)
+
+    ranks.together(lambda: write() if ranks.rank == 0 else None)
+
+
+def load_adapter(folder: Path, model: GeminiDDP) -> None:
+    """What `write_adapter` wrote; the base model stays. All ranks call.
+
+    Raises CheckpointError on every rank where it does not fit.
+    """
+    from safetensors.torch import load_file
+
+    ranks = Ranks(model, "load_adapter()")
+    places = _places(model)
+
+    def read() -> dict[str, Tensor]:
+        found = load_file(folder / WEIGHTS)
+        if set(found) != set(places.values()):
+            different = sorted(set(found) ^ set(places.values()))
+            raise CheckpointError(
+                f"{folder / WEIGHTS} is of another adapter: {different[0]} is only in one of them"
+            )
+        return {name: found[saved] for name, saved in places.items()}
+
+    values = ranks.together(lambda: read() if ranks.rank == 0 else None)
+    model.load_state_dict(values or {}, strict=False)
+
+
+def _places(model: GeminiDDP) -> dict[str, str]:
+    """Of every parameter that an adapter saves: the name that peft gives it in the file."""
+    from peft import get_peft_model_state_dict
+
+    names = [name for spec in model.engine.layout.params for name in spec.names]
+    marks = {name: torch.tensor(i) for i, name in enumerate(names)}
+    saved = get_peft_model_state_dict(model.module, state_dict=marks, save_embedding_layers=False)
+    return {names[int(mark)]: key for key, mark in saved.items()}

@@ -1,0 +1,176 @@
+"""Weights in Hugging Face's layout, straight into chunks and masters and back, a tensor at a time.
+
+`load_pretrained` never has the model whole: a rank holds its shards, one chunk and one tensor.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gemini.checkpoint.errors import FormatError
+from gemini.checkpoint.export import INDEX, LazyTensors, export_safetensors
+from gemini.checkpoint.ranks import Ranks
+from gemini.ddp import GeminiDDP
+from gemini.runtime.comm import Communicator
+from gemini.runtime.materialise import init_empty
+
+SINGLE = "model.safetensors"
+
+
+def load_pretrained(
+    folder_or_index: str | os.PathLike[str],
+    model_class: type[nn.Module] | None = None,
+    *,
+    config: Any = None,
+    dtype: torch.dtype | None = None,
+    **options: Any,
+) -> GeminiDDP:
+    """A model of Hugging Face's from a folder of safetensors, wrapped. All ranks call.
+
+    Weights are read a tensor at a time, on rank 0, into the chunk that is being filled: no rank
+    ever has them whole. fp32 masters start from what the files hold.
+
+    folder_or_index: what `save_pretrained` or `export_safetensors` wrote, or the index in it.
+    model_class: of `transformers`, or any whose constructor takes the config; None is the one that
+        the config names.
+    config: instead of the folder's own.
+    dtype: of the parameters before they are wrapped, and so of what is written back; None is the
+        one in the files.
+    options: of `GeminiDDP`.
+
+    Raises FormatError for a folder without safetensors, ValueError for weights that are missing
+    from it or of another shape, and ImportError without transformers.
+    """
+    path = Path(folder_or_index).expanduser().absolute()
+    folder = path.parent if path.is_file() else path
+    comm = Communicator(options.get("process_group"))
+    with ExitStack() as stack:
+        module = _empty_module(folder, model_class, config)
+        files = LazyTensors(folder, stack)
+        values = _Values(module, files, reads=comm.rank == 0)
+        for name, param in module.named_parameters():
+            param.data = param.data.to(dtype or values.dtype_of(name, param.dtype))
+        buffers = dict(module.named_buffers())
+        for name in buffers.keys() & files.keys():
+            buffers[name].data = files[name].to(buffers[name].dtype)
+        return GeminiDDP(module, init_state_dict=values, **options)
+
+
+def write_weights(
+    folder: str | os.PathLike[str], model: GeminiDDP, *, max_shard_size: int | str = "5GB"
+) -> None:
+    """Write weights and config where `from_pretrained` finds them, beside what is in `folder`.
+
+    As `export_safetensors`, and weights that are there already are replaced. A single file is
+    `model.safetensors`, without an index. All ranks call.
+    """
+    ranks = Ranks(model, "save_model()")
+    target = Path(folder).expanduser().absolute()
+    fresh = target / ".weights"
+
+    def begin() -> None:
+        target.mkdir(parents=True, exist_ok=True)
+        if fresh.exists():  # of a save that did not end
+            shutil.rmtree(fresh)
+
+    ranks.together(lambda: begin() if ranks.rank == 0 else None)
+    export_safetensors(fresh, model, max_shard_size=max_shard_size)
+
+    def move() -> None:
+        for old in (*target.glob("model*.safetensors"), target / INDEX):
+            old.unlink(missing_ok=True)
+        written = sorted(fresh.iterdir())
+        weights = [path for path in written if path.suffix == ".safetensors"]
+        if len(weights) == 1:
+            weights[0].rename(target / SINGLE)
+            (fresh / INDEX).unlink()
+        for path in fresh.iterdir():
+            path.rename(target / path.name)
+        fresh.rmdir()
+
+    ranks.together(lambda: move() if ranks.rank == 0 else None)
+
+
+def _empty_module(folder: Path, model_class: type[nn.Module] | None, config: Any) -> nn.Module:
+    """With parameters on the meta device, tied as the model ties them."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError(
+            "gemini.load_pretrained needs transformers; pip install gemini-memory[transformers]"
+        ) from error
+    if config is None:
+        config = transformers.AutoConfig.from_pretrained(folder)
+    if model_class is None:
+        names = getattr(config, "architectures", None) or []
+        found = [getattr(transformers, name, None) for name in names]
+        if not found or found[0] is None:
+            raise ValueError(
+                f"the config in {folder} names {names or 'no architecture'}; expected one of "
+                "transformers' classes: give model_class="
+            )
+        model_class = found[0]
+    with init_empty():
+        module: nn.Module = model_class(config)
+    tie: Any = getattr(module, "tie_weights", None)
+    if tie is not None:
+        tie()
+    return module
+
+
+class _Values(Mapping[str, Tensor]):
+    """Tensors of files by the names of the module; read on one rank, and empty on the others."""
+
+    def __init__(self, module: nn.Module, files: LazyTensors, *, reads: bool) -> None:
+        self._files, self._reads = files, reads
+        self._file_name: dict[str, str] = {}
+        prefix = getattr(module, "base_model_prefix", "")
+        tied: dict[int, list[str]] = {}
+        for name, param in module.named_parameters(remove_duplicate=False):
+            tied.setdefault(id(param), []).append(name)
+        for names in tied.values():
+            places = [place for name in names for place in _places(name, prefix)]
+            there = next((place for place in places if place in files), None)
+            if there is not None:
+                self._file_name.update(dict.fromkeys(names, there))
+        if not self._file_name:
+            raise FormatError(f"no file of {files.folder} has weights of {type(module).__name__}")
+
+    def dtype_of(self, name: str, other: torch.dtype) -> torch.dtype:
+        """As in its file; `other` for what is not there, or does not float."""
+        if name not in self._file_name:
+            return other
+        found = self._files.spec_of(self._file_name[name]).dtype
+        return found if found.is_floating_point else other
+
+    def __getitem__(self, name: str) -> Tensor:
+        if self._reads:
+            return self._files[self._file_name[name]]
+        return torch.zeros(()).expand(self._files.spec_of(self._file_name[name]).shape)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._file_name  # and nothing is read
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file_name)
+
+    def __len__(self) -> int:
+        return len(self._file_name)
+
+
+def _places(name: str, prefix: str) -> list[str]:
+    """Names under which a parameter may lie in a file: of a base model, or of one with a head."""
+    found = [name]
+    if prefix:
+        found.append(f"{prefix}.{name}")
+        if name.startswith(f"{prefix}."):
+            found.append(name.removeprefix(f"{prefix}."))
+    return found

@@ -1,0 +1,207 @@
+"""Hugging Face's Trainer over a sharded model: `GeminiTrainer`, and a mixin for trainers on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from gemini.checkpoint.export import import_safetensors
+from gemini.checkpoint.load import load_checkpoint
+from gemini.checkpoint.ranks import Ranks
+from gemini.checkpoint.save import save_checkpoint
+from gemini.ddp import GeminiDDP
+from optim import HybridLion
+
+try:
+    from transformers import Trainer
+    from transformers.trainer import TRAINING_ARGS_NAME
+
+    from .accelerate import GeminiAccelerator
+except ImportError as error:
+    raise ImportError(
+        "gemini.integrations.transformers needs transformers and accelerate; "
+        "pip install gemini-memory[transformers]"
+    ) from error
+
+from .adapters import is_adapted, load_adapter, write_adapter
+from .pretrained import write_weights
+
+CHECKPOINT = "gemini"  # in a checkpoint of the trainer's: weights and optimizer, sharded
+_TORCH_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")
+_LIONS = ("lion_32bit",)
+_Base: Any = Trainer if TYPE_CHECKING else object
+
+
+class GeminiTrainerMixin(_Base):  # type: ignore[misc]
+    """Before a trainer built on `transformers.Trainer`: `class T(GeminiTrainerMixin, SFTTrainer)`.
+
+    Everything stays the trainer's own, but that the model is a `GeminiDDP` while it trains and
+    evaluates, that its optimizer is this project's, and that saving is collective: weights where
+    `from_pretrained` finds them, written a chunk at a time, and a sharded checkpoint that resumes
+    at any world size.
+
+    gemini, adam: as in `GeminiAccelerator`.
+
+    Raises ValueError for an `args.optim` that has no sharded form, for `save_on_each_node`, and as
+    `GeminiAccelerator` does.
+    """
+
+    model: Any
+    model_wrapped: Any
+    optimizer: Any
+    optimizer_cls_and_kwargs: Any
+    _asked: tuple[Mapping[str, Any] | None, Mapping[str, Any] | None]
+
+    def __init__(
+        self,
+        *args: Any,
+        gemini: Mapping[str, Any] | None = None,
+        adam: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._asked = (gemini, adam)
+        super().__init__(*args, **kwargs)
+        if isinstance(self.model, GeminiDDP):
+            self._shard()
+
+    def create_accelerator_and_postprocess(self) -> None:
+        _check_arguments(self.args)
+        if self.args.n_gpu > 1:
+            self.args._n_gpu = 1  # one process has one device, and no DataParallel
+        super().create_accelerator_and_postprocess()
+        GeminiAccelerator.of(self.accelerator, *self._asked)
+
+    @property
+    def _sharded(self) -> GeminiDDP | None:
+        """The model, once it is wrapped."""
+        wrapped = getattr(self, "model_wrapped", None)
+        if isinstance(wrapped, GeminiDDP) and not wrapped.engine.is_unwrapped:
+            return wrapped
+        return None
+
+    def _shard(self) -> GeminiDDP:
+        """The model, wrapped now if it is not yet. `self.model` is the inner one from then on."""
+        wrapped = self._sharded
+        if wrapped is None or self.model is wrapped:
+            wrapped = self.model_wrapped = self.accelerator.prepare_model(self.model)
+            self.model = wrapped.module
+        assert isinstance(wrapped, GeminiDDP)
+        return wrapped
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """The trainer's own, over the wrapped model; a Lion is this project's from the start."""
+        self._shard()
+        if self.optimizer is None and self.optimizer_cls_and_kwargs is None:
+            self._check_optim()
+            if str(self.args.optim.value) in _LIONS:
+                return self._create_lion()
+        found: torch.optim.Optimizer = super().create_optimizer(self.model)
+        return found
+
+    def _check_optim(self) -> None:
+        name = str(self.args.optim.value)
+        if name not in (*_TORCH_OPTIMIZERS, *_LIONS):
+            raise ValueError(
+                f"args.optim={name!r} has no form whose state is sharded; expected one of "
+                f"{', '.join((*_TORCH_OPTIMIZERS, *_LIONS))}, or optimizers=(...)"
+            )
+
+    def _create_lion(self) -> torch.optim.Optimizer:
+        args = self.args
+        options = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2)}
+        self.optimizer_cls_and_kwargs = (HybridLion, options | dict(self._asked[1] or {}))
+        lion = super().create_optimizer(self.model)
+        self.optimizer_cls_and_kwargs = None
+        self.optimizer = self.accelerator.accept(lion)
+        prepared: torch.optim.Optimizer = self.optimizer
+        return prepared
+
+    def _wrap_model(
+        self, model: nn.Module, training: bool = True, dataloader: Any = None
+    ) -> nn.Module:
+        """The wrapped model, also to evaluate with."""
+        if isinstance(model, GeminiDDP) or model is self.model:
+            return self._shard()
+        wrapped: nn.Module = super()._wrap_model(model, training, dataloader)
+        return wrapped
+
+    def _update_auto_batch_size(self, batch_size: int) -> None:
+        """After memory ran out: the model stays wrapped, and goes on without its gradients."""
+        self._train_batch_size = batch_size
+        if self._sharded is not None:
+            self._sharded.zero_grad()
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Weights (or the adapter's) where `from_pretrained` finds them. All ranks call."""
+        folder = Path(self.args.output_dir if output_dir is None else output_dir)
+        model = self._shard()
+        if is_adapted(model.module):
+            write_adapter(folder, model)
+        else:
+            write_weights(folder, model)
+        Ranks(model, "save_model()").together(lambda: self._save_beside(folder))
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_beside(self, folder: Path) -> None:
+        """What else the trainer writes with weights, on the rank that writes."""
+        if not self.args.should_save:
+            return
+        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        torch.save(self.args, folder / TRAINING_ARGS_NAME)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        optimizer = self.optimizer.optimizer
+        save_checkpoint(Path(output_dir) / CHECKPOINT, self._shard(), optimizer, self.lr_scheduler)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        folder = None if checkpoint is None else Path(checkpoint) / CHECKPOINT
+        if folder is None or not folder.is_dir():  # none, weights alone, or plain Trainer's
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        load_checkpoint(folder, self._shard(), self.optimizer.optimizer, self.lr_scheduler)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if not (Path(resume_from_checkpoint) / CHECKPOINT).is_dir():
+            self._load_weights(Path(resume_from_checkpoint))
+        # else they come with the optimizer
+
+    def _load_best_model(self) -> None:
+        self._load_weights(Path(self.state.best_model_checkpoint))
+
+    def _load_weights(self, folder: Path) -> None:
+        model = self._shard()
+        if is_adapted(model.module):
+            load_adapter(folder, model)
+        else:
+            import_safetensors(folder, model)
+
+
+class GeminiTrainer(GeminiTrainerMixin, Trainer):  # type: ignore[misc]
+    """`transformers.Trainer(model, args, ...)` with `gemini=` and `adam=`; see the mixin."""
+
+
+def _check_arguments(args: Any) -> None:
+    names = ("deepspeed", "fsdp", "parallelism_config")
+    given = [name for name in names if getattr(args, name, None)]
+    if given:
+        raise ValueError(
+            f"args.{given[0]} with a GeminiTrainer; expected none: GeminiDDP shards the model "
+            "itself, by gemini=dict(placement_policy=...)"
+        )
+    if args.save_on_each_node:
+        raise ValueError(
+            "save_on_each_node=True with a GeminiTrainer; expected False: a checkpoint is one "
+            "folder that all ranks write to, on a disk they share"
+        )
+    if args.fp16_full_eval or args.bf16_full_eval:
+        raise ValueError(
+            "fp16_full_eval or bf16_full_eval with a GeminiTrainer; expected neither: it evaluates "
+            "in the precision it trains in, gemini=dict(precision=...)"
+        )

@@ -1,0 +1,194 @@
+"""What works through each trainer, and which test shows it: the tables of docs/trainers.md.
+
+`make readme-tables` writes them; a test compares, and looks for every test that is named.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One thing that people do with a trainer."""
+
+    what: str
+    how: str  # in a few words: as it works here, or "refused: " and what to do
+    test: str  # "FILE::NAME", FILE below tests/
+
+
+OPTIMIZERS = (
+    Row(
+        "`torch.optim.AdamW`, `Adam`",
+        "become `HybridAdam`: L2 and decoupled decay, `amsgrad`, `maximize`, groups, a rate that "
+        "is a tensor",
+        "integrations/test_torch_optimizers.py::test_updates_and_schedules_are_torchs",
+    ),
+    Row(
+        "`torch.optim.SGD`",
+        "becomes `HybridSGD`: momentum, dampening, nesterov, `maximize`",
+        "integrations/test_torch_optimizers.py::test_updates_and_schedules_are_torchs",
+    ),
+    Row(
+        "a `Lion`",
+        "becomes `HybridLion`; options that change its formula are refused by name",
+        "integrations/test_torch_optimizers.py::test_a_decoupled_lion_is_refused",
+    ),
+    Row(
+        "state that it has",
+        "is taken over",
+        "integrations/test_torch_optimizers.py::test_state_that_it_has_goes_on",
+    ),
+    Row(
+        "another optimizer, a subclass, a replaced `step`",
+        "refused, with what is taken",
+        "integrations/test_torch_optimizers.py"
+        "::test_what_has_no_meaning_here_is_refused_and_nothing_changes",
+    ),
+)
+
+_ACCELERATE = "integrations/test_accelerate.py::test_"
+_TRAINER = "integrations/test_trainer.py::test_"
+_PRETRAINED = "integrations/test_pretrained.py::test_"
+_RANKS = "dist/test_trainers.py::test_"
+_SCRIPTS = "borrowed/test_accelerate_scripts.py::test_"
+
+ACCELERATE = (
+    Row(
+        "`prepare`, in any order",
+        "models become `GeminiDDP`, torch's optimizers go on as this project's; no state travels",
+        f"{_ACCELERATE}any_order_of_prepare",
+    ),
+    Row(
+        "`accumulate`, `no_sync`, `clip_grad_norm_`, `clip_grad_value_`, `gather_for_metrics`",
+        "as under DDP, at 1, 2 and 4 ranks: losses, norms, rates and evaluation to 1e-5",
+        f"{_RANKS}accelerates_loop_is_ddps_and_its_state_goes_on",
+    ),
+    Row(
+        "`mixed_precision`",
+        '`"bf16"` and `"fp16"` with fp32 masters and a loss scale; without one, the dtype of the '
+        "parameters. fp8 is refused",
+        f"{_ACCELERATE}16_bits_stay_near_fp32",
+    ),
+    Row(
+        "`optimizer_step_was_skipped`",
+        "a step that overflowed moves no schedule",
+        f"{_ACCELERATE}an_overflow_moves_no_schedule",
+    ),
+    Row(
+        "`save_state`, `load_state`, hooks, registered objects, `automatic_checkpoint_naming`",
+        "a sharded checkpoint beside accelerate's small files, of any world size",
+        f"{_ACCELERATE}a_state_that_is_loaded_goes_on_with_the_same_bits",
+    ),
+    Row(
+        "`unwrap_model`, `get_state_dict`, `save_model`",
+        "the inner module, which stays wrapped; fp32 weights on rank 0; safetensors, written a "
+        "chunk at a time",
+        f"{_ACCELERATE}the_unwrapped_model_is_the_inner_one_and_saves_fp32",
+    ),
+    Row(
+        "`GradScalerKwargs`, `DistributedDataParallelKwargs(broadcast_buffers=)`",
+        "taken; a `comm_hook` is refused",
+        f"{_ACCELERATE}a_loss_scale_of_accelerates_is_taken",
+    ),
+    Row(
+        "`dynamo_backend`, `torch_compile`",
+        "the inner module is compiled, in place; regional compilation is refused",
+        f"{_ACCELERATE}a_compiled_model_trains_as_an_eager_one",
+    ),
+    Row(
+        "DeepSpeed, FSDP, Megatron and tensor-parallel plugins",
+        "refused: `GeminiDDP` shards the model itself",
+        f"{_ACCELERATE}another_plugin_is_refused_by_name",
+    ),
+    Row(
+        "`join_uneven_inputs` with uneven batches",
+        "refused: a rank without a batch takes no part in gathers",
+        f"{_SCRIPTS}accelerates_checks_pass_or_are_refused",
+    ),
+    Row(
+        "ranks that accelerate was not started with",
+        "refused: each would train on all data; on CPUs give `cpu=True`",
+        f"{_RANKS}ranks_that_accelerate_does_not_know_of_are_refused",
+    ),
+)
+
+TRANSFORMERS = (
+    Row(
+        "accumulation, clipping, schedules, evaluation",
+        "as plain Trainer, at 1, 2 and 4 ranks: losses, norms, rates and evaluation to 1e-5",
+        f"{_RANKS}trainers_losses_norms_rates_and_evaluation_are_ddps",
+    ),
+    Row(
+        "state on NVMe, activation checkpointing, `eval_on_start`",
+        "the same",
+        f"{_TRAINER}losses_norms_rates_and_evaluation_are_plain_trainers",
+    ),
+    Row(
+        "`args.optim`",
+        "`adamw_torch`, `adamw_torch_fused`, `sgd`, `lion_32bit`; any other is refused by name",
+        f"{_TRAINER}what_has_no_meaning_here_is_refused_by_name",
+    ),
+    Row(
+        "`bf16`, `fp16`, `gemini=dict(precision=)`",
+        "with fp32 masters; without either, the dtype of the parameters",
+        f"{_TRAINER}the_precision_is_the_arguments_own",
+    ),
+    Row(
+        "saving, resuming, `save_total_limit`, `save_only_model`",
+        "the same bits go on, also at another world size; weights are what `from_pretrained` finds",
+        f"{_RANKS}trainer_saves_resumes_and_says_what_plain_trainer_cannot",
+    ),
+    Row(
+        "a checkpoint of plain Trainer's",
+        "resumes",
+        f"{_TRAINER}a_plain_trainers_checkpoint_resumes",
+    ),
+    Row(
+        "`load_best_model_at_end`",
+        "into fp32 masters, a tensor at a time",
+        f"{_TRAINER}the_best_model_comes_back",
+    ),
+    Row(
+        "`auto_find_batch_size`",
+        "the model stays wrapped",
+        f"{_TRAINER}a_batch_that_does_not_fit_is_made_smaller",
+    ),
+    Row(
+        "`evaluate`, `predict` before training, `train` twice",
+        "as plain Trainer",
+        f"{_TRAINER}evaluation_and_prediction_need_no_training",
+    ),
+    Row(
+        "LoRA by peft",
+        "trains, resumes, comes back as the best; the adapter alone is saved",
+        f"{_PRETRAINED}lora_trains_saves_and_resumes_as_in_plain_trainer",
+    ),
+    Row(
+        "trainers of trl",
+        "`class T(GeminiTrainerMixin, SFTTrainer)`",
+        f"{_PRETRAINED}a_trainer_of_trl_takes_the_mixin",
+    ),
+    Row(
+        "plain `Trainer(GeminiDDP(model), ...)`",
+        "trains at one rank; at several it is refused, and names `GeminiTrainer`",
+        f"{_RANKS}trainer_saves_resumes_and_says_what_plain_trainer_cannot",
+    ),
+    Row(
+        "`deepspeed`, `fsdp`, `save_on_each_node`, `fp16_full_eval`, `bf16_full_eval`",
+        "refused by name",
+        f"{_TRAINER}what_has_no_meaning_here_is_refused_by_name",
+    ),
+)
+
+SUPPORTED: dict[str, tuple[Row, ...]] = {
+    "accelerate": ACCELERATE,
+    "transformers": TRANSFORMERS,
+    "optimizers": OPTIMIZERS,
+}
+
+
+def table(library: str) -> str:
+    """A markdown table of the library's rows."""
+    rows = [f"| {row.what} | {row.how} |" for row in SUPPORTED[library]]
+    return "\n".join(["| what | here |", "|---|---|", *rows])
