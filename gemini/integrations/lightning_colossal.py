@@ -73,9 +73,7 @@ class ColossalAIStrategy(GeminiStrategy):
                 "GeminiStrategy(min_chunk_size_m=0, search_range_m=0)"
             )
         if chunk_search_n_grids <= 0:
-            raise ValueError(
-                f"chunk_search_n_grids={chunk_search_n_grids}; expected 1 or more"
-            )
+            raise ValueError(f"chunk_search_n_grids={chunk_search_n_grids}; expected 1 or more")
         self._is_precision_given = precision_plugin is not None
         searched = (chunk_search_range, min_chunk_size)
         search_range, least = searched if chunk_size is None else (0, chunk_size)

@@ -29,6 +29,14 @@ REGISTERED: dict[str, dict[str, Any]] = {
     "zero2": {"placement_policy": StaticPlacement(shard_param_frac=0.0)},
 }
 REDIRECTED = "wrapped_forward"  # what Lightning calls the forward that leads to a step
+# a GradScaler as Lightning makes one, by its own names
+_SCALER = {
+    "scale": 2.0**16,
+    "growth_factor": 2.0,
+    "backoff_factor": 0.5,
+    "growth_interval": 2000,
+    "_growth_tracker": 0,
+}
 # what the strategies give to GeminiDDP themselves
 _TAKEN = ("module", "device", "placement_policy", "precision", "process_group", "cast_inputs")
 _OPTIONS = frozenset(inspect.signature(GeminiDDP).parameters) - set(_TAKEN)
@@ -80,7 +88,7 @@ def precision_of(plugin: FabricPrecision) -> str:
             f"{', '.join(PRECISIONS)} as the Trainer's precision=, or a GeminiPrecision"
         )
     scaler = getattr(plugin, "scaler", None)
-    if scaler is not None and scaler.state_dict() != type(scaler)().state_dict():
+    if scaler is not None and _SCALER | scaler.state_dict() != _SCALER:
         raise ValueError(
             "a GradScaler with options of its own does nothing here; expected none, and the "
             "strategy's loss_scale=optim.LossScale(...)"

@@ -37,7 +37,6 @@ from .lightning_shared import (
     GeminiPrecision,
     StepCasts,
     check_options,
-    inner,
     precision_of,
     resolved_precision,
     wrap,
@@ -67,7 +66,7 @@ class GeminiStrategy(DDPStrategy):
 
     When a fit or an evaluation is over, the module is a plain one on the CPU again, with fp32
     values, and no file is left; the optimizer's state is gone, so save within the fit. After an
-    error at several ranks it stays as it was.
+    error at several ranks the module stays wrapped, as the others may not come to unwrap it.
 
     Raises TypeError for an option that is none, ValueError for what Lightning asks for and this
     strategy cannot do.
@@ -153,6 +152,7 @@ class GeminiStrategy(DDPStrategy):
         self.accelerator.setup(trainer)
         self._has_failed = False
         self._refuse(trainer)
+        self._reset_optimizers_and_schedulers()  # those of a fit before this
         self.model = self._setup_model(self.model)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -170,6 +170,11 @@ class GeminiStrategy(DDPStrategy):
             raise ValueError(
                 f"gradient_clip_val={trainer.gradient_clip_val} and the strategy's max_norm="
                 f"{self._options['max_norm']}: a step clips once; expected one of the two"
+            )
+        if precision == "fp16" and not trainer.lightning_module.automatic_optimization:
+            raise ValueError(
+                "automatic_optimization=False in fp16: a backward inside training_step carries no "
+                'loss scale; expected precision="bf16-mixed" or "32-true"'
             )
         averaging = [
             type(callback).__name__ for callback in getattr(trainer, "callbacks", ())
@@ -191,7 +196,6 @@ class GeminiStrategy(DDPStrategy):
         return wrapped
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        self._reset_optimizers_and_schedulers()
         super().setup_optimizers(trainer)
         if len(self.optimizers) != 1:
             names = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
@@ -309,8 +313,7 @@ class GeminiStrategy(DDPStrategy):
     @property
     def _tiered(self) -> TieredOptimizer | None:
         """The optimizer that this fit has."""
-        found = [inner(o) for o in self.optimizers if not isinstance(o, _MockOptimizer)]
-        return found[0] if found else None
+        return next((one for one in self.optimizers if isinstance(one, TieredOptimizer)), None)
 
     # -- the end --
 
