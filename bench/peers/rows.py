@@ -27,7 +27,7 @@ def rows(device: str, budgets: Sequence[str]) -> tuple[Row, ...]:
     """All of them, in the order of the table. `budgets`: of the device, for `ours/auto`."""
     cuda = device != "cpu"
     plain, fsdp2, deepspeed, ours = "torch_adamw", "fsdp2", "deepspeed_zero", "ours"
-    offload = {"offload": True}
+    lightning, offload = "lightning_fit", {"offload": True}
     return (
         Row("torch/adamw-bf16", plain, "resident", {"autocast": False}),
         Row("torch/adamw-autocast", plain, "resident", {"autocast": True}),
@@ -43,6 +43,8 @@ def rows(device: str, budgets: Sequence[str]) -> tuple[Row, ...]:
         Row("ours/half-nvme", ours, "offload", {"nvme_fraction": 0.5}),
         Row("ours/nvme", ours, "offload", {"nvme_fraction": 1.0}),
         Row("ours/w2", ours, "ranks", world_size=2),
+        Row("torch/lightning", lightning, "resident", {"strategy": "auto"}),
+        Row("ours/lightning", lightning, "resident", {"strategy": "gemini"}),
         *(
             Row(f"ours/auto-{budget}", ours, "offload", {"device_budget": budget})
             for budget in budgets

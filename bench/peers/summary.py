@@ -24,6 +24,8 @@ ASKED: tuple[tuple[str, str, str, float], ...] = (
     ("ours/w2", "fsdp2/w2", "peak_rss_mib", 1.00),
     ("ours/resident", "deepspeed/zero3", "startup_seconds", 0.50),
     ("ours/nvme", "deepspeed/zero3-nvme", "startup_seconds", 0.50),
+    ("ours/lightning", "torch/lightning", "step_seconds", 1.02),
+    ("ours/lightning", "torch/lightning", "peak_rss_mib", 1.01),
 )
 
 

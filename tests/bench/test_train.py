@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 NAMES = [
     "torch/adamw-bf16", "torch/adamw-autocast", "fsdp2/w1", "fsdp2/w2", "deepspeed/zero3",
     "deepspeed/zero3-cpu", "deepspeed/zero3-nvme", "ours/resident", "ours/half-nvme", "ours/nvme",
-    "ours/w2", "ours/auto-1.5GiB",
+    "ours/w2", "torch/lightning", "ours/lightning", "ours/auto-1.5GiB",
 ]  # fmt: skip
 KEYS = {
     "name", "step_seconds", "forward_seconds", "backward_seconds", "optimizer_seconds",
