@@ -77,7 +77,10 @@ def decoded(blob: torch.Tensor | None, path: Path, weights_only: bool | None) ->
 
 def refuse_changed(checkpoint: Mapping[str, Any], key: str) -> None:
     """Raise ValueError where a hook put values in the place of what is streamed."""
-    if not isinstance(checkpoint.get(key, Streamed()), Streamed) or checkpoint.get(key):
+    found = checkpoint.get(key, ())
+    for part in found if isinstance(found, (list, tuple)) else (found,):
+        if isinstance(part, Streamed) and not part:
+            continue
         raise ValueError(
             f"a hook or callback has put its own values into checkpoint[{key!r}], which a sharded "
             'save streams; expected it unchanged (give the strategy checkpoint="full")'

@@ -13,11 +13,11 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.strategies.strategy import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
 
+from gemini.checkpoint.folder import LATEST
 from gemini.ddp import GeminiDDP
 from gemini.placement.policy import Placement, parse_placement
 from gemini.runtime.materialise import init_empty
@@ -56,7 +56,8 @@ class GeminiStrategy(DDPStrategy):
     checkpoint: `"sharded"` saves a folder to which every rank streams its part, `"full"` one file
         that a Trainer without this strategy loads, for which rank 0 gathers everything. Either kind
         is loaded, at any world size.
-    precision: `"fp32"`, `"bf16"`, `"fp16"`; None is `Trainer(precision=)`.
+    precision: `"fp32"`, `"bf16"`, `"fp16"`; None is `Trainer(precision=)`. On a CPU Lightning makes
+        bf16 of its "16-mixed", with a warning: there fp16 is said here.
     empty_init: `configure_model` runs under `gemini.init_empty`, so modules that initialise
         themselves are never whole on a rank. Values that it loads or sets there are lost.
     options: of `GeminiDDP`: `max_norm`, `loss_scale`, `keep_fp32`, ...
@@ -277,8 +278,9 @@ class GeminiStrategy(DDPStrategy):
                 f"storage_options={storage_options!r} is for a file; expected None, or "
                 'checkpoint="full"'
             )
-        refuse_changed(checkpoint, "state_dict")
-        with_state = bool(checkpoint.get("optimizer_states"))
+        for key in ("state_dict", "optimizer_states"):
+            refuse_changed(checkpoint, key)
+        with_state = bool(checkpoint.get("optimizer_states"))  # else weights alone were asked for
         assert self.model is not None
         save_folder(
             Path(self.broadcast(str(filepath))),
@@ -300,6 +302,12 @@ class GeminiStrategy(DDPStrategy):
         blob = load_folder(path, self.model, self._tiered, strict=module.strict_loading)
         found = decoded(self.broadcast(blob), path, weights_only)
         return {**found, "state_dict": Streamed()}
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        super().remove_checkpoint(filepath)
+        latest = Path(filepath).parent / LATEST
+        if self.is_global_zero and latest.is_symlink() and not latest.exists():
+            latest.unlink()
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if not self._was_streamed:
@@ -334,7 +342,7 @@ class GeminiStrategy(DDPStrategy):
         for plugin in (self.cluster_environment, self.precision_plugin, self.accelerator):
             assert plugin is not None
             plugin.teardown()
-        Strategy.checkpoint_io.fget(self).teardown()  # type: ignore[attr-defined]
+        self.checkpoint_io.teardown()
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

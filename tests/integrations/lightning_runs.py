@@ -83,6 +83,33 @@ class Net(LightningModule):
         }
 
 
+class ByHand(Net):
+    """Calls backward and steps by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss = self.loss(batch)
+        self.losses.append(loss.item())
+        self.optimizers().zero_grad()
+        self.manual_backward(loss)
+        self.optimizers().step()
+        self.lr_schedulers().step()
+
+
+class Tuned(Net):
+    """Has a rate that a finder may set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lr, self.batch_size = 0.05, 2
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=self.lr, eps=0.01)
+
+
 def loader(rows: int = ROWS) -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(3)
     data = TensorDataset(

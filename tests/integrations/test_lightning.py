@@ -34,7 +34,16 @@ from gemini.integrations.lightning import (
     GeminiStrategy,
 )
 from optim import HybridAdam, HybridSGD, LossScale
-from tests.integrations.lightning_runs import ADAM, SMALL, Net, SaveAt, loader, trainer
+from tests.integrations.lightning_runs import (
+    ADAM,
+    SMALL,
+    ByHand,
+    Net,
+    SaveAt,
+    Tuned,
+    loader,
+    trainer,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -265,16 +274,6 @@ def test_torchs_sgd_is_converted_and_its_schedule_follows(tmp_path):
     torch.testing.assert_close(got["losses"], want["losses"], rtol=1e-5, atol=0)
 
 
-class ByHand(by_hand(Net)):
-    def training_step(self, batch, i):
-        loss = self.loss(batch)
-        self.losses.append(loss.item())
-        self.optimizers().zero_grad()
-        self.manual_backward(loss)
-        self.optimizers().step()
-        self.lr_schedulers().step()
-
-
 class Thaws(Net):
     """Its body is frozen at first."""
 
@@ -299,15 +298,6 @@ def finetuning():
     return Finetuning()
 
 
-class Tuned(Net):
-    def __init__(self):
-        super().__init__()
-        self.lr, self.batch_size = 0.05, 2
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=self.lr, eps=0.01)
-
-
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
@@ -327,7 +317,7 @@ def test_other_loops_are_those_of_ddp(tmp_path, kind, options):
         found.append([*module.losses, getattr(module, "lr", 0.0)])
     assert len(found[0]) > 4
     torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=0)
-    assert not [name for name in os.listdir(tmp_path) if name.startswith(".lr_find")]
+    assert os.listdir(tmp_path) == []
 
 
 def test_the_batch_size_finder_is_refused_by_name(tmp_path):
@@ -482,6 +472,14 @@ def test_values_that_a_hook_saves_for_weights_are_not_dropped(tmp_path):
 
     with pytest.raises(ValueError, match=r"checkpoint\['state_dict'\].*checkpoint=\"full\""):
         trainer(ours(), tmp_path, callbacks=[SaveAt(tmp_path / "x", 1)]).fit(Replaces(), loader())
+
+    class ReplacesState(Net):
+        def on_save_checkpoint(self, checkpoint):
+            checkpoint["optimizer_states"] = [{"state": {}}]
+
+    with pytest.raises(ValueError, match=r"checkpoint\['optimizer_states'\]"):
+        run = trainer(ours(), tmp_path, callbacks=[SaveAt(tmp_path / "x", 1)])
+        run.fit(ReplacesState(), loader())
 
     class Reads(Net):
         def on_save_checkpoint(self, checkpoint):

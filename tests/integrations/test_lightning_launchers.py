@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -42,13 +43,13 @@ def started(folder, how):
     """A process that runs the script; what runs it is `how`."""
     script = folder / "script.py"
     script.write_text(SCRIPT)
-    torchrun = [*["-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0"]]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     command = [*(torchrun if how == "torchrun" else []), str(script), how, str(folder)]
     paths = os.pathsep.join([str(ROOT), str(ROOT / "io")])
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         [sys.executable, *command], env=environment, cwd=folder,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
     )  # fmt: skip
 
 
@@ -57,7 +58,7 @@ def ended(process, seconds=200):
     try:
         said, _ = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
-        process.kill()
+        os.killpg(process.pid, signal.SIGKILL)  # and the ranks that it started
         said, _ = process.communicate()
         raise AssertionError(f"still running after {seconds} s:\n{said}") from None
     return process.returncode, said

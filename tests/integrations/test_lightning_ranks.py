@@ -104,6 +104,20 @@ def averaged(folder, chosen, kind):
     )  # fmt: skip
 
 
+def other_loops(folder, chosen):
+    """Losses with manual optimization, and behind a finder of the rate; and that rate."""
+    from lightning.pytorch.callbacks import LearningRateFinder
+
+    from tests.integrations.lightning_runs import ByHand, Tuned, loader, trainer
+
+    finder = LearningRateFinder(min_lr=1e-3, num_training_steps=6)
+    one, two = ByHand(), Tuned()
+    trainer(chosen(), folder, limit_val_batches=0).fit(one, loader())
+    run = trainer(chosen(), folder, limit_val_batches=0, callbacks=[finder])
+    run.fit(two, loader())
+    return [*one.losses, *two.losses, two.lr]
+
+
 def counted(folder, accumulate):
     """Chunks, and reductions of them, of a fit of one step."""
     from gemini.runtime.comm import Communicator
@@ -136,6 +150,9 @@ def work(rank, folder):
         found[case] = found["plain"][0], fit(folder, strategy({}, **own), precision=precision)
     found["evaluations"] = tuple(
         evaluations(folder, chosen) for chosen in (lambda: "ddp", lambda: strategy({}))
+    )
+    found["other loops"] = tuple(
+        other_loops(folder, chosen) for chosen in (lambda: "ddp", lambda: strategy({}))
     )
     world = dist.get_world_size()
     found["resumed"] = (
@@ -219,6 +236,13 @@ def test_16_bits_train_as_fp32_does_to_their_precision(world_size, case):
 def test_validation_test_and_prediction_need_no_fit(world_size):
     for found in results(world_size):
         want, got = found["evaluations"]
+        close(got, want)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_manual_optimization_and_a_finder_of_the_rate_are_those_of_ddp(world_size):
+    for found in results(world_size):
+        want, got = found["other loops"]
         close(got, want)
 
 
