@@ -38,10 +38,11 @@ def wrap(model: Any, job: Job, given: dict[str, Any]) -> Trainer:
     from torch import optim
 
     device = torch.device(job.device).type
-    quiet = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
+    names = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
+    quiet: dict[str, Any] = dict.fromkeys(names, False)
     fit = Lightning(
         accelerator="gpu" if device == "cuda" else device, devices=1, max_epochs=1,
-        use_distributed_sampler=False, default_root_dir=job.folder, **dict.fromkeys(quiet, False),
+        use_distributed_sampler=False, default_root_dir=job.folder, **quiet,
         **given["Trainer"],
     )  # fmt: skip
     module = _module(model, lambda params: optim.AdamW(params, **given["AdamW"]))

@@ -13,6 +13,8 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from gemini.integrations.lightning import GeminiStrategy
+
 WIDTH = 24
 ROWS = 96
 BATCH = 3
@@ -110,6 +112,30 @@ class Tuned(Net):
         return torch.optim.AdamW(self.parameters(), lr=self.lr, eps=0.01)
 
 
+class Later(Net):
+    """Makes its layers when it is asked to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.body, self.head
+        self.body = None
+        self.was_meta: list[bool] = []
+
+    def configure_model(self) -> None:
+        if self.body is None:
+            torch.manual_seed(0)
+            self.body = nn.Linear(24, 31)
+            self.head = nn.Linear(31, 5)
+            self.was_meta.append(self.head.weight.is_meta)
+
+
+class LaterAsInLightning1(Later):
+    configure_model = LightningModule.configure_model
+
+    def configure_sharded_model(self) -> None:
+        Later.configure_model(self)
+
+
 def loader(rows: int = ROWS) -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(3)
     data = TensorDataset(
@@ -118,6 +144,11 @@ def loader(rows: int = ROWS) -> DataLoader[Any]:
         torch.arange(rows),
     )
     return DataLoader(data, batch_size=BATCH)
+
+
+def ours(**options: Any) -> GeminiStrategy:
+    """With chunks so small that there are several."""
+    return GeminiStrategy(**{**SMALL, **options})
 
 
 def trainer(strategy: Any, folder: Path | str, **options: Any) -> Trainer:

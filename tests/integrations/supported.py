@@ -42,8 +42,7 @@ OPTIMIZERS = (
     Row(
         "another optimizer, a subclass, a replaced `step`",
         "refused, with what is taken",
-        "integrations/test_torch_optimizers.py"
-        "::test_what_has_no_meaning_here_is_refused_and_nothing_changes",
+        "integrations/test_torch_optimizers.py::test_what_has_no_meaning_here_is_refused_and_nothing_changes",
     ),
 )
 
@@ -52,20 +51,18 @@ LIGHTNING = (
         "`Trainer(strategy=GeminiStrategy(...))`",
         "losses, norms, rates, evaluation and weights are those of Lightning's DDP at 1, 2 and 4 "
         "ranks; with accumulation, clipping by norm and by value, state on NVMe",
-        "integrations/test_lightning_ranks.py"
-        "::test_losses_norms_rates_and_evaluation_are_those_of_ddp",
+        "integrations/test_lightning_ranks.py::test_losses_norms_rates_and_evaluation_are_those_of_ddp",
     ),
     Row(
         '`"gemini"`, `"gemini_nvme"`, `"zero1"`, `"zero2"`',
         "registered with Trainer and Fabric by importing `gemini.integrations.lightning`",
-        "integrations/test_lightning.py::test_registered_names_place_what_they_say",
+        "integrations/test_lightning_names.py::test_registered_names_place_what_they_say",
     ),
     Row(
         "`Trainer(precision=)`",
         '`"32-true"`, `"bf16-mixed"` and `"bf16-true"` (one thing here: masters are fp32), '
         '`"16-mixed"`; targets keep their bits',
-        "integrations/test_lightning.py"
-        "::test_modules_compute_in_the_precision_and_targets_keep_their_bits",
+        "integrations/test_lightning.py::test_modules_compute_in_the_precision_and_targets_keep_their_bits",
     ),
     Row(
         '`precision=` `"16-true"`, `"64-true"`, plugins that cast or scale',
@@ -91,8 +88,7 @@ LIGHTNING = (
     Row(
         '`GeminiStrategy(checkpoint="full")`',
         "one file that a plain Trainer goes on from; a plain Trainer's file is taken too",
-        "integrations/test_lightning_ranks.py"
-        "::test_a_file_of_either_strategy_goes_on_with_the_other",
+        "integrations/test_lightning_ranks.py::test_a_file_of_either_strategy_goes_on_with_the_other",
     ),
     Row(
         "memory of a save",
@@ -102,23 +98,22 @@ LIGHTNING = (
     Row(
         "`trainer.save_checkpoint` after `fit`",
         "with `weights_only=True`; the optimizer's state ends with the fit",
-        "integrations/test_lightning.py::test_weights_alone_are_saved_and_cannot_be_gone_on_from",
+        "integrations/test_lightning_checkpoints.py::test_weights_alone_are_saved_and_cannot_be_gone_on_from",
     ),
     Row(
         "`configure_model`, `configure_sharded_model`, `init_module(empty_init=True)`",
         "with `GeminiStrategy(empty_init=True)` no rank ever holds the model",
-        "integrations/test_lightning.py"
-        "::test_a_model_that_is_made_late_may_have_no_memory_until_it_is_wrapped",
+        "integrations/test_lightning_loops.py::test_a_model_that_is_made_late_may_have_no_memory_until_it_is_wrapped",
     ),
     Row(
         "the module after a fit",
         "a plain one on the CPU with fp32 values; no file is left",
-        "integrations/test_lightning.py::test_a_fit_leaves_a_plain_module_and_no_files",
+        "integrations/test_lightning_loops.py::test_a_fit_leaves_a_plain_module_and_no_files",
     ),
     Row(
         "manual optimization, finetuning callbacks, `LearningRateFinder`",
         "as with DDP (manual optimization not in fp16)",
-        "integrations/test_lightning.py::test_other_loops_are_those_of_ddp",
+        "integrations/test_lightning_loops.py::test_other_loops_are_those_of_ddp",
     ),
     Row(
         "`StochasticWeightAveraging`, `EMAWeightAveraging`",
@@ -128,7 +123,7 @@ LIGHTNING = (
     Row(
         "`BatchSizeFinder`",
         "refused by Lightning, as for every strategy of several processes",
-        "integrations/test_lightning.py::test_the_batch_size_finder_is_refused_by_name",
+        "integrations/test_lightning_loops.py::test_the_batch_size_finder_is_refused_by_name",
     ),
     Row(
         "several optimizers, `sync_batchnorm=True`, `max_norm=` beside `gradient_clip_val=`",
@@ -138,8 +133,7 @@ LIGHTNING = (
     Row(
         "popen, torchrun, fork",
         "as with DDP: `start_method=`",
-        "integrations/test_lightning_launchers.py"
-        "::test_ranks_that_popen_torchrun_and_fork_start_train_alike",
+        "integrations/test_lightning_launchers.py::test_ranks_that_popen_torchrun_and_fork_start_train_alike",
     ),
     Row(
         "`Fabric(strategy=GeminiFabricStrategy(...))`",
@@ -149,7 +143,7 @@ LIGHTNING = (
     Row(
         "`ColossalAIStrategy(...)`",
         "its 21 parameters and its methods, on this; fp16 unless asked otherwise",
-        "integrations/test_lightning.py::test_colossal_ais_methods_do_what_they_did",
+        "integrations/test_lightning_names.py::test_colossal_ais_methods_do_what_they_did",
     ),
 )
 
