@@ -27,7 +27,7 @@ def rows(device: str, budgets: Sequence[str]) -> tuple[Row, ...]:
     """All of them, in the order of the table. `budgets`: of the device, for `ours/auto`."""
     cuda = device != "cpu"
     plain, fsdp2, deepspeed, ours = "torch_adamw", "fsdp2", "deepspeed_zero", "ours"
-    accelerate, trainer = "accelerate_loop", "trainer_loop"
+    accelerate, trainer, lightning = "accelerate_loop", "trainer_loop", "lightning_fit"
     offload = {"offload": True}
     return (
         Row("torch/adamw-bf16", plain, "resident", {"autocast": False}),
@@ -52,6 +52,8 @@ def rows(device: str, budgets: Sequence[str]) -> tuple[Row, ...]:
         Row("ours/accelerate", accelerate, "trainers", {"ours": True}),
         Row("torch/trainer", trainer, "trainers", {"ours": False}),
         Row("ours/trainer", trainer, "trainers", {"ours": True}),
+        Row("torch/lightning", lightning, "resident", {"strategy": "auto"}),
+        Row("ours/lightning", lightning, "resident", {"strategy": "gemini"}),
     )
 
 

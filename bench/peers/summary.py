@@ -28,6 +28,8 @@ ASKED: tuple[tuple[str, str, str, float], ...] = (
     ("ours/accelerate", "torch/accelerate", "peak_rss_mib", 1.01),
     ("ours/trainer", "torch/trainer", "step_seconds", 1.02),
     ("ours/trainer", "torch/trainer", "peak_rss_mib", 1.01),
+    ("ours/lightning", "torch/lightning", "step_seconds", 1.02),
+    ("ours/lightning", "torch/lightning", "peak_rss_mib", 1.01),
 )
 
 

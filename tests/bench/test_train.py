@@ -22,7 +22,7 @@ NAMES = [
     "torch/adamw-bf16", "torch/adamw-autocast", "fsdp2/w1", "fsdp2/w2", "deepspeed/zero3",
     "deepspeed/zero3-cpu", "deepspeed/zero3-nvme", "ours/resident", "ours/half-nvme", "ours/nvme",
     "ours/w2", "ours/auto-1.5GiB", "torch/accelerate", "ours/accelerate", "torch/trainer",
-    "ours/trainer",
+    "ours/trainer", "torch/lightning", "ours/lightning",
 ]  # fmt: skip
 KEYS = {
     "name", "step_seconds", "forward_seconds", "backward_seconds", "optimizer_seconds",
