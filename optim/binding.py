@@ -109,12 +109,7 @@ class BoundOptimizer(torch.optim.Optimizer):
                 f"a parameter of shape {tuple(param.shape)} has dtype {param.dtype}; "
                 "expected a floating one"
             )
-        if param.is_meta:
-            raise ValueError(
-                f"a parameter of shape {tuple(param.shape)} is on the meta device and has no "
-                "values; materialise the module before you make the optimizer"
-            )
-        if owner_of(param) is None:
+        if owner_of(param) is None and not param.is_meta:  # it may be made, and wrapped, by then
             check_plain(param)
 
     def bind(self) -> None:
@@ -175,6 +170,7 @@ class BoundOptimizer(torch.optim.Optimizer):
             self._owner = owner
         rule = self._rule
         if owner is None:
+            _check_made([param for param, _ in new])
             rule = self.rule_for([self.param_groups[index] for _, index in new])
             for params, group_of in alike(new):
                 self._targets.append(PlainTarget(params, group_of, rule, self._config))
@@ -247,6 +243,15 @@ class BoundOptimizer(torch.optim.Optimizer):
             self._bind()
         for target in self._targets:
             target.load_state(state["state"])
+
+
+def _check_made(params: Iterable[Tensor]) -> None:
+    for param in params:
+        if param.is_meta:
+            raise ValueError(
+                f"a parameter of shape {tuple(param.shape)} is on the meta device and has no "
+                "values; materialise the module, or wrap it, before the optimizer's first use"
+            )
 
 
 def waiting_for(params: Iterable[Tensor]) -> list[BoundOptimizer]:
