@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from bench import doc_tables
 from bench.demo import table as demo_table
 from bench.peers import summary
 from gemini.units import format_bytes
+from tests.integrations import supported
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench/results"
@@ -83,6 +85,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
 COMPUTED: dict[str, Callable[[], str]] = {
     "bytes": doc_tables.bytes_per_parameter,
     "placement-example": doc_tables.placement,
+    **{f"trainers-{name}": partial(supported.table, name) for name in supported.SUPPORTED},
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import weakref
 from collections import defaultdict
@@ -131,6 +132,24 @@ class BoundOptimizer(torch.optim.Optimizer):
                 "module.parameters()"
             )
 
+    def hand_over_to(self, other: torch.optim.Optimizer) -> None:
+        """`other`, over the same parameters in the same groups, becomes this one.
+
+        It keeps its group dictionaries, hooks and schedulers; this one is to be dropped.
+        """
+        followed = hasattr(other.step, "_wrapped_by_lr_sched")
+        groups = other.param_groups
+        for group, ours in zip(groups, self.param_groups, strict=True):
+            group.clear()
+            group.update(ours)
+        kept = {name: value for name, value in vars(other).items() if name != "step"}
+        own = {name: value for name, value in vars(self).items() if not name.endswith("_hooks")}
+        other.__class__ = type(self)
+        other.__dict__ = {**kept, **own, "param_groups": groups}
+        _alive.add(other)  # type: ignore[arg-type]
+        if followed:
+            _show_steps(other)
+
     def _flat_params(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
 
@@ -252,6 +271,20 @@ def _check_made(params: Iterable[Tensor]) -> None:
                 f"a parameter of shape {tuple(param.shape)} is on the meta device and has no "
                 "values; materialise the module, or wrap it, before the optimizer's first use"
             )
+
+
+def _show_steps(optimizer: torch.optim.Optimizer) -> None:
+    """Show its steps to the schedulers that were made before, as their own patch does."""
+    step, held = type(optimizer).step, weakref.ref(optimizer)
+
+    @functools.wraps(step)
+    def shown(*args: Any, **kwargs: Any) -> Any:
+        optimizer: Any = held()
+        optimizer._opt_called = True
+        return step(optimizer, *args, **kwargs)
+
+    shown._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = shown  # type: ignore[method-assign]
 
 
 def waiting_for(params: Iterable[Tensor]) -> list[BoundOptimizer]:

@@ -1,0 +1,162 @@
+"""torch's optimizers, as trainers make them, turned into this project's."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from optim import HybridAdam, HybridLion, HybridSGD
+from optim.base import TieredOptimizer
+
+log = logging.getLogger("gemini")
+
+Group = Mapping[str, Any]
+TAKEN = (
+    "torch.optim.AdamW, Adam and SGD, a Lion, and this project's HybridAdam, HybridSGD, HybridLion"
+)
+# where state lives and how it is updated: all that the given optimizer cannot say
+PLACES = ("nvme_offload_fraction", "nvme_offload_dir", "nvme_write_budget", "nvme", "cpu_path")
+# how others compute it, which changes no update but by rounding
+_IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """How options of one optimizer read as ours."""
+
+    ours: type[TieredOptimizer]
+    read: Callable[[Group], dict[str, Any]]
+    taken: frozenset[str]
+    without: Mapping[str, Any]  # options that ours lacks, with the value that changes nothing
+
+
+def convert(optimizer: torch.optim.Optimizer, **adam: Any) -> torch.optim.Optimizer:
+    """`optimizer`, which from now on is one of this project's; the same object.
+
+    So schedulers, hooks and whoever else holds it follow, made before or after. Parameters, groups
+    with their labels, and options stay; state that it has is taken over, by a collective where the
+    parameters are a wrapped module's. One of this project's is returned as it is.
+
+    adam: where state lives (`PLACES`), as in `optim.HybridAdam`, also for the others.
+
+    Raises ValueError, before anything changes, for an optimizer or an option that has no meaning
+    here, for `adam` options that the optimizer itself has, and for any with one of this project's.
+    """
+    if isinstance(optimizer, TieredOptimizer):
+        if adam:
+            raise ValueError(
+                f"{', '.join(adam)} given with a {type(optimizer).__name__}; expected no options "
+                "beside an optimizer of this project: give them where it is made"
+            )
+        return optimizer
+    kind = _kind(optimizer)
+    _check_places(adam)
+    for options in (optimizer.defaults, *optimizer.param_groups):
+        _check_options(optimizer, kind, options)
+    labels = [
+        {key: value for key, value in group.items() if key not in optimizer.defaults}
+        for group in optimizer.param_groups
+    ]
+    groups = [
+        {**own, **kind.read(group)}
+        for own, group in zip(labels, optimizer.param_groups, strict=True)
+    ]
+    was = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
+    ours = kind.ours(groups, **kind.read(optimizer.defaults), **adam)
+    if optimizer.state:
+        ours.load_state_dict(optimizer.state_dict())
+    ours.hand_over_to(optimizer)
+    log.info("%s goes on as %s, with the same groups and options", was, kind.ours.__name__)
+    return optimizer
+
+
+def _kind(optimizer: torch.optim.Optimizer) -> _Kind:
+    """Exact classes: what a subclass changes would be lost."""
+    found = _TORCH.get(type(optimizer))
+    if found is None and type(optimizer).__name__ == "Lion" and "betas" in optimizer.defaults:
+        found = _LION
+    if found is None:
+        raise ValueError(
+            f"a {type(optimizer).__module__}.{type(optimizer).__name__} has no form whose state "
+            f"is sharded; expected {TAKEN}"
+        )
+    if "step" in vars(optimizer) and not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        raise ValueError(
+            f"the step of this {type(optimizer).__name__} was replaced, which would be lost; "
+            "expected an optimizer as its class makes it: replace its step afterwards"
+        )
+    return found
+
+
+def _check_places(adam: Mapping[str, Any]) -> None:
+    for name in adam:
+        if name not in PLACES:
+            raise ValueError(
+                f"{name} beside an optimizer of torch's; expected one of {', '.join(PLACES)}: "
+                "what changes the update is the optimizer's own option"
+            )
+
+
+def _check_options(optimizer: torch.optim.Optimizer, kind: _Kind, options: Group) -> None:
+    for name in optimizer.defaults:
+        if name in kind.taken or name in _IMPLEMENTATION or name not in options:
+            continue
+        if name not in kind.without or options[name] != kind.without[name]:
+            raise ValueError(
+                f"{type(optimizer).__name__} has {name}={options[name]!r}, which "
+                f"{kind.ours.__name__} does not have; expected {sorted(kind.taken)}"
+            )
+    if kind is _LION and getattr(optimizer, "decoupled_wd", False):
+        raise ValueError(
+            "Lion with decoupled_weight_decay=True; expected weight decay times the rate: divide "
+            "weight_decay by the rate yourself"
+        )
+
+
+def _adam(group: Group) -> dict[str, Any]:
+    own = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
+    flags = {name: group[name] for name in ("amsgrad", "maximize")}
+    return {**own, **flags, "adamw_mode": group["decoupled_weight_decay"]}
+
+
+def _sgd(group: Group) -> dict[str, Any]:
+    names = ("lr", "momentum", "weight_decay", "dampening", "nesterov", "maximize")
+    found = {name: group[name] for name in names}
+    if not found["momentum"]:
+        found["dampening"] = 0  # of nothing; ours refuses it
+    return found
+
+
+def _lion(group: Group) -> dict[str, Any]:
+    return {name: group[name] for name in ("lr", "betas", "weight_decay")}
+
+
+_ADAM = _Kind(
+    HybridAdam,
+    _adam,
+    frozenset(
+        {"lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "decoupled_weight_decay"}
+    ),
+    {},
+)
+_SGD = _Kind(
+    HybridSGD,
+    _sgd,
+    frozenset({"lr", "momentum", "weight_decay", "dampening", "nesterov", "maximize"}),
+    {},
+)
+_LION = _Kind(
+    HybridLion,
+    _lion,
+    frozenset({"lr", "betas", "weight_decay"}),
+    {"maximize": False, "caution": False, "corrected_weight_decay": False, "cautious_factor": 1.0},
+)
+_TORCH: dict[type, _Kind] = {
+    torch.optim.AdamW: _ADAM,
+    torch.optim.Adam: _ADAM,
+    torch.optim.SGD: _SGD,
+}
