@@ -148,7 +148,7 @@ class BoundOptimizer(torch.optim.Optimizer):
         other.__dict__ = {**kept, **own, "param_groups": groups}
         _alive.add(other)  # type: ignore[arg-type]
         if followed:
-            _show_steps(other)
+            show_steps(other)
 
     def _flat_params(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
@@ -273,7 +273,7 @@ def _check_made(params: Iterable[Tensor]) -> None:
             )
 
 
-def _show_steps(optimizer: torch.optim.Optimizer) -> None:
+def show_steps(optimizer: torch.optim.Optimizer) -> None:
     """Show its steps to the schedulers that were made before, as their own patch does."""
     step, held = type(optimizer).step, weakref.ref(optimizer)
 
