@@ -24,6 +24,7 @@ from gemini.runtime.boundary import Boundary
 from gemini.runtime.comm import Communicator
 from gemini.runtime.digest import digest
 from gemini.runtime.engine import Engine
+from gemini.runtime.gradient_pass import ChangeGradient, map_gradients
 from gemini.runtime.gradients import named_gradients
 from gemini.runtime.hooks import GatherWhole, has_experts, hook_modules
 from gemini.runtime.integrity import Integrity
@@ -277,6 +278,15 @@ class GeminiDDP(ModuleFace):
         Collective, also where `full` is false: every rank must go through all of it.
         """
         return named_gradients(self.engine, full=full)
+
+    def map_gradients(self, change: ChangeGradient) -> None:
+        """`change(name, part)` of every parameter that has a gradient, between backward and step.
+
+        part: this rank's elements of the mean over ranks, flat, fp32, without loss scale; may be
+            changed in place, or another one of the shape is returned. A parameter may have none
+            here. Before gradients are clipped. Collective.
+        """
+        map_gradients(self.engine, change)
 
     def explain(self, name: str) -> str:
         """Where a parameter lives, why, and what it costs. Raises ValueError for no such name."""

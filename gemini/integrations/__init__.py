@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .booster import Booster as Booster
     from .gemini_plugins import GeminiPlugin as GeminiPlugin
-    from .gemini_plugins import LowLevelZeroPlugin as LowLevelZeroPlugin
     from .hybrid import HybridParallelPlugin as HybridParallelPlugin
     from .torch_plugins import TorchDDPPlugin as TorchDDPPlugin
     from .torch_plugins import TorchFSDPPlugin as TorchFSDPPlugin
+    from .zero_plugin import LowLevelZeroPlugin as LowLevelZeroPlugin
 
 _HOME = {
     "Booster": "booster",
     "GeminiPlugin": "gemini_plugins",
     "HybridParallelPlugin": "hybrid",
-    "LowLevelZeroPlugin": "gemini_plugins",
+    "LowLevelZeroPlugin": "zero_plugin",
     "TorchDDPPlugin": "torch_plugins",
     "TorchFSDPPlugin": "torch_plugins",
 }

@@ -12,7 +12,7 @@ from torch import nn
 
 from optim.loss_scale import LossScale
 
-from .gemini_plugins import TORCH_DOES, LowLevelZeroPlugin
+from .gemini_plugins import TORCH_DOES
 from .parts import (
     LOSS_SCALE,
     accept,
@@ -24,6 +24,7 @@ from .parts import (
 from .plugin import Plugin
 from .precision import BF16MixedPrecision, MixedPrecision, ScaledFP16
 from .torch_plugins import TorchDDPPlugin
+from .zero_plugin import LowLevelZeroPlugin
 
 _ONLY_DDP = {
     "broadcast_buffers": True,
