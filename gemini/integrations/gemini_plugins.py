@@ -26,7 +26,7 @@ from . import parts
 from .parts import LOSS_SCALE, accept, loss_scale_of, refuse_absent, refuse_meshes, refuse_others
 from .plugin import Plugin, check_over
 from .precision import MixedPrecision
-from .torch_optimizers import convert
+from .torch_optimizers import TAKEN, convert
 
 SEARCH_RANGE_M = 32  # the seeds' default, which here means: search freely
 TORCH_DOES = "torch's SDPA, fused norms and torch.compile do this already"
@@ -223,16 +223,14 @@ def wrap_gemini(
     """The wrapped module. The optimizer is one of this project's then, and updates its shards."""
     if optimizer is not None:
         check_over(optimizer, model)
-    if isinstance(optimizer, TieredOptimizer) and not optimizer.waits_for(_ids(model)):
-        raise ValueError(
-            "this optimizer has stepped over the plain module; expected one that has not: boost "
-            "first, then load its state"
-        )
-    if optimizer is not None and not optimizer.state:
+        ours = isinstance(optimizer, TieredOptimizer)
+        if optimizer.state or (ours and not optimizer.waits_for(_ids(model))):  # type: ignore[attr-defined]
+            raise ValueError(
+                f"this {type(optimizer).__name__} has state of the plain module; expected one that "
+                f"has not stepped (boost first, then load its state), of {TAKEN}"
+            )
         convert(optimizer)  # what it refuses, it refuses before anything is changed
     wrapped = GeminiDDP(model, **options)
-    if optimizer is not None:
-        convert(optimizer)
     if isinstance(optimizer, TieredOptimizer):
         optimizer.bind_to(wrapped.engine)
     if verbose and parts.rank() == 0:
