@@ -192,6 +192,7 @@ class GeminiDDP(ModuleFace):
         self.__class__ = face_of(type(self), type(module))  # type: ignore[assignment]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The inner module's. Raises RuntimeError where that was unwrapped."""
         if self._broadcasts_buffers:
             self.engine.come_together()
             self._broadcast_buffers()
