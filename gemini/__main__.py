@@ -1,4 +1,4 @@
-"""python -m gemini doctor [--json] [--dir FOLDER ...]"""
+"""python -m gemini doctor | check | run | benchmark"""
 
 from __future__ import annotations
 
@@ -7,19 +7,46 @@ import json
 import sys
 from collections.abc import Sequence
 
+_BENCHMARK = (
+    "There is no benchmark of tensor parallelism, because there is none yet. From a clone,\n"
+    "python -m bench.plan says whether a model fits and how fast it would be, and\n"
+    "python -m bench.train measures steps beside its peers.\n"
+)
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status 1 where something is missing without which it does not run."""
     parser = argparse.ArgumentParser(prog="python -m gemini")
     commands = parser.add_subparsers(dest="command", required=True)
-    doctor = commands.add_parser("doctor", help="what this machine has, and what is slow")
-    doctor.add_argument("--json", action="store_true", help="print the report as JSON")
-    doctor.add_argument(
-        "--dir", action="append", default=[], metavar="FOLDER",
-        help="a folder for files; may be given more than once",
-    )  # fmt: skip
-    options = parser.parse_args(arguments)
+    for name, says in (
+        ("doctor", "what this machine has, and what is slow"),
+        ("check", "the same, under the name that Colossal-AI has for it"),
+    ):
+        doctor = commands.add_parser(name, help=says)
+        doctor.add_argument("--json", action="store_true", help="print the report as JSON")
+        doctor.add_argument(
+            "--dir", action="append", default=[], metavar="FOLDER",
+            help="a folder for files; may be given more than once",
+        )  # fmt: skip
+        doctor.add_argument("-i", "--installation", action="store_true", help=argparse.SUPPRESS)
+    from gemini.integrations import run
 
+    runner = commands.add_parser("run", help="a script on all ranks: torchrun on every host")
+    run.add_arguments(runner)
+    commands.add_parser("benchmark", help="where to measure")
+    options = parser.parse_args(arguments)
+    if options.command == "run":
+        try:
+            return run.run(options)
+        except ValueError as error:
+            runner.error(str(error))
+    if options.command == "benchmark":
+        sys.stderr.write(_BENCHMARK)
+        return 2
+    return _doctor(options)
+
+
+def _doctor(options: argparse.Namespace) -> int:
     from gemini.doctor.measure import examine
     from gemini.doctor.report import judge, render
 

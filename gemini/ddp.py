@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gemini.chunk.dtypes import DTYPES
 from gemini.chunk.layout import ChunkLayout, training_layout
-from gemini.chunk.search import search_chunk_configuration
+from gemini.chunk.search import ChunkConfiguration, search_chunk_configuration
 from gemini.memtracer.collector import MemStatsCollector
 from gemini.memtracer.module_calls import GatherWhole, has_experts
 from gemini.memtracer.trace import Trace
@@ -25,6 +25,7 @@ from gemini.runtime.boundary import Boundary
 from gemini.runtime.comm import Communicator
 from gemini.runtime.digest import digest
 from gemini.runtime.engine import Engine
+from gemini.runtime.gradient_pass import ChangeGradient, map_gradients
 from gemini.runtime.integrity import Integrity
 from gemini.runtime.kept import KeepFp32, cast_at_boundary, kept_modules, param_dtypes
 from gemini.runtime.materialise import InitFn, Materialiser
@@ -64,9 +65,12 @@ class GeminiDDP(ModuleFace):
         the same run has the same bits, wherever its state lives.
     process_group: None is the default group, or no group where torch.distributed is not set up.
     search_range_m, hidden_dim, min_chunk_size_m: see `search_chunk_configuration`.
+    chunks: what that has found for this module before, with `dtype=` as it computes; nothing is
+        searched then.
     max_prefetch: chunks gathered ahead of their use.
     force_outputs_fp32: floating outputs are cast to fp32.
-    max_norm: every step clips gradients to this L2 norm over all parameters and ranks; 0 does not.
+    max_norm: every step clips gradients to this norm over all parameters and ranks; 0 does not.
+    norm_type: of it; above 0, or inf.
     loss_scale: options of the loss scale of fp16; None is `optim.LossScale()`, a number a scale
         that never changes.
     on_nonfinite: a gradient with a NaN or an Inf on any rank lets all of them `"skip"` the step,
@@ -96,9 +100,11 @@ class GeminiDDP(ModuleFace):
         search_range_m: float | None = None,
         hidden_dim: int | None = None,
         min_chunk_size_m: float = 32,
+        chunks: ChunkConfiguration | None = None,
         max_prefetch: int = 1,
         force_outputs_fp32: bool = False,
         max_norm: float = 0.0,
+        norm_type: float = 2.0,
         loss_scale: LossScale | float | None = None,
         on_nonfinite: str = "skip",
         keep_fp32: KeepFp32 | None = None,
@@ -117,6 +123,7 @@ class GeminiDDP(ModuleFace):
         numerics = Numerics(
             precision=precision,
             max_norm=max_norm,
+            norm_type=norm_type,
             loss_scale=as_loss_scale(loss_scale),
             on_nonfinite=on_nonfinite,
             master_weights=master_weights,
@@ -131,12 +138,15 @@ class GeminiDDP(ModuleFace):
         values = Materialiser(module, init_fn, init_state_dict)
         values.check()
         comm = Communicator(process_group)
-        chunks = search_chunk_configuration(
-            specs,
-            search_range_m=search_range_m,
-            hidden_dim=hidden_dim,
-            min_chunk_size_m=min_chunk_size_m,
-        )
+        if chunks is None:
+            chunks = search_chunk_configuration(
+                specs,
+                search_range_m=search_range_m,
+                hidden_dim=hidden_dim,
+                min_chunk_size_m=min_chunk_size_m,
+            )
+        chunks.check_specs(specs)
+        self.chunk_configuration = chunks
         if trace is not None:
             trace.check_model(specs)
         order = None if trace is None else trace.param_order(specs)
@@ -179,7 +189,7 @@ class GeminiDDP(ModuleFace):
         self._broadcast_buffers()
         self.engine.integrity = Integrity(module)
         self.engine.calls.hook(module, gather_whole)
-        self.__class__ = face_of(GeminiDDP, type(module))  # type: ignore[assignment]
+        self.__class__ = face_of(type(self), type(module))  # type: ignore[assignment]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The inner module's. Raises RuntimeError after `unwrap()`."""
@@ -269,6 +279,15 @@ class GeminiDDP(ModuleFace):
         Collective, also where `full` is false: every rank must go through all of it.
         """
         return named_gradients(self.engine, full=full)
+
+    def map_gradients(self, change: ChangeGradient) -> None:
+        """`change(name, part)` of every parameter that has a gradient, between backward and step.
+
+        part: this rank's elements of the mean over ranks, flat, fp32, without loss scale; may be
+            changed in place, or another one of the shape is returned. A parameter may have none
+            here. Before gradients are clipped. Collective.
+        """
+        map_gradients(self.engine, change)
 
     def explain(self, name: str) -> str:
         """Where a parameter lives, why, and what it costs. Raises ValueError for no such name."""

@@ -110,12 +110,7 @@ class BoundOptimizer(torch.optim.Optimizer):
                 f"a parameter of shape {tuple(param.shape)} has dtype {param.dtype}; "
                 "expected a floating one"
             )
-        if param.is_meta:
-            raise ValueError(
-                f"a parameter of shape {tuple(param.shape)} is on the meta device and has no "
-                "values; materialise the module before you make the optimizer"
-            )
-        if owner_of(param) is None:
+        if owner_of(param) is None and not param.is_meta:  # it may be made, and wrapped, by then
             check_plain(param)
 
     def bind(self) -> None:
@@ -153,7 +148,7 @@ class BoundOptimizer(torch.optim.Optimizer):
         other.__dict__ = {**kept, **own, "param_groups": groups}
         _alive.add(other)  # type: ignore[arg-type]
         if followed:
-            _show_steps(other)
+            show_steps(other)
 
     def _flat_params(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
@@ -194,6 +189,7 @@ class BoundOptimizer(torch.optim.Optimizer):
             self._owner = owner
         rule = self._rule
         if owner is None:
+            _check_made([param for param, _ in new])
             rule = self.rule_for([self.param_groups[index] for _, index in new])
             for params, group_of in alike(new):
                 self._targets.append(PlainTarget(params, group_of, rule, self._config))
@@ -268,7 +264,16 @@ class BoundOptimizer(torch.optim.Optimizer):
             target.load_state(state["state"])
 
 
-def _show_steps(optimizer: torch.optim.Optimizer) -> None:
+def _check_made(params: Iterable[Tensor]) -> None:
+    for param in params:
+        if param.is_meta:
+            raise ValueError(
+                f"a parameter of shape {tuple(param.shape)} is on the meta device and has no "
+                "values; materialise the module, or wrap it, before the optimizer's first use"
+            )
+
+
+def show_steps(optimizer: torch.optim.Optimizer) -> None:
     """Show its steps to the schedulers that were made before, as their own patch does."""
     step, held = type(optimizer).step, weakref.ref(optimizer)
 

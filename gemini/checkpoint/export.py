@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from gemini.ddp import GeminiDDP
 from gemini.runtime.full import full_parameters
@@ -23,37 +23,10 @@ from gemini.units import parse_bytes
 from nvme import calls
 
 from . import unfinished
-from .errors import CheckpointError, FormatError, on_disk
+from .errors import CheckpointError, on_disk
+from .lazy_tensors import DTYPE_NAMES, INDEX, LazyTensors, TensorSpec
 from .manifest import is_plain_name
 from .ranks import Ranks
-from .reading import read_json
-
-INDEX = "model.safetensors.index.json"
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """One tensor of a file."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 def export_safetensors(
@@ -62,12 +35,14 @@ def export_safetensors(
     *,
     max_shard_size: int | str = "5GB",
     dtype: torch.dtype | None = None,
+    prefix: str = "",
 ) -> None:
     """Write weights (fp32 masters, rounded once) where `from_pretrained` finds them. Collective.
 
     path: a new or empty folder, which is complete when it appears. Whole parameters are gathered a
         chunk at a time and written by rank 0. A `config` that can be saved is saved beside them.
     dtype: of floating tensors; None is what each had before it was wrapped.
+    prefix: before the names of files, and a dot.
 
     Raises CheckpointError on every rank.
     """
@@ -77,7 +52,7 @@ def export_safetensors(
     ranks.same("the path", str(target))
     specs, values = _content(model, dtype)
     writer = ranks.together(
-        lambda: SafetensorsWriter(target, specs, limit) if ranks.rank == 0 else None
+        lambda: SafetensorsWriter(target, specs, limit, prefix) if ranks.rank == 0 else None
     )
     failure: BaseException | None = None
     for name, value in values:  # collective: every rank goes through all of it
@@ -93,7 +68,7 @@ def export_safetensors(
         try:
             if failure is not None:
                 raise failure
-            _save_config(model, writer.folder)
+            save_config(model, writer.folder)
             writer.commit()
         except BaseException:
             writer.abandon()
@@ -127,7 +102,13 @@ def import_safetensors(
 class SafetensorsWriter:
     """Writes tensors in the order of their specs into as many files as it takes."""
 
-    def __init__(self, target: Path, specs: Sequence[TensorSpec], limit: int) -> None:
+    def __init__(
+        self, target: Path, specs: Sequence[TensorSpec], limit: int, prefix: str = ""
+    ) -> None:
+        before = f"{prefix}." if prefix else ""
+        if before and not is_plain_name(before):
+            raise CheckpointError(f"cannot export with prefix={prefix!r}; expected no slash in it")
+        self._index_name = f"{before}{INDEX}"
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
             raise CheckpointError(f"cannot export to {target}: it exists; give a new folder")
         self._target = target
@@ -143,7 +124,7 @@ class SafetensorsWriter:
                 unfinished.refuse(self.folder, target, "export")
         files = _files(specs, limit)
         self._names = [
-            f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))
+            f"{before}model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))
         ]
         self._coming = [
             (name, spec, i) for name, file in zip(self._names, files, strict=True)
@@ -178,7 +159,7 @@ class SafetensorsWriter:
         with on_disk("export to", self._target):
             self._close()
             text = json.dumps(self._index, indent=2).encode()
-            calls.write_whole(self.folder / INDEX, text)
+            calls.write_whole(self.folder / self._index_name, text)
             for path in self.folder.iterdir():
                 calls.sync_file(path)
             calls.sync_folder(self.folder)
@@ -199,78 +180,6 @@ class SafetensorsWriter:
             self._open = None
 
 
-class LazyTensors(Mapping[str, Tensor]):
-    """Tensors of a folder of safetensors, each read when it is asked for."""
-
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
-        from safetensors import safe_open
-
-        self.folder = folder
-        index = folder / INDEX
-        if index.exists():
-            names = _names_in(index)
-        else:
-            names = sorted(path.name for path in folder.glob("*.safetensors"))
-        if not names:
-            raise FormatError(f"{folder} has no safetensors")
-        self._file_of: dict[str, Any] = {}
-        for name in names:
-            try:
-                file = stack.enter_context(safe_open(folder / name, framework="pt"))
-            except Exception as error:
-                raise FormatError(f"{folder / name} cannot be read: {error}") from error
-            self._file_of.update((key, (file, key)) for key in file.keys())  # noqa: SIM118
-
-    def tie(self, tied: Iterable[Sequence[str]]) -> None:
-        """A tied parameter is there under each of its names if it is under one."""
-        for names in tied:
-            there = [name for name in names if name in self._file_of]
-            for name in names if there else ():
-                self._file_of.setdefault(name, self._file_of[there[0]])
-
-    def spec_of(self, name: str) -> TensorSpec:
-        """Its dtype and shape, which take no reading. Raises FormatError for another dtype."""
-        file, key = self._file_of[name]
-        found = file.get_slice(key)
-        dtypes = [dtype for dtype, said in _DTYPES.items() if said == found.get_dtype()]
-        if not dtypes:
-            raise FormatError(
-                f"{name} in {self.folder} has dtype {found.get_dtype()}; expected one of "
-                f"{', '.join(_DTYPES.values())}"
-            )
-        return TensorSpec(name, dtypes[0], tuple(found.get_shape()))
-
-    def __getitem__(self, name: str) -> Tensor:
-        file, key = self._file_of[name]
-        tensor: Tensor = file.get_tensor(key)
-        return tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._file_of)
-
-    def __len__(self) -> int:
-        return len(self._file_of)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._file_of  # and nothing is read, as by Mapping's own
-
-    def copy(self) -> dict[str, Tensor]:
-        """What a plain module's `load_state_dict` makes first; files are mapped, not read."""
-        return {name: self[name] for name in self}
-
-
-def _names_in(index: Path) -> list[str]:
-    """Of the files that an index names."""
-    try:
-        names = set(json.loads(read_json(index))["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise FormatError(f"{index} is no index of safetensors: {error!r:.200}") from error
-    for name in names:
-        if not is_plain_name(name):
-            raise FormatError(f"{index} names {name!r:.80}, expected files of its folder")
-    return sorted(names)
-
-
 def _content(
     model: nn.Module, dtype: torch.dtype | None
 ) -> tuple[list[TensorSpec], Iterator[tuple[str, Tensor]]]:
@@ -280,9 +189,8 @@ def _content(
         for name, value in model.state_dict(keep_vars=True).items():
             first.setdefault(id(value), (name, value))
         plain = first.values()
-        return [spec_of(name, value.dtype, value.shape, dtype) for name, value in plain], iter(
-            plain
-        )
+        specs = [spec_of(name, value.dtype, value.shape, dtype) for name, value in plain]
+        return specs, ((name, _whole(value)) for name, value in plain)
     engine = model.engine
     buffers = list(model.saved_buffers())
     specs = [
@@ -305,11 +213,16 @@ def _content(
     return specs, values()
 
 
+def _whole(value: Tensor) -> Tensor:
+    """Of what FSDP2 has sharded, all of it. Collective then."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
 def spec_of(
     name: str, own: torch.dtype, shape: Sequence[int], asked: torch.dtype | None
 ) -> TensorSpec:
     dtype = asked if asked is not None and own.is_floating_point else own
-    if dtype not in _DTYPES:
+    if dtype not in DTYPE_NAMES:
         raise CheckpointError(f"{name} has dtype {dtype}, which safetensors does not hold")
     return TensorSpec(name, dtype, tuple(shape))
 
@@ -332,7 +245,7 @@ def _header(specs: Sequence[TensorSpec]) -> bytes:
     end = 0
     for spec in specs:
         fields[spec.name] = {
-            "dtype": _DTYPES[spec.dtype],
+            "dtype": DTYPE_NAMES[spec.dtype],
             "shape": list(spec.shape),
             "data_offsets": [end, end + spec.nbytes],
         }
@@ -342,7 +255,8 @@ def _header(specs: Sequence[TensorSpec]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _save_config(model: nn.Module, folder: Path) -> None:
+def save_config(model: nn.Module, folder: Path) -> None:
+    """What Hugging Face's models save beside their weights."""
     for attribute in ("config", "generation_config"):
         config: Any = getattr(model, attribute, None)
         if hasattr(config, "save_pretrained"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +36,19 @@ def load_checkpoint(
     scheduler: Any = None,
     *,
     strict: bool = True,
+    weights: bool = True,
 ) -> Any:
     """Load what `save_checkpoint` saved, at any world size, placement, chunk size or precision.
 
-    Also what torch.distributed.checkpoint saved of any module and its optimizer (FSDP2 too), and a
-    torch.save file of their state dicts. All ranks call. Returns this rank's `extra`; at another
+    Also what torch.distributed.checkpoint saved of any module and its optimizer (FSDP2 too), a
+    torch.save file of their state dicts, and safetensors of weights, a file or a folder, as Hugging
+    Face's models save them. All ranks call. Returns this rank's `extra`; at another
     world size, rank 0's.
 
     path: a checkpoint, the folder they lie in (its `latest` is taken), or a file.
     model, optimizer: as in `save_checkpoint`; where they are plain, they are loaded by torch.
     strict: every parameter and its state must be there, and no other; else what fits is loaded.
+    weights: False leaves the module as it is, also random numbers: the optimizer's state alone.
 
     Random numbers go on where they were, on ranks that there were; others keep theirs.
 
@@ -58,14 +62,17 @@ def load_checkpoint(
     raise_pending(ranks)
     where = Path(path).expanduser().absolute()
     ranks.same("the path", str(where))
-    source = ranks.together(lambda: open_source(where, _names_by_position(model, optimizer)))
-    keys = Keys.find(source.sizes.keys(), names_of(model))
-    runs = ranks.together(lambda: runs_of(model, optimizer, ranks.world_size, keys))
-    if runs is None:
-        load_plain(source, model, optimizer, strict, ranks)
-    else:
-        _load_runs(source, runs, optimizer, strict, ranks, keys)
-    return _load_extras(source, model, optimizer, scheduler, ranks)
+    with ExitStack() as stack:
+        source = ranks.together(
+            lambda: open_source(where, _names_by_position(model, optimizer), stack)
+        )
+        keys = Keys.find(source.sizes.keys(), names_of(model))
+        runs = ranks.together(lambda: runs_of(model, optimizer, ranks.world_size, keys, weights))
+        if runs is None:
+            load_plain(source, model, optimizer, strict, ranks, weights=weights)
+        else:
+            _load_runs(source, runs, optimizer, strict, ranks, keys, weights=weights)
+        return _load_extras(source, model, optimizer, scheduler, ranks, weights=weights)
 
 
 def _load_runs(
@@ -75,10 +82,12 @@ def _load_runs(
     strict: bool,
     ranks: Ranks,
     keys: Keys,
+    *,
+    weights: bool,
 ) -> None:
     assert optimizer is None or isinstance(optimizer, TieredOptimizer)
     buffers = runs.buffers
-    found = _Differences(source, keys, runs, optimizer is not None)
+    found = _Differences(source, keys, runs, optimizer is not None, weights)
     if strict and found.texts:
         raise MismatchError(
             f"{source.path} does not fit the model; strict=False loads what does: "
@@ -148,6 +157,7 @@ class _Differences:
         keys: Keys,
         runs: RunState,
         with_optimizer: bool,
+        with_weights: bool,
     ) -> None:
         self.texts: list[str] = []
         self.fresh: set[str] = set()
@@ -155,12 +165,14 @@ class _Differences:
         weights = {keys.weight(name): shape for name, shape in runs.shapes.items()}
         weights |= {keys.weight(name): buffer.size() for name, buffer in runs.buffers.items()}
         known = {f"{keys.model}{name}" for names in runs.names for name in names} | weights.keys()
-        self._compare(sizes, weights)
+        if with_weights:
+            self._compare(sizes, weights)
         optims = f"{keys.optim}state."
         unexpected = [
             key
             for key in sizes
-            if key.startswith(keys.model)
+            if with_weights
+            and key.startswith(keys.model)
             and key not in known
             and not key.startswith(("gemini.", keys.optim))
         ]
@@ -205,6 +217,8 @@ def _load_extras(
     optimizer: torch.optim.Optimizer | None,
     scheduler: Any,
     ranks: Ranks,
+    *,
+    weights: bool,
 ) -> Any:
     """Counters, schedulers, random numbers, buffers of this rank; returns its `extra`."""
     mine = rank_key(ranks.rank)
@@ -221,6 +235,8 @@ def _load_extras(
             counted = [t.counters for t in optimizer.targets if t.counters is not None]
             for counters, saved in zip(counted, common.get("counters", ()), strict=False):
                 counters.load_state_dict(saved)
+        if not weights:
+            return
         if isinstance(model, GeminiDDP) and "memory" in common:
             engine = model.engine
             engine.sampler.load_state_dict(

@@ -21,11 +21,16 @@ from .errors import MismatchError
 from .keys import Keys
 from .ranks import Ranks
 from .sources import Source
+from .state import names_of
 
 
-def plain_state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+def plain_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, *, weights: bool = True
+) -> dict[str, Any]:
     """Nested, as torch's tutorials save it; tensors are the module's own."""
-    state: dict[str, Any] = {"model": dict(get_model_state_dict(model))}
+    state: dict[str, Any] = {}
+    if weights:
+        state["model"] = dict(get_model_state_dict(model))
     if isinstance(optimizer, TieredOptimizer):
         optimizer.bind()
     if optimizer is not None:
@@ -39,13 +44,20 @@ def load_plain(
     optimizer: torch.optim.Optimizer | None,
     strict: bool,
     ranks: Ranks,
+    *,
+    weights: bool = True,
 ) -> None:
     """Raises MismatchError before anything is changed."""
-    template = plain_state(model, optimizer)
+    template = plain_state(model, optimizer, weights=weights)
     flat, paths = flatten_state_dict(template)
-    names = [[name] for name in template["model"]]
+    names = [[name] for name in template["model"]] if weights else names_of(model)
     keys = Keys.find(source.sizes.keys(), names)
     key_of = {name: _renamed(name, keys) for name in flat}
+    for tied in names_of(model):  # saved under one of its names, it is there under each
+        saved = [name for name in tied if f"{keys.model}{name}" in source.sizes]
+        for name in tied if saved else ():
+            if name not in saved:
+                key_of[f"model.{name}"] = f"{keys.model}{saved[0]}"
     texts = []
     for name, value in flat.items():
         key = key_of[name]
@@ -59,7 +71,8 @@ def load_plain(
     texts += [
         f"unexpected {key}"
         for key, size in source.sizes.items()
-        if size is not None
+        if weights
+        and size is not None
         and key not in known
         and key.startswith(keys.model)
         and not key.startswith(("gemini.", keys.optim))
@@ -77,7 +90,8 @@ def load_plain(
     source.load_into(loaded, ranks)
     flat = {name: loaded.get(key_of[name], value) for name, value in flat.items()}
     state = unflatten_state_dict(flat, paths)
-    set_model_state_dict(model, state["model"], options=StateDictOptions(strict=strict))
+    if weights:
+        set_model_state_dict(model, state["model"], options=StateDictOptions(strict=strict))
     if optimizer is not None:
         set_optimizer_state_dict(model, optimizer, state["optim"])
 

@@ -33,12 +33,15 @@ def can_be_runs(module: nn.Module) -> bool:
 class PlainRuns(RunState):
     """The parameters of a module that `can_be_runs`, and the state of its optimizer."""
 
-    def __init__(self, module: nn.Module, optimizer: TieredOptimizer, keys: Keys) -> None:
+    def __init__(
+        self, module: nn.Module, optimizer: TieredOptimizer, keys: Keys, *, weights: bool = True
+    ) -> None:
         """Raises CheckpointError for an optimizer over other parameters."""
         self.names = names_of(module)
-        self._params = {names[0]: module.get_parameter(names[0]).detach() for names in self.names}
-        self.shapes = {name: param.size() for name, param in self._params.items()}
-        self.buffers = dict(saved_buffers(module))
+        params = {names[0]: module.get_parameter(names[0]).detach() for names in self.names}
+        self.shapes = {name: param.size() for name, param in params.items()}
+        self._params = params if weights else {}
+        self.buffers = dict(saved_buffers(module)) if weights else {}
         by_id = {id(module.get_parameter(names[0])): names[0] for names in self.names}
         targets = [target for target in optimizer.targets if isinstance(target, PlainTarget)]
         self._steps: dict[str, Tensor] = {}
@@ -60,6 +63,7 @@ class PlainRuns(RunState):
             [run for name, param in self._params.items() for run in _cut(name, param.numel())],
             {name: param.dtype for name, param in self._params.items()},
             with_optimizer=True,
+            with_weights=weights,
         )
 
     def step_counts(self) -> Mapping[str, Tensor]:

@@ -73,6 +73,7 @@ def save_checkpoint(
     *,
     keep_last: int | None = None,
     async_ram_budget: int | str | None = None,
+    weights: bool = True,
 ) -> Ticket[None]:
     """Save everything that training needs to go on with the same bits. All ranks call.
 
@@ -87,6 +88,7 @@ def save_checkpoint(
     keep_last: delete older checkpoints beside `path` but for this many in all, once it is complete.
     async_ram_budget: bytes (or `"2GiB"`) of host memory on this rank that copies may take; what
         does not fit is written before this returns. None: half of what is free.
+    weights: False leaves the module's out, fp32 masters too: the optimizer's state alone.
 
     Returns a ticket; what it stands for is done unless `async_save`.
     Raises CheckpointError on every rank, whichever failed; checkpoints that were there stay.
@@ -98,7 +100,9 @@ def save_checkpoint(
     folder = ranks.together(lambda: SaveFolder(target) if ranks.rank == 0 else None)
     file: RankFile | None = None
     try:
-        content = ranks.together(lambda: _content(model, optimizer, scheduler, extra, ranks))
+        content = ranks.together(
+            lambda: _content(model, optimizer, scheduler, extra, ranks, weights)
+        )
         file = ranks.together(lambda: _open_file(target, content, ranks.rank))
         committing = None
         if folder is not None:
@@ -194,10 +198,11 @@ def _content(
     scheduler: Any,
     extra: Any,
     ranks: Ranks,
+    weights: bool,
 ) -> Content:
     own = {"random": random_state(), "extra": extra, "buffers": {}}
     common: dict[str, Any] = {"scheduler": None if scheduler is None else scheduler.state_dict()}
-    runs = runs_of(model, optimizer, ranks.world_size, Keys())
+    runs = runs_of(model, optimizer, ranks.world_size, Keys(), weights)
     if runs is not None:
         content = content_of(runs, model, optimizer, ranks.rank)
         if ranks.rank:
@@ -211,7 +216,7 @@ def _content(
         if isinstance(model, GeminiDDP):
             common["memory"] = model.engine.sampler.state_dict()
     else:
-        content = Content(plain_state(model, optimizer))
+        content = Content(plain_state(model, optimizer, weights=weights))
     gemini = content.state.setdefault("gemini", {})
     if ranks.rank == 0:
         gemini["common"] = encode("the state of the scheduler", common)
@@ -220,7 +225,11 @@ def _content(
 
 
 def runs_of(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, world_size: int, keys: Keys
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    world_size: int,
+    keys: Keys,
+    weights: bool = True,
 ) -> RunState | None:
     """What is to be streamed; None where torch's own state dicts are all there is.
 
@@ -228,13 +237,13 @@ def runs_of(
     """
     if isinstance(model, GeminiDDP):
         if optimizer is None or isinstance(optimizer, TieredOptimizer):
-            return ShardedState(model, optimizer, keys)
+            return ShardedState(model, optimizer, keys, weights=weights)
         raise CheckpointError(
             f"a {type(optimizer).__name__} has no state of a GeminiDDP; give its HybridAdam or the "
             "like"
         )
     if isinstance(optimizer, TieredOptimizer) and world_size == 1 and can_be_runs(model):
-        return PlainRuns(model, optimizer, keys)
+        return PlainRuns(model, optimizer, keys, weights=weights)
     return None
 
 
@@ -258,7 +267,7 @@ def content_of(
             planes.setdefault(name, {})[plane] = value
     if rank == 0:
         weights |= runs.buffers
-    state: dict[str, Any] = {"model": weights}
+    state: dict[str, Any] = {"model": weights} if weights else {}
     if optimizer is not None:
         state["optim"] = {"state": planes}
         if rank == 0:

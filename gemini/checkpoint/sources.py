@@ -1,17 +1,20 @@
-"""What can be loaded from: a folder of DCP, ours or not, or a file of torch.save."""
+"""What can be loaded from: a folder of DCP, ours or not, a file of torch.save, or safetensors."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from .errors import CorruptError, FormatError
 from .folder import find
+from .lazy_tensors import LazyTensors
 from .manifest import METADATA, Manifest
 from .metadata import read_metadata
 from .ranks import Ranks
@@ -104,7 +107,7 @@ class FileSource:
             for key, there in state.items():
                 value = self._values[key]
                 if isinstance(there, Tensor):
-                    there.copy_(torch.as_tensor(value))
+                    _put(there, torch.as_tensor(value))
                 else:
                     state[key] = value
 
@@ -120,11 +123,66 @@ class FileSource:
         ranks.together(lambda: fill(put))
 
 
-def open_source(path: Path, names: Sequence[str]) -> Source:
-    """Raises FormatError for what is no checkpoint, CorruptError for one that is damaged."""
+class SafetensorsSource:
+    """Weights in a file of safetensors, or in a folder of them with or without an index."""
+
+    def __init__(self, path: Path, stack: ExitStack) -> None:
+        self.path = path
+        self._tensors = LazyTensors(path, stack)
+        self.sizes: dict[str, torch.Size | None] = dict(self._tensors.sizes())
+
+    def load_into(self, state: dict[str, Any], ranks: Ranks) -> None:
+        def load() -> None:
+            for key, there in state.items():
+                _put(there, self._tensors[key])
+
+        ranks.together(load)
+
+    def fill(self, tensors: Mapping[str, FlatRuns], fill: Fill, ranks: Ranks) -> None:
+        read: dict[str, Tensor] = {}  # the last one: runs of a tensor come one after the other
+
+        def put(key: str, start: int, values: Tensor) -> bool:
+            if key not in tensors:
+                return False
+            if key not in read:
+                read.clear()
+                read[key] = self._tensors[key].reshape(-1)
+            values.copy_(read[key][start : start + values.numel()])
+            return True
+
+        ranks.together(lambda: fill(put))
+
+
+def open_source(path: Path, names: Sequence[str], stack: ExitStack) -> Source:
+    """Raises FormatError for what is no checkpoint, CorruptError for one that is damaged.
+
+    stack: closes what stays open meanwhile.
+    """
+    if _is_safetensors(path):
+        return SafetensorsSource(path, stack)
     if path.is_file():
         return FileSource(path, names)
     return DcpSource(find(path))
+
+
+def _is_safetensors(path: Path) -> bool:
+    """A file that begins with such a header, or a folder of such files and no checkpoint."""
+    if path.is_dir():
+        return not (path / METADATA).exists() and any(path.glob("*.safetensors"))
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        start = file.read(9)
+    return start[8:] == b"{" and int.from_bytes(start[:8], "little") < path.stat().st_size
+
+
+def _put(there: Tensor, value: Tensor) -> None:
+    """A whole value into a tensor that may be one rank's part of it."""
+    if isinstance(there, DTensor):
+        value = distribute_tensor(
+            value.to(there.device), there.device_mesh, there.placements, src_data_rank=None
+        )
+    there.copy_(value)
 
 
 def _is_whole(tensor: Tensor) -> bool:

@@ -60,11 +60,16 @@ class RunState:
         dtypes: Mapping[str, torch.dtype],
         *,
         with_optimizer: bool,
+        with_weights: bool = True,
     ) -> None:
-        """dtypes: of every weight that is no master, by the parameter's name."""
+        """dtypes: of every weight that is no master, by the parameter's name.
+
+        Without weights, subclasses have no buffers and name no runs and dtypes of weights.
+        """
         self._keys = keys
         self._parts = parts
         self._with_optimizer = with_optimizer
+        self._with_weights = with_weights
         runs = [
             replace(run, name=part.name_of(run.name))
             for part in parts
@@ -80,7 +85,7 @@ class RunState:
             for part in parts
             for name in part.names
             for plane in part.target.planes
-            if with_optimizer or plane.name == MASTER
+            if (with_weights if plane.name == MASTER else with_optimizer)
         }
         listed = [(keys.weight(name), start, numel) for name, start, numel in weights]
         listed += [(self._key(run.name, run.plane), run.start, run.numel) for run in runs]
@@ -124,6 +129,7 @@ class RunState:
             self._keys.weight(alias): self._keys.weight(first)
             for first, *others in self.names
             for alias in others
+            if self._with_weights
         }
 
     def step_counts(self) -> Mapping[str, Tensor]:
@@ -155,7 +161,7 @@ class RunState:
         return show
 
     def _shows(self, run: RunSpec | StateRun) -> bool:
-        return self._with_optimizer or run.plane == MASTER
+        return self._with_weights if run.plane == MASTER else self._with_optimizer
 
     def _key(self, name: str, plane: str) -> str:
         return self._keys.weight(name) if plane == MASTER else self._keys.plane(name, plane)
@@ -220,9 +226,17 @@ class ShardedState(RunState):
 
     optimizer: None saves and loads weights alone, from and to masters where there are any. Before
     there is an optimizer, the truth of a weight is its fp32 original.
+    weights: False leaves them out, masters too.
     """
 
-    def __init__(self, model: GeminiDDP, optimizer: TieredOptimizer | None, keys: Keys) -> None:
+    def __init__(
+        self,
+        model: GeminiDDP,
+        optimizer: TieredOptimizer | None,
+        keys: Keys,
+        *,
+        weights: bool = True,
+    ) -> None:
         engine = model.engine
         if optimizer is not None:
             optimizer.bind_to(engine)
@@ -232,9 +246,13 @@ class ShardedState(RunState):
         layout = engine.layout
         self.names = [spec.names for spec in layout.params]
         self.shapes = {spec.name: torch.Size(spec.shape) for spec in layout.params}
-        self.buffers = dict(model.saved_buffers())
+        self.buffers = dict(model.saved_buffers()) if weights else {}
         has_masters = self._target is not None and self._target.has_master
-        bare = [chunk for chunk in engine.chunks if not (has_masters and chunk.spec.trainable)]
+        bare = [
+            chunk
+            for chunk in engine.chunks
+            if weights and not (has_masters and chunk.spec.trainable)
+        ]
         self._weights = [
             run
             for chunk in bare
@@ -247,7 +265,8 @@ class ShardedState(RunState):
             original = engine.originals.get(chunk.spec.id)
             dtype = chunk.dtype if original is None else original.dtype
             names = [layout.params[slot.param].name for slot in chunk.spec.slots]
-            dtypes |= dict.fromkeys(names, dtype)
+            if weights:
+                dtypes |= dict.fromkeys(names, dtype)
             trained += names if chunk.spec.trainable else []
         parts = []
         if self._target is not None:
@@ -258,6 +277,7 @@ class ShardedState(RunState):
             [(run.name, run.start, run.numel) for run in self._weights],
             dtypes,
             with_optimizer=optimizer is not None,
+            with_weights=weights,
         )
 
     def step_counts(self) -> Mapping[str, Tensor]:

@@ -85,6 +85,24 @@ class ChunkConfiguration:
         """What `ChunkLayout.build` takes."""
         return {group.key: group.capacity for group in self.groups}
 
+    def check_specs(self, specs: Sequence[ParamSpec]) -> None:
+        """Raise ValueError where it was not searched for these parameters."""
+        if self.layout.params == tuple(specs):
+            return
+        there = {spec.name: spec for spec in self.layout.params}
+        for spec in specs:
+            found = there.get(spec.name)
+            if found != spec:
+                raise ValueError(
+                    f"chunks was searched for another model: it has {_in_words(found)} where the "
+                    f"module has {_in_words(spec)}; search it again with the dtype in which the "
+                    "module computes, after what is not trained was frozen"
+                )
+        raise ValueError(
+            f"chunks was searched for another model, of {len(there)} parameters in another order; "
+            f"the module has {len(specs)}; search it again"
+        )
+
     @property
     def num_chunks(self) -> int:
         return len(self.layout.chunks)
@@ -188,6 +206,13 @@ def search_chunk_configuration(
     capacities = {group.key: group.capacity for group in groups}
     layout = ChunkLayout.build(specs, capacities, world_size, order)
     return ChunkConfiguration(groups, layout, time.perf_counter() - started)
+
+
+def _in_words(spec: ParamSpec | None) -> str:
+    if spec is None:
+        return "nothing"
+    kind = "trained" if spec.trainable else "frozen"
+    return f"{spec.name} of shape {spec.shape} in {spec.dtype}, {kind}"
 
 
 class _Packer:

@@ -1,4 +1,41 @@
 """Doors: other libraries' loops reach the memory manager through here. The engine imports none.
 
-One file a door. A file imports its own optional package, and says which extra installs it.
+One file a door. A file imports its own optional package, and says which extra installs it. Names
+are imported on first use.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .booster import Booster as Booster
+    from .gemini_plugins import GeminiPlugin as GeminiPlugin
+    from .hybrid import HybridParallelPlugin as HybridParallelPlugin
+    from .torch_plugins import TorchDDPPlugin as TorchDDPPlugin
+    from .torch_plugins import TorchFSDPPlugin as TorchFSDPPlugin
+    from .zero_plugin import LowLevelZeroPlugin as LowLevelZeroPlugin
+
+_HOME = {
+    "Booster": "booster",
+    "GeminiPlugin": "gemini_plugins",
+    "HybridParallelPlugin": "hybrid",
+    "LowLevelZeroPlugin": "zero_plugin",
+    "TorchDDPPlugin": "torch_plugins",
+    "TorchFSDPPlugin": "torch_plugins",
+}
+__all__ = [
+    "Booster",
+    "GeminiPlugin",
+    "HybridParallelPlugin",
+    "LowLevelZeroPlugin",
+    "TorchDDPPlugin",
+    "TorchFSDPPlugin",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'gemini.integrations' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

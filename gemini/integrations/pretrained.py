@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from gemini.checkpoint.errors import FormatError
-from gemini.checkpoint.export import INDEX, LazyTensors, export_safetensors
+from gemini.checkpoint.export import export_safetensors
+from gemini.checkpoint.lazy_tensors import INDEX, LazyTensors
 from gemini.checkpoint.ranks import Ranks
 from gemini.ddp import GeminiDDP
 from gemini.runtime.comm import Communicator

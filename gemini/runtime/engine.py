@@ -175,11 +175,19 @@ class Engine(Parts):
                 waiting[0].bind_to(self)
         return self.target
 
-    def reconfigure(self, *, max_norm: float | None, loss_scale: LossScale | None) -> None:
+    def reconfigure(
+        self,
+        *,
+        max_norm: float | None,
+        loss_scale: LossScale | None,
+        norm_type: float | None = None,
+    ) -> None:
         """Take over what an optimizer was given; None leaves what there is. Raises ValueError."""
         numerics = self.numerics
         if max_norm is not None:
             numerics = replace(numerics, max_norm=float(max_norm))
+        if norm_type is not None:
+            numerics = replace(numerics, norm_type=float(norm_type))
         if loss_scale is not None:
             numerics = replace(numerics, loss_scale=loss_scale)
             self.scaler.configure(loss_scale)

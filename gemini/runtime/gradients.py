@@ -77,7 +77,7 @@ class Gradients:
     def begin_backward(self) -> None:
         """More are about to arrive."""
         parts = self._parts
-        self._settle()
+        self.settle()
         if parts.kept_scale is not None:
             for chunk in parts.chunks:
                 chunk.gradient.scale(parts.scaler.scale / parts.kept_scale)
@@ -236,7 +236,7 @@ class Gradients:
 
     # -- edits --
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Carry out what was asked: before gradients are added, or looked at all together."""
         self._norms.clear()
         for param in list(self._edits):
@@ -257,7 +257,7 @@ class Gradients:
             and 0 < first.factor <= 1
         )
         if not one_for_all:
-            self._settle()
+            self.settle()
             return
         self._edits.clear()
         self._changes.add(f"multiplies all by {first.factor!r}, to at most {first.high!r}")
@@ -337,7 +337,7 @@ class Gradients:
         self._check(param)
         parts = self._parts
         if self._edits.get(param, Edit()).limits:
-            self._settle()
+            self.settle()
         if self._is_local and not parts.reducer.synchronise:
             return _norm(self.values(param), order)
         if order not in self._norms:

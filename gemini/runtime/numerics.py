@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from optim.clipping import Clip
 from optim.loss_scale import LossScale
 
 DTYPE_OF = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -17,6 +18,7 @@ class Numerics:
 
     precision: str = "bf16"
     max_norm: float = 0.0
+    norm_type: float = 2.0
     loss_scale: LossScale | None = None
     on_nonfinite: str = "skip"
     master_weights: bool = True
@@ -27,6 +29,7 @@ class Numerics:
             raise ValueError(f"precision={self.precision!r}; expected one of {sorted(DTYPE_OF)}")
         if not 0 <= self.max_norm < math.inf:
             raise ValueError(f"max_norm={self.max_norm} is negative; 0 does not clip")
+        _ = self.clip  # a norm of no positive order is refused there
         if self.on_nonfinite not in ("skip", "raise"):
             raise ValueError(f'on_nonfinite={self.on_nonfinite!r}; expected "skip" or "raise"')
         if self.loss_scale is not None and self.precision != "fp16":
@@ -47,6 +50,11 @@ class Numerics:
     @property
     def dtype(self) -> str:
         return DTYPE_OF[self.precision]
+
+    @property
+    def clip(self) -> Clip:
+        """What every step clips to."""
+        return Clip(max_norm=self.max_norm, norm_type=self.norm_type)
 
     @property
     def scale_options(self) -> LossScale | None:

@@ -128,7 +128,7 @@ class ShardTarget(ShardState):
     def _step_agreed(self, chunks: Sequence[Chunk], hypers: Sequence[Any]) -> StepReport:
         """The host knows what all ranks found before anything is changed."""
         engine, scale = self._engine, self._engine.scaler.read().scale
-        pending = engine.pending_clip or PendingClip(Clip(engine.numerics.max_norm))
+        pending = engine.pending_clip or PendingClip(engine.numerics.clip)
         agreement = pending.agreement or self._agree(chunks, pending.clip.norm_type)
         engine.agree_on_trace()  # behind the vote, which ends where ranks ran different modules
         self._check_any(agreement.present)
@@ -183,7 +183,7 @@ class ShardTarget(ShardState):
         engine = self._engine
         self._check_any(engine.present)
         engine.manager.release_for_step()
-        pending = engine.pending_clip or PendingClip(Clip(engine.numerics.max_norm))
+        pending = engine.pending_clip or PendingClip(engine.numerics.clip)
         if pending.norm is None:
             path.submit_measure(chunks, pending.clip)
         taken = self._taken(engine.present)

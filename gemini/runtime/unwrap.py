@@ -23,7 +23,7 @@ def unwrap(engine: Engine, device: torch.device) -> None:
     engine.drop_gradients()
     engine.manager.release_all()
     for chunk in engine.chunks:
-        values = _whole(engine, chunk)
+        values = whole_chunk(engine, chunk)
         for slot, place in enumerate(chunk.spec.slots):
             spec, param = engine.layout.params[place.param], engine.params[place.param]
             value = chunk.view(values, slot).view(spec.shape)
@@ -39,7 +39,7 @@ def unwrap(engine: Engine, device: torch.device) -> None:
     engine.storage.close()
 
 
-def _whole(engine: Engine, chunk: Chunk) -> Tensor:
+def whole_chunk(engine: Engine, chunk: Chunk) -> Tensor:
     """[S * W] fp32: every rank's masters of one chunk, where collectives are."""
     mine = master_of(engine, chunk).to(engine.comm.device)
     if engine.comm.world_size == 1:

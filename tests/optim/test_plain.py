@@ -220,7 +220,7 @@ def test_bad_parameters_are_refused():
     with pytest.raises(ValueError, match="int64"):
         HybridAdam([nn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False)])
     with pytest.raises(ValueError, match="meta device"):
-        HybridAdam([nn.Parameter(torch.zeros(3, device="meta"))])
+        HybridAdam([nn.Parameter(torch.zeros(3, device="meta"))]).step()
     with pytest.raises(ValueError, match="sparse"):
         embedding = nn.Embedding(4, 3, sparse=True)
         embedding(torch.tensor([1])).sum().backward()

@@ -1,0 +1,262 @@
+"""Starting a process of a group, from torchrun, Slurm, Open MPI or by hand; and who is who."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from .parts import rank, seed_all, world_size
+
+log = logging.getLogger("gemini")
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def launch(
+    rank: int,
+    world_size: int,
+    host: str,
+    port: int,
+    backend: str | None = "nccl",
+    local_rank: int | None = None,
+    seed: int = 1024,
+    verbose: bool = True,
+    config: Mapping[str, Any] | None = None,
+) -> None:
+    """Join a process group whose rank 0 listens at `host`:`port`.
+
+    backend: `"nccl"` is gloo where there is no CUDA.
+    local_rank: number of the CUDA device; None is LOCAL_RANK, else `rank` modulo the devices.
+    seed: of all random numbers, the same on every rank.
+
+    A second call for the same rank and world size does nothing. Raises RuntimeError for others,
+    ValueError for a `config` that is not empty.
+    """
+    _refuse_config(config)
+    if _is_joined(rank, world_size):
+        return
+    method = f"tcp://{host}:{port}"
+    _join(backend, local_rank, seed, verbose, rank, world_size, init_method=method)
+
+
+def launch_from_torch(
+    backend: str | Mapping[str, Any] | None = None,
+    seed: int = 1024,
+    verbose: bool = True,
+    config: Mapping[str, Any] | None = None,
+) -> None:
+    """As `launch`, from what torchrun has set; without that, a group of this process alone.
+
+    `launch_from_torch({})`, with an empty configuration, is what old scripts say.
+    """
+    if isinstance(backend, Mapping):
+        config, backend = backend, None
+    _refuse_config(config)
+    there = "RANK" in os.environ
+    rank, world_size = (int(os.environ.get(name, or_)) for name, or_ in _TORCHRUN)
+    if _is_joined(rank, world_size):
+        return
+    if there:
+        _join(backend, None, seed, verbose, rank, world_size, init_method="env://")
+    else:
+        _join(backend, 0, seed, verbose, 0, 1, store=HashStore())
+
+
+_TORCHRUN = (("RANK", "0"), ("WORLD_SIZE", "1"))
+
+
+def launch_from_slurm(
+    host: str,
+    port: int,
+    backend: str | None = "nccl",
+    seed: int = 1024,
+    verbose: bool = True,
+    config: Mapping[str, Any] | None = None,
+) -> None:
+    """As `launch`, with the rank from SLURM_PROCID, SLURM_NPROCS and SLURM_LOCALID."""
+    rank, size = (_from_environment(name, "srun") for name in ("SLURM_PROCID", "SLURM_NPROCS"))
+    local = int(os.environ["SLURM_LOCALID"]) if "SLURM_LOCALID" in os.environ else None
+    launch(rank, size, host, port, backend, local, seed, verbose, config)
+
+
+def launch_from_openmpi(
+    host: str,
+    port: int,
+    backend: str | None = "nccl",
+    seed: int = 1024,
+    verbose: bool = True,
+    config: Mapping[str, Any] | None = None,
+) -> None:
+    """As `launch`, with the rank from OMPI_COMM_WORLD_RANK, _SIZE and _LOCAL_RANK."""
+    names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
+    rank, size, local = (_from_environment(name, "mpirun") for name in names)
+    launch(rank, size, host, port, backend, local, seed, verbose, config)
+
+
+def get_default_parser() -> argparse.ArgumentParser:
+    """For scripts that take the arguments of `launch`."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--host", default="localhost")
+    parser.add_argument("--port", type=int, default=29500)
+    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--local_rank", type=int)
+    parser.add_argument("--world_size", type=int, default=1)
+    parser.add_argument("--backend", default="nccl")
+    return parser
+
+
+def get_dist_logger(name: str = "gemini.training") -> logging.Logger:
+    """A logger that prints from INFO on, and says which rank speaks."""
+    logger = logging.getLogger(name)
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter(f"[rank {rank()}] %(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+    return logger
+
+
+class DistCoordinator:
+    """Which rank this is, and what ranks do one after another or alone.
+
+    Without a process group it is rank 0 of 1.
+    """
+
+    @property
+    def rank(self) -> int:
+        return rank()
+
+    @property
+    def world_size(self) -> int:
+        return world_size()
+
+    @property
+    def local_rank(self) -> int:
+        return int(os.environ.get("LOCAL_RANK", "0"))
+
+    def is_master(self, process_group: dist.ProcessGroup | None = None) -> bool:
+        """Whether this is the first rank, of the group."""
+        if process_group is None:
+            return self.rank == 0
+        return dist.get_rank(process_group) == 0
+
+    def is_node_master(self) -> bool:
+        """Whether this is the first rank of its machine."""
+        return self.local_rank == 0
+
+    def is_last_process(self, process_group: dist.ProcessGroup | None = None) -> bool:
+        if process_group is None:
+            return self.rank == self.world_size - 1
+        return dist.get_rank(process_group) == dist.get_world_size(process_group) - 1
+
+    def print_on_master(self, msg: str, process_group: dist.ProcessGroup | None = None) -> None:
+        if self.is_master(process_group):
+            sys.stdout.write(f"{msg}\n")
+
+    def print_on_node_master(self, msg: str) -> None:
+        if self.is_node_master():
+            sys.stdout.write(f"{msg}\n")
+
+    @contextmanager
+    def priority_execution(
+        self, executor_rank: int = 0, process_group: dist.ProcessGroup | None = None
+    ) -> Iterator[None]:
+        """One rank runs the body first, then the others: so that one downloads, say.
+
+        Collective. Where that rank fails, the others run it too.
+        """
+        mine = self.rank if process_group is None else dist.get_rank(process_group)
+        if mine != executor_rank:
+            self.block_all(process_group)
+        try:
+            yield
+        finally:
+            if mine == executor_rank:
+                self.block_all(process_group)
+
+    def block_all(self, process_group: dist.ProcessGroup | None = None) -> None:
+        """Wait until all ranks are here."""
+        if self.world_size > 1:
+            dist.barrier(process_group)
+
+    def destroy(self, process_group: dist.ProcessGroup | None = None) -> None:
+        """End the process group; None ends all."""
+        if dist.is_available() and dist.is_initialized():
+            dist.destroy_process_group(process_group)
+
+    def on_master_only(
+        self, process_group: dist.ProcessGroup | None = None
+    ) -> Callable[[Callable[P, T]], Callable[P, T | None]]:
+        """A decorator: the first rank runs the function, on the others it returns None."""
+
+        def decorator(function: Callable[P, T]) -> Callable[P, T | None]:
+            @functools.wraps(function)
+            def on_master(*args: P.args, **kwargs: P.kwargs) -> T | None:
+                return function(*args, **kwargs) if self.is_master(process_group) else None
+
+            return on_master
+
+        return decorator
+
+
+def priority_execution(executor_rank: int = 0) -> Any:
+    """`DistCoordinator().priority_execution(executor_rank)`."""
+    return DistCoordinator().priority_execution(executor_rank)
+
+
+def _join(
+    backend: str | None,
+    local_rank: int | None,
+    seed: int,
+    verbose: bool,
+    rank: int,
+    world_size: int,
+    **meeting: Any,
+) -> None:
+    cuda = torch.cuda.is_available()
+    if cuda:
+        local = int(os.environ.get("LOCAL_RANK", rank)) if local_rank is None else local_rank
+        torch.cuda.set_device(local % torch.cuda.device_count())
+    if backend is None or (backend == "nccl" and not cuda):
+        backend = "nccl" if cuda else "gloo"
+    dist.init_process_group(backend, rank=rank, world_size=world_size, **meeting)
+    seed_all(seed)
+    if verbose and rank == 0:
+        log.info("%d ranks over %s, seed %d", world_size, backend, seed)
+
+
+def _is_joined(rank: int, world_size: int) -> bool:
+    if not dist.is_initialized():
+        return False
+    there = (dist.get_rank(), dist.get_world_size())
+    if there != (rank, world_size):
+        raise RuntimeError(
+            f"this process is rank {there[0]} of {there[1]} already, and was launched as rank "
+            f"{rank} of {world_size}; launch once, or destroy the process group before"
+        )
+    return True
+
+
+def _refuse_config(config: Any) -> None:
+    if config:
+        raise ValueError(
+            f"config={config!r:.80}; expected none: configuration files are gone. Give options to "
+            "plugins, and a backend as backend="
+        )
+
+
+def _from_environment(name: str, starter: str) -> int:
+    if name not in os.environ:
+        raise ValueError(f"{name} is not set; expected a process that {starter} started")
+    return int(os.environ[name])

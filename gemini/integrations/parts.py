@@ -1,0 +1,154 @@
+"""What doors share: options that are refused or do nothing, devices, and loaders of data."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+
+from optim.loss_scale import LossScale
+
+log = logging.getLogger("gemini")
+_said: set[str] = set()
+
+LOSS_SCALE = (
+    "initial_scale", "min_scale", "growth_factor", "backoff_factor", "growth_interval",
+    "hysteresis", "max_scale",
+)  # fmt: skip
+ABSENT = "is not there yet"
+MESHES = f"{ABSENT}: a device mesh is needed. Leave it away, and use more data-parallel ranks"
+
+
+def accept(option: str, why: str) -> None:
+    """An option that changes nothing here: say so, once in a process."""
+    text = f"{option} changes nothing here: {why}"
+    if text not in _said:
+        _said.add(text)
+        log.info("%s", text)
+
+
+def refuse_others(given: Mapping[str, Any], usual: Mapping[str, Any], remedy: str) -> None:
+    """Raise ValueError for the first option in `given` that has not its `usual` value."""
+    for name, value in given.items():
+        if value != usual[name]:
+            raise ValueError(f"{name}={value!r}; expected {usual[name]!r}: {remedy}")
+
+
+def refuse_absent(**options: Any) -> None:
+    """Raise NotImplementedError for the first that is set."""
+    for name, value in options.items():
+        if value:
+            raise NotImplementedError(f"{name}={value!r} is not there yet; leave it away")
+
+
+def refuse_meshes(**sizes: int | None) -> None:
+    """Raise NotImplementedError for the first size above 1, ValueError for one below."""
+    for name, size in sizes.items():
+        if size is not None and size < 1:
+            raise ValueError(f"{name}={size}; expected 1 or more")
+        if size is not None and size > 1:
+            raise NotImplementedError(
+                f"{name}={size} is not there yet: it needs a device mesh. Leave it at 1, where all "
+                "ranks are data-parallel"
+            )
+
+
+def loss_scale_of(options: Mapping[str, Any], usual: LossScale, precision: str) -> LossScale | None:
+    """What these seven options say for fp16; None for another precision, where only `usual` may be.
+
+    Raises ValueError.
+    """
+    given = LossScale(**options)
+    if precision == "fp16":
+        return given
+    own = {name: getattr(usual, name) for name in LOSS_SCALE}
+    refuse_others(options, own, f"a loss scale is for precision='fp16', and not for {precision!r}")
+    return None
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def this_device(asked: torch.device | str | None = None) -> torch.device:
+    """`asked`, or the CUDA device of this process, or the CPU."""
+    if asked is not None:
+        return torch.device(asked)
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def inner_of(model: nn.Module) -> nn.Module:
+    """The module that torch's DDP wraps, or itself."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        return model.module  # type: ignore[no-any-return]
+    return model
+
+
+def dataloader(
+    dataset: Dataset[Any],
+    batch_size: int = 1,
+    shuffle: bool = False,
+    seed: int = 1024,
+    drop_last: bool = False,
+    pin_memory: bool = False,
+    num_workers: int = 0,
+    distributed_sampler_cls: type | None = None,
+    **kwargs: Any,
+) -> DataLoader[Any]:
+    """A loader that gives each data-parallel rank its own part of `dataset`.
+
+    seed: of the order, the same on all ranks, and of the random numbers of worker processes,
+        another one for each worker of each rank.
+    kwargs: for `torch.utils.data.DataLoader`.
+
+    Raises ValueError for a dataset without a length, and for a sampler beside its own.
+    """
+    for name in ("sampler", "batch_sampler"):
+        if kwargs.get(name) is not None:
+            raise ValueError(
+                f"{name}= in prepare_dataloader(); expected distributed_sampler_cls=, a class that "
+                "is made with the ranks, or a DataLoader of your own"
+            )
+    if isinstance(dataset, IterableDataset):
+        raise ValueError(
+            f"{type(dataset).__name__} is an IterableDataset; expected one with a length, whose "
+            "parts ranks can take. Split it by rank yourself, in a DataLoader of your own"
+        )
+    sampler = (distributed_sampler_cls or DistributedSampler)(
+        dataset, num_replicas=world_size(), rank=rank(), shuffle=shuffle, seed=seed,
+        drop_last=drop_last,
+    )  # fmt: skip
+    first = seed + rank() * max(1, num_workers)
+    seeded = partial(_seed_worker, first, kwargs.pop("worker_init_fn", None))
+    return DataLoader(
+        dataset, batch_size=batch_size, sampler=sampler, drop_last=drop_last,
+        pin_memory=pin_memory, num_workers=num_workers, worker_init_fn=seeded, **kwargs,
+    )  # fmt: skip
+
+
+def _seed_worker(first: int, then: Any, worker: int) -> None:
+    seed_all(first + worker)
+    if then is not None:
+        then(worker)
+
+
+def seed_all(seed: int) -> None:
+    """Python's, NumPy's and torch's random numbers of this process."""
+    import numpy as np
+
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
