@@ -84,8 +84,10 @@ def error(got, want):
     return float((updates(got) - updates(want)).norm() / updates(want).norm())
 
 
-@pytest.mark.parametrize("scheduled", ["before", "after"])
-@pytest.mark.parametrize("wrapped", ["plain", "before", "after"])
+@pytest.mark.parametrize(
+    ("wrapped", "scheduled"),
+    [("plain", "before"), ("before", "after"), ("before", "before"), ("after", "before")],
+)
 @pytest.mark.parametrize("name", MADE)
 def test_updates_and_schedules_are_torchs(name, wrapped, scheduled):
     """1e-5: as `docs/numerics.md` has it for eager updates against torch's."""
