@@ -35,7 +35,10 @@ class Streamed(dict[str, Any]):
         )
 
     def __reduce__(self) -> Any:
-        return dict, ()  # `weights_only` knows no class of ours
+        raise ValueError(
+            "a hook or callback has put what a sharded save streams under another key of the "
+            'checkpoint; expected it under its own (or give the strategy checkpoint="full")'
+        )
 
 
 def save_folder(
@@ -47,12 +50,10 @@ def save_folder(
     is_writer: bool,
 ) -> None:
     """All ranks call. `is_writer`: this rank's `rest` is saved (rank 0)."""
-    extra = {}
-    if is_writer:
-        data = io.BytesIO()
-        torch.save(dict(rest), data)
-        extra[_KEY] = torch.frombuffer(bytearray(data.getbuffer()), dtype=torch.uint8)
-    save_checkpoint(path, model, optimizer, extra=extra)
+    data = io.BytesIO()
+    torch.save(dict(rest), data)  # on every rank: what cannot be saved is an error of all
+    blob = torch.frombuffer(bytearray(data.getbuffer()), dtype=torch.uint8)
+    save_checkpoint(path, model, optimizer, extra={_KEY: blob} if is_writer else {})
 
 
 def load_folder(

@@ -259,7 +259,7 @@ class GeminiStrategy(DDPStrategy):
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         if isinstance(optimizer, _MockOptimizer):
-            return {}
+            return Streamed() if self._saves_folders else {}
         if not isinstance(self.model, GeminiDDP):
             raise ValueError(
                 "the optimizer's state went when the fit ended; expected a save within it "

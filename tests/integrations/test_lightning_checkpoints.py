@@ -63,6 +63,23 @@ def test_weights_alone_are_saved_and_cannot_be_gone_on_from(tmp_path):
         trainer(ours(), tmp_path).fit(other, loader(), ckpt_path=tmp_path / "weights")
 
 
+@pytest.mark.parametrize("kind", ["sharded", "full"])
+def test_a_fit_without_an_optimizer_is_saved_too(tmp_path, kind):
+    class Measures(Net):
+        def configure_optimizers(self):
+            return None
+
+        def on_before_optimizer_step(self, optimizer):
+            pass
+
+    path = tmp_path / "x"
+    module = Measures()
+    trainer(ours(checkpoint=kind), tmp_path, callbacks=[SaveAt(path, 2)]).fit(module, loader())
+    again = Measures()
+    trainer(ours(checkpoint=kind), tmp_path).fit(again, loader(), ckpt_path=path)
+    assert again.losses and torch.equal(again.head.weight, module.head.weight)
+
+
 def test_values_that_a_hook_saves_for_weights_are_not_dropped(tmp_path):
     class Replaces(Net):
         def on_save_checkpoint(self, checkpoint):
@@ -78,6 +95,13 @@ def test_values_that_a_hook_saves_for_weights_are_not_dropped(tmp_path):
     with pytest.raises(ValueError, match=r"checkpoint\['optimizer_states'\]"):
         run = trainer(ours(), tmp_path, callbacks=[SaveAt(tmp_path / "x", 1)])
         run.fit(ReplacesState(), loader())
+
+    class Moves(Net):
+        def on_save_checkpoint(self, checkpoint):
+            checkpoint["current"] = checkpoint["state_dict"]
+
+    with pytest.raises(ValueError, match="under another key"):
+        trainer(ours(), tmp_path, callbacks=[SaveAt(tmp_path / "y", 1)]).fit(Moves(), loader())
 
     class Reads(Net):
         def on_save_checkpoint(self, checkpoint):
