@@ -21,7 +21,9 @@ from optim.built_kernels import compiler
 from optim.config import StateConfig
 from optim.cpu_path import Piece
 from optim.formulas import adam
-from optim.triton_path import TritonUpdater, segments_of
+from optim.launch_tables import segments_of
+from optim.memory import memory_of
+from optim.triton_path import TritonUpdater
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 RULE = AdamRule()
@@ -111,7 +113,7 @@ def test_neighbouring_pieces_become_one_segment(numels, owners):
             Piece(param[s], grad[s], None, (slab[s],), None, 0, (owners >> i) & 1, first=at)
         )
         at += n
-    found = [segment for _, segment in segments_of(pieces, slab)]
+    found = [segment for _, segment in segments_of(pieces, slab, memory_of(DEVICE))]
     assert sum(segment.numel for segment in found) == sum(numels)
     changes = sum(a.counter != b.counter for a, b in pairwise(pieces))
     assert len(found) == changes + 1
