@@ -201,3 +201,15 @@ def test_a_kill_at_any_moment_of_saving_leaves_a_checkpoint_that_loads(tmp_path)
         assert not [path for path in left if path.is_symlink() or any(path.iterdir())]
         shutil.rmtree(folder)
     assert partial > 10 and len(set(found)) > 3, "kills were not spread over saves"
+
+
+def test_a_folder_with_something_else_in_it_is_not_replaced(tmp_path):
+    model, optimizer = make()
+    folder = tmp_path / "thesis"
+    folder.mkdir()
+    (folder / "precious.txt").write_text("precious")
+    with pytest.raises(CheckpointError, match="is no checkpoint of gemini; nothing was changed"):
+        gemini.save_checkpoint(folder, model, optimizer)
+    assert names(folder) == ["precious.txt"] and names(tmp_path) == ["thesis"]
+    (folder / "precious.txt").unlink()
+    gemini.save_checkpoint(folder, model, optimizer)

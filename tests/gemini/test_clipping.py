@@ -129,6 +129,19 @@ def test_a_norm_below_the_limit_changes_nothing():
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
+@pytest.mark.slow  # the interpreter
+def test_a_norm_below_the_limit_changes_nothing_on_the_device():
+    results = []
+    for limit in (None, 1e9):
+        model, optimizer = wrapped("fp32", SimBackend(updates_by_triton=True))
+        backward(model)
+        if limit:
+            optimizer.clip_grad_by_norm(limit)
+        optimizer.step()
+        results.append(weights(model))
+    assert torch.equal(*results)
+
+
 def test_bad_calls_are_refused_and_change_nothing():
     model, optimizer = wrapped()
     with pytest.raises(RuntimeError, match="without a gradient"):
