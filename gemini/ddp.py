@@ -51,7 +51,7 @@ class GeminiDDP(ModuleFace):
         `gemini.runtime.backend.Backend` is taken as it is.
     placement_policy: `"auto"` (what fits `AutoPlacement.device_budget` on the device, optimizer
         state that does not on NVMe), `"static"` or `"cuda"` (everything on the device), or a
-        placement dataclass. Parameters are sharded as in ZeRO-3 but for
+        placement dataclass. Parameters are sharded as in ZeRO-3 but for `"zero1"`, `"zero2"` and
         `StaticPlacement(shard_param_frac)`.
     precision: `"bf16"`, `"fp16"` or `"fp32"`: dtype of parameters, activations and gradients.
         Floating inputs are cast to it; buffers keep theirs. fp16 has a dynamic loss scale, and its
@@ -81,6 +81,11 @@ class GeminiDDP(ModuleFace):
     cast_inputs: false leaves what floats in the arguments as it is, targets of a loss say; modules
         then cast for themselves.
     broadcast_buffers: every forward begins with rank 0's buffers on all ranks, as DDP's default.
+    communication_dtype: `"bf16"`, `"fp16"` or `"fp32"`: gradients travel in it between ranks, and
+        are what they were before and after; None is what they have: the precision's, and fp32
+        where backwards have added up.
+    overlap_allgather: what is never released (ZeRO-1 and 2) is gathered after a step while the
+        next forward runs; each module waits for its own parameters.
 
     Raises ValueError, before anything is changed, for a module that cannot be wrapped.
     """
@@ -111,6 +116,8 @@ class GeminiDDP(ModuleFace):
         trace: Trace | None = None,
         cast_inputs: bool = True,
         broadcast_buffers: bool = False,
+        communication_dtype: str | None = None,
+        overlap_allgather: bool = False,
     ) -> None:
         super().__init__()
         check_module(module)
@@ -121,6 +128,7 @@ class GeminiDDP(ModuleFace):
             on_nonfinite=on_nonfinite,
             master_weights=master_weights,
             rounding_seed=rounding_seed,
+            communication_dtype=communication_dtype,
         )
         if max_prefetch < 0:
             raise ValueError(f"max_prefetch={max_prefetch} is negative; 0 does not prefetch")
@@ -158,6 +166,7 @@ class GeminiDDP(ModuleFace):
             planning,
             max_prefetch=max_prefetch,
             numerics=numerics,
+            overlap_allgather=overlap_allgather,
         )
         values.fill_buffers()
         self._boundary = Boundary(

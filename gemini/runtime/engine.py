@@ -51,6 +51,7 @@ from .numerics import Numerics
 from .other_optimizers import refuse_other_optimizers
 from .planning import Planning
 from .reducer import Reducer
+from .regather import Regather
 from .sampler import Sampler
 from .settling import Settling
 from .shard_storage import Originals, ShardStorage
@@ -83,6 +84,7 @@ class Engine:
         *,
         max_prefetch: int,
         numerics: Numerics,
+        overlap_allgather: bool = False,
     ) -> None:
         self.params = list(params)
         self.layout = layout
@@ -111,6 +113,7 @@ class Engine:
         self.chunks = build_chunks(
             layout, self.params, values, backend, comm, planning.plan, self.storage,
             kept=self.kept, keep_originals=numerics.master_weights,
+            gradients_travel_as=numerics.travels_as,
         )  # fmt: skip
         comm.describe = self._describe
         host = Tier.HOST if backend.has_host_tier else Tier.DEVICE
@@ -129,9 +132,17 @@ class Engine:
         )
         # every chunk stays gathered: hooks and on-demand fetches have nothing to do
         self.all_gathered = self.manager.releases_nothing
+        self.regather = Regather(
+            self.chunks,
+            self.kept,
+            self.params,
+            overlaps=overlap_allgather,
+            watches=self.all_gathered,
+        )
         self.reducer = Reducer(
             self.chunks,
             by_moment=not self.all_gathered,
+            puts_off=planning.plan.whole_grads,
             agree=partial(self.agree, "asks to reduce"),
         )
         # where nothing moves and nothing is limited, one iteration of a kind is as good as another
@@ -389,7 +400,7 @@ class Engine:
         self._entered |= scaled
         if self.reducer.active:
             return
-        self.reducer.active = True
+        self.reducer.begin()
         self.gradients.settle()
         if self._kept_scale is not None:
             for chunk in self.chunks:
@@ -451,6 +462,7 @@ class Engine:
 
     def at_moment(self, chunks: tuple[ChunkId, ...], planned: bool = True) -> None:
         """These chunks are needed now. `planned`: by a call that the next iteration has too."""
+        self.regather.arrive(chunks)
         if planned and not self.in_pass():
             self.at_reading(chunks)
             return
@@ -531,6 +543,9 @@ class Engine:
 
     # -- parameters used outside their modules; see `gemini.chunk.parameter` --
 
+    def arrive(self, param: ParamId) -> None:
+        self.regather.arrive((self.chunk_of[param],))
+
     def fetch(self, params: list[ParamId]) -> tuple[ChunkId, ...]:
         idle = (p for p in params if self.manager.state_of(p) is not TensorState.COMPUTE)
         chunks = tuple(sorted({self.chunk_of[param] for param in idle}))
@@ -607,7 +622,7 @@ class Engine:
         self.manager.ledger.judges = False  # it is the user who asks for all of it
         self.manager.pin(everything)
         self.manager.at_moment(everything, planned=False)
-        kept = {} if writeback else {c: c.payload.clone() for c in self.chunks if c.is_whole}
+        kept = {} if writeback else {c: c.shard.clone() for c in self.chunks if c.in_payload}
         self._summoned = True
         try:
             yield
@@ -616,15 +631,16 @@ class Engine:
             if not writeback:
                 for chunk in self.chunks:
                     self.adoption.forget(chunk)
-                    if chunk.is_whole:
-                        chunk.payload.copy_(kept[chunk])
+                    if chunk.in_payload:
+                        chunk.shard.copy_(kept[chunk])
             self.adopt_changes()
             self.manager.release_all()
             self.manager.ledger.judges = True
-            self.after_step()
+            self.shards_changed()
 
     def adopt_changes(self) -> None:
         """Shards and masters follow what the user wrote to parameters."""
+        self.regather.end()
         for chunk in self.chunks:
             if chunk.gathered:
                 self.adoption.adopt(chunk)
@@ -655,14 +671,13 @@ class Engine:
         self.adoption.stepped([ParamId(i) for i, there in enumerate(taken) if there])
 
     def after_step(self) -> None:
-        """Shards have changed: what is kept gathered is gathered again."""
-        for chunk in self.chunks:
-            if chunk.spec.id in self.kept and not chunk.is_whole:
-                chunk.release()
-                chunk.gather()
-        for chunk in self.chunks:
-            if chunk.spec.id in self.kept:
-                chunk.wait_gathered()
+        """Shards that are trained have changed: what is kept gathered is gathered again."""
+        self.regather.begin(trained=True)
+        self._viewed.clear()
+
+    def shards_changed(self) -> None:
+        """Any may have: the same for all that is kept."""
+        self.regather.begin(trained=False)
         self._viewed.clear()
 
     def clip(self, clip: Clip) -> Tensor | None:

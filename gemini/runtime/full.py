@@ -88,7 +88,7 @@ def load_full_parameters(engine: Engine, values: Mapping[str, Tensor]) -> None:
         engine.comm.scatter(payload, mine)
         _set_master(engine, chunk, mine)
     engine.manager.release_all()
-    engine.after_step()
+    engine.shards_changed()
     params = range(len(engine.params))
     engine.adoption.stepped(
         [p for p in map(ParamId, params) if given & set(engine.layout.params[p].names)]

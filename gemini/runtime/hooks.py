@@ -9,6 +9,7 @@ children run or not by its data (experts), and one that is compiled.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable imports the
 from gemini.chunk.parameter import handle_of
 from gemini.chunk.state import TensorState
 from gemini.trees import tensors_in
-from gemini.units import ParamId
+from gemini.units import ChunkId, ParamId
 
 from .backward import BackwardCall
 from .engine import Engine, in_backward
@@ -54,6 +55,11 @@ def hook_modules(engine: Engine, root: nn.Module, gather_whole: GatherWhole) -> 
     for params, _ in owners.values():
         for param in params:
             num_owners[param] = num_owners.get(param, 0) + 1
+    if engine.all_gathered and engine.regather.overlaps:
+        for module, (params, _) in _owners(root, gather_whole):
+            chunks = tuple(sorted({engine.chunk_of[param] for param in params}))
+            waits = partial(_wait, engine, chunks)
+            handles.append(module.register_forward_pre_hook(waits, prepend=True))
     for module, (params, whole) in owners.items():
         # a tied parameter's gradient comes after the last of its owners: nobody waits for it
         add(module, _Owner(engine, params, [p for p in params if num_owners[p] == 1], whole))
@@ -74,6 +80,12 @@ def _owners(
     if not whole:
         for child in module.children():
             yield from _owners(child, gather_whole)
+
+
+@_disable_dynamo
+def _wait(engine: Engine, chunks: tuple[ChunkId, ...], module: nn.Module, args: Any) -> None:
+    """Before a call of an owner, where nothing is released: its gathers have ended."""
+    engine.regather.arrive(chunks)
 
 
 class _Root:

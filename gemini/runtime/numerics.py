@@ -21,10 +21,16 @@ class Numerics:
     on_nonfinite: str = "skip"
     master_weights: bool = True
     rounding_seed: int = 0
+    communication_dtype: str | None = None
 
     def __post_init__(self) -> None:
         if self.precision not in DTYPE_OF:
             raise ValueError(f"precision={self.precision!r}; expected one of {sorted(DTYPE_OF)}")
+        if self.communication_dtype not in (None, *DTYPE_OF):
+            raise ValueError(
+                f"communication_dtype={self.communication_dtype!r}; expected None or one of "
+                f"{sorted(DTYPE_OF)}"
+            )
         if not 0 <= self.max_norm < math.inf:
             raise ValueError(f"max_norm={self.max_norm} is negative; 0 does not clip")
         if self.on_nonfinite not in ("skip", "raise"):
@@ -47,6 +53,12 @@ class Numerics:
     @property
     def dtype(self) -> str:
         return DTYPE_OF[self.precision]
+
+    @property
+    def travels_as(self) -> str | None:
+        """The dtype of gradients on their way between ranks; None: the one that they have."""
+        given = self.communication_dtype
+        return None if given is None else DTYPE_OF[given]
 
     @property
     def scale_options(self) -> LossScale | None:
