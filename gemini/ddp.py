@@ -156,6 +156,12 @@ class GeminiDDP(ModuleFace):
             has_master=master_weights and any(c.dtype != "float32" for c in layout.chunks),
             max_prefetch=max_prefetch, trace=trace,
         )  # fmt: skip
+        if overlap_allgather and not planning.kept:
+            raise ValueError(
+                "overlap_allgather=True gathers behind a step what is never released, and here all "
+                'is; expected placement_policy="zero1", "zero2" or StaticPlacement('
+                "shard_param_frac < 1), or leave it away"
+            )
         self.module = module
         self.engine = Engine(
             params,

@@ -22,6 +22,10 @@ ASKED: tuple[tuple[str, str, str, float], ...] = (
     ("ours/nvme", "deepspeed/zero3-nvme", "step_seconds", 0.70),
     ("ours/w2", "fsdp2/w2", "step_seconds", 1.00),
     ("ours/w2", "fsdp2/w2", "peak_rss_mib", 1.00),
+    ("ours/zero1", "ddp/zero1", "step_seconds", 1.00),
+    ("ours/zero1", "ddp/zero1", "peak_rss_mib", 1.00),
+    ("ours/zero2", "fsdp2/w2-keep", "step_seconds", 1.00),
+    ("ours/zero2", "fsdp2/w2-keep", "peak_rss_mib", 1.00),
     ("ours/resident", "deepspeed/zero3", "startup_seconds", 0.50),
     ("ours/nvme", "deepspeed/zero3-nvme", "startup_seconds", 0.50),
 )

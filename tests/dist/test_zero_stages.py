@@ -4,6 +4,7 @@ E elements of all payloads, C chunks, W ranks, k backwards before a step; bf16 i
 The cases of one world size share its processes.
 """
 
+import tempfile
 from collections import Counter
 from contextlib import nullcontext
 from functools import cache
@@ -12,8 +13,10 @@ import pytest
 import torch
 from torch import nn
 
+import gemini
 from gemini import GeminiDDP, StaticPlacement
 from gemini.placement.tiers import Tier
+from gemini.runtime.backend import SimBackend
 from optim import HybridAdam, HybridSGD
 from tests.models import Choosy, Tower, token_batches, token_loss
 from tests.reference import relative_error
@@ -276,9 +279,52 @@ def goes_wrong(rank, world_size):
     return said, before != model.digest(), model.digest()
 
 
-def all_cases(rank, world_size):
+def offloaded(rank, world_size, stage):
+    """State, masters and reduced gradients in a host memory that is not the device's."""
+    sim = SimBackend(rank)
+    placement = StaticPlacement.zero(stage, cpu_offload=True)
+    model = GeminiDDP(Tower(), sim, placement, **SMALL)
+    optimizer = HybridAdam(model.parameters(), **ADAM)
+    for parts in parts_of(rank, world_size, 3):
+        backwards(model, parts, no_sync=False)
+        optimizer.step()
+        in_use = model.engine.manager.bytes_in_use()
+        optimizer.zero_grad()
+    kinds = {(tier.value, kind): nbytes for (tier, kind), nbytes in in_use.items()}
+    return kinds, model.digest()
+
+
+def saved_and_parked(rank, world_size, folder):
+    """While gathers are under way; then another placement goes on from the file."""
+    model = GeminiDDP(Tower(), placement_policy="zero1", overlap_allgather=True, **SMALL)
+    optimizer = HybridAdam(model.parameters(), **ADAM, nvme_offload_dir=folder)
+    delay_gathers(model)
+    first, second = parts_of(rank, world_size, 2, 2)
+    backwards(model, first, no_sync=False)
+    optimizer.step()
+    optimizer.zero_grad()
+    gemini.save_checkpoint(f"{folder}/saved", model, optimizer)
+    token_loss(model, second[0]).backward()
+    with optimizer.parked("nvme"):
+        parked = all(c.payload.untyped_storage().nbytes() == 0 for c in model.engine.chunks)
+    token_loss(model, second[1]).backward()
+    optimizer.step()
+    other, other_optimizer = wrap("zero3")
+    gemini.load_checkpoint(f"{folder}/saved", other, other_optimizer)
+    with other.no_sync():
+        token_loss(other, second[0]).backward()
+    token_loss(other, second[1]).backward()
+    other_optimizer.step()
+    return parked, model.digest(), other.digest()
+
+
+def all_cases(rank, world_size, folder):
     torch.manual_seed(0)
     found = {}
+    if world_size == 1:
+        for name in ("zero1", "zero2"):
+            found["measured", name, False] = measured(rank, world_size, name, False)
+        return found
     for name in ("zero1", "zero2", "zero3"):
         for no_sync in (False, True):
             found["measured", name, no_sync] = measured(rank, world_size, name, no_sync)
@@ -293,12 +339,16 @@ def all_cases(rank, world_size):
         for overlaps in (False, True):
             found["overlap", overlaps] = overlapped(rank, world_size, overlaps)
         found["wrong"] = goes_wrong(rank, world_size)
+        found["saved"] = saved_and_parked(rank, world_size, folder)
+        for stage in (1, 2):
+            found["offloaded", stage] = offloaded(rank, world_size, stage)
     return found
 
 
 @cache
 def cases(world_size):
-    return run_ranks(all_cases, world_size, world_size)
+    with tempfile.TemporaryDirectory() as folder:
+        return run_ranks(all_cases, world_size, world_size, folder)
 
 
 # -- counts and bytes ------------------------------------------------------------------------
@@ -328,6 +378,16 @@ def test_stage_2_reduces_in_every_backward_that_is_not_under_no_sync(world_size,
         assert count["reduce_scatter"] == reductions * chunks and count["all_gather"] == chunks
         assert nbytes["reduce_scatter"] == reductions * width * numel
         assert nbytes["all_gather"] == BF16 * numel
+
+
+def test_one_rank_sends_nothing_and_holds_what_a_plain_model_does():
+    for name in ("zero1", "zero2"):
+        (_, numel), held, steps, (plan, _), _ = cases(1)[0]["measured", name, False]
+        assert held == {"parameters": BF16 * numel, "state": 12 * numel}
+        assert {kind: plan[kind] for kind in held} == held
+        for (count, _), gradients in steps:
+            assert set(count) <= {"all_reduce"}  # which is nothing there
+            assert gradients == [BF16 * numel, *[FP32 * numel] * K]
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
@@ -447,6 +507,19 @@ def test_stage_1_after_a_nan_a_broken_backward_and_a_refused_step():
         assert changed and digest == results[0][2]
 
 
-def test_a_stage_that_is_none_is_refused():
-    with pytest.raises(ValueError, match="expected 1, 2 or 3"):
-        StaticPlacement.zero(0)
+def test_what_is_offloaded_is_in_host_memory_and_has_the_same_bits():
+    results = cases(2)
+    for rank in results:
+        (_, numel), *_ = rank["measured", "zero1", False]
+        for stage in (1, 2):
+            in_use, digest = rank["offloaded", stage]
+            assert in_use["host", "state"] == 12 * numel // 2
+            assert in_use["host", "gradients"] == FP32 * numel // 2
+            assert ("device", "state") not in in_use and ("device", "gradients") not in in_use
+            assert digest == rank["measured", f"zero{stage}", False][-1]
+
+
+def test_a_checkpoint_and_parking_wait_for_the_gathers():
+    for rank in cases(2):
+        parked, went_on, loaded = rank["saved"]
+        assert parked and went_on == loaded
