@@ -29,7 +29,7 @@ from gemini.runtime.hooks import GatherWhole, has_experts, hook_modules
 from gemini.runtime.integrity import Integrity
 from gemini.runtime.kept import KeepFp32, cast_at_boundary, kept_modules, param_dtypes
 from gemini.runtime.materialise import InitFn, Materialiser
-from gemini.runtime.numerics import Numerics, as_loss_scale
+from gemini.runtime.numerics import Numerics, as_loss_scale, check_travelling
 from gemini.runtime.planning import begin_planning
 from gemini.runtime.reports import MemoryReport, explain, memory_report, memory_timeline
 from gemini.runtime.specs import check_module, collect_params
@@ -133,6 +133,7 @@ class GeminiDDP(ModuleFace):
         if max_prefetch < 0:
             raise ValueError(f"max_prefetch={max_prefetch} is negative; 0 does not prefetch")
         placement = parse_placement(placement_policy)
+        check_travelling(numerics, placement.budgets())
         self._dtype = DTYPES[numerics.dtype]
         kept = kept_modules(module, keep_fp32, cast_buffers=cast_buffers)
         params, specs = collect_params(module, param_dtypes(module, kept, numerics.dtype))

@@ -40,6 +40,7 @@ def salvageable(engine: Engine) -> dict[str, Tensor]:
     What is left where files are lost: 16-bit values, and not the fp32 masters. At several ranks
     only gathered chunks are whole.
     """
+    engine.regather.end()
     found = {}
     for chunk in engine.chunks:
         values = chunk.payload

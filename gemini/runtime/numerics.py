@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from gemini.chunk.layout import ITEMSIZE
+from gemini.placement.sizes import Budgets
 from optim.loss_scale import LossScale
 
 DTYPE_OF = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -64,6 +66,19 @@ class Numerics:
     def scale_options(self) -> LossScale | None:
         """fp16 always has a loss scale, the others never."""
         return (self.loss_scale or LossScale()) if self.precision == "fp16" else None
+
+
+def check_travelling(numerics: Numerics, budgets: Budgets) -> None:
+    """Raise ValueError where gradients on their way would take more than `budgets` count."""
+    travels_as = numerics.travels_as
+    if travels_as is None or budgets == Budgets():
+        return
+    if ITEMSIZE[travels_as] > ITEMSIZE[numerics.dtype]:
+        raise ValueError(
+            f"communication_dtype={numerics.communication_dtype!r} is wider than "
+            f"precision={numerics.precision!r}, and no budget counts what travels; expected "
+            "a narrower one, or a placement without budgets"
+        )
 
 
 def as_loss_scale(given: LossScale | float | None) -> LossScale | None:

@@ -1,7 +1,6 @@
 """ZeRO of stages 1 and 2: what they send and hold, as formulas, and the bits of a step.
 
 E elements of all payloads, C chunks, W ranks, k backwards before a step; bf16 is 2 B an element.
-The cases of one world size share its processes.
 """
 
 import tempfile
@@ -207,11 +206,11 @@ def overlapped(rank, world_size, overlaps):
 
 
 def lora(rank, world_size, placement):
-    """Frozen weights with small trained ones beside them; then all are trained."""
-    module = Tower()
-    module.requires_grad_(False)
-    for layer in module.layers:
-        layer.append(nn.Linear(33, 33))
+    """peft's adapters beside frozen weights; then all are trained."""
+    import peft
+
+    adapters = peft.LoraConfig(r=3, target_modules=r"layers\.\d\.[13]", bias="none")
+    module = peft.get_peft_model(Tower(), adapters)
     model = GeminiDDP(module, placement_policy=placement, **SMALL)
     wire = Wire(model)
     optimizer = HybridAdam(model.parameters(), **ADAM)
@@ -318,37 +317,38 @@ def saved_and_parked(rank, world_size, folder):
     return parked, model.digest(), other.digest()
 
 
-def all_cases(rank, world_size, folder):
+def group_of_cases(rank, world_size, group, folder):
     torch.manual_seed(0)
+    both = ("zero1", "zero2")
     found = {}
-    if world_size == 1:
-        for name in ("zero1", "zero2"):
-            found["measured", name, False] = measured(rank, world_size, name, False)
-        return found
-    for name in ("zero1", "zero2", "zero3"):
-        for no_sync in (False, True):
-            found["measured", name, no_sync] = measured(rank, world_size, name, no_sync)
-    for name in ("zero1", "zero2"):
-        found["read", name] = gradients_read(rank, world_size, name)
-        found["by value", name] = clipped_by_value(rank, world_size, name)
-        found["lora", name] = lora(rank, world_size, name)
-        found["unused", name] = unused_on_some(rank, world_size, name)
-    if world_size == 2:
+    if group == "measured":
+        for name in both if world_size == 1 else (*both, "zero3"):
+            for no_sync in (False,) if world_size == 1 else (False, True):
+                found[name, no_sync] = measured(rank, world_size, name, no_sync)
+    elif group == "gradients":
+        for name in both:
+            found["read", name] = gradients_read(rank, world_size, name)
+            found["by value", name] = clipped_by_value(rank, world_size, name)
+            found["unused", name] = unused_on_some(rank, world_size, name)
+    elif group == "lora":
+        found = {name: lora(rank, world_size, name) for name in both}
+    elif group == "travels":
         for dtype in (None, "bf16", "fp16", "fp32"):
-            found["travels", dtype] = travelling(rank, world_size, dtype, "bf16")
-        for overlaps in (False, True):
-            found["overlap", overlaps] = overlapped(rank, world_size, overlaps)
-        found["wrong"] = goes_wrong(rank, world_size)
+            found[dtype] = travelling(rank, world_size, dtype, "bf16")
+    elif group == "offloaded":
+        found = {stage: offloaded(rank, world_size, stage) for stage in (1, 2)}
+    else:
+        found = {overlaps: overlapped(rank, world_size, overlaps) for overlaps in (False, True)}
         found["saved"] = saved_and_parked(rank, world_size, folder)
-        for stage in (1, 2):
-            found["offloaded", stage] = offloaded(rank, world_size, stage)
+        found["wrong"] = goes_wrong(rank, world_size)
     return found
 
 
 @cache
-def cases(world_size):
+def cases(group, world_size=2):
+    """What every rank found, by case; the cases of a group share their processes."""
     with tempfile.TemporaryDirectory() as folder:
-        return run_ranks(all_cases, world_size, world_size, folder)
+        return run_ranks(group_of_cases, world_size, world_size, group, folder)
 
 
 # -- counts and bytes ------------------------------------------------------------------------
@@ -361,7 +361,7 @@ def test_stage_1_sends_what_one_all_reduce_does_however_many_backwards(world_siz
 
     Beside them, small: who has a gradient, behind a backward that is not under no_sync; one vote.
     """
-    (chunks, numel), _, steps, *_ = cases(world_size)[0]["measured", "zero1", no_sync]
+    (chunks, numel), _, steps, *_ = cases("measured", world_size)[0]["zero1", no_sync]
     assert chunks > 4
     for (count, nbytes), _ in steps:
         small = (1 if no_sync else K) + 1
@@ -372,7 +372,7 @@ def test_stage_1_sends_what_one_all_reduce_does_however_many_backwards(world_siz
 @pytest.mark.parametrize("no_sync", [False, True])
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_stage_2_reduces_in_every_backward_that_is_not_under_no_sync(world_size, no_sync):
-    (chunks, numel), _, steps, *_ = cases(world_size)[0]["measured", "zero2", no_sync]
+    (chunks, numel), _, steps, *_ = cases("measured", world_size)[0]["zero2", no_sync]
     reductions, width = (1, FP32) if no_sync else (K, BF16)
     for (count, nbytes), _ in steps:
         assert count["reduce_scatter"] == reductions * chunks and count["all_gather"] == chunks
@@ -382,7 +382,7 @@ def test_stage_2_reduces_in_every_backward_that_is_not_under_no_sync(world_size,
 
 def test_one_rank_sends_nothing_and_holds_what_a_plain_model_does():
     for name in ("zero1", "zero2"):
-        (_, numel), held, steps, (plan, _), _ = cases(1)[0]["measured", name, False]
+        (_, numel), held, steps, (plan, _), _ = cases("measured", 1)[0][name, False]
         assert held == {"parameters": BF16 * numel, "state": 12 * numel}
         assert {kind: plan[kind] for kind in held} == held
         for (count, _), gradients in steps:
@@ -394,7 +394,7 @@ def test_one_rank_sends_nothing_and_holds_what_a_plain_model_does():
 def test_parameters_are_held_once_and_state_is_shared(world_size):
     """2 B an element for the payload, and nothing for the shard; 12 / W of master and moments."""
     for name in ("zero1", "zero2"):
-        (_, numel), held, _, (plan, _), _ = cases(world_size)[0]["measured", name, False]
+        (_, numel), held, _, (plan, _), _ = cases("measured", world_size)[0][name, False]
         assert held["parameters"] == plan["parameters"] == BF16 * numel
         assert held["state"] == plan["state"] == 12 * numel // world_size
 
@@ -403,7 +403,7 @@ def test_parameters_are_held_once_and_state_is_shared(world_size):
 def test_gradients_are_whole_at_stage_1_and_shards_at_stage_2(world_size):
     """Behind every backward, and behind the step; fp32 from the second backward on."""
     for no_sync in (False, True):
-        (_, numel), _, steps, (plan, said), _ = cases(world_size)[0]["measured", "zero1", no_sync]
+        (_, numel), _, steps, (plan, said), _ = cases("measured", world_size)[0]["zero1", no_sync]
         held = [BF16 * numel, *[FP32 * numel] * (K - 1)]
         if no_sync:  # the last backward is known to be it
             held[-1] = FP32 * numel // world_size
@@ -411,7 +411,7 @@ def test_gradients_are_whole_at_stage_1_and_shards_at_stage_2(world_size):
             assert gradients == [*held, FP32 * numel // world_size]
         assert plan["gradients"] == BF16 * numel
         assert "on every rank until the step reduces it" in said
-    (_, numel), _, steps, (plan, said), _ = cases(world_size)[0]["measured", "zero2", False]
+    (_, numel), _, steps, (plan, said), _ = cases("measured", world_size)[0]["zero2", False]
     for _, gradients in steps:
         assert [n * world_size for n in gradients] == [BF16 * numel, *[FP32 * numel] * K]
     assert "on every rank" not in said and "gathered once, behind the step" in said
@@ -423,19 +423,19 @@ def test_gradients_are_whole_at_stage_1_and_shards_at_stage_2(world_size):
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_steps_have_the_same_bits_at_every_stage(world_size):
     """Stage 1 adds up before it reduces, as all of them do under no_sync."""
-    results = cases(world_size)
+    results = cases("measured", world_size)
     for rank in results:
-        digest = {key[1:]: found[-1] for key, found in rank.items() if key[0] == "measured"}
+        digest = {key: found[-1] for key, found in rank.items()}
         summed = {digest[name, True] for name in ("zero1", "zero2", "zero3")}
         assert summed == {digest["zero1", False]}
         assert digest["zero2", False] == digest["zero3", False]
-    assert len({rank["measured", "zero1", False][-1] for rank in results}) == 1
+    assert len({rank["zero1", False][-1] for rank in results}) == 1
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_gradients_read_between_backwards_are_those_of_ddp(world_size):
     """fp32 sums in another order: 1e-6."""
-    results = cases(world_size)
+    results = cases("gradients", world_size)
     for name in ("zero1", "zero2"):
         own, whole, norm = zip(*[rank["read", name] for rank in results], strict=True)
         assert not torch.equal(own[0], own[1])
@@ -448,15 +448,14 @@ def test_gradients_read_between_backwards_are_those_of_ddp(world_size):
 
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_a_limit_between_backwards_is_one_of_the_mean(world_size):
-    for rank in cases(world_size):
+    for rank in cases("gradients", world_size):
         for one, two in zip(rank["by value", "zero1"], rank["by value", "zero2"], strict=True):
             assert relative_error(one, two) < 1e-6  # fp32 sums in another order
 
 
-@pytest.mark.parametrize("world_size", WORLDS)
-def test_what_is_frozen_is_neither_reduced_nor_gathered_until_it_is_trained(world_size):
+def test_what_is_frozen_is_neither_reduced_nor_gathered_until_it_is_trained():
     for name in ("zero1", "zero2"):
-        results = [rank["lora", name] for rank in cases(world_size)]
+        results = [rank[name] for rank in cases("lora")]
         counts, trained, chunks, kept, extra, _ = results[0]
         assert 0 < trained < chunks and kept and extra == 0
         reductions = trained * (1 if name == "zero1" else 2)
@@ -466,7 +465,7 @@ def test_what_is_frozen_is_neither_reduced_nor_gathered_until_it_is_trained(worl
 
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_ranks_may_use_other_parameters_and_drop_a_gradient(world_size):
-    results = cases(world_size)
+    results = cases("gradients", world_size)
     for name in ("zero1", "zero2"):
         assert all(rank["unused", name][0] == [True, True, False] for rank in results)
         assert len({rank["unused", name][1] for rank in results}) == 1
@@ -477,11 +476,11 @@ def test_ranks_may_use_other_parameters_and_drop_a_gradient(world_size):
 
 def test_gradients_travel_in_the_dtype_that_was_asked_for():
     """And are fp32 before and after, as sums of two backwards. Three steps."""
-    (rank, _), width = cases(2), {None: 4, "bf16": 2, "fp16": 2, "fp32": 4}
-    exact = rank["travels", None][2]
+    (rank, _), width = cases("travels"), {None: 4, "bf16": 2, "fp16": 2, "fp32": 4}
+    exact = rank[None][2]
     start = torch.cat([v.double().flatten() for v in Tower().state_dict().values()])
     for dtype, nbytes in width.items():
-        travelled, dtypes, weights = rank["travels", dtype]
+        travelled, dtypes, weights = rank[dtype]
         assert travelled == 3 * nbytes
         assert dtypes == [{torch.float32}] * 6
         same = dtype in (None, "fp32")
@@ -491,16 +490,16 @@ def test_gradients_travel_in_the_dtype_that_was_asked_for():
 
 
 def test_gathers_behind_a_step_are_waited_for_by_what_reads_first():
-    for rank in cases(2):
-        read, waiting, whole, digest = rank["overlap", False]
-        read_late, waiting_late, whole_late, digest_late = rank["overlap", True]
+    for rank in cases("steps"):
+        read, waiting, whole, digest = rank[False]
+        read_late, waiting_late, whole_late, digest_late = rank[True]
         assert waiting == [0] * 3 and waiting_late == [1] * 3
         assert all(torch.equal(a, b) for a, b in zip(read, read_late, strict=True))
         assert torch.equal(whole, whole_late) and digest == digest_late
 
 
 def test_stage_1_after_a_nan_a_broken_backward_and_a_refused_step():
-    results = [rank["wrong"] for rank in cases(2)]
+    results = [rank["wrong"] for rank in cases("steps")]
     for said, changed, digest in results:
         assert said[:3] == [True, "ZeroDivisionError", "RuntimeError"]
         assert len(said) == 4 and "inside no_sync" in said[3]
@@ -508,18 +507,17 @@ def test_stage_1_after_a_nan_a_broken_backward_and_a_refused_step():
 
 
 def test_what_is_offloaded_is_in_host_memory_and_has_the_same_bits():
-    results = cases(2)
-    for rank in results:
-        (_, numel), *_ = rank["measured", "zero1", False]
+    for rank, resident in zip(cases("offloaded"), cases("measured", 2), strict=True):
+        (_, numel), *_ = resident["zero1", False]
         for stage in (1, 2):
-            in_use, digest = rank["offloaded", stage]
+            in_use, digest = rank[stage]
             assert in_use["host", "state"] == 12 * numel // 2
             assert in_use["host", "gradients"] == FP32 * numel // 2
             assert ("device", "state") not in in_use and ("device", "gradients") not in in_use
-            assert digest == rank["measured", f"zero{stage}", False][-1]
+            assert digest == resident[f"zero{stage}", False][-1]
 
 
 def test_a_checkpoint_and_parking_wait_for_the_gathers():
-    for rank in cases(2):
+    for rank in cases("steps"):
         parked, went_on, loaded = rank["saved"]
         assert parked and went_on == loaded

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gemini import GeminiDDP, StaticPlacement
+from gemini import AutoPlacement, GeminiDDP, StaticPlacement
 from gemini.chunk.layout import ChunkLayout, ParamSpec
 from gemini.memtracer.trace import sequential_trace
 from gemini.placement.planner import PlanInputs, make_plan
@@ -72,6 +72,8 @@ def test_options_that_do_nothing_or_are_unknown_are_refused():
         GeminiDDP(Tower(), overlap_allgather=True)
     with pytest.raises(ValueError, match="communication_dtype='half'; expected None or one of"):
         GeminiDDP(Tower(), communication_dtype="half")
+    with pytest.raises(ValueError, match="is wider than precision='bf16', and no budget counts"):
+        GeminiDDP(Tower(), placement_policy=AutoPlacement("1GiB"), communication_dtype="fp32")
 
 
 def test_one_rank_takes_the_options_of_several():
