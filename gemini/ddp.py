@@ -30,7 +30,7 @@ from gemini.runtime.integrity import Integrity
 from gemini.runtime.kept import KeepFp32, cast_at_boundary, kept_modules, param_dtypes
 from gemini.runtime.materialise import InitFn, Materialiser
 from gemini.runtime.named_gradients import named_gradients
-from gemini.runtime.numerics import Numerics, as_loss_scale
+from gemini.runtime.numerics import Numerics, as_loss_scale, check_travelling
 from gemini.runtime.planning import begin_planning
 from gemini.runtime.reports import MemoryReport, explain, memory_report, memory_timeline
 from gemini.runtime.specs import check_module, collect_params
@@ -52,7 +52,7 @@ class GeminiDDP(ModuleFace):
         `gemini.runtime.backend.Backend` is taken as it is.
     placement_policy: `"auto"` (what fits `AutoPlacement.device_budget` on the device, optimizer
         state that does not on NVMe), `"static"` or `"cuda"` (everything on the device), or a
-        placement dataclass. Parameters are sharded as in ZeRO-3 but for
+        placement dataclass. Parameters are sharded as in ZeRO-3 but for `"zero1"`, `"zero2"` and
         `StaticPlacement(shard_param_frac)`.
     precision: `"bf16"`, `"fp16"` or `"fp32"`: dtype of parameters, activations and gradients.
         Floating inputs are cast to it; buffers keep theirs. fp16 has a dynamic loss scale, and its
@@ -85,6 +85,11 @@ class GeminiDDP(ModuleFace):
     cast_inputs: false leaves what floats in the arguments as it is, targets of a loss say; modules
         then cast for themselves.
     broadcast_buffers: every forward begins with rank 0's buffers on all ranks, as DDP's default.
+    communication_dtype: `"bf16"`, `"fp16"` or `"fp32"`: gradients travel in it between ranks, and
+        are what they were before and after; None is what they have: the precision's, and fp32
+        where backwards have added up.
+    overlap_allgather: what is never released (ZeRO-1 and 2) is gathered after a step while the
+        next forward runs; each module waits for its own parameters.
 
     Raises ValueError, before anything is changed, for a module that cannot be wrapped.
     """
@@ -117,6 +122,8 @@ class GeminiDDP(ModuleFace):
         trace: Trace | None = None,
         cast_inputs: bool = True,
         broadcast_buffers: bool = False,
+        communication_dtype: str | None = None,
+        overlap_allgather: bool = False,
     ) -> None:
         super().__init__()
         check_module(module)
@@ -128,10 +135,12 @@ class GeminiDDP(ModuleFace):
             on_nonfinite=on_nonfinite,
             master_weights=master_weights,
             rounding_seed=rounding_seed,
+            communication_dtype=communication_dtype,
         )
         if max_prefetch < 0:
             raise ValueError(f"max_prefetch={max_prefetch} is negative; 0 does not prefetch")
         placement = parse_placement(placement_policy)
+        check_travelling(numerics, placement.budgets())
         self._dtype = DTYPES[numerics.dtype]
         kept = kept_modules(module, keep_fp32, cast_buffers=cast_buffers)
         params, specs = collect_params(module, param_dtypes(module, kept, numerics.dtype))
@@ -158,6 +167,12 @@ class GeminiDDP(ModuleFace):
             has_master=master_weights and any(c.dtype != "float32" for c in layout.chunks),
             max_prefetch=max_prefetch, trace=trace,
         )  # fmt: skip
+        if overlap_allgather and not planning.kept:
+            raise ValueError(
+                "overlap_allgather=True gathers behind a step what is never released, and here all "
+                'is; expected placement_policy="zero1", "zero2" or StaticPlacement('
+                "shard_param_frac < 1), or leave it away"
+            )
         self.module = module
         self.engine = Engine(
             params,
@@ -168,6 +183,7 @@ class GeminiDDP(ModuleFace):
             planning,
             max_prefetch=max_prefetch,
             numerics=numerics,
+            overlap_allgather=overlap_allgather,
         )
         values.fill_buffers()
         self._boundary = Boundary(

@@ -1,4 +1,7 @@
-"""FSDP2: `fully_shard` of every block and the root, bf16 compute over fp32 shards."""
+"""FSDP2: `fully_shard` of every block and the root, bf16 compute over fp32 shards.
+
+Option of the row: `keep`, parameters that stay gathered behind their forward (ZeRO-2).
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,8 @@ def settings(job: Job) -> dict[str, Any]:
     policies: dict[str, Any] = {"MixedPrecisionPolicy": {"param_dtype": "bfloat16"}}
     if job.options.get("offload"):
         policies["CPUOffloadPolicy"] = {"pin_memory": True}
+    if job.options.get("keep"):
+        policies["reshard_after_forward"] = False
     return {
         **policies,
         "fully_shard": "every block",  # the user says which modules
@@ -36,6 +41,8 @@ def wrap(model: Any, job: Job, given: dict[str, Any]) -> Trainer:
     how: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(**dtypes)}
     if "CPUOffloadPolicy" in given:
         how["offload_policy"] = CPUOffloadPolicy(**given["CPUOffloadPolicy"])
+    if "reshard_after_forward" in given:
+        how["reshard_after_forward"] = given["reshard_after_forward"]
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
     for block in max(lists, key=len, default=()):  # the longest list of modules is the blocks
         fully_shard(block, **how)

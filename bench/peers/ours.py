@@ -27,7 +27,7 @@ def prepare() -> None:
 
 
 def settings(job: Job) -> dict[str, Any]:
-    """Options of the row: `nvme_fraction`, `device_budget` and `host` (the state in RAM)."""
+    """Options of the row: `nvme_fraction`, `device_budget`, `host` (the state in RAM), `stage`."""
     options, folder = job.options, str(job.state_folder)
     given: dict[str, Any] = {"GeminiDDP": {"max_norm": MAX_NORM}}
     adam: dict[str, Any] = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY}
@@ -35,6 +35,9 @@ def settings(job: Job) -> dict[str, Any]:
         given["AutoPlacement"] = {"device_budget": options["device_budget"], "nvme_dir": folder}
     if options.get("host"):
         given["StaticPlacement"] = {"offload_optim_frac": 1.0}
+    if "stage" in options:
+        given["GeminiDDP"]["placement_policy"] = f"zero{options['stage']}"
+        given["GeminiDDP"]["overlap_allgather"] = True
     if "nvme_fraction" in options:
         adam["nvme_offload_fraction"] = options["nvme_fraction"]
         adam["nvme_offload_dir"] = folder

@@ -35,7 +35,9 @@ def rows(device: str, budgets: Sequence[str]) -> tuple[Row, ...]:
         Row("fsdp2/w1", fsdp2, "resident"),
         *([Row("fsdp2/w1-offload", fsdp2, "offload", offload)] if cuda else []),
         Row("fsdp2/w2", fsdp2, "ranks", world_size=2),
+        Row("fsdp2/w2-keep", fsdp2, "ranks", {"keep": True}, 2),
         *([Row("fsdp2/w2-offload", fsdp2, "ranks", offload, 2)] if cuda else []),
+        Row("ddp/zero1", "ddp_zero", "ranks", world_size=2),
         Row("deepspeed/zero3", deepspeed, "resident"),
         Row("deepspeed/zero3-cpu", deepspeed, "offload", {"offload": "cpu"}),
         Row("deepspeed/zero3-nvme", deepspeed, "offload", {"offload": "nvme"}),
@@ -44,6 +46,8 @@ def rows(device: str, budgets: Sequence[str]) -> tuple[Row, ...]:
         Row("ours/half-nvme", ours, "offload", {"nvme_fraction": 0.5}),
         Row("ours/nvme", ours, "offload", {"nvme_fraction": 1.0}),
         Row("ours/w2", ours, "ranks", world_size=2),
+        Row("ours/zero1", ours, "ranks", {"stage": 1}, 2),
+        Row("ours/zero2", ours, "ranks", {"stage": 2}, 2),
         *(
             Row(f"ours/auto-{budget}", ours, "offload", {"device_budget": budget})
             for budget in budgets

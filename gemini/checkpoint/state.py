@@ -298,7 +298,7 @@ class ShardedState(RunState):
     def fill(self, put: Put) -> None:
         super().fill(put)
         self._engine.manager.release_all()
-        self._engine.after_step()
+        self._engine.shards_changed()
 
     def _fill_weights(self, put: Put) -> None:
         originals = self._engine.originals

@@ -6,6 +6,7 @@ W world size · S numel of a shard
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -30,7 +31,6 @@ class Reduction(Protocol):
     world_size: int
 
     def reduce_scatter(self, shard: Tensor, payload: Tensor, label: int) -> Ticket[None]: ...
-    def all_reduce_chunk(self, payload: Tensor, label: int) -> Ticket[None]: ...
 
 
 class Elsewhere(Protocol):
@@ -45,15 +45,28 @@ class Elsewhere(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    """A reduction: its ticket, what it will give, and the payload that the ticket keeps."""
+
+    ticket: Ticket[None]
+    shard: Tensor
+    payload: Tensor
+    dtype: torch.dtype  # of the gradient; it may travel in another
+
+    @property
+    def nbytes(self) -> int:
+        return self.shard.nbytes + self.payload.nbytes
+
+
 class ChunkGradient:
     """One buffer while a backward runs, then this rank's mean over ranks.
 
     buffer: [S * W] in the compute dtype, with what arrived since the last reduction, divided by W
         so that a sum over ranks is the mean (and fp16 sums do not overflow). What is left in it at
-        the end of a backward (`no_sync`) is accumulated in fp32 from then on.
-    reduced: [S], or [S * W] where it is kept whole; fp32 once a second reduction was added to it.
-    shard: this rank's part of that.
-    keeps_whole: ZeRO-1: the reduced gradient of the whole chunk stays, `shard` is a view of it.
+        the end of a backward (`no_sync`, ZeRO-1) is accumulated in fp32 from then on.
+    shard: [S], reduced; fp32 once a second reduction was added to it.
+    travels_as: the dtype in which it is reduced over ranks; None: that of the buffer.
     elsewhere: where `shard` goes as soon as it is reduced; None: it stays on the device.
 
     measure: called with [S] before it leaves the device; `found` is what it answered, as long as
@@ -68,7 +81,7 @@ class ChunkGradient:
         spec: ChunkSpec,
         memory: Allocator,
         links: Reduction,
-        keeps_whole: bool = False,
+        travels_as: torch.dtype | None = None,
         elsewhere: Elsewhere | None = None,
     ) -> None:
         self._spec = spec
@@ -77,11 +90,11 @@ class ChunkGradient:
         self._dtype = DTYPES[spec.dtype]
         self._memory = memory
         self._links = links
-        self._keeps_whole = keeps_whole and links.world_size > 1
+        self._travels_as = travels_as
         self.account = Account()
-        # what is put here, or taken away, is in the account: see `_set_buffer` and `_set_reduced`
+        # what is put here, or taken away, is in the account: see `_set_buffer` and `_set_shard`
         self.buffer: Tensor | None = None
-        self.reduced: Tensor | None = None
+        self.shard: Tensor | None = None  # this rank's part of the reduced gradient, on the device
         self.elsewhere = elsewhere
         self.measure: Callable[[Tensor], Any] | None = None
         self.found: Any = None
@@ -95,22 +108,12 @@ class ChunkGradient:
         ]
         self._arrived: set[int] = set()  # slots of `buffer` that hold a gradient
         self._left_over = False  # the buffer holds gradients of an earlier backward
-        # its ticket, what it will give, and the payload that the ticket keeps
-        self._under_way: tuple[Ticket[None], Tensor, Tensor | None] | None = None
-
-    @property
-    def shard(self) -> Tensor | None:
-        """This rank's part of the reduced gradient; None before a reduction."""
-        reduced = self.reduced
-        if reduced is None or not self._keeps_whole:
-            return reduced
-        start = self._links.rank * self._spec.shard_numel
-        return reduced[start : start + self._spec.shard_numel]
+        self._under_way: _UnderWay | None = None
 
     @property
     def exists(self) -> bool:
         """Whether there is a reduced gradient, wherever it is."""
-        return self.reduced is not None or self.dtype_elsewhere is not None
+        return self.shard is not None or self.dtype_elsewhere is not None
 
     def send(self, elsewhere: Elsewhere | None) -> None:
         """From now on reduced gradients go there, the one there is too; None: to the device."""
@@ -133,8 +136,8 @@ class ChunkGradient:
     @property
     def nbytes(self) -> int:
         """Bytes on the device of all gradients of this chunk on this rank."""
-        under_way = self._under_way[1:] if self._under_way else ()
-        return sum(map(_nbytes, (self.buffer, self.reduced, *under_way)))
+        under_way = self._under_way.nbytes if self._under_way else 0
+        return under_way + _nbytes(self.buffer) + _nbytes(self.shard)
 
     @property
     def num_arrived(self) -> int:
@@ -156,9 +159,9 @@ class ChunkGradient:
         grad = grad.reshape(-1)
         world_size = self._links.world_size
         if world_size == 1 and self.exists and self.buffer is None:
-            reduced = self._widened(self._taken_back())
-            self._set_reduced(reduced)
-            self._place(reduced, slot).add_(grad)
+            shard = self._widened(self._taken_back())
+            self._set_shard(shard)
+            self._place(shard, slot).add_(grad)
             return
         if self.buffer is None and world_size == 1 and self._can_be_buffer(grad):
             self._set_buffer(grad)
@@ -195,7 +198,7 @@ class ChunkGradient:
         if self._links.world_size == 1:
             if self.buffer is not None:
                 assert not self.exists
-                self._set_reduced(self._take_buffer())
+                self._set_shard(self._take_buffer())
             self._left_over = False
             if self.elsewhere is not None:
                 self._leave()
@@ -206,30 +209,27 @@ class ChunkGradient:
             self._set_buffer(self._memory.allocate(self._payload_numel, self._dtype))
         buffer = self._take_buffer()  # the ticket keeps it alive
         self._left_over = False
-        if self._keeps_whole:
-            ticket = self._links.all_reduce_chunk(buffer, self._spec.id)
-            self._begin_waiting(ticket, buffer, None)
-        else:
-            reduced = self._memory.allocate(self._spec.shard_numel, buffer.dtype)
-            ticket = self._links.reduce_scatter(reduced, buffer, self._spec.id)
-            self._begin_waiting(ticket, reduced, buffer)
-
-    def _begin_waiting(self, ticket: Ticket[None], reduced: Tensor, payload: Tensor | None) -> None:
-        self._under_way = (ticket, reduced, payload)
-        self.account.gradients += reduced.nbytes + (0 if payload is None else payload.nbytes)
+        dtype = buffer.dtype
+        if self._travels_as is not None:
+            buffer = self._in_dtype(buffer, self._travels_as)
+        reduced = self._memory.allocate(self._spec.shard_numel, buffer.dtype)
+        ticket = self._links.reduce_scatter(reduced, buffer, self._spec.id)
+        self._under_way = _UnderWay(ticket, reduced, buffer, dtype)
+        self.account.gradients += self._under_way.nbytes
 
     def end_reduce(self) -> None:
         """Wait for the reduction under way and take its result over."""
         if self._under_way is None:
             return
-        (ticket, reduced, payload), self._under_way = self._under_way, None
-        self.account.gradients -= reduced.nbytes + (0 if payload is None else payload.nbytes)
-        ticket.wait()
+        done, self._under_way = self._under_way, None
+        self.account.gradients -= done.nbytes
+        done.ticket.wait()
+        reduced = self._in_dtype(done.shard, done.dtype)
         if not self.exists:
-            self._set_reduced(reduced)
+            self._set_shard(reduced)
         else:
             total = self._widened(self._taken_back())
-            self._set_reduced(total)
+            self._set_shard(total)
             total.add_(reduced)
         if self.elsewhere is not None:
             self._leave()
@@ -237,7 +237,7 @@ class ChunkGradient:
     def scale(self, factor: Tensor) -> None:
         """Multiply what was accumulated by a 0-d factor."""
         if self.exists:
-            self._set_reduced(self._widened(self._taken_back()).mul_(factor))
+            self._set_shard(self._widened(self._taken_back()).mul_(factor))
             self._leave()
         if self.buffer is not None:
             self._set_buffer(self._widened(self.buffer).mul_(factor))
@@ -252,11 +252,10 @@ class ChunkGradient:
 
     def change(self, change: Callable[[Tensor], object], *, wide: bool) -> None:
         """Let `change` work in place on this rank's reduced [S], made fp32 where `wide`."""
-        reduced = self._taken_back()
+        shard = self._taken_back()
         if wide:
-            self._set_reduced(self._widened(reduced))
-        shard = self.shard
-        assert shard is not None
+            shard = self._widened(shard)
+            self._set_shard(shard)
         change(shard)
         self._leave()
 
@@ -292,8 +291,8 @@ class ChunkGradient:
     def drop(self) -> None:
         """Forget every gradient, of this backward and of those before it."""
         self.end_reduce()
-        if self.reduced is not None:
-            self._set_reduced(None)
+        if self.shard is not None:
+            self._set_shard(None)
         self.dtype_elsewhere = self.found = None
         if self.buffer is not None:
             self.account.gradients -= self.buffer.nbytes
@@ -303,19 +302,19 @@ class ChunkGradient:
 
     def _leave(self) -> None:
         """Send what is reduced where it waits for the step."""
-        if self.elsewhere is not None and self.reduced is not None:
-            self.found = None if self.measure is None else self.measure(self.reduced)
-            self.elsewhere.write(self._spec.id, self.reduced)
-            self.dtype_elsewhere = self.reduced.dtype
-            self._set_reduced(None)
+        if self.elsewhere is not None and self.shard is not None:
+            self.found = None if self.measure is None else self.measure(self.shard)
+            self.elsewhere.write(self._spec.id, self.shard)
+            self.dtype_elsewhere = self.shard.dtype
+            self._set_shard(None)
 
     def _taken_back(self) -> Tensor:
         """What is reduced, on the device."""
         if self.dtype_elsewhere is not None:
-            self._set_reduced(self.load())
+            self._set_shard(self.load())
             self.dtype_elsewhere = self.found = None
-        assert self.reduced is not None
-        return self.reduced
+        assert self.shard is not None
+        return self.shard
 
     def _set_buffer(self, buffer: Tensor) -> None:
         old = 0 if self.buffer is None else self.buffer.nbytes
@@ -333,10 +332,9 @@ class ChunkGradient:
         self._arrived.clear()
         return buffer
 
-    def _set_reduced(self, reduced: Tensor | None) -> None:
-        old = 0 if self.reduced is None else self.reduced.nbytes
-        self.account.gradients += (0 if reduced is None else reduced.nbytes) - old
-        self.reduced = reduced
+    def _set_shard(self, shard: Tensor | None) -> None:
+        self.account.gradients += _nbytes(shard) - _nbytes(self.shard)
+        self.shard = shard
 
     def _place(self, tensor: Tensor, slot: int) -> Tensor:
         place = self._spec.slots[slot]
@@ -344,10 +342,12 @@ class ChunkGradient:
 
     def _widened(self, tensor: Tensor) -> Tensor:
         """The same in fp32: sums over several backwards are kept in it."""
-        if tensor.dtype == torch.float32:
+        return self._in_dtype(tensor, torch.float32)
+
+    def _in_dtype(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        if tensor.dtype == dtype:
             return tensor
-        wide = self._memory.allocate(tensor.numel(), torch.float32)
-        return wide.copy_(tensor)
+        return self._memory.allocate(tensor.numel(), dtype).copy_(tensor)
 
     def _fill_missing(self, buffer: Tensor) -> None:
         for slot in range(len(self._spec.slots)):

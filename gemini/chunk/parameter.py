@@ -28,6 +28,10 @@ class ParamOwner(Protocol):
         """No chunk is ever released: there is nothing to fetch."""
         ...
 
+    def arrive(self, param: ParamId) -> None:
+        """One of an owner that is `all_gathered` is about to be read: a gather may be under way."""
+        ...
+
     def fetch(self, params: list[ParamId]) -> tuple[ChunkId, ...]:
         """An operator is about to read parameters: fetch those that no module has in use.
 
@@ -150,6 +154,16 @@ def wrap_in_place(param: nn.Parameter, handle: ParamHandle) -> None:
     setattr(param, OWNER_ATTRIBUTE, handle)
 
 
+def watch(param: nn.Parameter) -> None:
+    """Let operators on a GatheredParameter ask its owner, until `unwatch`."""
+    param.__class__ = ChunkParameter
+
+
+def unwatch(param: nn.Parameter) -> None:
+    """Its values are there to stay."""
+    param.__class__ = GatheredParameter
+
+
 def unwrap_in_place(param: nn.Parameter) -> None:
     """Make it a plain one again, whatever its values are."""
     param.__class__ = nn.Parameter
@@ -218,7 +232,9 @@ def _compute(
     """Fetch what an operator reads, run it, and let its owners know of what came out."""
     used: dict[ParamOwner, list[ParamId]] = {}
     for handle in handles:
-        if not handle.owner.all_gathered:
+        if handle.owner.all_gathered:
+            handle.owner.arrive(handle.param)
+        else:
             used.setdefault(handle.owner, []).append(handle.param)
     if func in _GIVES_ADDRESS:
         for owner in used:

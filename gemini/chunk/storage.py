@@ -53,7 +53,8 @@ class ShardFiles(Protocol):
 class Chunk:
     """One chunk on one rank.
 
-    At world size 1 with its shard on the device, the payload *is* the shard and is never released.
+    The shard is this rank's part of the payload, and the payload never released, where it is `kept`
+    and its shard lives on the device; at world size 1 every shard on the device is its payload.
 
     files: where the shard lives; None: in memory.
     """
@@ -64,9 +65,10 @@ class Chunk:
         memory: Memory,
         links: Links,
         *,
+        kept: bool = False,
         shard_on_host: bool = False,
         files: ShardFiles | None = None,
-        whole_gradient: bool = False,
+        gradients_travel_as: torch.dtype | None = None,
         gradient_elsewhere: Elsewhere | None = None,
     ) -> None:
         self.spec = spec
@@ -76,12 +78,14 @@ class Chunk:
         self.payload = memory.allocate(spec.payload_numel, self.dtype)  # [S * W], device
         self.files = files
         self.shard_on_host = shard_on_host
-        self.is_whole = links.world_size == 1 and not shard_on_host and files is None
+        on_device = not shard_on_host and files is None
+        self.is_whole = links.world_size == 1 and on_device
+        self.in_payload = self.is_whole or (kept and on_device)
         self.account = Account()  # of what this chunk and its gradients hold; see `count_in`
         self._shard: Tensor | None = None  # [S], device or pinned host
         self._copies: list[CopyTicket] = []  # that may still read or write the shard
-        if self.is_whole:
-            self._shard = self.payload
+        if self.in_payload:
+            self._shard = self.payload if self.is_whole else self.own_part(self.payload)
         elif files is None:
             make = memory.allocate_host if shard_on_host else memory.allocate
             self._shard = make(spec.shard_numel, self.dtype)
@@ -89,7 +93,7 @@ class Chunk:
         self.gathered = True
         self.account.payloads += self.payload.nbytes
         self.pending: Ticket[None] | None = None  # of the gather that fills the payload
-        self.gradient = ChunkGradient(spec, memory, links, whole_gradient, gradient_elsewhere)
+        self.gradient = ChunkGradient(spec, memory, links, gradients_travel_as, gradient_elsewhere)
         self.gradient.account = self.account
         self._count_shard(1)
 
@@ -125,6 +129,8 @@ class Chunk:
     def shard_memory(self) -> Tensor:
         """[S] in memory, for the device and for copies only: others may be under way."""
         assert self._shard is not None, f"the shard of chunk {self.spec.id} is in a file"
+        if self.in_payload:  # a gather may be writing it
+            self.wait_gathered()
         return self._shard
 
     def is_copied(self, ticket: CopyTicket) -> None:
@@ -141,7 +147,7 @@ class Chunk:
     @property
     def memory_nbytes(self) -> int:
         """Bytes of the shard that are in memory beside the payload."""
-        return 0 if self._shard is None or self.is_whole else self._shard.nbytes
+        return 0 if self._shard is None or self.in_payload else self._shard.nbytes
 
     def load_shard(self) -> Tensor:
         """[S]: the shard itself, or a copy of one in a file. `store_shard` takes changes back."""
@@ -171,7 +177,7 @@ class Chunk:
             self.gather()
             self.wait_gathered()
             self._shard = self.payload
-            self.is_whole = True
+            self.is_whole = self.in_payload = True
         else:
             make = self._memory.allocate_host if on_host else self._memory.allocate
             shard = make(self.spec.shard_numel, self.dtype)
@@ -195,8 +201,8 @@ class Chunk:
 
     def keep_shard(self) -> None:
         """Copy this rank's shard out of a payload that was just filled or changed."""
-        if not self.is_whole:
-            self.wait_gathered()
+        self.wait_gathered()
+        if not self.in_payload:
             if self.files is not None:
                 self.files.replace(self.spec.id, self.own_part(self.payload))
             else:
@@ -217,20 +223,31 @@ class Chunk:
         else:
             self.pending = self._bring(self.payload)
 
+    def gather_again(self) -> None:
+        """Begin to make the payload of a kept chunk what the shards are, which have changed."""
+        if self.in_payload:
+            if not self.is_whole:
+                self.pending = self._links.all_gather(self.payload, self.shard, self.spec.id)
+            return
+        self.release()
+        self.gather()
+
     def wait_gathered(self) -> None:
-        """Raises what went wrong; then the payload is as if it had never been asked for."""
+        """Raises what went wrong; then a payload that may be released is as if it had never been
+        asked for."""
         pending, self.pending = self.pending, None
         if pending is None:
             return
         try:
             pending.wait()
         except BaseException:
-            self._free()
+            if not self.in_payload:
+                self._free()
             raise
 
     def release(self) -> None:
         """Free the payload; the shard holds the values."""
-        assert self.gathered and not self.is_whole
+        assert self.gathered and not self.in_payload
         if self.pending is not None:
             self.wait_gathered()
         self._free()

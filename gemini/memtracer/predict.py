@@ -92,8 +92,9 @@ def predict(plan: Plan, non_model_bytes: Sequence[int]) -> Profile:
 
     num_blocks = 0
     for sizes, shard in zip(plan.chunks, plan.shards, strict=True):
-        is_whole = not plan.needs_gather(sizes.id)
-        if shard.param_home is not Tier.NVME:
+        if shard.in_payload:
+            ledger.add(Tier.DEVICE, "parameters", sizes.payload_bytes)
+        elif shard.param_home is not Tier.NVME:
             ledger.add(shard.param_home, "parameters", sizes.shard_bytes)
         if shard.grad_home is Tier.HOST:
             ledger.add(Tier.HOST, "gradients", sizes.shard_bytes)
@@ -106,7 +107,7 @@ def predict(plan: Plan, non_model_bytes: Sequence[int]) -> Profile:
         for kind, nbytes in on_nvme:
             ledger.add(Tier.NVME, kind, on_disk(kind, nbytes))
         num_blocks += len(on_nvme)
-        if shard.kept and not is_whole:
+        if shard.kept and not shard.in_payload:
             ledger.add(Tier.DEVICE, "parameters", sizes.payload_bytes)
     for gather in plan.gathers:
         nbytes = plan.chunks[gather.chunk].payload_bytes
@@ -121,11 +122,9 @@ def predict(plan: Plan, non_model_bytes: Sequence[int]) -> Profile:
     }
     for reduction in plan.reductions:
         sizes = plan.chunks[reduction.chunk]
-        if plan.whole_grads:
-            ledger.add(Tier.DEVICE, "gradients", sizes.payload_bytes, reduction.first)
-            continue
         ledger.add(Tier.DEVICE, "gradients", sizes.payload_bytes, reduction.first, reduction.end)
-        start = reduction.last if plan.world_size > 1 else reduction.end
+        overlaps = plan.world_size > 1 and not plan.whole_grads
+        start = reduction.last if overlaps else reduction.end
         ledger.add(Tier.DEVICE, "gradients", sizes.shard_bytes, start, leaves.get(reduction.chunk))
     ledger.add(Tier.NVME, "staging", store_overhead(num_blocks))
     return ledger.profile()

@@ -17,7 +17,7 @@ from .gather import GatherSteps, gather_steps
 from .homes import Homes, Tiers, static_homes
 from .moves import moves_of
 from .plan import Plan, ShardPlan, UpdatePath
-from .policy import AutoPlacement, ConstPlacement, Placement, StaticPlacement
+from .policy import AutoPlacement, ConstPlacement, Placement, StaticPlacement, never_released
 from .room import Demand, Vector
 from .schedule import (
     GatherSchedule,
@@ -95,6 +95,12 @@ class Draft:
             if trace.kind == "train"
             else {}
         )
+        kept = isinstance(policy, StaticPlacement) and not policy.shard_grads
+        self.whole_grads = kept and layout.world_size > 1
+        if self.whole_grads:  # they are reduced by the step
+            end = Moment(len(trace.moments))
+            self.reductions = {c: replace(r, end=end) for c, r in self.reductions.items()}
+        self.never_released = never_released(policy, [c.payload_bytes for c in self.tiers.chunks])
         self.ahead = prefetched_at(self.needs, inputs.max_prefetch)
         self.non_model = [m.non_model_bytes for m in trace.moments]
         cap = policy.steady_cap_ratio if isinstance(policy, AutoPlacement) else 1.0
@@ -255,7 +261,7 @@ class Draft:
             world_size=tiers.world_size,
             has_host_tier=tiers.has_host_tier,
             has_master=tiers.state.has_master,
-            whole_grads=isinstance(self.policy, StaticPlacement) and not self.policy.shard_grads,
+            whole_grads=self.whole_grads,
             budgets=self.inputs.budgets,
             chunks=tiers.chunks,
             shards=tuple(self._shard(homes, chunk.id) for chunk in tiers.chunks),
@@ -298,8 +304,10 @@ class Draft:
             UpdatePath.RESIDENT if tier is Tier.DEVICE else homes.path[chunk] for tier in states
         )
         grad = homes.grad[chunk] if sizes.trainable else None
+        kept = chunk in self.never_released or self.tiers.world_size == 1
+        in_payload = kept and homes.param[chunk] is Tier.DEVICE
         return ShardPlan(
-            chunk, homes.param[chunk], homes.kept[chunk], grad, states, paths,
+            chunk, homes.param[chunk], homes.kept[chunk], in_payload, grad, states, paths,
             self._why(homes, chunk),
         )  # fmt: skip
 

@@ -178,6 +178,10 @@ def static_homes(policy: StaticPlacement, tiers: Tiers) -> Homes:
         if middle <= off_device:
             homes.state[block.chunk][i] = Tier.NVME if middle <= on_nvme else Tier.HOST
         taken += block.numel
+    if policy.offload_grads:
+        for i, states in enumerate(homes.state):
+            if set(states) == {Tier.HOST}:
+                homes.grad[i] = Tier.HOST
     homes.device_staging, homes.host_staging = tiers.staging(homes)
     return homes
 

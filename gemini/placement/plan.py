@@ -90,6 +90,7 @@ class ShardPlan:
     chunk: ChunkId
     param_home: Tier
     kept: bool  # its payload stays gathered all the time (ZeRO-2, or a frozen one that fits)
+    in_payload: bool  # the shard is a part of its payload, which is never released
     grad_home: Tier | None  # where a reduced gradient waits for the step; None: frozen
     state_homes: tuple[Tier, ...]  # of its blocks
     update_paths: tuple[UpdatePath, ...]  # of its blocks
@@ -119,7 +120,7 @@ class Plan:
     world_size: int
     has_host_tier: bool  # else the device is RAM
     has_master: bool  # parameters follow from the state
-    whole_grads: bool  # reduced gradients stay whole on every rank (ZeRO-1)
+    whole_grads: bool  # gradients stay whole on every rank until the step reduces them (ZeRO-1)
     budgets: Budgets
     chunks: tuple[ChunkBytes, ...]
     shards: tuple[ShardPlan, ...]  # by chunk
@@ -167,14 +168,18 @@ class Plan:
     def explain(self, chunk: ChunkId) -> str:
         """Where one chunk's shard lives, why, and what it costs an iteration."""
         shard, sizes = self.shards[chunk], self.chunks[chunk]
+        payload = format_bytes(sizes.payload_bytes)
         lines = [
             f"chunk {chunk}: {shard.why}",
             f"parameters: {format_bytes(sizes.shard_bytes)} on {shard.param_home.value}"
-            + (", kept gathered" if shard.kept else ""),
+            + (", kept gathered" if shard.kept else "")
+            + (f" with it in {payload}" if shard.in_payload and self.world_size > 1 else ""),
         ]
         if shard.grad_home is not None:
+            before = f"{payload} on every rank until the step reduces it, then "
             lines.append(
-                f"gradient: {format_bytes(sizes.shard_bytes)} on {shard.grad_home.value}, from its "
+                f"gradient: {before if self.whole_grads else ''}"
+                f"{format_bytes(sizes.shard_bytes)} on {shard.grad_home.value}, from its "
                 "reduction to the step"
             )
         homes: Counter[tuple[str, str]] = Counter()
@@ -192,7 +197,9 @@ class Plan:
             lines.append(f"moved a step: {format_bytes(nbytes)} of {kind}, {src} to {dst}")
         made = sum(gather.chunk == chunk for gather in self.gathers)
         if made:
-            lines.append(f"gathered {made} times, {format_bytes(sizes.payload_bytes)} each")
+            lines.append(f"gathered {made} times, {payload} each")
+        if shard.in_payload and sizes.trainable and self.world_size > 1:
+            lines.append(f"gathered once, behind the step, {payload}")
         return "\n".join(lines)
 
     def validate(self) -> None:

@@ -95,6 +95,8 @@ def plan_grown(plan: Plan, inputs: PlanInputs, policy: Placement) -> Planned:
 
 def _in_homes(draft: Draft, homes: Homes) -> Planned:
     """Raises BudgetError where what a moment needs does not fit beside what lives there."""
+    for chunk in draft.never_released:
+        homes.kept[chunk] = True
     if draft.lacks(homes) is not None:
         draft.give_up_cap()
     lack = draft.lacks(homes)

@@ -22,8 +22,9 @@ class StaticPlacement:
     shard_param_frac: parameters that are released between uses; 1 is ZeRO-3, 0 is ZeRO-2.
     offload_optim_frac: of the optimizer state's bytes, in host memory.
     offload_param_frac: of the parameters' bytes, in host memory with their gradients.
-    shard_grads: False keeps reduced gradients whole on every rank, which with `shard_param_frac=0`
-        is ZeRO-1.
+    shard_grads: False keeps gradients whole, and this rank's own, until a step asks for them: then
+        they are reduced, once for all backwards before it. With `shard_param_frac=0`: ZeRO-1.
+    offload_grads: reduced gradients wait in host memory for a step whose state is there.
 
     Raises ValueError for a fraction outside [0, 1].
     """
@@ -32,6 +33,20 @@ class StaticPlacement:
     offload_optim_frac: float = 0.0
     offload_param_frac: float = 0.0
     shard_grads: bool = True
+    offload_grads: bool = False
+
+    @classmethod
+    def zero(cls, stage: int, *, cpu_offload: bool = False) -> StaticPlacement:
+        """ZeRO of stage 1, 2 or 3. cpu_offload: state, masters and reduced gradients in host
+        memory. Raises ValueError for another stage."""
+        if stage not in (1, 2, 3):
+            raise ValueError(f"stage={stage!r} of ZeRO; expected 1, 2 or 3")
+        return cls(
+            shard_param_frac=float(stage == 3),
+            offload_optim_frac=float(cpu_offload),
+            shard_grads=stage > 1,
+            offload_grads=cpu_offload,
+        )
 
     def __post_init__(self) -> None:
         for name in ("shard_param_frac", "offload_optim_frac", "offload_param_frac"):
@@ -105,6 +120,9 @@ NAMED: dict[str, Placement] = {
     "static": StaticPlacement(),
     "cuda": StaticPlacement(1.0, 0.0, 0.0),
     "cpu": StaticPlacement(1.0, 1.0, 1.0),
+    "zero1": StaticPlacement.zero(1),
+    "zero2": StaticPlacement.zero(2),
+    "zero3": StaticPlacement.zero(3),
 }
 
 

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor, nn
 
+from gemini.chunk.dtypes import DTYPES
 from gemini.chunk.layout import ChunkLayout
 from gemini.chunk.storage import Chunk
 from gemini.placement.plan import Plan
@@ -30,6 +31,7 @@ def build_chunks(
     *,
     kept: Collection[ChunkId],
     keep_originals: bool,
+    gradients_travel_as: str | None,
 ) -> list[Chunk]:
     """One chunk after the other; the parameters become views of the payloads.
 
@@ -58,9 +60,10 @@ def build_chunks(
                 spec,
                 backend,
                 comm,
+                kept=spec.id in kept,
                 shard_on_host=shard.param_home is Tier.HOST,
                 files=storage if shard.param_home is Tier.NVME else None,
-                whole_gradient=plan.whole_grads,
+                gradients_travel_as=DTYPES[gradients_travel_as] if gradients_travel_as else None,
             )
             filling[spec.id] = _Filling(chunk, params, backend, keep_originals)
         if filling[spec.id].put(slot, value) and comm.world_size == 1:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,6 +74,10 @@ class Calls:
                 caller.chunks = tuple(sorted(chunks))
             handles += self._modules.hook(callers)
             self._modules.trained(self._is_trained)
+        elif self._parts.regather.overlaps:
+            for module, caller in callers_of(root, _own_params, gather_whole):
+                waits = partial(self._wait, caller.params)
+                handles.append(module.register_forward_pre_hook(waits, prepend=True))
         # around the root's own, if it is a caller
         handles += around_forward(root, self._begin_forward, self._end_forward)
 
@@ -108,6 +113,12 @@ class Calls:
 
     def _is_trained(self, param: ParamId) -> bool:
         return self._parts.layout.params[param].trainable
+
+    @_disable_dynamo
+    def _wait(self, params: Sequence[ParamId], module: nn.Module, args: Any) -> None:
+        """Before a call, where nothing is released: its gathers have ended."""
+        for param in params:
+            self.arrive(param)
 
     # -- passes --
 
@@ -172,7 +183,7 @@ class Calls:
         self._entered |= scaled
         if self._reducer.active:
             return
-        self._reducer.active = True
+        self._reducer.begin()
         self._gradients.begin_backward()
         if parts.all_gathered:
             self._sampler.at_root("enter")
@@ -287,6 +298,10 @@ class Calls:
 
     # -- operators that use parameters outside their modules; see `gemini.chunk.parameter` --
 
+    def arrive(self, param: ParamId) -> None:
+        """It is read, where nothing is released: a gather behind a step may be under way."""
+        self._parts.regather.arrive((self._parts.chunk_of[param],))
+
     def fetch(self, params: list[ParamId]) -> tuple[ChunkId, ...]:
         """Make those that no module has in use readable; their chunks."""
         idle: set[ChunkId] = set()
@@ -341,6 +356,7 @@ class Calls:
         self._gather(chunks, planned=True)
 
     def _gather(self, chunks: tuple[ChunkId, ...], *, planned: bool) -> None:
+        self._parts.regather.arrive(chunks)
         measured = self._collector.collecting
         if measured:
             self._collector.before_change()

@@ -154,12 +154,6 @@ class Communicator:
         work = _reduce_scatter(shard, payload, group=self._group, async_op=True)
         return WorkTicket(self, work, (payload, shard))
 
-    def all_reduce_chunk(self, payload: Tensor, label: int) -> Ticket[None]:
-        """Sum of [S * W] over ranks, in place."""
-        self._record("reduces", label, payload)
-        work = dist.all_reduce(payload, group=self._group, async_op=True)
-        return WorkTicket(self, work, (payload,))
-
     def _record(self, kind: str, label: int, payload: Tensor) -> None:
         self.log.record(kind, label)
         self.chunk_bytes += payload.nbytes

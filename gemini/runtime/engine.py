@@ -45,6 +45,7 @@ from .other_optimizers import refuse_other_optimizers
 from .parts import Parts, in_pass
 from .planning import Planning
 from .reducer import Reducer
+from .regather import Regather
 from .sampler import Sampler
 from .settling import Settling
 from .shard_storage import Originals, ShardStorage
@@ -69,6 +70,7 @@ class Engine(Parts):
         *,
         max_prefetch: int,
         numerics: Numerics,
+        overlap_allgather: bool = False,
     ) -> None:
         files = FileConfig(
             planning.nvme_folder, planning.inputs.block_numel, label=f"rank{comm.rank}-",
@@ -80,6 +82,7 @@ class Engine(Parts):
         chunks = build_chunks(
             layout, params, values, backend, comm, planning.plan, storage,
             kept=planning.kept, keep_originals=numerics.master_weights,
+            gradients_travel_as=numerics.travels_as,
         )  # fmt: skip
         comm.describe = lambda chunk: describe(self.layout, chunk)
         host = Tier.HOST if backend.has_host_tier else Tier.DEVICE
@@ -113,7 +116,18 @@ class Engine(Parts):
                 layout.params, backend, manager.ledger, self._traced, planning.overruns
             ),
             adoption=Adoption(params),
-            reducer=Reducer(chunks, by_moment=not manager.releases_nothing),
+            reducer=Reducer(
+                chunks,
+                by_moment=not manager.releases_nothing,
+                puts_off=planning.plan.whole_grads,
+            ),
+            regather=Regather(
+                chunks,
+                planning.kept,
+                params,
+                overlaps=overlap_allgather,
+                watches=manager.releases_nothing,
+            ),
             all_gathered=manager.releases_nothing,
             present=[False] * len(params),
         )
@@ -127,6 +141,7 @@ class Engine(Parts):
         self.calls = Calls(self, self.meetings, self.gradients, self.settling)
         # what parameters ask of their owner
         self.fetch, self.fetched = self.calls.fetch, self.calls.fetched
+        self.arrive = self.calls.arrive
         self.owns_memory_of, self.written = self.calls.owns_memory_of, self.adoption.written
         self.gradient_of, self.set_gradient = self.gradients.of, self.gradients.set
         # what optimizers and the front door do
@@ -288,8 +303,12 @@ class Engine(Parts):
         self.adoption.stepped([ParamId(i) for i, there in enumerate(taken) if there])
 
     def after_step(self) -> None:
-        """Shards have changed: what is kept gathered is gathered again."""
+        """Shards that are trained have changed: what is kept gathered is gathered again."""
         weights.after_step(self)
+
+    def shards_changed(self) -> None:
+        """Any may have: the same for all that is kept."""
+        weights.after_step(self, trained=False)
 
     def _gradients_dropped(self) -> None:
         self.calls.forget()

@@ -40,6 +40,7 @@ def salvageable(engine: Engine) -> dict[str, Tensor]:
     What is left where files are lost: 16-bit values, and not the fp32 masters. At several ranks
     only gathered chunks are whole.
     """
+    engine.regather.end()
     found = {}
     for chunk in engine.chunks:
         values = chunk.payload
@@ -88,7 +89,7 @@ def load_full_parameters(engine: Engine, values: Mapping[str, Tensor]) -> None:
         engine.comm.scatter(payload, mine)
         _set_master(engine, chunk, mine)
     engine.manager.release_all()
-    engine.after_step()
+    engine.shards_changed()
     params = range(len(engine.params))
     engine.adoption.stepped(
         [p for p in map(ParamId, params) if given & set(engine.layout.params[p].names)]

@@ -237,7 +237,12 @@ class Gradients:
     # -- edits --
 
     def settle(self) -> None:
-        """Carry out what was asked: before gradients are added, or looked at all together."""
+        """Carry out what was asked: before gradients are added, or looked at all together.
+
+        A limit is one of the mean over ranks: what was put off is reduced first.
+        """
+        if any(edit.limits for edit in self._edits.values()):
+            self._parts.reducer.reduce_put_off()
         self._norms.clear()
         for param in list(self._edits):
             self._carry_out(param)
@@ -337,6 +342,8 @@ class Gradients:
         self._check(param)
         parts = self._parts
         if self._edits.get(param, Edit()).limits:
+            if parts.reducer.has_put_off:  # ranks ask for norms in orders of their own
+                return _norm(self.values(param), order)
             self.settle()
         if self._is_local and not parts.reducer.synchronise:
             return _norm(self.values(param), order)

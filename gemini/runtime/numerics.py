@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from gemini.chunk.layout import ITEMSIZE
+from gemini.placement.sizes import Budgets
 from optim.clipping import Clip
 from optim.loss_scale import LossScale
 
@@ -23,10 +25,16 @@ class Numerics:
     on_nonfinite: str = "skip"
     master_weights: bool = True
     rounding_seed: int = 0
+    communication_dtype: str | None = None
 
     def __post_init__(self) -> None:
         if self.precision not in DTYPE_OF:
             raise ValueError(f"precision={self.precision!r}; expected one of {sorted(DTYPE_OF)}")
+        if self.communication_dtype not in (None, *DTYPE_OF):
+            raise ValueError(
+                f"communication_dtype={self.communication_dtype!r}; expected None or one of "
+                f"{sorted(DTYPE_OF)}"
+            )
         if not 0 <= self.max_norm < math.inf:
             raise ValueError(f"max_norm={self.max_norm} is negative; 0 does not clip")
         _ = self.clip  # a norm of no positive order is refused there
@@ -57,9 +65,28 @@ class Numerics:
         return Clip(max_norm=self.max_norm, norm_type=self.norm_type)
 
     @property
+    def travels_as(self) -> str | None:
+        """The dtype of gradients on their way between ranks; None: the one that they have."""
+        given = self.communication_dtype
+        return None if given is None else DTYPE_OF[given]
+
+    @property
     def scale_options(self) -> LossScale | None:
         """fp16 always has a loss scale, the others never."""
         return (self.loss_scale or LossScale()) if self.precision == "fp16" else None
+
+
+def check_travelling(numerics: Numerics, budgets: Budgets) -> None:
+    """Raise ValueError where gradients on their way would take more than `budgets` count."""
+    travels_as = numerics.travels_as
+    if travels_as is None or budgets == Budgets():
+        return
+    if ITEMSIZE[travels_as] > ITEMSIZE[numerics.dtype]:
+        raise ValueError(
+            f"communication_dtype={numerics.communication_dtype!r} is wider than "
+            f"precision={numerics.precision!r}, and no budget counts what travels; expected "
+            "a narrower one, or a placement without budgets"
+        )
 
 
 def as_loss_scale(given: LossScale | float | None) -> LossScale | None:

@@ -23,6 +23,7 @@ from .integrity import Integrity
 from .numerics import Numerics
 from .planning import Planning
 from .reducer import Reducer
+from .regather import Regather
 from .sampler import Sampler
 from .shard_storage import ShardStorage
 from .shard_target import ShardTarget
@@ -54,6 +55,7 @@ class Parts:
     manager: StatefulTensorMgr
     sampler: Sampler
     reducer: Reducer
+    regather: Regather
     adoption: Adoption
     # every chunk stays gathered: hooks and on-demand fetches have nothing to do
     all_gathered: bool

@@ -7,6 +7,11 @@ moment by which every call of the chunk's modules that the traced backward had h
 ended. What has not arrived by then (a parameter that this rank did not use) counts as zero; what
 arrives later makes the ranks agree on a second reduction, before the step. Where nothing is
 gathered, a chunk is reduced as soon as it and those before it are complete.
+
+[Note: putting off] ZeRO-1 keeps gradients whole until they are asked for: by the step, a clip, or
+who reads them. So several backwards are one reduction, however many there are. Only a backward
+behind those of `no_sync` is known to be the last, and reduces as it runs. What decides is the same
+on all ranks: which backwards there were, and not what arrived in them.
 """
 
 from __future__ import annotations
@@ -24,12 +29,17 @@ from gemini.units import ChunkId
 class Reducer:
     """Gradients of the trainable chunks of one engine, over one backward after another."""
 
-    def __init__(self, chunks: Sequence[Chunk], by_moment: bool) -> None:
+    def __init__(self, chunks: Sequence[Chunk], by_moment: bool, puts_off: bool = False) -> None:
+        """`puts_off`: see the note."""
         # with the other ranks, to reduce chunks now; raises where they do not
         self.agree: Callable[[Sequence[ChunkId]], None] = lambda chunks: None
         # backward runs through the layout from its end, until a trace says otherwise
         self._order = [chunk for chunk in reversed(chunks) if chunk.spec.trainable]
         self._by_moment = by_moment
+        self._puts_off = puts_off
+        self.has_put_off = False  # gradients of backwards that were to be reduced
+        self._follows_no_sync = False  # there are gradients of backwards under `no_sync`
+        self._reduces = True  # the backward that is under way
         self.active = False  # a backward has begun, and not come to its end
         self.synchronise = True  # False under `no_sync`: the next `finish` reduces nothing
         self.unsynchronised = False  # the last one did not
@@ -49,6 +59,11 @@ class Reducer:
         self._order += chunks
         self._traced = None
         self.reset()
+
+    def begin(self) -> None:
+        """A backward begins."""
+        self.active = True
+        self._reduces = self.synchronise and (not self._puts_off or self._follows_no_sync)
 
     # -- module calls --
 
@@ -77,7 +92,7 @@ class Reducer:
 
         follows_steps: so do all ranks; else they agree first.
         """
-        if not self.synchronise or not self._by_moment:
+        if not self._reduces or not self._by_moment:
             return
         while self._waiting and self._is_due(self._waiting[0].spec.id):
             if not follows_steps:
@@ -99,7 +114,7 @@ class Reducer:
         chunk.gradient.add(slot, grad)
         key = chunk.spec.id, slot
         self._arrivals[key] = self._arrivals.get(key, 0) + 1  # Counter's own way is in Python
-        if self._by_moment or not self.synchronise:
+        if self._by_moment or not self._reduces:
             return
         # before the last of its parameters has a gradient, no chunk has become complete
         if chunk.gradient.num_arrived < len(chunk.spec.slots):
@@ -125,14 +140,17 @@ class Reducer:
 
     def finish(self) -> None:
         """The backward has ended: reduce the rest in order, and wait for all."""
-        if self.synchronise:
+        if self._reduces:
             for chunk in self._waiting:
                 chunk.gradient.begin_reduce()
             for chunk in self._order:
                 chunk.gradient.end_reduce()
+            self._nothing_is_left()
         else:
             for chunk in self._order:
                 chunk.gradient.end_backward_unreduced()
+            self.has_put_off |= self.synchronise
+            self._follows_no_sync |= not self.synchronise
         self.unsynchronised = not self.synchronise
         self._learn()
         self._announced.clear()
@@ -148,19 +166,31 @@ class Reducer:
 
     @property
     def leftover(self) -> bool:
-        """Gradients that no reduction has: they came late, or under `no_sync`."""
+        """Gradients that no reduction has: they came late, under `no_sync`, or were put off."""
         return any(chunk.gradient.num_arrived for chunk in self._order)
 
     def reduce_leftovers(self) -> None:
         """One more reduction of every chunk; all ranks call it when any has a leftover."""
         for chunk in self._order:
-            chunk.gradient.begin_reduce()
+            self._begin(chunk)
+        for chunk in self._begun:
             chunk.gradient.end_reduce()
+        self._begun.clear()
+        self._nothing_is_left()
+
+    def reduce_put_off(self) -> None:
+        """What was put off is asked for; all ranks call it."""
+        if self.has_put_off:
+            self.reduce_leftovers()
+
+    def _nothing_is_left(self) -> None:
+        self.has_put_off = self._follows_no_sync = False
 
     def drop_gradients(self) -> None:
         """Of this backward and of those accumulated before it."""
         for chunk in self._order:
             chunk.gradient.drop()
+        self._nothing_is_left()
         self.reset()
 
     def reset(self) -> None:

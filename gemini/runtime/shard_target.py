@@ -254,6 +254,7 @@ class ShardTarget(ShardState):
             raise RuntimeError(
                 "gradients are not reduced inside no_sync(); leave it before you step or clip"
             )
+        engine.reducer.reduce_put_off()
         if engine.reducer.leftover and engine.comm.world_size == 1:
             engine.reducer.reduce_leftovers()  # several ranks agree on it first
         return [chunk for chunk in self._chunks if chunk.gradient.exists]
@@ -450,7 +451,7 @@ class ShardTarget(ShardState):
         for chunk in engine.chunks:
             chunk.wait_gathered()
             chunk.gradient.end_reduce()
-            held = (chunk.payload, chunk.gradient.buffer, chunk.gradient.reduced)
+            held = (chunk.payload, chunk.gradient.buffer, chunk.gradient.shard)
             found += [tensor for tensor in held if tensor is not None]
             if chunk.files is None:
                 found.append(chunk.shard)

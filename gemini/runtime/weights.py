@@ -11,6 +11,7 @@ from .parts import Parts
 def adopt_changes(parts: Parts) -> None:
     """Shards and masters follow what the user wrote to parameters."""
     adoption = parts.adoption
+    parts.regather.end()
     for chunk in parts.chunks:
         if chunk.gathered:
             adoption.adopt(chunk)
@@ -19,15 +20,10 @@ def adopt_changes(parts: Parts) -> None:
         adoption.stale.clear()
 
 
-def after_step(parts: Parts) -> None:
-    """Shards have changed: what is kept gathered is gathered again."""
-    kept = [chunk for chunk in parts.chunks if chunk.spec.id in parts.kept]
-    for chunk in kept:
-        if not chunk.is_whole:
-            chunk.release()
-            chunk.gather()
-    for chunk in kept:
-        chunk.wait_gathered()
+def after_step(parts: Parts, *, trained: bool = True) -> None:
+    """Shards have changed, all or those that are `trained`: what is kept gathered is gathered
+    again."""
+    parts.regather.begin(trained=trained)
     parts.viewed.clear()
 
 
@@ -42,7 +38,7 @@ def summoned(parts: Parts, writeback: bool) -> Iterator[None]:
     manager.ledger.judges = False  # it is the user who asks for all of it
     manager.pin(everything)
     manager.prepare(everything, planned=False)
-    kept = {} if writeback else {c: c.payload.clone() for c in parts.chunks if c.is_whole}
+    kept = {} if writeback else {c: c.shard.clone() for c in parts.chunks if c.in_payload}
     parts.is_summoned = True
     try:
         yield
@@ -51,9 +47,9 @@ def summoned(parts: Parts, writeback: bool) -> Iterator[None]:
         if not writeback:
             for chunk in parts.chunks:
                 parts.adoption.forget(chunk)
-                if chunk.is_whole:
-                    chunk.payload.copy_(kept[chunk])
+                if chunk.in_payload:
+                    chunk.shard.copy_(kept[chunk])
         adopt_changes(parts)
         manager.release_all()
         manager.ledger.judges = True
-        after_step(parts)
+        after_step(parts, trained=False)

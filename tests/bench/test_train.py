@@ -19,10 +19,11 @@ from bench.peers.summary import ratios, summary, table
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 NAMES = [
-    "torch/adamw-bf16", "torch/adamw-autocast", "fsdp2/w1", "fsdp2/w2", "deepspeed/zero3",
-    "deepspeed/zero3-cpu", "deepspeed/zero3-nvme", "ours/resident", "ours/half-nvme", "ours/nvme",
-    "ours/w2", "ours/auto-1.5GiB", "torch/accelerate", "ours/accelerate", "torch/trainer",
-    "ours/trainer", "torch/lightning", "ours/lightning",
+    "torch/adamw-bf16", "torch/adamw-autocast", "fsdp2/w1", "fsdp2/w2", "fsdp2/w2-keep",
+    "ddp/zero1", "deepspeed/zero3", "deepspeed/zero3-cpu", "deepspeed/zero3-nvme", "ours/resident",
+    "ours/half-nvme", "ours/nvme", "ours/w2", "ours/zero1", "ours/zero2", "ours/auto-1.5GiB",
+    "torch/accelerate", "ours/accelerate", "torch/trainer", "ours/trainer", "torch/lightning",
+    "ours/lightning",
 ]  # fmt: skip
 KEYS = {
     "name", "step_seconds", "forward_seconds", "backward_seconds", "optimizer_seconds",
@@ -100,7 +101,7 @@ def test_rows_have_the_names_that_were_asked_for():
         row.name for row in rows("cuda", ["1.5GiB"])
     } - {*NAMES}
     assert [r.name for r in chosen(every, ["fsdp2", "deepspeed/zero3", "ours/auto"])] == [
-        "fsdp2/w1", "fsdp2/w2", "deepspeed/zero3", "ours/auto-1.5GiB"
+        "fsdp2/w1", "fsdp2/w2", "fsdp2/w2-keep", "deepspeed/zero3", "ours/auto-1.5GiB"
     ]  # fmt: skip
     with pytest.raises(ValueError, match="no row 'ours/nothing'; expected some of torch/adamw"):
         chosen(every, ["ours/nothing"])
@@ -190,14 +191,17 @@ def test_worker_that_says_nothing_ends_and_is_the_rows_reason(place, monkeypatch
 @pytest.mark.slow
 @pytest.mark.dist
 def test_rows_of_one_run_are_written_whole(place):
-    ours = ("ours/resident", "ours/half-nvme", "ours/nvme", "ours/w2", "ours/auto")
-    code, printed = run(place, "--force", "--peers", "torch/adamw", "fsdp2/w2", *ours)
+    peers = ("torch/adamw", "fsdp2/w2", "fsdp2/w2-keep", "ddp")
+    ours = ("ours/resident", "ours/half-nvme", "ours/nvme", "ours/w2", "ours/zero1", "ours/zero2",
+            "ours/auto")  # fmt: skip
+    code, printed = run(place, "--force", "--peers", *peers, *ours)
     assert code == 0, printed
     result = json.loads((place / "out.json").read_text())
     found = {row["name"]: row for row in result["rows"]}
     assert found.keys() == {
-        "torch/adamw-bf16", "torch/adamw-autocast", "fsdp2/w2", "ours/resident", "ours/half-nvme",
-        "ours/nvme", "ours/w2", "ours/auto-0.25GiB",
+        "torch/adamw-bf16", "torch/adamw-autocast", "fsdp2/w2", "fsdp2/w2-keep", "ddp/zero1",
+        "ours/resident", "ours/half-nvme", "ours/nvme", "ours/w2", "ours/zero1", "ours/zero2",
+        "ours/auto-0.25GiB",
     }  # fmt: skip
     for row in found.values():
         assert row.keys() > KEYS, row

@@ -1,0 +1,65 @@
+"""Payloads that are never released: gathered again when their shards have changed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+from torch import nn
+
+from gemini.chunk.parameter import unwatch, watch
+from gemini.chunk.storage import Chunk
+from gemini.units import ChunkId
+
+
+class Regather:
+    """The kept chunks of one engine.
+
+    overlaps: the gathers are only begun, and waited for chunk by chunk by what reads it first: a
+        module's call, an operator on a parameter, the next step.
+    watches: parameters must be watched for that, since operators on them are not otherwise.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        kept: Collection[ChunkId],
+        params: Sequence[nn.Parameter],
+        *,
+        overlaps: bool,
+        watches: bool,
+    ) -> None:
+        self._chunks = [c for c in chunks if c.spec.id in kept and not c.is_whole]
+        self._params = params
+        self.overlaps = overlaps and bool(self._chunks)
+        self._watches = watches
+        self._arriving: dict[ChunkId, Chunk] = {}
+
+    def begin(self, *, trained: bool) -> None:
+        """Shards have changed: all, or those that are `trained`. All ranks call."""
+        for chunk in self._chunks:
+            if chunk.spec.trainable or not trained:
+                chunk.gather_again()
+                self._arriving[chunk.spec.id] = chunk
+        if not self.overlaps:
+            self.end()
+        elif self._watches:
+            for chunk in self._arriving.values():
+                for slot in chunk.spec.slots:
+                    watch(self._params[slot.param])
+
+    def arrive(self, chunks: Iterable[ChunkId]) -> None:
+        """These are about to be read."""
+        if not self._arriving:
+            return
+        for chunk_id in chunks:
+            chunk = self._arriving.pop(chunk_id, None)
+            if chunk is None:
+                continue
+            chunk.wait_gathered()
+            if self.overlaps and self._watches:
+                for slot in chunk.spec.slots:
+                    unwatch(self._params[slot.param])
+
+    def end(self) -> None:
+        """All of them are."""
+        self.arrive(list(self._arriving))
