@@ -100,6 +100,9 @@ class ByHand(Net):
         self.optimizers().step()
         self.lr_schedulers().step()
 
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        """At several ranks gradients cannot be read inside a training step."""
+
 
 class Tuned(Net):
     """Has a rate that a finder may set."""

@@ -137,8 +137,8 @@ def counted(folder, accumulate):
     return len(set(calls)), len(calls)
 
 
-def work(rank, folder):
-    """Everything that one world size is asked, in one process tree."""
+def trained(rank, folder):
+    """Fits of every kind, in one process tree."""
     from tests.integrations.lightning_runs import as_torchrun
 
     as_torchrun(rank)
@@ -148,20 +148,26 @@ def work(rank, folder):
     for case, precision in MIXED.items():
         own = {} if precision else {"precision": "fp16"}
         found[case] = found["plain"][0], fit(folder, strategy({}, **own), precision=precision)
-    found["evaluations"] = tuple(
-        evaluations(folder, chosen) for chosen in (lambda: "ddp", lambda: strategy({}))
-    )
-    found["other loops"] = tuple(
-        other_loops(folder, chosen) for chosen in (lambda: "ddp", lambda: strategy({}))
-    )
+    return found
+
+
+def more(rank, folder):
+    """What else a Trainer does, in another."""
+    from tests.integrations.lightning_runs import as_torchrun
+
+    as_torchrun(rank)
     world = dist.get_world_size()
-    found["resumed"] = (
-        resumed(folder, lambda: "ddp", f"{folder}/{world}.ddp"),
-        resumed(folder, lambda: strategy({}), f"{folder}/{world}.ours"),
-    )
-    found["crossed"] = crossed(folder, world)
+    chosen = {"ddp": lambda: "ddp", "ours": lambda: strategy({})}
+    found = {
+        "evaluations": tuple(evaluations(folder, make) for make in chosen.values()),
+        "other loops": tuple(other_loops(folder, make) for make in chosen.values()),
+        "resumed": tuple(
+            resumed(folder, make, f"{folder}/{world}.{name}") for name, make in chosen.items()
+        ),
+        "crossed": crossed(folder, world),
+    }
     for kind in ("swa", "ema"):
-        found[kind] = averaged(folder, "ddp", kind), averaged(folder, strategy({}), kind)
+        found[kind] = tuple(averaged(folder, make(), kind) for make in chosen.values())
     return found
 
 
@@ -185,7 +191,7 @@ def shared_folder():
 
 
 @functools.cache
-def results(world_size):
+def results(world_size, work=trained):
     return run_ranks(work, world_size, shared_folder().name)
 
 
@@ -234,14 +240,14 @@ def test_16_bits_train_as_fp32_does_to_their_precision(world_size, case):
 
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_validation_test_and_prediction_need_no_fit(world_size):
-    for found in results(world_size):
+    for found in results(world_size, more):
         want, got = found["evaluations"]
         close(got, want)
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_manual_optimization_and_a_finder_of_the_rate_are_those_of_ddp(world_size):
-    for found in results(world_size):
+    for found in results(world_size, more):
         want, got = found["other loops"]
         close(got, want)
 
@@ -249,7 +255,7 @@ def test_manual_optimization_and_a_finder_of_the_rate_are_those_of_ddp(world_siz
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_a_fit_goes_on_from_the_middle_of_an_accumulation(world_size):
     """As DDP's does: what was accumulated is not saved, by neither."""
-    for found in results(world_size):
+    for found in results(world_size, more):
         want, got = found["resumed"]
         assert len(got[1]["losses"]) == MICRO_STEPS - SAVED_AT
         for i in range(2):
@@ -259,7 +265,7 @@ def test_a_fit_goes_on_from_the_middle_of_an_accumulation(world_size):
 
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_a_file_of_either_strategy_goes_on_with_the_other(world_size):
-    for found in results(world_size):
+    for found in results(world_size, more):
         for losses in found["crossed"].values():
             close(losses, found["crossed"]["ddp", "ddp"])
 
@@ -267,7 +273,7 @@ def test_a_file_of_either_strategy_goes_on_with_the_other(world_size):
 @pytest.mark.parametrize("kind", ["swa", "ema"])
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_weight_averages_are_those_of_ddp(world_size, kind):
-    for found in results(world_size):
+    for found in results(world_size, more):
         want, got = found[kind]
         close(got["losses"], want["losses"])
         close(got["evals"], want["evals"])
@@ -277,13 +283,13 @@ def test_weight_averages_are_those_of_ddp(world_size, kind):
 
 @pytest.mark.parametrize(("saved_by", "world_size"), [(1, 2), (2, 1), (2, 4)])
 def test_a_fit_goes_on_at_another_world_size(saved_by, world_size):
-    results(saved_by)
+    results(saved_by, more)
     for want, got in run_ranks(go_on, world_size, shared_folder().name, saved_by):
         for name in ("losses", "norms", "rates"):
             close(got[name], want[name])
 
 
 def test_a_sharded_checkpoint_is_one_folder_without_whole_weights():
-    results(2)
+    results(2, more)
     path = Path(shared_folder().name) / "2.ours"
     assert {"manifest.json", ".metadata"} <= {file.name for file in path.iterdir()}
