@@ -9,7 +9,13 @@ from torch import nn
 
 import gemini
 from gemini.checkpoint import CheckpointError, FormatError, MismatchError
-from gemini.integrations import Booster, GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin
+from gemini.integrations import (
+    Booster,
+    GeminiPlugin,
+    HybridParallelPlugin,
+    LowLevelZeroPlugin,
+    TorchDDPPlugin,
+)
 from optim import HybridAdam
 from tests.models import Tower, token_batches, token_loss
 
@@ -283,3 +289,19 @@ def test_boosting_adds_nothing_to_a_step_of_gemini():
     assert type(boosted_) is HybridAdam and "step" not in vars(boosted_)
     assert type(model) is type(gemini.GeminiDDP(Tower()))
     assert not boosted_._optimizer_step_pre_hooks and not boosted_._optimizer_step_post_hooks
+
+
+def test_the_hybrid_plugin_scales_and_clips_in_every_step():
+    """Stage 0 in fp16: gradients of the step have the norm that was asked for, at most."""
+    module = Tower()
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    plugin = HybridParallelPlugin(tp_size=1, pp_size=1, initial_scale=2**5, max_norm=0.01)
+    booster = Booster(plugin=plugin)
+    model, optimizer, *_ = booster.boost(module, optimizer)
+    before = [param.detach().clone() for param in model.parameters()]
+    booster.backward(token_loss(model, IDS), optimizer)
+    optimizer.step()
+    pairs = zip(model.parameters(), before, strict=True)
+    moved = torch.cat([(a - b).detach().flatten() for a, b in pairs])
+    # SGD at rate 1 moves by the clipped gradient; weights are at most 4, in fp32
+    assert float(moved.norm()) == pytest.approx(0.01, rel=1e-3)
