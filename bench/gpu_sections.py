@@ -160,10 +160,12 @@ def races(runs: Runs) -> Found:
     digest = model.digest()
     runs.step(model, optimizer, width)
     found["digest changes"] = model.digest() != digest
-    hook = model.module.layers[0].weight.register_hook(lambda grad: grad * float("nan"))
+    first = next(model.module.parameters())
+    hook = first.register_hook(lambda grad: grad * float("nan"))
     runs.step(model, optimizer, width)
     hook.remove()
-    found["skipped"] = optimizer.last_report.skipped
+    report = optimizer.last_report
+    found["skipped"] = report is not None and report.skipped
     assert all(found.values()), found
     return found
 

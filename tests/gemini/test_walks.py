@@ -1,7 +1,7 @@
 """Plain optimizers walked on a device that is not the CPU and holds no data.
 
-Every operator refuses tensors of two devices, so a table, a gradient or a scalar that was made on the
-host and given to the device's shows without a GPU.
+Every operator refuses tensors of two devices, so a table, a gradient or a scalar that was made on
+the host and given to the device's shows without a GPU.
 """
 
 import pytest
