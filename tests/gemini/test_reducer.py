@@ -42,10 +42,10 @@ def test_a_chunk_waits_for_the_end_of_every_call_that_uses_it(chunks, log):
     reducer = Reducer(chunks, by_moment=True)
     reducer.announce([0, 1])
     reducer.opened([1], whole=False)
-    reducer.at_moment(True)
+    reducer.reduce_due(True)
     assert log == []
     reducer.closed([1], whole=False)
-    reducer.at_moment(True)
+    reducer.reduce_due(True)
     assert log == [1]
     reducer.finish()
     assert log == [1, 0]
