@@ -41,6 +41,7 @@ def chunks(log):
 def test_a_chunk_waits_for_the_end_of_every_call_that_uses_it(chunks, log):
     reducer = Reducer(chunks, by_moment=True)
     reducer.announce([0, 1])
+    reducer.begin()
     reducer.opened([1], whole=False)
     reducer.reduce_due(True)
     assert log == []
@@ -56,6 +57,7 @@ def test_a_chunk_whose_gradient_came_twice_is_waited_for_twice_the_next_time(chu
     grad = torch.ones(1)
     for arrivals in ([1, 0, 0], [1, 0, 0]):
         log.clear()
+        reducer.begin()
         for chunk in arrivals[:2]:
             reducer.arrived(chunks[chunk], 0, grad)
         begun = list(log)
@@ -67,6 +69,7 @@ def test_a_chunk_whose_gradient_came_twice_is_waited_for_twice_the_next_time(chu
 def test_nothing_is_reduced_under_no_sync(chunks, log):
     reducer = Reducer(chunks, by_moment=False)
     reducer.synchronise = False
+    reducer.begin()
     reducer.arrived(chunks[1], 0, torch.ones(1))
     reducer.finish()
     assert log == [] and reducer.unsynchronised
