@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .checkpoint.export import export_safetensors as export_safetensors
     from .checkpoint.load import load_checkpoint as load_checkpoint
+    from .checkpoint.pretrained import load_pretrained as load_pretrained
     from .checkpoint.save import save_checkpoint as save_checkpoint
     from .chunk.search import search_chunk_configuration as search_chunk_configuration
     from .ddp import GeminiDDP as GeminiDDP
-    from .integrations.pretrained import load_pretrained as load_pretrained
     from .memtracer.collector import MemStatsCollector as MemStatsCollector
     from .memtracer.collector import trace as trace
     from .memtracer.overruns import BudgetWarning as BudgetWarning
@@ -37,7 +37,7 @@ _HOME = {
     "export_safetensors": "gemini.checkpoint.export",
     "init_empty": "gemini.runtime.materialise",
     "load_checkpoint": "gemini.checkpoint.load",
-    "load_pretrained": "gemini.integrations.pretrained",
+    "load_pretrained": "gemini.checkpoint.pretrained",
     "save_checkpoint": "gemini.checkpoint.save",
     "StaticPlacement": "gemini.placement.policy",
     "StatefulTensorMgr": "gemini.runtime.tensor_mgr",

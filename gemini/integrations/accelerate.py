@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import nn
 
 from gemini.checkpoint.load import load_checkpoint
+from gemini.checkpoint.pretrained import write_weights
 from gemini.checkpoint.save import save_checkpoint
 from gemini.ddp import GeminiDDP
 from optim.base import TieredOptimizer
 from optim.loss_scale import LossScale
 
-from .pretrained import write_weights
 from .torch_optimizers import convert
 
 try:

@@ -27,8 +27,9 @@ except ImportError as error:
         "pip install gemini-memory[transformers]"
     ) from error
 
+from gemini.checkpoint.pretrained import write_weights
+
 from .adapters import is_adapted, load_adapter, write_adapter
-from .pretrained import write_weights
 
 CHECKPOINT = "gemini"  # in a checkpoint of the trainer's: weights and optimizer, sharded
 _TORCH_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")

@@ -22,6 +22,7 @@ from gemini.placement.sizes import Budgets, StateBytes
 from gemini.runtime.shard_views import ShardViews
 from gemini.runtime.tensor_files import FileConfig
 from optim import HybridAdam
+from optim.memory import memory_of
 from optim.space import Block
 
 
@@ -102,7 +103,8 @@ def test_gradients_that_wait_elsewhere_for_the_step():
         blocks = [Block(i, 0, 0, 0, 64, ()) for i in range(num_blocks)]
 
         def take_all():
-            views = Views([chunk], [], [], storage, torch.device("cpu"), merges=True)
+            memory = memory_of(torch.device("cpu"))
+            views = Views([chunk], [], [], storage, memory, on_device=False, merges=True)
             views.expect(blocks)
             for block in blocks:
                 views._grad_of(block)

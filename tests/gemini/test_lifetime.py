@@ -3,7 +3,6 @@
 import gc
 import hashlib
 import os
-import statistics
 import subprocess
 import sys
 import threading
@@ -140,8 +139,8 @@ def test_memory_is_flat_after_the_first_steps():
     resident, payloads = zip(*rows, strict=True)
     assert num_chunks == 6
     assert max(payloads) <= 3 * nbytes  # what is in use and one prefetched, and not all six
-    # a payload that stays is 2 MiB a step, 24 in all; the allocator comes and goes by single ones
-    assert statistics.median(resident[18:]) - statistics.median(resident[6:12]) < 4
+    # a payload that stays is 2 MiB a step, 24 in all; what the allocator holds comes and goes
+    assert min(resident[18:]) - min(resident[6:12]) < 4
 
 
 def digest_of_a_run():

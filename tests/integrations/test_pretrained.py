@@ -11,7 +11,7 @@ import torch
 import gemini
 from gemini import GeminiDDP
 from gemini.checkpoint import FormatError
-from gemini.integrations.pretrained import load_pretrained, write_weights
+from gemini.checkpoint.pretrained import load_pretrained, write_weights
 from optim import HybridAdam
 from tests.integrations.trainer_runs import SMALL, checkpoints, model_and_data, run
 
@@ -131,7 +131,7 @@ import gc, re, sys
 import torch
 import transformers
 from gemini import load_pretrained
-from gemini.integrations.pretrained import write_weights
+from gemini.checkpoint.pretrained import write_weights
 
 large, small, back = sys.argv[1:]
 def anonymous():
