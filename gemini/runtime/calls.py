@@ -356,7 +356,8 @@ class Calls:
         self._gather(chunks, planned=True)
 
     def _gather(self, chunks: tuple[ChunkId, ...], *, planned: bool) -> None:
-        self._parts.regather.arrive(chunks)
+        if self._parts.regather.arriving:
+            self._parts.regather.arrive(chunks)
         measured = self._collector.collecting
         if measured:
             self._collector.before_change()

@@ -31,14 +31,19 @@ class Integrity:
 
     @_disable_dynamo
     def check(self) -> None:
-        """Raise ModuleChanged, with the name, for a parameter added or replaced.
+        """Raise ModuleChanged, with the name, for a parameter added or replaced, and RuntimeError
+        where torch's `replicate` reduces gradients too.
 
         Modules without parameters may come and go.
         """
         for name, reference, params, children in self._modules:
             if (module := reference()) is None:
                 continue  # its parent has another child now, or is gone too
-            refuse_replicas(module)
+            if REGISTRY_KEY in module.__dict__ and "replicate" in module.__dict__[REGISTRY_KEY]:
+                raise RuntimeError(
+                    "torch's replicate() on a wrapped module: both reduce gradients over ranks; "
+                    "use the GeminiDDP alone"
+                )
             now = module._parameters
             if now.keys() != params.keys():
                 self._refuse(name, now, params)
@@ -59,15 +64,6 @@ class Integrity:
                 continue
             what = "is new" if key not in before else "is gone" if key not in now else "is another"
             raise _changed(_join(name, key), what)
-
-
-def refuse_replicas(module: nn.Module) -> None:
-    """Raise RuntimeError where torch's `replicate` reduces this module's gradients too."""
-    if REGISTRY_KEY in module.__dict__ and "replicate" in module.__dict__[REGISTRY_KEY]:
-        raise RuntimeError(
-            "torch's replicate() on a wrapped module: both reduce gradients over ranks; use the "
-            "GeminiDDP alone"
-        )
 
 
 def _weakly(modules: Mapping[str, nn.Module | None]) -> dict[str, Callable[[], nn.Module | None]]:

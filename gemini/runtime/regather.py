@@ -32,27 +32,27 @@ class Regather:
         self._params = params
         self.overlaps = overlaps and bool(self._chunks)
         self._watches = watches
-        self._arriving: dict[ChunkId, Chunk] = {}
+        self.arriving: dict[ChunkId, Chunk] = {}  # their gathers are under way
 
     def begin(self, *, trained: bool) -> None:
         """Shards have changed: all, or those that are `trained`. All ranks call."""
         for chunk in self._chunks:
             if chunk.spec.trainable or not trained:
                 chunk.gather_again()
-                self._arriving[chunk.spec.id] = chunk
+                self.arriving[chunk.spec.id] = chunk
         if not self.overlaps:
             self.end()
         elif self._watches:
-            for chunk in self._arriving.values():
+            for chunk in self.arriving.values():
                 for slot in chunk.spec.slots:
                     watch(self._params[slot.param])
 
     def arrive(self, chunks: Iterable[ChunkId]) -> None:
         """These are about to be read."""
-        if not self._arriving:
+        if not self.arriving:
             return
         for chunk_id in chunks:
-            chunk = self._arriving.pop(chunk_id, None)
+            chunk = self.arriving.pop(chunk_id, None)
             if chunk is None:
                 continue
             chunk.wait_gathered()
@@ -62,4 +62,4 @@ class Regather:
 
     def end(self) -> None:
         """All of them are."""
-        self.arrive(list(self._arriving))
+        self.arrive(list(self.arriving))
