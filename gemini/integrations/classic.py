@@ -36,7 +36,6 @@ from .sharded_v2 import ShardedModelV2 as ShardedModelV2
 from .sharded_v2 import ShardedOptimizerV2 as ShardedOptimizerV2
 from .sharded_v2 import col_model_deepcopy as col_model_deepcopy
 from .torch_optimizers import convert
-from .zero_plugin import zero_placement
 
 get_current_device = this_device
 
@@ -133,9 +132,7 @@ def zero_model_wrapper(
             f"gemini_config={dict(gemini_config)!r:.80} with zero_stage={zero_stage}; expected "
             "none: it is for stage 3. LowLevelZeroPlugin has the options of the others"
         )
-    return ddp.GeminiDDP(
-        model, placement_policy=zero_placement(zero_stage, cpu_offload=False), precision="fp16"
-    )
+    return ddp.GeminiDDP(model, placement_policy=StaticPlacement.zero(zero_stage), precision="fp16")
 
 
 def zero_optim_wrapper(

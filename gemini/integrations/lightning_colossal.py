@@ -145,4 +145,4 @@ def _placement(policy: str, sharded: bool, margin: float) -> str | Placement:
         )
     if sharded:
         return policy
-    return StaticPlacement(0.0, offload_optim_frac=float(policy == "cpu"))
+    return StaticPlacement.zero(2, cpu_offload=policy == "cpu")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from gemini.chunk.dtypes import DTYPES
 from gemini.ddp import GeminiDDP
-from gemini.placement.policy import Placement, StaticPlacement
+from gemini.placement.policy import Placement
 from gemini.runtime.numerics import DTYPE_OF
 from gemini.trees import map_tensors
 from optim.base import TieredOptimizer
@@ -25,8 +25,8 @@ PRECISIONS = {"32-true": "fp32", "bf16-mixed": "bf16", "bf16-true": "bf16", "16-
 REGISTERED: dict[str, dict[str, Any]] = {
     "gemini": {},
     "gemini_nvme": {"adam": {"nvme_offload_fraction": 1.0}},
-    "zero1": {"placement_policy": StaticPlacement(shard_param_frac=0.0, shard_grads=False)},
-    "zero2": {"placement_policy": StaticPlacement(shard_param_frac=0.0)},
+    "zero1": {"placement_policy": "zero1"},
+    "zero2": {"placement_policy": "zero2"},
 }
 REDIRECTED = "wrapped_forward"  # what Lightning calls the forward that leads to a step
 # a GradScaler as Lightning makes one, by its own names

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
+from gemini.chunk.dtypes import DTYPES
+from gemini.runtime.numerics import DTYPE_OF
 from optim.loss_scale import LossScale
 
 log = logging.getLogger("gemini")
@@ -71,6 +73,15 @@ def loss_scale_of(options: Mapping[str, Any], usual: LossScale, precision: str) 
     own = {name: getattr(usual, name) for name in LOSS_SCALE}
     refuse_others(options, own, f"a loss scale is for precision='fp16', and not for {precision!r}")
     return None
+
+
+def precision_of(option: str, dtype: torch.dtype) -> str:
+    """The engine's name of a dtype that `option` says. Raises ValueError for one that has none."""
+    for precision, name in DTYPE_OF.items():
+        if dtype == DTYPES[name]:
+            return precision
+    known = ", ".join(f"torch.{name}" for name in DTYPE_OF.values())
+    raise ValueError(f"{option}={dtype!r}; expected None, {known}")
 
 
 def world_size() -> int:

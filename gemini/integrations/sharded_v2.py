@@ -16,7 +16,7 @@ from gemini.runtime.unwrap import whole_chunk
 from optim.base import TieredOptimizer
 from optim.loss_scale import LossScale
 
-from .parts import accept, refuse_absent
+from .parts import accept
 from .torch_optimizers import convert
 
 _FP16_BYTES = 2
@@ -28,13 +28,14 @@ class ShardedModelV2(GeminiDDP):
     shard_strategy: any; shards are parts of chunks here.
     reduce_scatter_process_group: None, or `process_group`.
     reduce_scatter_bucket_size_mb: MiB that are reduced at once: a chunk.
+    fp32_reduce_scatter: gradients travel between ranks, and are added, in fp32.
     offload_config: None, or `{"device": "cpu"}`, where all of it is in host memory.
     gradient_predivide_factor: 1; gradients are divided by the number of ranks before they are
         added.
     use_memory_tracer: `memory_stats` is kept with and without it.
     reuse_fp16_shard: gradients are freed by chunks with and without it.
 
-    Raises ValueError for others, NotImplementedError for `fp32_reduce_scatter`.
+    Raises ValueError for others.
     """
 
     def __init__(
@@ -55,7 +56,6 @@ class ShardedModelV2(GeminiDDP):
                 "reduce_scatter_process_group is another group than process_group; expected None: "
                 "gradients are reduced over the ranks that share the parameters"
             )
-        refuse_absent(fp32_reduce_scatter=fp32_reduce_scatter)
         if offload_config is not None and dict(offload_config) != {"device": "cpu"}:
             raise ValueError(
                 f"offload_config={dict(offload_config)!r:.80}; expected None or "
@@ -80,6 +80,7 @@ class ShardedModelV2(GeminiDDP):
             placement_policy=StaticPlacement(1.0, offload, offload),
             precision="fp16",
             process_group=process_group,
+            communication_dtype="fp32" if fp32_reduce_scatter else None,
             search_range_m=0,
             min_chunk_size_m=reduce_scatter_bucket_size_mb / _FP16_BYTES,
         )

@@ -12,7 +12,7 @@ from optim.loss_scale import LossScale
 
 from .gemini_plugins import wrap_gemini
 from .lora import add_lora_params
-from .parts import LOSS_SCALE, accept, loss_scale_of, refuse_absent
+from .parts import LOSS_SCALE, accept, loss_scale_of, precision_of, refuse_absent
 from .plugin import Plugin
 from .precision import MixedPrecision
 
@@ -21,9 +21,12 @@ from .precision import MixedPrecision
 class LowLevelZeroPlugin(Plugin):
     """ZeRO-1 and ZeRO-2: parameters whole on every rank, optimizer state sharded.
 
-    stage: 1 keeps reduced gradients whole, 2 shards them.
-    cpu_offload: gradients, fp32 masters and state live in host memory.
+    stage: 1 reduces gradients once a step, when they are asked for; 2 reduces in every backward,
+        and keeps this rank's part.
+    cpu_offload: reduced gradients, fp32 masters and state live in host memory.
     reduce_bucket_size_in_m: what is reduced at once, in 2**20 elements: a chunk's capacity.
+    communication_dtype: in which gradients travel between ranks; None is the one that they have.
+    overlap_allgather: a step's new weights are gathered while the next forward runs.
     master_weights, cast_inputs, max_norm, norm_type: as in `GeminiDDP`.
     verbose: print every step that is skipped.
     """
@@ -56,19 +59,20 @@ class LowLevelZeroPlugin(Plugin):
                 f"stage={self.stage}; expected 1 or 2. TorchDDPPlugin shards nothing, GeminiPlugin "
                 "is ZeRO-3"
             )
-        refuse_absent(
-            communication_dtype=self.communication_dtype,
-            overlap_allgather=self.overlap_allgather,
-            fp8_communication=self.fp8_communication,
-            use_fp8=self.use_fp8,
-        )
+        refuse_absent(fp8_communication=self.fp8_communication, use_fp8=self.use_fp8)
+        self._travels_as()
         if not self.reduce_bucket_size_in_m > 0:
             raise ValueError(
                 f"reduce_bucket_size_in_m={self.reduce_bucket_size_in_m} must be positive"
             )
         self._scale()
         if not self.overlap_communication:
-            accept("overlap_communication=False", "reductions always overlap the backward")
+            when = "once a step, when gradients are asked for", "always while a backward runs"
+            accept("overlap_communication=False", f"reductions are {when[self.stage - 1]}")
+
+    def _travels_as(self) -> str | None:
+        dtype = self.communication_dtype
+        return None if dtype is None else precision_of("communication_dtype", dtype)
 
     def _scale(self) -> LossScale | None:
         given = {name: getattr(self, name) for name in LOSS_SCALE}
@@ -89,7 +93,7 @@ class LowLevelZeroPlugin(Plugin):
             model,
             optimizer,
             verbose=self.verbose,
-            placement_policy=zero_placement(self.stage, cpu_offload=self.cpu_offload),
+            placement_policy=StaticPlacement.zero(self.stage, cpu_offload=self.cpu_offload),
             precision=self.precision,
             master_weights=self.master_weights,
             search_range_m=0,
@@ -98,6 +102,8 @@ class LowLevelZeroPlugin(Plugin):
             norm_type=self.norm_type,
             loss_scale=self._scale(),
             cast_inputs=self.cast_inputs,
+            communication_dtype=self._travels_as(),
+            overlap_allgather=self.overlap_allgather,
         )
 
     def add_lora_params_to_optimizer(
@@ -109,8 +115,3 @@ class LowLevelZeroPlugin(Plugin):
         parameter whose base is in no group.
         """
         add_lora_params(model, optimizer)
-
-
-def zero_placement(stage: int, *, cpu_offload: bool) -> StaticPlacement:
-    """Parameters whole on every rank."""
-    return StaticPlacement(0.0, float(cpu_offload), 0.0, shard_grads=stage == 2)

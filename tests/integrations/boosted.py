@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,8 +34,10 @@ PLUGINS: dict[str, Callable[[], object]] = {
     "gemini-auto": lambda: GeminiPlugin(
         placement_policy="auto", precision="fp32", min_chunk_size_m=SMALL, max_prefetch=1
     ),
-    "zero1": lambda: LowLevelZeroPlugin(precision="fp32", **_unscaled(), stage=1),
-    "zero2": lambda: LowLevelZeroPlugin(precision="fp32", **_unscaled(), stage=2),
+    "zero1": lambda: _zero(1),
+    "zero2": lambda: _zero(2),
+    "zero1-offloaded": lambda: _zero(1, cpu_offload=True),
+    "zero2-late": lambda: _zero(2, overlap_allgather=True, communication_dtype=torch.float32),
     "ddp": TorchDDPPlugin,
     "ddp-ours": TorchDDPPlugin,
     "fsdp": lambda: TorchFSDPPlugin(
@@ -50,8 +53,8 @@ PLUGINS: dict[str, Callable[[], object]] = {
 NAMES = list(PLUGINS)
 
 
-def _unscaled() -> dict[str, float]:
-    return {"reduce_bucket_size_in_m": 1}
+def _zero(stage: int, **options: Any) -> LowLevelZeroPlugin:
+    return LowLevelZeroPlugin(stage=stage, precision="fp32", reduce_bucket_size_in_m=1, **options)
 
 
 def made(

@@ -194,6 +194,12 @@ LIGHTNING = (
         "integrations/test_lightning_names.py::test_registered_names_place_what_they_say",
     ),
     Row(
+        '`GeminiStrategy("zero1", overlap_allgather=True, communication_dtype="bf16")`, `"zero2"`',
+        "new weights come while the next forward runs; gradients travel in another dtype",
+        "integrations/test_lightning_ranks.py"
+        "::test_weights_are_on_their_way_behind_a_step_where_that_is_asked_for",
+    ),
+    Row(
         "`Trainer(precision=)`",
         '`"32-true"`, `"bf16-mixed"` and `"bf16-true"` (one thing here: masters are fp32), '
         '`"16-mixed"`; targets keep their bits',

@@ -167,16 +167,15 @@ def test_sharded_model_v2_trains_dumps_and_is_copied(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "error"),
+    "options",
     [
-        ({"fp32_reduce_scatter": True}, NotImplementedError),
-        ({"gradient_predivide_factor": 2.0}, ValueError),
-        ({"offload_config": {"device": "nvme"}}, ValueError),
-        ({"reduce_scatter_bucket_size_mb": 0}, ValueError),
+        {"gradient_predivide_factor": 2.0},
+        {"offload_config": {"device": "nvme"}},
+        {"reduce_scatter_bucket_size_mb": 0},
     ],
 )
-def test_options_of_sharded_model_v2_that_do_nothing_here_are_refused(options, error):
-    with pytest.raises(error, match=next(iter(options))):
+def test_options_of_sharded_model_v2_that_do_nothing_here_are_refused(options):
+    with pytest.raises(ValueError, match=next(iter(options))):
         ShardedModelV2(Tower(), None, **options)
 
 

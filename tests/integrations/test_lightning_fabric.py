@@ -79,6 +79,7 @@ def trained(strategy, clip, path=None, resume=None, **options):
     return found
 
 
+LATE = {"overlap_allgather": True, "communication_dtype": "fp32"}
 NORM, VALUE = {"max_norm": 0.3}, {"clip_val": 0.02}
 CASES = {
     "norm": (lambda: ours(), NORM),
@@ -86,6 +87,8 @@ CASES = {
     "state on disk": (lambda: ours("gemini_nvme"), NORM),
     "zero1": (lambda: ours("zero1"), NORM),
     "zero2": (lambda: ours("zero2"), NORM),
+    "zero1, gathered late": (lambda: ours("zero1", **LATE), NORM),
+    "zero2, gathered late": (lambda: ours("zero2", **LATE), VALUE),
 }
 
 

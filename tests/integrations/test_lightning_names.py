@@ -13,7 +13,7 @@ from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import StrategyRegistry
 
-from gemini import StaticPlacement
+from gemini import AutoPlacement, StaticPlacement
 from gemini.integrations.lightning import (
     ColossalAIStrategy,
     GeminiFabricStrategy,
@@ -52,7 +52,7 @@ def test_colossal_ais_parameters_are_those_of_the_engine(monkeypatch):
     ColossalAIStrategy(initial_scale=32, force_outputs_fp32=True)
     ColossalAIStrategy(chunk_size=2**20, enable_distributed_storage=False, placement_policy="cpu")
     (policy, options), (other, sized) = given
-    assert policy == ("auto",) and other == (StaticPlacement(0.0, 1.0, 0.0),)
+    assert policy == ("auto",) and other == (StaticPlacement.zero(2, cpu_offload=True),)
     assert options["loss_scale"] == LossScale(initial_scale=32) and options["force_outputs_fp32"]
     assert (options["search_range_m"], options["min_chunk_size_m"]) == (64, 32)
     assert (sized["search_range_m"], sized["min_chunk_size_m"]) == (0, 1)
@@ -93,25 +93,30 @@ def test_colossal_ais_methods_do_what_they_did(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "kept", "on_disk"),
-    [("gemini", False, False), ("gemini_nvme", False, True), ("zero1", True, False),
-     ("zero2", True, False)],
+    ("name", "policy", "on_disk"),
+    [("gemini", AutoPlacement(), False), ("gemini_nvme", AutoPlacement(), True),
+     ("zero1", StaticPlacement.zero(1), False), ("zero2", StaticPlacement.zero(2), False)],
 )  # fmt: skip
-def test_registered_names_place_what_they_say(tmp_path, name, kept, on_disk):
+def test_registered_names_place_what_they_say(tmp_path, name, policy, on_disk):
     seen = []
 
     class Asks(Net):
         def on_train_batch_end(self, out, batch, i):
             strategy = self.trainer.strategy
-            placement = strategy.model.engine.planning.inputs
-            seen.append((len(strategy.model.engine.kept), self.trainer.optimizers[0].nvme_bytes))
-            assert placement is not None
+            engine = strategy.model.engine
+            seen.append((engine.planning.policy, self.trainer.optimizers[0].nvme_bytes))
 
     trainer(name, tmp_path, max_steps=1).fit(Asks(), loader())
-    ((num_kept, nbytes),) = seen
-    assert (num_kept > 0) == kept and (nbytes > 0) == on_disk
+    ((placed, nbytes),) = seen
+    assert placed == policy and (nbytes > 0) == on_disk
     assert type(StrategyRegistry.get(name)) is GeminiStrategy
     assert type(STRATEGY_REGISTRY.get(name)) is GeminiFabricStrategy
+
+
+def test_a_policy_that_keeps_nothing_has_nothing_to_gather_late(tmp_path):
+    strategy = GeminiStrategy(overlap_allgather=True)
+    with pytest.raises(ValueError, match='expected placement_policy="zero1"'):
+        trainer(strategy, tmp_path, max_steps=1).fit(Net(), loader())
 
 
 def test_without_lightning_the_extra_is_named():

@@ -16,6 +16,7 @@ from tests.workers import run_ranks
 pytestmark = pytest.mark.dist
 
 WORLDS = (1, 2, 4)
+LATE = {"overlap_allgather": True, "communication_dtype": "fp32"}
 # trainer options by case; the strategy's beside them
 CASES = {
     "plain": ({}, {}),
@@ -27,6 +28,8 @@ CASES = {
     "state on disk": ({"gradient_clip_val": 0.4}, "gemini_nvme"),
     "zero1": ({"accumulate_grad_batches": 2}, "zero1"),
     "zero2": ({"accumulate_grad_batches": 2}, "zero2"),
+    "zero1, gathered late": ({"accumulate_grad_batches": 2}, LATE | {"placement_policy": "zero1"}),
+    "zero2, gathered late": ({"gradient_clip_val": 0.4}, LATE | {"placement_policy": "zero2"}),
 }
 MIXED = {"bf16-mixed": "bf16-mixed", "fp16": None}
 FIRST, SAVED_AT, MICRO_STEPS = 2, 3, 8
@@ -137,12 +140,29 @@ def counted(folder, accumulate):
     return len(set(calls)), len(calls)
 
 
+def gathered_late(folder):
+    """(whether weights are on their way, the dtype that gradients travel in) behind each step."""
+    from lightning.pytorch.callbacks import Callback
+
+    found = []
+
+    class Asks(Callback):
+        def on_train_batch_end(self, trainer, module, out, batch, i):
+            engine = trainer.strategy.model.engine
+            found.append((bool(engine.regather._arriving), engine.numerics.travels_as))
+
+    options = {"overlap_allgather": True, "communication_dtype": "bf16"}
+    chosen = strategy("zero1", **options)
+    fit(folder, chosen, max_steps=2, limit_val_batches=0, callbacks=[Asks()])
+    return found
+
+
 def trained(rank, folder):
     """Fits of every kind, in one process tree."""
     from tests.integrations.lightning_runs import as_torchrun
 
     as_torchrun(rank)
-    found = {"reductions": counted(folder, 4)}
+    found = {"reductions": counted(folder, 4), "late": gathered_late(folder)}
     for case, (options, given) in CASES.items():
         found[case] = fit(folder, "ddp", **options), fit(folder, strategy(given), **options)
     for case, precision in MIXED.items():
@@ -225,6 +245,12 @@ def test_an_accumulation_reduces_each_chunk_once(world_size):
     for found in results(world_size):
         chunks, reductions = found["reductions"]
         assert reductions == chunks and (chunks > 1 or world_size == 1)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_weights_are_on_their_way_behind_a_step_where_that_is_asked_for(world_size):
+    for found in results(world_size):
+        assert found["late"] == [(world_size > 1, "bfloat16")] * 2
 
 
 @pytest.mark.parametrize("case", MIXED)

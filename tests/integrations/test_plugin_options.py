@@ -104,9 +104,9 @@ REFUSED = [
     (GeminiPlugin, {"use_fp8": True}, NotImplementedError, "use_fp8"),
     (GeminiPlugin, {"fp8_communication": True}, NotImplementedError, "fp8_communication"),
     (LowLevelZeroPlugin, {"stage": 3}, ValueError, "GeminiPlugin is ZeRO-3"),
-    (LowLevelZeroPlugin, {"overlap_allgather": True}, NotImplementedError, "overlap_allgather"),
-    (LowLevelZeroPlugin, {"communication_dtype": torch.float32}, NotImplementedError,
-     "communication_dtype"),
+    (LowLevelZeroPlugin, {"communication_dtype": torch.int8}, ValueError,
+     "expected None, torch.bfloat16, torch.float16, torch.float32"),
+    (LowLevelZeroPlugin, {"communication_dtype": "half"}, ValueError, "expected None, torch.bf"),
     (LowLevelZeroPlugin, {"reduce_bucket_size_in_m": 0}, ValueError, "must be positive"),
     (LowLevelZeroPlugin, {"precision": "fp32", "initial_scale": 2**5}, ValueError, "'fp32'"),
     (LowLevelZeroPlugin, {"use_fp8": True}, NotImplementedError, "use_fp8"),
@@ -151,6 +151,7 @@ def test_an_option_without_a_meaning_here_is_refused_by_name(plugin, options, er
         (GeminiPlugin, {"chunk_init_device": torch.device("cpu")}),
         (GeminiPlugin, {"enable_async_reduce": False}),
         (LowLevelZeroPlugin, {"overlap_communication": False}),
+        (LowLevelZeroPlugin, {"overlap_communication": False, "stage": 2}),
         (HybridParallelPlugin, {**HYBRID, "enable_flash_attention": True}),
     ],
 )  # fmt: skip
@@ -185,6 +186,9 @@ def test_low_level_zero_is_stages_with_whole_parameters():
         plugin = LowLevelZeroPlugin(stage=stage, cpu_offload=True, precision="bf16", max_norm=1.0)
         model = wrapped(plugin)
         assert model.engine.all_gathered and model.engine.numerics.max_norm == 1.0
+        assert model.engine.planning.policy == StaticPlacement.zero(stage, cpu_offload=True)
+    bucket = wrapped(LowLevelZeroPlugin(precision="bf16", reduce_bucket_size_in_m=3000 / 2**20))
+    assert set(bucket.chunk_configuration.capacities.values()) == {3000}
     targets = []
 
     class Keeps(nn.Module):
