@@ -62,6 +62,15 @@ class DeviceMemory:
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(numel, dtype=dtype, device=self.device)
 
+    def free(self, tensor: Tensor) -> None:
+        """Give the memory of a whole storage back; `refill` makes it again, with other values."""
+        # kernels of the current stream may still read it: an allocator reuses memory in stream
+        # order, and every copy that touched it was ordered before that stream
+        tensor.untyped_storage().resize_(0)
+
+    def refill(self, tensor: Tensor) -> None:
+        tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
+
     def zeros(self, numel: int, dtype: torch.dtype, *, on_host: bool) -> Tensor:
         if on_host:
             return zeros(numel, dtype)
@@ -92,9 +101,13 @@ class CpuMemory(DeviceMemory):
         super().__init__(torch.device("cpu"))
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        tensor = super().allocate(numel, dtype)
+        tensor = torch.empty(numel, dtype=dtype)
         advise_huge_pages(tensor)
         return tensor
+
+    def refill(self, tensor: Tensor) -> None:
+        tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
+        advise_huge_pages(tensor)
 
     def zeros(self, numel: int, dtype: torch.dtype, *, on_host: bool) -> Tensor:
         return zeros(numel, dtype)

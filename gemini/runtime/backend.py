@@ -11,7 +11,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from gemini.pages import advise_huge_pages
 from optim.memory import CpuMemory, CudaMemory, Memory
 
 from .sim import SimBackend
@@ -42,13 +41,6 @@ class CpuBackend(CpuMemory):
     updates_by_triton = False
     shards_start_on_host = False
 
-    def free(self, tensor: Tensor) -> None:
-        tensor.untyped_storage().resize_(0)
-
-    def refill(self, tensor: Tensor) -> None:
-        tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
-        advise_huge_pages(tensor)
-
 
 class CudaBackend(CudaMemory):
     """Modules compute on the current stream, copies run beside it."""
@@ -56,14 +48,6 @@ class CudaBackend(CudaMemory):
     has_host_tier = True
     updates_by_triton = True
     shards_start_on_host = False
-
-    def free(self, tensor: Tensor) -> None:
-        # kernels of the current stream may still read it: the allocator reuses memory in stream
-        # order, and every copy that touched it was ordered before that stream
-        tensor.untyped_storage().resize_(0)
-
-    def refill(self, tensor: Tensor) -> None:
-        tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
 
 
 def make_backend(device: torch.device, pin_memory: bool = True) -> Backend:
