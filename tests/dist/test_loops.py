@@ -12,6 +12,9 @@ from tests.workers import run_ranks
 pytestmark = pytest.mark.dist
 
 BOUNDS = {"clip by norm 1": 1e-5}  # torch adds the magnitudes of a tensor up in fp32
+# of 24 layers: where plain torch's own updates move by 2e-5 and 7e-6 when its gradients are rounded
+# once more (6e-8 of each element)
+DEEP = {"adversaries": 4e-5, "grad scaled up": 1e-5}
 CASES = [  # ranks, place, and by how much fp32 sums in another order may differ
     (2, "resident", 1e-6),
     (2, "host", 1e-6),
@@ -41,5 +44,6 @@ def test_loops_written_for_torch_have_the_updates_of_torch(world_size, place, bo
     found = {}
     for begin in range(0, len(names), 12):  # processes anew: one that fails names its loop
         found |= run_ranks(all_loops, world_size, place, names[begin : begin + 12])[0]
-    wrong = {name: error for name, error in found.items() if error > BOUNDS.get(name, bound)}
+    bounds = BOUNDS | DEEP if place == "files" else BOUNDS
+    wrong = {name: error for name, error in found.items() if error > bounds.get(name, bound)}
     assert len(found) == len(names) and not wrong
