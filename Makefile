@@ -16,7 +16,7 @@ define torch_in
 		else cat constraints.txt; fi > $(1)/constraints.txt
 endef
 
-.PHONY: demo test ci check fmt test-slow test-gpu gpu fuzz mutate mutate-promises results \
+.PHONY: demo test ci check fmt test-slow slow-ranks slow-others test-gpu gpu fuzz mutate mutate-promises results \
 	readme-tables readme-picture peers
 
 .venv/demo: pyproject.toml constraints.txt
