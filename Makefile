@@ -16,8 +16,8 @@ define torch_in
 		else cat constraints.txt; fi > $(1)/constraints.txt
 endef
 
-.PHONY: demo test ci check fmt test-slow slow-ranks slow-others test-gpu gpu fuzz mutate mutate-promises results \
-	readme-tables readme-picture peers
+.PHONY: demo test ci check fmt test-slow slow-ranks slow-others test-gpu gpu fuzz mutate \
+	mutate-promises results readme-tables readme-picture peers
 
 .venv/demo: pyproject.toml constraints.txt
 	$(call torch_in,.venv)
@@ -41,11 +41,21 @@ fmt: .venv/ok
 	.venv/bin/ruff format .
 
 # Without a GPU where there is one: the interpreter's tests are of CPU tensors.
+PYTEST := CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 $(PY) -m pytest -q
 test: check
-	CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 $(PY) -m pytest -q
+	$(PYTEST)
 
+# Two runs at once: ranks wait for each other half of the time.
+SLOW := (dist or nvme or slow) and not gpu
+RANKS := tests/dist tests/integrations tests/borrowed
 test-slow: .venv/ok
-	CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 $(PY) -m pytest -q -m "(dist or nvme or slow) and not gpu"
+	$(MAKE) -j2 --output-sync=target slow-ranks slow-others
+
+slow-ranks:
+	$(PYTEST) -m "$(SLOW)" $(RANKS)
+
+slow-others:
+	$(PYTEST) -m "$(SLOW)" $(addprefix --ignore=,$(RANKS))
 
 # New examples for the tests of properties; those of `make test` are always the same. In 20 rounds
 # more than 10 000 files of checkpoints and stores are changed, and read. Then programs of public calls
