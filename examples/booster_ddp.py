@@ -12,9 +12,7 @@ from gemini.integrations.launch import DistCoordinator, launch_from_torch
 EPOCHS, FEATURES = 6, 20
 
 
-def main() -> None:
-    launch_from_torch()
-    coordinator = DistCoordinator()
+def train(coordinator: DistCoordinator) -> None:
     inputs = torch.randn(256, FEATURES)
     dataset = TensorDataset(inputs, inputs.square().sum(1, keepdim=True) / FEATURES)
     module = nn.Sequential(nn.Linear(FEATURES, 64), nn.GELU(), nn.Linear(64, 1))
@@ -39,7 +37,13 @@ def main() -> None:
             total += loss.item()
         schedule.step()
         coordinator.print_on_master(f"epoch {epoch}: loss {total / len(loader):.4f}")
-    coordinator.destroy()
+
+
+def main() -> None:
+    launch_from_torch()
+    coordinator = DistCoordinator()
+    train(coordinator)
+    coordinator.destroy()  # when the model is gone: torch's DDP still holds the group
 
 
 if __name__ == "__main__":

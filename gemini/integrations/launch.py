@@ -191,9 +191,8 @@ class DistCoordinator:
             dist.barrier(process_group)
 
     def destroy(self, process_group: dist.ProcessGroup | None = None) -> None:
-        """End the process group; None ends all. Every rank of it comes, or nobody goes on."""
+        """End the process group; None ends all. Models that use it are to be gone."""
         if dist.is_available() and dist.is_initialized():
-            dist.barrier(process_group)  # a rank that is gone leaves another's DDP waiting for it
             dist.destroy_process_group(process_group)
 
     def on_master_only(
