@@ -67,8 +67,8 @@ fuzz: .venv/ok
 	for round in $$(seq $(ROUNDS)); do \
 		$(PY) -m pytest -q -x -m "hypothesis and not gpu" --hypothesis-profile=new || exit 1; \
 	done
-	$(PY) -m tests.programs --count $(PROGRAMS) --seed $(SEED)
-	$(PY) -m tests.programs --count $$(($(PROGRAMS) / 4)) --seed $(SEED) --ranks 2
+	$(PY) -m tests.support.programs --count $(PROGRAMS) --seed $(SEED)
+	$(PY) -m tests.support.programs --count $$(($(PROGRAMS) / 4)) --seed $(SEED) --ranks 2
 
 # Breaks the code in one place after the other, in copies of it: a test must notice. Those places that
 # hold a promise of README.md in some minutes, all of them in half an hour.
@@ -99,15 +99,15 @@ peers: .venv-peers/ok
 	.venv-peers/bin/python -m bench.peers.worker --prepare deepspeed_zero
 	touch .venv-peers/ok
 
-# All of bench/results/, on a machine that does nothing else; `python -m bench.remake --list` says
+# All of bench/results/, on a machine that does nothing else; `python -m bench.docs.remake --list` says
 # which commands these are, and how long each takes.
 results: .venv/ok peers
-	$(PY) -m bench.remake
+	$(PY) -m bench.docs.remake
 
 readme-tables: .venv/ok
-	$(PY) -m bench.readme
+	$(PY) -m bench.docs.readme
 
 readme-picture: .venv/ok
-	$(PY) -m bench.picture
+	$(PY) -m bench.docs.picture
 
 ci: test test-slow mutate-promises

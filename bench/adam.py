@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.ceilings import memory_ceilings
-from bench.machine import write_result
-from bench.timing import interleaved, median_ratio
+from bench.support.ceilings import memory_ceilings
+from bench.support.machine import write_result
+from bench.support.timing import interleaved, median_ratio
 from optim.adam import AdamRule
-from optim.config import UpdateFacts
-from optim.cpu_path import Piece
-from optim.updaters import cpu_updater
+from optim.rules.config import UpdateFacts
+from optim.state.pieces import Piece
+from optim.update.updaters import cpu_updater
 
 HYPER: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 RULE = AdamRule()
@@ -128,7 +128,7 @@ def cuda_variants(
 ) -> Variants:
     """`launch`: elements of a tile and warps; None is what `choose_launch` answers."""
     from kernels_triton.tiles import Launch
-    from optim.triton_path import TritonUpdater
+    from optim.update.triton_path import TritonUpdater
 
     variants: Variants = {}
     for name, dtype in (

@@ -23,12 +23,12 @@ from typing import Any
 
 import psutil
 
-from bench.disk import mixed_gb_per_s
-from bench.machine import write_result
-from bench.models import build
+from bench.support.disk import mixed_gb_per_s
+from bench.support.machine import write_result
+from bench.support.models import build
 from gemini.units import format_bytes, parse_bytes
 from nvme import default_folder
-from nvme.file import free_bytes
+from nvme.files.file import free_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 SLACK_BYTES = 3 << 29

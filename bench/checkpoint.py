@@ -37,7 +37,7 @@ import torch.distributed as dist
 from torch import nn
 
 import gemini
-from bench.machine import MALLOC_ENVIRONMENT, write_result
+from bench.support.machine import MALLOC_ENVIRONMENT, write_result
 from gemini import GeminiDDP
 from gemini.units import BLOCK_NUMEL
 from nvme import PIECE_BYTES, default_folder

@@ -11,11 +11,10 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from bench import models
-from bench.machine import write_result
+from bench.support.machine import write_result
 from gemini.chunk.layout import ChunkLayout
-from gemini.chunk.packing import Packing
-from gemini.chunk.search import (
+from gemini.chunk.sizing.packing import Packing
+from gemini.chunk.sizing.search import (
     MAX_PEAK_FOR_WASTE,
     MAX_WASTE,
     ChunkConfiguration,
@@ -23,6 +22,8 @@ from gemini.chunk.search import (
     search_chunk_configuration,
 )
 from gemini.units import MIB, format_bytes
+
+from .support import models
 
 STATE_BYTES = 12  # an element: master, exp_avg and exp_avg_sq in fp32
 SHOWN = 8  # candidates in the table

@@ -19,8 +19,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bench.disk import mixed_gb_per_s
-from bench.machine import MALLOC_ENVIRONMENT, write_result
+from bench.support.disk import mixed_gb_per_s
+from bench.support.machine import MALLOC_ENVIRONMENT, write_result
 from nvme import default_folder
 
 ROOT = Path(__file__).resolve().parent.parent

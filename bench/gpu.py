@@ -35,7 +35,14 @@ def sections(out: Path, *, dry: bool) -> list[Section]:
     """In the order of what is worth most."""
     python, device = sys.executable, "cpu" if dry else "cuda"
     numel, rounds = (str(1 << 14), "1") if dry else (str(1 << 30), "7")
-    own = (python, "-m", "bench.gpu_sections", "--device", "sim" if dry else "cuda", "--out")
+    own = (
+        python,
+        "-m",
+        "bench.support.gpu_sections",
+        "--device",
+        "sim" if dry else "cuda",
+        "--out",
+    )
 
     def kernels(shape: str) -> Section:
         name = "kernels-" + shape.replace("/", "-")
@@ -47,9 +54,9 @@ def sections(out: Path, *, dry: bool) -> list[Section]:
             30,
         )  # fmt: skip
 
-    tests = ("--collect-only", "tests/optim/test_gpu.py") if dry else ()
+    tests = ("--collect-only", "tests/optim/update/test_gpu.py") if dry else ()
     sanitizer = shutil.which("compute-sanitizer")
-    small = (python, "tests/optim/small_steps.py")
+    small = (python, "tests/optim/update/small_steps.py")
     checked = small if sanitizer is None else (sanitizer, "--error-exitcode", "1", *small)
     train = (python, "-m", "bench.train", "--device", device, "--json", str(out / "train.json"))
     size = ("--help",) if dry else ("--peers", "torch", "fsdp2", "ours", "--model", "gpt2-medium")

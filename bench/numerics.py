@@ -22,14 +22,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bench.support.machine import write_result
 from gemini import GeminiDDP, StaticPlacement
-from gemini.runtime.backend import SimBackend
+from gemini.runtime.memory.backend import SimBackend
 from optim import HybridAdam, LossScale, NvmeConfig
-from tests.models import Tower, token_batches, token_loss
-from tests.reference import flat, relative_error, train_reference
-from tests.workers import run_ranks
-
-from .machine import write_result
+from tests.support.models import Tower, token_batches, token_loss
+from tests.support.reference import flat, relative_error, train_reference
+from tests.support.workers import run_ranks
 
 ADAM: dict[str, Any] = {
     "lr": 1e-2,

@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bench import fio
-from bench.machine import write_result
+from bench.support.machine import write_result
 from gemini import GeminiDDP
 from gemini.tickets import Ticket
 from gemini.units import parse_bytes
@@ -36,8 +35,10 @@ from nvme import (
     check_folder,
     default_folder,
 )
-from nvme.file import OpenFile
+from nvme.files.file import OpenFile
 from optim import HybridAdam
+
+from .support import fio
 
 TRANSFER_BYTES = 12 << 20  # a block of fp32 Adam state with its master
 PEER_BYTES = 1 << 30  # what the slow rows move, at most

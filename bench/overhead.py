@@ -36,8 +36,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bench.machine import MALLOC_ENVIRONMENT, peak_rss_mib, write_result
-from bench.timing import interleaved, median_ratio
+from bench.support.machine import MALLOC_ENVIRONMENT, peak_rss_mib, write_result
+from bench.support.timing import interleaved, median_ratio
 from gemini import GeminiDDP
 from optim import HybridAdam
 

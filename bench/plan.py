@@ -2,8 +2,8 @@
 
     python -m bench.plan --model llama-7b --device-mem 24GiB --host-mem 64GiB --nvme 1TB --seq 2048
 
-No weights, no GPU. Activations are those of a trace on fake tensors (`bench.activations`), of
-parameters in bf16 under Adam with fp32 master and moments. The exit status is 1 if it does not fit.
+No weights, no GPU. Activations are those of a trace on fake tensors (`bench.support.activations`),
+of parameters in bf16 under Adam with fp32 master and moments. Exit status 1: it does not fit.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench import models
-from bench.activations import Activations, activations_of, constant_activations
+from bench.support.activations import Activations, activations_of, constant_activations
 from gemini.chunk.layout import ChunkLayout, training_layout
-from gemini.chunk.search import search_chunk_configuration
-from gemini.memtracer.timeline import planned_timeline, write_timeline
+from gemini.chunk.sizing.search import search_chunk_configuration
 from gemini.memtracer.trace import sequential_trace
 from gemini.placement.planner import PlanInputs, Planned, make_plan
 from gemini.placement.policy import AutoPlacement
 from gemini.placement.sizes import UNLIMITED, Bandwidths, BudgetError, Budgets, StateBytes
 from gemini.placement.tiers import Tier
+from gemini.placement.timeline import planned_timeline, write_timeline
 from gemini.units import format_bytes, parse_bytes
+
+from .support import models
 
 ADAM = StateBytes(per_element=12, has_master=True)
 # Where nothing was measured: an accelerator on PCIe 4, one disk; and a desktop's cores

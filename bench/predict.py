@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.machine import write_result
+from bench.support.machine import write_result
 
 ROOT = Path(__file__).resolve().parent.parent
 EXACT_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536"}
@@ -30,7 +30,7 @@ STEPS = 3  # the first is not measured: it warms up
 class Case:
     """One process."""
 
-    model: str  # of bench.models
+    model: str  # of bench.support.models
     batch: int = 4
     seq: int = 128
     lora: int | None = None
@@ -82,8 +82,7 @@ def measure(case: Case) -> list[dict[str, str | int | float]]:
     """Predict, then train some steps in this process. The device is RAM."""
     import torch
 
-    from bench import models
-    from bench.activations import example_inputs
+    from bench.support.activations import example_inputs
     from gemini import GeminiDDP
     from gemini.memtracer.collector import trace
     from gemini.memtracer.monitor import peak_rss_bytes, reset_peak_rss
@@ -92,6 +91,8 @@ def measure(case: Case) -> list[dict[str, str | int | float]]:
     from gemini.placement.sizes import StateBytes
     from gemini.placement.tiers import Tier
     from optim import HybridAdam
+
+    from .support import models
 
     torch.manual_seed(0)
     model = models.build(case.model)

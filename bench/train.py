@@ -34,12 +34,12 @@ from typing import Any
 import psutil
 import torch
 
-from bench.machine import busy_fraction, write_result
-from bench.models import build
 from bench.peers.job import Job
 from bench.peers.processes import PeerError, Ranks, peers_python, prepare
 from bench.peers.rows import Row, chosen, default_budgets, rows
 from bench.peers.summary import WARMUP_STEPS, draw, ratio_table, ratios, summary, table
+from bench.support.machine import busy_fraction, write_result
+from bench.support.models import build
 from nvme import check_folder, default_folder
 
 BUSY_FRACTION = 0.25  # of all cores, above which the machine is not quiet
@@ -89,7 +89,7 @@ def main() -> int:
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--peers", nargs="+", help="rows, or peers (torch, ours, ...); all")
-    parser.add_argument("--model", default="gpt2", help="see bench.models")
+    parser.add_argument("--model", default="gpt2", help="see bench.support.models")
     parser.add_argument("--batch", type=int, default=4, help="sequences a step, over all ranks")
     parser.add_argument("--seq", type=int, default=128)
     parser.add_argument("--steps", type=int, default=6, help="of each process")

@@ -9,39 +9,40 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gemini.chunk.sizing.search import search_chunk_configuration as search_chunk_configuration
+    from gemini.runtime.schedule.tensor_mgr import StatefulTensorMgr as StatefulTensorMgr
+    from gemini.runtime.wrap.materialise import init_empty as init_empty
+
     from .checkpoint.export import export_safetensors as export_safetensors
     from .checkpoint.load import load_checkpoint as load_checkpoint
     from .checkpoint.pretrained import load_pretrained as load_pretrained
     from .checkpoint.save import save_checkpoint as save_checkpoint
-    from .chunk.search import search_chunk_configuration as search_chunk_configuration
     from .ddp import GeminiDDP as GeminiDDP
     from .memtracer.collector import MemStatsCollector as MemStatsCollector
     from .memtracer.collector import trace as trace
-    from .memtracer.overruns import BudgetWarning as BudgetWarning
     from .optimizer import GeminiAdamOptimizer as GeminiAdamOptimizer
     from .optimizer import GeminiOptimizer as GeminiOptimizer
+    from .placement.overruns import BudgetWarning as BudgetWarning
     from .placement.policy import AutoPlacement as AutoPlacement
     from .placement.policy import ConstPlacement as ConstPlacement
     from .placement.policy import StaticPlacement as StaticPlacement
-    from .runtime.materialise import init_empty as init_empty
-    from .runtime.tensor_mgr import StatefulTensorMgr as StatefulTensorMgr
 
 _HOME = {
     "AutoPlacement": "gemini.placement.policy",
-    "BudgetWarning": "gemini.memtracer.overruns",
+    "BudgetWarning": "gemini.placement.overruns",
     "ConstPlacement": "gemini.placement.policy",
     "GeminiAdamOptimizer": "gemini.optimizer",
     "GeminiDDP": "gemini.ddp",
     "GeminiOptimizer": "gemini.optimizer",
     "MemStatsCollector": "gemini.memtracer.collector",
     "export_safetensors": "gemini.checkpoint.export",
-    "init_empty": "gemini.runtime.materialise",
+    "init_empty": "gemini.runtime.wrap.materialise",
     "load_checkpoint": "gemini.checkpoint.load",
     "load_pretrained": "gemini.checkpoint.pretrained",
     "save_checkpoint": "gemini.checkpoint.save",
     "StaticPlacement": "gemini.placement.policy",
-    "StatefulTensorMgr": "gemini.runtime.tensor_mgr",
-    "search_chunk_configuration": "gemini.chunk.search",
+    "StatefulTensorMgr": "gemini.runtime.schedule.tensor_mgr",
+    "search_chunk_configuration": "gemini.chunk.sizing.search",
     "trace": "gemini.memtracer.collector",
 }
 __all__ = [

@@ -12,31 +12,32 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gemini.chunk.dtypes import DTYPES
 from gemini.chunk.layout import ChunkLayout, training_layout
-from gemini.chunk.search import ChunkConfiguration, search_chunk_configuration
+from gemini.chunk.sizing.search import ChunkConfiguration, search_chunk_configuration
 from gemini.memtracer.collector import MemStatsCollector
 from gemini.memtracer.module_calls import GatherWhole, has_experts
 from gemini.memtracer.trace import Trace
-from gemini.module_face import ModuleFace, face_of
 from gemini.placement.policy import Placement, parse_placement
-from gemini.runtime.backend import Backend, make_backend
-from gemini.runtime.boundary import Boundary
-from gemini.runtime.comm import Communicator
-from gemini.runtime.digest import digest
+from gemini.runtime.autograd.io_casts import Boundary
+from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.engine import Engine
-from gemini.runtime.gradient_pass import ChangeGradient, map_gradients
-from gemini.runtime.integrity import Integrity
-from gemini.runtime.kept import KeepFp32, cast_at_boundary, kept_modules, param_dtypes
-from gemini.runtime.materialise import InitFn, Materialiser
-from gemini.runtime.named_gradients import named_gradients
-from gemini.runtime.numerics import Numerics, as_loss_scale, check_travelling
-from gemini.runtime.planning import begin_planning
-from gemini.runtime.reports import MemoryReport, explain, memory_report, memory_timeline
-from gemini.runtime.specs import check_module, collect_params
+from gemini.runtime.gradients.by_name import named_gradients
+from gemini.runtime.gradients.writable_pass import ChangeGradient, map_gradients
+from gemini.runtime.inspect.digest import digest
+from gemini.runtime.inspect.reports import MemoryReport, explain, memory_report, memory_timeline
+from gemini.runtime.memory.backend import Backend, make_backend
+from gemini.runtime.schedule.planning import begin_planning
 from gemini.runtime.unwrap import unwrap
-from optim.clipping import asked_norm
-from optim.loss_scale import LossScale
+from gemini.runtime.wrap.keep_fp32 import KeepFp32, cast_at_boundary, kept_modules, param_dtypes
+from gemini.runtime.wrap.materialise import InitFn, Materialiser
+from gemini.runtime.wrap.module_check import Integrity
+from gemini.runtime.wrap.precision import Numerics, as_loss_scale, check_travelling
+from gemini.runtime.wrap.specs import check_module, collect_params
+from optim.rules.clipping import asked_norm
+from optim.rules.loss_scale import LossScale
+
+from .dtypes import DTYPES
+from .module_face import ModuleFace, face_of
 
 
 class GeminiDDP(ModuleFace):
@@ -49,7 +50,7 @@ class GeminiDDP(ModuleFace):
 
     module: on the CPU or on `device`; wrapped once.
     device: where modules compute; None is the CUDA device of this process, else the CPU. A
-        `gemini.runtime.backend.Backend` is taken as it is.
+        `gemini.runtime.memory.backend.Backend` is taken as it is.
     placement_policy: `"auto"` (what fits `AutoPlacement.device_budget` on the device, optimizer
         state that does not on NVMe), `"static"` or `"cuda"` (everything on the device), or a
         placement dataclass. Parameters are sharded as in ZeRO-3 but for `"zero1"`, `"zero2"` and

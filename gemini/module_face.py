@@ -17,7 +17,11 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX, _IncompatibleKeys
 
 from gemini.chunk.parameter import handle_of
 from gemini.runtime.engine import Engine
-from gemini.runtime.full import full_parameters, load_full_parameters, salvageable
+from gemini.runtime.inspect.full_parameters import (
+    full_parameters,
+    load_full_parameters,
+    salvageable,
+)
 
 MAX_FRAMES = 20  # between torch's DDP and a module below it
 _TORCHS_OWN = ("DistributedDataParallel", "FullyShardedDataParallel", "replicate", "fully_shard")

@@ -6,7 +6,7 @@ from typing import Any
 
 from optim.adam import HybridAdam
 from optim.base import TieredOptimizer
-from optim.loss_scale import LossScale
+from optim.rules.loss_scale import LossScale
 
 from .ddp import GeminiDDP
 

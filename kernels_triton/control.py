@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from . import fields
+from . import control_fields as fields
 
 C_SUM, C_BAD, C_NORM = (tl.constexpr(c) for c in (fields.SUM, fields.BAD, fields.NORM))
 C_FACTOR, C_SKIP = tl.constexpr(fields.FACTOR), tl.constexpr(fields.SKIP)

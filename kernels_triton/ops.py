@@ -10,9 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .adam import ADAM, AMSGRAD
-from .fields import NUM_CONTROL
-from .frame import (
+from kernels_triton.update.adam import ADAM, AMSGRAD
+from kernels_triton.update.frame import (
     COUNTERS_AT_ONCE,
     NUM_COEFFICIENTS,
     NUM_HYPER,
@@ -20,10 +19,12 @@ from .frame import (
     prologue_kernel,
     update_kernel,
 )
+from kernels_triton.update.lion import LION
+from kernels_triton.update.sgd import SGD
+
+from .control_fields import NUM_CONTROL
 from .launch import on
-from .lion import LION
 from .norm import FINISH_AT_ONCE, NORM_BLOCK, NORM_ROUNDS, finish_kernel, norm_kernel
-from .sgd import SGD
 from .tiles import NUM_COLUMNS, TRITON_DTYPES
 
 KERNELS: dict[str, RuleKernel] = {kernel.name: kernel for kernel in (ADAM, AMSGRAD, SGD, LION)}

@@ -6,7 +6,7 @@ rounded to nearest even with integers, here and nowhere else.
 Stochastic rounding adds 16 random bits below the bits that are kept and cuts them off, so that the
 mean of a rounded value is the value. The bits are Philox4x64-10 (Salmon et al. 2011), 16 elements
 a block, with key (seed, parameter) and counter (1 + element // 16, step): where an element lives
-changes none of them. `optim.rounding` makes the same bits on the CPU.
+changes none of them. `optim.rules.rounding` makes the same bits on the CPU.
 """
 
 from __future__ import annotations

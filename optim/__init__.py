@@ -9,14 +9,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from optim.rules.config import NvmeConfig as NvmeConfig
+    from optim.rules.loss_scale import LossScale as LossScale
+    from optim.rules.report import NonFiniteGradientError as NonFiniteGradientError
+    from optim.rules.report import StepReport as StepReport
+
     from .adam import CPUAdam as CPUAdam
     from .adam import FusedAdam as FusedAdam
     from .adam import HybridAdam as HybridAdam
-    from .config import NvmeConfig as NvmeConfig
     from .lion import HybridLion as HybridLion
-    from .loss_scale import LossScale as LossScale
-    from .report import NonFiniteGradientError as NonFiniteGradientError
-    from .report import StepReport as StepReport
     from .sgd import HybridSGD as HybridSGD
 
 _HOME = {
@@ -25,10 +26,10 @@ _HOME = {
     "HybridAdam": "optim.adam",
     "HybridLion": "optim.lion",
     "HybridSGD": "optim.sgd",
-    "LossScale": "optim.loss_scale",
-    "NvmeConfig": "optim.config",
-    "NonFiniteGradientError": "optim.report",
-    "StepReport": "optim.report",
+    "LossScale": "optim.rules.loss_scale",
+    "NvmeConfig": "optim.rules.config",
+    "NonFiniteGradientError": "optim.rules.report",
+    "StepReport": "optim.rules.report",
 }
 __all__ = list(_HOME)
 

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from optim.rules.config import NvmeConfig
+from optim.rules.formulas import AdamCoefficients, adam, adam_coefficients, amsgrad
+from optim.rules.rule import UpdateRule, betas, number
+from optim.rules.state_layout import Plane, StateLayout
+
 from .base import Folders, TieredOptimizer
-from .config import NvmeConfig
-from .formulas import AdamCoefficients, adam, adam_coefficients, amsgrad
-from .rules import UpdateRule, betas, number
-from .state_layout import Plane, StateLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +125,9 @@ class HybridAdam(TieredOptimizer):
     nvme_write_budget: bytes, or `"1TiB"`, that may be written in all; the step that would pass it
         raises `nvme.WriteBudgetError` and changes nothing. ValueError where it is below one step.
     cpu_path: `"eager"`, torch's own vectorised operators; `"compile"`, the formula compiled by a
-        C++ compiler, once for a machine (`optim/built_kernels.py`); or `"auto"`, which compiles for
-        fp32 masters of a model of at least 2**26 parameters where that is possible, and says so.
+        C++ compiler, once for a machine (`optim/update/built_kernels.py`); or `"auto"`, which
+        compiles for fp32 masters of a model of at least 2**26 parameters where that is possible,
+        and says so.
         Either has its own bits (docs/numerics.md); `last_report.update_path` says which it is.
     amsgrad, maximize: as in torch.optim.Adam, per group. With amsgrad in any group the state has a
         third plane, max_exp_avg_sq; which planes there are is settled when the state is made.
@@ -133,7 +135,7 @@ class HybridAdam(TieredOptimizer):
     Raises ValueError for a hyperparameter out of range and names it, `nvme.FolderError` for a
     folder that cannot be used, `nvme.DiskFullError` where the state does not fit, and
     `KernelBuildError` where `cpu_path="compile"` is not possible.
-    Formulas: `optim.formulas.adam` (Kingma & Ba 2015; Loshchilov & Hutter 2019) and `amsgrad`.
+    Formulas: `optim.rules.formulas.adam` (Kingma & Ba 2015; Loshchilov & Hutter 2019), `amsgrad`.
     """
 
     def __init__(

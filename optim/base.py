@@ -12,17 +12,18 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from optim.plain.target import PlainTarget, clip_together, step_together
+from optim.rules.clipping import Clip, asked_norm
+from optim.rules.report import NonFiniteGradientError
+from optim.rules.state_layout import MASTER
+from optim.state.held_signals import HeldSignals
+from optim.state.parking import Where, park
+from optim.state.saved_state import filled_up, with_steps
+from optim.state.state_stream import Look, Source, StateRun
+
 from .binding import BoundOptimizer
 from .binding import Folders as Folders
-from .clipping import Clip, asked_norm
 from .groups import merged_groups
-from .interrupts import HeldSignals
-from .parking import Where, park
-from .plain import PlainTarget, clip_together, step_together
-from .report import NonFiniteGradientError
-from .saved_state import filled_up, with_steps
-from .state_layout import MASTER
-from .state_stream import Look, Source, StateRun
 from .target import AmpInputs, Target
 
 T = TypeVar("T")
@@ -105,7 +106,7 @@ class TieredOptimizer(BoundOptimizer):
         return max((c.skipped_steps for c in counters if c is not None), default=0)
 
     def visit_state(self, look: Look) -> None:
-        """Show this process's state, run by run and never all at once; see `optim.state_stream`.
+        """Show this process's state, run by run, never all at once; see `optim.state.state_stream`.
 
         Under GeminiDDP every rank sees its own shards; no rank waits for another.
         """

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from gemini.units import parse_bytes
 from nvme import WriteMeter, check_folder
+from optim.plain.target import PlainTarget, alike
+from optim.plain.views import check_plain
+from optim.rules.config import NvmeConfig, StateConfig
+from optim.rules.report import StepReport
+from optim.rules.rule import UpdateRule
 
-from .config import NvmeConfig, StateConfig
-from .plain import PlainTarget, alike
-from .plain_views import check_plain
-from .report import StepReport
-from .rules import UpdateRule
 from .target import ParameterOwner, Target, owner_of
 
 # so that a module that was wrapped behind its optimizer finds it

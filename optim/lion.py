@@ -8,11 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
+from optim.rules.config import NvmeConfig
+from optim.rules.formulas import lion
+from optim.rules.rule import betas, number
+from optim.rules.state_layout import Plane, StateLayout
+
 from .base import Folders, TieredOptimizer
-from .config import NvmeConfig
-from .formulas import lion
-from .rules import betas, number
-from .state_layout import Plane, StateLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ class LionRule:
 class HybridLion(TieredOptimizer):
     """Lion (Chen et al. 2023) with fp32 state on device, host or NVMe; see `HybridAdam`.
 
-    Raises as `HybridAdam`. Formula: `optim.formulas.lion`.
+    Raises as `HybridAdam`. Formula: `optim.rules.formulas.lion`.
     """
 
     def __init__(

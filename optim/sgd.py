@@ -9,11 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
+from optim.rules.config import NvmeConfig
+from optim.rules.formulas import SGDCoefficients, sgd, sgd_coefficients
+from optim.rules.rule import number
+from optim.rules.state_layout import Plane, StateLayout
+
 from .base import Folders, TieredOptimizer
-from .config import NvmeConfig
-from .formulas import SGDCoefficients, sgd, sgd_coefficients
-from .rules import number
-from .state_layout import Plane, StateLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +91,8 @@ class HybridSGD(TieredOptimizer):
 
     dampening, nesterov, maximize: as in torch.optim.SGD; dampening without momentum is refused.
 
-    Formula: `optim.formulas.sgd`, the same bits as torch.optim.SGD on CPU parameters. Raises as
-    `HybridAdam`.
+    Formula: `optim.rules.formulas.sgd`, the same bits as torch.optim.SGD on CPU parameters. Raises
+    as `HybridAdam`.
     """
 
     def __init__(

@@ -8,13 +8,13 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from .clipping import Clip
-from .config import StateConfig
-from .report import StepReport
-from .rules import UpdateRule
-from .scaler import Scaler
-from .state_layout import Plane
-from .state_stream import Look, RunSpec, Source, StateSnapshot
+from optim.rules.clipping import Clip
+from optim.rules.config import StateConfig
+from optim.rules.control_vector import Scaler
+from optim.rules.report import StepReport
+from optim.rules.rule import UpdateRule
+from optim.rules.state_layout import Plane
+from optim.state.state_stream import Look, RunSpec, Source, StateSnapshot
 
 Group = dict[str, Any]  # a torch.optim param group
 
@@ -71,7 +71,7 @@ class Target(Protocol):
         ...
 
     def visit_state(self, look: Look) -> None:
-        """Show this process's state run by run; see `optim.state_stream`."""
+        """Show this process's state run by run; see `optim.state.state_stream`."""
         ...
 
     def state_runs(self) -> Sequence[RunSpec]:
@@ -95,7 +95,7 @@ class Target(Protocol):
         ...
 
     def movable(self) -> Sequence[Tensor]:
-        """Parameters, gradients and state in memory, for `optim.parking`. Nothing is under way."""
+        """Parameters, gradients and state in memory, when nothing is under way: what parking moves."""
         ...
 
     @property

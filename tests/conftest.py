@@ -16,8 +16,8 @@ if not torch.cuda.is_available():
 import pytest
 from hypothesis import settings
 
-from tests.support import own_folder
-from tests.workers import poison_memory
+from tests.support.disks import own_folder
+from tests.support.workers import poison_memory
 
 poison_memory()
 own_folder.make()  # before anything asks for a temporary folder

@@ -3,15 +3,16 @@
 import re
 from pathlib import Path
 
-from tests.messages import error_classes, messages
+from tests.support.messages import error_classes, messages
 
 ROOT = Path(__file__).resolve().parent.parent
 # ValueErrors by which our own parts check each other
 INTERNAL = (
-    "kernels_triton/", "optim/space.py", "optim/state_layout.py", "gemini/placement/opt.py",
-    "gemini/memtracer/timeline.py", "io/nvme/layout.py", "io/nvme/store.py",
-    "gemini/checkpoint/manifest.py", "gemini/checkpoint/metadata.py",
-    "gemini/checkpoint/torch_files.py",
+    "kernels_triton/", "optim/state/space.py", "optim/rules/state_layout.py",
+    "gemini/placement/timetable/belady.py", "gemini/placement/timeline.py",
+    "io/nvme/layout.py", "io/nvme/store.py",
+    "gemini/checkpoint/format/manifest.py", "gemini/checkpoint/untrusted/metadata.py",
+    "gemini/checkpoint/untrusted/torch_files.py",
 )  # fmt: skip
 
 

@@ -53,12 +53,12 @@ RUN = """
 import sys
 from tests.mutate import __main__ as run, listed
 
-tests = ("tests/optim/test_space.py::test_fraction_on_nvme_is_met_within_one_block",)
+tests = ("tests/optim/state/test_space.py::test_fraction_on_nvme_is_met_within_one_block",)
 old = "    assert 0 <= fraction <= 1"
 listed.areas = lambda: ["area"]
 listed.read = lambda area: [
-    listed.Mutant(area, "seen", "optim/space.py", old, "    return frozenset()", tests),
-    listed.Mutant(area, "unseen", "optim/space.py", old, "    assert fraction <= 1", tests),
+    listed.Mutant(area, "seen", "optim/state/space.py", old, "    return frozenset()", tests),
+    listed.Mutant(area, "unseen", "optim/state/space.py", old, "    assert fraction <= 1", tests),
 ]
 sys.exit(run.main(["--jobs", "1"]))
 """
@@ -71,5 +71,5 @@ def test_what_no_test_notices_survives_and_fails_the_run():
         [sys.executable, "-c", RUN], cwd=ROOT, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 1, done.stderr
-    assert "area: seen: tests/optim/test_space.py" in done.stdout
+    assert "area: seen: tests/optim/state/test_space.py" in done.stdout
     assert "1 of 2 killed" in done.stdout and "survived: area: unseen" in done.stdout

@@ -145,10 +145,10 @@ def test_importing_takes_less_than_1_2_times_what_importing_torch_takes():
 
 OPTIMIZED = (
     "tests/gemini/test_agreement.py",
-    "tests/gemini/test_overflow.py",
-    "tests/gemini/test_nvme_faults.py",
-    "tests/gemini/test_sim.py::test_freed_memory_is_poisoned_and_counted",
-    "tests/optim/test_on_disk.py",
+    "tests/gemini/training/test_overflow.py",
+    "tests/gemini/tiers/test_nvme_faults.py",
+    "tests/gemini/tiers/test_sim.py::test_freed_memory_is_poisoned_and_counted",
+    "tests/optim/state/test_on_disk.py",
     "tests/nvme/test_store.py",
 )
 

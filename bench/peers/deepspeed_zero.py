@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bench.peers.job import LEARNING_RATE, MAX_NORM, WEIGHT_DECAY, Job, Trainer
+from .job import LEARNING_RATE, MAX_NORM, WEIGHT_DECAY, Job, Trainer
 
 BUCKET_NUMEL = 50_000_000
 SUB_GROUP_NUMEL = 16_000_000
@@ -90,7 +90,7 @@ def settings(job: Job) -> dict[str, Any]:
 def wrap(model: Any, job: Job, given: dict[str, Any]) -> Trainer:
     import deepspeed
 
-    from bench.peers.ranks import join_group
+    from .ranks import join_group
 
     join_group(job)
     engine, *_ = deepspeed.initialize(

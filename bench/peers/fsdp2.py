@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.peers.job import LEARNING_RATE, MAX_NORM, WEIGHT_DECAY, Job, Trainer
+from .job import LEARNING_RATE, MAX_NORM, WEIGHT_DECAY, Job, Trainer
 
 
 def load() -> None:
@@ -34,7 +34,7 @@ def wrap(model: Any, job: Job, given: dict[str, Any]) -> Trainer:
     from torch import nn
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-    from bench.peers.ranks import join_group
+    from .ranks import join_group
 
     join_group(job)
     dtypes = {key: getattr(torch, name) for key, name in given["MixedPrecisionPolicy"].items()}

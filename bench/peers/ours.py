@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
-from bench.peers.job import LEARNING_RATE, MAX_NORM, WEIGHT_DECAY, Job, Trainer
+from .job import LEARNING_RATE, MAX_NORM, WEIGHT_DECAY, Job, Trainer
 
 
 def load() -> None:
@@ -20,7 +20,7 @@ def prepare() -> None:
 
     from gemini import GeminiDDP
     from optim import HybridAdam
-    from optim.built_kernels import KernelBuildError
+    from optim.update.built_kernels import KernelBuildError
 
     with suppress(KernelBuildError):
         HybridAdam(GeminiDDP(nn.Linear(64, 64), "cpu").parameters(), cpu_path="compile").close()
@@ -46,8 +46,9 @@ def settings(job: Job) -> dict[str, Any]:
 
 def wrap(model: Any, job: Job, given: dict[str, Any]) -> Trainer:
     import gemini
-    from bench.peers.ranks import join_group
     from optim import HybridAdam
+
+    from .ranks import join_group
 
     if job.world_size > 1:
         join_group(job)

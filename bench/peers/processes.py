@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.machine import MALLOC_ENVIRONMENT
-from bench.peers.job import Job
+from bench.support.machine import MALLOC_ENVIRONMENT
+
+from .job import Job
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 GRACE_SECONDS = 3.0  # between interrupting a process and killing it

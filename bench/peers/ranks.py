@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from bench.peers.job import Job
+from .job import Job
 
 
 def join_group(job: Job) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from bench.peers.job import LEARNING_RATE, MAX_NORM, WEIGHT_DECAY, Job, Trainer
+from .job import LEARNING_RATE, MAX_NORM, WEIGHT_DECAY, Job, Trainer
 
 
 def load() -> None:

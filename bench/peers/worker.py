@@ -20,7 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TextIO
 
-from bench.peers.job import Job, Trainer
+from .job import Job, Trainer
 
 PACKAGES = ("torch", "transformers", "deepspeed")
 
@@ -65,7 +65,7 @@ def serve(job: Job, answers: TextIO) -> None:
     import torch
 
     import_seconds = time.perf_counter() - started
-    from bench.machine import peak_rss_mib
+    from bench.support.machine import peak_rss_mib
 
     torch.set_num_threads(job.threads)
     model = make_model(job)
@@ -96,7 +96,7 @@ def make_model(job: Job) -> Any:
     import torch
     from torch import nn
 
-    from bench.models import maker
+    from bench.support.models import maker
 
     torch.manual_seed(job.seed)
     model = maker(job.model)()

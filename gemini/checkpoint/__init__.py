@@ -1,6 +1,12 @@
 """Checkpoints on torch.distributed.checkpoint: streamed, atomic, verified, for any world size."""
 
-from .errors import CheckpointError, CorruptError, FormatError, MismatchError
+from gemini.checkpoint.format.errors import (
+    CheckpointError,
+    CorruptError,
+    FormatError,
+    MismatchError,
+)
+
 from .export import export_safetensors, import_safetensors
 from .load import load_checkpoint
 from .save import save_checkpoint

@@ -14,18 +14,18 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from gemini.checkpoint.dcp.ranks import in_dcp
+from gemini.checkpoint.dcp.reader import Reader, SafePlanner
+from gemini.checkpoint.format.data_file import UnitReader
+from gemini.checkpoint.format.errors import CheckpointError, FormatError
+from gemini.checkpoint.format.folder import find
+from gemini.checkpoint.format.keys import Keys
+from gemini.checkpoint.format.manifest import Manifest
+from gemini.checkpoint.format.small_files import read_manifest
+from gemini.checkpoint.untrusted.metadata import read_metadata
 from gemini.units import format_bytes, parse_bytes
 
-from .errors import CheckpointError, FormatError
 from .export import SafetensorsWriter, spec_of
-from .folder import find
-from .keys import Keys
-from .manifest import Manifest
-from .metadata import read_metadata
-from .ranks import in_dcp
-from .reader import Reader, SafePlanner
-from .reading import read_manifest
-from .units import UnitReader
 
 
 def say(line: str) -> None:

@@ -17,16 +17,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from gemini.checkpoint.dcp.ranks import Ranks
+from gemini.checkpoint.format.errors import CheckpointError, on_disk
+from gemini.checkpoint.format.manifest import is_plain_name
+from gemini.checkpoint.untrusted.lazy_tensors import DTYPE_NAMES, INDEX, LazyTensors, TensorSpec
 from gemini.ddp import GeminiDDP
-from gemini.runtime.full import full_parameters
+from gemini.runtime.inspect.full_parameters import full_parameters
 from gemini.units import parse_bytes
-from nvme import calls
+from nvme.files import calls
 
-from . import unfinished
-from .errors import CheckpointError, on_disk
-from .lazy_tensors import DTYPE_NAMES, INDEX, LazyTensors, TensorSpec
-from .manifest import is_plain_name
-from .ranks import Ranks
+from .format import unfinished
 
 
 def export_safetensors(

@@ -12,19 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gemini.checkpoint.dcp.ranks import Ranks
+from gemini.checkpoint.dcp.reader import Put
+from gemini.checkpoint.dcp.sources import Source, open_source
+from gemini.checkpoint.format.errors import CorruptError, MismatchError
+from gemini.checkpoint.format.keys import COMMON, Keys, rank_key
+from gemini.checkpoint.model.extras import decode, set_random_state
+from gemini.checkpoint.model.plain import load_plain
+from gemini.checkpoint.model.state import RunState, first_names, names_of
 from gemini.ddp import GeminiDDP
 from optim.base import TieredOptimizer
 
 from . import background
-from .errors import CorruptError, MismatchError
-from .extras import decode, set_random_state
-from .keys import COMMON, Keys, rank_key
-from .plain import load_plain
-from .ranks import Ranks
-from .reader import Put
 from .save import raise_pending, runs_of
-from .sources import Source, open_source
-from .state import RunState, first_names, names_of
 
 log = logging.getLogger("gemini")
 

@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gemini.checkpoint.errors import FormatError
-from gemini.checkpoint.export import export_safetensors
-from gemini.checkpoint.lazy_tensors import INDEX, LazyTensors
-from gemini.checkpoint.ranks import Ranks
+from gemini.checkpoint.dcp.ranks import Ranks
+from gemini.checkpoint.format.errors import FormatError
+from gemini.checkpoint.untrusted.lazy_tensors import INDEX, LazyTensors
 from gemini.ddp import GeminiDDP
-from gemini.runtime.comm import Communicator
-from gemini.runtime.materialise import init_empty
+from gemini.runtime.comm.communicator import Communicator
+from gemini.runtime.wrap.materialise import init_empty
+
+from .export import export_safetensors
 
 SINGLE = "model.safetensors"
 

@@ -24,22 +24,22 @@ import psutil
 import torch
 from torch import Tensor, nn
 
+from gemini.checkpoint.dcp.ranks import Ranks
+from gemini.checkpoint.dcp.writer import Committing, RankFile, Writer
+from gemini.checkpoint.format.errors import CheckpointError
+from gemini.checkpoint.format.folder import SaveFolder, saving_path
+from gemini.checkpoint.format.keys import Keys
+from gemini.checkpoint.format.manifest import Manifest
+from gemini.checkpoint.model.extras import encode, random_state
+from gemini.checkpoint.model.plain import plain_state
+from gemini.checkpoint.model.plain_runs import PlainRuns, can_be_runs
+from gemini.checkpoint.model.state import RunState, ShardedState, first_names
 from gemini.ddp import GeminiDDP
 from gemini.tickets import Done, Ticket
 from gemini.units import parse_bytes
 from optim.base import TieredOptimizer
 
 from . import background
-from .errors import CheckpointError
-from .extras import encode, random_state
-from .folder import SaveFolder, saving_path
-from .keys import Keys
-from .manifest import Manifest
-from .plain import plain_state
-from .plain_runs import PlainRuns, can_be_runs
-from .ranks import Ranks
-from .state import RunState, ShardedState, first_names
-from .writer import Committing, RankFile, Writer
 
 log = logging.getLogger("gemini")
 
@@ -329,7 +329,7 @@ def _copied(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _copies(state: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    from .sharded import FlatRuns
+    from gemini.checkpoint.dcp.sharded import FlatRuns
 
     for key, value in state.items():
         if isinstance(value, dict):

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gemini.checkpoint.dcp.sharded import FlatRuns
+from gemini.checkpoint.format.keys import Keys
+from gemini.checkpoint.model.state import ShardedState
 from gemini.ddp import GeminiDDP
 from optim.base import TieredOptimizer
 
-from .keys import Keys
 from .save import content_of
-from .sharded import FlatRuns
-from .state import ShardedState
 
 
 def get_state_dict(

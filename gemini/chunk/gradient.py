@@ -12,11 +12,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from gemini.dtypes import DTYPES
 from gemini.tickets import Ticket
 from gemini.units import ChunkId
 
 from .account import Account
-from .dtypes import DTYPES
 from .layout import ChunkSpec
 
 
@@ -25,7 +25,7 @@ class Allocator(Protocol):
 
 
 class Reduction(Protocol):
-    """What gradients need of a communicator; see `gemini.runtime.comm`."""
+    """What gradients need of a communicator; see `gemini.runtime.comm.communicator`."""
 
     rank: int
     world_size: int

@@ -13,17 +13,17 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from gemini.dtypes import DTYPES
 from gemini.tickets import CopyTicket, Ticket
 from gemini.units import ChunkId
 
 from .account import Account
-from .dtypes import DTYPES
 from .gradient import ChunkGradient, Elsewhere, Reduction
 from .layout import ChunkSpec
 
 
 class Memory(Protocol):
-    """What a chunk needs of a backend; see `gemini.runtime.backend`."""
+    """What a chunk needs of a backend; see `gemini.runtime.memory.backend`."""
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor: ...
     def free(self, tensor: Tensor) -> None: ...
@@ -33,13 +33,13 @@ class Memory(Protocol):
 
 
 class Links(Reduction, Protocol):
-    """What a chunk needs of a communicator; see `gemini.runtime.comm`."""
+    """What a chunk needs of a communicator; see `gemini.runtime.comm.communicator`."""
 
     def all_gather(self, payload: Tensor, shard: Tensor, label: int) -> Ticket[None]: ...
 
 
 class ShardFiles(Protocol):
-    """Shards that live in files; see `gemini.runtime.tensor_files`."""
+    """Shards that live in files; see `gemini.runtime.memory.tensor_files`."""
 
     def read(self, chunk: ChunkId, into: Tensor) -> Ticket[None]:
         """Begin to fill [S] with a shard."""

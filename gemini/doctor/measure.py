@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 import nvme
-from gemini.runtime.backend import Backend, make_backend
-from gemini.runtime.machine import memory_left
+from gemini.runtime.memory.backend import Backend, make_backend
+from gemini.runtime.memory.machine import memory_left
 from gemini.units import PAGE_BYTES
-from nvme.file import create_files, file_system, free_bytes, remove_files
-from optim.built_kernels import compiler
+from nvme.files.file import create_files, file_system, free_bytes, remove_files
+from optim.update.built_kernels import compiler
 
 from .report import NEEDED, DeviceFacts, Facts, FolderFacts
 

@@ -10,12 +10,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .booster import Booster as Booster
-    from .gemini_plugins import GeminiPlugin as GeminiPlugin
-    from .hybrid import HybridParallelPlugin as HybridParallelPlugin
-    from .torch_plugins import TorchDDPPlugin as TorchDDPPlugin
-    from .torch_plugins import TorchFSDPPlugin as TorchFSDPPlugin
-    from .zero_plugin import LowLevelZeroPlugin as LowLevelZeroPlugin
+    from gemini.integrations.booster.booster import Booster as Booster
+    from gemini.integrations.plugins.gemini_plugins import GeminiPlugin as GeminiPlugin
+    from gemini.integrations.plugins.hybrid import HybridParallelPlugin as HybridParallelPlugin
+    from gemini.integrations.plugins.torch_plugins import TorchDDPPlugin as TorchDDPPlugin
+    from gemini.integrations.plugins.torch_plugins import TorchFSDPPlugin as TorchFSDPPlugin
+    from gemini.integrations.plugins.zero_plugin import LowLevelZeroPlugin as LowLevelZeroPlugin
 
 _HOME = {
     "Booster": "booster",

@@ -17,7 +17,7 @@ from gemini.checkpoint.pretrained import write_weights
 from gemini.checkpoint.save import save_checkpoint
 from gemini.ddp import GeminiDDP
 from optim.base import TieredOptimizer
-from optim.loss_scale import LossScale
+from optim.rules.loss_scale import LossScale
 
 from .torch_optimizers import convert
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gemini.checkpoint.errors import CheckpointError
-from gemini.checkpoint.ranks import Ranks
+from gemini.checkpoint.dcp.ranks import Ranks
+from gemini.checkpoint.format.errors import CheckpointError
 from gemini.ddp import GeminiDDP
-from gemini.runtime.full import full_parameters
+from gemini.runtime.inspect.full_parameters import full_parameters
 
 WEIGHTS = "adapter_model.safetensors"
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from .parts import rank, seed_all, world_size
+from gemini.integrations.parts import rank, seed_all, world_size
 
 log = logging.getLogger("gemini")
 P = ParamSpec("P")

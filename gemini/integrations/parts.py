@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from gemini.chunk.dtypes import DTYPES
-from gemini.runtime.numerics import DTYPE_OF
-from optim.loss_scale import LossScale
+from gemini.dtypes import DTYPES
+from gemini.runtime.wrap.precision import DTYPE_OF
+from optim.rules.loss_scale import LossScale
 
 log = logging.getLogger("gemini")
 _said: set[str] = set()

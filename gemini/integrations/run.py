@@ -100,7 +100,13 @@ def _torchrun(options: argparse.Namespace, node: int, nodes: int, logs: str) -> 
             f"--master-addr={options.master_addr or 'localhost'}",
             f"--master-port={options.master_port}",
         ]  # fmt: skip
-    return [*command, "-m", "gemini.integrations.recorded", options.script, *options.arguments]
+    return [
+        *command,
+        "-m",
+        "gemini.integrations.recorded",
+        options.script,
+        *options.arguments,
+    ]
 
 
 def _run_node(options: argparse.Namespace, node: int, nodes: int, *, behind_ssh: bool) -> int:

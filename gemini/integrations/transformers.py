@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from gemini.checkpoint.dcp.ranks import Ranks
 from gemini.checkpoint.export import import_safetensors
 from gemini.checkpoint.load import load_checkpoint
-from gemini.checkpoint.ranks import Ranks
 from gemini.checkpoint.save import save_checkpoint
 from gemini.ddp import GeminiDDP
 from optim import HybridLion

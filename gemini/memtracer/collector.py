@@ -21,14 +21,13 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.nn.utils.stateless import _reparametrize_module
 
 from gemini.chunk.layout import ParamSpec
-from gemini.chunk.model_specs import specs_of
+from gemini.chunk.sizing.model_specs import specs_of
 from gemini.trees import map_tensors, tensors_in
 from gemini.units import Bytes, ParamId
 
 from .module_calls import Caller, ModuleCalls, callers_of, has_experts, in_backward
 from .monitor import Monitor, StorageTracker
-from .overruns import Overrun
-from .trace import Deviation, Edge, Kind, Phase, Trace, TraceMoment, model_digest
+from .trace import Departure, Edge, Kind, Phase, Trace, TraceMoment, model_digest
 
 log = logging.getLogger("gemini")
 
@@ -61,7 +60,7 @@ class MemStatsCollector:
         self._look = look
         self.traces: dict[tuple[Kind, str], Trace] = {}
         # iterations that differed from their trace, or passed a budget
-        self.deviations: list[Deviation | Overrun] = []
+        self.deviations: list[Departure] = []
         self._key: tuple[Kind, str] | None = None
         self.collecting = False
         self._moments: list[TraceMoment] = []

@@ -51,8 +51,14 @@ class TraceMoment:
         return f"{self.phase} {self.edge} of {self.module or 'the root module'}"
 
 
+class Departure:
+    """Something that was not as it was planned; `str` says what."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
-class Deviation:
+class Deviation(Departure):
     """The first moment at which an iteration differed from its trace."""
 
     moment: Moment

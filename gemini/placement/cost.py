@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-from .homes import Homes, Tiers, state_parts
 from .plan import Move, MoveKind, Plan, UpdatePath
+from .problem import Homes, Tiers, state_parts
 from .sizes import FP32_BYTES, Bandwidths, ChunkBytes
 from .tiers import Tier
 

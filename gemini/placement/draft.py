@@ -7,19 +7,12 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from gemini.chunk.layout import ChunkLayout
-from gemini.memtracer.predict import Profile, predict
 from gemini.memtracer.trace import Trace
-from gemini.units import BLOCK_NUMEL, BlockId, ChunkId, Moment
-
-from .cost import StepCost, choose_paths, compute_seconds_of, estimate, predict_step
-from .filling import fill, missing_for_everything
-from .gather import GatherSteps, gather_steps
-from .homes import Homes, Tiers, static_homes
-from .moves import moves_of
-from .plan import Plan, ShardPlan, UpdatePath
-from .policy import AutoPlacement, ConstPlacement, Placement, StaticPlacement, never_released
-from .room import Demand, Vector
-from .schedule import (
+from gemini.placement.homes.budget_fill import fill, missing_for_everything
+from gemini.placement.timetable.gathers import GatherSteps, gather_steps
+from gemini.placement.timetable.moves import moves_of
+from gemini.placement.timetable.room import Demand, Vector
+from gemini.placement.timetable.steps import (
     GatherSchedule,
     num_uses,
     prefetched_at,
@@ -27,6 +20,13 @@ from .schedule import (
     room_ahead,
     schedule_gathers,
 )
+from gemini.units import BLOCK_NUMEL, BlockId, ChunkId, Moment
+
+from .cost import StepCost, choose_paths, compute_seconds_of, estimate, predict_step
+from .plan import Plan, ShardPlan, UpdatePath
+from .policy import AutoPlacement, ConstPlacement, Placement, StaticPlacement, never_released
+from .predict import Profile, predict
+from .problem import Homes, Tiers, static_homes
 from .sizes import UNLIMITED, Bandwidths, BudgetError, Budgets, StateBytes, chunk_bytes
 from .tiers import Tier
 

@@ -17,9 +17,9 @@ from gemini.memtracer.trace import Trace, reduce_traces
 from .draft import Draft
 from .draft import PlanInputs as PlanInputs
 from .draft import Planned as Planned
-from .homes import Homes
 from .plan import Plan, UpdatePath
 from .policy import AutoPlacement, Placement
+from .problem import Homes
 from .sizes import Bandwidths, BudgetError, Budgets, least_bandwidths, least_budgets
 from .tiers import Tier
 

@@ -14,44 +14,44 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from gemini.chunk.dtypes import DTYPES
 from gemini.chunk.layout import ChunkLayout
 from gemini.chunk.parameter import ParamHandle, take_gradient, wrap_in_place
+from gemini.dtypes import DTYPES
 from gemini.memtracer.module_calls import in_backward
 from gemini.memtracer.trace import Trace
 from gemini.placement.sizes import Budgets
 from gemini.placement.tiers import Tier
+from gemini.runtime.autograd.calls import Calls
+from gemini.runtime.comm.communicator import Communicator
+from gemini.runtime.gradients.waiting import Gradients
+from gemini.runtime.memory.backend import Backend
+from gemini.runtime.memory.ledger import Ledger
+from gemini.runtime.memory.shard_storage import Originals, ShardStorage
+from gemini.runtime.memory.tensor_files import FileConfig
+from gemini.runtime.memory.user_writes import Adoption
+from gemini.runtime.schedule.planning import Planning
+from gemini.runtime.schedule.reducer import Reducer
+from gemini.runtime.schedule.regather import Regather
+from gemini.runtime.schedule.sampler import Sampler
+from gemini.runtime.schedule.tensor_mgr import StatefulTensorMgr
+from gemini.runtime.step.promotion import Settling
+from gemini.runtime.step.target import ShardTarget
+from gemini.runtime.wrap.build_chunks import build_chunks
+from gemini.runtime.wrap.materialise import Materialiser
+from gemini.runtime.wrap.other_optimizers import refuse_other_optimizers
+from gemini.runtime.wrap.precision import Numerics
 from gemini.units import ParamId
 from optim.binding import waiting_for
-from optim.clipping import Clip
-from optim.config import StateConfig
-from optim.loss_scale import LossScale
-from optim.rules import UpdateRule
-from optim.scaler import Scaler
+from optim.rules.clipping import Clip
+from optim.rules.config import StateConfig
+from optim.rules.control_vector import Scaler
+from optim.rules.loss_scale import LossScale
+from optim.rules.rule import UpdateRule
 from optim.target import Group
 
-from . import weights
-from .adoption import Adoption
-from .backend import Backend
-from .build import build_chunks
-from .calls import Calls
-from .comm import Communicator
-from .gradients import Gradients
-from .ledger import Ledger
-from .materialise import Materialiser
 from .meetings import Meetings, describe
-from .numerics import Numerics
-from .other_optimizers import refuse_other_optimizers
 from .parts import Parts, in_pass
-from .planning import Planning
-from .reducer import Reducer
-from .regather import Regather
-from .sampler import Sampler
-from .settling import Settling
-from .shard_storage import Originals, ShardStorage
-from .shard_target import ShardTarget
-from .tensor_files import FileConfig
-from .tensor_mgr import StatefulTensorMgr
+from .step import weights
 
 MAX_AGREEMENTS = 3  # steps at which ranks try to agree on a trace
 

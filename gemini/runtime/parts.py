@@ -12,22 +12,21 @@ from torch import Tensor, nn
 from gemini.chunk.layout import ChunkLayout
 from gemini.chunk.storage import Chunk
 from gemini.memtracer.module_calls import in_backward
+from gemini.runtime.comm.communicator import Communicator
+from gemini.runtime.gradients.edits import PendingClip
+from gemini.runtime.memory.backend import Backend
+from gemini.runtime.memory.shard_storage import ShardStorage
+from gemini.runtime.memory.user_writes import Adoption
+from gemini.runtime.schedule.planning import Planning
+from gemini.runtime.schedule.reducer import Reducer
+from gemini.runtime.schedule.regather import Regather
+from gemini.runtime.schedule.sampler import Sampler
+from gemini.runtime.schedule.tensor_mgr import StatefulTensorMgr
+from gemini.runtime.step.target import ShardTarget
+from gemini.runtime.wrap.module_check import Integrity
+from gemini.runtime.wrap.precision import Numerics
 from gemini.units import ChunkId, ParamId
-from optim.scaler import Scaler
-
-from .adoption import Adoption
-from .backend import Backend
-from .comm import Communicator
-from .gradient_edits import PendingClip
-from .integrity import Integrity
-from .numerics import Numerics
-from .planning import Planning
-from .reducer import Reducer
-from .regather import Regather
-from .sampler import Sampler
-from .shard_storage import ShardStorage
-from .shard_target import ShardTarget
-from .tensor_mgr import StatefulTensorMgr
+from optim.rules.control_vector import Scaler
 
 
 @dataclass(eq=False, kw_only=True)

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from gemini.chunk.parameter import unwrap_in_place
 from gemini.chunk.storage import Chunk
+from gemini.runtime.inspect.full_parameters import master_of
 
 from .engine import Engine
-from .full import master_of
 
 
 @torch.no_grad()

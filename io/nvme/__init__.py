@@ -3,7 +3,10 @@
 Imported as `nvme`; `io/` is a source root, not a package (docs/adr/0001). No torch in here.
 """
 
-from . import calls
+from nvme.files.file import OpenFile, check_folder, create_direct, default_folder, open_direct
+from nvme.files.orphan_files import orphans, remove_orphans
+from nvme.files.recovery import Recovered, recover
+
 from .engine import PIECE_BYTES, Engine, Transfer
 from .engines.threads import ThreadEngine
 from .errors import (
@@ -17,19 +20,11 @@ from .errors import (
     cause_of,
     transfer_error,
 )
-from .file import (
-    OpenFile,
-    check_folder,
-    create_direct,
-    default_folder,
-    open_direct,
-)
+from .files import calls
 from .layout import FORMAT_VERSION, FormatError, StoreLayout
-from .orphan_files import orphans, remove_orphans
 from .pinned import PinnedVersions
 from .pool import Buffer, BufferPool, Pin
 from .probe import CANDIDATES, Probe, Speed, make_engine, probe
-from .recovery import Recovered, recover
 from .store import BlockStore, WriteMeter
 
 __all__ = [

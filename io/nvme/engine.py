@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from gemini.tickets import Ticket
-
-from .file import OpenFile
+from nvme.files.file import OpenFile
 
 PIECE_BYTES = 4 << 20  # large transfers are split into pieces of this size
 

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 from gemini.tickets import Ticket
 from gemini.units import BlockId
+from nvme.files.file import OpenFile
 
 from .engine import Engine, Transfer
 from .engines.threads import ThreadEngine
 from .errors import ChecksumError
-from .file import OpenFile
 from .layout import Extent
 
 

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gemini.tickets import Ticket
+from nvme.files.file import OpenFile, check_folder, create_files, remove_files
 
 from .engine import Engine, Transfer
 from .engines.tensornvme import TensorNvmeEngine
 from .engines.threads import ThreadEngine
 from .engines.uring import UringEngine
 from .errors import NvmeError
-from .file import OpenFile, check_folder, create_files, remove_files
 from .pool import BufferPool
 
 PROBE_BYTES = 64 << 20

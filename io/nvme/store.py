@@ -22,8 +22,9 @@ from pathlib import Path
 
 from gemini.tickets import Ticket
 from gemini.units import PAGE_BYTES, BlockId, align_up, format_bytes
+from nvme.files.file import OpenFile, check_folder, create_files
+from nvme.files.orphan_files import remove_stepless
 
-from . import calls
 from .engine import Engine, Transfer
 from .engines.threads import ThreadEngine
 from .errors import (
@@ -35,9 +36,8 @@ from .errors import (
     cause_of,
     transfer_error,
 )
-from .file import OpenFile, check_folder, create_files
+from .files import calls
 from .layout import Extent, Index, IndexEntry, StoreLayout
-from .orphan_files import remove_stepless
 from .pinned import PinnedBlock, PinnedVersions
 
 log = logging.getLogger("gemini.nvme")

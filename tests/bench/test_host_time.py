@@ -17,7 +17,7 @@ def found(tmp_path_factory):
     path = tmp_path_factory.mktemp("host-time") / "found.json"
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     out = subprocess.run(
-        [sys.executable, "-m", "bench.host_time", "--layers", "3", "--steps", "3",
+        [sys.executable, "-m", "bench.host.host_time", "--layers", "3", "--steps", "3",
          "--json", str(path)],
         capture_output=True, text=True, env={**environment, "PYTHONPATH": ":".join(sys.path)},
     )  # fmt: skip

@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from bench import models, plan
-from bench.activations import activations_of, example_inputs
-from gemini.chunk.model_specs import specs_of
+from bench import plan
+from bench.support import models
+from bench.support.activations import activations_of, example_inputs
+from gemini.chunk.sizing.model_specs import specs_of
 from gemini.memtracer.collector import trace
 
 KEYS = {
@@ -145,8 +146,8 @@ def test_bad_arguments_are_refused(flags):
 
 def test_model_without_a_config_needs_its_activations_said():
     with pytest.raises(SystemExit, match="--activation-bytes"):
-        plan.main(["--model", "tests.models:Tower"])
-    assert plan.main(["--model", "tests.models:Tower", "--activation-bytes", "1MiB"]) == 0
+        plan.main(["--model", "tests.support.models:Tower"])
+    assert plan.main(["--model", "tests.support.models:Tower", "--activation-bytes", "1MiB"]) == 0
 
 
 def test_trace_of_few_layers_grows_into_the_trace_of_all(config, question):

@@ -3,11 +3,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from bench.doc_tables import BUDGETS, LINKS, NON_MODEL_BYTES, NUMEL, placement_example
-from bench.picture import svg_of
-from bench.readme import COMPUTED, TABLES, pages, render
-from gemini.memtracer.timeline import Timeline, write_timeline
+from bench.docs.doc_tables import BUDGETS, LINKS, NON_MODEL_BYTES, NUMEL, placement_example
+from bench.docs.picture import svg_of
+from bench.docs.readme import COMPUTED, TABLES, pages, render
 from gemini.placement.tiers import Tier
+from gemini.placement.timeline import Timeline, write_timeline
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

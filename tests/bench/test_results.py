@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from bench import remake
-from bench.machine import write_result
-from bench.remake import EVERYTHING, RESULTS, ROOT
+from bench.docs import remake
+from bench.docs.remake import EVERYTHING, RESULTS, ROOT
+from bench.support.machine import write_result
 
 # Made before results named their command, or of a tree that was changed. `make results` makes them
 # again, and each then leaves this list: a name that does not belong here fails the test.
@@ -57,7 +57,10 @@ def test_commits_of_results_are_of_this_repository():
 
 def test_what_is_written_names_how_it_was_made(tmp_path):
     path = tmp_path / "r.json"
-    code = "import sys, pathlib, bench.machine as m; m.write_result(pathlib.Path(sys.argv[1]), {})"
+    code = (
+        "import sys, pathlib; from bench.support.machine import write_result; "
+        "write_result(pathlib.Path(sys.argv[1]), {})"
+    )
     subprocess.run([sys.executable, "-c", code, path], cwd=ROOT, check=True)
     written = json.loads(path.read_text())
     assert written["command"] == shlex.join(["python", "-c", code, str(path)])

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gemini import GeminiDDP, StaticPlacement
 from optim import HybridAdam
-from tests.workers import run_ranks
+from tests.support.workers import run_ranks
 
 pytestmark = pytest.mark.dist
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.workers import run_ranks
+from tests.support.workers import run_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -216,7 +216,7 @@ def accuracies(folder):
 
 
 def work(rank, folder):
-    from tests.integrations.lightning_runs import as_torchrun
+    from tests.integrations.cases.lightning_runs import as_torchrun
 
     as_torchrun(rank)
     import gemini.integrations.lightning  # noqa: F401  the names

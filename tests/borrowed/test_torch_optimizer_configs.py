@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from optim import HybridAdam, HybridSGD, NvmeConfig
-from tests.reference import flat, relative_error
+from tests.support.reference import flat, relative_error
 
 OURS = {"AdamW": HybridAdam, "Adam": HybridAdam, "SGD": HybridSGD}
 THEIRS = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam, "SGD": torch.optim.SGD}

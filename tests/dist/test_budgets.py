@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from gemini import AutoPlacement, ConstPlacement, GeminiDDP
-from gemini.chunk.model_specs import specs_of
+from gemini.chunk.sizing.model_specs import specs_of
 from gemini.memtracer.trace import sequential_trace
 from gemini.placement.sizes import BudgetError
 from gemini.placement.tiers import Tier
-from gemini.runtime.backend import SimBackend
+from gemini.runtime.memory.backend import SimBackend
 from optim import HybridAdam, NvmeConfig
-from tests.gemini.test_on_nvme import BLOCKS, SMALL, homes, wrapped
-from tests.models import Tower, token_batches, token_loss
-from tests.workers import run_ranks
+from tests.gemini.tiers.test_on_nvme import BLOCKS, SMALL, homes, wrapped
+from tests.support.models import Tower, token_batches, token_loss
+from tests.support.workers import run_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -176,7 +176,7 @@ def test_what_ranks_that_share_a_device_lack_is_said_for_all_of_them():
 
 def measured_twice(rank, _):
     """The notes of two ranks whose iterations need more than there is."""
-    from gemini.runtime import sampler
+    from gemini.runtime.schedule import sampler
 
     sampler.ProcessMonitor.period = lambda self: 300 << 20
     model, optimizer = wrapped_without_a_trace(AutoPlacement("200MiB"))

@@ -11,9 +11,9 @@ import gemini
 from gemini import GeminiDDP, StaticPlacement
 from gemini.checkpoint import CheckpointError
 from optim import HybridAdam
-from tests.checkpoints import ADAM, assert_same, batches, make, train, whole
-from tests.models import Tower, token_loss
-from tests.workers import run_ranks
+from tests.support.checkpoints import ADAM, assert_same, batches, make, train, whole
+from tests.support.models import Tower, token_loss
+from tests.support.workers import run_ranks
 
 pytestmark = pytest.mark.dist
 

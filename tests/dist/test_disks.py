@@ -7,11 +7,11 @@ import torch
 
 from gemini import AutoPlacement, GeminiDDP
 from optim import HybridAdam, NvmeConfig
-from tests.models import Tower, token_batches, token_loss
-from tests.reference import flat
-from tests.support.faults import failing, file_size_limit
+from tests.support.disks.faults import failing, file_size_limit
+from tests.support.models import Tower, token_batches, token_loss
+from tests.support.reference import flat
 from tests.support.spilled import wrapped
-from tests.workers import run_ranks
+from tests.support.workers import run_ranks
 
 pytestmark = pytest.mark.dist
 

@@ -14,11 +14,11 @@ from torch import nn
 
 import gemini
 from gemini import AutoPlacement, GeminiDDP, StaticPlacement
-from gemini.runtime.watch import SequenceError
+from gemini.runtime.comm.collective_log import SequenceError
 from optim import HybridAdam, HybridSGD
-from tests.models import Tower, token_batches, token_loss
-from tests.reference import flat, relative_error, train_reference
-from tests.workers import run_ranks
+from tests.support.models import Tower, token_batches, token_loss
+from tests.support.reference import flat, relative_error, train_reference
+from tests.support.workers import run_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -128,7 +128,7 @@ class count_calls:
     """Counts what goes to torch.distributed, by kind. gloo's reduce-scatter is an all-reduce."""
 
     def __enter__(self):
-        from gemini.runtime import comm
+        from gemini.runtime.comm import communicator as comm
 
         self.count = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
         self._comm = comm

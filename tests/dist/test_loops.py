@@ -1,13 +1,13 @@
-"""The loops of tests/gemini/test_loops.py at several ranks: torch's updates on every one.
+"""The loops of tests/gemini/calls/test_loops.py at several ranks: torch's updates on every one.
 
 Every rank has the same batches, so the mean over ranks is what one process of plain torch has.
 """
 
 import pytest
 
-from tests.loop_cases import BUILDS, LOOPS
-from tests.loops import Net, difference
-from tests.workers import run_ranks
+from tests.support.loop_cases import BUILDS, LOOPS
+from tests.support.loops import Net, difference
+from tests.support.workers import run_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -39,7 +39,7 @@ def all_loops(rank, place, names):
 def test_loops_written_for_torch_have_the_updates_of_torch(world_size, place, bound):
     of_operators = (world_size, place) == (2, "resident")
     names = [name for name in LOOPS if of_operators or "place" not in name]
-    if place == "files":  # in one process: tests/gemini/test_thaw.py
+    if place == "files":  # in one process: tests/gemini/training/test_thaw.py
         names = [name for name in names if not name.startswith("thawed")]
     found = {}
     for begin in range(0, len(names), 12):  # processes anew: one that fails names its loop

@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gemini import GeminiDDP
 from optim import HybridAdam
-from tests.loops import ADAM, SMALL, Net, batch, difference, loss_of, plain, wrapped
-from tests.workers import run_ranks
+from tests.support.loops import ADAM, SMALL, Net, batch, difference, loss_of, plain, wrapped
+from tests.support.workers import run_ranks
 
 pytestmark = pytest.mark.dist
 

@@ -16,9 +16,9 @@ from torch import nn
 
 import gemini
 from gemini import GeminiDDP
-from gemini.runtime.watch import SequenceError
+from gemini.runtime.comm.collective_log import SequenceError
 from optim import HybridAdam
-from tests.workers import run_ranks
+from tests.support.workers import run_ranks
 
 pytestmark = pytest.mark.dist
 

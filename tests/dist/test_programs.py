@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.programs import run_many
-from tests.workers import run_ranks
+from tests.support.programs import run_many
+from tests.support.workers import run_ranks
 
 pytestmark = pytest.mark.dist
 

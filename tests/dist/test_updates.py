@@ -7,9 +7,9 @@ from torch import nn
 
 from gemini import GeminiDDP, StaticPlacement
 from optim import HybridAdam, NvmeConfig
-from tests.models import Choosy, Tower, token_batches, token_loss
-from tests.reference import flat, relative_error, train_reference
-from tests.workers import run_ranks
+from tests.support.models import Choosy, Tower, token_batches, token_loss
+from tests.support.reference import flat, relative_error, train_reference
+from tests.support.workers import run_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -155,7 +155,7 @@ def test_ranks_with_different_models_are_told_so_on_every_rank():
 
 
 def a_disk_fails_on_one_rank(rank, folder):
-    from tests.optim.test_plain import spoil_block
+    from tests.optim.face.test_plain import spoil_block
 
     model = GeminiDDP(Tower(), **SMALL)
     optimizer = HybridAdam(

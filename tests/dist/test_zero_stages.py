@@ -15,11 +15,11 @@ from torch import nn
 import gemini
 from gemini import GeminiDDP, StaticPlacement
 from gemini.placement.tiers import Tier
-from gemini.runtime.backend import SimBackend
+from gemini.runtime.memory.backend import SimBackend
 from optim import HybridAdam, HybridSGD
-from tests.models import Choosy, Tower, token_batches, token_loss
-from tests.reference import relative_error
-from tests.workers import run_ranks
+from tests.support.models import Choosy, Tower, token_batches, token_loss
+from tests.support.reference import relative_error
+from tests.support.workers import run_ranks
 
 pytestmark = pytest.mark.dist
 

@@ -3,7 +3,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemini.runtime.agreement import Agreement, Ballot
+from gemini.runtime.comm.ballot import Agreement, Ballot
 
 ballots = st.builds(
     Ballot,

@@ -1,6 +1,6 @@
 """What ranks compare of what they did."""
 
-from gemini.runtime.watch import Entry, SequenceLog, explain, first_difference
+from gemini.runtime.comm.collective_log import Entry, SequenceLog, explain, first_difference
 
 
 def log_of(*done):

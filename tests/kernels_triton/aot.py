@@ -18,7 +18,6 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels_triton.frame import COUNTERS_AT_ONCE, prologue_kernel, update_kernel
 from kernels_triton.norm import (
     FINISH_AT_ONCE,
     NORM_BLOCK,
@@ -28,6 +27,7 @@ from kernels_triton.norm import (
 )  # fmt: skip
 from kernels_triton.ops import KERNELS
 from kernels_triton.tiles import choose_launch
+from kernels_triton.update.frame import COUNTERS_AT_ONCE, prologue_kernel, update_kernel
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),

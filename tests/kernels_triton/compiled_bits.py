@@ -3,11 +3,12 @@
 import torch
 
 from optim.adam import AdamRule, AmsgradRule
-from optim.compiled_path import CompiledUpdate
-from optim.cpu_path import NOTHING_CHANGED, CpuWorkers, Piece
 from optim.lion import LionRule
 from optim.sgd import SGDRule
-from optim.triton_path import TritonUpdater
+from optim.state.pieces import Piece
+from optim.update.compiled_path import CompiledUpdate
+from optim.update.cpu_path import NOTHING_CHANGED, CpuWorkers
+from optim.update.triton_path import TritonUpdater
 
 NUMEL = 300_003
 GROUP = {

@@ -9,11 +9,11 @@ import triton
 
 from kernels_triton import digest, launch, ops
 from optim.adam import AdamRule
-from optim.clipping import Clip
-from optim.cpu_path import Piece
 from optim.lion import LionRule
+from optim.rules.clipping import Clip
 from optim.sgd import SGDRule
-from optim.triton_path import TritonUpdater
+from optim.state.pieces import Piece
+from optim.update.triton_path import TritonUpdater
 
 OPTIONS = {
     "lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0, "momentum": 0.9,

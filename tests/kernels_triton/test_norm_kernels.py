@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels_triton import ops
-from kernels_triton.fields import BAD, NUM_CONTROL, SUM
+from kernels_triton.control_fields import BAD, NUM_CONTROL, SUM
 from kernels_triton.launch import is_interpreted
 from kernels_triton.norm import FINISH_AT_ONCE
 from kernels_triton.tiles import Segment, segment_table, tile_table

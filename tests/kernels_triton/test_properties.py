@@ -12,18 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels_triton import ops
-from kernels_triton.fields import LOSS_SCALE, NUM_CONTROL
-from kernels_triton.frame import NUM_COEFFICIENTS, NUM_HYPER
+from kernels_triton.control_fields import LOSS_SCALE, NUM_CONTROL
 from kernels_triton.launch import is_interpreted
 from kernels_triton.tiles import Segment, segment_table, tile_table
+from kernels_triton.update.frame import NUM_COEFFICIENTS, NUM_HYPER
 from optim.adam import AdamRule
-from optim.built_kernels import compiler
-from optim.config import StateConfig
-from optim.cpu_path import Piece
-from optim.formulas import adam
-from optim.launch_tables import segments_of
-from optim.memory import memory_of
-from optim.triton_path import TritonUpdater
+from optim.rules.config import StateConfig
+from optim.rules.formulas import adam
+from optim.state.memory import memory_of
+from optim.state.pieces import Piece
+from optim.update.built_kernels import compiler
+from optim.update.launch_tables import segments_of
+from optim.update.triton_path import TritonUpdater
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 RULE = AdamRule()
@@ -147,10 +147,10 @@ def test_ops_declare_what_they_change():
 
 def test_a_plain_module_can_be_updated_by_triton(monkeypatch, tmp_path):
     """The path of CUDA parameters, here on CPU tensors in the interpreter; state on disk too."""
-    import optim.plain
+    import optim.plain.target
     from optim import HybridAdam, NvmeConfig
-    from optim.plain_paths import TritonPath
-    from tests.plain_training import make_params, train, update_error
+    from optim.plain.paths import TritonPath
+    from tests.support.plain_training import make_params, train, update_error
 
     start, theirs = make_params(), make_params()
     want = train(theirs, torch.optim.AdamW(theirs, lr=1e-2, weight_decay=0.1), 5)
@@ -159,7 +159,7 @@ def test_a_plain_module_can_be_updated_by_triton(monkeypatch, tmp_path):
         def triton_path(rule, config: StateConfig, group_of, params):
             return TritonPath(rule, rule.layout, group_of, params[0].device)
 
-        monkeypatch.setattr(optim.plain, "make_path", triton_path)
+        monkeypatch.setattr(optim.plain.target, "make_path", triton_path)
     results = []
     for fraction in (0.0, 0.5, 1.0):
         ours = [torch.nn.Parameter(p.detach().to(DEVICE)) for p in make_params()]

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from kernels_triton import ops
-from kernels_triton.fields import LOSS_SCALE, NUM_CONTROL
-from kernels_triton.frame import NUM_COEFFICIENTS, NUM_HYPER
+from kernels_triton.control_fields import LOSS_SCALE, NUM_CONTROL
 from kernels_triton.launch import is_interpreted
 from kernels_triton.tiles import Segment, choose_launch, segment_table, tile_table
-from optim.formulas import adam_coefficients
+from kernels_triton.update.frame import NUM_COEFFICIENTS, NUM_HYPER
+from optim.rules.formulas import adam_coefficients
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NUMELS = [1, 3, 17, 0, 1023, 1025, 64, 65536, 65537, 100_003]

@@ -19,7 +19,7 @@ from typing import TypeVar
 from tests.mutate import listed
 from tests.mutate.listed import ROOT, Mutant
 from tests.mutate.trees import Outcome, Tree, warm_up
-from tests.support import own_folder
+from tests.support.disks import own_folder
 
 LEAST_KILLED = 0.95  # of those that are no equivalents
 LIMIT_SECONDS = 150.0  # of the tests of one mutant: they take a few

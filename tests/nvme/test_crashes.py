@@ -6,8 +6,8 @@ import pytest
 
 import nvme
 from nvme import BlockStore, BufferPool, StoreLayout
-from tests.support.crashes import check_recording, explore
-from tests.support.recording import Write, recorded
+from tests.support.disks.crashes import check_recording, explore
+from tests.support.disks.recording import Write, recorded
 
 SIZES = [5000, 1, 4096, 9000, 700]
 MANY = [3] * 130  # whose index has several sectors
@@ -21,7 +21,7 @@ def life(folder, layout, folders=(".",), steps=5, seed=0):
     """Record a store: filled, stepped, once rolled back. And its blocks after every step."""
     rng, sizes = random.Random(seed), layout.block_nbytes
     with recorded(folder) as log:
-        nvme.calls.make_folders(folder / "b")
+        nvme.files.calls.make_folders(folder / "b")
         store = BlockStore([folder / name for name in folders], layout)
         pool = BufferPool(len(sizes), max(sizes))
         now, expected, used = [None] * len(sizes), {}, []

@@ -10,9 +10,9 @@ import pytest
 import nvme
 from gemini.units import PAGE_BYTES
 from nvme import BlockStore, BufferPool, StoreLayout, Transfer
-from nvme.file import OpenFile
+from nvme.files.file import OpenFile
 from tests.nvme.common import ENGINES, engine_or_skip, expected, mounted, read, write
-from tests.support.faults import short
+from tests.support.disks.faults import short
 
 SIZES = [1, 4095, 4096, 5000, (1 << 20) + 1, 4 << 20, (4 << 20) + 1, (9 << 20) + 4097]
 
@@ -57,7 +57,7 @@ def test_a_transfer_that_stops_is_an_error_that_says_after_how_much(call, tmp_pa
     write(store, pool, 0, 1)
     store.commit(1)
     moved = iter([PAGE_BYTES])
-    monkeypatch.setattr(nvme.calls, call, lambda fd, buffers, offset: next(moved, 0))
+    monkeypatch.setattr(nvme.files.calls, call, lambda fd, buffers, offset: next(moved, 0))
     with pytest.raises(nvme.TransferError, match=r"failed after (0|4096): it came up short"):
         (write if call == "pwritev" else read)(store, pool, 0, *[2] * (call == "pwritev"))
     monkeypatch.undo()
@@ -178,8 +178,8 @@ def thin(fd, buffers, offset):
 @pytest.mark.nvme
 def test_a_block_of_more_than_2_gib_round_trips(tmp_path, monkeypatch):
     """Random bytes round every boundary where a length could overflow, zeros between."""
-    monkeypatch.setattr(nvme.calls, "allocate", lambda fd, offset, n: os.ftruncate(fd, n))
-    monkeypatch.setattr(nvme.calls, "pwritev", thin)
+    monkeypatch.setattr(nvme.files.calls, "allocate", lambda fd, offset, n: os.ftruncate(fd, n))
+    monkeypatch.setattr(nvme.files.calls, "pwritev", thin)
     nbytes = (3 << 30) + 1
     store = BlockStore([tmp_path], StoreLayout.plan("d", [nbytes], num_versions=1))
     pool = BufferPool(1, nbytes)
@@ -203,7 +203,7 @@ def test_a_block_of_more_than_2_gib_round_trips(tmp_path, monkeypatch):
 def test_places_beyond_4_gib_are_where_they_are(name, tmp_path):
     """In a file with holes."""
     engine = engine_or_skip(name, tmp_path)
-    (file,) = nvme.file.create_files([tmp_path], [PAGE_BYTES])
+    (file,) = nvme.files.file.create_files([tmp_path], [PAGE_BYTES])
     pool, nbytes = BufferPool(1, (5 << 20) + PAGE_BYTES), (5 << 20) + PAGE_BYTES
     view = pool.take().view
     places = [0, (1 << 31) - PAGE_BYTES, 1 << 32, (3 << 31) + (1 << 30) - PAGE_BYTES]
@@ -215,4 +215,4 @@ def test_places_beyond_4_gib_are_where_they_are(name, tmp_path):
         engine.read(Transfer(file, place, view, True)).wait()
         assert view == random.Random(place).randbytes(nbytes)
     engine.close()
-    nvme.file.remove_files([file])
+    nvme.files.file.remove_files([file])

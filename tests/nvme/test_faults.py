@@ -16,8 +16,8 @@ import pytest
 import nvme
 from nvme import BlockStore, BufferPool, StoreLayout
 from tests.nvme.common import ENGINES, engine_or_skip, expected, mounted, read, write
-from tests.support.faults import failing, file_size_limit, short
-from tests.workers import run_processes
+from tests.support.disks.faults import failing, file_size_limit, short
+from tests.support.workers import run_processes
 
 SIZES = [5000, 3 << 20, (4 << 20) + 4096]
 ONE = StoreLayout.plan("d", [5000])
@@ -218,8 +218,8 @@ def test_a_folder_in_which_no_file_can_be_made_is_said():
 
 
 def test_a_network_file_system_is_used_with_a_warning(tmp_path, monkeypatch, caplog):
-    kind = nvme.file.file_system(tmp_path)
-    monkeypatch.setattr(nvme.file, "NETWORK_FILESYSTEMS", frozenset({kind}))
+    kind = nvme.files.file.file_system(tmp_path)
+    monkeypatch.setattr(nvme.files.file, "NETWORK_FILESYSTEMS", frozenset({kind}))
     with caplog.at_level(logging.WARNING, "gemini.nvme"):
         assert nvme.check_folder(tmp_path) == tmp_path
     assert f"is on {kind}, a network file system" in caplog.text
@@ -228,7 +228,7 @@ def test_a_network_file_system_is_used_with_a_warning(tmp_path, monkeypatch, cap
 @pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no /dev/shm")
 def test_the_default_folder_is_never_ram(monkeypatch, tmp_path):
     monkeypatch.setenv("TMPDIR", "/dev/shm")
-    assert nvme.file.file_system(nvme.default_folder()) not in nvme.file.RAM_FILESYSTEMS
+    assert nvme.files.file.file_system(nvme.default_folder()) not in nvme.files.file.RAM_FILESYSTEMS
 
 
 def test_a_link_is_not_followed_and_its_target_stays(tmp_path):

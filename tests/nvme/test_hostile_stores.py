@@ -61,7 +61,7 @@ def read(path):
             return
         finally:
             nvme.orphans(path.parent)
-            nvme.orphan_files.remove_stepless([path.parent])
+            nvme.files.orphan_files.remove_stepless([path.parent])
 
     nbytes = path.stat().st_size
     assert peak_bytes(attempt) < nbytes + MOST

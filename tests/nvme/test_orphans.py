@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 import nvme
-from nvme import BlockStore, StoreLayout, calls
-from tests.support.faults import failing
+from nvme import BlockStore, StoreLayout
+from nvme.files import calls
+from tests.support.disks.faults import failing
 
 ONE = StoreLayout.plan("d", [5000])
 

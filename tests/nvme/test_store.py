@@ -11,7 +11,7 @@ import pytest
 import nvme
 from gemini.units import PAGE_BYTES
 from nvme import BlockStore, BufferPool, StoreLayout, WriteMeter
-from nvme.file import file_system
+from nvme.files.file import file_system
 from tests.nvme.common import ENGINES, engine_or_skip
 from tests.nvme.common import read as read_payload
 
@@ -189,7 +189,9 @@ def test_files_are_private_and_removed_on_close(tmp_path, store):
 def test_what_no_disk_holds_is_refused_before_the_disk_is_filled(tmp_path, monkeypatch):
     """Trying would take all that there is, from everybody, until it fails."""
     asked = []
-    monkeypatch.setattr(nvme.calls, "allocate", lambda fd, offset, nbytes: asked.append(nbytes))
+    monkeypatch.setattr(
+        nvme.files.calls, "allocate", lambda fd, offset, nbytes: asked.append(nbytes)
+    )
     huge = os.statvfs(tmp_path).f_blocks * os.statvfs(tmp_path).f_frsize
     with pytest.raises(nvme.DiskFullError, match=r"cannot hold .* free, ENOSPC"):
         BlockStore([tmp_path], StoreLayout.plan("d", [huge]))
@@ -331,7 +333,7 @@ def test_space_of_forgotten_blocks_is_given_back_and_nobody_reads_them(
     store, pool, monkeypatch, takes_holes
 ):
     if not takes_holes:  # a file system without them
-        monkeypatch.setattr("nvme.calls.punch", lambda *_: False)
+        monkeypatch.setattr("nvme.files.calls.punch", lambda *_: False)
     for block in range(len(SIZES)):
         write(store, pool, block, block + 1)
     store.commit(1)

@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from gemini.tickets import FutureTicket, Ticket, Together
+from nvme.files import calls
 
-from .. import calls
 from ..checksum import combine, crc32
 from ..engine import PIECE_BYTES, Transfer
 from ..errors import transfer_error

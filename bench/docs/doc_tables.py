@@ -1,0 +1,105 @@
+"""Tables of docs/ that follow from the code alone: bytes per parameter, a worked placement.
+
+`make readme-tables` writes them; a test compares.
+"""
+
+from __future__ import annotations
+
+from gemini.chunk.layout import ChunkLayout, ParamSpec
+from gemini.memtracer.trace import sequential_trace
+from gemini.placement.planner import PlanInputs, Planned, make_plan
+from gemini.placement.policy import AutoPlacement
+from gemini.placement.sizes import NUM_VERSIONS, Bandwidths, Budgets, StateBytes
+from gemini.placement.tiers import Tier
+from gemini.units import MIB, format_bytes
+from optim.adam import AdamRule, AmsgradRule
+from optim.lion import LionRule
+from optim.rules.state_layout import StateLayout
+from optim.sgd import SGDRule
+
+OPTIMIZERS: dict[str, StateLayout] = {
+    "Adam, AdamW": AdamRule.layout,
+    "the same with `amsgrad`": AmsgradRule.layout,
+    "Lion": LionRule.layout,
+    "SGD with momentum": SGDRule.layout,
+}
+PRECISIONS = {  # bytes of a parameter and of a gradient; with masters or not
+    "fp32": (4, False),
+    "bf16 or fp16": (2, True),
+    "bf16, `master_weights=False`": (2, False),
+}
+
+# The worked example: 8 layers of 4 Mi parameters in bf16 under Adam, on one device
+LAYERS, NUMEL = 8, 4 << 20
+NON_MODEL_BYTES = 100 * MIB
+BUDGETS = Budgets.parse("256MiB", "192MiB", None)
+LINKS = Bandwidths(
+    host_to_device=20e9, device_to_host=20e9, nvme_read=2e9, nvme_write=2e9, collective=10e9,
+    device_memory=1e12, host_memory=20e9,
+)  # fmt: skip
+
+
+def bytes_per_parameter() -> str:
+    """A markdown table; the state is that of each rule's planes."""
+    lines = [
+        "| optimizer | precision | parameter | gradient | state | in memory | state on disk |",
+        "|---|---|---:|---:|---:|---:|---:|",
+    ]
+    for name, planes in OPTIMIZERS.items():
+        for precision, (itemsize, has_master) in PRECISIONS.items():
+            layout = planes.with_master() if has_master else planes
+            state = layout.bytes_per_element
+            undo = 0 if has_master else layout.undo_itemsize
+            lines.append(
+                f"| {name} | {precision} | {itemsize} | {itemsize} | {state} "
+                f"| {2 * itemsize + state} | {NUM_VERSIONS * (state + undo)} |"
+            )
+    return "\n".join(lines)
+
+
+def placement_example() -> Planned:
+    """`make_plan` of the worked example."""
+    specs = [ParamSpec(f"layers.{i}.weight", (NUMEL,), "bfloat16") for i in range(LAYERS)]
+    return make_plan(
+        PlanInputs(
+            layout=ChunkLayout.build(specs, NUMEL),
+            trace=sequential_trace(specs, NON_MODEL_BYTES),
+            state=StateBytes(per_element=12, has_master=True),
+            budgets=BUDGETS,
+            bandwidths=LINKS,
+        ),
+        AutoPlacement(steady_cap_ratio=1.0),
+    )
+
+
+def placement() -> str:
+    """The plan of the worked example as a markdown table, and what it is predicted to take."""
+    planned = placement_example()
+    plan = planned.plan
+    lines = [
+        "| chunk | parameters | gradient | state, by block | update |",
+        "|---:|---|---|---|---|",
+    ]
+    for shard in plan.shards:
+        assert shard.grad_home is not None
+        homes = ", ".join(tier.value for tier in shard.state_homes)
+        paths = ", ".join(dict.fromkeys(path.value for path in shard.update_paths))
+        lines.append(
+            f"| {shard.chunk} | {shard.param_home.value} | {shard.grad_home.value} "
+            f"| {homes} | {paths} |"
+        )
+    lines.append("")
+    for tier in Tier:
+        peak, budget = planned.profile.peak(tier), plan.budgets.of(tier)
+        of = f" of {format_bytes(budget)}" if tier is not Tier.NVME else ""
+        lines.append(f"* {tier.value}: {format_bytes(peak)}{of} at its peak")
+    for (src, dst), nbytes in plan.bytes_moved().items():
+        lines.append(f"* moved a step, {src.value} to {dst.value}: {format_bytes(nbytes)}")
+    staging = plan.device_staging
+    lines.append(f"* staging on the device: {staging.count} x {format_bytes(staging.buffer_bytes)}")
+    staging = plan.host_staging
+    lines.append(f"* staging on the host: {staging.count} x {format_bytes(staging.buffer_bytes)}")
+    lines.append(
+        f"* predicted step: {planned.cost.seconds * 1e3:.0f} ms, bound by {planned.cost.bound_by}"
+    )
+    return "\n".join(lines)

@@ -1,0 +1,115 @@
+"""`make readme-tables`: writes the tables of README.md and docs/.
+
+Measured ones are made from bench/results/*.json, those that follow from the code by `doc_tables`.
+One stands between `<!-- table NAME -->` and `<!-- end -->`; nothing in it is typed by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from bench.demo import table as demo_table
+from bench.peers import summary
+from gemini.units import format_bytes
+from tests.integrations.cases import supported
+
+from . import doc_tables
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "bench/results"
+
+
+def _demo(result: dict[str, Any]) -> str:
+    return demo_table(result["rows"], result["mixed_disk_gb_per_s"]) + "\n\n" + _where(result)
+
+
+def _train(result: dict[str, Any]) -> str:
+    peers = result["peer_versions"].get("deepspeed_zero", {})
+    beside = f"DeepSpeed {peers.get('deepspeed', 'absent')} with torch {peers.get('torch')}. "
+    return "\n\n".join(
+        [summary.table(result), summary.ratio_table(result), beside + _where(result)]
+    )
+
+
+def _where(result: dict[str, Any]) -> str:
+    machine, versions = result["machine"], result["versions"]
+    return (
+        f"{machine['cores']} cores of {machine['cpu']}, {machine['memory_gib']} GiB; "
+        f"torch {versions['torch']}, Python {versions['python']}, commit {versions['commit']}."
+        + (f" Made by `{result['command']}`." if "command" in result else "")
+    )
+
+
+def _capacity(result: dict[str, Any]) -> str:
+    header = (
+        f"{result['model']}, {result['num_params'] / 1e6:.0f} M parameters, batch 1 x 128.\n\n"
+        "| limit, MiB | peak RSS, MiB | step, s | bound by the disk, s | read a step, GB "
+        "| written a step, GB | on disk, GB | loss, first and last |\n"
+        "|---:|---:|---:|---:|---:|---:|---:|---|"
+    )
+    rows = [
+        f"| {r['rss_limit_mib']} | {r['peak_rss_mib']:.0f} | {r['step_seconds']:.1f} "
+        f"| {r['disk_bound_seconds']:.1f} | {r['bytes_read'] / 1e9:.1f} "
+        f"| {r['bytes_written'] / 1e9:.1f} | {r['nvme_bytes'] / 1e9:.1f} "
+        f"| {r['losses'][0]:.4f}, {r['losses'][-1]:.4f} |"
+        for r in result["runs"]
+    ]
+    speed = f"Disk, reads and writes mixed half and half: {result['mixed_disk_gb_per_s']:.2f} GB/s"
+    return "\n".join([header, *rows, "", speed, "", _where(result)])
+
+
+def _picture(result: dict[str, Any]) -> str:
+    on_disk = sum(
+        row["measured_bytes"]
+        for row in result["rows"]
+        if row["tier"] == "nvme" and row["kind"] == "total"
+    )
+    return (
+        f"{result['model']}, {result['num_params'] / 1e6:.0f} M parameters, batch "
+        f"{result['batch']} x {result['seq']}, under a device budget of "
+        f"{format_bytes(result['device_budget_bytes'])} (dashed), with {format_bytes(on_disk)} in "
+        "files; moments of one iteration from left to right, arrows are moves between the tiers. "
+        f"On {_where(result)}"
+    )
+
+
+TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "demo": _demo,
+    "train-cpu": _train,
+    "capacity-cpu": _capacity,
+    "picture": _picture,
+}
+COMPUTED: dict[str, Callable[[], str]] = {
+    "bytes": doc_tables.bytes_per_parameter,
+    "placement-example": doc_tables.placement,
+    **{f"trainers-{name}": partial(supported.table, name) for name in supported.SUPPORTED},
+}
+
+
+def pages() -> list[Path]:
+    """README and the pages of docs/ that have tables."""
+    found = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return [page for page in found if "<!-- table " in page.read_text()]
+
+
+def render(text: str) -> str:
+    """A page with every table made anew."""
+
+    def one(match: re.Match[str]) -> str:
+        name = match[1]
+        if name in COMPUTED:
+            return f"<!-- table {name} -->\n{COMPUTED[name]()}\n<!-- end -->"
+        result = json.loads((RESULTS / f"{name}.json").read_text())
+        return f"<!-- table {name} -->\n{TABLES[name](result)}\n<!-- end -->"
+
+    return re.sub(r"<!-- table ([\w-]+) -->\n.*?<!-- end -->", one, text, flags=re.DOTALL)
+
+
+if __name__ == "__main__":
+    for page in pages():
+        page.write_text(render(page.read_text()))

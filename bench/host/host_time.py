@@ -1,0 +1,125 @@
+"""`python -m bench.host.host_time`: what a step asks of the host, on a device that does nothing.
+
+Launches, waits for the device, and CPU seconds of the thread, of a step whose state is resident, of
+one whose state streams from host memory, and of one that several ranks agree on. Copies take no
+time here: CUDA's own calls to begin them come on top.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from . import launches
+
+# isort: split
+import torch
+from torch import Tensor, nn
+
+from gemini import GeminiDDP, StaticPlacement
+from gemini.runtime.memory.sim import SimBackend
+from gemini.runtime.step.target import ShardTarget
+from gemini.tickets import Copied, CopyTicket
+from optim import HybridAdam, NvmeConfig
+from optim.update.triton_path import DeviceOutcome
+
+BLOCK_NUMEL = 1024
+WIDTH = 64
+BLOCKS_PER_LAYER = 4 * WIDTH * WIDTH // BLOCK_NUMEL
+
+
+class Instant(SimBackend):
+    """A device whose copies take no time."""
+
+    def __init__(self, *, shards_on_host: bool = False) -> None:
+        super().__init__(updates_by_triton=True)
+        self.shards_start_on_host = shards_on_host
+
+    def copy(self, dst: Tensor, src: Tensor) -> CopyTicket:
+        return Waited(self)
+
+    def copy_all(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> CopyTicket:
+        return Waited(self)
+
+    def address(self, tensor: Tensor) -> int:
+        return tensor.data_ptr()
+
+
+class Waited(Copied):
+    """A copy that takes no time, and whose waits are counted."""
+
+    def __init__(self, backend: SimBackend) -> None:
+        self._backend = backend
+
+    def settle(self) -> None:
+        self._backend.host_waits += 1
+
+    def wait(self) -> None:
+        self.settle()
+
+
+def step_of(case: str, num_layers: int, steps: int) -> dict[str, Any]:
+    """Of the last steps: median seconds, launches, and waits of the host."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, 4 * WIDTH, bias=False) for _ in range(num_layers)]
+    module = nn.ModuleList(layers)
+    backend = Instant()
+    placement = StaticPlacement(1.0, float(case == "stream"), 0.0)
+    model = GeminiDDP(
+        module, backend, placement, precision="bf16", min_chunk_size_m=1.0, max_norm=1.0
+    )
+    optimizer = HybridAdam(model.parameters(), lr=1e-3, nvme=NvmeConfig(block_numel=BLOCK_NUMEL))
+    seconds: list[float] = []
+    launched, read, waits = {}, {}, 0
+    for _ in range(steps):
+        for param in model.module.parameters():
+            param.grad = torch.ones_like(param)
+        before = backend.host_waits
+        launches.counted.clear()
+        with launches.reads() as found:
+            started = time.thread_time()
+            optimizer.step()
+            seconds.append(time.thread_time() - started)
+        launched, read, waits = dict(launches.counted), dict(found), backend.host_waits - before
+        optimizer.zero_grad()
+    blocks = sum(len(shard.state_homes) for shard in model.engine.planning.plan.shards)
+    return {
+        "blocks": blocks,
+        "seconds": statistics.median(seconds[1:]),
+        "launches": launched,
+        "reads": read,
+        "host_waits": waits,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--layers", type=int, default=1000 // BLOCKS_PER_LAYER)
+    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    launches.install()
+    DeviceOutcome.ready = lambda self: False  # type: ignore[method-assign]  # the device is behind
+    found = {}
+    for case in ("resident", "stream", "agreed"):
+        if case == "agreed":
+            ShardTarget._all_here = lambda self, chunks: False  # type: ignore[method-assign]
+        found[case] = step_of(case, args.layers, args.steps)
+        row = found[case]
+        per_block = row["seconds"] / row["blocks"]
+        print(
+            f"{case:9s} {row['blocks']:5d} blocks {row['seconds'] * 1e3:8.2f} ms a step "
+            f"{per_block * 1e6:7.1f} us a block  launches {sum(row['launches'].values()):5d}  "
+            f"reads {sum(row['reads'].values()):3d}  host waits {row['host_waits']}"
+        )
+    if args.json is not None:
+        args.json.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What benches share: machines, models, ceilings, timing, tables."""

@@ -1,0 +1,177 @@
+"""What a named model needs besides model data, for any batch, without weights.
+
+The model is traced on fake tensors with batches of 1, 2 and 3; beyond, every period's bytes are
+linear in the batch. Batch 1 is on no line with the others: a dimension of 1 is contiguous in any
+order, so what is a copy elsewhere is a view there. A deep model of one stack of equal layers is
+traced with four of them: what an iteration keeps grows by the same bytes with every further one.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from gemini.chunk.layout import ParamSpec
+from gemini.chunk.sizing.model_specs import specs_of
+from gemini.memtracer.collector import trace
+from gemini.memtracer.trace import Trace, TraceMoment, model_digest
+from gemini.units import Bytes, ParamId
+
+_DEPTH_NAMES = ("num_hidden_layers", "n_layer")
+_TRACED_LAYERS = 4
+_LAYER = re.compile(r"(?:^|\.)(\d+)(?=\.|$)")  # the first number in a module's name is its layer
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """Traces at batch 1, 2 and 3."""
+
+    one: Trace
+    two: Trace
+    three: Trace
+
+    def at(self, batch: int) -> Trace:
+        """The trace at another batch. Never below that at batch 2 from there on."""
+        if batch == 1:  # the seconds are those of fake tensors
+            moments = tuple(replace(m, seconds=0.0) for m in self.one.moments)
+            return replace(self.one, moments=moments, signature="batch 1")
+        moments = tuple(
+            replace(
+                a,
+                non_model_bytes=Bytes(
+                    a.non_model_bytes + (batch - 2) * max(0, b.non_model_bytes - a.non_model_bytes)
+                ),
+            )
+            for a, b in zip(self.two.moments, self.three.moments, strict=True)
+        )
+        return replace(self.two, moments=moments, signature=f"batch {batch}")
+
+
+def activations_of(model: nn.Module, specs: Sequence[ParamSpec], seq: int) -> Activations:
+    """Trace a transformers model on the meta device. Raises ValueError for one that has no config.
+
+    `specs`: of the whole model.
+    """
+    if not hasattr(model, "config"):
+        raise ValueError(
+            f"{type(model).__name__} has no transformers config, so its inputs are not known; "
+            "give --activation-bytes, the bytes of a batch of 1"
+        )
+    depth = _depth(model)
+    traced, num_layers = model, 0
+    if depth is not None and depth > _TRACED_LAYERS:
+        traced, num_layers = _shallow(model), depth
+    found = []
+    for batch in (1, 2, 3):
+        one = trace(traced, example_inputs(traced, batch, seq))
+        found.append(_deepened(one, traced, specs, num_layers) if num_layers else one)
+    return Activations(*found)
+
+
+def constant_activations(events: Trace, nbytes: int) -> Activations:
+    """`nbytes` for every sample at every moment, where nothing can be traced."""
+    one, two, three = (
+        replace(
+            events,
+            moments=tuple(replace(m, non_model_bytes=Bytes(n * nbytes)) for m in events.moments),
+        )
+        for n in (1, 2, 3)
+    )
+    return Activations(one, two, three)
+
+
+def example_inputs(model: nn.Module, batch: int, seq: int) -> Mapping[str, Any]:
+    """What a transformers model takes to compute a loss: shapes only."""
+    config: Any = model.config
+    name = getattr(model, "main_input_name", "input_ids")
+    if name == "pixel_values":
+        size = config.image_size
+        pixels = torch.empty(batch, config.num_channels, size, size, device="meta")
+        return {name: pixels, "labels": torch.empty(batch, dtype=torch.int64, device="meta")}
+    ids = torch.empty(batch, seq, dtype=torch.int64, device="meta")
+    inputs: dict[str, Any] = {"input_ids": ids, "labels": ids}
+    if type(model).__name__.endswith("ForPreTraining"):
+        inputs["next_sentence_label"] = torch.empty(batch, dtype=torch.int64, device="meta")
+    if getattr(config, "is_encoder_decoder", False):
+        inputs["decoder_input_ids"] = ids
+    elif hasattr(config, "use_cache"):
+        inputs["use_cache"] = False
+    return inputs
+
+
+def _depth(model: nn.Module) -> int | None:
+    """Layers of a model of one stack; None for any other."""
+    config: Any = model.config
+    if getattr(config, "is_encoder_decoder", False) or hasattr(model, "peft_config"):
+        return None
+    return next((getattr(config, n) for n in _DEPTH_NAMES if hasattr(config, n)), None)
+
+
+def _shallow(model: nn.Module) -> nn.Module:
+    config: Any = copy.deepcopy(model.config)
+    for name in _DEPTH_NAMES:
+        if hasattr(config, name):
+            setattr(config, name, _TRACED_LAYERS)
+            break
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:_TRACED_LAYERS]
+    with torch.device("meta"):
+        return type(model)(config)
+
+
+def _deepened(
+    shallow: Trace, traced: nn.Module, specs: Sequence[ParamSpec], num_layers: int
+) -> Trace:
+    """The trace of `num_layers` layers from that of four.
+
+    What happens between the first moments of two inner layers (some of it in their neighbours) is
+    repeated for every layer between; each repetition has other layers' names, and keeps as many
+    bytes more or less as a layer leaves for backward.
+    """
+    index = {name: ParamId(i) for i, spec in enumerate(specs) for name in spec.names}
+    names = [spec.name for spec in specs_of(traced, specs[0].dtype)]
+    forward = [m for m in shallow.moments if m.phase == "forward"]
+    backward = [m for m in shallow.moments if m.phase == "backward"]
+    more = num_layers - _TRACED_LAYERS
+    one, two = _first(forward, 1), _first(forward, 2)
+    grown = forward[two].non_model_bytes - forward[one].non_model_bytes
+
+    def shifted(moments: Sequence[TraceMoment], layers: int) -> list[TraceMoment]:
+        def renamed(name: str) -> str:
+            return _LAYER.sub(lambda m: m[0].replace(m[1], str(int(m[1]) + layers)), name, count=1)
+
+        return [
+            replace(
+                moment,
+                module=renamed(moment.module),
+                params=tuple(index[renamed(names[param])] for param in moment.params),
+                non_model_bytes=Bytes(moment.non_model_bytes + layers * grown),
+            )
+            for moment in moments
+        ]
+
+    moments = shifted(forward[:one], 0)
+    for layers in range(more + 1):
+        moments += shifted(forward[one:two], layers)
+    moments += shifted(forward[two:], more)
+    two, one = _first(backward, 2), _first(backward, 1)
+    moments += shifted(backward[:two], more)
+    for layers in reversed(range(more + 1)):
+        moments += shifted(backward[two:one], layers)
+    moments += shifted(backward[one:], 0)
+    return Trace(shallow.kind, shallow.signature, model_digest(specs), tuple(moments))
+
+
+def _first(moments: Sequence[TraceMoment], layer: int) -> int:
+    """The first moment at a module of this layer."""
+    for i, moment in enumerate(moments):
+        match = _LAYER.search(moment.module)
+        if match and int(match[1]) == layer:
+            return i
+    raise ValueError(f"layer {layer} is not in the trace")

@@ -1,0 +1,213 @@
+"""Sections of `bench.gpu` that train: each writes what it found to NAME.json in a folder.
+
+`--device sim` is the simulated device, with sizes for its interpreter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gemini import GeminiDDP, StaticPlacement
+from gemini.runtime.memory.backend import Backend, make_backend
+from gemini.runtime.memory.sim import SimBackend
+from optim import HybridAdam, NvmeConfig
+
+Found = dict[str, Any]
+
+
+class Stack(nn.Module):
+    """Residual square layers."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x
+
+
+class Runs:
+    """Training runs on one device, small where that is simulated."""
+
+    def __init__(self, device: str, out: Path) -> None:
+        self.is_real = device == "cuda"
+        self.out = out
+
+    def backend(self) -> Backend:
+        if self.is_real:
+            return make_backend(torch.device("cuda"))
+        backend = SimBackend(updates_by_triton=True)
+        backend.shards_start_on_host = False
+        return backend
+
+    def wrapped(
+        self, width: int, depth: int, params: float = 0.0, state: float = 0.0, **options: Any
+    ) -> tuple[GeminiDDP, HybridAdam]:
+        """A stack in chunks of a layer, and its optimizer."""
+        model = GeminiDDP(
+            Stack(width, depth), self.backend(), StaticPlacement(1.0, state, params),
+            min_chunk_size_m=width * (width + 1) / 2**20, **options,
+        )  # fmt: skip
+        block = 1 << 20 if self.is_real else 1024
+        return model, HybridAdam(model.parameters(), lr=1e-3, nvme=NvmeConfig(block_numel=block))
+
+    def step(self, model: GeminiDDP, optimizer: HybridAdam, width: int, seed: int = 0) -> None:
+        x = torch.randn(8, width, generator=torch.Generator().manual_seed(seed))
+        x = x.to(model.engine.backend.device)
+        model(x).float().pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def synchronise(self) -> None:
+        if self.is_real:
+            torch.cuda.synchronize()
+
+
+def places(runs: Runs) -> Found:
+    """Whether bits of weights and state are those of the resident run, wherever they live."""
+    width = 515 if runs.is_real else 35
+    want: dict[str, Tensor] = {}
+    found: Found = {}
+    for params, state in itertools.product((0.0, 1.0), repeat=2):
+        for precision, master in (("bf16", True), ("fp32", True), ("bf16", False)):
+            model, optimizer = runs.wrapped(
+                width, 3, params, state, precision=precision, master_weights=master, max_norm=0.1
+            )
+            for step in range(3):
+                runs.step(model, optimizer, width, step)
+            got = torch.cat([v.float().flatten().cpu() for v in model.state_dict().values()])
+            name = f"{precision}{'' if master else ' without master'}"
+            first = want.setdefault(name, got)
+            found[f"{name}, parameters {params:g}, state {state:g} on the host"] = torch.equal(
+                got, first
+            )
+    assert all(found.values()), found
+    return found
+
+
+def ahead(runs: Runs) -> Found:
+    """Memory that the allocator takes while the host runs ahead of the device."""
+    width, depth = (4096, 48) if runs.is_real else (35, 4)
+    model, optimizer = runs.wrapped(width, depth, params=1.0)
+    runs.step(model, optimizer, width)
+    if not runs.is_real:
+        backend = model.engine.backend
+        assert isinstance(backend, SimBackend)
+        return {"peak_device_bytes": backend.peak_device_bytes}
+    torch.cuda.reset_peak_memory_stats()
+    runs.step(model, optimizer, width)
+    runs.synchronise()
+    return {
+        "allocated": torch.cuda.max_memory_allocated(),
+        "reserved": torch.cuda.max_memory_reserved(),
+        "payload": model.engine.chunks[0].payload.nbytes,
+        "payloads": len(model.engine.chunks),
+    }
+
+
+def stream(runs: Runs) -> Found:
+    """Seconds of a step per 1e9 parameters, by home of the state, with traces."""
+    width, depth = (8192, 14) if runs.is_real else (35, 3)
+    found: Found = {}
+    for name, params, state in (("resident", 0, 0), ("state", 0, 1), ("state and params", 1, 1)):
+        model, optimizer = runs.wrapped(width, depth, params, state)
+        numel = sum(chunk.spec.shard_numel for chunk in model.engine.chunks)
+        runs.step(model, optimizer, width)
+        seconds = []
+        for turn in range(3):
+            x = torch.randn(8, width, device=model.engine.backend.device)
+            model(x).float().pow(2).mean().backward()
+            runs.synchronise()
+            started = time.perf_counter()
+            if turn == 2 and runs.is_real:
+                with torch.profiler.profile() as profile:
+                    optimizer.step()
+                    runs.synchronise()
+                profile.export_chrome_trace(str(runs.out / f"stream-{name}.trace.json.gz"))
+            else:
+                optimizer.step()
+                runs.synchronise()
+                seconds.append(time.perf_counter() - started)
+            optimizer.zero_grad()
+        found[name] = {"seconds_per_1e9": min(seconds) * 1e9 / numel, "numel": numel}
+        optimizer.close()
+        del model, optimizer
+    return found
+
+
+def races(runs: Runs) -> Found:
+    """What the user writes is kept, while the device is behind; a NaN shows."""
+    width = 2051 if runs.is_real else 35
+    model, optimizer = runs.wrapped(width, 3, params=1.0, state=1.0)
+    runs.step(model, optimizer, width)
+    with torch.no_grad(), model.summon_full_params():
+        for param in model.module.parameters():
+            param.fill_(0.5)
+    values = model.state_dict().values()
+    found: Found = {"written": all(bool((value == 0.5).all()) for value in values)}
+    digest = model.digest()
+    runs.step(model, optimizer, width)
+    found["digest changes"] = model.digest() != digest
+    first = next(model.module.parameters())
+    hook = first.register_hook(lambda grad: grad * float("nan"))
+    runs.step(model, optimizer, width)
+    hook.remove()
+    report = optimizer.last_report
+    found["skipped"] = report is not None and report.skipped
+    assert all(found.values()), found
+    return found
+
+
+def ranks(runs: Runs) -> Found:
+    """Two ranks over gloo, on one GPU where there is one: as far from one rank as rounding goes."""
+    from tests.support.workers import run_ranks
+
+    runs_alone = _of_rank(0, runs)
+    together = run_ranks(_of_rank, 2, runs)[0]
+    moved = (together - runs_alone).norm() / runs_alone.norm()
+    assert moved < 1e-4, float(moved)
+    return {"relative difference": float(moved)}
+
+
+def _of_rank(rank: int, runs: Runs) -> Tensor:
+    """How far training moved the weights, on rank 0; every rank has the same batch."""
+    width = 515 if runs.is_real else 35
+    model, optimizer = runs.wrapped(width, 3, precision="fp32")
+    start = model.state_dict()
+    for step in range(2):
+        runs.step(model, optimizer, width, step)
+    moved = model.state_dict()
+    return torch.cat([(moved[n] - start[n]).double().flatten().cpu() for n in start] or
+                     [torch.zeros(0)])  # fmt: skip
+
+
+SECTIONS: dict[str, Callable[[Runs], Found]] = {
+    "places": places, "ahead": ahead, "stream": stream, "races": races, "ranks": ranks,
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("name", choices=list(SECTIONS))
+    parser.add_argument("--device", choices=("cuda", "sim"), default="cuda")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    found = SECTIONS[args.name](Runs(args.device, args.out))
+    print(json.dumps(found, indent=1))
+    (args.out / f"{args.name}.json").write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

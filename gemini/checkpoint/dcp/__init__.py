@@ -1,0 +1,1 @@
+"""Our part of torch.distributed.checkpoint: readers, writers, ranks."""

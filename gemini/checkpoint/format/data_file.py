@@ -1,0 +1,311 @@
+"""Data files: written as a stream of items in a few staging buffers, read back verified.
+
+Both ways go through nvme's engine: direct I/O, several pieces at a time, checksums on the way.
+"""
+
+from __future__ import annotations
+
+import stat
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gemini.tickets import Ticket
+from gemini.units import BLOCK_NUMEL, PAGE_BYTES, align_up
+from nvme import (
+    Buffer,
+    BufferPool,
+    Engine,
+    NvmeError,
+    OpenFile,
+    ThreadEngine,
+    Transfer,
+    cause_of,
+    create_direct,
+    open_direct,
+    transfer_error,
+)
+from nvme.files import calls
+
+from .errors import CorruptError
+from .manifest import DataFile, Unit
+
+ITEM_ALIGN = 64  # of raw elements in a file, so that a buffer can be looked at as a tensor
+HEADER_BYTES = 512  # more than a header takes
+# a block of Adam's state with its master, and room for the headers of its planes
+BUFFER_BYTES = align_up(12 * BLOCK_NUMEL + 16 * HEADER_BYTES, PAGE_BYTES)
+WRITE_BUFFERS = 2
+READ_BUFFERS = 4
+
+
+@dataclass(slots=True)
+class _Filling:
+    """The unit that is being filled."""
+
+    buffer: Buffer
+    offset: int  # of the unit in the file
+    used: int = 0  # bytes
+
+
+class UnitWriter:
+    """Appends items to a new file. Memory: `buffers` staging buffers. One thread at a time."""
+
+    def __init__(
+        self, path: Path, *, buffer_nbytes: int = BUFFER_BYTES, buffers: int = WRITE_BUFFERS
+    ) -> None:
+        self._file = create_direct(path)
+        self._engine: Engine = ThreadEngine()
+        self._pool = BufferPool(buffers, buffer_nbytes)
+        self._capacity = self._pool.buffer_nbytes
+        self._units: list[tuple[int, int, Ticket[int]]] = []  # offset, bytes, checksum
+        self._busy: list[tuple[Ticket[int], Buffer]] = []
+        self._now = _Filling(self._pool.take(), 0)
+
+    @property
+    def staging_bytes(self) -> int:
+        return self._pool.nbytes
+
+    def reserve(self, nbytes: int) -> None:
+        """Allocate this much on disk now. Raises nvme.DiskFullError where it is not there."""
+        try:
+            calls.reserve(self._file.fd, max(nbytes, 1))
+        except OSError as error:
+            path = str(self._file.path)
+            raise transfer_error("write", path, 0, nbytes, error.errno or 0) from error
+
+    def append(self, header: bytes, values: Tensor) -> tuple[int, int]:
+        """Write `header` and the elements behind it; (offset, length) of both together.
+
+        `values` has any device and is copied before this returns.
+        """
+        flat = values.detach().reshape(-1)
+        total = len(header) + flat.nbytes
+        if total + ITEM_ALIGN > self._room and (
+            total + ITEM_ALIGN <= self._capacity or len(header) + 2 * ITEM_ALIGN > self._room
+        ):
+            self._flush()
+        start = align_up(self._now.used + len(header), ITEM_ALIGN) - len(header)
+        self._put(bytes(start - self._now.used))
+        offset = self._now.offset + self._now.used
+        self._put(header)
+        while flat.numel():
+            if self._room < flat.itemsize:
+                self._flush()
+            count = min(flat.numel(), self._room // flat.itemsize)
+            there = torch.frombuffer(
+                self._now.buffer.view, dtype=flat.dtype, count=count, offset=self._now.used
+            )
+            there.copy_(flat[:count])
+            self._now.used += count * flat.itemsize
+            flat = flat[count:]
+        return offset, total
+
+    def append_bytes(self, data: bytes | memoryview) -> tuple[int, int]:
+        """Write bytes as they are."""
+        whole = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        return self.append(b"", whole)
+
+    def finish(self) -> DataFile:
+        """Wait for the disk and sync. The file is complete when this returns."""
+        try:
+            if self._now.used:
+                self._flush()
+            units = tuple(
+                Unit(offset, nbytes, ticket.wait()) for offset, nbytes, ticket in self._units
+            )
+            end = units[-1].offset + units[-1].nbytes if units else 0
+            try:
+                calls.truncate(self._file.fd, end)
+                calls.fsync(self._file.fd)
+            except OSError as error:
+                path = str(self._file.path)
+                raise transfer_error("sync", path, 0, end, error.errno or 0) from error
+            return DataFile(self._file.path.name, end, units)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Wait for what is under way; the file stays as it is. Raises TransferError."""
+        for ticket, _ in self._busy:
+            _settle(ticket)
+        self._busy.clear()
+        self._engine.close()
+        self._file.close()
+
+    @property
+    def _room(self) -> int:
+        return self._capacity - self._now.used
+
+    def _put(self, data: bytes) -> None:
+        self._now.buffer.view[self._now.used : self._now.used + len(data)] = data
+        self._now.used += len(data)
+
+    def _flush(self) -> None:
+        """Send the unit to the disk and begin the next one in a buffer that is free."""
+        now = self._now
+        nbytes = align_up(now.used, PAGE_BYTES)
+        self._put(bytes(nbytes - now.used))
+        ticket = self._engine.write(
+            Transfer(self._file, now.offset, now.buffer.view[:nbytes], True)
+        )
+        self._units.append((now.offset, nbytes, ticket))
+        self._busy.append((ticket, now.buffer))
+        if not self._pool.num_free:
+            ticket, buffer = self._busy.pop(0)
+            try:
+                ticket.wait()
+            finally:
+                self._pool.give(buffer)
+        self._now = _Filling(self._pool.take(), now.offset + nbytes)
+
+
+class UnitReader:
+    """Reads the units of several files, verified, some ahead. One thread at a time."""
+
+    def __init__(self, folder: Path, files: Sequence[DataFile]) -> None:
+        """Raises CorruptError where a file has another size than the manifest says."""
+        for file in files:
+            check_there(folder / file.name, file.nbytes)
+        self._folder = folder
+        self._files = {file.name: file for file in files}
+        self._open: dict[str, OpenFile] = {}
+        largest = max((unit.nbytes for file in files for unit in file.units), default=1)
+        self._pool = BufferPool(READ_BUFFERS, largest)
+        self._engine: Engine = ThreadEngine()
+        self._cache: OrderedDict[_Key, tuple[Ticket[int], Buffer]] = OrderedDict()  # oldest first
+        self._order: list[_Key] = []
+        self._next = 0  # of `_order`
+
+    def will_read(self, ranges: Iterable[tuple[str, int, int]]) -> None:
+        """(file, offset, bytes) of the reads to come, in order: what is read ahead."""
+        order: list[_Key] = []
+        for name, offset, nbytes in ranges:
+            for number in self._file(name).units_of(offset, nbytes):
+                if not order or order[-1] != (name, number):
+                    order.append((name, number))
+        self._order, self._next = order, 0
+
+    def read(self, name: str, offset: int, nbytes: int) -> memoryview:
+        """Bytes of a file, good until the next call. Raises CorruptError."""
+        if nbytes == 0:
+            return memoryview(b"")
+        file = self._file(name)
+        numbers = file.units_of(offset, nbytes)
+        if offset < 0 or nbytes < 0 or offset + nbytes > file.nbytes:
+            raise CorruptError(f"{self._folder / name} has no bytes {offset} to {offset + nbytes}")
+        if len(numbers) == 1:
+            start = offset - file.units[numbers[0]].offset
+            return self._unit(name, numbers[0])[start : start + nbytes]
+        whole = bytearray(nbytes)
+        for number in numbers:
+            unit = file.units[number]
+            first = max(offset, unit.offset)
+            last = min(offset + nbytes, unit.offset + unit.nbytes)
+            view = self._unit(name, number)[first - unit.offset : last - unit.offset]
+            whole[first - offset : last - offset] = view
+        return memoryview(whole)
+
+    def verify(self, said: Callable[[str, int], None] = lambda name, nbytes: None) -> None:
+        """Read everything once. Raises CorruptError for the first file that is not as written."""
+        self.will_read((file.name, 0, file.nbytes) for file in self._files.values())
+        for file in self._files.values():
+            for number in range(len(file.units)):
+                self._unit(file.name, number)
+            said(file.name, file.nbytes)
+
+    def close(self) -> None:
+        for ticket, _ in self._cache.values():
+            _settle(ticket)
+        self._cache.clear()
+        self._engine.close()
+        for file in self._open.values():
+            file.close()
+
+    def _file(self, name: str) -> DataFile:
+        if name not in self._files:
+            raise CorruptError(f"{self._folder}: the manifest does not know the file {name}")
+        return self._files[name]
+
+    def _unit(self, name: str, number: int) -> memoryview:
+        key = (name, number)
+        if key not in self._cache:
+            self._begin(key, keep=())
+        self._read_ahead(key)
+        ticket, buffer = self._cache[key]
+        self._cache.move_to_end(key)
+        unit = self._files[name].units[number]
+        try:
+            found = ticket.wait()
+        except NvmeError as error:
+            raise CorruptError(f"{self._folder / name} cannot be read: {error}") from error
+        if found != unit.checksum:
+            raise CorruptError(
+                f"{self._folder / name} is damaged at bytes {unit.offset} to "
+                f"{unit.offset + unit.nbytes}: checksum {found:#010x}, expected "
+                f"{unit.checksum:#010x}"
+            )
+        return buffer.view[: unit.nbytes]
+
+    def _read_ahead(self, key: _Key) -> None:
+        """Begin the reads that are planned behind `key`, as far as buffers allow."""
+        try:
+            here = self._order.index(key, self._next)
+        except ValueError:
+            return
+        self._next = here
+        coming = self._order[here : here + READ_BUFFERS - 1]
+        for ahead in coming:
+            if ahead not in self._cache:
+                self._begin(ahead, keep=coming)
+
+    def _begin(self, key: _Key, keep: Sequence[_Key]) -> None:
+        """Begin to read a unit, over the one that was used longest ago."""
+        if not self._pool.num_free:
+            oldest = next(old for old in self._cache if old not in keep)
+            ticket, buffer = self._cache.pop(oldest)
+            _settle(ticket)
+            self._pool.give(buffer)
+        name, number = key
+        unit = self._files[name].units[number]
+        buffer = self._pool.take()
+        transfer = Transfer(self._opened(name), unit.offset, buffer.view[: unit.nbytes], True)
+        self._cache[key] = (self._engine.read(transfer), buffer)
+
+    def _opened(self, name: str) -> OpenFile:
+        if name not in self._open:
+            path = self._folder / name
+            try:
+                self._open[name] = open_direct(path)
+            except OSError as error:
+                reason = cause_of(error.errno)
+                raise CorruptError(f"{path} cannot be opened: {reason}") from error
+        return self._open[name]
+
+
+_Key = tuple[str, int]  # file, number of the unit
+
+
+def check_there(path: Path, nbytes: int) -> None:
+    """Raise CorruptError where `path` is no file of this many bytes."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise CorruptError(f"{path} cannot be read: {cause_of(error.errno)}") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise CorruptError(f"{path} cannot be read: it is no file")
+    if status.st_size != nbytes:
+        raise CorruptError(
+            f"{path} has {status.st_size} bytes, expected {nbytes}: it was cut or replaced"
+        )
+
+
+def _settle(ticket: Ticket[int]) -> None:
+    """Wait for a transfer whose outcome no longer matters."""
+    try:
+        ticket.wait()
+    except NvmeError:
+        return

@@ -1,0 +1,1 @@
+"""What a module and its optimizer have to save."""

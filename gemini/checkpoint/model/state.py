@@ -1,0 +1,341 @@
+"""What a module and its optimizer have to save, as runs; and the way back.
+
+`RunState` is what they share; `ShardedState` is that of a wrapped module, `plain_runs.PlainRuns`
+that of a plain one whose optimizer is ours. State on disk passes through block by block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gemini.checkpoint.dcp.reader import Put
+from gemini.checkpoint.dcp.sharded import FlatRuns
+from gemini.checkpoint.format.keys import Keys
+from gemini.chunk.layout import ShardPart
+from gemini.chunk.storage import Chunk
+from gemini.ddp import GeminiDDP
+from gemini.dtypes import DTYPES
+from gemini.units import BLOCK_NUMEL
+from optim.base import TieredOptimizer
+from optim.rules.state_layout import MASTER
+from optim.state.state_stream import RunSpec, StateRun, StateSnapshot
+from optim.target import Target
+
+Look = Callable[[str, torch.Size, int, Tensor], None]  # (key, shape, first element, [n])
+Run = tuple[str, int, int]  # (parameter's name, first element, number of elements)
+
+
+@dataclass(frozen=True, slots=True)
+class StatePart:
+    """Optimizer state of some parameters."""
+
+    target: Target
+    names: Sequence[str]  # of its parameters, also of those that other processes hold
+    name_of: Callable[[str], str]  # by the name that the target gives to a parameter
+
+
+class RunState:
+    """One process's part of a module and its optimizer: runs of weights, runs of planes.
+
+    The truth of a weight is its fp32 master where the optimizer has one; then it is no run of its
+    own. Subclasses show and fill the other weights.
+    """
+
+    names: Sequence[tuple[str, ...]]  # of every parameter, tied ones with all they have
+    shapes: Mapping[str, torch.Size]  # of every parameter, by its first name
+    buffers: Mapping[str, Tensor]
+
+    def __init__(
+        self,
+        keys: Keys,
+        parts: Sequence[StatePart],
+        weights: Sequence[Run],
+        dtypes: Mapping[str, torch.dtype],
+        *,
+        with_optimizer: bool,
+        with_weights: bool = True,
+    ) -> None:
+        """dtypes: of every weight that is no master, by the parameter's name.
+
+        Without weights, subclasses have no buffers and name no runs and dtypes of weights.
+        """
+        self._keys = keys
+        self._parts = parts
+        self._with_optimizer = with_optimizer
+        self._with_weights = with_weights
+        runs = [
+            replace(run, name=part.name_of(run.name))
+            for part in parts
+            for run in part.target.state_runs()
+            if self._shows(run)
+        ]
+        planes = [plane.name for part in parts for plane in part.target.planes]
+        self.planes = tuple(dict.fromkeys(plane for plane in planes if plane != MASTER))
+        by_key: dict[str, list[tuple[int, int, int]]] = {}  # (start, numel, place in the stream)
+        found = {keys.weight(name): dtype for name, dtype in dtypes.items()}
+        found |= {
+            self._key(name, plane.name): DTYPES[plane.dtype]
+            for part in parts
+            for name in part.names
+            for plane in part.target.planes
+            if (with_weights if plane.name == MASTER else with_optimizer)
+        }
+        listed = [(keys.weight(name), start, numel) for name, start, numel in weights]
+        listed += [(self._key(run.name, run.plane), run.start, run.numel) for run in runs]
+        for place, (key, start, numel) in enumerate(listed):
+            by_key.setdefault(key, []).append((start, numel, place))
+        shape_of = {
+            self._key(name, plane): shape
+            for name, shape in self.shapes.items()
+            for plane in (MASTER, *self.planes)
+        }
+        self.tensors = {
+            key: FlatRuns(
+                shape_of[key],
+                dtype,
+                [(start, numel) for start, numel, _ in by_key.get(key, ())],
+                [place for _, _, place in by_key.get(key, ())],
+            )
+            for key, dtype in found.items()
+        }
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all runs of this rank."""
+        return sum(
+            numel * tensor.dtype.itemsize
+            for tensor in self.tensors.values()
+            for _, numel in tensor.runs
+        )
+
+    @property
+    def num_items(self) -> int:
+        """At most this many boxes."""
+        return sum(
+            len(tensor.runs) * max(1, 2 * tensor.ndim - 1) for tensor in self.tensors.values()
+        )
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Key of a tied name -> key under which the parameter is saved."""
+        return {
+            self._keys.weight(alias): self._keys.weight(first)
+            for first, *others in self.names
+            for alias in others
+            if self._with_weights
+        }
+
+    def step_counts(self) -> Mapping[str, Tensor]:
+        """0-d fp32 by parameter's name, as torch's optimizers have them; what is optimized only."""
+        raise NotImplementedError
+
+    # -- out --
+
+    def visit(self, look: Look) -> None:
+        """Show every run, state on disk a block at a time. What is to be kept is copied."""
+        self.visit_weights(look)
+        for part in self._parts:
+            part.target.visit_state(self.shown(part, look))
+
+    def snapshot(self) -> Snapshot:
+        """The same as it is now, to be shown while training goes on."""
+        return Snapshot(self, [(part, part.target.snapshot_state()) for part in self._parts])
+
+    def visit_weights(self, look: Look) -> None:
+        """Show the weights that are no masters."""
+        raise NotImplementedError
+
+    def shown(self, part: StatePart, look: Look) -> Callable[[StateRun], None]:
+        def show(run: StateRun) -> None:
+            if self._shows(run):
+                name = part.name_of(run.name)
+                look(self._key(name, run.plane), self.shapes[name], run.start, run.values)
+
+        return show
+
+    def _shows(self, run: RunSpec | StateRun) -> bool:
+        return self._with_weights if run.plane == MASTER else self._with_optimizer
+
+    def _key(self, name: str, plane: str) -> str:
+        return self._keys.weight(name) if plane == MASTER else self._keys.plane(name, plane)
+
+    # -- back --
+
+    @torch.no_grad()
+    def fill(self, put: Put) -> None:
+        """Ask `put` for every run; what it does not have stays. Weights follow masters."""
+        self._fill_weights(put)
+        for part in self._parts:
+
+            def source(run: StateRun, part: StatePart = part) -> Tensor | None:
+                if not self._shows(run):
+                    return None
+                values = torch.empty(run.values.shape, dtype=run.values.dtype)
+                there = put(self._key(part.name_of(run.name), run.plane), run.start, values)
+                return values if there else None
+
+            part.target.fill_state(source)
+
+    def _fill_weights(self, put: Put) -> None:
+        raise NotImplementedError
+
+
+class Snapshot:
+    """See `RunState.snapshot`."""
+
+    def __init__(self, state: RunState, parts: Sequence[tuple[StatePart, StateSnapshot]]) -> None:
+        self._state = state
+        self._parts = parts
+
+    def visit_memory(self, look: Look) -> None:
+        """What the next step changes in place."""
+        self._state.visit_weights(look)
+        for part, snapshot in self._parts:
+            snapshot.visit_resident(self._state.shown(part, look))
+
+    def visit_disk(self, look: Look) -> None:
+        """What keeps its version until it was shown; in any thread."""
+        for part, snapshot in self._parts:
+            snapshot.visit_disk(self._state.shown(part, look))
+
+    def close(self) -> None:
+        for _, snapshot in self._parts:
+            snapshot.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _ShardRun:
+    """A run whose truth lies in a chunk's shard."""
+
+    name: str
+    chunk: Chunk
+    start: int  # in the parameter
+    numel: int
+    offset: int  # in the shard
+
+
+class ShardedState(RunState):
+    """One rank's part of a wrapped module and its optimizer. Nothing is gathered.
+
+    optimizer: None saves and loads weights alone, from and to masters where there are any. Before
+    there is an optimizer, the truth of a weight is its fp32 original.
+    weights: False leaves them out, masters too.
+    """
+
+    def __init__(
+        self,
+        model: GeminiDDP,
+        optimizer: TieredOptimizer | None,
+        keys: Keys,
+        *,
+        weights: bool = True,
+    ) -> None:
+        engine = model.engine
+        if optimizer is not None:
+            optimizer.bind_to(engine)
+        engine.adopt_changes()
+        self._engine = engine
+        self._target = engine.target
+        layout = engine.layout
+        self.names = [spec.names for spec in layout.params]
+        self.shapes = {spec.name: torch.Size(spec.shape) for spec in layout.params}
+        self.buffers = dict(model.saved_buffers()) if weights else {}
+        has_masters = self._target is not None and self._target.has_master
+        bare = [
+            chunk
+            for chunk in engine.chunks
+            if weights and not (has_masters and chunk.spec.trainable)
+        ]
+        self._weights = [
+            run
+            for chunk in bare
+            for part in layout.shard_parts(chunk.spec, engine.comm.rank)
+            for run in _cut(layout.params[part.param].name, chunk, part)
+        ]
+        dtypes: dict[str, torch.dtype] = {}
+        trained: list[str] = []
+        for chunk in engine.chunks:
+            original = engine.originals.get(chunk.spec.id)
+            dtype = chunk.dtype if original is None else original.dtype
+            names = [layout.params[slot.param].name for slot in chunk.spec.slots]
+            if weights:
+                dtypes |= dict.fromkeys(names, dtype)
+            trained += names if chunk.spec.trainable else []
+        parts = []
+        if self._target is not None:
+            parts.append(StatePart(self._target, trained, lambda name: name))
+        super().__init__(
+            keys,
+            parts,
+            [(run.name, run.start, run.numel) for run in self._weights],
+            dtypes,
+            with_optimizer=optimizer is not None,
+            with_weights=weights,
+        )
+
+    def step_counts(self) -> Mapping[str, Tensor]:
+        target = self._target
+        if target is None:
+            return {}
+        shown: Mapping[Any, dict[str, Tensor]] = target.shown_state()
+        return {target.names[id(param)]: state["step"] for param, state in shown.items()}
+
+    def visit_weights(self, look: Look) -> None:
+        for chunk, runs in groupby(self._weights, key=lambda run: run.chunk):
+            original = self._engine.originals.get(chunk.spec.id)
+            source = chunk.load_shard() if original is None else original
+            for run in runs:
+                values = source[run.offset : run.offset + run.numel]
+                look(self._keys.weight(run.name), self.shapes[run.name], run.start, values)
+
+    def fill(self, put: Put) -> None:
+        super().fill(put)
+        self._engine.manager.release_all()
+        self._engine.shards_changed()
+
+    def _fill_weights(self, put: Put) -> None:
+        originals = self._engine.originals
+        for chunk, runs in groupby(self._weights, key=lambda run: run.chunk):
+            original = originals.get(chunk.spec.id)
+            shard = chunk.load_shard()
+            source = shard if original is None else original
+            for run in runs:
+                values = torch.empty(run.numel, dtype=source.dtype)
+                if put(self._keys.weight(run.name), run.start, values):
+                    shard[run.offset : run.offset + run.numel].copy_(values)
+                    if original is not None:
+                        original[run.offset : run.offset + run.numel].copy_(values)
+            chunk.store_shard(shard)
+            if original is not None:
+                originals.put(chunk.spec.id, original)
+
+
+def _cut(name: str, chunk: Chunk, part: ShardPart) -> Iterator[_ShardRun]:
+    """A segment in runs of at most a block."""
+    for first in range(0, part.numel, BLOCK_NUMEL):
+        numel = min(BLOCK_NUMEL, part.numel - first)
+        yield _ShardRun(name, chunk, part.param_offset + first, numel, part.offset + first)
+
+
+def names_of(model: nn.Module) -> list[tuple[str, ...]]:
+    """All names of every parameter, in registration order."""
+    if isinstance(model, GeminiDDP):
+        return [spec.names for spec in model.engine.layout.params]
+    names: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+    return [tuple(alike) for alike in names.values()]
+
+
+def first_names(model: nn.Module) -> dict[int, str]:
+    """The first name of every parameter, by its id."""
+    if isinstance(model, GeminiDDP):
+        params, specs = model.engine.params, model.engine.layout.params
+        return {id(param): spec.name for param, spec in zip(params, specs, strict=True)}
+    return {id(param): name for name, param in model.named_parameters()}

@@ -1,0 +1,216 @@
+"""torch.load of what may come from anybody: nothing is run, and little is taken beyond its bytes.
+
+`weights_only` holds the first. It does not hold the second: a zip file may be a thousand times
+larger when it is read than on disk, and sixty bytes can ask for `bytearray(10**10)`. So what torch
+will do is counted first.
+"""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from gemini.checkpoint.format.errors import CorruptError
+from gemini.checkpoint.format.small_files import ROOM_BYTES, memory_limit
+
+from .pickles import ENTRY, Machine
+
+_ENTRY_BYTES = 600  # of memory for one file of a zip file
+_LEGACY_PICKLES = 5  # magic number, version, system, object, keys of storages
+_ITEMSIZES = {
+    "": 4, "Double": 8, "Float": 4, "Half": 2, "BFloat16": 2, "Long": 8, "Int": 4, "Short": 2,
+    "ComplexFloat": 8, "ComplexDouble": 16,
+}  # fmt: skip
+
+
+def safe_load(file: BinaryIO, what: str) -> Any:
+    """torch.load that makes tensors, numbers, strings and containers, and nothing else.
+
+    Raises CorruptError, with `what` in it.
+    """
+    try:
+        check(file)
+        file.seek(0)
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # damaged zip files and pickles fail in any way
+        raise CorruptError(f"{what} cannot be read: {first_line(error)}") from error
+
+
+def load_mapped(path: Path) -> Any:
+    """The same of a file; its tensors are mapped. Raises ValueError, and what torch.load does."""
+    with path.open("rb") as file:
+        check(file)
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+
+
+class Part(io.RawIOBase):
+    """Bytes [offset, offset + nbytes) of a file as a file."""
+
+    def __init__(self, file: BinaryIO, offset: int, nbytes: int) -> None:
+        self._file, self._offset, self._nbytes, self._at = file, offset, nbytes, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._nbytes}[whence]
+        if start + offset < 0:
+            raise ValueError("a place before the beginning")
+        self._at = start + offset
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        self._file.seek(self._offset + self._at)
+        data = self._file.read(max(0, min(view.nbytes, self._nbytes - self._at)))
+        view[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def check(file: BinaryIO) -> None:
+    """Raise ValueError where loading `file` would take far more memory than it has bytes."""
+    nbytes = file.seek(0, io.SEEK_END)
+    file.seek(0)
+    if file.read(4) != b"PK\3\4":
+        file.seek(0)
+        gauge = _Gauge(file.read(), memory_limit(nbytes, nbytes))
+        for _ in range(_LEGACY_PICKLES):
+            gauge.load()
+        return
+    for pickled in _pickles_of_zip(file, nbytes):
+        _Gauge(pickled, memory_limit(len(pickled), nbytes)).load()
+
+
+def _pickles_of_zip(file: BinaryIO, nbytes: int) -> list[bytes]:
+    """Its pickles. Nothing in a file of torch's is compressed."""
+    if _num_entries(file, nbytes) * _ENTRY_BYTES > ROOM_BYTES + nbytes:
+        raise ValueError("its list of files is too long")
+    with zipfile.ZipFile(file) as archive:
+        found = archive.infolist()
+        if len({entry.filename for entry in found}) != len(found):
+            raise ValueError("it has two files of one name")
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in found):
+            raise ValueError("it is compressed, expected a file of torch.save")
+        if sum(entry.file_size for entry in found) > nbytes:
+            raise ValueError("its files are larger than it is")
+        return [archive.read(entry) for entry in found if entry.filename.endswith(".pkl")]
+
+
+def _num_entries(file: BinaryIO, nbytes: int) -> int:
+    """At most as many as there is room for between its files and its end."""
+    file.seek(max(0, nbytes - 98))
+    end = file.read()
+    last, last64 = end.rfind(b"PK\5\6"), end.rfind(b"PK\6\6")
+    if last < 0:
+        raise ValueError("its end is missing")
+    if last64 >= 0:
+        return int.from_bytes(end[last64 + 32 : last64 + 40], "little")
+    return int.from_bytes(end[last + 10 : last + 12], "little")
+
+
+class _Named:
+    """Stands for a function or a class."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+class _Sized:
+    """Stands for a container, or for what a call gave."""
+
+    def __init__(self, length: int = 0) -> None:
+        self.length = length
+
+
+class _Gauge(Machine):
+    """Counts what torch's own reader would take, and makes nothing."""
+
+    def __init__(self, data: bytes, limit_bytes: int) -> None:
+        super().__init__(data, limit_bytes)
+        self._storages: set[object] = set()
+
+    def named(self, module: str, name: str) -> Any:
+        return _Named(name)
+
+    def made(self, kind: Any, arguments: tuple[Any, ...]) -> Any:
+        return self.called(kind, arguments)
+
+    def called(self, function: Any, arguments: tuple[Any, ...]) -> Any:
+        """A copy of what is given, or as many zeros as it says."""
+        if type(function) is not _Named:
+            self.wrong("a function", function)
+        self.take(sum(map(_copied_bytes, arguments)))
+        if function.name == "bytearray" or function.name.endswith(("Tensor", "Storage")):
+            self.take(_itemsize(function.name) * _product(arguments))
+        return _Sized(sum(map(_length, arguments)))
+
+    def fill(self, made: Any, fields: Any) -> None:
+        self.take(ENTRY * _length(fields))
+
+    def extend(self, there: Any, values: list[Any]) -> None:
+        self._grow(there, len(values))
+
+    def update(self, there: Any, values: list[Any]) -> None:
+        self.take_entries(_length(there), len(values) // 2)
+        self._grow(there, len(values) // 2)
+
+    def persistent(self, place: Any) -> Any:
+        """A storage: its elements are in the file, once."""
+        if type(place) is not tuple or len(place) < 5 or type(place[4]) is not int:
+            self.wrong("a storage", place)
+        kind, key, numel = place[1], place[2], place[4]
+        if type(kind) is not _Named or type(key) not in (str, bytes, int):
+            self.wrong("a storage", place)
+        if key not in self._storages:
+            self._storages.add(key)
+            self.take(ENTRY + max(0, numel) * _itemsize(kind.name))
+        return _Sized()
+
+    def new_list(self) -> Any:
+        return _Sized()
+
+    def new_dict(self) -> Any:
+        return _Sized()
+
+    def _grow(self, there: Any, count: int) -> None:
+        if type(there) is not _Sized:
+            self.wrong("a container", there)
+        there.length += count
+
+
+def _length(value: Any) -> int:
+    if type(value) is _Sized:
+        return value.length
+    return len(value) if isinstance(value, (tuple, str, bytes)) else 0
+
+
+def _copied_bytes(value: Any) -> int:
+    return (4 if isinstance(value, (str, bytes)) else ENTRY) * _length(value)
+
+
+def _product(values: tuple[Any, ...]) -> int:
+    numel = 0
+    for value in values:
+        if type(value) is int and value > 0:
+            numel = max(numel, 1) * value
+    return numel
+
+
+def _itemsize(name: str) -> int:
+    """Of `FloatStorage` and `FloatTensor`; 1 for what is counted in bytes."""
+    return _ITEMSIZES.get(name.removesuffix("Storage").removesuffix("Tensor"), 1)

@@ -1,0 +1,1 @@
+"""Booster: what wraps, saves and loads by a plugin."""

@@ -1,0 +1,262 @@
+"""Booster: one call that wraps what a training loop has, by a plugin."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from gemini.integrations.plugins import lora
+from gemini.integrations.plugins.plugin import Plugin
+from gemini.integrations.plugins.precision import MixedPrecision
+from gemini.integrations.plugins.torch_plugins import PlainPlugin
+from gemini.tickets import Ticket
+
+from . import files
+
+Path = str | os.PathLike[str]
+Boosted = tuple[nn.Module, Any, Any, Any, Any]
+
+
+class Booster:
+    """Wraps modules and optimizers by a plugin, runs their backwards, saves and loads them.
+
+    device: where a module computes, for plugins that do not say so themselves.
+    mixed_precision: `"fp16"`, `"bf16"`, `"fp16_naive"` or an object of
+        `gemini.integrations.plugins.precision`, for plugins without a precision of their own.
+    plugin: None trains alone, in plain torch.
+
+    Raises ValueError for what the plugin decides.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str | None = None,
+        mixed_precision: str | MixedPrecision | None = None,
+        plugin: Plugin | None = None,
+    ) -> None:
+        if plugin is not None and not isinstance(plugin, Plugin):
+            raise ValueError(
+                f"plugin is a {type(plugin).__name__}; expected a plugin of gemini.integrations, "
+                "such as GeminiPlugin()"
+            )
+        self.plugin = plugin or PlainPlugin()
+        self._precision, self._device = self.plugin.checked(mixed_precision, device)
+        # an optimizer's state is saved with the names of its module
+        self._models: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[nn.Module]]
+        self._models = weakref.WeakKeyDictionary()
+
+    def boost(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        criterion: Callable[..., Any] | None = None,
+        dataloader: DataLoader[Any] | None = None,
+        lr_scheduler: Any = None,
+    ) -> Boosted:
+        """(model, optimizer, criterion, dataloader, lr_scheduler), of which the model is wrapped.
+
+        The optimizer is the object that was given, so that whoever holds it follows.
+        Raises TypeError for arguments in another order, ValueError for what the plugin cannot wrap.
+        """
+        _check_order(model, optimizer, criterion, dataloader)
+        if lr_scheduler is not None and optimizer is not None:
+            _check_drives(lr_scheduler, optimizer)
+        wrapped = self.plugin.wrap(model, optimizer, self._precision, self._device)
+        if optimizer is not None:
+            self._models[optimizer] = weakref.ref(wrapped)
+        return wrapped, optimizer, criterion, dataloader, lr_scheduler
+
+    def backward(self, loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
+        """`loss.backward()`, with the optimizer's loss scale."""
+        run: Callable[[Tensor], None] | None = getattr(optimizer, "backward", None)
+        if run is None:
+            loss.backward()
+        else:
+            run(loss)
+
+    def no_sync(
+        self, model: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None
+    ) -> AbstractContextManager[None]:
+        """Backwards inside reduce nothing: gradients add up until one outside."""
+        if model is None and optimizer is None:
+            raise ValueError("no_sync() of nothing; expected the boosted model, or its optimizer")
+        return self.plugin.no_sync(self._model_of(optimizer) if model is None else model)  # type: ignore[arg-type]
+
+    def execute_pipeline(
+        self,
+        data_iter: Iterator[Any],
+        model: nn.Module,
+        criterion: Callable[..., Any],
+        optimizer: torch.optim.Optimizer | None = None,
+        return_loss: bool = True,
+        return_outputs: bool = False,
+    ) -> Any:
+        """Raise NotImplementedError: for HybridParallelPlugin(pp_size > 1), which is not there."""
+        raise NotImplementedError(
+            "execute_pipeline() is for HybridParallelPlugin with pp_size above 1, which is not "
+            "there yet; call the model, booster.backward and optimizer.step"
+        )
+
+    # -- checkpoints; all ranks call --
+
+    def save_model(
+        self,
+        model: nn.Module,
+        checkpoint: Path,
+        shard: bool = False,
+        gather_dtensor: bool = True,
+        prefix: str | None = None,
+        size_per_shard: int = 1024,
+        use_safetensors: bool = False,
+        use_async: bool = False,
+    ) -> Ticket[None]:
+        """Save the weights, fp32 masters where there are any, in the dtypes they had.
+
+        shard: a new folder of safetensors that Hugging Face's `from_pretrained` reads, in files of
+            `size_per_shard` MiB; else one file, of torch.save, or of safetensors by
+            `use_safetensors` or by its suffix.
+        prefix: before the names of the files in the folder, and a dot.
+        use_async: return when the values are in rank 0's memory, and write in a thread; the ticket
+            says when it is done, and the next save or load waits for it.
+
+        Raises CheckpointError on every rank.
+        """
+        files.check_gathers(gather_dtensor)
+        return files.save_model(
+            model, checkpoint, shard=shard, prefix=prefix,
+            size_per_shard=size_per_shard, use_safetensors=use_safetensors, use_async=use_async,
+        )  # fmt: skip
+
+    def load_model(
+        self,
+        model: nn.Module,
+        checkpoint: Path,
+        strict: bool = True,
+        low_cpu_mem_mode: bool = True,
+        num_threads: int = 1,
+    ) -> nn.Module:
+        """Load what `save_model` wrote, a folder of Hugging Face's, or a checkpoint of gemini's or
+        torch.distributed.checkpoint's; into a boosted model or a plain one. Returns it.
+
+        Values are read one by one, whatever `low_cpu_mem_mode` and `num_threads` are.
+        Raises CheckpointError or RuntimeError for a checkpoint of another model (`strict`).
+        """
+        files.check_reading(low_cpu_mem_mode, num_threads)
+        files.load_model(model, checkpoint, strict=strict)
+        return model
+
+    def save_optimizer(
+        self,
+        optimizer: torch.optim.Optimizer,
+        checkpoint: Path,
+        shard: bool = False,
+        gather_dtensor: bool = True,
+        prefix: str | None = None,
+        size_per_shard: int = 1024,
+        use_async: bool = False,
+    ) -> Ticket[None]:
+        """Save the optimizer's state and groups, by the names of its parameters.
+
+        shard: a folder into which each rank writes what it has (`gemini.save_checkpoint`); else one
+            file of torch.save with all of it. Either loads under any plugin, at any world size.
+
+        Raises ValueError for an optimizer that was not boosted here, CheckpointError on every rank.
+        """
+        files.check_gathers(gather_dtensor)
+        files.check_optimizer_files(prefix, size_per_shard)
+        model = self._model_of(optimizer)
+        return files.save_optimizer(model, optimizer, checkpoint, shard=shard, use_async=use_async)
+
+    def load_optimizer(
+        self,
+        optimizer: torch.optim.Optimizer,
+        checkpoint: Path,
+        low_cpu_mem_mode: bool = True,
+        num_threads: int = 1,
+    ) -> None:
+        """Load what `save_optimizer` wrote under any plugin, or a whole checkpoint's state.
+
+        Raises as `save_optimizer`.
+        """
+        files.check_reading(low_cpu_mem_mode, num_threads)
+        files.load_optimizer(self._model_of(optimizer), optimizer, checkpoint)
+
+    def save_lr_scheduler(self, lr_scheduler: Any, checkpoint: Path) -> None:
+        """Save its state dict; rank 0 writes."""
+        files.save_lr_scheduler(lr_scheduler, checkpoint)
+
+    def load_lr_scheduler(self, lr_scheduler: Any, checkpoint: Path) -> None:
+        """Load what `save_lr_scheduler` wrote."""
+        files.load_lr_scheduler(lr_scheduler, checkpoint)
+
+    # -- LoRA --
+
+    def enable_lora(
+        self,
+        model: nn.Module,
+        pretrained_dir: Path | None = None,
+        lora_config: Any = None,
+        bnb_quantization_config: Any = None,
+        quantize: bool = False,
+    ) -> nn.Module:
+        """The module with LoRA layers of peft, before `boost`.
+
+        lora_config: a `peft.LoraConfig`; or pretrained_dir: a folder that was saved before.
+        """
+        return lora.enable_lora(
+            model, pretrained_dir, lora_config, bnb_quantization_config, quantize
+        )
+
+    def save_lora_as_pretrained(
+        self, model: nn.Module, checkpoint: Path, use_safetensors: bool = False
+    ) -> None:
+        """Save the LoRA layers alone, as peft does. All ranks call."""
+        lora.save_lora(model, checkpoint, use_safetensors=use_safetensors)
+
+    def _model_of(self, optimizer: torch.optim.Optimizer | None) -> nn.Module:
+        held = None if optimizer is None else self._models.get(optimizer)
+        model = None if held is None else held()
+        if model is None:
+            raise ValueError(
+                "this optimizer was not boosted by this Booster, or its model is gone; expected "
+                "the one that booster.boost returned"
+            )
+        return model
+
+
+def _check_order(model: object, optimizer: object, criterion: object, dataloader: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"optimizer is a {type(optimizer).__name__}; expected a torch.optim.Optimizer: "
+            "boost(model, optimizer, criterion, dataloader, lr_scheduler)"
+        )
+    if isinstance(criterion, DataLoader):
+        raise TypeError(
+            "criterion is a DataLoader; write dataloader=: "
+            "boost(model, optimizer, criterion, dataloader, lr_scheduler)"
+        )
+    if criterion is not None and not callable(criterion):
+        raise TypeError(f"criterion is a {type(criterion).__name__}; expected a function")
+    if isinstance(dataloader, nn.Module) or hasattr(dataloader, "last_epoch"):
+        raise TypeError(
+            f"dataloader is a {type(dataloader).__name__}; write criterion= or lr_scheduler=: "
+            "boost(model, optimizer, criterion, dataloader, lr_scheduler)"
+        )
+
+
+def _check_drives(lr_scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
+    driven = getattr(lr_scheduler, "optimizer", optimizer)
+    if driven is not optimizer:
+        raise ValueError(
+            "lr_scheduler drives another optimizer; expected one that was made from the optimizer "
+            "that is boosted"
+        )

@@ -1,0 +1,26 @@
+"""Names that Colossal-AI's users know: wrappers by ZeRO stage, ShardedModelV2, bucketers, handlers."""
+
+from gemini.optimizer import GeminiAdamOptimizer as GeminiAdamOptimizer
+from gemini.optimizer import GeminiOptimizer as GeminiOptimizer
+from optim.adam import CPUAdam as CPUAdam
+from optim.adam import HybridAdam as HybridAdam
+
+from .bucketer import ReduceScatterBucketer as ReduceScatterBucketer
+from .handlers import GRADIENT_HANDLER as GRADIENT_HANDLER
+from .handlers import BaseGradientHandler as BaseGradientHandler
+from .sharded_v2 import ShardedModelV2 as ShardedModelV2
+from .sharded_v2 import ShardedOptimizerV2 as ShardedOptimizerV2
+from .sharded_v2 import col_model_deepcopy as col_model_deepcopy
+from .wrappers import ChunkManager as ChunkManager
+from .wrappers import ColoInitContext as ColoInitContext
+from .wrappers import GeminiDDP as GeminiDDP
+from .wrappers import GeminiManager as GeminiManager
+from .wrappers import LazyInitContext as LazyInitContext
+from .wrappers import LowLevelZeroOptimizer as LowLevelZeroOptimizer
+from .wrappers import ZeroDDP as ZeroDDP
+from .wrappers import ZeroInitContext as ZeroInitContext
+from .wrappers import get_current_device as get_current_device
+from .wrappers import get_static_torch_model as get_static_torch_model
+from .wrappers import init_chunk_manager as init_chunk_manager
+from .wrappers import zero_model_wrapper as zero_model_wrapper
+from .wrappers import zero_optim_wrapper as zero_optim_wrapper

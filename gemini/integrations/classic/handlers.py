@@ -1,0 +1,72 @@
+"""Gradient handlers: what is done to reduced gradients before every step."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from gemini.ddp import GeminiDDP
+from gemini.runtime.gradients.writable_pass import ChangeGradient
+from optim.base import TieredOptimizer
+
+Handler = TypeVar("Handler", bound="type[BaseGradientHandler]")
+
+
+class BaseGradientHandler:
+    """A subclass says in `handle_gradient` what every step begins with.
+
+    model: a wrapped module, with the optimizer over it.
+    Raises ValueError for others.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        if not isinstance(model, GeminiDDP):
+            raise ValueError(
+                f"a gradient handler over a {type(model).__name__}; expected a GeminiDDP: of plain "
+                "modules change p.grad before the step"
+            )
+        if isinstance(optimizer, TieredOptimizer):
+            optimizer.bind_to(model.engine)
+        self._model, self._optimizer = model, optimizer
+        self._hook = optimizer.register_step_pre_hook(self._before_step)
+
+    def handle_gradient(self) -> None:
+        """Called on every rank before a step, when all backwards have ended."""
+        raise NotImplementedError
+
+    def map_gradients(self, change: ChangeGradient) -> None:
+        """See `GeminiDDP.map_gradients`."""
+        self._model.map_gradients(change)
+
+    def remove(self) -> None:
+        """Steps go on without it."""
+        self._hook.remove()
+
+    def _before_step(self, *_: Any) -> None:
+        self.handle_gradient()
+
+
+class HandlerRegistry:
+    """Handlers by the names of their classes."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[str, type[BaseGradientHandler]] = {}
+
+    def register_module(self, kind: Handler) -> Handler:
+        """A decorator of a class."""
+        self._kinds[kind.__name__] = kind
+        return kind
+
+    def get_module(self, name: str) -> type[BaseGradientHandler]:
+        """Raises ValueError for a name that is none."""
+        if name not in self._kinds:
+            raise ValueError(
+                f"no gradient handler {name!r}; expected one of {sorted(self._kinds)}, registered "
+                "by @GRADIENT_HANDLER.register_module"
+            )
+        return self._kinds[name]
+
+
+GRADIENT_HANDLER = HandlerRegistry()

@@ -1,0 +1,146 @@
+"""ShardedModelV2 and what belongs to it: the oldest names for ZeRO-3."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from gemini.ddp import GeminiDDP
+from gemini.integrations.parts import accept
+from gemini.integrations.torch_optimizers import convert
+from gemini.placement.policy import StaticPlacement
+from gemini.runtime.unwrap import whole_chunk
+from optim.base import TieredOptimizer
+from optim.rules.loss_scale import LossScale
+
+_FP16_BYTES = 2
+
+
+class ShardedModelV2(GeminiDDP):
+    """ZeRO-3 in fp16: every rank keeps its shard of parameters, gradients and state.
+
+    shard_strategy: any; shards are parts of chunks here.
+    reduce_scatter_process_group: None, or `process_group`.
+    reduce_scatter_bucket_size_mb: MiB that are reduced at once: a chunk.
+    fp32_reduce_scatter: gradients travel between ranks, and are added, in fp32.
+    offload_config: None, or `{"device": "cpu"}`, where all of it is in host memory.
+    gradient_predivide_factor: 1; gradients are divided by the number of ranks before they are
+        added.
+    use_memory_tracer: `memory_stats` is kept with and without it.
+    reuse_fp16_shard: gradients are freed by chunks with and without it.
+
+    Raises ValueError for others.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        shard_strategy: Any,
+        process_group: dist.ProcessGroup | None = None,
+        reduce_scatter_process_group: dist.ProcessGroup | None = None,
+        reduce_scatter_bucket_size_mb: int = 25,
+        fp32_reduce_scatter: bool = False,
+        offload_config: Mapping[str, Any] | None = None,
+        gradient_predivide_factor: float | None = 1.0,
+        use_memory_tracer: bool = False,
+        reuse_fp16_shard: bool = False,
+    ) -> None:
+        if reduce_scatter_process_group not in (None, process_group):
+            raise ValueError(
+                "reduce_scatter_process_group is another group than process_group; expected None: "
+                "gradients are reduced over the ranks that share the parameters"
+            )
+        if offload_config is not None and dict(offload_config) != {"device": "cpu"}:
+            raise ValueError(
+                f"offload_config={dict(offload_config)!r:.80}; expected None or "
+                "{'device': 'cpu'}. Files are HybridAdam(nvme_offload_fraction=)"
+            )
+        if gradient_predivide_factor not in (None, 1.0):
+            raise ValueError(
+                f"gradient_predivide_factor={gradient_predivide_factor}; expected 1: gradients are "
+                "divided by the number of ranks before they are added"
+            )
+        if not reduce_scatter_bucket_size_mb > 0:
+            raise ValueError(
+                f"reduce_scatter_bucket_size_mb={reduce_scatter_bucket_size_mb} must be positive"
+            )
+        if use_memory_tracer:
+            accept("use_memory_tracer", "what iterations take is always kept")
+        if reuse_fp16_shard:
+            accept("reuse_fp16_shard", "gradients are freed by chunks")
+        offload = 0.0 if offload_config is None else 1.0
+        super().__init__(
+            module,
+            placement_policy=StaticPlacement(1.0, offload, offload),
+            precision="fp16",
+            process_group=process_group,
+            communication_dtype="fp32" if fp32_reduce_scatter else None,
+            search_range_m=0,
+            min_chunk_size_m=reduce_scatter_bucket_size_mb / _FP16_BYTES,
+        )
+
+    def dump_memory_stats(self, filename: str | Path = "dump_mem_stats.log") -> None:
+        """Write what was sampled, as JSON: bytes at every moment of every kind of iteration."""
+        self.memory_stats.dump_memory_stats(filename)
+
+
+def ShardedOptimizerV2(
+    sharded_model: GeminiDDP,
+    optimizer: torch.optim.Optimizer,
+    initial_scale: float = 2**32,
+    min_scale: float = 1,
+    growth_factor: float = 2,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 1000,
+    hysteresis: int = 2,
+    max_scale: float = 2**32,
+) -> torch.optim.Optimizer:
+    """The same optimizer over the sharded module, with this loss scale. Raises ValueError."""
+    if not isinstance(sharded_model, GeminiDDP):
+        raise ValueError(
+            f"sharded_model is a {type(sharded_model).__name__}; expected a ShardedModelV2"
+        )
+    scale = LossScale(
+        initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis,
+        max_scale,
+    )  # fmt: skip
+    convert(optimizer)
+    assert isinstance(optimizer, TieredOptimizer)
+    optimizer.bind_to(sharded_model.engine)
+    sharded_model.engine.reconfigure(max_norm=None, loss_scale=scale)
+    return optimizer
+
+
+@torch.no_grad()
+def col_model_deepcopy(sharded_model: GeminiDDP, other_model: nn.Module) -> None:
+    """Copy fp32 masters and buffers into a plain module of the same names, on every rank.
+
+    Whole parameters are gathered a chunk at a time. All ranks call.
+    Raises ValueError, before anything is changed, for a module with other names or shapes.
+    """
+    engine = sharded_model.engine
+    there = dict(other_model.named_parameters(remove_duplicate=False))
+    for spec in engine.layout.params:
+        for name in spec.names:
+            if name not in there or tuple(there[name].shape) != spec.shape:
+                raise ValueError(
+                    f"other_model has no {name} of shape {spec.shape}; expected a module like the "
+                    "one that was sharded"
+                )
+    engine.call("col_model_deepcopy()")
+    engine.adopt_changes()
+    for chunk in engine.chunks:
+        values = whole_chunk(engine, chunk)
+        for slot, place in enumerate(chunk.spec.slots):
+            spec = engine.layout.params[place.param]
+            there[spec.name].copy_(chunk.view(values, slot).view(spec.shape))
+            for alias in spec.aliases:
+                if there[alias] is not there[spec.name]:
+                    there[alias].copy_(there[spec.name])
+    for name, buffer in sharded_model.module.named_buffers():
+        other_model.get_buffer(name).copy_(buffer)

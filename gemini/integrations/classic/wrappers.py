@@ -1,0 +1,314 @@
+"""The functional and older names: wrappers by ZeRO stage, chunk managers, ShardedModelV2.
+
+They make a `GeminiDDP`, in fp16 unless they are told otherwise, as Colossal-AI did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from gemini import ddp
+from gemini.chunk.sizing.search import ChunkConfiguration, search_chunk_configuration
+from gemini.integrations.parts import accept, refuse_others, this_device
+from gemini.integrations.plugins.gemini_plugins import parse_named
+from gemini.integrations.torch_optimizers import convert
+from gemini.placement.policy import Placement, StaticPlacement
+from gemini.runtime.wrap.keep_fp32 import kept_modules, param_dtypes
+from gemini.runtime.wrap.materialise import init_empty
+from gemini.runtime.wrap.precision import DTYPE_OF
+from gemini.runtime.wrap.specs import collect_params
+from optim.base import TieredOptimizer
+from optim.rules.loss_scale import LossScale
+
+get_current_device = this_device
+
+
+@contextmanager
+def ColoInitContext(
+    device: torch.device | str | int | None = None,
+    dtype: torch.dtype = torch.float,
+    default_pg: Any = None,
+    default_dist_spec: Any = None,
+) -> Iterator[None]:
+    """Modules made inside take no memory for parameters until they are wrapped: `init_empty`.
+
+    device, dtype: where values are made is where the wrapper computes, chunk by chunk, and they are
+        made in fp32; both are taken as they were, and change nothing.
+
+    Raises ValueError for another dtype, and for tensor parallelism by the last two.
+    """
+    if default_pg is not None or default_dist_spec is not None:
+        raise ValueError(
+            "default_pg and default_dist_spec split parameters by tensor parallelism, which is not "
+            "there yet; expected None"
+        )
+    if dtype != torch.float:
+        raise ValueError(
+            f"dtype={dtype}; expected torch.float: give precision= to what wraps the module"
+        )
+    if device is not None:
+        accept("device of ColoInitContext", "values are made where the wrapper computes")
+    with init_empty():
+        yield
+
+
+ZeroInitContext = LazyInitContext = ColoInitContext
+
+
+def GeminiDDP(
+    module: nn.Module,
+    device: torch.device | str | int | None = None,
+    placement_policy: str | Placement = "cpu",
+    pin_memory: bool = False,
+    force_outputs_fp32: bool = False,
+    strict_ddp_mode: bool = False,
+    search_range_m: float | None = None,
+    hidden_dim: int | None = None,
+    min_chunk_size_m: float = 32,
+    memstats: Any = None,
+    *,
+    search_range_mb: float | None = None,
+    min_chunk_size_mb: float | None = None,
+    precision: str = "fp16",
+    **options: Any,
+) -> ddp.GeminiDDP:
+    """`gemini.GeminiDDP` by its old options: `_mb` ones are in 2**20 elements, as `_m` ones.
+
+    options: others of `gemini.GeminiDDP`. Raises ValueError for `"const"`, which has no bytes.
+    """
+    if pin_memory:
+        accept("pin_memory", "what is staged is always pinned")
+    if strict_ddp_mode:
+        accept("strict_ddp_mode", "there is data parallelism alone")
+    if isinstance(device, int):
+        device = torch.device("cuda", device)
+    return ddp.GeminiDDP(
+        module,
+        device,
+        parse_named(placement_policy),
+        precision=precision,
+        search_range_m=search_range_m if search_range_mb is None else search_range_mb,
+        hidden_dim=hidden_dim,
+        min_chunk_size_m=min_chunk_size_m if min_chunk_size_mb is None else min_chunk_size_mb,
+        force_outputs_fp32=force_outputs_fp32,
+        trace=memstats,
+        **options,
+    )
+
+
+def zero_model_wrapper(
+    model: nn.Module,
+    zero_stage: int = 1,
+    gemini_config: Mapping[str, Any] | None = None,
+    verbose: bool = False,
+) -> ddp.GeminiDDP:
+    """Shard by ZeRO-1, 2 or 3; `gemini_config` has options of the `GeminiDDP` here, for stage 3.
+
+    Raises ValueError for another stage, and for options beside stage 1 or 2.
+    """
+    if zero_stage not in (1, 2, 3):
+        raise ValueError(f"zero_stage={zero_stage}; expected 1, 2 or 3")
+    if zero_stage == 3:
+        return GeminiDDP(model, **(gemini_config or {}))
+    if gemini_config:
+        raise ValueError(
+            f"gemini_config={dict(gemini_config)!r:.80} with zero_stage={zero_stage}; expected "
+            "none: it is for stage 3. LowLevelZeroPlugin has the options of the others"
+        )
+    return ddp.GeminiDDP(model, placement_policy=StaticPlacement.zero(zero_stage), precision="fp16")
+
+
+def zero_optim_wrapper(
+    model: ddp.GeminiDDP,
+    optimizer: torch.optim.Optimizer,
+    initial_scale: float = 2**16,
+    growth_factor: float = 2,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 1000,
+    hysteresis: int = 2,
+    min_scale: float = 1,
+    max_scale: float = 2**32,
+    max_norm: float = 0.0,
+    norm_type: float = 2.0,
+    optim_config: Mapping[str, Any] | None = None,
+    verbose: bool = False,
+) -> torch.optim.Optimizer:
+    """The same optimizer over the wrapped module, with this loss scale and this clipping.
+
+    optim_config: where the state of an optimizer of torch's goes (`nvme_offload_fraction`, ...).
+    Raises ValueError for a module that is not wrapped, and for a loss scale without fp16.
+    """
+    scale = LossScale(
+        initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis,
+        max_scale,
+    )  # fmt: skip
+    return _configured(model, optimizer, scale, max_norm, norm_type, dict(optim_config or {}))
+
+
+def LowLevelZeroOptimizer(
+    optimizer: torch.optim.Optimizer,
+    pg_to_param_list: Any = None,
+    initial_scale: float = 2**16,
+    min_scale: float = 1,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 2000,
+    hysteresis: int = 2,
+    max_scale: float = 2**24,
+    clip_grad_norm: float = 0.0,
+    verbose: bool = False,
+    reduce_bucket_size: int = 1024 * 1024,
+    communication_dtype: torch.dtype | None = None,
+    overlap_communication: bool = False,
+    partition_grad: bool = False,
+    cpu_offload: bool = False,
+    dp_process_group: Any = None,
+    extra_dp_group: Any = None,
+    forced_dtype: torch.dtype | None = None,
+    overlap_allgather: bool = False,
+    fp8_communication: bool = False,
+    *,
+    module: ddp.GeminiDDP | None = None,
+) -> torch.optim.Optimizer:
+    """The same optimizer over `module`, which ZeRO-1 or 2 has wrapped, with this loss scale.
+
+    What the wrapper decides (buckets, stage, offload, groups, dtypes) is refused where it is given.
+    Raises ValueError.
+    """
+    if module is None:
+        raise ValueError(
+            "LowLevelZeroOptimizer without module=; expected what zero_model_wrapper(model, "
+            "zero_stage=1) returned: parameters are sharded there"
+        )
+    given = {
+        "pg_to_param_list": pg_to_param_list,
+        "reduce_bucket_size": reduce_bucket_size,
+        "communication_dtype": communication_dtype,
+        "partition_grad": partition_grad,
+        "cpu_offload": cpu_offload,
+        "dp_process_group": dp_process_group,
+        "extra_dp_group": extra_dp_group,
+        "forced_dtype": forced_dtype,
+        "overlap_allgather": overlap_allgather,
+        "fp8_communication": fp8_communication,
+    }
+    usual = {**dict.fromkeys(given), "reduce_bucket_size": 1024 * 1024}
+    usual |= dict.fromkeys(
+        ("partition_grad", "cpu_offload", "overlap_allgather", "fp8_communication"), False
+    )
+    refuse_others(given, usual, "what wraps the module decides; LowLevelZeroPlugin has the options")
+    scale = LossScale(
+        initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis,
+        max_scale,
+    )  # fmt: skip
+    usual_scale = LossScale(growth_interval=2000, max_scale=2.0**24)
+    if scale == usual_scale and not module.engine.scaler.active:
+        scale = LossScale()
+    return _configured(module, optimizer, scale, clip_grad_norm, 2.0, {})
+
+
+def _configured(
+    model: ddp.GeminiDDP,
+    optimizer: torch.optim.Optimizer,
+    scale: LossScale,
+    max_norm: float,
+    norm_type: float,
+    places: dict[str, Any],
+) -> torch.optim.Optimizer:
+    if not isinstance(model, ddp.GeminiDDP):
+        raise ValueError(
+            f"model is a {type(model).__name__}; expected what zero_model_wrapper returned"
+        )
+    convert(optimizer, **places)
+    assert isinstance(optimizer, TieredOptimizer)
+    optimizer.bind_to(model.engine)
+    engine = model.engine
+    loss_scale = scale if engine.scaler.active or scale != LossScale() else None
+    engine.reconfigure(max_norm=max_norm or None, norm_type=norm_type, loss_scale=loss_scale)
+    return optimizer
+
+
+@dataclass(frozen=True)
+class ChunkManager:
+    """Chunks that were searched, for `GeminiManager`."""
+
+    chunks: ChunkConfiguration
+    device: torch.device | str | None = None
+    precision: str = "fp16"
+
+    @staticmethod
+    def search_chunk_size(
+        model: nn.Module, search_range: int, n_grids: int = 0, min_chunk_size: int = 32 * 2**20
+    ) -> int:
+        """Elements of a chunk; ranges in elements. `n_grids` is not needed: lengths that fit are
+        tried."""
+        found = search_chunk_configuration(
+            model, search_range / 2**20, None, min_chunk_size / 2**20, dtype="float16"
+        )
+        return max(found.capacities.values())
+
+
+def init_chunk_manager(
+    model: nn.Module,
+    init_device: torch.device | str | None = None,
+    hidden_dim: int | None = None,
+    search_range_mb: float | None = 32,
+    min_chunk_size_mb: float = 32,
+    *,
+    precision: str = "fp16",
+) -> ChunkManager:
+    """Search chunks for a module that computes in `precision`; ranges in 2**20 elements."""
+    dtype = DTYPE_OF.get(precision)
+    if dtype is None:
+        raise ValueError(f"precision={precision!r}; expected one of {sorted(DTYPE_OF)}")
+    dtypes = param_dtypes(model, kept_modules(model, None, cast_buffers=False), dtype)
+    _, specs = collect_params(model, dtypes)
+    found = search_chunk_configuration(specs, search_range_mb, hidden_dim, min_chunk_size_mb)
+    return ChunkManager(found, init_device, precision)
+
+
+@dataclass(frozen=True)
+class GeminiManager:
+    """A placement policy and chunks, for `ZeroDDP`."""
+
+    placement_policy: str | Placement
+    chunk_manager: ChunkManager
+
+    @staticmethod
+    def get_default_device(placement_policy: str) -> torch.device:
+        """Where parameters live: the CPU for `"cpu"`, else the device."""
+        placement = parse_named(placement_policy)
+        on_host = isinstance(placement, StaticPlacement) and placement.offload_param_frac == 1
+        return torch.device("cpu") if on_host else this_device()
+
+
+def ZeroDDP(
+    module: nn.Module,
+    gemini_manager: GeminiManager,
+    pin_memory: bool = False,
+    force_outputs_fp32: bool = False,
+    strict_ddp_mode: bool = False,
+) -> ddp.GeminiDDP:
+    """`GeminiDDP` with chunks that were searched before."""
+    manager = gemini_manager.chunk_manager
+    return GeminiDDP(
+        module,
+        manager.device,
+        gemini_manager.placement_policy,
+        pin_memory,
+        force_outputs_fp32,
+        strict_ddp_mode,
+        precision=manager.precision,
+        chunks=manager.chunks,
+    )
+
+
+def get_static_torch_model(model: ddp.GeminiDDP, device: torch.device | str = "cpu") -> nn.Module:
+    """The plain module again, with fp32 masters: `model.unwrap(device)`. All ranks call."""
+    return model.unwrap(device)

@@ -1,0 +1,222 @@
+"""What the Trainer's and Fabric's strategies share: precision, placements, optimizers, casts."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.precision import Precision as FabricPrecision
+from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor, nn
+
+from gemini.ddp import GeminiDDP
+from gemini.dtypes import DTYPES
+from gemini.placement.policy import Placement
+from gemini.runtime.wrap.precision import DTYPE_OF
+from gemini.trees import map_tensors
+from optim.base import TieredOptimizer
+from optim.rules.loss_scale import LossScale
+
+# Lightning's name -> ours. Masters are fp32, so "true" and "mixed" bf16 are one thing here.
+PRECISIONS = {"32-true": "fp32", "bf16-mixed": "bf16", "bf16-true": "bf16", "16-mixed": "fp16"}
+# names that are registered, with the options of the strategy that they stand for
+REGISTERED: dict[str, dict[str, Any]] = {
+    "gemini": {},
+    "gemini_nvme": {"adam": {"nvme_offload_fraction": 1.0}},
+    "zero1": {"placement_policy": "zero1"},
+    "zero2": {"placement_policy": "zero2"},
+}
+REDIRECTED = "wrapped_forward"  # what Lightning calls the forward that leads to a step
+# a GradScaler as Lightning makes one, by its own names
+_SCALER = {
+    "scale": 2.0**16,
+    "growth_factor": 2.0,
+    "backoff_factor": 0.5,
+    "growth_interval": 2000,
+    "_growth_tracker": 0,
+}
+# what the strategies give to GeminiDDP themselves
+_TAKEN = ("module", "device", "placement_policy", "precision", "process_group", "cast_inputs")
+_OPTIONS = frozenset(inspect.signature(GeminiDDP).parameters) - set(_TAKEN)
+
+
+class GeminiPrecision(Precision):
+    """`Trainer(precision=)` for `GeminiStrategy`: which dtype modules compute in.
+
+    The engine casts, scales losses and clips, so this does nothing in a step but to hand clipping
+    on. precision: "32-true", "bf16-mixed", "bf16-true" or "16-mixed"; raises ValueError for others.
+    """
+
+    def __init__(self, precision: str = "32-true") -> None:
+        engine_precision(precision)
+        self.precision = precision  # type: ignore[assignment]
+
+    def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
+        inner(optimizer).clip_grad_norm_(float(clip_val))
+
+    def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
+        inner(optimizer).clip_grad_by_value(float(clip_val))
+
+
+class GeminiFabricPrecision(FabricPrecision):
+    """The same for `Fabric(precision=)`."""
+
+    def __init__(self, precision: str = "32-true") -> None:
+        engine_precision(precision)
+        self.precision = precision  # type: ignore[assignment]
+
+
+def engine_precision(name: str) -> str:
+    """Ours for Lightning's name of a precision. Raises ValueError."""
+    if name not in PRECISIONS:
+        instead = {"16-true": ' (weights of fp16 have fp32 masters here: write "16-mixed")'}
+        raise ValueError(
+            f"precision={name!r} is not possible with Gemini{instead.get(name, '')}; expected one "
+            f"of {', '.join(PRECISIONS)}"
+        )
+    return PRECISIONS[name]
+
+
+def precision_of(plugin: FabricPrecision) -> str:
+    """The name that a plugin of Lightning's own stands for. Raises ValueError for one that does
+    more than to choose a dtype."""
+    if type(plugin).__name__ not in ("Precision", "HalfPrecision", "MixedPrecision"):
+        raise ValueError(
+            f"a {type(plugin).__name__} does what Gemini does itself; expected one of "
+            f"{', '.join(PRECISIONS)} as the Trainer's precision=, or a GeminiPrecision"
+        )
+    scaler = getattr(plugin, "scaler", None)
+    if scaler is not None and _SCALER | scaler.state_dict() != _SCALER:
+        raise ValueError(
+            "a GradScaler with options of its own does nothing here; expected none, and the "
+            "strategy's loss_scale=optim.LossScale(...)"
+        )
+    return str(plugin.precision)
+
+
+def resolved_precision(option: str | None, plugin: FabricPrecision) -> str:
+    """The strategy's own `precision=`, or what the plugin says. Raises ValueError for both."""
+    asked = engine_precision(str(plugin.precision))
+    if option is None or option == asked:
+        return asked
+    if option not in DTYPE_OF:
+        raise ValueError(f"precision={option!r}; expected one of {sorted(DTYPE_OF)}")
+    if asked != "fp32":
+        raise ValueError(
+            f"the strategy has precision={option!r} and Lightning {plugin.precision!r}; expected "
+            "one of the two"
+        )
+    return option
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raise TypeError for what GeminiDDP does not take, or a strategy decides."""
+    for name in options:
+        if name in _OPTIONS:
+            continue
+        if name in _TAKEN:
+            raise TypeError(f"{name}= is the strategy's own to give to GeminiDDP; leave it away")
+        raise TypeError(
+            f"{name}= is no option of this strategy; expected its own, or one of GeminiDDP's: "
+            f"{', '.join(sorted(_OPTIONS))}"
+        )
+
+
+def wrap(
+    module: nn.Module,
+    device: torch.device,
+    placement: str | Placement,
+    precision: str,
+    options: Mapping[str, Any],
+    *,
+    cast_inputs: bool,
+) -> GeminiDDP:
+    """A GeminiDDP of `module`; a loss scale that says what the default says is for fp16 alone."""
+    options = dict(options)
+    if precision != "fp16" and options.get("loss_scale") == LossScale():
+        del options["loss_scale"]
+    _move_what_has_no_parameters(module, device)
+    return GeminiDDP(
+        module, device, placement, precision=precision, cast_inputs=cast_inputs, **options
+    )
+
+
+def _move_what_has_no_parameters(module: nn.Module, device: torch.device) -> None:
+    """Metrics keep tensors that are no buffers, which only `to` finds."""
+    for child in module.children():
+        if next(child.parameters(), None) is None:
+            child.to(device)
+        else:
+            _move_what_has_no_parameters(child, device)
+
+
+def inner(optimizer: Any) -> TieredOptimizer:
+    """Ours, out of Lightning's wrapper."""
+    found = getattr(optimizer, "_optimizer", optimizer)
+    assert isinstance(found, TieredOptimizer)
+    return found
+
+
+class StepCasts:
+    """Casts where a step calls its model, so that what the step itself holds keeps its bits.
+
+    A training step runs inside GeminiDDP's forward, with its batch as it came: targets stay fp32.
+    What floats in the arguments of the outermost modules with parameters, and of the module's own
+    `forward`, becomes the compute dtype; what they return becomes fp32 in fp16, where
+    a loss scale is to be applied to an fp32 loss, or on demand.
+    """
+
+    def __init__(self, module: nn.Module, precision: str, *, raises: bool) -> None:
+        self._dtype = DTYPES[DTYPE_OF[precision]]
+        self._handles: list[Any] = []
+        if precision == "fp32":
+            return
+        self._handles.append(module.register_forward_pre_hook(self._enter_root, with_kwargs=True))
+        raises = raises or precision == "fp16"
+        for child in outermost_callables(module):
+            self._handles.append(child.register_forward_pre_hook(self._enter, with_kwargs=True))
+            if raises:
+                self._handles.append(child.register_forward_hook(_raise_outputs))
+
+    def _enter_root(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if getattr(module.forward, "__name__", "") == REDIRECTED:  # a step
+            return None
+        return map_tensors((args, kwargs), self._cast)
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not any(param.dtype == self._dtype for param in module.parameters()):
+            return None  # it is kept in fp32
+        return map_tensors((args, kwargs), self._cast)
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+def _raise_outputs(module: nn.Module, args: Any, output: Any) -> Any:
+    return map_tensors(output, lambda t: t.float() if t.is_floating_point() else t)
+
+
+def outermost_callables(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules below with parameters and a `forward`; of lists and dicts, what is in them."""
+    for child in module.children():
+        if next(child.parameters(), None) is None:
+            continue
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield from outermost_callables(child)
+        else:
+            yield child
+
+
+def register(registry: Any, strategy: Callable[..., Any]) -> None:
+    """The registered names; again after a reload."""
+    for name, options in REGISTERED.items():
+        given = ", ".join(f"{key}={value}" for key, value in options.items())
+        registry.register(
+            name, strategy, description=f"Gemini ({given or 'auto'})", override=True, **options
+        )

@@ -1,0 +1,349 @@
+"""GeminiStrategy: `Trainer(strategy=GeminiStrategy(...))`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.core.optimizer import _MockOptimizer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+from torch.distributed.constants import default_pg_timeout
+
+from gemini.checkpoint.format.folder import LATEST
+from gemini.ddp import GeminiDDP
+from gemini.integrations.torch_optimizers import convert
+from gemini.placement.policy import Placement, parse_placement
+from gemini.runtime.wrap.materialise import init_empty
+from optim.base import TieredOptimizer
+
+from .checkpoint import (
+    Streamed,
+    decoded,
+    load_folder,
+    pop,
+    refuse_changed,
+    save_folder,
+    whole_optimizer_state,
+    whole_weights,
+)
+from .shared import (
+    GeminiPrecision,
+    StepCasts,
+    check_options,
+    precision_of,
+    resolved_precision,
+    wrap,
+)
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+
+class GeminiStrategy(DDPStrategy):
+    """Lightning's Trainer over `gemini.GeminiDDP`; launchers and samplers are those of DDP.
+
+    placement_policy: as in `GeminiDDP`.
+    adam: options of this project's optimizers for the torch optimizer that `configure_optimizers`
+        returns (AdamW, Adam, SGD), which is converted: `dict(nvme_offload_fraction=1.0)`.
+    checkpoint: `"sharded"` saves a folder to which every rank streams its part, `"full"` one file
+        that a Trainer without this strategy loads, for which rank 0 gathers everything. Either kind
+        is loaded, at any world size.
+    precision: `"fp32"`, `"bf16"`, `"fp16"`; None is `Trainer(precision=)`. On a CPU Lightning makes
+        bf16 of its "16-mixed", with a warning: there fp16 is said here.
+    empty_init: `configure_model` runs under `gemini.init_empty`, so modules that initialise
+        themselves are never whole on a rank. Values that it loads or sets there are lost.
+    options: of `GeminiDDP`: `max_norm`, `loss_scale`, `keep_fp32`, ...
+
+    The others are those of Lightning's DDPStrategy. Inside a step the batch has its own dtypes, and
+    the modules that a step calls get their arguments in the compute dtype.
+
+    When a fit or an evaluation is over, the module is a plain one on the CPU again, with fp32
+    values, and no file is left; the optimizer's state is gone, so save within the fit. After an
+    error at several ranks the module stays wrapped, as the others may not come to unwrap it.
+
+    Raises TypeError for an option that is none, ValueError for what Lightning asks for and this
+    strategy cannot do.
+    """
+
+    strategy_name = "gemini"
+    is_distributed = True  # else all ranks would be given the same batches
+
+    def __init__(
+        self,
+        placement_policy: str | Placement = "auto",
+        *,
+        adam: Mapping[str, Any] | None = None,
+        checkpoint: str = "sharded",
+        precision: str | None = None,
+        empty_init: bool = False,
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        start_method: str = "popen",
+        **options: Any,
+    ) -> None:
+        if checkpoint not in ("sharded", "full"):
+            raise ValueError(f'checkpoint={checkpoint!r}; expected "sharded" or "full"')
+        check_options(options)
+        parse_placement(placement_policy)
+        self._saves_folders = checkpoint == "sharded"
+        super().__init__(
+            accelerator,
+            parallel_devices,
+            cluster_environment,
+            checkpoint_io,
+            precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,  # type: ignore[arg-type]
+        )
+        if checkpoint_io is not None:
+            self.checkpoint_io = checkpoint_io
+        self._placement = placement_policy
+        self._adam = dict(adam or {})
+        self._own_precision = precision
+        self._empty_init = empty_init
+        self._options = options
+        self._casts: StepCasts | None = None
+        self._has_failed = False
+        self._was_streamed = False  # the checkpoint that was loaded last
+
+    # -- what Lightning sets --
+
+    @property
+    def precision_plugin(self) -> GeminiPrecision:
+        plugin = self._precision_plugin
+        return plugin if isinstance(plugin, GeminiPrecision) else GeminiPrecision()
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        if plugin is not None and not isinstance(plugin, GeminiPrecision):
+            plugin = GeminiPrecision(precision_of(plugin))
+        self._precision_plugin = plugin
+
+    @property
+    def checkpoint_io(self) -> Any:
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: Any) -> None:
+        if self._saves_folders:
+            raise ValueError(
+                f"a {type(io).__name__} would not be asked: ranks stream a sharded checkpoint "
+                'themselves; expected none, or checkpoint="full"'
+            )
+        self._checkpoint_io = io
+
+    # -- set-up --
+
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None and self.model is not None
+        self.accelerator.setup(trainer)
+        self._has_failed = False
+        self._refuse(trainer)
+        self._reset_optimizers_and_schedulers()  # those of a fit before this
+        self.model = self._setup_model(self.model)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def _refuse(self, trainer: Trainer) -> None:
+        """What would do nothing, or something else than it says."""
+        precision = resolved_precision(self._own_precision, self.precision_plugin)
+        if self._layer_sync is not None:
+            raise ValueError(
+                "sync_batchnorm=True is not done by GeminiStrategy; convert the model with "
+                "torch.nn.SyncBatchNorm.convert_sync_batchnorm before it is given to the Trainer"
+            )
+        if trainer.gradient_clip_val and self._options.get("max_norm"):
+            raise ValueError(
+                f"gradient_clip_val={trainer.gradient_clip_val} and the strategy's max_norm="
+                f"{self._options['max_norm']}: a step clips once; expected one of the two"
+            )
+        if precision == "fp16" and not trainer.lightning_module.automatic_optimization:
+            raise ValueError(
+                "automatic_optimization=False in fp16: a backward inside training_step carries no "
+                'loss scale; expected precision="bf16-mixed" or "32-true"'
+            )
+        averaging = [
+            type(callback).__name__ for callback in getattr(trainer, "callbacks", ())
+            if isinstance(callback, (StochasticWeightAveraging, WeightAveraging))
+        ]  # fmt: skip
+        if averaging and precision != "fp32":
+            raise ValueError(
+                f"{averaging[0]} reads and writes weights of {precision}, and would round the fp32 "
+                'masters; expected Trainer(precision="32-true")'
+            )
+
+    def _setup_model(self, model: nn.Module) -> GeminiDDP:  # type: ignore[override]
+        precision = resolved_precision(self._own_precision, self.precision_plugin)
+        wrapped = wrap(
+            model, self.root_device, self._placement, precision, self._options, cast_inputs=False
+        )
+        raises = bool(self._options.get("force_outputs_fp32"))
+        self._casts = StepCasts(model, precision, raises=raises)
+        return wrapped
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        super().setup_optimizers(trainer)
+        if len(self.optimizers) != 1:
+            names = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
+            raise ValueError(
+                f"configure_optimizers returned {len(self.optimizers)} optimizers ({names}); "
+                "GeminiStrategy updates a module by one, with a param group for each part"
+            )
+        (optimizer,) = self.optimizers
+        if isinstance(optimizer, _MockOptimizer):
+            return
+        self.optimizers = [convert(optimizer, **self._adam)]
+
+    def model_to_device(self) -> None:
+        """It is wrapped from where it is, chunk by chunk."""
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Modules are made on the CPU, in their own dtypes; `empty_init`: without memory."""
+        with init_empty() if empty_init else nullcontext():
+            yield
+
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Around `configure_model` and `configure_sharded_model`."""
+        with self.tensor_init_context(self._empty_init):
+            yield
+
+    # -- a step --
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Gradients add up on this rank: no reduction but the last of an accumulation."""
+        if isinstance(self.model, GeminiDDP):
+            with self.model.no_sync():
+                yield
+        else:
+            yield
+
+    # -- checkpoints --
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        return not self._was_streamed
+
+    def lightning_module_state_dict(self, rank_zero_only: bool = True) -> dict[str, Any]:
+        """What a checkpoint has of the module; all ranks call.
+
+        With `checkpoint="full"` all weights, on the CPU: on rank 0, and elsewhere where
+        `rank_zero_only` is false. Sharded, nothing: ranks stream their parts as it is saved.
+        """
+        assert self.model is not None
+        if self._saves_folders:
+            return Streamed()
+        state = whole_weights(self.model)
+        return state if rank_zero_only else self.broadcast(state)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        if isinstance(optimizer, _MockOptimizer):
+            return Streamed() if self._saves_folders else {}
+        if not isinstance(self.model, GeminiDDP):
+            raise ValueError(
+                "the optimizer's state went when the fit ended; expected a save within it "
+                "(ModelCheckpoint(save_last=True)), or save_checkpoint(path, weights_only=True)"
+            )
+        return Streamed() if self._saves_folders else whole_optimizer_state(optimizer)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        if not self._saves_folders:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        if storage_options is not None:
+            raise ValueError(
+                f"storage_options={storage_options!r} is for a file; expected None, or "
+                'checkpoint="full"'
+            )
+        for key in ("state_dict", "optimizer_states"):
+            refuse_changed(checkpoint, key)
+        with_state = bool(checkpoint.get("optimizer_states"))  # else weights alone were asked for
+        assert self.model is not None
+        save_folder(
+            Path(self.broadcast(str(filepath))),
+            self.model,
+            self._tiered if with_state else None,
+            pop(checkpoint, "state_dict", "optimizer_states"),
+            is_writer=self.is_global_zero,
+        )
+
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        path = Path(self.broadcast(str(checkpoint_path)))
+        self._was_streamed = path.is_dir()
+        if not self._was_streamed:
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        module = self.lightning_module
+        assert module is not None and self.model is not None
+        blob = load_folder(path, self.model, self._tiered, strict=module.strict_loading)
+        found = decoded(self.broadcast(blob), path, weights_only)
+        return {**found, "state_dict": Streamed()}
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        super().remove_checkpoint(filepath)
+        latest = Path(filepath).parent / LATEST
+        if self.is_global_zero and latest.is_symlink() and not latest.exists():
+            latest.unlink()
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if not self._was_streamed:
+            assert self.model is not None
+            self.model.load_state_dict(checkpoint["state_dict"], strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            optimizer.load_state_dict(state)
+
+    @property
+    def _tiered(self) -> TieredOptimizer | None:
+        """The optimizer that this fit has."""
+        return next((one for one in self.optimizers if isinstance(one, TieredOptimizer)), None)
+
+    # -- the end --
+
+    def on_exception(self, exception: BaseException) -> None:
+        self._has_failed = True
+        super().on_exception(exception)
+
+    def teardown(self) -> None:
+        if self._casts is not None:
+            self._casts.remove()
+            self._casts = None
+        # the other ranks may not come to it
+        if isinstance(self.model, GeminiDDP) and not (self._has_failed and self.world_size > 1):
+            self.model.unwrap()
+            self.model = self.lightning_module
+        if self._tiered is not None:
+            self._tiered.close(keep_masters=False)
+        for plugin in (self.cluster_environment, self.precision_plugin, self.accelerator):
+            assert plugin is not None
+            plugin.teardown()
+        self.checkpoint_io.teardown()
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Lightning calls it for its own classes; ours are registered by `lightning`."""

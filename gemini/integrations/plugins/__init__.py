@@ -1,0 +1,1 @@
+"""Plugins: options, and how a module and its optimizer are wrapped with them."""

@@ -1,0 +1,262 @@
+"""GeminiPlugin, and how a module and its optimizer go over to this project's engine."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from gemini.chunk.sizing.search import ChunkConfiguration
+from gemini.ddp import GeminiDDP
+from gemini.integrations import parts
+from gemini.integrations.parts import (
+    LOSS_SCALE,
+    accept,
+    loss_scale_of,
+    refuse_absent,
+    refuse_meshes,
+    refuse_others,
+)
+from gemini.integrations.torch_optimizers import TAKEN, convert
+from gemini.memtracer.trace import Trace
+from gemini.placement.policy import AutoPlacement, Placement, StaticPlacement, parse_placement
+from optim.base import TieredOptimizer
+from optim.rules.loss_scale import LossScale
+
+from .plugin import Plugin, check_over
+from .precision import MixedPrecision
+
+SEARCH_RANGE_M = 32  # the seeds' default, which here means: search freely
+TORCH_DOES = "torch's SDPA, fused norms and torch.compile do this already"
+
+
+@dataclass(frozen=True)
+class GeminiPlugin(Plugin):
+    """`GeminiDDP`: ZeRO-3 in chunks, with model data where it fits.
+
+    Options are those of `GeminiDDP` and of the placement policies, where they are not listed here.
+    What belongs to another policy, and what is not there yet, is refused by name.
+
+    chunk_config_dict: a `gemini.search_chunk_configuration(...)` that was found before.
+    placement_policy: `"static"` with the three fractions, `"auto"` with its two ratios, `"cuda"`,
+        `"cpu"`, or a placement dataclass.
+    search_range_m: 32 searches freely (`GeminiDDP`'s None); another one is taken as it is.
+    memstats: a trace, of `gemini.trace` or `model.memory_stats`.
+    gpu_margin_mem_ratio: for `"auto"` alone, which fills what the first iteration leaves whatever
+        it is.
+    verbose: print what the search for chunks found, and every step that is skipped.
+    """
+
+    chunk_config_dict: ChunkConfiguration | None = None
+    chunk_init_device: torch.device | None = None
+    placement_policy: str | Placement = "static"
+    enable_gradient_accumulation: bool = False
+    max_prefetch: int = 0
+    shard_param_frac: float = 1.0
+    offload_optim_frac: float = 0.0
+    offload_param_frac: float = 0.0
+    warmup_non_model_data_ratio: float = 0.8
+    steady_cuda_cap_ratio: float = 0.9
+    precision: str = "fp16"
+    master_weights: bool = True
+    pin_memory: bool = False
+    force_outputs_fp32: bool = False
+    strict_ddp_mode: bool = False
+    search_range_m: int = SEARCH_RANGE_M
+    hidden_dim: int | None = None
+    min_chunk_size_m: float = 32
+    memstats: Trace | None = None
+    gpu_margin_mem_ratio: float = 0.0
+    initial_scale: float = 2**16
+    min_scale: float = 1
+    growth_factor: float = 2
+    backoff_factor: float = 0.5
+    growth_interval: int = 1000
+    hysteresis: int = 2
+    max_scale: float = 2**32
+    max_norm: float = 0.0
+    norm_type: float = 2.0
+    tp_size: int = 1
+    extra_dp_size: int = 1
+    enable_all_optimization: bool = False
+    enable_fused_normalization: bool = False
+    enable_flash_attention: bool = False
+    enable_sequence_parallelism: bool = False
+    enable_jit_fused: bool = False
+    enable_sequence_overlap: bool = False
+    enable_async_reduce: bool = True
+    use_fp8: bool = False
+    verbose: bool = False
+    fp8_communication: bool = False
+
+    def __post_init__(self) -> None:
+        refuse_meshes(tp_size=self.tp_size, extra_dp_size=self.extra_dp_size)
+        refuse_absent(
+            enable_sequence_parallelism=self.enable_sequence_parallelism,
+            enable_sequence_overlap=self.enable_sequence_overlap,
+            use_fp8=self.use_fp8,
+            fp8_communication=self.fp8_communication,
+        )
+        self.placement()
+        loss_scale_of(self._loss_scale(), LossScale(), self.precision)
+        if self.chunk_config_dict is not None and not isinstance(
+            self.chunk_config_dict, ChunkConfiguration
+        ):
+            raise ValueError(
+                f"chunk_config_dict is a {type(self.chunk_config_dict).__name__}; expected what "
+                "gemini.search_chunk_configuration returned"
+            )
+        if self.memstats is not None and not isinstance(self.memstats, Trace):
+            raise ValueError(
+                f"memstats is a {type(self.memstats).__name__}; expected a trace of gemini.trace"
+            )
+        self._say_what_is_accepted()
+
+    def _say_what_is_accepted(self) -> None:
+        for name, set_, why in (
+            ("chunk_init_device", self.chunk_init_device is not None,
+             "chunks are filled one by one where they are computed with"),
+            ("enable_gradient_accumulation", self.enable_gradient_accumulation,
+             "gradients of several backwards add up without it"),
+            ("pin_memory", self.pin_memory, "what is staged is always pinned"),
+            ("strict_ddp_mode", self.strict_ddp_mode, "there is data parallelism alone"),
+            ("gpu_margin_mem_ratio", self.gpu_margin_mem_ratio != 0,
+             "placement_policy='auto' fills what the first iteration leaves"),
+            ("enable_async_reduce=False", not self.enable_async_reduce,
+             "reductions always overlap the backward"),
+            ("enable_all_optimization", self.enable_all_optimization, TORCH_DOES),
+            ("enable_fused_normalization", self.enable_fused_normalization, TORCH_DOES),
+            ("enable_flash_attention", self.enable_flash_attention, TORCH_DOES),
+            ("enable_jit_fused", self.enable_jit_fused, TORCH_DOES),
+        ):  # fmt: skip
+            if set_:
+                accept(name, why)
+
+    def _loss_scale(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in LOSS_SCALE}
+
+    def placement(self) -> Placement:
+        """The policy that the options say. Raises ValueError for those of another one."""
+        policy = self.placement_policy
+        fractions = {
+            "shard_param_frac": self.shard_param_frac,
+            "offload_optim_frac": self.offload_optim_frac,
+            "offload_param_frac": self.offload_param_frac,
+        }
+        ratios = {
+            "warmup_non_model_data_ratio": self.warmup_non_model_data_ratio,
+            "steady_cuda_cap_ratio": self.steady_cuda_cap_ratio,
+            "gpu_margin_mem_ratio": self.gpu_margin_mem_ratio,
+        }
+        if not 0 <= self.gpu_margin_mem_ratio <= 1:
+            raise ValueError(f"gpu_margin_mem_ratio={self.gpu_margin_mem_ratio} is outside [0, 1]")
+        if policy != "static":
+            usual = dict.fromkeys(fractions, 0.0) | {"shard_param_frac": 1.0}
+            refuse_others(fractions, usual, "it is for placement_policy='static'")
+        if policy != "auto":
+            usual = {
+                "warmup_non_model_data_ratio": 0.8,
+                "steady_cuda_cap_ratio": 0.9,
+                "gpu_margin_mem_ratio": 0.0,
+            }
+            refuse_others(ratios, usual, "it is for placement_policy='auto'")
+        if policy == "static":
+            return StaticPlacement(
+                self.shard_param_frac, self.offload_optim_frac, self.offload_param_frac
+            )
+        if policy == "auto":
+            return AutoPlacement(
+                warmup_non_model_data_ratio=self.warmup_non_model_data_ratio,
+                steady_cap_ratio=self.steady_cuda_cap_ratio,
+            )
+        return parse_named(policy)
+
+    @property
+    def own_precision(self) -> str:  # type: ignore[override]
+        return self.precision
+
+    def wrap(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        precision: MixedPrecision | None,
+        device: torch.device,
+    ) -> nn.Module:
+        return wrap_gemini(
+            model,
+            optimizer,
+            verbose=self.verbose,
+            placement_policy=self.placement(),
+            precision=self.precision,
+            master_weights=self.master_weights,
+            chunks=self.chunk_config_dict,
+            search_range_m=(None if self.search_range_m == SEARCH_RANGE_M else self.search_range_m),
+            hidden_dim=self.hidden_dim,
+            min_chunk_size_m=self.min_chunk_size_m,
+            max_prefetch=self.max_prefetch,
+            force_outputs_fp32=self.force_outputs_fp32,
+            max_norm=self.max_norm,
+            norm_type=self.norm_type,
+            loss_scale=loss_scale_of(self._loss_scale(), LossScale(), self.precision),
+            trace=self.memstats,
+        )
+
+
+def parse_named(policy: str | Placement) -> Placement:
+    """A policy by its old name. Raises ValueError."""
+    if policy == "const":
+        raise ValueError(
+            "placement_policy='const' has no bytes; expected gemini.ConstPlacement('8GiB')"
+        )
+    return parse_placement(policy)
+
+
+def wrap_gemini(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    verbose: bool,
+    **options: Any,
+) -> GeminiDDP:
+    """The wrapped module. The optimizer is one of this project's then, and updates its shards."""
+    if optimizer is not None:
+        check_over(optimizer, model)
+        ours = isinstance(optimizer, TieredOptimizer)
+        if optimizer.state or (ours and not optimizer.waits_for(_ids(model))):  # type: ignore[attr-defined]
+            raise ValueError(
+                f"this {type(optimizer).__name__} has state of the plain module; expected one that "
+                f"has not stepped (boost first, then load its state), of {TAKEN}"
+            )
+        convert(optimizer)  # what it refuses, it refuses before anything is changed
+    wrapped = GeminiDDP(model, **options)
+    if isinstance(optimizer, TieredOptimizer):
+        optimizer.bind_to(wrapped.engine)
+    if verbose and parts.rank() == 0:
+        sys.stdout.write(wrapped.chunk_configuration.summary() + "\n")
+        if isinstance(optimizer, TieredOptimizer):
+            _print_skips(optimizer, wrapped)
+    return wrapped
+
+
+def _ids(model: nn.Module) -> set[int]:
+    return {id(param) for param in model.parameters()}
+
+
+def _print_skips(optimizer: TieredOptimizer, model: GeminiDDP) -> None:
+    held = weakref.ref(model)
+
+    def say(stepped: torch.optim.Optimizer, *_: Any) -> None:
+        assert isinstance(stepped, TieredOptimizer)
+        module, report = held(), stepped.last_report
+        if module is not None and report is not None and report.skipped:
+            scale = module.engine.scaler.read().scale
+            sys.stdout.write(
+                f"step skipped: the gradient of {report.nonfinite} is not finite; "
+                f"loss scale {scale:g}\n"
+            )
+
+    optimizer.register_step_post_hook(say)

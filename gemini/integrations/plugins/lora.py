@@ -1,0 +1,113 @@
+"""LoRA by peft, before a module is boosted."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gemini.ddp import GeminiDDP
+from gemini.integrations.parts import inner_of, rank
+from gemini.runtime.inspect.full_parameters import full_parameters
+
+_MARK = ".lora_"  # in the name of every parameter that peft adds
+
+
+def enable_lora(
+    model: nn.Module,
+    pretrained_dir: str | os.PathLike[str] | None,
+    lora_config: Any,
+    bnb_quantization_config: Any,
+    quantize: bool,
+) -> nn.Module:
+    """The module with LoRA layers, of `lora_config` or of a folder that peft has saved.
+
+    Raises ValueError for a module that is wrapped, for neither or both, and for quantization,
+    ImportError without peft.
+    """
+    if isinstance(model, GeminiDDP | nn.parallel.DistributedDataParallel):
+        raise ValueError(
+            f"enable_lora() of a {type(model).__name__}, whose parameters are set; expected the "
+            "plain module: call booster.enable_lora before booster.boost"
+        )
+    if quantize or bnb_quantization_config is not None:
+        raise ValueError(
+            "quantize with enable_lora(); expected neither it nor bnb_quantization_config: "
+            "quantized weights cannot be sharded"
+        )
+    if (lora_config is None) == (pretrained_dir is None):
+        raise ValueError(
+            "enable_lora() takes lora_config= or pretrained_dir=; expected one of the two"
+        )
+    peft = _peft()
+    wrapped: nn.Module
+    if pretrained_dir is not None:
+        wrapped = peft.PeftModel.from_pretrained(model, pretrained_dir, is_trainable=True)
+    else:
+        wrapped = peft.get_peft_model(model, lora_config)
+    return wrapped
+
+
+def save_lora(model: nn.Module, folder: str | os.PathLike[str], *, use_safetensors: bool) -> None:
+    """What peft's `save_pretrained` writes, on rank 0. Collective.
+
+    Raises ValueError for a module without LoRA layers.
+    """
+    inner: Any = model.module if isinstance(model, GeminiDDP) else inner_of(model)
+    if not hasattr(inner, "peft_config"):
+        raise ValueError(
+            f"a {type(inner).__name__} has no LoRA layers; expected a module that "
+            "booster.enable_lora returned, boosted"
+        )
+    values = _adapters(model)
+    if rank() == 0:
+        inner.save_pretrained(folder, safe_serialization=use_safetensors, state_dict=values)
+
+
+def _adapters(model: nn.Module) -> Mapping[str, Tensor]:
+    """What is trained, whole, on rank 0; nothing else is kept."""
+    if not isinstance(model, GeminiDDP):
+        return {n: p.detach().cpu() for n, p in inner_of(model).named_parameters() if _is_own(n, p)}
+    model.engine.call("save_lora_as_pretrained()")
+    own = {name for name, param in model.named_parameters() if _is_own(name, param)}
+    return {name: value for name, value in full_parameters(model.engine) if name in own}
+
+
+def _is_own(name: str, param: Tensor) -> bool:
+    return _MARK in name or param.requires_grad
+
+
+def add_lora_params(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """See `LowLevelZeroPlugin.add_lora_params_to_optimizer`."""
+    if isinstance(model, GeminiDDP):
+        raise ValueError(
+            "add_lora_params_to_optimizer() of a wrapped module; expected the plain one: call it "
+            "between booster.enable_lora and booster.boost"
+        )
+    named = dict(model.named_parameters())
+    groups = {
+        id(param): group["params"] for group in optimizer.param_groups for param in group["params"]
+    }
+    for name, param in named.items():
+        if _MARK not in name or id(param) in groups:
+            continue
+        layer = name.partition(_MARK)[0]
+        base = named.get(f"{layer}.base_layer.weight", named.get(f"{layer}.weight"))
+        group = None if base is None else groups.get(id(base))
+        if group is None:
+            raise ValueError(
+                f"the optimizer has no parameter of {layer}, beside which {name} is; expected one "
+                "over all of the module's parameters"
+            )
+        group.append(param)
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise ImportError("LoRA needs peft: pip install gemini-memory[lora]") from error
+    return peft

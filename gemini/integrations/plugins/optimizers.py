@@ -1,0 +1,145 @@
+"""torch's own optimizers with what a boosted one has: clipping by name, and a loss scale.
+
+Under the plugins of torch (DDP, FSDP2) the optimizer stays the one that was given, object and
+class; it gets these methods.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from optim.base import TieredOptimizer
+from optim.binding import show_steps
+from optim.rules.clipping import asked_norm
+
+from .precision import Scaling
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What is done around a step.
+
+    max_norm: gradients are clipped to this L2 norm in every step; 0 does not.
+    """
+
+    scaling: Scaling | None = None
+    max_norm: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.max_norm < math.inf:
+            raise ValueError(f"max_norm={self.max_norm} is negative; 0 does not clip")
+
+
+def give_extras(optimizer: torch.optim.Optimizer, extras: Extras) -> None:
+    """`optimizer` stays the same object, and its class a subclass of what it was."""
+    followed = hasattr(optimizer.step, "_wrapped_by_lr_sched")
+    optimizer.__dict__.pop("step", None)
+    kind: Any = type(optimizer)
+    optimizer.__class__ = _boosted(kind)
+    optimizer._extras = extras  # type: ignore[attr-defined]
+    if followed:  # by a scheduler that was made before
+        show_steps(optimizer)
+
+
+class Boosted(torch.optim.Optimizer):
+    """Comes before the class of the optimizer that was given."""
+
+    _extras: Extras
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        """`loss.backward(**options)`, with the loss scale.
+
+        Raises RuntimeError behind a clip: gradients of two scales would be added.
+        """
+        scaling = self._extras.scaling
+        if scaling is None:
+            loss.backward(**options)
+            return
+        if scaling.is_unscaled:
+            if any(param.grad is not None for param in self._params()):
+                raise RuntimeError(
+                    "backward() after gradients were clipped; call optimizer.step() or zero_grad() "
+                    "between, or clip after the last backward"
+                )
+            scaling.forget()
+        scaling.scaled(loss).backward(**options)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        scaling = self._extras.scaling
+        if scaling is not None:
+            if closure is not None:
+                raise RuntimeError(
+                    "step(closure) with a loss scale: gradients are to be unscaled between; call "
+                    "booster.backward(loss, optimizer) and step()"
+                )
+            scaling.unscale(self._params())
+        if self._extras.max_norm > 0:
+            self._clip(self._extras.max_norm, 2.0)
+        if scaling is not None and not scaling.stepped():
+            return None
+        return super().step(closure)  # type: ignore[safe-super, arg-type]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        if self._extras.scaling is not None:
+            self._extras.scaling.forget()
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Clip all gradients; returns their norm before, over all ranks, 0-d."""
+        asked_norm(max_norm, norm_type)
+        self._unscale()
+        return self._clip(max_norm, norm_type, error_if_nonfinite)
+
+    def clip_grad_by_norm(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """As `clip_grad_norm_`."""
+        return self.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
+
+    @torch.no_grad()
+    def clip_grad_by_value(self, clip_value: float) -> None:
+        """Clip every element of the gradients to [-clip_value, clip_value]."""
+        if not clip_value > 0:
+            raise ValueError(f"clip_value={clip_value}; expected a positive number")
+        self._unscale()
+        for param in self._params():
+            if param.grad is not None:
+                _local(param.grad).clamp_(-clip_value, clip_value)
+
+    def _unscale(self) -> None:
+        if self._extras.scaling is not None:
+            self._extras.scaling.unscale(self._params())
+
+    def _clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool = False) -> Tensor:
+        if isinstance(self, TieredOptimizer):
+            return TieredOptimizer.clip_grad_norm_(self, max_norm, norm_type, error_if_nonfinite)
+        norm = torch.nn.utils.clip_grad_norm_(
+            list(self._params()), max_norm, norm_type, error_if_nonfinite
+        )
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def _params(self) -> Iterator[Tensor]:
+        for group in self.param_groups:
+            yield from group["params"]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@functools.cache
+def _boosted(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    if issubclass(kind, Boosted):
+        raise ValueError(f"this {kind.__name__} is boosted already; expected a new optimizer")
+    members = {"__doc__": kind.__doc__, "__module__": kind.__module__}
+    return type(kind.__name__, (Boosted, kind), members)

@@ -1,0 +1,93 @@
+"""What a plugin is: options, and how a module and its optimizer are wrapped with them."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from gemini.integrations.parts import dataloader, this_device
+
+from .precision import MixedPrecision, check_is_own, parse_precision
+
+
+class Plugin:
+    """Base of all. One that is new is a frozen dataclass of its options, and `wrap`.
+
+    own_precision: what it computes in; None where `Booster(mixed_precision=)` says it.
+    takes_device: whether `Booster(device=)` says where it computes.
+    """
+
+    own_precision: str | None = None
+    takes_device = False
+
+    def wrap(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        precision: MixedPrecision | None,
+        device: torch.device,
+    ) -> nn.Module:
+        """The wrapped module; the optimizer, over its parameters from now on, stays the object."""
+        raise NotImplementedError
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Backwards inside reduce nothing over ranks."""
+        context: AbstractContextManager[None] = model.no_sync()  # type: ignore[operator]
+        return context
+
+    def prepare_dataloader(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int = 1,
+        shuffle: bool = False,
+        seed: int = 1024,
+        drop_last: bool = False,
+        pin_memory: bool = False,
+        num_workers: int = 0,
+        distributed_sampler_cls: type | None = None,
+        **kwargs: Any,
+    ) -> DataLoader[Any]:
+        """A loader with this rank's part of `dataset`; see `gemini.integrations.parts.dataloader`.
+
+        Call `loader.sampler.set_epoch(epoch)` for another order in each epoch.
+        """
+        return dataloader(
+            dataset, batch_size, shuffle, seed, drop_last, pin_memory, num_workers,
+            distributed_sampler_cls, **kwargs,
+        )  # fmt: skip
+
+    prepare_train_dataloader = prepare_dataloader
+
+    def checked(
+        self, precision: str | MixedPrecision | None, device: torch.device | str | None
+    ) -> tuple[MixedPrecision | None, torch.device]:
+        """What a Booster was given beside the plugin. Raises ValueError for what it decides."""
+        name = type(self).__name__
+        if device is not None and not self.takes_device:
+            raise ValueError(
+                f"device={device!r} with {name}, which computes on the CUDA device of this "
+                "process, else on the CPU; expected None: call torch.cuda.set_device before"
+            )
+        if self.own_precision is not None:
+            check_is_own(precision, self.own_precision, name)
+            return None, this_device(device)
+        return parse_precision(precision), this_device(device)
+
+
+def check_over(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Raise ValueError for an optimizer with parameters that the module does not have."""
+    there = {id(param) for param in model.parameters()}
+    strangers = [p for p in params_of(optimizer) if id(p) not in there]
+    if strangers:
+        raise ValueError(
+            f"the optimizer has {len(strangers)} parameters that are not the module's; expected "
+            "one over model.parameters(), made from the module that is boosted"
+        )
+
+
+def params_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]

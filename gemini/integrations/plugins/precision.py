@@ -1,0 +1,217 @@
+"""Mixed precision where a plugin has none of its own: torch's autocast, and a loss scale."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gemini.trees import map_tensors
+from optim.rules.loss_scale import LossScale
+
+log = logging.getLogger("gemini")
+
+_SMALLEST, _LARGEST = 2.0**-60, 2.0**60  # torch's own scaler has no limits
+
+
+@dataclass(frozen=True)
+class MixedPrecision:
+    """What a module computes in, while its parameters stay in fp32."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        raise NotImplementedError
+
+    @property
+    def loss_scale(self) -> LossScale | None:
+        return None
+
+    @property
+    def says_overflows(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
+class BF16MixedPrecision(MixedPrecision):
+    """bf16 by torch's autocast."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16
+
+
+@dataclass(frozen=True)
+class FP16TorchMixedPrecision(MixedPrecision):
+    """fp16 by torch's autocast, with the schedule of `torch.amp.GradScaler`."""
+
+    init_scale: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float16
+
+    @property
+    def loss_scale(self) -> LossScale:
+        return LossScale(
+            self.init_scale, _SMALLEST, self.growth_factor, self.backoff_factor,
+            self.growth_interval, 1, _LARGEST,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class FP16NaiveMixedPrecision(MixedPrecision):
+    """fp16 by torch's autocast, with the loss scale of `optim.LossScale`.
+
+    `verbose` logs every step that is skipped. `log_num_zeros_in_grad` is refused.
+    """
+
+    log_num_zeros_in_grad: bool = False
+    initial_scale: float = 2.0**32
+    growth_factor: float = 2
+    backoff_factor: float = 0.5
+    growth_interval: int = 1000
+    hysteresis: int = 2
+    max_scale: float = 2.0**32
+    verbose: bool = False
+
+    def __post_init__(self) -> None:
+        if self.log_num_zeros_in_grad:
+            raise ValueError(
+                "log_num_zeros_in_grad=True; expected False: count them with "
+                "(p.grad == 0).sum() before the step"
+            )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float16
+
+    @property
+    def loss_scale(self) -> LossScale:
+        return LossScale(
+            self.initial_scale, 1.0, self.growth_factor, self.backoff_factor,
+            self.growth_interval, self.hysteresis, self.max_scale,
+        )  # fmt: skip
+
+    @property
+    def says_overflows(self) -> bool:
+        return self.verbose
+
+
+@dataclass(frozen=True)
+class ScaledFP16(MixedPrecision):
+    """fp16 with these options of the loss scale."""
+
+    options: LossScale
+    verbose: bool = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float16
+
+    @property
+    def loss_scale(self) -> LossScale:
+        return self.options
+
+    @property
+    def says_overflows(self) -> bool:
+        return self.verbose
+
+
+_NAMED: dict[str, type[MixedPrecision]] = {
+    "bf16": BF16MixedPrecision,
+    "fp16": FP16TorchMixedPrecision,
+    "fp16_naive": FP16NaiveMixedPrecision,
+}
+
+
+def parse_precision(asked: str | MixedPrecision | None) -> MixedPrecision | None:
+    """From its name, or itself. Raises ValueError for a name that is none."""
+    if asked is None or isinstance(asked, MixedPrecision):
+        return asked
+    if asked == "fp16_apex":
+        raise ValueError("mixed_precision='fp16_apex'; expected 'fp16': apex is not needed")
+    if asked not in _NAMED:
+        raise ValueError(
+            f"mixed_precision={asked!r}; expected one of {sorted(_NAMED)}, or an object of "
+            "gemini.integrations.plugins.precision"
+        )
+    return _NAMED[asked]()
+
+
+def check_is_own(asked: str | MixedPrecision | None, own: str, plugin: str) -> None:
+    """Raise ValueError where a plugin with a precision of its own is asked for another one."""
+    if asked is not None and asked != own:
+        raise ValueError(
+            f"mixed_precision={asked!r} with {plugin}, which computes in {own!r}; expected none: "
+            "set precision= on the plugin, and its options of the loss scale"
+        )
+
+
+def compute_in(module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Run the module's forward in torch's autocast from now on; what floats comes out in fp32."""
+    forward = module.forward
+
+    @functools.wraps(forward)
+    def in_dtype(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device.type, dtype):
+            outputs = forward(*args, **kwargs)
+        return map_tensors(outputs, _widened)
+
+    module.forward = in_dtype
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+class Scaling:
+    """The loss scale of an optimizer whose gradients are in `p.grad`, in fp32.
+
+    Ranks with the same gradients, as torch's DDP leaves them, decide the same.
+    """
+
+    def __init__(self, options: LossScale, *, says_overflows: bool = False) -> None:
+        self._options = options
+        self._says_overflows = says_overflows
+        self.state = options.start()
+        self._is_finite: bool | None = None  # of gradients that were unscaled
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """The loss as backward begins with it, in fp32."""
+        return loss.float() * self.state.scale
+
+    @property
+    def is_unscaled(self) -> bool:
+        return self._is_finite is not None
+
+    @torch.no_grad()
+    def unscale(self, params: Iterable[Tensor]) -> None:
+        """Divide by the scale, once between steps."""
+        if self._is_finite is not None:
+            return
+        grads = [param.grad for param in params if param.grad is not None]
+        for grad in grads:
+            grad.mul_(1.0 / self.state.scale)
+        finite = [torch.isfinite(grad).all() for grad in grads]
+        self._is_finite = not finite or bool(torch.stack(finite).all())
+
+    def stepped(self) -> bool:
+        """Whether the step counts; the schedule goes on."""
+        assert self._is_finite is not None
+        good, self._is_finite = self._is_finite, None
+        self.state = self._options.after(self.state, overflow=not good)
+        if not good and self._says_overflows:
+            log.info("a gradient is not finite: step skipped, loss scale %g", self.state.scale)
+        return good
+
+    def forget(self) -> None:
+        """The gradients were dropped."""
+        self._is_finite = None

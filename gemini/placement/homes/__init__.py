@@ -1,0 +1,1 @@
+"""Which tier everything lives on. Pure."""

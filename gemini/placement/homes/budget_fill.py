@@ -1,0 +1,269 @@
+"""Filling the tiers under their budgets. Pure.
+
+The device is filled under the room of every moment: what the budget leaves beside activations,
+gathered payloads and gradient buffers. A gradient needs room only from its reduction to the step,
+when activations are gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gemini.placement.plan import Staging, UpdatePath
+from gemini.placement.problem import Homes, Tiers, state_parts
+from gemini.placement.sizes import BudgetError, ChunkBytes
+from gemini.placement.tiers import Tier
+from gemini.placement.timetable.room import Demand, DeviceRoom
+from gemini.units import ChunkId
+
+
+def fill(tiers: Tiers, demand: Demand, order: str, path: UpdatePath) -> Homes:
+    """Fill the device in `order` (a word of `p`, `g` and `s`), then the host, then NVMe.
+
+    `path` is how blocks are updated whose state is not on the device. Raises BudgetError with the
+    bytes that are missing.
+    """
+    try:
+        return _fill(tiers, demand, order, path)
+    except BudgetError as error:
+        if tiers.has_host_tier or tiers.fixed_params is not None or error.tier is not Tier.DEVICE:
+            raise
+    # parameters on NVMe need no buffers to undo a step
+    return _fill(tiers, demand, order.replace("p", ""), path)
+
+
+def _fill(tiers: Tiers, demand: Demand, order: str, path: UpdatePath) -> Homes:
+    below = tiers.below()
+    lowest = tiers.lowest(below, path)
+    if tiers.has_host_tier and _host_overflows(tiers, lowest):
+        lowest = tiers.lowest(Tier.NVME, path)
+    _force_onto_nvme(tiers, lowest)
+    device_staging, _ = tiers.staging(lowest)
+    if not tiers.has_host_tier and tiers.fixed_params is None and "p" in order:
+        device_staging, _ = tiers.staging(tiers.lowest(Tier.NVME, path), params_may_rise=True)
+    room = demand.room(tiers, prefetch=True)
+    room.reserve(device_staging.nbytes)
+    if room.left.min() < 0:
+        room = demand.room(tiers, prefetch=False)
+        room.reserve(device_staging.nbytes)
+        _check_floor(tiers, demand, room, device_staging)
+    homes = tiers.lowest(below, path)
+    _force_onto_nvme(tiers, homes)
+    _take_what_is_there(tiers, homes, room)
+    for kind in order:
+        for chunk in tiers.chunks:
+            i = chunk.id
+            may_rise = tiers.fixed_params is None and homes.param[i] is not Tier.DEVICE
+            if kind == "p" and may_rise and room.take_param(chunk):
+                homes.param[i] = Tier.DEVICE
+            if kind == "s" and chunk.trainable:
+                free = [b for b, home in enumerate(homes.state[i]) if home is below]
+                if not tiers.has_host_tier:
+                    free = free[_forced_blocks(tiers, chunk) :]
+                out = room.take_run([chunk.blocks[b].state_bytes for b in free])
+                for b in free[out:]:
+                    homes.state[i][b] = Tier.DEVICE
+            if kind == "g" and chunk.trainable and homes.grad[i] is not Tier.DEVICE:
+                on_cpu = path is UpdatePath.CPU and any(h is below for h in homes.state[i])
+                if not on_cpu and room.take_grad(chunk):
+                    homes.grad[i] = Tier.DEVICE
+    if tiers.has_host_tier:
+        _spill_host(tiers, homes)
+    _join_on_nvme(tiers, homes, room, "p" in order and tiers.fixed_params is None)
+    homes.device_staging, homes.host_staging = tiers.staging(homes)
+    used = tiers.nvme_bytes(homes)
+    if used > tiers.budgets.nvme:
+        raise BudgetError.missing(
+            Tier.NVME, used - tiers.budgets.nvme, tiers.budgets.nvme, "what must be on disk",
+            "raise nvme_budget, host_budget or device_budget by as much, or use more ranks",
+        )  # fmt: skip
+    return homes
+
+
+def _take_what_is_there(tiers: Tiers, homes: Homes, room: DeviceRoom) -> None:
+    """Room for what is on the device already. Raises BudgetError."""
+    if tiers.fixed_params is None and tiers.floor is None:
+        return
+    for chunk in tiers.chunks:
+        i = chunk.id
+        if homes.param[i] is Tier.DEVICE:
+            room.take_param(chunk, forced=True)
+        room.reserve(
+            sum(
+                block.state_bytes
+                for block, home in zip(chunk.blocks, homes.state[i], strict=True)
+                if home is Tier.DEVICE
+            )
+        )
+        if chunk.trainable and homes.grad[i] is Tier.DEVICE:
+            room.take_grad(chunk, forced=True)
+    missing = -int(room.left.min())
+    if missing > 0:
+        raise BudgetError.missing(
+            Tier.DEVICE, missing, tiers.budgets.device, "the model data that is there already",
+            "raise device_budget by as much",
+        )  # fmt: skip
+
+
+def _join_on_nvme(tiers: Tiers, homes: Homes, room: DeviceRoom, params_may_move: bool) -> None:
+    """A chunk with parameters or gradients on NVMe has its state there too.
+
+    Files count before memory changes (ADR 0002), so what is updated in memory may neither be read
+    from a file nor written to one. Device room that this gives back goes to what else is on NVMe.
+    """
+
+    def split(i: ChunkId) -> bool:
+        return Tier.NVME in (homes.param[i], homes.grad[i]) and any(
+            tier is not Tier.NVME for tier in homes.state[i]
+        )
+
+    torn = [chunk for chunk in tiers.chunks if chunk.trainable and split(chunk.id)]
+    tried = False  # what did not fit fits no sooner before something is given back
+    for chunk in reversed(torn):
+        i = chunk.id
+        if not split(i):
+            continue
+        given = sum(
+            block.state_bytes
+            for block, home in zip(chunk.blocks, homes.state[i], strict=True)
+            if home is Tier.DEVICE
+        )
+        room.reserve(-given)
+        homes.state[i] = [Tier.NVME for _ in chunk.blocks]
+        for other in torn if given or not tried else ():
+            j = other.id
+            if not split(j):
+                continue
+            on_nvme = homes.param[j] is Tier.NVME
+            if on_nvme and params_may_move and room.take_param(other):
+                homes.param[j] = Tier.DEVICE
+            if homes.grad[j] is Tier.NVME and room.take_grad(other):
+                homes.grad[j] = Tier.DEVICE
+        tried = True
+
+
+def _forced_blocks(tiers: Tiers, chunk: ChunkBytes) -> int:
+    """How many leading blocks of a chunk `nvme_state_frac` puts on NVMe."""
+    if tiers.nvme_state_frac == 0:
+        return 0
+    total = sum(b.numel for c in tiers.chunks for b in c.blocks)
+    wanted = tiers.nvme_state_frac * total
+    taken = float(sum(b.numel for c in tiers.chunks[: chunk.id] for b in c.blocks))
+    count = 0
+    for block in chunk.blocks:
+        if taken + block.numel / 2 > wanted:
+            break
+        taken += block.numel
+        count += 1
+    return count
+
+
+def _force_onto_nvme(tiers: Tiers, homes: Homes) -> None:
+    """Put the share of state on NVMe that was asked for."""
+    for chunk in tiers.chunks:
+        for b in range(_forced_blocks(tiers, chunk)):
+            homes.state[chunk.id][b] = Tier.NVME
+
+
+def missing_for_everything(tiers: Tiers, demand: Demand) -> int | None:
+    """Bytes that the device lacks to hold all model data; None where some must be on NVMe."""
+    if any(_forced_blocks(tiers, chunk) for chunk in tiers.chunks):
+        return None
+    room = demand.room(tiers, prefetch=False)
+    for chunk in tiers.chunks:
+        room.take_param(chunk, forced=True)
+        room.reserve(chunk.state_bytes)
+        if chunk.trainable:
+            room.take_grad(chunk, forced=True)
+    return max(0, -int(room.left.min()))
+
+
+def _host_bytes(tiers: Tiers, homes: Homes) -> int:
+    total = 0
+    for chunk in tiers.chunks:
+        i = chunk.id
+        total += chunk.shard_bytes * (homes.param[i] is Tier.HOST)
+        total += chunk.shard_bytes * (chunk.trainable and homes.grad[i] is Tier.HOST)
+        total += sum(parts[0] for home, parts in state_parts(chunk, homes.state[i])
+                     if home is Tier.HOST)  # fmt: skip
+    return total
+
+
+def _host_overflows(tiers: Tiers, homes: Homes) -> bool:
+    return _host_bytes(tiers, homes) > tiers.budgets.host
+
+
+def _spill_host(tiers: Tiers, homes: Homes) -> None:
+    """Move from host to NVMe what the host has no room for: state, then gradients, parameters.
+
+    A byte of a parameter is read twice an iteration and written once; of the rest, once each.
+    Each of the three that is on NVMe asks for staging buffers of its own in host memory.
+    """
+    over = _host_bytes(tiers, homes) - tiers.budgets.host
+    uses_nvme = any(Tier.NVME in (homes.param[c.id], homes.grad[c.id], *homes.state[c.id])
+                    for c in tiers.chunks)  # fmt: skip
+    if over <= 0 and not uses_nvme:
+        return
+    spilled = homes.copy()
+    for kind in ("state", "grad", "param"):
+        for row, index, _ in _rows_on_host(tiers, spilled, kind):
+            row[index] = Tier.NVME
+        for chunk in tiers.chunks:  # as `_join_on_nvme` will have it
+            if Tier.NVME in (spilled.param[chunk.id], spilled.grad[chunk.id]):
+                spilled.state[chunk.id] = [Tier.NVME for _ in chunk.blocks]
+        staging = tiers.staging(spilled, params_may_rise=True)[1].nbytes
+        over = _host_bytes(tiers, homes) + staging - tiers.budgets.host
+        for row, index, nbytes in _rows_on_host(tiers, homes, kind):
+            if over > 0:
+                row[index] = Tier.NVME
+                over -= nbytes
+        if over <= 0:
+            return
+    raise BudgetError.missing(
+        Tier.HOST, over, tiers.budgets.host, "the staging buffers of NVMe",
+        "raise host_budget by as much, or lower NvmeConfig.depth",
+    )  # fmt: skip
+
+
+def _rows_on_host(tiers: Tiers, homes: Homes, kind: str) -> Iterator[tuple[list[Tier], int, int]]:
+    """(row, index into it, bytes) of what the host holds of a kind and may give, in order."""
+    for chunk in tiers.chunks:
+        i = chunk.id
+        if kind == "state":
+            for b, block in enumerate(chunk.blocks):
+                if homes.state[i][b] is Tier.HOST and tiers.may_be_lower(kind, i, b):
+                    yield homes.state[i], b, block.state_bytes
+        elif kind == "param" or chunk.trainable:
+            row = homes.param if kind == "param" else homes.grad
+            if row[i] is Tier.HOST and tiers.may_be_lower(kind, i):
+                yield row, i, chunk.shard_bytes
+
+
+def _check_floor(tiers: Tiers, demand: Demand, room: DeviceRoom, staging: Staging) -> None:
+    """Raises BudgetError where the device cannot hold what must be there at some moment."""
+    least = int(room.left.argmin())
+    moment, missing = int(room.moments[least]), -int(room.left[least])
+    if missing <= 0:
+        return
+    non_model = int(demand.non_model[moment])
+    needs = demand.needs[moment] if moment < len(demand.needs) else ()
+    payloads = sum(tiers.chunks[chunk].payload_bytes for chunk in needs)
+    buffers = tiers.budgets.device - non_model - payloads - staging.nbytes + missing
+    parts = {
+        "activations and temporaries": non_model,
+        "the chunks in use": payloads,
+        "gradient buffers": max(0, buffers),
+        "staging": staging.nbytes,
+    }
+    knobs = {
+        "activations and temporaries": "use a smaller batch or activation checkpointing",
+        "the chunks in use": "lower min_chunk_size_m, so that chunks are smaller",
+        "gradient buffers": "lower min_chunk_size_m, so that fewer gradients wait for a chunk",
+        "staging": "lower NvmeConfig.depth",
+    }
+    largest = max(parts, key=lambda name: parts[name])
+    listed = ", ".join(f"{name} {nbytes}" for name, nbytes in parts.items())
+    raise BudgetError.missing(
+        Tier.DEVICE, missing, tiers.budgets.device, f"moment {moment} (bytes: {listed})",
+        f"raise device_budget by as much, or {knobs[largest]}",
+    )  # fmt: skip

@@ -1,0 +1,79 @@
+"""Budgets of one rank in bytes, from a policy and a machine, worked out once. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from gemini.placement.policy import AutoPlacement, ConstPlacement, Placement, StaticPlacement
+from gemini.placement.sizes import UNLIMITED, BudgetError, Budgets
+from gemini.placement.tiers import Tier
+from gemini.units import Bytes
+
+USABLE = 0.9  # of what the machine has left, where no budget is given
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What one rank shares with others of its node."""
+
+    ranks_per_node: int = 1  # share host memory and disks
+    ranks_per_device: int = 1  # share the compute device: its RAM, where that is a CPU
+    has_host_tier: bool = True  # else host memory is the device's
+    device_bytes_left: int = UNLIMITED  # of the device, for all that share it
+    host_bytes_left: int = UNLIMITED  # of the node's RAM, where that is a tier of its own
+
+    def ranks_on(self, tier: Tier) -> int:
+        """How many ranks share one pool of a tier."""
+        return self.ranks_per_device if tier is Tier.DEVICE else self.ranks_per_node
+
+
+def resolve(policy: Placement, machine: Machine, model_bytes: int) -> Budgets:
+    """Bytes that one rank may hold on each tier.
+
+    Every pool is divided among the ranks that share it. Device and RAM for which nothing is given
+    have no limit, unless `model_bytes` of one rank may not fit what is left of them.
+    """
+    given = _given(policy, machine)
+    budgets = given.divided(machine.ranks_per_node, machine.ranks_per_device)
+    if isinstance(policy, StaticPlacement):
+        return budgets
+    left = machine.device_bytes_left // machine.ranks_per_device
+    if given.device >= UNLIMITED and 2 * model_bytes > left:
+        budgets = replace(budgets, device=Bytes(round(USABLE * left)))
+    left = machine.host_bytes_left // machine.ranks_per_node
+    if given.host >= UNLIMITED and machine.has_host_tier and 2 * model_bytes > left:
+        budgets = replace(budgets, host=Bytes(round(USABLE * left)))
+    return budgets
+
+
+def in_words_of(policy: Placement, machine: Machine, error: BudgetError) -> BudgetError:
+    """The same of what the user gave: by its name, for all ranks that share the pool."""
+    if error.tier is None:
+        return error
+    name, ranks = _name(policy, machine, error.tier), machine.ranks_on(error.tier)
+    given = _given(policy, machine).of(error.tier)
+    missing = ranks * (error.budget_bytes + error.missing_bytes) - given
+    if given >= UNLIMITED:  # it was what the machine has left
+        given, missing = Bytes(ranks * error.budget_bytes), ranks * error.missing_bytes
+    shared = f", on each of {ranks} ranks" if ranks > 1 else ""
+    knob = error.knob.replace(f"{error.tier.value}_budget", name)
+    return BudgetError.missing(error.tier, missing, given, error.what + shared, knob, name)
+
+
+def _given(policy: Placement, machine: Machine) -> Budgets:
+    """Of a node, what bounds each pool."""
+    given = policy.budgets()
+    if machine.has_host_tier:
+        return given
+    return replace(given, device=min(given.device, given.host))  # both are RAM
+
+
+def _name(policy: Placement, machine: Machine, tier: Tier) -> str:
+    """Of the argument that says what bounds a pool."""
+    if tier is not Tier.DEVICE:
+        return f"{tier.value}_budget"
+    if isinstance(policy, ConstPlacement):
+        return "device_bytes"
+    given = policy.budgets()
+    by_host = isinstance(policy, AutoPlacement) and given.host < given.device
+    return "host_budget" if by_host and not machine.has_host_tier else "device_budget"

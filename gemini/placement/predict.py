@@ -1,0 +1,131 @@
+"""How many bytes of what are where at every moment of a plan. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from gemini.units import Bytes, Moment
+
+from .plan import MoveKind, Plan
+from .problem import nvme_blocks, store_overhead
+from .sizes import on_disk
+from .tiers import Tier
+
+KINDS = ("parameters", "gradients", "state", "staging", "non-model")
+TIERS = (Tier.DEVICE, Tier.HOST, Tier.NVME)
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Bytes by tier and kind at every moment; the last moment is the end of the iteration."""
+
+    rows: dict[tuple[Tier, str], tuple[int, ...]]
+
+    @property
+    def num_moments(self) -> int:
+        return len(next(iter(self.rows.values())))
+
+    def total(self, tier: Tier) -> list[int]:
+        """Bytes on one tier at every moment."""
+        rows = [self.rows[tier, kind] for kind in KINDS]
+        return list(map(sum, zip(*rows, strict=True)))
+
+    def peak(self, tier: Tier) -> Bytes:
+        return Bytes(max(self.total(tier)))
+
+    def peak_moment(self, tier: Tier) -> Moment:
+        totals = self.total(tier)
+        return Moment(totals.index(max(totals)))
+
+    def at(self, tier: Tier, moment: int) -> dict[str, int]:
+        """Bytes of every kind at one moment."""
+        return {kind: self.rows[tier, kind][moment] for kind in KINDS}
+
+    def peaks(self) -> dict[str, dict[str, int]]:
+        """By tier: its peak, and what it is made of at that moment."""
+        return {
+            tier.value: {"total": self.peak(tier), **self.at(tier, self.peak_moment(tier))}
+            for tier in TIERS
+        }
+
+
+class _Ledger:
+    """Sums of bytes over runs of moments."""
+
+    def __init__(self, num_moments: int) -> None:
+        self._num_moments = num_moments
+        self._changes = {(tier, kind): [0] * (num_moments + 1) for tier in TIERS for kind in KINDS}
+
+    def add(
+        self, tier: Tier, kind: str, nbytes: int, start: int = 0, end: int | None = None
+    ) -> None:
+        """`nbytes` at moments [start, end); to the end of the iteration where `end` is None."""
+        end = self._num_moments if end is None else min(end, self._num_moments)
+        if start < end:
+            self._changes[tier, kind][start] += nbytes
+            self._changes[tier, kind][end] -= nbytes
+
+    def follow(self, tier: Tier, kind: str, nbytes: Sequence[int]) -> None:
+        """`nbytes` of every moment; the last of them stays to the end of the iteration."""
+        changes = self._changes[tier, kind]
+        for moment, (before, now) in enumerate(pairwise((0, *nbytes))):
+            changes[moment] += now - before
+
+    def profile(self) -> Profile:
+        return Profile(
+            {key: tuple(accumulate(changes[:-1])) for key, changes in self._changes.items()}
+        )
+
+
+def predict(plan: Plan, non_model_bytes: Sequence[int]) -> Profile:
+    """Bytes on every tier at every moment. `non_model_bytes`: of every moment of the trace.
+
+    The step is taken to need as much beside model data as the last period of the trace.
+    """
+    total = plan.num_trace_moments
+    ledger = _Ledger(plan.num_moments + 1)
+    ledger.follow(Tier.DEVICE, "non-model", non_model_bytes)
+    ledger.add(Tier.DEVICE, "staging", plan.device_staging.nbytes)
+    host = Tier.HOST if plan.has_host_tier else Tier.DEVICE
+    ledger.add(host, "staging", plan.host_staging.nbytes)
+
+    num_blocks = 0
+    for sizes, shard in zip(plan.chunks, plan.shards, strict=True):
+        if shard.in_payload:
+            ledger.add(Tier.DEVICE, "parameters", sizes.payload_bytes)
+        elif shard.param_home is not Tier.NVME:
+            ledger.add(shard.param_home, "parameters", sizes.shard_bytes)
+        if shard.grad_home is Tier.HOST:
+            ledger.add(Tier.HOST, "gradients", sizes.shard_bytes)
+        for block, home in zip(sizes.blocks, shard.state_homes, strict=True):
+            if home is not Tier.NVME:
+                ledger.add(home, "state", block.state_bytes)
+        on_nvme = nvme_blocks(
+            sizes, shard.param_home, shard.grad_home, shard.state_homes, plan.has_master
+        )
+        for kind, nbytes in on_nvme:
+            ledger.add(Tier.NVME, kind, on_disk(kind, nbytes))
+        num_blocks += len(on_nvme)
+        if shard.kept and not shard.in_payload:
+            ledger.add(Tier.DEVICE, "parameters", sizes.payload_bytes)
+    for gather in plan.gathers:
+        nbytes = plan.chunks[gather.chunk].payload_bytes
+        ledger.add(Tier.DEVICE, "parameters", nbytes, gather.begin, min(gather.release, total))
+        if gather.release > total:  # into the next iteration, and through the step
+            ledger.add(Tier.DEVICE, "parameters", nbytes, total)
+            ledger.add(Tier.DEVICE, "parameters", nbytes, 0, gather.release - total)
+    leaves = {
+        move.chunk: move.end
+        for move in plan.moves
+        if move.kind is MoveKind.GRAD and move.block is None
+    }
+    for reduction in plan.reductions:
+        sizes = plan.chunks[reduction.chunk]
+        ledger.add(Tier.DEVICE, "gradients", sizes.payload_bytes, reduction.first, reduction.end)
+        overlaps = plan.world_size > 1 and not plan.whole_grads
+        start = reduction.last if overlaps else reduction.end
+        ledger.add(Tier.DEVICE, "gradients", sizes.shard_bytes, start, leaves.get(reduction.chunk))
+    ledger.add(Tier.NVME, "staging", store_overhead(num_blocks))
+    return ledger.profile()

@@ -1,0 +1,222 @@
+"""Which tier every shard and block lives on, and the buffers and files that this takes. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from gemini.units import PAGE_BYTES, ChunkId, align_up
+
+from .plan import Staging, UpdatePath
+from .policy import StaticPlacement, leading_within, never_released
+from .sizes import FP32_BYTES, Bandwidths, Budgets, ChunkBytes, StateBytes, on_disk
+from .tiers import Tier
+
+_FROZEN_PIECE_BYTES = 1 << 22  # what a frozen shard is read in
+_STORE_BYTES = 1 << 16  # header of a store
+_INDEX_BYTES = 64  # of a store, a block: both slots, and its place in the header
+
+
+@dataclass(slots=True)
+class Homes:
+    """A draft of all homes; `plan.ShardPlan` in the making. Indexed by chunk, blocks in order."""
+
+    param: list[Tier]
+    grad: list[Tier]
+    state: list[list[Tier]]
+    path: list[UpdatePath]  # of blocks whose state is not on the device
+    kept: list[bool]
+    device_staging: Staging = field(default_factory=Staging)
+    host_staging: Staging = field(default_factory=Staging)
+
+    @classmethod
+    def all_on(cls, tier: Tier, chunks: Sequence[ChunkBytes], path: UpdatePath) -> Homes:
+        return cls(
+            [tier for _ in chunks],
+            [tier for _ in chunks],
+            [[tier for _ in chunk.blocks] for chunk in chunks],
+            [path for _ in chunks],
+            [False for _ in chunks],
+        )
+
+    def copy(self) -> Homes:
+        return replace(
+            self, param=list(self.param), grad=list(self.grad), state=[list(r) for r in self.state]
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Tiers:
+    """What there is to fill, and for whom."""
+
+    chunks: tuple[ChunkBytes, ...]
+    state: StateBytes
+    budgets: Budgets
+    bandwidths: Bandwidths
+    world_size: int
+    has_host_tier: bool
+    depth: int  # blocks read ahead of their update
+    nvme_state_frac: float = 0.0  # of the state's bytes, which must be on NVMe
+    fixed_params: tuple[Tier, ...] | None = None  # homes of parameter shards that exist already
+    floor: Homes | None = None  # homes that exist already, where something may rise from
+
+    def lowest(self, tier: Tier, path: UpdatePath) -> Homes:
+        """Everything on `tier` that may be there."""
+        homes = Homes.all_on(tier, self.chunks, path)
+        if self.fixed_params is not None:
+            homes.param = list(self.fixed_params)
+        if self.floor is not None:
+            homes.param = _higher(homes.param, self.floor.param)
+            homes.state = list(map(_higher, homes.state, self.floor.state))
+            homes.grad = _higher(homes.grad, self.floor.grad)
+        return homes
+
+    def may_be_lower(self, kind: str, chunk: ChunkId, block: int = 0) -> bool:
+        """Whether what the host holds of a chunk (of its state: of a block) may go to NVMe."""
+        if self.floor is None:
+            return not (kind == "param" and self.fixed_params is not None)
+        if kind == "state":
+            return self.floor.state[chunk][block] is Tier.NVME
+        row = self.floor.param if kind == "param" else self.floor.grad
+        return row[chunk] is Tier.NVME
+
+    def below(self) -> Tier:
+        """The next tier below the device."""
+        return Tier.HOST if self.has_host_tier else Tier.NVME
+
+    def staging(self, homes: Homes, *, params_may_rise: bool = False) -> tuple[Staging, Staging]:
+        """Buffers on device and host that these homes ask for.
+
+        Files of state, of parameters and of gradients have buffers of their own, each as large as
+        its largest block. Parameters in memory of blocks that are read ahead of the step wait in
+        memory, to undo it. `params_may_rise`: those on NVMe now may yet come to memory.
+        """
+        device = state = param = grad = early = 0
+        for chunk in self.chunks:
+            i = chunk.id
+            for home in dict.fromkeys(homes.state[i]):
+                block = chunk.blocks[homes.state[i].index(home)]  # the largest of this home
+                if home is Tier.NVME:
+                    undo = 0 if self.state.has_master else block.numel * FP32_BYTES
+                    state = max(state, align_up(block.state_bytes, PAGE_BYTES) + undo)
+                    in_memory = params_may_rise or homes.param[i] is not Tier.NVME
+                    if self.state.has_master and in_memory:
+                        early = max(early, block.numel * FP32_BYTES)
+                if homes.grad[i] is Tier.NVME:
+                    grad = max(grad, align_up(block.param_bytes, PAGE_BYTES))
+                if homes.path[i] is not UpdatePath.CPU:  # staged, or borrowed for the update
+                    parts = [(home, block.state_bytes), (homes.param[i], block.param_bytes)]
+                    parts.append((homes.grad[i], block.param_bytes))
+                    device = max(device, sum([n for tier, n in parts if tier is not Tier.DEVICE]))
+            if homes.param[i] is Tier.NVME:
+                largest = chunk.blocks[0].param_bytes if chunk.blocks else chunk.shard_bytes
+                param = max(param, align_up(min(largest, _FROZEN_PIECE_BYTES), PAGE_BYTES))
+        count = self.depth + 2
+        host = state + param + grad + -(-early * self.depth // count)
+        on_host = Staging(count, align_up(host, PAGE_BYTES)) if host else Staging()
+        if not self.has_host_tier:
+            return on_host, Staging()
+        return (Staging(count, device) if device else Staging()), on_host
+
+    def nvme_bytes(self, homes: Homes) -> int:
+        """The most bytes that the files of these homes take at once.
+
+        Beside what the plan puts there: fp32 originals, from the module's set-up until masters have
+        them; after that, once several backwards add up, gradients in fp32.
+        """
+        total = originals = sums = num_blocks = 0
+        for chunk in self.chunks:
+            i = chunk.id
+            sizes = nvme_blocks(
+                chunk, homes.param[i], homes.grad[i], homes.state[i], self.state.has_master
+            )
+            total += sum(on_disk(kind, nbytes) for kind, nbytes in sizes)
+            num_blocks += len(sizes)
+            wide = [align_up(b.numel * FP32_BYTES, PAGE_BYTES) for b in chunk.blocks
+                    if b.param_bytes < b.numel * FP32_BYTES]  # fmt: skip
+            if homes.grad[i] is Tier.NVME:
+                sums += sum(wide)
+                num_blocks += len(wide)
+            if self.state.has_master and Tier.NVME in homes.state[i]:
+                originals += sum(wide)
+                num_blocks += len(wide)
+        gradients = sum(
+            on_disk("gradients", chunk.shard_bytes) for chunk in self.chunks
+            if chunk.trainable and homes.grad[chunk.id] is Tier.NVME
+        )  # fmt: skip
+        return total + max(sums, originals - gradients) + store_overhead(num_blocks)
+
+
+def static_homes(policy: StaticPlacement, tiers: Tiers) -> Homes:
+    """What the fractions say, whatever there is; `nvme_state_frac` of the state is on NVMe."""
+    chunks = tiers.chunks
+    homes = tiers.lowest(Tier.DEVICE, UpdatePath.CPU)
+    kept = never_released(policy, [c.payload_bytes for c in chunks])
+    homes.kept = [c.id in kept for c in chunks]
+    blocks = [block for chunk in chunks for block in chunk.blocks]
+    total = sum(block.numel for block in blocks)
+    on_nvme = tiers.nvme_state_frac * total
+    off_device = on_nvme
+    if tiers.has_host_tier:
+        off_device = max(on_nvme, policy.offload_optim_frac * total)
+        for chunk_id in leading_within([c.shard_bytes for c in chunks], policy.offload_param_frac):
+            homes.param[chunk_id] = homes.grad[chunk_id] = Tier.HOST
+    else:
+        homes.path = [UpdatePath.STREAM for _ in chunks]
+    taken = 0.0
+    first: dict[ChunkId, int] = {}
+    for block in blocks:
+        i = block.id - first.setdefault(block.chunk, block.id)
+        middle = taken + block.numel / 2
+        if middle <= off_device:
+            homes.state[block.chunk][i] = Tier.NVME if middle <= on_nvme else Tier.HOST
+        taken += block.numel
+    if policy.offload_grads:
+        for i, states in enumerate(homes.state):
+            if set(states) == {Tier.HOST}:
+                homes.grad[i] = Tier.HOST
+    homes.device_staging, homes.host_staging = tiers.staging(homes)
+    return homes
+
+
+def nvme_blocks(
+    chunk: ChunkBytes, param: Tier, grad: Tier | None, state: Sequence[Tier], has_master: bool
+) -> list[tuple[str, int]]:
+    """(kind, bytes) of every block that these homes put into a store."""
+    found: list[tuple[str, int]] = []
+    if param is Tier.NVME and not chunk.blocks:
+        found.append(("parameters", chunk.shard_bytes))
+    for block, home in zip(chunk.blocks, state, strict=True):
+        if param is Tier.NVME:
+            found.append(("parameters", block.param_bytes))
+        if grad is Tier.NVME:
+            found.append(("gradients", block.param_bytes))
+        if home is Tier.NVME:
+            found.append(("state", block.state_bytes))
+            if not has_master:
+                found.append(("state", block.numel * FP32_BYTES))
+    return found
+
+
+def store_overhead(num_blocks: int) -> int:
+    """Bytes of a store beside its blocks, at most: header and index."""
+    return _STORE_BYTES + num_blocks * _INDEX_BYTES if num_blocks else 0
+
+
+def state_parts(chunk: ChunkBytes, states: Sequence[Tier]) -> list[tuple[Tier, tuple[int, int]]]:
+    """For every tier that holds state of a chunk, the bytes of that state and its parameters."""
+    if not states:
+        return []
+    if states.count(states[0]) == len(states):
+        return [(states[0], (chunk.state_bytes, chunk.shard_bytes))]
+    sums: dict[Tier, tuple[int, int]] = {}
+    for block, home in zip(chunk.blocks, states, strict=True):
+        state, param = sums.get(home, (0, 0))
+        sums[home] = (state + block.state_bytes, param + block.param_bytes)
+    return list(sums.items())
+
+
+def _higher(first: Sequence[Tier], second: Sequence[Tier]) -> list[Tier]:
+    """Of each pair the tier that is nearer to the device."""
+    order = list(Tier)
+    return [min(pair, key=order.index) for pair in zip(first, second, strict=True)]

@@ -1,0 +1,1 @@
+"""What happens at which moment, in given homes. Pure."""

@@ -1,0 +1,301 @@
+"""Which copies to keep between uses, so that the fewest bytes move. Pure.
+
+An item has uses at moments of an iteration that repeats. Between two uses its copy is either kept,
+or given up and fetched again. What is kept over a moment, with what the moment needs, must fit into
+the room of that moment. Belady's rule (when room is short give up the copy whose next use is
+farthest) is optimal for items of equal size. For mixed sizes it is not: a large victim leaves gaps,
+which are filled, and an iteration that is filled from nothing is sometimes better. `best_schedule`
+takes the better of the two, and states how far it is from a lower bound. `bench.host.gathers`
+compares them with other rules.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+
+@dataclass(frozen=True, slots=True)
+class CacheProblem:
+    """Uses of items over one iteration, which repeats.
+
+    needs: the items that every moment uses. nbytes: of every item. room: bytes for items at every
+    moment. ends: at every moment, the needed items whose copy is worthless behind it (its home was
+    changed, or it was consumed): it is not kept.
+    """
+
+    needs: tuple[tuple[int, ...], ...]
+    nbytes: tuple[int, ...]
+    room: tuple[int, ...]
+    ends: tuple[tuple[int, ...], ...] = ()
+
+    def free_room(self) -> list[int]:
+        """What every moment's needs leave. Raises ValueError where they do not fit."""
+        free = []
+        for moment, (items, room) in enumerate(zip(self.needs, self.room, strict=True)):
+            left = room - sum(self.nbytes[item] for item in items)
+            if left < 0:
+                raise ValueError(f"moment {moment} lacks {-left} bytes")
+            free.append(left)
+        return free
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """From one use of an item to its next; `end` is behind the iteration where it wraps round."""
+
+    item: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Which intervals are kept, and what follows."""
+
+    kept: tuple[Interval, ...]
+    fetches: tuple[tuple[int, ...], ...]  # at every moment
+    bytes_moved: int
+    lower_bound: int = 0  # no schedule moves fewer bytes
+
+    @property
+    def gap(self) -> float:
+        """How far above the lower bound, as a fraction of it."""
+        return self.bytes_moved / self.lower_bound - 1 if self.lower_bound else 0.0
+
+
+def intervals_of(problem: CacheProblem) -> list[Interval]:
+    """Where a copy could be kept, by start; a use that ends a copy opens no interval."""
+    total = len(problem.needs)
+    ends = _sets(problem.ends, total)
+    uses: dict[int, list[int]] = {}
+    for moment, items in enumerate(problem.needs):
+        for item in items:
+            uses.setdefault(item, []).append(moment)
+    found = []
+    for item, times in uses.items():
+        for start, end in pairwise([*times, times[0] + total]):
+            if item not in ends[start]:
+                found.append(Interval(item, start, end))
+    return sorted(found, key=lambda i: (i.start, i.item))
+
+
+def best_schedule(problem: CacheProblem) -> Schedule:
+    """The better of Belady's rule and an empty schedule, both filled, with its lower bound.
+
+    Raises ValueError where the needs of a moment do not fit its room.
+    """
+    free = problem.free_room()
+    intervals = intervals_of(problem)
+    bound = lower_bound(problem, intervals, free)
+    best = None
+    for begin in (by_rule(problem, intervals, free), []):
+        schedule = evaluate(problem, filled(problem, begin, intervals, free), bound)
+        if best is None or schedule.bytes_moved < best.bytes_moved:
+            best = schedule
+        if best.bytes_moved == bound:
+            break
+    assert best is not None
+    return best
+
+
+def evaluate(problem: CacheProblem, kept: Iterable[Interval], bound: int = 0) -> Schedule:
+    """The bytes that keeping exactly these intervals moves."""
+    total = len(problem.needs)
+    kept = tuple(sorted(kept, key=lambda i: (i.start, i.item)))
+    arrives = {(i.item, i.end % total) for i in kept}
+    fetches = tuple(
+        tuple(item for item in items if (item, moment) not in arrives)
+        for moment, items in enumerate(problem.needs)
+    )
+    moved = sum(problem.nbytes[item] for items in fetches for item in items)
+    return Schedule(kept, fetches, moved, bound)
+
+
+def lower_bound(problem: CacheProblem, intervals: Sequence[Interval], free: Sequence[int]) -> int:
+    """Bytes that every schedule moves: the optimum where items may be kept in part.
+
+    Every interval saves the same a byte, so the linear program is solved by Belady's rule on parts
+    of items. What wraps round holds at the start of the iteration is left out: it makes a schedule
+    only dearer.
+    """
+    total = len(problem.needs)
+    active: list[list[int]] = []  # [-end, bytes kept], the farthest end first
+    load, lost, next_interval = 0, 0, 0
+    closing = [0] * (total + 1)  # bytes whose interval ends at a moment
+    for moment in range(total):
+        load -= closing[moment]
+        over = load - free[moment]
+        while over > 0:
+            end, kept = active[0]
+            part = min(over, kept)
+            active[0][1] -= part
+            if -end < total:
+                closing[-end] -= part
+            load, over, lost = load - part, over - part, lost + part
+            if part == kept:
+                heapq.heappop(active)
+        while next_interval < len(intervals) and intervals[next_interval].start == moment:
+            interval = intervals[next_interval]
+            next_interval += 1
+            nbytes = problem.nbytes[interval.item]
+            heapq.heappush(active, [-interval.end, nbytes])
+            load += nbytes
+            if interval.end < total:
+                closing[interval.end] += nbytes
+    uses = sum(problem.nbytes[item] for items in problem.needs for item in items)
+    return uses - sum(problem.nbytes[i.item] for i in intervals) + lost
+
+
+Key = Callable[[Interval], tuple[int, ...]]  # of what is kept, the greatest is given up first
+_NO_LIMIT = 1 << 62
+_MAX_ROUNDS = 8  # of an iteration, until what it begins and ends with is the same
+
+
+def farthest_use(interval: Interval) -> tuple[int, ...]:
+    """Belady's rule."""
+    return (interval.end, -interval.item)
+
+
+@dataclass(slots=True)
+class _Sweep:
+    """One pass over the iteration."""
+
+    kept: list[Interval] = field(default_factory=list)  # without those that wrap round
+    wrapped: list[Interval] = field(default_factory=list)  # kept up to the end of the pass
+    used: list[Interval] = field(default_factory=list)  # of those given, kept to their use
+
+
+def by_rule(
+    problem: CacheProblem,
+    intervals: Sequence[Interval],
+    free: Sequence[int],
+    key: Key = farthest_use,
+) -> list[Interval]:
+    """The best repeating schedule that passes over the iteration lead to.
+
+    A pass ends with copies that the next one begins with. Each such set is fixed in turn, and the
+    rest is planned around it.
+    """
+    total = len(problem.needs)
+    wrapping = [i for i in intervals if i.end >= total]
+    plain = [i for i in intervals if i.end < total]
+    if not wrapping:
+        return _sweep(problem, plain, (), free, key).kept
+
+    def repeat(fixed: frozenset[Interval]) -> tuple[int, list[Interval]] | None:
+        left = list(free)
+        for interval in fixed:
+            for moment in _covered(interval, total):
+                left[moment] -= problem.nbytes[interval.item]
+        if any(left[m] < 0 for i in fixed for m in _covered(i, total)):
+            return None
+        kept = [*_sweep(problem, plain, (), left, key).kept, *fixed]
+        return evaluate(problem, kept).bytes_moved, kept
+
+    seen: dict[frozenset[Interval], tuple[int, list[Interval]] | None] = {}
+    carried: frozenset[Interval] = frozenset()
+    for _ in range(_MAX_ROUNDS):
+        sweep = _sweep(problem, intervals, tuple(sorted(carried, key=_by_end)), free, key)
+        for boundary in (frozenset(sweep.used), frozenset(sweep.wrapped)):
+            if boundary not in seen:
+                seen[boundary] = repeat(boundary)
+        if frozenset(sweep.wrapped) == carried:
+            break
+        carried = frozenset(sweep.wrapped)
+    seen.setdefault(frozenset(), repeat(frozenset()))
+    _, best = min((found for found in seen.values() if found is not None), key=lambda f: f[0])
+    return best
+
+
+def _by_end(interval: Interval) -> tuple[int, int]:
+    return (interval.end, interval.item)
+
+
+def _covered(interval: Interval, total: int) -> Iterable[int]:
+    """Moments strictly between the two uses."""
+    return (moment % total for moment in range(interval.start + 1, interval.end))
+
+
+def _sweep(
+    problem: CacheProblem,
+    intervals: Sequence[Interval],
+    carried: Sequence[Interval],
+    free: Sequence[int],
+    key: Key,
+) -> _Sweep:
+    """One pass: keep everything, and where room is short give up what the key says."""
+    total = len(problem.needs)
+    result = _Sweep()
+    heap: list[tuple[tuple[int, ...], int, Interval]] = []  # negated keys
+    alive: dict[tuple[int, int], bool] = {}  # (item, end) that is kept: and whether carried in
+    closing: dict[int, list[Interval]] = {}
+    load, next_interval = 0, 0
+
+    def open_interval(interval: Interval, end: int, is_carried: bool) -> None:
+        nonlocal load
+        alive[interval.item, end] = is_carried
+        place = Interval(interval.item, interval.start - interval.end + end, end)
+        negated = tuple(-k for k in key(place))
+        heapq.heappush(heap, (negated, end, interval))
+        load += problem.nbytes[interval.item]
+        if end < total:
+            closing.setdefault(end, []).append(interval)
+
+    for interval in carried:
+        open_interval(interval, interval.end - total, True)
+    for moment in range(total):
+        for interval in closing.pop(moment, ()):
+            is_carried = alive.pop((interval.item, moment), None)
+            if is_carried is None:
+                continue  # given up on the way
+            load -= problem.nbytes[interval.item]
+            (result.used if is_carried else result.kept).append(interval)
+        while load > free[moment]:
+            _, end, interval = heapq.heappop(heap)
+            if end > moment and alive.pop((interval.item, end), None) is not None:
+                load -= problem.nbytes[interval.item]
+        while next_interval < len(intervals) and intervals[next_interval].start == moment:
+            open_interval(intervals[next_interval], intervals[next_interval].end, False)
+            next_interval += 1
+    result.wrapped = [i for i in intervals if i.end >= total and (i.item, i.end) in alive]
+    return result
+
+
+def filled(
+    problem: CacheProblem,
+    kept: Sequence[Interval],
+    intervals: Sequence[Interval],
+    free: Sequence[int],
+) -> list[Interval]:
+    """Also keep what fits beside, the largest first, and of equals what is used again soonest."""
+    total = len(problem.needs)
+    left = list(free)
+    for interval in kept:
+        for moment in _covered(interval, total):
+            left[moment] -= problem.nbytes[interval.item]
+    chosen = set(kept)
+    for interval in sorted(intervals, key=lambda i: (-problem.nbytes[i.item], i.end - i.start)):
+        nbytes = problem.nbytes[interval.item]
+        if interval in chosen or nbytes > _least(left, interval):
+            continue
+        chosen.add(interval)
+        for moment in _covered(interval, total):
+            left[moment] -= nbytes
+    return sorted(chosen, key=lambda i: (i.start, i.item))
+
+
+def _least(left: Sequence[int], interval: Interval) -> int:
+    """The least room that is left between the two uses."""
+    total = len(left)
+    least = min(left[interval.start + 1 : interval.end], default=_NO_LIMIT)
+    if interval.end > total:
+        least = min(least, min(left[: interval.end - total], default=_NO_LIMIT))
+    return least
+
+
+def _sets(rows: Sequence[Sequence[int]], total: int) -> list[frozenset[int]]:
+    empty: frozenset[int] = frozenset()
+    return [frozenset(row) if row else empty for row in rows] if rows else [empty] * total

@@ -1,0 +1,78 @@
+"""What an executor does with payloads at every call of a module, from a schedule. Pure.
+
+A moment is the begin or the end of a call. Payloads are gathered at begins only, so that all ranks
+issue the same gathers whatever ends when; they are freed at both. `GatherStep` is one begin with
+the ends behind it.
+
+Invariants, of steps that are followed from one iteration to the next:
+1. an iteration begins with no payloads but those `carried`, and those that are there all the time;
+2. what a call needs is there: gathered by an earlier step that did not free it since, gathered by
+   its own step, or there from the begin;
+3. what is there at any moment is what the schedule counted into that moment's room;
+4. a step frees before it gathers, and first gathers what its own call needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from gemini.placement.plan import Gather
+from gemini.units import ChunkId
+
+Call = tuple[ChunkId, ...]  # the chunks of a module that begins
+
+
+@dataclass(frozen=True, slots=True)
+class GatherStep:
+    """One begin of a call, in the order of doing, and the ends behind it."""
+
+    needs: Call
+    release: tuple[ChunkId, ...]
+    gather: tuple[ChunkId, ...]  # what is needed first, then what is needed soon
+    behind: tuple[tuple[ChunkId, ...], ...]  # payloads to free at every following end of a call
+
+
+@dataclass(frozen=True, slots=True)
+class GatherSteps:
+    """One iteration."""
+
+    steps: tuple[GatherStep, ...]
+    carried: frozenset[ChunkId]  # payloads that stay from one iteration to the next, or always
+    # what must be the same in the next iteration, for these steps to be followed
+    needs: tuple[Call, ...] = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "needs", tuple(step.needs for step in self.steps))
+
+
+def gather_steps(
+    calls: Sequence[Call | None], gathers: Iterable[Gather], always: Iterable[ChunkId] = ()
+) -> GatherSteps:
+    """The steps that carry `gathers` out.
+
+    calls: by moment the chunks of the call that begins; None where one ends. gathers: in the order
+    in which they are issued, each begun where a call begins. always: there all the time.
+    """
+    begun: dict[int, list[ChunkId]] = {}  # by moment
+    freed: dict[int, list[ChunkId]] = {}
+    carried = set(always)
+    for gather in gathers:
+        assert calls[gather.begin] is not None, f"{gather} begins where a call ends"
+        begun.setdefault(gather.begin, []).append(gather.chunk)
+        if gather.release > len(calls):
+            carried.add(gather.chunk)
+        if gather.release != len(calls):
+            freed.setdefault(gather.release % len(calls), []).append(gather.chunk)
+    steps: list[GatherStep] = []
+    behind: list[tuple[ChunkId, ...]] = []  # of the begin that comes next, from the end
+    for moment in range(len(calls) - 1, -1, -1):
+        needs, release = calls[moment], tuple(freed.get(moment, ()))
+        if needs is None:
+            behind.append(release)
+            continue
+        # what the call needs comes first
+        gather_now = sorted(begun.get(moment, ()), key=lambda chunk: chunk not in needs)
+        steps.append(GatherStep(needs, release, tuple(gather_now), tuple(reversed(behind))))
+        behind.clear()
+    return GatherSteps(tuple(reversed(steps)), frozenset(carried))

@@ -1,0 +1,79 @@
+"""Which bytes travel at which moment, in given homes. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from gemini.placement.cost import update_transfers
+from gemini.placement.plan import Gather, Move, MoveKind, Reduction, UpdatePath
+from gemini.placement.problem import Homes, Tiers
+from gemini.placement.sizes import FP32_BYTES
+from gemini.placement.tiers import Tier
+from gemini.units import BlockId, Bytes, ChunkId, Moment
+
+EVICT_MOMENTS = 2  # from the end of a reduction until the gradient has left the device
+
+
+def moves_of(
+    homes: Homes,
+    tiers: Tiers,
+    gathers: Sequence[Gather],
+    reductions: Mapping[ChunkId, Reduction],
+    order: Sequence[BlockId],
+    num_trace_moments: int,
+    backward: int,
+    updates: bool,
+) -> tuple[Move, ...]:
+    """All moves of one iteration, by the moment at which they begin.
+
+    `order`: the blocks of the step. The first `depth` of them are read from moment `backward` on,
+    the others that many moments ahead; what they leave behind has as many moments to travel.
+    """
+    moves: list[Move] = []
+    for gather in gathers:
+        home = homes.param[gather.chunk]
+        if home is not Tier.DEVICE:
+            moves.append(
+                Move(MoveKind.PARAM, gather.chunk, None, home, Tier.DEVICE, gather.begin,
+                     gather.use, tiers.chunks[gather.chunk].shard_bytes)
+            )  # fmt: skip
+    for chunk, reduction in reductions.items():
+        home = homes.grad[chunk]
+        if home is not Tier.DEVICE:
+            begin, end = evicted_at(tiers, reduction, num_trace_moments)
+            moves.append(
+                Move(MoveKind.GRAD, chunk, None, Tier.DEVICE, home, begin, end,
+                     tiers.chunks[chunk].shard_bytes)
+            )  # fmt: skip
+    position = {block: i for i, block in enumerate(order)}
+    last = num_trace_moments + len(order)  # the moment of what is resident
+    for sizes in tiers.chunks if updates else ():
+        i = sizes.id
+        for block, state in zip(sizes.blocks, homes.state[i], strict=True):
+            path = UpdatePath.RESIDENT if state is Tier.DEVICE else homes.path[i]
+            at = num_trace_moments + position.get(block.id, len(order))
+            site = Tier.HOST if path is UpdatePath.CPU else Tier.DEVICE
+            for kind, src, dst, nbytes in update_transfers(
+                block.state_bytes, block.param_bytes, block.numel * FP32_BYTES,
+                param=homes.param[i], grad=homes.grad[i],
+                state=state, path=path, has_master=tiers.state.has_master,
+            ):  # fmt: skip
+                if dst is site:
+                    start, stop = max(at - tiers.depth, num_trace_moments), at
+                    if kind is MoveKind.STATE and at - tiers.depth < num_trace_moments:
+                        start = min(backward, num_trace_moments)
+                else:
+                    start = min(at + 1, last + 1)
+                    stop = min(start + tiers.depth, last + 1)
+                moves.append(
+                    Move(kind, i, block.id, src, dst, Moment(start), Moment(stop), Bytes(nbytes))
+                )
+    return tuple(sorted(moves, key=lambda move: move.begin))
+
+
+def evicted_at(tiers: Tiers, reduction: Reduction, num_trace_moments: int) -> tuple[Moment, Moment]:
+    """When a gradient whose home is not the device begins to leave it, and has left it."""
+    if tiers.world_size == 1:  # the buffer is the gradient
+        return reduction.last, reduction.end
+    end = min(reduction.end + EVICT_MOMENTS, num_trace_moments)
+    return min(reduction.end, Moment(end)), Moment(end)

@@ -1,0 +1,165 @@
+"""When payloads are gathered and freed, and when gradients are reduced, in given homes. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from gemini.memtracer.trace import Trace
+from gemini.placement.plan import Gather, Reduction
+from gemini.units import ChunkId, Moment, ParamId
+
+from .belady import CacheProblem, best_schedule
+from .room import Vector
+
+LEAVE_MOMENTS = 2  # from a chunk's last gradient until it has left, where no rank is asked
+MAX_UNDER_WAY = 2  # reductions over ranks: the next one waits for the first of them
+
+
+@dataclass(frozen=True, slots=True)
+class GatherSchedule:
+    """The lives of all payloads, in the order in which they are issued."""
+
+    gathers: tuple[Gather, ...]
+    always: tuple[ChunkId, ...]  # there all the time, from the first use on
+    gap: float
+
+
+def reductions_of(
+    trace: Trace,
+    chunk_of: Mapping[ParamId, ChunkId],
+    trainable: Iterable[ChunkId],
+    world_size: int,
+) -> dict[ChunkId, Reduction]:
+    """From the first to the last moment of backward at which a module that has a part in a chunk
+    begins or ends.
+
+    The chunks that no backward touches, or whose modules never end it, are reduced at its end.
+    """
+    first: dict[ChunkId, int] = {}
+    last: dict[ChunkId, int] = {}
+    users: dict[ChunkId, int] = {}
+    end = len(trace.moments) - 1
+    for i, moment in enumerate(trace.moments):
+        if moment.phase != "backward":
+            continue
+        for chunk in sorted({chunk_of[param] for param in moment.params}):
+            first.setdefault(chunk, i)
+            users[chunk] = users.get(chunk, 0) + (1 if moment.edge == "enter" else -1)
+            last[chunk] = i if users[chunk] <= 0 else end
+    order = sorted(trainable, key=lambda chunk: (last.get(chunk, end), chunk))
+    found = {}
+    for place, chunk in enumerate(order):
+        reduced = last.get(chunk, end)
+        behind = place + MAX_UNDER_WAY  # its beginning waits for this one
+        free = reduced + LEAVE_MOMENTS
+        if world_size > 1:
+            free = 1 + (last.get(order[behind], end) if behind < len(order) else end)
+        found[chunk] = Reduction(
+            chunk, Moment(first.get(chunk, end)), Moment(reduced), Moment(min(free, end + 1))
+        )
+    return found
+
+
+def room_ahead(payloads: Collection[int], max_prefetch: int) -> int:
+    """Bytes for the payloads in flight behind those in use, of chunks of the usual size.
+
+    The median: one large chunk, as of an embedding, does not reserve its like.
+    """
+    return max_prefetch * statistics.median_high(payloads) if payloads else 0
+
+
+def prefetched_at(
+    needs: Sequence[tuple[ChunkId, ...]], max_prefetch: int
+) -> tuple[tuple[ChunkId, ...], ...]:
+    """At every moment the next `max_prefetch` chunks that it does not use yet."""
+    ahead: list[tuple[ChunkId, ...]] = []
+    following: list[ChunkId] = []  # chunks used later, the next first
+    for chunks in reversed(needs):
+        if not chunks:
+            ahead.append(tuple(following[:max_prefetch]))
+            continue
+        ahead.append(tuple([c for c in following if c not in chunks][:max_prefetch]))
+        if chunks == tuple(following[: len(chunks)]):
+            continue
+        following = [*chunks, *(c for c in following if c not in chunks)]
+        del following[max_prefetch + 8 :]  # no moment uses more than some chunks
+    return tuple(reversed(ahead))
+
+
+def num_uses(needs: Sequence[tuple[ChunkId, ...]], num_chunks: int) -> list[int]:
+    """How often each chunk is gathered where nothing is kept between uses."""
+    counts = [0] * num_chunks
+    before: tuple[ChunkId, ...] = ()
+    for chunks in needs:
+        for chunk in chunks:
+            counts[chunk] += chunk not in before
+        before = chunks
+    return counts
+
+
+def schedule_gathers(
+    needs: Sequence[tuple[ChunkId, ...]],
+    room: Sequence[int] | Vector,
+    nbytes: Mapping[ChunkId, int],
+    max_prefetch: int,
+    stale: Container[ChunkId] = (),
+    may_begin: Sequence[bool] | None = None,
+) -> GatherSchedule:
+    """Keep payloads between uses as `room` allows, and begin each as early as it allows.
+
+    `room`: bytes for payloads at every moment. `nbytes`: of the chunks that are gathered and freed.
+    At most `max_prefetch` payloads are begun before the one that is used next. `stale`: chunks
+    whose payloads are worthless behind the iteration, because it ends with a step. `may_begin`:
+    moments at which gathers are issued, by default all. Raises ValueError where the needs of a
+    moment do not fit its room.
+    """
+    total = len(needs)
+    used = tuple(tuple(c for c in chunks if c in nbytes) for chunks in needs)
+    last_use = {chunk: moment for moment, chunks in enumerate(used) for chunk in chunks}
+    ends: list[list[ChunkId]] = [[] for _ in used]
+    for chunk, moment in last_use.items():
+        if chunk in stale:
+            ends[moment].append(chunk)
+    sizes = tuple(nbytes.get(ChunkId(c), 0) for c in range(max(nbytes, default=-1) + 1))
+    rooms = np.array(room, np.int64)[:total]
+    problem = CacheProblem(used, sizes, tuple(int(r) for r in rooms), tuple(tuple(e) for e in ends))
+    schedule = best_schedule(problem)
+
+    stays = {(i.item, i.start): i.end for i in schedule.kept}
+    fetches = [(moment, ChunkId(c)) for moment, items in enumerate(schedule.fetches) for c in items]
+    left = rooms.copy()
+    lives: list[tuple[int, int, ChunkId]] = []  # use, release
+    for use, chunk in fetches:
+        moment = use
+        while (chunk, moment % total) in stays:
+            end = stays[chunk, moment % total]
+            moment += end - moment % total
+        lives.append((use, moment + 1, chunk))
+    fetched = {chunk for _, chunk in fetches}
+    always = tuple(c for c in sorted(last_use) if c not in fetched)
+    for chunk in always:
+        left -= sizes[chunk]
+    for use, release, chunk in lives:
+        left[use : min(release, total)] -= sizes[chunk]
+        if release > total:
+            left[: release - total] -= sizes[chunk]
+
+    gathers: list[Gather] = []
+    freed = {chunk: release - total for _, release, chunk in lives if release > total}
+    for i, (use, release, chunk) in enumerate(lives):
+        begin = use
+        if max_prefetch:
+            earliest = max(lives[i - max_prefetch][0] if i >= max_prefetch else 0,
+                           freed.get(chunk, 0), gathers[-1].begin if gathers else 0)  # fmt: skip
+            short = np.flatnonzero(left[earliest:use] < sizes[chunk])
+            begin = int(earliest + short[-1] + 1) if len(short) else earliest
+            while begin < use and may_begin is not None and not may_begin[begin]:
+                begin += 1
+            left[begin:use] -= sizes[chunk]
+        gathers.append(Gather(chunk, Moment(begin), Moment(use), Moment(release)))
+        freed[chunk] = release
+    return GatherSchedule(tuple(gathers), always, schedule.gap)

@@ -1,0 +1,1 @@
+"""Where the engine meets torch's autograd: calls, and casts at the boundary."""

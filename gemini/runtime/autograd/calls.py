@@ -1,0 +1,424 @@
+"""Calls: where passes, and the module calls in them, begin and end.
+
+It listens to `ModuleCalls`, to operators that use parameters outside their modules, and to
+gradients. Each of three is told once: `StatefulTensorMgr`, which gathers and releases along its
+steps; `Reducer`, which knows what is reduced when; and `Sampler`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Container, Iterable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo  # torch.compiler.disable imports the compiler at once
+
+from gemini.chunk.parameter import ChunkView, handle_of, take_gradient
+from gemini.chunk.state import TensorState
+from gemini.memtracer.module_calls import (
+    Caller,
+    GatherWhole,
+    ModuleCalls,
+    around_forward,
+    callers_of,
+    gets_gradient,
+    in_backward,
+)
+from gemini.runtime.gradients.waiting import Gradients
+from gemini.runtime.meetings import Meetings
+from gemini.runtime.parts import Parts, in_pass
+from gemini.runtime.step.promotion import Settling
+from gemini.runtime.thaw import thaw
+from gemini.trees import tensors_in
+from gemini.units import ChunkId, ParamId
+from nvme import NvmeError
+
+from .refusals import refuse_double_backward, refuse_unscaled, say_what_is_left
+
+
+class Calls:
+    """Of one engine; see `CallListener`."""
+
+    def __init__(
+        self, parts: Parts, meetings: Meetings, gradients: Gradients, settling: Settling
+    ) -> None:
+        self._parts = parts
+        self._meetings = meetings
+        self._gradients = gradients
+        self._settling = settling
+        self._manager, self._reducer = parts.manager, parts.reducer
+        self._sampler, self._collector = parts.sampler, parts.sampler.collector
+        self._modules = ModuleCalls(self, parts.params)
+        self._entered = False  # this backward came in through the boundary, with its loss scale
+        self._chunk_of_storage = {
+            chunk.payload.untyped_storage()._cdata: chunk.spec.id for chunk in parts.chunks
+        }
+        self._unheard: list[ParamId] = []  # frozen: nothing takes their gradients
+        # where nothing moves and nothing is limited, one iteration of a kind is as good as another
+        self.tells_inputs_apart = not parts.all_gathered or parts.planning.overruns.limits_device
+        meetings.answer("chunk", self._gather_read)
+
+    # -- what it listens to --
+
+    def hook(self, root: nn.Module, gather_whole: GatherWhole) -> None:
+        """Listen to the root module, and to every caller below it if chunks are released."""
+        handles = self._parts.hook_handles
+        if not self._parts.all_gathered:
+            callers = callers_of(root, _own_params, gather_whole)
+            for _, caller in callers:
+                chunks = {self._parts.chunk_of[param] for param in caller.params}
+                caller.chunks = tuple(sorted(chunks))
+            handles += self._modules.hook(callers)
+            self._modules.trained(self._is_trained)
+        elif self._parts.regather.overlaps:
+            for module, caller in callers_of(root, _own_params, gather_whole):
+                waits = partial(self._wait, caller.params)
+                handles.append(module.register_forward_pre_hook(waits, prepend=True))
+        # around the root's own, if it is a caller
+        handles += around_forward(root, self._begin_forward, self._end_forward)
+
+    def listen(self) -> None:
+        """Take the gradients of what requires one, as autograd accumulates them."""
+        for i, param in enumerate(self._parts.params):
+            if param.requires_grad:
+                self._listen_to(ParamId(i))
+            else:
+                self._unheard.append(ParamId(i))
+
+    def _listen_to(self, param: ParamId) -> None:
+        hook = _gradient_hook(self, param)
+        tensor, handles = self._parts.params[param], self._parts.hook_handles
+        handles.append(tensor.register_post_accumulate_grad_hook(hook))
+        if self._parts.scaler.active:
+            handles.append(tensor.register_hook(_unscaling_hook(self, param)))
+
+    def thaw_what_is_trained(self) -> None:
+        """Parameters that were frozen may require a gradient by now; see `thaw`."""
+        params = self._parts.params
+        thawed = [param for param in self._unheard if params[param].requires_grad]
+        if not thawed:
+            return
+        thaw(self._parts, self._meetings, thawed)
+        self._modules.trained(self._is_trained)
+        self._unheard = [param for param in self._unheard if param not in thawed]
+        for param in thawed:
+            self._listen_to(param)
+            grad = take_gradient(params[param])
+            if grad is not None:  # of a submodule that was called by itself
+                self._gradients.assign(param, grad)
+
+    def _is_trained(self, param: ParamId) -> bool:
+        return self._parts.layout.params[param].trainable
+
+    @_disable_dynamo
+    def _wait(self, params: Sequence[ParamId], module: nn.Module, args: Any) -> None:
+        """Before a call, where nothing is released: its gathers have ended."""
+        for param in params:
+            self.arrive(param)
+
+    # -- passes --
+
+    @_disable_dynamo
+    def begin_iteration(self, inputs: Any) -> None:
+        """The wrapper is called from outside, with these inputs."""
+        parts = self._parts
+        if not in_pass(parts) and not parts.is_summoned:
+            told_apart = inputs if self.tells_inputs_apart else None
+            self._sampler.begin(told_apart, again=self._manager.deviated)
+
+    def tracking(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Around the forward that `begin_iteration` announced."""
+        chunks = self._parts.chunks
+        return self._sampler.tracking(module, lambda: [chunk.payload for chunk in chunks])
+
+    @_disable_dynamo
+    def _begin_forward(self, module: nn.Module, args: Any) -> None:
+        """The root module's, by whichever entry point it is called."""
+        parts = self._parts
+        parts.forward_depth += 1
+        if parts.forward_depth > 1 or in_backward():
+            return
+        self._settling.graph_is_open |= torch.is_grad_enabled()
+        parts.comm.check_unchanged()
+        if parts.integrity is not None:
+            parts.integrity.check()
+        self.thaw_what_is_trained()
+        self._gradients.notice_broken_backward()
+        self._meetings.begin_cycle()
+        self._unpin()
+        # inputs may differ between ranks, and what is gathered when may not
+        signature = self._sampler.signature if parts.comm.world_size == 1 else ""
+        self._manager.begin_cycle("train" if torch.is_grad_enabled() else "eval", signature)
+        if parts.all_gathered:
+            self._sampler.at_root("enter")
+
+    @_disable_dynamo
+    def _end_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self._parts.forward_depth -= 1
+        if not in_pass(self._parts):
+            if self._parts.all_gathered:
+                self._sampler.at_root("leave")
+            self._unpin()
+
+    def begin_backward(self, scaled: bool = False) -> None:
+        """This module takes part in a backward: arm its end, once.
+
+        Called by whatever comes first: the gradient of an output of the root or of a module
+        below it, or of a parameter. `scaled`: by an output of the root, where a loss scale is put
+        on.
+        """
+        parts = self._parts
+        if torch.is_grad_enabled():
+            refuse_double_backward()
+        self._gradients.check_whole()
+        if parts.pending_clip is not None:
+            raise RuntimeError(
+                "backward() after gradients were clipped; call optimizer.step() or zero_grad() "
+                "between, or clip after the last backward"
+            )
+        self._entered |= scaled
+        if self._reducer.active:
+            return
+        self._reducer.begin()
+        self._gradients.begin_backward()
+        if parts.all_gathered:
+            self._sampler.at_root("enter")
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        viewed = tuple(parts.viewed)
+        if viewed:  # operators that took such a view have no hook of their own
+            self._manager.pin(viewed)
+            self._gather(viewed, planned=False)
+
+    def _end_backward(self) -> None:
+        """All gradients of this backward have arrived."""
+        self._entered = False
+        if not self._reducer.active:
+            return
+        if self._parts.all_gathered:
+            self._sampler.at_root("leave")
+        self._meetings.come_together()
+        self._collector.before_change()
+        self._reducer.finish()
+        self._collector.after_change()
+        if self._reducer.synchronise:
+            self._gradients.exchange_presence()
+        self._manager.ledger.note()
+        self.forget()
+        self._unpin()
+        self._settling.graph_is_open = False
+
+    def forget(self) -> None:
+        """No module call is open any more."""
+        self._modules.forget()
+        self._manager.forget_users()
+        self._manager.hold_everything()
+
+    def _unpin(self) -> None:
+        if not self._parts.is_summoned:
+            self._manager.unpin_all()
+
+    # -- calls --
+
+    def begins(self, caller: Caller) -> None:
+        if self._collector.collecting:
+            self._sampler.record("enter", caller)
+        self._make_there(caller.chunks)
+        self._manager.begin_use(caller.chunks, caller.params)
+
+    def ends(self, caller: Caller, outputs: Sequence[Tensor], *, recorded: bool) -> bool:
+        for tensor in outputs:  # a plain view of a payload keeps its chunk for this pass
+            if type(tensor) is not ChunkView:
+                chunk = self._chunk_of_storage.get(tensor.untyped_storage()._cdata)
+                if chunk is not None:
+                    self._manager.pin((chunk,))
+                    self._parts.viewed[chunk] = None
+        state = TensorState.HOLD_AFTER_FORWARD if recorded else TensorState.HOLD
+        self._manager.end_use(caller.chunks, caller.params, state)
+        backward = torch._C._current_graph_task_id() != -1
+        is_in_pass = backward or self._parts.forward_depth > 0
+        if is_in_pass:
+            self._let_go()
+        if self._collector.collecting:
+            self._sampler.record("leave", caller)
+        if recorded and is_in_pass and not backward:
+            self._reducer.announce(caller.chunks)
+        return is_in_pass
+
+    def backward_begins(self, caller: Caller, *, in_pass: bool) -> None:
+        if not self._reducer.active:
+            self.begin_backward()
+        if self._collector.collecting:
+            self._sampler.record("enter", caller)
+        if in_pass:
+            self._make_there(caller.chunks)
+        else:
+            self._make_readable(caller.chunks)
+        self._manager.begin_use(caller.chunks, caller.params)
+        if in_pass:
+            self._reducer.opened(caller.chunks, caller.whole)
+
+    def backward_ends(self, caller: Caller, *, in_pass: bool) -> None:
+        self._manager.end_use(caller.chunks, caller.params, TensorState.HOLD_AFTER_BACKWARD)
+        if in_pass:
+            self._reducer.closed(caller.chunks, caller.whole)
+            self._let_go()
+        if self._collector.collecting:
+            self._sampler.record("leave", caller)
+
+    def gradient_arrived(self, param: ParamId, grad: Tensor) -> None:
+        """Autograd has the whole gradient of a parameter: pack it."""
+        parts = self._parts
+        if grad.requires_grad:
+            refuse_double_backward()
+        if not self._reducer.active:
+            self.begin_backward()
+        if parts.scaler.active and not self._entered:
+            refuse_unscaled(parts.layout, param)
+        chunk = parts.chunks[parts.chunk_of[param]]
+        watched = self._manager.ledger.watched and chunk.gradient.next_changes_memory
+        if watched:
+            self._collector.before_change()
+        self._reducer.arrived(chunk, parts.slot_of[param], grad)
+        if watched:
+            self._collector.after_change()
+            self._manager.ledger.note()
+        parts.present[param] = True
+        self._manager.gradient_arrived(param)
+        self._modules.gradient_arrived(param)
+
+    def taken_out(self, param: ParamId, grad: Tensor) -> Tensor | None:
+        """A gradient for `torch.autograd.grad`, which has no loss scale; None: it is not."""
+        if not self._entered or gets_gradient(self._parts.params[param]):
+            return None
+        return (grad / self._parts.scaler.scale).to(grad.dtype)
+
+    # -- operators that use parameters outside their modules; see `gemini.chunk.parameter` --
+
+    def arrive(self, param: ParamId) -> None:
+        """It is read, where nothing is released: a gather behind a step may be under way."""
+        self._parts.regather.arrive((self._parts.chunk_of[param],))
+
+    def fetch(self, params: list[ParamId]) -> tuple[ChunkId, ...]:
+        """Make those that no module has in use readable; their chunks."""
+        idle: set[ChunkId] = set()
+        for param in params:
+            if self._manager.state_of(param) is not TensorState.COMPUTE:
+                idle.add(self._parts.chunk_of[param])
+        if not idle:
+            return ()
+        chunks = tuple(sorted(idle))
+        if not self._parts.is_summoned:
+            if in_pass(self._parts):
+                self._sampler.record("enter", self._caller_for(chunks))
+            self._make_there(chunks)
+        return chunks
+
+    def fetched(self, chunks: tuple[ChunkId, ...], arguments: Any, result: Any) -> None:
+        """That operator made `result`, whose backward may read the chunks again."""
+        is_in_pass = in_pass(self._parts)
+        caller = self._caller_for(chunks)
+        if is_in_pass and not self._parts.is_summoned:
+            self._let_go()
+            self._sampler.record("leave", caller)
+        if not torch.is_grad_enabled():
+            return
+        results = [t for t in tensors_in(result) if t.requires_grad and type(t) is not ChunkView]
+        if results and self._parts.scaler.active and not is_in_pass:
+            refuse_unscaled(self._parts.layout, caller.traced[0])
+        if results:
+            others = [t for t in tensors_in(arguments) if handle_of(t) is None]
+            self._modules.watch(caller, results, others, in_pass=is_in_pass)
+
+    def owns_memory_of(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a view of a chunk."""
+        return tensor.untyped_storage()._cdata in self._chunk_of_storage
+
+    def _caller_for(self, chunks: Iterable[ChunkId]) -> Caller:
+        """One parameter of each chunk stands for it in a trace, and none takes part in states."""
+        layout = self._parts.layout
+        traced = tuple(layout.chunks[chunk].slots[0].param for chunk in chunks)
+        name = layout.params[traced[0]].name.rpartition(".")[0] if traced else ""
+        return Caller(name, (), chunks=tuple(chunks), traced=traced)
+
+    # -- inside --
+
+    def _make_there(self, chunks: tuple[ChunkId, ...]) -> None:
+        """A call begins, which the next iteration has too: it computes with these."""
+        if not (self._parts.forward_depth or torch._C._current_graph_task_id() != -1):
+            self._make_readable(chunks)
+            return
+        if self._meetings.reads_outside:
+            self._meetings.end_reading()
+        self._gather(chunks, planned=True)
+
+    def _gather(self, chunks: tuple[ChunkId, ...], *, planned: bool) -> None:
+        if self._parts.regather.arriving:
+            self._parts.regather.arrive(chunks)
+        measured = self._collector.collecting
+        if measured:
+            self._collector.before_change()
+        if planned and torch._C._current_graph_task_id() != -1:
+            self._reducer.reduce_due(self._manager.follows_steps)
+        try:
+            self._manager.prepare(chunks, planned)
+        except NvmeError as error:
+            say_what_is_left(self._parts, error)
+            raise
+        if measured:
+            self._collector.after_change()
+
+    def _let_go(self) -> None:
+        """A call of a pass does not use its chunks any more."""
+        if self._collector.collecting:
+            self._collector.before_change()
+            self._manager.call_ended()
+            self._collector.after_change()
+        else:
+            self._manager.call_ended()
+
+    def _make_readable(self, chunks: tuple[ChunkId, ...]) -> None:
+        """These chunks are read outside a pass, where ranks may read in any order.
+
+        What is gathered already is left where it is, and nobody is asked.
+        """
+        there = self._parts.chunks
+        if any(not there[chunk].gathered for chunk in chunks):
+            self._meetings.read(self._meetings.in_words(chunks))
+        for chunk in chunks:
+            there[chunk].wait_gathered()
+
+    def _gather_read(self, names: Sequence[str], wanted: Container[str]) -> None:
+        """All ranks: chunks that any of them reads."""
+        self._gather(tuple(sorted(ChunkId(int(name)) for name in names)), planned=False)
+
+
+def _own_params(module: nn.Module, whole: bool) -> list[ParamId]:
+    handles = [handle_of(param) for param in module.parameters(recurse=whole)]
+    return [handle.param for handle in handles if handle is not None]
+
+
+def _gradient_hook(calls: Calls, param: ParamId) -> Callable[[Tensor], None]:
+    """Autograd keeps this on the parameter, where the garbage collector cannot see it: so weak."""
+    reference = weakref.ref(calls)
+
+    def arrived(tensor: Tensor) -> None:
+        grad = take_gradient(tensor)
+        calls = reference()
+        if calls is not None and grad is not None:
+            calls.gradient_arrived(param, grad)
+
+    return arrived
+
+
+def _unscaling_hook(calls: Calls, param: ParamId) -> Callable[[Tensor], Tensor | None]:
+    reference = weakref.ref(calls)
+
+    def taken(grad: Tensor) -> Tensor | None:
+        calls = reference()
+        return None if calls is None else calls.taken_out(param, grad)
+
+    return taken

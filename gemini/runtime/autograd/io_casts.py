@@ -1,0 +1,136 @@
+"""What passes the wrapper's forward on its way in and out: casts, and the loss scale.
+
+In fp16 an output is raised to fp32, and the gradient that comes back for it is multiplied by the
+loss scale; a gradient that leaves through an input is divided by it, in the input's own dtype. So
+the scale is there whoever computes the loss, inside the module or outside.
+
+The hooks sit on the tensors themselves, and not on views of them: an operator in place, such as
+`loss /= k`, takes the node of a view out of the graph, and its hooks with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gemini.trees import map_tensors, tensors_in
+from optim.rules.control_vector import Scaler
+
+DEPTH = 4  # of objects inside objects that are opened
+
+
+class Boundary:
+    """Of one wrapped module.
+
+    dtype: of the module's computation; floating inputs are cast to it where `cast_inputs`.
+    begins: called when a gradient comes in.
+    """
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        scaler: Scaler,
+        begins: Callable[[], None],
+        *,
+        force_outputs_fp32: bool,
+        cast_inputs: bool = True,
+    ) -> None:
+        self._dtype = dtype
+        self._device = device
+        self._scaler = scaler
+        self._begins = begins
+        self._casts_inputs = cast_inputs
+        self._raises_outputs = force_outputs_fp32 or dtype == torch.float16
+
+    def enter(self, inputs: Any) -> Any:
+        """Arguments as the module gets them: on its device, floating ones in its dtype."""
+        return map_tensors(inputs, self._enter)
+
+    def leave(self, outputs: Any) -> Any:
+        """Outputs as the caller gets them. Raises TypeError in fp16 for what cannot be changed."""
+        outputs = map_tensors(outputs, self._leaving(raises=self._raises_outputs))
+        if self._scaler.active and torch.is_grad_enabled():
+            _change_inside(outputs, self._leaving(raises=False))
+        return outputs
+
+    def _leaving(self, *, raises: bool) -> Callable[[Tensor], Tensor]:
+        """What becomes of outputs; one that is returned twice stays one tensor, hooked once."""
+        done: dict[int, tuple[Tensor, Tensor]] = {}  # by identity, before and behind
+
+        def leave(tensor: Tensor) -> Tensor:
+            if id(tensor) not in done:
+                output = self._leave(tensor, raises)
+                done[id(tensor)] = done[id(output)] = tensor, output
+            return done[id(tensor)][1]
+
+        return leave
+
+    def _enter(self, tensor: Tensor) -> Tensor:
+        if self._scaler.active and tensor.requires_grad and torch.is_grad_enabled():
+            tensor = tensor.view_as(tensor)
+            tensor.register_hook(self._unscale)
+        casts = self._casts_inputs and tensor.is_floating_point()
+        dtype = self._dtype if casts else tensor.dtype
+        moved = tensor.to(device=self._device, dtype=dtype, non_blocking=True)
+        # a leaf has no place in the graph for hooks to watch
+        return moved.view_as(moved) if moved.is_leaf and moved.requires_grad else moved
+
+    def _leave(self, tensor: Tensor, raises: bool) -> Tensor:
+        output = tensor.float() if raises and tensor.is_floating_point() else tensor
+        if not (output.requires_grad and torch.is_grad_enabled()):
+            return output
+        if self._scaler.active and output is tensor:
+            output = tensor.clone()  # the module may use it too, and there its gradient is scaled
+        if not output.is_leaf:
+            output.register_hook(self._backward_begins)
+        return output
+
+    def _backward_begins(self, grad: Tensor) -> Tensor | None:
+        self._begins()
+        if not self._scaler.active:
+            return None
+        return (grad * self._scaler.scale).to(grad.dtype)  # a 0-d gradient would become fp64
+
+    def _unscale(self, grad: Tensor) -> Tensor:
+        return (grad / self._scaler.scale).to(grad.dtype)
+
+
+def _change_inside(value: Any, change: Callable[[Tensor], Tensor], depth: int = DEPTH) -> None:
+    """Put changed tensors into objects that `map_tensors` does not open, a model's cache say.
+
+    Raises TypeError for an object that cannot be changed: its gradients would carry no loss scale.
+    """
+    if isinstance(value, (Tensor, nn.Module)) or not depth:
+        return
+    if isinstance(value, Mapping):
+        parts: Iterable[Any] = value.values()
+    elif isinstance(value, (list, tuple)):
+        parts = value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        parts = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    else:
+        if hasattr(value, "__dict__") and not isinstance(value, type):
+            _change_attributes(value, change, depth - 1)
+        return
+    for part in parts:
+        _change_inside(part, change, depth)
+
+
+def _change_attributes(holder: Any, change: Callable[[Tensor], Tensor], depth: int) -> None:
+    for name, value in list(vars(holder).items()):
+        if not any(tensor.requires_grad for tensor in tensors_in(value)):
+            _change_inside(value, change, depth)
+            continue
+        try:
+            setattr(holder, name, map_tensors(value, change))
+        except (AttributeError, TypeError) as error:
+            raise TypeError(
+                f"the module returned a {type(holder).__name__} with tensors that need gradients; "
+                "in fp16 every output gets a loss scale, and this one cannot be changed. Return "
+                "tensors, lists, mappings or dataclasses"
+            ) from error

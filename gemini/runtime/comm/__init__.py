@@ -1,0 +1,1 @@
+"""What ranks say to each other: collectives, their log, meetings, ballots."""

@@ -1,0 +1,321 @@
+"""Collectives over one process group, as tickets. The only file that calls torch.distributed."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gemini.tickets import Done, Ticket
+
+from .collective_log import Entry, SequenceError, SequenceLog, explain, first_difference
+from .meeting import MeetingPoint, Wish
+
+# torch 2.13 renames both; keep one shim
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_PrefixStore = dist.distributed_c10d.PrefixStore
+
+DEADLINE_SECONDS = 30.0  # of a wait, before ranks compare what they are doing
+POLL_SECONDS = 0.5
+GRACE_SECONDS = 5.0  # for the logs of other ranks, once a collective has failed
+PATIENCE_SECONDS = 1800.0  # with ranks that do not meet this one, and say nothing
+
+
+@dataclass(frozen=True, slots=True)
+class WorkTicket:
+    """A collective under way. Keeps its tensors alive."""
+
+    comm: Communicator
+    work: Any
+    tensors: tuple[Tensor, ...]
+
+    def ready(self) -> bool:
+        return bool(self.work.is_completed())
+
+    def wait(self) -> None:
+        self.comm.wait(self.work)
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceTicket:
+    """A payload [S * W] that is summed in place, of which this rank takes its part [S]."""
+
+    comm: Communicator
+    work: Any
+    payload: Tensor
+    shard: Tensor
+
+    def ready(self) -> bool:
+        return bool(self.work.is_completed())
+
+    def wait(self) -> None:
+        self.comm.wait(self.work)
+        numel, rank = self.shard.numel(), self.comm.rank
+        self.shard.copy_(self.payload[rank * numel : (rank + 1) * numel])
+
+
+class Communicator:
+    """One process group; at world size 1 every collective is nothing.
+
+    All ranks must call the same collectives in the same order; those of chunks are logged, and a
+    difference ends in a `SequenceError` on every rank that waits.
+
+    describe: a chunk's id in words, for that error.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.describe: Callable[[int], str] = lambda chunk: f"chunk {chunk}"
+        self.deadline_seconds = DEADLINE_SECONDS
+        self.log = SequenceLog()
+        self.chunk_bytes = 0  # given to chunk collectives so far, as payloads
+        self._group = None
+        self.rank, self.world_size, self._pid = 0, 1, os.getpid()
+        self._watches = False
+        if not dist.is_available() or not dist.is_initialized():
+            return
+        self._group = group if group is not None else dist.group.WORLD
+        self.rank = dist.get_rank(self._group)
+        self.world_size = dist.get_world_size(self._group)
+        if self.rank < 0:
+            raise ValueError("this process is not a member of the process group that was given")
+        # a wait on nccl holds the stream and not the host: its own watchdog ends a hang
+        self._watches = dist.get_backend(self._group) == "gloo" and self.world_size > 1
+        if self.world_size > 1:
+            self._open_store()
+
+    def _open_store(self) -> None:
+        """A part of the group's store for this group alone. Collective."""
+        name = f"gemini/{self.gather_objects(uuid.uuid4().hex)[0]}"
+        whole = dist.distributed_c10d._get_default_store()
+        self._store = _PrefixStore(name, whole)
+        self._meeting = MeetingPoint(
+            _PrefixStore(f"{name}/meeting", whole), self.rank, self.world_size
+        )
+        weakref.finalize(self, _leave, self._meeting)
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """None where torch.distributed was not set up."""
+        return self._group
+
+    def check_unchanged(self) -> None:
+        """Raise RuntimeError if the group has not the ranks it had: chunks are cut for those."""
+        self._check_process()
+        there = dist.is_available() and dist.is_initialized()
+        try:
+            now = dist.get_world_size(self._group) if there else 1
+        except (ValueError, RuntimeError):
+            now = 0  # another group was set up since, and this one is gone
+        if now != self.world_size:
+            raise RuntimeError(
+                f"the module was wrapped with a world size of {self.world_size}, and now it is "
+                f"{now if now > 0 else 'without its process group'}; wrap it after "
+                "init_process_group, and again (from a checkpoint) when the ranks change"
+            )
+
+    def _check_process(self) -> None:
+        if self.world_size > 1 and os.getpid() != self._pid:
+            raise RuntimeError(
+                f"process {os.getpid()} was forked from rank {self.rank}, process {self._pid}: the "
+                "connections to the other ranks stayed there; wrap the module in the process that "
+                "trains"
+            )
+
+    # -- chunks --
+
+    def all_gather(self, payload: Tensor, shard: Tensor, label: int) -> Ticket[None]:
+        """payload [S * W] from every rank's shard [S]."""
+        self._record("gathers", label, payload)
+        work = _all_gather(payload, shard, group=self._group, async_op=True)
+        return WorkTicket(self, work, (payload, shard))
+
+    def reduce_scatter(self, shard: Tensor, payload: Tensor, label: int) -> Ticket[None]:
+        """shard [S]: the sum over ranks of their payload's [S] that belongs to this rank.
+
+        `payload` is given away: gloo's own reduce-scatter sums up a copy, in a wait that no
+        deadline ends.
+        """
+        self._record("reduces", label, payload)
+        if self._watches:
+            work = dist.all_reduce(payload, group=self._group, async_op=True)
+            return ReduceTicket(self, work, payload, shard)
+        work = _reduce_scatter(shard, payload, group=self._group, async_op=True)
+        return WorkTicket(self, work, (payload, shard))
+
+    def _record(self, kind: str, label: int, payload: Tensor) -> None:
+        self.log.record(kind, label)
+        self.chunk_bytes += payload.nbytes
+
+    # -- the rest --
+
+    def all_reduce(self, tensor: Tensor, largest: bool = False) -> Ticket[None]:
+        """Sum over ranks, or the largest, in place."""
+        if self.world_size == 1:
+            return Done(None)
+        op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+        work = dist.all_reduce(tensor, op=op, group=self._group, async_op=True)
+        return WorkTicket(self, work, (tensor,))
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Rank 0's values on every rank."""
+        if self.world_size > 1:
+            dist.broadcast(tensor, group=self._group, group_src=0)
+
+    def gather(self, shard: Tensor) -> Tensor | None:
+        """[S * W] of every rank's shard [S] on rank 0, None on the others."""
+        if self.world_size == 1:
+            return shard
+        here = shard.to(self.device).contiguous()
+        parts = [torch.empty_like(here) for _ in range(self.world_size)] if self.rank == 0 else None
+        dist.gather(here, parts, group=self._group, group_dst=0)
+        return None if parts is None else torch.cat(parts)
+
+    def scatter(self, payload: Tensor | None, shard: Tensor) -> None:
+        """shard [S]: this rank's part of rank 0's payload [S * W]."""
+        if self.world_size == 1:
+            assert payload is not None
+            shard.copy_(payload)
+            return
+        here = torch.empty_like(shard, device=self.device)
+        parts = None
+        if payload is not None:
+            parts = [part.contiguous() for part in payload.to(self.device).chunk(self.world_size)]
+        dist.scatter(here, parts, group=self._group, group_src=0)
+        shard.copy_(here)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every rank's value. For set-up, not for a step."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    @property
+    def device(self) -> torch.device:
+        """Where small control tensors must be for this group's backend."""
+        if self._group is None:
+            return torch.device("cpu")
+        if dist.get_backend(self._group) == "nccl":
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")
+
+    # -- meetings: what is not part of a pass, whose order all ranks know --
+
+    def call(self, name: str) -> None:
+        """All ranks are about to call this method, which is collective.
+
+        Raises SequenceError on every rank where another does something else, or is gone.
+        """
+        self._check_process()
+        self._meet(Wish("calls", {name: name}))
+
+    def unite(self, subjects: Mapping[str, str]) -> list[str]:
+        """What any rank reads now, in one order: so ranks may read in orders of their own.
+
+        subjects: names, each in words; none: this rank has read all it wants, and helps the
+        others. Raises SequenceError as `call`.
+        """
+        said = self._meet(Wish("reads", subjects))
+        return sorted({name for wish in said for name in wish.subjects})
+
+    def agree(self, kind: str, subjects: Mapping[str, str]) -> None:
+        """Raise SequenceError on every rank where another names other subjects."""
+        for rank, said in enumerate(self._meet(Wish(kind, subjects))):
+            if said.subjects.keys() != subjects.keys():
+                mine = Entry(self.log.count - 1, kind, Wish(kind, subjects).words)
+                theirs = Entry(self.log.count - 1, kind, said.words)
+                raise explain((self.rank, mine, rank, theirs), self.describe)
+
+    def _meet(self, wish: Wish) -> list[Wish]:
+        """What every rank wishes, by rank. Raises SequenceError where ranks do not meet for the
+        same."""
+        if self.world_size == 1:
+            return [wish]
+        self._meeting.arrive(wish.encode())
+        self.log.wait(wish.kind, wish.words)
+        self._await_others(wish)
+        said = [Wish.decode(text) for text in self._meeting.said()]
+        for rank, other in enumerate(said):
+            if other.differs_from(said[0]):
+                first = Entry(self.log.count, said[0].kind, said[0].words)
+                there = Entry(self.log.count, other.kind, other.words)
+                raise explain((0, first, rank, there), self.describe)
+        self.log.record(wish.kind, " and ".join(sorted({other.words for other in said})))
+        return said
+
+    def _await_others(self, wish: Wish) -> None:
+        seconds, started = self.deadline_seconds, time.monotonic()
+        while not self._meeting.is_complete(seconds):
+            difference = first_difference(self._published_logs())
+            if difference is not None:
+                raise explain(difference, self.describe)
+            gone = self._meeting.gone()
+            if gone or time.monotonic() - started > PATIENCE_SECONDS:
+                who = f"rank {gone[0]} has ended" if gone else "others do not come"
+                raise SequenceError(
+                    f"rank {self.rank} {wish.kind} {wish.words}, and {who}. All ranks must do so; "
+                    "take it out of what one rank runs alone"
+                )
+            seconds = POLL_SECONDS
+
+    # -- the watch --
+
+    def compare_logs(self) -> None:
+        """Raise SequenceError on every rank where they differ; the others' digests said so."""
+        logs = [SequenceLog.decode(text) for text in self.gather_objects(self.log.encode())]
+        difference = first_difference(logs)
+        assert difference is not None, "the digests of two equal logs differ"
+        raise explain(difference, self.describe)
+
+    def wait(self, work: Any) -> None:
+        """Wait for a collective; past the deadline, or if it failed, compare with the others."""
+        if not self._watches:
+            work.wait()
+            return
+        try:
+            work.wait(timedelta(seconds=self.deadline_seconds))
+            return
+        except RuntimeError as error:
+            failure = error if work.is_completed() else None
+        patience = time.monotonic() + GRACE_SECONDS
+        while failure is None or time.monotonic() < patience:
+            difference = first_difference(self._published_logs())
+            if difference is not None:
+                raise explain(difference, self.describe) from failure
+            if failure is not None:
+                time.sleep(POLL_SECONDS)
+                continue
+            try:
+                work.wait(timedelta(seconds=POLL_SECONDS))
+                return
+            except RuntimeError as error:
+                if work.is_completed():
+                    failure, patience = error, time.monotonic() + GRACE_SECONDS
+        raise failure
+
+    def _published_logs(self) -> list[list[Entry]]:
+        """Publish this rank's log and read those that were published."""
+        store = self._store
+        store.set(str(self.rank), self.log.encode())
+        return [
+            SequenceLog.decode(store.get(str(rank)).decode()) if store.check([str(rank)]) else []
+            for rank in range(self.world_size)
+        ]
+
+
+def _leave(meeting: MeetingPoint) -> None:
+    with suppress(RuntimeError):  # the store's host may have ended before
+        meeting.leave()

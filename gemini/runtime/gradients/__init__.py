@@ -1,0 +1,1 @@
+"""Gradients between backward and step, as a user may see and change them."""

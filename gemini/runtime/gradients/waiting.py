@@ -1,0 +1,459 @@
+"""Gradients of an engine between backward and step, as its user may see and change them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from gemini.chunk.gradient_view import GradientView
+from gemini.chunk.storage import Chunk
+from gemini.memtracer.module_calls import in_backward
+from gemini.runtime.meetings import Meetings
+from gemini.runtime.parts import Parts, in_pass
+from gemini.tickets import Done, Ticket
+from gemini.units import ParamId
+from optim.rules.clipping import Clip
+
+from .edits import Edit, PendingClip
+
+
+class Gradients:
+    """`.grad` of the parameters of one engine; see `gemini.chunk.gradient_view`.
+
+    A factor that all gradients are multiplied with becomes one of the coming step, as a clip does;
+    anything else is done to the shards, in fp32. Ranks must change the same: what each did goes
+    into the sequence that the next vote compares.
+    """
+
+    def __init__(self, parts: Parts, meetings: Meetings, dropped: Callable[[], None]) -> None:
+        """dropped: called when all gradients were."""
+        self._parts = parts
+        self._meetings = meetings
+        self._dropped = dropped
+        self._views: dict[ParamId, GradientView] = {}
+        self._edits: dict[ParamId, Edit] = {}
+        self._norms: dict[float, Tensor] = {}  # fp64 [P], before edits; by order
+        self._changes: set[str] = set()  # by this rank, since the last vote
+        # int32 [P]: how many ranks had a gradient when they were reduced last
+        self._somewhere: tuple[Ticket[None], Tensor] = (Done(None), torch.zeros(0))
+        self._read: dict[ParamId, Tensor] = {}  # what `read` has brought
+        meetings.answer("gradient", self._bring)
+        meetings.answer("norm", self._bring_norms)
+
+    # -- what there is --
+
+    def of(self, param: ParamId) -> GradientView | None:
+        """`.grad`: None where no rank has a gradient."""
+        self.notice_broken_backward()
+        parts, spec = self._parts, self._parts.layout.params[param]
+        if not self.exists(param):
+            return None
+        if param not in self._views:
+            device = parts.backend.device
+            self._views[param] = GradientView(self, param, torch.Size(spec.shape), device)
+        return self._views[param]
+
+    def exists(self, param: ParamId) -> bool:
+        """Whether there is a gradient: of this rank, or a reduced one of another."""
+        if self._parts.present[param] or param in self._parts.broken:
+            return True
+        ticket, counts = self._somewhere
+        ticket.wait()
+        return bool(counts.numel() and counts[param] > 0)
+
+    def exchange_presence(self) -> None:
+        """A backward was reduced: begin to tell the others which parameters have a gradient."""
+        parts = self._parts
+        if parts.comm.world_size > 1:
+            counts = torch.tensor(parts.present, dtype=torch.int32).to(parts.comm.device)
+            self._somewhere = (parts.comm.all_reduce(counts), counts)
+
+    # -- all of them --
+
+    def begin_backward(self) -> None:
+        """More are about to arrive."""
+        parts = self._parts
+        self.settle()
+        if parts.kept_scale is not None:
+            for chunk in parts.chunks:
+                chunk.gradient.scale(parts.scaler.scale / parts.kept_scale)
+            parts.kept_scale = None
+
+    def after_step(self) -> None:
+        """A step has taken them; they stay until they are dropped, as in torch."""
+        parts = self._parts
+        if parts.pending_clip is not None:
+            self._keep_clip(parts.pending_clip)
+        parts.pending_clip = None
+        if parts.scaler.active:
+            parts.kept_scale = parts.scaler.used.clone()
+
+    def notice_broken_backward(self) -> None:
+        """One that began and did not end was ended by an error: what it left is incomplete."""
+        if self._parts.reducer.active and not in_backward():
+            self.drop()
+            params = self._parts.layout.params
+            self._parts.broken.update(ParamId(i) for i, p in enumerate(params) if p.trainable)
+
+    def check_whole(self) -> None:
+        """Raise RuntimeError where an error has cut a backward short since zero_grad."""
+        self.notice_broken_backward()
+        if self._parts.broken:
+            raise RuntimeError(
+                "a backward ended in an error, so the gradients since zero_grad are incomplete; "
+                "call zero_grad() before you go on"
+            )
+
+    def zero_all(self) -> None:
+        """They become zeros, which a step takes as gradients."""
+        self.notice_broken_backward()
+        self._forget()
+        for chunk in self._parts.chunks:
+            chunk.gradient.zero()
+
+    def drop(self) -> None:
+        """There are none from now on."""
+        parts = self._parts
+        self._forget()
+        parts.kept_scale = None
+        parts.reducer.drop_gradients()
+        parts.storage.forget_gradients()
+        parts.present = [False] * len(parts.present)
+        self._dropped()
+
+    def _forget(self) -> None:
+        """Whatever is known of their values."""
+        self._parts.broken.clear()
+        self._parts.pending_clip = None
+        for known in (self._norms, self._edits, self._views, self._changes):
+            known.clear()
+        self._somewhere = (Done(None), torch.zeros(0))
+
+    def tell_changes(self) -> None:
+        """Before a vote: what this rank has changed, to be compared with the others."""
+        if self._changes:
+            self._parts.comm.log.record("changes gradients:", "; ".join(sorted(self._changes)))
+            self._changes.clear()
+
+    # -- what is done to one of them --
+
+    def clear_but(self, kept: Sequence[int], set_to_none: bool) -> None:
+        """Drop the others, or make them zeros."""
+        for param in map(ParamId, range(len(self._parts.params))):
+            if param not in kept and self.exists(param):
+                self._drop(param) if set_to_none else self.zero(param)
+
+    def set(self, param: ParamId, value: Tensor | None) -> None:
+        """`p.grad = value`."""
+        self.notice_broken_backward()
+        if value is None:
+            self._drop(param)
+        elif value is not self._views.get(param):
+            self.assign(param, value)
+
+    def scale(self, param: ParamId, factor: float | Tensor) -> None:
+        self._check(param)
+        edit = self._edits.get(param, Edit())
+        if edit.limits:
+            self._carry_out(param)
+            edit = Edit()
+        self._edits[param] = replace(edit, factors=(*edit.factors, factor))
+
+    def clamp(self, param: ParamId, low: float, high: float) -> None:
+        self._check(param)
+        if self._is_local:
+            raise RuntimeError(
+                "gradients are not reduced inside no_sync(); clamp them behind the last backward"
+            )
+        edit = self._edits.get(param, Edit())
+        self._edits[param] = replace(edit, low=max(edit.low, low), high=min(edit.high, high))
+
+    def zero(self, param: ParamId) -> None:
+        if param in self._parts.broken:
+            self.assign(param, torch.zeros(self._parts.layout.params[param].shape))
+            return
+        self._check(param)
+        self._edits.pop(param, None)
+        self._note(param, "zeroes")
+        self._change(param, Tensor.zero_, wide=False)  # a product would keep what is not finite
+
+    @torch.no_grad()
+    def assign(self, param: ParamId, values: Tensor) -> None:
+        parts, spec = self._parts, self._parts.layout.params[param]
+        if tuple(values.shape) != tuple(spec.shape) or not values.is_floating_point():
+            raise RuntimeError(
+                f"the gradient of {spec.name} is floating and has shape {tuple(spec.shape)}; it "
+                f"cannot be given {values.dtype} of shape {tuple(values.shape)}"
+            )
+        if not spec.trainable:
+            raise RuntimeError(f"{spec.name} is frozen, and cannot be given a gradient")
+        parts.broken.discard(param)
+        self._check_time()
+        flat = values.detach().to(parts.backend.device, torch.float32).reshape(-1)
+        if parts.scaler.active:
+            flat = flat * parts.scaler.scale.float()
+        self._edits.pop(param, None)
+        chunk, slot = self._place_of(param)
+        if chunk.gradient.exists:
+            self._note(param, f"assigns values of sum {float(flat.double().sum())!r} to")
+            chunk.gradient.forget(slot)
+            chunk.gradient.change(lambda shard: self._put(shard, chunk, param, flat), wide=True)
+        else:  # as what no_sync leaves: the step reduces it
+            chunk.gradient.put_local(slot, flat)
+        parts.present[param] = True
+
+    def _put(self, shard: Tensor, chunk: Chunk, param: ParamId, flat: Tensor) -> None:
+        for at, first in self._own_parts(chunk, param):
+            shard[at].copy_(flat[first : first + at.stop - at.start])
+
+    def _drop(self, param: ParamId) -> None:
+        """`p.grad = None`."""
+        parts = self._parts
+        parts.broken.discard(param)
+        if not self.exists(param):
+            return
+        if parts.pending_clip is not None:
+            parts.pending_clip = parts.pending_clip.decided()
+        self._note(param, "drops")
+        self._edits.pop(param, None)
+        self._views.pop(param, None)
+        self._change(param, Tensor.zero_, wide=False)  # a product would keep what is not finite
+        chunk, slot = self._place_of(param)
+        chunk.gradient.forget(slot)
+        parts.present[param] = False
+        ticket, counts = self._somewhere
+        ticket.wait()
+        if counts.numel():
+            counts[param] = 0
+        if not any(self.exists(other.param) for other in chunk.spec.slots):
+            chunk.gradient.drop()
+        if not any(self.exists(ParamId(other)) for other in range(len(parts.params))):
+            self.drop()
+
+    # -- edits --
+
+    def settle(self) -> None:
+        """Carry out what was asked: before gradients are added, or looked at all together.
+
+        A limit is one of the mean over ranks: what was put off is reduced first.
+        """
+        if any(edit.limits for edit in self._edits.values()):
+            self._parts.reducer.reduce_put_off()
+        self._norms.clear()
+        for param in list(self._edits):
+            self._carry_out(param)
+
+    def resolve(self) -> None:
+        """Before a step: one factor for all becomes the step's, anything else is carried out."""
+        parts = self._parts
+        if not self._edits:
+            return
+        params = [ParamId(p) for p in range(len(parts.params)) if self.exists(ParamId(p))]
+        first = self._edits.get(params[0], Edit()) if params else Edit()
+        one_for_all = (
+            parts.pending_clip is None
+            and parts.numerics.max_norm == 0
+            and first.low == -first.high
+            and all(first.is_like(self._edits.get(param, Edit())) for param in params)
+            and 0 < first.factor <= 1
+        )
+        if not one_for_all:
+            self.settle()
+            return
+        self._edits.clear()
+        self._changes.add(f"multiplies all by {first.factor!r}, to at most {first.high!r}")
+        clip = Clip(fixed_factor=first.factor, max_value=first.high)
+        parts.pending_clip = PendingClip(clip)
+
+    def _keep_clip(self, pending: PendingClip) -> None:
+        """A step clipped them: as with torch's clipping, they are what it made of them."""
+        self._norms.clear()
+        clip = pending.clip
+        factor: float | Tensor = 1.0 if clip.fixed_factor is None else clip.fixed_factor
+        if pending.norm is not None and clip.max_norm > 0:
+            factor = (clip.max_norm / (pending.norm + 1e-6)).clamp(max=1.0)
+        edit = Edit((factor,), -clip.max_value, clip.max_value)
+        for param in map(ParamId, range(len(self._parts.params))):
+            if self.exists(param):
+                self._edits[param] = edit
+
+    def _carry_out(self, param: ParamId) -> None:
+        edit = self._edits.pop(param)
+        asked = f"{edit.factor!r}, to [{edit.low!r}, {edit.high!r}],"
+        self._note(param, f"multiplies by {asked}")
+        scale = self._parts.scaler.read().scale if edit.limits else 1.0
+        self._change(param, lambda values: edit.carried_out(values, scale), wide=True)
+
+    @torch.no_grad()
+    def _change(self, param: ParamId, do: Callable[[Tensor], Tensor], *, wide: bool) -> None:
+        """`do` it, in place, to what this rank holds; `wide`: in fp32."""
+        chunk, slot = self._place_of(param)
+
+        def change(shard: Tensor) -> None:
+            for at, _ in self._own_parts(chunk, param):
+                do(shard[at])
+
+        if chunk.gradient.exists and any(self._own_parts(chunk, param)):
+            chunk.gradient.change(change, wide=wide)
+        chunk.gradient.change_local(slot, do, wide=wide)
+        self._norms.clear()
+
+    def _note(self, param: ParamId, does: str) -> None:
+        if self._parts.comm.world_size > 1:
+            self._changes.add(f"{does} {self._parts.layout.params[param].name}")
+
+    def _place_of(self, param: ParamId) -> tuple[Chunk, int]:
+        """The chunk of a parameter, and its slot there."""
+        parts = self._parts
+        return parts.chunks[parts.chunk_of[param]], parts.slot_of[param]
+
+    def _own_parts(self, chunk: Chunk, param: ParamId) -> Iterator[tuple[slice, int]]:
+        """Where this rank's shard has a parameter, and with which of its elements it begins."""
+        for part in self._parts.layout.shard_parts(chunk.spec, self._parts.comm.rank):
+            if part.param == param:
+                yield slice(part.offset, part.offset + part.numel), part.param_offset
+
+    # -- values --
+
+    def values(self, param: ParamId) -> Tensor:
+        """A copy, fp32, in the parameter's shape. All ranks read it, but what is local."""
+        self._check(param)
+        parts, spec = self._parts, self._parts.layout.params[param]
+        chunk, slot = self._place_of(param)
+        local = chunk.gradient.local(slot)
+        if parts.comm.world_size == 1 or (self._is_local and not chunk.gradient.exists):
+            total = self._assembled(param, lone=True)
+        else:
+            self._meetings.read({f"gradient {param}": f"the gradient of {spec.name}"})
+            total = self._read.pop(param)
+            local = local if self._is_local else None
+        if local is not None:
+            total = total.add_(local)
+        factor, limit = clipped_by(parts)
+        self._edits.get(param, Edit()).carried_out(total, parts.scaler.read().scale)
+        return total.mul_(factor).clamp_(-limit, limit).view(spec.shape)
+
+    def norm(self, param: ParamId, order: float) -> Tensor:
+        """fp64 0-d. All ranks ask for one, of this parameter or of another."""
+        self._check(param)
+        parts = self._parts
+        if self._edits.get(param, Edit()).limits:
+            if parts.reducer.has_put_off:  # ranks ask for norms in orders of their own
+                return _norm(self.values(param), order)
+            self.settle()
+        if self._is_local and not parts.reducer.synchronise:
+            return _norm(self.values(param), order)
+        if order not in self._norms:
+            self._meetings.read({f"norm {order}": f"a norm of order {order} of the gradients"})
+        factor, limit = clipped_by(parts)
+        if limit < math.inf:
+            return _norm(self.values(param), order)
+        return self._norms[order][param] * (abs(self._edits.get(param, Edit()).factor) * factor)
+
+    def _bring(self, names: Sequence[str], wanted: Container[str]) -> None:
+        """All ranks: give gradients to those that read them."""
+        for name in names:
+            param = ParamId(int(name))
+            total = self._assembled(param, lone=False)
+            if f"gradient {name}" in wanted:
+                self._read[param] = total
+
+    def _bring_norms(self, orders: Sequence[str], wanted: Container[str]) -> None:
+        for order in orders:
+            self._measure(float(order))
+
+    @torch.no_grad()
+    def _measure(self, order: float) -> None:
+        """All ranks: the norms of all gradients, in one all-reduce."""
+        parts, comm = self._parts, self._parts.comm
+        reduce_what_is_left(parts)
+        sums = torch.zeros(len(parts.params), dtype=torch.float64, device=parts.backend.device)
+        for chunk in parts.chunks:
+            if not chunk.gradient.exists:
+                continue
+            shard = chunk.gradient.load()
+            for part in parts.layout.shard_parts(chunk.spec, comm.rank):
+                run = shard[part.offset : part.offset + part.numel]
+                norm = _norm(run, order)
+                if math.isinf(order):
+                    sums[part.param] = torch.maximum(sums[part.param], norm)
+                else:
+                    sums[part.param] += norm**order
+        sums = sums.to(comm.device)
+        comm.all_reduce(sums, largest=math.isinf(order)).wait()
+        sums = sums.to(parts.backend.device)
+        self._norms[order] = sums if math.isinf(order) else sums ** (1 / order)
+
+    @torch.no_grad()
+    def _assembled(self, param: ParamId, *, lone: bool) -> Tensor:
+        """What is reduced, fp32 and flat, with its loss scale; of this rank alone where `lone`."""
+        parts = self._parts
+        if not lone and not self._is_local:
+            reduce_what_is_left(parts)
+        chunk, _ = self._place_of(param)
+        numel = math.prod(parts.layout.params[param].shape)
+        total = torch.zeros(numel, dtype=torch.float32, device=parts.backend.device)
+        if chunk.gradient.exists:
+            shard = chunk.gradient.load()
+            for at, first in self._own_parts(chunk, param):
+                total[first : first + at.stop - at.start] = shard[at]
+        if not lone:
+            there = total.to(parts.comm.device)
+            parts.comm.all_reduce(there).wait()
+            total = there.to(parts.backend.device)
+        return total
+
+    @property
+    def _is_local(self) -> bool:
+        """The last backward was not reduced: as in DDP, what is there is this rank's own."""
+        reducer = self._parts.reducer
+        return self._parts.comm.world_size > 1 and reducer.unsynchronised and reducer.leftover
+
+    def _check(self, param: ParamId) -> None:
+        """Raise RuntimeError where there is nothing to look at."""
+        if not self.exists(param):
+            raise RuntimeError(
+                f"the gradient of {self._parts.layout.params[param].name} was dropped; "
+                "p.grad.clone() keeps its values"
+            )
+        self._check_time()
+
+    def _check_time(self) -> None:
+        parts = self._parts
+        self.check_whole()
+        if parts.comm.world_size > 1 and in_pass(parts):
+            raise RuntimeError(
+                "gradients are not reduced before a backward has ended; look at them behind it"
+            )
+
+
+def reduce_what_is_left(parts: Parts) -> Sequence[bool]:
+    """Reduce what `no_sync` or a late gradient has left; which parameters have one. Collective."""
+    said = torch.tensor([*parts.present, parts.reducer.leftover], dtype=torch.float64)
+    said = said.to(parts.comm.device)
+    parts.comm.all_reduce(said).wait()
+    *there, leftover = (count > 0 for count in said.tolist())
+    if leftover:
+        parts.reducer.reduce_leftovers()
+    return there
+
+
+def _norm(values: Tensor, order: float) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(values, order, dtype=torch.float64)
+    return norm
+
+
+def clipped_by(parts: Parts) -> tuple[Tensor, float]:
+    """What unscales, and clips where a clip was asked for: a factor, fp64 0-d, and a limit."""
+    pending = parts.pending_clip
+    clip = pending.clip if pending is not None else Clip()
+    factor = 1.0 / parts.scaler.scale
+    if clip.fixed_factor is not None:
+        factor = factor * clip.fixed_factor
+    elif pending is not None and pending.norm is not None and clip.max_norm > 0:
+        factor = factor * (clip.max_norm / (pending.norm + 1e-6)).clamp(max=1.0)
+    return factor, clip.max_value

@@ -1,0 +1,52 @@
+"""A writable pass over the gradients of a step: reduced, this rank's parts, in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from gemini.chunk.storage import Chunk
+from gemini.runtime.engine import Engine
+from gemini.runtime.parts import Parts
+
+from .waiting import reduce_what_is_left
+
+ChangeGradient = Callable[[str, Tensor], Tensor | None]  # of (parameter's name, flat fp32 part)
+
+
+@torch.no_grad()
+def map_gradients(engine: Engine, change: ChangeGradient) -> None:
+    """Let `change` see and replace each parameter's part on this rank; see `GeminiDDP`."""
+    engine.call("map_gradients()")
+    engine.gradients.check_whole()
+    if not engine.reducer.synchronise:
+        raise RuntimeError("map_gradients() inside no_sync: gradients are not reduced yet")
+    if engine.pending_clip is not None:
+        raise RuntimeError(
+            "map_gradients() after gradients were clipped; change them first, then clip"
+        )
+    there = reduce_what_is_left(engine)
+    engine.gradients.settle()
+    for chunk in engine.chunks:
+        if chunk.gradient.exists and any(there[slot.param] for slot in chunk.spec.slots):
+            chunk.gradient.change(_over(engine, chunk, there, change), wide=True)
+    engine.gradients.settle()  # norms that were measured are of other values
+
+
+def _over(
+    parts: Parts, chunk: Chunk, there: Sequence[bool], change: ChangeGradient
+) -> Callable[[Tensor], None]:
+    scale = parts.scaler.scale.float()
+
+    def over(shard: Tensor) -> None:
+        for part in parts.layout.shard_parts(chunk.spec, parts.comm.rank):
+            if not there[part.param]:
+                continue
+            run = shard[part.offset : part.offset + part.numel]
+            values = run / scale
+            changed = change(parts.layout.params[part.param].name, values)
+            run.copy_((values if changed is None else changed) * scale)
+
+    return over

@@ -1,0 +1,1 @@
+"""Whole tensors, digests and reports of an engine."""

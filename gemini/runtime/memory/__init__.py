@@ -1,0 +1,1 @@
+"""Where model data is: backends, shards, files, the ledger."""

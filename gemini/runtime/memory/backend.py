@@ -1,0 +1,69 @@
+"""Memory and copies of the compute device: `cpu` and `cuda`; for `sim` see `sim.py`.
+
+A backend hands out device memory whose storage can be freed and refilled, host memory, and copies
+between the two as tickets (`optim.state.memory`).
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from optim.state.memory import CpuMemory, CudaMemory, Memory
+
+from .sim import SimBackend
+
+__all__ = ["Backend", "CpuBackend", "CudaBackend", "SimBackend", "make_backend"]
+
+
+class Backend(Memory, Protocol):
+    """Where modules compute, and the memory beside it."""
+
+    has_host_tier: bool  # host memory is another pool than device memory
+    updates_by_triton: bool  # resident state is updated by kernels on the device
+    shards_start_on_host: bool  # where no budget places them, parameters wait in host memory
+
+    def free(self, tensor: Tensor) -> None:
+        """Give the tensor's storage back; its shape stays. Reading it is then undefined."""
+        ...
+
+    def refill(self, tensor: Tensor) -> None:
+        """Give a freed tensor its storage again, uninitialised."""
+        ...
+
+
+class CpuBackend(CpuMemory):
+    """Compute and host are the same memory; copies are done when they return."""
+
+    has_host_tier = False
+    updates_by_triton = False
+    shards_start_on_host = False
+
+
+class CudaBackend(CudaMemory):
+    """Modules compute on the current stream, copies run beside it."""
+
+    has_host_tier = True
+    updates_by_triton = True
+    shards_start_on_host = False
+
+
+def make_backend(device: torch.device, pin_memory: bool = True) -> Backend:
+    """The backend of a compute device.
+
+    Raises ValueError for a kind that has none, and for a GPU that is not this process's current
+    one: collectives and the allocator of user code would work on another.
+    """
+    if device.type == "cpu":
+        return CpuBackend()
+    if device.type != "cuda":
+        raise ValueError(f"device {device} has no backend; expected cpu or cuda")
+    current = torch.cuda.current_device()
+    if device.index not in (None, current):
+        raise ValueError(
+            f"device {device} is not the current one of this process, cuda:{current}; call "
+            f"torch.cuda.set_device({device.index}) before you wrap the module"
+        )
+    return CudaBackend(torch.device("cuda", current), pin_memory)

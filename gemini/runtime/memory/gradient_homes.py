@@ -1,0 +1,166 @@
+"""Where reduced gradients wait for the step if not on the device: in files, or in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from gemini.tickets import CopyTicket, Ticket
+from gemini.units import ChunkId
+from optim.state.memory import Memory
+
+from .backend import Backend
+from .tensor_files import FileConfig, Flat, Staged, TensorFiles
+
+
+class GradientHome(Protocol):
+    """See `gemini.chunk.gradient.Elsewhere`; here also by block, for the step."""
+
+    def write(self, chunk: ChunkId, values: Tensor) -> None: ...
+
+    def read(self, chunk: ChunkId, into: Tensor) -> Ticket[None]: ...
+
+    def read_block(self, chunk: ChunkId, index: int, dtype: torch.dtype) -> GradientBlock:
+        """Begin to bring one block [n] of what was written as `dtype` to where the host reads."""
+        ...
+
+    def can_read_ahead(self, dtype: torch.dtype) -> bool:
+        """Whether `read_block` would not wait."""
+        ...
+
+
+class GradientBlock(Protocol):
+    """One block of a gradient in host memory, from `wait` until `give`."""
+
+    def wait(self) -> Tensor:
+        """[n], for the host to read."""
+        ...
+
+    def bring(self, memory: Memory) -> Tensor:
+        """[n] on the device, for what is launched next."""
+        ...
+
+    def give(self) -> None: ...
+
+
+class GradientFiles:
+    """Gradients in files: one as wide as the chunks, and one in fp32 once backwards add up.
+
+    Nothing is ever committed: a gradient lives for one step.
+    """
+
+    def __init__(self, tensors: Mapping[ChunkId, Flat], config: FileConfig) -> None:
+        self._tensors = tensors
+        self._config = config
+        self._narrow = TensorFiles(tensors, replace(config, label=config.label + "gradients-"),
+                                   versioned=False)  # fmt: skip
+        self._wide: TensorFiles | None = None
+
+    @property
+    def files(self) -> list[TensorFiles]:
+        return [self._narrow] if self._wide is None else [self._narrow, self._wide]
+
+    def write(self, chunk: ChunkId, values: Tensor) -> None:
+        self._of(chunk, values.dtype).write(chunk, values)
+
+    def read(self, chunk: ChunkId, into: Tensor) -> Ticket[None]:
+        return self._of(chunk, into.dtype).read(chunk, into)
+
+    def read_block(self, chunk: ChunkId, index: int, dtype: torch.dtype) -> GradientBlock:
+        files = self._of(chunk, dtype)
+        return _FileBlock(files, files.read_block(chunk, index))
+
+    def can_read_ahead(self, dtype: torch.dtype) -> bool:
+        return all(files.can_read_ahead for files in self.files)
+
+    def close(self) -> None:
+        for files in self.files:
+            files.close()
+
+    def _of(self, chunk: ChunkId, dtype: torch.dtype) -> TensorFiles:
+        if dtype == self._tensors[chunk].dtype:
+            return self._narrow
+        assert dtype == torch.float32
+        if self._wide is None:
+            wide = {c: Flat(flat.numel, dtype) for c, flat in self._tensors.items()}
+            config = replace(self._config, label=self._config.label + "sums-")
+            self._wide = TensorFiles(wide, config, versioned=False)
+        return self._wide
+
+
+@dataclass(slots=True)
+class _FileBlock:
+    _files: TensorFiles
+    _staged: Staged
+
+    _copy: CopyTicket | None = None  # that may still read the staging buffer
+
+    def wait(self) -> Tensor:
+        return self._staged.wait()
+
+    def bring(self, memory: Memory) -> Tensor:
+        there, self._copy = _bring(memory, self._staged.wait())
+        return there
+
+    def give(self) -> None:
+        if self._copy is not None:
+            self._copy.settle()
+        self._files.give(self._staged)
+
+
+class HostGradients:
+    """Gradients in host memory, a tensor for each chunk that has one."""
+
+    def __init__(self, backend: Backend, block_numel: int) -> None:
+        self._backend = backend
+        self._block_numel = block_numel
+        self._tensors: dict[ChunkId, Tensor] = {}  # [S]; the memory is kept between steps
+        self._arrivals: dict[ChunkId, CopyTicket] = {}
+        self.nbytes = 0  # of all of them
+
+    def write(self, chunk: ChunkId, values: Tensor) -> None:
+        kept = self._tensors.get(chunk)
+        if kept is None or kept.dtype != values.dtype:
+            self.nbytes += values.nbytes - (0 if kept is None else kept.nbytes)
+            kept = self._backend.allocate_host(values.numel(), values.dtype)
+            self._tensors[chunk] = kept
+        self._arrivals[chunk] = self._backend.copy(kept, values)
+        self._arrivals[chunk].order()  # then the caller frees what it gave
+
+    def read(self, chunk: ChunkId, into: Tensor) -> Ticket[None]:
+        return self._backend.copy(into, self._tensors[chunk])
+
+    def read_block(self, chunk: ChunkId, index: int, dtype: torch.dtype) -> GradientBlock:
+        start = index * self._block_numel
+        values = self._tensors[chunk][start : start + self._block_numel]
+        return _HostBlock(values, self._arrivals[chunk])
+
+    def can_read_ahead(self, dtype: torch.dtype) -> bool:
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class _HostBlock:
+    _values: Tensor
+    _arrival: CopyTicket
+
+    def wait(self) -> Tensor:
+        self._arrival.settle()
+        return self._values
+
+    def bring(self, memory: Memory) -> Tensor:
+        return _bring(memory, self._values)[0]
+
+    def give(self) -> None:
+        """It stays where it is until the next gradient, which is copied behind this step."""
+
+
+def _bring(memory: Memory, values: Tensor) -> tuple[Tensor, CopyTicket]:
+    there = memory.allocate(values.numel(), values.dtype)
+    ticket = memory.copy(there, values)
+    ticket.order()
+    return there, ticket

@@ -1,0 +1,122 @@
+"""How many bytes of what are where, exactly, and how many there were at most."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from gemini.chunk.account import Account
+from gemini.chunk.storage import Chunk
+from gemini.placement.overruns import Overruns
+from gemini.placement.tiers import Tier
+from optim.state.tiered_state import TieredState
+
+from .shard_storage import ShardStorage
+
+Bytes = dict[tuple[Tier, str], int]
+
+
+class Ledger:
+    """Model data of one engine. Kinds are those of `gemini.placement.predict`.
+
+    Asking takes as long for many chunks as for few: chunks keep their account up to date.
+
+    host: the tier of host memory; it is the device where that is the CPU.
+    state: of the optimizer, once there is one.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        storage: ShardStorage | None = None,
+        host: Tier = Tier.DEVICE,
+    ) -> None:
+        self._account = Account()
+        for chunk in chunks:
+            chunk.count_in(self._account)
+        self._storage = storage
+        self._host = host
+        self.state: TieredState | None = None
+        self.limited = False  # `note` has budgets to compare with
+        self._overruns: Overruns | None = None
+        self.judges = True  # `note` compares with budgets
+        self.watched = False  # `note` takes peaks
+        self.peaks: dict[Tier, dict[str, int]] = {}  # by kind, when a tier held most
+
+    def judge_by(self, overruns: Overruns) -> None:
+        """What passes a budget is told to these."""
+        self._overruns = overruns
+        self.limited = bool(overruns.limits)
+
+    def totals(self) -> dict[Tier, int]:
+        """Bytes on every tier, now: cheaper than by kind."""
+        account, storage, state = self._account, self._storage, self.state
+        device = account.payloads + account.device_shards + account.gradients
+        host, nvme = account.host_shards, 0
+        if storage is not None:
+            host, nvme = host + storage.staging_bytes, storage.file_bytes
+        if state is not None:
+            device += sum(slab.nbytes for slab in state.device_slabs)
+            nvme += state.nvme_bytes
+            host += 0 if state.nvme is None else state.nvme.staging_bytes
+        apart = 0  # only where the host is another memory
+        if storage is not None and storage.host_gradients is not None:
+            apart += storage.host_gradients.nbytes
+        if state is not None:
+            apart += sum(slab.nbytes for slab in state.host_slabs)
+        if self._host is Tier.DEVICE:
+            device, host = device + host, 0
+        return {Tier.DEVICE: device, Tier.HOST: host + apart, Tier.NVME: nvme}
+
+    def bytes_in_use(self) -> Bytes:
+        """Bytes by tier and kind, now; what has none is left out. NVMe: what files take."""
+        account = self._account
+        found: Counter[tuple[Tier, str]] = Counter()
+        found[Tier.DEVICE, "parameters"] = account.payloads + account.device_shards
+        found[self._host, "parameters"] += account.host_shards
+        found[Tier.DEVICE, "gradients"] = account.gradients
+        self._add_storage(found)
+        state = self.state
+        if state is not None:
+            found[Tier.DEVICE, "state"] += sum(slab.nbytes for slab in state.device_slabs)
+            found[Tier.HOST, "state"] += sum(slab.nbytes for slab in state.host_slabs)
+            if state.nvme is not None:
+                found[Tier.NVME, "state"] += state.nvme_bytes
+                found[self._host, "staging"] += state.nvme.staging_bytes
+        return {key: nbytes for key, nbytes in found.items() if nbytes}
+
+    def _add_storage(self, found: Counter[tuple[Tier, str]]) -> None:
+        storage = self._storage
+        if storage is None:
+            return
+        if storage.params is not None:
+            found[Tier.NVME, "parameters"] += storage.params.file_bytes
+        if storage.gradient_files is not None:
+            files = storage.gradient_files.files
+            found[Tier.NVME, "gradients"] += sum(file.file_bytes for file in files)
+        if storage.host_gradients is not None:
+            found[Tier.HOST, "gradients"] += storage.host_gradients.nbytes
+        found[self._host, "staging"] += storage.staging_bytes
+
+    def memory_bytes(self) -> int:
+        """Bytes that are not on NVMe."""
+        totals = self.totals()
+        return totals[Tier.DEVICE] + totals[Tier.HOST]
+
+    def device_bytes(self) -> int:
+        """Bytes on the compute device."""
+        return self.totals()[Tier.DEVICE]
+
+    def note(self, where: str = "in an iteration") -> None:
+        """Compare what is in use now with the budgets, and take it into `peaks`."""
+        if self._overruns is not None and self.limited and self.judges:
+            for tier, nbytes in self.totals().items():
+                self._overruns.check(tier, nbytes, 0, where)
+        if not self.watched:
+            return
+        by_tier: dict[Tier, dict[str, int]] = {}
+        for (tier, kind), nbytes in self.bytes_in_use().items():
+            by_tier.setdefault(tier, {})[kind] = nbytes
+        for tier, kinds in by_tier.items():
+            if sum(kinds.values()) > sum(self.peaks.get(tier, {}).values()):
+                self.peaks[tier] = kinds

@@ -1,0 +1,54 @@
+"""What the machine has left for this rank, and how many ranks share it."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from gemini.placement.homes.budgets import Machine
+from gemini.runtime.comm.communicator import Communicator
+
+from .backend import Backend
+
+
+def look_at_machine(backend: Backend, comm: Communicator) -> Machine:
+    """Collective. Ranks of one host share a node, and its CPU if they compute on it."""
+    here = socket.gethostname()
+    ranks_per_node = comm.gather_objects(here).count(here)
+    return Machine(
+        ranks_per_node=ranks_per_node,
+        ranks_per_device=ranks_per_node if backend.device.type == "cpu" else 1,
+        has_host_tier=backend.has_host_tier,
+        device_bytes_left=_device_bytes_left(backend),
+        host_bytes_left=memory_left(),
+    )
+
+
+def _device_bytes_left(backend: Backend) -> int:
+    if backend.device.type == "cuda":
+        return torch.cuda.mem_get_info(backend.device)[0]
+    return memory_left()
+
+
+def memory_left() -> int:
+    """Bytes of RAM that this process may still use: of the machine, and of its cgroup."""
+    fields = dict(
+        line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines() if line
+    )
+    left = int(fields["MemAvailable"].split()[0]) * 1024
+    for limit, used in _CGROUP_FILES:
+        try:
+            left = min(left, int(limit.read_text()) - int(used.read_text()))
+        except (OSError, ValueError):  # no cgroup of that version, or "max"
+            continue
+    return max(left, 0)
+
+
+_CGROUP: Sequence[tuple[str, str]] = (
+    ("memory.max", "memory.current"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+)
+_CGROUP_FILES = [tuple(Path("/sys/fs/cgroup") / name for name in names) for names in _CGROUP]

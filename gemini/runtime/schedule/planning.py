@@ -1,0 +1,374 @@
+"""What there is to plan with, measured and agreed on by all ranks, and the plans made from it."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+
+from gemini.chunk.layout import ITEMSIZE, ChunkLayout
+from gemini.memtracer.trace import (
+    ASSUMED_SIGNATURE,
+    Kind,
+    Trace,
+    TraceError,
+    reduce_traces,
+    sequential_trace,
+)
+from gemini.placement.homes.budgets import Machine, in_words_of, resolve
+from gemini.placement.homes.fit import MIN_BLOCK_NUMEL, StateRequest, assume, fit, fit_state
+from gemini.placement.overruns import BudgetWarning, Overruns, user_stacklevel
+from gemini.placement.plan import Plan
+from gemini.placement.planner import PlanInputs, Planned, plan_above, plan_grown, plan_within
+from gemini.placement.policy import (
+    AutoPlacement,
+    ConstPlacement,
+    Placement,
+    StaticPlacement,
+    never_released,
+)
+from gemini.placement.sizes import (
+    UNLIMITED,
+    Bandwidths,
+    BudgetError,
+    Budgets,
+    StateBytes,
+    least_bandwidths,
+    least_budgets,
+)
+from gemini.placement.tiers import Tier
+from gemini.placement.timetable.gathers import GatherSteps
+from gemini.runtime.comm.communicator import Communicator
+from gemini.runtime.memory.backend import Backend
+from gemini.runtime.memory.machine import look_at_machine
+from gemini.units import BLOCK_NUMEL, ChunkId
+
+log = logging.getLogger("gemini")
+
+# Before an optimizer says what it keeps: no rule of `optim` keeps more than Adam
+ASSUMED_STATE_BYTES = 8
+MASTER_BYTES = 4
+# A usual disk and usual memory, in bytes a second. They order homes; they do not limit anything
+USUAL = Bandwidths(
+    host_to_device=20e9, device_to_host=20e9, nvme_read=1.5e9, nvme_write=1.2e9, collective=10e9,
+    device_memory=500e9, host_memory=20e9, flops=1e12,
+)  # fmt: skip
+CPU_MEMORY = 20e9
+
+
+@dataclass(slots=True)
+class Planning:
+    """Inputs that are the same on all ranks. Planning is collective: ranks compare their plans."""
+
+    comm: Communicator
+    policy: Placement
+    inputs: PlanInputs
+    has_trace: bool  # else non-model data is an assumption
+    machine: Machine = field(default_factory=Machine)
+    # what the module was wrapped with, and whether that was measured
+    _begun: tuple[PlanInputs, bool] = field(init=False)
+    settled: bool = field(init=False)  # homes were chosen for a trace, or were asked to rise
+    planned: Planned = field(init=False)  # of training
+    overruns: Overruns = field(init=False)  # of the budgets
+    _refusals: set[str] = field(default_factory=set)  # iterations that did not fit once
+    _doubtful: bool = False
+    # of evaluation, and of training with inputs of other signatures, in the same homes
+    others: dict[tuple[Kind, str], Planned] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Blocks are as small as they must be: their size is a choice of the optimizer to come."""
+        self.settled = self.has_trace
+        self._begun = self.inputs, self.has_trace
+        self.overruns = Overruns(self.policy, self.inputs.budgets)
+        self._take(
+            lambda: fit(
+                self.inputs,
+                self.policy,
+                is_measured=self.has_trace,
+                least_block_numel=MIN_BLOCK_NUMEL,
+            )
+        )
+
+    @property
+    def plan(self) -> Plan:
+        return self.planned.plan
+
+    @property
+    def kept(self) -> frozenset[ChunkId]:
+        """Chunks that are never released, by the policy. A plan may keep others while it holds."""
+        return never_released(self.policy, [c.payload_bytes for c in self.inputs.layout.chunks])
+
+    @property
+    def nvme_folder(self) -> str | None:
+        return self.policy.nvme_dir if isinstance(self.policy, AutoPlacement) else None
+
+    def _take(self, fitted: Callable[[], tuple[PlanInputs, Planned]]) -> None:
+        """Plan so. Raises BudgetError on every rank, or on none, and then nothing has changed."""
+        try:
+            self.inputs, self.planned = fitted()
+        except BudgetError as error:
+            raise in_words_of(self.policy, self.machine, error) from None
+        self.others.clear()
+        self._compare(self.plan)
+
+    def _compare(self, plan: Plan) -> None:
+        digests = self.comm.gather_objects(plan.digest())
+        if len(set(digests)) > 1:
+            raise AssertionError(f"ranks made different plans from the same inputs: {digests}")
+
+    def with_state(
+        self, state: StateBytes, *, nvme_frac: float, block_numel: int, depth: int
+    ) -> None:
+        """An optimizer is there: plan its state. Parameter shards stay where they are.
+
+        Blocks of another size than the usual are what the user said; else they are made smaller
+        where they must be. Raises BudgetError, and then nothing has changed.
+        """
+        least = MIN_BLOCK_NUMEL if block_numel == BLOCK_NUMEL else block_numel
+        request = StateRequest(state, nvme_frac, block_numel, least, depth)
+        self._take(
+            lambda: fit_state(
+                self._begun,
+                (self.inputs, self.planned),
+                self.policy,
+                request,
+                is_measured=self.has_trace,
+            )
+        )
+
+    @property
+    def block_numel(self) -> int:
+        """Elements of a block, of parameters, gradients and state."""
+        return self.inputs.block_numel
+
+    def follow(self, trace: Trace) -> bool:
+        """Plan a measured iteration in the homes there are; whether this changed what is planned.
+
+        What was planned with a trace is kept as long as the same calls come, whatever else was
+        measured: so a trace that was made ahead of time does not depend on what ran beside it.
+        """
+        if isinstance(self.policy, StaticPlacement):
+            return False
+        if trace.kind == "train" and all(m.phase == "forward" for m in trace.moments):
+            return False
+        known = self._planned_for(trace.kind, trace.signature)
+        calls = trace.calls(self.inputs.layout.chunk_of())
+        if known is not None and known.steps.needs == tuple(c for c in calls if c is not None):
+            return False
+        inputs = replace(self.inputs, trace=trace)
+        try:
+            planned = plan_within(self.plan, inputs, self.policy)
+        except BudgetError as error:
+            self._refused(inputs, error)
+            return False
+        self.overruns.forget(f"{trace.kind} {trace.signature}")
+        if trace.kind == "train" and (known is self.planned or not self.has_trace):
+            self.inputs, self.planned, self.has_trace = inputs, planned, True
+        else:
+            self.others[trace.kind, trace.signature] = planned
+        return True
+
+    def follow_all(self, trace: Trace | None) -> bool:
+        """Plan with what all ranks measured, in the homes there are; whether that was possible.
+
+        Collective. `trace`: of this rank; None where it has none. Ranks that ran other sequences
+        keep the plan they have. The inputs of one rank need not be those of another: the plan is
+        for all. Where the device has no budget there is nothing to keep to: payloads are freed
+        behind their use, as ZeRO-3 does.
+        """
+        if isinstance(self.policy, StaticPlacement) or self.inputs.budgets.device >= UNLIMITED:
+            return False
+        traces = [found for found in self.comm.gather_objects(trace) if found is not None]
+        if len(traces) < self.comm.world_size:
+            return False
+        try:
+            reduced = replace(reduce_traces(traces), signature=ASSUMED_SIGNATURE)
+            inputs = replace(self.inputs, trace=reduced)
+            self.planned = plan_within(self.plan, inputs, self.policy)
+        except TraceError as error:
+            log.warning("what the ranks measured is not planned with: %s", error)
+            return False
+        except BudgetError as error:
+            self._refused(inputs, error)
+            return False
+        self.inputs, self.has_trace = inputs, True
+        self.overruns.forget(f"{reduced.kind} {reduced.signature}")
+        self._compare(self.plan)
+        return True
+
+    def take_doubt(self) -> bool:
+        """Whether the last iteration that did not fit should be measured again, before it is said.
+
+        What is measured first may be of the first iteration alone, as what libraries allocate once.
+        """
+        doubtful, self._doubtful = self._doubtful, False
+        return doubtful
+
+    def _refused(self, inputs: PlanInputs, error: BudgetError) -> None:
+        """A measured iteration does not fit beside what lives on the device."""
+        trace, before = inputs.trace, self._refusals
+        key = f"{trace.kind} {trace.signature}"
+        if key not in before:
+            before.add(key)
+            self._doubtful = True
+            return
+        said = in_words_of(self.policy, self.machine, error)
+        text = (
+            f"an iteration needs more memory than was left for it: {said}; {self._remedy(inputs)}"
+        )
+        if not self.overruns.note(key, text):
+            return
+        if said.missing_bytes > self.overruns.noise_bytes:
+            warnings.warn(text, BudgetWarning, stacklevel=user_stacklevel())
+        else:
+            log.warning("an iteration needs more memory than was left for it: %s", said)
+
+    def _remedy(self, inputs: PlanInputs) -> str:
+        trace, specs = inputs.trace, inputs.layout.params
+        if all(moment.module == "" for moment in trace.moments):  # nothing below was hooked
+            trace = sequential_trace(specs, trace.peak_non_model_bytes, overlap=True)
+        anew = replace(inputs, trace=trace, fixed_params=None)
+        try:
+            fit(anew, self.policy, is_measured=True, least_block_numel=self.block_numel)
+        except BudgetError:
+            return "it fits in no homes; activation checkpointing makes it smaller"
+        return "in other homes it would fit: wrap the module with the trace= of this batch"
+
+    def higher(self) -> Planned | None:
+        """What is planned, with homes raised to what the first trace leaves room for; once.
+
+        Collective. None where nothing rises. `adopt` makes it the plan.
+        """
+        if self.settled or not self.has_trace or isinstance(self.policy, StaticPlacement):
+            return None
+        self.settled = True
+        try:
+            found = plan_above(self.plan, self.inputs, self.policy)
+        except BudgetError as error:
+            log.warning("homes stay as they are: %s", error)
+            return None
+        self._compare(found.plan)
+        changed = [
+            (old.param_home, old.state_homes) != (new.param_home, new.state_homes)
+            for old, new in zip(self.plan.shards, found.plan.shards, strict=True)
+        ]
+        return found if any(changed) else None
+
+    def grow(self, layout: ChunkLayout) -> None:
+        """Chunks that were frozen are trained from now on: plan their gradients and state.
+
+        Collective. Raises BudgetError where they fit nowhere, and then nothing has changed.
+        """
+        inputs = replace(self.inputs, layout=layout)
+        planned = plan_grown(self.plan, inputs, self.policy)
+        begun, was_measured = self._begun
+        self._begun = replace(begun, layout=layout), was_measured
+        self.inputs, self.planned = inputs, planned
+        self.others.clear()
+        self._compare(self.plan)
+
+    def adopt(self, planned: Planned) -> None:
+        """Shards and state are where this says."""
+        self.planned = planned
+        homes = tuple(shard.param_home for shard in planned.plan.shards)
+        self.inputs = replace(self.inputs, fixed_params=homes)
+        self.others.clear()
+
+    def _planned_for(self, kind: Kind, signature: str) -> Planned | None:
+        """What is planned with a trace of such an iteration."""
+        trace = self.inputs.trace
+        of_any = trace.signature == ASSUMED_SIGNATURE
+        if self.has_trace and trace.kind == kind and (of_any or trace.signature == signature):
+            return self.planned
+        return self.others.get((kind, signature))
+
+    def steps_for(self, kind: Kind, signature: str) -> GatherSteps | None:
+        """The gathers that are planned for such an iteration."""
+        planned = self._planned_for(kind, signature)
+        return None if planned is None else planned.steps
+
+    @property
+    def payload_room_bytes(self) -> int:
+        """What payloads may take at any moment of forward and backward, beside all else there is.
+
+        A moment that needs more than this has more room of its own.
+        """
+        plan, profile = self.plan, self.planned.profile
+        total = profile.total(Tier.DEVICE)
+        if isinstance(self.policy, ConstPlacement):
+            total = [n - m for n, m in zip(total, profile.rows[Tier.DEVICE, "non-model"],
+                                           strict=True)]  # fmt: skip
+        for moment, nbytes in enumerate(_payload_bytes(plan)):
+            total[moment] -= nbytes
+        budget = self.inputs.budgets.device
+        return budget - max(total[: plan.num_trace_moments], default=0)
+
+
+def _payload_bytes(plan: Plan) -> Iterator[int]:
+    """Of what is gathered, at every moment of forward and backward."""
+    total = plan.num_trace_moments
+    changes = [0] * (total + 1)
+    for gather in plan.gathers:
+        nbytes = plan.chunks[gather.chunk].payload_bytes
+        changes[gather.begin] += nbytes
+        changes[min(gather.release, total)] -= nbytes
+        if gather.release > total:  # into the next iteration
+            changes[0] += nbytes
+            changes[gather.release - total] -= nbytes
+    return accumulate(changes[:-1])
+
+
+def begin_planning(
+    layout: ChunkLayout,
+    policy: Placement,
+    backend: Backend,
+    comm: Communicator,
+    *,
+    has_master: bool,
+    max_prefetch: int,
+    trace: Trace | None,
+) -> Planning:
+    """Measure, agree, and plan the homes of parameters for an optimizer that is yet to come.
+
+    `trace`: of this model. Raises BudgetError for budgets that cannot hold the model.
+    """
+    state = StateBytes(ASSUMED_STATE_BYTES + (MASTER_BYTES if has_master else 0), has_master)
+    machine = look_at_machine(backend, comm)
+    budgets = resolve(policy, machine, _model_bytes(layout, state))
+    bandwidths = USUAL if backend.has_host_tier else replace(USUAL, device_memory=CPU_MEMORY)
+    gathered = comm.gather_objects((trace, budgets, bandwidths))
+    traces, limits, links = zip(*gathered, strict=True)
+    without = [rank for rank, given in enumerate(traces) if given is None]
+    if 0 < len(without) < comm.world_size:
+        raise ValueError(f"ranks {without} have no trace= and others do; expected all or none")
+    budgets, bandwidths = least_budgets(limits), least_bandwidths(links)
+    if without:
+        used = sequential_trace(layout.params, overlap=budgets.device < UNLIMITED)
+    else:
+        used = reduce_traces(traces)
+    fixed = None
+    if backend.shards_start_on_host and budgets == Budgets():
+        fixed = tuple(Tier.HOST for _ in layout.chunks)
+        if not isinstance(policy, StaticPlacement):
+            policy = StaticPlacement()
+    inputs = PlanInputs(
+        layout=layout, trace=used, state=state, budgets=budgets, bandwidths=bandwidths,
+        has_host_tier=backend.has_host_tier, max_prefetch=max_prefetch, block_numel=BLOCK_NUMEL,
+        fixed_params=fixed,
+    )  # fmt: skip
+    if trace is None:
+        inputs = assume(inputs, policy)
+    return Planning(comm, policy, inputs, trace is not None, machine)
+
+
+def _model_bytes(layout: ChunkLayout, state: StateBytes) -> int:
+    """Parameters, gradients and state of one rank."""
+    total = 0
+    for chunk in layout.chunks:
+        each = ITEMSIZE[chunk.dtype]
+        if chunk.trainable:
+            each = 2 * each + state.per_element
+        total += chunk.shard_numel * each
+    return total

@@ -1,0 +1,186 @@
+"""The warm-up of one engine: the first iteration of a kind is sampled, moment by moment.
+
+An engine that releases nothing has no hooks on modules: its moments are those of the root module.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gemini.chunk.layout import ParamSpec
+from gemini.memtracer.collector import MemStatsCollector, input_signature
+from gemini.memtracer.module_calls import Caller, is_compiled
+from gemini.memtracer.monitor import (
+    PROCESS_NOISE_BYTES,
+    CudaMonitor,
+    ForwardTracker,
+    Monitor,
+    ProcessMonitor,
+    reset_peak_rss,
+)
+from gemini.memtracer.trace import Edge, Kind, Trace, TraceError
+from gemini.placement.overruns import Overruns
+from gemini.placement.tiers import Tier
+from gemini.runtime.memory.backend import Backend
+from gemini.runtime.memory.ledger import Ledger
+from gemini.units import ParamId
+
+log = logging.getLogger("gemini")
+
+MAX_SIGNATURES = 16
+
+
+class Sampler:
+    """Collects traces of one engine and hands each to `traced`.
+
+    An iteration is sampled if none of its kind and signature was, or if the last of these left its
+    plan.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[ParamSpec],
+        backend: Backend,
+        ledger: Ledger,
+        traced: Callable[[Trace], None],
+        overruns: Overruns,
+    ) -> None:
+        self._specs = specs
+        self._device = backend.device.type
+        self._everything = tuple(ParamId(i) for i in range(len(specs)))
+        self._ledger = ledger
+        self._overruns = overruns
+        ledger.judge_by(overruns)
+        self._traced = traced
+        self._key: tuple[Kind, str] | None = None  # of the iteration that began last
+        self._stale: set[tuple[Kind, str]] = set()  # iterations of these left their plan
+        monitor = _monitor(backend)
+        self.measures = monitor is not None
+        self._tracker: ForwardTracker | None = None
+        monitors: list[Monitor] = [] if monitor is None else [monitor]
+        if backend.device.type == "cpu":
+            # what the allocator had left over from before does not show in what is resident
+            self._tracker = ForwardTracker()
+            monitors.append(self._tracker)
+        on_gpu = backend.device.type == "cuda"  # whose allocator does not see the host
+        counted = ledger.device_bytes if on_gpu else ledger.memory_bytes
+        overruns.noise_bytes = 0 if on_gpu else PROCESS_NOISE_BYTES
+        self.collector = MemStatsCollector(specs, monitors, counted, self._look)
+        self.collector.deviations = overruns.found
+
+    def begin(self, inputs: Any, *, again: bool) -> None:
+        """A root forward is about to begin. `again`: the last iteration left its plan."""
+        self.end()
+        if again and self._key is not None:
+            self._stale.add(self._key)
+        kind: Kind = "train" if torch.is_grad_enabled() else "eval"
+        traces = self.collector.traces
+        self._key = key = (kind, input_signature(inputs))
+        is_known = key in traces and key not in self._stale
+        if is_known or (key not in traces and len(traces) >= MAX_SIGNATURES):
+            return
+        self._stale.discard(key)
+        self._ledger.watched = True
+        if kind == "train":
+            self._ledger.peaks.clear()
+        self.collector.begin(*key)
+
+    def measure_again(self, trace: Trace) -> None:
+        """What was measured here may be of the first iteration alone: libraries allocate once."""
+        self._stale.add((trace.kind, trace.signature))
+
+    def specs_changed(self, specs: Sequence[ParamSpec]) -> None:
+        """Parameters are trained that were frozen: iterations are others than those measured."""
+        self._specs = specs
+        self.look_again()
+
+    def look_again(self) -> None:
+        """What was measured of training was measured in other homes."""
+        for key in self.collector.traces:
+            if key[0] == "train":
+                self._stale.add(key)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The traces there are, for a checkpoint."""
+        return {
+            "device": self._device,
+            "traces": [trace.to_json() for trace in self.collector.traces.values()],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], *, told_apart: bool) -> None:
+        """Hand on the traces of a run that went before; the coming iteration is sampled all the
+        same, for what it measures.
+
+        told_apart: whether inputs are told apart here, as they are where chunks move. Traces that
+        were made otherwise, on another kind of device or of another model are left.
+        """
+        for data in state["traces"] if state["device"] == self._device else ():
+            try:
+                trace = Trace.from_json(data)
+                trace.check_model(self._specs)
+            except TraceError as error:
+                log.info("a trace of the checkpoint is not used: %s", error)
+                continue
+            if bool(trace.signature) == told_apart:
+                self._traced(trace)
+
+    def tracking(
+        self, module: nn.Module, model_data: Callable[[], Iterable[Tensor]]
+    ) -> AbstractContextManager[None]:
+        """Around the forward that `begin` announced. Compiled code is left alone."""
+        if self._tracker is None or not self.collector.collecting:
+            return nullcontext()
+        if any(is_compiled(inner) for inner in module.modules()):
+            return nullcontext()
+        self._tracker.ignore((*model_data(), *module.buffers()))
+        return self._tracker.tracking()
+
+    @property
+    def signature(self) -> str:
+        """Of the inputs of the iteration that began last."""
+        return "" if self._key is None else self._key[1]
+
+    def at_root(self, edge: Edge) -> None:
+        """The root module's forward or backward begins or ends, where nothing below is hooked."""
+        if self.collector.collecting:
+            self.collector.record(edge, "", self._everything)
+
+    def record(self, edge: Edge, caller: Caller) -> None:
+        """A call begins or has ended."""
+        params = caller.traced or caller.params
+        if self.collector.collecting and params:
+            self.collector.record(edge, caller.name, params)
+
+    def end(self) -> None:
+        """The iteration is over: its step begins, or another forward does."""
+        if not self.collector.collecting:
+            self._overruns.settle()
+            return
+        self._ledger.watched = False
+        trace = self.collector.end()
+        self._overruns.settle()
+        self._traced(trace)
+
+    def _look(self, non_model_bytes: int, where: str) -> None:
+        """A period ends. What is there of model data was there in it."""
+        if self._overruns.limits_device:
+            self._overruns.check(
+                Tier.DEVICE, self._ledger.device_bytes(), non_model_bytes, f"at {where}"
+            )
+
+
+def _monitor(backend: Backend) -> Monitor | None:
+    if backend.device.type == "cuda":
+        return CudaMonitor(backend.device)
+    try:
+        reset_peak_rss()
+    except OSError as error:
+        log.info("activations are not measured: %s", error)
+        return None
+    return ProcessMonitor()

@@ -1,0 +1,359 @@
+"""StatefulTensorMgr: what state every parameter is in, and which chunks are gathered.
+
+It follows the `GatherSteps` of the plan for this kind of iteration and these inputs, where there is
+one and its calls are those that come: then the bytes moved are the plan's. Other cycles (two
+forwards before one backward, evaluations of several ranks) get steps of their own from what they
+needed last, in the room that the plan leaves at its fullest moment. At a call that differs it falls
+back to gathering on demand and releasing the least recently used, within that room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Sequence
+
+from gemini.chunk.layout import ChunkLayout
+from gemini.chunk.state import LEGAL, TensorState, check_transition
+from gemini.chunk.storage import Chunk
+from gemini.memtracer.trace import Kind
+from gemini.placement.sizes import UNLIMITED
+from gemini.placement.tiers import Tier
+from gemini.placement.timetable.gathers import Call, GatherStep, GatherSteps, gather_steps
+from gemini.placement.timetable.steps import room_ahead, schedule_gathers
+from gemini.runtime.memory.ledger import Ledger
+from gemini.units import ChunkId, ParamId
+
+MAX_LEARNED = 16
+
+# What is expected of a cycle: its kind and inputs, and what the cycle before it needed. So two
+# forwards before one backward, or evaluations between steps, have steps of their own.
+Cycle = tuple[Kind, str, int]
+Planned = Callable[[Kind, str], "GatherSteps | None"]
+
+
+class StatefulTensorMgr:
+    """States and gathered chunks of one engine.
+
+    planned: the plan's steps for a kind of iteration and a signature of its inputs, if it has any.
+    payload_room_bytes: for payloads, wherever no plan is followed.
+    agree: called before a planned call gathers chunks that its steps do not name; before all, where
+        `owes_meeting`: the cycle before was not of steps.
+    before_release: called with a chunk that is gathered.
+    """
+
+    def __init__(
+        self,
+        layout: ChunkLayout,
+        chunks: Sequence[Chunk],
+        kept: Iterable[ChunkId],
+        max_prefetch: int,
+        ledger: Ledger | None = None,
+        payload_room_bytes: int = UNLIMITED,
+        planned: Planned = lambda kind, signature: None,
+    ) -> None:
+        self.ledger = ledger or Ledger(chunks)
+        self._names = [spec.name for spec in layout.params]
+        self._chunks = chunks
+        self._chunk_of = layout.chunk_of()
+        self._states = [TensorState.HOLD for _ in layout.params]
+        kept = set(kept)
+        self._nbytes = {
+            chunk.spec.id: chunk.spec.payload_bytes
+            for chunk in chunks
+            if not chunk.is_whole and chunk.spec.id not in kept
+        }
+        self._max_prefetch = max_prefetch
+        self._room_ahead = room_ahead(self._nbytes.values(), max_prefetch)
+        self.payload_room_bytes = payload_room_bytes
+        self._planned = planned
+        self.agree: Callable[[Sequence[ChunkId]], None] = lambda chunks: None
+        self.owes_meeting = False
+        self._users: dict[ChunkId, int] = dict.fromkeys(self._nbytes, 0)
+        self._computing = [0] * len(layout.params)  # calls that use a parameter now
+        self._pinned: dict[ChunkId, None] = {}  # borrowed, or seen in an output: until the end
+        self._recent: dict[ChunkId, None] = {}  # gathered, least recently used first
+        self._overdue: dict[ChunkId, None] = {}  # to be released, and still in use
+        self._seen: list[Call] = []  # needs of this cycle's calls so far
+        self._cycle: Cycle = ("train", "", 0)
+        self._learned: dict[Cycle, GatherSteps] = {}  # most recently used last
+        self._steps: GatherSteps | None = None  # that this cycle follows
+        self._carried: frozenset[ChunkId] = frozenset()  # by the plan, through a step
+        self._behind: list[tuple[ChunkId, ...]] = []  # to release at the next ends of calls
+        self._largest_need = 0
+        self.deviated = False  # this cycle left its steps
+        # there: the call that was next, and that came
+        self.left_steps: tuple[Call, Call] = ((), ())
+        self.gathers = 0  # payloads made so far
+        self.before_release: Callable[[Chunk], None] = lambda chunk: None
+
+    @property
+    def releases_nothing(self) -> bool:
+        """Every chunk stays gathered: hooks and on-demand fetches have nothing to do."""
+        return not self._nbytes
+
+    @property
+    def num_calls(self) -> int:
+        """Calls of this cycle so far."""
+        return len(self._seen)
+
+    @property
+    def follows_steps(self) -> bool:
+        """What is gathered and released is what the steps of this cycle say."""
+        return self._steps is not None and not self.deviated
+
+    @property
+    def followed_steps(self) -> bool:
+        """The steps of this cycle were followed, and none is left."""
+        steps = self._steps
+        return steps is not None and not self.deviated and len(self._seen) == len(steps.steps)
+
+    def state_of(self, param: ParamId) -> TensorState:
+        """Where a parameter is in its cycle."""
+        return self._states[param]
+
+    def set_state(self, params: Iterable[ParamId], state: TensorState) -> None:
+        """Move parameters to a state; an illegal transition raises with the parameter's name."""
+        for param in params:
+            old = self._states[param]
+            if state not in LEGAL[old]:
+                check_transition(self._names[param], old, state)
+            self._states[param] = state
+
+    def gradient_arrived(self, param: ParamId) -> None:
+        """Its gradient waits to be reduced."""
+        old = self._states[param]
+        if TensorState.READY_FOR_REDUCE not in LEGAL[old]:
+            check_transition(self._names[param], old, TensorState.READY_FOR_REDUCE)
+        self._states[param] = TensorState.READY_FOR_REDUCE
+
+    def hold_everything(self) -> None:
+        """No parameter is in use and no gradient waits: a backward has ended."""
+        self._states = [TensorState.HOLD] * len(self._states)  # which is legal from any state
+
+    def homes_changed(self, payload_room_bytes: int) -> None:
+        """Shards have moved, between cycles: what is whole now needs no gathers any more."""
+        for chunk in [chunk for chunk in self._nbytes if self._chunks[chunk].is_whole]:
+            for known in (self._nbytes, self._users, self._pinned, self._recent, self._overdue):
+                known.pop(chunk, None)
+        self._room_ahead = room_ahead(self._nbytes.values(), self._max_prefetch)
+        self.payload_room_bytes = payload_room_bytes
+        self._learned.clear()
+        self._steps, self._behind, self._carried = None, [], frozenset()
+
+    # -- bytes --
+
+    def bytes_in_use(self) -> dict[tuple[Tier, str], int]:
+        """Bytes of model data by tier and kind, now; what has none is left out."""
+        return self.ledger.bytes_in_use()
+
+    # -- calls --
+
+    def prepare(self, chunks: Call, planned: bool = True) -> None:
+        """A call begins: make `chunks` gathered, and release and prefetch what its step says.
+
+        `planned`: this is a call of a cycle, and not of a module that was called by itself.
+        """
+        wanted: list[ChunkId] = []
+        for chunk in chunks:
+            if chunk in self._nbytes:
+                wanted.append(chunk)
+        step = self._next_step(chunks) if planned else None
+        if step is None:
+            if planned:
+                self._ask(wanted)
+            self._gather_now(wanted)
+        else:
+            self._follow(step, wanted)
+        for chunk in wanted:
+            if self._chunks[chunk].pending is not None:
+                self._chunks[chunk].wait_gathered()
+            self._recent.pop(chunk, None)
+            self._recent[chunk] = None
+        if self.ledger.watched or self.ledger.limited:
+            self.ledger.note()
+
+    def call_ended(self) -> None:
+        """A call has ended, and does not use its chunks any more: release what the step says."""
+        if self._behind:
+            self._release_planned(self._behind.pop(0))
+
+    def begin_use(self, chunks: Iterable[ChunkId], params: Sequence[ParamId]) -> None:
+        """A call begins to use these: its chunks may not be released."""
+        for chunk in chunks:
+            if chunk in self._users:
+                self._users[chunk] += 1
+        for param in params:
+            self._computing[param] += 1
+        self.set_state(params, TensorState.COMPUTE)
+
+    def end_use(
+        self, chunks: Iterable[ChunkId], params: Iterable[ParamId], state: TensorState
+    ) -> None:
+        """That call is done with them; parameters that no other call uses take `state`.
+
+        One whose gradient has arrived meanwhile keeps the state that says so.
+        """
+        for chunk in chunks:
+            if chunk in self._users:
+                self._users[chunk] -= 1
+        done: list[ParamId] = []
+        for param in params:
+            self._computing[param] -= 1
+            if not self._computing[param] and self._states[param] is TensorState.COMPUTE:
+                done.append(param)
+        self.set_state(done, state)
+
+    def pin(self, chunks: Iterable[ChunkId]) -> None:
+        """Keep these chunks until `unpin_all`."""
+        self._pinned.update((chunk, None) for chunk in chunks if chunk in self._nbytes)
+
+    def unpin_all(self) -> None:
+        """What was pinned may be released again."""
+        self._pinned.clear()
+
+    def begin_cycle(self, kind: Kind, signature: str = "") -> None:
+        """A root forward begins that is not part of the cycle before."""
+        seen = tuple(self._seen)
+        if seen:
+            self._learn(self._cycle, seen)
+        self._cycle = (kind, signature, hash(seen))
+        planned = self._planned(kind, signature)
+        learned = self._learned.get(self._cycle)
+        self._steps = planned if learned is None else learned
+        self._carried = planned.carried if planned and self._steps is planned else frozenset()
+        self._seen = []
+        self._behind = []
+        self._overdue.clear()
+        self.deviated = False
+        if self._steps is not None:  # what an earlier cycle left here has no place in the steps
+            self._release_planned([c for c in self._recent if c not in self._steps.carried])
+
+    def forget_users(self) -> None:
+        """No module call is open any more: a backward ended, or one was abandoned."""
+        self._users = dict.fromkeys(self._nbytes, 0)
+        self._computing = [0] * len(self._computing)
+
+    def release_all(self, keep: Container[ChunkId] = ()) -> None:
+        """Free every payload that may be freed, but for `keep`."""
+        self.unpin_all()
+        self.forget_users()
+        self._overdue.clear()
+        for chunk in self._nbytes:
+            if chunk not in keep:
+                self._release(chunk)
+
+    def release_for_step(self) -> None:
+        """The shards of trainable chunks are about to change. Frozen payloads stay where the plan
+        carries them from one iteration to the next."""
+        self.release_all(keep=self._carried)
+
+    # -- inside --
+
+    def _next_step(self, chunks: Call) -> GatherStep | None:
+        position = len(self._seen)
+        self._seen.append(chunks)
+        needed = 0
+        for chunk in chunks:
+            needed += self._nbytes.get(chunk, 0)
+        self._largest_need = max(self._largest_need, needed)
+        if self._steps is None or self.deviated:
+            return None
+        steps = self._steps.steps
+        if position >= len(steps) or steps[position].needs != chunks:
+            self.deviated = True
+            self.left_steps = (steps[position].needs if position < len(steps) else (), chunks)
+            self._behind = []
+            return None
+        return steps[position]
+
+    def _follow(self, step: GatherStep, wanted: Sequence[ChunkId]) -> None:
+        for rows in self._behind:  # ends that did not come
+            self._release_planned(rows)
+        self._behind = list(step.behind)
+        if self._overdue:
+            self._release_planned([chunk for chunk in self._overdue if chunk not in wanted])
+        if step.release:
+            self._release_planned(step.release)
+        needed = (*step.gather, *wanted)
+        if self.owes_meeting:
+            self._ask(needed)
+        if self._overdue:  # what could not be freed takes room from what the step gathers
+            self._gather_now(wanted)
+        for chunk in needed:  # it is there, unless its payload was lost meanwhile
+            if chunk in wanted or not self._overdue:
+                self._overdue.pop(chunk, None)
+                if not self._chunks[chunk].gathered:
+                    self._gather(chunk)
+
+    def _ask(self, chunks: Iterable[ChunkId]) -> None:
+        """The other ranks, where there are any."""
+        missing = [chunk for chunk in chunks if not self._chunks[chunk].gathered]
+        if missing:
+            self.agree(missing)
+
+    def _release_planned(self, chunks: Sequence[ChunkId]) -> None:
+        for chunk in chunks:
+            if self._release(chunk):
+                self._overdue.pop(chunk, None)
+            else:
+                self._overdue[chunk] = None
+
+    def _gather_now(self, wanted: Sequence[ChunkId]) -> None:
+        """On demand, in the room there is."""
+        missing: list[ChunkId] = []
+        for chunk in wanted:
+            if not self._chunks[chunk].gathered:
+                missing.append(chunk)
+        if missing:
+            self._make_room(wanted, missing)
+            for chunk in missing:
+                self._gather(chunk)
+
+    def _learn(self, cycle: Cycle, seen: tuple[Call, ...]) -> None:
+        """What this cycle needed is what its like will need."""
+        known = self._learned.pop(cycle, None)
+        planned = self._planned(cycle[0], cycle[1])
+        if planned is not None and planned.needs == seen:
+            return
+        if known is None or known.needs != seen:
+            limit = self._limit_bytes()
+            room = [max(limit, sum(self._nbytes.get(c, 0) for c in call)) for call in seen]
+            schedule = schedule_gathers(seen, room, self._nbytes, self._max_prefetch)
+            known = gather_steps(seen, schedule.gathers, schedule.always)
+        self._learned[cycle] = known
+        if len(self._learned) > MAX_LEARNED:
+            del self._learned[next(iter(self._learned))]
+
+    def _limit_bytes(self) -> int:
+        """Room for the largest need and for the chunks in flight behind it, if there is as much."""
+        largest = max(self._nbytes.values(), default=0)
+        wanted = max(self._largest_need, largest) + self._room_ahead
+        return min(wanted, self.payload_room_bytes)
+
+    def _make_room(self, wanted: Sequence[ChunkId], missing: Sequence[ChunkId]) -> None:
+        total, limit = 0, self._limit_bytes()
+        for chunk in (*self._recent, *missing):
+            total += self._nbytes[chunk]
+        for chunk in list(self._recent):
+            if total <= limit:
+                return
+            if chunk not in wanted and self._release(chunk):
+                total -= self._nbytes[chunk]
+
+    def _gather(self, chunk: ChunkId) -> None:
+        """Of a chunk that is released."""
+        self._overdue.pop(chunk, None)
+        self._chunks[chunk].gather()
+        self._recent[chunk] = None
+        self.gathers += 1
+
+    def _release(self, chunk: ChunkId) -> bool:
+        """Free a payload if nothing uses it. What is refused here goes when room is needed."""
+        if not self._chunks[chunk].gathered:  # its gather failed
+            self._recent.pop(chunk, None)
+            return True
+        if self._users[chunk] or chunk in self._pinned:
+            return False
+        self.before_release(self._chunks[chunk])
+        self._chunks[chunk].release()
+        self._recent.pop(chunk, None)
+        return True

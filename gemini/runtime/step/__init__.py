@@ -1,0 +1,1 @@
+"""The optimizer step over shards."""

@@ -1,0 +1,294 @@
+"""How an engine's shards are measured and updated: by the CPU path, or by Triton on the device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from gemini.chunk.layout import ChunkLayout
+from gemini.chunk.storage import Chunk
+from gemini.runtime.comm.communicator import Communicator
+from gemini.units import ParamId
+from kernels_triton.control_fields import BAD, LOSS_SCALE, SUM
+from optim.rules.clipping import Clip, combined
+from optim.rules.config import UpdateFacts
+from optim.rules.control_vector import Scaler
+from optim.rules.report import StepReport
+from optim.rules.rule import UpdateRule
+from optim.rules.state_layout import StateLayout
+from optim.state.memory import Memory
+from optim.state.pieces import Piece, Updater
+from optim.update.compiled_path import Mix
+from optim.update.cpu_path import StepInputs
+from optim.update.updaters import cpu_updater
+
+
+class StepPath(Protocol):
+    """One update path of one rank's shards."""
+
+    merges_parameters: bool  # neighbours with the same hyperparameters may be one piece
+
+    def measure(self, chunks: Sequence[Chunk], norm_type: float) -> tuple[float, ParamId | None]:
+        """Sum of |g|^p over the chunks' gradients, and the first parameter that is not finite."""
+        ...
+
+    def begin(
+        self, hypers: Sequence[Any], present: Sequence[bool], power_sum: float, clip: Clip
+    ) -> Updater:
+        """The updater of a step that all ranks agreed on. Moves the loss scale on."""
+        ...
+
+    def count(self, present: Sequence[bool]) -> None:
+        """The step was taken: raise the step counts of these parameters."""
+        ...
+
+    def undo(self) -> None:
+        """The step that was begun failed: counts and loss scale are those of before."""
+        ...
+
+    @property
+    def steps(self) -> list[int]:
+        """Step count of every parameter; may wait for the device."""
+        ...
+
+    @property
+    def counts(self) -> Tensor:
+        """The same as a tensor [params], which a checkpoint may fill."""
+        ...
+
+    def set_groups(self, group_of: Sequence[int | None]) -> None:
+        """The param group of every parameter."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Tiles:
+    """Of some gradients: sum of |g|^p of every tile, and the first parameter that is not finite."""
+
+    sums: list[float]
+    first_nonfinite: ParamId | None
+
+
+class CpuStepPath:
+    """Gradients and state in host memory."""
+
+    def __init__(
+        self,
+        rule: UpdateRule,
+        layout: ChunkLayout,
+        comm: Communicator,
+        cpu_path: str,
+        scaler: Scaler,
+        rounding_seed: int | None,
+        *,
+        has_master: bool,
+    ) -> None:
+        """Collective where the update may be compiled: either all ranks do, or none."""
+        self._layout = layout
+        self._rank = comm.rank
+        self._scaler = scaler
+        self._rounding_seed = rounding_seed
+        # random bits belong to a parameter's elements, and each has its own
+        self.merges_parameters = rounding_seed is None
+        trained = [spec for spec in layout.params if spec.trainable]
+        numel = sum(spec.numel for spec in trained)
+        facts = UpdateFacts(numel, has_master, rounds_at_random=rounding_seed is not None)
+        mixes = _mixes([spec.dtype for spec in trained], has_master)
+        self._updater = cpu_updater(rule, cpu_path, facts, mixes, partial(_any_failure, comm))
+        self.counts = torch.zeros(len(layout.params), dtype=torch.float32)
+
+    def measure(self, chunks: Sequence[Chunk], norm_type: float) -> tuple[float, ParamId | None]:
+        sums: list[float] = []  # of tiles; the total is correctly rounded, in any order
+        for run in _loadable(chunks):
+            found = run[0].gradient.found if norm_type == 2 else None
+            if found is None:
+                found = self._tiles(run, [chunk.gradient.load() for chunk in run], norm_type)
+            if found.first_nonfinite is not None:
+                return math.nan, found.first_nonfinite
+            sums += found.sums
+        return combined(sums, norm_type), None
+
+    def measure_leaving(self, chunk: Chunk, grad: Tensor) -> _Tiles:
+        """What `measure` wants to know of a gradient, while it is still on the device."""
+        return self._tiles([chunk], [grad], 2.0)
+
+    def _tiles(self, chunks: Sequence[Chunk], grads: Sequence[Tensor], norm_type: float) -> _Tiles:
+        found = self._updater.tile_sums(grads, norm_type)
+        first = found.first_nonfinite
+        if first is None:
+            return _Tiles(found.sums, None)
+        return _Tiles([], self._first_nonfinite(chunks[first], grads[first]))
+
+    def _first_nonfinite(self, chunk: Chunk, grad: Tensor) -> ParamId:
+        for part in self._layout.shard_parts(chunk.spec, self._rank):
+            if not bool(torch.isfinite(grad[part.offset : part.offset + part.numel]).all()):
+                return part.param
+        raise AssertionError("a chunk has a non-finite gradient outside its parameters")
+
+    def begin(
+        self, hypers: Sequence[Any], present: Sequence[bool], power_sum: float, clip: Clip
+    ) -> Updater:
+        scale = self._scaler.read().scale
+        factor = clip.factor(clip.norm(power_sum) / scale) / scale
+        return replace(
+            self._updater, inputs=StepInputs(factor, clip.max_value, self._rounding_seed)
+        )
+
+    def count(self, present: Sequence[bool]) -> None:
+        self.counts += torch.tensor(present, dtype=torch.float32)
+
+    def undo(self) -> None:
+        """Nothing was counted yet."""
+
+    @property
+    def steps(self) -> list[int]:
+        return [int(count) for count in self.counts.tolist()]
+
+    def set_groups(self, group_of: Sequence[int | None]) -> None:
+        """Pieces carry their hyperparameters with them."""
+
+    def close(self) -> None:
+        self._updater.workers.close()
+
+
+def _mixes(dtypes: Sequence[str], has_master: bool) -> list[Mix]:
+    """Gradients come in their parameter's dtype, and are fp32 where backwards accumulate."""
+    return [
+        (getattr(torch, dtype), grad, has_master)
+        for dtype in dict.fromkeys(dtypes)
+        for grad in dict.fromkeys((getattr(torch, dtype), torch.float32))
+    ]
+
+
+def _any_failure(comm: Communicator, failure: str | None) -> str | None:
+    """That of the first rank that has one, on every rank. Collective."""
+    said = comm.gather_objects(failure)
+    found = [f"rank {rank}: {text}" for rank, text in enumerate(said) if text is not None]
+    return failure if comm.world_size == 1 else next(iter(found), None)
+
+
+class TritonStepPath:
+    """Gradients and resident state on the device; step counts too."""
+
+    merges_parameters = False
+
+    def __init__(
+        self,
+        rule: UpdateRule,
+        layout: ChunkLayout,
+        state: StateLayout,
+        group_of: Sequence[int | None],
+        rank: int,
+        scaler: Scaler,
+        memory: Memory,
+        *,
+        stochastic: bool,
+    ) -> None:
+        from optim.update.triton_path import TritonUpdater  # Triton is imported where it is used
+
+        self._updater = TritonUpdater(
+            rule,
+            state,
+            [group or 0 for group in group_of],
+            scaler.control.device,
+            scaler,
+            memory=memory,
+            stochastic=stochastic,
+        )
+        self._layout = layout
+        self._rank = rank
+        self._names = [spec.name for spec in layout.params]
+        self._before = (self._updater.steps, self._updater.control)  # the step that is under way
+
+    def measure(self, chunks: Sequence[Chunk], norm_type: float) -> tuple[float, ParamId | None]:
+        sums = []
+        self._updater.set_limits(Clip(norm_type=norm_type))
+        for run in _loadable(chunks):
+            self._updater.measure(self._grad_pieces(run))
+            total, bad = self._updater.read_measure()
+            if bad is not None:
+                return math.nan, bad
+            sums.append(total)
+        return combined(sums, norm_type), None
+
+    def submit_measure(self, chunks: Sequence[Chunk], clip: Clip) -> None:
+        """Measure on the device, for `begin_unread`; the host waits for nothing."""
+        self._updater.set_limits(clip)
+        key = [(c.spec.id, grad.data_ptr(), grad.dtype) for c in chunks
+               if (grad := c.grad) is not None]  # fmt: skip
+        self._updater.measure(lambda: self._grad_pieces(chunks), key)
+
+    def unread_norm(self, clip: Clip) -> Tensor:
+        """Of the gradients that were measured last, unscaled: fp64 0-d on the device."""
+        self._updater.finish_measure()
+        control = self._updater.control
+        total = clip.norm_of(control[SUM])
+        return torch.where(control[BAD] > 0, torch.nan, total / control[LOSS_SCALE])
+
+    def begin(
+        self, hypers: Sequence[Any], present: Sequence[bool], power_sum: float, clip: Clip
+    ) -> Updater:
+        self._before = (self._updater.steps.clone(), self._updater.control.clone())
+        scale = self._updater.scaler.read().scale
+        self._updater.set_limits(clip.with_max_norm(clip.norm(power_sum) / scale))
+        self._updater.set_measure(power_sum)
+        return self.begin_unread(hypers, present)
+
+    def begin_unread(self, hypers: Sequence[Any], present: Sequence[bool]) -> Updater:
+        """Begin with what `submit_measure` finds: clip and skip are decided on the device."""
+        self._updater.set_present([i for i, there in enumerate(present) if there])
+        self._updater.begin(hypers, with_norm=True)
+        return self._updater
+
+    def report(self) -> StepReport:
+        """Of the step that was begun unread; nothing is waited for before a field is read."""
+        from optim.update.triton_path import DeviceOutcome
+
+        outcome = DeviceOutcome(self._updater, self._names)
+        return StepReport(outcome, update_path=self._updater.name)
+
+    def _grad_pieces(self, chunks: Sequence[Chunk]) -> list[Piece]:
+        pieces = []
+        for chunk in chunks:
+            shard = chunk.gradient.load()
+            for part in self._layout.shard_parts(chunk.spec, self._rank):
+                grad = shard[part.offset : part.offset + part.numel]
+                pieces.append(Piece(grad, grad, None, (), None, 0, part.param))
+        return pieces
+
+    def count(self, present: Sequence[bool]) -> None:
+        """The prologue did."""
+
+    def undo(self) -> None:
+        steps, control = self._before
+        self._updater.steps.copy_(steps)
+        self._updater.control.copy_(control)
+
+    @property
+    def counts(self) -> Tensor:
+        counts: Tensor = self._updater.steps
+        return counts
+
+    @property
+    def steps(self) -> list[int]:
+        return [int(count) for count in self.counts.tolist()]
+
+    def set_groups(self, group_of: Sequence[int | None]) -> None:
+        self._updater.set_groups([group or 0 for group in group_of])
+
+    def close(self) -> None:
+        return
+
+
+def _loadable(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
+    """Chunks whose gradients are on the device, then one by one those that must be brought."""
+    here = [chunk for chunk in chunks if chunk.grad is not None]
+    return [here] * bool(here) + [[chunk] for chunk in chunks if chunk.grad is None]

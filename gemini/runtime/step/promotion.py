@@ -1,0 +1,74 @@
+"""Homes settle once: they rise to what the first measured iteration leaves room for."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from gemini.chunk.storage import Chunk
+from gemini.placement.planner import Planned
+from gemini.placement.tiers import Tier
+from gemini.runtime.parts import Parts
+
+
+class Settling:
+    """When homes rise: once gradients were dropped, and no graph waits for its backward."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = weakref.proxy(parts)
+        self._higher: Planned | None = None
+        self.graph_is_open = False  # a forward was recorded, and no backward has ended since
+
+    def propose(self) -> None:
+        """A measured iteration was planned: ask for higher homes, once. Collective."""
+        self._higher = self._higher or self._parts.planning.higher()
+
+    def gradients_dropped(self) -> None:
+        """Raise homes, if some wait for it and nothing stands against it."""
+        parts, planned = self._parts, self._higher
+        if planned is None or self.graph_is_open or parts.target is None or _is_parked(parts):
+            return
+        self._higher = None
+        raise_homes(parts, planned)
+        if parts.comm.world_size == 1:  # evaluation, and inputs of other signatures
+            for trace in parts.sampler.collector.traces.values():
+                parts.planning.follow(trace)
+
+
+@torch.no_grad()
+def raise_homes(parts: Parts, planned: Planned) -> None:
+    """Bring shards and state nearer, to where `planned` has them, and make it the plan.
+
+    Between iterations, when there are no gradients. On an error of the disk what has risen stays
+    in memory, the rest is where it was, and the plan is the old one.
+    """
+    manager, storage, target = parts.manager, parts.storage, parts.target
+    assert target is not None
+    manager.release_all()
+    from_files = {chunk.spec.id for chunk in parts.chunks if chunk.files is not None}
+    try:
+        for chunk, shard in zip(parts.chunks, planned.plan.shards, strict=True):
+            if shard.param_home is not _home(chunk):
+                chunk.bring_home(shard.param_home is Tier.HOST)
+                from_files.discard(chunk.spec.id)
+        target.raise_state(planned.plan)
+        parts.planning.adopt(planned)
+        storage.place_gradients(planned.plan, parts.chunks)
+    finally:
+        storage.keep_shards(from_files)
+        target.homes_changed()
+        manager.homes_changed(parts.planning.payload_room_bytes)
+    parts.sampler.look_again()
+
+
+def _is_parked(parts: Parts) -> bool:
+    """Whether shards in memory have given it away for a while; see `optim.state.parking`."""
+    shards = (chunk.shard_memory for chunk in parts.chunks if chunk.files is None)
+    return any(shard.untyped_storage().nbytes() < shard.nbytes for shard in shards)
+
+
+def _home(chunk: Chunk) -> Tier:
+    if chunk.files is not None:
+        return Tier.NVME
+    return Tier.HOST if chunk.shard_on_host else Tier.DEVICE

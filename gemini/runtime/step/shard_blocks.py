@@ -1,0 +1,45 @@
+"""Shards block by block, wherever they live: for what goes through a state space in order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from gemini.chunk.storage import Chunk
+from optim.rules.state_layout import MASTER
+from optim.state.pieces import Planes
+from optim.state.space import Block
+
+
+class Shards:
+    """Shards, block by block in storage order; at most one that lives in a file is in memory."""
+
+    def __init__(self, chunks: Sequence[Chunk]) -> None:
+        self._chunks = chunks
+        self._loaded: tuple[Chunk, Tensor] | None = None
+        self._changed = False
+
+    def of(self, block: Block) -> Tensor:
+        """[S] that the block is a part of."""
+        chunk = self._chunks[block.shard]
+        if chunk.files is None:
+            return chunk.shard
+        if self._loaded is None or self._loaded[0] is not chunk:
+            self.end()
+            self._loaded = (chunk, chunk.load_shard())
+        return self._loaded[1]
+
+    def follow_master(self, block: Block, planes: Planes) -> None:
+        """Weights are their masters, rounded."""
+        if MASTER in planes:
+            shard = self.of(block)
+            shard[block.shard_offset : block.shard_offset + block.numel].copy_(planes[MASTER])
+            self._changed = True
+
+    def end(self) -> None:
+        """Take the last one back."""
+        if self._loaded is not None and self._changed:
+            chunk, values = self._loaded
+            chunk.store_shard(values)
+        self._loaded, self._changed = None, False

@@ -1,0 +1,311 @@
+"""What an optimizer step sees of an engine's shards: the runs of a block that have a gradient."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from gemini.chunk.gradient import ChunkGradient
+from gemini.chunk.storage import Chunk
+from gemini.runtime.memory.gradient_homes import (
+    GradientBlock,
+    GradientFiles,
+    GradientHome,
+    HostGradients,
+)
+from gemini.runtime.memory.shard_storage import ShardStorage
+from gemini.runtime.memory.tensor_files import Staged
+from gemini.tickets import CopyTicket
+from gemini.units import BlockId, ChunkId, align_up
+from optim.rules.state_layout import MASTER
+from optim.state.memory import Memory
+from optim.state.pieces import Piece, Planes
+from optim.state.space import Block
+
+BLOCKS_LEAVING = 2  # parameters of so many may be on their way to host memory
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Elements [start, end) of a block, of one group and one step count."""
+
+    start: int
+    end: int
+    hyper: Any
+    step: int
+    counter: int  # the parameter; the first where neighbours are one run
+    first: int  # element of that parameter at `start`
+
+    def is_like(self, other: _Run) -> bool:
+        return (self.hyper, self.step) == (other.hyper, other.step)
+
+
+@dataclass(slots=True)
+class _Loan:
+    """What a block's update works on and does not live there; see `ShardViews.updated`."""
+
+    grad: GradientBlock | None = None
+    param: Tensor | None = None  # [n] where the update runs
+    staged: Staged | None = None  # of the file to which `param` goes
+    chunk: Chunk | None = None  # to whose shard in host memory it goes
+
+
+class ShardViews:
+    """One step's view of shards and gradients; see `optim.state.tiered_state.BlockViews`.
+
+    What is not where the update runs is brought there block by block, gradients ahead of their
+    turn. Where a master holds the weights, the 16-bit copy of a file is only written.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        hyper: Sequence[Any],
+        steps: Sequence[int],
+        storage: ShardStorage,
+        memory: Memory,
+        *,
+        on_device: bool,
+        merges: bool,
+    ) -> None:
+        """`hyper[param]` is None where the step leaves a parameter alone; `steps` count from 1.
+
+        on_device: kernels update, and reach no host memory.
+        """
+        self._chunks = chunks
+        self._hyper = hyper
+        self._step = steps
+        self._storage = storage
+        self._memory = memory
+        self._on_device = on_device
+        self._merges = merges
+        self._coming: list[Block] = []  # whose gradients are to be read, the next one last
+        self._read: set[BlockId] = set()  # of these, blocks that did not wait for their turn
+        self._ahead: dict[BlockId, GradientBlock] = {}
+        self._loans: dict[BlockId, _Loan] = {}
+        self._leaving: deque[CopyTicket] = deque()  # parameters on their way to host memory
+        self._signature: object | None = None
+        self._borrowing = {
+            shard for shard, chunk in enumerate(chunks) if on_device and not _is_here(chunk)
+        }
+
+    def expect(self, blocks: Sequence[Block]) -> None:
+        self._coming = [block for block in reversed(blocks) if self._grad_is_elsewhere(block)]
+        self._read.clear()
+        self._read_ahead()
+
+    def touches(self, block: Block) -> bool:
+        return self._chunks[block.shard].gradient.exists and any(
+            self._hyper[part.param] is not None for part in block.parts
+        )
+
+    def borrowed(self, blocks: Sequence[Block]) -> Sequence[Block]:
+        borrowing = self._borrowing
+        return [block for block in blocks if block.shard in borrowing] if borrowing else ()
+
+    def signature(self) -> object:
+        """Addresses of shards and gradients, and which parameters are updated."""
+        if self._signature is None:
+            places = []
+            for chunk in self._chunks:
+                grad = chunk.gradient.shard
+                known = None if grad is None else (grad.data_ptr(), grad.dtype)
+                shard = None if chunk.files is not None else chunk.shard_memory.data_ptr()
+                places.append((known, shard))
+            self._signature = places, [hyper is None for hyper in self._hyper]
+        return self._signature
+
+    def pieces(self, block: Block, planes: Planes) -> list[Piece]:
+        chunk = self._chunks[block.shard]
+        runs = self._runs(block) if chunk.gradient.exists else []
+        if not runs:
+            return []
+        state = tuple(plane for name, plane in planes.items() if name != MASTER)
+        whole = Piece(
+            param=self._param_of(block, planes),
+            grad=self._grad_of(block),
+            master=planes.get(MASTER),
+            planes=state,
+            hyper=None,
+            step=0,
+            counter=0,
+        )
+        return [
+            whole.cut(run.start, run.end).belonging_to(run.hyper, run.step, run.counter, run.first)
+            for run in runs
+        ]
+
+    def _runs(self, block: Block) -> list[_Run]:
+        """Neighbours of one group and one step count as one run, the gaps between them included.
+
+        Gaps hold zeros and stay zero. Runs end at multiples of 64, so an element is never in a
+        vector's tail, whatever the world size and the block.
+        """
+        runs: list[_Run] = []
+        for part in block.parts:
+            hyper, step = self._hyper[part.param], self._step[part.param]
+            if hyper is None:
+                continue
+            start, end = part.offset, min(align_up(part.offset + part.numel, 64), block.numel)
+            run = _Run(start, end, hyper, step, part.param, part.param_offset)
+            if self._merges and runs and runs[-1].end == start and runs[-1].is_like(run):
+                run = replace(runs.pop(), end=end)
+            runs.append(run)
+        return runs
+
+    def updated(self, block: Block) -> None:
+        """Take back what the update of a block worked on; its parameters go where they live."""
+        loan = self._loans.pop(block.id, None)
+        ahead = self._ahead.pop(block.id, None)
+        if ahead is not None:  # no parameter of it was updated
+            ahead.give()
+        if loan is None:
+            return
+        if loan.grad is not None:
+            loan.grad.give()
+        if loan.param is None:
+            return
+        if loan.chunk is not None:
+            self._return(loan.chunk, block, loan.param)
+        if loan.staged is not None:
+            if loan.param is not loan.staged.values:
+                self._memory.copy(loan.staged.values, loan.param).wait()
+            assert self._storage.params is not None
+            self._storage.params.write_block(*self._place(block), loan.staged)
+
+    def _return(self, chunk: Chunk, block: Block, param: Tensor) -> None:
+        """To the shard in host memory; a few blocks may be on their way."""
+        ticket = self._memory.copy(self._part_of(chunk.shard_memory, block), param)
+        chunk.is_copied(ticket)
+        self._leaving.append(ticket)
+        if len(self._leaving) > BLOCKS_LEAVING:
+            self._leaving.popleft().order()
+
+    def end(self) -> None:
+        while self._leaving:
+            self._leaving.popleft().order()
+
+    def abandon(self) -> None:
+        """The step failed: take everything back, and keep nothing of it."""
+        for ahead in self._ahead.values():
+            ahead.give()
+        for loan in self._loans.values():
+            if loan.grad is not None:
+                loan.grad.give()
+            if loan.staged is not None:
+                assert self._storage.params is not None
+                self._storage.params.give(loan.staged)
+        self._ahead.clear()
+        self._loans.clear()
+        self._coming.clear()
+        self.end()
+
+    def save(self, block: Block, undo: Callable[[], Tensor]) -> bool:
+        if self._chunks[block.shard].files is not None:  # files keep their last version
+            return False
+        undo().copy_(self._shard_of(block))
+        return True
+
+    def restore(self, block: Block, planes: Planes) -> None:
+        if self._chunks[block.shard].files is None:
+            before = planes["param_undo"] if MASTER not in planes else planes[MASTER]
+            self._shard_of(block).copy_(before)
+
+    # -- inside --
+
+    def _param_of(self, block: Block, planes: Planes) -> Tensor:
+        """[n] where the update runs: the block's parameters, or what is to become them."""
+        chunk = self._chunks[block.shard]
+        if chunk.files is None and not (self._on_device and chunk.shard_on_host):
+            return self._part_of(chunk.shard_memory, block)
+        loan = self._loan(block)
+        if chunk.files is None:
+            loan.chunk = chunk
+            loan.param, ticket = self._bring(self._part_of(chunk.shard_memory, block))
+            chunk.is_copied(ticket)
+            return loan.param
+        files = self._storage.params
+        assert files is not None
+        if MASTER in planes:
+            loan.staged = files.block_to_fill(*self._place(block))
+            loan.param = loan.staged.values
+            if self._on_device:
+                loan.param = self._memory.allocate(block.numel, chunk.dtype)
+            loan.param.copy_(planes[MASTER])  # gaps, and what this step leaves alone
+            return loan.param
+        loan.staged = files.read_block(*self._place(block))
+        loan.param = loan.staged.wait()
+        if self._on_device:
+            loan.param, _ = self._bring(loan.param)
+        return loan.param
+
+    def _grad_of(self, block: Block) -> Tensor:
+        gradient = self._chunks[block.shard].gradient
+        if gradient.shard is not None:
+            return self._part_of(gradient.shard, block)
+        loan = self._loan(block)
+        loan.grad = self._ahead.pop(block.id, None) or self._begin_grad(block)
+        self._read.add(block.id)
+        values = loan.grad.bring(self._memory) if self._on_device else loan.grad.wait()
+        self._read_ahead()
+        return values
+
+    def _bring(self, values: Tensor) -> tuple[Tensor, CopyTicket]:
+        """To the device, before what is launched next."""
+        there = self._memory.allocate(values.numel(), values.dtype)
+        ticket = self._memory.copy(there, values)
+        ticket.order()
+        return there, ticket
+
+    def _read_ahead(self) -> None:
+        while self._coming:
+            if self._coming[-1].id in self._read:
+                self._coming.pop()
+                continue
+            gradient = self._chunks[self._coming[-1].shard].gradient
+            if len(self._ahead) >= self._storage.config.depth:
+                return
+            assert gradient.dtype_elsewhere is not None
+            if not self._home_of(gradient).can_read_ahead(gradient.dtype_elsewhere):
+                return
+            block = self._coming.pop()
+            self._ahead[block.id] = self._begin_grad(block)
+
+    def _begin_grad(self, block: Block) -> GradientBlock:
+        gradient = self._chunks[block.shard].gradient
+        assert gradient.dtype_elsewhere is not None
+        home = self._home_of(gradient)
+        return home.read_block(*self._place(block), gradient.dtype_elsewhere)
+
+    def _home_of(self, gradient: ChunkGradient) -> GradientHome:
+        home = gradient.elsewhere
+        assert isinstance(home, GradientFiles | HostGradients)
+        return home
+
+    def _grad_is_elsewhere(self, block: Block) -> bool:
+        return self._chunks[block.shard].gradient.dtype_elsewhere is not None
+
+    def _loan(self, block: Block) -> _Loan:
+        return self._loans.setdefault(block.id, _Loan())
+
+    def _place(self, block: Block) -> tuple[ChunkId, int]:
+        """The chunk, and which block of it."""
+        index = block.shard_offset // self._storage.config.block_numel
+        return self._chunks[block.shard].spec.id, index
+
+    def _shard_of(self, block: Block) -> Tensor:
+        return self._part_of(self._chunks[block.shard].shard, block)
+
+    @staticmethod
+    def _part_of(shard: Tensor, block: Block) -> Tensor:
+        return shard[block.shard_offset : block.shard_offset + block.numel]
+
+
+def _is_here(chunk: Chunk) -> bool:
+    """On the device: its shard, and its gradient if it has one."""
+    in_memory = chunk.files is None and not chunk.shard_on_host
+    return in_memory and chunk.gradient.dtype_elsewhere is None

@@ -1,0 +1,1 @@
+"""From a module to chunks, and back to a plain module."""

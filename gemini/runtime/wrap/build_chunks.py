@@ -1,0 +1,150 @@
+"""From parameters to chunks: filled from the parameters' values, rank 0's on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from gemini.chunk.layout import ChunkLayout
+from gemini.chunk.storage import Chunk
+from gemini.dtypes import DTYPES
+from gemini.placement.plan import Plan
+from gemini.placement.tiers import Tier
+from gemini.runtime.comm.communicator import Communicator
+from gemini.runtime.memory.backend import Backend
+from gemini.runtime.memory.shard_storage import ShardStorage
+from gemini.units import BLOCK_NUMEL, ChunkId
+
+from .materialise import Materialiser
+
+
+def build_chunks(
+    layout: ChunkLayout,
+    params: Sequence[nn.Parameter],
+    values: Materialiser,
+    backend: Backend,
+    comm: Communicator,
+    plan: Plan,
+    storage: ShardStorage,
+    *,
+    kept: Collection[ChunkId],
+    keep_originals: bool,
+    gradients_travel_as: str | None,
+) -> list[Chunk]:
+    """One chunk after the other; the parameters become views of the payloads.
+
+    A payload whose shard lives elsewhere is released when it is full, but for those `kept`. Values
+    that were made beside others, of the same module, go to their chunks at once.
+    keep_originals: in `storage`, for fp32 masters to start from.
+    """
+    place_of = {
+        id(params[slot.param]): (spec, i)
+        for spec in layout.chunks
+        for i, slot in enumerate(spec.slots)
+    }
+    filling: dict[ChunkId, _Filling] = {}
+    done: dict[ChunkId, Chunk] = {}
+    placed: set[int] = set()
+
+    def place(param: nn.Parameter) -> None:
+        value = values.take(param)
+        if id(param) in placed:  # a tied one, made again with its other module
+            return
+        placed.add(id(param))
+        spec, slot = place_of[id(param)]
+        if spec.id not in filling:
+            shard = plan.shards[spec.id]
+            chunk = Chunk(
+                spec,
+                backend,
+                comm,
+                kept=spec.id in kept,
+                shard_on_host=shard.param_home is Tier.HOST,
+                files=storage if shard.param_home is Tier.NVME else None,
+                gradients_travel_as=DTYPES[gradients_travel_as] if gradients_travel_as else None,
+            )
+            filling[spec.id] = _Filling(chunk, params, backend, keep_originals)
+        if filling[spec.id].put(slot, value) and comm.world_size == 1:
+            finish(spec.id)
+
+    def finish(chunk: ChunkId) -> None:
+        full = filling.pop(chunk)
+        original = full.finish(comm)
+        if original is not None:
+            frozen = not full.chunk.spec.trainable
+            storage.originals.put(chunk, original.cpu() if frozen else original)
+        if not full.chunk.is_whole and chunk not in kept:
+            full.chunk.release()
+        done[chunk] = full.chunk
+
+    for spec in layout.chunks:
+        for slot in spec.slots:
+            if id(params[slot.param]) not in placed:
+                place(params[slot.param])
+            for made in values.waiting():
+                place(made)
+        if spec.id not in done:  # ranks broadcast in this order, whatever each of them has to make
+            finish(spec.id)
+    return [done[spec.id] for spec in layout.chunks]
+
+
+class _Filling:
+    """A chunk on its way to its values."""
+
+    def __init__(
+        self,
+        chunk: Chunk,
+        params: Sequence[nn.Parameter],
+        backend: Backend,
+        keep_originals: bool,
+    ) -> None:
+        self.chunk = chunk
+        spec = chunk.spec
+        self._params = [params[slot.param] for slot in spec.slots]
+        self._missing = set(range(len(spec.slots)))
+        wider = any(p.dtype.itemsize > chunk.dtype.itemsize for p in self._params)
+        self._keeps_original = keep_originals and wider  # else the payload is the original
+        self._source = chunk.payload
+        if self._keeps_original:
+            self._source = backend.allocate(spec.payload_numel, torch.float32)
+        for start, end in spec.gaps():
+            self._source[start:end].zero_()
+
+    @torch.no_grad()
+    def put(self, slot: int, values: Tensor) -> bool:
+        """Take one parameter's values; whether the chunk is full."""
+        self.chunk.view(self._source, slot).copy_(values.reshape(-1))
+        self._missing.discard(slot)
+        return not self._missing
+
+    @torch.no_grad()
+    def finish(self, comm: Communicator) -> Tensor | None:
+        """Give rank 0's values to all and rebind the parameters.
+
+        Returns the fp32 original [S], if it is rounded; of frozen parameters, if that changed it.
+        """
+        chunk, source = self.chunk, self._source
+        comm.broadcast(source)
+        original = None
+        if self._keeps_original:
+            chunk.payload.copy_(source)
+            if chunk.spec.trainable or not _has_same_values(chunk.payload, source):
+                original = source if comm.world_size == 1 else chunk.own_part(source).clone()
+        chunk.keep_shard()
+        for slot, param in enumerate(self._params):
+            view = chunk.view(chunk.payload, slot).view(param.shape)
+            if param.is_meta:
+                # `.data` has a version of its own: to autograd a gather does not change it
+                made = nn.Parameter(view.data, requires_grad=param.requires_grad)
+                torch.utils.swap_tensors(param, made)
+            else:
+                param.data = view
+        return original
+
+
+def _has_same_values(narrow: Tensor, wide: Tensor) -> bool:
+    """Whether `wide` was rounded without a loss; in parts, for what is compared takes memory."""
+    parts = zip(narrow.split(BLOCK_NUMEL), wide.split(BLOCK_NUMEL), strict=True)
+    return all(torch.equal(part.to(other.dtype), other) for part, other in parts)

@@ -1,0 +1,106 @@
+"""What a wrapped module computes and steps with, as one checked value. Pure."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from gemini.chunk.layout import ITEMSIZE
+from gemini.placement.sizes import Budgets
+from optim.rules.clipping import Clip
+from optim.rules.loss_scale import LossScale
+
+DTYPE_OF = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+MAX_SEED = 2**53  # it travels in an fp64 table
+
+
+@dataclass(frozen=True, slots=True)
+class Numerics:
+    """See `GeminiDDP` for the meaning of each. Raises ValueError for what does not go together."""
+
+    precision: str = "bf16"
+    max_norm: float = 0.0
+    norm_type: float = 2.0
+    loss_scale: LossScale | None = None
+    on_nonfinite: str = "skip"
+    master_weights: bool = True
+    rounding_seed: int = 0
+    communication_dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.precision not in DTYPE_OF:
+            raise ValueError(f"precision={self.precision!r}; expected one of {sorted(DTYPE_OF)}")
+        if self.communication_dtype not in (None, *DTYPE_OF):
+            raise ValueError(
+                f"communication_dtype={self.communication_dtype!r}; expected None or one of "
+                f"{sorted(DTYPE_OF)}"
+            )
+        if not 0 <= self.max_norm < math.inf:
+            raise ValueError(f"max_norm={self.max_norm} is negative; 0 does not clip")
+        _ = self.clip  # a norm of no positive order is refused there
+        if self.on_nonfinite not in ("skip", "raise"):
+            raise ValueError(f'on_nonfinite={self.on_nonfinite!r}; expected "skip" or "raise"')
+        if self.loss_scale is not None and self.precision != "fp16":
+            raise ValueError(
+                f'loss_scale is for precision="fp16"; {self.precision} has the range of fp32 '
+                "and needs none, so leave it away"
+            )
+        if not self.master_weights and self.precision != "bf16":
+            raise ValueError(
+                f'master_weights=False is for precision="bf16", whose weights are then rounded '
+                f"at random; {self.precision} has no use for it"
+            )
+        if not 0 <= self.rounding_seed < MAX_SEED:
+            raise ValueError(f"rounding_seed={self.rounding_seed}; expected 0 to 2**53 - 1")
+        if self.rounding_seed and self.master_weights:
+            raise ValueError("rounding_seed does nothing but with master_weights=False")
+
+    @property
+    def dtype(self) -> str:
+        return DTYPE_OF[self.precision]
+
+    @property
+    def clip(self) -> Clip:
+        """What every step clips to."""
+        return Clip(max_norm=self.max_norm, norm_type=self.norm_type)
+
+    @property
+    def travels_as(self) -> str | None:
+        """The dtype of gradients on their way between ranks; None: the one that they have."""
+        given = self.communication_dtype
+        return None if given is None else DTYPE_OF[given]
+
+    @property
+    def scale_options(self) -> LossScale | None:
+        """fp16 always has a loss scale, the others never."""
+        return (self.loss_scale or LossScale()) if self.precision == "fp16" else None
+
+
+def check_travelling(numerics: Numerics, budgets: Budgets) -> None:
+    """Raise ValueError where gradients on their way would take more than `budgets` count."""
+    travels_as = numerics.travels_as
+    if travels_as is None or budgets == Budgets():
+        return
+    if ITEMSIZE[travels_as] > ITEMSIZE[numerics.dtype]:
+        raise ValueError(
+            f"communication_dtype={numerics.communication_dtype!r} is wider than "
+            f"precision={numerics.precision!r}, and no budget counts what travels; expected "
+            "a narrower one, or a placement without budgets"
+        )
+
+
+def as_loss_scale(given: LossScale | float | None) -> LossScale | None:
+    """Options, or those of a number: a scale that never changes. Raises ValueError."""
+    if given is None or isinstance(given, LossScale):
+        return given
+    if isinstance(given, bool) or not isinstance(given, (int, float)):
+        raise ValueError(
+            f"loss_scale={given!r}; expected optim.LossScale(...), or a number for one that stays"
+        )
+    scale = float(given)
+    return LossScale(
+        initial_scale=scale,
+        min_scale=min(scale, 1.0),
+        max_scale=max(scale, LossScale().max_scale),
+        growth_interval=0,
+    )

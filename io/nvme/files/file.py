@@ -1,0 +1,246 @@
+"""The files of a store: checking folders, creating, locking, removing."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import secrets
+import stat
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gemini.units import format_bytes
+from nvme.errors import (
+    FULL_ERRNOS,
+    DiskFullError,
+    FolderError,
+    NvmeError,
+    TransferError,
+    cause_of,
+    transfer_error,
+)
+
+from . import calls
+from .orphan_files import PREFIX, SUFFIX, orphaned_bytes
+
+log = logging.getLogger("gemini.nvme")
+
+RAM_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs"})
+NETWORK_FILESYSTEMS = frozenset(
+    {
+        "nfs",
+        "nfs4",
+        "cifs",
+        "smb3",
+        "9p",
+        "ceph",
+        "lustre",
+        "fuse.glusterfs",
+        "fuse.sshfs",
+        "beegfs",
+    }
+)
+
+
+@dataclass(slots=True)
+class OpenFile:
+    """One open, locked, preallocated file.
+
+    A transfer holds its file, so the descriptor's number is not given to another file before the
+    last transfer has ended, even if the store is collected meanwhile.
+    """
+
+    path: Path
+    fd: int  # with O_DIRECT where the file system takes it
+    direct: bool
+
+    def close(self) -> None:
+        """Raises TransferError: on a network the last bytes may be refused as late as now."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            try:
+                calls.close(fd)
+            except OSError as error:
+                raise transfer_error("close", str(self.path), 0, 0, error.errno or 0) from error
+
+    __del__ = close
+
+    def unlink(self) -> None:
+        """Remove the name; what is gone already is fine, what took its place is left alone."""
+        with contextlib.suppress(OSError):
+            if os.path.samestat(self.path.lstat(), os.fstat(self.fd)):
+                calls.unlink(self.path)
+
+
+def file_system(folder: Path) -> str:
+    """Type of the file system that holds `folder` (`ext4`, `tmpfs`, ...), or `unknown`."""
+    device = folder.stat().st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/mountinfo").read_text().splitlines():
+            fields = line.split()
+            if fields[2] == wanted:
+                return fields[fields.index("-") + 1]
+    return "unknown"
+
+
+def check_folder(folder: str | os.PathLike[str], *, allow_ram: bool = False) -> Path:
+    """The folder as an absolute path, or FolderError with what is wrong and what to do."""
+    path = Path(folder).expanduser().absolute()
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        said = "does not exist" if error.errno == errno.ENOENT else f"is out of reach ({error})"
+        raise FolderError(f"nvme folder {path} {said}; create it or name another") from error
+    if not stat.S_ISDIR(mode):
+        raise FolderError(f"nvme folder {path} is a file; expected a folder")
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise FolderError(f"nvme folder {path} is not writable by this process; name another")
+    kind = file_system(path)
+    if kind in RAM_FILESYSTEMS and not allow_ram:
+        raise FolderError(
+            f"nvme folder {path} is on {kind}, which is RAM: offloading there frees nothing; "
+            "name a folder on a disk, or pass allow_ram=True"
+        )
+    if kind in NETWORK_FILESYSTEMS:
+        log.warning("nvme folder %s is on %s, a network file system; expect its speed", path, kind)
+    return path
+
+
+def default_folder() -> Path:
+    """A temporary folder's parent that is on a disk: TMPDIR, /var/tmp, /tmp, then here.
+
+    Raises FolderError where none of them can be used.
+    """
+    candidates = [os.environ.get("TMPDIR"), "/var/tmp", tempfile.gettempdir(), os.getcwd()]
+    for candidate in candidates:
+        if candidate:
+            with contextlib.suppress(FolderError):
+                return check_folder(candidate)
+    raise FolderError(
+        f"none of {', '.join(str(c) for c in candidates if c)} is a writable folder on a disk; "
+        "pass nvme_offload_dir"
+    )
+
+
+def create_files(
+    folders: Sequence[Path], nbytes: Sequence[int], label: str = ""
+) -> tuple[OpenFile, ...]:
+    """Create, lock and preallocate one file in each folder; on an error none is left behind."""
+    name = f"{PREFIX}{label}{os.getpid()}-{secrets.token_hex(8)}"
+    opened: list[OpenFile] = []
+    try:
+        for i, (folder, length) in enumerate(zip(folders, nbytes, strict=True)):
+            opened.append(_create(folder / f"{name}-{i}{SUFFIX}", length))
+    except BaseException:
+        remove_files(opened)
+        raise
+    return tuple(opened)
+
+
+def _create(path: Path, nbytes: int) -> OpenFile:
+    opened = _open_locked(path)
+    try:
+        calls.reserve(opened.fd, nbytes)
+    except OSError as error:
+        remove_files([opened])
+        if error.errno not in FULL_ERRNOS:
+            raise _explain(path, error) from error
+        raise DiskFullError(
+            f"{path.parent} cannot hold {format_bytes(nbytes)} "
+            f"({format_bytes(free_bytes(path.parent))} free, {cause_of(error.errno)}"
+            f"{_said_of_orphans(path.parent)}); "
+            "free some space, name another folder, or offload a smaller fraction"
+        ) from error
+    return opened
+
+
+def _said_of_orphans(folder: Path) -> str:
+    nbytes = orphaned_bytes(folder)
+    if not nbytes:
+        return ""
+    return (
+        f", and {format_bytes(nbytes)} in files of processes that died, which "
+        f"nvme.remove_orphans({str(folder)!r}) removes"
+    )
+
+
+def _open_locked(path: Path) -> OpenFile:
+    """Create `path` and hold its lock. See [Note: newborn files] in `orphan_files`."""
+    while True:
+        opened = _open_new(path)
+        try:
+            calls.lock(opened.fd, fcntl.LOCK_EX)  # nobody holds it longer than a removal takes
+            if os.fstat(opened.fd).st_nlink:
+                return opened
+        except OSError as error:
+            remove_files([opened])
+            raise _explain(path, error) from error
+        opened.close()
+
+
+def create_direct(path: Path) -> OpenFile:
+    """Create `path` for direct I/O, neither locked nor preallocated, for whoever may read files.
+
+    Raises FolderError or DiskFullError.
+    """
+    return _open_new(path, 0o666)
+
+
+def open_direct(path: Path) -> OpenFile:
+    """Open `path` to read it with direct I/O, where its file system has that. Raises OSError."""
+    flags = os.O_RDONLY | os.O_CLOEXEC
+    try:
+        return OpenFile(path, calls.open_file(path, flags | os.O_DIRECT), True)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return OpenFile(path, calls.open_file(path, flags), False)
+
+
+def _open_new(path: Path, mode: int = 0o600) -> OpenFile:
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    direct = True
+    try:
+        fd = calls.open_file(path, flags | os.O_DIRECT, mode)
+    except OSError as error:
+        if error.errno == errno.EINVAL:  # the file system refuses O_DIRECT, and made the file
+            with contextlib.suppress(FileNotFoundError):
+                calls.unlink(path)
+            direct = False
+            fd = _open_or_explain(path, flags, mode)
+            log.warning("%s refuses O_DIRECT: buffered I/O, pages dropped behind", path.parent)
+        else:
+            raise _explain(path, error) from error
+    return OpenFile(path, fd, direct)
+
+
+def _open_or_explain(path: Path, flags: int, mode: int) -> int:
+    try:
+        return calls.open_file(path, flags, mode)
+    except OSError as error:
+        raise _explain(path, error) from error
+
+
+def _explain(path: Path, error: OSError) -> NvmeError:
+    kind = DiskFullError if error.errno in FULL_ERRNOS else FolderError
+    return kind(f"cannot create {path}: {cause_of(error.errno)}; name another nvme folder")
+
+
+def free_bytes(folder: Path) -> int:
+    """Bytes an unprivileged process may still allocate there."""
+    status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize
+
+
+def remove_files(files: Sequence[OpenFile]) -> None:
+    """Unlink and close. What the disk says of a file that nobody will read does not matter."""
+    for file in files:
+        file.unlink()
+        with contextlib.suppress(TransferError):
+            file.close()

@@ -1,0 +1,165 @@
+"""Files of processes that died: found by their lock, kept where they hold a step.
+
+A live file is held by an exclusive `flock`, so a file whose lock can be had belongs to a process
+that died. Nothing in a folder is touched but this user's files that match our name *and* begin with
+our magic, or with nothing.
+
+[Note: newborn files] Between its creation and its lock a file looks like an orphan. Who removes
+one holds its lock meanwhile, and who creates one looks, once it has the lock, whether it is there.
+
+[Note: kept files] A file with a committed step may be all that is left of that step, so a new store
+leaves it where it is and says so; `remove_orphans` is for who wants the space. What never held a
+step (gradients, probes, stores that were still being filled) a new store removes by itself.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from gemini.units import format_bytes
+from nvme.errors import FolderError, cause_of
+from nvme.layout import HEADER_LIMIT, MAGIC, NUM_VERSIONS, FormatError, Header, Index
+
+from . import calls
+
+log = logging.getLogger("gemini.nvme")
+
+PREFIX = "gemini-"
+SUFFIX = ".blocks"
+_said: set[Path] = set()  # kept files that this process has spoken of
+
+
+@dataclass(frozen=True, slots=True)
+class _Orphan:
+    path: Path
+    fd: int  # holds the lock
+
+    @property
+    def store(self) -> str:
+        """What the names of all files of one store begin with."""
+        return self.path.name.rpartition("-")[0]
+
+    def last_step(self) -> int | None:
+        """The last committed step; 0 where there is none, None where this file cannot say."""
+        beginning = os.pread(self.fd, HEADER_LIMIT, 0)
+        if not beginning.startswith(MAGIC):
+            return 0  # it died before it had written its header
+        try:
+            header = Header.decode(beginning)
+        except FormatError:
+            return None
+        if header.num_versions < NUM_VERSIONS:
+            return 0
+        if header.file:
+            return None  # the first file of the store has the index
+        try:
+            header.check_size(os.fstat(self.fd).st_size)
+        except FormatError:
+            return None
+        slots = [
+            os.pread(self.fd, header.index_slot_nbytes, header.index_offset(slot))
+            for slot in range(NUM_VERSIONS)
+        ]
+        return max(Index.step_in(slot, header.num_blocks) or 0 for slot in slots)
+
+
+def orphans(folder: Path) -> tuple[Path, ...]:
+    """Our files in `folder` whose process is dead, by name order."""
+    with _locked([folder]) as found:
+        return tuple(orphan.path for orphan in found)
+
+
+def remove_orphans(folder: str | os.PathLike[str]) -> tuple[Path, ...]:
+    """Remove all that dead processes of this user left in `folder`, with the steps that it holds.
+
+    Returns what it removed, and logs it. Raises FolderError where the file system refuses.
+    """
+    with _locked([Path(folder)]) as found:
+        for orphan in found:
+            try:
+                _remove(orphan)
+            except OSError as error:
+                raise FolderError(
+                    f"cannot remove {orphan.path}: {cause_of(error.errno)}"
+                ) from error
+        return tuple(orphan.path for orphan in found)
+
+
+def remove_stepless(folders: Iterable[Path]) -> None:
+    """Remove what dead processes left and holds no step; says what is kept ([Note: kept files])."""
+    with _locked(dict.fromkeys(folders)) as found:
+        steps = {orphan.path: orphan.last_step() for orphan in found}
+        known = {orphan.store: step for orphan in found if (step := steps[orphan.path]) is not None}
+        for orphan in reversed(found):  # the file that knows the step of its store goes last
+            step = known.get(orphan.store)
+            try:
+                if step == 0:
+                    _remove(orphan)
+                    continue
+            except OSError as error:
+                log.warning("%s was not removed: %s", orphan.path, cause_of(error.errno))
+                continue
+            if orphan.path not in _said:
+                _said.add(orphan.path)
+                log.warning(
+                    "kept %s (%s), left by a process that died: it holds %s; nvme.recover reads "
+                    "it, nvme.remove_orphans(%s) removes it",
+                    orphan.path,
+                    format_bytes(os.fstat(orphan.fd).st_blocks * 512),
+                    f"step {step}" if step else "what this process cannot read",
+                    repr(str(orphan.path.parent)),
+                )
+
+
+def orphaned_bytes(folder: Path) -> int:
+    """Bytes on disk in files that dead processes left in `folder`."""
+    with _locked([folder]) as found:
+        return sum(os.fstat(orphan.fd).st_blocks * 512 for orphan in found)
+
+
+def _remove(orphan: _Orphan) -> None:
+    try:
+        calls.unlink(orphan.path)
+    except FileNotFoundError:
+        return
+    log.warning("removed %s, left by a process that died", orphan.path)
+
+
+@contextmanager
+def _locked(folders: Iterable[Path]) -> Iterator[list[_Orphan]]:
+    """Orphans by folder and name, each locked for as long as this lasts."""
+    with ExitStack() as stack:
+        found = []
+        for folder in folders:
+            for path in sorted(folder.glob(f"{PREFIX}*{SUFFIX}")):
+                fd = _lock(path)
+                if fd is not None:
+                    stack.callback(calls.close, fd)
+                    found.append(_Orphan(path, fd))
+        yield found
+
+
+def _lock(path: Path) -> int | None:
+    """A descriptor that holds the lock of an orphan; None for what is none, or is not ours."""
+    try:
+        status = path.lstat()
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+            return None
+        fd = calls.open_file(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        calls.lock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.pread(fd, len(MAGIC), 0) in (MAGIC, b"", bytes(len(MAGIC))):
+            return fd
+    except OSError:
+        pass  # its owner lives
+    calls.close(fd)
+    return None

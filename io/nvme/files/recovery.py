@@ -1,0 +1,100 @@
+"""Reading what a process that died, or a machine that lost its power, had committed."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from nvme.checksum import checksum_of
+from nvme.errors import ChecksumError, cause_of
+from nvme.layout import HEADER_LIMIT, NUM_VERSIONS, Extent, FormatError, Header, Index, StoreLayout
+
+from . import calls
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """One commit of a store, read only. Its `fds` are closed by leaving `recover`."""
+
+    layout: StoreLayout
+    index: Index
+    fds: tuple[int, ...]
+    _extents: tuple[tuple[Extent, ...], ...]
+
+    def block(self, block: int) -> bytes:
+        """The committed bytes of one block. Raises ChecksumError where they are not."""
+        entry = self.index.entries[block]
+        extent = self._extents[block][entry.version]
+        data = os.pread(self.fds[extent.file], extent.nbytes, extent.offset)
+        if checksum_of(data) != entry.checksum:
+            raise ChecksumError(f"block {block} of a recovered store does not verify")
+        return data[: self.layout.block_nbytes[block]]
+
+
+@contextmanager
+def recover(
+    paths: Sequence[str | os.PathLike[str]], step: int | None = None
+) -> Iterator[Recovered]:
+    """Open the files of a dead process's store, in order, to read its last commit.
+
+    step: the commit of this step, which must be the last one or the one before. Stores that are
+    committed one after the other have at most one step between them, so each still has the least.
+    Raises FormatError where there is no such commit, or a file is not one of a whole store.
+    """
+    fds: list[int] = []
+    try:
+        headers: list[Header] = []
+        for path in paths:
+            fds.append(_open(path))
+            headers.append(_header(path, fds[-1]))
+            if replace(headers[-1], file=0, nbytes=0) != replace(headers[0], file=0, nbytes=0):
+                raise FormatError(f"{path} belongs to another store than {paths[0]}")
+        expected = headers[0].num_files if headers else None
+        if [header.file for header in headers] != list(range(expected or 1)):
+            raise FormatError(
+                f"{', '.join(map(str, paths)) or 'no path'}: files "
+                f"{[header.file for header in headers]} of a store of {expected}; expected all, in "
+                "order"
+            )
+        layout = headers[0].layout()
+        slots = [
+            Index.decode(
+                os.pread(fds[0], layout.index_slot_nbytes, layout.index_offset(slot)),
+                layout.num_blocks,
+            )
+            for slot in range(NUM_VERSIONS)
+        ]
+        live = [index for index in slots if index is not None and step in (None, index.step)]
+        if not live:
+            raise FormatError(
+                f"{paths[0]} holds no committed step" + f" {step}" * (step is not None)
+            )
+        last = max(live, key=lambda index: index.sequence)
+        yield Recovered(layout, last, tuple(fds), layout.extents())
+    finally:
+        for fd in fds:
+            calls.close(fd)
+
+
+def _open(path: str | os.PathLike[str]) -> int:
+    """A regular file, and no link to one."""
+    try:
+        fd = calls.open_file(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise FormatError(f"{path} cannot be opened: {cause_of(error.errno)}") from error
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        calls.close(fd)
+        raise FormatError(f"{path} is no file")
+    return fd
+
+
+def _header(path: str | os.PathLike[str], fd: int) -> Header:
+    try:
+        header = Header.decode(os.pread(fd, HEADER_LIMIT, 0))
+        header.check_size(os.fstat(fd).st_size)
+    except FormatError as error:
+        raise FormatError(f"{path}: {error}") from error
+    return header

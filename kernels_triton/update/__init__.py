@@ -1,0 +1,1 @@
+"""Kernels of the update: one frame, and a formula an optimizer."""

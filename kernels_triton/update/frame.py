@@ -1,0 +1,276 @@
+"""The frame of every optimizer kernel: one launch over a tile table, and its one-block prologue.
+
+An optimizer is two small `@triton.jit` functions (`adam.py`, `sgd.py`, `lion.py`):
+
+    coefficients(hyper, t) -> 10 fp32 vectors, from fp64 hyperparameters and step counts
+    formula(param, grad, s0, s1, s2, coefficients) -> param, s0, s1, s2, in fp32
+
+Bytes per element: grad + 2 * (param or master) + 2 * 4 * planes, + 2 for a 16-bit copy.
+No hyperparameter is a kernel argument or a constexpr: a schedule neither recompiles nor waits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+import triton
+import triton.language as tl
+
+from kernels_triton.control import (
+    C_BACKOFF_FACTOR,
+    C_BAD,
+    C_FACTOR,
+    C_GOOD_STEPS,
+    C_GROWTH_FACTOR,
+    C_GROWTH_INTERVAL,
+    C_HYSTERESIS,
+    C_HYSTERESIS_LEFT,
+    C_LOSS_SCALE,
+    C_MAX_NORM,
+    C_MAX_SCALE,
+    C_MAX_VALUE,
+    C_MIN_SCALE,
+    C_NORM,
+    C_SEED,
+    C_SKIP,
+    C_SKIPPED_STEPS,
+    C_SUM,
+    C_USED_SCALE,
+)
+from kernels_triton.launch import check_interpreter, is_interpreted
+from kernels_triton.norm import finish_tiles
+from kernels_triton.rounding import load, noise, pointer, store, store_stochastic
+from kernels_triton.tiles import T_COLUMNS, T_COUNTER, T_FIRST, T_GRAD, T_NUMEL, T_PARAM, T_STATE
+
+NUM_HYPER = 10  # fp64 columns of the hyperparameter table
+# fp32 columns of the coefficient table: the rule's 10, then 1 where active, then the bits of the
+# step count as int32
+NUM_COEFFICIENTS = 12
+COUNTERS_AT_ONCE = 128  # in the prologue
+
+if is_interpreted():
+    check_interpreter(triton.__version__, numpy.__version__)
+
+_HYPER, _COEFFICIENTS = tl.constexpr(NUM_HYPER), tl.constexpr(NUM_COEFFICIENTS)
+_ACTIVE, _STEP = tl.constexpr(NUM_COEFFICIENTS - 2), tl.constexpr(NUM_COEFFICIENTS - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class RuleKernel:
+    """The two functions of one optimizer, and how many state planes it has (1 to 3)."""
+
+    name: str
+    coefficients: Any  # @triton.jit
+    formula: Any  # @triton.jit
+    num_planes: int
+
+
+@triton.jit
+def _next_scale(control, scale, overflow):
+    """The schedule of `optim.rules.loss_scale.LossScale.after`, in place."""
+    good = tl.load(control + C_GOOD_STEPS) + 1.0
+    left = tl.load(control + C_HYSTERESIS_LEFT)
+    left = tl.where(overflow & (left > 0.0), left - 1.0, left)
+    lower = tl.maximum(scale * tl.load(control + C_BACKOFF_FACTOR), tl.load(control + C_MIN_SCALE))
+    higher = tl.minimum(scale * tl.load(control + C_GROWTH_FACTOR), tl.load(control + C_MAX_SCALE))
+    backs_off = overflow & (left <= 0.0)
+    grows = (overflow == 0) & (good >= tl.load(control + C_GROWTH_INTERVAL))
+    tl.store(control + C_LOSS_SCALE, tl.where(backs_off, lower, tl.where(grows, higher, scale)))
+    tl.store(control + C_GOOD_STEPS, tl.where(overflow | grows, 0.0, good))
+    tl.store(control + C_HYSTERESIS_LEFT, tl.where(grows, tl.load(control + C_HYSTERESIS), left))
+
+
+@triton.jit
+def prologue_kernel(
+    groups,  # int64 [counters]: row of the hyperparameter table
+    hyper,  # fp64 [rows, 10]
+    steps,  # int64 [counters]
+    present,  # fp64 [counters]: above 0 where some rank has a gradient
+    num_counters,
+    coefficients,  # fp32 [counters, 12]
+    control,  # fp64: see `fields.py`
+    tiles,  # int32 [t, 2], fp32 [t], int32 [t]: of `norm_kernel`, where FROM_TILES
+    sums,
+    bad,
+    num_tiles,
+    RULE_COEFFICIENTS: tl.constexpr,
+    WITH_NORM: tl.constexpr,
+    FROM_TILES: tl.constexpr,  # finish the norm here: no rank has to be asked
+    NORM: tl.constexpr,  # 2, 1, or 0 for the maximum
+    AT_ONCE: tl.constexpr,
+    TILES_AT_ONCE: tl.constexpr,
+):
+    """Norm to clip factor and skip flag; step counts and hyperparameters to coefficients.
+
+    One program. A skipped step leaves every count as it was, and so does a parameter that has no
+    gradient. The loss scale moves on by its schedule.
+    """
+    scale = tl.load(control + C_LOSS_SCALE)
+    tl.store(control + C_USED_SCALE, scale)
+    factor = 1.0 / scale
+    skip = 0.0
+    if WITH_NORM:
+        if FROM_TILES:
+            total, first_bad = finish_tiles(tiles, sums, bad, num_tiles, NORM, TILES_AT_ONCE)
+            tl.store(control + C_SUM, total)
+            tl.store(control + C_BAD, first_bad)
+        else:
+            total = tl.load(control + C_SUM)
+            first_bad = tl.load(control + C_BAD)
+        if NORM == 2:
+            total = tl.sqrt(total)
+        norm = total / scale
+        max_norm = tl.load(control + C_MAX_NORM)
+        clip = tl.where(max_norm > 0, max_norm / (norm + 1e-6), 1.0)
+        factor = tl.where(clip < 1.0, clip, 1.0) * factor
+        skip = tl.where(first_bad > 0, 1.0, 0.0)
+        tl.store(control + C_NORM, norm)
+        overflow = first_bad > 0
+        tl.store(control + C_SKIPPED_STEPS, tl.load(control + C_SKIPPED_STEPS) + skip)
+        if tl.load(control + C_GROWTH_INTERVAL) > 0.0:
+            _next_scale(control, scale, overflow)
+    tl.store(control + C_FACTOR, factor)
+    tl.store(control + C_SKIP, skip)
+    if skip == 0.0:
+        for first in range(0, num_counters, AT_ONCE):
+            counter = first + tl.arange(0, AT_ONCE)
+            inside = counter < num_counters
+            group = tl.load(groups + counter, mask=inside, other=0)
+            active = tl.load(present + counter, mask=inside, other=0.0) > 0
+            t = tl.load(steps + counter, mask=inside, other=0) + 1
+            tl.store(steps + counter, t, mask=inside & active)
+            c0, c1, c2, c3, c4, c5, c6, c7, c8, c9 = RULE_COEFFICIENTS(
+                hyper + group * _HYPER, inside, t
+            )
+            out = coefficients + counter * _COEFFICIENTS
+            tl.store(out + 0, c0.to(tl.float32), mask=inside)
+            tl.store(out + 1, c1.to(tl.float32), mask=inside)
+            tl.store(out + 2, c2.to(tl.float32), mask=inside)
+            tl.store(out + 3, c3.to(tl.float32), mask=inside)
+            tl.store(out + 4, c4.to(tl.float32), mask=inside)
+            tl.store(out + 5, c5.to(tl.float32), mask=inside)
+            tl.store(out + 6, c6.to(tl.float32), mask=inside)
+            tl.store(out + 7, c7.to(tl.float32), mask=inside)
+            tl.store(out + 8, c8.to(tl.float32), mask=inside)
+            tl.store(out + 9, c9.to(tl.float32), mask=inside)
+            tl.store(out + _ACTIVE, active.to(tl.float32), mask=inside)
+            tl.store(out + _STEP, t.to(tl.int32).to(tl.float32, bitcast=True), mask=inside)
+
+
+@triton.jit
+def _update_tile(
+    param_address,
+    grad_address,
+    start,
+    remaining,
+    master,
+    state0,
+    state1,
+    state2,
+    row,
+    factor,
+    limit,
+    seed,
+    counter,
+    first,
+    FORMULA: tl.constexpr,
+    NUM_PLANES: tl.constexpr,
+    PARAM_DTYPE: tl.constexpr,
+    GRAD_DTYPE: tl.constexpr,
+    HAS_MASTER: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    i = tl.arange(0, BLOCK)
+    mask = i < remaining
+    # 16-bit elements are read 4 a thread, as the fp32 ones beside them: with 8, the registers of
+    # all planes double, and half as many warps fit
+    param_alignment: tl.constexpr = 0 if MASKED else (16 if PARAM_DTYPE == tl.float32 else 8)
+    grad_alignment: tl.constexpr = 0 if MASKED else (16 if GRAD_DTYPE == tl.float32 else 8)
+    param = pointer(param_address, start, PARAM_DTYPE, param_alignment)
+    grad = pointer(grad_address, start, GRAD_DTYPE, grad_alignment)
+    g = load(grad, i, mask, GRAD_DTYPE, MASKED) * factor
+    g = tl.maximum(g, -limit, propagate_nan=tl.PropagateNan.ALL)
+    g = tl.minimum(g, limit, propagate_nan=tl.PropagateNan.ALL)
+    if HAS_MASTER:
+        p = load(master, i, mask, tl.float32, MASKED)
+    else:
+        p = load(param, i, mask, PARAM_DTYPE, MASKED)
+    s0 = load(state0, i, mask, tl.float32, MASKED)
+    if NUM_PLANES >= 2:
+        s1 = load(state1, i, mask, tl.float32, MASKED)
+    else:
+        s1 = s0
+    if NUM_PLANES == 3:
+        s2 = load(state2, i, mask, tl.float32, MASKED)
+    else:
+        s2 = s0
+    p, s0, s1, s2 = FORMULA(p, g, s0, s1, s2, row)
+    store(state0, i, s0, mask, tl.float32, MASKED)
+    if NUM_PLANES >= 2:
+        store(state1, i, s1, mask, tl.float32, MASKED)
+    if NUM_PLANES == 3:
+        store(state2, i, s2, mask, tl.float32, MASKED)
+    if HAS_MASTER:
+        store(master, i, p, mask, tl.float32, MASKED)
+    if STOCHASTIC:
+        step = tl.load(row + _STEP).to(tl.int32, bitcast=True).to(tl.int64)
+        random = noise(seed, counter, step, first + start, BLOCK)
+        store_stochastic(param, i, p, random, mask, MASKED)
+    else:
+        store(param, i, p, mask, PARAM_DTYPE, MASKED)
+
+
+@triton.jit
+def update_kernel(
+    tiles,  # int32 [t, 2]
+    segments,  # int64 [n, 5]
+    coefficients,  # fp32 [counters, 12]
+    control,  # fp64: see `fields.py`
+    master,  # fp32 slab, or anything where HAS_MASTER is false
+    state0,  # fp32 slab
+    state1,  # fp32 slab, or anything where NUM_PLANES is 1
+    state2,  # fp32 slab, or anything where NUM_PLANES is less than 3
+    FORMULA: tl.constexpr,
+    NUM_PLANES: tl.constexpr,
+    PARAM_DTYPE: tl.constexpr,
+    GRAD_DTYPE: tl.constexpr,
+    HAS_MASTER: tl.constexpr,
+    STOCHASTIC: tl.constexpr,  # bf16 without a master: round at random, see `rounding.noise`
+    BLOCK: tl.constexpr,
+):
+    """One program updates one tile. Full, aligned tiles take the unmasked branch (128-bit)."""
+    program = tl.program_id(0).to(tl.int64)
+    segment = tl.load(tiles + 2 * program).to(tl.int64)
+    row = segments + segment * T_COLUMNS
+    counter = tl.load(row + T_COUNTER)
+    coefficient_row = coefficients + counter * _COEFFICIENTS
+    active = tl.load(coefficient_row + _ACTIVE) != 0.0
+    if (tl.load(control + C_SKIP) == 0.0) & active:
+        start = tl.load(tiles + 2 * program + 1).to(tl.int64) * BLOCK
+        param_address = tl.load(row + T_PARAM)
+        grad_address = tl.load(row + T_GRAD)
+        offset = tl.multiple_of(tl.load(row + T_STATE), 64) + start
+        remaining = tl.load(row + T_NUMEL) - start
+        factor = tl.load(control + C_FACTOR).to(tl.float32)
+        limit = tl.load(control + C_MAX_VALUE).to(tl.float32)
+        limit = tl.where(limit > 0, limit, float("inf"))
+        seed = tl.load(control + C_SEED).to(tl.int64)
+        first = tl.load(row + T_FIRST)
+        if (remaining >= BLOCK) & (((param_address | grad_address) & 15) == 0):
+            _update_tile(
+                param_address, grad_address, start, remaining,
+                master + offset, state0 + offset, state1 + offset, state2 + offset,
+                coefficient_row, factor, limit, seed, counter, first,
+                FORMULA, NUM_PLANES, PARAM_DTYPE, GRAD_DTYPE, HAS_MASTER, STOCHASTIC, BLOCK, False,
+            )  # fmt: skip
+        else:
+            _update_tile(
+                param_address, grad_address, start, remaining,
+                master + offset, state0 + offset, state1 + offset, state2 + offset,
+                coefficient_row, factor, limit, seed, counter, first,
+                FORMULA, NUM_PLANES, PARAM_DTYPE, GRAD_DTYPE, HAS_MASTER, STOCHASTIC, BLOCK, True,
+            )  # fmt: skip

@@ -1,0 +1,1 @@
+"""The target of a plain module: its parameters, their views, their step."""

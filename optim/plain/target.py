@@ -1,0 +1,349 @@
+"""The update of a plain module's parameters: their state in one space, some of it on disk."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gemini.tickets import Done, Ticket
+from optim.rules.clipping import Clip
+from optim.rules.config import StateConfig
+from optim.rules.control_vector import Scaler
+from optim.rules.report import Outcome, SkipLog, StepReport, Traffic
+from optim.rules.rule import UpdateRule
+from optim.rules.state_layout import Plane
+from optim.state.held_signals import HeldSignals
+from optim.state.memory import memory_of
+from optim.state.nvme_state import DTYPES
+from optim.state.pieces import Updater
+from optim.state.space import StateSpace, blocks_on_nvme
+from optim.state.state_stream import (
+    Look,
+    RunSpec,
+    Source,
+    StateRun,
+    StateSnapshot,
+    fill_runs,
+    list_runs,
+    visit_runs,
+)
+from optim.state.tiered_state import TieredState
+from optim.target import AmpInputs, Group, Target
+
+from .paths import make_path
+from .views import Order, PlainViews, dense_grad
+
+
+class PlainTarget:
+    """`params` in order, `alike`; `group_of[i]` is the param group of `params[i]`.
+
+    State of resident parameters is shown as views, as torch's own optimizers do.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        group_of: Sequence[int],
+        rule: UpdateRule,
+        config: StateConfig,
+    ) -> None:
+        self._params = list(params)
+        self._orders = [Order.of(param) for param in params]
+        self._groups = sorted(set(group_of))  # the others are not looked at
+        self._group_of = [self._groups.index(group) for group in group_of]
+        self._rule = rule
+        is_float64 = params[0].dtype == torch.float64
+        space = StateSpace.pack([param.numel() for param in params], config.nvme.block_numel)
+        self._tiers = TieredState(
+            space,
+            rule.layout.in_float64() if is_float64 else rule.layout,
+            on_nvme=blocks_on_nvme(space.blocks, config.nvme_fraction),
+            nvme=config.nvme,
+            memory=memory_of(params[0].device),
+            label="plain-",
+        )
+        try:
+            self._tiers.initialise(lambda block, planes: None)
+        except BaseException:
+            self._tiers.close()
+            raise
+        self._path = make_path(rule, config, self._group_of, self._params)
+        self._num_steps = 0
+        self._log = SkipLog()
+        self._names = [str(i) for i in range(len(params))]
+
+    def shown_state(self) -> Mapping[Tensor, dict[str, Tensor]]:
+        shown = {param: {"step": self._path.steps[i]} for i, param in enumerate(self._params)}
+        for segment in self._tiers.space.segments:
+            planes = self._tiers.resident_run(segment.offset, segment.numel)
+            if planes is not None:
+                order = self._orders[segment.param]
+                shown[self._params[segment.param]].update(
+                    {name: order.shaped(plane) for name, plane in planes.items()}
+                )
+        for param in self._params:
+            if not param.numel():
+                shown[param].update(
+                    {plane.name: torch.zeros(param.shape, dtype=DTYPES[plane.dtype])
+                     for plane in self.planes}
+                )  # fmt: skip
+        return shown
+
+    def step(self, groups: Sequence[Group], amp: AmpInputs | None = None) -> StepReport:
+        return step_together([self], groups, amp)
+
+    def views(self, groups: Sequence[Group]) -> tuple[PlainViews, list[Any]]:
+        """What a step would see, and its hyperparameters. Raises ValueError for what it refuses."""
+        hypers = [self._rule.hyper(groups[index]) for index in self._groups]
+        steps = self._path.host_steps()
+        return PlainViews(self._params, self._orders, self._group_of, hypers, steps), hypers
+
+    def skips(self, amp: AmpInputs) -> bool:
+        """Whether the host knows that GradScaler found a gradient that is not finite."""
+        return self._path.skips(amp)
+
+    def skip(self) -> str | None:
+        """Count a step that is skipped; the first parameter whose gradient is not finite."""
+        self.counters.stepped(overflow=True)
+        bad = [
+            f"parameter {name}"
+            for name, param in zip(self._names, self._params, strict=True)
+            if param.grad is not None and not bool(torch.isfinite(param.grad).all())
+        ]
+        return bad[0] if bad else None
+
+    def begin(self, views: PlainViews, hypers: Sequence[Any], amp: AmpInputs | None) -> Updater:
+        """The updater of a step."""
+        return self._path.begin(hypers, views.active, amp)
+
+    def prepare(self, updater: Updater, views: PlainViews, held: HeldSignals) -> None:
+        """Update what is on disk beside its last version. On an error call `rollback`."""
+        self._tiers.prepare(updater, views, lambda: held.pending)
+
+    def rollback(self, views: PlainViews) -> None:
+        """Undo `prepare`, as far as it came."""
+        self._tiers.rollback(views)
+
+    def commit(self, updater: Updater, views: PlainViews) -> None:
+        """Make `prepare` count, and update the rest; does not fail."""
+        self._tiers.commit(updater, views, self._num_steps + 1)
+        views.write_back()
+        self._num_steps += 1
+        self._path.count(views.active)
+
+    def report(self, updater: Updater) -> StepReport:
+        """All that the state has moved so far."""
+        return StepReport(
+            traffic=self._tiers.traffic() + updater.traffic(),
+            stalled_seconds=self._tiers.stalled_seconds,
+            nvme_written_total=self._tiers.nvme_written_total,
+            update_path=updater.name,
+        )
+
+    def outcome(self) -> Ticket[Outcome]:
+        """Of a step that GradScaler had a part in."""
+        return self._path.outcome()
+
+    @property
+    def log(self) -> SkipLog:
+        """Of skipped steps."""
+        return self._log
+
+    @property
+    def counters(self) -> Scaler:
+        return self._path.scaler
+
+    @property
+    def planes(self) -> Sequence[Plane]:
+        return self._tiers.layout.planes
+
+    @property
+    def params(self) -> Sequence[Tensor]:
+        """In the order of positions, by which runs of state are named."""
+        return self._params
+
+    @property
+    def names(self) -> None:
+        """By position, as torch does."""
+        return
+
+    @property
+    def untouched(self) -> bool:
+        """Never: this state is made when it is needed."""
+        return False
+
+    def set_groups(self, groups: Sequence[Group]) -> None:
+        raise AssertionError("a group of new parameters has a target of its own")
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Nothing: gradients are in `p.grad`."""
+
+    def visit_state(self, look: Look) -> None:
+        visit_runs(self._tiers, self._names, look)
+
+    def state_runs(self) -> Sequence[RunSpec]:
+        return list_runs(self._tiers, self._names)
+
+    def snapshot_state(self) -> StateSnapshot:
+        return StateSnapshot(self._tiers, self._names)
+
+    @torch.no_grad()
+    def fill_state(self, source: Source) -> None:
+        fill_runs(self._tiers, self._names, source)
+
+    def clip(self, clip: Clip) -> Tensor | None:
+        return clip_together([self], clip)
+
+    def power_sum(self, norm_type: float) -> Tensor:
+        """Of the gradients in `p.grad`: sum of |g|^p, or the largest |g|; fp64 0-d."""
+        grads = [
+            dense_grad(param, order)
+            for param, order in zip(self._params, self._orders, strict=True)
+            if param.grad is not None
+        ]
+        return self._path.power_sum(grads, norm_type)
+
+    def scale_gradients(self, factor: Tensor | None, clip: Clip) -> None:
+        """Multiply what is in `p.grad` by `factor`, and clamp it to the clip's value."""
+        for param in self._params:
+            if param.grad is not None and factor is not None:
+                param.grad.mul_(factor.to(param.device))
+            if param.grad is not None and clip.max_value != math.inf:
+                param.grad.clamp_(-clip.max_value, clip.max_value)
+
+    def offloaded_state(self) -> Mapping[Tensor, dict[str, Tensor]]:
+        shown = {
+            self._names[segment.param]
+            for segment in self._tiers.space.segments
+            if self._tiers.resident_run(segment.offset, segment.numel) is not None
+        }
+        found: dict[Tensor, dict[str, Tensor]] = {}
+
+        def keep(run: StateRun) -> None:
+            if run.name in shown:
+                return
+            order = self._orders[int(run.name)]
+            planes = found.setdefault(self._params[int(run.name)], {})
+            if run.plane not in planes:
+                planes[run.plane] = order.empty(run.values)
+            order.flat(planes[run.plane])[run.elements] = run.values
+
+        self.visit_state(keep)
+        return found
+
+    def load_state(self, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
+        flats: dict[str, tuple[str, Tensor]] = {}  # by plane: the parameter that came last
+
+        def given(run: StateRun) -> Tensor | None:
+            values = state.get(self._params[int(run.name)], {}).get(run.plane)
+            if values is None:  # also what torch's SGD has for a momentum that did not start yet
+                return None
+            if flats.get(run.plane, ("",))[0] != run.name:
+                flats[run.plane] = run.name, self._orders[int(run.name)].flat(values)
+            return flats[run.plane][1][run.elements]
+
+        self.fill_state(given)
+        for i, param in enumerate(self._params):
+            if "step" in state.get(param, {}):
+                self._path.steps[i] = float(state[param]["step"])
+
+    def movable(self) -> Sequence[Tensor]:
+        grads = [param.grad for param in self._params if param.grad is not None]
+        return [*(param.data for param in self._params), *grads, *self._tiers.movable()]
+
+    @property
+    def nvme_bytes(self) -> int:
+        return self._tiers.nvme_bytes
+
+    def close(self, keep_masters: bool = True) -> None:
+        self._tiers.close()
+
+
+@torch.no_grad()
+def step_together(
+    targets: Sequence[PlainTarget], groups: Sequence[Group], amp: AmpInputs | None
+) -> StepReport:
+    """One step of all targets: it counts on all of them, or on none."""
+    seen = [target.views(groups) for target in targets]
+    if amp is not None and any(target.skips(amp) for target in targets):
+        return _skipped(targets, amp)
+    steps = [
+        (target, target.begin(views, hypers, amp), views)
+        for target, (views, hypers) in zip(targets, seen, strict=True)
+    ]
+    before = [target.report(updater) for target, updater, _ in steps]
+    with HeldSignals() as held:
+        try:
+            for target, updater, views in steps:
+                target.prepare(updater, views, held)
+        except BaseException:
+            for target, _, views in steps:
+                target.rollback(views)
+            raise
+        for target, updater, views in steps:
+            target.commit(updater, views)
+    after = [target.report(updater) for target, updater, _ in steps]
+    report = StepReport(
+        traffic=sum((b.traffic - a.traffic for a, b in zip(before, after, strict=True)), Traffic()),
+        stalled_seconds=sum(r.stalled_seconds for r in after)
+        - sum(r.stalled_seconds for r in before),
+        nvme_written_total=sum(r.nvme_written_total for r in after),
+        update_path=after[0].update_path,
+    )
+    if amp is not None:
+        report = replace(report, outcome=targets[0].outcome())
+        targets[0].log.add(report)
+    return report
+
+
+def _skipped(targets: Sequence[PlainTarget], amp: AmpInputs) -> StepReport:
+    """The host knows that GradScaler found a gradient that is not finite."""
+    scale = 1.0 if amp.grad_scale is None else float(amp.grad_scale)
+    found = [target.skip() for target in targets]
+    where = next((name for name in found if name is not None), None)
+    report = StepReport(Done(Outcome(True, math.nan, where, scale)))
+    targets[0].log.add(report)
+    return report
+
+
+def _combined(parts: Tensor, norm_type: float) -> Tensor:
+    return parts.max() if norm_type == math.inf else parts.sum()
+
+
+@torch.no_grad()
+def clip_together(targets: Sequence[Target], clip: Clip) -> Tensor | None:
+    """Clip the gradients of all targets by one norm, or by value; the norm before.
+
+    Gradients of plain modules are changed in place, as torch does.
+    """
+    plain = [target for target in targets if isinstance(target, PlainTarget)]
+    if len(plain) < len(targets):
+        (shards,) = targets
+        return shards.clip(clip)
+    if clip.max_norm == 0:
+        for target in plain:
+            target.scale_gradients(None, clip)
+        return None
+    sums = [target.power_sum(clip.norm_type) for target in plain]
+    total = _combined(torch.stack([s.to(sums[0].device) for s in sums]), clip.norm_type)
+    norm = clip.norm_of(total)
+    factor = (clip.max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for target in plain:
+        target.scale_gradients(factor, clip)
+    return norm
+
+
+def alike(new: Sequence[tuple[Tensor, int]]) -> list[tuple[list[Tensor], list[int]]]:
+    """Parameters and their groups, by what one target may hold: one device, float64 or not."""
+    found: dict[tuple[torch.device, bool], tuple[list[Tensor], list[int]]] = {}
+    for param, group in new:
+        key = param.device, param.dtype == torch.float64
+        params, groups = found.setdefault(key, ([], []))
+        params.append(param)
+        groups.append(group)
+    return list(found.values())

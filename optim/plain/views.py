@@ -1,0 +1,168 @@
+"""What a step sees of a plain module's parameters: flat runs in the order of their state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optim.state.pieces import Piece, Planes
+from optim.state.space import Block, BlockPart
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """How the elements of one parameter are ordered in its state, for as long as that lives.
+
+    As in its memory, or, where that has gaps, as in a dense copy of it.
+    """
+
+    size: torch.Size
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, param: Tensor) -> Order:
+        """Of a parameter as it is now."""
+        dense = torch.ops.aten.is_non_overlapping_and_dense(param)
+        like = param if dense else torch.empty_like(param, device="meta")
+        return cls(param.size(), like.stride())
+
+    def flat(self, tensor: Tensor) -> Tensor:
+        """The parameter or what belongs to it as [numel]: a view where it lies so, else a copy."""
+        if tensor.size() != self.size:
+            raise ValueError(
+                f"a parameter, its gradient or its state has shape {tuple(tensor.shape)}; expected "
+                f"{tuple(self.size)}, as when the optimizer's state was made"
+            )
+        if not self.fits(tensor):
+            tensor = self.empty(tensor).copy_(tensor)
+        return tensor.as_strided((tensor.numel(),), (1,))
+
+    def fits(self, tensor: Tensor) -> bool:
+        """Whether it lies in this order. Strides of dimensions of one element say nothing."""
+        if tensor.stride() == self.stride:
+            return True
+        strides = zip(tensor.stride(), self.stride, self.size, strict=True)
+        return all(a == b for a, b, size in strides if size > 1)
+
+    def shaped(self, flat: Tensor) -> Tensor:
+        """The inverse: a view."""
+        return flat.as_strided(self.size, self.stride)
+
+    def empty(self, like: Tensor) -> Tensor:
+        """Memory for such a tensor."""
+        return torch.empty_strided(self.size, self.stride, dtype=like.dtype, device=like.device)
+
+
+def check_plain(param: Tensor) -> None:
+    """Raise ValueError for a parameter that cannot be updated in place, or not where it is."""
+    sizes = zip(param.stride(), param.size(), strict=True)
+    if any(stride == 0 and size > 1 for stride, size in sizes):
+        raise ValueError(
+            f"a parameter of shape {tuple(param.shape)} has strides {param.stride()}: elements "
+            "share memory; clone it before you pass it to the optimizer"
+        )
+    if param.dtype == torch.float64 and param.device.type != "cpu":
+        raise ValueError(
+            f"a parameter of shape {tuple(param.shape)} is float64 on {param.device}, whose "
+            "kernels compute in fp32; expected float32, or float64 on the CPU"
+        )
+
+
+def dense_grad(param: Tensor, order: Order) -> Tensor:
+    """The gradient of a parameter that has one, [numel]."""
+    grad = param.grad
+    assert grad is not None
+    if grad.is_sparse:
+        raise ValueError(
+            f"a parameter of shape {tuple(param.shape)} has a sparse gradient; "
+            "use sparse=False, or torch.optim.SparseAdam for it"
+        )
+    return order.flat(grad.detach())
+
+
+class PlainViews:
+    """One step's view of the parameters that have a gradient.
+
+    Those that do not lie in the order of their state are updated as copies, which go back by
+    `write_back` when the step counts.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        orders: Sequence[Order],
+        group_of: Sequence[int],
+        hypers: Sequence[Any],
+        steps: Sequence[float],
+    ) -> None:
+        self.active = [i for i, param in enumerate(params) if param.grad is not None]
+        self._params = params
+        self._orders = orders
+        self._flat = {i: orders[i].flat(params[i].detach()) for i in self.active}
+        self._grad = {i: dense_grad(params[i], orders[i]) for i in self.active}
+        self._hyper = {i: hypers[group_of[i]] for i in self.active}
+        self._step = {i: int(steps[i]) + 1 for i in self.active}
+
+    def write_back(self) -> None:
+        """What was updated as a copy, to the parameter."""
+        for i, flat in self._flat.items():
+            if not self._orders[i].fits(self._params[i]):
+                self._params[i].detach().copy_(self._orders[i].shaped(flat))
+
+    def pieces(self, block: Block, planes: Planes) -> list[Piece]:
+        return [
+            Piece(
+                param=self._flat[part.param][_inside(part)],
+                grad=self._grad[part.param][_inside(part)],
+                master=None,
+                planes=tuple(plane[_in_block(part)] for plane in planes.values()),
+                hyper=self._hyper[part.param],
+                step=self._step[part.param],
+                counter=part.param,
+            )
+            for part in block.parts
+            if part.param in self._flat
+        ]
+
+    def save(self, block: Block, undo: Callable[[], Tensor]) -> bool:
+        saved = undo()
+        for part in block.parts:
+            if part.param in self._flat:
+                saved[_in_block(part)] = self._flat[part.param][_inside(part)]
+        return True
+
+    def restore(self, block: Block, planes: Planes) -> None:
+        for part in block.parts:
+            if part.param in self._flat:
+                self._flat[part.param][_inside(part)] = planes["param_undo"][_in_block(part)]
+
+    def expect(self, blocks: Sequence[Block]) -> None:
+        """Parameters and gradients are in memory."""
+
+    def touches(self, block: Block) -> bool:
+        return any(part.param in self._flat for part in block.parts)
+
+    def borrowed(self, blocks: Sequence[Block]) -> Sequence[Block]:
+        """None: parameters and gradients are where their state is updated."""
+        return ()
+
+    def signature(self) -> None:
+        """Gradients are made anew in every iteration."""
+
+    def updated(self, block: Block) -> None:
+        """Nothing was borrowed."""
+
+    def end(self) -> None:
+        """Nothing was borrowed."""
+
+
+def _inside(part: BlockPart) -> slice:
+    return slice(part.param_offset, part.param_offset + part.numel)
+
+
+def _in_block(part: BlockPart) -> slice:
+    return slice(part.offset, part.offset + part.numel)

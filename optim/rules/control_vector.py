@@ -1,0 +1,105 @@
+"""The control vector of one target: loss scale, its counters, and what kernels leave there.
+
+fp64, where gradients are: on the device the kernels change it and the host never has to look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels_triton import control_fields as fields
+
+from .loss_scale import LossScale, ScaleState
+
+_OPTIONS = {
+    fields.GROWTH_FACTOR: "growth_factor",
+    fields.BACKOFF_FACTOR: "backoff_factor",
+    fields.GROWTH_INTERVAL: "growth_interval",
+    fields.HYSTERESIS: "hysteresis",
+    fields.MIN_SCALE: "min_scale",
+    fields.MAX_SCALE: "max_scale",
+}
+UNSCALED = LossScale(initial_scale=1.0, growth_interval=0)
+
+
+class Scaler:
+    """`options` None: gradients carry no scale."""
+
+    def __init__(
+        self, options: LossScale | None, device: torch.device, rounding_seed: int = 0
+    ) -> None:
+        self.active = options is not None
+        self.control = torch.zeros(fields.NUM_CONTROL, dtype=torch.float64, device=device)
+        self.control[fields.SEED] = float(rounding_seed)
+        self.configure(options or UNSCALED)
+
+    def configure(self, options: LossScale) -> None:
+        """Start again with other options."""
+        self.options = options
+        for field, name in _OPTIONS.items():
+            self.control[field] = float(getattr(options, name))
+        self._write(options.start())
+
+    @property
+    def scale(self) -> Tensor:
+        """fp64 0-d, a view: multiplies gradients without a word to the host."""
+        return self.control[fields.LOSS_SCALE]
+
+    @property
+    def used(self) -> Tensor:
+        """fp64 0-d, a view: what the gradients of the last step carried."""
+        return self.control[fields.USED_SCALE]
+
+    def read(self) -> ScaleState:
+        """Waits for the device."""
+        control = self.control.tolist()
+        return ScaleState(
+            control[fields.LOSS_SCALE],
+            int(control[fields.GOOD_STEPS]),
+            int(control[fields.HYSTERESIS_LEFT]),
+        )
+
+    @property
+    def skipped_steps(self) -> int:
+        """Waits for the device."""
+        return int(self.control[fields.SKIPPED_STEPS])
+
+    def stepped(self, overflow: bool) -> None:
+        """The host decided whether a step counts: move the schedule on."""
+        self.used.copy_(self.scale)
+        if overflow:
+            self.control[fields.SKIPPED_STEPS] += 1
+        if self.active:
+            self._write(self.options.after(self.read(), overflow))
+
+    def state_dict(self) -> dict[str, float | int]:
+        state = self.read()
+        counters: dict[str, float | int] = {"skipped_steps": self.skipped_steps}
+        if self.active:
+            counters |= {
+                "scale": state.scale,
+                "good_steps": state.good_steps,
+                "hysteresis_left": state.hysteresis_left,
+            }
+        return counters
+
+    def load_state_dict(self, counters: Mapping[str, Any]) -> None:
+        """A scale that was saved without one, or the other way round, leaves the scale as it is."""
+        self.control[fields.SKIPPED_STEPS] = float(counters.get("skipped_steps", 0))
+        if self.active and "scale" in counters:
+            self._write(
+                ScaleState(
+                    float(counters["scale"]),
+                    int(counters["good_steps"]),
+                    int(counters["hysteresis_left"]),
+                )
+            )
+
+    def _write(self, state: ScaleState) -> None:
+        self.control[fields.LOSS_SCALE] = state.scale
+        self.control[fields.GOOD_STEPS] = float(state.good_steps)
+        self.control[fields.HYSTERESIS_LEFT] = float(state.hysteresis_left)

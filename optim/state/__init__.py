@@ -1,0 +1,1 @@
+"""Where optimizer state is: slabs, blocks on disk, parking."""

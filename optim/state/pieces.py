@@ -1,0 +1,125 @@
+"""Blocks of state and what they belong to, as an update sees them; and what updates them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from gemini.tickets import CopyTicket
+from optim.rules.report import Traffic
+
+from .space import Block
+
+Planes = dict[str, Tensor]  # plane name -> [n]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A run of elements of one group and one step count, all planes of it. All tensors are [n]."""
+
+    param: Tensor  # what the model sees: fp32 or fp64, or the 16-bit copy that is written
+    grad: Tensor  # of any float type; not changed
+    master: Tensor | None  # fp32; None where `param` is updated itself
+    planes: tuple[Tensor, ...]  # in StateLayout order
+    hyper: Any
+    step: int  # counts from 1
+    counter: int  # index of the parameter; of the first where neighbours are one piece
+    first: int = 0  # its first element, in its parameter
+
+    def cut(self, start: int, end: int) -> Piece:
+        """Elements [start, end) of every tensor."""
+        tile = slice(start, end)
+        return Piece(
+            self.param[tile],
+            self.grad[tile],
+            None if self.master is None else self.master[tile],
+            tuple(plane[tile] for plane in self.planes),
+            self.hyper,
+            self.step,
+            self.counter,
+            self.first + start,
+        )
+
+    def tiles(self, numel: int) -> Iterator[Piece]:
+        """The piece in runs of `numel`."""
+        if self.param.numel() <= numel:
+            yield self
+            return
+        tensors = (self.param, self.grad, *self.planes)
+        columns = [tensor.split(numel) for tensor in tensors]
+        masters: Sequence[Tensor | None] = [None] * len(columns[0])
+        if self.master is not None:
+            masters = self.master.split(numel)
+        first = self.first
+        for master, param, grad, *planes in zip(masters, *columns, strict=True):
+            yield Piece(
+                param, grad, master, tuple(planes), self.hyper, self.step, self.counter, first
+            )
+            first += numel
+
+    def belonging_to(self, hyper: Any, step: int, counter: int, first: int) -> Piece:
+        """The same tensors, of another parameter."""
+        return replace(self, hyper=hyper, step=step, counter=counter, first=first)
+
+
+class SteppedViews(Protocol):
+    """What an update needs of the parameters and gradients that belong to blocks of state."""
+
+    def touches(self, block: Block) -> bool:
+        """Whether a parameter of this block has a gradient."""
+        ...
+
+    def pieces(self, block: Block, planes: Planes) -> Sequence[Piece]:
+        """The runs of this block that have a gradient; empty where none has."""
+        ...
+
+    def borrowed(self, blocks: Sequence[Block]) -> Sequence[Block]:
+        """Those whose `pieces` are copies, on the device, of what lives elsewhere."""
+        ...
+
+    def signature(self) -> object | None:
+        """Equal where `pieces` of blocks that borrow nothing are the same memory; None: unknown."""
+        ...
+
+    def updated(self, block: Block) -> None:
+        """`pieces` of this block are not used any more."""
+        ...
+
+
+class Resident(Protocol):
+    """Blocks whose state lies on the compute device; see `optim.state.slabs`."""
+
+    tensors: Planes
+
+    @property
+    def blocks(self) -> Sequence[Block]: ...
+
+    def planes(self, block: Block) -> Planes: ...
+
+
+class Updater(Protocol):
+    """Updates blocks of state, wherever they lie."""
+
+    @property
+    def name(self) -> str: ...
+
+    def update_staged(self, block: Block, planes: Planes, views: SteppedViews) -> bool:
+        """Update one block in host memory; done on return. False where it has no gradient."""
+        ...
+
+    def update_host(
+        self, blocks: Sequence[tuple[Block, Planes]], views: SteppedViews
+    ) -> Sequence[CopyTicket]:
+        """Update blocks in host memory; they are, when these copies have settled."""
+        ...
+
+    def update_resident(self, slab: Resident, views: SteppedViews) -> None:
+        """Update blocks that lie on the compute device."""
+        ...
+
+    def traffic(self) -> Traffic:
+        """Bytes moved between host and device so far."""
+        ...

@@ -1,0 +1,86 @@
+"""State blocks in memory: one tensor a plane, the blocks one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+
+import torch
+from torch import Tensor
+
+from gemini.units import BlockId
+from optim.rules.state_layout import StateLayout
+
+from .memory import Memory
+from .nvme_state import DTYPES
+from .pieces import Planes
+from .space import Block
+
+
+class Slab:
+    """`blocks` in memory of the device, or of the host; zeros at first.
+
+    Planes but the first take no memory before `complete`.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        layout: StateLayout,
+        memory: Memory,
+        *,
+        on_host: bool = False,
+    ) -> None:
+        self._memory = memory
+        self._on_host = on_host
+        self._place(blocks)
+        first, *self._missing = layout.planes
+        # [sum of the blocks' numels]
+        self.tensors: Planes = {first.name: self._allocate(DTYPES[first.dtype])}
+
+    def complete(self) -> Slab:
+        """With all planes."""
+        for plane in self._missing:
+            self.tensors[plane.name] = self._allocate(DTYPES[plane.dtype])
+        self._missing.clear()
+        return self
+
+    def _place(self, blocks: Sequence[Block]) -> None:
+        self.blocks: Sequence[Block] = tuple(blocks)
+        self._start: dict[BlockId, int] = {}
+        self._numel = 0
+        for block in blocks:
+            self._start[block.id] = self._numel
+            self._numel += block.numel
+
+    def _allocate(self, dtype: torch.dtype) -> Tensor:
+        return self._memory.zeros(self._numel, dtype, on_host=self._on_host)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def planes(self, block: Block) -> Planes:
+        """Views of a block's state."""
+        start = self._start[block.id]
+        return {name: t[start : start + block.numel] for name, t in self.tensors.items()}
+
+    def run(self, blocks: Sequence[Block], offset: int, numel: int) -> Planes | None:
+        """Views of elements [offset, offset + numel) of the space, which `blocks` hold; None
+        where they are not all here, one after the other."""
+        for block in blocks:
+            ahead = block.offset - blocks[0].offset
+            if self._start.get(block.id) != self._start.get(blocks[0].id, -1) + ahead:
+                return None
+        start = self._start[blocks[0].id] + offset - blocks[0].offset
+        return {name: t[start : start + numel] for name, t in self.tensors.items()}
+
+    def keep(self, blocks: Set[BlockId]) -> None:
+        """Give the memory of all other blocks back. One plane is there twice, at most."""
+        before = self._start
+        self._place([block for block in self.blocks if block.id in blocks])
+        for name, old in self.tensors.items():
+            new = self._allocate(old.dtype)
+            for block in self.blocks:
+                start, numel = self._start[block.id], block.numel
+                new[start : start + numel].copy_(old[before[block.id] :][:numel])
+            self.tensors[name] = new

@@ -1,0 +1,126 @@
+"""State as a stream of runs, block by block, and the way back: what checkpoints are made from.
+
+A run is what one block holds of one plane of one parameter. Blocks come in storage order, those on
+disk one staging buffer at a time, so neither way needs more memory than there was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from gemini.units import BlockId
+
+from .pieces import Planes
+from .space import Block, BlockPart
+from .tiered_state import TieredState
+
+
+@dataclass(frozen=True, slots=True)
+class StateRun:
+    """Elements [start, start + n) of one plane of one parameter, flat in the order of its storage.
+
+    `values` [n] is a view that is good until the visitor returns: copy what is to be kept.
+    """
+
+    name: str  # of the parameter
+    plane: str
+    start: int
+    values: Tensor
+
+    @property
+    def elements(self) -> slice:
+        return slice(self.start, self.start + self.values.numel())
+
+
+@dataclass(frozen=True, slots=True)
+class RunSpec:
+    """A run without its values."""
+
+    name: str
+    plane: str
+    dtype: str
+    start: int
+    numel: int
+    block: BlockId
+
+
+Look = Callable[[StateRun], None]
+Source = Callable[[StateRun], Tensor | None]  # new values [n] for a run; None leaves it as it is
+
+
+def list_runs(tiers: TieredState, names: Sequence[str]) -> list[RunSpec]:
+    """What `visit_runs` shows, in its order."""
+    return [
+        RunSpec(names[part.param], plane.name, plane.dtype, part.param_offset, part.numel, block.id)
+        for block in tiers.visit_order
+        for part in block.parts
+        for plane in tiers.layout.planes
+    ]
+
+
+def visit_runs(tiers: TieredState, names: Sequence[str], look: Look) -> None:
+    """Show every run of this rank's state. `names[i]` is that of parameter i of the space."""
+    tiers.visit(lambda block, planes: _each(block, planes, names, look))
+
+
+class StateSnapshot:
+    """This rank's state as it is now, to be shown while training goes on.
+
+    Blocks in memory are shown by `visit_resident`, before the next step changes them. Blocks on
+    disk keep the version they have until `visit_disk`, in any thread, has shown them. Close it.
+    """
+
+    def __init__(self, tiers: TieredState, names: Sequence[str]) -> None:
+        self._tiers = tiers
+        self._names = names
+        self._pinned = tiers.pin()
+
+    def visit_resident(self, look: Look) -> None:
+        for block in (*self._tiers.resident, *self._tiers.host):
+            _each(block, self._tiers.planes(block), self._names, look)
+
+    def visit_disk(self, look: Look) -> None:
+        if self._pinned is not None:
+            self._pinned.visit(lambda block, planes: _each(block, planes, self._names, look))
+
+    def close(self) -> None:
+        """Let go of what was not shown. Any number of times."""
+        if self._pinned is not None:
+            self._pinned.close()
+
+
+def fill_runs(
+    tiers: TieredState,
+    names: Sequence[str],
+    source: Source,
+    filled: Callable[[Block, Planes], None] = lambda block, planes: None,
+) -> None:
+    """Ask `source` for new values of every run. What lies on disk is committed at once.
+
+    `filled` sees each block when its planes are as they will stay.
+    """
+
+    def put(run: StateRun) -> None:
+        values = source(run)
+        if values is not None:
+            run.values.copy_(values)
+
+    def fill(block: Block, planes: Planes) -> None:
+        _each(block, planes, names, put)
+        filled(block, planes)
+
+    tiers.overwrite(fill)
+
+
+def _each(block: Block, planes: Planes, names: Sequence[str], look: Look) -> None:
+    for part in block.parts:
+        for plane, values in planes.items():
+            look(StateRun(names[part.param], plane, part.param_offset, values[inside(part)]))
+
+
+def inside(part: BlockPart) -> slice:
+    """Where a part lies in its block."""
+    return slice(part.offset, part.offset + part.numel)

@@ -1,0 +1,1 @@
+"""How a block is updated: by the CPU, eager or compiled, or by Triton."""

@@ -1,0 +1,310 @@
+"""Compiled CPU kernels: built once for a machine, in a process of their own, and kept in a cache.
+
+A kernel is a shared library that torch's compiler made of a formula (`kernel_specs.py`). It
+loads in a millisecond, without the compiler. The library is code that this process runs, for this
+processor: so the folder must be the user's own, and a file's name has a digest of all that went
+into it. The folder may be deleted at any time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import grp
+import hashlib
+import importlib
+import inspect
+import json
+import logging
+import os
+import platform
+import pwd
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optim.rules import formulas
+
+from . import kernel_specs
+from .kernel_specs import KernelSpec, UpdateSpec, as_job
+
+log = logging.getLogger("gemini")
+
+FOLDER = "gemini-memory"  # in the user's folder for caches
+BUILD_SECONDS = 600.0  # of all kernels that an optimizer needs; 18, and 6 for each more, on 2 cores
+LAST_LINES = 12  # of a compiler that failed
+# what would change the code, the number of threads, or who the process takes itself for
+DROPPED = ("TORCHINDUCTOR_", "TORCHDYNAMO_", "TORCH_COMPILE", "TORCHELASTIC_", "TRITON_", "OMP_",
+           "MKL_", "GOMP_", "KMP_", "TORCH_LOGS", "MASTER_")  # fmt: skip
+RANKS = ("RANK", "WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+class KernelBuildError(RuntimeError):
+    """The compiled CPU path cannot be had here; the message says why."""
+
+
+def compiler() -> str | None:
+    """The C++ compiler that is used here: what CXX names, or the first that is found."""
+    named = os.environ.get("CXX")
+    names = [named] if named else ["g++", "clang++", "c++"]
+    return next((found for found in map(shutil.which, names) if found), None)
+
+
+class Kernel:
+    """One loaded library. Must be called from one thread at a time; holds the interpreter lock."""
+
+    def __init__(self, path: Path) -> None:
+        self._runner = torch._C._aoti.AOTIModelContainerRunnerCpu(str(path), 1)
+
+    def __call__(self, *inputs: Tensor) -> list[Tensor]:
+        """Contiguous tensors as the specification says; what it returns, if anything."""
+        results: list[Tensor] = self._runner.run(list(inputs))
+        return results
+
+
+_loaded: dict[Path, Kernel] = {}
+
+
+def kernels(specs: Sequence[KernelSpec]) -> list[Kernel]:
+    """Loaded, in order; those that the cache lacks are built first, which takes some seconds.
+
+    Raises KernelBuildError where there is no compiler, it fails, or the cache cannot be used.
+    """
+    cxx = compiler()
+    if cxx is None:
+        raise KernelBuildError("no C++ compiler was found; install g++")
+    folder = _cache_folder()
+    paths = [folder / f"{spec.name}-{_digest(spec, cxx)}.so" for spec in specs]
+    if not all(path in _loaded or path.exists() for path in paths):
+        with _locked(folder):
+            missing = {
+                path: spec for path, spec in zip(paths, specs, strict=True) if not path.exists()
+            }
+            if missing:
+                _build(missing, folder, cxx)
+    return [_load(path) for path in paths]
+
+
+def _load(path: Path) -> Kernel:
+    if path not in _loaded:
+        _check_owned(path, stat.S_ISREG)
+        try:
+            _loaded[path] = Kernel(path)
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise KernelBuildError(f"{path} does not load ({reason}); delete it") from error
+    return _loaded[path]
+
+
+# -- the cache --
+
+
+def _cache_folder() -> Path:
+    """Made where it is not there; refused where somebody else could have written into it, or could
+    put another in its place. The path that is answered has no link in it."""
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        parent = Path(base).absolute()
+        parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder = parent.resolve() / FOLDER
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+    except (OSError, RuntimeError) as error:  # also a user without a home
+        raise KernelBuildError(
+            f"there is no folder for compiled kernels ({error}); name one in XDG_CACHE_HOME"
+        ) from error
+    _check_owned(folder, stat.S_ISDIR)
+    for above in folder.parents:
+        _check_parent(above, folder)
+    return folder
+
+
+def _check_owned(path: Path, is_kind: Callable[[int], bool]) -> None:
+    """It is no link, and ours alone."""
+    found = path.lstat()
+    if not is_kind(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        raise KernelBuildError(
+            f"{path} is a link, belongs to another user or can be written by others, and code is "
+            "loaded from it; make it yours alone (chmod go-w), or name another folder in "
+            "XDG_CACHE_HOME"
+        )
+
+
+def _check_parent(path: Path, folder: Path) -> None:
+    """Nobody but root and this user can put another folder in the place of what is in it."""
+    found = path.stat()
+    others_write = found.st_mode & stat.S_IWOTH or (
+        found.st_mode & stat.S_IWGRP and not _is_private_group(found.st_gid)
+    )
+    if found.st_uid not in (0, os.geteuid()) or (others_write and not found.st_mode & stat.S_ISVTX):
+        raise KernelBuildError(
+            f"others can put another folder in the place of {folder}, because they can write to "
+            f"{path}, and code is loaded from it; change that (chmod go-w), or name another folder "
+            "in XDG_CACHE_HOME"
+        )
+
+
+def _is_private_group(gid: int) -> bool:
+    """Whether this user is alone in a group, as where every user has one of the same name."""
+    try:
+        group, user = grp.getgrgid(gid), pwd.getpwuid(os.geteuid())
+    except KeyError:
+        return False
+    return group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """One process of this machine at a time; the kernel frees the lock of one that dies."""
+    try:
+        handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise KernelBuildError(f"the folder for compiled kernels: {error}") from error
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _digest(spec: KernelSpec, cxx: str) -> str:
+    """Of all that decides what the library holds, and where it may run."""
+    facts = [
+        type(spec).__name__, asdict(spec), torch.__version__, torch.version.git_version, cxx,
+        _first_line(cxx, os.stat(cxx).st_mtime_ns), _processor(),
+        torch.backends.cpu.get_cpu_capability(), _sources(spec),
+    ]  # fmt: skip
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:20]
+
+
+@functools.cache
+def _first_line(cxx: str, changed: int) -> str:
+    """What the compiler that was changed at that time says its version is."""
+    done = subprocess.run([cxx, "--version"], capture_output=True, text=True, check=False)
+    return done.stdout.partition("\n")[0]
+
+
+@functools.cache
+def _processor() -> str:
+    """The instructions that it has."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    flags = [line for line in lines if line.startswith(("flags", "Features"))]
+    return platform.machine() + (flags[0] if flags else platform.processor())
+
+
+def _sources(spec: KernelSpec) -> list[str]:
+    """Digests of the files that the formula is in."""
+    files = {inspect.getfile(kernel_specs), inspect.getfile(formulas)}
+    if isinstance(spec, UpdateSpec):
+        module = spec.rule.partition(":")[0]
+        if module == "__main__" or "<" in spec.rule:
+            raise KernelBuildError(
+                f"the rule {spec.rule} is not a class of a module that can be imported"
+            )
+        files.add(inspect.getfile(importlib.import_module(module)))
+    return [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in sorted(files)]
+
+
+# -- building --
+
+
+def _build(missing: dict[Path, KernelSpec], folder: Path, cxx: str) -> None:
+    """All or nothing. What a build that was killed left is removed."""
+    log.warning(
+        "compiling the CPU update (%s) into %s, which takes some 30 s, once for this machine; "
+        'cpu_path="eager" avoids it',
+        ", ".join(spec.name for spec in missing.values()),
+        folder,
+    )
+    for left in folder.glob("build-*"):
+        shutil.rmtree(left, ignore_errors=True)
+    try:
+        with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as work:
+            jobs = {Path(work) / path.name: path for path in missing}
+            _run(
+                [as_job(made, missing[path]) for made, path in jobs.items()],
+                _environment(Path(work), cxx),
+            )
+            for made, path in jobs.items():
+                made.chmod(0o600)
+                with made.open("rb") as file:
+                    os.fsync(file.fileno())
+                made.replace(path)
+    except OSError as error:
+        raise KernelBuildError(f"the folder for compiled kernels: {error}") from error
+
+
+def _run(jobs: list[list[Any]], environment: dict[str, str]) -> None:
+    """The compiler, in a session of its own so that all of it can be ended."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", kernel_specs.__name__, json.dumps(jobs)],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    try:
+        said, _ = process.communicate(timeout=BUILD_SECONDS)
+    except BaseException as error:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
+        raise KernelBuildError(f"the compiler took more than {BUILD_SECONDS:.0f} s") from None
+    if process.returncode != 0:
+        lines = [line for line in said.splitlines() if line.strip()]
+        last = "".join(f"\n    {line[:300]}" for line in lines[-LAST_LINES:])
+        raise KernelBuildError(f"the compiler failed; its last lines:{last}")
+
+
+def _environment(work: Path, cxx: str) -> dict[str, str]:
+    """That of this process, without what belongs to a rank or changes the code."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(DROPPED) and name not in RANKS
+    }
+    return kept | {
+        "CXX": cxx,
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path),
+        "PYTHONSAFEPATH": "1",  # the working folder is no place for modules
+        "PYTHONWARNINGS": "ignore",
+        "TORCHINDUCTOR_CACHE_DIR": str(work / "inductor"),
+        "TMPDIR": str(work),
+    }
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Kernels run with `count` threads. A process that was forked keeps what it has: the threads
+    of before the fork are not there, and OpenMP would wait for them."""
+    before = torch.get_num_threads()
+    if os.getpid() == _IMPORTED_IN and count != before:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        if torch.get_num_threads() != before:
+            torch.set_num_threads(before)
+
+
+_IMPORTED_IN = os.getpid()

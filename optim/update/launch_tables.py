@@ -1,0 +1,86 @@
+"""The tables of one launch: which memory its tiles update, grouped by dtypes. Made once, and again
+only where addresses or lengths changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kernels_triton.tiles import Launch, Segment, segment_table, tile_table
+from optim.state.memory import Memory
+from optim.state.pieces import Piece
+
+Dtypes = tuple[torch.dtype, torch.dtype]  # of parameter and gradient
+
+
+class LaunchTables:
+    """Segments in order of their dtypes, a range of tiles for each pair.
+
+    key: what they were made for; None: not known.
+    """
+
+    def __init__(
+        self,
+        keyed: Sequence[tuple[Dtypes, Segment]],
+        launch: Launch,
+        device: torch.device,
+        *,
+        before: LaunchTables | None = None,
+        key: object | None = None,
+    ) -> None:
+        """`before`: whose table of tiles is taken where lengths are the same."""
+        self.rows = tuple(segment for _, segment in keyed)
+        self.launch, self.key = launch, key
+        self.numels: list[int] = [segment.numel for segment in self.rows]
+        if before is not None and (before.numels, before.launch) == (self.numels, launch):
+            self.tiles: Tensor = before.tiles
+        else:
+            self.tiles = tile_table(self.numels, launch.block, device)
+        self.segments = segment_table(self.rows, device)
+        self.ranges: list[tuple[Dtypes, int, int]] = []  # of tiles
+        end = 0
+        for dtypes, segment in keyed:
+            start, end = end, end + -(-segment.numel // launch.block)
+            if self.ranges and self.ranges[-1][0] == dtypes:
+                start = self.ranges.pop()[1]
+            self.ranges.append((dtypes, start, end))
+
+
+def segments_of(
+    pieces: Sequence[Piece], slab: Tensor | None, memory: Memory
+) -> list[tuple[Dtypes, Segment]]:
+    """Pieces as kernel segments, grouped by dtypes; neighbours in all memories become one.
+
+    `slab` is what the first state plane is a view of; None where state is not looked at.
+    """
+    found: list[tuple[Dtypes, Segment]] = []
+    for piece in sorted(pieces, key=lambda p: (str(p.param.dtype), str(p.grad.dtype))):
+        dtypes = (piece.param.dtype, piece.grad.dtype)
+        state = 0
+        if slab is not None:
+            first = piece.master if piece.master is not None else piece.planes[0]
+            state = (memory.address(first) - slab.data_ptr()) // slab.element_size()
+        segment = Segment(
+            memory.address(piece.param), memory.address(piece.grad), state, piece.param.numel(),
+            piece.counter, piece.first,
+        )  # fmt: skip
+        if found and found[-1][0] == dtypes and _follows(found[-1][1], segment, dtypes, slab):
+            last = found.pop()[1]
+            segment = Segment(
+                last.param, last.grad, last.state, last.numel + segment.numel, last.counter,
+                last.first,
+            )  # fmt: skip
+        found.append((dtypes, segment))
+    return found
+
+
+def _follows(last: Segment, segment: Segment, dtypes: Dtypes, slab: Tensor | None) -> bool:
+    return (
+        last.counter == segment.counter
+        and last.first + last.numel == segment.first
+        and last.param + last.numel * dtypes[0].itemsize == segment.param
+        and last.grad + last.numel * dtypes[1].itemsize == segment.grad
+        and (slab is None or last.state + last.numel == segment.state)
+    )

@@ -1,0 +1,114 @@
+"""The update path as one interface; here the CPU's, in `triton_path.py` the device's."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from gemini.tickets import CopyTicket
+from optim.rules.config import UpdateFacts, wants_compiled
+from optim.rules.report import Traffic
+from optim.rules.rule import UpdateRule
+from optim.state.pieces import Piece, Planes, Resident, SteppedViews
+from optim.state.space import Block
+
+from . import cpu_path
+from .built_kernels import KernelBuildError
+from .compiled_path import CompiledUpdate, Mix
+from .cpu_path import NOTHING_CHANGED, CpuWorkers, GradSum, StepInputs, TileSums, summed
+
+log = logging.getLogger("gemini")
+
+
+@dataclass(frozen=True, slots=True)
+class CpuUpdater:
+    """State in host memory, updated there."""
+
+    workers: CpuWorkers
+    rule: UpdateRule
+    inputs: StepInputs = NOTHING_CHANGED
+    compiled: CompiledUpdate | None = None
+
+    @property
+    def name(self) -> str:
+        return "cpu" if self.compiled is None else "cpu-compiled"
+
+    def update_staged(self, block: Block, planes: Planes, views: SteppedViews) -> bool:
+        pieces = views.pieces(block, planes)
+        self.update(pieces)
+        views.updated(block)
+        return bool(pieces)
+
+    def update_host(
+        self, blocks: Sequence[tuple[Block, Planes]], views: SteppedViews
+    ) -> Sequence[CopyTicket]:
+        for block, planes in blocks:
+            self.update_staged(block, planes, views)
+        return ()
+
+    def update_resident(self, slab: Resident, views: SteppedViews) -> None:
+        self.update(
+            [piece for block in slab.blocks for piece in views.pieces(block, slab.planes(block))]
+        )
+        for block in views.borrowed(slab.blocks):
+            views.updated(block)
+
+    def update(self, pieces: Sequence[Piece]) -> None:
+        """One step over all pieces."""
+        if self.compiled is not None:
+            self.compiled.update(self.workers, pieces, self.inputs)
+        else:
+            cpu_path.update(self.workers, self.rule, pieces, self.inputs)
+
+    def tile_sums(self, grads: Sequence[Tensor], norm_type: float) -> TileSums:
+        """See `cpu_path.tile_sums`."""
+        if self.compiled is not None:
+            return self.compiled.tile_sums(self.workers, grads, norm_type)
+        return cpu_path.tile_sums(self.workers, grads, norm_type)
+
+    def grad_sum(self, grads: Sequence[Tensor], norm_type: float = 2.0) -> GradSum:
+        """`tile_sums`, summed up."""
+        return summed(self.tile_sums(grads, norm_type), norm_type)
+
+    def traffic(self) -> Traffic:
+        return Traffic()
+
+
+def alone(failure: str | None) -> str | None:
+    """What a process without others agrees on: its own failure."""
+    return failure
+
+
+def cpu_updater(
+    rule: UpdateRule,
+    cpu_path: str,
+    facts: UpdateFacts,
+    mixes: Iterable[Mix],
+    agree: Callable[[str | None], str | None] = alone,
+) -> CpuUpdater:
+    """The updater that a CPU path means for these facts. Collective.
+
+    mixes: what will be updated. agree: from this rank's failure, None for none, to that of any.
+    Raises ValueError and KernelBuildError where `"compile"` was asked for and cannot be.
+    """
+    if not wants_compiled(cpu_path, facts):
+        return CpuUpdater(CpuWorkers(), rule)
+    compiled, failure = None, None
+    try:
+        compiled = CompiledUpdate(rule, mixes)
+    except KernelBuildError as error:
+        failure = str(error)
+    failure = agree(failure)
+    if failure is None:
+        return CpuUpdater(CpuWorkers(), rule, compiled=compiled)
+    if cpu_path == "compile":
+        raise KernelBuildError(f'cpu_path="compile" is not possible here: {failure}')
+    log.warning(
+        "the CPU update is not compiled: it takes up to 2 times as long, and its bits are those of "
+        'cpu_path="eager", which does without this message: %s',
+        failure,
+    )
+    return CpuUpdater(CpuWorkers(), rule)

@@ -1,0 +1,94 @@
+"""torch.compile below and around a wrapped module, by inductor on the CPU."""
+
+import pytest
+import torch
+from torch import nn
+
+from gemini import GeminiDDP
+from gemini.runtime.memory.backend import SimBackend
+from optim import HybridAdam
+from tests.support.models import Tower, token_batches, token_loss
+from tests.support.reference import flat, relative_error, train_reference
+
+SMALL = {"min_chunk_size_m": 0.004}
+ADAM = {"lr": 1e-2, "eps": 1e-3}
+STEPS = 4
+
+
+def blocks_compiled(module):
+    for i, layer in enumerate(module.layers):
+        module.layers[i] = torch.compile(layer)
+    return module
+
+
+def blocks_compiled_in_place(module):
+    for layer in module.layers:
+        layer.compile()
+    return module
+
+
+def all_compiled(module):
+    return torch.compile(module)
+
+
+def unchanged(module):
+    return module
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", "sim"])
+@pytest.mark.parametrize(
+    ("below", "around"),
+    [
+        (blocks_compiled, unchanged),
+        (blocks_compiled_in_place, unchanged),
+        (all_compiled, unchanged),
+        (unchanged, all_compiled),  # the graph breaks at every hook
+        (blocks_compiled, all_compiled),
+    ],
+    ids=lambda f: f.__name__,
+)
+def test_a_compiled_module_trains_and_evaluates_as_an_eager_one(below, around, device):
+    torch._dynamo.reset()
+    batches = token_batches(STEPS, 1)
+    start = flat(list(Tower().parameters()))
+    plain = Tower()
+    want = train_reference(plain, lambda ps: torch.optim.AdamW(ps, **ADAM, weight_decay=0.0),
+                           batches, token_loss)  # fmt: skip
+    backend = SimBackend(1) if device == "sim" else device
+    model = GeminiDDP(below(Tower()), backend, precision="fp32", **SMALL)
+    called = around(model)
+    optimizer = HybridAdam(model.parameters(), **ADAM)
+    for (batch,) in batches:
+        loss = token_loss(called, batch)
+        assert torch.isfinite(loss)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    names = [name for name, _ in model.module.named_parameters()]
+    state = model.state_dict()
+    assert relative_error(flat([state[name] for name in names]) - start, want - start) < 1e-6
+    ((other,),) = token_batches(1, 1, seed=9)
+    with torch.no_grad():
+        assert torch.allclose(token_loss(called, other), token_loss(plain, other), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"mode": "reduce-overhead"}, {"mode": "max-autotune"},
+     {"options": {"triton.cudagraphs": True}}],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("in_place", [False, True])
+def test_cuda_graphs_of_the_model_are_refused_with_a_reason(options, in_place):
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    if in_place:
+        module[1].compile(**options)
+    else:
+        module[1] = torch.compile(module[1], **options)
+    with pytest.raises(ValueError, match=r"1 is compiled into CUDA graphs, .* fixed addresses"):
+        GeminiDDP(module)
+    assert type(module[0].weight) is nn.Parameter  # nothing was changed
+    if not in_place:
+        with pytest.raises(ValueError, match="the module is compiled into CUDA graphs"):
+            GeminiDDP(module[1])

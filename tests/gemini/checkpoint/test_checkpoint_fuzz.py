@@ -1,0 +1,252 @@
+"""Checkpoints with anything in them: our errors and nothing else, within bounds of memory.
+
+`make test` reads a few hundred mutated files, always the same; `make fuzz` 10 000 new ones.
+"""
+
+import copy
+import json
+import pickle
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import gemini
+from gemini.checkpoint import CheckpointError
+from gemini.checkpoint.__main__ import main
+from tests.support.disks.hostile import nbytes_of, small
+from tests.support.disks.sealed import manifest_of, put_manifest, put_metadata, seal, seal_text
+from tests.support.memory import MOST, peak_bytes
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+# 20 rounds of `make fuzz` are 2000 examples of each of the six tests here, and two more of stores
+FUZZ = settings(
+    max_examples=40 if settings.default.derandomize else 100,
+    suppress_health_check=list(HealthCheck),
+    deadline=None,
+)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("base")
+    model, optimizer = small()
+    gemini.save_checkpoint(folder / "a", model, optimizer, extra=[1, {"two": torch.ones(3)}])
+    gemini.export_safetensors(folder / "out", model)
+    torch.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, folder / "a.pt")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return small()
+
+
+def survives(work, path):
+    """`work` fails in words of ours or not at all, and takes no more memory than it may."""
+
+    def attempt():
+        try:
+            work()
+        except CheckpointError:
+            return
+
+    assert peak_bytes(attempt) < nbytes_of(path) + MOST
+
+
+def read(folder, pair):
+    survives(lambda: gemini.load_checkpoint(folder, *pair, strict=False), folder)
+    for arguments in (["verify", str(folder)], ["inspect", str(folder)]):
+        survives(lambda arguments=arguments: main(arguments), folder)
+
+
+# -- what is changed --------------------------------------------------------------------------
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.text(max_size=5)
+    | st.integers() | st.sampled_from([0, -1, 1 << 31, 1 << 44, 1 << 62, 1 << 70, 10**400]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner,
+                                                                max_size=3),
+    max_leaves=5,
+)  # fmt: skip
+
+
+@st.composite
+def edits(draw, data):
+    """`data` with bytes changed, taken out, put in or repeated."""
+    data = bytearray(data)
+    for _ in range(draw(st.integers(1, 4))):
+        place = draw(st.integers(0, len(data)))
+        length = draw(st.sampled_from([1, 1, 1, 2, 4, 8, 100]))
+        kind = draw(st.sampled_from(["flip", "put", "cut", "insert", "repeat", "end"]))
+        if kind == "flip" and place < len(data):
+            data[place] ^= 1 << draw(st.integers(0, 7))
+        elif kind == "put":
+            data[place : place + length] = draw(st.binary(min_size=length, max_size=length))
+        elif kind == "cut":
+            del data[place : place + length]
+        elif kind == "insert":
+            data[place:place] = draw(st.binary(max_size=20))
+        elif kind == "repeat":
+            data[place:place] = data[place : place + length] * draw(st.integers(1, 50))
+        elif kind == "end":
+            del data[place:]
+    return bytes(data)
+
+
+def places_in(value, path=()):
+    """Paths to every value of nested lists, dicts and objects."""
+    yield path
+    if isinstance(value, dict):
+        items = list(value.items())
+    elif isinstance(value, (list, tuple)):
+        items = list(enumerate(value))
+    else:
+        items = list(vars(value).items()) if hasattr(value, "__dict__") else []
+    for key, inner in items:
+        yield from places_in(inner, (*path, (type(value), key)))
+
+
+def put(value, path, new):
+    """`value` with `new` at `path`; objects and lists are changed in place."""
+    if not path:
+        return new
+    (kind, key), rest = path[0], path[1:]
+    inner = (
+        vars(value)[key] if hasattr(value, "__dict__") and kind not in (dict, list) else value[key]
+    )
+    changed = put(inner, rest, new)
+    if isinstance(value, (dict, list)):
+        value[key] = changed
+    elif isinstance(value, tuple):
+        return type(value)([*value[:key], changed, *value[key + 1 :]])
+    else:
+        vars(value)[key] = changed
+    return value
+
+
+@pytest.fixture
+def folder(base):
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(name) / "a"
+
+
+def fresh(base, folder):
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(base / "a", folder)
+
+
+# -- the tests --------------------------------------------------------------------------------
+
+
+@FUZZ
+@given(data=st.data())
+def test_any_change_of_any_file_is_seen(base, pair, folder, data):
+    fresh(base, folder)
+    path = folder / data.draw(st.sampled_from(["manifest.json", ".metadata", "__0_0.distcp"]))
+    path.write_bytes(data.draw(edits(path.read_bytes())))
+    if data.draw(st.booleans()):
+        (folder / "manifest.json").unlink()
+    read(folder, pair)
+
+
+@FUZZ
+@given(data=st.data())
+def test_a_manifest_may_say_anything(base, pair, folder, data):
+    fresh(base, folder)
+    body = manifest_of(folder)
+    for _ in range(data.draw(st.integers(1, 2))):
+        path = data.draw(st.sampled_from(list(places_in(body))))
+        body = put(body, path, data.draw(JSON))
+    try:
+        put_manifest(folder, body)
+    except ValueError:  # a number that JSON does not write
+        text = (folder / "manifest.json").read_bytes().partition(b"\n")[0]
+        (folder / "manifest.json").write_bytes(seal_text(data.draw(edits(text))))
+    read(folder, pair)
+
+
+@FUZZ
+@given(data=st.data())
+def test_a_pickle_may_have_any_bytes(base, pair, folder, data):
+    fresh(base, folder)
+    put_metadata(folder, data.draw(edits((folder / ".metadata").read_bytes())))
+    if data.draw(st.booleans()):
+        (folder / "manifest.json").unlink()
+    read(folder, pair)
+
+
+ODD = JSON | st.sampled_from([
+    torch.Size((1 << 40,)), torch.Size((-1, 3)), torch.Size(()), torch.float64, torch.quint8,
+    (1, 2), ((1,),), "../a", "/etc/passwd", "__0_0.distcp",
+])  # fmt: skip
+
+
+@FUZZ
+@given(data=st.data())
+def test_metadata_may_say_anything(base, pair, folder, data):
+    fresh(base, folder)
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    for _ in range(data.draw(st.integers(1, 2))):
+        path = data.draw(st.sampled_from(list(places_in(metadata))))
+        try:
+            metadata = put(metadata, path, data.draw(ODD))
+        except (TypeError, ValueError):
+            continue  # torch.Size takes numbers alone
+    try:
+        put_metadata(folder, pickle.dumps(metadata))
+    except (TypeError, AttributeError, RuntimeError):
+        return  # what torch itself cannot pickle
+    if data.draw(st.booleans()):
+        (folder / "manifest.json").unlink()
+    read(folder, pair)
+
+
+@FUZZ
+@given(data=st.data())
+def test_values_may_have_any_bytes(base, pair, folder, data):
+    """Every checksum is right: what is read is what was written, by whomever."""
+    fresh(base, folder)
+    path = folder / "__0_0.distcp"
+    path.write_bytes(data.draw(edits(path.read_bytes())))
+    seal(folder)
+    read(folder, pair)
+
+
+@FUZZ
+@given(data=st.data())
+def test_files_of_other_programs_may_have_any_bytes(base, pair, folder, data):
+    model, optimizer = pair
+    if data.draw(st.booleans()):
+        path = folder.parent / "a.pt"
+        path.write_bytes(data.draw(edits((base / "a.pt").read_bytes())))
+        survives(lambda: gemini.load_checkpoint(path, model, optimizer, strict=False), path)
+        return
+    out = folder.parent / "out"
+    shutil.rmtree(out, ignore_errors=True)
+    shutil.copytree(base / "out", out)
+    path = out / data.draw(st.sampled_from([p.name for p in sorted(out.iterdir())]))
+    path.write_bytes(data.draw(edits(path.read_bytes())))
+
+    def load():
+        try:
+            gemini.checkpoint.import_safetensors(out, model, strict=False)
+        except (KeyError, RuntimeError):
+            return  # as `load_state_dict` says it
+
+    survives(load, out)
+
+
+def test_values_are_put_where_their_paths_lead():
+    """The fuzzer changes what it says it changes."""
+    value = {"a": [1, (2, 3)], "b": json}
+    del value["b"]
+    paths = list(places_in(value))
+    assert len(paths) == 6
+    last = put(copy.deepcopy(value), paths[-1], "new")
+    assert last == {"a": [1, (2, "new")]}

@@ -1,0 +1,172 @@
+"""Values, files of torch.save and safetensors from strangers: read in words, and little memory."""
+
+import io
+import json
+import shutil
+import zipfile
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+
+import gemini
+from gemini.checkpoint import CheckpointError, CorruptError, FormatError
+from gemini.checkpoint import save as save_module
+from gemini.checkpoint.model.extras import encode
+from tests.support.disks.hostile import change, refused, small
+from tests.support.memory import MOST, peak_bytes
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@pytest.fixture
+def saved(tmp_path):
+    gemini.save_checkpoint(tmp_path / "a", *small())
+    return tmp_path / "a"
+
+
+# -- values -----------------------------------------------------------------------------------
+
+
+VALUES = {
+    "common": [5, {}, {"scheduler": None, "counters": 5}, {"scheduler": None, "counters": [[]]},
+               {"scheduler": None, "counters": [{"skipped_steps": "a"}]},
+               {"scheduler": None, "memory": 5}, {"scheduler": None, "memory": {"device": "cpu"}}],
+    "own": [5, {}, {"extra": 1, "random": {}, "buffers": {}},
+            {"extra": 1, "random": {"torch": 1}, "buffers": {}},
+            {"extra": 1, "random": None, "buffers": None}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("which, index", [(w, i) for w in VALUES for i in range(len(VALUES[w]))])
+def test_values_of_another_form_are_refused_in_words(which, index, tmp_path, monkeypatch):
+    def lie(what, value):
+        is_common = what != "extra"
+        return encode(what, VALUES[which][index] if is_common == (which == "common") else value)
+
+    monkeypatch.setattr(save_module, "encode", lie)
+    gemini.save_checkpoint(tmp_path / "a", *small())
+    with pytest.raises(CorruptError):
+        gemini.load_checkpoint(tmp_path / "a", *small())
+
+
+def test_steps_that_are_no_number_are_refused_in_words(saved):
+    change(saved, lambda m: [
+        m.state_dict_metadata.update({key: BytesStorageMetadata()})
+        or m.storage_data.update({MetadataIndex(key): _StorageInfo("__0_0.distcp", 0, 1000)})
+        for key in list(m.state_dict_metadata) if key.endswith(".step")
+    ])  # fmt: skip
+    with pytest.raises(CheckpointError, match=r"cannot be read"):
+        gemini.load_checkpoint(saved, *small())
+
+
+# -- files of torch.save ----------------------------------------------------------------------
+
+
+def torch_file(path, pickled, *, compressed=False, pad=0):
+    """A file of torch.save with another pickle in it."""
+    whole = io.BytesIO()
+    torch.save({"a": torch.zeros(3)}, whole)
+    kind = zipfile.ZIP_DEFLATED if compressed else zipfile.ZIP_STORED
+    with zipfile.ZipFile(whole) as before, zipfile.ZipFile(path, "w", kind) as after:
+        for entry in before.infolist():
+            data = before.read(entry)
+            if entry.filename.endswith("data.pkl"):
+                data = (pickled or data) + bytes(pad)
+            after.writestr(entry.filename, data)
+
+
+def protocol_2(module, name, arguments):
+    return f"c{module}\n{name}\n".encode() + arguments + b"R"
+
+
+def long(value):
+    return b"\x8a\x05" + value.to_bytes(5, "little")
+
+
+BIG_LIST = b"\x80\x02](" + b"K\x01" * 100_000 + b"eq\0"
+GREEDY_FILES = {
+    "zeros": b"\x80\x02" + protocol_2("__builtin__", "bytearray", long(10**10) + b"\x85") + b".",
+    "a tensor": b"\x80\x02" + protocol_2("torch", "Tensor", long(1 << 31) + b"\x85") + b".",
+    "copies of a list": BIG_LIST + protocol_2("__builtin__", "set", b"h\0\x85") * 20_000 + b".",
+    "copies into ordered dicts": BIG_LIST
+    + protocol_2("collections", "OrderedDict", b"h\0\x85") * 20_000 + b".",
+    "a storage": b"\x80\x02(X\x07\0\0\0storagectorch\nFloatStorage\nX\x01\0\0\x000X\x03\0\0\0cpu"
+                 + long(1 << 36) + b"tQ.",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", GREEDY_FILES)
+def test_a_file_of_torch_save_takes_no_memory_that_it_does_not_have(kind, tmp_path):
+    torch_file(tmp_path / "a.pt", GREEDY_FILES[kind])
+    refused(tmp_path / "a.pt", FormatError, "would take more memory")
+
+
+def test_a_compressed_file_is_refused_before_it_is_unpacked(tmp_path):
+    torch_file(tmp_path / "a.pt", None, compressed=True, pad=200 << 20)
+    assert (tmp_path / "a.pt").stat().st_size < 1 << 20
+    refused(tmp_path / "a.pt", FormatError, "it is compressed")
+
+
+def test_tensors_have_bytes_for_all_of_their_elements(tmp_path):
+    for number, value in enumerate((
+        torch.empty(1).expand(1 << 40), torch.empty(1 << 40, device="meta"),
+        torch.eye(3).to_sparse(),
+    )):  # fmt: skip
+        torch.save({"gemini.common": value}, tmp_path / f"{number}.pt")
+        refused(tmp_path / f"{number}.pt", FormatError)
+
+
+def test_nesting_ends(tmp_path):
+    """A dict in a dict, and one that is its children's two children."""
+    deep = wide = {"a": torch.zeros(1)}
+    for _ in range(200):
+        deep = {"a": deep}
+    for _ in range(30):
+        wide = {"a": wide, "b": wide}
+    for number, value in enumerate((deep, wide)):
+        torch.save(value, tmp_path / f"{number}.pt")
+        refused(tmp_path / f"{number}.pt", FormatError)
+
+
+# -- safetensors ------------------------------------------------------------------------------
+
+
+INDICES = [
+    {"weight_map": {"weight": "../a.safetensors"}},
+    {"weight_map": {"weight": "/etc/passwd"}},
+    {"weight_map": {"weight": 5}},
+    {"weight_map": {"weight": ["a"]}},
+    {"weight_map": [1]},
+    {"weight_map": None},
+    {},
+    [],
+    "a",
+    5,
+]
+
+
+@pytest.mark.parametrize("index", INDICES)
+def test_an_index_of_safetensors_names_files_of_its_folder_alone(index, tmp_path):
+    model, _ = small()
+    gemini.export_safetensors(tmp_path / "out", model)
+    shutil.copy(tmp_path / "out/model-00001-of-00001.safetensors", tmp_path / "a.safetensors")
+    path = tmp_path / "out/model.safetensors.index.json"
+    path.write_text(json.dumps(index))
+    with pytest.raises(FormatError, match=r"index\.json"):
+        gemini.checkpoint.import_safetensors(tmp_path / "out", model)
+
+
+def test_an_index_that_is_no_json_or_too_long_is_refused_in_words(tmp_path):
+    model, _ = small()
+    gemini.export_safetensors(tmp_path / "out", model)
+    path = tmp_path / "out/model.safetensors.index.json"
+    for text in (b"{", b"\xff", b"[" * 100_000, b"[" + b"[]," * 2_000_000 + b"[]]"):
+        path.write_bytes(text)
+
+        def load():
+            with pytest.raises((FormatError, CorruptError), match=r"index\.json"):
+                gemini.checkpoint.import_safetensors(tmp_path / "out", model)
+
+        assert peak_bytes(load) < len(text) + MOST

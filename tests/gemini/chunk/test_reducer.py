@@ -1,0 +1,75 @@
+"""When the gradients of a chunk are reduced."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from gemini.runtime.schedule.reducer import Reducer
+
+
+class Gradient:
+    def __init__(self, log, name):
+        self.log, self.name, self.num_arrived = log, name, 0
+
+    def add(self, slot, grad):
+        self.num_arrived += 1
+
+    def begin_reduce(self):
+        self.log.append(self.name)
+        self.num_arrived = 0
+
+    def end_reduce(self):
+        pass
+
+    def end_backward_unreduced(self):
+        pass
+
+
+@pytest.fixture
+def log():
+    return []
+
+
+@pytest.fixture
+def chunks(log):
+    """Two chunks of one parameter, used in this order in forward."""
+    specs = [SimpleNamespace(id=i, trainable=True, slots=(0,)) for i in range(2)]
+    return [SimpleNamespace(spec=spec, gradient=Gradient(log, spec.id)) for spec in specs]
+
+
+def test_a_chunk_waits_for_the_end_of_every_call_that_uses_it(chunks, log):
+    reducer = Reducer(chunks, by_moment=True)
+    reducer.announce([0, 1])
+    reducer.begin()
+    reducer.opened([1], whole=False)
+    reducer.reduce_due(True)
+    assert log == []
+    reducer.closed([1], whole=False)
+    reducer.reduce_due(True)
+    assert log == [1]
+    reducer.finish()
+    assert log == [1, 0]
+
+
+def test_a_chunk_whose_gradient_came_twice_is_waited_for_twice_the_next_time(chunks, log):
+    reducer = Reducer(chunks, by_moment=False)
+    grad = torch.ones(1)
+    for arrivals in ([1, 0, 0], [1, 0, 0]):
+        log.clear()
+        reducer.begin()
+        for chunk in arrivals[:2]:
+            reducer.arrived(chunks[chunk], 0, grad)
+        begun = list(log)
+        reducer.arrived(chunks[0], 0, grad)
+        reducer.finish()
+    assert begun == [1] and log == [1, 0]
+
+
+def test_nothing_is_reduced_under_no_sync(chunks, log):
+    reducer = Reducer(chunks, by_moment=False)
+    reducer.synchronise = False
+    reducer.begin()
+    reducer.arrived(chunks[1], 0, torch.ones(1))
+    reducer.finish()
+    assert log == [] and reducer.unsynchronised

@@ -1,0 +1,222 @@
+"""What fits is not refused: not on an assumption; and what is refused lacks what it is said to."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gemini import AutoPlacement, ConstPlacement, GeminiDDP, trace
+from gemini.chunk.layout import ChunkLayout, ParamSpec
+from gemini.memtracer.trace import sequential_trace
+from gemini.placement.homes.budgets import Machine, in_words_of
+from gemini.placement.homes.fit import MIN_BLOCK_NUMEL, StateRequest, assume, fit, fit_state
+from gemini.placement.planner import PlanInputs
+from gemini.placement.sizes import BudgetError, Budgets, StateBytes
+from gemini.placement.tiers import Tier
+from gemini.runtime.memory.backend import SimBackend
+from optim import HybridAdam, NvmeConfig
+from tests.gemini.tiers.test_on_nvme import BLOCKS, SMALL, assert_same, homes, wrapped
+from tests.support.checkpoints import train
+from tests.support.models import Tower, token_batches
+
+D, H, N = Tier.DEVICE, Tier.HOST, Tier.NVME
+IDS = torch.zeros(4, 9, dtype=torch.int64)
+
+
+def made(placement, traced=False, device=None, nvme=BLOCKS, **options):
+    module = Tower()
+    with_trace = trace(module, (IDS,)) if traced else None
+    model = GeminiDDP(module, device, placement, trace=with_trace, **SMALL, **options)
+    return model, HybridAdam(model.parameters(), lr=1e-2, nvme=nvme)
+
+
+@pytest.mark.parametrize("kib", [150, 250, 330])
+def test_a_model_that_fits_is_not_refused_for_activations_that_nobody_measured(kib):
+    """Four fifths of these budgets would be left to them, and the rest is too small."""
+    run, free = made(AutoPlacement(kib << 10), max_norm=0.5), wrapped(max_norm=0.5)
+    planning = run[0].engine.planning
+    assert N in set.union(*homes(run[0]))
+    assert 0 < planning.inputs.trace.peak_non_model_bytes < 0.8 * (kib << 10)
+    assert planning.planned.profile.peak(D) <= kib << 10
+    for each in (run, free):
+        train(*each, token_batches(3, 1))
+    assert_same(run, free)
+
+
+@pytest.mark.parametrize("kib", range(100, 700, 50))
+@pytest.mark.parametrize("ratio", [0.0, 0.8, 0.99])
+def test_what_fits_with_a_trace_fits_without(kib, ratio):
+    policy = AutoPlacement(kib << 10, warmup_non_model_data_ratio=ratio)
+    try:
+        made(policy, traced=True)
+    except BudgetError:
+        return
+    made(policy)
+
+
+@pytest.mark.parametrize("kib", [1, 20, 100, 118])
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("options", [{}, {"precision": "fp32"}, {"master_weights": False}])
+def test_a_budget_that_is_refused_lacks_what_it_is_said_to(kib, traced, options):
+    with pytest.raises(BudgetError, match=r"device_budget of .* too small") as info:
+        made(AutoPlacement(kib << 10), traced, **options)
+    enough = (kib << 10) + info.value.missing_bytes
+    train(*made(AutoPlacement(enough), traced, **options), token_batches(2, 1))
+    with pytest.raises(BudgetError) as info:
+        made(AutoPlacement(enough - 1), traced, **options)
+    assert info.value.missing_bytes == 1
+
+
+def test_what_is_refused_names_the_budget_that_was_given():
+    cases = [
+        (AutoPlacement(host_budget="50KiB"), "host_budget of 50.00 KiB is", "raise host_budget"),
+        (AutoPlacement("1GiB", "50KiB"), "host_budget of 50.00 KiB is", "raise host_budget"),
+        (AutoPlacement("50KiB", "1GiB"), "device_budget of 50.00 KiB is", "raise device_budget"),
+        (ConstPlacement("50KiB"), "device_bytes of 50.00 KiB is", "raise device_bytes"),
+    ]
+    for policy, name, knob in cases:
+        with pytest.raises(BudgetError) as info:
+            made(policy)
+        assert str(info.value).startswith(name) and knob in str(info.value)
+
+
+def test_what_ranks_share_is_asked_for_all_of_them():
+    machine = Machine(ranks_per_node=3, ranks_per_device=3, has_host_tier=False)
+    refused = BudgetError.missing(D, 5, 33, "moment 1", "raise device_budget by as much")
+    said = in_words_of(AutoPlacement(100), machine, refused)
+    assert said.missing_bytes == 14 and (100 + 14) // 3 == 33 + 5
+    assert str(said).startswith("device_budget of 100 B is 14 B (14 bytes) too small for moment 1")
+    assert ", on each of 3 ranks; raise device_budget" in str(said)
+
+
+# -- the optimizer --
+
+
+def test_blocks_that_nobody_chose_are_as_small_as_they_must_be():
+    """Staging buffers of the usual block, a whole chunk here, would not fit."""
+    placement = AutoPlacement("150KiB")
+    with pytest.raises(BudgetError):
+        made(placement, nvme=NvmeConfig(block_numel=8192))
+    run, free = made(placement, nvme=NvmeConfig()), wrapped(max_norm=0.0)
+    assert run[0].engine.planning.block_numel < 8192
+    for each in (run, free):
+        train(*each, token_batches(3, 1))
+    assert_same(run, free)
+
+
+@pytest.mark.parametrize("block_numel", [1024, 2048, 8192])
+@pytest.mark.parametrize("kib", [125, 150, 180, 210])
+@pytest.mark.parametrize("depth", [1, 4])
+def test_what_an_optimizer_lacks_is_enough_for_it_and_its_module(block_numel, kib, depth):
+    nvme = NvmeConfig(block_numel=block_numel, depth=depth)
+    try:
+        made(AutoPlacement(kib << 10), nvme=nvme)
+    except BudgetError as error:
+        made(AutoPlacement((kib << 10) + error.missing_bytes), nvme=nvme)
+
+
+def test_a_disk_that_is_too_small_is_no_reason_to_assume_activations():
+    """With 80 % of the device left to them, the state would not fit the disk."""
+    placement = AutoPlacement("600KiB", nvme_budget="400KiB")
+    with pytest.raises(BudgetError, match="nvme_budget"):
+        made(replace(placement, device_budget="200KiB"))
+    model, _ = made(placement)
+    assert model.engine.planning.planned.profile.peak(N) <= 400 << 10
+
+
+def test_a_device_and_its_host():
+    with pytest.raises(BudgetError) as info:
+        made(AutoPlacement("20KiB", "1MiB"), device=SimBackend(0))
+    assert info.value.tier is D
+    enough = (20 << 10) + info.value.missing_bytes
+    run, free = made(AutoPlacement(enough, "1MiB"), device=SimBackend(0)), wrapped()
+    for each in (run, free):
+        train(*each, token_batches(2, 1))
+    assert_same(run, free)
+
+
+# -- properties, of random models --
+
+
+@st.composite
+def begun(draw):
+    """What a module is wrapped with, before anything is measured."""
+    numels = draw(st.lists(st.integers(1, 9000), min_size=1, max_size=8))
+    specs = [
+        ParamSpec(f"m{i // 2}.p{i}", (n,), "bfloat16", trainable=draw(st.integers(0, 4)) > 0)
+        for i, n in enumerate(numels)
+    ]
+    layout = ChunkLayout.build(specs, draw(st.integers(64, 9000)), draw(st.sampled_from([1, 2])))
+    has_host_tier = draw(st.booleans())
+    total = sum(numels) * 16 // layout.world_size + 40_000
+    device = round(total * draw(st.floats(0.01, 2.0)))
+    host = round(total * draw(st.floats(0.5, 2.0))) if has_host_tier else 1 << 62
+    inputs = PlanInputs(
+        layout=layout,
+        trace=sequential_trace(specs),
+        state=StateBytes(12, True),
+        budgets=Budgets(device, host),
+        has_host_tier=has_host_tier,
+        max_prefetch=draw(st.integers(0, 2)),
+        block_numel=1 << 14,
+    )
+    policy = AutoPlacement(warmup_non_model_data_ratio=draw(st.sampled_from([0.0, 0.5, 0.8, 0.99])))
+    return assume(inputs, policy), policy
+
+
+def fitted(inputs, policy):
+    return fit(inputs, policy, is_measured=False, least_block_numel=MIN_BLOCK_NUMEL)
+
+
+@settings(max_examples=150, deadline=None)
+@given(begun())
+def test_an_assumption_refuses_nothing_and_what_is_refused_is_said_exactly(case):
+    inputs, policy = case
+    no_activations = replace(policy, warmup_non_model_data_ratio=0.0)
+    try:
+        used, planned = fitted(inputs, policy)
+    except BudgetError as error:
+        with pytest.raises(BudgetError):
+            fitted(assume(inputs, no_activations), no_activations)
+        budgets = inputs.budgets.with_more(error.tier, error.missing_bytes)
+        try:
+            fitted(assume(replace(inputs, budgets=budgets), policy), policy)
+        except BudgetError as another:
+            assert another.tier is not error.tier
+        return
+    assumed = used.trace.peak_non_model_bytes
+    assert assumed <= inputs.trace.peak_non_model_bytes
+    assert planned.profile.peak(D) <= inputs.budgets.device
+    if assumed < inputs.trace.peak_non_model_bytes and not inputs.has_host_tier:
+        more = replace(used, trace=sequential_trace(inputs.layout.params, assumed + 1))
+        with pytest.raises(BudgetError):  # activations are left all that can be left to them
+            fit(more, replace(policy, steady_cap_ratio=1.0), is_measured=True,
+                least_block_numel=MIN_BLOCK_NUMEL)  # fmt: skip
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    begun(), st.sampled_from([1024, 4096, 1 << 14]), st.integers(1, 5), st.sampled_from([0.0, 1.0])
+)
+def test_an_optimizer_that_is_refused_lacks_what_it_is_said_to(case, block_numel, depth, frac):
+    inputs, policy = case
+    request = StateRequest(StateBytes(12, True), frac, block_numel, block_numel, depth)
+
+    def both(inputs):
+        now = fitted(inputs, policy)
+        return fit_state((inputs, False), now, policy, request, is_measured=False)
+
+    try:
+        fitted(inputs, policy)
+    except BudgetError:
+        return
+    try:
+        both(inputs)
+    except BudgetError as error:
+        budgets = inputs.budgets.with_more(error.tier, error.missing_bytes)
+        try:
+            both(assume(replace(inputs, budgets=budgets), policy))
+        except BudgetError as another:
+            assert another.tier is not error.tier

@@ -1,0 +1,234 @@
+"""Disks that fail under parameters, gradients and state: the last completed step stays."""
+
+import errno
+import os
+import random
+import shutil
+import signal
+import time
+
+import pytest
+import torch
+
+import nvme
+from gemini import AutoPlacement
+from tests.support.checkpoints import train
+from tests.support.disks.faults import failing, file_size_limit, flip
+from tests.support.models import token_batches, token_loss
+from tests.support.spilled import LEAST, N, assert_same, homes, wrapped
+from tests.support.workers import start_process
+
+BATCHES = token_batches(3, 1)
+
+
+def trained(steps):
+    run = wrapped(LEAST, max_norm=0.5)
+    train(*run, BATCHES[:steps])
+    return run
+
+
+def test_a_write_that_fails_in_a_step_undoes_it_and_it_can_be_taken_again():
+    model, optimizer = trained(1)
+    before = model.state_dict()
+    token_loss(model, BATCHES[1][0]).backward()
+    with file_size_limit(20 << 10), pytest.raises(nvme.NvmeError):
+        optimizer.step()
+    after = model.state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    optimizer.step()  # the gradients are still there
+    optimizer.zero_grad()
+    assert_same((model, optimizer), trained(2))
+
+
+def files_of(model):
+    """The stores of parameters and of state, and what their files are called."""
+    target = model.engine.target
+    stores = {"parameters": model.engine.storage.params.store, "state": target._tiers.nvme.store}
+    return {name: (store, store.paths[0].name) for name, store in stores.items()}
+
+
+@pytest.mark.parametrize("file", ["parameters", "state"])
+@pytest.mark.parametrize("call", ["the first write", "the last write", "fdatasync"])
+def test_a_step_fails_before_anything_counts_whichever_file_fails(call, file):
+    """A step waits for its writes: nobody has counted it when the disk says no to the last one."""
+    model, optimizer = trained(1)
+    before = model.state_dict()
+    store, name = files_of(model)[file]
+    token_loss(model, BATCHES[1][0]).backward()
+    writes = store.layout.num_blocks
+    fault = {
+        "the first write": ("pwritev", 0),
+        "the last write": ("pwritev", writes - 1),
+        "fdatasync": ("fdatasync", 0),
+    }[call]
+    with (
+        failing(fault[0], errno.EIO, name, after=fault[1], times=1) as failed,
+        pytest.raises(nvme.TransferError, match=rf"{name}.*EIO"),
+    ):
+        optimizer.step()
+    assert len(failed) == 1
+    assert [store.committed_step for store, _ in files_of(model).values()] == [1, 1]
+    after = model.state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    optimizer.step()  # the gradients are still there
+    optimizer.zero_grad()
+    assert_same((model, optimizer), trained(2))
+
+
+@pytest.mark.parametrize("file", ["parameters", "state"])
+def test_what_a_failed_step_has_written_does_not_count_with_what_is_written_next(file):
+    """A weight that the user changes is committed by itself."""
+    model, optimizer = trained(1)
+    before = model.state_dict()
+    store, name = files_of(model)[file]
+    token_loss(model, BATCHES[1][0]).backward()
+    writes = store.layout.num_blocks
+    with (
+        failing("pwritev", errno.EIO, name, after=writes - 1),
+        pytest.raises(nvme.TransferError),
+    ):
+        optimizer.step()
+    changed = "layers.2.1.weight"
+    with torch.no_grad():
+        model.module.get_parameter(changed).zero_()
+    optimizer.zero_grad()
+    after = model.state_dict()
+    for name, value in after.items():
+        want = torch.zeros(()) if name == changed else before[name]
+        assert torch.equal(value, want.expand_as(value)), name
+    for name, value in full_weights(model):
+        assert torch.equal(value, after[name].bfloat16()), name
+
+
+def full_weights(model):
+    """As a forward reads them from their file, where a state dict shows masters."""
+    with model.summon_full_params(writeback=False):
+        return [(name, p.detach().clone()) for name, p in model.module.named_parameters()]
+
+
+def test_a_gradient_that_cannot_be_written_ends_the_backward_and_no_more():
+    model, optimizer = trained(1)
+    loss = token_loss(model, BATCHES[1][0])
+    with file_size_limit(4 << 10), pytest.raises(nvme.NvmeError):
+        loss.backward()
+    optimizer.zero_grad()
+    train(model, optimizer, BATCHES[1:2])
+    assert_same((model, optimizer), trained(2))
+
+
+def test_a_gradient_that_does_not_verify_fails_the_step():
+    model, optimizer = trained(1)
+    before = model.state_dict()
+    token_loss(model, BATCHES[1][0]).backward()
+    files = model.engine.storage.gradient_files.files[0]
+    files.flush()
+    store = files.store
+    extent = store.layout.extents()[0][0]
+    flip(store.paths[0], extent.offset)
+    with pytest.raises(nvme.ChecksumError):
+        optimizer.step()
+    after = model.state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    optimizer.zero_grad()
+    train(model, optimizer, BATCHES[1:2])
+    assert_same((model, optimizer), trained(2))
+
+
+def test_a_parameter_that_cannot_be_read_is_an_error_that_says_what_is_left():
+    model, _ = wrapped(AutoPlacement("176KiB"))
+    spilled = [chunk for chunk in model.engine.chunks if chunk.files is not None]
+    assert 0 < len(spilled) < len(model.engine.chunks)
+    path = model.engine.storage.params.store.paths[0]
+    size = path.stat().st_size
+    data = path.read_bytes()
+    os.truncate(path, 8192)
+    with pytest.raises(nvme.TransferError) as info:
+        model(BATCHES[0][0])
+    (note,) = info.value.__notes__
+    left = model.salvage()
+    assert left and all(name in note for name in left if name != "head.weight")
+    assert all(value.dtype == torch.bfloat16 for value in left.values())
+    lost = {model.engine.layout.params[s.param].name for c in spilled for s in c.spec.slots}
+    assert not lost & left.keys()
+    path.write_bytes(data)  # the disk came back
+    assert path.stat().st_size == size
+    assert torch.isfinite(model(BATCHES[0][0])).all()
+
+
+def test_a_folder_that_is_removed_costs_nothing(tmp_path):
+    """Files have lost their names; what is in them is there until they are closed."""
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    model, optimizer = run = wrapped(AutoPlacement("130KiB", nvme_dir=str(folder)), max_norm=0.5)
+    train(*run, BATCHES[:1])
+    assert len(list(folder.iterdir())) == 3  # parameters, gradients, state
+    shutil.rmtree(folder)
+    train(*run, BATCHES[1:2])
+    assert_same((model, optimizer), trained(2))
+
+
+def test_a_folder_that_does_not_exist_is_refused(tmp_path):
+    with pytest.raises(nvme.FolderError, match="does not exist"):
+        wrapped(AutoPlacement("130KiB", nvme_dir=str(tmp_path / "none")))
+
+
+def train_for_ever(folder):
+    torch.set_num_threads(1)
+    run = wrapped(AutoPlacement("130KiB", nvme_dir=folder))
+    while True:
+        train(*run, BATCHES)
+
+
+def masters_and_parameters(folder):
+    """16-bit parameters and rounded fp32 masters of the last step that both files have."""
+    (params,) = folder.glob("*parameters*")
+    (state,) = (p for p in folder.iterdir() if "parameters" not in p.name and
+                "gradients" not in p.name)  # fmt: skip
+    with nvme.recover([params]) as mine, nvme.recover([state]) as other:
+        step = min(mine.index.step, other.index.step)
+        assert mine.index.step - step <= 1 and other.index.step == step
+    with nvme.recover([params], step) as mine, nvme.recover([state], step) as other:
+        shards = [mine.block(i) for i in range(mine.layout.num_blocks)]
+        masters = [other.block(i) for i in range(other.layout.num_blocks)]
+    values = [torch.frombuffer(bytearray(b), dtype=torch.bfloat16) for b in shards]
+    rounded = [
+        torch.frombuffer(bytearray(b), dtype=torch.float32)[: len(b) // 12].bfloat16()
+        for b in masters
+    ]
+    return step, torch.cat(values), torch.cat(rounded)
+
+
+def has_begun(folder):
+    """Both files hold what the run began with."""
+    try:
+        masters_and_parameters(folder)
+    except ValueError:  # a file that is not there, or holds no commit
+        return False
+    except nvme.ChecksumError:  # steps go by
+        return True
+    return True
+
+
+@pytest.mark.nvme
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_kill_at_any_point_leaves_a_step_whole_in_all_files(tmp_path):
+    """Every chunk's parameters are on disk, so all of them are compared with their masters."""
+    assert homes(wrapped(LEAST)[0])[0] == {N} == homes(wrapped(LEAST)[0])[2]
+    rng, steps = random.Random(0), []
+    for kill in range(100):
+        folder = tmp_path / str(kill)
+        folder.mkdir()
+        process = start_process(train_for_ever, str(folder))
+        deadline = time.monotonic() + 60
+        while not has_begun(folder):
+            assert process.is_alive() and time.monotonic() < deadline
+            time.sleep(0.01)
+        time.sleep(0.5 * rng.random())
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        step, parameters, masters = masters_and_parameters(folder)
+        steps.append(step)
+        assert torch.equal(parameters, masters)
+        shutil.rmtree(folder)
+    assert max(steps) > 2 and len(set(steps)) > 2

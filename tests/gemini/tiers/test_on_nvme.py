@@ -1,0 +1,173 @@
+"""Parameters, gradients and state on NVMe: the same bits as in memory."""
+
+import pytest
+import torch
+
+from gemini import AutoPlacement, GeminiDDP, init_empty
+from gemini.chunk.sizing.model_specs import specs_of
+from gemini.memtracer.trace import sequential_trace
+from gemini.runtime.memory.backend import SimBackend
+from optim import HybridAdam, HybridSGD
+from tests.support.checkpoints import train
+from tests.support.models import Tower, token_batches, token_loss
+from tests.support.spilled import BLOCKS, LEAST, SMALL, D, H, N, assert_same, homes, wrapped
+
+
+@pytest.mark.parametrize("optimizer", [HybridAdam, HybridSGD])
+@pytest.mark.parametrize("options", [
+    {"precision": "bf16", "max_norm": 0.5},
+    {"precision": "fp32", "max_norm": 0.5},
+    {"precision": "bf16", "master_weights": False},
+], ids=["bf16", "fp32", "rounded"])  # fmt: skip
+def test_everything_on_nvme_has_the_bits_of_everything_in_memory(options, optimizer):
+    budget = "200KiB" if options["precision"] == "fp32" else LEAST.device_budget
+    runs = [wrapped(AutoPlacement(budget), optimizer=optimizer, **options),
+            wrapped(optimizer=optimizer, **options)]  # fmt: skip
+    assert all(N in tiers for tiers in homes(runs[0][0]))
+    assert homes(runs[1][0]) == ({D}, {D}, {D})
+    for run in runs:
+        train(*run, token_batches(3, 1))
+    assert_same(*runs)
+
+
+def test_a_model_that_never_was_in_memory_trains_from_nvme():
+    """Values are made chunk by chunk, and every gather refills what autograd saved."""
+    runs = []
+    for placement in (LEAST, "cuda"):
+        with init_empty():
+            module = Tower()
+        torch.manual_seed(1)
+        trace = sequential_trace(specs_of(module, "bfloat16"))
+        model = GeminiDDP(module, None, placement, trace=trace, **SMALL)
+        runs.append((model, HybridAdam(model.parameters(), lr=1e-2, nvme=BLOCKS)))
+        train(*runs[-1], token_batches(3, 1))
+    assert_same(*runs)
+
+
+def test_backwards_add_up_in_fp32_on_nvme():
+    runs = [wrapped(LEAST), wrapped()]
+    for model, optimizer in runs:
+        for first, second in token_batches(2, 2):
+            token_loss(model, first).backward()
+            token_loss(model, second).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(*runs)
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
+def test_norms_of_gradients_on_nvme(norm_type):
+    norms = []
+    for model, optimizer in (wrapped(LEAST), wrapped()):
+        token_loss(model, token_batches(1, 1)[0][0]).backward()
+        norms.append(optimizer.clip_grad_norm_(0.1, norm_type))
+    assert torch.equal(*norms)
+
+
+def test_gradients_on_nvme_can_be_looked_at():
+    found = []
+    for model, _ in (wrapped(LEAST), wrapped()):
+        token_loss(model, token_batches(1, 1)[0][0]).backward()
+        found.append(dict(model.named_gradients()))
+    for name, value in found[0].items():
+        assert torch.equal(value, found[1][name]), name
+
+
+def test_a_nonfinite_gradient_on_nvme_skips_the_step_and_is_named():
+    model, optimizer = wrapped(LEAST)
+    train(model, optimizer, token_batches(1, 1))
+    before = model.state_dict()
+    hook = model.module.layers[3][3].weight.register_hook(lambda grad: grad * float("inf"))
+    token_loss(model, token_batches(1, 1)[0][0]).backward()
+    optimizer.step()
+    hook.remove()
+    assert optimizer.last_report.skipped
+    assert "layers.3.3.weight" in optimizer.last_report.nonfinite
+    after = model.state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+def test_unused_parameters_on_nvme_keep_their_bits():
+    model, optimizer = wrapped(LEAST)
+    train(model, optimizer, token_batches(1, 1))
+    before = model.state_dict()
+    x = model.module.embed(torch.arange(9))  # by itself; the layers take no part
+    x.float().square().mean().backward()
+    optimizer.step()
+    after = model.state_dict()
+    changed = {name for name, value in before.items() if not torch.equal(value, after[name])}
+    assert changed == {"embed.weight", "head.weight"}
+
+
+def test_a_state_dict_goes_to_nvme_and_comes_back():
+    source, target = wrapped(), wrapped(LEAST)
+    train(*source, token_batches(2, 1))
+    target[0].load_state_dict(source[0].state_dict())
+    target[1].load_state_dict(source[1].state_dict())
+    assert_same(source, target)
+    for run in (source, target):
+        train(*run, token_batches(1, 1, seed=7))
+    assert_same(source, target)
+
+
+def test_what_the_user_writes_to_a_parameter_on_nvme_is_kept():
+    runs = [wrapped(LEAST), wrapped()]
+    for model, _ in runs:
+        with model.summon_full_params(), torch.no_grad():
+            model.module.layers[2][1].weight.mul_(0.5)
+    for run in runs:
+        train(*run, token_batches(2, 1))
+    assert_same(*runs)
+
+
+def test_evaluation_and_training_with_parameters_on_nvme():
+    (spilled, _), (resident, _) = runs = [wrapped(LEAST), wrapped()]
+    ids = token_batches(1, 1, seed=5)[0][0]
+    for run in runs:
+        train(*run, token_batches(1, 1))
+    with torch.no_grad():
+        assert torch.equal(spilled(ids), resident(ids))
+    for run in runs:
+        train(*run, token_batches(1, 1))
+    assert_same(*runs)
+
+
+@pytest.mark.parametrize(
+    "host, expected", [("10MiB", H), ("300KiB", N)], ids=["host", "host-and-nvme"]
+)
+def test_a_simulated_device_spills_to_host_and_then_to_nvme(host, expected):
+    """Its own host pool, copies that come late, freed memory that is poisoned."""
+    runs = [
+        wrapped(AutoPlacement("60KiB", host), device=SimBackend(3), max_norm=0.5),
+        wrapped(max_norm=0.5),
+    ]
+    assert all(H in tiers or N in tiers for tiers in homes(runs[0][0]))
+    assert any(expected in tiers for tiers in homes(runs[0][0]))
+    for run in runs:
+        train(*run, token_batches(3, 1))
+    assert_same(*runs)
+
+
+def test_the_kernels_of_a_device_update_what_lives_on_host_and_nvme():
+    """In the interpreter. Without clipping: a norm is summed up by where gradients are."""
+    runs = [
+        wrapped(placement, device=SimBackend(5, updates_by_triton=True))
+        for placement in (AutoPlacement("110KiB", "300KiB"), "cuda")
+    ]
+    assert set.union(*homes(runs[0][0])) == {D, H, N}
+    for run in runs:
+        train(*run, token_batches(2, 1))
+    assert_same(*runs)
+
+
+def test_files_are_cut_anew_for_blocks_of_another_size():
+    module = Tower()
+    trace = sequential_trace(specs_of(module, "bfloat16"))
+    model = GeminiDDP(module, placement_policy=LEAST, trace=trace, **SMALL)
+    before = model.state_dict()
+    shards = [chunk.load_shard() for chunk in model.engine.chunks if chunk.files is not None]
+    assert shards
+    model.engine.storage.serve(2048, 1, None)
+    after = [chunk.load_shard() for chunk in model.engine.chunks if chunk.files is not None]
+    assert all(torch.equal(*pair) for pair in zip(shards, after, strict=True))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

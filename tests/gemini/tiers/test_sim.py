@@ -1,0 +1,193 @@
+"""The engine on the simulated device: late copies, poisoned memory, Triton in the interpreter."""
+
+import pytest
+import torch
+
+from gemini import GeminiDDP
+from gemini.runtime.memory.backend import SimBackend
+from optim import HybridAdam, NvmeConfig
+from tests.gemini.wrapping.test_ddp import SMALL, train, weights
+from tests.support.models import Tower, token_batches
+from tests.support.reference import flat, relative_error
+
+FEW_BLOCKS = NvmeConfig(block_numel=4096)  # the interpreter takes its time for each
+
+
+def trained(device, precision="bf16", fraction=0.0, folder=None, steps=4, **options):
+    model = GeminiDDP(Tower(), device, precision=precision, max_norm=0.3, **SMALL, **options)
+    optimizer = HybridAdam(
+        model.parameters(),
+        lr=1e-2,
+        eps=1e-3,
+        weight_decay=0.01,
+        nvme_offload_fraction=fraction,
+        nvme_offload_dir=folder,
+        nvme=FEW_BLOCKS,
+    )
+    train(model, optimizer, token_batches(steps, 1))
+    report = optimizer.last_report
+    model.engine.manager.prepare(tuple(chunk.spec.id for chunk in model.engine.chunks))
+    return weights(model), report, model
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_a_backend_says_where_shards_start(on_host):
+    """And no name of it does."""
+    device = SimBackend(1)
+    device.shards_start_on_host = on_host
+    model = GeminiDDP(Tower(), device, **SMALL)
+    assert {chunk.shard_on_host for chunk in model.engine.chunks} == {on_host}
+
+
+@pytest.mark.parametrize("max_prefetch", [0, 1, 3])
+def test_released_chunks_change_no_bit(max_prefetch):
+    want, *_ = trained("cpu")
+    for seed in range(3):
+        got, _, model = trained(SimBackend(seed), max_prefetch=max_prefetch)
+        assert torch.equal(got, want)
+        assert model.engine.manager.gathers > 4 * len(model.engine.chunks)
+
+
+def test_fewer_bytes_are_on_the_device_than_the_model_has():
+    backend = SimBackend()
+    *_, model = trained(backend, max_prefetch=0)
+    payload = sum(chunk.payload.nbytes for chunk in model.engine.chunks)
+    before = backend.device_bytes
+    model.engine.manager.release_all()
+    assert backend.device_bytes == before - payload  # nothing else is counted as a payload
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_triton_and_cpu_paths_agree_and_tiers_change_no_bit(precision, tmp_path):
+    start = flat(list(Tower().parameters()))
+    cpu, *_ = trained("cpu", precision)
+    results = []
+    for fraction in (0.0, 0.4, 1.0):
+        got, report, _ = trained(SimBackend(updates_by_triton=True), precision, fraction, tmp_path)
+        assert report.update_path == "triton" and not report.skipped
+        assert report.grad_norm == pytest.approx(trained("cpu", precision)[1].grad_norm, rel=1e-2)
+        results.append(got)
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+    bound = 1e-5 if precision == "fp32" else 5e-2  # bf16: weights, whose rounding flips
+    assert relative_error(results[0] - start, cpu - start) < bound
+
+
+def test_the_device_skips_a_step_that_is_not_finite_and_says_so_when_asked():
+    from tests.support.models import token_loss
+
+    model = GeminiDDP(Tower(), SimBackend(updates_by_triton=True), **SMALL)
+    optimizer = HybridAdam(model.parameters())
+    (batch,) = token_batches(1, 1)
+    train(model, optimizer, [batch])
+    steps = optimizer._targets[0]._path.steps
+    shards = [chunk.shard.clone() for chunk in model.engine.chunks]
+    model.layers[2][1].weight.register_hook(lambda grad: grad * float("inf"))
+    token_loss(model, batch[0]).backward()
+    optimizer.step()
+    assert optimizer.last_report.skipped
+    assert optimizer.last_report.nonfinite == "layers.2.1.weight on rank 0"
+    assert optimizer._targets[0]._path.steps == steps
+    for chunk, before in zip(model.engine.chunks, shards, strict=True):
+        assert torch.equal(chunk.shard, before)
+
+
+def test_a_copy_has_not_happened_before_its_ticket_is_waited_for():
+    backend = SimBackend(seed=3)
+    source = torch.arange(64.0)
+    pairs = [(backend.allocate(64, torch.float32), source + i) for i in range(20)]
+    tickets = [backend.copy(dst, src) for dst, src in pairs]
+    assert any(not ticket.ready() for ticket in tickets)
+    for (dst, src), ticket in zip(pairs, tickets, strict=True):
+        assert ticket.ready() or bool(dst.isnan().all())
+        ticket.wait()
+        assert torch.equal(dst, src)
+
+
+def test_freed_memory_is_poisoned_and_counted():
+    backend = SimBackend()
+    tensor = backend.allocate(256, torch.float32)
+    tensor.fill_(1.0)
+    backend.free(tensor)
+    assert bool(tensor.isnan().all()) and backend.device_bytes == 0
+    backend.refill(tensor)
+    assert backend.device_bytes == 1024 == backend.peak_device_bytes
+    with pytest.raises(AssertionError, match="under a copy"):
+        ticket = backend.copy(tensor, torch.zeros(256))
+        while ticket.ready():
+            ticket = backend.copy(tensor, torch.zeros(256))
+        backend.free(tensor)
+
+
+def hostile():
+    return SimBackend(seed=1, updates_by_triton=True)
+
+
+def host_pair(backend):
+    device = backend.allocate(64, torch.float32).fill_(2.0)
+    return backend.allocate_host(64, torch.float32), device
+
+
+def test_the_host_sees_a_copy_when_it_has_waited_and_not_when_the_device_has():
+    backend = hostile()
+    host, device = host_pair(backend)
+    ticket = backend.copy(host, device)
+    ticket.order()
+    for _ in range(20):  # other copies do not end it by chance
+        backend.copy(backend.allocate(8, torch.float32), backend.allocate_host(8, torch.float32))
+    assert bool(host.isnan().all()) and backend.host_waits == 0
+    ticket.wait()
+    assert host.tolist() == [2.0] * 64 and backend.host_waits == 1
+
+
+def test_a_copy_back_to_the_device_finds_what_was_ordered_before_it():
+    backend = hostile()
+    host, device = host_pair(backend)
+    backend.copy(host, device).order()
+    back = backend.allocate(64, torch.float32)
+    backend.copy(back, host).wait()
+    assert back.tolist() == [2.0] * 64
+
+
+def test_what_a_copy_reads_is_neither_written_nor_freed_before_its_ticket_says_so():
+    backend = hostile()
+    host, device = host_pair(backend)
+    ticket = backend.copy(host, device)
+    with pytest.raises(AssertionError, match="freed under a copy"):
+        backend.free(device)
+    device.fill_(3.0)
+    with pytest.raises(AssertionError, match="written while the copy reads"):
+        ticket.wait()
+    host = backend.allocate_host(64, torch.float32).fill_(1.0)
+    to_device = backend.copy(backend.allocate(64, torch.float32), host)
+    to_device.wait()  # the device comes behind it, and the host does not
+    host.fill_(5.0)
+    with pytest.raises(AssertionError, match="written while the copy reads"):
+        to_device.settle()
+
+
+def test_copies_of_the_same_memory_are_ordered():
+    backend = hostile()
+    host, device = host_pair(backend)
+    backend.copy(host, device)
+    with pytest.raises(AssertionError, match="before another of its ends was ordered"):
+        backend.copy(backend.allocate(64, torch.float32), host)
+
+
+def test_a_kernel_is_given_no_memory_that_it_does_not_reach():
+    backend = hostile()
+    host, device = host_pair(backend)
+    assert backend.address(device) == device.data_ptr()
+    with pytest.raises(AssertionError, match="host memory"):
+        backend.address(host[8:])
+    backend.free(device)
+    with pytest.raises(AssertionError, match="freed memory"):
+        backend.address(device)
+
+
+def test_staging_is_host_memory_as_long_as_it_is_pinned():
+    backend = hostile()
+    staging = torch.zeros(64)
+    unpin = backend.pin(staging.data_ptr(), staging.nbytes)
+    assert backend.place_of(staging[3:]) == "host"
+    unpin()
+    assert backend.place_of(staging) is None

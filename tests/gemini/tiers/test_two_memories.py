@@ -1,0 +1,199 @@
+"""A device whose memory is not the host's: wherever model data lives, the bits are the same.
+
+The simulated device is hostile (`gemini.runtime.memory.sim`), and no operator may mix its memories.
+"""
+
+import functools
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from gemini import AutoPlacement, GeminiDDP, StaticPlacement
+from gemini.chunk.sizing.model_specs import specs_of
+from gemini.memtracer.trace import sequential_trace
+from gemini.placement.tiers import Tier
+from gemini.runtime.memory import shard_storage
+from gemini.runtime.memory.sim import SimBackend
+from optim import HybridAdam, NvmeConfig
+from tests.support.apart import Apart
+from tests.support.reference import everything, same
+
+HOMES = list(itertools.product((False, True), repeat=3))  # parameters, gradients, state on the host
+NAMES = ["".join("dh"[on_host] for on_host in homes) for homes in HOMES[1:]]
+KINDS = {
+    "bf16": {"precision": "bf16"},
+    "fp32": {"precision": "fp32"},
+    "no-master": {"precision": "bf16", "master_weights": False},
+}
+
+
+class Forked(nn.Module):
+    """Layers of odd sizes, and a spare one that not every call uses."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(33, 77), nn.Linear(77, 33)
+        self.spare = nn.Linear(33, 33)
+
+    def forward(self, x, uses_spare):
+        x = x + self.second(torch.tanh(self.first(x)))
+        return x + self.spare(x) if uses_spare else x
+
+
+def batch(step):
+    return torch.randn(5, 33, generator=torch.Generator().manual_seed(step))
+
+
+def trained(backend, homes, steps=4, trace=None, placement=None, block_numel=1024, **options):
+    """Weights and state after steps that clip, leave a parameter alone, and skip."""
+    params, grads, state = homes
+    placement = placement or StaticPlacement(1.0, float(state), float(params))
+    model = GeminiDDP(
+        Forked(), backend, placement, max_norm=0.1, min_chunk_size_m=1500 / 2**20, trace=trace,
+        **options,
+    )  # fmt: skip
+    optimizer = HybridAdam(
+        model.parameters(), lr=1e-2, eps=1e-3, nvme=NvmeConfig(block_numel=block_numel)
+    )
+    plan = model.engine.planning.plan
+    if trace is None:
+        home = Tier.HOST if grads else Tier.DEVICE
+        shards = tuple(replace(shard, grad_home=home) for shard in plan.shards)
+        model.engine.storage.place_gradients(replace(plan, shards=shards), model.engine.chunks)
+        found = {(s.param_home is Tier.HOST, set(s.state_homes) == {Tier.HOST})
+                 for s in plan.shards}  # fmt: skip
+        assert found == {(params, state)}
+    skipped = []
+    for step in range(steps):
+        hook = None
+        if step == 2:
+            hook = model.module.second.weight.register_hook(lambda g: g * float("nan"))
+        model(batch(step), step != 1).float().pow(2).mean().backward()
+        optimizer.step()
+        if hook is not None:
+            hook.remove()
+        skipped.append(optimizer.last_report.skipped)
+        optimizer.zero_grad()
+    assert skipped == [step == 2 for step in range(steps)]
+    return model, optimizer
+
+
+class Layer(nn.Module):
+    """A block of whose state may belong to a parameter that no call uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.spare, self.b = nn.Linear(33, 77), nn.Linear(33, 33), nn.Linear(77, 33)
+
+    def forward(self, x):
+        return x + self.b(torch.tanh(self.a(x)))
+
+
+def test_what_a_step_leaves_alone_keeps_its_bits_where_weights_are_in_files():
+    torch.manual_seed(0)
+    module = nn.Sequential(*[Layer() for _ in range(6)])
+    start = {n: p.detach().bfloat16() for n, p in module.named_parameters() if "spare" in n}
+    trace = sequential_trace(specs_of(module, "bfloat16"))
+    backend = device(by_triton=True)
+    with Apart(backend):
+        model = GeminiDDP(
+            module, backend, AutoPlacement("90KiB", "100KiB"), trace=trace,
+            min_chunk_size_m=0.004, gather_whole=lambda m: isinstance(m, Layer),
+        )  # fmt: skip
+        optimizer = HybridAdam(model.parameters(), lr=1e-2, nvme=NvmeConfig(block_numel=1024))
+        assert Tier.NVME in {s.param_home for s in model.engine.planning.plan.shards}
+        for step in range(2):
+            model(batch(step)).float().pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    with model.summon_full_params(writeback=False):
+        for name, param in model.module.named_parameters():
+            if "spare" in name:
+                assert torch.equal(param, start[name]), name
+
+
+def test_what_the_user_writes_to_weights_in_host_memory_is_what_the_next_step_starts_from():
+    backend = device(by_triton=True)
+    model, _ = trained(backend, (True, True, True), steps=1)
+    with torch.no_grad(), model.summon_full_params():
+        for param in model.module.parameters():
+            param.fill_(0.5)
+    state = model.state_dict()
+    assert all(torch.equal(value, torch.full_like(value, 0.5)) for value in state.values())
+
+
+def test_a_digest_is_that_of_the_same_weights_on_the_device():
+    digests = set()
+    for params in (False, True):
+        backend = device(by_triton=True)
+        model, _ = trained(backend, (params, False, False), steps=1)
+        with Apart(backend):
+            digests.add(model.digest())
+    assert len(digests) == 1
+
+
+def test_state_in_host_memory_needs_no_disk(monkeypatch):
+    """Neither for itself nor for the fp32 originals that its masters start from."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("a file is made")
+
+    monkeypatch.setattr(shard_storage, "TensorFiles", refuse)
+    start = {name: p.detach().clone() for name, p in Forked().named_parameters()}
+    model, _ = trained(device(by_triton=True), (True, True, True), steps=0)
+    state = model.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in start.items())
+
+
+def test_an_asynchronous_save_shows_state_that_is_in_host_memory():
+    from optim.state.state_stream import StateSnapshot
+
+    model, optimizer = trained(device(by_triton=True), (False, False, True), steps=1)
+    target = optimizer._targets[0]
+    seen = []
+    snapshot = StateSnapshot(target._tiers, target._names)
+    snapshot.visit_resident(lambda run: seen.append((run.name, run.plane)))
+    snapshot.close()
+    assert {name for name, _ in seen} == {name for name, _ in model.module.named_parameters()}
+
+
+def device(by_triton, seed=1):
+    backend = SimBackend(seed, updates_by_triton=by_triton)
+    backend.shards_start_on_host = False
+    return backend
+
+
+def result(backend, homes, **options):
+    if not backend.updates_by_triton:
+        return everything(*trained(backend, homes, **options))
+    with Apart(backend) as apart:
+        model, optimizer = trained(backend, homes, **options)
+    assert apart.operators > 100
+    return everything(model, optimizer)
+
+
+@functools.cache
+def resident(kind, by_triton):
+    return result(device(by_triton), (False, False, False), **KINDS[kind])
+
+
+def check(homes, kind, by_triton):
+    got = result(device(by_triton, seed=5), homes, **KINDS[kind])
+    assert same(got, resident(kind, by_triton))
+
+
+@pytest.mark.parametrize("homes", HOMES[1:], ids=NAMES)
+def test_wherever_model_data_lives_the_bits_are_those_of_the_resident_run(homes):
+    check(homes, "bf16", by_triton=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by_triton", [True, False], ids=["triton", "cpu"])
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("homes", HOMES[1:], ids=NAMES)
+def test_on_both_paths_and_in_every_precision(homes, kind, by_triton):
+    check(homes, kind, by_triton)

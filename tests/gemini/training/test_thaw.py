@@ -1,0 +1,133 @@
+"""Weights that were frozen at wrapping and are trained later: updates, masters, budgets, saves.
+
+The loops with them are in test_loops.py, and at several ranks in tests/dist.
+"""
+
+import pytest
+import torch
+
+import gemini
+from gemini import AutoPlacement, GeminiDDP
+from gemini.placement.sizes import BudgetError
+from gemini.placement.tiers import Tier
+from optim import HybridAdam, NvmeConfig
+from tests.support.loop_cases import HalfFrozen, thawed_one_by_one
+from tests.support.loops import ADAM, FILES_DEPTH, SMALL, Net, loss_of, updates, wrapped
+
+BLOCKS = NvmeConfig(block_numel=1024)
+
+
+def step(model, optimizer, seed=0):
+    loss_of(model, seed).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def budgeted(budget, build=HalfFrozen, **options):
+    model = GeminiDDP(
+        build(FILES_DEPTH), placement_policy=AutoPlacement(budget), precision="fp32", **SMALL,
+        **options,
+    )  # fmt: skip
+    return model, HybridAdam(model.parameters(), nvme=BLOCKS, **ADAM)
+
+
+def state_homes(model):
+    return [set(shard.state_homes) for shard in model.engine.planning.plan.shards]
+
+
+def test_state_of_thawed_weights_goes_where_a_budget_leaves_room():
+    """To files, where memory is full; and the updates are those of torch."""
+    model, optimizer = budgeted("110KiB")
+    before = state_homes(model)
+    thawed_one_by_one(model, optimizer)
+    after = state_homes(model)
+    grown = [homes for old, homes in zip(before, after, strict=True) if homes and not old]
+    assert len(grown) == 2  # chunks of a layer each
+    plain = HalfFrozen(FILES_DEPTH)
+    thawed_one_by_one(plain, torch.optim.AdamW(plain.parameters(), foreach=False, **ADAM))
+    start = Net(FILES_DEPTH)
+    got, want = model.state_dict(), plain.state_dict()
+    moved = [(got[n] - p.detach(), want[n] - p.detach()) for n, p in start.named_parameters()]
+    error = torch.cat([(a - b).flatten() for a, b in moved]).norm()
+    assert float(error / torch.cat([b.flatten() for _, b in moved]).norm()) < 1e-6
+
+
+def test_all_of_a_model_is_thawed_under_a_budget_that_sends_it_to_files():
+    model, optimizer = budgeted("100KiB")
+    step(model, optimizer)
+    model.module.requires_grad_(True)
+    step(model, optimizer, 1)
+    homes = set().union(*state_homes(model))
+    assert Tier.NVME in homes
+    plain = HalfFrozen(FILES_DEPTH)
+    torch_optimizer = torch.optim.AdamW(plain.parameters(), foreach=False, **ADAM)
+    step(plain, torch_optimizer)
+    plain.requires_grad_(True)
+    step(plain, torch_optimizer, 1)
+    for name, value in plain.state_dict().items():
+        assert torch.allclose(model.state_dict()[name], value, rtol=1e-5, atol=1e-7), name
+
+
+@pytest.mark.parametrize("place", ["resident", "host", "nvme"])
+def test_masters_of_thawed_weights_start_from_what_they_were_before_wrapping(place):
+    model, optimizer = wrapped(HalfFrozen, place, precision="bf16")
+    step(model, optimizer)
+    model.module.requires_grad_(True)
+    model.layers[0].weight.register_hook(torch.zeros_like)  # no gradient moves it
+    step(model, optimizer, 1)
+    state = model.state_dict()
+    assert torch.equal(state["layers.0.weight"], Net().layers[0].weight)
+    assert not torch.equal(state["layers.1.weight"], Net().layers[1].weight)
+
+
+def test_a_group_of_thawed_weights_may_be_added_then():
+    def loop(model, optimizer):
+        for seed in range(4):
+            if seed == 2:
+                late = list(model.parameters())[:2]
+                for param in late:
+                    param.requires_grad_(True)
+                optimizer.add_param_group({"params": late, "lr": 0.2})
+            step(model, optimizer, seed)
+
+    module, plain = HalfFrozen(), HalfFrozen()
+    model = GeminiDDP(module, precision="fp32", **SMALL)
+    loop(model, HybridAdam([p for p in model.parameters() if p.requires_grad], **ADAM))
+    trained = [p for p in plain.parameters() if p.requires_grad]
+    loop(plain, torch.optim.AdamW(trained, foreach=False, **ADAM))
+    got, want = updates(model), updates(plain)
+    assert float((got - want).norm() / want.norm()) < 1e-6
+
+
+def test_what_fits_nowhere_is_refused_and_changes_nothing():
+    model = GeminiDDP(
+        HalfFrozen(FILES_DEPTH),
+        placement_policy=AutoPlacement("100KiB", nvme_budget="20KiB"),
+        precision="fp32",
+        **SMALL,
+    )
+    optimizer = HybridAdam(model.parameters(), nvme=BLOCKS, **ADAM)
+    step(model, optimizer)
+    before = model.state_dict()
+    model.module.requires_grad_(True)
+    for _ in range(2):
+        with pytest.raises(BudgetError):
+            step(model, optimizer, 1)
+    model.layers[:-1].requires_grad_(False)
+    after = model.state_dict()
+    assert all(torch.equal(before[name], value) for name, value in after.items())
+    step(model, optimizer, 1)
+
+
+def test_a_checkpoint_behind_a_thaw_is_read_by_a_module_that_never_froze(tmp_path):
+    model, optimizer = wrapped(HalfFrozen, precision="bf16")
+    step(model, optimizer)
+    model.module.requires_grad_(True)
+    step(model, optimizer, 1)
+    gemini.save_checkpoint(tmp_path / "c", model, optimizer)
+    other, other_optimizer = wrapped(Net, precision="bf16")
+    gemini.load_checkpoint(tmp_path / "c", other, other_optimizer)
+    for each, its in ((model, optimizer), (other, other_optimizer)):
+        step(each, its, 2)
+    want = model.state_dict()
+    assert all(torch.equal(want[name], value) for name, value in other.state_dict().items())

@@ -1,0 +1,383 @@
+"""GeminiDDP in one process; several ranks are in tests/dist."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from gemini import AutoPlacement, GeminiDDP, StaticPlacement
+from gemini.chunk.parameter import GatheredParameter
+from optim import HybridAdam, HybridSGD, NvmeConfig
+from tests.support.checkpoints import train
+from tests.support.models import Tower, token_batches, token_loss
+from tests.support.reference import flat, relative_error, train_reference
+
+SMALL = {"min_chunk_size_m": 0.004}  # 4194 elements: several chunks
+BLOCKS = NvmeConfig(block_numel=1024)
+
+
+def masters_of(model, optimizer):
+    """This rank's fp32 weights, from state."""
+    found = []
+
+    def look(block, planes):
+        master = planes.get("master")
+        found.extend(
+            (part.param, part.param_offset, master[part.offset : part.offset + part.numel].clone())
+            for part in block.parts
+            if master is not None
+        )
+
+    optimizer._targets[0]._tiers.visit(look)
+    return flat([values for *_, values in sorted(found, key=lambda entry: entry[:2])])
+
+
+def weights(model):
+    return flat([p for p in model.parameters() if p.requires_grad])
+
+
+def test_sgd_gives_the_bits_of_torch():
+    batches = token_batches(20, 1)
+    module = Tower()
+    model = GeminiDDP(module, precision="fp32", **SMALL)
+    assert len(model.engine.chunks) > 3
+    train(model, HybridSGD(model.parameters(), lr=0.1), batches)
+    want = train_reference(Tower(), lambda ps: torch.optim.SGD(ps, lr=0.1), batches, token_loss)
+    assert torch.equal(weights(model), want)
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 0.3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_adam_updates_agree_with_torch(precision, max_norm):
+    """The same gradients, and the same fused form: torch's other ones differ by some ulp."""
+    batches = token_batches(20, 1)
+    start = flat(list(Tower().parameters()))
+    model = GeminiDDP(Tower(), precision=precision, max_norm=max_norm, **SMALL)
+    optimizer = HybridAdam(model.parameters(), lr=1e-2, eps=1e-3, weight_decay=0.01)
+    train(model, optimizer, batches)
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    want = train_reference(
+        Tower(),
+        lambda ps: torch.optim.AdamW(ps, lr=1e-2, eps=1e-3, weight_decay=0.01, fused=True),
+        batches,
+        token_loss,
+        dtype,
+        max_norm,
+    )
+    got = weights(model) if precision == "fp32" else masters_of(model, optimizer)
+    # in bf16 a master that differs by an ulp rounds to another bf16 weight once in a while
+    assert relative_error(got - start, want - start) < (1e-6 if precision == "fp32" else 5e-3)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_state_on_disk_gives_the_same_bits(precision, tmp_path):
+    results = []
+    for fraction in (0.0, 0.3, 1.0):
+        model = GeminiDDP(Tower(), precision=precision, max_norm=0.5, **SMALL)
+        optimizer = HybridAdam(
+            model.parameters(),
+            nvme_offload_fraction=fraction,
+            nvme_offload_dir=tmp_path,
+            nvme=BLOCKS,
+        )
+        train(model, optimizer, token_batches(10, 1))
+        results.append(weights(model))
+        assert (optimizer.last_report.traffic.nvme_write > 0) == (fraction > 0)
+        optimizer.close()
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_masters_start_as_the_original_weights_not_the_rounded_ones():
+    module = Tower()
+    want = flat(list(module.parameters()))
+    model = GeminiDDP(module, **SMALL)
+    optimizer = HybridAdam(model.parameters())
+    assert torch.equal(masters_of(model, optimizer), want)
+    assert not torch.equal(weights(model), want)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_the_optimizer_may_be_built_before_or_after_wrapping(before):
+    module = Tower()
+    params = list(module.parameters())
+    optimizer = HybridAdam(params) if before else None
+    model = GeminiDDP(module, **SMALL)
+    optimizer = optimizer or HybridAdam(model.parameters())
+    assert all(a is b for a, b in zip(params, module.parameters(), strict=True))
+    assert {type(p) for p in params} == {GatheredParameter}  # nothing is released here
+    train(model, optimizer, token_batches(3, 1))
+    other = GeminiDDP(Tower(), **SMALL)
+    train(other, HybridAdam(other.parameters()), token_batches(3, 1))
+    assert torch.equal(weights(model), weights(other))
+
+
+def test_parameters_are_views_of_one_storage_a_chunk():
+    model = GeminiDDP(Tower(), **SMALL)
+    storages = {}
+    for chunk in model.engine.chunks:
+        for slot in chunk.spec.slots:
+            param = model.engine.params[slot.param]
+            storages.setdefault(chunk.spec.id, set()).add(param.untyped_storage().data_ptr())
+    assert all(len(found) == 1 for found in storages.values())
+    assert len(set().union(*storages.values())) == len(model.engine.chunks)
+
+
+def test_param_groups_with_their_own_lr_inside_one_chunk():
+    batches = token_batches(5, 1)
+
+    def groups(params):
+        return [{"params": params[::2], "lr": 0.1}, {"params": params[1::2], "weight_decay": 0.3}]
+
+    start = flat(list(Tower().parameters()))
+    model = GeminiDDP(Tower(), precision="fp32")
+    assert len(model.engine.chunks) == 1
+    train(model, HybridAdam(groups(list(model.parameters())), 1e-2, eps=1e-3), batches)
+    want = train_reference(
+        Tower(),
+        lambda ps: torch.optim.AdamW(groups(ps), 1e-2, eps=1e-3, weight_decay=0.0),
+        batches,
+        token_loss,
+    )
+    assert relative_error(weights(model) - start, want - start) < 1e-6
+
+
+def test_backwards_before_a_step_accumulate_in_fp32():
+    parts = token_batches(1, 3)[0]
+    model = GeminiDDP(Tower(), precision="fp32", **SMALL)
+    optimizer = HybridSGD(model.parameters(), lr=1.0)
+    for part in parts:
+        token_loss(model, part).backward()
+    optimizer.step()
+    start = flat(list(Tower().parameters()))
+    want = train_reference(
+        Tower(), lambda ps: torch.optim.SGD(ps, lr=3.0), [parts], token_loss
+    )  # torch adds micro-batches, the reference averages
+    assert relative_error(weights(model) - start, want - start) < 1e-6
+
+
+def test_a_parameter_without_gradient_keeps_every_bit_and_its_count():
+    class TwoHeads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.body, self.a, self.b = nn.Linear(5, 7), nn.Linear(7, 3), nn.Linear(7, 3)
+
+        def forward(self, x, use_b):
+            return (self.b if use_b else self.a)(self.body(x)).float().sum()
+
+    module = TwoHeads()
+    model = GeminiDDP(module, precision="fp32")
+    optimizer = HybridAdam(model.parameters(), lr=0.1, weight_decay=0.1)
+    before = module.b.weight.detach().clone()
+    for step in range(4):
+        model(torch.ones(2, 5), use_b=step == 3).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 2:
+            assert torch.equal(module.b.weight, before)
+    steps = optimizer._targets[0]._path.steps
+    names = [spec.name for spec in model.engine.layout.params]
+    assert dict(zip(names, steps, strict=True))["b.weight"] == 1
+    assert dict(zip(names, steps, strict=True))["a.weight"] == 3
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_skips_the_step_and_is_named(value):
+    model = GeminiDDP(Tower(), **SMALL)
+    optimizer = HybridAdam(model.parameters())
+    (batch,) = token_batches(1, 1)
+    train(model, optimizer, [batch])
+    before, masters = weights(model), masters_of(model, optimizer)
+    loss = token_loss(model, batch[0])
+    model.layers[2][1].weight.register_hook(lambda grad: grad * value)
+    loss.backward()
+    optimizer.step()
+    report = optimizer.last_report
+    assert report.skipped and report.nonfinite == "layers.2.1.weight on rank 0"
+    assert torch.equal(weights(model), before)
+    assert torch.equal(masters_of(model, optimizer), masters)
+
+
+def test_a_backward_that_raises_leaves_a_good_next_step():
+    model = GeminiDDP(Tower(), precision="fp32", **SMALL)
+    optimizer = HybridSGD(model.parameters(), lr=0.1)
+    (batch,) = token_batches(1, 1)
+    loss = token_loss(model, batch[0])
+    handle = model.layers[1][1].weight.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    handle.remove()
+    with pytest.raises(RuntimeError, match="a backward ended in an error"):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="a backward ended in an error"):
+        token_loss(model, batch[0]).backward()
+    optimizer.zero_grad()
+    train(model, optimizer, [batch])
+    want = train_reference(Tower(), lambda ps: torch.optim.SGD(ps, lr=0.1), [batch], token_loss)
+    assert torch.equal(weights(model), want)
+
+
+def test_evaluation_between_steps_changes_nothing():
+    model = GeminiDDP(Tower(), **SMALL)
+    optimizer = HybridAdam(model.parameters())
+    other = GeminiDDP(Tower(), **SMALL)
+    other_optimizer = HybridAdam(other.parameters())
+    for batch in token_batches(3, 1):
+        model.eval()
+        with torch.no_grad():
+            model(batch[0])
+        model.train()
+        train(model, optimizer, [batch])
+        train(other, other_optimizer, [batch])
+    assert torch.equal(weights(model), weights(other))
+
+
+def test_attributes_and_outputs_are_those_of_the_module():
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+            self.answer = 42
+
+        def forward(self, x, scale=1.0):
+            return {"y": self.linear(x) * scale, "n": 7, "pair": (x, [x])}
+
+    model = GeminiDDP(Named())
+    out = model(torch.ones(2, 3), scale=2.0)
+    assert model.answer == 42 and out["n"] == 7
+    assert out["y"].dtype == torch.bfloat16 and out["pair"][0].dtype == torch.bfloat16
+    forced = GeminiDDP(Named(), force_outputs_fp32=True)(torch.ones(2, 3))
+    assert forced["y"].dtype == torch.float32
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = model.nothing
+
+
+def test_a_failed_step_leaves_weights_and_state_at_the_last_one(tmp_path):
+    from tests.optim.face.test_plain import spoil_block
+
+    for precision in ("bf16", "fp32"):
+        model = GeminiDDP(Tower(), precision=precision, **SMALL)
+        optimizer = HybridAdam(
+            model.parameters(),
+            nvme_offload_fraction=0.9,
+            nvme_offload_dir=tmp_path,
+            nvme=BLOCKS,
+        )
+        batches = token_batches(4, 1)
+        train(model, optimizer, batches[:2])
+        before = weights(model)
+        token_loss(model, batches[2][0]).backward()
+        restore = spoil_block(optimizer, 9)
+        with pytest.raises(RuntimeError, match="block 9 "):
+            optimizer.step()
+        assert torch.equal(weights(model), before)
+        restore()
+        optimizer.step()  # the gradients are still there
+        optimizer.zero_grad()
+        train(model, optimizer, batches[3:])
+        clean = GeminiDDP(Tower(), precision=precision, **SMALL)
+        train(clean, HybridAdam(clean.parameters()), batches)
+        assert torch.equal(weights(model), weights(clean))
+
+
+def test_auto_placement_sends_what_does_not_fit_to_disk(tmp_path):
+    model = GeminiDDP(
+        Tower(), placement_policy=AutoPlacement("200KiB", warmup_non_model_data_ratio=0.0)
+    )
+    optimizer = HybridAdam(model.parameters(), nvme_offload_dir=tmp_path, nvme=BLOCKS)
+    state = optimizer._targets[0]._tiers
+    resident = sum(slab.nbytes for slab in state.device_slabs)
+    chunk_bytes = sum(chunk.payload.nbytes for chunk in model.engine.chunks)
+    assert resident + 2 * chunk_bytes + state.nvme.staging_bytes <= 200 << 10
+    assert resident > 0 and optimizer.nvme_bytes > 0
+    with pytest.raises(ValueError, match=r"device_budget of 10.00 KiB is .* too small"):
+        small = GeminiDDP(Tower(), placement_policy=AutoPlacement("10KiB"))
+        HybridAdam(small.parameters())
+
+
+def test_deleting_the_model_frees_everything():
+    model = GeminiDDP(Tower(), **SMALL)
+    optimizer = HybridAdam(model.parameters())
+    train(model, optimizer, token_batches(2, 1))
+    watched = [weakref.ref(model.engine), weakref.ref(model.engine.chunks[0].payload)]
+    del model, optimizer
+    gc.collect()
+    assert [ref() for ref in watched] == [None, None]
+
+
+def test_two_engines_live_side_by_side():
+    models = [GeminiDDP(Tower(seed), **SMALL) for seed in (0, 1)]
+    optimizers = [HybridAdam(m.parameters()) for m in models]
+    for batch in token_batches(3, 1):
+        losses = [token_loss(m, batch[0]) for m in models]
+        sum(losses).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    alone = GeminiDDP(Tower(1), **SMALL)
+    train(alone, HybridAdam(alone.parameters()), token_batches(3, 1))
+    assert torch.equal(weights(models[1]), weights(alone))
+
+
+# -- bad input ---------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_wrapped_is_refused_and_left_alone():
+    module = Tower()
+    GeminiDDP(module)
+    with pytest.raises(ValueError, match=r"embed\.weight belongs to a GeminiDDP already"):
+        GeminiDDP(module)
+    empty = nn.Module()
+    empty.weight = nn.Parameter(torch.empty(3, device="meta"))
+    with pytest.raises(ValueError, match=r"weight of the root module .* on the meta device"):
+        GeminiDDP(empty)
+    integers = nn.Linear(3, 3)
+    integers.counts = nn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False)
+    with pytest.raises(ValueError, match=r"counts has dtype torch\.int64"):
+        GeminiDDP(integers)
+    assert {type(p) for p in integers.parameters()} == {nn.Parameter}
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"precision": "int8"}, ValueError, "precision='int8'"),
+        ({"placement_policy": "magic"}, ValueError, "placement_policy='magic'"),
+        ({"max_norm": -1.0}, ValueError, "max_norm=-1.0"),
+        ({"max_prefetch": -1}, ValueError, "max_prefetch=-1"),
+        ({"min_chunk_size_m": 0}, ValueError, "min_chunk_size_m=0"),
+        ({"device": "mps"}, ValueError, "device mps"),
+        ({"nonsense": 1}, TypeError, "nonsense"),
+    ],
+)
+def test_a_bad_option_is_named(options, error, said):
+    module = Tower()
+    with pytest.raises(error, match=said):
+        GeminiDDP(module, **options)
+    assert type(module.embed.weight) is nn.Parameter
+
+
+def test_bad_placements_are_named():
+    with pytest.raises(ValueError, match="shard_param_frac=2"):
+        StaticPlacement(2)
+    with pytest.raises(ValueError, match="warmup_non_model_data_ratio=1"):
+        AutoPlacement(warmup_non_model_data_ratio=1.0)
+
+
+def test_an_optimizer_over_other_parameters_is_refused():
+    model = GeminiDDP(Tower())
+    stranger = nn.Parameter(torch.zeros(3))
+    with pytest.raises(ValueError, match="together with others"):
+        HybridAdam([*model.parameters(), stranger])
+    HybridAdam(model.parameters())
+    with pytest.raises(ValueError, match="has an optimizer already"):
+        HybridAdam(model.parameters())
+
+
+def test_step_without_backward_is_refused():
+    model = GeminiDDP(Tower())
+    with pytest.raises(RuntimeError, match="without a gradient"):
+        HybridAdam(model.parameters()).step()

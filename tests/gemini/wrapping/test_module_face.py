@@ -1,0 +1,496 @@
+"""The wrapper as torch sees it: names, signature, state dicts, parents, and the way out."""
+
+import copy
+import inspect
+import io
+import pickle
+import weakref
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import nn
+
+from gemini import AutoPlacement, GeminiDDP, StaticPlacement
+from gemini.runtime.memory.backend import SimBackend
+from optim import HybridAdam
+from tests.support.loops import ADAM, PLACEMENTS, SMALL, Net, batch, difference, loss_of, wrapped
+from tests.support.models import Tower
+
+PLACES = ["resident", "host", "files"]
+
+
+def step(model, optimizer, seed=0):
+    loss_of(model, seed).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+# -- names and signature ---------------------------------------------------------------------
+
+
+def test_every_name_is_that_of_the_inner_module():
+    module = Tower()
+    want = {
+        "parameters": [n for n, _ in module.named_parameters()],
+        "state": list(module.state_dict()),
+        "modules": [n for n, _ in module.named_modules()],
+    }
+    model = GeminiDDP(module)
+    assert [n for n, _ in model.named_parameters()] == want["parameters"]
+    assert list(model.state_dict()) == want["state"]
+    assert [n for n, _ in model.named_modules()][1:] == want["modules"]  # the first is the wrapper
+    assert model.get_parameter("layers.2.1.weight") is module.layers[2][1].weight
+    parent = nn.ModuleDict({"backbone": model})
+    assert [n for n, _ in parent.named_parameters()] == [
+        f"backbone.{n}" for n in want["parameters"]
+    ]
+
+
+def test_forward_has_the_signature_and_the_docstring_of_the_inner_one():
+    class Named(nn.Linear):
+        def forward(self, input, scale: float = 2.0, *, labels=None):
+            """What it does."""
+            return super().forward(input) * scale
+
+    model = GeminiDDP(Named(3, 3), precision="fp32")
+    assert str(inspect.signature(model.forward)) == "(input, scale: float = 2.0, *, labels=None)"
+    assert model.forward.__doc__ == "What it does."
+    assert torch.equal(model(torch.ones(2, 3), 3.0), model.forward(torch.ones(2, 3), scale=3.0))
+
+
+def test_the_signature_keeps_nothing_alive():
+    model = GeminiDDP(Net(), precision="fp32")
+    dead = weakref.ref(model), weakref.ref(model.module)
+    del model
+    assert [ref() for ref in dead] == [None, None]
+
+
+# -- state dicts -----------------------------------------------------------------------------
+
+
+class Extra(nn.Module):
+    """A module with all that torch's state dicts know."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+        self.told = 0
+        self._register_load_state_dict_pre_hook(self._from_older)
+
+    def get_extra_state(self):
+        return {"told": self.told}
+
+    def set_extra_state(self, state):
+        self.told = state["told"]
+
+    def _from_older(self, state_dict, prefix, *_):
+        for name in ("weight", "bias"):
+            if f"{prefix}old.{name}" in state_dict:
+                state_dict[f"{prefix}body.{name}"] = state_dict.pop(f"{prefix}old.{name}")
+
+    def forward(self, x):
+        return self.norm(self.body(x))
+
+
+def test_a_state_dict_is_as_torch_makes_it():
+    module = Extra()
+    want = module.state_dict()
+    model = GeminiDDP(module)
+    state = model.state_dict()
+    assert isinstance(state, OrderedDict) and list(state) == list(want)
+    assert state._metadata.keys() == want._metadata.keys()
+    for name, value in want.items():
+        same = torch.equal(state[name], value) if isinstance(value, torch.Tensor) else None
+        assert same or state[name] == value, name
+
+
+def test_extra_state_and_hooks_of_loading_are_honoured():
+    model = GeminiDDP(Extra())
+    state = model.state_dict()
+    state["_extra_state"] = {"told": 7}
+    for name in ("weight", "bias"):
+        state[f"old.{name}"] = state.pop(f"body.{name}") + 1
+    model.load_state_dict(state)
+    assert model.module.told == 7
+    assert torch.equal(model.state_dict()["body.weight"], Extra().body.weight + 1)
+    with pytest.raises(RuntimeError, match=r"unexpected \['old\.weight'\]"):
+        GeminiDDP(Net()).load_state_dict({**Net().state_dict(), "old.weight": torch.ones(1)})
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_wrapped_child_is_saved_and_loaded_by_its_parent(place):
+    def parent(seed):
+        model, optimizer = wrapped(place=place)
+        for s in range(seed):
+            step(model, optimizer, s)
+        return nn.ModuleDict({"head": nn.Linear(3, 3), "backbone": model}), optimizer
+
+    first, _ = parent(2)
+    saved = first.state_dict()
+    assert "backbone.layers.0.weight" in saved
+    other, optimizer = parent(0)
+    keys = other.load_state_dict(saved)
+    assert keys.missing_keys == [] and keys.unexpected_keys == []
+    for name, value in other.state_dict().items():
+        assert torch.equal(value, saved[name]), name
+    step(other["backbone"], optimizer)  # masters followed
+    step(first["backbone"], _)
+    saved = first.state_dict()
+    moved = [name for name, v in other.state_dict().items() if not torch.equal(v, saved[name])]
+    assert all("backbone" in name for name in moved)
+
+    del saved["backbone.layers.1.bias"]
+    saved["backbone.new"] = torch.ones(1)
+    with pytest.raises(RuntimeError) as error:
+        other.load_state_dict(saved)
+    assert "backbone.layers.1.bias" in str(error.value) and "backbone.new" in str(error.value)
+    assert "backbone.module" not in str(error.value)
+    wrong = {**first.state_dict(), "backbone.layers.0.bias": torch.ones(2)}
+    with pytest.raises(RuntimeError, match=r"layers\.0\.bias: \(2,\) was given"):
+        other.load_state_dict(wrong)
+
+
+def test_a_parent_moves_trains_and_drops_gradients_of_a_wrapped_child():
+    model, _ = wrapped()
+    parent = nn.Sequential(model)
+    parent.to("cpu").eval()
+    assert not model.module.layers[0].training
+    loss_of(parent, 0).backward()
+    parent.zero_grad()
+    assert all(param.grad is None for param in model.parameters())
+    assert not any(chunk.gradient.exists for chunk in model.engine.chunks)
+
+
+# -- copies ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_parameters_are_pickled_and_copied_as_plain_tensors(place):
+    model, _ = wrapped(place=place)
+    want = {n: v.to(torch.float32) for n, v in Net(len(model.layers)).state_dict().items()}
+    file = io.BytesIO()
+    torch.save(model.module.state_dict(), file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    copied = copy.deepcopy(model.module.state_dict())
+    for name, param in model.named_parameters():
+        again = pickle.loads(pickle.dumps(param))
+        assert type(again) is nn.Parameter and again.requires_grad
+        detached = copy.deepcopy(param.detach())
+        for found in (loaded[name], copied[name], again.detach(), detached):
+            assert type(found) is torch.Tensor and torch.equal(found, want[name]), name
+
+
+def test_a_wrapped_module_is_not_copied_or_shared():
+    model, _ = wrapped()
+    for make in (lambda: copy.deepcopy(model), lambda: copy.deepcopy(model.module)):
+        with pytest.raises(TypeError, match="copy it before it is wrapped"):
+            make()
+    for share in (model.share_memory, model.module.share_memory):
+        with pytest.raises(RuntimeError, match="cannot be moved to shared memory"):
+            share()
+
+
+def test_the_address_of_a_released_parameter_is_not_given():
+    model, _ = wrapped(place="host")
+    weight = model.layers[0].weight
+    for read in (weight.data_ptr, weight.untyped_storage, weight.detach().data_ptr):
+        with pytest.raises(RuntimeError, match="released and gathered again"):
+            read()
+    with model.summon_full_params():
+        assert weight.data_ptr() == weight.detach().data_ptr() != 0
+    assert wrapped()[0].layers[0].weight.data_ptr() != 0
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_view_shows_the_leafs_own_node(place):
+    """torch's pipelining, and hooks in the manner of DDP, look for it this way."""
+    model, _ = wrapped(place=place)
+    for param in model.parameters():
+        nodes = {
+            view.grad_fn.next_functions[0][0]
+            for view in (param.view_as(param), param.expand_as(param), param.t(), param[:2])
+        }
+        assert len(nodes) == 1 and "AccumulateGrad" in str(nodes)
+
+
+# -- wrapping and the way back ---------------------------------------------------------------
+
+
+class Other(nn.Parameter):
+    pass
+
+
+def test_what_is_refused_is_left_as_it_was():
+    module = Net()
+    module.layers[1].weight = Other(module.layers[1].weight.detach())
+    before = {name: (type(p), p.dtype) for name, p in module.named_parameters()}
+    with pytest.raises(ValueError, match=r"layers\.1\.weight is a Other"):
+        GeminiDDP(module)
+    assert before == {name: (type(p), p.dtype) for name, p in module.named_parameters()}
+    module.layers[1].weight = nn.Parameter(module.layers[1].weight.detach())
+    GeminiDDP(module)
+
+
+@pytest.mark.parametrize("what", [[nn.Linear(2, 2)], None, torch.ones(2), Net])
+def test_what_is_no_module_is_refused_by_name(what):
+    with pytest.raises(ValueError, match=rf"module is a {type(what).__name__}"):
+        GeminiDDP(what)
+
+
+def test_a_module_of_torchscript_is_refused_by_name():
+    module = nn.Sequential(nn.Linear(3, 3), torch.jit.script(nn.Linear(3, 3)))
+    with pytest.raises(ValueError, match="1 is compiled by TorchScript"):
+        GeminiDDP(module)
+
+
+def test_a_split_parameter_is_refused_by_name():
+    class DTensor(torch.Tensor):  # torch's own needs a process group; it is known by its name
+        pass
+
+    module = Net()
+    del module.layers[0].bias
+    split = torch.ones(24).as_subclass(DTensor).requires_grad_()
+    module.layers[0]._parameters["bias"] = split
+    with pytest.raises(ValueError, match=r"layers\.0\.bias is a DTensor"):
+        GeminiDDP(module)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_unwrap_gives_the_plain_module_back(place, precision):
+    model, optimizer = wrapped(place=place, precision=precision)
+    params, kinds = dict(model.named_parameters()), {}
+    for seed in range(2):
+        step(model, optimizer, seed)
+    want = {name: value.clone() for name, value in model.state_dict().items()}
+    module = model.unwrap()
+    assert module is model.module
+    for name, param in module.named_parameters():
+        kinds[name] = type(param)
+        assert param is params[name] and param.dtype == torch.float32
+        assert torch.equal(param, want[name]) and param.grad is None
+    assert set(kinds.values()) == {nn.Parameter}
+    x, _ = batch(0)
+    plain = Net(len(module.layers))
+    plain.load_state_dict(want)
+    assert torch.equal(module(x), plain(x))
+    pickle.loads(pickle.dumps(module))
+    optimizer_of_torch = torch.optim.SGD(module.parameters(), lr=0.1)
+    loss_of(module, 0).backward()
+    optimizer_of_torch.step()
+    for use in (lambda: model(x), optimizer.step, model.unwrap):
+        with pytest.raises(RuntimeError, match=r"unwrapped|closed"):
+            use()
+    again = GeminiDDP(module, precision="fp32")
+    step(again, HybridAdam(again.parameters()))
+
+
+def test_unwrap_gives_files_back(tmp_path):
+    placement = AutoPlacement("100KiB", nvme_dir=str(tmp_path))
+    model, optimizer = wrapped(place="files", placement_policy=placement, precision="bf16")
+    step(model, optimizer)
+    assert len(list(tmp_path.iterdir())) > 1
+    model.unwrap()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_closing_the_optimizer_loses_no_bit_of_a_weight(place):
+    model, optimizer = wrapped(place=place, precision="bf16")
+    for seed in range(3):
+        step(model, optimizer, seed)
+    want = {name: value.clone() for name, value in model.state_dict().items()}
+    assert any(not torch.equal(v, v.bfloat16().float()) for v in want.values())
+    optimizer.close()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, want[name]), name
+    second = HybridAdam(model.parameters(), lr=0.1)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, want[name]), name
+    step(model, second)
+    second.close(keep_masters=False)
+    assert all(torch.equal(v, v.bfloat16().float()) for v in model.state_dict().values())
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_frozen_weights_are_given_back_as_they_came(place):
+    def build(depth=3):
+        module = Net(depth)
+        module.layers[0].requires_grad_(False)
+        return module
+
+    model, optimizer = wrapped(build, place, precision="bf16")
+    step(model, optimizer)
+    want = Net(len(model.layers)).layers[0]
+    for state in (model.state_dict(), dict(model.unwrap().state_dict())):
+        assert torch.equal(state["layers.0.weight"], want.weight)
+        assert torch.equal(state["layers.0.bias"], want.bias)
+
+
+# -- options ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+def test_batch_norms_run_in_every_precision_with_fp32_statistics(precision):
+    torch.manual_seed(0)
+    module = nn.Sequential(
+        nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5), nn.ReLU(), nn.Conv2d(5, 2, 3), nn.BatchNorm2d(2)
+    )
+    plain = copy.deepcopy(module)
+    model = GeminiDDP(module, precision=precision)
+    x = torch.randn(4, 3, 9, 9)
+    for _ in range(2):
+        y, want = model(x), plain(x)
+    assert y.dtype == {"bf16": torch.bfloat16}.get(precision, torch.float32)
+    bound = {"bf16": 0.1, "fp16": 0.01, "fp32": 1e-6}[precision]  # some roundings of values near 3
+    assert torch.allclose(y.float(), want, atol=bound)
+    y.float().pow(2).mean().backward()
+    HybridAdam(model.parameters()).step()
+    for name, buffer in model.named_buffers():
+        assert buffer.dtype == dict(plain.named_buffers())[name].dtype
+        assert torch.allclose(buffer.float(), dict(plain.named_buffers())[name].float(), rtol=0.05)
+
+
+def test_targets_keep_their_bits_where_inputs_are_not_cast():
+    class Inner(Net):
+        def forward(self, x, target):
+            self.seen = target.dtype, float(target[0, 0])
+            y = super().forward(x.to(self.layers[0].weight.dtype))
+            return (y.float() - target).pow(2).mean()
+
+    x, y = batch(0)
+    y[0, 0] = 1.001
+    model = GeminiDDP(Inner(), cast_inputs=False)
+    model(x, y).backward()
+    assert model.module.seen == (torch.float32, float(y[0, 0]))
+    model = GeminiDDP(Inner())
+    model(x, y)
+    assert model.module.seen[0] == torch.bfloat16
+
+
+def test_a_loss_scale_may_be_a_number_that_stays():
+    model = GeminiDDP(Net(), precision="fp16", loss_scale=512.0)
+    optimizer = HybridAdam(model.parameters())
+    for seed in range(3):
+        step(model, optimizer, seed)
+        assert optimizer.last_report.loss_scale == 512.0
+    with pytest.raises(ValueError, match="loss_scale='512'"):
+        GeminiDDP(Net(), precision="fp16", loss_scale="512")
+    with pytest.raises(ValueError, match="loss_scale is for precision"):
+        GeminiDDP(Net(), loss_scale=512.0)
+
+
+@pytest.mark.parametrize("place", list(PLACEMENTS))
+def test_a_module_with_nothing_to_train_is_evaluated(place):
+    def build(depth=3):
+        return Net(depth).requires_grad_(False)
+
+    module = build()
+    options = {"precision": "fp32", **SMALL, **PLACEMENTS[place](module)}
+    if place == "files":
+        options["placement_policy"] = StaticPlacement(offload_param_frac=1.0)
+        options["device"] = SimBackend()
+        del options["trace"]
+    model = GeminiDDP(module, **options)
+    x, _ = batch(0)
+    for _ in range(3):
+        assert torch.equal(model(x), Net()(x))
+    assert model.explain("layers.0.weight")
+    assert list(model.named_gradients()) == []
+
+
+def test_a_graph_from_before_a_step_is_refused_as_torch_does():
+    for place in PLACES:
+        model, optimizer = wrapped(place=place)
+        old = loss_of(model, 0)
+        step(model, optimizer, 1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            old.backward()
+        model.zero_grad()
+        step(model, optimizer, 2)
+
+
+def test_a_group_that_is_added_later_begins_to_count_then():
+    def loop(make, module):
+        early = list(module.parameters())[:2]
+        optimizer = make(early, **ADAM)
+        for seed in range(6):
+            if seed == 3:
+                optimizer.add_param_group({"params": list(module.parameters())[2:]})
+            step(module, optimizer, seed)
+        return optimizer
+
+    plain = Net()
+    loop(lambda ps, **kw: torch.optim.AdamW(ps, foreach=False, **kw), plain)
+    start = Net().state_dict()
+    for place in ("resident", "host"):
+        module = Net()
+        model = GeminiDDP(module, precision="fp32", **SMALL, **PLACEMENTS[place](module))
+        loop(HybridAdam, model)
+        for name, value in model.state_dict().items():
+            want = plain.state_dict()[name] - start[name]
+            error = (value - start[name] - want).norm() / want.norm()
+            assert float(error) < 1e-6, name
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+def test_frozen_weights_that_rounding_keeps_have_no_second_copy(rounded):
+    module = Net()
+    with torch.no_grad():
+        for param in module.layers[0].requires_grad_(False).parameters():
+            param.copy_(param.bfloat16())
+        module.layers[0].weight[-1, -1] += 1e-6 * rounded
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    model = GeminiDDP(module, precision="bf16", **SMALL)
+    HybridAdam(model.parameters())
+    assert bool(model.engine.originals.memory_bytes) == rounded
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("of", ["parameters", "inputs"])
+def test_autograd_grad_gives_what_torch_gives(place, of):
+    found = []
+    model, optimizer = wrapped(place=place)
+    for module in (Net(len(model.layers)), model):
+        x = batch(0)[0].requires_grad_()
+        wanted = [x] if of == "inputs" else list(module.parameters())
+        loss = module(x).pow(2).mean()
+        found.append(torch.autograd.grad(loss, wanted))
+        assert all(p.grad is None for p in module.parameters())
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-8)
+    step(model, optimizer)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_autograd_grad_in_fp16_carries_no_loss_scale(place):
+    """fp16 rounds gradients of about 0.01 to 2^-11 of themselves, some ten times on their way."""
+    found = []
+    model, optimizer = wrapped(place=place, precision="fp16", loss_scale=256.0)
+    for module in (Net(len(model.layers)), model):
+        x = batch(0)[0].requires_grad_()
+        loss = module(x).pow(2).mean()
+        found.append(torch.autograd.grad(loss, [x, *module.parameters()]))
+    for ours, theirs in zip(*found, strict=True):
+        assert float((theirs - ours.float()).norm() / ours.norm()) < 0.01
+    step(model, optimizer)
+    assert not optimizer.last_report.skipped
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_freezing_after_wrapping_stops_updates_and_thawing_resumes_them(place):
+    def loop(model, optimizer):
+        layers = getattr(model, "module", model).layers
+        for seed in range(6):
+            layers[1].requires_grad_(seed not in (1, 2))
+            layers[0].weight.requires_grad_(seed != 3)
+            step(model, optimizer, seed)
+
+    assert difference(loop, Net, place) < 1e-6

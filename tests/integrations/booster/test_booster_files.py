@@ -1,0 +1,307 @@
+"""What a Booster saves is what others read: formats, places, and a thread that writes."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import gemini
+from gemini.checkpoint import CheckpointError, FormatError, MismatchError
+from gemini.integrations import (
+    Booster,
+    GeminiPlugin,
+    HybridParallelPlugin,
+    LowLevelZeroPlugin,
+    TorchDDPPlugin,
+)
+from optim import HybridAdam
+from tests.support.models import Tower, token_batches, token_loss
+
+IDS = token_batches(1, 1)[0][0]
+ADAM = {"lr": 0.05, "eps": 0.1, "weight_decay": 0.1}
+
+
+def boosted(plugin, ours=True, steps=2, **options):
+    module = Tower()
+    optimizer = (HybridAdam if ours else torch.optim.AdamW)(module.parameters(), **ADAM, **options)
+    booster = Booster(plugin=plugin)
+    model, optimizer, *_ = booster.boost(module, optimizer)
+    for _ in range(steps):
+        booster.backward(token_loss(model, IDS), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    return booster, model, optimizer
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return boosted(GeminiPlugin(precision="bf16"))
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+FORMATS = {
+    "file": ("weights.bin", {}),
+    "safetensors": ("weights.safetensors", {}),
+    "safetensors by flag": ("weights", {"use_safetensors": True}),
+    "folder": ("folder", {"shard": True, "use_safetensors": True}),
+    "folder with prefix": ("named", {"shard": True, "prefix": "lm"}),
+}
+
+
+@pytest.mark.parametrize("use_async", [False, True])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_weights_load_into_plain_and_boosted_modules(trained, tmp_path, kind, use_async):
+    booster, model, _ = trained
+    name, options = FORMATS[kind]
+    path = tmp_path / name
+    booster.save_model(model, path, use_async=use_async, **options).wait()
+    wanted = dict(model.state_dict())
+    plain = Tower(seed=1)
+    assert booster.load_model(plain, path) is plain
+    assert same(dict(plain.state_dict()), wanted)
+    other, *_ = Booster(plugin=LowLevelZeroPlugin(precision="fp32")).boost(Tower(seed=1))
+    booster.load_model(other, str(path))
+    assert same(dict(other.state_dict()), wanted)
+    assert [p.name for p in tmp_path.iterdir()] == [name]  # nothing is left beside it
+    if kind == "file":
+        assert same(torch.load(path, weights_only=True), wanted)
+    if kind == "safetensors":
+        assert torch.equal(load_file(path)["embed.weight"], wanted["embed.weight"])
+
+
+def test_shards_have_the_size_and_the_prefix_that_were_asked_for(tmp_path):
+    booster = Booster()
+    big = nn.Sequential(*(nn.Linear(600, 600) for _ in range(3)))  # 1.4 MB each
+    booster.save_model(big, tmp_path / "shards", True, True, "lm", 2)
+    names = sorted(p.name for p in (tmp_path / "shards").iterdir())
+    assert names[0] == "lm.model-00001-of-00003.safetensors" and len(names) == 4
+    index = json.loads((tmp_path / "shards/lm.model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == set(names[:3])
+
+
+def test_transformers_reads_a_folder_and_load_checkpoint_reads_transformers(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=1, n_embd=12, n_head=2, vocab_size=61, n_positions=8)
+    module = transformers.GPT2LMHeadModel(config)
+    booster = Booster(plugin=GeminiPlugin(precision="bf16"))
+    model, *_ = booster.boost(module)
+    booster.save_model(model, tmp_path / "ours", shard=True, size_per_shard=1)
+    read = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "ours")
+    wanted = dict(model.state_dict())
+    assert same(dict(read.state_dict()), wanted)
+    read.save_pretrained(tmp_path / "theirs")  # tied weights under one name
+    fresh = transformers.GPT2LMHeadModel(config)
+    gemini.load_checkpoint(tmp_path / "theirs", fresh)
+    assert same(dict(fresh.state_dict()), wanted)
+    again, *_ = Booster(plugin=GeminiPlugin()).boost(transformers.GPT2LMHeadModel(config))
+    gemini.load_checkpoint(tmp_path / "theirs", again)
+    assert same(dict(again.state_dict()), wanted)
+
+
+@pytest.mark.parametrize("shard", [False, True])
+@pytest.mark.parametrize("use_async", [False, True])
+def test_an_optimizers_state_goes_from_plugin_to_plugin_bit_for_bit(tmp_path, shard, use_async):
+    """ZeRO-1 to Gemini with its state in files, and to torch's AdamW under DDP and back."""
+    booster, _, optimizer = boosted(LowLevelZeroPlugin(precision="fp32"))
+    booster.save_optimizer(optimizer, tmp_path / "zero", shard, use_async=use_async).wait()
+    wanted = optimizer.state_dict()["state"]
+    there, _, on_disk = boosted(GeminiPlugin(precision="fp32"), steps=0, nvme_offload_fraction=1.0)
+    there.load_optimizer(on_disk, tmp_path / "zero")
+    found = on_disk.state_dict()["state"]
+    assert all(same(found[name], wanted[name]) for name in wanted)
+    on_disk.close()
+    ddp, model, plain = boosted(TorchDDPPlugin(), ours=False, steps=0)
+    ddp.load_optimizer(plain, tmp_path / "zero")
+    for name, param in model.named_parameters():
+        for plane in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(plain.state[param][plane], wanted[name][plane])
+        assert float(plain.state[param]["step"]) == 2
+    assert plain.param_groups[0]["lr"] == ADAM["lr"]
+    ddp.save_optimizer(plain, tmp_path / "ddp", shard)
+    back, _, again = boosted(GeminiPlugin(precision="fp32"), steps=0)
+    back.load_optimizer(again, tmp_path / "ddp")
+    found = again.state_dict()["state"]
+    assert all(same(found[name], wanted[name]) for name in wanted)
+
+
+def test_an_optimizers_files_leave_the_weights_alone(tmp_path):
+    booster, model, optimizer = boosted(GeminiPlugin(precision="bf16"))
+    booster.save_optimizer(optimizer, tmp_path / "state", shard=True)
+    other, changed, resumed = boosted(GeminiPlugin(precision="bf16"), steps=1)
+    before = {name: value.clone() for name, value in changed.state_dict().items()}
+    other.load_optimizer(resumed, tmp_path / "state")
+    assert same(dict(changed.state_dict()), before)
+    with pytest.raises(MismatchError, match="missing"):
+        other.load_model(changed, tmp_path / "state")
+    assert not same(dict(model.state_dict()), before)
+
+
+def test_a_schedule_goes_on_where_it_was(tmp_path):
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0)
+    first = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 2], 0.1)
+    optimizer.step()
+    first.step()
+    Booster().save_lr_scheduler(first, tmp_path / "schedule")
+    second = torch.optim.lr_scheduler.MultiStepLR(optimizer, [5], 0.5)
+    Booster().load_lr_scheduler(second, tmp_path / "schedule")
+    assert second.state_dict() == first.state_dict()
+
+
+def test_what_is_no_such_file_is_said(tmp_path, trained):
+    booster, model, optimizer = trained
+    (tmp_path / "text").write_text("no state")
+    with pytest.raises(FormatError, match="holds no schedule"):
+        booster.load_lr_scheduler(None, tmp_path / "text")
+    with pytest.raises(FormatError, match="no file of torch"):
+        booster.load_optimizer(optimizer, tmp_path / "text")
+    torch.save({"a": torch.ones(1)}, tmp_path / "weights")
+    with pytest.raises(FormatError, match="expected a file of save_optimizer"):
+        booster.load_optimizer(optimizer, tmp_path / "weights")
+    with pytest.raises(FormatError, match="does not exist"):
+        booster.load_model(model, tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match="give a file, or shard=True"):
+        booster.save_model(model, tmp_path)
+    booster.save_model(model, tmp_path / "tower")
+    with pytest.raises(MismatchError, match="strict=False loads what does"):
+        booster.load_model(nn.Linear(3, 3), tmp_path / "tower")
+    booster.save_optimizer(optimizer, tmp_path / "state")
+    module = nn.Linear(3, 3)
+    other = Booster()
+    _, small, *_ = other.boost(module, torch.optim.AdamW(module.parameters()))
+    with pytest.raises(MismatchError, match="over the same parameters"):
+        other.load_optimizer(small, tmp_path / "state")
+
+
+def test_options_that_would_be_swallowed_are_refused(tmp_path, trained):
+    booster, model, optimizer = trained
+    for call, options, said in (
+        (booster.save_model, {"prefix": "lm"}, "prefix='lm' without shard=True"),
+        (booster.save_model, {"size_per_shard": 0}, "must be positive"),
+        (booster.save_optimizer, {"prefix": "lm"}, "expected none"),
+        (booster.save_optimizer, {"size_per_shard": 5}, "each rank writes one file"),
+        (booster.load_model, {"num_threads": 0}, "num_threads=0"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            subject = optimizer if call == booster.save_optimizer else model
+            call(subject, tmp_path / "x", **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp16_naive", "bf16"])
+def test_plain_modules_compute_in_the_precision_of_the_booster(precision, tmp_path):
+    """As the fp32 run, to what 16 bits hold; a loss scale that overflows skips, and is saved."""
+    losses = {}
+    for asked in (None, precision):
+        module = Tower()
+        optimizer = torch.optim.AdamW(module.parameters(), **ADAM)
+        booster = Booster(mixed_precision=asked, plugin=TorchDDPPlugin())
+        model, optimizer, *_ = booster.boost(module, optimizer)
+        assert model(IDS).dtype == torch.float32
+        losses[asked], steps = [], 0
+        while steps < 4:
+            loss = token_loss(model, IDS)
+            booster.backward(loss, optimizer)
+            optimizer.clip_grad_by_value(0.5)
+            before = next(model.parameters()).detach().clone()
+            optimizer.step()
+            optimizer.zero_grad()
+            if not torch.equal(before, next(model.parameters())):
+                steps += 1
+                losses[asked].append(loss.item())
+    # 8 or 11 bits, over four steps
+    assert losses[precision] == pytest.approx(losses[None], rel=0.03)
+    for shard in (False, True):
+        booster.save_optimizer(optimizer, tmp_path / f"{shard}", shard)
+        again = Tower()
+        other = torch.optim.AdamW(again.parameters(), **ADAM)
+        fresh = Booster(mixed_precision=precision, plugin=TorchDDPPlugin())
+        fresh.boost(again, other)
+        fresh.load_optimizer(other, tmp_path / f"{shard}")
+        if precision != "bf16":
+            assert other._extras.scaling.state == optimizer._extras.scaling.state
+
+
+def test_a_clip_in_fp16_is_behind_the_last_backward():
+    module = Tower()
+    optimizer = torch.optim.AdamW(module.parameters(), **ADAM)
+    booster = Booster(mixed_precision="fp16")
+    model, optimizer, *_ = booster.boost(module, optimizer)
+    booster.backward(token_loss(model, IDS), optimizer)
+    optimizer.clip_grad_by_norm(1.0)
+    with pytest.raises(RuntimeError, match="clip after the last backward"):
+        booster.backward(token_loss(model, IDS), optimizer)
+    with pytest.raises(RuntimeError, match="with a loss scale"):
+        optimizer.step(lambda: None)
+    optimizer.zero_grad()
+    booster.backward(token_loss(model, IDS), optimizer)
+    with pytest.raises(ValueError, match="expected a positive number"):
+        optimizer.clip_grad_by_value(0)
+    optimizer.step()
+
+
+def test_lora_trains_its_layers_alone_and_is_saved(tmp_path):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=r".*layers\.\d\.(1|3)", r=2)
+    plugin = LowLevelZeroPlugin(precision="fp32")
+    booster = Booster(plugin=plugin)
+    plain = Tower()
+    optimizer = torch.optim.AdamW(plain.parameters(), **ADAM)  # over the base's parameters
+    module = booster.enable_lora(plain, lora_config=config)
+    num_before = len(optimizer.param_groups[0]["params"])
+    plugin.add_lora_params_to_optimizer(module, optimizer)
+    assert len(optimizer.param_groups[0]["params"]) == num_before + 16
+    model, optimizer, *_ = booster.boost(module, optimizer)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    for _ in range(2):
+        booster.backward(token_loss(model, IDS), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    moved = {n for n, value in model.state_dict().items() if not torch.equal(value, before[n])}
+    assert moved and all(".lora_" in name for name in moved)
+    booster.save_lora_as_pretrained(model, tmp_path / "lora", use_safetensors=True)
+    saved = load_file(tmp_path / "lora/adapter_model.safetensors")
+    assert len(saved) == 16
+    again = booster.enable_lora(Tower(), pretrained_dir=tmp_path / "lora")
+    assert torch.equal(again.state_dict()[min(moved)], model.state_dict()[min(moved)]), (
+        "the layers that were trained"
+    )
+    for wrong, options in (
+        (model, {"lora_config": config}), (Tower(), {}), (Tower(), {"quantize": True}),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="expected"):
+            booster.enable_lora(wrong, **options)
+    with pytest.raises(ValueError, match=r"between booster.enable_lora and booster.boost"):
+        plugin.add_lora_params_to_optimizer(model, optimizer)
+    with pytest.raises(ValueError, match="has no LoRA layers"):
+        booster.save_lora_as_pretrained(Tower(), tmp_path / "none")
+
+
+def test_boosting_adds_nothing_to_a_step_of_gemini():
+    """The same classes with the same hooks as without a Booster, so the same step."""
+    module = Tower()
+    optimizer = HybridAdam(module.parameters())
+    model, boosted_, *_ = Booster(plugin=GeminiPlugin()).boost(module, optimizer)
+    assert type(boosted_) is HybridAdam and "step" not in vars(boosted_)
+    assert type(model) is type(gemini.GeminiDDP(Tower()))
+    assert not boosted_._optimizer_step_pre_hooks and not boosted_._optimizer_step_post_hooks
+
+
+def test_the_hybrid_plugin_scales_and_clips_in_every_step():
+    """Stage 0 in fp16: gradients of the step have the norm that was asked for, at most."""
+    module = Tower()
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    plugin = HybridParallelPlugin(tp_size=1, pp_size=1, initial_scale=2**5, max_norm=0.01)
+    booster = Booster(plugin=plugin)
+    model, optimizer, *_ = booster.boost(module, optimizer)
+    before = [param.detach().clone() for param in model.parameters()]
+    booster.backward(token_loss(model, IDS), optimizer)
+    optimizer.step()
+    pairs = zip(model.parameters(), before, strict=True)
+    moved = torch.cat([(a - b).detach().flatten() for a, b in pairs])
+    # SGD at rate 1 moves by the clipped gradient; weights are at most 4, in fp32
+    assert float(moved.norm()) == pytest.approx(0.01, rel=1e-3)

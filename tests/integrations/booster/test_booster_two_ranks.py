@@ -1,0 +1,176 @@
+"""What a Booster does between ranks, beside training: data, copies, LoRA, and errors on all."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from gemini.integrations import Booster, GeminiPlugin, LowLevelZeroPlugin, TorchFSDPPlugin
+from gemini.integrations.classic import (
+    ShardedModelV2,
+    col_model_deepcopy,
+    zero_model_wrapper,
+)
+from optim import HybridAdam, HybridSGD
+from tests.support.models import Tower, token_batches, token_loss
+from tests.support.workers import run_ranks
+
+SMALL = 2000 / 2**20
+
+
+def work(rank, folder):
+    """Each check's result, by name; on every rank the same checks in the same order."""
+    return {check.__name__: check(rank, Path(folder)) for check in CHECKS}
+
+
+def data(rank, folder):
+    dataset = TensorDataset(torch.arange(20))
+    loader = GeminiPlugin().prepare_dataloader(dataset, batch_size=5, shuffle=True, seed=3)
+    return [int(i) for (batch,) in loader for i in batch]
+
+
+def worker_seeds(rank, folder):
+    """What the two workers of each rank draw first; a rank of these tests may have no children."""
+    dataset = TensorDataset(torch.arange(4))
+    loader = GeminiPlugin().prepare_dataloader(dataset, num_workers=2, seed=7)
+    drawn = []
+    for worker in range(2):
+        loader.worker_init_fn(worker)
+        drawn.append(float(torch.rand(())))
+    return drawn
+
+
+def copies(rank, folder):
+    """Every rank has the whole weights, equal to rank 0's state dict."""
+    model, other = ShardedModelV2(Tower(), None), Tower(seed=1)
+    col_model_deepcopy(model, other)
+    return {name: value.clone() for name, value in other.state_dict().items()}
+
+
+def handled(rank, folder):
+    """Gradients that are mapped to a tenth move weights by a tenth, with SGD."""
+    moved = []
+    ids = token_batches(1, 2)[0][rank]
+    for factor in (1.0, 0.1):
+        model = zero_model_wrapper(Tower(), 2)
+        optimizer = HybridSGD(model.parameters(), lr=0.5)
+        token_loss(model, ids).backward()
+        model.map_gradients(lambda name, part, factor=factor: part * factor)
+        before = model.state_dict()
+        optimizer.step()
+        after = model.state_dict()
+        moved.append(sum(float((after[n] - before[n]).abs().sum()) for n in before))
+    return moved
+
+
+def lora(rank, folder):
+    peft = pytest.importorskip("peft")
+    booster = Booster(plugin=GeminiPlugin(precision="fp32", min_chunk_size_m=SMALL))
+    config = peft.LoraConfig(target_modules=r".*layers\.\d\.(1|3)", r=2)
+    module = booster.enable_lora(Tower(), lora_config=config)
+    optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=0.1)
+    model, optimizer, *_ = booster.boost(module, optimizer)
+    losses = []
+    for _ in range(3):
+        loss = token_loss(model, token_batches(1, 2)[0][rank])
+        booster.backward(loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    booster.save_lora_as_pretrained(model, folder / "lora")
+    dist.barrier()
+    return losses, sorted(path.name for path in (folder / "lora").iterdir())
+
+
+def fsdp_options(rank, folder):
+    """Meta parameters that `param_init_fn` makes, and rank 0's values where that is asked for."""
+    torch.manual_seed(rank)
+    module = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 2))
+    booster = Booster(plugin=TorchFSDPPlugin(sync_module_states=True))
+    model, *_ = booster.boost(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    synchronised = float(model(torch.ones(1, 6)).sum())
+    with torch.device("meta"):
+        empty = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 2))
+
+    def ones(inner):
+        for param in inner.parameters(recurse=False):
+            nn.init.ones_(param)
+
+    made, *_ = Booster(plugin=TorchFSDPPlugin(param_init_fn=ones)).boost(empty)
+    try:
+        with torch.device("meta"):
+            empty = nn.Linear(2, 2)
+        Booster(plugin=TorchFSDPPlugin()).boost(empty)
+        said = ""
+    except ValueError as error:
+        said = str(error)
+    return synchronised, float(made(torch.ones(1, 6)).sum()), said
+
+
+def alone(rank, folder):
+    """Rank 0 saves alone: an error on every rank that names the call. Last: the ranks part."""
+    module = Tower()
+    booster = Booster(plugin=LowLevelZeroPlugin(precision="fp32"))
+    model, optimizer, *_ = booster.boost(module, HybridAdam(module.parameters()))
+    try:
+        if rank == 0:
+            booster.save_model(model, folder / "alone")
+        else:
+            booster.save_optimizer(optimizer, folder / "other", shard=True)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+CHECKS = (data, worker_seeds, copies, handled, lora, fsdp_options, alone)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    return run_ranks(work, 2, str(tmp_path_factory.mktemp("ranks")))
+
+
+pytestmark = pytest.mark.dist
+
+
+def test_ranks_see_different_data_and_all_of_it(results):
+    one, two = (found["data"] for found in results)
+    assert sorted(one + two) == list(range(20)) and len(one) == len(two) == 10
+    drawn = [value for found in results for value in found["worker_seeds"]]
+    assert len(set(drawn)) == len(drawn) == 4
+
+
+def test_a_copy_is_whole_on_every_rank(results):
+    one, two = (found["copies"] for found in results)
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[n], two[n]) and torch.equal(one[n], v) for n, v in expected())
+
+
+def expected():
+    return Tower().state_dict().items()
+
+
+def test_gradients_are_mapped_over_all_shards(results):
+    whole, tenth = results[0]["handled"]
+    # fp32 weights near 1 whose updates are near 1e-3
+    assert tenth == pytest.approx(whole / 10, rel=1e-2) and whole > 0
+
+
+def test_lora_trains_and_is_saved_at_two_ranks(results):
+    losses, files = results[0]["lora"]
+    assert losses[-1] < losses[0] and "adapter_config.json" in files
+
+
+def test_fsdp_takes_rank_0s_values_and_makes_those_of_meta_parameters(results):
+    (one, made, said), (two, made_too, _) = (found["fsdp_options"] for found in results)
+    assert one == two
+    assert made == made_too == 2 * (8 * 7 + 1)
+    assert "param_init_fn=" in said
+
+
+def test_a_call_of_one_rank_alone_is_an_error_on_all(results):
+    for found in results:
+        assert "save_model" in found["alone"] and "save_checkpoint" in found["alone"]

@@ -1,0 +1,336 @@
+"""Every option of a plugin maps, is said to do nothing, or is refused with the remedy."""
+
+import dataclasses
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp.api import BackwardPrefetch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import gemini
+from gemini import AutoPlacement, ConstPlacement, GeminiDDP, StaticPlacement
+from gemini.integrations import (
+    Booster,
+    GeminiPlugin,
+    HybridParallelPlugin,
+    LowLevelZeroPlugin,
+    TorchDDPPlugin,
+    TorchFSDPPlugin,
+    parts,
+)
+from gemini.integrations.plugins.precision import FP16NaiveMixedPrecision, FP16TorchMixedPrecision
+from optim import HybridAdam, LossScale
+from tests.support.models import Tower, token_batches, token_loss
+
+HYBRID = {"tp_size": 1, "pp_size": 1}
+IDS = token_batches(1, 1)[0][0]
+
+
+def wrapped(plugin, module=None):
+    model, *_ = Booster(plugin=plugin).boost(module or Tower())
+    return model
+
+
+def test_options_of_gemini_reach_the_engine():
+    found = gemini.search_chunk_configuration(Tower(), 0, None, 3000 / 2**20, dtype="float32")
+    model = wrapped(
+        GeminiPlugin(
+            chunk_config_dict=found,
+            precision="fp32",
+            max_prefetch=2,
+            max_norm=0.5,
+            norm_type=1.0,
+            shard_param_frac=0.5,
+            offload_optim_frac=0.25,
+            offload_param_frac=0.0,
+        )
+    )
+    assert model.chunk_configuration is found
+    assert model.engine.numerics.clip.max_norm == 0.5
+    assert model.engine.numerics.clip.norm_type == 1.0
+    assert model.engine.planning.inputs.max_prefetch == 2
+    chunked = wrapped(GeminiPlugin(min_chunk_size_m=3000 / 2**20, search_range_m=0, hidden_dim=33))
+    assert max(chunked.chunk_configuration.capacities.values()) == 3000
+    scaled = wrapped(GeminiPlugin(initial_scale=2**5, hysteresis=3))
+    assert scaled.engine.scaler.options == LossScale(2.0**5, hysteresis=3)
+    outputs = wrapped(GeminiPlugin(precision="bf16", force_outputs_fp32=True))(IDS)
+    assert outputs.dtype == torch.float32
+    rounded = wrapped(GeminiPlugin(precision="bf16", master_weights=False))
+    assert not rounded.engine.numerics.master_weights
+    traced = gemini.trace(Tower(), (IDS,), precision="fp32")
+    assert wrapped(GeminiPlugin(memstats=traced, placement_policy="auto")).engine.planning.has_trace
+
+
+@pytest.mark.parametrize(
+    ("options", "placement"),
+    [
+        ({}, StaticPlacement()),
+        ({"shard_param_frac": 0.0, "offload_optim_frac": 1.0}, StaticPlacement(0.0, 1.0, 0.0)),
+        ({"placement_policy": "cuda"}, StaticPlacement(1.0, 0.0, 0.0)),
+        ({"placement_policy": "cpu"}, StaticPlacement(1.0, 1.0, 1.0)),
+        (
+            {"placement_policy": "auto", "warmup_non_model_data_ratio": 0.5,
+             "steady_cuda_cap_ratio": 0.7, "gpu_margin_mem_ratio": 0.5},
+            AutoPlacement(warmup_non_model_data_ratio=0.5, steady_cap_ratio=0.7),
+        ),
+        ({"placement_policy": ConstPlacement("1GiB")}, ConstPlacement("1GiB")),
+    ],
+)  # fmt: skip
+def test_policies_are_those_of_the_engine(options, placement):
+    assert GeminiPlugin(**options).placement() == placement
+
+
+REFUSED = [
+    (GeminiPlugin, {"placement_policy": "const"}, ValueError, "ConstPlacement"),
+    (GeminiPlugin, {"placement_policy": "gpu"}, ValueError, "is unknown"),
+    (GeminiPlugin, {"placement_policy": "auto", "shard_param_frac": 0.0}, ValueError,
+     "it is for placement_policy='static'"),
+    (GeminiPlugin, {"warmup_non_model_data_ratio": 0.5}, ValueError, "placement_policy='auto'"),
+    (GeminiPlugin, {"steady_cuda_cap_ratio": 0.5}, ValueError, "placement_policy='auto'"),
+    (GeminiPlugin, {"gpu_margin_mem_ratio": 0.5}, ValueError, "placement_policy='auto'"),
+    (GeminiPlugin, {"placement_policy": "auto", "gpu_margin_mem_ratio": 2}, ValueError, "outside"),
+    (GeminiPlugin, {"precision": "bf16", "initial_scale": 2**5}, ValueError, "precision='fp16'"),
+    (GeminiPlugin, {"hysteresis": 0}, ValueError, "hysteresis=0"),
+    (GeminiPlugin, {"chunk_config_dict": {2: {}}}, ValueError, "search_chunk_configuration"),
+    (GeminiPlugin, {"memstats": object()}, ValueError, "gemini.trace"),
+    (GeminiPlugin, {"tp_size": 2}, NotImplementedError, "tp_size=2 .*device mesh"),
+    (GeminiPlugin, {"tp_size": 0}, ValueError, "tp_size=0; expected 1 or more"),
+    (GeminiPlugin, {"extra_dp_size": 2}, NotImplementedError, "extra_dp_size=2"),
+    (GeminiPlugin, {"enable_sequence_parallelism": True}, NotImplementedError, "leave it away"),
+    (GeminiPlugin, {"enable_sequence_overlap": True}, NotImplementedError, "leave it away"),
+    (GeminiPlugin, {"use_fp8": True}, NotImplementedError, "use_fp8"),
+    (GeminiPlugin, {"fp8_communication": True}, NotImplementedError, "fp8_communication"),
+    (LowLevelZeroPlugin, {"stage": 3}, ValueError, "GeminiPlugin is ZeRO-3"),
+    (LowLevelZeroPlugin, {"communication_dtype": torch.int8}, ValueError,
+     "expected None, torch.bfloat16, torch.float16, torch.float32"),
+    (LowLevelZeroPlugin, {"communication_dtype": "half"}, ValueError, "expected None, torch.bf"),
+    (LowLevelZeroPlugin, {"reduce_bucket_size_in_m": 0}, ValueError, "must be positive"),
+    (LowLevelZeroPlugin, {"precision": "fp32", "initial_scale": 2**5}, ValueError, "'fp32'"),
+    (LowLevelZeroPlugin, {"use_fp8": True}, NotImplementedError, "use_fp8"),
+    (TorchDDPPlugin, {"fp8_communication": True}, NotImplementedError, "fp8_communication"),
+    (TorchFSDPPlugin, {"fp8_communication": True}, NotImplementedError, "fp8_communication"),
+    (TorchFSDPPlugin, {"sharding_strategy": ShardingStrategy.NO_SHARD}, ValueError,
+     "TorchDDPPlugin shards nothing"),
+    (TorchFSDPPlugin, {"backward_prefetch": BackwardPrefetch.BACKWARD_POST}, ValueError,
+     "BACKWARD_PRE"),
+    (TorchFSDPPlugin, {"mixed_precision": MixedPrecision(buffer_dtype=torch.bfloat16)}, ValueError,
+     "cast them yourself"),
+    (TorchFSDPPlugin, {"mixed_precision": MixedPrecision(keep_low_precision_grads=True)},
+     ValueError, "expected False"),
+    (HybridParallelPlugin, {"tp_size": 2, "pp_size": 1}, NotImplementedError, "tp_size=2"),
+    (HybridParallelPlugin, {"tp_size": 1, "pp_size": 2}, NotImplementedError, "pp_size=2"),
+    (HybridParallelPlugin, {**HYBRID, "sp_size": 2}, NotImplementedError, "sp_size=2"),
+    (HybridParallelPlugin, {**HYBRID, "zero_stage": 3}, ValueError, "zero_stage=3"),
+    (HybridParallelPlugin, {**HYBRID, "precision": "fp8"}, ValueError, "'fp16', 'bf16'"),
+    (HybridParallelPlugin, {**HYBRID, "num_microbatches": 2}, ValueError, "above 1"),
+    (HybridParallelPlugin, {**HYBRID, "cpu_offload": True}, ValueError, "zero_stage=1 or 2"),
+    (HybridParallelPlugin, {**HYBRID, "zero_stage": 1, "ddp_bucket_cap_mb": 5}, ValueError,
+     "zero_stage=0"),
+    (HybridParallelPlugin, {**HYBRID, "use_fp8": True}, NotImplementedError, "use_fp8"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("plugin", "options", "error", "said"), REFUSED)
+def test_an_option_without_a_meaning_here_is_refused_by_name(plugin, options, error, said):
+    with pytest.raises(error, match=said) as raised:
+        plugin(**options)
+    assert any(name in str(raised.value) for name in options)
+
+
+@pytest.mark.parametrize(
+    ("plugin", "options"),
+    [
+        *((GeminiPlugin, {name: True}) for name in (
+            "enable_gradient_accumulation", "pin_memory", "strict_ddp_mode",
+            "enable_all_optimization", "enable_fused_normalization", "enable_flash_attention",
+            "enable_jit_fused",
+        )),
+        (GeminiPlugin, {"chunk_init_device": torch.device("cpu")}),
+        (GeminiPlugin, {"enable_async_reduce": False}),
+        (LowLevelZeroPlugin, {"overlap_communication": False}),
+        (LowLevelZeroPlugin, {"overlap_communication": False, "stage": 2}),
+        (HybridParallelPlugin, {**HYBRID, "enable_flash_attention": True}),
+    ],
+)  # fmt: skip
+def test_an_option_that_changes_nothing_is_said_once(plugin, options, caplog, monkeypatch):
+    monkeypatch.setattr(parts, "_said", set())
+    with caplog.at_level(logging.INFO, "gemini"):
+        plugin(**options)
+        plugin(**options)
+    said = [r.message for r in caplog.records if "changes nothing here" in r.message]
+    assert len(said) == 1 and any(name in said[0] for name in options)
+
+
+def test_every_option_of_the_two_large_plugins_is_read():
+    """An option that no line of the plugin names would be swallowed."""
+    import inspect
+
+    from gemini.integrations.plugins import gemini_plugins, hybrid, zero_plugin
+
+    for plugin, module in (
+        (GeminiPlugin, gemini_plugins),
+        (LowLevelZeroPlugin, zero_plugin),
+        (HybridParallelPlugin, hybrid),
+    ):
+        source = inspect.getsource(module)
+        for field in dataclasses.fields(plugin):
+            is_scale = field.name in parts.LOSS_SCALE
+            assert is_scale or f"self.{field.name}" in source or f'"{field.name}"' in source
+
+
+def test_low_level_zero_is_stages_with_whole_parameters():
+    for stage in (1, 2):
+        plugin = LowLevelZeroPlugin(stage=stage, cpu_offload=True, precision="bf16", max_norm=1.0)
+        model = wrapped(plugin)
+        assert model.engine.all_gathered and model.engine.numerics.max_norm == 1.0
+        assert model.engine.planning.policy == StaticPlacement.zero(stage, cpu_offload=True)
+    bucket = wrapped(LowLevelZeroPlugin(precision="bf16", reduce_bucket_size_in_m=3000 / 2**20))
+    assert set(bucket.chunk_configuration.capacities.values()) == {3000}
+    targets = []
+
+    class Keeps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x, target):
+            targets.append(target.dtype)
+            return self.layer(x.to(self.layer.weight.dtype))
+
+    for cast in (True, False):
+        model = wrapped(LowLevelZeroPlugin(precision="bf16", cast_inputs=cast), Keeps())
+        model(torch.ones(2, 3), torch.ones(2))
+    assert targets == [torch.bfloat16, torch.float32]
+
+
+def test_the_overflows_of_the_first_large_scales_are_skipped():
+    """2**32 is far above what fp16 holds: steps are skipped until it fits, then weights move."""
+    model = Tower()
+    optimizer = HybridAdam(model.parameters(), lr=0.1)
+    booster = Booster(plugin=LowLevelZeroPlugin())
+    model, optimizer, *_ = booster.boost(model, optimizer)
+    skipped = []
+    for _ in range(40):
+        booster.backward(token_loss(model, IDS), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        skipped.append(optimizer.last_report.skipped)
+    assert skipped[0] and not skipped[-1]
+
+
+def test_verbose_prints_the_search_and_what_is_skipped(capsys):
+    model = Tower()
+    optimizer = HybridAdam(model.parameters(), lr=0.1)
+    plugin = GeminiPlugin(verbose=True, initial_scale=2**32)
+    booster = Booster(plugin=plugin)
+    model, optimizer, *_ = booster.boost(model, optimizer)
+    booster.backward(token_loss(model, IDS), optimizer)
+    optimizer.step()
+    printed = capsys.readouterr().out
+    assert "searching chunk configuration is completed" in printed
+    assert "step skipped: the gradient of" in printed
+
+
+def test_precision_belongs_to_the_plugin_that_has_one():
+    assert Booster(mixed_precision="fp16", plugin=GeminiPlugin()).plugin.own_precision == "fp16"
+    for asked in ("bf16", FP16TorchMixedPrecision()):
+        with pytest.raises(ValueError, match="set precision= on the plugin"):
+            Booster(mixed_precision=asked, plugin=GeminiPlugin())
+    with pytest.raises(ValueError, match="set precision="):
+        Booster(mixed_precision="bf16", plugin=TorchFSDPPlugin())
+    with pytest.raises(ValueError, match="apex is not needed"):
+        Booster(mixed_precision="fp16_apex", plugin=TorchDDPPlugin())
+    with pytest.raises(ValueError, match="expected one of"):
+        Booster(mixed_precision="fp8")
+    with pytest.raises(ValueError, match=r"torch.cuda.set_device"):
+        Booster(device="cpu", plugin=GeminiPlugin())
+    with pytest.raises(ValueError, match="such as GeminiPlugin"):
+        Booster(plugin="gemini")
+    with pytest.raises(ValueError, match="log_num_zeros_in_grad"):
+        FP16NaiveMixedPrecision(log_num_zeros_in_grad=True)
+
+
+def test_loaders_give_ranks_their_part_and_workers_their_seed():
+    data = TensorDataset(torch.arange(11))
+    loader = GeminiPlugin().prepare_dataloader(data, batch_size=3, shuffle=True, drop_last=True)
+    batches = [batch for (batch,) in loader]
+    assert [len(batch) for batch in batches] == [3, 3, 3]
+    seen = [sorted(torch.cat([b for (b,) in plugin_loader(data, seed)])) for seed in (1, 2)]
+    assert seen[0] == seen[1] == list(range(11))
+    assert isinstance(TorchFSDPPlugin().prepare_train_dataloader(data), DataLoader)
+
+    class Endless(IterableDataset):
+        def __iter__(self):
+            yield torch.ones(1)
+
+    with pytest.raises(ValueError, match="Split it by rank yourself"):
+        GeminiPlugin().prepare_dataloader(Endless())
+    with pytest.raises(ValueError, match="distributed_sampler_cls="):
+        GeminiPlugin().prepare_dataloader(data, sampler=range(3))
+    drawn = torch.rand(1)
+    parts._seed_worker(5, lambda worker: None, 0)
+    first = torch.rand(1)
+    parts._seed_worker(5, None, 1)
+    assert not torch.equal(torch.rand(1), first) and drawn.numel() == 1
+    parts._seed_worker(4, None, 1)
+    assert torch.equal(torch.rand(1), first)
+
+
+def plugin_loader(data, seed):
+    return GeminiPlugin().prepare_dataloader(data, batch_size=4, shuffle=True, seed=seed)
+
+
+def test_boost_says_what_is_wrong_with_its_arguments():
+    module, booster = Tower(), Booster(plugin=GeminiPlugin())
+    optimizer = HybridAdam(module.parameters())
+    loader, criterion = DataLoader(TensorDataset(IDS)), nn.CrossEntropyLoss()
+    with pytest.raises(TypeError, match="criterion is a DataLoader; write dataloader="):
+        booster.boost(module, optimizer, loader, criterion)
+    with pytest.raises(TypeError, match="write criterion= or lr_scheduler="):
+        booster.boost(module, optimizer, None, criterion)
+    with pytest.raises(TypeError, match="expected a function"):
+        booster.boost(module, optimizer, 3)
+    with pytest.raises(TypeError, match=r"expected a torch.optim.Optimizer"):
+        booster.boost(module, criterion)
+    with pytest.raises(TypeError, match=r"expected a torch.nn.Module"):
+        booster.boost(optimizer, module)
+    schedule = torch.optim.lr_scheduler.StepLR(HybridAdam(Tower().parameters()), 1)
+    with pytest.raises(ValueError, match="drives another optimizer"):
+        booster.boost(module, optimizer, lr_scheduler=schedule)
+    with pytest.raises(ValueError, match="not the module's"):
+        booster.boost(module, HybridAdam(Tower().parameters()))
+    with pytest.raises(ValueError, match="Adagrad has state of the plain module"):
+        booster.boost(module, torch.optim.Adagrad(module.parameters()))
+    assert not isinstance(module, GeminiDDP) and not hasattr(next(module.parameters()), "_gemini")
+    stepped = HybridAdam(module.parameters())
+    token_loss(module, IDS).backward()
+    stepped.step()
+    with pytest.raises(ValueError, match="boost first, then load its state"):
+        booster.boost(module, stepped)
+    with pytest.raises(NotImplementedError, match="pp_size above 1"):
+        booster.execute_pipeline(iter([]), module, criterion)
+    with pytest.raises(ValueError, match="expected the boosted model"):
+        booster.no_sync()
+    with pytest.raises(ValueError, match="was not boosted by this Booster"):
+        booster.save_optimizer(optimizer, "nowhere")
+
+
+def test_a_module_is_boosted_once():
+    for plugin in (GeminiPlugin(precision="fp32"), TorchDDPPlugin()):
+        booster = Booster(plugin=plugin)
+        model, *_ = booster.boost(Tower())
+        if plugin == TorchDDPPlugin():
+            model = nn.DataParallel(model)
+        with pytest.raises(ValueError, match="already"):
+            booster.boost(model)
+
+
+def test_fsdp_asks_for_a_group_and_an_optimizer_of_torchs():
+    module, booster = Tower(), Booster(plugin=TorchFSDPPlugin())
+    with pytest.raises(ValueError, match="or GeminiPlugin, which shards for this one"):
+        booster.boost(module, HybridAdam(module.parameters()))
+    with pytest.raises(ValueError, match="launch_from_torch"):
+        booster.boost(module, torch.optim.AdamW(module.parameters()))

@@ -1,0 +1,166 @@
+"""One training run through a Booster with every plugin, and the same with torch's DDP alone.
+
+A run accumulates under `no_sync`, clips by norm and by value, follows a StepLR that was made before
+boosting, saves in the middle, and goes on; another one resumes there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gemini.integrations import (
+    Booster,
+    GeminiPlugin,
+    HybridParallelPlugin,
+    LowLevelZeroPlugin,
+    TorchDDPPlugin,
+    TorchFSDPPlugin,
+)
+from optim import HybridAdam
+from tests.support.models import Tower, token_loss
+
+ROWS, MICRO, STEPS, HALF = 8, 2, 6, 3  # of a micro-batch over all ranks
+# eps so large that an update shows the gradient and not its sign alone
+ADAM = {"lr": 0.05, "eps": 0.1, "weight_decay": 0.1}
+SMALL = 2000 / 2**20  # of a chunk, in 2**20 elements
+PLUGINS: dict[str, Callable[[], object]] = {
+    "gemini": lambda: GeminiPlugin(precision="fp32", min_chunk_size_m=SMALL),
+    "gemini-auto": lambda: GeminiPlugin(
+        placement_policy="auto", precision="fp32", min_chunk_size_m=SMALL, max_prefetch=1
+    ),
+    "zero1": lambda: _zero(1),
+    "zero2": lambda: _zero(2),
+    "zero1-offloaded": lambda: _zero(1, cpu_offload=True),
+    "zero2-late": lambda: _zero(2, overlap_allgather=True, communication_dtype=torch.float32),
+    "ddp": TorchDDPPlugin,
+    "ddp-ours": TorchDDPPlugin,
+    "fsdp": lambda: TorchFSDPPlugin(
+        auto_wrap_policy=lambda module, recurse, nonwrapped_numel: (
+            recurse or isinstance(module, nn.Sequential)
+        )
+    ),
+    "hybrid": lambda: HybridParallelPlugin(tp_size=1, pp_size=1, precision="fp32"),
+    "hybrid-zero": lambda: HybridParallelPlugin(
+        tp_size=1, pp_size=1, precision="fp32", zero_stage=2
+    ),
+}
+NAMES = list(PLUGINS)
+
+
+def _zero(stage: int, **options: Any) -> LowLevelZeroPlugin:
+    return LowLevelZeroPlugin(stage=stage, precision="fp32", reduce_bucket_size_in_m=1, **options)
+
+
+def made(
+    name: str,
+) -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    """What a user has before boosting."""
+    model = Tower()
+    ours = name in ("gemini-auto", "ddp-ours")
+    optimizer = (HybridAdam if ours else torch.optim.AdamW)(model.parameters(), **ADAM)
+    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+
+def part(step: int, micro: int) -> Tensor:
+    """This rank's rows of a micro-batch."""
+    generator = torch.Generator().manual_seed(100 * step + micro)
+    rows = torch.randint(97, (ROWS, 9), generator=generator)
+    world, rank = dist.get_world_size(), dist.get_rank()
+    return rows[rank * ROWS // world : (rank + 1) * ROWS // world]
+
+
+def averaged(loss: Tensor) -> float:
+    loss = loss.detach().clone()
+    dist.all_reduce(loss)
+    return float(loss) / dist.get_world_size()
+
+
+def references() -> list[float]:
+    """Losses of torch's DDP."""
+    module, optimizer, schedule = made("ddp")
+    model = nn.parallel.DistributedDataParallel(module)
+    losses = []
+    for step in range(STEPS):
+        with model.no_sync():
+            first = token_loss(model, part(step, 0)) / MICRO
+            first.backward()
+        second = token_loss(model, part(step, 1)) / MICRO
+        second.backward()
+        if step % 2:
+            torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
+        else:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        losses.append(averaged(first + second))
+    return losses
+
+
+class Run:
+    """A boosted module with what belongs to it."""
+
+    def __init__(self, name: str) -> None:
+        module, optimizer, schedule = made(name)
+        self.booster = Booster(plugin=PLUGINS[name]())
+        self.model, self.optimizer, *_, self.schedule = self.booster.boost(
+            module, optimizer, lr_scheduler=schedule
+        )
+        assert self.optimizer is optimizer and self.schedule is schedule
+
+    def steps(self, first: int, last: int) -> list[float]:
+        losses = []
+        for step in range(first, last):
+            with self.booster.no_sync(self.model, self.optimizer):
+                one = token_loss(self.model, part(step, 0)) / MICRO
+                self.booster.backward(one, self.optimizer)
+            two = token_loss(self.model, part(step, 1)) / MICRO
+            self.booster.backward(two, self.optimizer)
+            if step % 2:
+                self.optimizer.clip_grad_by_value(0.01)
+            else:
+                self.optimizer.clip_grad_by_norm(max_norm=0.1)
+            self.optimizer.step()
+            self.schedule.step()
+            self.optimizer.zero_grad()
+            losses.append(averaged(one + two))
+        return losses
+
+    def save(self, folder: Path, shard: bool) -> None:
+        booster = self.booster
+        booster.save_model(self.model, folder / "model", shard, True, "", 10, use_safetensors=shard)
+        booster.save_optimizer(self.optimizer, folder / "optimizer", shard)
+        booster.save_lr_scheduler(self.schedule, folder / "schedule")
+
+    def load(self, folder: Path) -> None:
+        self.booster.load_model(self.model, folder / "model")
+        self.booster.load_optimizer(self.optimizer, folder / "optimizer")
+        self.booster.load_lr_scheduler(self.schedule, folder / "schedule")
+
+
+def all_runs(
+    rank: int, names: list[str], here: str, before: str | None
+) -> tuple[list[float], dict[str, list[float]], dict[str, list[float]]]:
+    """(DDP's losses, those of each plugin, those of each after it has resumed).
+
+    here: where checkpoints go, one a plugin. before: where another world size has left such; each
+    plugin resumes from what the next one in `NAMES` has saved there; else from its own.
+    """
+    losses, resumed = {}, {}
+    for i, name in enumerate(names):
+        run = Run(name)
+        losses[name] = run.steps(0, HALF)
+        run.save(Path(here) / name, shard=bool(i % 2))
+        losses[name] += run.steps(HALF, STEPS)
+    for i, name in enumerate(names):
+        other = name if before is None else names[(i + 1) % len(names)]
+        run = Run(name)
+        run.load(Path(before or here) / other)
+        resumed[name] = run.steps(HALF, STEPS)
+    return references(), losses, resumed

@@ -1,0 +1,195 @@
+"""Processes join by whatever started them; `python -m gemini run` says who failed first."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gemini.__main__ import main
+from gemini.integrations.launch import start as doors
+from gemini.integrations.run import chosen_hosts
+from tests.support.workers import run_processes
+
+ROOT = Path(__file__).resolve().parents[3]
+
+SCRIPT = """
+import os, signal, sys, time
+rank = int(os.environ["RANK"])
+print("hello", rank, sys.argv[1:], flush=True)
+if sys.argv[1:] == ["fail"]:
+    if rank == 1:
+        raise KeyError("the culprit")
+    time.sleep(100)
+if sys.argv[1:] == ["die"]:
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def test_without_torchrun_a_process_is_a_group_of_one(alone):
+    doors.launch_from_torch({})
+    assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 1, "gloo")
+    drawn = torch.rand(3)
+    doors.launch_from_torch()  # again: nothing happens
+    torch.manual_seed(1024)
+    assert torch.equal(torch.rand(3), drawn)
+    with pytest.raises(RuntimeError, match="launch once"):
+        doors.launch(1, 2, "localhost", 29500)
+    doors.DistCoordinator().destroy()
+    assert not dist.is_initialized()
+
+
+def test_configurations_and_strangers_are_refused(alone, monkeypatch):
+    with pytest.raises(ValueError, match="configuration files are gone"):
+        doors.launch_from_torch(config="./config.py")
+    with pytest.raises(ValueError, match="configuration files are gone"):
+        doors.launch(config={"fp16": 1}, rank=0, world_size=1, host="localhost", port=1)
+    monkeypatch.delenv("SLURM_PROCID", raising=False)
+    with pytest.raises(ValueError, match=r"SLURM_PROCID is not set; expected a process that srun"):
+        doors.launch_from_slurm("localhost", 29500)
+
+
+def test_the_parser_of_old_scripts():
+    parsed = doors.get_default_parser().parse_args(["--rank", "3", "--host", "h"])
+    assert (parsed.rank, parsed.host, parsed.port, parsed.backend) == (3, "h", 29500, "nccl")
+
+
+def test_the_coordinator_of_one_process(capsys):
+    coordinator = doors.DistCoordinator()
+    assert (coordinator.rank, coordinator.world_size, coordinator.local_rank) == (0, 1, 0)
+    assert coordinator.is_master() and coordinator.is_node_master()
+    assert coordinator.is_last_process()
+    coordinator.print_on_master("said")
+    coordinator.print_on_node_master("too")
+    with coordinator.priority_execution():
+        coordinator.block_all()
+    assert coordinator.on_master_only()(lambda: 3)() == 3
+    assert capsys.readouterr().out == "said\ntoo\n"
+    doors.get_dist_logger().info("from rank 0")
+    assert "[rank 0] from rank 0" in capsys.readouterr().err
+
+
+def _by_starter(rank, starter, port, folder):
+    names = {
+        "slurm": ("SLURM_PROCID", "SLURM_NPROCS", "SLURM_LOCALID"),
+        "openmpi": tuple(f"OMPI_COMM_WORLD_{n}" for n in ("RANK", "SIZE", "LOCAL_RANK")),
+    }[starter]
+    os.environ.update(zip(names, (str(rank), "2", str(rank)), strict=True))
+    getattr(doors, f"launch_from_{starter}")(host="localhost", port=port, config={})
+    coordinator, path = doors.DistCoordinator(), Path(folder) / "first"
+    with coordinator.priority_execution(executor_rank=1):
+        was_there = path.exists()
+        path.touch()
+    total = torch.ones(1) + rank
+    dist.all_reduce(total)
+    alone = coordinator.on_master_only()(lambda: "master")()
+    ends = coordinator.is_last_process(), coordinator.is_master(dist.group.WORLD)
+    coordinator.destroy()
+    return was_there, float(total), alone, ends
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("starter", ["slurm", "openmpi"])
+def test_ranks_join_by_their_starter_and_one_goes_first(starter, tmp_path):
+    results = run_processes(_by_starter, 2, starter, _free_port(), str(tmp_path))
+    assert results == [
+        (True, 3.0, "master", (False, True)), (False, 3.0, None, (True, False)),
+    ]  # fmt: skip
+
+
+def _free_port():
+    import socket
+
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        return found.getsockname()[1]
+
+
+def hosts(**given):
+    from argparse import Namespace
+
+    usual = {"host": None, "hostfile": None, "include": None, "exclude": None, "nnodes": None}
+    return chosen_hosts(Namespace(**{**usual, **given}))
+
+
+def test_hosts_are_chosen_by_name(tmp_path):
+    file = tmp_path / "hosts"
+    file.write_text("a slots=2\n# none\nb\n\nc\n")
+    assert hosts() == []
+    assert hosts(host="x, y") == ["x", "y"]
+    assert hosts(hostfile=file) == ["a", "b", "c"]
+    assert hosts(hostfile=file, nnodes=2) == ["a", "b"]
+    assert hosts(hostfile=file, include="c,a") == ["a", "c"]
+    assert hosts(hostfile=file, exclude="a") == ["b", "c"]
+    for wrong in (
+        {"include": "a"}, {"hostfile": file, "include": "z"}, {"host": "a", "hostfile": file},
+        {"host": "a", "nnodes": 2}, {"hostfile": file, "exclude": "a,b,c"},
+        {"hostfile": file, "include": "a", "exclude": "b"},
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="expected"):
+            hosts(**wrong)
+
+
+def gemini_run(tmp_path, *arguments, path=""):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "io")])}
+    environment["PATH"] = f"{path}{os.pathsep}{environment['PATH']}"
+    *flags, what = arguments
+    return subprocess.run(
+        [sys.executable, "-m", "gemini", "run", *flags, str(script), what],
+        env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+
+
+@pytest.mark.dist
+def test_run_starts_all_ranks_and_ends_with_the_first_error(tmp_path):
+    done = gemini_run(tmp_path, "--nproc_per_node", "2", "well")
+    assert done.returncode == 0, done.stderr
+    for rank in (0, 1):
+        assert f"[rank {rank}] hello {rank} ['well']" in done.stdout
+    done = gemini_run(tmp_path, "--nproc_per_node", "2", "fail")
+    assert done.returncode == 1
+    last = done.stderr.partition("rank 1 failed first:\n")[2]
+    assert last.endswith("KeyError: 'the culprit'\n") and "script.py" in last
+    done = gemini_run(tmp_path, "die")
+    assert done.returncode == 1 and "SIGKILL" in done.stderr
+
+
+@pytest.mark.dist
+def test_run_reaches_hosts_by_ssh_and_ends_all_where_one_fails(tmp_path):
+    ssh = tmp_path / "bin" / "ssh"
+    ssh.parent.mkdir()
+    ssh.write_text('#!/bin/sh\necho "$5" >> hosts\nfor last; do :; done\nexec sh -c "$last"\n')
+    ssh.write_text(ssh.read_text().replace("$5", "$3"))
+    ssh.chmod(0o755)
+    done = gemini_run(
+        tmp_path, "--host", "one,two", "--master_addr", "localhost", "--master_port",
+        str(_free_port()), "fail", path=str(ssh.parent),
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert sorted((tmp_path / "hosts").read_text().split()) == ["one", "two"]
+    assert "[rank 0] hello 0 ['fail']" in done.stdout
+    assert done.stderr.rstrip().endswith("KeyError: 'the culprit'")
+
+
+def test_check_is_the_doctor_and_benchmark_says_where_to_measure(capsys, tmp_path):
+    assert main(["check", "-i", "--dir", str(tmp_path)]) in (0, 1)
+    assert "torch" in capsys.readouterr().out
+    assert main(["benchmark"]) == 2
+    assert "bench.plan" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["run", "--include", "h", "script.py"])
+    assert "expected it beside them" in capsys.readouterr().err

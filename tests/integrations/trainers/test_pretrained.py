@@ -1,0 +1,269 @@
+"""Hugging Face folders straight into chunks and masters, and back; peft's adapters; trl."""
+
+import copy
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import gemini
+from gemini import GeminiDDP
+from gemini.checkpoint import FormatError
+from gemini.checkpoint.pretrained import load_pretrained, write_weights
+from optim import HybridAdam
+from tests.integrations.cases.trainer_runs import SMALL, checkpoints, model_and_data, run
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A folder that `save_pretrained` wrote in several files, and its model."""
+    model, _ = model_and_data()
+    model.save_pretrained(tmp_path / "hf", max_shard_size="20KB")
+    assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 2
+    return tmp_path / "hf", model
+
+
+def same_weights(state, model):
+    want = model.state_dict()
+    return state.keys() == want.keys() and all(torch.equal(state[k], want[k]) for k in want)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("index", [False, True])
+def test_a_folder_becomes_chunks_and_masters_and_comes_back(saved, tmp_path, precision, index):
+    folder, model = saved
+    path = folder / "model.safetensors.index.json" if index else folder
+    loaded = load_pretrained(path, precision=precision, **SMALL)
+    assert isinstance(loaded, GeminiDDP) and type(loaded.module) is type(model)
+    assert same_weights(loaded.state_dict(), model)  # fp32, though it computes in bf16
+    HybridAdam(loaded.parameters())  # masters begin from the files' values
+    assert same_weights(loaded.state_dict(), model)
+    write_weights(tmp_path / "back", loaded, max_shard_size="20KB")
+    again = type(model).from_pretrained(tmp_path / "back")
+    assert same_weights(again.state_dict(), model) and again.lm_head.weight is (
+        again.transformer.wte.weight
+    )
+
+
+def test_what_is_loaded_trains_as_what_is_wrapped(saved):
+    folder, model = saved
+    ids = torch.arange(32).reshape(2, 16)
+    losses = []
+    for one in (load_pretrained(folder, precision="fp32"), GeminiDDP(model, precision="fp32")):
+        optimizer = HybridAdam(one.parameters(), lr=0.01)
+        for _ in range(3):
+            loss = one(input_ids=ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[0] == losses[1]
+
+
+def test_the_dtype_is_the_files_unless_it_is_said(saved, tmp_path):
+    folder, model = saved
+    copy.deepcopy(model).to(torch.bfloat16).save_pretrained(tmp_path / "16")
+    loaded = load_pretrained(tmp_path / "16")
+    assert {value.dtype for value in loaded.state_dict().values()} == {torch.bfloat16}
+    raised = load_pretrained(tmp_path / "16", dtype=torch.float32)
+    assert {value.dtype for value in raised.state_dict().values()} == {torch.float32}
+    assert gemini.load_pretrained is load_pretrained and folder.exists()
+
+
+def test_a_base_model_and_one_with_a_head_read_each_other(saved, tmp_path):
+    from transformers import GPT2LMHeadModel, GPT2Model
+
+    folder, model = saved
+    base = load_pretrained(folder, GPT2Model, precision="fp32")
+    assert same_weights(base.state_dict(), model.transformer)
+    model.transformer.save_pretrained(tmp_path / "base")
+    head = load_pretrained(tmp_path / "base", GPT2LMHeadModel, precision="fp32")
+    assert same_weights(head.state_dict(), model)
+
+
+def test_buffers_come_with_the_weights(tmp_path):
+    from transformers import ResNetConfig, ResNetModel
+
+    config = ResNetConfig(embedding_size=4, hidden_sizes=[4], depths=[1], layer_type="basic")
+    model = ResNetModel(config)
+    model(torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(0)))
+    model.save_pretrained(tmp_path / "hf")
+    loaded = load_pretrained(tmp_path / "hf", precision="fp32")
+    assert same_weights(loaded.state_dict(), model)
+
+
+def test_what_does_not_fit_is_refused(saved, tmp_path):
+    from transformers import BertConfig, BertModel, GPT2ForSequenceClassification
+
+    folder, _ = saved
+    with pytest.raises(ValueError, match=r"the state dict has no values for score.weight"):
+        load_pretrained(folder, GPT2ForSequenceClassification)
+    with pytest.raises(FormatError, match="has weights of BertModel"):
+        load_pretrained(folder, BertModel, config=BertConfig(num_hidden_layers=1, hidden_size=24,
+                        num_attention_heads=2))  # fmt: skip
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": None}))
+    with pytest.raises(ValueError, match=r"no architecture; expected one of"):
+        load_pretrained(folder)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty/config.json").write_text(json.dumps(config))
+    with pytest.raises(FormatError, match="empty has no safetensors"):
+        load_pretrained(tmp_path / "empty")
+
+
+@pytest.mark.slow
+def test_a_trainer_takes_what_is_loaded(saved, tmp_path):
+    from gemini.integrations.transformers import GeminiTrainer
+
+    folder, model = saved
+    want = run(tmp_path, model)
+    loaded = load_pretrained(folder, precision="fp32", **SMALL)
+    got = run(tmp_path, loaded, cls=GeminiTrainer)
+    assert got.differs(want) < 1e-5 and got.trainer.model_wrapped is loaded
+    with pytest.raises(ValueError, match=r"precision 'fp32', and was wrapped without .*expected"):
+        run(tmp_path, load_pretrained(folder, precision="fp32"), cls=GeminiTrainer, bf16=True)
+
+
+MEMORY = """
+import gc, re, sys
+import torch
+import transformers
+from gemini import load_pretrained
+from gemini.checkpoint.pretrained import write_weights
+
+large, small, back = sys.argv[1:]
+def anonymous():
+    return int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
+
+peak = 0
+def watched(method):
+    def call(*args, **options):
+        global peak
+        result = method(*args, **options)
+        peak = max(peak, anonymous())
+        return result
+    return call
+
+write_weights(back + "/small", load_pretrained(small))  # what is imported and made once
+gc.collect()
+torch.Tensor.copy_, torch.Tensor.to = watched(torch.Tensor.copy_), watched(torch.Tensor.to)
+before = anonymous()
+model = load_pretrained(large, precision="bf16", min_chunk_size_m=0.5, search_range_m=0.5)
+loading, before, peak = peak - before, anonymous(), 0
+write_weights(back + "/large", model)
+print(loading, peak - before, sum(p.numel() for p in model.parameters()))
+"""
+
+
+@pytest.mark.slow
+def test_loading_and_saving_take_no_second_copy(tmp_path):
+    """bf16 weights and fp32 originals are 6 bytes a parameter; a chunk on its way is 6 more, and
+    a whole one of 2**20 elements that is written is 4 and its copy 4.
+
+    24 MiB: what the allocator keeps of freed buffers.
+    """
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(n_embd=512, n_layer=8, n_head=8, vocab_size=1000, n_positions=64)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "hf", max_shard_size="20MB")
+    model_and_data()[0].save_pretrained(tmp_path / "small")
+    places = [str(tmp_path / name) for name in ("hf", "small", "back")]
+    out = subprocess.run(
+        [sys.executable, "-c", MEMORY, *places], check=True, capture_output=True, text=True
+    ).stdout
+    loading, saving, numel = map(int, out.split()[-3:])
+    chunk, slack = 2**20, 24 * 2**20
+    assert numel > 25e6
+    assert loading < 6 * (numel + chunk) + slack
+    assert saving < 8 * chunk + slack
+
+
+LORA = {"r": 3, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": ["c_attn"]}
+
+
+def adapted():
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(5)
+    model, _ = model_and_data()
+    torch.manual_seed(5)
+    return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", fan_in_fan_out=True, **LORA))
+
+
+@pytest.mark.slow
+def test_lora_trains_saves_and_resumes_as_in_plain_trainer(tmp_path):
+    """1e-5: rounding in another order; the adapter alone has state, and is what is saved."""
+    from peft import PeftModel
+
+    from gemini.integrations.transformers import GeminiTrainer
+
+    saves = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2,
+             "load_best_model_at_end": True}  # fmt: skip
+    want = run(tmp_path / "a", adapted(), **saves)
+    got = run(tmp_path / "b", adapted(), cls=GeminiTrainer, **saves)
+    assert got.differs(want) < 1e-5
+    assert checkpoints(tmp_path / "a") == checkpoints(tmp_path / "b")
+    best = tmp_path / "b" / "checkpoint-6"
+    files = {path.name for path in best.iterdir()}
+    assert "adapter_model.safetensors" in files and "model.safetensors" not in files
+    plain = PeftModel.from_pretrained(model_and_data()[0], best)
+    state = got.trainer.model_wrapped.state_dict()
+    lora = {k: v for k, v in plain.state_dict().items() if "lora_" in k}
+    assert lora and all(torch.equal(state[name], value) for name, value in lora.items())
+    resumed = run(tmp_path / "c", adapted(), cls=GeminiTrainer, resume=tmp_path / "b/checkpoint-4")
+    assert torch.equal(resumed.steps, got.steps)
+
+
+def test_another_adapter_is_refused(tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    from gemini.checkpoint import CheckpointError
+    from gemini.integrations.adapters import load_adapter, write_adapter
+
+    write_adapter(tmp_path, GeminiDDP(adapted(), precision="fp32"))
+    other = LoraConfig(task_type="CAUSAL_LM", r=3, target_modules=["c_proj"], fan_in_fan_out=True)
+    with pytest.raises(CheckpointError, match="is of another adapter"):
+        load_adapter(tmp_path, GeminiDDP(get_peft_model(model_and_data()[0], other)))
+
+
+@pytest.mark.slow
+def test_a_trainer_of_trl_takes_the_mixin(tmp_path):
+    """SFTTrainer over rows of token ids, and over text by a tokenizer of its own."""
+    import datasets
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    from trl import SFTConfig, SFTTrainer
+
+    from gemini.integrations.transformers import GeminiTrainerMixin
+
+    class Sharded(GeminiTrainerMixin, SFTTrainer):
+        pass
+
+    words = {"<eos>": 0, "<pad>": 1, **{f"w{i}": i + 2 for i in range(90)}}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>", unk_token="<pad>"
+    )
+    model, _ = model_and_data()
+    rows = [{"text": " ".join(f"w{(7 * i + j) % 90}" for j in range(12))} for i in range(40)]
+    losses = []
+    for cls, options in ((SFTTrainer, {}), (Sharded, {"gemini": SMALL})):
+        arguments = SFTConfig(
+            str(tmp_path), max_steps=4, per_device_train_batch_size=2, logging_steps=1,
+            learning_rate=1e-2, adam_epsilon=1e-3, report_to=[], use_cpu=True, bf16=False,
+            disable_tqdm=True, max_length=16, gradient_accumulation_steps=2, seed=3,
+            dataloader_pin_memory=False, gradient_checkpointing=False, save_strategy="no",
+        )  # fmt: skip
+        trainer = cls(
+            copy.deepcopy(model), arguments, train_dataset=datasets.Dataset.from_list(rows),
+            processing_class=fast, **options,
+        )  # fmt: skip
+        trainer.train()
+        trainer.save_model()
+        losses.append([x["loss"] for x in trainer.state.log_history if "loss" in x])
+    assert len(losses[0]) == 4
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert type(model).from_pretrained(tmp_path).config.vocab_size == 97

@@ -1,0 +1,230 @@
+"""torch's optimizers become this project's: updates, schedulers, state, what is refused."""
+
+import copy
+import logging
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+
+from gemini import GeminiDDP
+from gemini.integrations.torch_optimizers import convert
+from optim import HybridAdam, HybridLion, HybridSGD
+from tests.support.loops import SMALL, Net, loss_of, updates
+
+STEPS = 4
+
+
+class Lion(torch.optim.Optimizer):
+    """Lion as its paper has it, with the options that others add."""
+
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.99), weight_decay=0.0, **more):
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, **more})
+
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                average = state.setdefault("exp_avg", torch.zeros_like(p))
+                first, second = group["betas"]
+                p.data.mul_(1 - group["lr"] * group["weight_decay"])
+                p.data.add_(average.lerp(p.grad, 1 - first).sign(), alpha=-group["lr"])
+                average.lerp_(p.grad, 1 - second)
+
+
+def adam(params):
+    return torch.optim.Adam(params, lr=1e-2, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.1)
+
+
+def sgd(params):
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1)
+
+
+MADE = {
+    "adamw": (lambda params: torch.optim.AdamW(params, lr=1e-2, eps=1e-3), HybridAdam),
+    "adamw, fused": (
+        lambda params: torch.optim.AdamW(params, lr=1e-2, eps=1e-3, fused=True), HybridAdam
+    ),
+    "adam with L2": (adam, HybridAdam),
+    "amsgrad, rate a tensor": (
+        lambda params: torch.optim.Adam(
+            params, lr=torch.tensor(1e-2), eps=1e-3, amsgrad=True, foreach=False
+        ),
+        HybridAdam,
+    ),
+    "sgd": (lambda params: torch.optim.SGD(params, lr=0.1, dampening=0.5), HybridSGD),
+    "sgd, nesterov": (sgd, HybridSGD),
+    "sgd, dampened, up": (
+        lambda params: torch.optim.SGD(params, 0.1, momentum=0.9, dampening=0.5, maximize=True),
+        HybridSGD,
+    ),
+    "lion": (lambda params: Lion(params, lr=1e-2, weight_decay=0.1), HybridLion),
+}  # fmt: skip
+
+
+def groups_of(module):
+    """Two groups of their own rates, one with a label of the user's."""
+    params = list(module.parameters())
+    return [{"params": params[:2], "name": "first"}, {"params": params[2:], "lr": 3e-3}]
+
+
+def train(module, optimizer, scheduler, first=0, steps=STEPS):
+    for seed in range(first, first + steps):
+        loss_of(module, seed).backward()
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        optimizer.zero_grad()
+
+
+def error(got, want):
+    """||update - torch's|| / ||torch's||."""
+    return float((updates(got) - updates(want)).norm() / updates(want).norm())
+
+
+@pytest.mark.parametrize(
+    ("wrapped", "scheduled"),
+    [("plain", "before"), ("before", "after"), ("before", "before"), ("after", "before")],
+)
+@pytest.mark.parametrize("name", MADE)
+def test_updates_and_schedules_are_torchs(name, wrapped, scheduled):
+    """1e-5: as `docs/numerics.md` has it for eager updates against torch's."""
+    make, ours = MADE[name]
+    want = Net()
+    theirs = make(groups_of(want))
+    train(want, theirs, StepLR(theirs, 1, 0.5))
+    module = model = Net()
+    if wrapped == "before":
+        model = GeminiDDP(module, precision="fp32", **SMALL)
+    given = make(groups_of(module))
+    groups = list(given.param_groups)
+    scheduler = StepLR(given, 1, 0.5) if scheduled == "before" else None
+    optimizer = convert(given)
+    scheduler = scheduler or StepLR(optimizer, 1, 0.5)
+    if wrapped == "after":
+        model = GeminiDDP(module, precision="fp32", **SMALL)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, optimizer, scheduler)
+    assert optimizer is given and type(optimizer) is ours
+    assert all(a is b for a, b in zip(groups, optimizer.param_groups, strict=True))
+    assert optimizer.param_groups[0]["name"] == "first"
+    rates = [[float(group["lr"]) for group in o.param_groups] for o in (optimizer, theirs)]
+    assert rates[0] == pytest.approx(rates[1], rel=1e-6)
+    assert error(model, want) < 1e-5
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("name", MADE)
+def test_state_that_it_has_goes_on(name, wrapped):
+    make, _ = MADE[name]
+    want = Net()
+    theirs = make(groups_of(want))
+    train(want, theirs, None)
+    module = Net()
+    given = make(groups_of(module))
+    train(module, given, None, steps=2)
+    if wrapped:
+        start = {id(p): i for i, p in enumerate(module.parameters())}
+        model = GeminiDDP(module, precision="fp32", **SMALL)
+        assert len(start) == len(list(model.parameters()))
+    else:
+        model = module
+    train(model, convert(given), None, first=2, steps=STEPS - 2)
+    assert error(model, want) < 1e-5
+
+
+def test_a_group_that_is_added_later_has_the_options_of_the_first():
+    module = Net()
+    optimizer = convert(torch.optim.AdamW(list(module.parameters())[:2], lr=0.3, eps=0.5))
+    optimizer.add_param_group({"params": list(module.parameters())[2:]})
+    assert optimizer.param_groups[1]["eps"] == 0.5
+    assert optimizer.param_groups[1]["weight_decay"] == 0.01
+
+
+def test_hooks_of_steps_follow():
+    optimizer, calls = torch.optim.AdamW(Net().parameters()), []
+    optimizer.register_step_post_hook(lambda *_: calls.append("step"))
+    convert(optimizer).step()
+    assert calls == ["step"]
+
+
+def test_it_says_once_what_it_did(caplog):
+    with caplog.at_level(logging.INFO, "gemini"):
+        convert(torch.optim.AdamW(Net().parameters()))
+    (record,) = [r for r in caplog.records if "goes on as" in r.message]
+    assert "AdamW goes on as HybridAdam, with the same groups" in record.message
+
+
+def test_state_goes_to_disk_where_that_is_asked_for(tmp_path):
+    module = Net()
+    optimizer = convert(
+        torch.optim.AdamW(module.parameters()),
+        nvme_offload_fraction=1.0, nvme_offload_dir=str(tmp_path),
+    )  # fmt: skip
+    train(module, optimizer, None, steps=1)
+    assert optimizer.nvme_bytes > 0 and list(tmp_path.iterdir())
+    optimizer.close()
+
+
+def test_ours_is_returned_as_it_is():
+    optimizer = HybridAdam(Net().parameters())
+    assert convert(optimizer) is optimizer
+    with pytest.raises(ValueError, match="cpu_path given with a HybridAdam; expected no options"):
+        convert(optimizer, cpu_path="eager")
+
+
+class Changed(torch.optim.AdamW):
+    """What a subclass does is unknown."""
+
+
+REFUSED = {
+    "another kind": (torch.optim.Adagrad, {}, "torch.optim.adagrad.Adagrad has no form"),
+    "a subclass": (Changed, {}, r"Changed has no form .* expected torch.optim.AdamW, Adam and SGD"),
+    "an update option": (torch.optim.AdamW, {"lr": 1.0}, "lr beside an optimizer of torch's"),
+    "an unknown option": (torch.optim.SGD, {"speed": 1}, "speed .* expected one of nvme_offload_f"),
+    "a bad place": (torch.optim.SGD, {"nvme_offload_fraction": 2}, "is outside"),
+    "a cautious lion": (
+        lambda params: Lion(params, caution=True), {}, "Lion has caution=True, which HybridLion"
+    ),
+    "a lion's own": (lambda params: Lion(params, foo=None), {}, "Lion has foo=None"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_has_no_meaning_here_is_refused_and_nothing_changes(case):
+    make, places, message = REFUSED[case]
+    optimizer = make(Net().parameters())
+    before, groups = dict(vars(optimizer)), copy.copy(optimizer.param_groups[0])
+    cls = type(optimizer)
+    with pytest.raises(ValueError, match=message):
+        convert(optimizer, **places)
+    assert type(optimizer) is cls and vars(optimizer) == before
+    assert optimizer.param_groups[0] == groups
+
+
+def test_a_decoupled_lion_is_refused():
+    lion = Lion(Net().parameters())
+    lion.decoupled_wd = True
+    with pytest.raises(ValueError, match="decoupled_weight_decay=True; expected weight decay"):
+        convert(lion)
+
+
+def test_a_replaced_step_is_refused():
+    optimizer = torch.optim.AdamW(Net().parameters())
+    optimizer.step = lambda: None
+    with pytest.raises(ValueError, match="step of this AdamW was replaced"):
+        convert(optimizer)
+
+
+def test_the_original_object_binds_when_its_module_is_wrapped_later():
+    """What converting made in between is gone by then."""
+    module = nn.Sequential(Net())
+    optimizer = convert(torch.optim.AdamW(module.parameters()))
+    model = GeminiDDP(module, precision="fp32", **SMALL)
+    loss_of(model, 0).backward()
+    model.clip_grad_norm_(0.5)
+    optimizer.step()
+    assert optimizer.last_report is not None and len(optimizer.targets) == 1

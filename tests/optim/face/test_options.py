@@ -1,0 +1,344 @@
+"""torch's options of Adam and SGD on plain modules: amsgrad, maximize, nesterov, dampening."""
+
+import copy
+from itertools import product
+
+import pytest
+import torch
+from torch import nn
+
+from kernels_triton.launch import is_interpreted
+from optim import FusedAdam, HybridAdam, HybridLion, HybridSGD, NvmeConfig
+from optim.plain.paths import TritonPath
+from optim.update.built_kernels import compiler
+from tests.support.plain_training import give_gradients, make_params, train, update_error
+
+SMALL = NvmeConfig(block_numel=1024)
+SHRINK = 0.3  # the largest v so far soon is an old one
+ADAM = [
+    {"amsgrad": True},
+    {"maximize": True},
+    {"amsgrad": True, "maximize": True},
+    {"amsgrad": True, "weight_decay": 0.1},
+    {"maximize": True, "weight_decay": 0.1},
+]
+SGD = [
+    {"maximize": True},
+    {"maximize": True, "weight_decay": 0.1},
+    {"momentum": 0.9, "maximize": True},
+    {"momentum": 0.9, "dampening": 0.5},
+    {"momentum": 0.9, "dampening": -0.5, "weight_decay": 0.1},
+    {"momentum": 0.9, "nesterov": True},
+    {"momentum": 0.9, "nesterov": True, "maximize": True, "weight_decay": 0.1},
+]
+
+
+def small_params():
+    return make_params(shapes=[(1,), (3,), (17,), (1023,), (1025,), (65, 77), (5, 3, 7)])
+
+
+def late(step):
+    """Parameters without a gradient: the fifth one joins at the third step, another skips one."""
+    return ((4,) if step < 2 else ()) + ((6,) if step == 1 else ())
+
+
+def run_adam(cls, options, **more):
+    params = small_params()
+    optimizer = cls(params, lr=1e-2, betas=(0.9, 0.9), **{"weight_decay": 0.0, **options}, **more)
+    return train(params, optimizer, 6, late, shrink=SHRINK), optimizer
+
+
+def adam_of_torch(options, adamw_mode=True):
+    cls = torch.optim.AdamW if adamw_mode else torch.optim.Adam
+    return run_adam(cls, options, foreach=False)[0]
+
+
+def run_sgd(cls, options, **more):
+    params = small_params()
+    optimizer = cls(params, lr=0.1, **options, **more)
+    return train(params, optimizer, 6, late), optimizer
+
+
+@pytest.fixture
+def on_triton(monkeypatch):
+    """The path of CUDA parameters for those of the CPU, in the interpreter."""
+    if not is_interpreted():
+        pytest.skip("needs Triton's interpreter")
+
+    def triton_path(rule, config, group_of, params):
+        return TritonPath(rule, rule.layout, group_of, params[0].device)
+
+    monkeypatch.setattr("optim.plain.target.make_path", triton_path)
+
+
+@pytest.mark.parametrize("adamw_mode", [True, False])
+@pytest.mark.parametrize("options", ADAM, ids=str)
+def test_adams_options_update_as_torchs(options, adamw_mode):
+    got, _ = run_adam(HybridAdam, options, adamw_mode=adamw_mode)
+    assert update_error(got, adam_of_torch(options, adamw_mode), small_params()) < 1e-6
+
+
+def test_the_largest_second_moment_matters_here():
+    """Else the tests above would pass without it."""
+    got, _ = run_adam(HybridAdam, {})
+    assert update_error(got, adam_of_torch({"amsgrad": True}), small_params()) > 0.05
+
+
+@pytest.mark.parametrize("options", SGD, ids=str)
+def test_sgds_options_give_the_bits_of_torch(options):
+    got, _ = run_sgd(HybridSGD, options)
+    want, _ = run_sgd(torch.optim.SGD, options, foreach=False)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.usefixtures("on_triton")
+@pytest.mark.parametrize("options", ADAM[2:4], ids=str)
+def test_adams_options_update_as_torchs_by_triton(options):
+    got, optimizer = run_adam(HybridAdam, options)
+    assert optimizer.last_report.update_path == "triton"
+    assert update_error(got, adam_of_torch(options), small_params()) < 1e-6
+
+
+@pytest.mark.usefixtures("on_triton")
+@pytest.mark.parametrize("options", [SGD[4], SGD[6]], ids=str)
+def test_sgds_options_update_as_torchs_by_triton(options):
+    got, optimizer = run_sgd(HybridSGD, options)
+    want, _ = run_sgd(torch.optim.SGD, options)
+    assert optimizer.last_report.update_path == "triton"
+    assert update_error(got, want, small_params()) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+def test_options_update_as_torchs_by_the_compiled_path():
+    for options in ADAM:
+        got, optimizer = run_adam(HybridAdam, options, cpu_path="compile")
+        assert optimizer.last_report.update_path == "cpu-compiled"
+        assert update_error(got, adam_of_torch(options), small_params()) < 1e-6
+    for options in SGD:
+        got, _ = run_sgd(HybridSGD, options, cpu_path="compile")
+        want, _ = run_sgd(torch.optim.SGD, options)
+        assert update_error(got, want, small_params()) < 1e-6
+
+
+@pytest.mark.parametrize("path", ["cpu", "triton"])
+@pytest.mark.parametrize(
+    ("kind", "options"), [("adam", ADAM[2]), ("sgd", SGD[4]), ("sgd", SGD[6])], ids=str
+)
+def test_options_give_the_same_bits_wherever_the_state_is(kind, options, path, tmp_path, request):
+    if path == "triton":
+        request.getfixturevalue("on_triton")
+    make, cls = {"adam": (run_adam, HybridAdam), "sgd": (run_sgd, HybridSGD)}[kind]
+    want, _ = make(cls, options)
+    for fraction in (0.4, 1.0):
+        nvme = {"nvme_offload_fraction": fraction, "nvme_offload_dir": tmp_path, "nvme": SMALL}
+        got, optimizer = make(cls, options, **nvme)
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        optimizer.close()
+
+
+def test_momentum_that_begins_later_begins_as_torchs():
+    for ours, theirs in zip(*momentum_that_begins_later(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.usefixtures("on_triton")
+def test_momentum_that_begins_later_begins_as_torchs_by_triton():
+    assert update_error(*momentum_that_begins_later(), small_params()) < 1e-6
+
+
+def momentum_that_begins_later():
+    results = []
+    for cls in (HybridSGD, torch.optim.SGD):
+        params = small_params()
+        optimizer = cls(params, lr=0.1)
+        train(params, optimizer, 2)
+        optimizer.param_groups[0]["momentum"] = 0.9
+        train(params, optimizer, 2, first=2)
+        optimizer.param_groups[0]["momentum"] = 0.0  # the buffer waits
+        train(params, optimizer, 1, first=4)
+        optimizer.param_groups[0]["momentum"] = 0.5
+        results.append(train(params, optimizer, 2, first=5))
+    return results
+
+
+# -- groups that differ --------------------------------------------------------------------------
+
+
+def two_groups(params):
+    return [{"params": params[:3], "amsgrad": True, "maximize": True}, {"params": params[3:]}]
+
+
+def run_two_groups(cls, **more):
+    params = small_params()
+    optimizer = cls(two_groups(params), lr=1e-2, betas=(0.9, 0.9), weight_decay=0.0, **more)
+    return train(params, optimizer, 6, shrink=SHRINK), optimizer
+
+
+@pytest.mark.parametrize("path", ["cpu", "triton"])
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+def test_groups_may_differ_in_amsgrad(fraction, path, tmp_path, request):
+    if path == "triton":
+        request.getfixturevalue("on_triton")
+    nvme = {"nvme_offload_fraction": fraction, "nvme_offload_dir": tmp_path, "nvme": SMALL}
+    got, _ = run_two_groups(HybridAdam, **nvme)
+    want, _ = run_two_groups(torch.optim.AdamW, foreach=False)
+    assert update_error(got[:3], want[:3], small_params()[:3]) < 1e-6
+    assert update_error(got[3:], want[3:], small_params()[3:]) < 1e-6
+
+
+def test_a_group_without_amsgrad_has_the_bits_that_it_has_alone():
+    got, optimizer = run_two_groups(HybridAdam)
+    alone = small_params()
+    plain = HybridAdam(alone, lr=1e-2, betas=(0.9, 0.9))
+    want = train(alone, plain, 6, shrink=SHRINK)
+    assert all(torch.equal(a, b) for a, b in zip(got[3:], want[3:], strict=True))
+    assert not optimizer.state[optimizer.param_groups[1]["params"][0]]["max_exp_avg_sq"].any()
+
+
+def test_a_group_with_amsgrad_may_be_added_later():
+    results = []
+    for cls in (HybridAdam, torch.optim.AdamW):
+        params = small_params()
+        optimizer = cls(params[:3], lr=1e-2, betas=(0.9, 0.9), weight_decay=0.0)
+        train(params[:3], optimizer, 2)
+        optimizer.add_param_group({"params": params[3:], "amsgrad": True})
+        results.append(train(params, optimizer, 5, first=2, shrink=SHRINK))
+    assert update_error(*results, small_params()) < 1e-6
+
+
+def test_amsgrad_that_is_asked_for_too_late_is_refused():
+    params = small_params()
+    optimizer = HybridAdam(params)
+    train(params, optimizer, 1)
+    before = [p.detach().clone() for p in params]
+    optimizer.param_groups[0]["amsgrad"] = True
+    give_gradients(params, 1)
+    with pytest.raises(ValueError, match="make the optimizer with amsgrad=True"):
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, params, strict=True))
+    saved = torch.optim.AdamW(params, amsgrad=True).state_dict()
+    optimizer.param_groups[0]["amsgrad"] = False
+    with pytest.raises(ValueError, match="make the optimizer with amsgrad=True"):
+        optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["amsgrad"] is False
+
+
+def test_bad_options_are_named():
+    params = small_params()
+    with pytest.raises(ValueError, match="nesterov=True with momentum=0 "):
+        HybridSGD(params, nesterov=True)
+    with pytest.raises(ValueError, match="dampening=0"):
+        HybridSGD(params, momentum=0.9, dampening=0.5, nesterov=True)
+    with pytest.raises(ValueError, match="dampening=nan"):
+        HybridSGD(params, momentum=0.9, dampening=float("nan"))
+    with pytest.raises(ValueError, match=r"dampening=0\.5 without momentum"):
+        HybridSGD(params, dampening=0.5)
+    with pytest.raises(TypeError):
+        HybridLion(params, maximize=True)
+    with pytest.raises(ValueError, match="FusedAdam got a parameter on cpu"):
+        FusedAdam(params, amsgrad=True, maximize=True)
+
+
+@pytest.mark.filterwarnings("ignore:.*duplicate parameters.*:UserWarning")
+def test_a_parameter_that_is_in_a_group_twice_is_refused():
+    """torch warns, and updates it twice a step."""
+    params = small_params()
+    optimizer = HybridAdam(params[:3])
+    with pytest.raises(ValueError, match="in its group twice"):
+        optimizer.add_param_group({"params": [params[3], params[4], params[3]]})
+    assert len(optimizer.param_groups) == 1
+
+
+# -- numbers that come as tensors ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", [HybridAdam, HybridSGD, HybridLion])
+def test_a_learning_rate_of_two_elements_is_refused_by_its_name(cls):
+    with pytest.raises(ValueError, match=r"lr is a tensor of shape \(2,\); expected one element"):
+        cls(small_params(), lr=torch.tensor([1e-3, 1e-3]))
+
+
+@pytest.mark.parametrize("cls", [HybridAdam, HybridLion])
+@pytest.mark.parametrize("pair", [(0.9, torch.tensor(0.99)), (torch.tensor(0.9), 0.99)])
+def test_betas_of_two_kinds_are_refused_as_by_torch(cls, pair):
+    with pytest.raises(ValueError, match=r"betas=.* expected two numbers .* or two tensors"):
+        cls(small_params(), betas=pair)
+
+
+def test_betas_of_tensors_are_numbers():
+    pair = (torch.tensor([[0.9]]), torch.tensor(0.9))
+    results = []
+    for cls in (HybridAdam, torch.optim.AdamW):
+        params = small_params()
+        results.append(train(params, cls(params, lr=1e-2, betas=pair, weight_decay=0.0), 4))
+    assert update_error(*results, small_params()) < 1e-6
+
+
+@pytest.mark.parametrize("cls", [HybridAdam, HybridSGD])
+def test_a_learning_rate_that_is_a_tensor_follows_its_schedule(cls):
+    theirs_cls = torch.optim.AdamW if cls is HybridAdam else torch.optim.SGD
+    results = []
+    for each in (cls, theirs_cls):
+        params = small_params()
+        optimizer = each(params, lr=torch.tensor(1e-2), weight_decay=0.0)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        for step in range(4):
+            give_gradients(params, step)
+            optimizer.step()
+            schedule.step()
+        assert isinstance(optimizer.param_groups[0]["lr"], torch.Tensor)
+        results.append(params)
+    assert update_error(*results, small_params()) < 1e-6
+
+
+# -- state dicts ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.6])
+@pytest.mark.parametrize(
+    ("kind", "options"), [*product(["adam"], ADAM[:3]), *product(["sgd"], SGD[2:])], ids=str
+)
+def test_state_dicts_with_options_go_to_torch_and_come_from_it(kind, options, fraction, tmp_path):
+    """The fifth parameter has no gradient before the third step: torch has no state of it."""
+    nvme = {"nvme_offload_fraction": fraction, "nvme_offload_dir": tmp_path, "nvme": SMALL}
+    ours_cls, theirs_cls = {
+        "adam": (HybridAdam, torch.optim.Adam), "sgd": (HybridSGD, torch.optim.SGD),
+    }[kind]  # fmt: skip
+    theirs = small_params()
+    torch_optimizer = theirs_cls(theirs, lr=1e-2, foreach=False, **options)
+    train(theirs, torch_optimizer, 2, late)
+    ours = [nn.Parameter(p.detach().clone()) for p in theirs]
+    optimizer = ours_cls(ours, lr=0.5, **nvme)
+    optimizer.load_state_dict(torch_optimizer.state_dict())
+    assert options.items() <= optimizer.param_groups[0].items()
+    start = [p.detach().clone() for p in ours]
+    got = train(ours, optimizer, 3, first=2)
+    want = train(theirs, torch_optimizer, 3, first=2)
+    assert update_error(got, want, start) < 1e-6
+    assert update_error(got[4:5], want[4:5], start[4:5]) < 1e-5  # one small tensor
+
+    ours = small_params()
+    optimizer = ours_cls(ours, lr=1e-2, **options, **nvme)
+    if kind == "adam":
+        optimizer.param_groups[0]["adamw_mode"] = False
+    train(ours, optimizer, 2, late)
+    back = [nn.Parameter(p.detach().clone()) for p in ours]
+    torch_back = theirs_cls(back, lr=0.5, foreach=False)
+    torch_back.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    start = [p.detach().clone() for p in ours]
+    got, want = train(ours, optimizer, 3, first=2), train(back, torch_back, 3, first=2)
+    assert update_error(got, want, start) < 1e-6
+    assert update_error(got[4:5], want[4:5], start[4:5]) < 1e-5
+
+
+def test_what_a_loaded_state_dict_lacks_begins_anew_as_in_torch():
+    results = []
+    for cls in (HybridAdam, torch.optim.AdamW):
+        params = small_params()
+        optimizer = cls(params, lr=1e-2, weight_decay=0.0)
+        empty = copy.deepcopy(optimizer.state_dict())
+        train(params, optimizer, 3)
+        optimizer.load_state_dict(empty)
+        results.append(train(params, optimizer, 2, first=3))
+    assert update_error(*results, small_params()) < 1e-6

@@ -1,0 +1,343 @@
+"""HybridAdam with state on disk: the bits of f = 0, whatever happens to disk and process."""
+
+import faulthandler
+import os
+import shutil
+import signal
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import nvme
+from gemini import GeminiDDP
+from optim import HybridAdam, NvmeConfig
+from optim.update.updaters import CpuUpdater
+from tests.nvme.common import ENGINES, engine_or_skip
+from tests.support.disks.faults import file_size_limit, flip
+from tests.support.models import Tower, token_batches, token_loss
+
+BLOCK = 1 << 14
+SHAPES = [(3,), (1023,), (401, 977), (7, 11, 13)]  # 25 blocks
+
+
+def make_params(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
+
+
+def make_optimizer(params, folder, fraction=1.0, budget=None, **nvme_options):
+    config = NvmeConfig(block_numel=BLOCK, **nvme_options)
+    return HybridAdam(
+        params,
+        lr=1e-2,
+        weight_decay=0.01,
+        nvme_offload_fraction=fraction,
+        nvme_offload_dir=folder,
+        nvme_write_budget=budget,
+        nvme=config,
+    )
+
+
+def one_step(params, optimizer, step):
+    generator = torch.Generator().manual_seed(100 + step)
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+    optimizer.step()
+
+
+def train(params, optimizer, steps, first=0):
+    for step in range(first, first + steps):
+        one_step(params, optimizer, step)
+    return copies(params)
+
+
+def copies(params):
+    return [p.detach().clone() for p in params]
+
+
+def same(got, want):
+    return all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def in_memory(steps, dtype=torch.float32):
+    params = make_params(dtype)
+    return train(params, make_optimizer(params, None, 0.0), steps)
+
+
+def state_of(optimizer):
+    return optimizer._targets[0]._tiers.nvme
+
+
+# -- the same bits --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_every_engine_gives_the_bits_of_memory(name, tmp_path):
+    engine_or_skip(name, tmp_path).close()
+    params = make_params()
+    optimizer = make_optimizer(params, tmp_path, 0.6, engine=name)
+    assert same(train(params, optimizer, 4), in_memory(4))
+    optimizer.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_several_folders_are_striped_by_their_measured_speed(tmp_path):
+    folders = [tmp_path / name for name in "ab"]
+    for folder in folders:
+        folder.mkdir()
+    params = make_params()
+    optimizer = make_optimizer(params, folders, allow_ram=True)
+    assert same(train(params, optimizer, 3), in_memory(3))
+    placed = state_of(optimizer).store.layout.file_of_block
+    assert min(placed.count(0), placed.count(1)) > len(placed) // 8
+    optimizer.close()
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.1, 0.37, 0.5, 0.999, 1.0])
+def test_the_fraction_is_one_of_bytes_and_met_within_a_block(fraction, tmp_path):
+    params = make_params()
+    optimizer = make_optimizer(params, tmp_path, fraction)
+    train(params, optimizer, 1)
+    tiers = optimizer._targets[0]._tiers
+    on_disk = sum(block.numel for block in tiers.nvme.blocks) * 8 if tiers.nvme else 0
+    assert abs(on_disk - fraction * tiers.space.numel * 8) <= BLOCK * 8
+    optimizer.close()
+
+
+# -- the pipeline ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_buffers_are_at_most_depth_plus_two_blocks(depth, tmp_path):
+    params = make_params()
+    optimizer = make_optimizer(params, tmp_path, depth=depth)
+    train(params, optimizer, 2)
+    block_bytes = BLOCK * (8 + 4)  # two moments, and what the parameters were
+    assert state_of(optimizer).staging_bytes == (depth + 2) * block_bytes
+    optimizer.close()
+
+
+def test_reads_of_the_next_step_begin_when_a_step_ends(tmp_path):
+    """They run while forward and backward do; the first blocks are those still in memory."""
+    params = make_params()
+    optimizer = make_optimizer(params, tmp_path, depth=3)
+    train(params, optimizer, 3)
+    state = state_of(optimizer)
+    assert len(state._reads) == 3
+    deadline = time.monotonic() + 10
+    while not all(one.ticket is None or one.ticket.ready() for one in state._reads):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    last_updated, moved = state._reads[0].block.id, optimizer.last_report.traffic
+    assert state._reads[0].ticket is None  # never left memory
+    assert moved.nvme_read < sum(block.numel for block in state.blocks) * 8
+    train(params, optimizer, 1, first=3)
+    assert state._reads[0].block.id != last_updated  # the order alternates
+    optimizer.close()
+
+
+def test_the_report_says_what_was_written_in_this_step_and_in_all(tmp_path):
+    params = make_params()
+    optimizer = make_optimizer(params, tmp_path)
+    per_step = []
+    for step in range(3):
+        one_step(params, optimizer, step)
+        per_step.append(optimizer.last_report.traffic.nvme_write)
+    state = state_of(optimizer)
+    assert per_step == [state.written_bytes_per_step] * 3
+    first_filling = sum(state.store.buffer_nbytes(b) for b in range(len(state.blocks)))
+    assert optimizer.last_report.nvme_written_total == sum(per_step) + first_filling
+    optimizer.close()
+
+
+# -- the write budget -----------------------------------------------------------------------------
+
+
+def test_a_budget_below_one_step_is_refused(tmp_path):
+    params = make_params()
+    optimizer = make_optimizer(params, tmp_path, budget="4MiB")
+    with pytest.raises(ValueError, match=r"nvme_write_budget=4.00 MiB is below the 4\..* MiB"):
+        one_step(params, optimizer, 0)
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ValueError, match="understood"):
+        make_optimizer(params, tmp_path, budget="lots")
+
+
+def test_the_step_that_would_pass_the_budget_changes_nothing(tmp_path):
+    params = make_params()
+    optimizer = make_optimizer(params, tmp_path, budget=20 << 20)
+    for step in range(3):
+        one_step(params, optimizer, step)
+    for _ in range(2):
+        with pytest.raises(nvme.WriteBudgetError, match=r"nvme_write_budget is 20\.00 MiB"):
+            one_step(params, optimizer, 3)
+    assert optimizer.last_report.nvme_written_total <= 20 << 20
+    assert same(copies(params), in_memory(3))
+    saved = optimizer.state_dict()  # what the message advises
+    other = make_params()
+    resumed = make_optimizer(other, None, 0.0)
+    with torch.no_grad():
+        for p, q in zip(other, params, strict=True):
+            p.copy_(q)
+    resumed.load_state_dict(saved)
+    assert same(train(other, resumed, 1, first=3), in_memory(4))
+    optimizer.close()
+
+
+# -- faults between steps -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fault", ["truncated", "emptied", "flipped"])
+def test_a_file_changed_between_steps_is_said_and_no_weight_changes(fault, dtype, tmp_path):
+    params = make_params(dtype)
+    optimizer = make_optimizer(params, tmp_path)
+    train(params, optimizer, 3)
+    before = copies(params)
+    store = state_of(optimizer).store
+    versions = store.layout.extents()[12]
+    middle = versions[store._index.entries[12].version].offset
+    if fault == "flipped":
+        flip(store.paths[0], middle + 77)
+    else:
+        os.truncate(store.paths[0], middle if fault == "truncated" else 0)
+    for _ in range(2):
+        with pytest.raises(nvme.NvmeError, match=rf"offset \d+.*{store.paths[0]}"):
+            one_step(params, optimizer, 3)
+        assert same(copies(params), before)
+    with pytest.raises(nvme.NvmeError, match="offset"):
+        optimizer.state_dict()
+    optimizer.close()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_an_emptied_file_leaves_the_weights_of_an_engine(precision, tmp_path):
+    """16-bit weights are restored from masters; those read before the file was lost, from RAM."""
+    model = GeminiDDP(Tower(), precision=precision, min_chunk_size_m=0.004)
+    optimizer = HybridAdam(
+        model.parameters(),
+        nvme_offload_fraction=1.0,
+        nvme_offload_dir=tmp_path,
+        nvme=NvmeConfig(block_numel=1024),
+    )
+    batches = [parts[0] for parts in token_batches(3, 1)]
+    for ids in batches[:2]:
+        token_loss(model, ids).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    before = [chunk.shard.clone() for chunk in model.engine.chunks]
+    os.truncate(state_of(optimizer).store.paths[0], 0)
+    token_loss(model, batches[2]).backward()
+    with pytest.raises((nvme.TransferError, nvme.ChecksumError)):  # writes may have made it longer
+        optimizer.step()
+    assert same([chunk.shard for chunk in model.engine.chunks], before)
+    if precision != "fp32":  # masters are gone, which nobody may miss
+        with pytest.raises((nvme.TransferError, nvme.ChecksumError)):
+            optimizer.close()
+    optimizer.close(keep_masters=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_removed_between_steps_changes_nothing(tmp_path):
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    params = make_params()
+    optimizer = make_optimizer(params, folder)
+    train(params, optimizer, 2)
+    shutil.rmtree(folder)
+    assert same(train(params, optimizer, 2, first=2), in_memory(4))
+    optimizer.close()
+
+
+@pytest.mark.parametrize("limit", [1 << 16, 3 << 20])
+def test_a_disk_that_fills_up_in_a_step_fails_it_and_the_next_one_is_right(limit, tmp_path):
+    params = make_params()
+    optimizer = make_optimizer(params, tmp_path)
+    train(params, optimizer, 2)
+    before = copies(params)
+    with file_size_limit(limit), pytest.raises(nvme.DiskFullError, match="EFBIG"):
+        one_step(params, optimizer, 2)
+    assert same(copies(params), before)
+    assert same(train(params, optimizer, 2, first=2), in_memory(4))
+    optimizer.close()
+
+
+def test_a_limit_on_file_size_refuses_the_state_before_anything_is_written(tmp_path):
+    params = make_params()
+    before = copies(params)
+    optimizer = make_optimizer(params, tmp_path)
+    with file_size_limit(1 << 20), pytest.raises(nvme.DiskFullError, match="cannot hold"):
+        one_step(params, optimizer, 0)
+    assert same(copies(params), before) and list(tmp_path.iterdir()) == []
+
+
+def test_a_forked_child_that_steps_is_refused_at_once(tmp_path):
+    params = make_params()
+    optimizer = make_optimizer(params, tmp_path)
+    train(params, optimizer, 2)
+    pid = os.fork()
+    if pid == 0:
+        faulthandler.dump_traceback_later(20, exit=True)  # it would wait for threads it has not
+        status = 1
+        try:
+            optimizer.step()
+        except nvme.NvmeError as error:
+            status = 0 if "forked" in str(error) else 2
+        finally:
+            os._exit(status)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert same(train(params, optimizer, 1, first=2), in_memory(3))
+    optimizer.close()
+
+
+# -- signals inside a step ------------------------------------------------------------------------
+
+
+class Shutdown(Exception):
+    """What a user's handler raises."""
+
+
+def raise_shutdown(number, frame):
+    raise Shutdown
+
+
+CASES = {
+    "ctrl-c": (signal.SIGINT, signal.default_int_handler, KeyboardInterrupt),
+    "sigterm": (signal.SIGTERM, signal.SIG_DFL, SystemExit),
+    "sigterm with a handler": (signal.SIGTERM, raise_shutdown, Shutdown),
+}
+
+
+@pytest.mark.parametrize("at", [1, 7, 25])
+@pytest.mark.parametrize("case", CASES)
+def test_a_signal_inside_a_step_is_a_failed_step(case, at, tmp_path, monkeypatch):
+    number, handler, expected = CASES[case]
+    params = make_params()
+    optimizer = make_optimizer(params, tmp_path)
+    train(params, optimizer, 2)
+    updated = []
+    original = CpuUpdater.update_staged
+
+    def send(self, block, planes, views):
+        updated.append(block.id)
+        if len(updated) == at:
+            os.kill(os.getpid(), number)
+        return original(self, block, planes, views)
+
+    old = signal.signal(number, handler)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(CpuUpdater, "update_staged", send)
+            with pytest.raises(expected) as raised:
+                one_step(params, optimizer, 2)
+        assert signal.getsignal(number) is handler
+    finally:
+        signal.signal(number, old)
+    if expected is SystemExit:
+        assert raised.value.code == 128 + signal.SIGTERM
+    completed = 2 if at < 25 else 3  # after the last block there is nothing left to stop
+    assert same(copies(params), in_memory(completed))
+    assert same(train(params, optimizer, 1, first=completed), in_memory(completed + 1))
+    optimizer.close()

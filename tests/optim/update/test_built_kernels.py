@@ -1,0 +1,361 @@
+"""The cache of compiled kernels and what a machine without a working compiler gets."""
+
+import logging
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from gemini import GeminiDDP
+from optim import HybridAdam
+from optim.rules import config
+from optim.rules.config import COMPILED_FROM_NUMEL, UpdateFacts, wants_compiled
+from optim.update import built_kernels
+from optim.update.built_kernels import KernelBuildError, kernels
+from optim.update.kernel_specs import SquaresSpec, UpdateSpec
+from tests.support.models import Tower, token_batches, token_loss
+from tests.support.workers import run_ranks
+
+SPEC = SquaresSpec("bfloat16", 1024)
+LARGE = UpdateFacts(COMPILED_FROM_NUMEL, has_master=True)
+
+
+NEEDS_COMPILER = pytest.mark.skipif(built_kernels.compiler() is None, reason="no C++ compiler")
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """Empty, on a machine with a compiler that fails, whatever this one has."""
+    give_compiler(monkeypatch, tmp_path, "exit 1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / built_kernels.FOLDER
+
+
+def give_compiler(monkeypatch, folder, script):
+    """Of all compilers only this one; it writes a line for each call that compiles."""
+    path = folder / "bin" / "g++"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    calls = folder / "calls"
+    path.write_text(
+        f'#!/bin/sh\ncase "$*" in *--version) echo fake 1.0; exit 0;; esac\n'
+        f"echo called >> {calls}\n{script}\n"
+    )
+    path.chmod(0o755)
+    monkeypatch.setenv("CXX", str(path))
+    return calls
+
+
+# -- the choice ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cpu_path", "facts", "compiled"),
+    [
+        ("auto", LARGE, True),
+        ("auto", UpdateFacts(COMPILED_FROM_NUMEL - 1, has_master=True), False),
+        ("auto", UpdateFacts(10**12, has_master=False), False),
+        ("auto", UpdateFacts(10**12, has_master=False, rounds_at_random=True), False),
+        ("eager", UpdateFacts(10**12, has_master=True), False),
+        ("compile", UpdateFacts(1, has_master=False), True),
+    ],
+)
+def test_the_path_follows_from_the_model_alone(cpu_path, facts, compiled):
+    assert wants_compiled(cpu_path, facts) is compiled
+
+
+def train(model, optimizer, batches):
+    for parts in batches:
+        token_loss(model, parts[0]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer.last_report.update_path
+
+
+def test_a_small_model_starts_no_compiler(cache, tmp_path, monkeypatch):
+    calls = give_compiler(monkeypatch, tmp_path, "exit 1")
+    model = GeminiDDP(Tower(), device="cpu")
+    assert train(model, HybridAdam(model.parameters()), token_batches(1, 1)) == "cpu"
+    assert not calls.exists() and not cache.exists()
+
+
+def large_tower(cpu_path="auto", **options):
+    model = GeminiDDP(Tower(), device="cpu", **options)
+    return model, HybridAdam(model.parameters(), lr=1e-2, cpu_path=cpu_path)
+
+
+@pytest.fixture
+def every_model_is_large(monkeypatch):
+    monkeypatch.setattr(config, "COMPILED_FROM_NUMEL", 1)
+
+
+def test_without_a_compiler_auto_is_eager_and_says_so_once(
+    cache, monkeypatch, caplog, every_model_is_large
+):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    model, optimizer = large_tower()
+    assert train(model, optimizer, token_batches(2, 1)) == "cpu"
+    (record,) = [r for r in caplog.records if r.levelno >= logging.WARNING]
+    assert "not compiled" in record.message and "install g++" in record.message
+    with pytest.raises(KernelBuildError, match="install g"):
+        large_tower("compile")
+
+
+@pytest.mark.slow
+def test_the_last_lines_of_a_compiler_that_fails_are_told(
+    cache, tmp_path, monkeypatch, caplog, every_model_is_large
+):
+    calls = give_compiler(monkeypatch, tmp_path, "echo cc1plus: out of memory >&2; exit 1")
+    model, optimizer = large_tower()
+    assert train(model, optimizer, token_batches(1, 1)) == "cpu"
+    assert calls.exists()
+    starting, failing = (r.message for r in caplog.records if r.levelno >= logging.WARNING)
+    assert "once for this machine" in starting
+    assert "cc1plus: out of memory" in failing and len(failing.splitlines()) < 15
+    with pytest.raises(KernelBuildError, match="cc1plus: out of memory"):
+        large_tower("compile")
+    assert sorted(p.name for p in cache.iterdir()) == ["lock"]
+
+
+def test_a_compiler_that_hangs_is_ended(cache, tmp_path, monkeypatch):
+    monkeypatch.setattr(built_kernels, "BUILD_SECONDS", 0.2)
+    give_compiler(monkeypatch, tmp_path, "sleep 600")
+    started = time.monotonic()
+    with pytest.raises(KernelBuildError, match="more than 0 s"):
+        kernels([SPEC])
+    assert time.monotonic() - started < 20
+    assert sorted(p.name for p in cache.iterdir()) == ["lock"]
+
+
+def without_compiler_on_rank_1(rank):
+    config.COMPILED_FROM_NUMEL = 1
+    if rank == 1:
+        os.environ["CXX"] = "no-such-compiler"
+    model, optimizer = large_tower(min_chunk_size_m=0.004)
+    path = train(model, optimizer, token_batches(1, 2))
+    model, error = GeminiDDP(Tower(), device="cpu"), None
+    try:
+        HybridAdam(model.parameters(), cpu_path="compile")
+    except KernelBuildError as raised:
+        error = str(raised)
+    return path, error
+
+
+@NEEDS_COMPILER
+@pytest.mark.dist
+@pytest.mark.slow
+def test_if_one_rank_cannot_compile_none_does():
+    found = run_ranks(without_compiler_on_rank_1, 2)
+    assert [path for path, _ in found] == ["cpu", "cpu"]
+    assert all("rank 1: no C++ compiler" in error for _, error in found)
+
+
+# -- the folder ------------------------------------------------------------------------------
+
+
+def test_a_folder_that_others_can_write_to_is_refused(cache):
+    cache.mkdir(parents=True)
+    cache.chmod(0o770)
+    with pytest.raises(KernelBuildError, match="can be written by others"):
+        kernels([SPEC])
+
+
+def test_a_folder_of_another_user_is_refused(cache, monkeypatch):
+    cache.mkdir(parents=True, mode=0o700)
+    owner = cache.stat().st_uid
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    with pytest.raises(KernelBuildError, match="belongs to another user"):
+        kernels([SPEC])
+
+
+@pytest.mark.parametrize("target", ["ours", "missing"])
+def test_a_link_in_the_place_of_the_cache_is_refused(target, cache, tmp_path):
+    cache.parent.mkdir(parents=True, mode=0o700)
+    (tmp_path / "ours").mkdir(mode=0o700)
+    cache.symlink_to(tmp_path / target)
+    with pytest.raises(KernelBuildError, match=f"{built_kernels.FOLDER} is a link"):
+        kernels([SPEC])
+    assert list((tmp_path / "ours").iterdir()) == [] and not (tmp_path / "missing").exists()
+
+
+def test_a_link_in_the_place_of_a_library_is_refused(cache, tmp_path):
+    path = path_of(SPEC, cache)
+    (tmp_path / "other.so").write_bytes(b"\x7fELF")
+    path.symlink_to(tmp_path / "other.so")
+    with pytest.raises(KernelBuildError, match=r"\.so is a link"):
+        kernels([SPEC])
+
+
+def test_a_home_that_is_a_link_is_followed_once(tmp_path, monkeypatch):
+    """The path that is used has no link in it: it cannot lead elsewhere after it was checked."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "home").symlink_to("disk")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    assert built_kernels._cache_folder() == (tmp_path / "disk").resolve() / built_kernels.FOLDER
+
+
+@pytest.mark.parametrize("mode, sticky_mode", [(0o777, 0o1777), (0o775, 0o1775)])
+def test_a_folder_above_in_which_others_can_rename_is_refused(
+    mode, sticky_mode, tmp_path, monkeypatch
+):
+    above = tmp_path / "above"
+    (above / "cache").mkdir(parents=True)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(above / "cache"))
+    monkeypatch.setattr(built_kernels, "_is_private_group", lambda gid: False)
+    above.chmod(mode)
+    with pytest.raises(KernelBuildError, match=f"because they can write to {above}, and code"):
+        built_kernels._cache_folder()
+    above.chmod(sticky_mode)
+    built_kernels._cache_folder()
+    if mode == 0o775:
+        above.chmod(mode)
+        monkeypatch.setattr(built_kernels, "_is_private_group", lambda gid: True)
+        built_kernels._cache_folder()
+
+
+def test_a_folder_above_of_another_user_is_refused(tmp_path, monkeypatch):
+    above = tmp_path / "above"
+    above.mkdir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(above))
+    real, mine = os.stat, os.geteuid()
+
+    def stat_of_another(path, **options):
+        found = real(path, **options)
+        if os.fspath(path) != os.fspath(above):
+            return found
+        return os.stat_result([*found[:4], mine + 7, *found[5:10]])
+
+    monkeypatch.setattr(os, "stat", stat_of_another)
+    with pytest.raises(KernelBuildError, match=f"because they can write to {above}, and code"):
+        built_kernels._cache_folder()
+
+
+@pytest.mark.parametrize("name, members, private", [
+    ("me", [], True), ("me", ["me"], True), ("me", ["you"], False), ("users", [], False),
+])  # fmt: skip
+def test_a_group_is_private_that_has_the_users_name_and_nobody_else(
+    name, members, private, monkeypatch
+):
+    user = SimpleNamespace(pw_name="me")
+    group = SimpleNamespace(gr_name=name, gr_mem=members)
+    monkeypatch.setattr(built_kernels.pwd, "getpwuid", lambda uid: user)
+    monkeypatch.setattr(built_kernels.grp, "getgrgid", lambda gid: group)
+    assert built_kernels._is_private_group(5) is private
+
+
+def test_a_library_that_others_can_write_to_is_refused(cache):
+    path = path_of(SPEC, cache)
+    path.write_bytes(b"\x7fELF")
+    path.chmod(0o622)
+    with pytest.raises(KernelBuildError, match="can be written by others"):
+        kernels([SPEC])
+    path.chmod(0o600)
+    with pytest.raises(KernelBuildError, match="does not load"):
+        kernels([SPEC])
+
+
+def test_no_folder_is_told(tmp_path, monkeypatch):
+    give_compiler(monkeypatch, tmp_path, "exit 1")
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(KernelBuildError, match="XDG_CACHE_HOME"):
+        kernels([SPEC])
+
+
+def path_of(spec, cache):
+    """Where the library of a specification is looked for on this machine."""
+    built_kernels._cache_folder()
+    return cache / f"{spec.name}-{built_kernels._digest(spec, built_kernels.compiler())}.so"
+
+
+def test_another_processor_compiler_or_formula_is_another_library(cache, tmp_path, monkeypatch):
+    adam = UpdateSpec("optim.adam:AdamRule", "bfloat16", "bfloat16", True)
+    here = [path_of(adam, cache)]
+    assert path_of(adam, cache) == here[0]
+    here.append(path_of(UpdateSpec("optim.adam:AdamRule", "bfloat16", "float32", True), cache))
+    here.append(path_of(UpdateSpec("optim.lion:LionRule", "bfloat16", "bfloat16", True), cache))
+    monkeypatch.setattr(torch, "__version__", "2.99")
+    here.append(path_of(adam, cache))
+    monkeypatch.setattr(built_kernels, "_processor", lambda: "with fewer instructions")
+    here.append(path_of(adam, cache))
+    give_compiler(monkeypatch, tmp_path / "other", "exit 1")
+    here.append(path_of(adam, cache))
+    formulas = tmp_path / "formulas.py"
+    formulas.write_text("# another")
+    monkeypatch.setattr(built_kernels.formulas, "__file__", str(formulas))
+    here.append(path_of(adam, cache))
+    assert len(set(here)) == len(here)
+
+
+# -- real builds -----------------------------------------------------------------------------
+
+BUILD = """
+import logging, sys
+logging.basicConfig(format="%(message)s")
+from optim.update.built_kernels import kernels
+from optim.update.kernel_specs import SquaresSpec
+import torch
+(kernel,) = kernels([SquaresSpec("bfloat16", 1024)])
+print(kernel(torch.ones(2048, dtype=torch.bfloat16))[0].tolist())
+"""
+
+
+def environment(**more):
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **more}
+
+
+@NEEDS_COMPILER
+@pytest.mark.slow
+def test_two_processes_build_once_as_ranks_and_whatever_their_settings(tmp_path):
+    """TRITON_INTERPRET, one OpenMP thread, and what torchrun sets, do not reach the compiler."""
+    odd = {
+        "XDG_CACHE_HOME": str(tmp_path), "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1",
+        "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "nowhere", "MASTER_PORT": "1",
+        "TORCHELASTIC_RUN_ID": "x", "PYTHONWARNINGS": "error::FutureWarning",
+        "TORCHDYNAMO_DISABLE": "1",
+    }  # fmt: skip
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", BUILD], env=environment(**odd, RANK=str(rank)), text=True,
+            cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    said = [process.communicate(timeout=240) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], said
+    assert [out.strip() for out, _ in said] == ["[1024.0, 1024.0]"] * 2
+    assert sum("once for this machine" in errors for _, errors in said) == 1
+    folder = tmp_path / built_kernels.FOLDER
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert sorted(p.suffix for p in folder.iterdir()) == ["", ".so"]
+
+
+LOAD = """
+import sys, torch
+from optim.adam import AdamRule
+from optim.update.compiled_path import CompiledUpdate
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+before = resident()
+CompiledUpdate(AdamRule(), [(torch.bfloat16, torch.bfloat16, True)])
+assert resident() - before < 20 << 20, resident() - before
+assert "torch._inductor" not in sys.modules and "torch._dynamo" not in sys.modules
+"""
+
+
+@NEEDS_COMPILER
+@pytest.mark.slow
+def test_loading_takes_no_compiler_into_the_process():
+    for _ in range(2):  # built by the first one, if nobody did before
+        done = subprocess.run(
+            [sys.executable, "-c", LOAD], env=environment(), capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+
+
+def test_the_compiler_of_the_doctor_is_the_one_that_is_used():
+    assert built_kernels.compiler() is None or Path(built_kernels.compiler()).exists()

@@ -1,0 +1,152 @@
+"""What only a GPU can show: no synchronisation, CUDA graphs, launches a step, memcheck."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from gemini import GeminiDDP
+from optim import HybridAdam
+from optim.adam import AdamRule
+from optim.rules.clipping import Clip
+from optim.state.pieces import Piece
+from optim.update.triton_path import TritonUpdater
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+RULE = AdamRule()
+HYPER = RULE.hyper(
+    {
+        "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1,
+        "adamw_mode": True, "bias_correction": True, "amsgrad": False, "maximize": False,
+    }
+)  # fmt: skip
+
+
+@pytest.fixture
+def no_synchronisation():
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def five_hundred_tensors():
+    params = [nn.Parameter(torch.randn(1 + 37 * i, device="cuda")) for i in range(500)]
+    for p in params:
+        p.grad = torch.randn_like(p)
+    return params
+
+
+def test_a_step_on_a_plain_module_never_waits(no_synchronisation):
+    torch.cuda.set_sync_debug_mode("default")
+    params = five_hundred_tensors()
+    optimizer = HybridAdam(params, lr=1e-3)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
+    optimizer.step()
+    torch.cuda.set_sync_debug_mode("error")
+    for _ in range(3):
+        schedule.step()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(("precision", "max_norm"), [("bf16", 1.0), ("fp16", 1.0), ("fp16", 0.0)])
+def test_a_step_of_an_engine_never_waits_and_its_report_is_read_later(
+    no_synchronisation, precision, max_norm
+):
+    """With the loss scale too, and with a clip that is called for each step."""
+    torch.cuda.set_sync_debug_mode("default")
+    model = GeminiDDP(
+        nn.Sequential(nn.Linear(64, 999), nn.Linear(999, 64)),
+        precision=precision,
+        max_norm=max_norm,
+    )
+    optimizer = HybridAdam(model.parameters(), lr=1e-3)
+    x = torch.randn(8, 64, device="cuda")
+    for step in range(4):
+        torch.cuda.set_sync_debug_mode("error" if step > 1 else "default")
+        model(x).float().pow(2).mean().backward()
+        if max_norm == 0:
+            optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.cuda.set_sync_debug_mode("default")
+    assert optimizer.last_report.grad_norm > 0 and not optimizer.last_report.skipped
+
+
+def pieces_and_slabs(numels=(1000, 4096, 100_003)):
+    total = sum(-(-n // 64) * 64 for n in numels)
+    slabs = {name: torch.zeros(total, device="cuda") for name in ("exp_avg", "exp_avg_sq")}
+    pieces, at = [], 0
+    for i, n in enumerate(numels):
+        planes = tuple(slab[at : at + n] for slab in slabs.values())
+        param, grad = torch.randn(n, device="cuda"), torch.randn(n, device="cuda")
+        pieces.append(Piece(param, grad, None, planes, HYPER, 0, i))
+        at += -(-n // 64) * 64
+    return pieces, slabs
+
+
+def test_a_step_is_captured_in_a_graph_and_replayed():
+    runs = []
+    for captured in (False, True):
+        torch.manual_seed(0)
+        pieces, slabs = pieces_and_slabs()
+        updater = TritonUpdater(RULE, RULE.layout, [0] * 3, torch.device("cuda"))
+        updater.set_limits(Clip(max_norm=0.5))
+
+        def step(updater=updater, pieces=pieces, slabs=slabs):
+            updater.measure(pieces)
+            updater.begin([HYPER], with_norm=True)
+            updater.update(pieces, slabs)
+
+        step()
+        if captured:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                step()
+            for _ in range(3):
+                graph.replay()
+        else:
+            for _ in range(3):
+                step()
+        torch.cuda.synchronize()
+        assert updater.steps.tolist() == [4, 4, 4]
+        runs.append([piece.param.clone() for piece in pieces])
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_norm_clip_and_update_of_500_tensors_are_at_most_three_launches():
+    """Sums of tiles; the prologue, which finishes them; the update."""
+    pieces, slabs = pieces_and_slabs([1 + 37 * i for i in range(500)])
+    updater = TritonUpdater(RULE, RULE.layout, [0] * 500, torch.device("cuda"))
+    updater.set_limits(Clip(max_norm=0.5))
+    with torch.profiler.profile() as profile:
+        for turn in range(2):
+            if turn:
+                torch.cuda.synchronize()
+            updater.measure(pieces)
+            updater.begin([HYPER], with_norm=True)
+            updater.update(pieces, slabs)
+        torch.cuda.synchronize()
+    kernels = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    ours = [name for name in kernels if name.endswith("_kernel")]
+    assert len(ours) <= 2 * 3
+
+
+def test_memcheck_is_clean():
+    tool = shutil.which("compute-sanitizer")
+    if tool is None:
+        pytest.skip("compute-sanitizer is not installed")
+    script = Path(__file__).parent / "small_steps.py"
+    out = subprocess.run(
+        [tool, "--error-exitcode", "1", sys.executable, str(script)],
+        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": ":".join(sys.path)},
+    )  # fmt: skip
+    assert out.returncode == 0, out.stdout[-3000:] + out.stderr[-2000:]

@@ -1,0 +1,127 @@
+"""Small wrapped models for tests of checkpoints, and what a step leaves of them."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+
+import gemini
+from gemini import GeminiDDP, StaticPlacement
+from gemini.runtime.memory.backend import SimBackend
+from optim import HybridAdam, NvmeConfig
+from tests.support.models import Tower, token_batches, token_loss
+
+ADAM = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.01}
+# share of the state on NVMe, and whether parameter shards are in the host memory of a device
+PLACEMENTS = {
+    "resident": (0.0, False),
+    "host": (0.0, True),
+    "nvme": (1.0, False),
+    "mixed": (0.4, True),
+}
+
+
+def make(
+    placement="resident",
+    precision="bf16",
+    chunk_size_m=0.004,
+    seed=0,
+    module=None,
+    policy=None,
+    **options,
+):
+    """A wrapped Tower and its optimizer."""
+    fraction, on_host = PLACEMENTS[placement]
+    backend = SimBackend() if on_host else None
+    if policy is None:
+        policy = StaticPlacement(offload_param_frac=1.0) if on_host else "static"
+    model = GeminiDDP(
+        Tower(seed) if module is None else module,
+        backend,
+        policy,
+        precision=precision,
+        min_chunk_size_m=chunk_size_m,
+        **options,
+    )
+    optimizer = HybridAdam(
+        model.parameters(),
+        nvme_offload_fraction=fraction,
+        nvme=NvmeConfig(block_numel=1024),
+        **ADAM,
+    )
+    return model, optimizer
+
+
+def batches(first: int, last: int, world_size: int = 1) -> list[list[torch.Tensor]]:
+    """Of steps [first, last); the same batch for a step wherever training began."""
+    return token_batches(last, world_size)[first:last]
+
+
+def train(model: Any, optimizer: Any, steps: list[list[torch.Tensor]]) -> None:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    for parts in steps:
+        token_loss(model, parts[rank]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def everything(model: GeminiDDP, optimizer: HybridAdam) -> dict[str, Any]:
+    """What must be bit-equal after a resume: this rank's runs, counters, groups, random numbers."""
+    runs: dict[str, torch.Tensor] = {}
+    optimizer.visit_state(
+        lambda run: runs.update({f"{run.name}/{run.plane}/{run.start}": run.values.clone()})
+    )
+    with model.summon_full_params(writeback=False):
+        runs |= {name: p.detach().clone() for name, p in model.module.named_parameters()}
+    return {
+        "runs": runs,
+        "steps": optimizer._targets[0]._path.steps,
+        "counters": optimizer._targets[0].counters.state_dict(),
+        "groups": [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups],
+        "random": (torch.rand(3), numpy.random.rand(3).tolist(), random.random()),
+    }
+
+
+def whole(model: GeminiDDP, optimizer: HybridAdam) -> dict[str, torch.Tensor]:
+    """Masters and moments by name, on rank 0; empty elsewhere. Collective."""
+    state = optimizer.state_dict()["state"]
+    found = {f"model.{name}": value for name, value in model.state_dict().items()}
+    for name, planes in state.items():
+        found |= {f"{name}.{plane}": value.clone() for plane, value in planes.items()
+                  if plane != "master"}  # fmt: skip
+    return found if not dist.is_initialized() or dist.get_rank() == 0 else {}
+
+
+def assert_same(got: Any, want: Any, where: str = "") -> None:
+    """Equal, bit for bit."""
+    assert type(got) is type(want), where
+    if isinstance(want, dict):
+        assert got.keys() == want.keys(), (where, got.keys() ^ want.keys())
+        for key in want:
+            assert_same(got[key], want[key], f"{where}.{key}")
+    elif isinstance(want, (list, tuple)):
+        assert len(got) == len(want), where
+        for i, (one, other) in enumerate(zip(got, want, strict=True)):
+            assert_same(one, other, f"{where}[{i}]")
+    elif isinstance(want, torch.Tensor):
+        assert torch.equal(got, want), where
+    else:
+        assert got == want, (where, got, want)
+
+
+def killed_while_saving(folder: str, seed: int) -> None:
+    """Save checkpoint after checkpoint until somebody ends this process."""
+    torch.set_num_threads(1)
+    model, optimizer = make("mixed")
+    gemini.save_checkpoint(f"{folder}/first", model, optimizer, extra=0)
+    k = 0
+    while True:
+        train(model, optimizer, batches(k % 4, k % 4 + 1))
+        k += 1
+        gemini.save_checkpoint(
+            f"{folder}/k{k % 3}", model, optimizer, extra=k, async_save=bool(seed % 2), keep_last=2
+        ).wait()

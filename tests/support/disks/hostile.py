@@ -1,0 +1,54 @@
+"""Small checkpoints that are changed as a stranger might, and read."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+import gemini
+from gemini.checkpoint import CheckpointError
+from gemini.checkpoint.__main__ import main
+from tests.support.checkpoints import make
+from tests.support.disks.sealed import put_metadata
+from tests.support.memory import MOST, peak_bytes
+
+
+def small() -> Any:
+    return make(module=nn.Linear(7, 3))
+
+
+def nbytes_of(path: Path) -> int:
+    return sum(p.stat().st_size for p in [path, *path.rglob("*")] if p.is_file())
+
+
+def refused(path: Path, kind: Any = CheckpointError, match: str | None = None) -> list[int]:
+    """Assert that loading fails in words of ours, within the memory that it may take.
+
+    Returns the exit status of verify, inspect and export.
+    """
+    pair = small()
+
+    def load() -> None:
+        with pytest.raises(kind, match=match):
+            gemini.load_checkpoint(path, *pair)
+
+    assert peak_bytes(load) < nbytes_of(path) + MOST
+    if path.is_dir():
+        arguments = (["verify"], ["inspect"], ["export", f"{path}-out"])
+        found = [main([name, str(path), *rest]) for name, *rest in arguments]
+        assert 1 in found and not os.path.exists(f"{path}-out")
+        return found
+    return [1]
+
+
+def change(saved: Path, edit: Callable[[Any], object]) -> None:
+    """Change what `.metadata` says, and seal it."""
+    metadata = pickle.loads((saved / ".metadata").read_bytes())
+    edit(metadata)
+    put_metadata(saved, pickle.dumps(metadata))
