@@ -96,7 +96,7 @@ peers: .venv-peers/ok
 	$(call torch_in,.venv-peers)
 	.venv-peers/bin/python -m pip install -q -c .venv-peers/constraints.txt \
 		-r bench/peers/requirements.txt
-	.venv-peers/bin/python -m bench.peers.worker --prepare deepspeed_zero
+	.venv-peers/bin/python -m bench.rows.worker --prepare deepspeed_zero
 	touch .venv-peers/ok
 
 # All of bench/results/, on a machine that does nothing else; `python -m bench.docs.remake --list` says

@@ -1,7 +1,7 @@
 """`python -m bench.train`: the same training by us and by our peers, side by side.
 
 Same model, data, batch, seed and hyperparameters; no dropout, gradients clipped to norm 1. Every
-rank of every row is a process of its own (`bench/peers/worker.py`) with the same malloc settings.
+rank of every row is a process of its own (`bench/rows/worker.py`) with the same malloc settings.
 Rows that are compared with each other are alive together and take turns, step by step; where they
 do not fit into memory together, or with `--apart`, one row runs after the other. All of it is
 repeated in rounds. DeepSpeed runs in the environment of `make peers` where that was made, what is
@@ -34,10 +34,10 @@ from typing import Any
 import psutil
 import torch
 
-from bench.peers.job import Job
-from bench.peers.processes import PeerError, Ranks, peers_python, prepare
-from bench.peers.rows import Row, chosen, default_budgets, rows
-from bench.peers.summary import WARMUP_STEPS, draw, ratio_table, ratios, summary, table
+from bench.rows.job import Job
+from bench.rows.processes import PeerError, Ranks, peers_python, prepare
+from bench.rows.summary import WARMUP_STEPS, draw, ratio_table, ratios, summary, table
+from bench.rows.table import Row, chosen, default_budgets, rows
 from bench.support.machine import busy_fraction, write_result
 from bench.support.models import build
 from nvme import check_folder, default_folder

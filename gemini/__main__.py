@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             help="a folder for files; may be given more than once",
         )  # fmt: skip
         doctor.add_argument("-i", "--installation", action="store_true", help=argparse.SUPPRESS)
-    from gemini.integrations.launch import run
+    from gemini.integrations import run
 
     runner = commands.add_parser("run", help="a script on all ranks: torchrun on every host")
     run.add_arguments(runner)

@@ -95,7 +95,7 @@ class Target(Protocol):
         ...
 
     def movable(self) -> Sequence[Tensor]:
-        """Parameters, gradients and state in memory, when nothing is under way: what parking moves."""
+        """Parameters, gradients and state in memory, nothing under way: what parking moves."""
         ...
 
     @property

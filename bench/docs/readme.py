@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.demo import table as demo_table
-from bench.peers import summary
+from bench.rows import summary
 from gemini.units import format_bytes
 from tests.integrations.cases import supported
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .job import LEARNING_RATE, MAX_NORM, WEIGHT_DECAY, Job, Trainer
+from bench.rows.job import LEARNING_RATE, MAX_NORM, WEIGHT_DECAY, Job, Trainer
 
 
 def load() -> None:
@@ -36,7 +36,7 @@ def wrap(model: Any, job: Job, given: dict[str, Any]) -> Trainer:
     from torch.distributed.optim import ZeroRedundancyOptimizer
     from torch.nn.parallel import DistributedDataParallel
 
-    from .ranks import join_group
+    from bench.rows.ranks import join_group
 
     join_group(job)
     model.to(job.device)

@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .job import LEARNING_RATE, MAX_NORM, WEIGHT_DECAY, Job, Trainer
+from bench.rows.job import LEARNING_RATE, MAX_NORM, WEIGHT_DECAY, Job, Trainer
 
 BUCKET_NUMEL = 50_000_000
 SUB_GROUP_NUMEL = 16_000_000
@@ -90,7 +90,7 @@ def settings(job: Job) -> dict[str, Any]:
 def wrap(model: Any, job: Job, given: dict[str, Any]) -> Trainer:
     import deepspeed
 
-    from .ranks import join_group
+    from bench.rows.ranks import join_group
 
     join_group(job)
     engine, *_ = deepspeed.initialize(

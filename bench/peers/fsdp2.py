@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .job import LEARNING_RATE, MAX_NORM, WEIGHT_DECAY, Job, Trainer
+from bench.rows.job import LEARNING_RATE, MAX_NORM, WEIGHT_DECAY, Job, Trainer
 
 
 def load() -> None:
@@ -34,7 +34,7 @@ def wrap(model: Any, job: Job, given: dict[str, Any]) -> Trainer:
     from torch import nn
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-    from .ranks import join_group
+    from bench.rows.ranks import join_group
 
     join_group(job)
     dtypes = {key: getattr(torch, name) for key, name in given["MixedPrecisionPolicy"].items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
-from .job import LEARNING_RATE, MAX_NORM, WEIGHT_DECAY, Job, Trainer
+from bench.rows.job import LEARNING_RATE, MAX_NORM, WEIGHT_DECAY, Job, Trainer
 
 
 def load() -> None:
@@ -46,9 +46,8 @@ def settings(job: Job) -> dict[str, Any]:
 
 def wrap(model: Any, job: Job, given: dict[str, Any]) -> Trainer:
     import gemini
+    from bench.rows.ranks import join_group
     from optim import HybridAdam
-
-    from .ranks import join_group
 
     if job.world_size > 1:
         join_group(job)

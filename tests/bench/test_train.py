@@ -12,10 +12,10 @@ import pytest
 
 from bench import train
 from bench.peers import deepspeed_zero
-from bench.peers.job import Job, number_of_settings
-from bench.peers.processes import PeerError, Ranks
-from bench.peers.rows import chosen, default_budgets, rows
-from bench.peers.summary import ratios, summary, table
+from bench.rows.job import Job, number_of_settings
+from bench.rows.processes import PeerError, Ranks
+from bench.rows.summary import ratios, summary, table
+from bench.rows.table import chosen, default_budgets, rows
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 NAMES = [
@@ -180,7 +180,7 @@ def test_bad_arguments_are_refused(flags):
 def test_worker_that_says_nothing_ends_and_is_the_rows_reason(place, monkeypatch):
     (place / "modules/silent.py").write_text("import time\ntime.sleep(600)\n")
     monkeypatch.setenv("PYTHONPATH", str(place / "modules"))
-    monkeypatch.setattr("bench.peers.processes.WORKER", "silent")
+    monkeypatch.setattr("bench.rows.processes.WORKER", "silent")
     job = Job("silent", "", "", str(place / "disk"))
     started = time.monotonic()
     with pytest.raises(PeerError, match="no answer in 1 s"):

@@ -1,4 +1,4 @@
-"""Names that Colossal-AI's users know: wrappers by ZeRO stage, ShardedModelV2, bucketers, handlers."""
+"""Names of Colossal-AI: wrappers by ZeRO stage, ShardedModelV2, bucketers, handlers."""
 
 from gemini.optimizer import GeminiAdamOptimizer as GeminiAdamOptimizer
 from gemini.optimizer import GeminiOptimizer as GeminiOptimizer

@@ -14,15 +14,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.rows.job import Job
 from bench.support.machine import MALLOC_ENVIRONMENT
-
-from .job import Job
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 GRACE_SECONDS = 3.0  # between interrupting a process and killing it
 LEAVE_SECONDS = 30.0  # for a process that was told to finish
 LAST_LINES = 30  # of what a worker said that failed
-WORKER = "bench.peers.worker"
+WORKER = "bench.rows.worker"
 
 
 class PeerError(Exception):

@@ -1,7 +1,7 @@
 """One rank of one row of `bench.train`, in a process of its own.
 
-    python -m bench.peers.worker JOB.json
-    python -m bench.peers.worker --prepare PEER     # import it, compile what it compiles
+    python -m bench.rows.worker JOB.json
+    python -m bench.rows.worker --prepare PEER     # import it, compile what it compiles
 
 It answers with one line of JSON on stdout when it is ready, and to every line it reads:
 `step` trains one step; `finish` says what was measured, and ends it. So does the end of its input:
@@ -20,7 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TextIO
 
-from .job import Job, Trainer
+from bench.rows.job import Job, Trainer
 
 PACKAGES = ("torch", "transformers", "deepspeed")
 

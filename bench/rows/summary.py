@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .job import number_of_settings
-from .rows import Row
+from bench.rows.job import number_of_settings
+from bench.rows.table import Row
 
 WARMUP_STEPS = 2  # of each process: the first allocates, and we plan with what it showed
 PARTS = ("step_seconds", "forward_seconds", "backward_seconds", "optimizer_seconds")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from .job import Job
+from bench.rows.job import Job
 
 
 def join_group(job: Job) -> None:
