@@ -1,7 +1,7 @@
 """Doors: other libraries' loops reach the memory manager through here. The engine imports none.
 
-One file a door. A file imports its own optional package, and says which extra installs it. Names
-are imported on first use.
+A file or a folder a door. It imports its own optional package, and says which extra installs
+it. Names are imported on first use.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from gemini.integrations.plugins.zero_plugin import LowLevelZeroPlugin as LowLevelZeroPlugin
 
 _HOME = {
-    "Booster": "booster",
-    "GeminiPlugin": "gemini_plugins",
-    "HybridParallelPlugin": "hybrid",
-    "LowLevelZeroPlugin": "zero_plugin",
-    "TorchDDPPlugin": "torch_plugins",
-    "TorchFSDPPlugin": "torch_plugins",
+    "Booster": "booster.booster",
+    "GeminiPlugin": "plugins.gemini_plugins",
+    "HybridParallelPlugin": "plugins.hybrid",
+    "LowLevelZeroPlugin": "plugins.zero_plugin",
+    "TorchDDPPlugin": "plugins.torch_plugins",
+    "TorchFSDPPlugin": "plugins.torch_plugins",
 }
 __all__ = [
     "Booster",
