@@ -78,10 +78,10 @@ class TieredOptimizer(BoundOptimizer):
         """Clip the gradients of the coming step; returns their norm before, fp64 0-d.
 
         Over all parameters, ranks and tiers. norm_type: above 0, or inf. Under GeminiDDP gradients
-        are changed as they enter the update, and a step clips once.
+        are changed as they enter the update.
 
-        Raises ValueError for a limit that is none, RuntimeError for a second call before a step,
-        and with `error_if_nonfinite` for a norm that is not finite, which then waits for it.
+        Raises ValueError for a limit that is none, and RuntimeError with `error_if_nonfinite` for
+        a norm that is not finite, which then waits for it.
         """
         clip = asked_norm(max_norm, norm_type)
         self._bind()

@@ -109,6 +109,18 @@ def clip(run: Run, how: str) -> None:
         run.seen.append(float(clip_grad_norm_(run.params, 0.3, float(how))))
 
 
+def clip_by_optimizer(run: Run, how: str) -> None:
+    """The wrapped side's own: what it is asked for is done by the coming step."""
+    if all(p.grad is None for p in run.params):
+        return
+    if run.inner is run.model:
+        clip(run, how)
+    elif how == "value":
+        run.optimizer.clip_grad_by_value(0.01)
+    else:
+        run.seen.append(float(run.optimizer.clip_grad_norm_(0.3, float(how))))
+
+
 def scale_gradients(run: Run, factor: float, which: int | None) -> None:
     for i, param in enumerate(run.params):
         if param.grad is not None and which in (None, i):
@@ -131,6 +143,10 @@ def spoil_gradient(run: Run, which: int) -> None:
     param = run.params[which]
     if param.grad is not None:
         param.grad[0] = float("nan")
+
+
+def read_gradients(run: Run) -> None:
+    run.seen += [float(p.grad.double().norm()) for p in run.params if p.grad is not None]
 
 
 def step(run: Run) -> None:
@@ -222,10 +238,11 @@ def change_lr(run: Run, lr: float) -> None:
 CALLS: dict[str, Callable[..., None]] = {
     function.__name__: function
     for function in (
-        forward, forward_inner, forward_child, penalty, backward, clip, scale_gradients,
+        forward, forward_inner, forward_child, penalty, backward, clip, clip_by_optimizer,
+        scale_gradients,
         drop_gradient, assign_gradient, step, zero_grad, evaluate, read_weights, write_weights,
         freeze, save, load, reload_optimizer, bad_forward, change_lr, begin, add_group,
-        spoil_gradient,
+        spoil_gradient, read_gradients,
     )
 }  # fmt: skip
 
@@ -263,10 +280,31 @@ def draw(rng: random.Random) -> list[Call]:
             ]
         )
 
+    def change_of_gradients() -> Call:
+        seed, param = rng.randrange(50), rng.randrange(num_params)
+        return rng.choice(
+            [
+                ("clip", (rng.choice(["2", "1", "inf", "value"]),)),
+                ("clip_by_optimizer", (rng.choice(["2", "inf", "value"]),)),
+                ("scale_gradients", (rng.choice([0.5, 2.0]), rng.choice([None, param]))),
+                ("drop_gradient", (param,)),
+                ("assign_gradient", (param, seed)),
+                ("read_gradients", ()),
+            ]
+        )
+
     program: list[Call] = [("begin", (rng.random() < 0.3, rng.random() < 0.2))]
     num_calls = rng.randint(4, MAX_CALLS)
     while len(program) < num_calls:
-        if rng.random() < 0.2:
+        kind = rng.random()
+        if kind < 0.1:
+            program += [
+                ("forward", (rng.randrange(50), "")),
+                ("backward", (1, rng.choice(["", "", "no_sync"]))),
+                *(change_of_gradients() for _ in range(rng.randint(2, 4))),
+                ("step", ()),
+            ]
+        elif kind < 0.3:
             program += [
                 ("forward", (rng.randrange(50), rng.choice(["", "loss /="]))),
                 ("backward", (1, rng.choice(["", "", "no_sync"]))),

@@ -175,11 +175,6 @@ class Calls:
         if torch.is_grad_enabled():
             refuse_double_backward()
         self._gradients.check_whole()
-        if parts.pending_clip is not None:
-            raise RuntimeError(
-                "backward() after gradients were clipped; call optimizer.step() or zero_grad() "
-                "between, or clip after the last backward"
-            )
         self._entered |= scaled
         if self._reducer.active:
             return

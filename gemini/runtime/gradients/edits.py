@@ -19,13 +19,6 @@ class PendingClip:
     norm: Tensor | None = None  # fp64 0-d, unscaled, where a norm was asked for
     agreement: Agreement | None = None  # where the host knows it
 
-    def decided(self) -> PendingClip:
-        """The same factor, whatever becomes of the gradients it was measured on."""
-        if self.norm is None:
-            return PendingClip(self.clip)
-        factor = self.clip.factor(float(self.norm))
-        return PendingClip(Clip(fixed_factor=factor, max_value=self.clip.max_value))
-
 
 @dataclass(frozen=True, slots=True)
 class Edit:

@@ -77,7 +77,7 @@ class Gradients:
     def begin_backward(self) -> None:
         """More are about to arrive."""
         parts = self._parts
-        self.settle()
+        self.carry_out_clip()
         if parts.kept_scale is not None:
             for chunk in parts.chunks:
                 chunk.gradient.scale(parts.scaler.scale / parts.kept_scale)
@@ -86,9 +86,7 @@ class Gradients:
     def after_step(self) -> None:
         """A step has taken them; they stay until they are dropped, as in torch."""
         parts = self._parts
-        if parts.pending_clip is not None:
-            self._keep_clip(parts.pending_clip)
-        parts.pending_clip = None
+        self._spell_out_clip()
         if parts.scaler.active:
             parts.kept_scale = parts.scaler.used.clone()
 
@@ -157,6 +155,7 @@ class Gradients:
 
     def scale(self, param: ParamId, factor: float | Tensor) -> None:
         self._check(param)
+        self._spell_out_clip()
         edit = self._edits.get(param, Edit())
         if edit.limits:
             self._carry_out(param)
@@ -169,6 +168,7 @@ class Gradients:
             raise RuntimeError(
                 "gradients are not reduced inside no_sync(); clamp them behind the last backward"
             )
+        self._spell_out_clip()
         edit = self._edits.get(param, Edit())
         self._edits[param] = replace(edit, low=max(edit.low, low), high=min(edit.high, high))
 
@@ -177,6 +177,7 @@ class Gradients:
             self.assign(param, torch.zeros(self._parts.layout.params[param].shape))
             return
         self._check(param)
+        self._spell_out_clip()
         self._edits.pop(param, None)
         self._note(param, "zeroes")
         self._change(param, Tensor.zero_, wide=False)  # a product would keep what is not finite
@@ -196,7 +197,9 @@ class Gradients:
         flat = values.detach().to(parts.backend.device, torch.float32).reshape(-1)
         if parts.scaler.active:
             flat = flat * parts.scaler.scale.float()
+        self._spell_out_clip()
         self._edits.pop(param, None)
+        self._norms.clear()
         chunk, slot = self._place_of(param)
         if chunk.gradient.exists:
             self._note(param, f"assigns values of sum {float(flat.double().sum())!r} to")
@@ -216,8 +219,7 @@ class Gradients:
         parts.broken.discard(param)
         if not self.exists(param):
             return
-        if parts.pending_clip is not None:
-            parts.pending_clip = parts.pending_clip.decided()
+        self._spell_out_clip()
         self._note(param, "drops")
         self._edits.pop(param, None)
         self._views.pop(param, None)
@@ -269,8 +271,20 @@ class Gradients:
         clip = Clip(fixed_factor=first.factor, max_value=first.high)
         parts.pending_clip = PendingClip(clip)
 
-    def _keep_clip(self, pending: PendingClip) -> None:
-        """A step clipped them: as with torch's clipping, they are what it made of them."""
+    def carry_out_clip(self) -> None:
+        """Before another one is measured, or gradients are added."""
+        self._spell_out_clip()
+        self.settle()
+
+    def _spell_out_clip(self) -> None:
+        """As with torch's clipping, gradients are what a clip made of them.
+
+        Behind the step that carried it out, and before anything else is done to one of them.
+        """
+        pending = self._parts.pending_clip
+        if pending is None:
+            return
+        self._parts.pending_clip = None
         self._norms.clear()
         clip = pending.clip
         factor: float | Tensor = 1.0 if clip.fixed_factor is None else clip.fixed_factor

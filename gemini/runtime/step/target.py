@@ -214,21 +214,18 @@ class ShardTarget(ShardState):
     def clip(self, clip: Clip) -> Tensor | None:
         """Remember what the coming step clips to; the norm before, fp64 0-d, where one is asked.
 
-        Raises RuntimeError where gradients are clipped already, or there are none.
+        Of what gradients are clipped to already. Raises RuntimeError where there are none.
         """
         engine = self._engine
         chunks = self._reduced_chunks()
-        if engine.pending_clip is not None:
-            raise RuntimeError(
-                "gradients were clipped already since the last step; a step clips once, "
-                "by norm or by value"
-            )
         if engine.numerics.max_norm > 0:
             raise RuntimeError(
                 f"GeminiDDP(max_norm={engine.numerics.max_norm:g}) clips in every step; leave "
                 "that away, or this call"
             )
-        if clip.max_norm == 0:
+        if engine.pending_clip is not None:
+            engine.gradients.carry_out_clip()
+        if clip.max_norm == 0 and engine.comm.world_size == 1:
             self._check_any(engine.present)
             engine.pending_clip = PendingClip(clip)
             return None
@@ -239,6 +236,9 @@ class ShardTarget(ShardState):
             return engine.pending_clip.norm
         agreement = self._agree(chunks, clip.norm_type)
         self._check_any(agreement.present)
+        if clip.max_norm == 0:
+            engine.pending_clip = PendingClip(clip, agreement=agreement)
+            return None
         norm = clip.norm(agreement.power_sum) / engine.scaler.scale
         engine.pending_clip = PendingClip(clip, norm, agreement)
         return norm

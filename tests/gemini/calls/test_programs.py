@@ -17,6 +17,28 @@ def test_drawn_programs_have_the_updates_of_torch_or_are_refused(part):
     assert report.ran > 0.9 * count and report.ran + sum(report.refused.values()) == count
 
 
+ONE_BACKWARD = [("forward", (13, "")), ("backward", (1, ""))]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("first", ["clip", "clip_by_optimizer"])
+@pytest.mark.parametrize("how", ["2", "value"])
+@pytest.mark.parametrize(
+    "then", [("assign_gradient", (2, 1)), ("scale_gradients", (2.0, 1)), ("drop_gradient", (3,))]
+)
+def test_gradients_that_were_clipped_are_changed_and_clipped_again(place, first, how, then):
+    program = [*ONE_BACKWARD, (first, (how,)), then, ("read_gradients", ()), ("clip", ("2",))]
+    assert is_wrong([*program, ("step", ())], place) is None
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("how", ["2", "value"])
+def test_gradients_are_clipped_twice_and_added_to(place, how):
+    clips = [("clip_by_optimizer", (how,)), ("clip_by_optimizer", ("2",))]
+    program = [*ONE_BACKWARD, *clips, *ONE_BACKWARD, ("clip_by_optimizer", ("inf",)), ("step", ())]
+    assert is_wrong(program, place) is None
+
+
 @pytest.mark.parametrize("place", PLACES)
 def test_a_program_that_differs_is_found(place, monkeypatch):
     """The comparison itself can fail: an update that one side does not make."""

@@ -155,12 +155,6 @@ def test_bad_calls_are_refused_and_change_nothing():
     with pytest.raises(ValueError, match="norm_type=0"):
         optimizer.clip_grad_norm_(1.0, 0)
     optimizer.clip_grad_norm_(0.5)
-    for again in (optimizer.clip_grad_norm_, model.clip_grad_norm_, optimizer.clip_grad_by_value):
-        with pytest.raises(RuntimeError, match="clipped already"):
-            again(0.1)
-    (batch,) = token_batches(1, 1, seed=2)
-    with pytest.raises(RuntimeError, match="after gradients were clipped"):
-        token_loss(model, batch[0]).backward()
     optimizer.step()
 
     other, other_optimizer = wrapped()
