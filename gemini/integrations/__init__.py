@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from gemini.integrations.plugins.zero_plugin import LowLevelZeroPlugin as LowLevelZeroPlugin
 
 _HOME = {
-    "Booster": "booster",
-    "GeminiPlugin": "gemini_plugins",
-    "HybridParallelPlugin": "hybrid",
-    "LowLevelZeroPlugin": "zero_plugin",
-    "TorchDDPPlugin": "torch_plugins",
-    "TorchFSDPPlugin": "torch_plugins",
+    "Booster": "booster.booster",
+    "GeminiPlugin": "plugins.gemini_plugins",
+    "HybridParallelPlugin": "plugins.hybrid",
+    "LowLevelZeroPlugin": "plugins.zero_plugin",
+    "TorchDDPPlugin": "plugins.torch_plugins",
+    "TorchFSDPPlugin": "plugins.torch_plugins",
 }
 __all__ = [
     "Booster",

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from gemini.__main__ import main
-from gemini.integrations.launch import start as doors
+from gemini.integrations import launch as doors
 from gemini.integrations.run import chosen_hosts
 from tests.support.workers import run_processes
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from gemini.integrations.classic import schedules
+from gemini.integrations import schedules
 
 T, W, BASES = 23, 5, (0.3, 0.01)
 
