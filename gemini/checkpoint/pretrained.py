@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gemini.checkpoint.dcp.ranks import Ranks
 from gemini.checkpoint.format.errors import FormatError
-from gemini.checkpoint.untrusted.lazy_tensors import INDEX, LazyTensors
+from gemini.checkpoint.untrusted.lazy_tensors import INDEX, TORCH_INDEX, LazyTensors
 from gemini.ddp import GeminiDDP
 from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.wrap.materialise import init_empty
@@ -87,7 +87,8 @@ def write_weights(
     export_safetensors(fresh, model, max_shard_size=max_shard_size)
 
     def move() -> None:
-        for old in (*target.glob("model*.safetensors"), target / INDEX):
+        olds = (*target.glob("model*.safetensors"), *target.glob("pytorch_model*.bin"))
+        for old in (*olds, target / INDEX, target / TORCH_INDEX):
             old.unlink(missing_ok=True)
         written = sorted(fresh.iterdir())
         weights = [path for path in written if path.suffix == ".safetensors"]
