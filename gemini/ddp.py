@@ -27,7 +27,7 @@ from gemini.runtime.inspect.digest import digest
 from gemini.runtime.inspect.reports import MemoryReport, explain, memory_report, memory_timeline
 from gemini.runtime.memory.backend import Backend, make_backend
 from gemini.runtime.schedule.planning import begin_planning
-from gemini.runtime.unwrap import unwrap
+from gemini.runtime.unwrap import check_room, unwrap
 from gemini.runtime.wrap.keep_fp32 import KeepFp32, cast_at_boundary, kept_modules, param_dtypes
 from gemini.runtime.wrap.materialise import InitFn, Materialiser
 from gemini.runtime.wrap.module_check import Integrity
@@ -232,11 +232,13 @@ class GeminiDDP(ModuleFace):
 
         They are the same objects, on `device`, in the dtypes they had before; hooks, chunks and
         files are gone, gradients and the optimizer's state with them. It may be wrapped again.
-        All ranks call. Raises RuntimeError where that was done already.
+        All ranks call. Raises RuntimeError where that was done already, and MemoryError, before
+        anything is changed, where a rank has no room for all parameters.
         """
         if self.engine.is_unwrapped:
             raise RuntimeError("this module was unwrapped already; use model.module")
         self.engine.call("model.unwrap()")
+        check_room(self.engine, torch.device(device))
         unwrap(self.engine, torch.device(device))
         for buffer in self.module.buffers():
             buffer.data = buffer.data.to(device, self._buffer_dtypes.get(id(buffer), buffer.dtype))
