@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -74,6 +75,9 @@ SIGNATURES = {
         "growth_interval=1000, hysteresis=2, min_scale=1, max_scale=4294967296, max_norm=0.0, "
         "norm_type=2.0, optim_config=None, verbose=False"
     ),
+    "colossalai.zero.get_static_torch_model": (
+        "zero_ddp_model, device='cpu', dtype='float32', only_rank_0=True"
+    ),
     "colossalai.zero.sharded_model.ShardedModelV2": (
         "module, shard_strategy, process_group=None, reduce_scatter_process_group=None, "
         "reduce_scatter_bucket_size_mb=25, fp32_reduce_scatter=False, offload_config=None, "
@@ -118,6 +122,8 @@ def test_signatures_are_those_that_users_know(name):
 
 
 def _plain(value):
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
