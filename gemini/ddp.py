@@ -38,6 +38,7 @@ from optim.rules.loss_scale import LossScale
 
 from .dtypes import DTYPES
 from .module_face import ModuleFace, face_of
+from .options import ChunkSearch, PrecisionPolicy, takes_groups
 
 
 class GeminiDDP(ModuleFace):
@@ -92,21 +93,25 @@ class GeminiDDP(ModuleFace):
     overlap_allgather: what is never released (ZeRO-1 and 2) is gathered after a step while the
         next forward runs; each module waits for its own parameters.
 
+    `precision` may be a `gemini.PrecisionPolicy` and `chunks` a `gemini.ChunkSearch`: the arguments
+    that they have as fields, in one value.
+
     Raises ValueError, before anything is changed, for a module that cannot be wrapped.
     """
 
+    @takes_groups
     def __init__(
         self,
         module: nn.Module,
         device: torch.device | str | Backend | None = None,
         placement_policy: str | Placement = "auto",
         *,
-        precision: str = "bf16",
+        precision: str | PrecisionPolicy = "bf16",
         process_group: dist.ProcessGroup | None = None,
         search_range_m: float | None = None,
         hidden_dim: int | None = None,
         min_chunk_size_m: float = 32,
-        chunks: ChunkConfiguration | None = None,
+        chunks: ChunkConfiguration | ChunkSearch | None = None,
         max_prefetch: int = 1,
         force_outputs_fp32: bool = False,
         max_norm: float = 0.0,
@@ -127,6 +132,7 @@ class GeminiDDP(ModuleFace):
         overlap_allgather: bool = False,
     ) -> None:
         super().__init__()
+        assert not isinstance(precision, PrecisionPolicy) and not isinstance(chunks, ChunkSearch)
         check_module(module)
         numerics = Numerics(
             precision=precision,

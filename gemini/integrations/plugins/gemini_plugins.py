@@ -160,9 +160,7 @@ class GeminiPlugin(EnginePlugin):
         return {
             "placement_policy": self.placement(),
             "chunks": self.chunk_config_dict,
-            "search_range_m": None
-            if self.search_range_m == SEARCH_RANGE_M
-            else self.search_range_m,
+            "search_range_m": None if searches_freely else self.search_range_m,
             "hidden_dim": self.hidden_dim,
             "min_chunk_size_m": self.min_chunk_size_m,
             "max_prefetch": self.max_prefetch,
