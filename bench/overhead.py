@@ -9,6 +9,8 @@ AdamW is shown.
 
     small   128 linear layers of 64 x 64: microseconds a module call, forward, backward and step
     gpt2    GPT-2 small, batch 4 x 128: the ratio of step times
+    boost   the small model through `Booster(plugin=GeminiPlugin(...))`, which runs its backwards,
+            over GeminiDDP with the same options: the ratio of step times, asked to be at most 1.01
 
 Two ranks over gloo, a thread each: GPT-2 small in fp32, batch 2 x 128 a rank, under FSDP2's
 `fully_shard` (every block, and the root) with torch's fused AdamW, and under GeminiDDP with
@@ -39,6 +41,7 @@ from torch import Tensor, nn
 from bench.support.machine import MALLOC_ENVIRONMENT, peak_rss_mib, write_result
 from bench.support.timing import interleaved, median_ratio
 from gemini import GeminiDDP
+from gemini.integrations import Booster, GeminiPlugin
 from optim import HybridAdam
 
 LAYERS, WIDTH, ROWS = 128, 64, 4
@@ -122,6 +125,33 @@ def measure_gpt2(rounds: int) -> dict[str, Any]:
         **{f"{name}_step_s": statistics.median(seconds[name]) for name in seconds},
         "ratio": median_ratio(seconds, "gemini", "plain"),
         "ratio_to_torch": median_ratio(seconds, "gemini", "torch"),
+    }
+
+
+def measure_boost(rounds: int) -> dict[str, Any]:
+    batch = torch.randn(ROWS, WIDTH)
+    variants: dict[str, Step] = {}
+    torch.manual_seed(0)
+    wrapped = GeminiDDP(small_model(), "cpu", "static", precision="fp32", max_prefetch=0)
+    variants["wrapped"] = step_of(wrapped, HybridAdam(wrapped.parameters()), loss_of_small, batch)
+    torch.manual_seed(0)
+    plain = small_model()
+    booster = Booster(plugin=GeminiPlugin(precision="fp32"))
+    model, optimizer, *_ = booster.boost(plain, HybridAdam(plain.parameters()))
+
+    def boosted_step() -> None:
+        booster.backward(loss_of_small(model, batch), optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    variants["boosted"] = boosted_step
+    for step in variants.values():
+        step()
+    seconds = interleaved(variants, rounds, torch.device("cpu"))
+    return {
+        **{f"{name}_step_s": statistics.median(seconds[name]) for name in seconds},
+        "ratio": median_ratio(seconds, "boosted", "wrapped"),
+        "asked_at_most": 1.01,
     }
 
 
@@ -229,6 +259,7 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
 MEASURES: dict[str, tuple[Callable[[int], dict[str, Any]], int]] = {
     "small": (measure_small, 60),
     "gpt2": (measure_gpt2, 8),
+    "boost": (measure_boost, 200),
     "ranks": (measure_ranks, 5),
 }
 

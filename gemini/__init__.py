@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from .memtracer.collector import trace as trace
     from .optimizer import GeminiAdamOptimizer as GeminiAdamOptimizer
     from .optimizer import GeminiOptimizer as GeminiOptimizer
+    from .options import ChunkSearch as ChunkSearch
+    from .options import PrecisionPolicy as PrecisionPolicy
     from .placement.overruns import BudgetWarning as BudgetWarning
     from .placement.policy import AutoPlacement as AutoPlacement
     from .placement.policy import ConstPlacement as ConstPlacement
@@ -30,11 +32,13 @@ if TYPE_CHECKING:
 _HOME = {
     "AutoPlacement": "gemini.placement.policy",
     "BudgetWarning": "gemini.placement.overruns",
+    "ChunkSearch": "gemini.options",
     "ConstPlacement": "gemini.placement.policy",
     "GeminiAdamOptimizer": "gemini.optimizer",
     "GeminiDDP": "gemini.ddp",
     "GeminiOptimizer": "gemini.optimizer",
     "MemStatsCollector": "gemini.memtracer.collector",
+    "PrecisionPolicy": "gemini.options",
     "export_safetensors": "gemini.checkpoint.export",
     "init_empty": "gemini.runtime.wrap.materialise",
     "load_checkpoint": "gemini.checkpoint.load",
@@ -48,11 +52,13 @@ _HOME = {
 __all__ = [
     "AutoPlacement",
     "BudgetWarning",
+    "ChunkSearch",
     "ConstPlacement",
     "GeminiAdamOptimizer",
     "GeminiDDP",
     "GeminiOptimizer",
     "MemStatsCollector",
+    "PrecisionPolicy",
     "StatefulTensorMgr",
     "StaticPlacement",
     "export_safetensors",

@@ -27,7 +27,7 @@ from gemini.runtime.inspect.digest import digest
 from gemini.runtime.inspect.reports import MemoryReport, explain, memory_report, memory_timeline
 from gemini.runtime.memory.backend import Backend, make_backend
 from gemini.runtime.schedule.planning import begin_planning
-from gemini.runtime.unwrap import unwrap
+from gemini.runtime.unwrap import check_room, unwrap
 from gemini.runtime.wrap.keep_fp32 import KeepFp32, cast_at_boundary, kept_modules, param_dtypes
 from gemini.runtime.wrap.materialise import InitFn, Materialiser
 from gemini.runtime.wrap.module_check import Integrity
@@ -38,6 +38,7 @@ from optim.rules.loss_scale import LossScale
 
 from .dtypes import DTYPES
 from .module_face import ModuleFace, face_of
+from .options import ChunkSearch, PrecisionPolicy, takes_groups
 
 
 class GeminiDDP(ModuleFace):
@@ -92,21 +93,25 @@ class GeminiDDP(ModuleFace):
     overlap_allgather: what is never released (ZeRO-1 and 2) is gathered after a step while the
         next forward runs; each module waits for its own parameters.
 
+    `precision` may be a `gemini.PrecisionPolicy` and `chunks` a `gemini.ChunkSearch`: the arguments
+    that they have as fields, in one value.
+
     Raises ValueError, before anything is changed, for a module that cannot be wrapped.
     """
 
+    @takes_groups
     def __init__(
         self,
         module: nn.Module,
         device: torch.device | str | Backend | None = None,
         placement_policy: str | Placement = "auto",
         *,
-        precision: str = "bf16",
+        precision: str | PrecisionPolicy = "bf16",
         process_group: dist.ProcessGroup | None = None,
         search_range_m: float | None = None,
         hidden_dim: int | None = None,
         min_chunk_size_m: float = 32,
-        chunks: ChunkConfiguration | None = None,
+        chunks: ChunkConfiguration | ChunkSearch | None = None,
         max_prefetch: int = 1,
         force_outputs_fp32: bool = False,
         max_norm: float = 0.0,
@@ -127,6 +132,7 @@ class GeminiDDP(ModuleFace):
         overlap_allgather: bool = False,
     ) -> None:
         super().__init__()
+        assert not isinstance(precision, PrecisionPolicy) and not isinstance(chunks, ChunkSearch)
         check_module(module)
         numerics = Numerics(
             precision=precision,
@@ -232,11 +238,13 @@ class GeminiDDP(ModuleFace):
 
         They are the same objects, on `device`, in the dtypes they had before; hooks, chunks and
         files are gone, gradients and the optimizer's state with them. It may be wrapped again.
-        All ranks call. Raises RuntimeError where that was done already.
+        All ranks call. Raises RuntimeError where that was done already, and MemoryError, before
+        anything is changed, where a rank has no room for all parameters.
         """
         if self.engine.is_unwrapped:
             raise RuntimeError("this module was unwrapped already; use model.module")
         self.engine.call("model.unwrap()")
+        check_room(self.engine, torch.device(device))
         unwrap(self.engine, torch.device(device))
         for buffer in self.module.buffers():
             buffer.data = buffer.data.to(device, self._buffer_dtypes.get(id(buffer), buffer.dtype))

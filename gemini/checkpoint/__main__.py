@@ -25,7 +25,7 @@ from gemini.checkpoint.format.small_files import read_manifest
 from gemini.checkpoint.untrusted.metadata import read_metadata
 from gemini.units import format_bytes, parse_bytes
 
-from .export import SafetensorsWriter, spec_of
+from .weight_files import WeightsWriter, spec_of
 
 
 def say(line: str) -> None:
@@ -86,7 +86,7 @@ def export(path: Path, out: Path, max_shard_size: str, dtype: str | None) -> Non
         specs.append((spec_of(key.removeprefix(prefix), own, entry.size, wanted), own))
     if not specs:
         raise FormatError(f"{folder} has no weights under {prefix!r}")
-    writer = SafetensorsWriter(out.absolute(), [s for s, _ in specs], parse_bytes(max_shard_size))
+    writer = WeightsWriter(out.absolute(), [s for s, _ in specs], parse_bytes(max_shard_size))
     reader = Reader(folder, manifest, metadata)
     try:
         for spec, own in specs:

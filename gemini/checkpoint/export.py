@@ -1,14 +1,9 @@
-"""Hugging Face safetensors: sharded, with an index, written and read a tensor at a time.
-
-A file is the length of a JSON header (u64), the header, and raw tensors. The header is known from
-shapes, so tensors are streamed behind it as they are gathered.
-"""
+"""Weights in Hugging Face's layout: gathered, written and read a tensor at a time."""
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -18,15 +13,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from gemini.checkpoint.dcp.ranks import Ranks
-from gemini.checkpoint.format.errors import CheckpointError, on_disk
-from gemini.checkpoint.format.manifest import is_plain_name
-from gemini.checkpoint.untrusted.lazy_tensors import DTYPE_NAMES, INDEX, LazyTensors, TensorSpec
+from gemini.checkpoint.untrusted.lazy_tensors import LazyTensors, TensorSpec
 from gemini.ddp import GeminiDDP
 from gemini.runtime.inspect.full_parameters import full_parameters
 from gemini.units import parse_bytes
-from nvme.files import calls
 
-from .format import unfinished
+from .weight_files import SAFETENSORS, Format, WeightsWriter, spec_of
 
 
 def export_safetensors(
@@ -46,13 +38,28 @@ def export_safetensors(
 
     Raises CheckpointError on every rank.
     """
-    ranks = Ranks(model, "export_safetensors()")
+    export_weights(
+        path, model, SAFETENSORS, max_shard_size=max_shard_size, dtype=dtype, prefix=prefix
+    )
+
+
+def export_weights(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    kind: Format,
+    *,
+    max_shard_size: int | str,
+    dtype: torch.dtype | None = None,
+    prefix: str = "",
+) -> None:
+    """As `export_safetensors`, in files of `kind`. Collective."""
+    ranks = Ranks(model, "export_safetensors()" if kind is SAFETENSORS else "save_model()")
     target = Path(path).expanduser().absolute()
     limit = parse_bytes(max_shard_size)
     ranks.same("the path", str(target))
     specs, values = _content(model, dtype)
     writer = ranks.together(
-        lambda: SafetensorsWriter(target, specs, limit, prefix) if ranks.rank == 0 else None
+        lambda: WeightsWriter(target, specs, limit, prefix, kind) if ranks.rank == 0 else None
     )
     failure: BaseException | None = None
     for name, value in values:  # collective: every rank goes through all of it
@@ -82,8 +89,9 @@ def import_safetensors(
 ) -> None:
     """Load what `export_safetensors` or `save_pretrained` wrote, a tensor at a time. Collective.
 
-    Rank 0's files count. Masters and shards take the values; moments stay.
-    Raises FormatError for a folder without safetensors, and as `load_state_dict` does.
+    Rank 0's files count: safetensors, or else `pytorch_model*.bin`. Masters and shards take the
+    values; moments stay.
+    Raises FormatError for a folder without weights, and as `load_state_dict` does.
     """
     ranks = Ranks(model, "import_safetensors()")
     folder = Path(path).expanduser().absolute()
@@ -97,87 +105,6 @@ def import_safetensors(
                 tied.setdefault(id(param), []).append(name)
             lazy.tie(list(tied.values()))
         model.load_state_dict(lazy, strict=strict)
-
-
-class SafetensorsWriter:
-    """Writes tensors in the order of their specs into as many files as it takes."""
-
-    def __init__(
-        self, target: Path, specs: Sequence[TensorSpec], limit: int, prefix: str = ""
-    ) -> None:
-        before = f"{prefix}." if prefix else ""
-        if before and not is_plain_name(before):
-            raise CheckpointError(f"cannot export with prefix={prefix!r}; expected no slash in it")
-        self._index_name = f"{before}{INDEX}"
-        if target.exists() and (not target.is_dir() or any(target.iterdir())):
-            raise CheckpointError(f"cannot export to {target}: it exists; give a new folder")
-        self._target = target
-        self.folder = target.parent / f".{target.name}.exporting"
-        with on_disk("export to", target):
-            calls.make_folders(target.parent)
-            with unfinished.held_if_dead(self.folder) as is_dead:
-                if is_dead:
-                    unfinished.remove(self.folder)
-            try:
-                self._lock = unfinished.make(self.folder)
-            except FileExistsError:
-                unfinished.refuse(self.folder, target, "export")
-        files = _files(specs, limit)
-        self._names = [
-            f"{before}model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))
-        ]
-        self._coming = [
-            (name, spec, i) for name, file in zip(self._names, files, strict=True)
-            for i, spec in enumerate(file)
-        ][::-1]  # fmt: skip
-        self._headers = {name: _header(file) for name, file in zip(self._names, files, strict=True)}
-        self._index = {
-            "metadata": {"total_size": sum(spec.nbytes for spec in specs)},
-            "weight_map": {
-                spec.name: name
-                for name, file in zip(self._names, files, strict=True)
-                for spec in file
-            },
-        }
-        self._open: Any = None
-
-    def add(self, name: str, value: Tensor) -> None:
-        """The next tensor."""
-        file, spec, number = self._coming.pop()
-        assert name == spec.name and tuple(value.shape) == spec.shape
-        flat = value.detach().to("cpu", spec.dtype).contiguous().reshape(-1)
-        with on_disk("write", self.folder / file):
-            if number == 0:
-                self._close()
-                self._open = (self.folder / file).open("xb")
-                self._open.write(self._headers[file])
-            self._open.write(flat.view(torch.uint8).numpy())
-
-    def commit(self) -> None:
-        """Everything was added: sync and rename."""
-        assert not self._coming
-        with on_disk("export to", self._target):
-            self._close()
-            text = json.dumps(self._index, indent=2).encode()
-            calls.write_whole(self.folder / self._index_name, text)
-            for path in self.folder.iterdir():
-                calls.sync_file(path)
-            calls.sync_folder(self.folder)
-            calls.rename(self.folder, self._target)
-            calls.sync_folder(self._target.parent)
-            calls.unlink(self._target / unfinished.LOCK)
-        calls.close(self._lock)
-
-    def abandon(self) -> None:
-        if self._open is not None:
-            self._open.close()
-        unfinished.remove(self.folder)
-        calls.close(self._lock)
-
-    def _close(self) -> None:
-        if self._open is not None:
-            self._open.close()
-            self._open = None
 
 
 def _content(
@@ -216,43 +143,6 @@ def _content(
 def _whole(value: Tensor) -> Tensor:
     """Of what FSDP2 has sharded, all of it. Collective then."""
     return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def spec_of(
-    name: str, own: torch.dtype, shape: Sequence[int], asked: torch.dtype | None
-) -> TensorSpec:
-    dtype = asked if asked is not None and own.is_floating_point else own
-    if dtype not in DTYPE_NAMES:
-        raise CheckpointError(f"{name} has dtype {dtype}, which safetensors does not hold")
-    return TensorSpec(name, dtype, tuple(shape))
-
-
-def _files(specs: Sequence[TensorSpec], limit: int) -> list[list[TensorSpec]]:
-    """Specs in order, cut where a file would pass `limit`; a larger tensor has its own."""
-    files: list[list[TensorSpec]] = [[]]
-    filled = 0
-    for spec in specs:
-        if files[-1] and filled + spec.nbytes > limit:
-            files.append([])
-            filled = 0
-        files[-1].append(spec)
-        filled += spec.nbytes
-    return files
-
-
-def _header(specs: Sequence[TensorSpec]) -> bytes:
-    fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for spec in specs:
-        fields[spec.name] = {
-            "dtype": DTYPE_NAMES[spec.dtype],
-            "shape": list(spec.shape),
-            "data_offsets": [end, end + spec.nbytes],
-        }
-        end += spec.nbytes
-    text = json.dumps(fields, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
 
 
 def save_config(model: nn.Module, folder: Path) -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -17,12 +18,14 @@ from torch import Tensor, nn
 
 from gemini.checkpoint.dcp.ranks import Ranks
 from gemini.checkpoint.format.errors import FormatError
-from gemini.checkpoint.untrusted.lazy_tensors import INDEX, LazyTensors
+from gemini.checkpoint.untrusted.lazy_tensors import INDEX, TORCH_INDEX, LazyTensors
 from gemini.ddp import GeminiDDP
 from gemini.runtime.comm.communicator import Communicator
-from gemini.runtime.wrap.materialise import init_empty
+from gemini.runtime.wrap.materialise import Materialiser, init_empty
 
 from .export import export_safetensors
+
+log = logging.getLogger("gemini")
 
 SINGLE = "model.safetensors"
 
@@ -33,23 +36,27 @@ def load_pretrained(
     *,
     config: Any = None,
     dtype: torch.dtype | None = None,
+    init_missing: bool = False,
     **options: Any,
 ) -> GeminiDDP:
-    """A model of Hugging Face's from a folder of safetensors, wrapped. All ranks call.
+    """A model of Hugging Face's from a folder of weights, wrapped. All ranks call.
 
     Weights are read a tensor at a time, on rank 0, into the chunk that is being filled: no rank
     ever has them whole. fp32 masters start from what the files hold.
 
-    folder_or_index: what `save_pretrained` or `export_safetensors` wrote, or the index in it.
+    folder_or_index: what `save_pretrained` or `export_safetensors` wrote, or the index in it:
+        safetensors, or else `pytorch_model*.bin`.
     model_class: of `transformers`, or any whose constructor takes the config; None is the one that
         the config names.
     config: instead of the folder's own.
     dtype: of the parameters before they are wrapped, and so of what is written back; None is the
         one in the files.
+    init_missing: parameters that no file has, such as a new head's, begin as the model initialises
+        them, and are logged by name; else they are refused.
     options: of `GeminiDDP`.
 
-    Raises FormatError for a folder without safetensors, ValueError for weights that are missing
-    from it or of another shape, and ImportError without transformers.
+    Raises FormatError for a folder without weights, ValueError for weights that are missing from it
+    or of another shape, and ImportError without transformers.
     """
     path = Path(folder_or_index).expanduser().absolute()
     folder = path.parent if path.is_file() else path
@@ -58,6 +65,9 @@ def load_pretrained(
         module = _empty_module(folder, model_class, config)
         files = LazyTensors(folder, stack)
         values = _Values(module, files, reads=comm.rank == 0)
+        if values.missing:
+            _check_missing(values, files.folder, type(module), asked=init_missing)
+            values.initialise_missing()
         for name, param in module.named_parameters():
             param.data = param.data.to(dtype or values.dtype_of(name, param.dtype))
         buffers = dict(module.named_buffers())
@@ -87,7 +97,8 @@ def write_weights(
     export_safetensors(fresh, model, max_shard_size=max_shard_size)
 
     def move() -> None:
-        for old in (*target.glob("model*.safetensors"), target / INDEX):
+        olds = (*target.glob("model*.safetensors"), *target.glob("pytorch_model*.bin"))
+        for old in (*olds, target / INDEX, target / TORCH_INDEX):
             old.unlink(missing_ok=True)
         written = sorted(fresh.iterdir())
         weights = [path for path in written if path.suffix == ".safetensors"]
@@ -99,6 +110,17 @@ def write_weights(
         fresh.rmdir()
 
     ranks.together(lambda: move() if ranks.rank == 0 else None)
+
+
+def _check_missing(values: _Values, folder: Path, kind: type[nn.Module], *, asked: bool) -> None:
+    """Raise ValueError where no file has a parameter, and to initialise it was not `asked`."""
+    names = ", ".join(values.missing)
+    if not asked:
+        raise ValueError(
+            f"{folder} has no weights for {names} of {kind.__name__}; expected all of them: give "
+            "the class that was saved as model_class=, or init_missing=True, which initialises them"
+        )
+    log.warning("%s has no weights for %s: they begin as the model initialises them", folder, names)
 
 
 def _empty_module(folder: Path, model_class: type[nn.Module] | None, config: Any) -> nn.Module:
@@ -132,7 +154,9 @@ class _Values(Mapping[str, Tensor]):
     """Tensors of files by the names of the module; read on one rank, and empty on the others."""
 
     def __init__(self, module: nn.Module, files: LazyTensors, *, reads: bool) -> None:
-        self._files, self._reads = files, reads
+        self._module, self._files, self._reads = module, files, reads
+        self._made: Materialiser | None = None
+        self.missing: list[str] = []  # parameters that no file has
         self._file_name: dict[str, str] = {}
         prefix = getattr(module, "base_model_prefix", "")
         tied: dict[int, list[str]] = {}
@@ -143,29 +167,39 @@ class _Values(Mapping[str, Tensor]):
             there = next((place for place in places if place in files), None)
             if there is not None:
                 self._file_name.update(dict.fromkeys(names, there))
+            else:
+                self.missing.append(names[0])
         if not self._file_name:
             raise FormatError(f"no file of {files.folder} has weights of {type(module).__name__}")
 
     def dtype_of(self, name: str, other: torch.dtype) -> torch.dtype:
-        """As in its file; `other` for what is not there, or does not float."""
-        if name not in self._file_name:
-            return other
-        found = self._files.spec_of(self._file_name[name]).dtype
+        """As in its file; `other` for what does not float. Of what is missing, the first file's."""
+        place = self._file_name.get(name) or next(iter(self._file_name.values()))
+        found = self._files.spec_of(place).dtype
         return found if found.is_floating_point else other
 
+    def initialise_missing(self) -> None:
+        """From now on a parameter that no file has is there too, as the model initialises it."""
+        self._made = Materialiser(self._module)
+
     def __getitem__(self, name: str) -> Tensor:
+        if name not in self._file_name:
+            assert self._made is not None
+            return self._made.take(self._module.get_parameter(name))
         if self._reads:
             return self._files[self._file_name[name]]
         return torch.zeros(()).expand(self._files.spec_of(self._file_name[name]).shape)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._file_name  # and nothing is read
+        # and nothing is read
+        return name in self._file_name or (self._made is not None and name in self.missing)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._file_name)
+        yield from self._file_name
+        yield from () if self._made is None else self.missing
 
     def __len__(self) -> int:
-        return len(self._file_name)
+        return len(list(iter(self)))
 
 
 def _places(name: str, prefix: str) -> list[str]:

@@ -150,10 +150,6 @@ class Plan:
             if home is tier
         )
 
-    def needs_gather(self, chunk: ChunkId) -> bool:
-        """Whether its payload is another thing than its shard."""
-        return self.world_size > 1 or self.shards[chunk].param_home is not Tier.DEVICE
-
     def digest(self) -> str:
         """A name for this exact plan; equal on all ranks."""
         return hashlib.sha256(repr(self).encode()).hexdigest()[:16]

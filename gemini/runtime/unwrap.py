@@ -8,8 +8,37 @@ from torch import Tensor
 from gemini.chunk.parameter import unwrap_in_place
 from gemini.chunk.storage import Chunk
 from gemini.runtime.inspect.full_parameters import master_of
+from gemini.runtime.memory.machine import look_at_machine
+from gemini.units import format_bytes
 
 from .engine import Engine
+
+
+def check_room(engine: Engine, device: torch.device) -> None:
+    """Raise MemoryError, on every rank, where one has no room for all parameters. Collective.
+
+    Each takes its original dtype's bytes; two fp32 copies of one chunk come beside them, and chunks
+    in that memory go as they are copied.
+    """
+    params = engine.layout.params
+    whole = sum(params[i].numel * dtype.itemsize for i, dtype in enumerate(engine.original_dtypes))
+    passing = 2 * torch.float32.itemsize * max(chunk.spec.payload_numel for chunk in engine.chunks)
+    freed = sum(
+        chunk.payload.untyped_storage().nbytes()
+        for chunk in engine.chunks
+        if chunk.payload.device.type == device.type
+    )
+    machine = look_at_machine(engine.backend, engine.comm)
+    left = machine.host_bytes_left // machine.ranks_per_node
+    if device.type != "cpu":
+        left = machine.device_bytes_left // machine.ranks_per_device
+    short = max(engine.comm.gather_objects(whole + passing - freed - left))
+    if short > 0:
+        raise MemoryError(
+            f"unwrapped, all parameters are {format_bytes(whole)} on every rank, and one has "
+            f"{format_bytes(short)} too little on {device}; expected room for them: keep the "
+            "module wrapped, and write weights with gemini.export_safetensors, which takes a chunk"
+        )
 
 
 @torch.no_grad()

@@ -177,10 +177,17 @@ def test_a_wrapped_module_inside_torchs_own_wrappers_is_refused():
 
 
 def unwrapped(rank, precision):
+    from gemini.runtime.memory import machine
+
     model, optimizer = wrapped(precision=precision)
     for seed in range(2):
         step(model, optimizer, seed)
     saved = model.state_dict()
+    left = machine.memory_left
+    machine.memory_left = (lambda: 0) if rank == 1 else left
+    with pytest.raises(MemoryError, match="expected room"):  # on both
+        model.unwrap()
+    machine.memory_left = left
     module = model.unwrap()
     same = [n for n, v in saved.items() if torch.equal(v, module.state_dict()[n])]
     whole = {type(p) for p in module.parameters()} == {nn.Parameter}

@@ -157,7 +157,7 @@ def test_accelerates_loop_is_ddps_and_its_state_goes_on(tmp_path, world_size):
 def loads(rank, folder):
     """Rank 0 alone reads tensors; every rank has the weights."""
     import gemini
-    from gemini.checkpoint.export import LazyTensors
+    from gemini.checkpoint.untrusted.lazy_tensors import LazyTensors
 
     read, taken = LazyTensors.__getitem__, []
     LazyTensors.__getitem__ = lambda self, name: taken.append(name) or read(self, name)

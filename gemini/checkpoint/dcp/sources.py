@@ -1,4 +1,4 @@
-"""What can be loaded from: a folder of DCP, ours or not, a file of torch.save, or safetensors."""
+"""What can be loaded from: a folder of DCP, ours or not, a file of torch.save, or weights alone."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from gemini.checkpoint.format.errors import CorruptError, FormatError
 from gemini.checkpoint.format.folder import find
 from gemini.checkpoint.format.manifest import METADATA, Manifest
 from gemini.checkpoint.format.small_files import memory_limit, read_manifest
-from gemini.checkpoint.untrusted.lazy_tensors import LazyTensors
+from gemini.checkpoint.untrusted.lazy_tensors import LazyTensors, weight_files
 from gemini.checkpoint.untrusted.metadata import read_metadata
-from gemini.checkpoint.untrusted.torch_files import first_line, load_mapped
+from gemini.checkpoint.untrusted.torch_files import first_line, is_whole, load_mapped
 
 from .ranks import Ranks
 from .reader import Fill, Reader
@@ -92,7 +92,7 @@ class FileSource:
             left -= _VALUE_BYTES + len(key)
             if left < 0:
                 raise FormatError(f"{path} holds more values than it has bytes")
-            if isinstance(value, Tensor) and not _is_whole(value):
+            if isinstance(value, Tensor) and not is_whole(value):
                 raise FormatError(f"{path}: {key:.80} is a tensor without all of its elements")
             self._values[key] = value
 
@@ -124,8 +124,8 @@ class FileSource:
         ranks.together(lambda: fill(put))
 
 
-class SafetensorsSource:
-    """Weights in a file of safetensors, or in a folder of them with or without an index."""
+class WeightsSource:
+    """Weights in a file of safetensors, or in a folder that `LazyTensors` reads."""
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
         self.path = path
@@ -159,17 +159,17 @@ def open_source(path: Path, names: Sequence[str], stack: ExitStack) -> Source:
 
     stack: closes what stays open meanwhile.
     """
-    if _is_safetensors(path):
-        return SafetensorsSource(path, stack)
+    if _has_weights_alone(path):
+        return WeightsSource(path, stack)
     if path.is_file():
         return FileSource(path, names)
     return DcpSource(find(path))
 
 
-def _is_safetensors(path: Path) -> bool:
-    """A file that begins with such a header, or a folder of such files and no checkpoint."""
+def _has_weights_alone(path: Path) -> bool:
+    """A file that begins as safetensors do, or a folder of weights and no checkpoint."""
     if path.is_dir():
-        return not (path / METADATA).exists() and any(path.glob("*.safetensors"))
+        return not (path / METADATA).exists() and bool(weight_files(path))
     if not path.is_file():
         return False
     with path.open("rb") as file:
@@ -184,13 +184,6 @@ def _put(there: Tensor, value: Tensor) -> None:
             value.to(there.device), there.device_mesh, there.placements, src_data_rank=None
         )
     there.copy_(value)
-
-
-def _is_whole(tensor: Tensor) -> bool:
-    """Whether every element has bytes of its own."""
-    if tensor.layout != torch.strided or tensor.device.type != "cpu":
-        return False
-    return tensor.untyped_storage().nbytes() >= tensor.numel() * tensor.itemsize
 
 
 def _flat(prefix: str, value: Any, names: Sequence[str], levels: int) -> Iterator[tuple[str, Any]]:

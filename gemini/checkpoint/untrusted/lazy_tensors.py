@@ -1,4 +1,4 @@
-"""Tensors in files of safetensors, read one by one."""
+"""Weights in files of safetensors, or of torch.save as Hugging Face names them, read one by one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from gemini.checkpoint.format.errors import FormatError
 from gemini.checkpoint.format.manifest import is_plain_name
 from gemini.checkpoint.format.small_files import read_json
 
+from .torch_files import first_line, is_whole, load_mapped
+
 INDEX = "model.safetensors.index.json"
+TORCH_INDEX = "pytorch_model.bin.index.json"
 DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -45,28 +48,23 @@ class TensorSpec:
 
 
 class LazyTensors(Mapping[str, Tensor]):
-    """Tensors of a file of safetensors, or of a folder of them, each read when it is asked for."""
+    """Tensors of a file of safetensors, or of a folder of weights, each read when it is asked for.
+
+    A folder has safetensors, or else `pytorch_model*.bin`, which are mapped.
+    """
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
-        from safetensors import safe_open
-
         folder = path.parent if path.is_file() else path
         self.folder = folder
-        indices = sorted(folder.glob(f"*{INDEX}"))
-        if path.is_file():
-            names = [path.name]
-        elif len(indices) == 1:
-            names = _names_in(indices[0])
-        else:
-            names = sorted(path.name for path in folder.glob("*.safetensors"))
+        names = [path.name] if path.is_file() else weight_files(folder)
         if not names:
-            raise FormatError(f"{folder} has no safetensors")
+            raise FormatError(f"{folder} has no safetensors, and no pytorch_model*.bin")
         self._file_of: dict[str, Any] = {}
         for name in names:
             try:
-                file = stack.enter_context(safe_open(folder / name, framework="pt"))
+                file = _opened(folder / name, stack)
             except Exception as error:
-                raise FormatError(f"{folder / name} cannot be read: {error}") from error
+                raise FormatError(f"{folder / name} cannot be read: {first_line(error)}") from error
             self._file_of.update((key, (file, key)) for key in file.keys())  # noqa: SIM118
 
     def tie(self, tied: Iterable[Sequence[str]]) -> None:
@@ -114,12 +112,65 @@ class LazyTensors(Mapping[str, Tensor]):
         return {name: self[name] for name in self}
 
 
+def weight_files(folder: Path) -> list[str]:
+    """Names of the files that have a folder's weights: as its index says, where there is one."""
+    for index_name, pattern in ((INDEX, "*.safetensors"), (TORCH_INDEX, "*pytorch_model*.bin")):
+        indices = sorted(folder.glob(f"*{index_name}"))
+        if len(indices) == 1:
+            return _names_in(indices[0])
+        names = sorted(path.name for path in folder.glob(pattern))
+        if names:
+            return names
+    return []
+
+
+def _opened(path: Path, stack: ExitStack) -> Any:
+    if path.suffix == ".bin":
+        return _TorchFile(path)
+    from safetensors import safe_open
+
+    return stack.enter_context(safe_open(path, framework="pt"))
+
+
+class _TorchFile:
+    """A state dict of torch.save, mapped, with the methods of a file of safetensors."""
+
+    def __init__(self, path: Path) -> None:
+        content = load_mapped(path)
+        if not isinstance(content, Mapping):
+            raise FormatError(f"it holds a {type(content).__name__}; expected a state dict")
+        for key, value in content.items():
+            if not (isinstance(key, str) and isinstance(value, Tensor) and is_whole(value)):
+                raise FormatError(f"{key!r:.80} is no tensor with all of its elements")
+        self._content: Mapping[str, Tensor] = content
+
+    def keys(self) -> Iterable[str]:
+        return self._content.keys()
+
+    def get_tensor(self, key: str) -> Tensor:
+        return self._content[key]
+
+    def get_slice(self, key: str) -> _Slice:
+        return _Slice(self._content[key])
+
+
+@dataclass(frozen=True, slots=True)
+class _Slice:
+    tensor: Tensor
+
+    def get_dtype(self) -> str:
+        return DTYPE_NAMES.get(self.tensor.dtype, str(self.tensor.dtype))
+
+    def get_shape(self) -> torch.Size:
+        return self.tensor.shape
+
+
 def _names_in(index: Path) -> list[str]:
     """Of the files that an index names."""
     try:
         names = set(json.loads(read_json(index))["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise FormatError(f"{index} is no index of safetensors: {error!r:.200}") from error
+        raise FormatError(f"{index} is no index of weights: {error!r:.200}") from error
     for name in names:
         if not is_plain_name(name):
             raise FormatError(f"{index} names {name!r:.80}, expected files of its folder")

@@ -78,6 +78,13 @@ class Part(io.RawIOBase):
         return len(data)
 
 
+def is_whole(tensor: torch.Tensor) -> bool:
+    """Whether every element has bytes of its own."""
+    if tensor.layout != torch.strided or tensor.device.type != "cpu":
+        return False
+    return tensor.untyped_storage().nbytes() >= tensor.numel() * tensor.itemsize
+
+
 def first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 

@@ -119,9 +119,10 @@ class Booster:
     ) -> Ticket[None]:
         """Save the weights, fp32 masters where there are any, in the dtypes they had.
 
-        shard: a new folder of safetensors that Hugging Face's `from_pretrained` reads, in files of
-            `size_per_shard` MiB; else one file, of torch.save, or of safetensors by
-            `use_safetensors` or by its suffix.
+        shard: a new folder that Hugging Face's `from_pretrained` reads, in files of
+            `size_per_shard` MiB; else one file.
+        use_safetensors: safetensors; else torch.save (`pytorch_model-*.bin` in a folder), but for
+            one file whose name ends in `.safetensors`.
         prefix: before the names of the files in the folder, and a dot.
         use_async: return when the values are in rank 0's memory, and write in a thread; the ticket
             says when it is done, and the next save or load waits for it.

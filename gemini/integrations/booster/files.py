@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from gemini.checkpoint import background
 from gemini.checkpoint.dcp.ranks import Ranks
-from gemini.checkpoint.export import SafetensorsWriter, export_safetensors, save_config, spec_of
+from gemini.checkpoint.export import export_weights, save_config
 from gemini.checkpoint.format.errors import CheckpointError, FormatError, on_disk
 from gemini.checkpoint.load import load_checkpoint
 from gemini.checkpoint.save import raise_pending, save_checkpoint
 from gemini.checkpoint.untrusted.lazy_tensors import TensorSpec
+from gemini.checkpoint.weight_files import SAFETENSORS, TORCH, Format, WeightsWriter, spec_of
 from gemini.integrations.parts import accept, inner_of
 from gemini.integrations.plugins import fsdp
 from gemini.tickets import Done, Ticket
@@ -47,22 +48,24 @@ def save_model(
         )
     ranks = begin(model, "save_model()")
     limit = size_per_shard << 20 if shard else _NO_LIMIT
-    as_safetensors = shard or use_safetensors or path.suffix == ".safetensors"
+    as_safetensors = use_safetensors or (path.suffix == ".safetensors" and not shard)
+    kind = SAFETENSORS if as_safetensors else TORCH
     if use_async:
         state = {name: _copied(value) for name, value in whole_weights(model).items()}
         if ranks.rank:
             return Done(None)
-        if as_safetensors:
+        if shard or as_safetensors:
             return background.start(
-                str(path), lambda: _write_folder(model, state, path, limit, prefix, one=not shard)
+                str(path),
+                lambda: _write_folder(model, state, path, limit, prefix, kind, one=not shard),
             )
         return background.start(str(path), lambda: write_file(path, _saving(state)))
-    if not as_safetensors:
+    if not (shard or as_safetensors):
         state = dict(whole_weights(model))
         ranks.together(lambda: None if ranks.rank else write_file(path, _saving(state)))
         return Done(None)
     folder = path if shard else _beside(path)
-    export_safetensors(folder, model, max_shard_size=limit, prefix=prefix or "")
+    export_weights(folder, model, kind, max_shard_size=limit, prefix=prefix or "")
     if not shard:
         ranks.together(lambda: None if ranks.rank else _take_out(folder, path))
     return Done(None)
@@ -171,10 +174,11 @@ def _write_folder(
     path: Path,
     limit: int,
     prefix: str | None,
+    kind: Format,
     *,
     one: bool,
 ) -> None:
-    """A state dict as safetensors; `one`: a file of this name."""
+    """A state dict as a folder of weights; `one`: as one file of this name."""
     folder = _beside(path) if one else path
     first: dict[int, tuple[str, Tensor]] = {}  # a tied tensor under its first name
     for name, value in state.items():
@@ -182,7 +186,7 @@ def _write_folder(
     specs: list[TensorSpec] = [
         spec_of(name, value.dtype, value.shape, None) for name, value in first.values()
     ]
-    writer = SafetensorsWriter(folder, specs, limit, prefix or "")
+    writer = WeightsWriter(folder, specs, limit, prefix or "", kind)
     try:
         for name, value in first.values():
             writer.add(name, value)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from gemini.ddp import GeminiDDP
 from gemini.integrations.parts import accept
 from gemini.integrations.torch_optimizers import convert
 from gemini.placement.policy import StaticPlacement
+from gemini.runtime.inspect.full_parameters import full_parameters
 from gemini.runtime.unwrap import whole_chunk
 from optim.base import TieredOptimizer
 from optim.rules.loss_scale import LossScale
@@ -144,3 +147,35 @@ def col_model_deepcopy(sharded_model: GeminiDDP, other_model: nn.Module) -> None
                     there[alias].copy_(there[spec.name])
     for name, buffer in sharded_model.module.named_buffers():
         other_model.get_buffer(name).copy_(buffer)
+
+
+@torch.no_grad()
+def static_copy(model: GeminiDDP, *, everywhere: bool) -> nn.Module | None:
+    """A plain copy of the inner module on the CPU, with fp32 masters in the dtypes they had before.
+
+    On rank 0, or on every rank; a chunk at a time. Hooks that are not the engine's are the same
+    functions. All ranks call.
+    """
+    engine = model.engine
+    engine.call("get_static_torch_model()")
+    plain = None
+    if everywhere or engine.comm.rank == 0:
+        memo: dict[int, Any] = {}
+        for param, dtype in zip(engine.params, engine.original_dtypes, strict=True):
+            empty = torch.empty(param.shape, dtype=dtype)
+            memo[id(param)] = nn.Parameter(empty, requires_grad=param.requires_grad)
+        ours = {handle.id for handle in engine.hook_handles if hasattr(handle, "id")}
+        for module in model.module.modules():
+            for attribute, hooks in vars(module).items():
+                if "_hooks" in attribute and isinstance(hooks, dict):
+                    kept = ((key, hook) for key, hook in hooks.items() if key not in ours)
+                    memo[id(hooks)] = OrderedDict(kept)
+        plain = copy.deepcopy(model.module, memo)
+    if everywhere:
+        assert plain is not None
+        col_model_deepcopy(model, plain)
+        return plain
+    for name, value in full_parameters(engine):  # nothing on the other ranks
+        assert plain is not None
+        plain.get_parameter(name).copy_(value)
+    return plain

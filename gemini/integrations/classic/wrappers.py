@@ -16,7 +16,7 @@ from torch import nn
 from gemini import ddp
 from gemini.chunk.sizing.search import ChunkConfiguration, search_chunk_configuration
 from gemini.integrations.parts import accept, refuse_others, this_device
-from gemini.integrations.plugins.gemini_plugins import parse_named
+from gemini.integrations.plugins.engine_plugin import parse_named, print_search, print_skips
 from gemini.integrations.torch_optimizers import convert
 from gemini.placement.policy import Placement, StaticPlacement
 from gemini.runtime.wrap.keep_fp32 import kept_modules, param_dtypes
@@ -25,6 +25,8 @@ from gemini.runtime.wrap.precision import DTYPE_OF
 from gemini.runtime.wrap.specs import collect_params
 from optim.base import TieredOptimizer
 from optim.rules.loss_scale import LossScale
+
+from .sharded_v2 import static_copy
 
 get_current_device = this_device
 
@@ -110,18 +112,24 @@ def zero_model_wrapper(
 ) -> ddp.GeminiDDP:
     """Shard by ZeRO-1, 2 or 3; `gemini_config` has options of the `GeminiDDP` here, for stage 3.
 
+    verbose: print what the search for chunks found.
     Raises ValueError for another stage, and for options beside stage 1 or 2.
     """
     if zero_stage not in (1, 2, 3):
         raise ValueError(f"zero_stage={zero_stage}; expected 1, 2 or 3")
-    if zero_stage == 3:
-        return GeminiDDP(model, **(gemini_config or {}))
-    if gemini_config:
+    if gemini_config and zero_stage != 3:
         raise ValueError(
             f"gemini_config={dict(gemini_config)!r:.80} with zero_stage={zero_stage}; expected "
             "none: it is for stage 3. LowLevelZeroPlugin has the options of the others"
         )
-    return ddp.GeminiDDP(model, placement_policy=StaticPlacement.zero(zero_stage), precision="fp16")
+    if zero_stage == 3:
+        wrapped = GeminiDDP(model, **(gemini_config or {}))
+    else:
+        policy = StaticPlacement.zero(zero_stage)
+        wrapped = ddp.GeminiDDP(model, placement_policy=policy, precision="fp16")
+    if verbose:
+        print_search(wrapped)
+    return wrapped
 
 
 def zero_optim_wrapper(
@@ -142,13 +150,15 @@ def zero_optim_wrapper(
     """The same optimizer over the wrapped module, with this loss scale and this clipping.
 
     optim_config: where the state of an optimizer of torch's goes (`nvme_offload_fraction`, ...).
+    verbose: print every step that is skipped.
     Raises ValueError for a module that is not wrapped, and for a loss scale without fp16.
     """
     scale = LossScale(
         initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis,
         max_scale,
     )  # fmt: skip
-    return _configured(model, optimizer, scale, max_norm, norm_type, dict(optim_config or {}))
+    places = dict(optim_config or {})
+    return _configured(model, optimizer, scale, max_norm, norm_type, places, verbose=verbose)
 
 
 def LowLevelZeroOptimizer(
@@ -178,8 +188,8 @@ def LowLevelZeroOptimizer(
 ) -> torch.optim.Optimizer:
     """The same optimizer over `module`, which ZeRO-1 or 2 has wrapped, with this loss scale.
 
-    What the wrapper decides (buckets, stage, offload, groups, dtypes) is refused where it is given.
-    Raises ValueError.
+    What the wrapper decides (buckets, stage, offload, groups, dtypes) is refused by name.
+    verbose: print every step that is skipped. Raises ValueError.
     """
     if module is None:
         raise ValueError(
@@ -203,6 +213,8 @@ def LowLevelZeroOptimizer(
         ("partition_grad", "cpu_offload", "overlap_allgather", "fp8_communication"), False
     )
     refuse_others(given, usual, "what wraps the module decides; LowLevelZeroPlugin has the options")
+    if overlap_communication:
+        accept("overlap_communication", "the stage says when gradients are reduced")
     scale = LossScale(
         initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis,
         max_scale,
@@ -210,7 +222,7 @@ def LowLevelZeroOptimizer(
     usual_scale = LossScale(growth_interval=2000, max_scale=2.0**24)
     if scale == usual_scale and not module.engine.scaler.active:
         scale = LossScale()
-    return _configured(module, optimizer, scale, clip_grad_norm, 2.0, {})
+    return _configured(module, optimizer, scale, clip_grad_norm, 2.0, {}, verbose=verbose)
 
 
 def _configured(
@@ -220,6 +232,8 @@ def _configured(
     max_norm: float,
     norm_type: float,
     places: dict[str, Any],
+    *,
+    verbose: bool,
 ) -> torch.optim.Optimizer:
     if not isinstance(model, ddp.GeminiDDP):
         raise ValueError(
@@ -231,6 +245,8 @@ def _configured(
     engine = model.engine
     loss_scale = scale if engine.scaler.active or scale != LossScale() else None
     engine.reconfigure(max_norm=max_norm or None, norm_type=norm_type, loss_scale=loss_scale)
+    if verbose:
+        print_skips(optimizer, model)
     return optimizer
 
 
@@ -309,6 +325,21 @@ def ZeroDDP(
     )
 
 
-def get_static_torch_model(model: ddp.GeminiDDP, device: torch.device | str = "cpu") -> nn.Module:
-    """The plain module again, with fp32 masters: `model.unwrap(device)`. All ranks call."""
-    return model.unwrap(device)
+def get_static_torch_model(
+    zero_ddp_model: ddp.GeminiDDP,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    only_rank_0: bool = True,
+) -> nn.Module | None:
+    """A plain copy of the module with whole parameters, from fp32 masters; the wrapper stays.
+
+    only_rank_0: other ranks get None, and hold no whole copy. All ranks call.
+    Raises ValueError for a module that is not wrapped.
+    """
+    if not isinstance(zero_ddp_model, ddp.GeminiDDP):
+        raise ValueError(
+            f"zero_ddp_model is a {type(zero_ddp_model).__name__}; expected a GeminiDDP: "
+            "copy.deepcopy copies a plain module"
+        )
+    plain = static_copy(zero_ddp_model, everywhere=not only_rank_0)
+    return None if plain is None else plain.to(device, dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -101,7 +102,7 @@ class ColossalAIStrategy(GeminiStrategy):
 
     def setup(self, trainer: Any) -> None:
         if not self._is_precision_given and self.precision_plugin.precision == "32-true":
-            self._own_precision = "fp16"
+            self._asked = replace(self._asked, precision="fp16")
             log.info("ColossalAIStrategy computes in fp16, as no other precision was given")
         super().setup(trainer)
 

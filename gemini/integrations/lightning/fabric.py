@@ -21,20 +21,12 @@ from torch.distributed.constants import default_pg_timeout
 
 from gemini.ddp import GeminiDDP
 from gemini.integrations.torch_optimizers import convert
-from gemini.placement.policy import Placement, parse_placement
+from gemini.placement.policy import Placement
 from gemini.runtime.wrap.materialise import init_empty
 from optim.base import TieredOptimizer
 
 from .checkpoint import decoded, load_folder, pop, save_folder, whole_optimizer_state, whole_weights
-from .shared import (
-    GeminiFabricPrecision,
-    StepCasts,
-    check_options,
-    inner,
-    precision_of,
-    resolved_precision,
-    wrap,
-)
+from .shared import Asked, GeminiFabricPrecision, StepCasts, inner, precision_of
 
 
 class GeminiFabricStrategy(DDPStrategy):
@@ -63,10 +55,8 @@ class GeminiFabricStrategy(DDPStrategy):
         start_method: str = "popen",
         **options: Any,
     ) -> None:
-        if checkpoint not in ("sharded", "full"):
-            raise ValueError(f'checkpoint={checkpoint!r}; expected "sharded" or "full"')
-        check_options(options)
-        parse_placement(placement_policy)
+        own = precision if isinstance(precision, str) else None
+        self._asked = Asked(placement_policy, dict(adam or {}), checkpoint, own, options)
         super().__init__(
             accelerator,
             parallel_devices,
@@ -77,11 +67,6 @@ class GeminiFabricStrategy(DDPStrategy):
             timeout=timeout,
             start_method=start_method,  # type: ignore[arg-type]
         )
-        self._saves_folders = checkpoint == "sharded"
-        self._placement = placement_policy
-        self._adam = dict(adam or {})
-        self._own_precision = precision if isinstance(precision, str) else None
-        self._options = options
         self._backward_sync_control = _NoSync()  # type: ignore[assignment]
 
     @property
@@ -98,18 +83,15 @@ class GeminiFabricStrategy(DDPStrategy):
     # -- set-up --
 
     def setup_module(self, module: nn.Module) -> GeminiDDP:  # type: ignore[override]
-        precision = resolved_precision(self._own_precision, self.precision)
+        precision = self._asked.precision_by(self.precision)
         has_steps = isinstance(module, LightningModule)
-        wrapped = wrap(
-            module, self.root_device, self._placement, precision, self._options,
-            cast_inputs=not has_steps,
-        )  # fmt: skip
+        wrapped = self._asked.wrap(module, self.root_device, precision, cast_inputs=not has_steps)
         if has_steps:
-            StepCasts(module, precision, raises=bool(self._options.get("force_outputs_fp32")))
+            StepCasts(module, precision, raises=self._asked.raises_outputs)
         return wrapped
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        return convert(optimizer, **self._adam)
+        return convert(optimizer, **self._asked.adam)
 
     def module_to_device(self, module: nn.Module) -> None:
         """It is wrapped from where it is, chunk by chunk."""
@@ -149,7 +131,7 @@ class GeminiFabricStrategy(DDPStrategy):
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
         model, optimizer, keys = _trained(state)
-        if model is None or not self._saves_folders:
+        if model is None or not self._asked.saves_folders:
             super().save_checkpoint(path, state, storage_options, filter)
             return
         if storage_options is not None or any(key in (filter or {}) for key in keys):

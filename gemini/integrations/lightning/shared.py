@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from gemini.ddp import GeminiDDP
 from gemini.dtypes import DTYPES
-from gemini.placement.policy import Placement
+from gemini.placement.policy import Placement, parse_placement
 from gemini.runtime.wrap.precision import DTYPE_OF
 from gemini.trees import map_tensors
 from optim.base import TieredOptimizer
@@ -42,16 +43,20 @@ _TAKEN = ("module", "device", "placement_policy", "precision", "process_group", 
 _OPTIONS = frozenset(inspect.signature(GeminiDDP).parameters) - set(_TAKEN)
 
 
-class GeminiPrecision(Precision):
+class _Named(FabricPrecision):
+    """A precision by Lightning's name of it. Raises ValueError for one that has no meaning here."""
+
+    def __init__(self, precision: str = "32-true") -> None:
+        engine_precision(precision)
+        self.precision = precision  # type: ignore[assignment]
+
+
+class GeminiPrecision(_Named, Precision):
     """`Trainer(precision=)` for `GeminiStrategy`: which dtype modules compute in.
 
     The engine casts, scales losses and clips, so this does nothing in a step but to hand clipping
     on. precision: "32-true", "bf16-mixed", "bf16-true" or "16-mixed"; raises ValueError for others.
     """
-
-    def __init__(self, precision: str = "32-true") -> None:
-        engine_precision(precision)
-        self.precision = precision  # type: ignore[assignment]
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
         inner(optimizer).clip_grad_norm_(float(clip_val))
@@ -60,12 +65,8 @@ class GeminiPrecision(Precision):
         inner(optimizer).clip_grad_by_value(float(clip_val))
 
 
-class GeminiFabricPrecision(FabricPrecision):
+class GeminiFabricPrecision(_Named):
     """The same for `Fabric(precision=)`."""
-
-    def __init__(self, precision: str = "32-true") -> None:
-        engine_precision(precision)
-        self.precision = precision  # type: ignore[assignment]
 
 
 def engine_precision(name: str) -> str:
@@ -96,19 +97,58 @@ def precision_of(plugin: FabricPrecision) -> str:
     return str(plugin.precision)
 
 
-def resolved_precision(option: str | None, plugin: FabricPrecision) -> str:
-    """The strategy's own `precision=`, or what the plugin says. Raises ValueError for both."""
-    asked = engine_precision(str(plugin.precision))
-    if option is None or option == asked:
-        return asked
-    if option not in DTYPE_OF:
-        raise ValueError(f"precision={option!r}; expected one of {sorted(DTYPE_OF)}")
-    if asked != "fp32":
-        raise ValueError(
-            f"the strategy has precision={option!r} and Lightning {plugin.precision!r}; expected "
-            "one of the two"
+@dataclass(frozen=True)
+class Asked:
+    """What a strategy was given; see `GeminiStrategy`.
+
+    Raises TypeError for an option that is none, ValueError for a value that is none.
+    """
+
+    placement: str | Placement
+    adam: Mapping[str, Any]
+    checkpoint: str
+    precision: str | None
+    options: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        if self.checkpoint not in ("sharded", "full"):
+            raise ValueError(f'checkpoint={self.checkpoint!r}; expected "sharded" or "full"')
+        check_options(self.options)
+        parse_placement(self.placement)
+
+    @property
+    def saves_folders(self) -> bool:
+        return self.checkpoint == "sharded"
+
+    @property
+    def raises_outputs(self) -> bool:
+        return bool(self.options.get("force_outputs_fp32"))
+
+    def precision_by(self, plugin: FabricPrecision) -> str:
+        """Its own, or what the plugin says. Raises ValueError for both."""
+        asked = engine_precision(str(plugin.precision))
+        if self.precision is None or self.precision == asked:
+            return asked
+        if self.precision not in DTYPE_OF:
+            raise ValueError(f"precision={self.precision!r}; expected one of {sorted(DTYPE_OF)}")
+        if asked != "fp32":
+            raise ValueError(
+                f"the strategy has precision={self.precision!r} and Lightning "
+                f"{plugin.precision!r}; expected one of the two"
+            )
+        return self.precision
+
+    def wrap(
+        self, module: nn.Module, device: torch.device, precision: str, *, cast_inputs: bool
+    ) -> GeminiDDP:
+        """A loss scale that says what the default says is for fp16 alone."""
+        options = dict(self.options)
+        if precision != "fp16" and options.get("loss_scale") == LossScale():
+            del options["loss_scale"]
+        _move_what_has_no_parameters(module, device)
+        return GeminiDDP(
+            module, device, self.placement, precision=precision, cast_inputs=cast_inputs, **options
         )
-    return option
 
 
 def check_options(options: Mapping[str, Any]) -> None:
@@ -122,25 +162,6 @@ def check_options(options: Mapping[str, Any]) -> None:
             f"{name}= is no option of this strategy; expected its own, or one of GeminiDDP's: "
             f"{', '.join(sorted(_OPTIONS))}"
         )
-
-
-def wrap(
-    module: nn.Module,
-    device: torch.device,
-    placement: str | Placement,
-    precision: str,
-    options: Mapping[str, Any],
-    *,
-    cast_inputs: bool,
-) -> GeminiDDP:
-    """A GeminiDDP of `module`; a loss scale that says what the default says is for fp16 alone."""
-    options = dict(options)
-    if precision != "fp16" and options.get("loss_scale") == LossScale():
-        del options["loss_scale"]
-    _move_what_has_no_parameters(module, device)
-    return GeminiDDP(
-        module, device, placement, precision=precision, cast_inputs=cast_inputs, **options
-    )
 
 
 def _move_what_has_no_parameters(module: nn.Module, device: torch.device) -> None:

@@ -20,7 +20,7 @@ from torch.distributed.constants import default_pg_timeout
 from gemini.checkpoint.format.folder import LATEST
 from gemini.ddp import GeminiDDP
 from gemini.integrations.torch_optimizers import convert
-from gemini.placement.policy import Placement, parse_placement
+from gemini.placement.policy import Placement
 from gemini.runtime.wrap.materialise import init_empty
 from optim.base import TieredOptimizer
 
@@ -34,14 +34,7 @@ from .checkpoint import (
     whole_optimizer_state,
     whole_weights,
 )
-from .shared import (
-    GeminiPrecision,
-    StepCasts,
-    check_options,
-    precision_of,
-    resolved_precision,
-    wrap,
-)
+from .shared import Asked, GeminiPrecision, StepCasts, precision_of
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -60,6 +53,8 @@ class GeminiStrategy(DDPStrategy):
         bf16 of its "16-mixed", with a warning: there fp16 is said here.
     empty_init: `configure_model` runs under `gemini.init_empty`, so modules that initialise
         themselves are never whole on a rank. Values that it loads or sets there are lost.
+    unwrap_at_end: False leaves the module wrapped when a fit or an evaluation is over, and the next
+        one takes it as it is: for models that no rank can hold. `strategy.model` is the wrapper.
     options: of `GeminiDDP`: `max_norm`, `loss_scale`, `keep_fp32`, ...
 
     The others are those of Lightning's DDPStrategy. Inside a step the batch has its own dtypes, and
@@ -70,7 +65,7 @@ class GeminiStrategy(DDPStrategy):
     error at several ranks the module stays wrapped, as the others may not come to unwrap it.
 
     Raises TypeError for an option that is none, ValueError for what Lightning asks for and this
-    strategy cannot do.
+    strategy cannot do, and MemoryError, when all is done, where a plain module has no room.
     """
 
     strategy_name = "gemini"
@@ -84,6 +79,7 @@ class GeminiStrategy(DDPStrategy):
         checkpoint: str = "sharded",
         precision: str | None = None,
         empty_init: bool = False,
+        unwrap_at_end: bool = True,
         accelerator: Any = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: Any = None,
@@ -94,11 +90,7 @@ class GeminiStrategy(DDPStrategy):
         start_method: str = "popen",
         **options: Any,
     ) -> None:
-        if checkpoint not in ("sharded", "full"):
-            raise ValueError(f'checkpoint={checkpoint!r}; expected "sharded" or "full"')
-        check_options(options)
-        parse_placement(placement_policy)
-        self._saves_folders = checkpoint == "sharded"
+        self._asked = Asked(placement_policy, dict(adam or {}), checkpoint, precision, options)
         super().__init__(
             accelerator,
             parallel_devices,
@@ -111,11 +103,9 @@ class GeminiStrategy(DDPStrategy):
         )
         if checkpoint_io is not None:
             self.checkpoint_io = checkpoint_io
-        self._placement = placement_policy
-        self._adam = dict(adam or {})
-        self._own_precision = precision
         self._empty_init = empty_init
-        self._options = options
+        self._unwraps_at_end = unwrap_at_end
+        self._kept: GeminiDDP | None = None  # wrapped, from what ran before
         self._casts: StepCasts | None = None
         self._has_failed = False
         self._was_streamed = False  # the checkpoint that was loaded last
@@ -139,7 +129,7 @@ class GeminiStrategy(DDPStrategy):
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: Any) -> None:
-        if self._saves_folders:
+        if self._asked.saves_folders:
             raise ValueError(
                 f"a {type(io).__name__} would not be asked: ranks stream a sharded checkpoint "
                 'themselves; expected none, or checkpoint="full"'
@@ -161,16 +151,16 @@ class GeminiStrategy(DDPStrategy):
 
     def _refuse(self, trainer: Trainer) -> None:
         """What would do nothing, or something else than it says."""
-        precision = resolved_precision(self._own_precision, self.precision_plugin)
+        precision = self._asked.precision_by(self.precision_plugin)
         if self._layer_sync is not None:
             raise ValueError(
                 "sync_batchnorm=True is not done by GeminiStrategy; convert the model with "
                 "torch.nn.SyncBatchNorm.convert_sync_batchnorm before it is given to the Trainer"
             )
-        if trainer.gradient_clip_val and self._options.get("max_norm"):
+        if trainer.gradient_clip_val and self._asked.options.get("max_norm"):
             raise ValueError(
                 f"gradient_clip_val={trainer.gradient_clip_val} and the strategy's max_norm="
-                f"{self._options['max_norm']}: a step clips once; expected one of the two"
+                f"{self._asked.options['max_norm']}: a step clips once; expected one of the two"
             )
         if precision == "fp16" and not trainer.lightning_module.automatic_optimization:
             raise ValueError(
@@ -188,12 +178,11 @@ class GeminiStrategy(DDPStrategy):
             )
 
     def _setup_model(self, model: nn.Module) -> GeminiDDP:  # type: ignore[override]
-        precision = resolved_precision(self._own_precision, self.precision_plugin)
-        wrapped = wrap(
-            model, self.root_device, self._placement, precision, self._options, cast_inputs=False
-        )
-        raises = bool(self._options.get("force_outputs_fp32"))
-        self._casts = StepCasts(model, precision, raises=raises)
+        precision = self._asked.precision_by(self.precision_plugin)
+        wrapped, self._kept = self._kept, None
+        if wrapped is None or wrapped.module is not model:
+            wrapped = self._asked.wrap(model, self.root_device, precision, cast_inputs=False)
+        self._casts = StepCasts(model, precision, raises=self._asked.raises_outputs)
         return wrapped
 
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -207,22 +196,18 @@ class GeminiStrategy(DDPStrategy):
         (optimizer,) = self.optimizers
         if isinstance(optimizer, _MockOptimizer):
             return
-        self.optimizers = [convert(optimizer, **self._adam)]
+        self.optimizers = [convert(optimizer, **self._asked.adam)]
 
     def model_to_device(self) -> None:
         """It is wrapped from where it is, chunk by chunk."""
 
-    @contextmanager
-    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+    def tensor_init_context(self, empty_init: bool | None = None) -> Any:
         """Modules are made on the CPU, in their own dtypes; `empty_init`: without memory."""
-        with init_empty() if empty_init else nullcontext():
-            yield
+        return init_empty() if empty_init else nullcontext()
 
-    @contextmanager
-    def model_sharded_context(self) -> Iterator[None]:
+    def model_sharded_context(self) -> Any:
         """Around `configure_model` and `configure_sharded_model`."""
-        with self.tensor_init_context(self._empty_init):
-            yield
+        return self.tensor_init_context(self._empty_init)
 
     # -- a step --
 
@@ -252,25 +237,25 @@ class GeminiStrategy(DDPStrategy):
         `rank_zero_only` is false. Sharded, nothing: ranks stream their parts as it is saved.
         """
         assert self.model is not None
-        if self._saves_folders:
+        if self._asked.saves_folders:
             return Streamed()
         state = whole_weights(self.model)
         return state if rank_zero_only else self.broadcast(state)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         if isinstance(optimizer, _MockOptimizer):
-            return Streamed() if self._saves_folders else {}
+            return Streamed() if self._asked.saves_folders else {}
         if not isinstance(self.model, GeminiDDP):
             raise ValueError(
                 "the optimizer's state went when the fit ended; expected a save within it "
                 "(ModelCheckpoint(save_last=True)), or save_checkpoint(path, weights_only=True)"
             )
-        return Streamed() if self._saves_folders else whole_optimizer_state(optimizer)
+        return Streamed() if self._asked.saves_folders else whole_optimizer_state(optimizer)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        if not self._saves_folders:
+        if not self._asked.saves_folders:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         if storage_options is not None:
@@ -333,16 +318,30 @@ class GeminiStrategy(DDPStrategy):
         if self._casts is not None:
             self._casts.remove()
             self._casts = None
-        # the other ranks may not come to it
-        if isinstance(self.model, GeminiDDP) and not (self._has_failed and self.world_size > 1):
-            self.model.unwrap()
-            self.model = self.lightning_module
-        if self._tiered is not None:
-            self._tiered.close(keep_masters=False)
-        for plugin in (self.cluster_environment, self.precision_plugin, self.accelerator):
-            assert plugin is not None
-            plugin.teardown()
-        self.checkpoint_io.teardown()
+        try:
+            self._let_go()
+        finally:
+            for plugin in (self.cluster_environment, self.precision_plugin, self.accelerator):
+                assert plugin is not None
+                plugin.teardown()
+            self.checkpoint_io.teardown()
+
+    def _let_go(self) -> None:
+        """Of the wrapper and the optimizer. Raises MemoryError, and the module stays wrapped."""
+        together = not (self._has_failed and self.world_size > 1)  # else others may not come
+        wrapped = self.model if isinstance(self.model, GeminiDDP) else None
+        try:
+            if wrapped is not None and together and self._unwraps_at_end:
+                wrapped.unwrap()
+                wrapped, self.model = None, self.lightning_module
+        except MemoryError as error:
+            raise MemoryError(
+                f"{error}; or give the strategy unwrap_at_end=False, which leaves it wrapped"
+            ) from error
+        finally:
+            self._kept = wrapped
+            if self._tiered is not None:
+                self._tiered.close(keep_masters=wrapped is not None and together)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

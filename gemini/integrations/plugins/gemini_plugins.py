@@ -1,41 +1,24 @@
-"""GeminiPlugin, and how a module and its optimizer go over to this project's engine."""
+"""GeminiPlugin: ZeRO-3 in chunks."""
 
 from __future__ import annotations
 
-import sys
-import weakref
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from gemini.chunk.sizing.search import ChunkConfiguration
-from gemini.ddp import GeminiDDP
-from gemini.integrations import parts
-from gemini.integrations.parts import (
-    LOSS_SCALE,
-    accept,
-    loss_scale_of,
-    refuse_absent,
-    refuse_meshes,
-    refuse_others,
-)
-from gemini.integrations.torch_optimizers import TAKEN, convert
+from gemini.integrations.parts import accept, refuse_absent, refuse_meshes, refuse_others
 from gemini.memtracer.trace import Trace
-from gemini.placement.policy import AutoPlacement, Placement, StaticPlacement, parse_placement
-from optim.base import TieredOptimizer
-from optim.rules.loss_scale import LossScale
+from gemini.placement.policy import AutoPlacement, Placement, StaticPlacement
 
-from .plugin import Plugin, check_over
-from .precision import MixedPrecision
+from .engine_plugin import TORCH_DOES, EnginePlugin, parse_named
 
 SEARCH_RANGE_M = 32  # the seeds' default, which here means: search freely
-TORCH_DOES = "torch's SDPA, fused norms and torch.compile do this already"
 
 
 @dataclass(frozen=True)
-class GeminiPlugin(Plugin):
+class GeminiPlugin(EnginePlugin):
     """`GeminiDDP`: ZeRO-3 in chunks, with model data where it fits.
 
     Options are those of `GeminiDDP` and of the placement policies, where they are not listed here.
@@ -102,7 +85,7 @@ class GeminiPlugin(Plugin):
             fp8_communication=self.fp8_communication,
         )
         self.placement()
-        loss_scale_of(self._loss_scale(), LossScale(), self.precision)
+        self.loss_scale()
         if self.chunk_config_dict is not None and not isinstance(
             self.chunk_config_dict, ChunkConfiguration
         ):
@@ -135,9 +118,6 @@ class GeminiPlugin(Plugin):
         ):  # fmt: skip
             if set_:
                 accept(name, why)
-
-    def _loss_scale(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in LOSS_SCALE}
 
     def placement(self) -> Placement:
         """The policy that the options say. Raises ValueError for those of another one."""
@@ -175,88 +155,16 @@ class GeminiPlugin(Plugin):
             )
         return parse_named(policy)
 
-    @property
-    def own_precision(self) -> str:  # type: ignore[override]
-        return self.precision
-
-    def wrap(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        precision: MixedPrecision | None,
-        device: torch.device,
-    ) -> nn.Module:
-        return wrap_gemini(
-            model,
-            optimizer,
-            verbose=self.verbose,
-            placement_policy=self.placement(),
-            precision=self.precision,
-            master_weights=self.master_weights,
-            chunks=self.chunk_config_dict,
-            search_range_m=(None if self.search_range_m == SEARCH_RANGE_M else self.search_range_m),
-            hidden_dim=self.hidden_dim,
-            min_chunk_size_m=self.min_chunk_size_m,
-            max_prefetch=self.max_prefetch,
-            force_outputs_fp32=self.force_outputs_fp32,
-            max_norm=self.max_norm,
-            norm_type=self.norm_type,
-            loss_scale=loss_scale_of(self._loss_scale(), LossScale(), self.precision),
-            trace=self.memstats,
-        )
-
-
-def parse_named(policy: str | Placement) -> Placement:
-    """A policy by its old name. Raises ValueError."""
-    if policy == "const":
-        raise ValueError(
-            "placement_policy='const' has no bytes; expected gemini.ConstPlacement('8GiB')"
-        )
-    return parse_placement(policy)
-
-
-def wrap_gemini(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    *,
-    verbose: bool,
-    **options: Any,
-) -> GeminiDDP:
-    """The wrapped module. The optimizer is one of this project's then, and updates its shards."""
-    if optimizer is not None:
-        check_over(optimizer, model)
-        ours = isinstance(optimizer, TieredOptimizer)
-        if optimizer.state or (ours and not optimizer.waits_for(_ids(model))):  # type: ignore[attr-defined]
-            raise ValueError(
-                f"this {type(optimizer).__name__} has state of the plain module; expected one that "
-                f"has not stepped (boost first, then load its state), of {TAKEN}"
-            )
-        convert(optimizer)  # what it refuses, it refuses before anything is changed
-    wrapped = GeminiDDP(model, **options)
-    if isinstance(optimizer, TieredOptimizer):
-        optimizer.bind_to(wrapped.engine)
-    if verbose and parts.rank() == 0:
-        sys.stdout.write(wrapped.chunk_configuration.summary() + "\n")
-        if isinstance(optimizer, TieredOptimizer):
-            _print_skips(optimizer, wrapped)
-    return wrapped
-
-
-def _ids(model: nn.Module) -> set[int]:
-    return {id(param) for param in model.parameters()}
-
-
-def _print_skips(optimizer: TieredOptimizer, model: GeminiDDP) -> None:
-    held = weakref.ref(model)
-
-    def say(stepped: torch.optim.Optimizer, *_: Any) -> None:
-        assert isinstance(stepped, TieredOptimizer)
-        module, report = held(), stepped.last_report
-        if module is not None and report is not None and report.skipped:
-            scale = module.engine.scaler.read().scale
-            sys.stdout.write(
-                f"step skipped: the gradient of {report.nonfinite} is not finite; "
-                f"loss scale {scale:g}\n"
-            )
-
-    optimizer.register_step_post_hook(say)
+    def options(self) -> dict[str, Any]:
+        searches_freely = self.search_range_m == SEARCH_RANGE_M
+        return {
+            "placement_policy": self.placement(),
+            "chunks": self.chunk_config_dict,
+            "search_range_m": None if searches_freely else self.search_range_m,
+            "hidden_dim": self.hidden_dim,
+            "min_chunk_size_m": self.min_chunk_size_m,
+            "max_prefetch": self.max_prefetch,
+            "force_outputs_fp32": self.force_outputs_fp32,
+            "norm_type": self.norm_type,
+            "trace": self.memstats,
+        }

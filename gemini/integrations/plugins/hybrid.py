@@ -13,15 +13,12 @@ from torch import nn
 from gemini.integrations.parts import (
     LOSS_SCALE,
     accept,
-    loss_scale_of,
     refuse_absent,
     refuse_meshes,
     refuse_others,
 )
-from optim.rules.loss_scale import LossScale
 
-from .gemini_plugins import TORCH_DOES
-from .plugin import Plugin
+from .engine_plugin import TORCH_DOES, EnginePlugin
 from .precision import BF16MixedPrecision, MixedPrecision, ScaledFP16
 from .torch_plugins import TorchDDPPlugin
 from .zero_plugin import LowLevelZeroPlugin
@@ -62,7 +59,7 @@ _ONLY_MESHES: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class HybridParallelPlugin(Plugin):
+class HybridParallelPlugin(EnginePlugin):
     """torch's DDP (`zero_stage=0`) or ZeRO-1 and 2, in fp16, bf16 or fp32.
 
     tp_size, pp_size, sp_size: 1; more is not there yet, and what is for them alone is refused.
@@ -133,7 +130,7 @@ class HybridParallelPlugin(Plugin):
         others = _ONLY_ZERO if self.zero_stage == 0 else _ONLY_DDP
         stage = "1 or 2" if self.zero_stage == 0 else "0"
         refuse_others(self._given(others), others, f"it is for zero_stage={stage}")
-        self._scale()
+        self.loss_scale()
         if self.zero_stage:
             self._zero()
         for name in (
@@ -145,10 +142,6 @@ class HybridParallelPlugin(Plugin):
 
     def _given(self, names: Mapping[str, Any]) -> dict[str, Any]:
         return {name: getattr(self, name) for name in names}
-
-    def _scale(self) -> LossScale | None:
-        given = {name: getattr(self, name) for name in LOSS_SCALE}
-        return loss_scale_of(given, LossScale(), self.precision)
 
     def _zero(self) -> LowLevelZeroPlugin:
         fp16 = self.precision == "fp16"
@@ -175,10 +168,6 @@ class HybridParallelPlugin(Plugin):
             static_graph=self.static_graph,
         )
 
-    @property
-    def own_precision(self) -> str:  # type: ignore[override]
-        return self.precision
-
     def wrap(
         self,
         model: nn.Module,
@@ -188,7 +177,7 @@ class HybridParallelPlugin(Plugin):
     ) -> nn.Module:
         if self.zero_stage:
             return self._zero().wrap(model, optimizer, None, device)
-        scale = self._scale()
+        scale = self.loss_scale()
         own: MixedPrecision | None = None if scale is None else ScaledFP16(scale)
         if self.precision == "bf16":
             own = BF16MixedPrecision()

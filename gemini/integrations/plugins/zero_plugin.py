@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
-from gemini.integrations.parts import LOSS_SCALE, accept, loss_scale_of, precision_of, refuse_absent
+from gemini.integrations.parts import accept, precision_of, refuse_absent
 from gemini.placement.policy import StaticPlacement
 from optim.rules.loss_scale import LossScale
 
-from .gemini_plugins import wrap_gemini
+from .engine_plugin import EnginePlugin
 from .lora import add_lora_params
-from .plugin import Plugin
-from .precision import MixedPrecision
 
 
 @dataclass(frozen=True)
-class LowLevelZeroPlugin(Plugin):
+class LowLevelZeroPlugin(EnginePlugin):
     """ZeRO-1 and ZeRO-2: parameters whole on every rank, optimizer state sharded.
 
     stage: 1 reduces gradients once a step, when they are asked for; 2 reduces in every backward,
@@ -53,6 +52,8 @@ class LowLevelZeroPlugin(Plugin):
     fp8_communication: bool = False
     use_fp8: bool = False
 
+    usual_scale = LossScale(initial_scale=2.0**32)
+
     def __post_init__(self) -> None:
         if self.stage not in (1, 2):
             raise ValueError(
@@ -65,7 +66,7 @@ class LowLevelZeroPlugin(Plugin):
             raise ValueError(
                 f"reduce_bucket_size_in_m={self.reduce_bucket_size_in_m} must be positive"
             )
-        self._scale()
+        self.loss_scale()
         if not self.overlap_communication:
             when = "once a step, when gradients are asked for", "always while a backward runs"
             accept("overlap_communication=False", f"reductions are {when[self.stage - 1]}")
@@ -74,37 +75,16 @@ class LowLevelZeroPlugin(Plugin):
         dtype = self.communication_dtype
         return None if dtype is None else precision_of("communication_dtype", dtype)
 
-    def _scale(self) -> LossScale | None:
-        given = {name: getattr(self, name) for name in LOSS_SCALE}
-        return loss_scale_of(given, LossScale(initial_scale=2.0**32), self.precision)
-
-    @property
-    def own_precision(self) -> str:  # type: ignore[override]
-        return self.precision
-
-    def wrap(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        precision: MixedPrecision | None,
-        device: torch.device,
-    ) -> nn.Module:
-        return wrap_gemini(
-            model,
-            optimizer,
-            verbose=self.verbose,
-            placement_policy=StaticPlacement.zero(self.stage, cpu_offload=self.cpu_offload),
-            precision=self.precision,
-            master_weights=self.master_weights,
-            search_range_m=0,
-            min_chunk_size_m=self.reduce_bucket_size_in_m,
-            max_norm=self.max_norm,
-            norm_type=self.norm_type,
-            loss_scale=self._scale(),
-            cast_inputs=self.cast_inputs,
-            communication_dtype=self._travels_as(),
-            overlap_allgather=self.overlap_allgather,
-        )
+    def options(self) -> dict[str, Any]:
+        return {
+            "placement_policy": StaticPlacement.zero(self.stage, cpu_offload=self.cpu_offload),
+            "search_range_m": 0,
+            "min_chunk_size_m": self.reduce_bucket_size_in_m,
+            "norm_type": self.norm_type,
+            "cast_inputs": self.cast_inputs,
+            "communication_dtype": self._travels_as(),
+            "overlap_allgather": self.overlap_allgather,
+        }
 
     def add_lora_params_to_optimizer(
         self, model: nn.Module, optimizer: torch.optim.Optimizer

@@ -16,9 +16,9 @@ from torch.distributed import checkpoint as dcp
 import gemini
 from gemini.checkpoint import CorruptError, FormatError, MismatchError, background
 from gemini.checkpoint.__main__ import main
-from gemini.checkpoint.export import INDEX
 from gemini.checkpoint.format.boxes import boxes_of_run
 from gemini.checkpoint.format.manifest import DataFile, Manifest, Unit
+from gemini.checkpoint.untrusted.lazy_tensors import INDEX
 from gemini.ddp import GeminiDDP
 from optim import HybridAdam, NvmeConfig
 from tests.support.checkpoints import ADAM, assert_same, batches, everything, make, train, whole

@@ -90,6 +90,11 @@ def agenda(plan):
     return rows
 
 
+def needs_gather(plan, chunk):
+    """Whether its payload is another thing than its shard."""
+    return plan.world_size > 1 or plan.shards[chunk].param_home is not D
+
+
 def carry_out(inputs, plan):
     """Follow the plan through two iterations, as an executor would, and count on its own.
 
@@ -101,7 +106,7 @@ def carry_out(inputs, plan):
         persisting += plan.host_staging.nbytes
     for sizes, shard in zip(plan.chunks, plan.shards, strict=True):
         persisting += sizes.shard_bytes * (shard.param_home is D)
-        persisting += sizes.payload_bytes * (shard.kept and plan.needs_gather(sizes.id))
+        persisting += sizes.payload_bytes * (shard.kept and needs_gather(plan, sizes.id))
         for block, home in zip(sizes.blocks, shard.state_homes, strict=True):
             persisting += block.state_bytes * (home is D)
     needs = inputs.trace.chunk_needs(inputs.layout.chunk_of())
@@ -136,7 +141,7 @@ def carry_out(inputs, plan):
             for move in item.wait_now:
                 under_way.remove(move)
             for chunk in needs[moment] if moment < len(needs) else ():
-                if plan.needs_gather(chunk) and not plan.shards[chunk].kept and iteration:
+                if needs_gather(plan, chunk) and not plan.shards[chunk].kept and iteration:
                     assert chunk in payloads
                     bringing = [m for m in under_way if m.kind is MoveKind.PARAM and m.dst is D]
                     assert chunk not in {m.chunk for m in bringing}

@@ -290,6 +290,22 @@ def test_unwrap_gives_the_plain_module_back(place, precision):
     step(again, HybridAdam(again.parameters()))
 
 
+def test_unwrap_without_room_is_refused_and_training_goes_on(monkeypatch):
+    from gemini.runtime.memory import machine
+
+    model, optimizer = wrapped(precision="bf16")
+    step(model, optimizer)
+    with monkeypatch.context() as patch:
+        patch.setattr(machine, "memory_left", lambda: 100)
+        with pytest.raises(MemoryError, match=r"too little on cpu; expected room for them"):
+            model.unwrap()
+    step(model, optimizer, 1)
+    want = dict(model.state_dict())
+    assert all(
+        torch.equal(want[name], value) for name, value in model.unwrap().state_dict().items()
+    )
+
+
 def test_unwrap_gives_files_back(tmp_path):
     placement = AutoPlacement("100KiB", nvme_dir=str(tmp_path))
     model, optimizer = wrapped(place="files", placement_policy=placement, precision="bf16")

@@ -49,6 +49,7 @@ FORMATS = {
     "safetensors": ("weights.safetensors", {}),
     "safetensors by flag": ("weights", {"use_safetensors": True}),
     "folder": ("folder", {"shard": True, "use_safetensors": True}),
+    "folder of torch's": ("torchs", {"shard": True}),
     "folder with prefix": ("named", {"shard": True, "prefix": "lm"}),
 }
 
@@ -74,26 +75,56 @@ def test_weights_load_into_plain_and_boosted_modules(trained, tmp_path, kind, us
         assert torch.equal(load_file(path)["embed.weight"], wanted["embed.weight"])
 
 
-def test_shards_have_the_size_and_the_prefix_that_were_asked_for(tmp_path):
+@pytest.mark.parametrize(
+    ("safe", "stem", "suffix"),
+    [(True, "model", "safetensors"), (False, "pytorch_model", "bin")],
+)
+@pytest.mark.parametrize("use_async", [False, True])
+def test_shards_have_the_size_and_the_prefix_that_were_asked_for(
+    tmp_path, safe, stem, suffix, use_async
+):
     booster = Booster()
     big = nn.Sequential(*(nn.Linear(600, 600) for _ in range(3)))  # 1.4 MB each
-    booster.save_model(big, tmp_path / "shards", True, True, "lm", 2)
-    names = sorted(p.name for p in (tmp_path / "shards").iterdir())
-    assert names[0] == "lm.model-00001-of-00003.safetensors" and len(names) == 4
-    index = json.loads((tmp_path / "shards/lm.model.safetensors.index.json").read_text())
-    assert set(index["weight_map"].values()) == set(names[:3])
+    folder = tmp_path / "shards"
+    booster.save_model(big, folder, True, True, "lm", 2, safe, use_async).wait()
+    files = [f"lm.{stem}-0000{i}-of-00003.{suffix}" for i in (1, 2, 3)]
+    assert {p.name for p in folder.iterdir()} == {*files, f"lm.{stem}.{suffix}.index.json"}
+    index = json.loads((folder / f"lm.{stem}.{suffix}.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(p.numel() * 4 for p in big.parameters())
+    assert [index["weight_map"][f"{i}.weight"] for i in range(3)] == files
+    for file in files:  # no more than its own tensors, with room for the names
+        assert (folder / file).stat().st_size < 600 * 601 * 4 + 4096
 
 
-def test_transformers_reads_a_folder_and_load_checkpoint_reads_transformers(tmp_path):
+def test_a_torch_file_that_is_no_state_dict_is_refused(tmp_path):
+    booster, module = Booster(), nn.Linear(3, 2)
+    for content, said in (
+        ([1], "expected a state dict"),
+        ({"weight": torch.ones(1).expand(2, 3)}, "'weight' is no tensor with all of its"),
+        ({"weight": 3}, "'weight' is no tensor"),
+    ):
+        torch.save(content, tmp_path / "pytorch_model.bin")
+        with pytest.raises(FormatError, match=said):
+            booster.load_model(module, tmp_path)
+    (tmp_path / "pytorch_model.bin.index.json").write_text('{"weight_map": {"weight": "../x"}}')
+    with pytest.raises(FormatError, match="expected files of its folder"):
+        booster.load_model(module, tmp_path)
+
+
+@pytest.mark.parametrize("safe", [False, True])
+def test_transformers_reads_a_folder_and_load_checkpoint_reads_transformers(tmp_path, safe):
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(n_layer=1, n_embd=12, n_head=2, vocab_size=61, n_positions=8)
     module = transformers.GPT2LMHeadModel(config)
     booster = Booster(plugin=GeminiPlugin(precision="bf16"))
     model, *_ = booster.boost(module)
-    booster.save_model(model, tmp_path / "ours", shard=True, size_per_shard=1)
-    read = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "ours")
+    folder = tmp_path / "ours"
+    booster.save_model(model, folder, shard=True, size_per_shard=1, use_safetensors=safe)
+    assert {p.suffix for p in folder.glob("*model-*")} == {".safetensors" if safe else ".bin"}
+    read = transformers.GPT2LMHeadModel.from_pretrained(folder)
     wanted = dict(model.state_dict())
     assert same(dict(read.state_dict()), wanted)
+    assert same(dict(gemini.load_pretrained(folder, type(read)).state_dict()), wanted)
     read.save_pretrained(tmp_path / "theirs")  # tied weights under one name
     fresh = transformers.GPT2LMHeadModel(config)
     gemini.load_checkpoint(tmp_path / "theirs", fresh)

@@ -147,8 +147,72 @@ def test_low_level_zero_optimizer_is_over_a_wrapped_module():
     assert model.engine.scaler.read().scale == 2**5
     with pytest.raises(ValueError, match="zero_stage=1"):
         LowLevelZeroOptimizer(optimizer)
-    with pytest.raises(ValueError, match=r"partition_grad=True; .* LowLevelZeroPlugin"):
-        LowLevelZeroOptimizer(optimizer, partition_grad=True, module=model)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"pg_to_param_list": {}}, {"reduce_bucket_size": 5},
+        {"communication_dtype": torch.bfloat16}, {"partition_grad": True}, {"cpu_offload": True},
+        {"dp_process_group": object()}, {"extra_dp_group": object()},
+        {"forced_dtype": torch.float16}, {"overlap_allgather": True}, {"fp8_communication": True},
+    ],
+    ids=lambda option: next(iter(option)),
+)  # fmt: skip
+def test_low_level_zero_refuses_by_name_what_the_wrapper_decides(option):
+    model = zero_model_wrapper(Tower(), zero_stage=1)
+    optimizer = HybridAdam(model.parameters())
+    with pytest.raises(ValueError, match=rf"{next(iter(option))}=.*; .* LowLevelZeroPlugin"):
+        LowLevelZeroOptimizer(optimizer, module=model, **option)
+
+
+def test_every_option_of_low_level_zero_means_something(caplog, capsys, monkeypatch):
+    from gemini.integrations import parts
+
+    monkeypatch.setattr(parts, "_said", set())
+    model = zero_model_wrapper(Tower(), zero_stage=2, verbose=True)
+    assert "searching chunk configuration is completed" in capsys.readouterr().out
+    optimizer = HybridAdam(model.parameters(), lr=0.1)
+    with caplog.at_level("INFO", "gemini"):
+        LowLevelZeroOptimizer(
+            optimizer, initial_scale=2**24, clip_grad_norm=0.5, verbose=True,
+            overlap_communication=True, module=model,
+        )  # fmt: skip
+    assert [r for r in caplog.records if "overlap_communication changes nothing" in r.message]
+    assert model.engine.numerics.max_norm == 0.5
+    optimizer.backward(token_loss(model, IDS))
+    optimizer.step()
+    assert "step skipped: the gradient of" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+def test_a_static_copy_is_plain_and_the_wrapper_trains_on(precision):
+    module = Normed()
+    calls = []
+    module.first.register_forward_hook(lambda *_: calls.append(1))
+    model = classic.GeminiDDP(module, precision=precision)
+    optimizer = HybridAdam(model.parameters(), lr=0.05)
+
+    def step():
+        optimizer.backward(model(torch.ones(3, 5)).float().square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    want = dict(model.state_dict())
+    for everywhere in (False, True):
+        plain = classic.get_static_torch_model(model, only_rank_0=not everywhere)
+        assert type(plain) is Normed and {type(p) for p in plain.parameters()} == {nn.Parameter}
+        assert same_weights(dict(plain.state_dict()), want)
+        before = len(calls)
+        plain(torch.ones(3, 5)).sum().backward()
+        assert len(calls) == before + 1  # the user's own hook, and none of the engine's
+    half = classic.get_static_torch_model(model, dtype=torch.bfloat16)
+    assert half.first.weight.dtype == torch.bfloat16
+    step()
+    assert not same_weights(dict(model.state_dict()), want)
+    with pytest.raises(ValueError, match="expected a GeminiDDP"):
+        classic.get_static_torch_model(plain)
 
 
 def test_sharded_model_v2_trains_dumps_and_is_copied(tmp_path):

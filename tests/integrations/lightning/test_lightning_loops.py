@@ -187,3 +187,41 @@ def test_a_trainer_fits_tests_and_fits_again(tmp_path):
     assert len(module.losses) == 4
     torch.testing.assert_close(module.losses, plain.losses, rtol=1e-5, atol=0)
     torch.testing.assert_close(module.evals, plain.evals, rtol=1e-5, atol=0)
+
+
+def test_a_module_that_stays_wrapped_is_fitted_tested_and_fitted_again(tmp_path):
+    """Masters go on from the fit, in files where the state was; the next run takes the wrapper."""
+    options = {"max_epochs": 1, "max_steps": -1, "limit_train_batches": 2, "limit_val_batches": 0}
+    modules, weights = [], []
+    for unwraps in (True, False):
+        module = Net()
+        adam = {"nvme_offload_fraction": 1.0, "nvme_offload_dir": str(tmp_path)}
+        one = trainer(ours(precision="bf16", unwrap_at_end=unwraps, adam=adam), tmp_path, **options)
+        one.fit(module, loader())
+        wrapped = one.strategy.model
+        assert isinstance(wrapped, GeminiDDP) is not unwraps
+        one.test(module, loader())
+        one.fit_loop.max_epochs = 2
+        one.fit(module, loader())
+        assert one.strategy.model is wrapped
+        modules.append(module)
+        weights.append(wrapped.state_dict())
+    assert modules[0].losses == modules[1].losses and modules[0].evals == modules[1].evals
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_a_fit_whose_plain_module_has_no_room_ends_with_the_remedy(tmp_path, monkeypatch):
+    from gemini.runtime.memory import machine
+
+    class Full(Net):
+        def on_train_end(self):
+            monkeypatch.setattr(machine, "memory_left", lambda: 5)
+
+    run, module = trainer(ours(precision="bf16"), tmp_path, max_steps=1), Full()
+    with pytest.raises(MemoryError, match=r"export_safetensors.*or give .* unwrap_at_end=False"):
+        run.fit(module, loader())
+    model = run.strategy.model
+    assert isinstance(model, GeminiDDP)
+    masters = model.state_dict()
+    assert not torch.equal(masters["head.weight"], masters["head.weight"].bfloat16().float())

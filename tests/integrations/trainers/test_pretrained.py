@@ -94,11 +94,31 @@ def test_buffers_come_with_the_weights(tmp_path):
     assert same_weights(loaded.state_dict(), model)
 
 
+def test_a_head_that_no_file_has_begins_as_the_model_initialises_it(saved, tmp_path, caplog):
+    from transformers import GPT2ForSequenceClassification
+
+    folder, model = saved
+    copy.deepcopy(model).to(torch.bfloat16).save_pretrained(tmp_path / "16")
+    for place, dtype in ((folder, torch.float32), (tmp_path / "16", torch.bfloat16)):
+        torch.manual_seed(3)
+        loaded = load_pretrained(place, GPT2ForSequenceClassification, init_missing=True)
+        state = loaded.state_dict()
+        assert {value.dtype for value in state.values()} == {dtype}  # the head as the others
+        head = state["score.weight"].float()
+        # GPT-2 draws it with 0.02; a fifth is far from what 48 numbers can miss that by, at 6 sigma
+        assert head.abs().min() > 0 and 0.004 < head.std() < 0.1
+        torch.testing.assert_close(
+            state["transformer.h.0.attn.c_attn.weight"],
+            model.transformer.h[0].attn.c_attn.weight.detach().to(dtype), rtol=0, atol=0,
+        )  # fmt: skip
+    assert [r.message for r in caplog.records if "no weights for score.weight" in r.message]
+
+
 def test_what_does_not_fit_is_refused(saved, tmp_path):
     from transformers import BertConfig, BertModel, GPT2ForSequenceClassification
 
     folder, _ = saved
-    with pytest.raises(ValueError, match=r"the state dict has no values for score.weight"):
+    with pytest.raises(ValueError, match=r"no weights for score.weight of GPT2.*init_missing=True"):
         load_pretrained(folder, GPT2ForSequenceClassification)
     with pytest.raises(FormatError, match="has weights of BertModel"):
         load_pretrained(folder, BertModel, config=BertConfig(num_hidden_layers=1, hidden_size=24,

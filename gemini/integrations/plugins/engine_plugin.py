@@ -1,0 +1,130 @@
+"""What plugins over this project's engine share: their loss scale, and the way into it."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from gemini.ddp import GeminiDDP
+from gemini.integrations import parts
+from gemini.integrations.parts import LOSS_SCALE, loss_scale_of
+from gemini.integrations.torch_optimizers import TAKEN, convert
+from gemini.placement.policy import Placement, parse_placement
+from optim.base import TieredOptimizer
+from optim.rules.loss_scale import LossScale
+
+from .plugin import Plugin, check_over
+from .precision import MixedPrecision
+
+TORCH_DOES = "torch's SDPA, fused norms and torch.compile do this already"
+
+
+class EnginePlugin(Plugin):
+    """Its subclasses are dataclasses that have these fields, and the seven of the loss scale.
+
+    usual_scale: what the seven are where nothing was said.
+    """
+
+    precision: str
+    max_norm: float
+    usual_scale: ClassVar[LossScale] = LossScale()
+
+    @property
+    def own_precision(self) -> str:  # type: ignore[override]
+        return self.precision
+
+    def loss_scale(self) -> LossScale | None:
+        """Of fp16. Raises ValueError for options of it in another precision."""
+        given = {name: getattr(self, name) for name in LOSS_SCALE}
+        return loss_scale_of(given, self.usual_scale, self.precision)
+
+    def options(self) -> dict[str, Any]:
+        """Of `GeminiDDP`, beside those above."""
+        raise NotImplementedError
+
+    def wrap(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        precision: MixedPrecision | None,
+        device: torch.device,
+    ) -> nn.Module:
+        return wrap_gemini(
+            model,
+            optimizer,
+            verbose=getattr(self, "verbose", False),
+            precision=self.precision,
+            master_weights=getattr(self, "master_weights", True),
+            max_norm=self.max_norm,
+            loss_scale=self.loss_scale(),
+            **self.options(),
+        )
+
+
+def parse_named(policy: str | Placement) -> Placement:
+    """A policy by its old name. Raises ValueError."""
+    if policy == "const":
+        raise ValueError(
+            "placement_policy='const' has no bytes; expected gemini.ConstPlacement('8GiB')"
+        )
+    return parse_placement(policy)
+
+
+def wrap_gemini(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    verbose: bool,
+    **options: Any,
+) -> GeminiDDP:
+    """The wrapped module. The optimizer is one of this project's then, and updates its shards."""
+    if optimizer is not None:
+        check_over(optimizer, model)
+        ours = isinstance(optimizer, TieredOptimizer)
+        if optimizer.state or (ours and not optimizer.waits_for(_ids(model))):  # type: ignore[attr-defined]
+            raise ValueError(
+                f"this {type(optimizer).__name__} has state of the plain module; expected one that "
+                f"has not stepped (boost first, then load its state), of {TAKEN}"
+            )
+        convert(optimizer)  # what it refuses, it refuses before anything is changed
+    wrapped = GeminiDDP(model, **options)
+    if isinstance(optimizer, TieredOptimizer):
+        optimizer.bind_to(wrapped.engine)
+    if verbose:
+        print_search(wrapped)
+        if isinstance(optimizer, TieredOptimizer):
+            print_skips(optimizer, wrapped)
+    return wrapped
+
+
+def _ids(model: nn.Module) -> set[int]:
+    return {id(param) for param in model.parameters()}
+
+
+def print_search(model: GeminiDDP) -> None:
+    """What the search for chunks found, by rank 0."""
+    if parts.rank() == 0:
+        sys.stdout.write(model.chunk_configuration.summary() + "\n")
+
+
+def print_skips(optimizer: TieredOptimizer, model: GeminiDDP) -> None:
+    """Every step that is skipped from now on, by rank 0."""
+    if parts.rank():
+        return
+    held = weakref.ref(model)
+
+    def say(stepped: torch.optim.Optimizer, *_: Any) -> None:
+        assert isinstance(stepped, TieredOptimizer)
+        module, report = held(), stepped.last_report
+        if module is not None and report is not None and report.skipped:
+            scale = module.engine.scaler.read().scale
+            sys.stdout.write(
+                f"step skipped: the gradient of {report.nonfinite} is not finite; "
+                f"loss scale {scale:g}\n"
+            )
+
+    optimizer.register_step_post_hook(say)
