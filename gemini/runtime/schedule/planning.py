@@ -17,8 +17,8 @@ from gemini.memtracer.trace import (
     reduce_traces,
     sequential_trace,
 )
+from gemini.placement.fit import MIN_BLOCK_NUMEL, StateRequest, assume, fit, fit_state
 from gemini.placement.homes.budgets import Machine, in_words_of, resolve
-from gemini.placement.homes.fit import MIN_BLOCK_NUMEL, StateRequest, assume, fit, fit_state
 from gemini.placement.overruns import BudgetWarning, Overruns, user_stacklevel
 from gemini.placement.plan import Plan
 from gemini.placement.planner import PlanInputs, Planned, plan_above, plan_grown, plan_within
