@@ -161,6 +161,16 @@ class ShardState:
                 found += [block for block, home in homes if home is tier]
         return frozenset(found)
 
+    @property
+    def tiers(self) -> TieredState:
+        """Where the state lives."""
+        return self._tiers
+
+    @property
+    def trained(self) -> Sequence[Chunk]:
+        """Chunks in the order of the shards of the state space."""
+        return self._chunks
+
     # -- masters --
 
     def read_master(self, chunk: Chunk) -> Tensor:

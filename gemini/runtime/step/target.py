@@ -36,7 +36,7 @@ from optim.state.pieces import Updater
 from optim.state.state_stream import Source
 from optim.target import AmpInputs, Group
 
-from .executors import CpuStepPath, StepPath, TritonStepPath
+from .executors import CpuStepPath, StepPath, TritonStepPath, updated_by_kernels
 from .state import ShardState, StepCalls
 from .views import ShardViews
 from .weights import adopt_changes, after_step
@@ -68,7 +68,7 @@ class ShardTarget(ShardState):
                 parts.backend,
                 stochastic=seed is not None,
             )
-            if parts.backend.updates_by_triton
+            if updated_by_kernels(parts.planning.plan, parts.backend)
             else CpuStepPath(
                 rule,
                 parts.layout,
@@ -79,15 +79,26 @@ class ShardTarget(ShardState):
                 has_master=self.has_master,
             )
         )
+        self._path.reserve(parts.planning.plan.device_staging)
         self.measure_leaving()
         parts.storage.place_gradients(parts.planning.plan, parts.chunks)
         parts.manager.ledger.state = self._tiers
+        parts.manager.ledger.staging_bytes = self._staging_bytes
         parts.manager.payload_room_bytes = parts.planning.payload_room_bytes
         self._moved = parts.storage.traffic()
         self._num_steps = 0
         self._closed = False
         self._was_loaded = False
         self._log = SkipLog()
+
+    @property
+    def executor(self) -> StepPath:
+        """What measures and updates."""
+        return self._path
+
+    def _staging_bytes(self) -> int:
+        """Of the device."""
+        return 0 if self._path.staging is None else self._path.staging.nbytes
 
     def measure_leaving(self) -> None:
         """Gradients that leave the device are measured as they do."""
@@ -208,7 +219,7 @@ class ShardTarget(ShardState):
             steps,
             self._parts.storage,
             self._parts.backend,
-            on_device=not on_host,
+            staging=self._path.staging,
             merges=self._path.merges_parameters,
         )
 
@@ -380,7 +391,8 @@ class ShardTarget(ShardState):
         self._path.set_groups(self._group_of)
 
     def homes_changed(self) -> None:
-        """Files may be gone, and what was read from them with them."""
+        """Files may be gone, and what was read from them with them; other blocks are staged."""
+        self._path.reserve(self._parts.planning.plan.device_staging)
         self._moved = self._parts.storage.traffic()
 
     @property
@@ -479,6 +491,7 @@ class ShardTarget(ShardState):
 
     def _close(self) -> None:
         self._parts.manager.ledger.state = None
+        self._parts.manager.ledger.staging_bytes = int
         self._tiers.close()
         self._path.close()
         self._calls.detach()
