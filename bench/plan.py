@@ -207,7 +207,7 @@ def answer(question: Question) -> tuple[dict[str, Any], Planned]:
         "peaks_by_kind": planned.profile.peaks(),
         "bytes_by_link": {f"{src.value} to {dst.value}": n for (src, dst), n in moved.items()},
         "bytes_gathered_per_step": gathered,
-        "gather_gap": planned.plan.gather_gap,
+        "gather_gap": planned.plan.forecast.gather_gap,
         "stall_seconds": planned.cost.stall_seconds,
         "busy_seconds": planned.cost.busy,
         "num_chunks": len(question.layout.chunks),

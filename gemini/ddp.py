@@ -245,7 +245,7 @@ class GeminiDDP(ModuleFace):
             raise RuntimeError("this module was unwrapped already; use model.module")
         self.engine.call("model.unwrap()")
         check_room(self.engine, torch.device(device))
-        unwrap(self.engine, torch.device(device))
+        unwrap(self.engine, self.engine.gradients, torch.device(device))
         for buffer in self.module.buffers():
             buffer.data = buffer.data.to(device, self._buffer_dtypes.get(id(buffer), buffer.dtype))
         return self.module
@@ -303,7 +303,8 @@ class GeminiDDP(ModuleFace):
         asked to. full: in the parameter's shape; else this rank's part, flat.
         Collective, also where `full` is false: every rank must go through all of it.
         """
-        return named_gradients(self.engine, full=full)
+        engine = self.engine
+        return named_gradients(engine, engine.meetings, engine.gradients, full=full)
 
     def map_gradients(self, change: ChangeGradient) -> None:
         """`change(name, part)` of every parameter that has a gradient, between backward and step.
@@ -312,7 +313,7 @@ class GeminiDDP(ModuleFace):
             changed in place, or another one of the shape is returned. A parameter may have none
             here. Before gradients are clipped. Collective.
         """
-        map_gradients(self.engine, change)
+        map_gradients(self.engine, self.engine.meetings, self.engine.gradients, change)
 
     def explain(self, name: str) -> str:
         """Where a parameter lives, why, and what it costs. Raises ValueError for no such name."""

@@ -17,7 +17,7 @@ PURE = [
     "gemini.chunk.state",
     "gemini.placement.tiers",
     "gemini.placement.homes.budgets",
-    "gemini.placement.homes.fit",
+    "gemini.placement.fit",
     "gemini.placement.policy",
     "gemini.placement.timetable.gathers",
     "gemini.placement.timetable.belady",

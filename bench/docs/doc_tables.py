@@ -83,7 +83,7 @@ def placement() -> str:
     for shard in plan.shards:
         assert shard.grad_home is not None
         homes = ", ".join(tier.value for tier in shard.state_homes)
-        paths = ", ".join(dict.fromkeys(path.value for path in shard.update_paths))
+        paths = ", ".join(dict.fromkeys(plan.path_of(home).value for home in shard.state_homes))
         lines.append(
             f"| {shard.chunk} | {shard.param_home.value} | {shard.grad_home.value} "
             f"| {homes} | {paths} |"

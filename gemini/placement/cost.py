@@ -108,35 +108,19 @@ def estimate(
                                      tiers.has_host_tier))  # fmt: skip
         wire = chunk.payload_bytes * (world_size - 1) / world_size / bandwidths.collective
         _add(model, {"collective": wire * (max(uses, 1) + chunk.trainable)})
-        _add(step, _update_busy(chunk, homes, tiers, homes.path[i]))
+        _add(step, _update_busy(chunk, homes, tiers))
     return (
         max(model.values()) + max(step.values(), default=0.0),
         sum(model.values()) + sum(step.values()),
     )
 
 
-def choose_paths(homes: Homes, tiers: Tiers) -> None:
-    """For every chunk with state off the device, `STREAM` or `CPU`: what ends the step sooner.
-
-    Links and cores work beside each other, so a step is over when the busiest resource is; each
-    chunk in turn takes the path that leaves that earlier.
-    """
-    busy: Seconds = {}
-    for chunk in tiers.chunks:
-        options = []
-        for path in (UpdatePath.STREAM, UpdatePath.CPU):
-            after = dict(busy)
-            _add(after, _update_busy(chunk, homes, tiers, path))
-            options.append((max(after.values(), default=0.0), sum(after.values()), path, after))
-        _, _, homes.path[chunk.id], busy = min(options, key=lambda option: option[:2])
-
-
-def _update_busy(chunk: ChunkBytes, homes: Homes, tiers: Tiers, path: UpdatePath) -> Seconds:
-    """Seconds of every resource for one chunk's update; `path` counts off the device."""
+def _update_busy(chunk: ChunkBytes, homes: Homes, tiers: Tiers) -> Seconds:
+    """Seconds of every resource for one chunk's update."""
     spent: Seconds = {}
     i = chunk.id
     for home, (state_bytes, param_bytes) in state_parts(chunk, homes.state[i]):
-        taken = UpdatePath.RESIDENT if home is Tier.DEVICE else path
+        taken = UpdatePath.RESIDENT if home is Tier.DEVICE else tiers.off_device
         block = chunk.blocks[0]
         undo_bytes = param_bytes * block.numel * FP32_BYTES // block.param_bytes
         for _, src, dst, nbytes in update_transfers(
@@ -164,20 +148,21 @@ def predict_step(plan: Plan, bandwidths: Bandwidths, compute_seconds: Sequence[f
     busy: Seconds = dict.fromkeys((*LINKS, "compute", "update"), 0.0)
     due: dict[int, float] = {}  # when what must have ended at a moment has
     blocks = {block.id: block for chunk in plan.chunks for block in chunk.blocks}
+    forecast = plan.forecast
     paths = {
-        block.id: path
+        block.id: plan.path_of(home)
         for chunk, shard in zip(plan.chunks, plan.shards, strict=True)
-        for block, path in zip(chunk.blocks, shard.update_paths, strict=True)
+        for block, home in zip(chunk.blocks, shard.state_homes, strict=True)
     }
     moves_at: dict[int, list[Move]] = {}
-    for move in plan.moves:
+    for move in forecast.moves:
         moves_at.setdefault(move.begin, []).append(move)
     wires_at: dict[int, list[tuple[int, int]]] = {}
     share = (plan.world_size - 1) / plan.world_size
     if plan.world_size > 1:
         for gather in plan.gathers:
             wires_at.setdefault(gather.begin, []).append((gather.chunk, gather.use))
-        for reduction in plan.reductions:
+        for reduction in forecast.reductions:
             wires_at.setdefault(reduction.last, []).append((reduction.chunk, reduction.end))
     now = 0.0
     for moment in range(plan.num_moments + 1):
@@ -205,8 +190,8 @@ def predict_step(plan: Plan, bandwidths: Bandwidths, compute_seconds: Sequence[f
             busy["compute"] += compute_seconds[moment]
             continue
         position = moment - plan.num_trace_moments
-        if position < len(plan.step_order):
-            ids = [plan.step_order[position]]
+        if position < len(forecast.step_order):
+            ids = [forecast.step_order[position]]
         elif moment == plan.resident_moment:
             ids = [b for b, path in paths.items() if path is UpdatePath.RESIDENT]
         else:

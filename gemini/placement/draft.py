@@ -22,8 +22,8 @@ from gemini.placement.timetable.steps import (
 )
 from gemini.units import BLOCK_NUMEL, BlockId, ChunkId, Moment
 
-from .cost import StepCost, choose_paths, compute_seconds_of, estimate, predict_step
-from .plan import Plan, ShardPlan, UpdatePath
+from .cost import StepCost, compute_seconds_of, estimate, predict_step
+from .plan import Forecast, Plan, ShardPlan, UpdatePath
 from .policy import AutoPlacement, ConstPlacement, Placement, StaticPlacement, never_released
 from .predict import Profile, predict
 from .problem import Homes, Tiers, static_homes
@@ -44,6 +44,8 @@ class PlanInputs:
     budgets: Budgets = field(default_factory=Budgets)  # of one rank
     bandwidths: Bandwidths = field(default_factory=Bandwidths)
     has_host_tier: bool = True  # else the device is RAM
+    # of blocks whose state is not on the device: as the backend does it, for all of them
+    off_device: UpdatePath = UpdatePath.STREAM
     depth: int = 2  # blocks read ahead of their update
     max_prefetch: int = 1  # payloads begun ahead of their use
     nvme_state_frac: float = 0.0  # of the state's bytes, at least, on NVMe
@@ -78,6 +80,7 @@ class Draft:
             world_size=layout.world_size,
             has_host_tier=inputs.has_host_tier,
             depth=inputs.depth,
+            off_device=inputs.off_device,
             nvme_state_frac=inputs.nvme_state_frac,
             fixed_params=inputs.fixed_params,
             floor=floor,
@@ -145,31 +148,23 @@ class Draft:
         may_all_be_here = fixed is None or set(fixed) <= {Tier.DEVICE}
         missing = missing_for_everything(self.tiers, self.demand) if may_all_be_here else None
         if missing == 0:
-            return Homes.all_on(Tier.DEVICE, self.tiers.chunks, UpdatePath.STREAM)
+            return Homes.all_on(Tier.DEVICE, self.tiers.chunks)
         uses = num_uses(self.needs, len(self.tiers.chunks))
-        paths = [UpdatePath.STREAM]
-        if self.tiers.has_host_tier:
-            paths.append(UpdatePath.CPU)
         best: tuple[tuple[float, float], Homes] | None = None
         failed: BudgetError | None = None
-        for path in paths:
-            for order in ORDERS:
-                try:
-                    homes = fill(self.tiers, self.demand, order, path)
-                except BudgetError as error:
-                    # a path that a tier has room for says what is missing behind it
-                    if failed is None or _severity(error) < _severity(failed):
-                        failed = error
-                    if error.tier is Tier.DEVICE:
-                        break  # whatever the order
-                    continue
-                options = [homes]
-                if path is UpdatePath.STREAM and self.tiers.has_host_tier:
-                    options.append(self._mixed(homes))  # the room for staging is there
-                for option in options:
-                    seconds = estimate(option, self.tiers, uses, sum(self.compute))
-                    if best is None or seconds < best[0]:
-                        best = seconds, option
+        for order in ORDERS:
+            try:
+                homes = fill(self.tiers, self.demand, order)
+            except BudgetError as error:
+                # what a tier has room for says what is missing behind it
+                if failed is None or _severity(error) < _severity(failed):
+                    failed = error
+                if error.tier is Tier.DEVICE:
+                    break  # whatever the order
+                continue
+            seconds = estimate(homes, self.tiers, uses, sum(self.compute))
+            if best is None or seconds < best[0]:
+                best = seconds, homes
         if best is None:
             assert failed is not None
             if (
@@ -184,13 +179,6 @@ class Draft:
                 )  # fmt: skip
             raise failed
         return best[1]
-
-    def _mixed(self, homes: Homes) -> Homes:
-        """The same homes with each chunk's update path chosen by what is busy."""
-        mixed = replace(homes, path=list(homes.path), kept=list(homes.kept))
-        choose_paths(mixed, self.tiers)
-        mixed.device_staging, _ = self.tiers.staging(mixed)
-        return mixed
 
     # -- the rest --
 
@@ -265,16 +253,19 @@ class Draft:
             budgets=self.inputs.budgets,
             chunks=tiers.chunks,
             shards=tuple(self._shard(homes, chunk.id) for chunk in tiers.chunks),
+            off_device=tiers.off_device,
             gathers=schedule.gathers,
-            reductions=tuple(sorted(self.reductions.values(), key=lambda r: (r.last, r.chunk))),
-            step_order=order,
-            moves=moves_of(
-                homes, tiers, schedule.gathers, self.reductions, order, len(self.needs), backward,
-                updates=trace.kind == "train",
-            ),
             device_staging=homes.device_staging,
             host_staging=homes.host_staging,
-            gather_gap=schedule.gap,
+            forecast=Forecast(
+                tuple(sorted(self.reductions.values(), key=lambda r: (r.last, r.chunk))),
+                order,
+                moves_of(
+                    homes, tiers, schedule.gathers, self.reductions, order, len(self.needs),
+                    backward, updates=trace.kind == "train",
+                ),
+                schedule.gap,
+            ),
         )  # fmt: skip
 
     def _gather_room(self, homes: Homes, order: tuple[BlockId, ...]) -> Vector:
@@ -300,14 +291,11 @@ class Draft:
     def _shard(self, homes: Homes, chunk: ChunkId) -> ShardPlan:
         sizes = self.tiers.chunks[chunk]
         states = tuple(homes.state[chunk])
-        paths = tuple(
-            UpdatePath.RESIDENT if tier is Tier.DEVICE else homes.path[chunk] for tier in states
-        )
         grad = homes.grad[chunk] if sizes.trainable else None
         kept = chunk in self.never_released or self.tiers.world_size == 1
         in_payload = kept and homes.param[chunk] is Tier.DEVICE
         return ShardPlan(
-            chunk, homes.param[chunk], homes.kept[chunk], in_payload, grad, states, paths,
+            chunk, homes.param[chunk], homes.kept[chunk], in_payload, grad, states,
             self._why(homes, chunk),
         )  # fmt: skip
 

@@ -3,6 +3,8 @@
 A plan is a frozen value that every rank makes for itself from the same inputs; ranks compare its
 digest. How it is carried out is in docs/adr/0003-a-plan-and-its-executor.md.
 
+What a `Plan` says is carried out. What follows from it, and no executor reads, is its `Forecast`.
+
 Moments 0 .. num_trace_moments - 1 are those of the trace. Behind them come the moments of the step:
 one for each block of `step_order`, whose state is not on the device, and one for all that is.
 `num_moments` stands for the end of the iteration.
@@ -23,11 +25,11 @@ from .tiers import Tier
 
 
 class UpdatePath(Enum):
-    """How a block is updated."""
+    """How a block is updated. One step has one executor: the device's for the first two."""
 
-    RESIDENT = "resident"  # its state stays on the device, a kernel updates it there
+    RESIDENT = "resident"  # its state stays on the device, and is updated there
     STREAM = "stream"  # its state travels to the device and back
-    CPU = "cpu"  # its state is in RAM, or comes there from NVMe; the CPU updates it
+    CPU = "cpu"  # its state is in RAM beside the device, or comes there; the CPU updates it
 
 
 class MoveKind(Enum):
@@ -93,20 +95,36 @@ class ShardPlan:
     in_payload: bool  # the shard is a part of its payload, which is never released
     grad_home: Tier | None  # where a reduced gradient waits for the step; None: frozen
     state_homes: tuple[Tier, ...]  # of its blocks
-    update_paths: tuple[UpdatePath, ...]  # of its blocks
     why: str  # in words
 
 
 @dataclass(frozen=True, slots=True)
 class Staging:
-    """Buffers of one size on one tier, reserved before the first step."""
+    """Buffers on one tier, reserved before the first step: so many for each kind of bytes."""
 
     count: int = 0
-    buffer_bytes: int = 0
+    state_bytes: int = 0
+    param_bytes: int = 0
+    grad_bytes: int = 0
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Of one for each kind."""
+        return self.state_bytes + self.param_bytes + self.grad_bytes
 
     @property
     def nbytes(self) -> int:
         return self.count * self.buffer_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What follows from a plan, for predictions, costs and pictures. No executor reads it."""
+
+    reductions: tuple[Reduction, ...] = ()  # in the order in which they are issued
+    step_order: tuple[BlockId, ...] = ()  # blocks whose state is not on the device
+    moves: tuple[Move, ...] = ()  # by `begin`
+    gather_gap: float = 0.0  # bytes gathered above a lower bound, as a fraction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,17 +142,19 @@ class Plan:
     budgets: Budgets
     chunks: tuple[ChunkBytes, ...]
     shards: tuple[ShardPlan, ...]  # by chunk
+    off_device: UpdatePath  # of blocks whose state is not on the device: `STREAM` or `CPU`
     gathers: tuple[Gather, ...]  # in the order in which they are issued
-    reductions: tuple[Reduction, ...]  # in the order in which they are issued
-    step_order: tuple[BlockId, ...]  # blocks whose state is not on the device
-    moves: tuple[Move, ...]  # by `begin`
     device_staging: Staging
     host_staging: Staging
-    gather_gap: float  # bytes gathered above a lower bound, as a fraction
+    forecast: Forecast
 
     @property
     def num_moments(self) -> int:
-        return self.num_trace_moments + len(self.step_order) + 1
+        return self.num_trace_moments + len(self.forecast.step_order) + 1
+
+    def path_of(self, home: Tier) -> UpdatePath:
+        """How a block is updated whose state lives there."""
+        return UpdatePath.RESIDENT if home is Tier.DEVICE else self.off_device
 
     @property
     def resident_moment(self) -> Moment:
@@ -157,7 +177,7 @@ class Plan:
     def bytes_moved(self) -> dict[tuple[Tier, Tier], int]:
         """Bytes of one iteration over every link that is used."""
         moved: Counter[tuple[Tier, Tier]] = Counter()
-        for move in self.moves:
+        for move in self.forecast.moves:
             moved[move.src, move.dst] += move.nbytes
         return dict(moved)
 
@@ -179,14 +199,12 @@ class Plan:
                 "reduction to the step"
             )
         homes: Counter[tuple[str, str]] = Counter()
-        for block, home, path in zip(
-            sizes.blocks, shard.state_homes, shard.update_paths, strict=True
-        ):
-            homes[home.value, path.value] += block.state_bytes
+        for block, home in zip(sizes.blocks, shard.state_homes, strict=True):
+            homes[home.value, self.path_of(home).value] += block.state_bytes
         for (home_name, path_name), nbytes in homes.items():
             lines.append(f"state: {format_bytes(nbytes)} on {home_name}, update {path_name}")
         moved: Counter[tuple[str, str, str]] = Counter()
-        for move in self.moves:
+        for move in self.forecast.moves:
             if move.chunk == chunk:
                 moved[move.kind.value, move.src.value, move.dst.value] += move.nbytes
         for (kind, src, dst), nbytes in moved.items():
@@ -201,20 +219,18 @@ class Plan:
     def validate(self) -> None:
         """Raises AssertionError where this plan contradicts itself: a bug of the planner.
 
-        Every block has one home and one path that fit each other; what is used is gathered, and
-        nothing is gathered twice at once; every shard arrives before it is used; moves begin
-        before they end, and carry exactly their shard's or block's bytes.
+        Every block has one home; what is used is gathered, and nothing is gathered twice at once;
+        every shard arrives before it is used; moves begin before they end, and carry exactly their
+        shard's or block's bytes.
         """
         blocks = {block.id: block for chunk in self.chunks for block in chunk.blocks}
-        off_device = []
+        forecast, off_device = self.forecast, []
+        assert self.off_device is not UpdatePath.RESIDENT
         for sizes, shard in zip(self.chunks, self.shards, strict=True):
             assert sizes.id == shard.chunk
             assert sizes.trainable == (shard.grad_home is not None)
-            assert len(sizes.blocks) == len(shard.state_homes) == len(shard.update_paths)
-            for block, home, path in zip(
-                sizes.blocks, shard.state_homes, shard.update_paths, strict=True
-            ):
-                assert (path is UpdatePath.RESIDENT) == (home is Tier.DEVICE), block
+            assert len(sizes.blocks) == len(shard.state_homes)
+            for block, home in zip(sizes.blocks, shard.state_homes, strict=True):
                 if home is not Tier.DEVICE:
                     off_device.append(block.id)
             tiers = {shard.param_home, shard.grad_home, *shard.state_homes}
@@ -222,10 +238,10 @@ class Plan:
             if sizes.trainable and Tier.NVME in (shard.param_home, shard.grad_home):
                 assert set(shard.state_homes) <= {Tier.NVME}, "a file of what is updated in memory"
         expected = off_device if self.kind == "train" else []
-        assert sorted(self.step_order) == expected, "blocks of the step"
-        assert list(self.moves) == sorted(self.moves, key=lambda move: move.begin)
+        assert sorted(forecast.step_order) == expected, "blocks of the step"
+        assert list(forecast.moves) == sorted(forecast.moves, key=lambda move: move.begin)
         arrivals: dict[tuple[ChunkId, int], int] = {}
-        for move in self.moves:
+        for move in forecast.moves:
             assert 0 <= move.begin <= move.end <= self.num_moments and move.src != move.dst, move
             sizes = self.chunks[move.chunk]
             exact: int = sizes.shard_bytes
@@ -247,5 +263,5 @@ class Plan:
             freed_at[gather.chunk] = gather.release
             if self.shards[gather.chunk].param_home is not Tier.DEVICE:
                 assert arrivals[gather.chunk, gather.begin] <= gather.use, gather
-        for reduction in self.reductions:
+        for reduction in forecast.reductions:
             assert reduction.first <= reduction.last < reduction.end, reduction

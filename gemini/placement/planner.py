@@ -2,9 +2,8 @@
 
 1. sizes of every shard and block; what every moment needs of the device
 2. homes: the policy's, or by `auto` those with which an iteration is predicted to be shortest
-3. for every block whose state is not on the device: `STREAM` or `CPU`
-4. gathers in the room that is left, and moves
-5. the plan is checked: it is consistent, and its peaks are within the budgets
+3. gathers in the room that is left, and what follows: moves, memory, time
+4. the plan is checked: it is consistent, and its peaks are within the budgets
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from gemini.memtracer.trace import Trace, reduce_traces
 from .draft import Draft
 from .draft import PlanInputs as PlanInputs
 from .draft import Planned as Planned
-from .plan import Plan, UpdatePath
+from .plan import Plan
 from .policy import AutoPlacement, Placement
 from .problem import Homes
 from .sizes import Bandwidths, BudgetError, Budgets, least_bandwidths, least_budgets
@@ -127,10 +126,6 @@ def _homes_of(plan: Plan) -> Homes:
         param=[shard.param_home for shard in plan.shards],
         grad=[shard.grad_home or Tier.DEVICE for shard in plan.shards],
         state=[list(shard.state_homes) for shard in plan.shards],
-        path=[
-            next((p for p in shard.update_paths if p is not UpdatePath.RESIDENT), UpdatePath.STREAM)
-            for shard in plan.shards
-        ],
         kept=[False for _ in plan.shards],
         device_staging=plan.device_staging,
         host_staging=plan.host_staging,

@@ -118,10 +118,10 @@ def predict(plan: Plan, non_model_bytes: Sequence[int]) -> Profile:
             ledger.add(Tier.DEVICE, "parameters", nbytes, 0, gather.release - total)
     leaves = {
         move.chunk: move.end
-        for move in plan.moves
-        if move.kind is MoveKind.GRAD and move.block is None
+        for move in plan.forecast.moves
+        if move.kind is MoveKind.GRAD and move.block is None and move.src is Tier.DEVICE
     }
-    for reduction in plan.reductions:
+    for reduction in plan.forecast.reductions:
         sizes = plan.chunks[reduction.chunk]
         ledger.add(Tier.DEVICE, "gradients", sizes.payload_bytes, reduction.first, reduction.end)
         overlaps = plan.world_size > 1 and not plan.whole_grads

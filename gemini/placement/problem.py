@@ -13,6 +13,7 @@ from .sizes import FP32_BYTES, Bandwidths, Budgets, ChunkBytes, StateBytes, on_d
 from .tiers import Tier
 
 _FROZEN_PIECE_BYTES = 1 << 22  # what a frozen shard is read in
+DEVICE_BUFFERS = 3  # of a kind: one travels in, one is updated, one travels out
 _STORE_BYTES = 1 << 16  # header of a store
 _INDEX_BYTES = 64  # of a store, a block: both slots, and its place in the header
 
@@ -24,18 +25,16 @@ class Homes:
     param: list[Tier]
     grad: list[Tier]
     state: list[list[Tier]]
-    path: list[UpdatePath]  # of blocks whose state is not on the device
     kept: list[bool]
     device_staging: Staging = field(default_factory=Staging)
     host_staging: Staging = field(default_factory=Staging)
 
     @classmethod
-    def all_on(cls, tier: Tier, chunks: Sequence[ChunkBytes], path: UpdatePath) -> Homes:
+    def all_on(cls, tier: Tier, chunks: Sequence[ChunkBytes]) -> Homes:
         return cls(
             [tier for _ in chunks],
             [tier for _ in chunks],
             [[tier for _ in chunk.blocks] for chunk in chunks],
-            [path for _ in chunks],
             [False for _ in chunks],
         )
 
@@ -56,13 +55,14 @@ class Tiers:
     world_size: int
     has_host_tier: bool
     depth: int  # blocks read ahead of their update
+    off_device: UpdatePath  # of blocks whose state is not on the device
     nvme_state_frac: float = 0.0  # of the state's bytes, which must be on NVMe
     fixed_params: tuple[Tier, ...] | None = None  # homes of parameter shards that exist already
     floor: Homes | None = None  # homes that exist already, where something may rise from
 
-    def lowest(self, tier: Tier, path: UpdatePath) -> Homes:
+    def lowest(self, tier: Tier) -> Homes:
         """Everything on `tier` that may be there."""
-        homes = Homes.all_on(tier, self.chunks, path)
+        homes = Homes.all_on(tier, self.chunks)
         if self.fixed_params is not None:
             homes.param = list(self.fixed_params)
         if self.floor is not None:
@@ -91,7 +91,7 @@ class Tiers:
         its largest block. Parameters in memory of blocks that are read ahead of the step wait in
         memory, to undo it. `params_may_rise`: those on NVMe now may yet come to memory.
         """
-        device = state = param = grad = early = 0
+        state = param = grad = early = 0
         for chunk in self.chunks:
             i = chunk.id
             for home in dict.fromkeys(homes.state[i]):
@@ -104,19 +104,32 @@ class Tiers:
                         early = max(early, block.numel * FP32_BYTES)
                 if homes.grad[i] is Tier.NVME:
                     grad = max(grad, align_up(block.param_bytes, PAGE_BYTES))
-                if homes.path[i] is not UpdatePath.CPU:  # staged, or borrowed for the update
-                    parts = [(home, block.state_bytes), (homes.param[i], block.param_bytes)]
-                    parts.append((homes.grad[i], block.param_bytes))
-                    device = max(device, sum([n for tier, n in parts if tier is not Tier.DEVICE]))
             if homes.param[i] is Tier.NVME:
                 largest = chunk.blocks[0].param_bytes if chunk.blocks else chunk.shard_bytes
                 param = max(param, align_up(min(largest, _FROZEN_PIECE_BYTES), PAGE_BYTES))
         count = self.depth + 2
-        host = state + param + grad + -(-early * self.depth // count)
-        on_host = Staging(count, align_up(host, PAGE_BYTES)) if host else Staging()
-        if not self.has_host_tier:
-            return on_host, Staging()
-        return (Staging(count, device) if device else Staging()), on_host
+        undo = -(-early * self.depth // count)
+        on_host = Staging(count, align_up(state + undo, PAGE_BYTES), param, grad)
+        on_host = on_host if on_host.nbytes else Staging()
+        return (self._brought(homes), on_host) if self.has_host_tier else (on_host, Staging())
+
+    def _brought(self, homes: Homes) -> Staging:
+        """What passes through the device for its updates: state, parameters, gradients."""
+        if self.off_device is not UpdatePath.STREAM:
+            return Staging()
+        state = param = grad = 0
+        for chunk in self.chunks:
+            i = chunk.id
+            for home in dict.fromkeys(homes.state[i]):
+                block = chunk.blocks[homes.state[i].index(home)]  # the largest of this home
+                if home is not Tier.DEVICE:
+                    state = max(state, block.state_bytes)
+                if homes.param[i] is not Tier.DEVICE:
+                    param = max(param, block.param_bytes)
+                if homes.grad[i] is not Tier.DEVICE:
+                    grad = max(grad, block.param_bytes)
+        found = Staging(DEVICE_BUFFERS, state, param, grad)
+        return found if found.nbytes else Staging()
 
     def nvme_bytes(self, homes: Homes) -> int:
         """The most bytes that the files of these homes take at once.
@@ -150,7 +163,7 @@ class Tiers:
 def static_homes(policy: StaticPlacement, tiers: Tiers) -> Homes:
     """What the fractions say, whatever there is; `nvme_state_frac` of the state is on NVMe."""
     chunks = tiers.chunks
-    homes = tiers.lowest(Tier.DEVICE, UpdatePath.CPU)
+    homes = tiers.lowest(Tier.DEVICE)
     kept = never_released(policy, [c.payload_bytes for c in chunks])
     homes.kept = [c.id in kept for c in chunks]
     blocks = [block for chunk in chunks for block in chunk.blocks]
@@ -161,8 +174,6 @@ def static_homes(policy: StaticPlacement, tiers: Tiers) -> Homes:
         off_device = max(on_nvme, policy.offload_optim_frac * total)
         for chunk_id in leading_within([c.shard_bytes for c in chunks], policy.offload_param_frac):
             homes.param[chunk_id] = homes.grad[chunk_id] = Tier.HOST
-    else:
-        homes.path = [UpdatePath.STREAM for _ in chunks]
     taken = 0.0
     first: dict[ChunkId, int] = {}
     for block in blocks:

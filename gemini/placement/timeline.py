@@ -82,7 +82,7 @@ def planned_timeline(
     for one in seconds:
         starts.append(starts[-1] + one)
     labels = [str(moment) for moment in trace.moments]
-    labels += [f"update of block {block}" for block in plan.step_order]
+    labels += [f"update of block {block}" for block in plan.forecast.step_order]
     labels += ["update of what is resident", "end of the iteration"]
     return Timeline(
         title=f"plan {plan.digest()}",
@@ -90,7 +90,7 @@ def planned_timeline(
         labels=tuple(labels),
         rows=dict(profile.rows),
         budgets={t: plan.budgets.of(t) for t in TIERS if plan.budgets.of(t) < UNLIMITED},
-        arrows=tuple(_arrow(move, starts) for move in plan.moves),
+        arrows=tuple(_arrow(move, starts) for move in plan.forecast.moves),
     )
 
 

@@ -52,12 +52,15 @@ from optim.target import Group
 from .meetings import Meetings, describe
 from .parts import Parts, in_pass
 from .step import weights
+from .step.state import StepCalls
 
 MAX_AGREEMENTS = 3  # steps at which ranks try to agree on a trace
 
 
 class Engine(Parts):
     """One module on one rank; also what its parameters (`ParamOwner`) and its optimizer see."""
+
+    target: ShardTarget | None
 
     def __init__(
         self,
@@ -132,7 +135,6 @@ class Engine(Parts):
             present=[False] * len(params),
         )
         self.dtype = DTYPES[numerics.dtype]
-        self.is_unwrapped = False
         self._last_trace: Trace | None = None  # of training
         self._agreements_left = 0 if planning.has_trace else MAX_AGREEMENTS
         self.settling = Settling(self)
@@ -147,7 +149,6 @@ class Engine(Parts):
         # what optimizers and the front door do
         self.call = self.meetings.call
         self.drop_gradients, self.zero_gradients = self.gradients.drop, self.gradients.zero_all
-        self.after_stepping = self.gradients.after_step
         self._wrap(params)
 
     def _wrap(self, params: Sequence[nn.Parameter]) -> None:
@@ -176,7 +177,10 @@ class Engine(Parts):
             raise ValueError(
                 "this module has an optimizer already; close it before you make another"
             )
-        self.target = ShardTarget(self, groups, rule, config)
+        calls = StepCalls(
+            self.begin_step, self.agree_on_trace, self.meetings.call, self.detach, self.gradients
+        )
+        self.target = ShardTarget(self, calls, groups, rule, config)
         return self.target
 
     def detach(self) -> None:
@@ -297,14 +301,6 @@ class Engine(Parts):
                 "call optimizer.clip_grad_norm_(max_norm)"
             )
         return target.clip(clip)
-
-    def weights_changed(self, taken: Sequence[bool]) -> None:
-        """A step has updated these parameters."""
-        self.adoption.stepped([ParamId(i) for i, there in enumerate(taken) if there])
-
-    def after_step(self) -> None:
-        """Shards that are trained have changed: what is kept gathered is gathered again."""
-        weights.after_step(self)
 
     def shards_changed(self) -> None:
         """Any may have: the same for all that is kept."""

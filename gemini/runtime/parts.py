@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from gemini.chunk.layout import ChunkLayout
 from gemini.chunk.storage import Chunk
 from gemini.memtracer.module_calls import in_backward
+from gemini.placement.plan import Plan
 from gemini.runtime.comm.communicator import Communicator
-from gemini.runtime.gradients.edits import PendingClip
+from gemini.runtime.edits import PendingClip
 from gemini.runtime.memory.backend import Backend
 from gemini.runtime.memory.shard_storage import ShardStorage
 from gemini.runtime.memory.user_writes import Adoption
@@ -22,11 +23,50 @@ from gemini.runtime.schedule.reducer import Reducer
 from gemini.runtime.schedule.regather import Regather
 from gemini.runtime.schedule.sampler import Sampler
 from gemini.runtime.schedule.tensor_mgr import StatefulTensorMgr
-from gemini.runtime.step.target import ShardTarget
 from gemini.runtime.wrap.module_check import Integrity
 from gemini.runtime.wrap.precision import Numerics
 from gemini.units import ChunkId, ParamId
 from optim.rules.control_vector import Scaler
+
+
+class Attached(Protocol):
+    """The optimizer's state, as what stands beside the step sees it; see `step.target`."""
+
+    def read_master(self, chunk: Chunk) -> Tensor:
+        """[S] fp32: the weights of a trainable chunk's shard as the optimizer has them."""
+        ...
+
+    def write_master(self, chunk: Chunk, values: Tensor) -> None:
+        """The inverse."""
+        ...
+
+    def follow_shards(self, chunks: Set[ChunkId]) -> None:
+        """The user wrote to these shards."""
+        ...
+
+    def shown_state(self) -> Mapping[Tensor, dict[str, Tensor]]:
+        """Step counts by parameter."""
+        ...
+
+    def extend(self, chunks: Sequence[Chunk]) -> None:
+        """Keep state of these chunks too, which were frozen."""
+        ...
+
+    def raise_state(self, plan: Plan) -> None:
+        """Blocks of state rise to where a plan has them."""
+        ...
+
+    def homes_changed(self) -> None:
+        """Of shards and of state."""
+        ...
+
+    def measure_leaving(self) -> None:
+        """Gradients that leave the device are measured as they do."""
+        ...
+
+    def close(self, keep_masters: bool = True) -> None:
+        """Remove files and threads."""
+        ...
 
 
 @dataclass(eq=False, kw_only=True)
@@ -58,11 +98,12 @@ class Parts:
     adoption: Adoption
     # every chunk stays gathered: hooks and on-demand fetches have nothing to do
     all_gathered: bool
-    target: ShardTarget | None = None  # the optimizer's state, once there is one
+    target: Attached | None = None  # the optimizer's state, once there is one
     integrity: Integrity | None = None  # of the module that was wrapped
     hook_handles: list[Any] = field(default_factory=list)  # on modules and parameters
     forward_depth: int = 0  # forwards of the root module inside each other, now
     is_summoned: bool = False
+    is_unwrapped: bool = False
     present: list[bool]  # a gradient arrived since the last zero_grad
     # whose gradients were dropped since then, after an error in a backward
     broken: set[ParamId] = field(default_factory=set)

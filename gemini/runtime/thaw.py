@@ -41,6 +41,7 @@ def thaw(parts: Parts, meetings: Meetings, params: list[ParamId]) -> None:
         if parts.target is not None:
             parts.storage.place_gradients(parts.planning.plan, parts.chunks)
             parts.target.measure_leaving()
+            parts.target.homes_changed()
         parts.reducer.add(chunks)
         parts.manager.homes_changed(parts.planning.payload_room_bytes)
         parts.sampler.specs_changed(layout.params)

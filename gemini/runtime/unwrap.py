@@ -7,32 +7,34 @@ from torch import Tensor
 
 from gemini.chunk.parameter import unwrap_in_place
 from gemini.chunk.storage import Chunk
+from gemini.runtime.gradients.waiting import Gradients
 from gemini.runtime.inspect.full_parameters import master_of
 from gemini.runtime.memory.machine import look_at_machine
+from gemini.runtime.step.weights import adopt_changes
 from gemini.units import format_bytes
 
-from .engine import Engine
+from .parts import Parts
 
 
-def check_room(engine: Engine, device: torch.device) -> None:
+def check_room(parts: Parts, device: torch.device) -> None:
     """Raise MemoryError, on every rank, where one has no room for all parameters. Collective.
 
     Each takes its original dtype's bytes; two fp32 copies of one chunk come beside them, and chunks
     in that memory go as they are copied.
     """
-    params = engine.layout.params
-    whole = sum(params[i].numel * dtype.itemsize for i, dtype in enumerate(engine.original_dtypes))
-    passing = 2 * torch.float32.itemsize * max(chunk.spec.payload_numel for chunk in engine.chunks)
+    params = parts.layout.params
+    whole = sum(params[i].numel * dtype.itemsize for i, dtype in enumerate(parts.original_dtypes))
+    passing = 2 * torch.float32.itemsize * max(chunk.spec.payload_numel for chunk in parts.chunks)
     freed = sum(
         chunk.payload.untyped_storage().nbytes()
-        for chunk in engine.chunks
+        for chunk in parts.chunks
         if chunk.payload.device.type == device.type
     )
-    machine = look_at_machine(engine.backend, engine.comm)
+    machine = look_at_machine(parts.backend, parts.comm)
     left = machine.host_bytes_left // machine.ranks_per_node
     if device.type != "cpu":
         left = machine.device_bytes_left // machine.ranks_per_device
-    short = max(engine.comm.gather_objects(whole + passing - freed - left))
+    short = max(parts.comm.gather_objects(whole + passing - freed - left))
     if short > 0:
         raise MemoryError(
             f"unwrapped, all parameters are {format_bytes(whole)} on every rank, and one has "
@@ -42,37 +44,37 @@ def check_room(engine: Engine, device: torch.device) -> None:
 
 
 @torch.no_grad()
-def unwrap(engine: Engine, device: torch.device) -> None:
+def unwrap(parts: Parts, gradients: Gradients, device: torch.device) -> None:
     """Give every rank all parameters on `device`, in the dtypes they had, and end the engine.
 
     Chunk by chunk: a rank holds what is done, and two copies of one chunk. Gradients, the
     optimizer's state and all files are gone afterwards. Collective.
     """
-    engine.adopt_changes()
-    engine.drop_gradients()
-    engine.manager.release_all()
-    for chunk in engine.chunks:
-        values = whole_chunk(engine, chunk)
+    adopt_changes(parts)
+    gradients.drop()
+    parts.manager.release_all()
+    for chunk in parts.chunks:
+        values = whole_chunk(parts, chunk)
         for slot, place in enumerate(chunk.spec.slots):
-            spec, param = engine.layout.params[place.param], engine.params[place.param]
+            spec, param = parts.layout.params[place.param], parts.params[place.param]
             value = chunk.view(values, slot).view(spec.shape)
             unwrap_in_place(param)
-            param.data = value.to(device, engine.original_dtypes[place.param], copy=True)
+            param.data = value.to(device, parts.original_dtypes[place.param], copy=True)
         chunk.payload.untyped_storage().resize_(0)
-    for handle in engine.hook_handles:
+    for handle in parts.hook_handles:
         handle.remove()
-    engine.is_unwrapped = True
-    if engine.target is not None:
-        engine.target.close(keep_masters=False)
-    engine.originals.clear()
-    engine.storage.close()
+    parts.is_unwrapped = True
+    if parts.target is not None:
+        parts.target.close(keep_masters=False)
+    parts.storage.originals.clear()
+    parts.storage.close()
 
 
-def whole_chunk(engine: Engine, chunk: Chunk) -> Tensor:
+def whole_chunk(parts: Parts, chunk: Chunk) -> Tensor:
     """[S * W] fp32: every rank's masters of one chunk, where collectives are."""
-    mine = master_of(engine, chunk).to(engine.comm.device)
-    if engine.comm.world_size == 1:
+    mine = master_of(parts, chunk).to(parts.comm.device)
+    if parts.comm.world_size == 1:
         return mine
     values = torch.empty(chunk.spec.payload_numel, dtype=torch.float32, device=mine.device)
-    engine.comm.all_gather(values, mine, chunk.spec.id).wait()
+    parts.comm.all_gather(values, mine, chunk.spec.id).wait()
     return values

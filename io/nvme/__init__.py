@@ -7,7 +7,8 @@ from nvme.files.file import OpenFile, check_folder, create_direct, default_folde
 from nvme.files.orphan_files import orphans, remove_orphans
 from nvme.files.recovery import Recovered, recover
 
-from .engine import PIECE_BYTES, Engine, Transfer
+from .checksum import PIECE_BYTES
+from .engine import Engine, Transfer
 from .engines.threads import ThreadEngine
 from .errors import (
     ChecksumError,

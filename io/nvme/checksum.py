@@ -10,14 +10,14 @@ import struct
 import zlib
 from collections.abc import Sequence
 
-from .engine import PIECE_BYTES
-
 try:
     from isal.isal_zlib import crc32
 except ImportError:
     from zlib import crc32
 
-__all__ = ["checksum_of", "combine", "crc32"]
+__all__ = ["PIECE_BYTES", "checksum_of", "combine", "crc32"]
+
+PIECE_BYTES = 4 << 20  # large transfers are split into pieces of this size
 
 
 def checksum_of(data: bytes) -> int:

@@ -8,8 +8,6 @@ from typing import Protocol
 from gemini.tickets import Ticket
 from nvme.files.file import OpenFile
 
-PIECE_BYTES = 4 << 20  # large transfers are split into pieces of this size
-
 
 @dataclass(frozen=True, slots=True)
 class Transfer:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gemini.dtypes import DTYPES
 from gemini.tickets import Done, Ticket
 from optim.rules.clipping import Clip
 from optim.rules.config import StateConfig
@@ -19,7 +20,6 @@ from optim.rules.rule import UpdateRule
 from optim.rules.state_layout import Plane
 from optim.state.held_signals import HeldSignals
 from optim.state.memory import memory_of
-from optim.state.nvme_state import DTYPES
 from optim.state.pieces import Updater
 from optim.state.space import StateSpace, blocks_on_nvme
 from optim.state.state_stream import (

@@ -22,6 +22,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from gemini.dtypes import DTYPES
 from gemini.tickets import Ticket, Together
 from gemini.units import PAGE_BYTES, BlockId, align_up, format_bytes
 from nvme import (
@@ -43,13 +44,6 @@ from optim.rules.state_layout import StateLayout
 from .disks import measure_disks
 from .pieces import Planes
 from .space import Block
-
-DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
 
 
 @dataclass(slots=True)

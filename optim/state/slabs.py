@@ -7,11 +7,11 @@ from collections.abc import Sequence, Set
 import torch
 from torch import Tensor
 
+from gemini.dtypes import DTYPES
 from gemini.units import BlockId
 from optim.rules.state_layout import StateLayout
 
 from .memory import Memory
-from .nvme_state import DTYPES
 from .pieces import Planes
 from .space import Block
 

@@ -30,14 +30,13 @@ from optim.rules.report import Outcome, Traffic
 from optim.rules.rule import UpdateRule
 from optim.rules.state_layout import StateLayout
 from optim.state.memory import Memory, memory_of
-from optim.state.nvme_state import DTYPES
 from optim.state.pieces import Piece, Planes, Resident, SteppedViews
 from optim.state.space import Block
 
 from .launch_tables import LaunchTables, segments_of
+from .staging import DeviceStaging, Reserved
 
 RING = 4  # hyperparameter uploads that may be in flight
-STAGING_SETS = 3  # one travels in, one is updated, one travels out
 UPDATE_BYTES = 28  # an element, of Adam with a master: what launches are shaped for
 
 
@@ -79,7 +78,7 @@ class TritonUpdater:
         self._bad = torch.empty(0, dtype=torch.int32, device=device)
         self._norm_tiles: list[Tensor] = []  # [tiles, sums, bad] that `begin` is to finish
         self._signature: object | None = None  # of the views of the last step
-        self._staging: list[Planes] = []  # [N] of every plane, STAGING_SETS times
+        self.staging = DeviceStaging(self._memory, layout, Reserved())
         self._moved = Traffic()
         self.steps = torch.zeros(n, dtype=torch.int64, device=device)
         self.present = torch.ones(n, dtype=torch.float64, device=device)
@@ -188,12 +187,12 @@ class TritonUpdater:
         leaving: list[CopyTicket] = []
         for block, planes in blocks:
             if views.touches(block):
-                if len(leaving) >= STAGING_SETS:  # whose memory is taken now
-                    leaving[-STAGING_SETS].order()
-                turn = len(leaving) % STAGING_SETS
+                if len(leaving) >= self.staging.count:  # whose memory is taken now
+                    leaving[-self.staging.count].order()
+                turn = len(leaving) % self.staging.count
                 leaving.append(self._update_from_host(turn, block, planes, views))
             views.updated(block)
-        for ticket in leaving[-STAGING_SETS:]:
+        for ticket in leaving[-self.staging.count :]:
             ticket.order()
         return leaving
 
@@ -201,7 +200,7 @@ class TritonUpdater:
         self, turn: int, block: Block, planes: Planes, views: SteppedViews
     ) -> CopyTicket:
         """Bring the planes, update them, and begin to bring them back."""
-        slab = self._stage(block.numel)[turn]
+        slab = self.staging.planes(turn, block.numel)
         staged = {name: slab[name][: plane.numel()] for name, plane in planes.items()}
         self._memory.copy_all([(staged[name], planes[name]) for name in planes]).order()
         # only now: views may read the master
@@ -215,16 +214,10 @@ class TritonUpdater:
         self._moved += Traffic(host_to_device=nbytes, device_to_host=nbytes)
         return self._memory.copy_all([(planes[name], staged[name]) for name in planes])
 
-    def _stage(self, numel: int) -> list[Planes]:
-        if not self._staging or next(iter(self._staging[0].values())).numel() < numel:
-            self._staging = [
-                {
-                    plane.name: self._memory.allocate(numel, DTYPES[plane.dtype])
-                    for plane in self._layout.planes
-                }
-                for _ in range(STAGING_SETS)
-            ]
-        return self._staging
+    def reserve(self, reserved: Reserved) -> None:
+        """Staging of these sizes from now on; between steps."""
+        self.staging = DeviceStaging(self._memory, self._layout, reserved)
+        self._tables.clear()  # with addresses of what was there
 
     def update_resident(self, slab: Resident, views: SteppedViews) -> None:
         """One launch for what is all on the device; what is borrowed comes block by block."""

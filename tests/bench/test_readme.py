@@ -52,18 +52,19 @@ def test_the_worked_example_is_what_its_text_works_out():
     planned = placement_example()
     chunk, block = 8 << 20, 12 << 20
     assert chunk == 2 * NUMEL
-    left = BUDGETS.device - NON_MODEL_BYTES - 8 * chunk - 2 * chunk
-    on_device = [t for s in planned.plan.shards for t in s.state_homes if t is Tier.DEVICE]
-    on_host = [t for s in planned.plan.shards for t in s.state_homes if t is Tier.HOST]
-    on_nvme = [t for s in planned.plan.shards for t in s.state_homes if t is Tier.NVME]
-    assert left == 76 << 20
-    assert len(on_device) == left // block == 6
+    through = 3 * (block + 2 * (2 << 20))
+    left = BUDGETS.device - NON_MODEL_BYTES - 8 * chunk - 2 * chunk - through
+    assert left == 28 << 20 and left // block == 2
+    shards = planned.plan.shards
+    homes = [tier for shard in shards for tier in shard.state_homes]
+    waiting = sum(shard.grad_home is Tier.DEVICE for shard in shards)
+    assert waiting == (left + 2 * chunk) // chunk == 5 and Tier.DEVICE not in homes
     staging = 4 * (block + (2 << 20))
     assert planned.plan.host_staging.nbytes == staging == 56 << 20
-    assert len(on_host) == (BUDGETS.host - 7 * chunk - staging) // block == 6
-    assert len(on_nvme) == 20
+    room = BUDGETS.host - staging - 3 * chunk
+    assert homes.count(Tier.HOST) == room // block == 9 and homes.count(Tier.NVME) == 23
     moved = planned.plan.bytes_moved()
-    assert moved[Tier.NVME, Tier.HOST] == moved[Tier.HOST, Tier.NVME] == 240 << 20
-    busy = 2 * (240 << 20) / LINKS.nvme_read
-    assert planned.cost.busy["nvme"] == pytest.approx(busy) and round(busy * 1e3) == 252
+    assert moved[Tier.NVME, Tier.DEVICE] == moved[Tier.DEVICE, Tier.NVME] == 276 << 20
+    busy = 2 * (276 << 20) / LINKS.nvme_read
+    assert planned.cost.busy["nvme"] == pytest.approx(busy) and round(busy * 1e3) == 289
     assert planned.cost.bound_by == "nvme"

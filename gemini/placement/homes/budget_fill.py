@@ -17,37 +17,36 @@ from gemini.placement.timetable.room import Demand, DeviceRoom
 from gemini.units import ChunkId
 
 
-def fill(tiers: Tiers, demand: Demand, order: str, path: UpdatePath) -> Homes:
+def fill(tiers: Tiers, demand: Demand, order: str) -> Homes:
     """Fill the device in `order` (a word of `p`, `g` and `s`), then the host, then NVMe.
 
-    `path` is how blocks are updated whose state is not on the device. Raises BudgetError with the
-    bytes that are missing.
+    Raises BudgetError with the bytes that are missing.
     """
     try:
-        return _fill(tiers, demand, order, path)
+        return _fill(tiers, demand, order)
     except BudgetError as error:
         if tiers.has_host_tier or tiers.fixed_params is not None or error.tier is not Tier.DEVICE:
             raise
     # parameters on NVMe need no buffers to undo a step
-    return _fill(tiers, demand, order.replace("p", ""), path)
+    return _fill(tiers, demand, order.replace("p", ""))
 
 
-def _fill(tiers: Tiers, demand: Demand, order: str, path: UpdatePath) -> Homes:
+def _fill(tiers: Tiers, demand: Demand, order: str) -> Homes:
     below = tiers.below()
-    lowest = tiers.lowest(below, path)
+    lowest = tiers.lowest(below)
     if tiers.has_host_tier and _host_overflows(tiers, lowest):
-        lowest = tiers.lowest(Tier.NVME, path)
+        lowest = tiers.lowest(Tier.NVME)
     _force_onto_nvme(tiers, lowest)
     device_staging, _ = tiers.staging(lowest)
     if not tiers.has_host_tier and tiers.fixed_params is None and "p" in order:
-        device_staging, _ = tiers.staging(tiers.lowest(Tier.NVME, path), params_may_rise=True)
+        device_staging, _ = tiers.staging(tiers.lowest(Tier.NVME), params_may_rise=True)
     room = demand.room(tiers, prefetch=True)
     room.reserve(device_staging.nbytes)
     if room.left.min() < 0:
         room = demand.room(tiers, prefetch=False)
         room.reserve(device_staging.nbytes)
         _check_floor(tiers, demand, room, device_staging)
-    homes = tiers.lowest(below, path)
+    homes = tiers.lowest(below)
     _force_onto_nvme(tiers, homes)
     _take_what_is_there(tiers, homes, room)
     for kind in order:
@@ -64,7 +63,8 @@ def _fill(tiers: Tiers, demand: Demand, order: str, path: UpdatePath) -> Homes:
                 for b in free[out:]:
                     homes.state[i][b] = Tier.DEVICE
             if kind == "g" and chunk.trainable and homes.grad[i] is not Tier.DEVICE:
-                on_cpu = path is UpdatePath.CPU and any(h is below for h in homes.state[i])
+                on_cpu = tiers.off_device is UpdatePath.CPU
+                on_cpu = on_cpu and any(home is below for home in homes.state[i])
                 if not on_cpu and room.take_grad(chunk):
                     homes.grad[i] = Tier.DEVICE
     if tiers.has_host_tier:
@@ -259,7 +259,7 @@ def _check_floor(tiers: Tiers, demand: Demand, room: DeviceRoom, staging: Stagin
         "activations and temporaries": "use a smaller batch or activation checkpointing",
         "the chunks in use": "lower min_chunk_size_m, so that chunks are smaller",
         "gradient buffers": "lower min_chunk_size_m, so that fewer gradients wait for a chunk",
-        "staging": "lower NvmeConfig.depth",
+        "staging": "lower NvmeConfig.block_numel",
     }
     largest = max(parts, key=lambda name: parts[name])
     listed = ", ".join(f"{name} {nbytes}" for name, nbytes in parts.items())

@@ -30,6 +30,8 @@ def moves_of(
     the others that many moments ahead; what they leave behind has as many moments to travel.
     """
     moves: list[Move] = []
+    # kernels take the norm of what they reach; the host took it of what left
+    measures_again = tiers.has_host_tier and tiers.off_device is UpdatePath.STREAM
     for gather in gathers:
         home = homes.param[gather.chunk]
         if home is not Tier.DEVICE:
@@ -45,12 +47,18 @@ def moves_of(
                 Move(MoveKind.GRAD, chunk, None, Tier.DEVICE, home, begin, end,
                      tiers.chunks[chunk].shard_bytes)
             )  # fmt: skip
+        if home is not Tier.DEVICE and updates and measures_again:
+            step = Moment(num_trace_moments)
+            moves.append(
+                Move(MoveKind.GRAD, chunk, None, home, Tier.DEVICE, step, step,
+                     tiers.chunks[chunk].shard_bytes)
+            )  # fmt: skip
     position = {block: i for i, block in enumerate(order)}
     last = num_trace_moments + len(order)  # the moment of what is resident
     for sizes in tiers.chunks if updates else ():
         i = sizes.id
         for block, state in zip(sizes.blocks, homes.state[i], strict=True):
-            path = UpdatePath.RESIDENT if state is Tier.DEVICE else homes.path[i]
+            path = UpdatePath.RESIDENT if state is Tier.DEVICE else tiers.off_device
             at = num_trace_moments + position.get(block.id, len(order))
             site = Tier.HOST if path is UpdatePath.CPU else Tier.DEVICE
             for kind, src, dst, nbytes in update_transfers(

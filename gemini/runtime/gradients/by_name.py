@@ -7,37 +7,40 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from gemini.runtime.engine import Engine
+from gemini.runtime.meetings import Meetings
+from gemini.runtime.parts import Parts
 
-from .waiting import clipped_by, reduce_what_is_left
+from .waiting import Gradients, clipped_by, reduce_what_is_left
 
 
-def named_gradients(engine: Engine, *, full: bool) -> Iterator[tuple[str, Tensor]]:
+def named_gradients(
+    parts: Parts, meetings: Meetings, gradients: Gradients, *, full: bool
+) -> Iterator[tuple[str, Tensor]]:
     """(name, gradient) of every parameter that has one on some rank; see `GeminiDDP`."""
-    engine.call("named_gradients()")
-    engine.gradients.check_whole()
-    if not engine.reducer.synchronise:
+    meetings.call("named_gradients()")
+    gradients.check_whole()
+    if not parts.reducer.synchronise:
         raise RuntimeError("named_gradients() inside no_sync: gradients are not reduced yet")
-    there = reduce_what_is_left(engine)
-    engine.gradients.resolve()
-    factor, limit = clipped_by(engine)
-    for chunk in engine.chunks:
+    there = reduce_what_is_left(parts)
+    gradients.resolve()
+    factor, limit = clipped_by(parts)
+    for chunk in parts.chunks:
         if not chunk.gradient.exists or not any(there[slot.param] for slot in chunk.spec.slots):
             continue
         shard = (
             chunk.gradient.load().to(torch.float32, copy=True).mul_(factor).clamp_(-limit, limit)
         )
         if not full:
-            for part in engine.layout.shard_parts(chunk.spec, engine.comm.rank):
+            for part in parts.layout.shard_parts(chunk.spec, parts.comm.rank):
                 if there[part.param]:
-                    name = engine.layout.params[part.param].name
+                    name = parts.layout.params[part.param].name
                     yield name, shard[part.offset : part.offset + part.numel]
             continue
         whole = shard
-        if engine.comm.world_size > 1:
+        if parts.comm.world_size > 1:
             whole = torch.empty(chunk.spec.payload_numel, dtype=torch.float32, device=shard.device)
-            engine.comm.all_gather(whole, shard, chunk.spec.id).wait()
+            parts.comm.all_gather(whole, shard, chunk.spec.id).wait()
         for slot in chunk.spec.slots:
             if there[slot.param]:
-                spec = engine.layout.params[slot.param]
+                spec = parts.layout.params[slot.param]
                 yield spec.name, whole[slot.offset : slot.offset + slot.numel].view(spec.shape)

@@ -12,13 +12,12 @@ from torch import Tensor
 from gemini.chunk.gradient_view import GradientView
 from gemini.chunk.storage import Chunk
 from gemini.memtracer.module_calls import in_backward
+from gemini.runtime.edits import Edit, PendingClip
 from gemini.runtime.meetings import Meetings
 from gemini.runtime.parts import Parts, in_pass
 from gemini.tickets import Done, Ticket
 from gemini.units import ParamId
 from optim.rules.clipping import Clip
-
-from .edits import Edit, PendingClip
 
 
 class Gradients:

@@ -8,31 +8,33 @@ import torch
 from torch import Tensor
 
 from gemini.chunk.storage import Chunk
-from gemini.runtime.engine import Engine
+from gemini.runtime.meetings import Meetings
 from gemini.runtime.parts import Parts
 
-from .waiting import reduce_what_is_left
+from .waiting import Gradients, reduce_what_is_left
 
 ChangeGradient = Callable[[str, Tensor], Tensor | None]  # of (parameter's name, flat fp32 part)
 
 
 @torch.no_grad()
-def map_gradients(engine: Engine, change: ChangeGradient) -> None:
+def map_gradients(
+    parts: Parts, meetings: Meetings, gradients: Gradients, change: ChangeGradient
+) -> None:
     """Let `change` see and replace each parameter's part on this rank; see `GeminiDDP`."""
-    engine.call("map_gradients()")
-    engine.gradients.check_whole()
-    if not engine.reducer.synchronise:
+    meetings.call("map_gradients()")
+    gradients.check_whole()
+    if not parts.reducer.synchronise:
         raise RuntimeError("map_gradients() inside no_sync: gradients are not reduced yet")
-    if engine.pending_clip is not None:
+    if parts.pending_clip is not None:
         raise RuntimeError(
             "map_gradients() after gradients were clipped; change them first, then clip"
         )
-    there = reduce_what_is_left(engine)
-    engine.gradients.settle()
-    for chunk in engine.chunks:
+    there = reduce_what_is_left(parts)
+    gradients.settle()
+    for chunk in parts.chunks:
         if chunk.gradient.exists and any(there[slot.param] for slot in chunk.spec.slots):
-            chunk.gradient.change(_over(engine, chunk, there, change), wide=True)
-    engine.gradients.settle()  # norms that were measured are of other values
+            chunk.gradient.change(_over(parts, chunk, there, change), wide=True)
+    gradients.settle()  # norms that were measured are of other values
 
 
 def _over(

@@ -10,50 +10,51 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from gemini.chunk.storage import Chunk
-from gemini.runtime.engine import Engine
+from gemini.runtime.parts import Parts
+from gemini.runtime.step.weights import adopt_changes
 
 WORD_BYTES = 8
 _Sum = Callable[[Tensor, int, int], Tensor]
 
 
 @torch.no_grad()
-def digest(engine: Engine) -> str:
+def digest(parts: Parts) -> str:
     """Of weights in the compute dtype, step counts and the loss scale. Collective.
 
     What this rank has whole (chunks that are never released) is summed from what it has, so a
     replica that differs gives another digest; what is sharded is summed over ranks. It does not
     depend on chunks, placement or world size.
     """
-    engine.adopt_changes()
+    adopt_changes(parts)
     from kernels_triton.digest import digest_on_device, digest_reference
 
     def by_kernel(words: Tensor, first: int, salt: int) -> Tensor:
-        engine.backend.address(words)  # raises for what no kernel reaches
+        parts.backend.address(words)  # raises for what no kernel reaches
         return digest_on_device(words, first, salt)
 
-    on_device = by_kernel if engine.backend.updates_by_triton else digest_reference
+    on_device = by_kernel if parts.backend.updates_by_triton else digest_reference
     own: dict[int, Tensor] = {}
-    shared = torch.zeros(len(engine.layout.params), dtype=torch.int64)
-    for chunk in engine.chunks:
-        if chunk.spec.id in engine.kept and chunk.gathered:
+    shared = torch.zeros(len(parts.layout.params), dtype=torch.int64)
+    for chunk in parts.chunks:
+        if chunk.spec.id in parts.kept and chunk.gathered:
             chunk.wait_gathered()
             for slot, place in enumerate(chunk.spec.slots):
                 whole = chunk.view(chunk.payload, slot)
                 own[place.param] = _of_run(whole, 0, place.param, on_device)
         else:
             add = digest_reference if chunk.shard_on_host else on_device
-            for param, total in _of_shard(engine, chunk, add):
+            for param, total in _of_shard(parts, chunk, add):
                 shared[param] += total.cpu()
-    shared = shared.to(engine.comm.device)
-    engine.comm.all_reduce(shared).wait()
+    shared = shared.to(parts.comm.device)
+    parts.comm.all_reduce(shared).wait()
     sums = shared.tolist()
     for param, total in own.items():
         sums[param] = int(total)
-    said = repr((sums, _counts(engine), sorted(engine.scaler.state_dict().items())))
+    said = repr((sums, _counts(parts), sorted(parts.scaler.state_dict().items())))
     return hashlib.sha256(said.encode()).hexdigest()[:16]
 
 
-def _of_shard(engine: Engine, chunk: Chunk, add: _Sum) -> list[tuple[int, Tensor]]:
+def _of_shard(parts: Parts, chunk: Chunk, add: _Sum) -> list[tuple[int, Tensor]]:
     shard = chunk.load_shard()
     return [
         (
@@ -65,7 +66,7 @@ def _of_shard(engine: Engine, chunk: Chunk, add: _Sum) -> list[tuple[int, Tensor
                 add,
             ),
         )
-        for part in engine.layout.shard_parts(chunk.spec, engine.comm.rank)
+        for part in parts.layout.shard_parts(chunk.spec, parts.comm.rank)
     ]
 
 
@@ -80,7 +81,7 @@ def _of_run(values: Tensor, start: int, param: int, add: _Sum) -> Tensor:
     return total
 
 
-def _counts(engine: Engine) -> list[float]:
-    if engine.target is None:
+def _counts(parts: Parts) -> list[float]:
+    if parts.target is None:
         return []
-    return [float(state["step"]) for state in engine.target.shown_state().values()]
+    return [float(state["step"]) for state in parts.target.shown_state().values()]

@@ -8,98 +8,99 @@ import torch
 from torch import Tensor
 
 from gemini.chunk.storage import Chunk
-from gemini.runtime.engine import Engine
 from gemini.runtime.memory.user_writes import follow_shard
+from gemini.runtime.parts import Parts
+from gemini.runtime.step.weights import adopt_changes, after_step
 from gemini.units import ParamId
 
 
-def full_parameters(engine: Engine) -> Iterator[tuple[str, Tensor]]:
+def full_parameters(parts: Parts) -> Iterator[tuple[str, Tensor]]:
     """(name, value) of every parameter on rank 0, nothing on the others; all ranks iterate.
 
     Values are the fp32 masters where there are any, in the dtype that the parameter had before
     wrapping, on the CPU. Tied parameters come under each of their names, as one tensor.
     """
-    engine.adopt_changes()
-    for chunk in engine.chunks:
-        payload = engine.comm.gather(master_of(engine, chunk))
+    adopt_changes(parts)
+    for chunk in parts.chunks:
+        payload = parts.comm.gather(master_of(parts, chunk))
         if payload is None:
             continue
         payload = payload.cpu()
         for slot, place in enumerate(chunk.spec.slots):
-            spec = engine.layout.params[place.param]
+            spec = parts.layout.params[place.param]
             value = chunk.view(payload, slot).view(spec.shape)
-            value = value.to(engine.original_dtypes[place.param], copy=True)
+            value = value.to(parts.original_dtypes[place.param], copy=True)
             for name in spec.names:
                 yield name, value
 
 
-def salvageable(engine: Engine) -> dict[str, Tensor]:
+def salvageable(parts: Parts) -> dict[str, Tensor]:
     """Copies, in the compute dtype, of this rank's whole parameters that need no disk.
 
     What is left where files are lost: 16-bit values, and not the fp32 masters. At several ranks
     only gathered chunks are whole.
     """
-    engine.regather.end()
+    parts.regather.end()
     found = {}
-    for chunk in engine.chunks:
+    for chunk in parts.chunks:
         values = chunk.payload
         if not chunk.gathered:
-            if chunk.files is not None or engine.comm.world_size > 1:
+            if chunk.files is not None or parts.comm.world_size > 1:
                 continue
             values = chunk.shard
         for slot, place in enumerate(chunk.spec.slots):
-            spec = engine.layout.params[place.param]
+            spec = parts.layout.params[place.param]
             value = chunk.view(values, slot).view(spec.shape).cpu().clone()
             found.update(dict.fromkeys(spec.names, value))
     return found
 
 
 @torch.no_grad()
-def load_full_parameters(engine: Engine, values: Mapping[str, Tensor]) -> None:
+def load_full_parameters(parts: Parts, values: Mapping[str, Tensor]) -> None:
     """Rank 0's `values` for the parameters they name; all ranks call, the others' are ignored.
 
     Shards and fp32 masters take them, moments and step counts stay. What is not named stays.
     Raises ValueError on every rank, before anything is changed, where a shape differs.
     """
-    engine.adopt_changes()
-    known = [(name, spec.shape) for spec in engine.layout.params for name in spec.names]
+    adopt_changes(parts)
+    known = [(name, spec.shape) for spec in parts.layout.params for name in spec.names]
     wrong = [
         f"{name}: {tuple(values[name].shape)} was given, {shape} is expected"
         for name, shape in known
         if name in values and tuple(values[name].shape) != shape
     ]
-    wrong, named = engine.comm.gather_objects((wrong, [n for n, _ in known if n in values]))[0]
+    wrong, named = parts.comm.gather_objects((wrong, [n for n, _ in known if n in values]))[0]
     if wrong:
         raise ValueError("the state dict does not fit: " + "; ".join(wrong))
     given = set(named)
-    for chunk in engine.chunks:
+    for chunk in parts.chunks:
         slots = [
-            (slot, next((n for n in engine.layout.params[place.param].names if n in given), None))
+            (slot, next((n for n in parts.layout.params[place.param].names if n in given), None))
             for slot, place in enumerate(chunk.spec.slots)
         ]
         if all(name is None for _, name in slots):
             continue
-        mine = master_of(engine, chunk)
-        payload = engine.comm.gather(mine)
+        mine = master_of(parts, chunk)
+        payload = parts.comm.gather(mine)
         if payload is not None:
             for slot, name in slots:
                 if name is not None:
                     chunk.view(payload, slot).copy_(values[name].reshape(-1))
-        engine.comm.scatter(payload, mine)
-        _set_master(engine, chunk, mine)
-    engine.manager.release_all()
-    engine.shards_changed()
-    params = range(len(engine.params))
-    engine.adoption.stepped(
-        [p for p in map(ParamId, params) if given & set(engine.layout.params[p].names)]
+        parts.comm.scatter(payload, mine)
+        _set_master(parts, chunk, mine)
+    parts.manager.release_all()
+    after_step(parts, trained=False)
+    params = range(len(parts.params))
+    parts.adoption.stepped(
+        [p for p in map(ParamId, params) if given & set(parts.layout.params[p].names)]
     )
 
 
-def master_of(engine: Engine, chunk: Chunk) -> Tensor:
+def master_of(parts: Parts, chunk: Chunk) -> Tensor:
     """[S] fp32 on the CPU: a copy of a chunk's shard, as exact as it is known."""
-    if engine.target is not None and chunk.spec.trainable:
-        return engine.target.read_master(chunk)
-    original = engine.originals.get(chunk.spec.id)
+    if parts.target is not None and chunk.spec.trainable:
+        return parts.target.read_master(chunk)
+    original = parts.storage.originals.get(chunk.spec.id)
     shard = chunk.load_shard()
     if original is None:
         return shard.to("cpu", torch.float32, copy=True)
@@ -107,10 +108,10 @@ def master_of(engine: Engine, chunk: Chunk) -> Tensor:
     return original.to("cpu", copy=True)
 
 
-def _set_master(engine: Engine, chunk: Chunk, values: Tensor) -> None:
-    if engine.target is not None and chunk.spec.trainable:
-        engine.target.write_master(chunk, values)
+def _set_master(parts: Parts, chunk: Chunk, values: Tensor) -> None:
+    if parts.target is not None and chunk.spec.trainable:
+        parts.target.write_master(chunk, values)
         return
     chunk.store_shard(values)
-    if chunk.spec.id in engine.originals:
-        engine.originals.put(chunk.spec.id, values.to(engine.backend.device))
+    if chunk.spec.id in parts.storage.originals:
+        parts.storage.originals.put(chunk.spec.id, values.to(parts.backend.device))

@@ -5,15 +5,12 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from gemini.placement.predict import KINDS, TIERS
 from gemini.placement.tiers import Tier
 from gemini.placement.timeline import planned_timeline, write_timeline
+from gemini.runtime.parts import Parts
 from gemini.units import format_bytes
-
-if TYPE_CHECKING:
-    from gemini.runtime.engine import Engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,25 +44,25 @@ class MemoryReport:
         return "\n".join((*lines, *self.overruns))
 
 
-def explain(engine: Engine, name: str) -> str:
+def explain(parts: Parts, name: str) -> str:
     """Where a parameter lives, why, and what it costs. Raises ValueError for no such name."""
-    for param, spec in enumerate(engine.layout.params):
+    for param, spec in enumerate(parts.layout.params):
         if name in spec.names:
-            chunk = next(c for p, c in engine.chunk_of.items() if p == param)
-            text = f"{name} {spec.shape}\n{engine.planning.plan.explain(chunk)}"
-            return "\n".join((text, *engine.planning.overruns.lines()))
-    names = [name for spec in engine.layout.params for name in spec.names]
+            chunk = next(c for p, c in parts.chunk_of.items() if p == param)
+            text = f"{name} {spec.shape}\n{parts.planning.plan.explain(chunk)}"
+            return "\n".join((text, *parts.planning.overruns.lines()))
+    names = [name for spec in parts.layout.params for name in spec.names]
     near = difflib.get_close_matches(name, names, n=3)
     raise ValueError(
         f"no parameter {name!r}" + (f"; did you mean {', '.join(near)}?" if near else "")
     )
 
 
-def memory_report(engine: Engine) -> MemoryReport:
+def memory_report(parts: Parts) -> MemoryReport:
     """Predicted beside measured; see `MemoryReport`."""
-    predicted = engine.planning.planned.profile.peaks()
-    measured = engine.manager.ledger.peaks
-    train = [t for (kind, _), t in engine.sampler.collector.traces.items() if kind == "train"]
+    predicted = parts.planning.planned.profile.peaks()
+    measured = parts.manager.ledger.peaks
+    train = [t for (kind, _), t in parts.sampler.collector.traces.items() if kind == "train"]
     rows = []
     for tier in TIERS:
         found = dict(measured.get(tier, {}))
@@ -79,15 +76,15 @@ def memory_report(engine: Engine) -> MemoryReport:
         if wanted["total"] or found:
             rows.append(MemoryRow(tier.value, "total", wanted["total"],
                                   sum(found.values()) if measured else None))  # fmt: skip
-        is_pinned = tier is Tier.HOST and engine.backend.pin is not None
+        is_pinned = tier is Tier.HOST and parts.backend.pin is not None
         if is_pinned and rows and rows[-1].tier == tier.value:  # all of it: no page is swapped
             rows.append(replace(rows[-1], kind="of it pinned"))
-    return MemoryReport(tuple(rows), engine.planning.overruns.lines())
+    return MemoryReport(tuple(rows), parts.planning.overruns.lines())
 
 
-def memory_timeline(engine: Engine, path: str | Path) -> None:
+def memory_timeline(parts: Parts, path: str | Path) -> None:
     """Draw the plan of one iteration; see `gemini.placement.timeline.write_timeline`."""
-    planning = engine.planning
+    planning = parts.planning
     write_timeline(
         planned_timeline(planning.plan, planning.planned.profile, planning.inputs.trace), path
     )

@@ -22,7 +22,7 @@ class Backend(Memory, Protocol):
     """Where modules compute, and the memory beside it."""
 
     has_host_tier: bool  # host memory is another pool than device memory
-    updates_by_triton: bool  # resident state is updated by kernels on the device
+    updates_by_triton: bool  # kernels of the device update all state; else the host does
     shards_start_on_host: bool  # where no budget places them, parameters wait in host memory
 
     def free(self, tensor: Tensor) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -15,6 +15,8 @@ from optim.state.memory import Memory
 
 from .backend import Backend
 from .tensor_files import FileConfig, Flat, Staged, TensorFiles
+
+Giver = Callable[[int, torch.dtype], Tensor]  # of device memory [n]
 
 
 class GradientHome(Protocol):
@@ -40,8 +42,8 @@ class GradientBlock(Protocol):
         """[n], for the host to read."""
         ...
 
-    def bring(self, memory: Memory) -> Tensor:
-        """[n] on the device, for what is launched next."""
+    def bring(self, memory: Memory, into: Giver) -> Tensor:
+        """[n] on the device, for what is launched next, in memory that `into` gives."""
         ...
 
     def give(self) -> None: ...
@@ -102,8 +104,8 @@ class _FileBlock:
     def wait(self) -> Tensor:
         return self._staged.wait()
 
-    def bring(self, memory: Memory) -> Tensor:
-        there, self._copy = _bring(memory, self._staged.wait())
+    def bring(self, memory: Memory, into: Giver) -> Tensor:
+        there, self._copy = _bring(memory, into, self._staged.wait())
         return there
 
     def give(self) -> None:
@@ -121,6 +123,11 @@ class HostGradients:
         self._tensors: dict[ChunkId, Tensor] = {}  # [S]; the memory is kept between steps
         self._arrivals: dict[ChunkId, CopyTicket] = {}
         self.nbytes = 0  # of all of them
+
+    @property
+    def tensors(self) -> Mapping[ChunkId, Tensor]:
+        """[S] of every chunk that had a gradient."""
+        return self._tensors
 
     def write(self, chunk: ChunkId, values: Tensor) -> None:
         kept = self._tensors.get(chunk)
@@ -152,15 +159,15 @@ class _HostBlock:
         self._arrival.settle()
         return self._values
 
-    def bring(self, memory: Memory) -> Tensor:
-        return _bring(memory, self._values)[0]
+    def bring(self, memory: Memory, into: Giver) -> Tensor:
+        return _bring(memory, into, self._values)[0]
 
     def give(self) -> None:
         """It stays where it is until the next gradient, which is copied behind this step."""
 
 
-def _bring(memory: Memory, values: Tensor) -> tuple[Tensor, CopyTicket]:
-    there = memory.allocate(values.numel(), values.dtype)
+def _bring(memory: Memory, into: Giver, values: Tensor) -> tuple[Tensor, CopyTicket]:
+    there = into(values.numel(), values.dtype)
     ticket = memory.copy(there, values)
     ticket.order()
     return there, ticket

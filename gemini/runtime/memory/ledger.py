@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from gemini.chunk.account import Account
 from gemini.chunk.storage import Chunk
@@ -22,7 +22,8 @@ class Ledger:
     Asking takes as long for many chunks as for few: chunks keep their account up to date.
 
     host: the tier of host memory; it is the device where that is the CPU.
-    state: of the optimizer, once there is one.
+    state: of the optimizer, once there is one; staging_bytes: what its blocks pass through on the
+        device.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class Ledger:
         self._storage = storage
         self._host = host
         self.state: TieredState | None = None
+        self.staging_bytes: Callable[[], int] = int
         self.limited = False  # `note` has budgets to compare with
         self._overruns: Overruns | None = None
         self.judges = True  # `note` compares with budgets
@@ -51,7 +53,7 @@ class Ledger:
     def totals(self) -> dict[Tier, int]:
         """Bytes on every tier, now: cheaper than by kind."""
         account, storage, state = self._account, self._storage, self.state
-        device = account.payloads + account.device_shards + account.gradients
+        device = account.payloads + account.device_shards + account.gradients + self.staging_bytes()
         host, nvme = account.host_shards, 0
         if storage is not None:
             host, nvme = host + storage.staging_bytes, storage.file_bytes
@@ -75,6 +77,7 @@ class Ledger:
         found[Tier.DEVICE, "parameters"] = account.payloads + account.device_shards
         found[self._host, "parameters"] += account.host_shards
         found[Tier.DEVICE, "gradients"] = account.gradients
+        found[Tier.DEVICE, "staging"] = self.staging_bytes()
         self._add_storage(found)
         state = self.state
         if state is not None:

@@ -17,10 +17,10 @@ from gemini.memtracer.trace import (
     reduce_traces,
     sequential_trace,
 )
+from gemini.placement.fit import MIN_BLOCK_NUMEL, StateRequest, assume, fit, fit_state
 from gemini.placement.homes.budgets import Machine, in_words_of, resolve
-from gemini.placement.homes.fit import MIN_BLOCK_NUMEL, StateRequest, assume, fit, fit_state
 from gemini.placement.overruns import BudgetWarning, Overruns, user_stacklevel
-from gemini.placement.plan import Plan
+from gemini.placement.plan import Plan, UpdatePath
 from gemini.placement.planner import PlanInputs, Planned, plan_above, plan_grown, plan_within
 from gemini.placement.policy import (
     AutoPlacement,
@@ -353,10 +353,11 @@ def begin_planning(
         fixed = tuple(Tier.HOST for _ in layout.chunks)
         if not isinstance(policy, StaticPlacement):
             policy = StaticPlacement()
+    beside_device = backend.has_host_tier and not backend.updates_by_triton
     inputs = PlanInputs(
         layout=layout, trace=used, state=state, budgets=budgets, bandwidths=bandwidths,
         has_host_tier=backend.has_host_tier, max_prefetch=max_prefetch, block_numel=BLOCK_NUMEL,
-        fixed_params=fixed,
+        off_device=UpdatePath.CPU if beside_device else UpdatePath.STREAM, fixed_params=fixed,
     )  # fmt: skip
     if trace is None:
         inputs = assume(inputs, policy)

@@ -6,14 +6,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from gemini.chunk.layout import ChunkLayout
 from gemini.chunk.storage import Chunk
+from gemini.placement.plan import Plan, Staging, UpdatePath
 from gemini.runtime.comm.communicator import Communicator
+from gemini.runtime.memory.backend import Backend
 from gemini.units import ParamId
 from kernels_triton.control_fields import BAD, LOSS_SCALE, SUM
 from optim.rules.clipping import Clip, combined
@@ -26,13 +28,26 @@ from optim.state.memory import Memory
 from optim.state.pieces import Piece, Updater
 from optim.update.compiled_path import Mix
 from optim.update.cpu_path import StepInputs
+from optim.update.staging import DeviceStaging, Reserved
 from optim.update.updaters import cpu_updater
+
+if TYPE_CHECKING:
+    from optim.update.triton_path import TritonUpdater
 
 
 class StepPath(Protocol):
     """One update path of one rank's shards."""
 
     merges_parameters: bool  # neighbours with the same hyperparameters may be one piece
+
+    @property
+    def staging(self) -> DeviceStaging | None:
+        """Through which passes what the device updates; None where the host updates."""
+        ...
+
+    def reserve(self, staging: Staging) -> None:
+        """As much of it as a plan says."""
+        ...
 
     def measure(self, chunks: Sequence[Chunk], norm_type: float) -> tuple[float, ParamId | None]:
         """Sum of |g|^p over the chunks' gradients, and the first parameter that is not finite."""
@@ -69,6 +84,12 @@ class StepPath(Protocol):
     def close(self) -> None: ...
 
 
+def updated_by_kernels(plan: Plan, backend: Backend) -> bool:
+    """Who carries a plan's updates out: kernels of the device `RESIDENT` and `STREAM`, the host
+    `CPU`; the host all of them where it is the device."""
+    return plan.off_device is UpdatePath.STREAM and backend.updates_by_triton
+
+
 @dataclass(frozen=True, slots=True)
 class _Tiles:
     """Of some gradients: sum of |g|^p of every tile, and the first parameter that is not finite."""
@@ -79,6 +100,8 @@ class _Tiles:
 
 class CpuStepPath:
     """Gradients and state in host memory."""
+
+    staging = None
 
     def __init__(
         self,
@@ -104,6 +127,9 @@ class CpuStepPath:
         mixes = _mixes([spec.dtype for spec in trained], has_master)
         self._updater = cpu_updater(rule, cpu_path, facts, mixes, partial(_any_failure, comm))
         self.counts = torch.zeros(len(layout.params), dtype=torch.float32)
+
+    def reserve(self, staging: Staging) -> None:
+        """Nothing passes through a device."""
 
     def measure(self, chunks: Sequence[Chunk], norm_type: float) -> tuple[float, ParamId | None]:
         sums: list[float] = []  # of tiles; the total is correctly rounded, in any order
@@ -207,6 +233,22 @@ class TritonStepPath:
         self._rank = rank
         self._names = [spec.name for spec in layout.params]
         self._before = (self._updater.steps, self._updater.control)  # the step that is under way
+
+    @property
+    def updater(self) -> TritonUpdater:
+        return self._updater
+
+    @property
+    def staging(self) -> DeviceStaging:
+        return self._updater.staging
+
+    def reserve(self, staging: Staging) -> None:
+        reserved = Reserved()
+        if staging.count:
+            reserved = Reserved(
+                staging.count, staging.state_bytes, staging.param_bytes, staging.grad_bytes
+            )
+        self._updater.reserve(reserved)
 
     def measure(self, chunks: Sequence[Chunk], norm_type: float) -> tuple[float, ParamId | None]:
         sums = []

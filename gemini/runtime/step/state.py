@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,8 +15,9 @@ from gemini.chunk.storage import Chunk
 from gemini.placement.plan import Plan
 from gemini.placement.sizes import StateBytes
 from gemini.placement.tiers import Tier
-from gemini.runtime.inspect.whole_state import gather_state, scatter_state
+from gemini.runtime.gradients.waiting import Gradients
 from gemini.runtime.memory.user_writes import follow_shard
+from gemini.runtime.parts import Parts
 from gemini.units import BlockId, ChunkId
 from optim.rules.config import StateConfig
 from optim.rules.state_layout import MASTER, StateLayout
@@ -35,24 +36,37 @@ from optim.state.state_stream import (
 from optim.state.tiered_state import TieredState
 
 from .shard_blocks import Shards
+from .weights import after_step
+from .whole_state import gather_state, scatter_state
 
-if TYPE_CHECKING:
-    from gemini.runtime.engine import Engine
+
+@dataclass(frozen=True, slots=True)
+class StepCalls:
+    """What a step asks of those who see more than it does."""
+
+    begin: Callable[[], None]  # ends what is under way, and masters follow what the user wrote
+    agree_on_trace: Callable[[], None]  # collective, behind the vote
+    meet: Callable[[str], None]  # before a method that all ranks must call
+    detach: Callable[[], None]  # the optimizer was closed
+    gradients: Gradients
 
 
 class ShardState:
     """State of this rank's shards of all trainable chunks; fp32 masters where there are any."""
 
-    def __init__(self, engine: Engine, layout: StateLayout, config: StateConfig) -> None:
+    def __init__(
+        self, parts: Parts, calls: StepCalls, layout: StateLayout, config: StateConfig
+    ) -> None:
         """`layout`: the rule's planes."""
-        self._engine = engine
-        self._chunks = [chunk for chunk in engine.chunks if chunk.spec.trainable]
-        self._names = [spec.name for spec in engine.layout.params]
-        master_weights = engine.numerics.master_weights
+        self._parts = parts
+        self._calls = calls
+        self._chunks = [chunk for chunk in parts.chunks if chunk.spec.trainable]
+        self._names = [spec.name for spec in parts.layout.params]
+        master_weights = parts.numerics.master_weights
         has_master = master_weights and any(c.dtype != torch.float32 for c in self._chunks)
         if has_master:
             layout = layout.with_master()
-        planning = engine.planning
+        planning = parts.planning
         planning.with_state(
             StateBytes(layout.bytes_per_element, layout.has_master),
             nvme_frac=config.nvme_fraction,
@@ -61,7 +75,7 @@ class ShardState:
         )
         nvme = replace(config.nvme, block_numel=planning.block_numel)
         space = self._space(nvme.block_numel)
-        engine.storage.serve(nvme.block_numel, nvme.depth, nvme.meter)
+        parts.storage.serve(nvme.block_numel, nvme.depth, nvme.meter)
         plan = planning.plan
         if not nvme.folders and planning.nvme_folder is not None:
             nvme = replace(nvme, folders=(planning.nvme_folder,))
@@ -71,8 +85,8 @@ class ShardState:
             on_nvme=self._planned_on(Tier.NVME, plan, space),
             on_host=self._planned_on(Tier.HOST, plan, space),
             nvme=nvme,
-            memory=engine.backend,
-            label=f"rank{engine.comm.rank}-",
+            memory=parts.backend,
+            label=f"rank{parts.comm.rank}-",
         )
         shards = Shards(self._chunks)
         self._unfilled = Counter(block.shard for block in space.blocks)
@@ -82,7 +96,7 @@ class ShardState:
             self._tiers.close()
             raise
         shards.end()
-        engine.originals.keep([c.spec.id for c in engine.chunks if not c.spec.trainable])
+        parts.storage.originals.keep([c.spec.id for c in parts.chunks if not c.spec.trainable])
 
     def raise_state(self, plan: Plan) -> None:
         """Blocks of state rise to where `plan` has them; see `TieredState.rise`."""
@@ -94,20 +108,20 @@ class ShardState:
 
     def extend(self, chunks: Sequence[Chunk]) -> None:
         """Keep state of these chunks too, which were frozen; where the engine's plan has it."""
-        engine = self._engine
+        parts = self._parts
         rounded = [c for c in chunks if c.dtype != torch.float32]
-        if rounded and engine.numerics.master_weights and not self._tiers.layout.has_master:
+        if rounded and parts.numerics.master_weights and not self._tiers.layout.has_master:
             raise RuntimeError(
                 "the optimizer was made without fp32 masters, as all that was trained was fp32; "
                 "what is trained now has 16 bits, so make the optimizer when all of it is trained"
             )
         self._chunks += chunks
-        space = self._space(engine.planning.block_numel)
+        space = self._space(parts.planning.block_numel)
         shards = Shards(self._chunks)
         self._unfilled.update(
             block.shard for block in space.blocks[len(self._tiers.space.blocks) :]
         )
-        plan = engine.planning.plan
+        plan = parts.planning.plan
         try:
             self._tiers.extend(
                 space,
@@ -122,10 +136,10 @@ class ShardState:
 
     def _space(self, block_numel: int) -> StateSpace:
         """Of the chunks in the order in which they came to be trained."""
-        engine, base = self._engine, 0
+        parts, base = self._parts, 0
         segments: list[Segment] = []
         for chunk in self._chunks:
-            for part in engine.layout.shard_parts(chunk.spec, engine.comm.rank):
+            for part in parts.layout.shard_parts(chunk.spec, parts.comm.rank):
                 segments.append(
                     Segment(part.param, part.param_offset, part.numel, base + part.offset)
                 )
@@ -146,6 +160,16 @@ class ShardState:
                 homes = zip(blocks, shard.state_homes, strict=True)
                 found += [block for block, home in homes if home is tier]
         return frozenset(found)
+
+    @property
+    def tiers(self) -> TieredState:
+        """Where the state lives."""
+        return self._tiers
+
+    @property
+    def trained(self) -> Sequence[Chunk]:
+        """Chunks in the order of the shards of the state space."""
+        return self._chunks
 
     # -- masters --
 
@@ -193,7 +217,7 @@ class ShardState:
         """To where they started from, for what comes after this optimizer."""
         if self._tiers.layout.has_master:
             for chunk in self._chunks:
-                self._engine.originals.put(chunk.spec.id, self.read_master(chunk))
+                self._parts.storage.originals.put(chunk.spec.id, self.read_master(chunk))
 
     def _blocks_of(self, chunks: Set[ChunkId]) -> list[Block]:
         return [
@@ -205,7 +229,7 @@ class ShardState:
     @property
     def _uses_disk(self) -> bool:
         """On some rank: shards are equal, blocks may not be."""
-        return bool(self._engine.planning.plan.blocks_on(Tier.NVME) or self._engine.storage.params)
+        return bool(self._parts.planning.plan.blocks_on(Tier.NVME) or self._parts.storage.params)
 
     # -- streams and whole planes --
 
@@ -222,37 +246,37 @@ class ShardState:
     @torch.no_grad()
     def fill_state(self, source: Source) -> None:
         """Replace this rank's state run by run. Weights follow the masters. Not collective."""
-        self._engine.manager.release_all()
+        self._parts.manager.release_all()
         try:
             shards = Shards(self._chunks)
             fill_runs(self._tiers, self._names, source, shards.follow_master)
             shards.end()
         finally:
-            self._engine.after_step()
+            after_step(self._parts)
 
     def offloaded_state(self) -> Mapping[Tensor, dict[str, Tensor]]:
         """Whole planes on rank 0, nothing elsewhere. Collective."""
-        engine = self._engine
-        engine.call("optimizer.state_dict()")
-        whole = gather_state(self._tiers, self._chunks, engine.layout, engine.comm)
+        parts = self._parts
+        self._calls.meet("optimizer.state_dict()")
+        whole = gather_state(self._tiers, self._chunks, parts.layout, parts.comm)
         return {
             param: whole[self._names[i]]
-            for i, param in enumerate(engine.params)
+            for i, param in enumerate(parts.params)
             if self._names[i] in whole
         }
 
     @torch.no_grad()
     def load_state(self, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
         """Rank 0's whole planes to all shards. Collective."""
-        engine = self._engine
-        engine.call("optimizer.load_state_dict()")
+        parts = self._parts
+        self._calls.meet("optimizer.load_state_dict()")
         by_name = {
             name: state[param]
-            for param, name in zip(engine.params, self._names, strict=True)
+            for param, name in zip(parts.params, self._names, strict=True)
             if param in state
         }
-        comm = engine.comm
-        shards = scatter_state(by_name, self._tiers, self._chunks, engine.layout, comm)
+        comm = parts.comm
+        shards = scatter_state(by_name, self._tiers, self._chunks, parts.layout, comm)
         given = comm.gather_objects(
             {name: {k for k in planes if k != "step"} for name, planes in by_name.items()}
         )[0]
@@ -268,23 +292,23 @@ class ShardState:
                         planes[name][inside(part)] = shards[chunk, name][at][: part.numel]
             followers.follow_master(block, planes)
 
-        engine.manager.release_all()
+        parts.manager.release_all()
         try:
             self._tiers.overwrite(fill)
             followers.end()
         finally:
-            engine.after_step()
+            after_step(parts)
 
     def _fill_master(self, shards: Shards, block: Block, planes: Planes) -> None:
         """Masters start as the original fp32 weights, not as the rounded ones."""
         if MASTER not in planes:
             return
         chunk = self._chunks[block.shard]
-        original = self._engine.originals.get(chunk.spec.id)
+        original = self._parts.storage.originals.get(chunk.spec.id)
         if original is None:
             original = shards.of(block)
         here = slice(block.shard_offset, block.shard_offset + block.numel)
         planes[MASTER].copy_(original[here])
         self._unfilled[block.shard] -= 1
         if self._unfilled[block.shard] == 0:
-            self._engine.originals.drop(chunk.spec.id)  # one chunk's worth twice, at most
+            self._parts.storage.originals.drop(chunk.spec.id)  # one chunk's worth twice, at most

@@ -14,15 +14,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gemini.chunk.storage import Chunk
 from gemini.runtime.comm.ballot import Agreement, Ballot
-from gemini.runtime.gradients.edits import PendingClip
+from gemini.runtime.edits import PendingClip
+from gemini.runtime.parts import Parts
 from gemini.tickets import Done
+from gemini.units import ParamId
 from optim.rules.clipping import Clip
 from optim.rules.config import StateConfig
 from optim.rules.control_vector import Scaler
@@ -34,12 +36,10 @@ from optim.state.pieces import Updater
 from optim.state.state_stream import Source
 from optim.target import AmpInputs, Group
 
-from .executors import CpuStepPath, StepPath, TritonStepPath
-from .state import ShardState
+from .executors import CpuStepPath, StepPath, TritonStepPath, updated_by_kernels
+from .state import ShardState, StepCalls
 from .views import ShardViews
-
-if TYPE_CHECKING:
-    from gemini.runtime.engine import Engine
+from .weights import adopt_changes, after_step
 
 
 class ShardTarget(ShardState):
@@ -47,46 +47,58 @@ class ShardTarget(ShardState):
 
     def __init__(
         self,
-        engine: Engine,
+        parts: Parts,
+        calls: StepCalls,
         groups: Sequence[Group],
         rule: UpdateRule,
         config: StateConfig,
     ) -> None:
-        self._group_of = _group_of(engine, groups)  # first: it refuses what is not ours
-        super().__init__(engine, rule.layout, config)
+        self._group_of = _group_of(parts, groups)  # first: it refuses what is not ours
+        super().__init__(parts, calls, rule.layout, config)
         self._rule = rule
-        seed = None if engine.numerics.master_weights else engine.numerics.rounding_seed
+        seed = None if parts.numerics.master_weights else parts.numerics.rounding_seed
         self._path: StepPath = (
             TritonStepPath(
                 rule,
-                engine.layout,
+                parts.layout,
                 self._tiers.layout,
                 self._group_of,
-                engine.comm.rank,
-                engine.scaler,
-                engine.backend,
+                parts.comm.rank,
+                parts.scaler,
+                parts.backend,
                 stochastic=seed is not None,
             )
-            if engine.backend.updates_by_triton
+            if updated_by_kernels(parts.planning.plan, parts.backend)
             else CpuStepPath(
                 rule,
-                engine.layout,
-                engine.comm,
+                parts.layout,
+                parts.comm,
                 config.cpu_path,
-                engine.scaler,
+                parts.scaler,
                 seed,
                 has_master=self.has_master,
             )
         )
+        self._path.reserve(parts.planning.plan.device_staging)
         self.measure_leaving()
-        engine.storage.place_gradients(engine.planning.plan, engine.chunks)
-        engine.manager.ledger.state = self._tiers
-        engine.manager.payload_room_bytes = engine.planning.payload_room_bytes
-        self._moved = engine.storage.traffic()
+        parts.storage.place_gradients(parts.planning.plan, parts.chunks)
+        parts.manager.ledger.state = self._tiers
+        parts.manager.ledger.staging_bytes = self._staging_bytes
+        parts.manager.payload_room_bytes = parts.planning.payload_room_bytes
+        self._moved = parts.storage.traffic()
         self._num_steps = 0
         self._closed = False
         self._was_loaded = False
         self._log = SkipLog()
+
+    @property
+    def executor(self) -> StepPath:
+        """What measures and updates."""
+        return self._path
+
+    def _staging_bytes(self) -> int:
+        """Of the device."""
+        return 0 if self._path.staging is None else self._path.staging.nbytes
 
     def measure_leaving(self) -> None:
         """Gradients that leave the device are measured as they do."""
@@ -106,18 +118,18 @@ class ShardTarget(ShardState):
             raise RuntimeError(
                 "the module of this optimizer was unwrapped; wrap it again and make another"
             )
-        engine = self._engine
+        parts = self._parts
         hypers = [self._rule.hyper(group) for group in groups]
         chunks = self._reduced_chunks()
-        pending = engine.pending_clip
+        pending = parts.pending_clip
         decided = pending is not None and pending.clip.fixed_factor is not None
         if isinstance(self._path, TritonStepPath) and self._all_here(chunks) and not decided:
             report = self._step_on_device(self._path, chunks, hypers)
         else:
             report = self._step_agreed(chunks, hypers)
-        engine.after_stepping()
+        self._calls.gradients.after_step()
         self._log.add(report)
-        if engine.numerics.on_nonfinite == "raise" and report.skipped:
+        if parts.numerics.on_nonfinite == "raise" and report.skipped:
             raise NonFiniteGradientError(
                 f"the gradient of {report.nonfinite} is not finite (loss scale "
                 f"{report.loss_scale:g}); weights and state are those of the last step",
@@ -127,13 +139,13 @@ class ShardTarget(ShardState):
 
     def _step_agreed(self, chunks: Sequence[Chunk], hypers: Sequence[Any]) -> StepReport:
         """The host knows what all ranks found before anything is changed."""
-        engine, scale = self._engine, self._engine.scaler.read().scale
-        pending = engine.pending_clip or PendingClip(engine.numerics.clip)
+        parts, scale = self._parts, self._parts.scaler.read().scale
+        pending = parts.pending_clip or PendingClip(parts.numerics.clip)
         agreement = pending.agreement or self._agree(chunks, pending.clip.norm_type)
-        engine.agree_on_trace()  # behind the vote, which ends where ranks ran different modules
+        self._calls.agree_on_trace()  # behind the vote: it ends where ranks ran other modules
         self._check_any(agreement.present)
         if agreement.nonfinite is not None:
-            engine.scaler.stepped(overflow=True)
+            parts.scaler.stepped(overflow=True)
             param, rank = agreement.nonfinite
             where = f"{self._names[param]} on rank {rank}"
             return StepReport(Done(Outcome(True, math.nan, where, scale)))
@@ -142,15 +154,15 @@ class ShardTarget(ShardState):
         updater = self._path.begin(hypers, taken, agreement.power_sum, pending.clip)
         views = self._views(hypers, taken)
         before, stalled = self._traffic(updater), self._tiers.stalled_seconds
-        engine.manager.release_for_step()
+        parts.manager.release_for_step()
         try:
             with HeldSignals() as held:
-                engine.manager.ledger.note()
+                parts.manager.ledger.note()
                 self._update(updater, views, agreement, held)
         finally:
-            engine.after_step()
+            after_step(parts)
         if isinstance(self._path, CpuStepPath):
-            engine.scaler.stepped(overflow=False)  # as the prologue does on a device
+            parts.scaler.stepped(overflow=False)  # as the prologue does on a device
         norm = pending.clip.norm(agreement.power_sum) / scale
         return StepReport(
             Done(Outcome(grad_norm=norm, loss_scale=scale)),
@@ -170,7 +182,7 @@ class ShardTarget(ShardState):
     def _all_here(self, chunks: Sequence[Chunk]) -> bool:
         """No other rank and no disk has a say in a step: the device decides alone."""
         return (
-            self._engine.comm.world_size == 1
+            self._parts.comm.world_size == 1
             and self._tiers.nvme is None
             and all(chunk.grad is not None for chunk in chunks)
         )
@@ -180,18 +192,18 @@ class ShardTarget(ShardState):
         self, path: TritonStepPath, chunks: Sequence[Chunk], hypers: Sequence[Any]
     ) -> StepReport:
         """Submit norm, clip, skip and update; the host waits for nothing."""
-        engine = self._engine
-        self._check_any(engine.present)
-        engine.manager.release_for_step()
-        pending = engine.pending_clip or PendingClip(engine.numerics.clip)
+        parts = self._parts
+        self._check_any(parts.present)
+        parts.manager.release_for_step()
+        pending = parts.pending_clip or PendingClip(parts.numerics.clip)
         if pending.norm is None:
             path.submit_measure(chunks, pending.clip)
-        taken = self._taken(engine.present)
+        taken = self._taken(parts.present)
         updater = path.begin_unread(hypers, taken)
         self._tiers.commit(updater, self._views(hypers, taken), self._num_steps + 1)
         self._num_steps += 1
-        engine.weights_changed(taken)
-        engine.after_step()
+        self._weights_changed(taken)
+        after_step(parts)
         return path.report()
 
     def _views(self, hypers: Sequence[Any], taken: Sequence[bool]) -> ShardViews:
@@ -205,9 +217,9 @@ class ShardTarget(ShardState):
             self._chunks,
             hyper,
             steps,
-            self._engine.storage,
-            self._engine.backend,
-            on_device=not on_host,
+            self._parts.storage,
+            self._parts.backend,
+            staging=self._path.staging,
             merges=self._path.merges_parameters,
         )
 
@@ -216,31 +228,31 @@ class ShardTarget(ShardState):
 
         Of what gradients are clipped to already. Raises RuntimeError where there are none.
         """
-        engine = self._engine
+        parts = self._parts
         chunks = self._reduced_chunks()
-        if engine.numerics.max_norm > 0:
+        if parts.numerics.max_norm > 0:
             raise RuntimeError(
-                f"GeminiDDP(max_norm={engine.numerics.max_norm:g}) clips in every step; leave "
+                f"GeminiDDP(max_norm={parts.numerics.max_norm:g}) clips in every step; leave "
                 "that away, or this call"
             )
-        if engine.pending_clip is not None:
-            engine.gradients.carry_out_clip()
-        if clip.max_norm == 0 and engine.comm.world_size == 1:
-            self._check_any(engine.present)
-            engine.pending_clip = PendingClip(clip)
+        if parts.pending_clip is not None:
+            self._calls.gradients.carry_out_clip()
+        if clip.max_norm == 0 and parts.comm.world_size == 1:
+            self._check_any(parts.present)
+            parts.pending_clip = PendingClip(clip)
             return None
         if isinstance(self._path, TritonStepPath) and self._all_here(chunks):
-            self._check_any(engine.present)
+            self._check_any(parts.present)
             self._path.submit_measure(chunks, clip)
-            engine.pending_clip = PendingClip(clip, self._path.unread_norm(clip))
-            return engine.pending_clip.norm
+            parts.pending_clip = PendingClip(clip, self._path.unread_norm(clip))
+            return parts.pending_clip.norm
         agreement = self._agree(chunks, clip.norm_type)
         self._check_any(agreement.present)
         if clip.max_norm == 0:
-            engine.pending_clip = PendingClip(clip, agreement=agreement)
+            parts.pending_clip = PendingClip(clip, agreement=agreement)
             return None
-        norm = clip.norm(agreement.power_sum) / engine.scaler.scale
-        engine.pending_clip = PendingClip(clip, norm, agreement)
+        norm = clip.norm(agreement.power_sum) / parts.scaler.scale
+        parts.pending_clip = PendingClip(clip, norm, agreement)
         return norm
 
     def _reduced_chunks(self) -> list[Chunk]:
@@ -248,15 +260,15 @@ class ShardTarget(ShardState):
 
         Raises RuntimeError inside `no_sync` for gradients that no rank has reduced.
         """
-        engine = self._engine
-        engine.begin_step()
-        if engine.reducer.leftover and not engine.reducer.synchronise:
+        parts = self._parts
+        self._calls.begin()
+        if parts.reducer.leftover and not parts.reducer.synchronise:
             raise RuntimeError(
                 "gradients are not reduced inside no_sync(); leave it before you step or clip"
             )
-        engine.reducer.reduce_put_off()
-        if engine.reducer.leftover and engine.comm.world_size == 1:
-            engine.reducer.reduce_leftovers()  # several ranks agree on it first
+        parts.reducer.reduce_put_off()
+        if parts.reducer.leftover and parts.comm.world_size == 1:
+            parts.reducer.reduce_leftovers()  # several ranks agree on it first
         return [chunk for chunk in self._chunks if chunk.gradient.exists]
 
     @staticmethod
@@ -269,38 +281,38 @@ class ShardTarget(ShardState):
 
     def _gathered_since(self) -> Traffic:
         """Bytes of parameters and gradients since the last step: in forward and backward too."""
-        before, self._moved = self._moved, self._engine.storage.traffic()
+        before, self._moved = self._moved, self._parts.storage.traffic()
         return self._moved - before
 
     def _agree(self, chunks: Sequence[Chunk], norm_type: float) -> Agreement:
         agreement = self._vote(chunks, norm_type)
         if agreement.deviated:  # a gradient came late on some rank: reduce once more, everywhere
-            self._engine.reducer.reduce_leftovers()
+            self._parts.reducer.reduce_leftovers()
             chunks = [chunk for chunk in self._chunks if chunk.gradient.exists]
             agreement = self._vote(chunks, norm_type)
         return agreement
 
     def _vote(self, chunks: Sequence[Chunk], norm_type: float) -> Agreement:
         total, first_nonfinite = self._path.measure(chunks, norm_type)
-        engine, log = self._engine, self._engine.comm.log
-        engine.gradients.tell_changes()
+        log = self._parts.comm.log
+        self._calls.gradients.tell_changes()
         here = [chunk.spec.id for chunk in self._chunks if chunk.gradient.exists]
         log.record("votes", f"with gradients of chunks {here}")
         ballot = Ballot(
             power_sum=total,
-            present=tuple(self._engine.present),
+            present=tuple(self._parts.present),
             first_nonfinite=first_nonfinite,
-            deviated=self._engine.reducer.leftover,
-            sequence=self._engine.comm.log.digest,
+            deviated=self._parts.reducer.leftover,
+            sequence=self._parts.comm.log.digest,
         )
         agreement = self._exchange(ballot, norm_type)
         if agreement.sequences_differ:
-            self._engine.comm.compare_logs()
-        self._engine.comm.log.clear()
+            self._parts.comm.compare_logs()
+        self._parts.comm.log.clear()
         return agreement
 
     def _exchange(self, ballot: Ballot, norm_type: float = 2.0) -> Agreement:
-        comm = self._engine.comm
+        comm = self._parts.comm
         vector = torch.tensor(ballot.encode(comm.rank, comm.world_size), dtype=torch.float64)
         vector = vector.to(comm.device)
         comm.all_reduce(vector).wait()
@@ -311,7 +323,7 @@ class ShardTarget(ShardState):
         self, updater: Updater, views: ShardViews, agreement: Agreement, held: HeldSignals
     ) -> None:
         error: BaseException | None = None
-        files = self._engine.storage.params
+        files = self._parts.storage.params
         try:
             if files is not None:
                 also = self._tiers.nvme.written_bytes_per_step if self._tiers.nvme else 0
@@ -336,11 +348,15 @@ class ShardTarget(ShardState):
         self._num_steps += 1
         taken = self._taken(agreement.present)
         self._path.count(taken)
-        self._engine.weights_changed(taken)
+        self._weights_changed(taken)
+
+    def _weights_changed(self, taken: Sequence[bool]) -> None:
+        """A step has updated these parameters."""
+        self._parts.adoption.stepped([ParamId(i) for i, there in enumerate(taken) if there])
 
     def _raise_what_any_rank_raised(self, error: BaseException | None) -> None:
         """This rank's own error, or one that says what the failing ranks' errors were."""
-        comm = self._engine.comm
+        comm = self._parts.comm
         if comm.world_size > 1 and self._uses_disk:
             ballot = Ballot(power_sum=0.0, present=(), io_failed=error is not None)
             failed = self._exchange(ballot).io_failed
@@ -359,34 +375,35 @@ class ShardTarget(ShardState):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Those of parameters in no group stay, as with torch's optimizers."""
-        engine = self._engine
-        groups = zip(engine.params, self._group_of, strict=True)
+        parts = self._parts
+        groups = zip(parts.params, self._group_of, strict=True)
         left_alone = [i for i, (p, group) in enumerate(groups) if p.requires_grad and group is None]
         if left_alone:
-            engine.gradients.clear_but(left_alone, set_to_none)
+            self._calls.gradients.clear_but(left_alone, set_to_none)
         elif set_to_none:
-            engine.drop_gradients()
+            self._calls.gradients.drop()
         else:
-            engine.zero_gradients()
+            self._calls.gradients.zero_all()
 
     def set_groups(self, groups: Sequence[Group]) -> None:
         """Groups were added: the parameters in them are updated from now on."""
-        self._group_of = _group_of(self._engine, groups)
+        self._group_of = _group_of(self._parts, groups)
         self._path.set_groups(self._group_of)
 
     def homes_changed(self) -> None:
-        """Files may be gone, and what was read from them with them."""
-        self._moved = self._engine.storage.traffic()
+        """Files may be gone, and what was read from them with them; other blocks are staged."""
+        self._path.reserve(self._parts.planning.plan.device_staging)
+        self._moved = self._parts.storage.traffic()
 
     @property
     def names(self) -> dict[int, str]:
         """Name by id of the parameter."""
-        params = self._engine.params
+        params = self._parts.params
         return {id(param): name for param, name in zip(params, self._names, strict=True)}
 
     @property
     def counters(self) -> Scaler:
-        return self._engine.scaler
+        return self._parts.scaler
 
     @property
     def pinned_seconds(self) -> float:
@@ -404,8 +421,8 @@ class ShardTarget(ShardState):
 
     def offloaded_state(self) -> Mapping[Tensor, dict[str, Tensor]]:
         """Whole planes of parameters in groups on rank 0, nothing elsewhere. Collective."""
-        engine, found = self._engine, super().offloaded_state()
-        in_groups = zip(engine.params, self._group_of, strict=True)
+        parts, found = self._parts, super().offloaded_state()
+        in_groups = zip(parts.params, self._group_of, strict=True)
         return {p: found[p] for p, group in in_groups if group is not None and p in found}
 
     @property
@@ -423,32 +440,32 @@ class ShardTarget(ShardState):
         counts = self._path.counts
         return {
             param: {"step": counts[i]}
-            for i, param in enumerate(self._engine.params)
+            for i, param in enumerate(self._parts.params)
             if self._group_of[i] is not None
         }
 
     @torch.no_grad()
     def load_state(self, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
         """Rank 0's whole planes and step counts. Collective."""
-        if self.untouched and not self._engine.comm.gather_objects(bool(state))[0]:
+        if self.untouched and not self._parts.comm.gather_objects(bool(state))[0]:
             return
         self._was_loaded = True
         super().load_state(state)
-        params = self._engine.params
+        params = self._parts.params
         steps = {
             i: float(state[param]["step"])
             for i, param in enumerate(params)
             if "step" in state.get(param, {})
         }
-        for i, count in self._engine.comm.gather_objects(steps)[0].items():
+        for i, count in self._parts.comm.gather_objects(steps)[0].items():
             self._path.counts[i] = count
 
     def movable(self) -> Sequence[Tensor]:
-        engine = self._engine
-        engine.begin_step()
-        engine.manager.release_all()
+        parts = self._parts
+        self._calls.begin()
+        parts.manager.release_all()
         found = list(self._tiers.movable())
-        for chunk in engine.chunks:
+        for chunk in parts.chunks:
             chunk.wait_gathered()
             chunk.gradient.end_reduce()
             held = (chunk.payload, chunk.gradient.buffer, chunk.gradient.shard)
@@ -459,7 +476,7 @@ class ShardTarget(ShardState):
 
     @property
     def nvme_bytes(self) -> int:
-        return self._tiers.nvme_bytes + self._engine.storage.file_bytes
+        return self._tiers.nvme_bytes + self._parts.storage.file_bytes
 
     def close(self, keep_masters: bool = True) -> None:
         if self._closed:
@@ -467,22 +484,23 @@ class ShardTarget(ShardState):
         self._closed = True
         try:
             if keep_masters:
-                self._engine.adopt_changes()
+                adopt_changes(self._parts)
                 self.give_masters_back()
         finally:
             self._close()
 
     def _close(self) -> None:
-        self._engine.manager.ledger.state = None
+        self._parts.manager.ledger.state = None
+        self._parts.manager.ledger.staging_bytes = int
         self._tiers.close()
         self._path.close()
-        self._engine.detach()
+        self._calls.detach()
 
 
-def _group_of(engine: Engine, groups: Sequence[Group]) -> list[int | None]:
+def _group_of(parts: Parts, groups: Sequence[Group]) -> list[int | None]:
     """The param group of every parameter of the engine; None for one that is not optimized."""
-    found: list[int | None] = [None] * len(engine.params)
-    index_of = {id(param): i for i, param in enumerate(engine.params)}
+    found: list[int | None] = [None] * len(parts.params)
+    index_of = {id(param): i for i, param in enumerate(parts.params)}
     for index, group in enumerate(groups):
         for param in group["params"]:
             if id(param) not in index_of:

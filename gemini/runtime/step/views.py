@@ -25,6 +25,7 @@ from optim.rules.state_layout import MASTER
 from optim.state.memory import Memory
 from optim.state.pieces import Piece, Planes
 from optim.state.space import Block
+from optim.update.staging import DeviceStaging
 
 BLOCKS_LEAVING = 2  # parameters of so many may be on their way to host memory
 
@@ -58,7 +59,7 @@ class ShardViews:
     """One step's view of shards and gradients; see `optim.state.tiered_state.BlockViews`.
 
     What is not where the update runs is brought there block by block, gradients ahead of their
-    turn. Where a master holds the weights, the 16-bit copy of a file is only written.
+    turn. Where a master holds the weights, what is elsewhere is only written.
     """
 
     def __init__(
@@ -69,19 +70,19 @@ class ShardViews:
         storage: ShardStorage,
         memory: Memory,
         *,
-        on_device: bool,
+        staging: DeviceStaging | None,
         merges: bool,
     ) -> None:
         """`hyper[param]` is None where the step leaves a parameter alone; `steps` count from 1.
 
-        on_device: kernels update, and reach no host memory.
+        staging: of the device whose kernels update, and reach no host memory; None: the host does.
         """
         self._chunks = chunks
         self._hyper = hyper
         self._step = steps
         self._storage = storage
         self._memory = memory
-        self._on_device = on_device
+        self._staging = staging
         self._merges = merges
         self._coming: list[Block] = []  # whose gradients are to be read, the next one last
         self._read: set[BlockId] = set()  # of these, blocks that did not wait for their turn
@@ -90,7 +91,9 @@ class ShardViews:
         self._leaving: deque[CopyTicket] = deque()  # parameters on their way to host memory
         self._signature: object | None = None
         self._borrowing = {
-            shard for shard, chunk in enumerate(chunks) if on_device and not _is_here(chunk)
+            shard
+            for shard, chunk in enumerate(chunks)
+            if staging is not None and not _is_here(chunk)
         }
 
     def expect(self, blocks: Sequence[Block]) -> None:
@@ -220,26 +223,32 @@ class ShardViews:
     def _param_of(self, block: Block, planes: Planes) -> Tensor:
         """[n] where the update runs: the block's parameters, or what is to become them."""
         chunk = self._chunks[block.shard]
-        if chunk.files is None and not (self._on_device and chunk.shard_on_host):
+        staging = self._staging
+        if chunk.files is None and not (staging is not None and chunk.shard_on_host):
             return self._part_of(chunk.shard_memory, block)
         loan = self._loan(block)
         if chunk.files is None:
+            assert staging is not None
             loan.chunk = chunk
-            loan.param, ticket = self._bring(self._part_of(chunk.shard_memory, block))
-            chunk.is_copied(ticket)
+            if MASTER in planes:
+                loan.param = staging.param(block.numel, chunk.dtype)
+                loan.param.copy_(planes[MASTER])  # gaps, and what this step leaves alone
+            else:
+                loan.param, ticket = self._bring(self._part_of(chunk.shard_memory, block))
+                chunk.is_copied(ticket)
             return loan.param
         files = self._storage.params
         assert files is not None
         if MASTER in planes:
             loan.staged = files.block_to_fill(*self._place(block))
             loan.param = loan.staged.values
-            if self._on_device:
-                loan.param = self._memory.allocate(block.numel, chunk.dtype)
-            loan.param.copy_(planes[MASTER])  # gaps, and what this step leaves alone
+            if staging is not None:
+                loan.param = staging.param(block.numel, chunk.dtype)
+            loan.param.copy_(planes[MASTER])
             return loan.param
         loan.staged = files.read_block(*self._place(block))
         loan.param = loan.staged.wait()
-        if self._on_device:
+        if staging is not None:
             loan.param, _ = self._bring(loan.param)
         return loan.param
 
@@ -250,13 +259,15 @@ class ShardViews:
         loan = self._loan(block)
         loan.grad = self._ahead.pop(block.id, None) or self._begin_grad(block)
         self._read.add(block.id)
-        values = loan.grad.bring(self._memory) if self._on_device else loan.grad.wait()
+        staging = self._staging
+        values = loan.grad.bring(self._memory, staging.grad) if staging else loan.grad.wait()
         self._read_ahead()
         return values
 
     def _bring(self, values: Tensor) -> tuple[Tensor, CopyTicket]:
         """To the device, before what is launched next."""
-        there = self._memory.allocate(values.numel(), values.dtype)
+        assert self._staging is not None
+        there = self._staging.param(values.numel(), values.dtype)
         ticket = self._memory.copy(there, values)
         ticket.order()
         return there, ticket

@@ -17,8 +17,8 @@ from typing import Any
 
 from gemini.tickets import Done, Ticket
 
-from ..checksum import combine, crc32
-from ..engine import PIECE_BYTES, Transfer
+from ..checksum import PIECE_BYTES, combine, crc32
+from ..engine import Transfer
 from ..errors import NvmeError, transfer_error
 
 

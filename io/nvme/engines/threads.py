@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from gemini.tickets import FutureTicket, Ticket, Together
 from nvme.files import calls
 
-from ..checksum import combine, crc32
-from ..engine import PIECE_BYTES, Transfer
+from ..checksum import PIECE_BYTES, combine, crc32
+from ..engine import Transfer
 from ..errors import transfer_error
 
 

@@ -18,8 +18,8 @@ from typing import Any
 
 from gemini.tickets import FutureTicket, Ticket, Together
 
-from ..checksum import crc32
-from ..engine import PIECE_BYTES, Transfer
+from ..checksum import PIECE_BYTES, crc32
+from ..engine import Transfer
 from ..errors import NvmeError, transfer_error
 from .threads import Checksum
 

@@ -7,7 +7,6 @@ import torch
 
 from gemini import GeminiDDP
 from gemini.placement import draft, policy
-from gemini.placement.plan import UpdatePath
 from gemini.placement.sizes import Budgets
 from gemini.placement.tiers import Tier
 from optim import HybridAdam, NvmeConfig
@@ -34,7 +33,7 @@ def added(monkeypatch):
     def choose_homes(made):
         if not isinstance(made.policy, StateOnDisk):
             return homes_of_others(made)
-        homes = made.tiers.lowest(Tier.DEVICE, UpdatePath.STREAM)
+        homes = made.tiers.lowest(Tier.DEVICE)
         homes.state = [[Tier.NVME for _ in blocks] for blocks in homes.state]
         homes.device_staging, homes.host_staging = made.tiers.staging(homes)
         return homes

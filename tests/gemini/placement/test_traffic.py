@@ -39,7 +39,7 @@ class CountingBackend(SimBackend):
 def in_pages(plan, kind, src, dst):
     """Bytes on disk of the plan's moves: whole pages for every block."""
     total = 0
-    for move in plan.moves:
+    for move in plan.forecast.moves:
         if (move.kind, move.src, move.dst) == (kind, src, dst):
             sizes = plan.chunks[move.chunk]
             whole = move.block is None and sizes.blocks
@@ -99,7 +99,8 @@ def test_gathers_from_the_host_copy_what_the_plan_says(kib):
         sim.copied.clear()
         train(model, optimizer, token_batches(1, 1))
         copied = sum(nbytes for storage, nbytes in sim.copied.items() if storage in payloads)
-        wanted = sum(m.nbytes for m in plan.moves if m.kind is MoveKind.PARAM and m.block is None)
+        whole = [m for m in plan.forecast.moves if m.block is None]
+        wanted = sum(move.nbytes for move in whole if move.kind is MoveKind.PARAM)
         assert copied == wanted > 0
 
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from gemini import AutoPlacement, ConstPlacement, GeminiDDP, trace
 from gemini.chunk.layout import ChunkLayout, ParamSpec
 from gemini.memtracer.trace import sequential_trace
+from gemini.placement.fit import MIN_BLOCK_NUMEL, StateRequest, assume, fit, fit_state
 from gemini.placement.homes.budgets import Machine, in_words_of
-from gemini.placement.homes.fit import MIN_BLOCK_NUMEL, StateRequest, assume, fit, fit_state
 from gemini.placement.planner import PlanInputs
 from gemini.placement.sizes import BudgetError, Budgets, StateBytes
 from gemini.placement.tiers import Tier

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from gemini.chunk.layout import ChunkLayout
 from gemini.chunk.storage import Chunk
+from gemini.dtypes import DTYPES
 from gemini.runtime.comm.communicator import Communicator
 from gemini.units import ChunkId
-from optim.state.nvme_state import DTYPES
 from optim.state.pieces import Planes
 from optim.state.space import Block
 from optim.state.tiered_state import TieredState
