@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +20,7 @@ def run_threads(work: Callable[[int], Any], world_size: int) -> list[Any]:
     Kernels run in Triton's interpreter, one at a time.
     """
     results: list[Any] = [None] * world_size
-    errors: list[BaseException] = []
+    errors: list[str] = []
     launch, lock = GridExecutor.__call__, threading.Lock()
 
     def one_at_a_time(*args: Any, **kwargs: Any) -> None:  # the interpreter's grid is global
@@ -36,8 +38,10 @@ def run_threads(work: Callable[[int], Any], world_size: int) -> list[Any]:
             dist.init_process_group("threaded", rank=rank, world_size=world_size, store=store)
             results[rank] = work(rank)
         except BaseException as error:
-            errors.append(error)
+            errors.append(traceback.format_exc())
             threaded.ProcessLocalGroup.exception_handle(error)
+            del error
+            gc.collect()  # what leaves a meeting tells the others, who else wait for this rank
         finally:
             if world.default_pg is not None:
                 dist.destroy_process_group()
@@ -54,5 +58,5 @@ def run_threads(work: Callable[[int], Any], world_size: int) -> list[Any]:
         isolate(False)
         GridExecutor.__call__ = launch
     if errors:
-        raise errors[0]
+        raise AssertionError("in a thread:\n" + "\n".join(errors))
     return results

@@ -1,9 +1,10 @@
-"""Several ranks of the simulated device, in one process: what they found goes from device to device.
+"""Several simulated ranks in one process: what they found goes from device to device.
 
 Where no disk has a say the host reads nothing of a step, and the bits are those of ranks whose
 hosts read it and agree.
 """
 
+import copy
 from dataclasses import replace
 
 import torch
@@ -36,10 +37,13 @@ class Forked(nn.Module):
         return x + self.spare(x) if uses_spare else x
 
 
+START = Forked()  # threads have one generator of random numbers
+
+
 def wrapped(backend, homes, sharded, **options):
     params, grads, state = homes
     model = GeminiDDP(
-        Forked(), backend, StaticPlacement(sharded, float(state), float(params)),
+        copy.deepcopy(START), backend, StaticPlacement(sharded, float(state), float(params)),
         min_chunk_size_m=1500 / 2**20, precision="bf16", **options,
     )  # fmt: skip
     optimizer = HybridAdam(model.parameters(), lr=1e-2, eps=1e-3,
