@@ -7,7 +7,7 @@ from __future__ import annotations
 
 # what a step measured and decided
 SUM = 0  # of |g|^p over all gradients, or the largest |g| for p = inf; of the scaled gradients
-BAD = 1  # 1 + the first segment that is not finite; 0 where all are
+BAD = 1  # 1 + the first parameter (a counter) that is not finite; 0 where all are
 NORM = 2  # of the unscaled gradients, before clipping
 FACTOR = 3  # what gradients are multiplied with: unscale and clip in one
 SKIP = 4  # 1 where the step changes nothing
@@ -27,4 +27,5 @@ MIN_SCALE = 15
 MAX_SCALE = 16
 USED_SCALE = 17  # LOSS_SCALE as this step's gradients carried it
 SEED = 18  # of stochastic rounding
+BAD_RANK = 19  # that has it
 NUM_CONTROL = 20

@@ -11,9 +11,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .control import C_BAD, C_SUM
+from .control import C_BAD, C_BAD_RANK, C_SUM
 from .rounding import load, pointer, store
-from .tiles import T_COLUMNS, T_GRAD, T_NUMEL, T_PARAM
+from .tiles import T_COLUMNS, T_COUNTER, T_GRAD, T_NUMEL, T_PARAM
 
 NORM_BLOCK = 4096  # elements read at once
 NORM_ROUNDS = 8  # of them, one after the other, in a tile
@@ -119,8 +119,9 @@ def norm_kernel(
 
 
 @triton.jit
-def finish_tiles(tiles, sums, bad, num_tiles, NORM: tl.constexpr, AT_ONCE: tl.constexpr):
-    """Tiles to their total, and 1 + the first segment that is not finite (0: none), both fp64."""
+def finish_tiles(tiles, segments, sums, bad, num_tiles, NORM: tl.constexpr, AT_ONCE: tl.constexpr):
+    """Tiles to their total, and 1 + the counter of the first segment that is not finite (0: none),
+    both fp64."""
     i = tl.arange(0, AT_ONCE)
     total = tl.zeros([AT_ONCE], tl.float64)
     first = tl.full([AT_ONCE], 0x7FFFFFFF, tl.int32)
@@ -139,20 +140,58 @@ def finish_tiles(tiles, sums, bad, num_tiles, NORM: tl.constexpr, AT_ONCE: tl.co
     else:
         result = tl.sum(total, axis=0)
     worst = tl.min(first, axis=0)
-    return result, tl.where(worst == 0x7FFFFFFF, 0, worst + 1).to(tl.float64)
+    is_any = worst != 0x7FFFFFFF
+    counter = tl.load(segments + worst.to(tl.int64) * T_COLUMNS + T_COUNTER, mask=is_any, other=-1)
+    return result, (counter + 1).to(tl.float64)
+
+
+@triton.jit
+def tally_votes(votes, num_ranks, NORM: tl.constexpr):
+    """What every rank found, in the order of ranks, to the total of all, 1 + the first parameter
+    that is not finite on any (0: none), and the first rank that has it; all fp64."""
+    total = tl.full([], 0.0, tl.float64)
+    first = tl.full([], 0.0, tl.float64)
+    where = tl.full([], 0.0, tl.float64)
+    for rank in range(num_ranks):
+        value = tl.load(votes + rank)
+        if NORM == 0:
+            total = tl.where(value > total, value, total)
+        else:
+            total += value
+        found = tl.load(votes + num_ranks + rank)
+        is_first = (found > 0) & ((first == 0) | (found < first))
+        first = tl.where(is_first, found, first)
+        where = tl.where(is_first, rank * 1.0, where)
+    return total, first, where
 
 
 @triton.jit
 def finish_kernel(
     tiles,  # int32 [t, 2]
+    segments,  # int64 [n, 6]
     sums,  # fp32 [t]
     bad,  # int32 [t]
     num_tiles,
-    control,  # fp64: see `fields.py`
+    out_sum,  # fp64 [1]
+    out_bad,  # fp64 [1]
     NORM: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):
-    """`finish_tiles` into the control vector. One program."""
-    total, first_bad = finish_tiles(tiles, sums, bad, num_tiles, NORM, AT_ONCE)
+    """`finish_tiles` into the control vector, or into this rank's vote. One program."""
+    total, first_bad = finish_tiles(tiles, segments, sums, bad, num_tiles, NORM, AT_ONCE)
+    tl.store(out_sum, total)
+    tl.store(out_bad, first_bad)
+
+
+@triton.jit
+def tally_kernel(
+    votes,  # fp64 [2 * ranks]
+    num_ranks,
+    control,  # fp64: see `control_fields.py`
+    NORM: tl.constexpr,
+):
+    """`tally_votes` into the control vector. One program."""
+    total, first_bad, rank = tally_votes(votes, num_ranks, NORM)
     tl.store(control + C_SUM, total)
     tl.store(control + C_BAD, first_bad)
+    tl.store(control + C_BAD_RANK, rank)

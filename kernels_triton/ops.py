@@ -24,7 +24,14 @@ from kernels_triton.update.sgd import SGD
 
 from .control_fields import NUM_CONTROL
 from .launch import on
-from .norm import FINISH_AT_ONCE, NORM_BLOCK, NORM_ROUNDS, finish_kernel, norm_kernel
+from .norm import (
+    FINISH_AT_ONCE,
+    NORM_BLOCK,
+    NORM_ROUNDS,
+    finish_kernel,
+    norm_kernel,
+    tally_kernel,
+)
 from .tiles import NUM_COLUMNS, TRITON_DTYPES
 
 KERNELS: dict[str, RuleKernel] = {kernel.name: kernel for kernel in (ADAM, AMSGRAD, SGD, LION)}
@@ -62,12 +69,14 @@ def prologue(
     norm_tiles: list[Tensor],
     with_norm: bool,
     norm_type: float = 2.0,
+    votes: Tensor | None = None,
 ) -> None:
     """Make clip factor, skip flag and coefficients of a step, and count it; see `prologue_kernel`.
 
     groups, steps int64 [n] · present fp64 [n] · hyper fp64 [rows, 10] · coefficients fp32 [n, 12] ·
-    control fp64 (`fields.py`), for n counters. `norm_tiles` is [tiles, sums, bad] of a `grad_norm`
-    of `norm_type` that is to be finished here, or empty. Raises ValueError for anything else.
+    control fp64 (`fields.py`), for n counters. `norm_tiles` is [tiles, segments, sums, bad]
+    of a `grad_norm` of `norm_type` that is to be finished here, or empty; `votes` fp64 [2 * ranks]
+    are what all ranks found, in its place (`tally`). Raises ValueError for anything else.
     """
     _check("groups", groups, torch.int64, None)
     _check("hyper", hyper, torch.float64, NUM_HYPER)
@@ -89,8 +98,11 @@ def prologue(
     with on(control.device):
         prologue_kernel[(1,)](
             groups, hyper, steps, present, steps.numel(), coefficients, control,
-            *(norm_tiles or [groups, control, groups]), norm_tiles[0].shape[0] if norm_tiles else 0,
-            KERNELS[rule].coefficients, with_norm, bool(norm_tiles), _norm_code(norm_type),
+            *(norm_tiles or [groups, groups, control, groups]),
+            norm_tiles[0].shape[0] if norm_tiles else 0,
+            control if votes is None else votes, 0 if votes is None else votes.numel() // 2,
+            KERNELS[rule].coefficients, with_norm, bool(norm_tiles), votes is not None,
+            _norm_code(norm_type),
             COUNTERS_AT_ONCE, FINISH_AT_ONCE,
             **_EXACT,
         )  # fmt: skip
@@ -190,22 +202,39 @@ def grad_norm(
         )  # fmt: skip
 
 
-@torch.library.custom_op("gemini::finish_norm", mutates_args=("control",))
+@torch.library.custom_op("gemini::finish_norm", mutates_args=("out",))
 def finish_norm(
-    tiles: Tensor, sums: Tensor, bad: Tensor, control: Tensor, norm_type: float
+    tiles: Tensor,
+    segments: Tensor,
+    sums: Tensor,
+    bad: Tensor,
+    out: Tensor,
+    at_sum: int,
+    at_bad: int,
+    norm_type: float,
 ) -> None:
-    """The tiles' sums to SUM and BAD of `control`, in fp64 and in a fixed order."""
-    with on(control.device):
+    """The tiles' sums to fp64 `out[at_sum]`, in a fixed order, and 1 + the first counter that is
+    not finite to `out[at_bad]`."""
+    _check("segments", segments, torch.int64, NUM_COLUMNS)
+    _check("out", out, torch.float64, None)
+    _check_device(tiles=tiles, segments=segments, sums=sums, bad=bad, out=out)
+    with on(out.device):
         finish_kernel[(1,)](
-            tiles,
-            sums,
-            bad,
-            tiles.shape[0],
-            control,
-            _norm_code(norm_type),
-            FINISH_AT_ONCE,
-            **_EXACT,
-        )
+            tiles, segments, sums, bad, tiles.shape[0], out[at_sum:], out[at_bad:],
+            _norm_code(norm_type), FINISH_AT_ONCE, **_EXACT,
+        )  # fmt: skip
+
+
+@torch.library.custom_op("gemini::tally", mutates_args=("control",))
+def tally(votes: Tensor, control: Tensor, norm_type: float) -> None:
+    """What all ranks found to SUM, BAD and BAD_RANK of `control`.
+
+    votes fp64 [2 * ranks]: what `finish_norm` found on every rank, sums first.
+    """
+    _check("votes", votes, torch.float64, None)
+    _check_device(votes=votes, control=control)
+    with on(control.device):
+        tally_kernel[(1,)](votes, votes.numel() // 2, control, _norm_code(norm_type), **_EXACT)
 
 
 @torch.library.custom_op("gemini::pack", mutates_args=("sums", "bad", "destinations"))
@@ -255,5 +284,5 @@ def _norm_code(norm_type: float) -> int:
     raise ValueError(f"norm_type={norm_type}; expected a positive number or inf")
 
 
-for _op in (prologue, update, grad_norm, finish_norm, pack):
+for _op in (prologue, update, grad_norm, finish_norm, tally, pack):
     _op.register_fake(lambda *args, **kwargs: None)

@@ -68,7 +68,7 @@ def segment_table(segments: Sequence[Segment], device: torch.device) -> Tensor:
     table = torch.tensor(rows, dtype=torch.int64).reshape(-1, NUM_COLUMNS)
     if device.type == "cuda":
         return table.pin_memory().to(device, non_blocking=True)
-    return table
+    return table.to(device)
 
 
 def tile_table(numels: Sequence[int], block: int, device: torch.device) -> Tensor:

@@ -18,6 +18,7 @@ class PendingClip:
     clip: Clip
     norm: Tensor | None = None  # fp64 0-d, unscaled, where a norm was asked for
     agreement: Agreement | None = None  # where the host knows it
+    present: tuple[bool, ...] | None = None  # where it does not: some rank has a gradient, by param
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ import triton.language as tl
 from kernels_triton.control import (
     C_BACKOFF_FACTOR,
     C_BAD,
+    C_BAD_RANK,
     C_FACTOR,
     C_GOOD_STEPS,
     C_GROWTH_FACTOR,
@@ -40,7 +41,7 @@ from kernels_triton.control import (
     C_USED_SCALE,
 )
 from kernels_triton.launch import check_interpreter, is_interpreted
-from kernels_triton.norm import finish_tiles
+from kernels_triton.norm import finish_tiles, tally_votes
 from kernels_triton.rounding import load, noise, pointer, store, store_stochastic
 from kernels_triton.tiles import T_COLUMNS, T_COUNTER, T_FIRST, T_GRAD, T_NUMEL, T_PARAM, T_STATE
 
@@ -91,13 +92,17 @@ def prologue_kernel(
     num_counters,
     coefficients,  # fp32 [counters, 12]
     control,  # fp64: see `fields.py`
-    tiles,  # int32 [t, 2], fp32 [t], int32 [t]: of `norm_kernel`, where FROM_TILES
+    tiles,  # int32 [t, 2], int64 [n, 6], fp32 [t], int32 [t]: of `norm_kernel`, where FROM_TILES
+    segments,
     sums,
     bad,
     num_tiles,
+    votes,  # fp64 [2 * ranks], where FROM_VOTES: see `tally_votes`
+    num_ranks,
     RULE_COEFFICIENTS: tl.constexpr,
     WITH_NORM: tl.constexpr,
     FROM_TILES: tl.constexpr,  # finish the norm here: no rank has to be asked
+    FROM_VOTES: tl.constexpr,  # or of all ranks
     NORM: tl.constexpr,  # 2, 1, or 0 for the maximum
     AT_ONCE: tl.constexpr,
     TILES_AT_ONCE: tl.constexpr,
@@ -113,9 +118,16 @@ def prologue_kernel(
     skip = 0.0
     if WITH_NORM:
         if FROM_TILES:
-            total, first_bad = finish_tiles(tiles, sums, bad, num_tiles, NORM, TILES_AT_ONCE)
+            total, first_bad = finish_tiles(
+                tiles, segments, sums, bad, num_tiles, NORM, TILES_AT_ONCE
+            )
             tl.store(control + C_SUM, total)
             tl.store(control + C_BAD, first_bad)
+        elif FROM_VOTES:
+            total, first_bad, rank = tally_votes(votes, num_ranks, NORM)
+            tl.store(control + C_SUM, total)
+            tl.store(control + C_BAD, first_bad)
+            tl.store(control + C_BAD_RANK, rank)
         else:
             total = tl.load(control + C_SUM)
             first_bad = tl.load(control + C_BAD)

@@ -1,8 +1,9 @@
 """The update on the compute device: three launches, and nothing is waited for.
 
-    measure    norm and overflow of all gradients, into the control vector
-               [several ranks: one all-reduce of the ballot, its result into the control vector]
-    begin      clip factor, skip flag, step counts, coefficients (the prologue)
+    measure    norm and overflow of all gradients, tile by tile
+    vote       [several ranks: their totals into one vector, and one all-reduce of it]
+    begin      the tiles, or the votes, to clip factor and skip flag; step counts, coefficients
+               (the prologue)
     update     every segment of every shard
 
 Step counts and the skip flag live on the device: the host neither reads nor needs them. State in
@@ -20,9 +21,17 @@ from torch import Tensor
 from gemini.tickets import CopyTicket
 from gemini.units import ParamId
 from kernels_triton import ops
-from kernels_triton.control_fields import BAD, MAX_NORM, MAX_VALUE, NORM, SUM, USED_SCALE
+from kernels_triton.control_fields import (
+    BAD,
+    BAD_RANK,
+    MAX_NORM,
+    MAX_VALUE,
+    NORM,
+    SUM,
+    USED_SCALE,
+)
 from kernels_triton.launch import is_interpreted
-from kernels_triton.tiles import Launch, Segment, choose_launch
+from kernels_triton.tiles import Launch, choose_launch
 from kernels_triton.update.frame import NUM_COEFFICIENTS, NUM_HYPER
 from optim.rules.clipping import Clip
 from optim.rules.control_vector import Scaler
@@ -76,7 +85,8 @@ class TritonUpdater:
         self._tables: dict[object, LaunchTables] = {}
         self._sums = torch.empty(0, dtype=torch.float32, device=device)
         self._bad = torch.empty(0, dtype=torch.int32, device=device)
-        self._norm_tiles: list[Tensor] = []  # [tiles, sums, bad] that `begin` is to finish
+        self._norm_tiles: list[Tensor] = []  # [tiles, segments, sums, bad], for `begin` to finish
+        self._votes: Tensor | None = None  # of all ranks, for `begin` to tally
         self._signature: object | None = None  # of the views of the last step
         self.staging = DeviceStaging(self._memory, layout, Reserved())
         self._moved = Traffic()
@@ -93,7 +103,7 @@ class TritonUpdater:
 
     def set_limits(self, clip: Clip) -> None:
         """What the next steps clip to."""
-        self._norm_type = clip.norm_type
+        self.norm_type = clip.norm_type
         self.control[MAX_NORM] = clip.max_norm
         self.control[MAX_VALUE] = 0.0 if math.isinf(clip.max_value) else clip.max_value
 
@@ -121,25 +131,41 @@ class TritonUpdater:
         for (_, grad_dtype), lo, hi in tables.ranges:
             ops.grad_norm(
                 tables.tiles[lo:hi], tables.segments, self._sums[lo:hi], self._bad[lo:hi],
-                self.control, [], grad_dtype, self._norm_type,
+                self.control, [], grad_dtype, self.norm_type,
             )  # fmt: skip
-        self._norm_tiles = [tables.tiles, self._sums[:num_tiles], self._bad[:num_tiles]]
+        self.measured(
+            [tables.tiles, tables.segments, self._sums[:num_tiles], self._bad[:num_tiles]]
+        )
+
+    def measured(self, norm_tiles: Sequence[Tensor]) -> None:
+        """[tiles, segments, sums, bad] of `ops.grad_norm`: what `measure` would have found."""
+        self._norm_tiles, self._votes = list(norm_tiles), None
+
+    def vote(self, rank: int, num_ranks: int, all_reduce: Callable[[Tensor], object]) -> None:
+        """Add up what all ranks measured, on the device; `begin` finishes it."""
+        votes = torch.zeros(2 * num_ranks, dtype=torch.float64, device=self._device)
+        ops.finish_norm(*self._norm_tiles, votes, rank, num_ranks + rank, self.norm_type)
+        all_reduce(votes)
+        self._norm_tiles, self._votes = [], votes
 
     def finish_measure(self) -> None:
-        """What `measure` found to SUM and BAD, for `begin` to take it from there."""
-        ops.finish_norm(*self._norm_tiles, self.control, self._norm_type)
-        self._norm_tiles = []
+        """What was measured, here or by all ranks, to SUM and BAD, for `begin` to take it there."""
+        if self._votes is not None:
+            ops.tally(self._votes, self.control, self.norm_type)
+        else:
+            ops.finish_norm(*self._norm_tiles, self.control, SUM, BAD, self.norm_type)
+        self._norm_tiles, self._votes = [], None
 
     def read_measure(self) -> tuple[float, ParamId | None]:
         """What `measure` found, read by the host: sum of |g|^p, first bad counter. Waits."""
         self.finish_measure()
         control = self.control.tolist()
         bad = int(control[BAD])
-        return control[SUM], ParamId(self.measured_rows[bad - 1].counter) if bad else None
+        return control[SUM], ParamId(bad - 1) if bad else None
 
     def set_measure(self, power_sum: float) -> None:
         """What all ranks agreed on, in place of what this rank measured."""
-        self._norm_tiles = []
+        self._norm_tiles, self._votes = [], None
         self.control[SUM] = power_sum
         self.control[BAD] = 0.0
 
@@ -153,24 +179,19 @@ class TritonUpdater:
         if found_inf is not None:
             self.control[BAD] = found_inf.to(self.control) > 0
 
-    @property
-    def measured_rows(self) -> tuple[Segment, ...]:
-        """What BAD of the last `measure` counts, from 1."""
-        return self._tables["norm"].rows
-
     def begin(self, hypers: Sequence[object], *, with_norm: bool) -> None:
         """Make this step's coefficients. `with_norm`: clip and skip by what `measure` found."""
         self._upload([self._rule.hyper_row(hyper) for hyper in hypers])
-        norm_type = self._norm_type
+        norm_type = self.norm_type
         if with_norm and norm_type not in (1.0, 2.0, math.inf):
             # a power of fp64 is contracted inside kernels, so torch takes the root of other orders
-            if self._norm_tiles:
+            if self._norm_tiles or self._votes is not None:
                 self.finish_measure()
             self.control[SUM].pow_(1 / norm_type)
             norm_type = 1.0
         ops.prologue(
             self._rule.name, self._groups, self._hyper, self.steps, self.present,
-            self._coefficients, self.control, self._norm_tiles, with_norm, norm_type,
+            self._coefficients, self.control, self._norm_tiles, with_norm, norm_type, self._votes,
         )  # fmt: skip
 
     def update_staged(self, block: Block, planes: Planes, views: SteppedViews) -> bool:
@@ -323,7 +344,6 @@ class DeviceOutcome:
             self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(control.device))
         self._names = names  # of the counters; None where nothing was measured here
-        self._rows = updater.measured_rows if names is not None else ()
 
     def ready(self) -> bool:
         return self._event is None or bool(self._event.query())
@@ -334,6 +354,6 @@ class DeviceOutcome:
         bad = int(self._control[BAD])
         where = None
         if bad and self._names is not None:
-            where = f"{self._names[self._rows[bad - 1].counter]} on rank 0"
+            where = f"{self._names[bad - 1]} on rank {int(self._control[BAD_RANK])}"
         scale = float(self._control[USED_SCALE])
         return Outcome(bad > 0, float(self._control[NORM]), where, scale)

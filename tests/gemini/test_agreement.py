@@ -1,4 +1,6 @@
+import functools
 import math
+import operator
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,7 +30,10 @@ def test_all_ranks_learn_what_each_said_whatever_the_order_of_the_sum(said, rand
     bad = [(b.first_nonfinite, r) for r, b in enumerate(said) if b.first_nonfinite is not None]
     assert agreed.nonfinite == min(bad, default=None)
     if not bad:
-        assert agreed.power_sum == math.fsum(b.power_sum for b in said)
+        in_order = functools.reduce(operator.add, (b.power_sum for b in said))
+        assert agreed.power_sum == in_order
+    texts = [ballot.to_text() for ballot in said]
+    assert Agreement.of(list(map(Ballot.from_text, texts))) == agreed or bad
 
 
 def test_a_nan_on_one_rank_spoils_no_other_slot():

@@ -24,6 +24,7 @@ from kernels_triton.norm import (
     NORM_ROUNDS,
     finish_kernel,
     norm_kernel,
+    tally_kernel,
 )  # fmt: skip
 from kernels_triton.ops import KERNELS
 from kernels_triton.tiles import choose_launch
@@ -62,13 +63,17 @@ def sources():
         pointers = {
             "groups": "*i64", "hyper": "*fp64", "steps": "*i64", "present": "*fp64",
             "num_counters": "i32", "coefficients": "*fp32", "control": "*fp64",
-            "tiles": "*i32", "sums": "*fp32", "bad": "*i32", "num_tiles": "i32",
+            "tiles": "*i32", "segments": "*i64", "sums": "*fp32", "bad": "*i32", "num_tiles": "i32",
+            "votes": "*fp64", "num_ranks": "i32",
         }  # fmt: skip
-        constants = {
-            "RULE_COEFFICIENTS": kernel.coefficients, "WITH_NORM": True, "FROM_TILES": True,
-            "NORM": 2, "AT_ONCE": COUNTERS_AT_ONCE, "TILES_AT_ONCE": FINISH_AT_ONCE,
-        }  # fmt: skip
-        yield f"prologue-{rule}", source(prologue_kernel, pointers, constants), 4
+        for votes in (False, True):
+            constants = {
+                "RULE_COEFFICIENTS": kernel.coefficients, "WITH_NORM": True,
+                "FROM_TILES": not votes, "FROM_VOTES": votes, "NORM": 2,
+                "AT_ONCE": COUNTERS_AT_ONCE, "TILES_AT_ONCE": FINISH_AT_ONCE,
+            }  # fmt: skip
+            name = f"prologue-{rule}{'-votes' if votes else ''}"
+            yield name, source(prologue_kernel, pointers, constants), 4
     for norm in (0, 1, 2, -1):
         for writes in (False, True) if norm == 2 else (False,):
             pointers = {
@@ -82,10 +87,13 @@ def sources():
             name = f"{'pack' if writes else 'norm'}-{norm}"
             yield name, source(norm_kernel, pointers, constants), 4
         pointers = {
-            "tiles": "*i32", "sums": "*fp32", "bad": "*i32", "num_tiles": "i32", "control": "*fp64"
+            "tiles": "*i32", "segments": "*i64", "sums": "*fp32", "bad": "*i32", "num_tiles": "i32",
+            "out_sum": "*fp64", "out_bad": "*fp64",
         }  # fmt: skip
         constants = {"NORM": norm, "AT_ONCE": FINISH_AT_ONCE}
         yield f"finish-{norm}", source(finish_kernel, pointers, constants), 4
+        pointers = {"votes": "*fp64", "num_ranks": "i32", "control": "*fp64"}
+        yield f"tally-{norm}", source(tally_kernel, pointers, {"NORM": norm}), 4
 
 
 def source(kernel, arguments, constants):

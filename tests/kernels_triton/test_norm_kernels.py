@@ -32,7 +32,7 @@ def measure(grads, norm_type=2.0):
     tiles, segments, sums, bad = tables(grads)
     control = torch.zeros(NUM_CONTROL, dtype=torch.float64, device=DEVICE)
     ops.grad_norm(tiles, segments, sums, bad, control, grads, grads[0].dtype, norm_type)
-    ops.finish_norm(tiles, sums, bad, control, norm_type)
+    ops.finish_norm(tiles, segments, sums, bad, control, SUM, BAD, norm_type)
     return float(control[SUM]), int(control[BAD])
 
 

@@ -139,7 +139,8 @@ def test_ops_declare_what_they_change():
         (ops.update, ("adam", tiles, segments, coefficients, control, planes, [param], [grad],
                       torch.float32, torch.float32, 128, 4)),
         (ops.grad_norm, (tiles, segments, sums, bad, control, [grad], torch.float32, 2.0)),
-        (ops.finish_norm, (tiles, sums, bad, control, 2.0)),
+        (ops.finish_norm, (tiles, segments, sums, bad, control, 0, 1, 2.0)),
+        (ops.tally, (torch.zeros(4, dtype=torch.float64, device=DEVICE), control, 2.0)),
     ]  # fmt: skip
     for op, args in calls:
         torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))

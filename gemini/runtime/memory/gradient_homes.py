@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -17,6 +18,7 @@ from .backend import Backend
 from .tensor_files import FileConfig, Flat, Staged, TensorFiles
 
 Giver = Callable[[int, torch.dtype], Tensor]  # of device memory [n]
+MAX_LEAVING = 2  # gradients on their way to host memory, before the device waits for the first
 
 
 class GradientHome(Protocol):
@@ -115,13 +117,18 @@ class _FileBlock:
 
 
 class HostGradients:
-    """Gradients in host memory, a tensor for each chunk that has one."""
+    """Gradients in host memory, a tensor for each chunk that has one.
+
+    Backward goes on while they leave: the device waits for a copy when others were begun behind it,
+    when moments have passed that the plan gives it, or when the gradient is asked for.
+    """
 
     def __init__(self, backend: Backend, block_numel: int) -> None:
         self._backend = backend
         self._block_numel = block_numel
         self._tensors: dict[ChunkId, Tensor] = {}  # [S]; the memory is kept between steps
         self._arrivals: dict[ChunkId, CopyTicket] = {}
+        self._leaving: deque[_Leaving] = deque()
         self.nbytes = 0  # of all of them
 
     @property
@@ -129,25 +136,60 @@ class HostGradients:
         """[S] of every chunk that had a gradient."""
         return self._tensors
 
+    @property
+    def leaving_nbytes(self) -> int:
+        """Bytes on the device of those that have not left it."""
+        return sum(leaving.values.nbytes for leaving in self._leaving)
+
+    def moment_passed(self) -> None:
+        """By the plan a gradient has left when the second moment behind its reduction has."""
+        for leaving in self._leaving:
+            leaving.moments += 1
+        while self._leaving and self._leaving[0].moments >= 2:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """The memory of the first may be used by what the device does next."""
+        self._leaving.popleft().copy.order()
+
+    def _ordered(self, chunk: ChunkId) -> CopyTicket:
+        """The copy that brought a gradient, before what the device does next."""
+        self._arrivals[chunk].order()
+        self._leaving = deque(one for one in self._leaving if one.chunk != chunk)
+        return self._arrivals[chunk]
+
     def write(self, chunk: ChunkId, values: Tensor) -> None:
         kept = self._tensors.get(chunk)
         if kept is None or kept.dtype != values.dtype:
             self.nbytes += values.nbytes - (0 if kept is None else kept.nbytes)
             kept = self._backend.allocate_host(values.numel(), values.dtype)
             self._tensors[chunk] = kept
+        if chunk in self._arrivals:
+            self._ordered(chunk)
         self._arrivals[chunk] = self._backend.copy(kept, values)
-        self._arrivals[chunk].order()  # then the caller frees what it gave
+        self._leaving.append(_Leaving(chunk, self._arrivals[chunk], values))
+        if len(self._leaving) > MAX_LEAVING:
+            self._let_go()
 
     def read(self, chunk: ChunkId, into: Tensor) -> Ticket[None]:
+        self._ordered(chunk)
         return self._backend.copy(into, self._tensors[chunk])
 
     def read_block(self, chunk: ChunkId, index: int, dtype: torch.dtype) -> GradientBlock:
         start = index * self._block_numel
         values = self._tensors[chunk][start : start + self._block_numel]
-        return _HostBlock(values, self._arrivals[chunk])
+        return _HostBlock(values, self._ordered(chunk))
 
     def can_read_ahead(self, dtype: torch.dtype) -> bool:
         return True
+
+
+@dataclass(slots=True)
+class _Leaving:
+    chunk: ChunkId
+    copy: CopyTicket
+    values: Tensor  # what it reads, on the device
+    moments: int = 0  # that have passed
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,6 +56,7 @@ class Ledger:
         device = account.payloads + account.device_shards + account.gradients + self.staging_bytes()
         host, nvme = account.host_shards, 0
         if storage is not None:
+            device += storage.leaving_bytes
             host, nvme = host + storage.staging_bytes, storage.file_bytes
         if state is not None:
             device += sum(slab.nbytes for slab in state.device_slabs)
@@ -98,6 +99,7 @@ class Ledger:
             files = storage.gradient_files.files
             found[Tier.NVME, "gradients"] += sum(file.file_bytes for file in files)
         if storage.host_gradients is not None:
+            found[Tier.DEVICE, "gradients"] += storage.leaving_bytes
             found[Tier.HOST, "gradients"] += storage.host_gradients.nbytes
         found[self._host, "staging"] += storage.staging_bytes
 
@@ -109,6 +111,11 @@ class Ledger:
     def device_bytes(self) -> int:
         """Bytes on the compute device."""
         return self.totals()[Tier.DEVICE]
+
+    def moment_passed(self) -> None:
+        """What leaves the device has the time that the plan gives it, and no more."""
+        if self._storage is not None:
+            self._storage.moment_passed()
 
     def note(self, where: str = "in an iteration") -> None:
         """Compare what is in use now with the budgets, and take it into `peaks`."""

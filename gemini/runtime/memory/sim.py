@@ -40,12 +40,16 @@ class SimBackend:
         self._copies: list[SimCopy] = []  # that have an end which is not free yet
         self._places: dict[int, tuple[StorageWeakRef, Place]] = {}  # by storage
         self._pinned: list[range] = []  # addresses of staging
+        self._begun_last: SimCopy | None = None  # and nothing was asked for since
         self._freed: set[int] = set()
         self.device_bytes = 0
         self.peak_device_bytes = 0
         self.host_waits = 0
+        self.stalls = 0  # the device waited for a copy to the host, and had nothing to do meanwhile
+        self.to_host_bytes = self.to_device_bytes = 0  # copied so far
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        self._begun_last = None
         tensor = self._made(torch.full((numel,), float("nan"), dtype=dtype), "device")
         self._count(tensor.nbytes)
         return tensor
@@ -67,10 +71,12 @@ class SimBackend:
         self._count(-tensor.nbytes)
 
     def refill(self, tensor: Tensor) -> None:
+        self._begun_last = None
         self._freed.remove(tensor.data_ptr())
         self._count(tensor.nbytes)
 
     def address(self, tensor: Tensor) -> int:
+        self._begun_last = None
         if self.updates_by_triton and self.place_of(tensor) == "host":
             raise AssertionError("a kernel is given the address of host memory")
         if tensor.untyped_storage().data_ptr() in self._freed:
@@ -93,6 +99,11 @@ class SimBackend:
             other.end()  # it comes before this one on the device
         copy = SimCopy(self, dst, src)
         self._copies.append(copy)
+        self._begun_last = copy
+        if copy.to_host:
+            self.to_host_bytes += dst.nbytes
+        elif self.place_of(src) == "host":
+            self.to_device_bytes += dst.nbytes
         for late in list(self._copies):
             if not late.to_host and self._random.random() < 0.3:
                 late.deliver() if self.updates_by_triton else late.end()
@@ -127,6 +138,10 @@ class SimBackend:
     def ended(self, copy: SimCopy) -> None:
         """Both its ends are free."""
         self._copies = [other for other in self._copies if other is not copy]
+
+    def device_waits(self, copy: SimCopy) -> None:
+        """What the device is given next waits for this copy to the host."""
+        self.stalls += copy is self._begun_last
 
     def host_waited(self) -> None:
         """The host waited for the device: what was ordered before has ended too."""
@@ -173,11 +188,12 @@ class SimCopy:
         self._backend.ended(self)
 
     def order(self) -> None:
-        if self._has_ended:
+        if self._has_ended or (self.to_host and self.ordered):
             return
         self._check_source()
         self.ordered = True
         if self.to_host:
+            self._backend.device_waits(self)
             self._watched = False  # the device comes behind the copy, so it may write the source
             return
         self.deliver()

@@ -168,6 +168,7 @@ class StatefulTensorMgr:
                 self._chunks[chunk].wait_gathered()
             self._recent.pop(chunk, None)
             self._recent[chunk] = None
+        self.ledger.moment_passed()
         if self.ledger.watched or self.ledger.limited:
             self.ledger.note()
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from gemini.chunk.layout import ChunkLayout
+from gemini.chunk.layout import ChunkLayout, ChunkSpec
 from gemini.chunk.storage import Chunk
 from gemini.placement.plan import Plan, Staging, UpdatePath
 from gemini.runtime.comm.communicator import Communicator
@@ -25,13 +25,14 @@ from optim.rules.report import StepReport
 from optim.rules.rule import UpdateRule
 from optim.rules.state_layout import StateLayout
 from optim.state.memory import Memory
-from optim.state.pieces import Piece, Updater
+from optim.state.pieces import Updater
 from optim.update.compiled_path import Mix
 from optim.update.cpu_path import StepInputs
 from optim.update.staging import DeviceStaging, Reserved
 from optim.update.updaters import cpu_updater
 
 if TYPE_CHECKING:
+    from optim.update.grad_tiles import GradTiles
     from optim.update.triton_path import TritonUpdater
 
 
@@ -51,6 +52,10 @@ class StepPath(Protocol):
 
     def measure(self, chunks: Sequence[Chunk], norm_type: float) -> tuple[float, ParamId | None]:
         """Sum of |g|^p over the chunks' gradients, and the first parameter that is not finite."""
+        ...
+
+    def measure_leaving(self, chunk: Chunk, grad: Tensor) -> object:
+        """What `measure` wants to know of a gradient [S], while it is still on the device."""
         ...
 
     def begin(
@@ -143,7 +148,6 @@ class CpuStepPath:
         return combined(sums, norm_type), None
 
     def measure_leaving(self, chunk: Chunk, grad: Tensor) -> _Tiles:
-        """What `measure` wants to know of a gradient, while it is still on the device."""
         return self._tiles([chunk], [grad], 2.0)
 
     def _tiles(self, chunks: Sequence[Chunk], grads: Sequence[Tensor], norm_type: float) -> _Tiles:
@@ -231,6 +235,8 @@ class TritonStepPath:
         )
         self._layout = layout
         self._rank = rank
+        self._memory = memory
+        self._grads = self._tiles_of([spec for spec in layout.chunks if spec.trainable])
         self._names = [spec.name for spec in layout.params]
         self._before = (self._updater.steps, self._updater.control)  # the step that is under way
 
@@ -251,22 +257,54 @@ class TritonStepPath:
         self._updater.reserve(reserved)
 
     def measure(self, chunks: Sequence[Chunk], norm_type: float) -> tuple[float, ParamId | None]:
-        sums = []
-        self._updater.set_limits(Clip(norm_type=norm_type))
-        for run in _loadable(chunks):
-            self._updater.measure(self._grad_pieces(run))
-            total, bad = self._updater.read_measure()
-            if bad is not None:
-                return math.nan, bad
-            sums.append(total)
-        return combined(sums, norm_type), None
+        self.submit_measure(chunks, Clip(norm_type=norm_type))
+        total, bad = self._updater.read_measure()
+        return (total, None) if bad is None else (math.nan, bad)
+
+    def measure_leaving(self, chunk: Chunk, grad: Tensor) -> object:
+        if chunk.spec.id not in self._grads.runs:
+            return None
+        self._measure({chunk.spec.id: grad})
+        return self._grads, self._updater.norm_type
 
     def submit_measure(self, chunks: Sequence[Chunk], clip: Clip) -> None:
         """Measure on the device, for `begin_unread`; the host waits for nothing."""
         self._updater.set_limits(clip)
-        key = [(c.spec.id, grad.data_ptr(), grad.dtype) for c in chunks
-               if (grad := c.grad) is not None]  # fmt: skip
-        self._updater.measure(lambda: self._grad_pieces(chunks), key)
+        if any(chunk.spec.id not in self._grads.runs for chunk in chunks):  # trained since then
+            known = [spec for spec in self._layout.chunks if spec.id in self._grads.runs]
+            new = [c.spec for c in chunks if c.spec.id not in self._grads.runs]
+            self._grads = self._tiles_of([*known, *new])
+        self._measure({c.spec.id: grad for c in chunks if (grad := c.grad) is not None})
+        known_by = self._grads, clip.norm_type
+        for chunk in chunks:
+            if chunk.grad is None and chunk.gradient.found != known_by:
+                self._measure({chunk.spec.id: chunk.gradient.load()})
+                chunk.gradient.found = known_by
+        self._grads.keep([chunk.spec.id for chunk in chunks])
+        self._updater.measured(self._grads.tables)
+
+    def submit_vote(self, comm: Communicator) -> None:
+        """Add up what all ranks measured, on the device."""
+        if comm.world_size > 1:
+            self._updater.vote(comm.rank, comm.world_size, lambda v: comm.all_reduce(v).wait())
+
+    def _measure(self, grads: dict[int, Tensor]) -> None:
+        self._grads.measure(grads, self._updater.norm_type, self._updater.control)
+
+    def _tiles_of(self, chunks: Sequence[ChunkSpec]) -> GradTiles:
+        """Chunks of one dtype are measured in one launch."""
+        from optim.update.grad_tiles import GradTiles, Part
+
+        return GradTiles(
+            {
+                chunk.id: [
+                    Part(part.offset, part.numel, part.param)
+                    for part in self._layout.shard_parts(chunk, self._rank)
+                ]
+                for chunk in sorted(chunks, key=lambda chunk: chunk.dtype)
+            },
+            self._memory,
+        )
 
     def unread_norm(self, clip: Clip) -> Tensor:
         """Of the gradients that were measured last, unscaled: fp64 0-d on the device."""
@@ -296,15 +334,6 @@ class TritonStepPath:
 
         outcome = DeviceOutcome(self._updater, self._names)
         return StepReport(outcome, update_path=self._updater.name)
-
-    def _grad_pieces(self, chunks: Sequence[Chunk]) -> list[Piece]:
-        pieces = []
-        for chunk in chunks:
-            shard = chunk.gradient.load()
-            for part in self._layout.shard_parts(chunk.spec, self._rank):
-                grad = shard[part.offset : part.offset + part.numel]
-                pieces.append(Piece(grad, grad, None, (), None, 0, part.param))
-        return pieces
 
     def count(self, present: Sequence[bool]) -> None:
         """The prologue did."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -102,9 +103,8 @@ class ShardTarget(ShardState):
 
     def measure_leaving(self) -> None:
         """Gradients that leave the device are measured as they do."""
-        if isinstance(self._path, CpuStepPath):
-            for chunk in self._chunks:
-                chunk.gradient.measure = partial(self._path.measure_leaving, chunk)
+        for chunk in self._chunks:
+            chunk.gradient.measure = partial(self._path.measure_leaving, chunk)
 
     # -- the step --
 
@@ -123,7 +123,7 @@ class ShardTarget(ShardState):
         chunks = self._reduced_chunks()
         pending = parts.pending_clip
         decided = pending is not None and pending.clip.fixed_factor is not None
-        if isinstance(self._path, TritonStepPath) and self._all_here(chunks) and not decided:
+        if isinstance(self._path, TritonStepPath) and self._device_decides and not decided:
             report = self._step_on_device(self._path, chunks, hypers)
         else:
             report = self._step_agreed(chunks, hypers)
@@ -179,32 +179,47 @@ class ShardTarget(ShardState):
             for there, group in zip(present, self._group_of, strict=True)
         ]
 
-    def _all_here(self, chunks: Sequence[Chunk]) -> bool:
-        """No other rank and no disk has a say in a step: the device decides alone."""
-        return (
-            self._parts.comm.world_size == 1
-            and self._tiers.nvme is None
-            and all(chunk.grad is not None for chunk in chunks)
-        )
+    @property
+    def _device_decides(self) -> bool:
+        """No disk has a say in a step, so the host need not know what it decides."""
+        return not self._uses_disk and self._parts.storage.gradient_files is None
 
     @torch.no_grad()
     def _step_on_device(
         self, path: TritonStepPath, chunks: Sequence[Chunk], hypers: Sequence[Any]
     ) -> StepReport:
-        """Submit norm, clip, skip and update; the host waits for nothing."""
+        """Submit norm, clip, skip and update; the host waits for no device."""
         parts = self._parts
-        self._check_any(parts.present)
-        parts.manager.release_for_step()
         pending = parts.pending_clip or PendingClip(parts.numerics.clip)
         if pending.norm is None:
-            path.submit_measure(chunks, pending.clip)
-        taken = self._taken(parts.present)
+            present = self._submit_measure(path, chunks, pending.clip)
+        else:
+            assert pending.present is not None
+            present = pending.present
+        self._calls.agree_on_trace()
+        parts.manager.release_for_step()
+        taken = self._taken(present)
         updater = path.begin_unread(hypers, taken)
+        before = self._traffic(updater)
         self._tiers.commit(updater, self._views(hypers, taken), self._num_steps + 1)
         self._num_steps += 1
         self._weights_changed(taken)
         after_step(parts)
-        return path.report()
+        traffic = self._traffic(updater) - before + self._gathered_since()
+        return replace(path.report(), traffic=traffic)
+
+    def _submit_measure(
+        self, path: TritonStepPath, chunks: Sequence[Chunk], clip: Clip
+    ) -> tuple[bool, ...]:
+        """What all ranks found is on the device; which parameters any rank has a gradient for."""
+        parts, present = self._parts, tuple(self._parts.present)
+        if parts.comm.world_size > 1:
+            present = self._agree(chunks, None).present
+            chunks = [chunk for chunk in self._chunks if chunk.gradient.exists]
+        self._check_any(present)
+        path.submit_measure(chunks, clip)
+        path.submit_vote(parts.comm)
+        return present
 
     def _views(self, hypers: Sequence[Any], taken: Sequence[bool]) -> ShardViews:
         hyper = [
@@ -241,11 +256,11 @@ class ShardTarget(ShardState):
             self._check_any(parts.present)
             parts.pending_clip = PendingClip(clip)
             return None
-        if isinstance(self._path, TritonStepPath) and self._all_here(chunks):
-            self._check_any(parts.present)
-            self._path.submit_measure(chunks, clip)
-            parts.pending_clip = PendingClip(clip, self._path.unread_norm(clip))
-            return parts.pending_clip.norm
+        if isinstance(self._path, TritonStepPath) and self._device_decides:
+            present = self._submit_measure(self._path, chunks, clip)
+            found = self._path.unread_norm(clip)
+            parts.pending_clip = PendingClip(clip, found, present=present)
+            return found if clip.max_norm > 0 else None
         agreement = self._agree(chunks, clip.norm_type)
         self._check_any(agreement.present)
         if clip.max_norm == 0:
@@ -284,7 +299,8 @@ class ShardTarget(ShardState):
         before, self._moved = self._moved, self._parts.storage.traffic()
         return self._moved - before
 
-    def _agree(self, chunks: Sequence[Chunk], norm_type: float) -> Agreement:
+    def _agree(self, chunks: Sequence[Chunk], norm_type: float | None) -> Agreement:
+        """norm_type: None where what was measured goes from device to device."""
         agreement = self._vote(chunks, norm_type)
         if agreement.deviated:  # a gradient came late on some rank: reduce once more, everywhere
             self._parts.reducer.reduce_leftovers()
@@ -292,8 +308,10 @@ class ShardTarget(ShardState):
             agreement = self._vote(chunks, norm_type)
         return agreement
 
-    def _vote(self, chunks: Sequence[Chunk], norm_type: float) -> Agreement:
-        total, first_nonfinite = self._path.measure(chunks, norm_type)
+    def _vote(self, chunks: Sequence[Chunk], norm_type: float | None) -> Agreement:
+        total, first_nonfinite = 0.0, None
+        if norm_type is not None:
+            total, first_nonfinite = self._path.measure(chunks, norm_type)
         log = self._parts.comm.log
         self._calls.gradients.tell_changes()
         here = [chunk.spec.id for chunk in self._chunks if chunk.gradient.exists]
@@ -305,18 +323,21 @@ class ShardTarget(ShardState):
             deviated=self._parts.reducer.leftover,
             sequence=self._parts.comm.log.digest,
         )
-        agreement = self._exchange(ballot, norm_type)
+        agreement = self._exchange(ballot, norm_type or 2.0)
         if agreement.sequences_differ:
             self._parts.comm.compare_logs()
         self._parts.comm.log.clear()
         return agreement
 
     def _exchange(self, ballot: Ballot, norm_type: float = 2.0) -> Agreement:
+        """Through the host where the group reaches it, else through its store: no device waits."""
         comm = self._parts.comm
-        vector = torch.tensor(ballot.encode(comm.rank, comm.world_size), dtype=torch.float64)
-        vector = vector.to(comm.device)
-        comm.all_reduce(vector).wait()
-        return Agreement.decode(vector.tolist(), comm.world_size, norm_type)
+        if comm.reaches_host:
+            vector = torch.tensor(ballot.encode(comm.rank, comm.world_size), dtype=torch.float64)
+            comm.all_reduce(vector).wait()
+            return Agreement.decode(vector.tolist(), comm.world_size, norm_type)
+        said = comm.tell("votes", ballot.to_text())
+        return Agreement.of(list(map(Ballot.from_text, said)), norm_type)
 
     @torch.no_grad()
     def _update(

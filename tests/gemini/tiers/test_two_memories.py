@@ -20,6 +20,7 @@ from gemini.runtime.memory.sim import SimBackend
 from optim import HybridAdam, NvmeConfig
 from tests.support.apart import Apart
 from tests.support.reference import everything, same
+from tests.support.threads import run_threads
 
 HOMES = list(itertools.product((False, True), repeat=3))  # parameters, gradients, state on the host
 NAMES = ["".join("dh"[on_host] for on_host in homes) for homes in HOMES[1:]]
@@ -197,3 +198,37 @@ def test_wherever_model_data_lives_the_bits_are_those_of_the_resident_run(homes)
 @pytest.mark.parametrize("homes", HOMES[1:], ids=NAMES)
 def test_on_both_paths_and_in_every_precision(homes, kind, by_triton):
     check(homes, kind, by_triton)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_gradients_that_leave_stall_no_backward_and_travel_once_each_way(world_size):
+    """They are measured as they leave, so the norm brings nothing back."""
+
+    def train(rank):
+        backend = device(by_triton=True)
+        placement = StaticPlacement(1.0, 0.0, 0.0)
+        with Apart(backend):
+            model = GeminiDDP(
+                nn.Sequential(*[nn.Linear(33, 33) for _ in range(6)]), backend, placement,
+                max_norm=0.1, min_chunk_size_m=1500 / 2**20, precision="bf16",
+            )  # fmt: skip
+            optimizer = HybridAdam(model.parameters(), nvme=NvmeConfig(block_numel=1024))
+            plan = model.engine.planning.plan
+            shards = tuple(replace(shard, grad_home=Tier.HOST) for shard in plan.shards)
+            model.engine.storage.place_gradients(replace(plan, shards=shards), model.engine.chunks)
+            gradients = sum(chunk.shard.nbytes for chunk in model.engine.chunks)
+            assert len(model.engine.chunks) > 3
+            for step in range(3):
+                loss = model(batch(step)).float().pow(2).mean()
+                seen = [backend.host_waits, backend.stalls, backend.to_host_bytes]
+                loss.backward()
+                now = [backend.host_waits, backend.stalls, backend.to_host_bytes]
+                assert now == [seen[0], seen[1], seen[2] + gradients]
+                optimizer.step()
+                # the end of the last rank's shard may belong to no parameter
+                assert 0 < backend.to_device_bytes <= (step + 1) * gradients
+                assert world_size > 1 or backend.to_device_bytes == (step + 1) * gradients
+                assert [backend.host_waits, backend.to_host_bytes] == [seen[0], now[2]]
+                optimizer.zero_grad()
+
+    run_threads(train, world_size)

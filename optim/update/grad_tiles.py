@@ -1,0 +1,108 @@
+"""Norm and overflow of gradients, tile by tile, on their device: each run when it is there.
+
+Tiles have one order, whichever runs there are and whenever they are measured, so the total has the
+same bits wherever gradients wait for the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels_triton import ops
+from kernels_triton.tiles import GRAD, Segment, segment_table, tile_table
+from optim.state.memory import Memory
+
+
+class Part(NamedTuple):
+    """Elements of a run that belong to one parameter."""
+
+    offset: int
+    numel: int
+    counter: int
+
+
+class _Place(NamedTuple):
+    """Of a run: its rows of the table of segments, and its tiles."""
+
+    rows: slice
+    tiles: slice
+    offsets: Tensor  # int64, on the host: of its parts, in elements
+
+
+class GradTiles:
+    """`runs`: the parts of each [n] that may be measured, by any number."""
+
+    def __init__(self, runs: Mapping[int, Sequence[Part]], memory: Memory) -> None:
+        self._memory = memory
+        device = memory.device
+        self.runs = dict(runs)
+        self._places: dict[int, _Place] = {}
+        rows: list[Segment] = []
+        num_tiles = 0
+        for run, parts in runs.items():
+            tiles = sum(-(-part.numel // ops.NORM_TILE) for part in parts)
+            self._places[run] = _Place(
+                slice(len(rows), len(rows) + len(parts)),
+                slice(num_tiles, num_tiles + tiles),
+                torch.tensor([part.offset for part in parts], dtype=torch.int64),
+            )
+            rows += [Segment(0, 0, 0, part.numel, part.counter) for part in parts]
+            num_tiles += tiles
+        self._rows = segment_table(rows, torch.device("cpu"))
+        self._segments = segment_table(rows, device)
+        self._tiles = tile_table([row.numel for row in rows], ops.NORM_TILE, device)
+        self._sums = torch.zeros(num_tiles, device=device)
+        self._bad = torch.zeros(num_tiles, dtype=torch.int32, device=device)
+        self._known: dict[int, tuple[int, int]] = {}  # address and bytes an element, in the rows
+        self._filled: set[int] = set()
+
+    @property
+    def tables(self) -> list[Tensor]:
+        """[tiles, segments, sums, bad], as `ops.finish_norm` takes them."""
+        return [self._tiles, self._segments, self._sums, self._bad]
+
+    def measure(self, grads: Mapping[int, Tensor], norm_type: float, control: Tensor) -> None:
+        """Launch what sums up these runs [n], by a kernel for each dtype."""
+        self._point_at(grads)
+        ranges: list[tuple[torch.dtype, int, int]] = []
+        for run in sorted(grads, key=lambda run: self._places[run].tiles.start):
+            dtype, tiles = grads[run].dtype, self._places[run].tiles
+            start = tiles.start
+            if ranges and ranges[-1][0] == dtype and ranges[-1][2] == start:
+                start = ranges.pop()[1]
+            ranges.append((dtype, start, tiles.stop))
+        for dtype, lo, hi in ranges:
+            ops.grad_norm(
+                self._tiles[lo:hi], self._segments, self._sums[lo:hi], self._bad[lo:hi],
+                control, [], dtype, norm_type,
+            )  # fmt: skip
+        self._filled.update(grads)
+
+    def keep(self, runs: Collection[int]) -> None:
+        """All other runs count as zero."""
+        for run in self._filled.difference(runs):
+            tiles = self._places[run].tiles
+            self._sums[tiles].zero_()
+            self._bad[tiles].zero_()
+        self._filled.intersection_update(runs)
+
+    def _point_at(self, grads: Mapping[int, Tensor]) -> None:
+        """The table is uploaded anew where an address has changed."""
+        moved = False
+        for run, grad in grads.items():
+            known = self._memory.address(grad), grad.element_size()
+            if self._known.get(run) != known:
+                place = self._places[run]
+                self._rows[place.rows, GRAD] = known[0] + place.offsets * known[1]
+                self._known[run] = known
+                moved = True
+        if not moved:
+            return
+        if self._segments.is_cuda:  # the allocator keeps the pinned copy until it was read
+            self._segments = self._rows.pin_memory().to(self._segments.device, non_blocking=True)
+        else:
+            self._segments = self._rows.clone().to(self._segments.device)

@@ -1,0 +1,115 @@
+"""Several simulated ranks in one process: what they found goes from device to device.
+
+Where no disk has a say the host reads nothing of a step, and the bits are those of ranks whose
+hosts read it and agree.
+"""
+
+import copy
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from gemini import GeminiDDP, StaticPlacement
+from gemini.placement.tiers import Tier
+from gemini.runtime.memory.sim import SimBackend
+from gemini.runtime.step.target import ShardTarget
+from optim import HybridAdam, NvmeConfig
+from tests.support.apart import Apart
+from tests.support.reference import everything, same
+from tests.support.threads import run_threads
+
+HOMES = [(False, False, False), (False, True, False), (True, True, True)]
+NAMES = ["".join("dh"[on_host] for on_host in homes) for homes in HOMES]
+
+
+class Forked(nn.Module):
+    """Layers of odd sizes, and a spare one that not every call uses."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(33, 77), nn.Linear(77, 33)
+        self.spare = nn.Linear(33, 33)
+
+    def forward(self, x, uses_spare):
+        x = x + self.second(torch.tanh(self.first(x)))
+        return x + self.spare(x) if uses_spare else x
+
+
+START = Forked()  # threads have one generator of random numbers
+
+
+def wrapped(backend, homes, sharded, **options):
+    params, grads, state = homes
+    model = GeminiDDP(
+        copy.deepcopy(START), backend, StaticPlacement(sharded, float(state), float(params)),
+        min_chunk_size_m=1500 / 2**20, precision="bf16", **options,
+    )  # fmt: skip
+    optimizer = HybridAdam(model.parameters(), lr=1e-2, eps=1e-3,
+                           nvme=NvmeConfig(block_numel=1024))  # fmt: skip
+    plan = model.engine.planning.plan
+    home = Tier.HOST if grads else Tier.DEVICE
+    shards = tuple(replace(shard, grad_home=home) for shard in plan.shards)
+    model.engine.storage.place_gradients(replace(plan, shards=shards), model.engine.chunks)
+    return model, optimizer
+
+
+def train(rank, world_size, homes, setting, sharded):
+    """Steps that clip, that leave a parameter alone, and that one rank makes all skip.
+
+    Where parameters are whole one rank alone may leave one alone.
+    """
+    backend = SimBackend(rank, updates_by_triton=True)
+    backend.shards_start_on_host = False
+    with Apart(backend):
+        model, optimizer = wrapped(backend, homes, sharded, max_norm=0.1)
+        model.engine.comm.reaches_host = setting != "store"
+        said = []
+        for step in range(4):
+            hook = None
+            if step == 2 and rank == world_size - 1:
+                hook = model.module.second.weight.register_hook(lambda g: g * float("nan"))
+            seed = torch.Generator().manual_seed(10 * step + rank)
+            x = torch.randn(5, 33, generator=seed)
+            alone = step == 1 or (not sharded and (step, rank) == (3, 0))
+            model(x, not alone).float().pow(2).mean().backward()
+            optimizer.step()
+            if hook is not None:
+                hook.remove()
+            report = optimizer.last_report
+            said.append((report.skipped, report.nonfinite, report.grad_norm))
+            optimizer.zero_grad()
+    return everything(model, optimizer), said
+
+
+def ranks(world_size, homes, setting, monkeypatch, sharded=1.0):
+    if setting == "agreed":
+        monkeypatch.setattr(ShardTarget, "_device_decides", False)
+    found = run_threads(lambda rank: train(rank, world_size, homes, setting, sharded), world_size)
+    monkeypatch.undo()
+    assert all(repr(said) == repr(found[0][1]) for _, said in found)
+    return found[0]
+
+
+def check(world_size, sharded, every_home, settings, monkeypatch):
+    want, said = ranks(world_size, HOMES[0], "agreed", monkeypatch, sharded)
+    assert [skipped for skipped, *_ in said] == [False, False, True, False]
+    assert said[2][1].startswith("second.weight on rank ")
+    for homes in every_home:
+        for setting in settings:
+            got, same_said = ranks(world_size, homes, setting, monkeypatch, sharded)
+            assert same(got, want), (homes, setting)
+            assert repr(same_said) == repr(said)
+
+
+def test_what_devices_tell_each_other_gives_the_bits_of_hosts_that_agree(monkeypatch):
+    check(2, 1.0, HOMES, ["device"], monkeypatch)
+
+
+def test_three_ranks_tell_each_other_through_the_store(monkeypatch):
+    check(3, 1.0, HOMES[:1], ["device", "store"], monkeypatch)
+
+
+def test_one_rank_may_have_no_gradient_of_a_parameter(monkeypatch):
+    check(2, 0.0, HOMES[:1], ["device", "store"], monkeypatch)
