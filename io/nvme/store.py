@@ -140,6 +140,7 @@ class BlockStore:
         self._flushed: dict[BlockId, int] | None = None  # checksums, once `flush` is done
         self._failure: TransferError | None = None  # of the index
         self._pid = os.getpid()
+        self._buffer_nbytes = [align_up(nbytes, PAGE_BYTES) for nbytes in layout.block_nbytes]
         self._pins: list[PinnedVersions] = []
         self._planned_bytes = sum(layout.file_nbytes())
         self._freed_bytes = 0  # of the files
@@ -181,7 +182,7 @@ class BlockStore:
 
     def buffer_nbytes(self, block: BlockId) -> int:
         """Whole pages that a buffer for this block must hold."""
-        return align_up(self.layout.block_nbytes[block], PAGE_BYTES)
+        return self._buffer_nbytes[block]
 
     @property
     def is_ours(self) -> bool:
@@ -221,9 +222,10 @@ class BlockStore:
     def write(self, block: BlockId, buffer: memoryview) -> Ticket[int]:
         """Begin to write a block's other version. It counts after `commit`."""
         version = 1 - self._index.entries[block].version
-        for pin in self._pins:
-            self.pinned_seconds += pin.wait_to_overwrite(block, version)
-        self._pins = [pin for pin in self._pins if pin.is_held]
+        if self._pins:
+            for pin in self._pins:
+                self.pinned_seconds += pin.wait_to_overwrite(block, version)
+            self._pins = [pin for pin in self._pins if pin.is_held]
         extent = self._extents[block][version]
         ticket = self._engine.write(self._transfer(block, extent, buffer))
         self._pending[block] = ticket
@@ -330,7 +332,8 @@ class BlockStore:
         return _Read(inner, path, extent, block, checksum if self.checksums else None)
 
     def _transfer(self, block: BlockId, extent: Extent, buffer: memoryview) -> Transfer:
-        self.check_process()
+        if os.getpid() != self._pid:
+            self.check_process()
         if buffer.nbytes < extent.nbytes:
             raise ValueError(
                 f"buffer of {buffer.nbytes} bytes for block {block} of {extent.nbytes} bytes"

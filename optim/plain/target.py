@@ -15,12 +15,11 @@ from gemini.tickets import Done, Ticket
 from optim.rules.clipping import Clip
 from optim.rules.config import StateConfig
 from optim.rules.control_vector import Scaler
-from optim.rules.report import Outcome, SkipLog, StepReport, Traffic
+from optim.rules.report import Outcome, SkipLog, StepReport
 from optim.rules.rule import UpdateRule
 from optim.rules.state_layout import Plane
 from optim.state.held_signals import HeldSignals
 from optim.state.memory import memory_of
-from optim.state.pieces import Updater
 from optim.state.space import StateSpace, blocks_on_nvme
 from optim.state.state_stream import (
     Look,
@@ -33,6 +32,7 @@ from optim.state.state_stream import (
     visit_runs,
 )
 from optim.state.tiered_state import TieredState
+from optim.step.driver import TargetStep, take
 from optim.target import AmpInputs, Group, Target
 
 from .paths import make_path
@@ -117,33 +117,16 @@ class PlainTarget:
         ]
         return bad[0] if bad else None
 
-    def begin(self, views: PlainViews, hypers: Sequence[Any], amp: AmpInputs | None) -> Updater:
-        """The updater of a step."""
-        return self._path.begin(hypers, views.active, amp)
+    def begin(self, views: PlainViews, hypers: Sequence[Any], amp: AmpInputs | None) -> TargetStep:
+        """A step, to be driven."""
+        updater = self._path.begin(hypers, views.active, amp)
+        return TargetStep(self._tiers, updater, views, self._num_steps + 1)
 
-    def prepare(self, updater: Updater, views: PlainViews, held: HeldSignals) -> None:
-        """Update what is on disk beside its last version. On an error call `rollback`."""
-        self._tiers.prepare(updater, views, lambda: held.pending)
-
-    def rollback(self, views: PlainViews) -> None:
-        """Undo `prepare`, as far as it came."""
-        self._tiers.rollback(views)
-
-    def commit(self, updater: Updater, views: PlainViews) -> None:
-        """Make `prepare` count, and update the rest; does not fail."""
-        self._tiers.commit(updater, views, self._num_steps + 1)
+    def end(self, views: PlainViews) -> None:
+        """The step was taken."""
         views.write_back()
         self._num_steps += 1
         self._path.count(views.active)
-
-    def report(self, updater: Updater) -> StepReport:
-        """All that the state has moved so far."""
-        return StepReport(
-            traffic=self._tiers.traffic() + updater.traffic(),
-            stalled_seconds=self._tiers.stalled_seconds,
-            nvme_written_total=self._tiers.nvme_written_total,
-            update_path=updater.name,
-        )
 
     def outcome(self) -> Ticket[Outcome]:
         """Of a step that GradScaler had a part in."""
@@ -273,28 +256,13 @@ def step_together(
     if amp is not None and any(target.skips(amp) for target in targets):
         return _skipped(targets, amp)
     steps = [
-        (target, target.begin(views, hypers, amp), views)
+        target.begin(views, hypers, amp)
         for target, (views, hypers) in zip(targets, seen, strict=True)
     ]
-    before = [target.report(updater) for target, updater, _ in steps]
     with HeldSignals() as held:
-        try:
-            for target, updater, views in steps:
-                target.prepare(updater, views, held)
-        except BaseException:
-            for target, _, views in steps:
-                target.rollback(views)
-            raise
-        for target, updater, views in steps:
-            target.commit(updater, views)
-    after = [target.report(updater) for target, updater, _ in steps]
-    report = StepReport(
-        traffic=sum((b.traffic - a.traffic for a, b in zip(before, after, strict=True)), Traffic()),
-        stalled_seconds=sum(r.stalled_seconds for r in after)
-        - sum(r.stalled_seconds for r in before),
-        nvme_written_total=sum(r.nvme_written_total for r in after),
-        update_path=after[0].update_path,
-    )
+        report = take(steps, held)
+        for target, (views, _) in zip(targets, seen, strict=True):
+            target.end(views)
     if amp is not None:
         report = replace(report, outcome=targets[0].outcome())
         targets[0].log.add(report)

@@ -159,6 +159,9 @@ class PlainViews:
     def end(self) -> None:
         """Nothing was borrowed."""
 
+    def abandon(self) -> None:
+        """Nothing was borrowed."""
+
 
 def _inside(part: BlockPart) -> slice:
     return slice(part.param_offset, part.param_offset + part.numel)

@@ -1,7 +1,8 @@
 """State blocks on disk and the pipeline that updates them: read i+1, update i, write i-1.
 
-One step is `run` (every block read, updated, written beside its old version), then `commit` or
-`rollback`. Nothing counts before `commit`; `rollback` restores the parameters that were updated.
+One step is `begin_step`, then for every block `bring` and `take_back` (it is written beside its old
+version), then `flush`, and `commit` or `rollback`. Nothing counts before `commit`;
+`rollback` restores the parameters that were updated. Who owns the loop is `optim.step.driver`.
 
 [Note: undo] A step with state on disk can fail in its middle: a read comes up short, a checksum
 does not match. State is safe, because every block keeps its last version. A 16-bit parameter is
@@ -94,12 +95,16 @@ class NvmeState:
             label=label,
             meter=config.meter or WriteMeter(config.write_budget),
         )
+        of_file = self.store.buffer_nbytes
+        self._view_nbytes = {block: of_file(file_id) for block, file_id in self._file_id.items()}
+        self._step_bytes = self._bytes_of(self.blocks)
         try:
             self._check_budget(config.write_budget)
         except ValueError:
             self.store.close()
             raise
         self._state_nbytes = max(align_up(n, PAGE_BYTES) for n in nbytes)
+        self._views: dict[tuple[int, int], Planes] = {}  # of a buffer, by its index and elements
         undo_nbytes = max(nbytes[len(blocks) :], default=0)
         self._pool = BufferPool(
             min(config.depth + 2, len(blocks) + 1), self._state_nbytes + undo_nbytes, pin
@@ -109,6 +114,8 @@ class NvmeState:
         self._reads: deque[_Staged] = deque()  # waiting for their update, in order
         self._current: _Staged | None = None  # being updated
         self._writes: deque[_Staged] = deque()  # updated, on their way to disk
+        self._read_before: set[BlockId] = set()  # blocks that were read before the step began
+        self._is_touched = True  # the current block's parameters may need to be restored
         self._touched: list[Block] = []  # whose parameters this step has changed
         self._early: dict[BlockId, Tensor] = {}  # [n] fp32, what they were; see [Note: undo]
         self._early_slab = torch.empty(0)  # [depth, N] fp32
@@ -125,7 +132,7 @@ class NvmeState:
 
     @property
     def written_bytes_per_step(self) -> int:
-        return sum(map(self.store.buffer_nbytes, self._in_file(self.blocks)))
+        return self._step_bytes
 
     def _check_budget(self, budget: int | None) -> None:
         if budget is not None and budget < self.written_bytes_per_step:
@@ -148,7 +155,13 @@ class NvmeState:
 
     def prefetch(self) -> None:
         """Begin to read the next blocks, as far as buffers allow. Never waits."""
-        self._reap()
+        while self._writes:  # take back the buffers of those that have ended
+            ticket = self._writes[0].ticket
+            if ticket is not None:
+                if not ticket.ready():
+                    break
+                ticket.wait()
+            self._pool.give(self._writes.popleft().buffer)
         while (
             self._next_read < len(self._order)
             and len(self._reads) < self._depth
@@ -156,55 +169,73 @@ class NvmeState:
         ):
             block = self._order[self._next_read]
             staged = _Staged(block, self._pool.take(), None)
-            staged.ticket = self.store.read(self._file_id[block.id], self._state_view(staged))
+            view = staged.buffer.view[: self._view_nbytes[block.id]]
+            staged.ticket = self.store.read(self._file_id[block.id], view)
             self._reads.append(staged)
             self._next_read += 1
 
-    def run(
-        self,
-        update: Callable[[Block, Planes], bool],
-        save: Callable[[Block, Callable[[], Tensor]], bool],
-        stop: Callable[[], bool] = lambda: False,
-    ) -> None:
-        """Update every block once and wait for the disk, or raise: then call `rollback`.
-
-        `update` answers whether it changed the block; what it did not change is not written.
-        `save` copies a block's parameters into [n] of fp32 or wider, before `update` changes them;
-        it answers whether they need to be restored.
-        `stop` is asked between blocks; it ends the run with InterruptedError.
-        """
+    def begin_step(self) -> None:
+        """Every block is to be brought, updated and taken back, then `flush`, and then `commit`;
+        or `rollback`, wherever an error comes. Raises WriteBudgetError."""
         self.store.check_step(self.written_bytes_per_step)
-        early = {staged.block.id for staged in self._reads}
-        while self._reads or self._next_read < len(self._order):
-            if stop():
-                raise InterruptedError("the step was interrupted and undone")
+        self._read_before = {staged.block.id for staged in self._reads}
+
+    @property
+    def has_more(self) -> bool:
+        """Whether a block of this step is to be brought."""
+        return bool(self._reads) or self._next_read < len(self._order)
+
+    def bring(
+        self, save: Callable[[Block, Callable[[], Tensor]], bool]
+    ) -> tuple[Block, Planes] | None:
+        """The next block in `order`, for its update; None where all were. `take_back` follows.
+
+        Waits for it, and reads ahead. `save` copies its parameters into [n] of fp32 or wider, and
+        answers whether they need to be restored when the step fails.
+        """
+        self.prefetch()
+        while not self._reads:
+            if self._next_read == len(self._order):
+                return None
+            self._wait_for_a_write()
             self.prefetch()
-            if not self._reads:
-                self._wait_for_a_write()
-                continue
-            self._current = self._reads.popleft()
-            self._settle(self._current)
-            planes, block = self._planes(self._current), self._current.block
-            touched = True
-            if self._has_undo:
-                save(block, partial(self._undo, self._current))
-            elif block.id in early:
-                touched = save(block, partial(self._early_undo, block))
-            if touched:
-                self._touched.append(block)
-            if update(block, planes):
-                self._submit_write(self._current, with_undo=self._has_undo)
-            else:
-                if touched:
-                    self._touched.pop()
-                self._pool.give(self._current.buffer)
-            self._current = None
+        current = self._current = self._reads.popleft()
+        if current.ticket is not None:
+            started = time.perf_counter()
+            try:
+                current.ticket.wait()
+            finally:
+                self.stalled_seconds += time.perf_counter() - started
+        block, self._is_touched = current.block, True
+        if self._has_undo:
+            save(block, partial(self._undo, current))
+        elif block.id in self._read_before:
+            self._is_touched = save(block, partial(self._early_undo, block))
+        if self._is_touched:
+            self._touched.append(block)
+        views = self._views.get((current.buffer.index, block.numel))
+        return block, self._planes(current) if views is None else dict(views)
+
+    def take_back(self, changed: bool) -> None:
+        """The block that was brought is updated; what did not change is not written."""
+        current = self._current
+        assert current is not None
+        if changed:
+            self._submit_write(current, with_undo=self._has_undo)
+        else:
+            if self._is_touched:
+                self._touched.pop()
+            self._pool.give(current.buffer)
+        self._current = None
+
+    def flush(self) -> None:
+        """Wait until all that was taken back is on disk. Raises what went wrong."""
         started = time.perf_counter()
         self.store.flush()
         self.stalled_seconds += time.perf_counter() - started
 
     def commit(self, step: int) -> None:
-        """Make the run count: all blocks at once, and durably. Does not raise after a `run`."""
+        """Make the step count: all blocks at once, and durably. Does not raise after a `flush`."""
         started = time.perf_counter()
         self.store.commit(step)
         self.stalled_seconds += time.perf_counter() - started
@@ -223,7 +254,7 @@ class NvmeState:
                 self._pool.give(staged.buffer)
 
     def rollback(self, restore: Callable[[Block, Planes], None]) -> None:
-        """Undo `run` as far as it came, reading what is needed back from disk.
+        """Undo the step as far as it came, reading what is needed back from disk.
 
         `restore` gets each touched block: its planes as the last commit left them, or only
         `param_undo`. Raises RollbackError if some block's parameters could not be had back.
@@ -321,9 +352,14 @@ class NvmeState:
         """These blocks live elsewhere from now on: give their space on disk back."""
         self._drop_reads()
         self.store.forget(self._in_file(blocks))
+        self._step_bytes -= self._bytes_of(blocks)
         gone = {block.id for block in blocks}
         self.blocks = tuple(block for block in self.blocks if block.id not in gone)
         self._order = tuple(block for block in self._order if block.id not in gone)
+
+    def _bytes_of(self, blocks: Sequence[Block]) -> int:
+        """That a step writes of these."""
+        return sum(map(self.store.buffer_nbytes, self._in_file(blocks)))
 
     def _in_file(self, blocks: Sequence[Block]) -> list[BlockId]:
         """All that the file has of these blocks."""
@@ -355,18 +391,13 @@ class NvmeState:
 
     def _submit_write(self, staged: _Staged, *, with_undo: bool) -> None:
         file_id = self._file_id[staged.block.id]
-        staged.ticket = self.store.write(file_id, self._state_view(staged))
+        view = staged.buffer.view[: self._view_nbytes[staged.block.id]]
+        staged.ticket = self.store.write(file_id, view)
         if with_undo:
             undo_id = BlockId(file_id + self._num_states)
             undo = self.store.write(undo_id, self._undo_view(staged))
             staged.ticket = Together((staged.ticket, undo))
         self._writes.append(staged)
-
-    def _reap(self) -> None:
-        """Take back the buffers of writes that have ended."""
-        while self._writes and _ready(self._writes[0].ticket):
-            self._settle(self._writes[0])
-            self._pool.give(self._writes.popleft().buffer)
 
     def _wait_for_a_write(self) -> None:
         self._settle(self._writes[0])
@@ -399,8 +430,7 @@ class NvmeState:
             self._pool.give(one.buffer)
 
     def _state_view(self, staged: _Staged) -> memoryview:
-        nbytes = self.store.buffer_nbytes(self._file_id[staged.block.id])
-        return staged.buffer.view[:nbytes]
+        return staged.buffer.view[: self._view_nbytes[staged.block.id]]
 
     def _undo_view(self, staged: _Staged) -> memoryview:
         undo_id = BlockId(self._file_id[staged.block.id] + self._num_states)
@@ -416,7 +446,10 @@ class NvmeState:
         )
 
     def _planes(self, staged: _Staged) -> Planes:
-        return _planes_in(staged.buffer, staged.block, self._layout)
+        key = staged.buffer.index, staged.block.numel
+        if key not in self._views:
+            self._views[key] = _planes_in(staged.buffer, staged.block, self._layout)
+        return dict(self._views[key])
 
 
 class PinnedState:
@@ -472,10 +505,6 @@ def _planes_in(buffer: Buffer, block: Block, layout: StateLayout) -> Planes:
         )
         for plane, offset in zip(layout.planes, offsets, strict=True)
     }
-
-
-def _ready(ticket: Ticket[object] | None) -> bool:
-    return ticket is None or ticket.ready()
 
 
 def _settle_quietly(ticket: Ticket[object] | None) -> None:

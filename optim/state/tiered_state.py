@@ -1,9 +1,8 @@
 """The state of one state space: blocks in slabs (one tensor a plane) on the device or in host
 memory, the rest on NVMe. Blocks may rise from the disk and from the host; nothing goes down.
 
-A step is `prepare` (blocks on disk are updated beside their last version), then either `commit`
-(they count, and resident blocks are updated, which cannot fail) or `rollback`. So with several
-ranks nothing resident changes before all ranks know that every disk did its part.
+A step updates blocks on disk beside their last version; then they count (`confirm`) and what is in
+memory is updated, which cannot fail; or `rollback`. See `optim.step.driver`.
 """
 
 from __future__ import annotations
@@ -47,6 +46,10 @@ class BlockViews(SteppedViews, Protocol):
 
     def end(self) -> None:
         """No block is updated any more: what was borrowed is on its way back."""
+        ...
+
+    def abandon(self) -> None:
+        """The step failed: what was borrowed is taken back, and nothing of it kept."""
         ...
 
 
@@ -274,22 +277,14 @@ class TieredState:
         resident = [block for block in blocks if block.id in self._slab_of]
         return resident, [block for block in blocks if block.id not in self._slab_of]
 
-    def prepare(self, updater: Updater, views: BlockViews, stop: Callable[[], bool]) -> None:
-        """Update the blocks on disk beside their last version. On an error call `rollback`."""
-        if self.nvme is None:
-            return
-
-        def update(block: Block, planes: Planes) -> bool:
-            return updater.update_staged(block, planes, views)
-
-        views.expect(self.nvme.order)
-        self.nvme.run(update, views.save, stop)
-
-    def commit(self, updater: Updater, views: BlockViews, step: int) -> None:
-        """Make `prepare` count and update what is in memory; then read ahead for the next step."""
+    def confirm(self, step: int) -> None:
+        """What was updated on disk counts; then read ahead for the next step."""
         if self.nvme is not None:
             self.nvme.commit(step)
             self.nvme.prefetch()
+
+    def update_in_memory(self, updater: Updater, views: BlockViews) -> None:
+        """Update what is not on disk, which cannot fail."""
         views.expect([*self.host, *views.borrowed(self.resident)])
         for slab in self.host_slabs:
             blocks = [(block, slab.planes(block)) for block in slab.blocks]

@@ -207,7 +207,12 @@ class TensorFiles:
         """Where every tensor is written once."""
         return sum(map(self._written_bytes, self._tensors))
 
-    # -- versions --
+    # -- versions; see `optim.step.driver.Versions` --
+
+    def check_step(self, also_bytes: int) -> None:
+        """Raise WriteBudgetError where a step must not begin that writes every tensor once, and so
+        many bytes more."""
+        self.store.check_step(self.written_bytes_per_step + also_bytes)
 
     def flush(self) -> None:
         """Wait for all writes. Raises what went wrong."""

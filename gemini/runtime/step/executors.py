@@ -361,5 +361,10 @@ class TritonStepPath:
 
 def _loadable(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
     """Chunks whose gradients are on the device, then one by one those that must be brought."""
-    here = [chunk for chunk in chunks if chunk.grad is not None]
-    return [here] * bool(here) + [[chunk] for chunk in chunks if chunk.grad is None]
+    here, away = [], []
+    for chunk in chunks:
+        if chunk.grad is not None:
+            here.append(chunk)
+        else:
+            away.append([chunk])
+    return [here] * bool(here) + away

@@ -35,6 +35,7 @@ from optim.rules.state_layout import Plane
 from optim.state.held_signals import HeldSignals
 from optim.state.pieces import Updater
 from optim.state.state_stream import Source
+from optim.step.driver import TargetStep, take
 from optim.target import AmpInputs, Group
 
 from .executors import CpuStepPath, StepPath, TritonStepPath, updated_by_kernels
@@ -152,24 +153,26 @@ class ShardTarget(ShardState):
 
         taken = self._taken(agreement.present)
         updater = self._path.begin(hypers, taken, agreement.power_sum, pending.clip)
-        views = self._views(hypers, taken)
-        before, stalled = self._traffic(updater), self._tiers.stalled_seconds
+        step = self._new_step(updater, hypers, taken)
         parts.manager.release_for_step()
         try:
             with HeldSignals() as held:
                 parts.manager.ledger.note()
-                self._update(updater, views, agreement, held)
+                try:
+                    report = take([step], held, self._raise_what_any_rank_raised)
+                except BaseException:
+                    self._path.undo()
+                    raise
+                self._count(taken)
         finally:
             after_step(parts)
         if isinstance(self._path, CpuStepPath):
             parts.scaler.stepped(overflow=False)  # as the prologue does on a device
         norm = pending.clip.norm(agreement.power_sum) / scale
-        return StepReport(
-            Done(Outcome(grad_norm=norm, loss_scale=scale)),
-            traffic=self._traffic(updater) - before + self._gathered_since(),
-            stalled_seconds=self._tiers.stalled_seconds - stalled,
-            nvme_written_total=self._tiers.nvme_written_total,
-            update_path=updater.name,
+        return replace(
+            report,
+            outcome=Done(Outcome(grad_norm=norm, loss_scale=scale)),
+            traffic=report.traffic + self._gathered_since(),
         )
 
     def _taken(self, present: Sequence[bool]) -> list[bool]:
@@ -200,12 +203,12 @@ class ShardTarget(ShardState):
         parts.manager.release_for_step()
         taken = self._taken(present)
         updater = path.begin_unread(hypers, taken)
-        before = self._traffic(updater)
-        self._tiers.commit(updater, self._views(hypers, taken), self._num_steps + 1)
-        self._num_steps += 1
-        self._weights_changed(taken)
+        step = self._new_step(updater, hypers, taken)
+        before, _ = step.moved()
+        step.confirm()
+        self._count(taken)
         after_step(parts)
-        traffic = self._traffic(updater) - before + self._gathered_since()
+        traffic = step.moved()[0] - before + self._gathered_since()
         return replace(path.report(), traffic=traffic)
 
     def _submit_measure(
@@ -277,12 +280,12 @@ class ShardTarget(ShardState):
         """
         parts = self._parts
         self._calls.begin()
-        if parts.reducer.leftover and not parts.reducer.synchronise:
+        if not parts.reducer.synchronise and parts.reducer.leftover:
             raise RuntimeError(
                 "gradients are not reduced inside no_sync(); leave it before you step or clip"
             )
         parts.reducer.reduce_put_off()
-        if parts.reducer.leftover and parts.comm.world_size == 1:
+        if parts.comm.world_size == 1 and parts.reducer.leftover:
             parts.reducer.reduce_leftovers()  # several ranks agree on it first
         return [chunk for chunk in self._chunks if chunk.gradient.exists]
 
@@ -290,9 +293,6 @@ class ShardTarget(ShardState):
     def _check_any(present: Sequence[bool]) -> None:
         if not any(present):
             raise RuntimeError("step() without a gradient; call loss.backward() first")
-
-    def _traffic(self, updater: Updater) -> Traffic:
-        return self._tiers.traffic() + updater.traffic()
 
     def _gathered_since(self) -> Traffic:
         """Bytes of parameters and gradients since the last step: in forward and backward too."""
@@ -314,13 +314,13 @@ class ShardTarget(ShardState):
             total, first_nonfinite = self._path.measure(chunks, norm_type)
         log = self._parts.comm.log
         self._calls.gradients.tell_changes()
-        here = [chunk.spec.id for chunk in self._chunks if chunk.gradient.exists]
+        here = [chunk.spec.id for chunk in chunks]
         log.record("votes", f"with gradients of chunks {here}")
         ballot = Ballot(
             power_sum=total,
             present=tuple(self._parts.present),
             first_nonfinite=first_nonfinite,
-            deviated=self._parts.reducer.leftover,
+            deviated=self._parts.comm.world_size > 1 and self._parts.reducer.leftover,
             sequence=self._parts.comm.log.digest,
         )
         agreement = self._exchange(ballot, norm_type or 2.0)
@@ -339,40 +339,16 @@ class ShardTarget(ShardState):
         said = comm.tell("votes", ballot.to_text())
         return Agreement.of(list(map(Ballot.from_text, said)), norm_type)
 
-    @torch.no_grad()
-    def _update(
-        self, updater: Updater, views: ShardViews, agreement: Agreement, held: HeldSignals
-    ) -> None:
-        error: BaseException | None = None
-        files = self._parts.storage.params
-        try:
-            if files is not None:
-                also = self._tiers.nvme.written_bytes_per_step if self._tiers.nvme else 0
-                files.store.check_step(files.written_bytes_per_step + also)
-            self._tiers.prepare(updater, views, lambda: held.pending)
-            if files is not None:
-                files.flush()
-        except BaseException as raised:
-            error = raised
-        try:
-            self._raise_what_any_rank_raised(error)
-        except BaseException:
-            views.abandon()
-            if files is not None:
-                files.rollback()
-            self._tiers.rollback(views)
-            self._path.undo()
-            raise
-        if files is not None:  # before the state: `recover` finds the step before in either file
-            files.commit(self._num_steps + 1)
-        self._tiers.commit(updater, views, self._num_steps + 1)
-        self._num_steps += 1
-        taken = self._taken(agreement.present)
-        self._path.count(taken)
-        self._weights_changed(taken)
+    def _new_step(
+        self, updater: Updater, hypers: Sequence[Any], taken: Sequence[bool]
+    ) -> TargetStep:
+        views, files = self._views(hypers, taken), self._parts.storage.params
+        return TargetStep(self._tiers, updater, views, self._num_steps + 1, files)
 
-    def _weights_changed(self, taken: Sequence[bool]) -> None:
-        """A step has updated these parameters."""
+    def _count(self, taken: Sequence[bool]) -> None:
+        """The step was taken, and has updated these parameters."""
+        self._num_steps += 1
+        self._path.count(taken)
         self._parts.adoption.stepped([ParamId(i) for i, there in enumerate(taken) if there])
 
     def _raise_what_any_rank_raised(self, error: BaseException | None) -> None:

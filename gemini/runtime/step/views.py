@@ -97,7 +97,11 @@ class ShardViews:
         }
 
     def expect(self, blocks: Sequence[Block]) -> None:
-        self._coming = [block for block in reversed(blocks) if self._grad_is_elsewhere(block)]
+        self._coming = [
+            block
+            for block in reversed(blocks)
+            if self._chunks[block.shard].gradient.dtype_elsewhere is not None
+        ]
         self._read.clear()
         self._read_ahead()
 
@@ -127,16 +131,15 @@ class ShardViews:
         runs = self._runs(block) if chunk.gradient.exists else []
         if not runs:
             return []
-        state = tuple(plane for name, plane in planes.items() if name != MASTER)
+        state = tuple(planes.values())[MASTER in planes :]  # a master is the first plane
+        param, grad = self._param_of(block, planes), self._grad_of(block)
+        master = planes.get(MASTER)
+        first = runs[0]
         whole = Piece(
-            param=self._param_of(block, planes),
-            grad=self._grad_of(block),
-            master=planes.get(MASTER),
-            planes=state,
-            hyper=None,
-            step=0,
-            counter=0,
+            param, grad, master, state, first.hyper, first.step, first.counter, first.first
         )
+        if len(runs) == 1 and first.end - first.start == block.numel:
+            return [whole]
         return [
             whole.cut(run.start, run.end).belonging_to(run.hyper, run.step, run.counter, run.first)
             for run in runs
@@ -153,7 +156,9 @@ class ShardViews:
             hyper, step = self._hyper[part.param], self._step[part.param]
             if hyper is None:
                 continue
-            start, end = part.offset, min(align_up(part.offset + part.numel, 64), block.numel)
+            start, end = part.offset, part.offset + part.numel
+            if end < block.numel:
+                end = min(align_up(end, 64), block.numel)
             run = _Run(start, end, hyper, step, part.param, part.param_offset)
             if self._merges and runs and runs[-1].end == start and runs[-1].is_like(run):
                 run = replace(runs.pop(), end=end)
@@ -225,7 +230,7 @@ class ShardViews:
         chunk = self._chunks[block.shard]
         staging = self._staging
         if chunk.files is None and not (staging is not None and chunk.shard_on_host):
-            return self._part_of(chunk.shard_memory, block)
+            return chunk.shard_memory[block.shard_offset : block.shard_offset + block.numel]
         loan = self._loan(block)
         if chunk.files is None:
             assert staging is not None
@@ -255,7 +260,7 @@ class ShardViews:
     def _grad_of(self, block: Block) -> Tensor:
         gradient = self._chunks[block.shard].gradient
         if gradient.shard is not None:
-            return self._part_of(gradient.shard, block)
+            return gradient.shard[block.shard_offset : block.shard_offset + block.numel]
         loan = self._loan(block)
         loan.grad = self._ahead.pop(block.id, None) or self._begin_grad(block)
         self._read.add(block.id)
@@ -296,9 +301,6 @@ class ShardViews:
         home = gradient.elsewhere
         assert isinstance(home, GradientFiles | HostGradients)
         return home
-
-    def _grad_is_elsewhere(self, block: Block) -> bool:
-        return self._chunks[block.shard].gradient.dtype_elsewhere is not None
 
     def _loan(self, block: Block) -> _Loan:
         return self._loans.setdefault(block.id, _Loan())

@@ -7,11 +7,11 @@ left per piece is some 20 us of Python for about a millisecond of disk.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from gemini.tickets import FutureTicket, Ticket, Together
+from gemini.tickets import Ticket
 from nvme.files import calls
 
 from ..checksum import PIECE_BYTES, combine, crc32
@@ -19,17 +19,33 @@ from ..engine import Transfer
 from ..errors import transfer_error
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Checksum:
-    """The pieces' checksums as one: one number for a block however it is split over threads."""
+    """The pieces' checksums as one: one number for a block however it is split over threads.
 
-    pieces: Together[int]
+    `wait` waits for all pieces, then raises the first error: then the buffer may be reused.
+    """
+
+    pieces: Sequence[Future[int]]
+    _found: int | None = None
 
     def ready(self) -> bool:
-        return self.pieces.ready()
+        return all(map(Future.done, self.pieces))
 
     def wait(self) -> int:
-        return combine(self.pieces.wait())
+        if self._found is not None:
+            return self._found
+        found: list[int] = []
+        first_error: Exception | None = None
+        for piece in self.pieces:
+            try:
+                found.append(piece.result())
+            except Exception as error:
+                first_error = first_error or error
+        if first_error is not None:
+            raise first_error
+        self._found = combine(found)
+        return self._found
 
 
 class ThreadEngine:
@@ -52,17 +68,11 @@ class ThreadEngine:
         self._pool.shutdown(wait=True)
 
     def _submit(self, work: Callable[[Transfer, int, int], int], transfer: Transfer) -> Ticket[int]:
-        length = transfer.buffer.nbytes
-        return Checksum(
-            Together(
-                [
-                    FutureTicket(
-                        self._pool.submit(work, transfer, start, min(start + PIECE_BYTES, length))
-                    )
-                    for start in range(0, length, PIECE_BYTES)
-                ]
-            )
-        )
+        length, pieces = transfer.buffer.nbytes, []
+        for start in range(0, length, PIECE_BYTES):
+            end = min(start + PIECE_BYTES, length)
+            pieces.append(self._pool.submit(work, transfer, start, end))
+        return Checksum(pieces)
 
 
 def _read_piece(transfer: Transfer, start: int, end: int) -> int:

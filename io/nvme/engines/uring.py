@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from gemini.tickets import FutureTicket, Ticket, Together
+from gemini.tickets import Ticket
 
 from ..checksum import PIECE_BYTES, crc32
 from ..engine import Transfer
@@ -116,7 +116,7 @@ class _Ring:
         with self._lock:
             self._waiting.extend(pieces)
             self._fill_ring()
-        return Checksum(Together([FutureTicket(piece.future) for piece in pieces]))
+        return Checksum([piece.future for piece in pieces])
 
     def _fill_ring(self) -> None:
         """Hand waiting pieces to the kernel while the ring has room. The lock is held."""
