@@ -63,7 +63,9 @@ def chosen_hosts(options: argparse.Namespace) -> list[str]:
     if options.host:
         hosts = _split(options.host)
     if options.hostfile:
-        lines = [line.partition("#")[0].split() for line in options.hostfile.open()]
+        lines = [
+            line.partition("#")[0].split() for line in options.hostfile.read_text().splitlines()
+        ]
         hosts = [words[0] for words in lines if words]
         named = _split(options.include or options.exclude or "")
         unknown = [host for host in named if host not in hosts]

@@ -243,6 +243,16 @@ class PlainTarget:
     def nvme_bytes(self) -> int:
         return self._tiers.nvme_bytes
 
+    @property
+    def tiers(self) -> TieredState:
+        """The state of its parameters, to look at."""
+        return self._tiers
+
+    @property
+    def step_counts(self) -> Tensor:
+        """[parameters], on the CPU or their device: how often each was updated."""
+        return self._path.steps
+
     def close(self, keep_masters: bool = True) -> None:
         self._tiers.close()
 

@@ -27,7 +27,7 @@ def full_masters(model, optimizer):
             inside = slice(part.offset, part.offset + part.numel)
             found.append((part.param, part.param_offset, planes["master"][inside].clone()))
 
-    optimizer._targets[0]._tiers.visit(look)
+    optimizer.targets[0].tiers.visit(look)
     everywhere = model.engine.comm.gather_objects(found)
     return flat([v for *_, v in sorted((e for r in everywhere for e in r), key=lambda e: e[:2])])
 
@@ -129,7 +129,7 @@ def unused_on_some_ranks(rank):
         optimizer.zero_grad()
     model.engine.manager.prepare(tuple(chunk.spec.id for chunk in model.engine.chunks))
     unused = torch.equal(model.heads[2].weight, Choosy().heads[2].weight)
-    return flat(model.engine.params), unused, optimizer._targets[0]._path.steps[-1]
+    return flat(model.engine.params), unused, optimizer.targets[0].step_counts[-1]
 
 
 def test_parameters_unused_on_all_ranks_stay_and_on_some_are_updated():
@@ -189,7 +189,7 @@ def full_masters_here(optimizer):
             inside = slice(part.offset, part.offset + part.numel)
             found.append((part.param, part.param_offset, planes["master"][inside].clone()))
 
-    optimizer._targets[0]._tiers.visit(look)
+    optimizer.targets[0].tiers.visit(look)
     return flat([values for *_, values in sorted(found, key=lambda e: e[:2])])
 
 

@@ -79,8 +79,8 @@ def everything(model: GeminiDDP, optimizer: HybridAdam) -> dict[str, Any]:
         runs |= {name: p.detach().clone() for name, p in model.module.named_parameters()}
     return {
         "runs": runs,
-        "steps": optimizer._targets[0]._path.steps,
-        "counters": optimizer._targets[0].counters.state_dict(),
+        "steps": optimizer.targets[0].step_counts,
+        "counters": optimizer.targets[0].counters.state_dict(),
         "groups": [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups],
         "random": (torch.rand(3), numpy.random.rand(3).tolist(), random.random()),
     }

@@ -70,7 +70,7 @@ def check_undone_step(
     train(params, optimizer, 2)
     before = [p.detach().clone() for p in params]
     give_gradients(params, 2)
-    nvme = optimizer.targets[0]._tiers.nvme
+    nvme = optimizer.targets[0].tiers.nvme
     inner, calls = nvme._submit_write, []
 
     def fails_at_the_third(staged: Any, *, with_undo: bool) -> None:

@@ -475,6 +475,11 @@ class ShardTarget(ShardState):
     def nvme_bytes(self) -> int:
         return self._tiers.nvme_bytes + self._parts.storage.file_bytes
 
+    @property
+    def step_counts(self) -> Sequence[int]:
+        """How often each parameter was updated."""
+        return self._path.steps
+
     def close(self, keep_masters: bool = True) -> None:
         if self._closed:
             return

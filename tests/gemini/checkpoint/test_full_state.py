@@ -83,9 +83,9 @@ def test_what_is_written_to_parameters_reaches_shards_and_masters(
     assert torch.equal(whole(model), want)
     model.engine.adopt_changes()
     assert torch.equal(masters_of(model, optimizer), want)
-    before = optimizer._targets[0]._path.steps[0]
+    before = optimizer.targets[0].step_counts[0]
     train(model, optimizer, token_batches(1, 1))
-    assert optimizer._targets[0]._path.steps[0] == before + 1
+    assert optimizer.targets[0].step_counts[0] == before + 1
     assert 0 < (masters_of(model, optimizer) - want).abs().max() < 0.05
 
 

@@ -130,7 +130,7 @@ def test_a_disk_budget_holds_while_backwards_add_up(tmp_path):
 def written(model):
     """Bytes, by all files of a module and its optimizer."""
     files = model.engine.storage.traffic().nvme_write
-    return files + model.engine.target._tiers.nvme_written_total
+    return files + model.engine.target.tiers.nvme_written_total
 
 
 def test_a_write_budget_is_for_all_files(tmp_path):

@@ -67,7 +67,7 @@ def test_a_part_rises_within_the_budget_and_what_left_is_given_back(
         train(*each, token_batches(1, 1))
     high = model.engine.planning.plan.blocks_on(N)
     assert high and high < low
-    assert {block.id for block in model.engine.target._tiers.nvme.blocks} == high
+    assert {block.id for block in model.engine.target.tiers.nvme.blocks} == high
     assert in_memory(model) <= (kib - activations_kib) << 10
     for each in (run, free):
         train(*each, token_batches(2, 1))
@@ -88,7 +88,7 @@ def test_state_rises_from_the_host_to_the_device():
         train(*each, token_batches(3, 1))
     high = model.engine.planning.plan
     assert low.blocks_on(D) < high.blocks_on(D) and high.blocks_on(H) < low.blocks_on(H)
-    state = model.engine.target._tiers
+    state = model.engine.target.tiers
     assert {b.id for b in state.resident} == high.blocks_on(D)
     assert {b.id for b in state.host} == high.blocks_on(H)
     assert_same(run, free)
@@ -159,15 +159,15 @@ def test_a_checkpoint_from_before_and_one_under_way_hold_what_they_should(tmp_pa
 
 def test_a_damaged_block_is_found_and_nothing_of_the_state_has_moved():
     model, optimizer = assuming("650KiB")
-    store = model.engine.target._tiers.nvme.store
-    block = max(model.engine.target._tiers.nvme.blocks, key=lambda b: b.id)
+    store = model.engine.target.tiers.nvme.store
+    block = max(model.engine.target.tiers.nvme.blocks, key=lambda b: b.id)
     plan = model.engine.planning.plan
-    for extent in store._extents[model.engine.target._tiers.nvme._file_id[block.id]]:
+    for extent in store._extents[model.engine.target.tiers.nvme._file_id[block.id]]:
         flip(store.paths[0], extent.offset)
     with pytest.raises(ChecksumError):
         optimizer.zero_grad()
     assert model.engine.planning.plan is plan
-    assert {b.id for b in model.engine.target._tiers.nvme.blocks} == plan.blocks_on(N)
+    assert {b.id for b in model.engine.target.tiers.nvme.blocks} == plan.blocks_on(N)
     with torch.no_grad():
         for (ids,) in token_batches(1, 1):
             assert torch.isfinite(token_loss(model, ids))

@@ -51,7 +51,7 @@ def in_pages(plan, kind, src, dst):
 
 def on_disk(model):
     """Bytes that the files of parameters and gradients, and that of the state, have moved."""
-    storage, state = model.engine.storage, model.engine.target._tiers.traffic()
+    storage, state = model.engine.storage, model.engine.target.tiers.traffic()
     files = {
         MoveKind.PARAM: [storage.params] if storage.params else [],
         MoveKind.GRAD: storage.gradient_files.files if storage.gradient_files else [],

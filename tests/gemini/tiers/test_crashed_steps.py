@@ -21,7 +21,7 @@ def steps(folder, count):
         assert homes(model)[0] == {N} == homes(model)[2]  # all of both
         optimizer.bind()
         target = model.engine.target
-        stores = (model.engine.storage.params.store, target._tiers.nvme.store)
+        stores = (model.engine.storage.params.store, target.tiers.nvme.store)
         expected = {}
         for step in range(1, count + 1):
             log.note(("begins", step))

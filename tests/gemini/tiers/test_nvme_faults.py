@@ -43,7 +43,7 @@ def test_a_write_that_fails_in_a_step_undoes_it_and_it_can_be_taken_again():
 def files_of(model):
     """The stores of parameters and of state, and what their files are called."""
     target = model.engine.target
-    stores = {"parameters": model.engine.storage.params.store, "state": target._tiers.nvme.store}
+    stores = {"parameters": model.engine.storage.params.store, "state": target.tiers.nvme.store}
     return {name: (store, store.paths[0].name) for name, store in stores.items()}
 
 

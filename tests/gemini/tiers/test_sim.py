@@ -79,14 +79,14 @@ def test_the_device_skips_a_step_that_is_not_finite_and_says_so_when_asked():
     optimizer = HybridAdam(model.parameters())
     (batch,) = token_batches(1, 1)
     train(model, optimizer, [batch])
-    steps = optimizer._targets[0]._path.steps
+    steps = optimizer.targets[0].step_counts
     shards = [chunk.shard.clone() for chunk in model.engine.chunks]
     model.layers[2][1].weight.register_hook(lambda grad: grad * float("inf"))
     token_loss(model, batch[0]).backward()
     optimizer.step()
     assert optimizer.last_report.skipped
     assert optimizer.last_report.nonfinite == "layers.2.1.weight on rank 0"
-    assert optimizer._targets[0]._path.steps == steps
+    assert optimizer.targets[0].step_counts == steps
     for chunk, before in zip(model.engine.chunks, shards, strict=True):
         assert torch.equal(chunk.shard, before)
 

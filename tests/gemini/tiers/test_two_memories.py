@@ -154,9 +154,9 @@ def test_an_asynchronous_save_shows_state_that_is_in_host_memory():
     from optim.state.state_stream import StateSnapshot
 
     model, optimizer = trained(device(by_triton=True), (False, False, True), steps=1)
-    target = optimizer._targets[0]
+    target = optimizer.targets[0]
     seen = []
-    snapshot = StateSnapshot(target._tiers, target._names)
+    snapshot = StateSnapshot(target.tiers, target._names)
     snapshot.visit_resident(lambda run: seen.append((run.name, run.plane)))
     snapshot.close()
     assert {name for name, _ in seen} == {name for name, _ in model.module.named_parameters()}

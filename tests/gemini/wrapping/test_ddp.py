@@ -30,7 +30,7 @@ def masters_of(model, optimizer):
             if master is not None
         )
 
-    optimizer._targets[0]._tiers.visit(look)
+    optimizer.targets[0].tiers.visit(look)
     return flat([values for *_, values in sorted(found, key=lambda entry: entry[:2])])
 
 
@@ -178,7 +178,7 @@ def test_a_parameter_without_gradient_keeps_every_bit_and_its_count():
         optimizer.zero_grad()
         if step == 2:
             assert torch.equal(module.b.weight, before)
-    steps = optimizer._targets[0]._path.steps
+    steps = optimizer.targets[0].step_counts
     names = [spec.name for spec in model.engine.layout.params]
     assert dict(zip(names, steps, strict=True))["b.weight"] == 1
     assert dict(zip(names, steps, strict=True))["a.weight"] == 3
@@ -288,7 +288,7 @@ def test_auto_placement_sends_what_does_not_fit_to_disk(tmp_path):
         Tower(), placement_policy=AutoPlacement("200KiB", warmup_non_model_data_ratio=0.0)
     )
     optimizer = HybridAdam(model.parameters(), nvme_offload_dir=tmp_path, nvme=BLOCKS)
-    state = optimizer._targets[0]._tiers
+    state = optimizer.targets[0].tiers
     resident = sum(slab.nbytes for slab in state.device_slabs)
     chunk_bytes = sum(chunk.payload.nbytes for chunk in model.engine.chunks)
     assert resident + 2 * chunk_bytes + state.nvme.staging_bytes <= 200 << 10

@@ -158,7 +158,7 @@ def digest_of_a_run():
     found = hashlib.sha256(repr((model.engine.layout, seen)).encode())
     for value in model.state_dict().values():
         found.update(value.numpy().tobytes())
-    optimizer._targets[0]._tiers.visit(
+    optimizer.targets[0].tiers.visit(
         lambda block, planes: [found.update(p.numpy().tobytes()) for p in planes.values()]
     )
     assert len(seen) > 5 * len(chunks)

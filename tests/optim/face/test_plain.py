@@ -238,7 +238,7 @@ def test_cpu_adam_is_hybrid_adam_for_cpu_parameters():
 
 def spoil_block(optimizer, index):
     """Flip a byte of a committed block on disk."""
-    state: NvmeState = optimizer._targets[0]._tiers.nvme
+    state: NvmeState = optimizer.targets[0].tiers.nvme
     state._drop_reads()
     entry = state.store._index.entries[index]
     extent = state.store.layout.extents()[index][entry.version]
@@ -313,5 +313,5 @@ def test_a_write_budget_ends_training_before_it_is_passed(tmp_path):
     params, optimizer = on_disk(torch.float32, tmp_path, 1.0, write_budget=200 << 20)
     with pytest.raises(RuntimeError, match="nvme_write_budget"):
         train(params, optimizer, 100)
-    store = optimizer._targets[0]._tiers.nvme.store
+    store = optimizer.targets[0].tiers.nvme.store
     assert 180 << 20 < store.traffic.written_bytes <= 200 << 20

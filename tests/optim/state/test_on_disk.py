@@ -67,7 +67,7 @@ def in_memory(steps, dtype=torch.float32):
 
 
 def state_of(optimizer):
-    return optimizer._targets[0]._tiers.nvme
+    return optimizer.targets[0].tiers.nvme
 
 
 # -- the same bits --------------------------------------------------------------------------------
@@ -100,7 +100,7 @@ def test_the_fraction_is_one_of_bytes_and_met_within_a_block(fraction, tmp_path)
     params = make_params()
     optimizer = make_optimizer(params, tmp_path, fraction)
     train(params, optimizer, 1)
-    tiers = optimizer._targets[0]._tiers
+    tiers = optimizer.targets[0].tiers
     on_disk = sum(block.numel for block in tiers.nvme.blocks) * 8 if tiers.nvme else 0
     assert abs(on_disk - fraction * tiers.space.numel * 8) <= BLOCK * 8
     optimizer.close()

@@ -47,7 +47,7 @@ def test_what_was_parked_on_disk_comes_back_bit_for_bit(fraction, dtype, tmp_pat
         held = [t.untyped_storage() for p in params for t in (p.data, p.grad)]
         held += [
             s.untyped_storage()
-            for slab in optimizer._targets[0]._tiers.device_slabs
+            for slab in optimizer.targets[0].tiers.device_slabs
             for s in slab.tensors.values()
         ]
         assert sum(storage.nbytes() for storage in held) == 0

@@ -99,7 +99,7 @@ def test_a_step_that_fails_on_the_disk_of_one_target_counts_on_none(tmp_path, mo
     train(params, optimizer, 2)
     before = [p.detach().clone() for p in params]
     give_gradients(params, 2)
-    monkeypatch.setattr(optimizer.targets[1]._tiers.nvme, "_submit_write", _fail)
+    monkeypatch.setattr(optimizer.targets[1].tiers.nvme, "_submit_write", _fail)
     with pytest.raises(OSError, match="on purpose"):
         optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(before, params, strict=True))
@@ -111,7 +111,7 @@ def test_a_step_that_fails_on_the_disk_of_one_target_counts_on_none(tmp_path, mo
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
     written = optimizer.last_report
     assert written.traffic.nvme_write == sum(
-        target._tiers.nvme.written_bytes_per_step for target in optimizer.targets
+        target.tiers.nvme.written_bytes_per_step for target in optimizer.targets
     )
 
 

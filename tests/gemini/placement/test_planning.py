@@ -1,0 +1,108 @@
+"""Planning by itself: ranks that compare plans, and what a measured iteration changes."""
+
+from dataclasses import replace
+
+import pytest
+
+from gemini.chunk.layout import ChunkLayout, ParamSpec
+from gemini.memtracer.trace import sequential_trace
+from gemini.placement.planner import PlanInputs
+from gemini.placement.policy import AutoPlacement, StaticPlacement
+from gemini.placement.sizes import Bandwidths, BudgetError, Budgets, StateBytes
+from gemini.placement.tiers import Tier
+from gemini.runtime.schedule.planning import USUAL, Planning
+
+ADAM = StateBytes(per_element=12, has_master=True)
+SPECS = [ParamSpec(f"m{i}.weight", (64, 63 + i), "bfloat16", trainable=True) for i in range(6)]
+ACTIVATIONS = 100_000
+ROOM = Budgets(device=1_200_000)
+
+
+class Ranks:
+    """What others say: the same, or what they are told to."""
+
+    def __init__(self, world_size=1, others=None):
+        self.world_size, self.rank, self.others = world_size, 0, others
+        self.rounds = 0
+
+    def gather_objects(self, value):
+        self.rounds += 1
+        if self.others is None:
+            return [value] * self.world_size
+        return [value, *self.others]
+
+
+def trace_of(activations, specs=SPECS):
+    return sequential_trace(specs, activations)
+
+
+def planning(policy=None, comm=None, budgets=ROOM, *, has_trace=True, activations=ACTIVATIONS):
+    comm = comm or Ranks()
+    layout = ChunkLayout.build(SPECS, 8192, comm.world_size)
+    assert isinstance(USUAL, Bandwidths)
+    inputs = PlanInputs(
+        layout=layout, trace=trace_of(activations), state=ADAM, bandwidths=USUAL,
+        budgets=budgets, block_numel=1024,
+    )  # fmt: skip
+    policy = policy or AutoPlacement(budgets.device, nvme_dir=".")
+    return Planning(comm, policy, inputs, has_trace=has_trace)
+
+
+def homes(plan):
+    return [(s.param_home, s.grad_home, s.state_homes) for s in plan.shards]
+
+
+def test_ranks_that_planned_otherwise_are_found():
+    assert planning(comm=Ranks(2)).plan.world_size == 2
+    with pytest.raises(AssertionError, match="ranks made different plans from the same inputs"):
+        planning(comm=Ranks(2, others=["another digest"]))
+
+
+def test_a_policy_that_says_all_itself_follows_no_measurement():
+    static = planning(StaticPlacement(), budgets=Budgets())
+    before = static.plan
+    assert not static.follow(trace_of(5 * ACTIVATIONS))
+    assert not static.follow_all(trace_of(5 * ACTIVATIONS)) and static.higher() is None
+    assert static.plan is before
+
+
+def test_what_was_planned_with_a_trace_stays_while_the_same_calls_come():
+    made = planning()
+    before = made.plan
+    assert not made.follow(trace_of(ACTIVATIONS // 2)) and made.plan is before
+    other = trace_of(ACTIVATIONS // 2)
+    assert not made.follow(replace(other, signature="other inputs"))  # of the same calls
+    half = len(other.moments) // 2
+    twice = other.moments[:half] + other.moments[:2] + other.moments[half:]  # a module again
+    longer = replace(other, signature="longer", moments=twice)
+    assert made.follow(longer)  # a trace made ahead has no signature: it was of these inputs
+    assert made.plan is not before and homes(made.plan) == homes(before)
+    assert not made.follow(longer)
+    now = made.plan
+    assert made.follow(replace(other, signature="shorter"))  # planned beside it, in its homes
+    assert made.plan is now and homes(made.others["train", "shorter"].plan) == homes(before)
+    assert made.steps_for("train", "shorter") is not made.steps_for("train", "longer")
+    assert not made.follow(replace(other, signature="shorter"))
+
+
+def test_an_assumption_gives_way_to_the_first_measurement_and_homes_rise_once():
+    made = planning(has_trace=False, activations=900_000)
+    low = made.plan
+    assert any(Tier.DEVICE not in s.state_homes for s in low.shards)
+    assert made.higher() is None  # nothing was measured
+    assert made.follow(trace_of(0)) and made.has_trace
+    assert homes(made.plan) == homes(low)
+    raised = made.higher()
+    assert raised is not None and made.plan is not raised.plan
+    count = sum(home is Tier.DEVICE for s in raised.plan.shards for home in s.state_homes)
+    assert count > sum(home is Tier.DEVICE for s in low.shards for home in s.state_homes)
+    made.adopt(raised)
+    assert made.plan is raised.plan and made.higher() is None
+
+
+def test_a_state_that_fits_nowhere_changes_nothing():
+    made = planning(budgets=Budgets(device=1_200_000, host=0, nvme=0))
+    before, inputs = made.plan, made.inputs
+    with pytest.raises(BudgetError):
+        made.with_state(StateBytes(400, has_master=True), nvme_frac=0.0, block_numel=1024, depth=2)
+    assert made.plan is before and made.inputs is inputs

@@ -1,0 +1,136 @@
+"""TensorFiles by itself: flat tensors in blocks, versions, and few staging buffers."""
+
+import pytest
+import torch
+
+from gemini.runtime.memory.tensor_files import FileConfig, Flat, TensorFiles
+
+BLOCK = 1024  # elements
+SHAPES = {
+    3: Flat(2 * BLOCK + 17, torch.float32),
+    8: Flat(5, torch.bfloat16),
+    9: Flat(BLOCK, torch.bfloat16),
+}
+
+
+@pytest.fixture(params=[True, False], ids=["versioned", "at once"])
+def files(request, tmp_path):
+    config = FileConfig(str(tmp_path), block_numel=BLOCK, depth=2)
+    found = TensorFiles(SHAPES, config, versioned=request.param)
+    found.versioned = request.param
+    yield found
+    found.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def values_of(chunk, seed=0):
+    generator = torch.Generator().manual_seed(10 * chunk + seed)
+    flat = SHAPES[chunk]
+    return torch.randn(flat.numel, generator=generator).to(flat.dtype)
+
+
+def read(files, chunk):
+    flat = SHAPES[chunk]
+    into = torch.full((flat.numel,), float("nan"), dtype=flat.dtype)
+    files.read(chunk, into).wait()
+    return into
+
+
+def count(files, step):
+    """What was written is what is read from now on."""
+    if files.versioned:
+        files.commit(step)
+    else:
+        files.flush()
+
+
+def written(files, seed=0, step=1):
+    for chunk in SHAPES:
+        files.write(chunk, values_of(chunk, seed))
+    count(files, step)
+
+
+def test_tensors_come_back_whole_whatever_their_length(files):
+    written(files)
+    assert list(files) == list(SHAPES) and 3 in files and 4 not in files
+    for chunk in reversed(SHAPES):
+        assert torch.equal(read(files, chunk), values_of(chunk))
+
+
+def test_many_reads_at_once_need_no_more_than_the_staging(files):
+    """Twelve blocks are asked for, of four buffers, and tickets are waited for last to first."""
+    written(files)
+    staging = files.staging_bytes
+    assert staging < 5 * (BLOCK * 4 + 4096)  # depth + 2 buffers of pages
+    places = [(c, torch.zeros(SHAPES[c].numel, dtype=SHAPES[c].dtype)) for c in (3, 9, 8) * 2]
+    tickets = [files.read(chunk, into) for chunk, into in places]
+    for ticket in reversed(tickets):
+        ticket.wait()
+        assert ticket.ready()
+    assert all(torch.equal(into, values_of(chunk)) for chunk, into in places)
+    assert files.staging_bytes == staging
+
+
+def test_what_was_not_committed_is_seen_only_where_it_counts_at_once(files):
+    written(files)
+    files.write(3, values_of(3, seed=1))
+    files.flush()
+    assert torch.equal(read(files, 3), values_of(3, seed=0 if files.versioned else 1))
+    if files.versioned:
+        files.rollback()
+        assert torch.equal(read(files, 3), values_of(3))
+    files.write(3, values_of(3, seed=2))
+    count(files, 2)
+    assert torch.equal(read(files, 3), values_of(3, seed=2))
+    assert torch.equal(read(files, 9), values_of(9))
+
+
+def test_one_block_is_changed_and_its_neighbours_stay(files):
+    written(files)
+    staged = files.block_to_fill(3, 1)
+    assert staged.values.shape == (BLOCK,)
+    staged.values.fill_(7.0)
+    files.write_block(3, 1, staged)
+    count(files, 2)  # a block that a commit leaves alone keeps its version
+    want = values_of(3)
+    want[BLOCK : 2 * BLOCK] = 7.0
+    assert torch.equal(read(files, 3), want)
+    last = files.read_block(3, 2)
+    assert torch.equal(last.wait(), want[2 * BLOCK :])
+    files.give(last)
+
+
+def test_blocks_are_read_ahead_until_one_buffer_is_left(files):
+    written(files)
+    ahead = []
+    while files.can_read_ahead:
+        ahead.append(files.read_block(3, len(ahead) % 3))
+    assert 1 <= len(ahead) < 4
+    staged = files.block_to_fill(9, 0)  # there is one for it
+    files.give(staged)
+    for i, block in enumerate(ahead):
+        start = i % 3 * BLOCK
+        assert torch.equal(block.wait(), values_of(3)[start : start + BLOCK])
+        files.give(block)
+
+
+def test_bytes_are_those_of_padded_blocks_and_go_when_a_tensor_is_forgotten(files):
+    needed = sum(flat.numel * flat.dtype.itemsize for flat in SHAPES.values())
+    blocks = 3 + 1 + 1
+    assert needed <= files.written_bytes_per_step < needed + blocks * 4096
+    before = files.written_bytes_per_step
+    written(files)
+    files.forget([3])
+    assert 3 not in files and files.written_bytes_per_step < before - SHAPES[3].numel * 4 + 1
+    assert torch.equal(read(files, 9), values_of(9))
+
+
+def test_replace_counts_at_once_and_leaves_the_step(tmp_path):
+    files = TensorFiles(SHAPES, FileConfig(str(tmp_path), block_numel=BLOCK), versioned=True)
+    files.versioned = True
+    written(files, step=5)
+    files.replace(8, values_of(8, seed=1))
+    files.rollback()  # takes nothing back
+    assert files.store.committed_step == 5
+    assert torch.equal(read(files, 8), values_of(8, seed=1))
+    files.close()
