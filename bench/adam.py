@@ -222,9 +222,14 @@ def beside_a_busy_process(variants: Variants, rounds: int, device: torch.device)
     return median_ratio(seconds, "ours/bf16-mixed", "torch/fused-fp32")
 
 
+def _waited_for_a_core() -> float:
+    """Seconds in which this thread could have run, and another had the core."""
+    return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+
+
 def lateness(update: Callable[[], object], rounds: int) -> float:
     """Milliseconds by which a Python thread beside an update is late: its latest tick, of the
-    median round."""
+    median round, without what it waited for a core."""
     latest = []
     for _ in range(rounds):
         stop = threading.Event()
@@ -232,9 +237,9 @@ def lateness(update: Callable[[], object], rounds: int) -> float:
 
         def tick(stop: threading.Event = stop, late: list[float] = late) -> None:
             while not stop.is_set():
-                due = time.perf_counter() + TICK
+                due, waited = time.perf_counter() + TICK, _waited_for_a_core()
                 time.sleep(TICK)
-                late.append(time.perf_counter() - due)
+                late.append(time.perf_counter() - due - (_waited_for_a_core() - waited))
 
         thread = threading.Thread(target=tick)
         thread.start()
