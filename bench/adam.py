@@ -2,9 +2,9 @@
 
 Rows of one numel: milliseconds (median), GB/s of the bytes that the row must move, and that as a
 fraction of the copy bandwidth measured in the same run. Our rows say by which update path: on the
-CPU the one that `cpu_path="auto"` chooses for a model of `--numel` parameters. DeepSpeedCPUAdam is
-measured where deepspeed is installed (`pip install deepspeed ninja`; it builds C++ at its first
-use).
+CPU the one that `cpu_path="auto"` chooses for a model of `--numel` parameters. `traffic/bf16-mixed`
+is the loads and stores of ours/bf16-mixed without its formula. DeepSpeedCPUAdam is measured where
+deepspeed is installed (`pip install deepspeed ninja`; it builds C++ at its first use).
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import statistics
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,8 @@ from bench.support.timing import interleaved, median_ratio
 from optim.adam import AdamRule
 from optim.rules.config import UpdateFacts
 from optim.state.pieces import Piece
+from optim.update.built_kernels import compiler
+from optim.update.cpu_path import CpuWorkers
 from optim.update.updaters import cpu_updater
 
 HYPER: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
@@ -34,6 +39,7 @@ BYTES_PER_ELEMENT = {
     "ours/bf16-mixed": 28,
     "ours/bf16-mixed-eager": 28,
     "ours/fp16-mixed": 28,
+    "traffic/bf16-mixed": 28,
     "ours/norm-bf16": 2,
     "ours/norm-bf16-eager": 2,
     "torch/fused-fp32": 28,
@@ -43,7 +49,17 @@ BYTES_PER_ELEMENT = {
     "torch/norm-bf16": 2,
     "deepspeed/cpu-adam-fp32": 28,
 }
+TICK = 5e-4  # seconds: how often a thread beside an update wants to run
 Variants = dict[str, Callable[[], object]]
+
+
+class TrafficRule(AdamRule):
+    """Adam's planes, read and written, with an addition for a formula."""
+
+    name = "traffic"
+
+    def formula(self, param: Tensor, grad: Tensor, *rest: Tensor) -> Sequence[Tensor]:
+        return param + grad, rest[0] + grad, rest[1] + grad
 
 
 class Tensors:
@@ -98,16 +114,27 @@ def stock_pipeline(tensors: Tensors, optimizer: torch.optim.Optimizer) -> Callab
     return run
 
 
-def cpu_variants(tensors: Tensors) -> tuple[Variants, dict[str, str]]:
-    """Ours, and the update path of each."""
+def cpu_variants(
+    tensors: Tensors, num_threads: int | None = None
+) -> tuple[Variants, dict[str, str]]:
+    """Ours, and the update path of each. `num_threads`: None is what a run takes."""
     variants: Variants = {}
     paths: dict[str, str] = {}
 
-    def add(name: str, dtype: torch.dtype, cpu_path: str, *, norm: bool = False) -> None:
+    def add(
+        name: str,
+        dtype: torch.dtype,
+        cpu_path: str,
+        *,
+        norm: bool = False,
+        rule: AdamRule = RULE,
+    ) -> None:
         piece = tensors.piece(dtype)
         facts = UpdateFacts(piece.param.numel(), has_master=piece.master is not None)
         mix = (piece.param.dtype, dtype, facts.has_master)
-        updater = cpu_updater(RULE, cpu_path, facts, [mix])
+        updater = replace(
+            cpu_updater(rule, cpu_path, facts, [mix]), workers=CpuWorkers(num_threads)
+        )
         paths[name] = updater.name
         if norm:
             variants[name] = lambda: updater.grad_sum([piece.grad])
@@ -118,6 +145,8 @@ def cpu_variants(tensors: Tensors) -> tuple[Variants, dict[str, str]]:
     add("ours/bf16-mixed", torch.bfloat16, "auto")
     add("ours/bf16-mixed-eager", torch.bfloat16, "eager")
     add("ours/fp16-mixed", torch.float16, "auto")
+    if compiler() is not None:
+        add("traffic/bf16-mixed", torch.bfloat16, "compile", rule=TrafficRule())
     add("ours/norm-bf16", torch.bfloat16, "auto", norm=True)
     add("ours/norm-bf16-eager", torch.bfloat16, "eager", norm=True)
     return variants, paths
@@ -193,6 +222,34 @@ def beside_a_busy_process(variants: Variants, rounds: int, device: torch.device)
     return median_ratio(seconds, "ours/bf16-mixed", "torch/fused-fp32")
 
 
+def _waited_for_a_core() -> float:
+    """Seconds in which this thread could have run, and another had the core."""
+    return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+
+
+def lateness(update: Callable[[], object], rounds: int) -> float:
+    """Milliseconds by which a Python thread beside an update is late: its latest tick, of the
+    median round, without what it waited for a core."""
+    latest = []
+    for _ in range(rounds):
+        stop = threading.Event()
+        late: list[float] = []
+
+        def tick(stop: threading.Event = stop, late: list[float] = late) -> None:
+            while not stop.is_set():
+                due, waited = time.perf_counter() + TICK, _waited_for_a_core()
+                time.sleep(TICK)
+                late.append(time.perf_counter() - due - (_waited_for_a_core() - waited))
+
+        thread = threading.Thread(target=tick)
+        thread.start()
+        update()
+        stop.set()
+        thread.join()
+        latest.append(max(late, default=0.0))
+    return statistics.median(latest) * 1e3
+
+
 def shape(text: str) -> tuple[int, int]:
     """`1024/4`: elements of a tile, and warps."""
     block, warps = text.split("/")
@@ -204,17 +261,20 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--numel", type=int, default=64 << 20)
     parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--threads", type=int, help="of the CPU, for all rows; else all cores")
     parser.add_argument(
         "--launch", type=shape, metavar="BLOCK/WARPS", help="of our kernels: 1024/4, 2048/8"
     )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     device = torch.device(args.device)
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
 
     ceilings = memory_ceilings(device)
     tensors = Tensors(args.numel, device)
     if device.type == "cpu":
-        ours, paths = cpu_variants(tensors)
+        ours, paths = cpu_variants(tensors, args.threads)
     else:
         ours = cuda_variants(tensors, device, args.launch)
         paths = dict.fromkeys(ours, "triton")
@@ -244,6 +304,9 @@ def main() -> None:
     ratios["torch/norm-bf16 / ours/norm-bf16"] = median_ratio(
         seconds, "torch/norm-bf16", "ours/norm-bf16"
     )
+    if "traffic/bf16-mixed" in seconds:
+        pair = ("ours/bf16-mixed", "traffic/bf16-mixed")
+        ratios[" / ".join(pair)] = median_ratio(seconds, *pair)
     if "deepspeed/cpu-adam-fp32" in seconds:
         pair = ("deepspeed/cpu-adam-fp32", "ours/bf16-mixed")
         ratios[" / ".join(pair)] = median_ratio(seconds, *pair)
@@ -251,6 +314,8 @@ def main() -> None:
         ratios[f"ours/bf16-mixed / {base}, beside a busy process"] = beside_a_busy_process(
             variants, args.rounds, device
         )
+        late = lateness(variants["ours/bf16-mixed"], args.rounds)
+        ratios["ms late: a Python thread beside ours/bf16-mixed"] = late
     for name, value in ratios.items():
         print(f"{name:70s} {value:6.2f}")
     if args.json is not None:

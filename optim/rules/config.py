@@ -9,7 +9,7 @@ from gemini.units import BLOCK_NUMEL
 from nvme import WriteMeter
 
 CPU_PATHS = ("auto", "eager", "compile")
-COMPILED_FROM_NUMEL = 1 << 26  # a step gains 50 ms there on 2 cores: 500 of them pay for the build
+COMPILED_FROM_NUMEL = 1 << 26  # a step gains 50 ms there on 2 cores: 100 of them pay for the build
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,6 +14,30 @@ from gemini.pages import advise_huge_pages, zeros
 from gemini.tickets import Copied, CopyTicket
 
 from .pinning import Pin, pin_slab, pinned
+
+_memcpy = ctypes.CDLL(None).memcpy
+_memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+_memcpy.restype = ctypes.c_void_p
+
+
+def copy_alone(there: Tensor, values: Tensor) -> None:
+    """`there.copy_(values)` by this thread alone, where both are plain memory of the host.
+
+    Beside threads that feed a disk: a team of torch's would go on spinning on their cores for
+    milliseconds (docs/log.md). It holds no lock of Python's.
+    """
+    plain = there.dtype == values.dtype and there.shape == values.shape
+    plain = plain and all(
+        tensor.device.type == "cpu" and tensor.is_contiguous()
+        and not (tensor.is_conj() or tensor.is_neg() or tensor.requires_grad)
+        for tensor in (there, values)
+    )  # fmt: skip
+    if not plain:
+        there.copy_(values)
+        return
+    # not by numpy: a storage that it has seen can never be resized
+    _memcpy(there.data_ptr(), values.data_ptr(), values.nbytes)
+    torch.autograd.graph.increment_version(there)
 
 
 class Memory(Protocol):

@@ -1,20 +1,19 @@
-"""Compiled CPU kernels: built once for a machine, in a process of their own, and kept in a cache.
+"""Compiled CPU kernels: built once for a machine, and kept in a cache.
 
-A kernel is a shared library that torch's compiler made of a formula (`kernel_specs.py`). It
-loads in a millisecond, without the compiler. The library is code that this process runs, for this
-processor: so the folder must be the user's own, and a file's name has a digest of all that went
-into it. The folder may be deleted at any time.
+A kernel is a shared library of one C++ loop (`kernel_specs.py`), which the machine's compiler makes
+in a second. The library is code that this process runs, for this processor: so the folder must be
+the user's own, and a file's name has a digest of all that went into it. The folder may be deleted
+at any time.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import functools
 import grp
 import hashlib
-import importlib
-import inspect
 import json
 import logging
 import os
@@ -24,31 +23,28 @@ import shutil
 import signal
 import stat
 import subprocess
-import sys
 import tempfile
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import Tensor
 
-from optim.rules import formulas
-
-from . import kernel_specs
-from .kernel_specs import KernelSpec, UpdateSpec, as_job
+from .kernel_specs import KernelSpec
 
 log = logging.getLogger("gemini")
 
 FOLDER = "gemini-memory"  # in the user's folder for caches
-BUILD_SECONDS = 600.0  # of all kernels that an optimizer needs; 18, and 6 for each more, on 2 cores
+BUILD_SECONDS = 120.0  # of one kernel; 1 on 2 cores
 LAST_LINES = 12  # of a compiler that failed
-# what would change the code, the number of threads, or who the process takes itself for
-DROPPED = ("TORCHINDUCTOR_", "TORCHDYNAMO_", "TORCH_COMPILE", "TORCHELASTIC_", "TRITON_", "OMP_",
-           "MKL_", "GOMP_", "KMP_", "TORCH_LOGS", "MASTER_")  # fmt: skip
-RANKS = ("RANK", "WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+FLAGS = (
+    "-std=c++17", "-O3",
+    "-mcpu=native" if platform.machine().startswith("ppc") else "-march=native",
+    "-ffp-contract=off",  # the bits of the formula
+    "-fno-math-errno", "-fno-trapping-math", "-fwrapv", "-fopenmp-simd",  # which change no value
+    "-fPIC", "-shared", "-pthread",
+)  # fmt: skip
 
 
 class KernelBuildError(RuntimeError):
@@ -62,16 +58,37 @@ def compiler() -> str | None:
     return next((found for found in map(shutil.which, names) if found), None)
 
 
+class Rows:
+    """What one call of a kernel works on: see `cpp_loops`."""
+
+    def __init__(self) -> None:
+        self._kept: list[Sequence[Tensor]] = []
+        self.words = array("q")
+        self.scalars = array("f")
+
+    def add(self, columns: Sequence[Tensor], numel: int, scalars: Sequence[float] = ()) -> None:
+        """One row: contiguous columns, `numel` elements of the first; scalars, rounded to fp32."""
+        self._kept.append(columns)
+        self.words.append(numel)
+        self.words.extend([column.data_ptr() for column in columns])
+        self.scalars.extend(scalars)
+
+
 class Kernel:
-    """One loaded library. Must be called from one thread at a time; holds the interpreter lock."""
+    """One loaded library. A call needs no lock of Python's, and holds none."""
 
     def __init__(self, path: Path) -> None:
-        self._runner = torch._C._aoti.AOTIModelContainerRunnerCpu(str(path), 1)
+        self._run = ctypes.CDLL(str(path)).run
+        pointer, count = ctypes.c_void_p, ctypes.c_int64
+        self._run.argtypes = [pointer, count, pointer, count, count]
 
-    def __call__(self, *inputs: Tensor) -> list[Tensor]:
-        """Contiguous tensors as the specification says; what it returns, if anything."""
-        results: list[Tensor] = self._runner.run(list(inputs))
-        return results
+    def __call__(self, rows: Rows, num_threads: int) -> None:
+        """All rows, with at most so many threads, which end with the call."""
+        refused = self._run(
+            rows.words.buffer_info()[0], len(rows.words),
+            rows.scalars.buffer_info()[0], len(rows.scalars), num_threads,
+        )  # fmt: skip
+        assert not refused, "rows of another kernel"
 
 
 _loaded: dict[Path, Kernel] = {}
@@ -102,7 +119,7 @@ def _load(path: Path) -> Kernel:
         _check_owned(path, stat.S_ISREG)
         try:
             _loaded[path] = Kernel(path)
-        except RuntimeError as error:
+        except (OSError, AttributeError) as error:
             reason = str(error).splitlines()[0]
             raise KernelBuildError(f"{path} does not load ({reason}); delete it") from error
     return _loaded[path]
@@ -181,11 +198,11 @@ def _locked(folder: Path) -> Iterator[None]:
 
 def _digest(spec: KernelSpec, cxx: str) -> str:
     """Of all that decides what the library holds, and where it may run."""
-    facts = [
-        type(spec).__name__, asdict(spec), torch.__version__, torch.version.git_version, cxx,
-        _first_line(cxx, os.stat(cxx).st_mtime_ns), _processor(),
-        torch.backends.cpu.get_cpu_capability(), _sources(spec),
-    ]  # fmt: skip
+    try:
+        source = spec.source
+    except NotImplementedError as error:
+        raise KernelBuildError(f"{spec.name} cannot be a loop: {error}") from error
+    facts = [source, FLAGS, cxx, _first_line(cxx, os.stat(cxx).st_mtime_ns), _processor()]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:20]
 
 
@@ -207,26 +224,13 @@ def _processor() -> str:
     return platform.machine() + (flags[0] if flags else platform.processor())
 
 
-def _sources(spec: KernelSpec) -> list[str]:
-    """Digests of the files that the formula is in."""
-    files = {inspect.getfile(kernel_specs), inspect.getfile(formulas)}
-    if isinstance(spec, UpdateSpec):
-        module = spec.rule.partition(":")[0]
-        if module == "__main__" or "<" in spec.rule:
-            raise KernelBuildError(
-                f"the rule {spec.rule} is not a class of a module that can be imported"
-            )
-        files.add(inspect.getfile(importlib.import_module(module)))
-    return [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in sorted(files)]
-
-
 # -- building --
 
 
 def _build(missing: dict[Path, KernelSpec], folder: Path, cxx: str) -> None:
     """All or nothing. What a build that was killed left is removed."""
     log.warning(
-        "compiling the CPU update (%s) into %s, which takes some 30 s, once for this machine; "
+        "compiling the CPU update (%s) into %s, which takes a few seconds, once for this machine; "
         'cpu_path="eager" avoids it',
         ", ".join(spec.name for spec in missing.values()),
         folder,
@@ -235,25 +239,25 @@ def _build(missing: dict[Path, KernelSpec], folder: Path, cxx: str) -> None:
         shutil.rmtree(left, ignore_errors=True)
     try:
         with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as work:
-            jobs = {Path(work) / path.name: path for path in missing}
-            _run(
-                [as_job(made, missing[path]) for made, path in jobs.items()],
-                _environment(Path(work), cxx),
-            )
-            for made, path in jobs.items():
-                made.chmod(0o600)
-                with made.open("rb") as file:
+            made = {path: Path(work) / path.name for path in missing}
+            for path, spec in missing.items():
+                _compile(spec, made[path], cxx)
+            for path, library in made.items():
+                library.chmod(0o600)
+                with library.open("rb") as file:
                     os.fsync(file.fileno())
-                made.replace(path)
+                library.replace(path)
     except OSError as error:
         raise KernelBuildError(f"the folder for compiled kernels: {error}") from error
 
 
-def _run(jobs: list[list[Any]], environment: dict[str, str]) -> None:
+def _compile(spec: KernelSpec, library: Path, cxx: str) -> None:
     """The compiler, in a session of its own so that all of it can be ended."""
+    source = library.with_suffix(".cpp")
+    source.write_text(spec.source)
     process = subprocess.Popen(
-        [sys.executable, "-m", kernel_specs.__name__, json.dumps(jobs)],
-        env=environment,
+        [cxx, *FLAGS, "-o", str(library), str(source)],
+        env={**os.environ, "TMPDIR": str(library.parent)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -273,38 +277,3 @@ def _run(jobs: list[list[Any]], environment: dict[str, str]) -> None:
         lines = [line for line in said.splitlines() if line.strip()]
         last = "".join(f"\n    {line[:300]}" for line in lines[-LAST_LINES:])
         raise KernelBuildError(f"the compiler failed; its last lines:{last}")
-
-
-def _environment(work: Path, cxx: str) -> dict[str, str]:
-    """That of this process, without what belongs to a rank or changes the code."""
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(DROPPED) and name not in RANKS
-    }
-    return kept | {
-        "CXX": cxx,
-        "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path),
-        "PYTHONSAFEPATH": "1",  # the working folder is no place for modules
-        "PYTHONWARNINGS": "ignore",
-        "TORCHINDUCTOR_CACHE_DIR": str(work / "inductor"),
-        "TMPDIR": str(work),
-    }
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    """Kernels run with `count` threads. A process that was forked keeps what it has: the threads
-    of before the fork are not there, and OpenMP would wait for them."""
-    before = torch.get_num_threads()
-    if os.getpid() == _IMPORTED_IN and count != before:
-        torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        if torch.get_num_threads() != before:
-            torch.set_num_threads(before)
-
-
-_IMPORTED_IN = os.getpid()

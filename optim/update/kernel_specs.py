@@ -1,165 +1,113 @@
-"""What the compiled CPU path is made of, as values; and their compilation, in a process of its own.
-
-`python -m optim.update.kernel_specs JOBS` writes one shared library for each job; JOBS has their
-JSON (`as_job`). It imports torch's compiler (200 MiB), so nobody calls it in the process that
-trains; `optim.update.built_kernels` starts it.
-"""
+"""What the compiled CPU path is made of, as values: each knows the C++ of its loop."""
 
 from __future__ import annotations
 
-import importlib
-import json
-import sys
-import zipfile
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from optim.rules.rule import UpdateRule
 
-_EXAMPLE = 1 << 16  # elements of what is traced; the length is left open
-_OPTIONS = {
-    "aot_inductor.package": True,
-    "cpp.enable_floating_point_contract_flag": "off",  # the bits of the formula
-    "cpp.dynamic_threads": True,  # as many as the process that runs it has
-}
+from .cpp_loops import element_type, library, traced_tile, widened
+
+TILE_NUMEL = 1 << 18  # of an update: what a thread takes at once
+LANES = 64  # sums of squares side by side, whatever the processor's vectors are
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class UpdateSpec:
     """One rule's update of [n] elements in place.
 
-    Called with scale [2], coefficients, grad, visible, master where there is one, and the planes.
+    Columns: grad, visible, master where there is one, and the planes. Scalars: a factor and a
+    limit of the gradient, then the rule's coefficients.
     """
 
-    rule: str  # "module:class"
-    visible: str  # dtypes by torch's names
-    grad: str
+    rule: UpdateRule
+    visible: torch.dtype
+    grad: torch.dtype
     has_master: bool
 
-    @classmethod
-    def of(
-        cls, rule: UpdateRule, visible: torch.dtype, grad: torch.dtype, has_master: bool
-    ) -> UpdateSpec:
-        """Of a rule as it is, found again by its class."""
-        kind = type(rule)
-        return cls(
-            f"{kind.__module__}:{kind.__qualname__}", dtype_name(visible), dtype_name(grad),
-            has_master,
-        )  # fmt: skip
-
     @property
     def name(self) -> str:
         """For people: part of a file's name."""
-        kind = self.rule.rpartition(":")[2].lower()
-        return f"{kind}-{self.visible}-{self.grad}" + "-master" * self.has_master
+        dtypes = f"{dtype_name(self.visible)}-{dtype_name(self.grad)}"
+        return f"{type(self.rule).__name__.lower()}-{dtypes}" + "-master" * self.has_master
 
-    def load_rule(self) -> UpdateRule:
-        """The rule, made anew: rules have no state."""
-        module, _, name = self.rule.partition(":")
-        rule: UpdateRule = getattr(importlib.import_module(module), name)()
-        return rule
+    @cached_property
+    def source(self) -> str:
+        """C++. Raises NotImplementedError where the rule's formula cannot be a loop."""
+        layout = self.rule.layout.with_master() if self.has_master else self.rule.layout
+        planes = [getattr(torch, plane.dtype) for plane in layout.planes]
+        columns = [self.grad, self.visible, *planes]
+        scalars = [2, self.rule.num_coefficients]
+        tile = traced_tile(self.update, scalars, columns)
+        return library(tile, columns=len(columns), scalars=sum(scalars), tile_numel=TILE_NUMEL)
 
-    def program(self) -> tuple[nn.Module, tuple[Tensor, ...], tuple[Any, ...]]:
-        """What is compiled, example inputs, and which of their lengths are open."""
-        rule = self.load_rule()
-        layout = rule.layout.with_master() if self.has_master else rule.layout
-        dtypes = [self.grad, self.visible, *(plane.dtype for plane in layout.planes)]
-        grad, visible, *rest = [torch.zeros(_EXAMPLE, dtype=getattr(torch, d)) for d in dtypes]
-        inputs = (
-            torch.zeros(2),
-            torch.zeros(rule.num_coefficients),
-            grad,
-            visible,
-            *rest,
-        )
-        n = {0: torch.export.Dim("n", min=2)}
-        return _Update(rule, self.has_master), inputs, (None, None, n, n, (n,) * len(rest))
-
-
-@dataclass(frozen=True, slots=True)
-class SquaresSpec:
-    """Sums of squares of rows of gradients: [rows * row_numel] to fp32 [rows]."""
-
-    grad: str  # dtype by torch's name
-    row_numel: int  # elements whose squares are summed in fp32
-
-    @property
-    def name(self) -> str:
-        """For people: part of a file's name."""
-        return f"squares-{self.grad}"
-
-    def program(self) -> tuple[nn.Module, tuple[Tensor, ...], tuple[Any, ...]]:
-        """What is compiled, example inputs, and which of their lengths are open."""
-        inputs = (torch.zeros(_EXAMPLE, dtype=getattr(torch, self.grad)),)
-        rows = torch.export.Dim("rows", min=2)
-        return _Squares(self.row_numel), inputs, ({0: self.row_numel * rows},)
-
-
-KernelSpec = UpdateSpec | SquaresSpec
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """`"bfloat16"` and its like."""
-    return str(dtype).removeprefix("torch.")
-
-
-class _Update(nn.Module):
-    def __init__(self, rule: UpdateRule, has_master: bool) -> None:
-        super().__init__()
-        self._rule = rule
-        self._has_master = has_master
-
-    def forward(
+    def update(
         self, scale: Tensor, coefficients: Tensor, grad: Tensor, visible: Tensor, *rest: Tensor
     ) -> None:
-        """grad in fp32, times scale[0], within +-scale[1]; then the rule's formula."""
-        param, planes = (rest[0], rest[1:]) if self._has_master else (visible.float(), rest)
+        """What is traced: grad in fp32, times scale[0], within +-scale[1]; the rule's formula."""
+        param, planes = (rest[0], rest[1:]) if self.has_master else (visible.float(), rest)
         grad = (grad.float() * scale[0]).clamp(-scale[1], scale[1])
-        new, *state = self._rule.formula(param, grad, *planes, coefficients)
-        if self._has_master:
+        new, *state = self.rule.formula(param, grad, *planes, coefficients)
+        if self.has_master:
             rest[0].copy_(new)
         visible.copy_(new)
         for plane, values in zip(planes, state, strict=True):
             plane.copy_(values)
 
 
-class _Squares(nn.Module):
-    def __init__(self, row_numel: int) -> None:
-        super().__init__()
-        self._row_numel = row_numel
+@dataclass(frozen=True)
+class SquaresSpec:
+    """Sums of squares of tiles of gradients [n], to fp64 [tiles].
 
-    def forward(self, grad: Tensor) -> Tensor:
-        rows = grad.view(-1, self._row_numel).float()
-        return (rows * rows).sum(1)
+    Columns: grad, sums. The squares of a row are summed in fp32, in an order of its own; rows in
+    fp64, one after the other.
+    """
 
+    grad: torch.dtype
+    row_numel: int
+    tile_numel: int
 
-def as_job(path: Path, spec: KernelSpec) -> list[Any]:
-    """One entry of JOBS."""
-    return [str(path), type(spec).__name__, asdict(spec)]
+    @property
+    def name(self) -> str:
+        """For people: part of a file's name."""
+        return f"squares-{dtype_name(self.grad)}"
 
-
-def compile_jobs(jobs: Sequence[Sequence[Any]]) -> None:
-    """Write the shared library of every job to its path."""
-    kinds: dict[str, Any] = {"UpdateSpec": UpdateSpec, "SquaresSpec": SquaresSpec}
-    for path, kind, fields in jobs:
-        _compile(kinds[kind](**fields), Path(path))
-
-
-def _compile(spec: KernelSpec, path: Path) -> None:
-    module, inputs, lengths = spec.program()
-    exported = torch.export.export(module, inputs, dynamic_shapes=lengths)
-    package = torch._inductor.aoti_compile_and_package(
-        exported, package_path=f"{path}.pt2", inductor_configs=_OPTIONS
-    )
-    with zipfile.ZipFile(package) as archive:
-        (library,) = [name for name in archive.namelist() if name.endswith(".so")]
-        path.write_bytes(archive.read(library))
+    @cached_property
+    def source(self) -> str:
+        """C++."""
+        element = widened(self.grad, "grad[begin + i + j]")
+        tile = _SQUARES.format(
+            lanes=LANES, row=self.row_numel, type=element_type(self.grad), element=element
+        )
+        return library(tile, columns=2, scalars=0, tile_numel=self.tile_numel)
 
 
-if __name__ == "__main__":
-    compile_jobs(json.loads(sys.argv[1]))
+KernelSpec = UpdateSpec | SquaresSpec
+
+_SQUARES = """\
+static void tile(const int64_t* columns, const float*, int64_t first, int64_t n) {{
+  const {type}* grad = (const {type}*)columns[0] + first;
+  double sum = 0;
+  for (int64_t begin = 0; begin < n; begin += {row}) {{
+    const int64_t numel = std::min<int64_t>({row}, n - begin);
+    float lanes[{lanes}] = {{0}};
+    int64_t i = 0;
+    for (; i + {lanes} <= numel; i += {lanes})
+      for (int j = 0; j < {lanes}; j++) {{ const float x = {element}; lanes[j] += x * x; }}
+    for (int j = 0; j < numel - i; j++) {{ const float x = {element}; lanes[j] += x * x; }}
+    for (int half = {lanes} / 2; half > 0; half /= 2)
+      for (int j = 0; j < half; j++) lanes[j] += lanes[j + half];
+    sum += lanes[0];
+  }}
+  ((double*)columns[1])[first / TILE] = sum;
+}}
+"""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`"bfloat16"` and its like."""
+    return str(dtype).removeprefix("torch.")

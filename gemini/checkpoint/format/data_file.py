@@ -30,6 +30,7 @@ from nvme import (
     transfer_error,
 )
 from nvme.files import calls
+from optim.state.memory import copy_alone
 
 from .errors import CorruptError
 from .manifest import DataFile, Unit
@@ -99,7 +100,7 @@ class UnitWriter:
             there = torch.frombuffer(
                 self._now.buffer.view, dtype=flat.dtype, count=count, offset=self._now.used
             )
-            there.copy_(flat[:count])
+            copy_alone(there, flat[:count])
             self._now.used += count * flat.itemsize
             flat = flat[count:]
         return offset, total

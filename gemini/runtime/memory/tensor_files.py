@@ -28,6 +28,7 @@ from nvme import (
     check_folder,
     default_folder,
 )
+from optim.state.memory import copy_alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +160,7 @@ class TensorFiles:
         self.store.check_step(self._written_bytes(chunk), "a tensor that leaves memory")
         for i, part in enumerate(values.detach().split(self._block_numel)):
             staged = self.block_to_fill(chunk, i)
-            staged.values.copy_(part)
+            copy_alone(staged.values, part)
             self.write_block(chunk, i, staged)
 
     def replace(self, chunk: ChunkId, values: Tensor) -> None:
@@ -283,7 +284,7 @@ class TensorFiles:
         try:
             values = staged.wait()
             if fill.error is None:
-                part.copy_(values)
+                copy_alone(part, values)
         except NvmeError as error:
             fill.error = fill.error or error
         self._pool.give(staged.buffer)

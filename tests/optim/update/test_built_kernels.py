@@ -13,6 +13,8 @@ import torch
 
 from gemini import GeminiDDP
 from optim import HybridAdam
+from optim.adam import AdamRule
+from optim.lion import LionRule
 from optim.rules import config
 from optim.rules.config import COMPILED_FROM_NUMEL, UpdateFacts, wants_compiled
 from optim.update import built_kernels
@@ -21,7 +23,7 @@ from optim.update.kernel_specs import SquaresSpec, UpdateSpec
 from tests.support.models import Tower, token_batches, token_loss
 from tests.support.workers import run_ranks
 
-SPEC = SquaresSpec("bfloat16", 1024)
+SPEC = SquaresSpec(torch.bfloat16, 1024, 2048)
 LARGE = UpdateFacts(COMPILED_FROM_NUMEL, has_master=True)
 
 
@@ -273,22 +275,39 @@ def path_of(spec, cache):
 
 
 def test_another_processor_compiler_or_formula_is_another_library(cache, tmp_path, monkeypatch):
-    adam = UpdateSpec("optim.adam:AdamRule", "bfloat16", "bfloat16", True)
+    bf16, fp32 = torch.bfloat16, torch.float32
+    adam = UpdateSpec(AdamRule(), bf16, bf16, True)
     here = [path_of(adam, cache)]
-    assert path_of(adam, cache) == here[0]
-    here.append(path_of(UpdateSpec("optim.adam:AdamRule", "bfloat16", "float32", True), cache))
-    here.append(path_of(UpdateSpec("optim.lion:LionRule", "bfloat16", "bfloat16", True), cache))
-    monkeypatch.setattr(torch, "__version__", "2.99")
-    here.append(path_of(adam, cache))
+    assert path_of(UpdateSpec(AdamRule(), bf16, bf16, True), cache) == here[0]
+    here.append(path_of(UpdateSpec(AdamRule(), bf16, fp32, True), cache))
+    here.append(path_of(UpdateSpec(LionRule(), bf16, bf16, True), cache))
     monkeypatch.setattr(built_kernels, "_processor", lambda: "with fewer instructions")
     here.append(path_of(adam, cache))
     give_compiler(monkeypatch, tmp_path / "other", "exit 1")
     here.append(path_of(adam, cache))
-    formulas = tmp_path / "formulas.py"
-    formulas.write_text("# another")
-    monkeypatch.setattr(built_kernels.formulas, "__file__", str(formulas))
+    monkeypatch.setattr(built_kernels, "FLAGS", (*built_kernels.FLAGS, "-g"))
     here.append(path_of(adam, cache))
+    monkeypatch.setattr(AdamRule, "formula", lambda self, param, grad, *rest: (grad, *rest[:2]))
+    here.append(path_of(UpdateSpec(AdamRule(), bf16, bf16, True), cache))
     assert len(set(here)) == len(here)
+
+
+class PowerRule(AdamRule):
+    """A rule of a user's whose formula is not made of exact operators."""
+
+    def formula(self, param, grad, *rest):
+        return param - grad.exp(), *rest[:2]
+
+
+def test_a_formula_that_cannot_be_a_loop_is_told_by_its_operator(
+    cache, monkeypatch, caplog, every_model_is_large
+):
+    monkeypatch.setattr(HybridAdam, "rule_for", lambda self, groups: PowerRule())
+    model, optimizer = large_tower()
+    assert train(model, optimizer, token_batches(1, 1)) == "cpu"
+    assert any("calls torch's exp" in record.message for record in caplog.records)
+    with pytest.raises(KernelBuildError, match=r"calls torch's exp of torch\.float32"):
+        large_tower("compile")
 
 
 # -- real builds -----------------------------------------------------------------------------
@@ -296,11 +315,14 @@ def test_another_processor_compiler_or_formula_is_another_library(cache, tmp_pat
 BUILD = """
 import logging, sys
 logging.basicConfig(format="%(message)s")
-from optim.update.built_kernels import kernels
+from optim.update.built_kernels import Rows, kernels
 from optim.update.kernel_specs import SquaresSpec
 import torch
-(kernel,) = kernels([SquaresSpec("bfloat16", 1024)])
-print(kernel(torch.ones(2048, dtype=torch.bfloat16))[0].tolist())
+(kernel,) = kernels([SquaresSpec(torch.bfloat16, 1024, 2048)])
+rows, sums = Rows(), torch.zeros(2, dtype=torch.float64)
+rows.add((torch.ones(3000, dtype=torch.bfloat16), sums), 3000)
+kernel(rows, 2)
+print(sums.tolist())
 """
 
 
@@ -311,7 +333,6 @@ def environment(**more):
 @NEEDS_COMPILER
 @pytest.mark.slow
 def test_two_processes_build_once_as_ranks_and_whatever_their_settings(tmp_path):
-    """TRITON_INTERPRET, one OpenMP thread, and what torchrun sets, do not reach the compiler."""
     odd = {
         "XDG_CACHE_HOME": str(tmp_path), "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1",
         "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "nowhere", "MASTER_PORT": "1",
@@ -327,7 +348,7 @@ def test_two_processes_build_once_as_ranks_and_whatever_their_settings(tmp_path)
     ]  # fmt: skip
     said = [process.communicate(timeout=240) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], said
-    assert [out.strip() for out, _ in said] == ["[1024.0, 1024.0]"] * 2
+    assert [out.strip() for out, _ in said] == ["[2048.0, 952.0]"] * 2
     assert sum("once for this machine" in errors for _, errors in said) == 1
     folder = tmp_path / built_kernels.FOLDER
     assert folder.stat().st_mode & 0o777 == 0o700

@@ -16,8 +16,9 @@ from optim.rules import config
 from optim.state.pieces import Piece
 from optim.update import cpu_path
 from optim.update.built_kernels import compiler
-from optim.update.compiled_path import CALL_NUMEL, NORM_CALL_NUMEL, CompiledUpdate
+from optim.update.compiled_path import CompiledUpdate
 from optim.update.cpu_path import NORM_TILE_NUMEL, CpuWorkers, StepInputs, summed
+from optim.update.kernel_specs import TILE_NUMEL
 from tests.support.models import Tower, token_batches, token_loss
 from tests.support.workers import run_ranks
 
@@ -87,14 +88,14 @@ def test_an_update_is_the_formula_bit_for_bit(compiled, workers, numel, grad_dty
     assert torch.equal(piece.param, param.to(BF16))
 
 
-@pytest.mark.parametrize("cut", [64, 4096, CALL_NUMEL + 64])
+@pytest.mark.parametrize("cut", [64, 4096, 3 * TILE_NUMEL + 64])
 def test_cutting_a_piece_changes_no_bit_nor_do_threads(compiled, workers, cut):
-    numel = 1 << 16 if cut == 64 else CALL_NUMEL + (1 << 20)
+    numel = 1 << 16 if cut == 64 else 5 * TILE_NUMEL + 77
     whole, parts = make_piece(numel), make_piece(numel)
     compiled.update(workers, [whole], StepInputs(0.3))
     pieces = [parts.cut(a, min(a + cut, numel)) for a in range(0, numel, cut)]
     one = CpuWorkers(1)
-    compiled.update(one, pieces[::-1], StepInputs(0.3))  # backwards: they are not joined
+    compiled.update(one, pieces[::-1], StepInputs(0.3))
     one.close()
     for a, b in zip(tensors(whole), tensors(parts), strict=True):
         assert torch.equal(a, b)
@@ -120,8 +121,8 @@ def test_squares_are_summed_to_1e_7_of_fp64_and_do_not_depend_on_threads(compile
     one.close()
 
 
-def test_tiles_of_a_norm_do_not_depend_on_calls_or_neighbours(compiled, workers):
-    grad = torch.randn(NORM_CALL_NUMEL + NORM_TILE_NUMEL + 64).to(BF16)
+def test_tiles_of_a_norm_do_not_depend_on_neighbours(compiled, workers):
+    grad = torch.randn(5 * NORM_TILE_NUMEL + 64).to(BF16)
     ones = torch.ones(70, dtype=BF16)
     together = compiled.tile_sums(workers, [torch.rand(9), grad, ones], 2.0).sums
     tiles = [compiled.tile_sums(workers, [tile], 2.0).sums for tile in grad.split(NORM_TILE_NUMEL)]
@@ -217,7 +218,7 @@ def update_once(pipe):
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_child_process_updates_too(compiled, workers, method):
-    """A forked one with one thread, as torch needs it there."""
+    """A forked one with one thread of torch's, as torch needs it there."""
     piece = make_piece(100_003)
     compiled.update(workers, [piece], StepInputs())
     context = multiprocessing.get_context(method)
