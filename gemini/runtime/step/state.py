@@ -98,11 +98,6 @@ class ShardState:
         shards.end()
         parts.storage.originals.keep([c.spec.id for c in parts.chunks if not c.spec.trainable])
 
-    @property
-    def tiers(self) -> TieredState:
-        """The state of its shards, to look at."""
-        return self._tiers
-
     def raise_state(self, plan: Plan) -> None:
         """Blocks of state rise to where `plan` has them; see `TieredState.rise`."""
         space = self._tiers.space
