@@ -16,7 +16,7 @@ define torch_in
 		else cat constraints.txt; fi > $(1)/constraints.txt
 endef
 
-.PHONY: demo test ci check fmt test-slow slow-ranks slow-others test-gpu gpu fuzz mutate \
+.PHONY: demo test test-oldest ci check fmt test-slow slow-ranks slow-others test-gpu gpu fuzz mutate \
 	mutate-promises results readme-tables readme-picture peers
 
 .venv/demo: pyproject.toml constraints.txt
@@ -44,6 +44,24 @@ fmt: .venv/ok
 PYTEST := CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 $(PY) -m pytest -q
 test: check
 	$(PYTEST)
+
+# Kernels, optimizers and chunks with the oldest torch and Triton that pyproject.toml allows, in an
+# environment of their own; Triton 3.6's interpreter wants NumPy below 2.4. The plain build where pip
+# finds no CPU build of it.
+OLDEST_TORCH := 2.11.0
+OLDEST := .venv-oldest/bin/python
+.venv-oldest/ok: pyproject.toml constraints.txt
+	python3 -m venv .venv-oldest
+	$(OLDEST) -m pip install -q torch==$(OLDEST_TORCH)+cpu || \
+		$(OLDEST) -m pip install -q torch==$(OLDEST_TORCH)
+	sed '/^triton==/d; /^numpy==/d; /^scipy==/d' constraints.txt > .venv-oldest/constraints.txt
+	$(OLDEST) -m pip install -q -c .venv-oldest/constraints.txt "triton==3.6.*" "numpy<2.4" scipy \
+		psutil safetensors isal pytest pytest-timeout hypothesis expecttest
+	touch .venv-oldest/ok
+
+test-oldest: .venv-oldest/ok
+	CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 $(OLDEST) -m pytest -q \
+		tests/kernels_triton tests/optim tests/gemini/chunk
 
 # Two runs at once: ranks wait for each other half of the time.
 SLOW := (dist or nvme or slow) and not gpu

@@ -1,8 +1,8 @@
 """`python -m bench.host.host_time`: what a step asks of the host, on a device that does nothing.
 
 Launches, waits for the device, and CPU seconds of the thread, of a step whose state is resident, of
-one whose state streams from host memory, and of one that several ranks agree on. Copies take no
-time here: CUDA's own calls to begin them come on top.
+one whose state streams from host memory, of two ranks that do either, and of one that hosts agree
+on. Copies take no time here: CUDA's own calls to begin them come on top.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import argparse
 import json
 import statistics
 import time
+from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -63,13 +65,13 @@ class Waited(Copied):
         self.settle()
 
 
-def step_of(case: str, num_layers: int, steps: int) -> dict[str, Any]:
+def step_of(case: str, num_layers: int, steps: int, rank: int = 0) -> dict[str, Any]:
     """Of the last steps: median seconds, launches, and waits of the host."""
     torch.manual_seed(0)
     layers = [nn.Linear(WIDTH, 4 * WIDTH, bias=False) for _ in range(num_layers)]
     module = nn.ModuleList(layers)
     backend = Instant()
-    placement = StaticPlacement(1.0, float(case == "stream"), 0.0)
+    placement = StaticPlacement(1.0, float(case.endswith("stream")), 0.0)
     model = GeminiDDP(
         module, backend, placement, precision="bf16", min_chunk_size_m=1.0, max_norm=1.0
     )
@@ -80,12 +82,14 @@ def step_of(case: str, num_layers: int, steps: int) -> dict[str, Any]:
         for param in model.module.parameters():
             param.grad = torch.ones_like(param)
         before = backend.host_waits
-        launches.counted.clear()
-        with launches.reads() as found:
+        launches.counted().clear()
+        with ExitStack() as stack:
+            found = stack.enter_context(launches.reads()) if rank == 0 else Counter[str]()
             started = time.thread_time()
             optimizer.step()
             seconds.append(time.thread_time() - started)
-        launched, read, waits = dict(launches.counted), dict(found), backend.host_waits - before
+        launched, waits = dict(launches.counted()), backend.host_waits - before
+        read = {name: count for name, count in found.items() if count}
         optimizer.zero_grad()
     blocks = sum(len(shard.state_homes) for shard in model.engine.planning.plan.shards)
     return {
@@ -97,6 +101,18 @@ def step_of(case: str, num_layers: int, steps: int) -> dict[str, Any]:
     }
 
 
+def step_of_ranks(case: str, num_layers: int, steps: int, ranks: int) -> dict[str, Any]:
+    """The same of rank 0; ranks are threads of this process."""
+    if ranks == 1:
+        return step_of(case, num_layers, steps)
+    from tests.support.threads import run_threads
+
+    found: dict[str, Any] = run_threads(lambda rank: step_of(case, num_layers, steps, rank), ranks)[
+        0
+    ]
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--layers", type=int, default=1000 // BLOCKS_PER_LAYER)
@@ -106,14 +122,14 @@ def main() -> None:
     launches.install()
     DeviceOutcome.ready = lambda self: False  # type: ignore[method-assign]  # the device is behind
     found = {}
-    for case in ("resident", "stream", "agreed"):
+    for case in ("resident", "stream", "ranks", "ranks-stream", "agreed"):
         if case == "agreed":
             ShardTarget._device_decides = False  # type: ignore[assignment]
-        found[case] = step_of(case, args.layers, args.steps)
+        found[case] = step_of_ranks(case, args.layers, args.steps, 1 + case.startswith("ranks"))
         row = found[case]
         per_block = row["seconds"] / row["blocks"]
         print(
-            f"{case:9s} {row['blocks']:5d} blocks {row['seconds'] * 1e3:8.2f} ms a step "
+            f"{case:12s} {row['blocks']:5d} blocks {row['seconds'] * 1e3:8.2f} ms a step "
             f"{per_block * 1e6:7.1f} us a block  launches {sum(row['launches'].values()):5d}  "
             f"reads {sum(row['reads'].values()):3d}  host waits {row['host_waits']}"
         )

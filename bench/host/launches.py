@@ -7,7 +7,8 @@ this before any kernel, without TRITON_INTERPRET.
 from __future__ import annotations
 
 import os
-from collections import Counter
+import threading
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,7 +23,7 @@ from triton.runtime import driver
 TARGET = GPUTarget("cuda", 90, 32)
 # by which the host reads what is on the device, and so waits for it
 READS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__")
-counted: Counter[str] = Counter()  # launches, by the name of the kernel
+_counts: defaultdict[int, Counter[str]] = defaultdict(Counter)  # by thread
 
 
 class _Utils:
@@ -46,7 +47,7 @@ class _Launcher:
         self.launch_cooperative_grid = False
 
     def __call__(self, *args: Any) -> None:
-        counted[self._name] += 1
+        counted()[self._name] += 1
 
 
 class NoLaunch:
@@ -85,6 +86,11 @@ class NoLaunch:
         return True
 
 
+def counted() -> Counter[str]:
+    """Launches of this thread, by the name of the kernel."""
+    return _counts[threading.get_ident()]
+
+
 def install() -> None:
     """From now on Triton launches nothing."""
     driver.set_active(NoLaunch())
@@ -92,13 +98,14 @@ def install() -> None:
 
 @contextmanager
 def reads() -> Iterator[Counter[str]]:
-    """Calls, in here, by which the host would wait for a device."""
+    """Calls of this thread, in here, by which the host would wait for a device."""
     found: Counter[str] = Counter()
+    thread = threading.get_ident()
     before = {name: getattr(Tensor, name) for name in READS}
 
     def counting(name: str) -> Callable[..., Any]:
         def call(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-            found[name] += 1
+            found[name] += threading.get_ident() == thread
             return before[name](self, *args, **kwargs)
 
         return call

@@ -1,7 +1,8 @@
 """What a step asks of a device, through Triton's launch path and a driver that launches nothing.
 
-Three launches and no wait where the device decides alone. Where ranks agree, the host reads four
-times: the loss scale (twice), what it measured, and what all found.
+Three launches and no wait where the device decides alone. Several ranks make one more, for what
+each found, and wait for no device. Where hosts agree, as disks make them, each reads four times:
+the loss scale (twice), what it measured, and what all found.
 """
 
 import json
@@ -36,6 +37,16 @@ def test_a_streamed_step_is_one_launch_for_each_block_and_the_host_waits_for_not
     assert case["blocks"] == 48
     assert case["launches"] == {"norm_kernel": 1, "prologue_kernel": 1, "update_kernel": 48}
     assert case["reads"] == {} and case["host_waits"] == 0
+
+
+@pytest.mark.parametrize(("name", "updates"), [("ranks", 1), ("ranks-stream", 24)])
+def test_several_ranks_wait_for_no_device(name, updates, found):
+    case = found[name]
+    assert case["launches"] == {
+        "norm_kernel": 1, "finish_kernel": 1, "prologue_kernel": 1, "update_kernel": updates,
+    }  # fmt: skip
+    # of what hosts told each other: twice, since gradients set by hand are reduced behind a vote
+    assert case["reads"] == {"tolist": 2} and case["host_waits"] == 0
 
 
 def test_a_step_that_ranks_agree_on_waits_for_what_they_read_and_no_more(found):

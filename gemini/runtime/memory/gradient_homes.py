@@ -123,8 +123,10 @@ class HostGradients:
     when moments have passed that the plan gives it, or when the gradient is asked for.
     """
 
-    def __init__(self, backend: Backend, block_numel: int) -> None:
+    def __init__(self, backend: Backend, block_numel: int, max_leaving: int = MAX_LEAVING) -> None:
+        """max_leaving: 0 under a budget, whose plan has no room for those that leave."""
         self._backend = backend
+        self._max_leaving = max_leaving
         self._block_numel = block_numel
         self._tensors: dict[ChunkId, Tensor] = {}  # [S]; the memory is kept between steps
         self._arrivals: dict[ChunkId, CopyTicket] = {}
@@ -168,7 +170,7 @@ class HostGradients:
             self._ordered(chunk)
         self._arrivals[chunk] = self._backend.copy(kept, values)
         self._leaving.append(_Leaving(chunk, self._arrivals[chunk], values))
-        if len(self._leaving) > MAX_LEAVING:
+        if len(self._leaving) > self._max_leaving:
             self._let_go()
 
     def read(self, chunk: ChunkId, into: Tensor) -> Ticket[None]:

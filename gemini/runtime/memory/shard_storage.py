@@ -19,7 +19,7 @@ from nvme import WriteMeter
 from optim.rules.report import Traffic
 
 from .backend import Backend
-from .gradient_homes import GradientFiles, GradientHome, HostGradients
+from .gradient_homes import MAX_LEAVING, GradientFiles, GradientHome, HostGradients
 from .tensor_files import FileConfig, Flat, TensorFiles
 
 
@@ -39,6 +39,7 @@ class ShardStorage:
         self._specs = layout.chunks
         self._backend = backend
         self.config = config
+        self._limited = limited
         on_nvme = [shard.chunk for shard in plan.shards if shard.param_home is Tier.NVME]
         self.params: TensorFiles | None = None  # shards whose home is NVMe
         if on_nvme:
@@ -106,7 +107,9 @@ class ShardStorage:
             self.gradient_files = GradientFiles(flats, self.config)
         self.host_gradients = None
         if Tier.HOST in homes.values():
-            self.host_gradients = HostGradients(self._backend, self.config.block_numel)
+            self.host_gradients = HostGradients(
+                self._backend, self.config.block_numel, 0 if self._limited else MAX_LEAVING
+            )
         by_home: Mapping[Tier | None, GradientHome | None] = {
             Tier.NVME: self.gradient_files,
             Tier.HOST: self.host_gradients,
