@@ -85,8 +85,8 @@ fuzz: .venv/ok
 	for round in $$(seq $(ROUNDS)); do \
 		$(PY) -m pytest -q -x -m "hypothesis and not gpu" --hypothesis-profile=new || exit 1; \
 	done
-	$(PY) -m tests.support.programs --count $(PROGRAMS) --seed $(SEED)
-	$(PY) -m tests.support.programs --count $$(($(PROGRAMS) / 4)) --seed $(SEED) --ranks 2
+	$(PY) -m tests.support.loops.programs --count $(PROGRAMS) --seed $(SEED)
+	$(PY) -m tests.support.loops.programs --count $$(($(PROGRAMS) / 4)) --seed $(SEED) --ranks 2
 
 # Breaks the code in one place after the other, in copies of it: a test must notice. Those places that
 # hold a promise of README.md in some minutes, all of them in half an hour.

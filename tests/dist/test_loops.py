@@ -5,8 +5,8 @@ Every rank has the same batches, so the mean over ranks is what one process of p
 
 import pytest
 
-from tests.support.loop_cases import BUILDS, LOOPS
-from tests.support.loops import Net, difference
+from tests.support.loops.cases import BUILDS, LOOPS
+from tests.support.loops.sides import Net, difference
 from tests.support.workers import run_ranks
 
 pytestmark = pytest.mark.dist

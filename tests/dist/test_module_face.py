@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gemini import GeminiDDP
 from optim import HybridAdam
-from tests.support.loops import ADAM, SMALL, Net, batch, difference, loss_of, plain, wrapped
+from tests.support.loops.sides import ADAM, SMALL, Net, batch, difference, loss_of, plain, wrapped
 from tests.support.workers import run_ranks
 
 pytestmark = pytest.mark.dist

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.programs import run_many
+from tests.support.loops.programs import run_many
 from tests.support.workers import run_ranks
 
 pytestmark = pytest.mark.dist

@@ -11,8 +11,8 @@ from torch import nn
 from gemini import GeminiDDP
 from optim import HybridAdam
 from optim.rules.loss_scale import LossScale
-from tests.support.loop_cases import BUILDS, LOOPS
-from tests.support.loops import (
+from tests.support.loops.cases import BUILDS, LOOPS
+from tests.support.loops.sides import (
     PLACEMENTS,
     WIDTH,
     Net,

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tests.support.loops import ADAM
-from tests.support.programs import PLACES, is_wrong, run_many
+from tests.support.loops.programs import PLACES, is_wrong, run_many
+from tests.support.loops.sides import ADAM
 
 NUM_PROGRAMS = 300
 
@@ -44,8 +44,8 @@ def test_a_program_that_differs_is_found(place, monkeypatch):
     """The comparison itself can fail: an update that one side does not make."""
     program = [("forward", (0, "")), ("backward", (1, "")), ("step", ())]
     assert is_wrong(program, place) is None
-    monkeypatch.setattr("tests.support.loops.ADAM", {**ADAM, "lr": 0.9 * ADAM["lr"]})
-    monkeypatch.setattr("tests.support.programs.plain", _plain)
+    monkeypatch.setattr("tests.support.loops.sides.ADAM", {**ADAM, "lr": 0.9 * ADAM["lr"]})
+    monkeypatch.setattr("tests.support.loops.programs.plain", _plain)
     assert "differs" in is_wrong(program, place)
 
 

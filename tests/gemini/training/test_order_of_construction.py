@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import StepLR
 from gemini import GeminiAdamOptimizer, GeminiDDP, GeminiOptimizer
 from gemini.runtime.memory.backend import SimBackend
 from optim import HybridAdam
-from tests.support.loops import ADAM, SMALL, Net, loss_of, updates
+from tests.support.loops.sides import ADAM, SMALL, Net, loss_of, updates
 
 STEPS = 3
 

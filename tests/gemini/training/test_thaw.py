@@ -11,8 +11,8 @@ from gemini import AutoPlacement, GeminiDDP
 from gemini.placement.sizes import BudgetError
 from gemini.placement.tiers import Tier
 from optim import HybridAdam, NvmeConfig
-from tests.support.loop_cases import HalfFrozen, thawed_one_by_one
-from tests.support.loops import ADAM, FILES_DEPTH, SMALL, Net, loss_of, updates, wrapped
+from tests.support.loops.cases import HalfFrozen, thawed_one_by_one
+from tests.support.loops.sides import ADAM, FILES_DEPTH, SMALL, Net, loss_of, updates, wrapped
 
 BLOCKS = NvmeConfig(block_numel=1024)
 

@@ -14,7 +14,16 @@ from torch import nn
 from gemini import AutoPlacement, GeminiDDP, StaticPlacement
 from gemini.runtime.memory.backend import SimBackend
 from optim import HybridAdam
-from tests.support.loops import ADAM, PLACEMENTS, SMALL, Net, batch, difference, loss_of, wrapped
+from tests.support.loops.sides import (
+    ADAM,
+    PLACEMENTS,
+    SMALL,
+    Net,
+    batch,
+    difference,
+    loss_of,
+    wrapped,
+)
 from tests.support.models import Tower
 
 PLACES = ["resident", "host", "files"]

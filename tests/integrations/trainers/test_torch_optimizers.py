@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import StepLR
 from gemini import GeminiDDP
 from gemini.integrations.torch_optimizers import convert
 from optim import HybridAdam, HybridLion, HybridSGD
-from tests.support.loops import SMALL, Net, loss_of, updates
+from tests.support.loops.sides import SMALL, Net, loss_of, updates
 
 STEPS = 4
 

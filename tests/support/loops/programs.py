@@ -1,6 +1,6 @@
 """Short training programs, drawn at random: on plain torch and on a wrapped module.
 
-    python -m tests.support.programs --count 1000 [--ranks 2] [--seed 0]
+    python -m tests.support.loops.programs --count 1000 [--ranks 2] [--seed 0]
 
 A program is a list of public calls, as any loop may make them. Both sides run it; the updates are
 the same, or the wrapped side refuses a call with words. What differs without an error is a defect:
@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
-from tests.support.loop_cases import HalfFrozen
-from tests.support.loops import ADAM, Net, batch, plain, updates, wrapped
+from tests.support.loops.cases import HalfFrozen
+from tests.support.loops.sides import ADAM, Net, batch, plain, updates, wrapped
 from tests.support.workers import run_ranks
 
 PLACES = ("resident", "host", "nvme")

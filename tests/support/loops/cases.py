@@ -1,4 +1,4 @@
-"""Training loops as people write them for torch, by name; `loops.py` runs them twice."""
+"""Training loops as people write them for torch, by name; `sides.py` runs them twice."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import torch
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
-from tests.support.loops import Net, batch, loss_of
+from tests.support.loops.sides import Net, batch, loss_of
 
 STEPS, PARTS = 3, 2
 
