@@ -26,6 +26,7 @@ def recounted(engine):
         home = host if chunk.shard_on_host else Tier.DEVICE
         found[home, "parameters"] += chunk.memory_nbytes
         found[Tier.DEVICE, "gradients"] += chunk.gradient.nbytes
+    found[Tier.DEVICE, "gradients"] += engine.storage.leaving_bytes
     return found
 
 
