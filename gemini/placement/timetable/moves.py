@@ -30,8 +30,6 @@ def moves_of(
     the others that many moments ahead; what they leave behind has as many moments to travel.
     """
     moves: list[Move] = []
-    # kernels take the norm of what they reach; the host took it of what left
-    measures_again = tiers.has_host_tier and tiers.off_device is UpdatePath.STREAM
     for gather in gathers:
         home = homes.param[gather.chunk]
         if home is not Tier.DEVICE:
@@ -45,12 +43,6 @@ def moves_of(
             begin, end = evicted_at(tiers, reduction, num_trace_moments)
             moves.append(
                 Move(MoveKind.GRAD, chunk, None, Tier.DEVICE, home, begin, end,
-                     tiers.chunks[chunk].shard_bytes)
-            )  # fmt: skip
-        if home is not Tier.DEVICE and updates and measures_again:
-            step = Moment(num_trace_moments)
-            moves.append(
-                Move(MoveKind.GRAD, chunk, None, home, Tier.DEVICE, step, step,
                      tiers.chunks[chunk].shard_bytes)
             )  # fmt: skip
     position = {block: i for i, block in enumerate(order)}

@@ -35,7 +35,7 @@ def chunks():
 
 
 def views_of(chunks, hyper=(GROUP,) * 4, steps=(1,) * 4, merges=True):
-    return ShardViews(chunks, hyper, steps, None, None, on_device=False, merges=merges)
+    return ShardViews(chunks, hyper, steps, None, None, staging=None, merges=merges)
 
 
 def ends(pieces):

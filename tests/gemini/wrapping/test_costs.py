@@ -104,7 +104,7 @@ def test_gradients_that_wait_elsewhere_for_the_step():
 
         def take_all():
             memory = memory_of(torch.device("cpu"))
-            views = Views([chunk], [], [], storage, memory, on_device=False, merges=True)
+            views = Views([chunk], [], [], storage, memory, staging=None, merges=True)
             views.expect(blocks)
             for block in blocks:
                 views._grad_of(block)
