@@ -12,8 +12,8 @@ from gemini.placement.sizes import BudgetError
 from gemini.placement.tiers import Tier
 from gemini.runtime.memory.backend import SimBackend
 from optim import HybridAdam, NvmeConfig
-from tests.gemini.tiers.test_on_nvme import BLOCKS, SMALL, homes, wrapped
 from tests.support.models import Tower, token_batches, token_loss
+from tests.support.spilled import BLOCKS, SMALL, homes, wrapped
 from tests.support.workers import run_ranks
 
 pytestmark = pytest.mark.dist

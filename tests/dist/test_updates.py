@@ -155,7 +155,7 @@ def test_ranks_with_different_models_are_told_so_on_every_rank():
 
 
 def a_disk_fails_on_one_rank(rank, folder):
-    from tests.optim.face.test_plain import spoil_block
+    from tests.support.disks.faults import spoil_block
 
     model = GeminiDDP(Tower(), **SMALL)
     optimizer = HybridAdam(

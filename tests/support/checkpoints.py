@@ -14,6 +14,7 @@ from gemini import GeminiDDP, StaticPlacement
 from gemini.runtime.memory.backend import SimBackend
 from optim import HybridAdam, NvmeConfig
 from tests.support.models import Tower, token_batches, token_loss
+from tests.support.reference import flat
 
 ADAM = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.01}
 # share of the state on NVMe, and whether parameter shards are in the host memory of a device
@@ -125,3 +126,23 @@ def killed_while_saving(folder: str, seed: int) -> None:
         gemini.save_checkpoint(
             f"{folder}/k{k % 3}", model, optimizer, extra=k, async_save=bool(seed % 2), keep_last=2
         ).wait()
+
+
+def masters_of(model, optimizer):
+    """This rank's fp32 weights, from state."""
+    found = []
+
+    def look(block, planes):
+        master = planes.get("master")
+        found.extend(
+            (part.param, part.param_offset, master[part.offset : part.offset + part.numel].clone())
+            for part in block.parts
+            if master is not None
+        )
+
+    optimizer.targets[0].tiers.visit(look)
+    return flat([values for *_, values in sorted(found, key=lambda entry: entry[:2])])
+
+
+def weights(model):
+    return flat([p for p in model.parameters() if p.requires_grad])

@@ -11,9 +11,10 @@ from gemini import GeminiDDP
 from gemini.runtime.memory.backend import SimBackend
 from gemini.runtime.wrap.module_check import ModuleChanged
 from optim import HybridAdam, NvmeConfig
-from tests.gemini.wrapping.test_ddp import SMALL, masters_of, train, weights
+from tests.support.checkpoints import masters_of, train, weights
 from tests.support.models import Tower, token_batches, token_loss
 from tests.support.reference import flat
+from tests.support.spilled import SMALL
 
 DEVICES = ["cpu", "sim"]
 

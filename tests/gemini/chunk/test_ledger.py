@@ -13,8 +13,8 @@ from gemini.placement.tiers import Tier
 from gemini.runtime.memory.backend import SimBackend
 from gemini.runtime.memory.ledger import Ledger
 from gemini.tickets import Done
-from tests.gemini.tiers.test_on_nvme import wrapped
 from tests.support.models import token_batches, token_loss
+from tests.support.spilled import wrapped
 
 
 def recounted(engine):

@@ -11,8 +11,9 @@ from gemini.placement.tiers import Tier
 from gemini.runtime.memory.backend import SimBackend
 from nvme import WriteBudgetError
 from optim import HybridAdam, NvmeConfig
-from tests.gemini.tiers.test_on_nvme import BLOCKS, LEAST, SMALL, assert_same, homes, train, wrapped
+from tests.support.checkpoints import train
 from tests.support.models import Tower, token_batches, token_loss
+from tests.support.spilled import BLOCKS, LEAST, SMALL, assert_same, homes, wrapped
 
 MODEL_DATA = 16 * 26112  # bytes of bf16 Tower: parameters, gradients, state, with padding
 D, H, N = Tier.DEVICE, Tier.HOST, Tier.NVME

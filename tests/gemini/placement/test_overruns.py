@@ -16,8 +16,8 @@ from gemini.placement.tiers import Tier
 from gemini.runtime.memory.backend import SimBackend
 from gemini.runtime.schedule import sampler
 from optim import HybridAdam
-from tests.gemini.tiers.test_on_nvme import BLOCKS, SMALL, homes, wrapped
 from tests.support.models import Tower, token_batches, token_loss
+from tests.support.spilled import BLOCKS, SMALL, homes, wrapped
 
 D, N = Tier.DEVICE, Tier.NVME
 IDS = torch.zeros(4, 9, dtype=torch.int64)

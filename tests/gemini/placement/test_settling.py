@@ -11,10 +11,10 @@ from gemini.placement.tiers import Tier
 from gemini.runtime.memory.backend import SimBackend
 from nvme import ChecksumError
 from optim import HybridAdam
-from tests.gemini.tiers.test_nvme_faults import flip
-from tests.gemini.tiers.test_on_nvme import BLOCKS, SMALL, assert_same, homes, wrapped
 from tests.support.checkpoints import everything, train
+from tests.support.disks.faults import flip
 from tests.support.models import Tower, token_batches, token_loss
+from tests.support.spilled import BLOCKS, SMALL, assert_same, homes, wrapped
 
 D, H, N = Tier.DEVICE, Tier.HOST, Tier.NVME
 

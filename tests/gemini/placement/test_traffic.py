@@ -18,8 +18,9 @@ from gemini.placement.timetable import steps as schedule
 from gemini.runtime.memory.backend import SimBackend
 from gemini.units import PAGE_BYTES, align_up
 from optim import HybridAdam
-from tests.gemini.tiers.test_on_nvme import BLOCKS, SMALL, assert_same, train, wrapped
+from tests.support.checkpoints import train
 from tests.support.models import Tower, token_batches, token_loss
+from tests.support.spilled import BLOCKS, SMALL, assert_same, wrapped
 
 D, H, N = Tier.DEVICE, Tier.HOST, Tier.NVME
 

@@ -17,9 +17,9 @@ from gemini.placement.sizes import BudgetError, Budgets, StateBytes
 from gemini.placement.tiers import Tier
 from gemini.runtime.memory.backend import SimBackend
 from optim import HybridAdam, NvmeConfig
-from tests.gemini.tiers.test_on_nvme import BLOCKS, SMALL, assert_same, homes, wrapped
 from tests.support.checkpoints import train
 from tests.support.models import Tower, token_batches
+from tests.support.spilled import BLOCKS, SMALL, assert_same, homes, wrapped
 
 D, H, N = Tier.DEVICE, Tier.HOST, Tier.NVME
 IDS = torch.zeros(4, 9, dtype=torch.int64)

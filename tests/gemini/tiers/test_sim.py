@@ -6,9 +6,10 @@ import torch
 from gemini import GeminiDDP
 from gemini.runtime.memory.backend import SimBackend
 from optim import HybridAdam, NvmeConfig
-from tests.gemini.wrapping.test_ddp import SMALL, train, weights
+from tests.support.checkpoints import train, weights
 from tests.support.models import Tower, token_batches
 from tests.support.reference import flat, relative_error
+from tests.support.spilled import SMALL
 
 FEW_BLOCKS = NvmeConfig(block_numel=4096)  # the interpreter takes its time for each
 

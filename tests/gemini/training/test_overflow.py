@@ -143,7 +143,7 @@ def test_counters_and_scale_survive_a_checkpoint():
 
 @pytest.mark.slow
 def test_a_failing_disk_on_the_device_path_leaves_counts_and_scale(tmp_path):
-    from tests.optim.face.test_plain import spoil_block
+    from tests.support.disks.faults import spoil_block
 
     model, optimizer = wrapped("fp16", SimBackend(updates_by_triton=True), tmp_path, 0.5)
     (batch,) = token_batches(1, 1)

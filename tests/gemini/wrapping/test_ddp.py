@@ -9,33 +9,11 @@ from torch import nn
 
 from gemini import AutoPlacement, GeminiDDP, StaticPlacement
 from gemini.chunk.parameter import GatheredParameter
-from optim import HybridAdam, HybridSGD, NvmeConfig
-from tests.support.checkpoints import train
+from optim import HybridAdam, HybridSGD
+from tests.support.checkpoints import masters_of, train, weights
 from tests.support.models import Tower, token_batches, token_loss
 from tests.support.reference import flat, relative_error, train_reference
-
-SMALL = {"min_chunk_size_m": 0.004}  # 4194 elements: several chunks
-BLOCKS = NvmeConfig(block_numel=1024)
-
-
-def masters_of(model, optimizer):
-    """This rank's fp32 weights, from state."""
-    found = []
-
-    def look(block, planes):
-        master = planes.get("master")
-        found.extend(
-            (part.param, part.param_offset, master[part.offset : part.offset + part.numel].clone())
-            for part in block.parts
-            if master is not None
-        )
-
-    optimizer.targets[0].tiers.visit(look)
-    return flat([values for *_, values in sorted(found, key=lambda entry: entry[:2])])
-
-
-def weights(model):
-    return flat([p for p in model.parameters() if p.requires_grad])
+from tests.support.spilled import BLOCKS, SMALL
 
 
 def test_sgd_gives_the_bits_of_torch():
@@ -256,7 +234,7 @@ def test_attributes_and_outputs_are_those_of_the_module():
 
 
 def test_a_failed_step_leaves_weights_and_state_at_the_last_one(tmp_path):
-    from tests.optim.face.test_plain import spoil_block
+    from tests.support.disks.faults import spoil_block
 
     for precision in ("bf16", "fp32"):
         model = GeminiDDP(Tower(), precision=precision, **SMALL)

@@ -17,8 +17,9 @@ from torch import nn
 from gemini import GeminiDDP
 from gemini.runtime.memory.backend import CpuBackend, SimBackend
 from optim import HybridAdam, NvmeConfig
-from tests.gemini.wrapping.test_ddp import SMALL, train
+from tests.support.checkpoints import train
 from tests.support.models import Tower, token_batches, token_loss
+from tests.support.spilled import SMALL
 from tests.support.workers import run_processes
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -8,8 +8,9 @@ import gemini
 from gemini import AutoPlacement
 from gemini.placement.tiers import Tier
 from gemini.runtime.memory.backend import SimBackend
-from tests.gemini.tiers.test_on_nvme import LEAST, train, wrapped
+from tests.support.checkpoints import train
 from tests.support.models import token_batches
+from tests.support.spilled import LEAST, wrapped
 
 BATCHES = token_batches(2, 1)
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from optim import CPUAdam, HybridAdam, HybridLion, HybridSGD, NvmeConfig
-from optim.state.nvme_state import NvmeState
 from optim.update.updaters import CpuUpdater
+from tests.support.disks.faults import spoil_block
 from tests.support.plain_training import give_gradients, make_params, train, update_error
 
 SMALL = NvmeConfig(block_numel=1 << 16)  # so that a few parameters are many blocks
@@ -234,26 +234,6 @@ def test_cpu_adam_is_hybrid_adam_for_cpu_parameters():
 
 
 # -- a step that fails in its middle -------------------------------------------------------------
-
-
-def spoil_block(optimizer, index):
-    """Flip a byte of a committed block on disk."""
-    state: NvmeState = optimizer.targets[0].tiers.nvme
-    state._drop_reads()
-    entry = state.store._index.entries[index]
-    extent = state.store.layout.extents()[index][entry.version]
-    with state.store.paths[0].open("r+b") as file:
-        file.seek(extent.offset)
-        byte = file.read(1)
-        file.seek(extent.offset)
-        file.write(bytes([byte[0] ^ 1]))
-    return lambda: _put_back(state.store.paths[0], extent.offset, byte)
-
-
-def _put_back(path, offset, byte):
-    with path.open("r+b") as file:
-        file.seek(offset)
-        file.write(byte)
 
 
 def on_disk(dtype, folder, fraction, **options):

@@ -8,7 +8,6 @@ import time
 
 import pytest
 import torch
-from torch import nn
 
 import nvme
 from gemini import GeminiDDP
@@ -16,54 +15,17 @@ from optim import HybridAdam, NvmeConfig
 from optim.update.updaters import CpuUpdater
 from tests.nvme.common import ENGINES, engine_or_skip
 from tests.support.disks.faults import file_size_limit, flip
+from tests.support.disks.stepped import (
+    BLOCK,
+    copies,
+    in_memory,
+    make_optimizer,
+    make_params,
+    one_step,
+    same,
+    train,
+)
 from tests.support.models import Tower, token_batches, token_loss
-
-BLOCK = 1 << 14
-SHAPES = [(3,), (1023,), (401, 977), (7, 11, 13)]  # 25 blocks
-
-
-def make_params(dtype=torch.float32):
-    generator = torch.Generator().manual_seed(0)
-    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
-
-
-def make_optimizer(params, folder, fraction=1.0, budget=None, **nvme_options):
-    config = NvmeConfig(block_numel=BLOCK, **nvme_options)
-    return HybridAdam(
-        params,
-        lr=1e-2,
-        weight_decay=0.01,
-        nvme_offload_fraction=fraction,
-        nvme_offload_dir=folder,
-        nvme_write_budget=budget,
-        nvme=config,
-    )
-
-
-def one_step(params, optimizer, step):
-    generator = torch.Generator().manual_seed(100 + step)
-    for p in params:
-        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
-    optimizer.step()
-
-
-def train(params, optimizer, steps, first=0):
-    for step in range(first, first + steps):
-        one_step(params, optimizer, step)
-    return copies(params)
-
-
-def copies(params):
-    return [p.detach().clone() for p in params]
-
-
-def same(got, want):
-    return all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-
-
-def in_memory(steps, dtype=torch.float32):
-    params = make_params(dtype)
-    return train(params, make_optimizer(params, None, 0.0), steps)
 
 
 def state_of(optimizer):

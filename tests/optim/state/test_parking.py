@@ -11,7 +11,8 @@ from torch import nn
 import nvme
 from gemini import GeminiDDP
 from optim import HybridAdam, NvmeConfig
-from tests.optim.state.test_on_disk import (
+from tests.support.disks.faults import file_size_limit
+from tests.support.disks.stepped import (
     copies,
     in_memory,
     make_optimizer,
@@ -19,7 +20,6 @@ from tests.optim.state.test_on_disk import (
     same,
     train,
 )
-from tests.support.disks.faults import file_size_limit
 from tests.support.models import Tower, token_batches, token_loss
 from tests.support.workers import run_processes
 

@@ -91,3 +91,23 @@ def short(call: str, nbytes: int, part: str = "", *, after: int = 0) -> Iterator
 
     with mock.patch.object(calls, call, move):
         yield cut
+
+
+def spoil_block(optimizer: Any, index: int) -> Callable[[], None]:
+    """Flip a byte of a committed block on disk; what is returned puts it back."""
+    state = optimizer.targets[0].tiers.nvme
+    state._drop_reads()
+    entry = state.store._index.entries[index]
+    extent = state.store.layout.extents()[index][entry.version]
+    with state.store.paths[0].open("r+b") as file:
+        file.seek(extent.offset)
+        byte = file.read(1)
+        file.seek(extent.offset)
+        file.write(bytes([byte[0] ^ 1]))
+    return lambda: _put_back(state.store.paths[0], extent.offset, byte)
+
+
+def _put_back(path: Path, offset: int, byte: bytes) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        file.write(byte)
