@@ -35,7 +35,7 @@ class Ledger:
         self._account = Account()
         for chunk in chunks:
             chunk.count_in(self._account)
-        self._storage = storage
+        self.storage = storage
         self._host = host
         self.state: TieredState | None = None
         self.staging_bytes: Callable[[], int] = int
@@ -52,7 +52,7 @@ class Ledger:
 
     def totals(self) -> dict[Tier, int]:
         """Bytes on every tier, now: cheaper than by kind."""
-        account, storage, state = self._account, self._storage, self.state
+        account, storage, state = self._account, self.storage, self.state
         device = account.payloads + account.device_shards + account.gradients + self.staging_bytes()
         host, nvme = account.host_shards, 0
         if storage is not None:
@@ -90,7 +90,7 @@ class Ledger:
         return {key: nbytes for key, nbytes in found.items() if nbytes}
 
     def _add_storage(self, found: Counter[tuple[Tier, str]]) -> None:
-        storage = self._storage
+        storage = self.storage
         if storage is None:
             return
         if storage.params is not None:
@@ -111,11 +111,6 @@ class Ledger:
     def device_bytes(self) -> int:
         """Bytes on the compute device."""
         return self.totals()[Tier.DEVICE]
-
-    def moment_passed(self) -> None:
-        """What leaves the device has the time that the plan gives it, and no more."""
-        if self._storage is not None:
-            self._storage.moment_passed()
 
     def note(self, where: str = "in an iteration") -> None:
         """Compare what is in use now with the budgets, and take it into `peaks`."""

@@ -122,10 +122,6 @@ class ShardStorage:
         """On the device, of gradients on their way to host memory."""
         return 0 if self.host_gradients is None else self.host_gradients.leaving_nbytes
 
-    def moment_passed(self) -> None:
-        if self.host_gradients is not None:
-            self.host_gradients.moment_passed()
-
     def forget_gradients(self) -> None:
         """Those in files were dropped, or could not be written."""
         if self.gradient_files is not None:

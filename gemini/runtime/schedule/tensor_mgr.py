@@ -168,7 +168,9 @@ class StatefulTensorMgr:
                 self._chunks[chunk].wait_gathered()
             self._recent.pop(chunk, None)
             self._recent[chunk] = None
-        self.ledger.moment_passed()
+        storage = self.ledger.storage
+        if storage is not None and storage.host_gradients is not None:
+            storage.host_gradients.moment_passed()
         if self.ledger.watched or self.ledger.limited:
             self.ledger.note()
 
