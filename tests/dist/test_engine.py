@@ -366,6 +366,7 @@ def other_world(rank):
         alone(part)
     except RuntimeError as error:
         said.append(str(error))
+    dist.barrier()  # the new group ends when both have it
     return said
 
 
