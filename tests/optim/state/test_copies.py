@@ -13,7 +13,7 @@ from optim.state.memory import copy_alone
 def test_copies_beside_a_disk_start_no_threads_of_torch_and_count_as_changes(tmp_path):
     """In a process of its own: torch starts its team at the first operator that takes one."""
     code = """
-import os, torch
+import os, time, torch
 from pathlib import Path
 from gemini.checkpoint.format.data_file import UnitWriter
 from optim.state.memory import copy_alone
@@ -24,6 +24,9 @@ copy_alone(there, values)
 writer = UnitWriter(Path("units"))
 writer.append(b"header", values)
 writer.finish()
+deadline = time.monotonic() + 5  # a thread that has ended leaves the list a moment later; a team stays
+while threads() > before and time.monotonic() < deadline:
+    time.sleep(0.01)
 assert threads() == before, (before, threads())
 assert there._version == 1
 there.copy_(values)
