@@ -24,7 +24,7 @@ copy_alone(there, values)
 writer = UnitWriter(Path("units"))
 writer.append(b"header", values)
 writer.finish()
-deadline = time.monotonic() + 5  # a thread that has ended leaves the list a moment later; a team stays
+deadline = time.monotonic() + 5  # threads that have ended leave the list a moment later
 while threads() > before and time.monotonic() < deadline:
     time.sleep(0.01)
 assert threads() == before, (before, threads())
