@@ -16,7 +16,7 @@ define torch_in
 		else cat constraints.txt; fi > $(1)/constraints.txt
 endef
 
-.PHONY: demo test test-oldest ci check fmt test-slow slow-ranks slow-others test-gpu gpu fuzz mutate \
+.PHONY: demo test test-engine test-others test-oldest ci check fmt test-slow slow-ranks slow-others test-gpu gpu fuzz mutate \
 	mutate-promises results readme-tables readme-picture peers
 
 .venv/demo: pyproject.toml constraints.txt
@@ -43,7 +43,19 @@ fmt: .venv/ok
 # Without a GPU where there is one: the interpreter's tests are of CPU tensors.
 PYTEST := CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 $(PY) -m pytest -q
 test: check
-	$(PYTEST)
+	$(PYTEST) $(COSTS)
+	$(MAKE) -j2 --output-sync=target test-engine test-others
+
+# What measures time runs by itself. Else two runs at once, here and below: threads of operators would
+# only be in each other's way.
+COSTS := tests/gemini/wrapping/test_costs.py tests/bench/test_host_time.py
+test-engine test-others slow-ranks slow-others: export OMP_NUM_THREADS := 1
+
+test-engine:
+	$(PYTEST) tests/gemini $(addprefix --ignore=,$(COSTS))
+
+test-others:
+	$(PYTEST) $(addprefix --ignore=,tests/gemini $(COSTS))
 
 # Kernels, optimizers and chunks with the oldest torch and Triton that pyproject.toml allows, in an
 # environment of their own; Triton 3.6's interpreter wants NumPy below 2.4. The plain build where pip
@@ -63,9 +75,9 @@ test-oldest: .venv-oldest/ok
 	CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 $(OLDEST) -m pytest -q \
 		tests/kernels_triton tests/optim tests/gemini/chunk
 
-# Two runs at once: ranks wait for each other half of the time.
+# Ranks, and updates beside a pass, wait half of the time.
 SLOW := (dist or nvme or slow) and not gpu
-RANKS := tests/dist tests/integrations tests/borrowed
+RANKS := tests/dist tests/integrations tests/borrowed tests/gemini/early tests/gemini/tail
 test-slow: .venv/ok
 	$(MAKE) -j2 --output-sync=target slow-ranks slow-others
 
@@ -83,7 +95,7 @@ PROGRAMS ?= 2000
 SEED ?= $(shell date +%s)
 fuzz: .venv/ok
 	for round in $$(seq $(ROUNDS)); do \
-		$(PY) -m pytest -q -x -m "hypothesis and not gpu" --hypothesis-profile=new || exit 1; \
+		$(PYTEST) -x -m "hypothesis and not gpu" --hypothesis-profile=new || exit 1; \
 	done
 	$(PY) -m tests.support.loops.programs --count $(PROGRAMS) --seed $(SEED)
 	$(PY) -m tests.support.loops.programs --count $$(($(PROGRAMS) / 4)) --seed $(SEED) --ranks 2

@@ -5,6 +5,7 @@ fraction of the copy bandwidth measured in the same run. Our rows say by which u
 CPU the one that `cpu_path="auto"` chooses for a model of `--numel` parameters. `traffic/bf16-mixed`
 is the loads and stores of ours/bf16-mixed without its formula. DeepSpeedCPUAdam is measured where
 deepspeed is installed (`pip install deepspeed ninja`; it builds C++ at its first use).
+`--device sim` has the GPU's rows on the CPU, in the interpreter (`TRITON_INTERPRET=1`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from optim.adam import AdamRule
 from optim.rules.config import UpdateFacts
 from optim.state.pieces import Piece
 from optim.update.built_kernels import compiler
-from optim.update.cpu_path import CpuWorkers
+from optim.update.compiled_update import Mix
+from optim.update.cpu_update import CpuWorkers
 from optim.update.updaters import cpu_updater
 
 HYPER: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
@@ -131,7 +133,7 @@ def cpu_variants(
     ) -> None:
         piece = tensors.piece(dtype)
         facts = UpdateFacts(piece.param.numel(), has_master=piece.master is not None)
-        mix = (piece.param.dtype, dtype, facts.has_master)
+        mix = Mix(piece.param.dtype, dtype, facts.has_master)
         updater = replace(
             cpu_updater(rule, cpu_path, facts, [mix]), workers=CpuWorkers(num_threads)
         )
@@ -157,7 +159,7 @@ def cuda_variants(
 ) -> Variants:
     """`launch`: elements of a tile and warps; None is what `choose_launch` answers."""
     from kernels_triton.tiles import Launch
-    from optim.update.triton_path import TritonUpdater
+    from optim.update.triton_update import TritonUpdater
 
     variants: Variants = {}
     for name, dtype in (
@@ -166,8 +168,7 @@ def cuda_variants(
         ("ours/fp16-mixed", torch.float16),
     ):
         piece = tensors.piece(dtype)
-        layout = RULE.layout if dtype == torch.float32 else RULE.layout.with_master()
-        updater = TritonUpdater(RULE, layout, [0], device)
+        updater = TritonUpdater(RULE, [0], device)
         updater.launch = None if launch is None else Launch(*launch)
         planes = {"exp_avg": tensors.exp_avg, "exp_avg_sq": tensors.exp_avg_sq}
         if dtype != torch.float32:
@@ -258,7 +259,9 @@ def shape(text: str) -> tuple[int, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda, cpu or sim"
+    )
     parser.add_argument("--numel", type=int, default=64 << 20)
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--threads", type=int, help="of the CPU, for all rows; else all cores")
@@ -267,13 +270,15 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    device = torch.device(args.device)
+    simulated = args.device == "sim"
+    device = torch.device("cpu" if simulated else args.device)
+    on_cpu = device.type == "cpu" and not simulated
     if args.threads is not None:
         torch.set_num_threads(args.threads)
 
     ceilings = memory_ceilings(device)
     tensors = Tensors(args.numel, device)
-    if device.type == "cpu":
+    if on_cpu:
         ours, paths = cpu_variants(tensors, args.threads)
     else:
         ours = cuda_variants(tensors, device, args.launch)
@@ -310,7 +315,7 @@ def main() -> None:
     if "deepspeed/cpu-adam-fp32" in seconds:
         pair = ("deepspeed/cpu-adam-fp32", "ours/bf16-mixed")
         ratios[" / ".join(pair)] = median_ratio(seconds, *pair)
-    if device.type == "cpu":
+    if on_cpu:
         ratios[f"ours/bf16-mixed / {base}, beside a busy process"] = beside_a_busy_process(
             variants, args.rounds, device
         )

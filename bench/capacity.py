@@ -5,6 +5,9 @@
 The child process may not allocate more than the limit (RLIMIT_DATA: its heap and private mappings),
 and its VmHWM is checked beside it. `device_budget` is the limit less `SLACK_BYTES` for the process
 itself: interpreter, libraries, threads, text and what operators allocate and no trace sees.
+
+disk_bound_seconds: a step's bytes over the disk's mixed speed. core_bound_seconds: its seconds on a
+processor over the number of cores, which is what it takes where nothing waits for the disk.
 Exit status 1 where the limit was passed or the loss does not fall, 2 where there is no room to run.
 """
 
@@ -77,6 +80,8 @@ def summary(result: dict[str, Any], limit: int, gb_per_s: float) -> dict[str, An
         "bytes_written": written,
         "step_seconds": statistics.median(result["step_seconds"]),
         "disk_bound_seconds": (read + written) / (gb_per_s * 1e9),
+        "core_bound_seconds": statistics.median(result["cpu_seconds"])
+        / len(os.sched_getaffinity(0)),
         "nvme_bytes": result["nvme_bytes"],
     }
 

@@ -20,6 +20,11 @@ from pathlib import Path
 
 DRY_SECONDS = 300  # of a section: kernels are interpreted, on a CPU that others use too
 SHAPES = ("1024/4", "2048/8", "2048/4")  # tile and warps of the update
+TESTS = ("tests/kernels_triton", "tests/optim/update")  # where the mark `gpu` is
+TINY = {  # the model of `bench.train`, dry
+    "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_layer": 2, "n_embd": 64,
+    "n_head": 2, "vocab_size": 256, "n_positions": 32, "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,42 +38,44 @@ class Section:
 
 def sections(out: Path, *, dry: bool) -> list[Section]:
     """In the order of what is worth most."""
-    python, device = sys.executable, "cpu" if dry else "cuda"
+    python, device = sys.executable, "sim" if dry else "cuda"
     numel, rounds = (str(1 << 14), "1") if dry else (str(1 << 30), "7")
-    own = (
-        python,
-        "-m",
-        "bench.support.gpu_sections",
-        "--device",
-        "sim" if dry else "cuda",
-        "--out",
-    )
+    own = (python, "-m", "bench.support.gpu_sections", "--device", device, "--out", str(out))
 
     def kernels(shape: str) -> Section:
         name = "kernels-" + shape.replace("/", "-")
-        shaped = () if dry else ("--launch", shape)
         return Section(
             name,
             (python, "-m", "bench.adam", "--device", device, "--numel", numel, "--rounds", rounds,
-             *shaped, "--json", str(out / f"{name}.json")),
+             "--launch", shape, "--json", str(out / f"{name}.json")),
             30,
         )  # fmt: skip
 
-    tests = ("--collect-only", "tests/optim/update/test_gpu.py") if dry else ()
-    sanitizer = shutil.which("compute-sanitizer")
-    small = (python, "tests/optim/update/small_steps.py")
+    collected = ("--collect-only",) if dry else ()
+    small = (python, "tests/optim/update/small_steps.py", "cpu" if dry else "cuda")
+    sanitizer = None if dry else shutil.which("compute-sanitizer")
     checked = small if sanitizer is None else (sanitizer, "--error-exitcode", "1", *small)
-    train = (python, "-m", "bench.train", "--device", device, "--json", str(out / "train.json"))
-    size = ("--help",) if dry else ("--peers", "torch", "fsdp2", "ours", "--model", "gpt2-medium")
     return [
-        *map(kernels, SHAPES[:1] if dry else SHAPES),
-        Section("tests", (python, "-m", "pytest", "-q", "-m", "gpu", *tests), 130),
-        *(Section(name, (*own, str(out), name), seconds) for name, seconds in
+        *map(kernels, SHAPES),
+        Section("tests", (python, "-m", "pytest", "-q", "-m", "gpu", *collected, *TESTS), 130),
+        *(Section(name, (*own, name), seconds) for name, seconds in
           (("places", 70), ("ahead", 40), ("stream", 70), ("races", 30), ("ranks", 45))),
-        Section("sanitizer", (python, "-c", "") if dry else checked, 35),
+        Section("sanitizer", checked, 35),
         Section("doctor", (python, "-m", "gemini", "doctor", "--dir", str(out)), 20),
-        Section("train", (*train, *size), 100),
+        Section("train", (python, "-m", "bench.train", *_training(out, dry=dry)), 100),
     ]  # fmt: skip
+
+
+def _training(out: Path, *, dry: bool) -> Sequence[str]:
+    """Arguments of `bench.train`: beside torch and FSDP2; dry a tiny model, and ours alone."""
+    written = ("--json", str(out / "train.json"), "--force")
+    if not dry:
+        rows = ("--peers", "torch", "fsdp2", "ours", "--model", "gpt2-medium")
+        return ("--device", "cuda", *rows, *written)
+    model = out / "tiny.json"
+    model.write_text(json.dumps(TINY))
+    peers = ("--peers", "torch/adamw-bf16", "ours/resident", "--steps", "3", "--rounds", "1")
+    return ("--device", "cpu", *peers, "--model", str(model), "--seq", "16", *written)
 
 
 def run(section: Section, out: Path, seconds: float, *, dry: bool) -> dict[str, object]:

@@ -4,6 +4,10 @@ Every pair of {clipping, accumulation, no_sync, placement, ZeRO stage, world siz
 precision, 6 steps against one torch process that accumulates the same parts, on updates; and
 digests of weights and state after 10 steps with clipping and accumulation on, one a placement. All
 digests of a precision are equal: where state lives changes no bit. fp16 has its loss scale on.
+
+Then digests of every tier, by each `update=`, when a run clips, accumulates, skips,
+has no gradient of some parameters, or is resumed in its middle (`bench.support.digests`). Exit
+status 1: digests differ that should not. It needs Triton's interpreter and a C++ compiler.
 """
 
 from __future__ import annotations
@@ -11,7 +15,10 @@ from __future__ import annotations
 import argparse
 import functools
 import hashlib
+import os
+import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
@@ -22,13 +29,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bench.shared.models import Tower, token_batches, token_loss
+from bench.shared.reference import flat, relative_error, train_reference
+from bench.shared.workers import run_ranks
+from bench.support import digests as every_tier
 from bench.support.machine import write_result
 from gemini import GeminiDDP, StaticPlacement
 from gemini.runtime.memory.backend import SimBackend
 from optim import HybridAdam, LossScale, NvmeConfig
-from tests.support.models import Tower, token_batches, token_loss
-from tests.support.reference import flat, relative_error, train_reference
-from tests.support.workers import run_ranks
 
 ADAM: dict[str, Any] = {
     "lr": 1e-2,
@@ -175,10 +183,11 @@ def digests(precision: str, steps: int = 10) -> dict[str, str]:
     return found
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="write the results here")
     args = parser.parse_args()
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before any kernel's module is imported
     found: list[dict[str, Any]] = []
     for precision in DTYPES:
         named = list(pairs(precision))
@@ -203,8 +212,17 @@ def main() -> None:
         same = "all equal" if len(set(mine.values())) == 1 else "DIFFERENT"
         short = "  ".join(f"{placement} {sha256[:12]}" for placement, sha256 in mine.items())
         print(f"{precision:5} {short}  {same}")
+    cells = [cell for precision in DTYPES for cell in every_tier.cells(precision)]
+    for precision in DTYPES:
+        print("\n" + every_tier.table([cell for cell in cells if cell.precision == precision]))
     if args.json:
-        write_result(args.json, {"pairs": found, "digests": rows})
+        tiers = [asdict(cell) for cell in cells]
+        write_result(args.json, {"pairs": found, "digests": rows, "tiers": tiers})
+    found_of = {(row["precision"], row["sha256"]) for row in rows}
+    wrong = [name for name, count in Counter(p for p, _ in found_of).items() if count > 1]
+    wrong += every_tier.different(cells)
+    print(f"\nDIFFERENT: {', '.join(wrong)}" if wrong else "\none digest a precision and schedule")
+    return int(bool(wrong))
 
 
 def _print_matrix(errors: dict[str, float]) -> None:
@@ -218,4 +236,4 @@ def _print_matrix(errors: dict[str, float]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -260,7 +260,7 @@ MEASURES: dict[str, tuple[Callable[[int], dict[str, Any]], int]] = {
     "small": (measure_small, 60),
     "gpt2": (measure_gpt2, 8),
     "boost": (measure_boost, 200),
-    "ranks": (measure_ranks, 5),
+    "ranks": (measure_ranks, 12),
 }
 
 

@@ -14,7 +14,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,21 @@ from bench.support.activations import Activations, activations_of, constant_acti
 from gemini.chunk.layout import ChunkLayout, training_layout
 from gemini.chunk.sizing.search import search_chunk_configuration
 from gemini.memtracer.trace import sequential_trace
-from gemini.placement.planner import PlanInputs, Planned, make_plan
+from gemini.placement.fit import fit, usual_block_numel
+from gemini.placement.planner import PlanInputs, PlanResult
 from gemini.placement.policy import AutoPlacement
-from gemini.placement.sizes import UNLIMITED, Bandwidths, BudgetError, Budgets, StateBytes
+from gemini.placement.sizes import (
+    UNLIMITED,
+    Bandwidths,
+    BudgetError,
+    Budgets,
+    StateBytes,
+    wider_chunks,
+)
 from gemini.placement.tiers import Tier
 from gemini.placement.timeline import planned_timeline, write_timeline
-from gemini.units import format_bytes, parse_bytes
+from gemini.placement.timetable.speculation import best_update, priced_in_words
+from gemini.units import BLOCK_NUMEL, ChunkId, format_bytes, parse_bytes
 
 from .support import models
 
@@ -76,22 +85,36 @@ class Question:
     machine: Machine
     batch: int
     seq: int
+    nvme_frac: float = 0.0  # of the optimizer's state, at least, on NVMe
+    with_originals: frozenset[ChunkId] = frozenset()  # chunks of parameters that came in fp32
 
-    def planned(self) -> Planned:
+    def planned(self) -> PlanResult:
         """Raises BudgetError where it does not fit."""
-        return make_plan(self.inputs(), AutoPlacement())
+        split = frozenset(chunk.id for chunk in self.layout.chunks)
+        while True:
+            found = fit(
+                self.inputs(split), AutoPlacement(), is_measured=True, least_block_numel=BLOCK_NUMEL
+            )[1]
+            in_files = {s.chunk for s in found.plan.shards if s.param_home is Tier.NVME}
+            if not split & in_files:
+                return found
+            split -= in_files  # masters are whole there
 
-    def inputs(self) -> PlanInputs:
+    def inputs(self, split: frozenset[ChunkId] = frozenset()) -> PlanInputs:
+        """split: chunks whose masters on disk are what their parameters lack of them."""
         numel = sum(spec.numel for spec in self.layout.params)
-        return PlanInputs(
+        inputs = PlanInputs(
             layout=self.layout,
             trace=self.activations.at(self.batch),
-            state=ADAM,
+            state=replace(ADAM, split_on_disk=split),
             budgets=self.machine.budgets(),
             bandwidths=self.machine.bandwidths,
             has_host_tier=self.machine.device != "cpu",
             flops=6.0 * numel * self.batch * self.seq,  # 2 forward, 4 backward
+            nvme_state_frac=self.nvme_frac,
+            with_originals=self.with_originals,
         )
+        return replace(inputs, block_numel=usual_block_numel(inputs))
 
     def fits(self) -> bool:
         try:
@@ -115,7 +138,7 @@ def largest_batch(question: Question) -> int:
     return low
 
 
-def enough(question: Question) -> tuple[Question, Planned]:
+def enough(question: Question) -> tuple[Question, PlanResult]:
     """The same question with as much more of each tier as it takes to fit."""
     machine = question.machine
     while True:
@@ -169,19 +192,34 @@ def format_bytes_up(nbytes: int) -> str:
     return f"{-(-nbytes // (1 << 20))}MiB"
 
 
-def homes(planned: Planned) -> dict[str, dict[str, int]]:
+def homes(planned: PlanResult) -> dict[str, dict[str, int]]:
     """Bytes of every kind on every tier, of one rank."""
-    found = {"parameters": Counter[str](), "gradients": Counter[str](), "state": Counter[str]()}
+    kinds = ("parameters", "gradients", "state", "originals")
+    found = {kind: Counter[str]() for kind in kinds}
     for sizes, shard in zip(planned.plan.chunks, planned.plan.shards, strict=True):
         found["parameters"][shard.param_home.value] += sizes.shard_bytes
         if shard.grad_home is not None:
             found["gradients"][shard.grad_home.value] += sizes.shard_bytes
         for block, home in zip(sizes.blocks, shard.state_homes, strict=True):
-            found["state"][home.value] += block.state_bytes
-    return {kind: dict(tiers) for kind, tiers in found.items()}
+            found["state"][home.value] += block.held_on(home)
+        if sizes.original_bytes:
+            found["originals"][planned.plan.original_home.value] += sizes.original_bytes
+    return {kind: dict(tiers) for kind, tiers in found.items() if tiers or kind != "originals"}
 
 
-def answer(question: Question) -> tuple[dict[str, Any], Planned]:
+def update_in_words(planned: PlanResult) -> str:
+    """What a tail hides of it, or what is against one."""
+    tail = planned.tail
+    if tail is None:
+        return f"serial, as {planned.against_tail or 'nothing is computed'}"
+    where = "" if planned.plan.has_host_tier else "where no budget is given, "
+    return (
+        f'with update="tail", {where}{tail}: {tail.seconds:.2f} s a step, and '
+        f"{tail.serial_seconds:.2f} s without"
+    )
+
+
+def answer(question: Question) -> tuple[dict[str, Any], PlanResult]:
     """What is written as JSON; where it does not fit, of the least budgets with which it would."""
     started = time.perf_counter()
     try:
@@ -193,6 +231,7 @@ def answer(question: Question) -> tuple[dict[str, Any], Planned]:
     seconds = time.perf_counter() - started
     batch = largest_batch(question)
     moved = planned.plan.bytes_moved()
+    ahead = planned.speculation
     gathered = sum(planned.plan.chunks[g.chunk].payload_bytes for g in planned.plan.gathers)
     result = {
         "fits": missing is None,
@@ -200,6 +239,11 @@ def answer(question: Question) -> tuple[dict[str, Any], Planned]:
         "bytes_moved_per_step": sum(moved.values()),
         "step_seconds": planned.cost.seconds,
         "bound_by": planned.cost.bound_by,
+        "tail": None if planned.tail is None else asdict(planned.tail),
+        "update": update_in_words(planned),
+        "seconds_by_update": planned.seconds_by_update,
+        "best_update": best_update(planned.seconds_by_update),
+        "updated_in_backward": None if ahead is None else str(ahead),
         "largest_batch": batch,
         "suggestion": None if missing is None else suggestion(question, batch),
         "missing": None if missing is None else str(missing),
@@ -246,6 +290,11 @@ def _lines(result: dict[str, Any], question: Question) -> Iterator[str]:
         f"step: {result['step_seconds']:.2f} s, of which {result['stall_seconds']:.2f} s waiting; "
         f"bound by {result['bound_by']}"
     )
+    yield f"update: {result['update']}"
+    if result["tail"] is not None:
+        yield priced_in_words(result["seconds_by_update"])
+    if result["updated_in_backward"]:
+        yield f'with update="both", in backward: {result["updated_in_backward"]}'
     yield f"largest batch of a rank: {result['largest_batch']}"
     if result["suggestion"]:
         yield f"cheapest change: {result['suggestion']}"
@@ -275,6 +324,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device-mem", type=parse_bytes, default=parse_bytes("24GiB"))
     parser.add_argument("--host-mem", type=parse_bytes, default=parse_bytes("64GiB"))
     parser.add_argument("--nvme", type=parse_bytes, default=parse_bytes("1TB"))
+    parser.add_argument(
+        "--nvme-fraction", type=float, default=0.0, help="of the state, at least, on NVMe"
+    )
     parser.add_argument("--batch", type=int, default=1, help="of a rank")
     parser.add_argument("--seq", type=int, default=1024)
     parser.add_argument("--bandwidths", type=Path, help="JSON, bytes a second; see Bandwidths")
@@ -285,6 +337,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     for name in ("world_size", "batch", "seq"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    if not 0 <= args.nvme_fraction <= 1:
+        parser.error("--nvme-fraction must be from 0 to 1")
     args.ranks_per_node = args.ranks_per_node or min(8, args.world_size)
     if not 1 <= args.ranks_per_node <= args.world_size:
         parser.error("--ranks-per-node must be at least 1 and at most --world-size")
@@ -306,7 +360,8 @@ def ask(args: argparse.Namespace) -> Question:
         args.world_size, args.ranks_per_node, args.device_mem, args.host_mem, args.nvme,
         read_bandwidths(args.bandwidths, args.device), args.device,
     )  # fmt: skip
-    return Question(layout, activations, machine, args.batch, args.seq)
+    wider = wider_chunks(layout, models.itemsizes(model))
+    return Question(layout, activations, machine, args.batch, args.seq, args.nvme_fraction, wider)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

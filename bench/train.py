@@ -2,10 +2,12 @@
 
 Same model, data, batch, seed and hyperparameters; no dropout, gradients clipped to norm 1. Every
 rank of every row is a process of its own (`bench/rows/worker.py`) with the same malloc settings.
-Rows that are compared with each other are alive together and take turns, step by step; where they
-do not fit into memory together, or with `--apart`, one row runs after the other. All of it is
-repeated in rounds. DeepSpeed runs in the environment of `make peers` where that was made, what is
-in torch itself in ours. A peer that is missing or crashes costs its own row.
+Rows that are compared with each other are alive together and take turns of STEPS_A_TURN; where
+they do not fit into memory together, or with `--apart`, one row runs after the other. All of it is
+repeated in rounds. A turn ends when nothing of it is under way, so that no row's tail is in the
+next row's time; its first step, which has no tail before it, is not counted. DeepSpeed runs in the
+environment of `make peers` where that was made, what is in torch itself in ours.
+A peer that is missing or crashes costs its own row.
 
 step, forward, backward, optimizer   seconds: medians over all steps but a process's first
                                      WARMUP_STEPS; of several ranks the slowest
@@ -43,6 +45,7 @@ from bench.support.models import build
 from nvme import check_folder, default_folder
 
 BUSY_FRACTION = 0.25  # of all cores, above which the machine is not quiet
+STEPS_A_TURN = 3
 BYTES_PER_PARAMETER = 28  # that a resident row takes at most, while it starts too
 PREPARE_SECONDS = 900.0  # a peer may compile
 
@@ -210,10 +213,15 @@ def play(
                 living.callback(ranks[row.name].close)
                 one.starts.append({"ready": ranks[row.name].ready})
                 one.steps.append([])
-        for _ in range(args.steps):
+        for first in range(0, args.steps, STEPS_A_TURN):
             for name in list(ranks):
                 with _reason_of(measured[name], ranks):
-                    measured[name].steps[-1].append(slowest(ranks[name].step()))
+                    for step in range(first, min(first + STEPS_A_TURN, args.steps)):
+                        found = slowest(ranks[name].step())
+                        if step == first:
+                            found["follows_rest"] = 1.0
+                        measured[name].steps[-1].append(found)
+                    ranks[name].rest()
         for name in list(ranks):
             with _reason_of(measured[name], ranks):
                 on_disk = disk_bytes(folders[name] / "state")

@@ -59,6 +59,10 @@ def arguments() -> argparse.Namespace:
         "iteration is planned from a trace on fake tensors",
     )
     parser.add_argument("--nvme-fraction", type=float, default=0.0, help="of the optimizer state")
+    parser.add_argument(
+        "--update", choices=["serial", "tail"], default="serial",
+        help="tail: state on disk is updated behind the next forward",
+    )  # fmt: skip
     parser.add_argument("--nvme-dir", help="default: a temporary folder on a disk")
     parser.add_argument("--lr", type=float, default=6e-4)
     parser.add_argument("--seed", type=int, default=0)
@@ -132,8 +136,9 @@ def build(args: argparse.Namespace) -> tuple[nn.Module, torch.optim.Optimizer | 
         ids = torch.zeros(args.batch // world_size(), args.seq, dtype=torch.long)
         iteration = trace(model, {"input_ids": ids, "labels": ids}, precision=args.precision)
     model = GeminiDDP(  # (*)
-        model, args.device, placement, precision=args.precision, max_norm=1.0, trace=iteration
-    )
+        model, args.device, placement, precision=args.precision, max_norm=1.0, trace=iteration,
+        update=args.update,
+    )  # fmt: skip
     if args.floor:
         return model, None
     return model, HybridAdam(model.parameters(), **adam, **nvme)  # (*)
@@ -166,11 +171,11 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     autocast = torch.autocast(torch.device(args.device).type, dtype=torch.bfloat16)
     context = autocast if args.baseline or args.plain else nullcontext()
 
-    losses, seconds, peaks, moved = [], [], [], []
+    losses, seconds, cpu_seconds, peaks, reports = [], [], [], [], []
     batches = text.batches(text.train, args.seed)
     bar = tqdm(range(args.steps), disable=rank != 0)
     for _ in bar:
-        started = time.perf_counter()
+        started, used = time.perf_counter(), time.process_time()
         ids = next(batches)[mine].to(args.device)
         with context:
             loss = model(input_ids=ids, labels=ids).loss
@@ -183,17 +188,20 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         model.zero_grad()
         losses.append(mean_over_ranks(loss.item()))
         seconds.append(time.perf_counter() - started)
+        cpu_seconds.append(time.process_time() - used)
         peaks.append(peak_rss_mib())
-        moved.append((getattr(optimizer, "last_report", None) or StepReport()).traffic)
+        reports.append(getattr(optimizer, "last_report", None) or StepReport())
         speed = args.batch * args.seq / seconds[-1]
         bar.set_postfix_str(
             f"loss {losses[-1]:.3f}, {speed:.0f} tokens/s, peak {peaks[-1]:.0f} MiB"
         )
+    moved = [report.traffic + report.behind.wait().traffic for report in reports]
     return {
         "arguments": {key: str(value) for key, value in vars(args).items()},
         "train_loss": losses,
         "val_loss": evaluate(model, text, mine, context),
         "step_seconds": seconds,
+        "cpu_seconds": cpu_seconds,
         "peak_rss_mib": peaks,
         "nvme_bytes": getattr(optimizer, "nvme_bytes", 0),
         "bytes_moved_per_step": moved[-1].total,

@@ -11,34 +11,47 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from gemini.chunk.layout import ChunkLayout, training_layout
+from gemini.chunk.local import mesh_dims
 from gemini.chunk.sizing.search import ChunkConfiguration, search_chunk_configuration
 from gemini.memtracer.collector import MemStatsCollector
 from gemini.memtracer.module_calls import GatherWhole, has_experts
 from gemini.memtracer.trace import Trace
 from gemini.placement.policy import Placement, parse_placement
+from gemini.placement.sizes import wider_chunks
 from gemini.runtime.autograd.io_casts import Boundary
 from gemini.runtime.comm.communicator import Communicator
+from gemini.runtime.comm.connect import connect
 from gemini.runtime.engine import Engine
 from gemini.runtime.gradients.by_name import named_gradients
 from gemini.runtime.gradients.writable_pass import ChangeGradient, map_gradients
 from gemini.runtime.inspect.digest import digest
 from gemini.runtime.inspect.reports import MemoryReport, explain, memory_report, memory_timeline
 from gemini.runtime.memory.backend import Backend, make_backend
+from gemini.runtime.pipeline.mesh import check_stage_options, data_parallel_group, is_pipeline
+from gemini.runtime.pipeline.together import together_of
 from gemini.runtime.schedule.planning import begin_planning
 from gemini.runtime.unwrap import check_room, unwrap
-from gemini.runtime.wrap.keep_fp32 import KeepFp32, cast_at_boundary, kept_modules, param_dtypes
+from gemini.runtime.wrap.keep_fp32 import (
+    KeepFp32,
+    cast_at_boundary,
+    find_fp32_modules,
+    param_dtypes,
+)
 from gemini.runtime.wrap.materialise import InitFn, Materialiser
-from gemini.runtime.wrap.module_check import Integrity
-from gemini.runtime.wrap.precision import Numerics, as_loss_scale, check_travelling
-from gemini.runtime.wrap.specs import check_module, collect_params
+from gemini.runtime.wrap.module_check import ModuleCheck
+from gemini.runtime.wrap.precision import PrecisionSettings, as_loss_scale, check_travelling
+from gemini.runtime.wrap.specs import check_module, check_split, collect_params, padded
 from optim.rules.clipping import asked_norm
 from optim.rules.loss_scale import LossScale
 
 from .dtypes import DTYPES
 from .module_face import ModuleFace, face_of
 from .options import ChunkSearch, PrecisionPolicy, takes_groups
+
+UPDATES = ("serial", "tail", "speculate", "both")  # what `update` may be
 
 
 class GeminiDDP(ModuleFace):
@@ -66,6 +79,11 @@ class GeminiDDP(ModuleFace):
         an update is rounded at random, up or down, by `rounding_seed`, the step and the element:
         the same run has the same bits, wherever its state lives.
     process_group: None is the default group, or no group where torch.distributed is not set up.
+    mesh: instead of a group, of all ranks: parameters are sharded over one dimension (`"shard"`,
+        `"fsdp"`, `"dp"`) and replicated over another (`"replicate"`, `"dp_replicate"`); torch has
+        split some over others, as experts over `"ep"`; see docs/meshes.md. A 1-D mesh is its group.
+        With `"pp"` the module is a part of a pipeline, see
+        `gemini.pipeline`, and sharded over the other dimension, if there is one.
     search_range_m, hidden_dim, min_chunk_size_m: see `search_chunk_configuration`.
     chunks: what that has found for this module before, with `dtype=` as it computes; nothing is
         searched then.
@@ -92,6 +110,14 @@ class GeminiDDP(ModuleFace):
         where backwards have added up.
     overlap_allgather: what is never released (ZeRO-1 and 2) is gathered after a step while the
         next forward runs; each module waits for its own parameters.
+    update: `"serial"`, a step has ended when `step()` returns; or `"tail"`: with state on NVMe,
+        and nothing else there, or in host memory beside a device, blocks are updated while the
+        next forward runs, which waits for what it reads. The bits are the same. A disk that fails
+        then is told by the next backward,
+        or by what looks at weights or state before; see docs/adr/0011-the-tail.md. `"speculate"`:
+        blocks are updated in backward as soon as their gradient is final, with what the step is
+        expected to agree on, and again where it does not (docs/adr/0013-speculation.md); what is
+        left is done in `step()`, and with `"both"` while the next forward runs.
 
     `precision` may be a `gemini.PrecisionPolicy` and `chunks` a `gemini.ChunkSearch`: the arguments
     that they have as fields, in one value.
@@ -108,6 +134,7 @@ class GeminiDDP(ModuleFace):
         *,
         precision: str | PrecisionPolicy = "bf16",
         process_group: dist.ProcessGroup | None = None,
+        mesh: DeviceMesh | None = None,
         search_range_m: float | None = None,
         hidden_dim: int | None = None,
         min_chunk_size_m: float = 32,
@@ -130,11 +157,12 @@ class GeminiDDP(ModuleFace):
         broadcast_buffers: bool = False,
         communication_dtype: str | None = None,
         overlap_allgather: bool = False,
+        update: str = "serial",
     ) -> None:
         super().__init__()
         assert not isinstance(precision, PrecisionPolicy) and not isinstance(chunks, ChunkSearch)
         check_module(module)
-        numerics = Numerics(
+        precision_settings = PrecisionSettings(
             precision=precision,
             max_norm=max_norm,
             norm_type=norm_type,
@@ -146,14 +174,26 @@ class GeminiDDP(ModuleFace):
         )
         if max_prefetch < 0:
             raise ValueError(f"max_prefetch={max_prefetch} is negative; 0 does not prefetch")
+        if update not in UPDATES:
+            raise ValueError(f"update={update!r}; expected one of {list(UPDATES)}")
         placement = parse_placement(placement_policy)
-        check_travelling(numerics, placement.budgets())
-        self._dtype = DTYPES[numerics.dtype]
-        kept = kept_modules(module, keep_fp32, cast_buffers=cast_buffers)
-        params, specs = collect_params(module, param_dtypes(module, kept, numerics.dtype))
+        check_travelling(precision_settings, placement.budgets())
+        self._dtype = DTYPES[precision_settings.dtype]
+        fp32_modules = find_fp32_modules(module, keep_fp32, cast_buffers=cast_buffers)
+        dtypes = param_dtypes(module, fp32_modules, precision_settings.dtype)
+        params, own_specs = collect_params(module, dtypes, meshed=mesh is not None)
         values = Materialiser(module, init_fn, init_state_dict)
         values.check()
-        comm = Communicator(process_group)
+        split = sorted({name for param in params for name in mesh_dims(param)})
+        if split:
+            check_split(precision_settings, trace=trace, init_state_dict=init_state_dict)
+        together = None
+        if is_pipeline(process_group, mesh):
+            check_stage_options(precision_settings, split)
+            process_group, together, mesh = data_parallel_group(mesh), together_of(mesh), None
+        connections = connect(process_group, mesh, split, {spec.group for spec in own_specs})
+        comm = connections.comm
+        specs = padded(own_specs, comm)
         if chunks is None:
             chunks = search_chunk_configuration(
                 specs,
@@ -166,15 +206,19 @@ class GeminiDDP(ModuleFace):
         if trace is not None:
             trace.check_model(specs)
         order = None if trace is None else trace.param_order(specs)
-        layout = training_layout(specs, chunks.capacities, comm.world_size, order)
-        _check_same_set_up(comm, layout, (placement, numerics, max_prefetch))
+        num_shards, num_replicas = connections.num_shards, connections.num_replicas
+        layout = training_layout(specs, chunks.capacities, num_shards, order, num_replicas)
+        _check_same_set_up(comm, layout, (placement, precision_settings, max_prefetch, update))
         backend = _backend(device)
+        itemsizes = [param.dtype.itemsize for param in params]
         planning = begin_planning(
             layout, placement, backend, comm,
+            with_originals=wider_chunks(layout, itemsizes) if master_weights else frozenset(),
             has_master=master_weights and any(c.dtype != "float32" for c in layout.chunks),
             max_prefetch=max_prefetch, trace=trace,
+            ranks_per_node=None if together is None else together.ranks_here,
         )  # fmt: skip
-        if overlap_allgather and not planning.kept:
+        if overlap_allgather and not planning.never_released:
             raise ValueError(
                 "overlap_allgather=True gathers behind a step what is never released, and here all "
                 'is; expected placement_policy="zero1", "zero2" or StaticPlacement('
@@ -183,34 +227,37 @@ class GeminiDDP(ModuleFace):
         self.module = module
         self.engine = Engine(
             params,
-            layout,
+            layout.with_params(own_specs),
             values,
             backend,
-            comm,
+            connections,
             planning,
             max_prefetch=max_prefetch,
-            numerics=numerics,
+            precision_settings=precision_settings,
             overlap_allgather=overlap_allgather,
+            beside=comm.beside() if update in ("tail", "both") else None,
+            speculates=update in ("speculate", "both"),
         )
+        self.engine.together = together
         values.fill_buffers()
         self._boundary = Boundary(
             self._dtype,
             backend.device,
-            self.engine.scaler,
+            self.engine.control_vector,
             partial(self.engine.calls.begin_backward, scaled=True),
             force_outputs_fp32=force_outputs_fp32,
             cast_inputs=cast_inputs,
         )
-        in_fp32 = {id(buffer) for inner in kept.values() for buffer in inner.buffers()}
+        in_fp32 = {id(buffer) for inner in fp32_modules.values() for buffer in inner.buffers()}
         self._buffer_dtypes = {id(buffer): buffer.dtype for buffer in module.buffers()}
         for buffer in module.buffers():
             casts = cast_buffers and buffer.is_floating_point() and id(buffer) not in in_fp32
             buffer.data = buffer.data.to(backend.device, self._dtype if casts else buffer.dtype)
-        for inner in kept.values():
+        for inner in fp32_modules.values():
             self.engine.hook_handles += cast_at_boundary(inner, self._dtype)
-        self._broadcasts_buffers = broadcast_buffers
+        self.broadcast_buffers = broadcast_buffers
         self._broadcast_buffers()
-        self.engine.integrity = Integrity(module)
+        self.engine.module_check = ModuleCheck(module)
         self.engine.calls.hook(module, gather_whole)
         self.__class__ = face_of(type(self), type(module))  # type: ignore[assignment]
 
@@ -218,7 +265,7 @@ class GeminiDDP(ModuleFace):
         """The inner module's. Raises RuntimeError after `unwrap()`."""
         if self.engine.is_unwrapped:
             raise RuntimeError("this module was unwrapped; use model.module, or wrap it again")
-        if self._broadcasts_buffers:
+        if self.broadcast_buffers:
             self.engine.meetings.come_together()
             self._broadcast_buffers()
         self.engine.calls.begin_iteration((args, kwargs))
@@ -310,8 +357,8 @@ class GeminiDDP(ModuleFace):
         """`change(name, part)` of every parameter that has a gradient, between backward and step.
 
         part: this rank's elements of the mean over ranks, flat, fp32, without loss scale; may be
-            changed in place, or another one of the shape is returned. A parameter may have none
-            here. Before gradients are clipped. Collective.
+            changed in place, or another one of the shape is returned, the same on all replicas of
+            a shard. A parameter may have none here. Before gradients are clipped. Collective.
         """
         map_gradients(self.engine, self.engine.meetings, self.engine.gradients, change)
 

@@ -7,4 +7,5 @@ DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
+    "int16": torch.int16,  # of remainders of masters
 }

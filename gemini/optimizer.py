@@ -94,6 +94,6 @@ def _check_wrapped(module: GeminiDDP) -> None:
 
 def _configure(module: GeminiDDP, max_norm: float | None, scale_options: dict[str, Any]) -> None:
     options = LossScale(**scale_options) if scale_options else None
-    if options == LossScale() and not module.engine.scaler.active:
+    if options == LossScale() and not module.engine.control_vector.active:
         options = None
     module.engine.reconfigure(max_norm=max_norm, loss_scale=options)

@@ -14,7 +14,7 @@ from functools import wraps
 from typing import Any, ParamSpec
 
 from gemini.runtime.wrap.keep_fp32 import KeepFp32
-from gemini.runtime.wrap.precision import Numerics, as_loss_scale
+from gemini.runtime.wrap.precision import PrecisionSettings, as_loss_scale
 from optim.rules.loss_scale import LossScale
 
 P = ParamSpec("P")
@@ -39,7 +39,7 @@ class PrecisionPolicy:
     on_nonfinite: str = "skip"
 
     def __post_init__(self) -> None:
-        Numerics(
+        PrecisionSettings(
             precision=self.precision,
             loss_scale=as_loss_scale(self.loss_scale),
             on_nonfinite=self.on_nonfinite,

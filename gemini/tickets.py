@@ -40,6 +40,15 @@ class CopyTicket(Ticket[None], Protocol):
         ...
 
 
+class BesideTicket(CopyTicket, Protocol):
+    """Work that the device was given beside what it computes. `wait()` is `order()`."""
+
+    def times(self) -> tuple[float, float]:
+        """Seconds from the begin of all that was given with it to its end; and for how many what
+        the device computes has waited behind its first `order`. The host waits for it."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Done(Generic[T]):
     """A ticket for work that needed no waiting."""
@@ -83,7 +92,7 @@ class FutureTicket(Generic[T]):
 
 
 @dataclass(frozen=True, slots=True)
-class Together(Generic[T]):
+class TicketGroup(Generic[T]):
     """Several tickets as one. `wait()` waits for all of them, then raises the first error."""
 
     parts: Sequence[Ticket[T]]

@@ -24,6 +24,8 @@ GIB = 1 << 30
 PARAM_ALIGN_NUMEL = 64  # every parameter starts at a multiple of this inside its chunk
 SHARD_ALIGN_NUMEL = 256  # shard boundaries are multiples of this: vector tails never exist
 BLOCK_NUMEL = 1 << 20  # unit of transfer, staging, update, checksum and version
+STREAMED_BLOCK_NUMEL = 1 << 22  # the same, where a device streams: see `gemini.placement.fit`
+MIN_BLOCK_NUMEL = 1024  # blocks are multiples of it
 PAGE_BYTES = 4096  # alignment of direct I/O
 
 _UNITS = {
@@ -38,6 +40,12 @@ _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
 def align_up(value: int, multiple: int) -> int:
     """The smallest multiple of `multiple` that is not below `value`."""
     return -(-value // multiple) * multiple
+
+
+def check_block_numel(block_numel: int) -> None:
+    """Raise ValueError for a size of blocks that cannot be."""
+    if block_numel < MIN_BLOCK_NUMEL or block_numel % MIN_BLOCK_NUMEL:
+        raise ValueError(f"block_numel={block_numel}; expected a multiple of {MIN_BLOCK_NUMEL}")
 
 
 def parse_bytes(size: int | str) -> Bytes:

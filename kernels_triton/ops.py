@@ -125,7 +125,8 @@ def update_now(
 ) -> None:
     """Update every tile in one launch; see `update_kernel`.
 
-    planes: the slabs, fp32 [N], the master first where there is one more than the rule's own.
+    planes: the slabs, fp32 [N], the master first where there is one more than the rule's own; an
+        int16 one is what bf16 parameters lack of it, and fp32 parameters have none.
     stochastic: bf16 parameters without a master are rounded at random, by control[SEED].
     params, grads: what the addresses in `segments` point into; may be empty for a plain module.
     Raises ValueError, before anything is written, for what the kernel cannot take.
@@ -140,8 +141,13 @@ def update_now(
             f"planes has {len(planes)} slabs; {rule} has {kernel.num_planes}, and one more with "
             "a master"
         )
+    is_split = has_master and planes[0].dtype == torch.int16
+    if is_split and not kernel.keeps_ties:
+        raise ValueError(f"planes[0] is int16; {rule} has no plane that keeps ties, so give fp32")
+    if is_split and param_dtype is not torch.bfloat16:
+        raise ValueError(f"planes[0] is int16, which bf16 parameters lack; {param_dtype} was given")
     for i, plane in enumerate(planes):
-        _check(f"planes[{i}]", plane, torch.float32, None)
+        _check(f"planes[{i}]", plane, torch.int16 if is_split and i == 0 else torch.float32, None)
         if plane.numel() != planes[0].numel():
             raise ValueError(f"planes[{i}] has {plane.numel()} elements, others differ")
         for j in range(i):
@@ -160,7 +166,8 @@ def update_now(
             tiles, segments, coefficients, control, planes[0], state[0],
             state[min(1, len(state) - 1)], state[-1],
             kernel.formula, kernel.num_planes, TRITON_DTYPES[param_dtype],
-            TRITON_DTYPES[grad_dtype], has_master,
+            TRITON_DTYPES[grad_dtype], has_master and not is_split,
+            is_split,
             stochastic and param_dtype is torch.bfloat16, block, num_warps=num_warps,
             **_EXACT,
         )  # fmt: skip

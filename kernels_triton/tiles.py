@@ -51,7 +51,7 @@ def choose_launch(bytes_per_element: int, interpreted: bool, largest_numel: int)
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class SegmentRow:
     """One row of the segment table. Addresses in bytes, offsets and lengths in elements."""
 
     param: int  # address of the visible parameter, 0 where only the gradient is read
@@ -62,7 +62,7 @@ class Segment:
     first: int = 0  # its first element, in its parameter
 
 
-def segment_table(segments: Sequence[Segment], device: torch.device) -> Tensor:
+def segment_table(segments: Sequence[SegmentRow], device: torch.device) -> Tensor:
     """int64 [n, 6]."""
     rows = [[s.param, s.grad, s.state, s.numel, s.counter, s.first] for s in segments]
     table = torch.tensor(rows, dtype=torch.int64).reshape(-1, NUM_COLUMNS)

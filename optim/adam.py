@@ -39,7 +39,9 @@ class AdamRule:
     """m and v in fp32; the formula is `formulas.adam`."""
 
     name = "adam"
-    layout = StateLayout((Plane("exp_avg", "float32"), Plane("exp_avg_sq", "float32")))
+    layout = StateLayout(
+        (Plane("exp_avg", "float32"), Plane("exp_avg_sq", "float32", keeps_ties=True))
+    )
     num_coefficients = len(AdamCoefficients._fields)
 
     def hyper(self, group: Mapping[str, Any]) -> AdamHyper:

@@ -19,7 +19,7 @@ from optim.rules.state_layout import MASTER
 from optim.state.held_signals import HeldSignals
 from optim.state.parking import Where, park
 from optim.state.saved_state import filled_up, with_steps
-from optim.state.state_stream import Look, Source, StateRun
+from optim.state.state_stream import StateRun, StateSource, StateVisitor
 
 from .binding import BoundOptimizer
 from .binding import Folders as Folders
@@ -105,7 +105,7 @@ class TieredOptimizer(BoundOptimizer):
         counters = [target.counters for target in self._targets]  # a step skips on all
         return max((c.skipped_steps for c in counters if c is not None), default=0)
 
-    def visit_state(self, look: Look) -> None:
+    def visit_state(self, look: StateVisitor) -> None:
         """Show this process's state, run by run, never all at once; see `optim.state.state_stream`.
 
         Under GeminiDDP every rank sees its own shards; no rank waits for another.
@@ -114,7 +114,7 @@ class TieredOptimizer(BoundOptimizer):
         for target in self._targets:
             target.visit_state(partial(_looking, look, self._naming(target)))
 
-    def fill_state(self, source: Source) -> None:
+    def fill_state(self, source: StateSource) -> None:
         """The way back: `source` gives new values for a run, or None to leave it as it is."""
         self._bind()
         for target in self._targets:
@@ -138,7 +138,7 @@ class TieredOptimizer(BoundOptimizer):
         self._refuse_unusable()
         names = self._names()
         live = self.state
-        self.state = self._whole_state()
+        self.state = self._full_state()
         try:
             found = super().state_dict()
         finally:

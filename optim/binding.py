@@ -21,7 +21,7 @@ from optim.rules.config import NvmeConfig, StateConfig
 from optim.rules.report import StepReport
 from optim.rules.rule import UpdateRule
 
-from .target import ParameterOwner, Target, owner_of
+from .target import ParameterOwner, Target, owner_of, speaker_of
 
 # so that a module that was wrapped behind its optimizer finds it
 _alive: weakref.WeakSet[BoundOptimizer] = weakref.WeakSet()
@@ -126,7 +126,7 @@ class BoundOptimizer(torch.optim.Optimizer):
     def bind_to(self, owner: ParameterOwner) -> None:
         """Take the parameters' state now. Raises ValueError where they are not `owner`'s."""
         self._bind()
-        if self._owner is not owner:
+        if self._owner is not speaker_of(owner):
             raise ValueError(
                 "this optimizer is not over the parameters of that module; make it from "
                 "module.parameters()"
@@ -142,10 +142,10 @@ class BoundOptimizer(torch.optim.Optimizer):
         for group, ours in zip(groups, self.param_groups, strict=True):
             group.clear()
             group.update(ours)
-        kept = {name: value for name, value in vars(other).items() if name != "step"}
+        theirs = {name: value for name, value in vars(other).items() if name != "step"}
         own = {name: value for name, value in vars(self).items() if not name.endswith("_hooks")}
         other.__class__ = type(self)
-        other.__dict__ = {**kept, **own, "param_groups": groups}
+        other.__dict__ = {**theirs, **own, "param_groups": groups}
         _alive.add(other)  # type: ignore[arg-type]
         if followed:
             show_steps(other)
@@ -197,7 +197,7 @@ class BoundOptimizer(torch.optim.Optimizer):
             self.state.update(target.shown_state())
         self._bound.update({id(param): rule for param, _ in new})
 
-    def _whole_state(self) -> defaultdict[Tensor, Any]:
+    def _full_state(self) -> defaultdict[Tensor, Any]:
         """What `self.state` shows, and copies of the rest."""
         whole: defaultdict[Tensor, Any] = defaultdict(dict)
         if any(target.untouched for target in self._targets):
@@ -235,7 +235,7 @@ class BoundOptimizer(torch.optim.Optimizer):
                 name: value.clone() if isinstance(value, Tensor) else value
                 for name, value in planes.items()
             }
-            for param, planes in self._whole_state().items()
+            for param, planes in self._full_state().items()
         }
         return {
             "defaults": self.defaults,

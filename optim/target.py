@@ -10,11 +10,11 @@ from torch import Tensor
 
 from optim.rules.clipping import Clip
 from optim.rules.config import StateConfig
-from optim.rules.control_vector import Scaler
+from optim.rules.control_vector import ControlVector
 from optim.rules.report import StepReport
 from optim.rules.rule import UpdateRule
 from optim.rules.state_layout import Plane
-from optim.state.state_stream import Look, RunSpec, Source, StateSnapshot
+from optim.state.state_stream import RunSpec, StateSnapshot, StateSource, StateVisitor
 
 Group = dict[str, Any]  # a torch.optim param group
 
@@ -58,7 +58,7 @@ class Target(Protocol):
         ...
 
     @property
-    def counters(self) -> Scaler | None:
+    def counters(self) -> ControlVector | None:
         """Loss scale and skipped steps, which belong to a state dict."""
         ...
 
@@ -70,7 +70,7 @@ class Target(Protocol):
         """Clip the gradients of the coming step; the norm before, where a norm is asked for."""
         ...
 
-    def visit_state(self, look: Look) -> None:
+    def visit_state(self, look: StateVisitor) -> None:
         """Show this process's state run by run; see `optim.state.state_stream`."""
         ...
 
@@ -82,7 +82,7 @@ class Target(Protocol):
         """The same as it is now, to be shown while training goes on."""
         ...
 
-    def fill_state(self, source: Source) -> None:
+    def fill_state(self, source: StateSource) -> None:
         """Replace this process's state run by run."""
         ...
 
@@ -124,6 +124,11 @@ OWNER_ATTRIBUTE = "_gemini_owner"  # the one attribute that wrapping adds to a p
 
 
 def owner_of(param: Tensor) -> ParameterOwner | None:
-    """The engine behind a parameter, or None for a plain one."""
-    owner = getattr(param, OWNER_ATTRIBUTE, None)
-    return owner.owner if owner is not None else None
+    """What attaches an optimizer to a parameter, or None for a plain one."""
+    handle = getattr(param, OWNER_ATTRIBUTE, None)
+    return speaker_of(handle.owner) if handle is not None else None
+
+
+def speaker_of(owner: ParameterOwner) -> ParameterOwner:
+    """Who attaches optimizers for an engine: it does, or what several engines step with."""
+    return getattr(owner, "together", None) or owner

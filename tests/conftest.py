@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import random
+import signal
+from collections.abc import Iterator
 
 import torch
 
@@ -16,9 +18,10 @@ if not torch.cuda.is_available():
 import pytest
 from hypothesis import settings
 
+from bench.shared.workers import poison_memory
 from tests.support.disks import own_folder
-from tests.support.workers import poison_memory
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 poison_memory()
 own_folder.make()  # before anything asks for a temporary folder
 # A loaded machine is no failure; the same examples every time, so that a failure is the change's.
@@ -30,6 +33,17 @@ settings.load_profile("same")
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _same_signal_handlers() -> Iterator[None]:
+    """Children inherit them: a handler that a test leaves lets another's outlive its SIGTERM."""
+    before = [signal.getsignal(number) for number in SIGNALS]
+    yield
+    left = [signal.getsignal(number) for number in SIGNALS]
+    for number, handler in zip(SIGNALS, before, strict=True):
+        signal.signal(number, handler)
+    assert left == before
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

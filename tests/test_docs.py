@@ -163,6 +163,18 @@ def test_every_link_and_every_named_file_is_there(page):
             assert (ROOT / target).exists(), target
 
 
+def links_of(page):
+    """Files that a page links to; a folder stands for all of its pages."""
+    targets = re.findall(r"\]\(([^)#]+)", page.read_text())
+    for target in (page.parent / target for target in targets if "://" not in target):
+        yield from target.glob("*.md") if target.is_dir() else [target]
+
+
+def test_the_readme_lists_every_document():
+    listed = set(links_of(PAGES[0]))
+    assert [str(page.relative_to(ROOT)) for page in PAGES[1:] if page not in listed] == []
+
+
 def test_commands_of_the_readme_are_installed_or_said_to_need_a_clone():
     text = (ROOT / "README.md").read_text()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())

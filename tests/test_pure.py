@@ -23,6 +23,7 @@ PURE = [
     "gemini.placement.timetable.belady",
     "gemini.placement.planner",
     "gemini.memtracer.trace",
+    "gemini.mesh.roles",
     "gemini.placement.overruns",
     "gemini.placement.predict",
     "gemini.placement.timeline",

@@ -80,3 +80,16 @@ def test_a_plain_build_that_cannot_be_had_ends_the_make(make):
     )
     assert done.returncode != 0
     assert not any("bench.demo" in call for call in calls)
+
+
+@pytest.mark.parametrize("target", ["test", "slow-ranks", "slow-others", "fuzz", "test-oldest"])
+def test_where_there_is_a_gpu_the_tests_of_the_interpreter_do_not_see_it(target):
+    """CPU tensors would meet kernels that are compiled, and modules would be wrapped on the GPU."""
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("MAKE")}
+    printed = subprocess.run(
+        ["make", "-n", target], cwd=ROOT, env=inherited, capture_output=True, text=True, check=True
+    ).stdout.replace("\\\n", "")
+    lines = [line for line in printed.splitlines() if "-m pytest" in line]
+    assert lines
+    for line in lines:
+        assert "CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1" in line, line

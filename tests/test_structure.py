@@ -1,6 +1,7 @@
 """Imports run down: rooms import each other in one direction, types included."""
 
 import ast
+import re
 from collections import defaultdict
 from pathlib import Path
 
@@ -10,6 +11,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = {"gemini": ROOT, "optim": ROOT, "nvme": ROOT / "io", "kernels_triton": ROOT}
 TREES = ("bench", "gemini", "optim", "io", "kernels_triton", "tests")
 MOST_MODULES = 12  # of one folder, beside its __init__
+TAKE_NAMES = {"getattr", "setattr", "hasattr", "delattr", "patch", "object"}
+MOST_PRIVATE_USES = 10  # of our packages, in tests and benches
 
 MODULES = {
     ".".join(path.relative_to(base).with_suffix("").parts).removesuffix(".__init__"): path
@@ -88,7 +91,7 @@ def test_a_cycle_is_found():
 
 def test_rooms_import_each_other_in_one_direction():
     found = arrows()
-    assert len(found) > 40 and "gemini.runtime.memory" in found["gemini.runtime.step"]
+    assert len(found) > 40 and "gemini.runtime.memory" in found["gemini.runtime.step.views"]
     assert cycle_in(found) is None
 
 
@@ -107,3 +110,105 @@ def test_a_folder_has_few_files(tree):
         for folder in folders
     }
     assert {name: size for name, size in sizes.items() if size > MOST_MODULES} == {}
+
+
+def imports_of(path):
+    """Modules that a file imports, wherever the import stands, with the names that it takes."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield from (f"{node.module}.{name.name}" for name in node.names)
+
+
+def test_no_bench_imports_tests():
+    found = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in sorted((ROOT / "bench").rglob("*.py"))
+        for name in imports_of(path)
+        if name.split(".")[0] == "tests"
+    ]
+    assert found == []
+
+
+def test_what_benches_and_tests_share_knows_neither():
+    shared = sorted((ROOT / "bench/shared").glob("*.py"))
+    names = {name for path in shared for name in imports_of(path)}
+    assert len(names) > 10
+    assert [name for name in names if name.split(".")[0] in ("bench", "tests")] == []
+
+
+def test_no_test_imports_another():
+    statement = re.compile(r"^\s*(?:from|import)\s+tests\.[\w.]*\btest_\w+", re.MULTILINE)
+    assert statement.search("    from tests.gemini.test_units import align_up\n")
+    files = sorted((ROOT / "tests").rglob("*.py"))
+    assert [str(path) for path in files if statement.search(path.read_text())] == []
+
+
+def is_private(name):
+    return name.startswith("_") and not name.startswith("__") and name != "_"
+
+
+def private_names(tree):
+    """What a module names with one underscore: functions, classes, globals, attributes of self."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found = node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found = node.id
+        elif is_own(node) and isinstance(node.ctx, ast.Store):
+            found = node.attr
+        else:
+            continue
+        if is_private(found):
+            yield found
+
+
+def is_own(node):
+    """Whether it is an attribute of self or cls."""
+    own = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+    return own and node.value.id in ("self", "cls")
+
+
+def called(node):
+    """The last name of what a call calls."""
+    return getattr(node.func, "attr", getattr(node.func, "id", ""))
+
+
+def private_uses(tree, names):
+    """(line, name) of accesses to what others name with an underscore: `x._name`, imports from our
+    packages, and strings for `getattr`, `setattr` and patches."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and not is_own(node):
+            found = [node.attr]
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in PACKAGES:
+            found = [name.name for name in node.names]
+        elif isinstance(node, ast.Call) and called(node) in TAKE_NAMES:
+            texts = [arg.value for arg in node.args if isinstance(arg, ast.Constant)]
+            found = [text.rpartition(".")[2] for text in texts if isinstance(text, str)]
+        else:
+            continue
+        yield from ((node.lineno, name) for name in found if is_private(name) and name in names)
+
+
+def test_private_uses_are_found():
+    names = set(
+        private_names(ast.parse("_a = 1\nclass _B:\n  def _c(self):\n    self._d = e._f\n"))
+    )
+    assert names == {"_a", "_B", "_c", "_d"}
+    used = "from optim.x import _a\nfrom torch import _B\ny._c\nself._d\npatch('y._d')\nz._f\n"
+    found = [name for _, name in private_uses(ast.parse(used), names)]
+    assert sorted(found) == ["_a", "_c", "_d"]
+
+
+def test_tests_and_benches_ask_by_public_names():
+    names = {
+        name for path in MODULES.values() for name in private_names(ast.parse(path.read_text()))
+    }
+    assert len(names) > 500
+    found = []
+    for path in [*(ROOT / "bench").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]:
+        source = ast.parse(path.read_text())
+        uses = private_uses(source, names - set(private_names(source)))  # its own are its own
+        found += [f"{path.relative_to(ROOT)}:{line} {name}" for line, name in uses]
+    assert len(found) < MOST_PRIVATE_USES, "\n".join(sorted(found))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from gemini.chunk.layout import ChunkLayout, ParamSpec
 from gemini.memtracer.trace import sequential_trace
-from gemini.placement.planner import PlanInputs, Planned, make_plan
+from gemini.placement.planner import PlanInputs, PlanResult, make_plan
 from gemini.placement.policy import AutoPlacement
 from gemini.placement.sizes import NUM_VERSIONS, Bandwidths, Budgets, StateBytes
 from gemini.placement.tiers import Tier
@@ -23,10 +23,11 @@ OPTIMIZERS: dict[str, StateLayout] = {
     "Lion": LionRule.layout,
     "SGD with momentum": SGDRule.layout,
 }
-PRECISIONS = {  # bytes of a parameter and of a gradient; with masters or not
-    "fp32": (4, False),
-    "bf16 or fp16": (2, True),
-    "bf16, `master_weights=False`": (2, False),
+PRECISIONS = {  # bytes of a parameter and of a gradient; with masters, whole or split, or not
+    "fp32": (4, None),
+    "bf16 or fp16": (2, "whole"),
+    "bf16, shards apart": (2, "split"),
+    "bf16, `master_weights=False`": (2, None),
 }
 
 # The worked example: 8 layers of 4 Mi parameters in bf16 under Adam, on one device
@@ -46,18 +47,22 @@ def bytes_per_parameter() -> str:
         "|---|---|---:|---:|---:|---:|---:|",
     ]
     for name, planes in OPTIMIZERS.items():
-        for precision, (itemsize, has_master) in PRECISIONS.items():
-            layout = planes.with_master() if has_master else planes
-            state = layout.bytes_per_element
-            undo = 0 if has_master else layout.undo_itemsize
+        for precision, (itemsize, masters) in PRECISIONS.items():
+            layout = planes.with_master() if masters else planes
+            in_memory = layout.with_remainder() if masters == "split" else layout
+            if masters == "split" and in_memory == layout:
+                continue
+            state = in_memory.bytes_per_element
+            undo = 0 if masters else layout.undo_itemsize
+            on_disk = NUM_VERSIONS * (layout.bytes_per_element + undo)
             lines.append(
                 f"| {name} | {precision} | {itemsize} | {itemsize} | {state} "
-                f"| {2 * itemsize + state} | {NUM_VERSIONS * (state + undo)} |"
+                f"| {2 * itemsize + state} | {on_disk} |"
             )
     return "\n".join(lines)
 
 
-def placement_example() -> Planned:
+def placement_example() -> PlanResult:
     """`make_plan` of the worked example."""
     specs = [ParamSpec(f"layers.{i}.weight", (NUMEL,), "bfloat16") for i in range(LAYERS)]
     return make_plan(

@@ -47,6 +47,7 @@ class Result:
 EVERYTHING = (
     Result("chunk-search", ("bench.chunk_search", "--model", "all"), 3, ("bench.chunk_search",)),
     Result("gathers", ("bench.host.gathers",), 1, ("bench.host.gathers", "--model", "gpt2")),
+    Result("calls-cpu", ("bench.host.calls",), 3),
     Result("numerics-cpu", ("bench.numerics",), 10),
     Result("predict-cpu", ("bench.predict",), 10),
     Result(
@@ -63,6 +64,14 @@ EVERYTHING = (
     Result("checkpoint-cpu", ("bench.checkpoint",), 10, ("bench.checkpoint", "--layers", "2")),
     Result("demo", ("bench.demo",), 10),
     Result("train-cpu", ("bench.train", "--rounds", "2", "--steps", "6"), 25),
+    Result(
+        "meshes-cpu",
+        (
+            "bench.train", "--peers", "fsdp2/mesh", "ours/mesh", "--model", "llama-150m",
+            "--rounds", "2", "--steps", "5",
+        ),
+        5,
+    ),
     Result("capacity-cpu", ("bench.capacity",), 15),
     Result("picture", ("bench.docs.picture",), 3),
 )  # fmt: skip

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bench.shared.workers import run_ranks
 from bench.support.machine import write_result
 from gemini import GeminiDDP, StaticPlacement
 from gemini.chunk.layout import ParamSpec
@@ -38,7 +39,6 @@ from gemini.memtracer.trace import sequential_trace
 from gemini.placement.timetable.gathers import gather_steps
 from gemini.runtime.memory.backend import SimBackend
 from optim import HybridAdam, NvmeConfig
-from tests.support.workers import run_ranks
 
 _SOURCES = Path(__file__).resolve().parents[2]
 _OURS = tuple(f"{_SOURCES / part}/" for part in ("gemini", "optim", "kernels_triton", "io/nvme"))
@@ -109,7 +109,7 @@ class Chain:
         """Of the optimizer's state."""
         target = self.model.engine.target
         assert target is not None
-        return len(target._tiers.space.blocks)
+        return len(target.tiered_state.space.blocks)
 
     def forward(self) -> None:
         self._loss = self.model(self._rows).float().sum()

@@ -62,10 +62,10 @@ def gaps(problem: CacheProblem) -> dict[str, float]:
     intervals, free = intervals_of(problem), problem.free_room()
     moved = {"chosen": chosen.bytes_moved}
     for name, key in RULES.items():
-        kept = by_rule(problem, intervals, free, key)
-        moved[name] = evaluate(problem, kept).bytes_moved
+        cached = by_rule(problem, intervals, free, key)
+        moved[name] = evaluate(problem, cached).bytes_moved
         moved[f"{name}, filled"] = evaluate(
-            problem, filled(problem, kept, intervals, free)
+            problem, filled(problem, cached, intervals, free)
         ).bytes_moved
     moved["filled"] = evaluate(problem, filled(problem, [], intervals, free)).bytes_moved
     return {name: nbytes / chosen.lower_bound - 1 for name, nbytes in moved.items()}

@@ -1,6 +1,6 @@
 """FSDP2: `fully_shard` of every block and the root, bf16 compute over fp32 shards.
 
-Option of the row: `keep`, parameters that stay gathered behind their forward (ZeRO-2).
+Options of the row: `keep`, parameters that stay gathered behind their forward (ZeRO-2); `mesh`.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from bench.rows.job import LEARNING_RATE, MAX_NORM, WEIGHT_DECAY, Job, Trainer
+from bench.rows.meshes import make_mesh, mesh_settings
 
 
 def load() -> None:
@@ -21,6 +22,7 @@ def settings(job: Job) -> dict[str, Any]:
     if job.options.get("keep"):
         policies["reshard_after_forward"] = False
     return {
+        **mesh_settings(job),
         **policies,
         "fully_shard": "every block",  # the user says which modules
         "AdamW": {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "fused": True},
@@ -43,6 +45,9 @@ def wrap(model: Any, job: Job, given: dict[str, Any]) -> Trainer:
         how["offload_policy"] = CPUOffloadPolicy(**given["CPUOffloadPolicy"])
     if "reshard_after_forward" in given:
         how["reshard_after_forward"] = given["reshard_after_forward"]
+    mesh = make_mesh(model, job, given)
+    if mesh is not None:
+        how["mesh"] = mesh["dp"] if "dp" in given["init_device_mesh"] else mesh
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
     for block in max(lists, key=len, default=()):  # the longest list of modules is the blocks
         fully_shard(block, **how)
@@ -51,7 +56,7 @@ def wrap(model: Any, job: Job, given: dict[str, Any]) -> Trainer:
     optimizer = torch.optim.AdamW(model.parameters(), **given["AdamW"])
 
     def step() -> None:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), given["clip_grad_norm_"])
+        clip(list(model.parameters()), given["clip_grad_norm_"])
         optimizer.step()
         optimizer.zero_grad()
 
@@ -59,3 +64,23 @@ def wrap(model: Any, job: Job, given: dict[str, Any]) -> Trainer:
         return model(input_ids=ids, labels=ids).loss
 
     return Trainer(forward, lambda loss: loss.backward(), step)
+
+
+def clip(params: list[Any], max_norm: float) -> None:
+    """`clip_grad_norm_`, which takes parameters of one mesh only, over those of several."""
+    import torch
+
+    by_mesh: dict[Any, list[Any]] = {}
+    for param in params:
+        if param.grad is not None:
+            by_mesh.setdefault(param.device_mesh, []).append(param)
+    if len(by_mesh) == 1:
+        torch.nn.utils.clip_grad_norm_(params, max_norm)
+        return
+    partial: list[Any] = [
+        torch.nn.utils.get_total_norm([param.grad for param in some]) for some in by_mesh.values()
+    ]
+    norms = [norm.full_tensor() for norm in partial]
+    total = torch.linalg.vector_norm(torch.stack(norms))
+    for some in by_mesh.values():
+        torch.nn.utils.clip_grads_with_norm_(some, max_norm, total)

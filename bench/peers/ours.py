@@ -6,6 +6,7 @@ from contextlib import suppress
 from typing import Any
 
 from bench.rows.job import LEARNING_RATE, MAX_NORM, WEIGHT_DECAY, Job, Trainer
+from bench.rows.meshes import make_mesh, mesh_settings
 
 
 def load() -> None:
@@ -20,16 +21,17 @@ def prepare() -> None:
 
     from gemini import GeminiDDP
     from optim import HybridAdam
-    from optim.update.built_kernels import KernelBuildError
+    from optim.update.kernel_cache import KernelBuildError
 
     with suppress(KernelBuildError):
         HybridAdam(GeminiDDP(nn.Linear(64, 64), "cpu").parameters(), cpu_path="compile").close()
 
 
 def settings(job: Job) -> dict[str, Any]:
-    """Options of the row: `nvme_fraction`, `device_budget`, `host` (the state in RAM), `stage`."""
+    """Options of the row: `nvme_fraction`, `update`, `device_budget`, `host` (the state in RAM),
+    `stage`, `mesh`."""
     options, folder = job.options, str(job.state_folder)
-    given: dict[str, Any] = {"GeminiDDP": {"max_norm": MAX_NORM}}
+    given: dict[str, Any] = {**mesh_settings(job), "GeminiDDP": {"max_norm": MAX_NORM}}
     adam: dict[str, Any] = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY}
     if "device_budget" in options:
         given["AutoPlacement"] = {"device_budget": options["device_budget"], "nvme_dir": folder}
@@ -38,6 +40,8 @@ def settings(job: Job) -> dict[str, Any]:
     if "stage" in options:
         given["GeminiDDP"]["placement_policy"] = f"zero{options['stage']}"
         given["GeminiDDP"]["overlap_allgather"] = True
+    if "update" in options:
+        given["GeminiDDP"]["update"] = options["update"]
     if "nvme_fraction" in options:
         adam["nvme_offload_fraction"] = options["nvme_fraction"]
         adam["nvme_offload_dir"] = folder
@@ -56,14 +60,32 @@ def wrap(model: Any, job: Job, given: dict[str, Any]) -> Trainer:
         for kind in ("AutoPlacement", "StaticPlacement")
         if kind in given
     ]
-    wrapped = gemini.GeminiDDP(model, job.device, *placements, **given["GeminiDDP"])
+    mesh = make_mesh(model, job, given)
+    wrapped = gemini.GeminiDDP(model, job.device, *placements, mesh=mesh, **given["GeminiDDP"])
     optimizer = HybridAdam(wrapped.parameters(), **given["HybridAdam"])
 
+    before: list[Any] = []  # the report of the step before
+
     def step() -> None:
+        before[:] = [optimizer.last_report]
         optimizer.step()
         optimizer.zero_grad()
+
+    def behind() -> dict[str, float]:
+        """Its tail has ended, as a backward came behind it."""
+        if before[0] is None or "update" not in job.options:
+            return {}
+        tail, early = before[0].behind.wait(), before[0].speculation
+        hidden = max(0.0, tail.seconds - tail.waited_seconds)
+        return {"hidden_seconds": hidden, "waited_seconds": tail.waited_seconds,
+                "committed": float(tail.committed), "speculated": float(early.speculated),
+                "held": float(early.held), "redone": float(early.redone)}  # fmt: skip
+
+    def rest() -> None:
+        if before[0] is not None:
+            before[0].behind.wait()
 
     def forward(ids: Any) -> Any:
         return wrapped(input_ids=ids, labels=ids).loss
 
-    return Trainer(forward, lambda loss: loss.backward(), step)
+    return Trainer(forward, lambda loss: loss.backward(), step, behind, rest)

@@ -35,6 +35,13 @@ class Job:
     threads: int = 1
 
     @property
+    def own_batch(self) -> slice:
+        """This rank's sequences of a batch; ranks that split layers have the same."""
+        same = self.options.get("mesh", {}).get("tp", 1)
+        place, places = self.rank // same, self.world_size // same
+        return slice(place * self.batch // places, (place + 1) * self.batch // places)
+
+    @property
     def state_folder(self) -> Path:
         """Where files of optimizer state go."""
         return Path(self.folder) / "state"
@@ -54,6 +61,9 @@ class Trainer:
     forward: Callable[[Any], Any]  # int64 [batch, seq] to the loss
     backward: Callable[[Any], object]
     step: Callable[[], object]
+    # what the step before did behind itself, in seconds, asked when another has been taken
+    behind: Callable[[], dict[str, float]] = dict
+    rest: Callable[[], object] = bool  # wait until nothing of a step is under way
 
 
 def number_of_settings(given: Any) -> int:

@@ -52,6 +52,10 @@ class Ranks:
         """What each rank measured of one step."""
         return self._ask("step")
 
+    def rest(self) -> None:
+        """Wait until nothing of the last step is under way."""
+        self._ask("rest")
+
     def finish(self) -> list[dict[str, Any]]:
         """What each rank measured of its whole life; they end."""
         answers = self._ask("finish")

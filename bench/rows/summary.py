@@ -12,6 +12,8 @@ from bench.rows.table import Row
 
 WARMUP_STEPS = 2  # of each process: the first allocates, and we plan with what it showed
 PARTS = ("step_seconds", "forward_seconds", "backward_seconds", "optimizer_seconds")
+# of rows whose updates are beside a pass
+BESIDE = ("hidden_seconds", "waited_seconds", "committed", "speculated", "held", "redone")
 
 # what is asked: row, beside which, in what, at most
 ASKED: tuple[tuple[str, str, str, float], ...] = (
@@ -20,12 +22,23 @@ ASKED: tuple[tuple[str, str, str, float], ...] = (
     ("ours/resident", "deepspeed/zero3", "step_seconds", 1.00),
     ("ours/nvme", "deepspeed/zero3-nvme", "peak_rss_mib", 0.50),
     ("ours/nvme", "deepspeed/zero3-nvme", "step_seconds", 0.70),
+    ("ours/nvme-tail", "ours/nvme", "step_seconds", 0.85),
+    ("ours/nvme-tail", "ours/nvme", "peak_rss_mib", 1.03),
+    ("ours/nvme-tail", "ours/resident", "step_seconds", 1.25),
+    ("ours/nvme-tail", "deepspeed/zero3-nvme", "step_seconds", 0.50),
+    ("ours/nvme-both", "ours/nvme", "step_seconds", 0.70),
     ("ours/w2", "fsdp2/w2", "step_seconds", 1.00),
     ("ours/w2", "fsdp2/w2", "peak_rss_mib", 1.00),
     ("ours/zero1", "ddp/zero1", "step_seconds", 1.00),
     ("ours/zero1", "ddp/zero1", "peak_rss_mib", 1.00),
     ("ours/zero2", "fsdp2/w2-keep", "step_seconds", 1.00),
     ("ours/zero2", "fsdp2/w2-keep", "peak_rss_mib", 1.00),
+    ("ours/mesh-hsdp2x2", "fsdp2/mesh-hsdp2x2", "step_seconds", 1.10),
+    ("ours/mesh-hsdp2x2", "fsdp2/mesh-hsdp2x2", "peak_rss_mib", 1.05),
+    ("ours/mesh-tp2", "fsdp2/mesh-tp2", "step_seconds", 1.10),
+    ("ours/mesh-tp2", "fsdp2/mesh-tp2", "peak_rss_mib", 1.05),
+    ("ours/mesh-dp2tp2", "fsdp2/mesh-dp2tp2", "step_seconds", 1.10),
+    ("ours/mesh-dp2tp2", "fsdp2/mesh-dp2tp2", "peak_rss_mib", 1.05),
     ("ours/resident", "deepspeed/zero3", "startup_seconds", 0.50),
     ("ours/nvme", "deepspeed/zero3-nvme", "startup_seconds", 0.50),
     ("ours/accelerate", "torch/accelerate", "step_seconds", 1.02),
@@ -47,7 +60,8 @@ def summary(
     """A row of the JSON: medians, their least and largest under `spread`; or a `reason`.
 
     lives: of each round what the ranks said when they were `ready` and at their `end`, and
-        `nvme_bytes`. steps: of each round the seconds and the loss of every step.
+        `nvme_bytes`. steps: of each round the seconds and the loss of every step; those that follow
+        a rest (`follows_rest`) are not counted.
     """
     fixed = {
         "name": row.name,
@@ -57,8 +71,12 @@ def summary(
     }
     if reason is not None:
         return {**fixed, "reason": reason}
-    timed = [step for life in steps for step in life[WARMUP_STEPS:]]
+    counted = [
+        [step for step in life[WARMUP_STEPS:] if "follows_rest" not in step] for life in steps
+    ]
+    timed = [step for life in counted for step in life]
     samples: dict[str, list[float]] = {part: [step[part] for step in timed] for part in PARTS}
+    samples |= {part: [step[part] for step in timed] for part in BESIDE if part in timed[0]}
     for start in ("import_seconds", "wrap_seconds"):
         samples[start] = [max(rank[start] for rank in life["ready"]) for life in lives]
     samples["startup_seconds"] = [
@@ -74,9 +92,7 @@ def summary(
         "nvme_bytes": lives[0]["nvme_bytes"],
         "loss": steps[0][-1]["loss"],
         "losses": [step["loss"] for step in steps[0]],
-        "steps_by_round": [
-            [step["step_seconds"] for step in life[WARMUP_STEPS:]] for life in steps
-        ],
+        "steps_by_round": [[step["step_seconds"] for step in life] for life in counted],
         "threads": lives[0]["end"][0]["threads"],
     }
 
@@ -133,8 +149,26 @@ def table(result: dict[str, Any]) -> str:
     for row in result["rows"]:
         if "reason" in row:
             lines.append(f"| {row['name']} | " + " | " * (len(heads) - 2) + " |")
-    reasons = [f"{row['name']}: {row['reason']}" for row in result["rows"] if "reason" in row]
-    return "\n".join([*lines, *(["", *reasons] if reasons else [])])
+    said = [f"{row['name']}: {row['reason']}" for row in result["rows"] if "reason" in row]
+    said += [f"{row['name']}: {_beside(row)}" for row in result["rows"] if "hidden_seconds" in row]
+    return "\n".join([*lines, *(["", *said] if said else [])])
+
+
+def _beside(row: dict[str, Any]) -> str:
+    """What is said of updates that are beside a pass."""
+    said = []
+    if row.get("speculated"):
+        said.append(
+            f"{row['speculated']:.0f} blocks a step are updated in backward, {row['held']:.0f} "
+            f"held, {row['redone']:.0f} redone"
+        )
+    if row["hidden_seconds"] + row["waited_seconds"]:
+        said.append(
+            f"{row['hidden_seconds']:.2f} s a step of the tail are hidden, and "
+            f"{row['waited_seconds']:.2f} s waited for"
+        )
+    counts = row["spread"]["committed"][0]
+    return "; ".join([*said, "every step counts" if counts else "NOT EVERY STEP COUNTS"])
 
 
 def _with_spread(row: dict[str, Any], key: str, digits: int) -> str:

@@ -14,7 +14,7 @@ QUARTER = GIB // 4
 
 @dataclass(frozen=True)
 class Row:
-    """`group`: rows that take turns step by step, because they are compared with each other."""
+    """`group`: rows that take turns of some steps, because they are compared with each other."""
 
     name: str
     peer: str
@@ -26,6 +26,8 @@ class Row:
 def rows(device: str, budgets: Sequence[str]) -> tuple[Row, ...]:
     """All of them, in the order of the table. `budgets`: of the device, for `ours/auto`."""
     cuda = device != "cpu"
+    hsdp, tp2 = {"mesh": {"replicate": 2, "shard": 2}}, {"mesh": {"dp": 1, "tp": 2}}
+    dp2_tp2 = {"mesh": {"dp": 2, "tp": 2}}
     plain, fsdp2, deepspeed, ours = "torch_adamw", "fsdp2", "deepspeed_zero", "ours"
     accelerate, trainer, lightning = "accelerate_loop", "trainer_loop", "lightning_fit"
     offload = {"offload": True}
@@ -45,6 +47,10 @@ def rows(device: str, budgets: Sequence[str]) -> tuple[Row, ...]:
         *([Row("ours/host", ours, "offload", {"host": True})] if cuda else []),
         Row("ours/half-nvme", ours, "offload", {"nvme_fraction": 0.5}),
         Row("ours/nvme", ours, "offload", {"nvme_fraction": 1.0}),
+        *(
+            Row(f"ours/nvme-{update}", ours, "offload", {"nvme_fraction": 1.0, "update": update})
+            for update in ("tail", "speculate", "both")
+        ),
         Row("ours/w2", ours, "ranks", world_size=2),
         Row("ours/zero1", ours, "ranks", {"stage": 1}, 2),
         Row("ours/zero2", ours, "ranks", {"stage": 2}, 2),
@@ -58,6 +64,12 @@ def rows(device: str, budgets: Sequence[str]) -> tuple[Row, ...]:
         Row("ours/trainer", trainer, "trainers", {"ours": True}),
         Row("torch/lightning", lightning, "resident", {"strategy": "auto"}),
         Row("ours/lightning", lightning, "resident", {"strategy": "gemini"}),
+        Row("fsdp2/mesh-hsdp2x2", fsdp2, "hsdp", hsdp, 4),
+        Row("ours/mesh-hsdp2x2", ours, "hsdp", hsdp, 4),
+        Row("fsdp2/mesh-tp2", fsdp2, "tp2", tp2, 2),
+        Row("ours/mesh-tp2", ours, "tp2", tp2, 2),
+        Row("fsdp2/mesh-dp2tp2", fsdp2, "dp2tp2", dp2_tp2, 4),
+        Row("ours/mesh-dp2tp2", ours, "dp2tp2", dp2_tp2, 4),
     )
 
 
@@ -70,15 +82,19 @@ def default_budgets(numel: int) -> tuple[str, ...]:
 def chosen(every: Sequence[Row], names: Sequence[str] | None) -> tuple[Row, ...]:
     """Those with one of these names, or else whose names begin so (`deepspeed`, `ours/auto`).
 
-    None is all. Raises ValueError for a name that no row has.
+    None is all. Those on meshes take four ranks, and models like Llama: only `mesh` in a name asks
+    for them. Raises ValueError for a name that no row has.
     """
+    usual = [row for row in every if "mesh" not in row.options]
     if names is None:
-        return tuple(every)
+        return tuple(usual)
     wanted: set[str] = set()
     for name in names:
         exact = {row.name for row in every if row.name == name}
         found = exact or {
-            row.name for row in every if row.name.startswith((name + "/", name + "-"))
+            row.name
+            for row in (every if "mesh" in name else usual)
+            if row.name.startswith((name + "/", name + "-"))
         }
         if not found:
             known = ", ".join(row.name for row in every)

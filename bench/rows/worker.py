@@ -3,9 +3,10 @@
     python -m bench.rows.worker JOB.json
     python -m bench.rows.worker --prepare PEER     # import it, compile what it compiles
 
-It answers with one line of JSON on stdout when it is ready, and to every line it reads:
-`step` trains one step; `finish` says what was measured, and ends it. So does the end of its input:
-whoever started it is gone. What the packages print goes to stderr.
+It answers with one line of JSON on stdout when it is ready, and to every line it reads: `step`
+trains one step; `rest` waits until nothing of it is under way; `finish` says what was measured, and
+ends it. So does the end of its input: whoever started it is gone. What the packages print goes to
+stderr.
 """
 
 from __future__ import annotations
@@ -77,13 +78,16 @@ def serve(job: Job, answers: TextIO) -> None:
     del model
 
     say(import_seconds=import_seconds, wrap_seconds=wrap_seconds, peak_rss_mib=peak_rss_mib())
-    mine = slice(
-        job.rank * job.batch // job.world_size, (job.rank + 1) * job.batch // job.world_size
-    )
-    for step, line in enumerate(sys.stdin):
+    step = 0
+    for line in sys.stdin:
         if line.strip() == "finish":
             break
-        say(**timed_step(trainer, batches[step, mine].to(job.device), job.device))
+        if line.strip() == "rest":
+            trainer.rest()
+            say()
+            continue
+        say(**timed_step(trainer, batches[step, job.own_batch].to(job.device), job.device))
+        step += 1
     say(
         peak_rss_mib=peak_rss_mib(),
         peak_device_mib=peak_device_mib(job.device),
@@ -122,6 +126,7 @@ def timed_step(trainer: Trainer, ids: Any, device: str) -> dict[str, float]:
         "backward_seconds": backward,
         "optimizer_seconds": optimizer,
         "loss": float(loss.detach()),
+        **trainer.behind(),
     }
 
 

@@ -10,18 +10,36 @@ import itertools
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    parallelize_module,
+)
 
+from bench.shared.workers import run_ranks
 from gemini import GeminiDDP, StaticPlacement
+from gemini.placement.sizes import UNLIMITED
+from gemini.placement.tiers import Tier
 from gemini.runtime.memory.backend import Backend, make_backend
 from gemini.runtime.memory.sim import SimBackend
+from gemini.units import BLOCK_NUMEL
 from optim import HybridAdam, NvmeConfig
 
 Found = dict[str, Any]
+# of two ranks: the dimensions of their mesh, and of its name
+MESHES: dict[str, tuple[tuple[int, int], tuple[str, str]]] = {
+    "replicas": ((2, 1), ("replicate", "shard")),
+    "shards": ((1, 2), ("replicate", "shard")),
+    "split": ((1, 2), ("dp", "tp")),
+}
 
 
 class Stack(nn.Module):
@@ -53,15 +71,32 @@ class Runs:
         return backend
 
     def wrapped(
-        self, width: int, depth: int, params: float = 0.0, state: float = 0.0, **options: Any
+        self,
+        width: int,
+        depth: int,
+        params: float = 0.0,
+        state: float = 0.0,
+        *,
+        grads: float = 0.0,
+        block_numel: int | None = None,
+        module: nn.Module | None = None,
+        **options: Any,
     ) -> tuple[GeminiDDP, HybridAdam]:
-        """A stack in chunks of a layer, and its optimizer."""
+        """A stack in chunks of a layer, and its optimizer. `params`, `grads`, `state`: on the host.
+
+        `block_numel`: None is the engine's choice.
+        """
         model = GeminiDDP(
-            Stack(width, depth), self.backend(), StaticPlacement(1.0, state, params),
+            module or Stack(width, depth), self.backend(), StaticPlacement(1.0, state, params),
             min_chunk_size_m=width * (width + 1) / 2**20, **options,
         )  # fmt: skip
-        block = 1 << 20 if self.is_real else 1024
-        return model, HybridAdam(model.parameters(), lr=1e-3, nvme=NvmeConfig(block_numel=block))
+        numel = block_numel if self.is_real else 1024
+        optimizer = HybridAdam(model.parameters(), lr=1e-3, nvme=NvmeConfig(block_numel=numel))
+        plan = model.engine.planning.plan
+        home = Tier.HOST if grads else Tier.DEVICE
+        shards = tuple(replace(s, grad_home=home, leaving_bytes=UNLIMITED) for s in plan.shards)
+        model.engine.storage.place_gradients(replace(plan, shards=shards), model.engine.chunks)
+        return model, optimizer
 
     def step(self, model: GeminiDDP, optimizer: HybridAdam, width: int, seed: int = 0) -> None:
         x = torch.randn(8, width, generator=torch.Generator().manual_seed(seed))
@@ -80,19 +115,22 @@ def places(runs: Runs) -> Found:
     width = 515 if runs.is_real else 35
     want: dict[str, Tensor] = {}
     found: Found = {}
-    for params, state in itertools.product((0.0, 1.0), repeat=2):
-        for precision, master in (("bf16", True), ("fp32", True), ("bf16", False)):
+    for params, grads, state in itertools.product((0.0, 1.0), repeat=3):
+        for precision, master, update in (
+            ("bf16", True, "serial"), ("fp32", True, "serial"), ("bf16", False, "serial"),
+            *((("bf16", True, "tail"),) if state else ()),
+        ):  # fmt: skip
             model, optimizer = runs.wrapped(
-                width, 3, params, state, precision=precision, master_weights=master, max_norm=0.1
-            )
+                width, 3, params, state, grads=grads, precision=precision, master_weights=master,
+                max_norm=0.1, update=update,
+            )  # fmt: skip
             for step in range(3):
                 runs.step(model, optimizer, width, step)
             got = torch.cat([v.float().flatten().cpu() for v in model.state_dict().values()])
             name = f"{precision}{'' if master else ' without master'}"
             first = want.setdefault(name, got)
-            found[f"{name}, parameters {params:g}, state {state:g} on the host"] = torch.equal(
-                got, first
-            )
+            homes = f"parameters {params:g}, gradients {grads:g}, state {state:g} on the host"
+            found[f"{name}, {homes}, {update}"] = torch.equal(got, first)
     assert all(found.values()), found
     return found
 
@@ -118,11 +156,19 @@ def ahead(runs: Runs) -> Found:
 
 
 def stream(runs: Runs) -> Found:
-    """Seconds of a step per 1e9 parameters, by home of the state, with traces."""
+    """Seconds of a step per 1e9 parameters, by what the host has and by block, with traces."""
     width, depth = (8192, 14) if runs.is_real else (35, 3)
     found: Found = {}
-    for name, params, state in (("resident", 0, 0), ("state", 0, 1), ("state and params", 1, 1)):
-        model, optimizer = runs.wrapped(width, depth, params, state)
+    for name, params, grads, state, block_numel in (
+        ("resident", 0, 0, 0, None),
+        ("state", 0, 0, 1, None),
+        ("state in small blocks", 0, 0, 1, BLOCK_NUMEL),
+        ("state and params", 1, 0, 1, None),
+        ("all", 1, 1, 1, None),
+    ):
+        model, optimizer = runs.wrapped(
+            width, depth, params, state, grads=grads, block_numel=block_numel
+        )
         numel = sum(chunk.spec.shard_numel for chunk in model.engine.chunks)
         runs.step(model, optimizer, width)
         seconds = []
@@ -171,20 +217,38 @@ def races(runs: Runs) -> Found:
 
 
 def ranks(runs: Runs) -> Found:
-    """Two ranks over gloo, on one GPU where there is one: as far from one rank as rounding goes."""
-    from tests.support.workers import run_ranks
+    """Two ranks over gloo, on one GPU where there is one: as far from one rank as rounding goes.
 
-    runs_alone = _of_rank(0, runs)
-    together = run_ranks(_of_rank, 2, runs)[0]
-    moved = (together - runs_alone).norm() / runs_alone.norm()
-    assert moved < 1e-4, float(moved)
-    return {"relative difference": float(moved)}
+    Without a mesh, parameters on either side; with meshes of replicas, of shards, and of torch's
+    tensor parallelism.
+    """
+    alone = _of_rank(runs, 0.0, None)
+    together = run_ranks(_of_all, 2, runs)[0]
+    found = {name: float((moved - alone).norm() / alone.norm()) for name, moved in together.items()}
+    assert max(found.values()) < 1e-4, found
+    return {"relative difference": found}
 
 
-def _of_rank(rank: int, runs: Runs) -> Tensor:
+def _of_all(rank: int, runs: Runs) -> dict[str, Tensor]:
+    found = {f"parameters {params:g} on the host": _of_rank(runs, params, None)
+             for params in (0.0, 1.0)}  # fmt: skip
+    return found | {f"mesh of {name}": _of_rank(runs, 0.0, name) for name in MESHES}
+
+
+def _of_rank(runs: Runs, params: float, mesh_name: str | None) -> Tensor:
     """How far training moved the weights, on rank 0; every rank has the same batch."""
     width = 515 if runs.is_real else 35
-    model, optimizer = runs.wrapped(width, 3, precision="fp32")
+    options: dict[str, Any] = {}
+    if mesh_name is not None:
+        shape, names = MESHES[mesh_name]
+        mesh = init_device_mesh("cuda" if runs.is_real else "cpu", shape, mesh_dim_names=names)
+        module: nn.Module = Stack(width, 3)
+        if mesh_name == "split":
+            whole = ColwiseParallel(output_layouts=Replicate())
+            plan: dict[str, ParallelStyle] = {f"layers.{i}": whole for i in range(3)}
+            module = parallelize_module(module, mesh["tp"], plan)
+        options = {"mesh": mesh, "module": module}
+    model, optimizer = runs.wrapped(width, 3, params, precision="fp32", **options)
     start = model.state_dict()
     for step in range(2):
         runs.step(model, optimizer, width, step)

@@ -129,6 +129,11 @@ def add_lora(model: nn.Module, rank: int) -> nn.Module:
     return _meta(lambda: peft.get_peft_model(model, config))
 
 
+def itemsizes(model: nn.Module) -> list[int]:
+    """Bytes an element of every parameter, in registration order."""
+    return [param.dtype.itemsize for param in model.parameters()]
+
+
 def _meta(make: Callable[[], Any]) -> nn.Module:
     with torch.device("meta"):
         model = make()

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from gemini.checkpoint.dcp.ranks import Ranks
 from gemini.checkpoint.untrusted.lazy_tensors import LazyTensors, TensorSpec
+from gemini.chunk.local import region_of
 from gemini.ddp import GeminiDDP
 from gemini.runtime.inspect.full_parameters import full_parameters
 from gemini.units import parse_bytes
@@ -124,7 +125,7 @@ def _content(
         spec_of(
             engine.layout.params[slot.param].name,
             engine.original_dtypes[slot.param],
-            engine.layout.params[slot.param].shape,
+            torch.Size(region_of(engine.params[slot.param])[0]),
             dtype,
         )
         for chunk in engine.chunks

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from gemini.checkpoint.dcp.ranks import Ranks
-from gemini.checkpoint.dcp.reader import Put
-from gemini.checkpoint.dcp.sources import Source, open_source
+from gemini.checkpoint.dcp.reader import RunFiller
+from gemini.checkpoint.dcp.sources import CheckpointSource, open_source
 from gemini.checkpoint.format.errors import CorruptError, MismatchError
 from gemini.checkpoint.format.keys import COMMON, Keys, rank_key
 from gemini.checkpoint.model.extras import decode, set_random_state
 from gemini.checkpoint.model.plain import load_plain
+from gemini.checkpoint.model.stages import parts_of
 from gemini.checkpoint.model.state import RunState, first_names, names_of
 from gemini.ddp import GeminiDDP
 from optim.base import TieredOptimizer
@@ -57,7 +58,7 @@ def load_checkpoint(
     is changed, but for damage found in the middle of a file: then load another checkpoint before
     you train.
     """
-    ranks = Ranks(model, "load_checkpoint()")
+    ranks = Ranks(model, "load_checkpoint()", parts_of(model))
     background.wait()
     raise_pending(ranks)
     where = Path(path).expanduser().absolute()
@@ -68,6 +69,9 @@ def load_checkpoint(
         )
         keys = Keys.find(source.sizes.keys(), names_of(model))
         runs = ranks.together(lambda: runs_of(model, optimizer, ranks.world_size, keys, weights))
+        if runs is not None and ranks.is_pipeline:
+            mine = {name for names in runs.names for name in names} | runs.buffers.keys()
+            runs.on_other_ranks = frozenset().union(*ranks.gather(mine)) - mine
         if runs is None:
             load_plain(source, model, optimizer, strict, ranks, weights=weights)
         else:
@@ -76,7 +80,7 @@ def load_checkpoint(
 
 
 def _load_runs(
-    source: Source,
+    source: CheckpointSource,
     runs: RunState,
     optimizer: torch.optim.Optimizer | None,
     strict: bool,
@@ -111,12 +115,14 @@ def _load_runs(
         {option: small[key] for option, key in options.items()}
         for _, options in sorted(saved_groups.items())
     ]
+    for group in groups if ranks.is_pipeline else ():
+        group["params"] = [name for name in group["params"] if name not in runs.on_other_ranks]
     if optimizer is not None and groups:
         ranks.together(lambda: _as_mismatch(lambda: optimizer.check_param_groups(groups)))
 
     tensors = {key: t for key, t in runs.tensors.items() if source.sizes.get(key) == t.size()}
 
-    def fill(put: Put) -> None:
+    def fill(put: RunFiller) -> None:
         def put_or_start(key: str, start: int, values: Tensor) -> bool:
             if key in found.fresh:
                 values.zero_()
@@ -153,7 +159,7 @@ class _Differences:
 
     def __init__(
         self,
-        source: Source,
+        source: CheckpointSource,
         keys: Keys,
         runs: RunState,
         with_optimizer: bool,
@@ -164,7 +170,8 @@ class _Differences:
         sizes = source.sizes
         weights = {keys.weight(name): shape for name, shape in runs.shapes.items()}
         weights |= {keys.weight(name): buffer.size() for name, buffer in runs.buffers.items()}
-        known = {f"{keys.model}{name}" for names in runs.names for name in names} | weights.keys()
+        names = {name for alike in runs.names for name in alike} | runs.on_other_ranks
+        known = {f"{keys.model}{name}" for name in names} | weights.keys()
         if with_weights:
             self._compare(sizes, weights)
         optims = f"{keys.optim}state."
@@ -190,7 +197,6 @@ class _Differences:
                     self._compare(sizes, dict.fromkeys(planes, runs.shapes[name]))
                 else:
                     self.fresh.update(planes)
-            names = {name for alike in runs.names for name in alike}
             unexpected += [
                 key
                 for key in sizes
@@ -212,7 +218,7 @@ class _Differences:
 
 
 def _load_extras(
-    source: Source,
+    source: CheckpointSource,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     scheduler: Any,
@@ -242,8 +248,8 @@ def _load_extras(
             engine.sampler.load_state_dict(
                 common["memory"], told_apart=engine.calls.tells_inputs_apart
             )
-        if isinstance(model, GeminiDDP) and same_world:
-            for name, buffer in model.saved_buffers():
+        for part in parts_of(model) if same_world else ():
+            for name, buffer in part.saved_buffers():
                 if name in own["buffers"]:
                     buffer.copy_(own["buffers"][name])
         if wanted[1] == mine:
@@ -258,7 +264,9 @@ def _load_extras(
     return None if first is None else first[0]["extra"]
 
 
-def _decoded(source: Source, keys: Sequence[str], ranks: Ranks) -> list[dict[str, Any]] | None:
+def _decoded(
+    source: CheckpointSource, keys: Sequence[str], ranks: Ranks
+) -> list[dict[str, Any]] | None:
     """What these keys hold; None where one of them is not there."""
     blobs: dict[str, Any] = {
         key: torch.empty(size, dtype=torch.uint8)
@@ -277,7 +285,7 @@ def _decoded(source: Source, keys: Sequence[str], ranks: Ranks) -> list[dict[str
     return found
 
 
-def _as_corrupt(work: Callable[[], None], source: Source) -> None:
+def _as_corrupt(work: Callable[[], None], source: CheckpointSource) -> None:
     """What was saved of counters and random numbers has a form of its own, or comes from nobody."""
     try:
         work()

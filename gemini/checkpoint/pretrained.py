@@ -20,7 +20,8 @@ from gemini.checkpoint.dcp.ranks import Ranks
 from gemini.checkpoint.format.errors import FormatError
 from gemini.checkpoint.untrusted.lazy_tensors import INDEX, TORCH_INDEX, LazyTensors
 from gemini.ddp import GeminiDDP
-from gemini.runtime.comm.communicator import Communicator
+from gemini.runtime.comm.connect import everyone
+from gemini.runtime.pipeline.mesh import is_pipeline
 from gemini.runtime.wrap.materialise import Materialiser, init_empty
 
 from .export import export_safetensors
@@ -60,7 +61,12 @@ def load_pretrained(
     """
     path = Path(folder_or_index).expanduser().absolute()
     folder = path.parent if path.is_file() else path
-    comm = Communicator(options.get("process_group"))
+    if is_pipeline(options.get("process_group"), options.get("mesh")):
+        raise ValueError(
+            'load_pretrained reads a whole model, and a module on a mesh with "pp" is a part of '
+            "one; expected GeminiDDP(layers, mesh=mesh) and gemini.load_checkpoint"
+        )
+    comm = everyone(options.get("process_group"), options.get("mesh"))
     with ExitStack() as stack:
         module = _empty_module(folder, model_class, config)
         files = LazyTensors(folder, stack)

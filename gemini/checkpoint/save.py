@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from gemini.checkpoint.dcp.ranks import Ranks
 from gemini.checkpoint.dcp.writer import Committing, RankFile, Writer
+from gemini.checkpoint.format.boxes import Region
 from gemini.checkpoint.format.errors import CheckpointError
 from gemini.checkpoint.format.folder import SaveFolder, saving_path
 from gemini.checkpoint.format.keys import Keys
@@ -33,6 +34,7 @@ from gemini.checkpoint.format.manifest import Manifest
 from gemini.checkpoint.model.extras import encode, random_state
 from gemini.checkpoint.model.plain import plain_state
 from gemini.checkpoint.model.plain_runs import PlainRuns, can_be_runs
+from gemini.checkpoint.model.stages import StagesState, parts_of
 from gemini.checkpoint.model.state import RunState, ShardedState, first_names
 from gemini.ddp import GeminiDDP
 from gemini.tickets import Done, Ticket
@@ -93,7 +95,7 @@ def save_checkpoint(
     Returns a ticket; what it stands for is done unless `async_save`.
     Raises CheckpointError on every rank, whichever failed; checkpoints that were there stay.
     """
-    ranks = Ranks(model, "save_checkpoint()")
+    ranks = Ranks(model, "save_checkpoint()", parts_of(model))
     target = Path(path).expanduser().absolute()
     _check_call(ranks, target, keep_last)
     group = ranks.group()
@@ -103,6 +105,9 @@ def save_checkpoint(
         content = ranks.together(
             lambda: _content(model, optimizer, scheduler, extra, ranks, weights)
         )
+        if ranks.is_pipeline and optimizer is not None:
+            content.state["optim"].pop("param_groups", None)
+            content.state["optim"] |= _groups_of_all(ranks, optimizer, model)
         file = ranks.together(lambda: _open_file(target, content, ranks.rank))
         committing = None
         if folder is not None:
@@ -133,17 +138,17 @@ def _save_later(
     """Keep what the next step would change, and leave the rest to a thread."""
     content.state = _copied(content.state)
     failure: BaseException | None = None
-    kept: list[tuple[str, torch.Size, int, Tensor]] = []
+    copies: list[tuple[str, Region, int, Tensor]] = []
     snapshot = content.runs.snapshot() if content.runs is not None else None
     left = budget
 
-    def keep(key: str, shape: torch.Size, start: int, values: Tensor) -> None:
+    def keep(key: str, region: Region, start: int, values: Tensor) -> None:
         nonlocal left
         if values.nbytes <= left:
             left -= values.nbytes
-            kept.append((key, shape, start, values.detach().to("cpu", copy=True)))
+            copies.append((key, region, start, values.detach().to("cpu", copy=True)))
         else:
-            file.add_run(key, shape, start, values)
+            file.add_run(key, region, start, values)
 
     try:
         if snapshot is not None:
@@ -155,8 +160,8 @@ def _save_later(
         if snapshot is not None:
             snapshot.visit_disk(file.add_run)  # first: a step may wait for it
             snapshot.close()
-        while kept:
-            file.add_run(*kept.pop())
+        while copies:
+            file.add_run(*copies.pop())
 
     def work() -> None:
         try:
@@ -202,10 +207,10 @@ def _content(
 ) -> Content:
     own = {"random": random_state(), "extra": extra, "buffers": {}}
     common: dict[str, Any] = {"scheduler": None if scheduler is None else scheduler.state_dict()}
-    runs = runs_of(model, optimizer, ranks.world_size, Keys(), weights)
+    runs = runs_of(model, optimizer, ranks.world_size, Keys(), weights, once=True)
     if runs is not None:
-        content = content_of(runs, model, optimizer, ranks.rank)
-        if ranks.rank:
+        content = content_of(runs, model, optimizer, first=ranks.first)
+        if not ranks.first:
             own["buffers"] = dict(runs.buffers)
         if isinstance(optimizer, TieredOptimizer):
             common["counters"] = [
@@ -213,7 +218,7 @@ def _content(
                 for target in optimizer.targets
                 if target.counters is not None
             ]
-        if isinstance(model, GeminiDDP):
+        if isinstance(model, GeminiDDP) and not ranks.is_pipeline:
             common["memory"] = model.engine.sampler.state_dict()
     else:
         content = Content(plain_state(model, optimizer, weights=weights))
@@ -230,14 +235,20 @@ def runs_of(
     world_size: int,
     keys: Keys,
     weights: bool = True,
+    *,
+    once: bool = False,
 ) -> RunState | None:
     """What is to be streamed; None where torch's own state dicts are all there is.
 
+    once: for a save, see `ShardedState`.
     Raises CheckpointError for an optimizer that is not the module's.
     """
-    if isinstance(model, GeminiDDP):
+    parts = parts_of(model)
+    if parts:
         if optimizer is None or isinstance(optimizer, TieredOptimizer):
-            return ShardedState(model, optimizer, keys, weights=weights)
+            if parts[0].engine.together is not None:
+                return StagesState(parts, optimizer, keys, weights=weights)
+            return ShardedState(parts[0], optimizer, keys, weights=weights, once=once)
         raise CheckpointError(
             f"a {type(optimizer).__name__} has no state of a GeminiDDP; give its HybridAdam or the "
             "like"
@@ -248,16 +259,16 @@ def runs_of(
 
 
 def content_of(
-    runs: RunState, model: nn.Module, optimizer: torch.optim.Optimizer | None, rank: int
+    runs: RunState, model: nn.Module, optimizer: torch.optim.Optimizer | None, *, first: bool
 ) -> Content:
-    """Nested as torch's own state dicts are."""
+    """Nested as torch's own state dicts are. `first`: of the ranks with these parameters."""
     keys = Keys()
     weights: dict[str, Any] = {}
     planes: dict[str, dict[str, Any]] = {}
     for key, tensor in runs.tensors.items():
         value: Tensor = tensor
         if not tensor.numel():  # no rank has a part of it
-            if rank:
+            if not first:
                 continue
             value = torch.empty(tensor.shape, dtype=tensor.dtype)
         if key.startswith(keys.model):
@@ -265,12 +276,12 @@ def content_of(
         else:
             name, _, plane = key.removeprefix(f"{keys.optim}state.").rpartition(".")
             planes.setdefault(name, {})[plane] = value
-    if rank == 0:
+    if first:
         weights |= runs.buffers
     state: dict[str, Any] = {"model": weights} if weights else {}
     if optimizer is not None:
         state["optim"] = {"state": planes}
-        if rank == 0:
+        if first:
             for name, count in runs.step_counts().items():
                 planes.setdefault(name, {})["step"] = count.detach().clone()
             state["optim"]["param_groups"] = _groups(optimizer, first_names(model))
@@ -287,6 +298,26 @@ def _groups(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[
         params = [names[id(param)] for param in group["params"]]
         groups.append({**_TORCH_OPTIONS, **options, "params": params})
     return groups
+
+
+def _groups_of_all(
+    ranks: Ranks, optimizer: torch.optim.Optimizer, model: nn.Module
+) -> dict[str, Any]:
+    """Param groups with the parameters of all stages, on rank 0. Collective."""
+    said = ranks.gather(_groups(optimizer, first_names(model)) if ranks.first else [])
+    found = [groups for groups in said if groups]
+    if len({len(groups) for groups in found}) > 1:
+        raise CheckpointError(
+            f"the optimizers of the stages have {[len(groups) for groups in found]} param groups; "
+            "expected the same groups in the same order, empty ones too"
+        )
+    if ranks.rank:
+        return {}
+    whole = []
+    for alike in zip(*found, strict=True):
+        params = [name for group in alike for name in group["params"]]
+        whole.append({**alike[0], "params": params})
+    return {"param_groups": whole}
 
 
 def _open_file(target: Path, content: Content, rank: int) -> RankFile:

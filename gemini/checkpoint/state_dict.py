@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from gemini.checkpoint.dcp.sharded import FlatRuns
+from gemini.checkpoint.format.boxes import Region
 from gemini.checkpoint.format.keys import Keys
 from gemini.checkpoint.model.state import ShardedState
 from gemini.ddp import GeminiDDP
@@ -30,9 +30,9 @@ def get_state_dict(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """(the module's, the optimizer's), sharded; names are those of the inner module."""
     runs = ShardedState(model, optimizer, Keys())
-    content = content_of(runs, model, optimizer, 0)
+    content = content_of(runs, model, optimizer, first=True)
 
-    def keep(key: str, shape: torch.Size, start: int, values: Tensor) -> None:
+    def keep(key: str, region: Region, start: int, values: Tensor) -> None:
         runs.tensors[key].held[start] = values.detach().to("cpu", copy=True)
 
     runs.visit(keep)

@@ -1,6 +1,6 @@
 """The gradients of one chunk: packed as they arrive, reduced over ranks, accumulated.
 
-W world size · S numel of a shard
+W shards · S numel of a shard · M ranks over which a gradient is the mean
 """
 
 from __future__ import annotations
@@ -21,19 +21,32 @@ from .layout import ChunkSpec
 
 
 class Allocator(Protocol):
+    """What makes memory on the compute device."""
+
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor: ...
 
 
-class Reduction(Protocol):
-    """What gradients need of a communicator; see `gemini.runtime.comm.communicator`."""
+class Sums(Protocol):
+    """Over all ranks of a sharding group."""
+
+    def reduce_scatter(self, shard: Tensor, payload: Tensor, label: int) -> Ticket[None]:
+        """`shard` is `payload` where one shard is all of it."""
+        ...
+
+
+class ReduceLinks(Protocol):
+    """What gradients need of their sharding group; see `gemini.runtime.comm.links`."""
 
     rank: int
     world_size: int
+    num_means: int  # ranks over which a gradient is the mean
+    is_alone: bool  # nothing is added to it: experts have the tokens of other ranks already
 
-    def reduce_scatter(self, shard: Tensor, payload: Tensor, label: int) -> Ticket[None]: ...
+    @property
+    def sums(self) -> Sums: ...
 
 
-class Elsewhere(Protocol):
+class GradientOffload(Protocol):
     """Where reduced gradients wait for the step if not on the device: host memory or files."""
 
     def write(self, chunk: ChunkId, values: Tensor) -> None:
@@ -53,36 +66,33 @@ class _UnderWay:
     shard: Tensor
     payload: Tensor
     dtype: torch.dtype  # of the gradient; it may travel in another
-
-    @property
-    def nbytes(self) -> int:
-        return self.shard.nbytes + self.payload.nbytes
+    nbytes: int
 
 
 class ChunkGradient:
     """One buffer while a backward runs, then this rank's mean over ranks.
 
-    buffer: [S * W] in the compute dtype, with what arrived since the last reduction, divided by W
+    buffer: [S * W] in the compute dtype, with what arrived since the last reduction, divided by M
         so that a sum over ranks is the mean (and fp16 sums do not overflow). What is left in it at
         the end of a backward (`no_sync`, ZeRO-1) is accumulated in fp32 from then on.
     shard: [S], reduced; fp32 once a second reduction was added to it.
     travels_as: the dtype in which it is reduced over ranks; None: that of the buffer.
-    elsewhere: where `shard` goes as soon as it is reduced; None: it stays on the device.
+    offload: where `shard` goes as soon as it is reduced; None: it stays on the device.
 
     measure: called with [S] before it leaves the device; `found` is what it answered, as long as
-        the gradient is elsewhere.
+        the gradient is offloaded.
 
-    At world size 1 the buffer becomes the shard without a copy, and a gradient that fills a chunk
-    becomes its buffer.
+    With one shard (W = 1) the buffer becomes the shard without a copy; where no rank adds to it, a
+    gradient that fills a chunk becomes its buffer.
     """
 
     def __init__(
         self,
         spec: ChunkSpec,
         memory: Allocator,
-        links: Reduction,
+        links: ReduceLinks,
         travels_as: torch.dtype | None = None,
-        elsewhere: Elsewhere | None = None,
+        offload: GradientOffload | None = None,
     ) -> None:
         self._spec = spec
         self._payload_numel = spec.payload_numel
@@ -95,10 +105,11 @@ class ChunkGradient:
         # what is put here, or taken away, is in the account: see `_set_buffer` and `_set_shard`
         self.buffer: Tensor | None = None
         self.shard: Tensor | None = None  # this rank's part of the reduced gradient, on the device
-        self.elsewhere = elsewhere
+        self._num_changes = 0  # of the shard, so far
+        self.offload = offload
         self.measure: Callable[[Tensor], Any] | None = None
         self.found: Any = None
-        self.dtype_elsewhere: torch.dtype | None = None  # of the [S] that is there, if one is
+        self.offloaded_dtype: torch.dtype | None = None  # of the [S] that is there, if one is
         self._places: tuple[Tensor, ...] = ()  # of the buffer: one for each slot
         starts = [slot.offset for slot in spec.slots]
         self._split_numels = [  # slots, each with the gap behind it
@@ -108,29 +119,31 @@ class ChunkGradient:
         ]
         self._arrived: set[int] = set()  # slots of `buffer` that hold a gradient
         self._left_over = False  # the buffer holds gradients of an earlier backward
+        self.apart = False  # what arrives is not added to what is reduced before its own reduction
         self._under_way: _UnderWay | None = None
+        self.updating: Ticket[None] | None = None  # of a step that still reads `shard`
 
     @property
     def exists(self) -> bool:
         """Whether there is a reduced gradient, wherever it is."""
-        return self.shard is not None or self.dtype_elsewhere is not None
+        return self.shard is not None or self.offloaded_dtype is not None
 
-    def send(self, elsewhere: Elsewhere | None) -> None:
+    def send(self, offload: GradientOffload | None) -> None:
         """From now on reduced gradients go there, the one there is too; None: to the device."""
         if self.exists:
             self._taken_back()
-        self.elsewhere = elsewhere
+        self.offload = offload
         self._leave()
 
     def load(self) -> Tensor:
-        """[S]: the reduced gradient, or a copy on the device of one that is elsewhere."""
-        if self.dtype_elsewhere is None:
+        """[S]: the reduced gradient, or a copy on the device of one that is offloaded."""
+        if self.offloaded_dtype is None:
             shard = self.shard
             assert shard is not None
             return shard
-        assert self.elsewhere is not None
-        copy = self._memory.allocate(self._spec.shard_numel, self.dtype_elsewhere)
-        self.elsewhere.read(self._spec.id, copy).wait()
+        assert self.offload is not None
+        copy = self._memory.allocate(self._spec.shard_numel, self.offloaded_dtype)
+        self.offload.read(self._spec.id, copy).wait()
         return copy
 
     @property
@@ -138,6 +151,21 @@ class ChunkGradient:
         """Bytes on the device of all gradients of this chunk on this rank."""
         under_way = self._under_way.nbytes if self._under_way else 0
         return under_way + _nbytes(self.buffer) + _nbytes(self.shard)
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether there is a gradient, and nothing of it is under way or still to be reduced."""
+        return self.exists and self.buffer is None and self._under_way is None
+
+    @property
+    def mark(self) -> tuple[int, int] | None:
+        """Of the reduced gradient on the device: another one as soon as that is changed; None where
+        there is none.
+
+        Versions do not show what is done under torch's dispatch; they show what is done to a tensor
+        that was given away.
+        """
+        return None if self.shard is None else (self._num_changes, self.shard._version)
 
     @property
     def num_arrived(self) -> int:
@@ -157,14 +185,14 @@ class ChunkGradient:
         A gradient that fills the chunk becomes the buffer itself: the caller gives it away.
         """
         grad = grad.reshape(-1)
-        world_size = self._links.world_size
-        if world_size == 1 and self.exists and self.buffer is None:
+        alone, num_means = self._links.is_alone, self._links.num_means
+        if alone and self.exists and self.buffer is None and not self.apart:
             shard = self._widened(self._taken_back())
             self._set_shard(shard)
-            self._place(shard, slot).add_(grad)
+            self._place(shard, slot).add_(grad, alpha=1 / num_means)
             return
-        if self.buffer is None and world_size == 1 and self._can_be_buffer(grad):
-            self._set_buffer(grad)
+        if self.buffer is None and alone and self._can_be_buffer(grad):
+            self._set_buffer(grad if num_means == 1 else grad.mul_(1 / num_means))
             self._arrived.add(slot)
             return
         if self.buffer is None:
@@ -174,11 +202,11 @@ class ChunkGradient:
         self._left_over = False
         place = self._places[slot]
         if slot in self._arrived:
-            place.add_(grad, alpha=1 / world_size)
-        elif world_size == 1:
+            place.add_(grad, alpha=1 / num_means)
+        elif num_means == 1:
             place.copy_(grad)
         else:
-            torch.mul(grad, 1 / world_size, out=place)
+            torch.mul(grad, 1 / num_means, out=place)
         self._arrived.add(slot)
 
     def _can_be_buffer(self, grad: Tensor) -> bool:
@@ -195,12 +223,14 @@ class ChunkGradient:
 
     def begin_reduce(self) -> None:
         """Complete the buffer with zeros and begin to reduce it over ranks."""
-        if self._links.world_size == 1:
+        if self._links.is_alone:
+            if self.buffer is None and not self.exists and self._links.num_means > 1:
+                # experts of other ranks may have had tokens where these had none
+                self._set_buffer(self._memory.allocate(self._payload_numel, self._dtype))
             if self.buffer is not None:
-                assert not self.exists
-                self._set_shard(self._take_buffer())
+                self._take_over(self._take_buffer())
             self._left_over = False
-            if self.elsewhere is not None:
+            if self.offload is not None:
                 self._leave()
             return
         if self._under_way is not None:
@@ -212,10 +242,13 @@ class ChunkGradient:
         dtype = buffer.dtype
         if self._travels_as is not None:
             buffer = self._in_dtype(buffer, self._travels_as)
-        reduced = self._memory.allocate(self._spec.shard_numel, buffer.dtype)
-        ticket = self._links.reduce_scatter(reduced, buffer, self._spec.id)
-        self._under_way = _UnderWay(ticket, reduced, buffer, dtype)
-        self.account.gradients += self._under_way.nbytes
+        reduced = buffer
+        if self._links.world_size > 1:
+            reduced = self._memory.allocate(self._spec.shard_numel, buffer.dtype)
+        ticket = self._links.sums.reduce_scatter(reduced, buffer, self._spec.id)
+        nbytes = reduced.nbytes + (0 if reduced is buffer else buffer.nbytes)
+        self._under_way = _UnderWay(ticket, reduced, buffer, dtype, nbytes)
+        self.account.gradients += nbytes
 
     def end_reduce(self) -> None:
         """Wait for the reduction under way and take its result over."""
@@ -224,15 +257,23 @@ class ChunkGradient:
         done, self._under_way = self._under_way, None
         self.account.gradients -= done.nbytes
         done.ticket.wait()
-        reduced = self._in_dtype(done.shard, done.dtype)
+        self._take_over(self._in_dtype(done.shard, done.dtype))
+        if self.offload is not None:
+            self._leave()
+
+    def _take_over(self, reduced: Tensor) -> None:
+        """It becomes the shard, or is added to the one there is."""
         if not self.exists:
             self._set_shard(reduced)
         else:
             total = self._widened(self._taken_back())
             self._set_shard(total)
             total.add_(reduced)
-        if self.elsewhere is not None:
-            self._leave()
+
+    def scale_local(self, factor: float) -> None:
+        """Multiply what nothing has reduced yet, in fp32."""
+        if self.buffer is not None:
+            self._set_buffer(self._widened(self.buffer).mul_(factor))
 
     def scale(self, factor: Tensor) -> None:
         """Multiply what was accumulated by a 0-d factor."""
@@ -263,10 +304,10 @@ class ChunkGradient:
         """One parameter's sum over this rank's backwards that nothing has reduced: fp32, flat."""
         if slot not in self._arrived:
             return None
-        return self._places[slot].to(torch.float32, copy=True).mul_(self._links.world_size)
+        return self._places[slot].to(torch.float32, copy=True).mul_(self._links.num_means)
 
     def change_local(self, slot: int, change: Callable[[Tensor], object], *, wide: bool) -> None:
-        """Let `change` work in place on that, divided by W."""
+        """Let `change` work in place on that, divided by M."""
         if slot in self._arrived:
             if wide:
                 assert self.buffer is not None
@@ -281,7 +322,7 @@ class ChunkGradient:
             buffer = self._widened(self.buffer)
         self._set_buffer(buffer)
         self._left_over = True
-        torch.mul(values, 1 / self._links.world_size, out=self._places[slot])
+        torch.mul(values, 1 / self._links.num_means, out=self._places[slot])
         self._arrived.add(slot)
 
     def forget(self, slot: int) -> None:
@@ -293,7 +334,7 @@ class ChunkGradient:
         self.end_reduce()
         if self.shard is not None:
             self._set_shard(None)
-        self.dtype_elsewhere = self.found = None
+        self.offloaded_dtype = self.found = None
         if self.buffer is not None:
             self.account.gradients -= self.buffer.nbytes
             self.buffer, self._places = None, ()
@@ -302,17 +343,21 @@ class ChunkGradient:
 
     def _leave(self) -> None:
         """Send what is reduced where it waits for the step."""
-        if self.elsewhere is not None and self.shard is not None:
+        if self.offload is not None and self.shard is not None:
             self.found = None if self.measure is None else self.measure(self.shard)
-            self.elsewhere.write(self._spec.id, self.shard)
-            self.dtype_elsewhere = self.shard.dtype
+            self.offload.write(self._spec.id, self.shard)
+            self.offloaded_dtype = self.shard.dtype
             self._set_shard(None)
 
     def _taken_back(self) -> Tensor:
-        """What is reduced, on the device."""
-        if self.dtype_elsewhere is not None:
+        """What is reduced, on the device, to be changed."""
+        self._num_changes += 1
+        if self.updating is not None:
+            self.updating.wait()
+            self.updating = None
+        if self.offloaded_dtype is not None:
             self._set_shard(self.load())
-            self.dtype_elsewhere = self.found = None
+            self.offloaded_dtype = self.found = None
         assert self.shard is not None
         return self.shard
 
@@ -334,6 +379,7 @@ class ChunkGradient:
 
     def _set_shard(self, shard: Tensor | None) -> None:
         self.account.gradients += _nbytes(shard) - _nbytes(self.shard)
+        self._num_changes += 1
         self.shard = shard
 
     def _place(self, tensor: Tensor, slot: int) -> Tensor:

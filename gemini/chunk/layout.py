@@ -1,6 +1,6 @@
 """From parameter specs to chunks, shards and segments. Pure.
 
-W world size · C capacity of a chunk · S numel of a shard, all in elements
+W shards of a chunk (of its sharding group) · C capacity · S numel of a shard, all in elements
 
 A chunk is a run of whole parameters of one key in layout order, each at a multiple of 64. Its
 payload is what is gathered: W shards of S elements, S a multiple of 256, with S * W as small as
@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
+from gemini.mesh.roles import WORLD
 from gemini.units import (
     PARAM_ALIGN_NUMEL,
     SHARD_ALIGN_NUMEL,
@@ -28,7 +29,7 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 # 1 MiB of fp32; what is smaller is packed: each chunk costs some microseconds a step
 ALONE_NUMEL = 1 << 18
 
-GroupKey = tuple[str, str, bool]  # (process group, dtype, trainable)
+GroupKey = tuple[str, str, bool]  # (sharding group, dtype, trainable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +40,11 @@ class ParamSpec:
     """
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of what this rank has of it, before it is sharded
     dtype: str  # of the chunk that holds it: the compute dtype
     trainable: bool = True
     aliases: tuple[str, ...] = ()  # its tied names, in registration order
-    group: str = "world"  # the process group it is sharded over
+    group: str = WORLD  # its sharding group: the mesh dimensions that split it already
 
     @property
     def numel(self) -> int:
@@ -79,7 +80,7 @@ class ChunkSpec:
     slots: tuple[Slot, ...]
     shard_numel: Numel  # S
     num_shards: int  # W
-    group: str = "world"  # the process group it is sharded over
+    group: str = WORLD  # the sharding group of its parameters
 
     @property
     def key(self) -> GroupKey:
@@ -113,8 +114,8 @@ class ChunkSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class ShardPart:
-    """The part of one parameter that lies in one shard: a segment, in the shard's coordinates."""
+class ShardSegment:
+    """The segment of one parameter that lies in one shard, by its offset in the shard."""
 
     param: ParamId
     param_offset: int
@@ -129,14 +130,15 @@ class ChunkLayout:
     params: tuple[ParamSpec, ...]  # registration order
     chunks: tuple[ChunkSpec, ...]  # by their first parameter in layout order
     capacities: tuple[tuple[GroupKey, Numel], ...]  # of every key there is, sorted
-    world_size: int
+    world_size: int  # shards of a chunk whose parameters nothing splits
+    num_replicas: int = 1  # ranks that have the same shard, over which gradients are summed too
 
     @classmethod
     def build(
         cls,
         params: Sequence[ParamSpec],
         capacity: int | Mapping[GroupKey, int],
-        world_size: int = 1,
+        world_size: int | Mapping[str, int] = 1,
         order: Sequence[str] | None = None,
         alone_numel: int | None = None,
     ) -> ChunkLayout:
@@ -144,8 +146,9 @@ class ChunkLayout:
 
         A parameter that does not fit in what is left of the open chunk closes it; one that is
         larger than the capacity gets a chunk of its own. `capacity` is in elements, one for all
-        keys or one for each. `order` is a trace, see `layout_order`. Trainable parameters of
-        `alone_numel` elements or more that fill their shards have chunks of their own.
+        keys or one for each. `world_size`: shards of a chunk, of all sharding groups or of each.
+        `order` is a trace, see `layout_order`. Of groups with one shard, trainable parameters of
+        `alone_numel` elements or more that fill it have chunks of their own.
 
         Raises ValueError for a capacity or world size below 1, a key without a capacity, a name
         that two parameters have, and a trace that names what is not there.
@@ -153,14 +156,17 @@ class ChunkLayout:
         sequence = layout_order(params, order)
         keys = sorted({spec.key for spec in params})
         capacities = {key: _capacity_of(key, capacity) for key in keys}
-        if min(capacities.values(), default=1) < 1 or world_size < 1:
+        groups = {WORLD, *(group for group, _, _ in keys)}
+        shards = {g: world_size if isinstance(world_size, int) else world_size[g] for g in groups}
+        if min(capacities.values(), default=1) < 1 or min(shards.values()) < 1:
             raise ValueError(f"capacity={capacity} and world_size={world_size} must be positive")
         open_slots: dict[GroupKey, list[Slot]] = {}
         closed: list[tuple[GroupKey, tuple[Slot, ...]]] = []
         for param in sequence:
             spec = params[param]
-            fills_its_shards = spec.trainable and not spec.numel % (world_size * SHARD_ALIGN_NUMEL)
-            if alone_numel is not None and spec.numel >= alone_numel and fills_its_shards:
+            fills_it = spec.trainable and not spec.numel % SHARD_ALIGN_NUMEL
+            large = alone_numel is not None and spec.numel >= alone_numel
+            if large and fills_it and shards[spec.group] == 1:
                 closed.append((spec.key, (Slot(param, 0, spec.numel),)))
                 continue
             slots = open_slots.setdefault(spec.key, [])
@@ -175,9 +181,11 @@ class ChunkLayout:
         closed.sort(key=lambda entry: position[entry[1][0].param])
         chunks = []
         for i, ((group, dtype, trainable), packed) in enumerate(closed):
-            shard = shard_numel(packed[-1].offset + packed[-1].numel, world_size)
-            chunks.append(ChunkSpec(ChunkId(i), dtype, trainable, packed, shard, world_size, group))
-        return cls(tuple(params), tuple(chunks), tuple(capacities.items()), world_size)
+            shard = shard_numel(packed[-1].offset + packed[-1].numel, shards[group])
+            chunks.append(
+                ChunkSpec(ChunkId(i), dtype, trainable, packed, shard, shards[group], group)
+            )
+        return cls(tuple(params), tuple(chunks), tuple(capacities.items()), shards[WORLD])
 
     def with_trainable(self, chunks: Collection[ChunkId]) -> ChunkLayout:
         """The same layout, in which these chunks are trained; ids and sizes stay."""
@@ -198,11 +206,26 @@ class ChunkLayout:
             capacities=tuple(sorted(capacities.items())),
         )
 
+    def with_params(self, params: Sequence[ParamSpec]) -> ChunkLayout:
+        """The same chunks with these parameters in their slots, none of them larger."""
+        assert all(new.numel <= old.numel for new, old in zip(params, self.params, strict=True))
+        return replace(
+            self,
+            params=tuple(params),
+            chunks=tuple(
+                replace(
+                    chunk,
+                    slots=tuple(replace(s, numel=params[s.param].numel) for s in chunk.slots),
+                )
+                for chunk in self.chunks
+            ),
+        )
+
     def chunk_of(self) -> dict[ParamId, ChunkId]:
         """The chunk of every parameter."""
         return {slot.param: chunk.id for chunk in self.chunks for slot in chunk.slots}
 
-    def shard_parts(self, chunk: ChunkSpec, rank: int) -> tuple[ShardPart, ...]:
+    def shard_segments(self, chunk: ChunkSpec, rank: int) -> tuple[ShardSegment, ...]:
         """The segments of `rank`'s shard of a chunk, in order."""
         lo = rank * chunk.shard_numel
         hi = lo + chunk.shard_numel
@@ -210,7 +233,7 @@ class ChunkLayout:
         for slot in chunk.slots:
             a, b = max(lo, slot.offset), min(hi, slot.offset + slot.numel)
             if a < b:
-                parts.append(ShardPart(slot.param, a - slot.offset, b - a, a - lo))
+                parts.append(ShardSegment(slot.param, a - slot.offset, b - a, a - lo))
         return tuple(parts)
 
     def digest(self) -> str:
@@ -221,16 +244,17 @@ class ChunkLayout:
 def training_layout(
     params: Sequence[ParamSpec],
     capacity: int | Mapping[GroupKey, int],
-    world_size: int,
+    world_size: int | Mapping[str, int],
     order: Sequence[str] | None = None,
+    num_replicas: int = 1,
 ) -> ChunkLayout:
     """What a module is trained with: `ChunkLayout.build` with capacities that a search has found.
 
-    At world size 1 nothing is sent, so chunks need not be large. There a large parameter is alone
-    in its chunk, whose gradient buffer then is the gradient that autograd made, and no copy of it.
+    With one shard nothing is gathered, so chunks need not be large. There a large parameter is
+    alone in its chunk, whose gradient buffer, on one rank, is the gradient that autograd made.
     """
-    alone = ALONE_NUMEL if world_size == 1 else None
-    return ChunkLayout.build(params, capacity, world_size, order, alone)
+    layout = ChunkLayout.build(params, capacity, world_size, order, ALONE_NUMEL)
+    return replace(layout, num_replicas=num_replicas)
 
 
 def shard_numel(used_numel: int, world_size: int) -> Numel:

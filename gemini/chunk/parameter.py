@@ -18,9 +18,10 @@ from gemini.units import ChunkId, ParamId
 from optim.target import OWNER_ATTRIBUTE
 
 from .gradient_view import works_in_place
+from .local import local_of
 
 
-class ParamOwner(Protocol):
+class EngineHandle(Protocol):
     """The engine, as a parameter sees it."""
 
     @property
@@ -72,11 +73,11 @@ class ParamOwner(Protocol):
 class ParamHandle:
     """The way from a parameter to its engine."""
 
-    owner: ParamOwner
+    owner: EngineHandle
     param: ParamId
 
 
-class _Leaving:
+class Leaving:
     """How a wrapped tensor leaves its engine: as a plain copy of its values."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -92,7 +93,7 @@ class _Leaving:
         )
 
 
-class ChunkParameter(_Leaving, nn.Parameter):
+class ChunkParameter(Leaving, nn.Parameter):
     """A parameter whose values are a view of a chunk, which may be released."""
 
     @classmethod
@@ -141,7 +142,7 @@ class GatheredParameter(ChunkParameter):
         _call(_SET_GRAD, (self, None), {})
 
 
-class ChunkView(_Leaving, Tensor):
+class ChunkView(Leaving, Tensor):
     """A view of a ChunkParameter: what reads it fetches the chunk again."""
 
     __torch_function__ = ChunkParameter.__torch_function__
@@ -149,24 +150,32 @@ class ChunkView(_Leaving, Tensor):
 
 def wrap_in_place(param: nn.Parameter, handle: ParamHandle) -> None:
     """Make `param` a ChunkParameter of `handle`'s engine; its identity stays."""
-    assert type(param) is nn.Parameter
-    param.__class__ = GatheredParameter if handle.owner.all_gathered else ChunkParameter
+    released, gathered = _CLASSES[type(param)]
+    param.__class__ = gathered if handle.owner.all_gathered else released
     setattr(param, OWNER_ATTRIBUTE, handle)
+
+
+def learn(plain: type, released: type, gathered: type, view: type) -> None:
+    """Another class of parameters: what they become when they are wrapped, and their views."""
+    _PARAMETERS.update((released, gathered))
+    _WRAPPED.update((released, gathered, view))
+    _VIEWS[plain] = view
+    _CLASSES[plain] = released, gathered
 
 
 def watch(param: nn.Parameter) -> None:
     """Let operators on a GatheredParameter ask its owner, until `unwatch`."""
-    param.__class__ = ChunkParameter
+    param.__class__ = next(r for r, g in _CLASSES.values() if type(param) in (r, g))
 
 
 def unwatch(param: nn.Parameter) -> None:
     """Its values are there to stay."""
-    param.__class__ = GatheredParameter
+    param.__class__ = next(g for r, g in _CLASSES.values() if type(param) in (r, g))
 
 
 def unwrap_in_place(param: nn.Parameter) -> None:
     """Make it a plain one again, whatever its values are."""
-    param.__class__ = nn.Parameter
+    param.__class__ = next(c for c, known in _CLASSES.items() if type(param) in known)
     delattr(param, OWNER_ATTRIBUTE)
 
 
@@ -208,7 +217,7 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         if takes_data or (has_views and works_in_place(func, kwargs)):
             for handle in handles:  # a view that is written to may come from `.data`
                 handle.owner.written(handle.param)
-        return _compute(func, args, kwargs, handles, takes_data=takes_data)
+        return _compute(func, args, kwargs, handles, gives_views=takes_data or has_views)
 
 
 def _use_gradient(func: Callable[..., Any], args: tuple[Any, ...]) -> Tensor | None:
@@ -227,10 +236,10 @@ def _compute(
     kwargs: dict[str, Any],
     handles: list[ParamHandle],
     *,
-    takes_data: bool,
+    gives_views: bool,
 ) -> Any:
     """Fetch what an operator reads, run it, and let its owners know of what came out."""
-    used: dict[ParamOwner, list[ParamId]] = {}
+    used: dict[EngineHandle, list[ParamId]] = {}
     for handle in handles:
         if handle.owner.all_gathered:
             handle.owner.arrive(handle.param)
@@ -239,7 +248,7 @@ def _compute(
     if func in _GIVES_ADDRESS:
         for owner in used:
             owner.check_address()
-    fetched: list[tuple[ParamOwner, tuple[ChunkId, ...]]] = []
+    fetched: list[tuple[EngineHandle, tuple[ChunkId, ...]]] = []
     for owner, params in used.items():
         chunks = owner.fetch(params)
         if chunks:
@@ -247,7 +256,7 @@ def _compute(
     if func in _GIVES_MEMORY_AWAY and used:  # whoever gets it cannot be asked to wait
         args = (args[0].clone(), *args[1:])
     result = func(*args, **kwargs)
-    if used or takes_data:
+    if used or gives_views:
         for handle in handles:
             result = _mark_views(result, handle)
     for owner, chunks in fetched:
@@ -273,12 +282,14 @@ def _find_handles(values: Any, found: list[ParamHandle]) -> bool:
 
 def _mark_views(result: Any, handle: ParamHandle) -> Any:
     """Plain tensors that are views of the handle's chunk, as ChunkViews."""
-    if type(result) is Tensor:
-        if not handle.owner.owns_memory_of(result):
+    view = _VIEWS.get(type(result))
+    if view is not None:
+        local = result if type(result) is Tensor else local_of(result)
+        if not handle.owner.owns_memory_of(local):
             return result
         # in place: `as_subclass` puts a node of its own between the view and the parameter's, which
         # torch's pipelining and hooks in the manner of DDP look for
-        result.__class__ = ChunkView
+        result.__class__ = view
         setattr(result, OWNER_ATTRIBUTE, handle)
         return result
     if type(result) in (tuple, list):
@@ -314,8 +325,11 @@ def _no_value_functions() -> frozenset[Any]:
 
 
 # compared by identity: `isinstance` of an nn.Parameter asks its metaclass, in Python
-_PARAMETERS = frozenset({ChunkParameter, GatheredParameter})
-_WRAPPED = _PARAMETERS | {ChunkView}
+_PARAMETERS: set[type] = {ChunkParameter, GatheredParameter}
+_WRAPPED: set[type] = {*_PARAMETERS, ChunkView}
+_VIEWS: dict[type, type] = {Tensor: ChunkView}  # of a plain class, what its views become
+# of a plain class, what its parameters become: with chunks that are released, and without
+_CLASSES: dict[type, tuple[type, type]] = {nn.Parameter: (ChunkParameter, GatheredParameter)}
 _READS_NO_VALUES = _no_value_functions()
 _GET_GRAD: Any = Tensor.grad.__get__  # type: ignore[union-attr]
 _SET_GRAD: Any = Tensor.grad.__set__  # type: ignore[union-attr]

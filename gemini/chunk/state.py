@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class TensorState(Enum):
-    """Of one parameter. Bytes: `shard` is what persists, `payload` what a gather makes."""
+    """Where the bytes of one parameter are: `shard` persists, `payload` is what a gather makes."""
 
     __hash__ = object.__hash__  # members are compared by identity; enum's own hash is in Python
 

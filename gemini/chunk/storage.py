@@ -8,6 +8,9 @@ W world size · S numel of a shard · payload [S * W] in the compute dtype
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -15,11 +18,11 @@ from torch import Tensor
 
 from gemini.dtypes import DTYPES
 from gemini.tickets import CopyTicket, Ticket
-from gemini.units import ChunkId
+from gemini.units import ChunkId, ParamId
 
 from .account import Account
-from .gradient import ChunkGradient, Elsewhere, Reduction
-from .layout import ChunkSpec
+from .gradient import ChunkGradient, GradientOffload, ReduceLinks
+from .layout import ChunkLayout, ChunkSpec
 
 
 class Memory(Protocol):
@@ -30,12 +33,23 @@ class Memory(Protocol):
     def refill(self, tensor: Tensor) -> None: ...
     def allocate_host(self, numel: int, dtype: torch.dtype) -> Tensor: ...
     def copy(self, dst: Tensor, src: Tensor) -> CopyTicket: ...
+    def behind_copies(self) -> AbstractContextManager[None]: ...
 
 
-class Links(Reduction, Protocol):
-    """What a chunk needs of a communicator; see `gemini.runtime.comm.communicator`."""
+class Gathers(Protocol):
+    """The ranks of one replica."""
 
     def all_gather(self, payload: Tensor, shard: Tensor, label: int) -> Ticket[None]: ...
+
+
+class ChunkLinks(ReduceLinks, Protocol):
+    """What a chunk needs of its sharding group; see `gemini.runtime.comm.links`."""
+
+    num_replicas: int  # ranks that have the same shard and must come to the same
+    counts: bool  # this rank speaks for its shards; of ranks that have the same, one does
+
+    @property
+    def shards(self) -> Gathers: ...
 
 
 class ShardFiles(Protocol):
@@ -50,11 +64,35 @@ class ShardFiles(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """A gather of shards, behind the copy that brought this rank's."""
+
+    copy: CopyTicket
+    gather: Ticket[None]
+
+    def ready(self) -> bool:
+        return self.gather.ready()
+
+    def wait(self) -> None:
+        self.copy.order()
+        self.gather.wait()
+
+
+def params_in(
+    layout: ChunkLayout, chunk: ChunkSpec, payload: Tensor
+) -> Iterator[tuple[ParamId, Tensor]]:
+    """Every parameter of a chunk and its part of [S * W], a view of its shape, in order."""
+    for slot in chunk.slots:
+        flat = payload[slot.offset : slot.offset + slot.numel]
+        yield slot.param, flat.view(layout.params[slot.param].shape)
+
+
 class Chunk:
     """One chunk on one rank.
 
-    The shard is this rank's part of the payload, and the payload never released, where it is `kept`
-    and its shard lives on the device; at world size 1 every shard on the device is its payload.
+    The shard is this rank's part of the payload where the chunk is `never_released` and its shard
+    lives on the device; at world size 1 every shard on the device is its payload.
 
     files: where the shard lives; None: in memory.
     """
@@ -63,13 +101,13 @@ class Chunk:
         self,
         spec: ChunkSpec,
         memory: Memory,
-        links: Links,
+        links: ChunkLinks,
         *,
-        kept: bool = False,
+        never_released: bool = False,
         shard_on_host: bool = False,
         files: ShardFiles | None = None,
         gradients_travel_as: torch.dtype | None = None,
-        gradient_elsewhere: Elsewhere | None = None,
+        gradient_offload: GradientOffload | None = None,
     ) -> None:
         self.spec = spec
         self.dtype = DTYPES[spec.dtype]
@@ -79,13 +117,13 @@ class Chunk:
         self.files = files
         self.shard_on_host = shard_on_host
         on_device = not shard_on_host and files is None
-        self.is_whole = links.world_size == 1 and on_device
-        self.in_payload = self.is_whole or (kept and on_device)
+        self.is_unsharded = links.world_size == 1 and on_device
+        self.in_payload = self.is_unsharded or (never_released and on_device)
         self.account = Account()  # of what this chunk and its gradients hold; see `count_in`
         self._shard: Tensor | None = None  # [S], device or pinned host
         self._copies: list[CopyTicket] = []  # that may still read or write the shard
         if self.in_payload:
-            self._shard = self.payload if self.is_whole else self.own_part(self.payload)
+            self._shard = self.payload if self.is_unsharded else self.own_part(self.payload)
         elif files is None:
             make = memory.allocate_host if shard_on_host else memory.allocate
             self._shard = make(spec.shard_numel, self.dtype)
@@ -93,9 +131,15 @@ class Chunk:
         self.gathered = True
         self.account.payloads += self.payload.nbytes
         self.pending: Ticket[None] | None = None  # of the gather that fills the payload
-        self.gradient = ChunkGradient(spec, memory, links, gradients_travel_as, gradient_elsewhere)
+        self.updating: Ticket[None] | None = None  # of a step that changes the shard behind it
+        self.gradient = ChunkGradient(spec, memory, links, gradients_travel_as, gradient_offload)
         self.gradient.account = self.account
         self._count_shard(1)
+
+    @property
+    def may_be_payload(self) -> bool:
+        """The shard is a part of the payload, or becomes one where it comes home."""
+        return self.in_payload or self._links.world_size == 1
 
     def count_in(self, account: Account) -> None:
         """From now on what this chunk holds, and has held so far, is in this account."""
@@ -122,16 +166,29 @@ class Chunk:
 
         The host waits for copies of it that are under way.
         """
+        shard = self.shard_memory  # a step behind it may yet begin to copy
         self._settle()
-        return self.shard_memory
+        return shard
 
     @property
     def shard_memory(self) -> Tensor:
         """[S] in memory, for the device and for copies only: others may be under way."""
         assert self._shard is not None, f"the shard of chunk {self.spec.id} is in a file"
+        if self.updating is not None:
+            self.wait_updated()
         if self.in_payload:  # a gather may be writing it
             self.wait_gathered()
         return self._shard
+
+    def update_behind(self, ticket: Ticket[None]) -> None:
+        """A step reads the gradient and changes the shard until then; who asks for them waits."""
+        self.updating = self.gradient.updating = ticket
+
+    def wait_updated(self) -> None:
+        """The shard is what the last step has made of it."""
+        if self.updating is not None:
+            self.updating.wait()
+            self.updating = None
 
     def is_copied(self, ticket: CopyTicket) -> None:
         """A copy to or from the shard was begun, and is ordered before what the device does."""
@@ -177,7 +234,7 @@ class Chunk:
             self.gather()
             self.wait_gathered()
             self._shard = self.payload
-            self.is_whole = self.in_payload = True
+            self.is_unsharded = self.in_payload = True
         else:
             make = self._memory.allocate_host if on_host else self._memory.allocate
             shard = make(self.spec.shard_numel, self.dtype)
@@ -188,6 +245,21 @@ class Chunk:
             self._shard = shard
         self.files = None
         self.shard_on_host = on_host
+
+    @property
+    def rank(self) -> int:
+        """Which of the shards is this rank's."""
+        return self._links.rank
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether other ranks have the same shard, and must come to the same."""
+        return self._links.num_replicas > 1
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank speaks for its shard, in sums over ranks and in what is saved."""
+        return self._links.counts
 
     def view(self, tensor: Tensor, slot: int) -> Tensor:
         """The part of a [S * W] tensor that belongs to one parameter, flat."""
@@ -212,22 +284,34 @@ class Chunk:
         """Begin to make the whole payload; `wait_gathered` ends it. Nothing if it is there."""
         if self.gathered:
             return
-        shard = self._shard_to_send() if self._links.world_size > 1 else None
         self._memory.refill(self.payload)
         self.gathered = True
         self.account.payloads += self.payload.nbytes
-        if shard is not None:
-            self.pending = self._links.all_gather(self.payload, shard, self.spec.id)
-        elif self.files is not None:
-            self.pending = self.files.read(self.spec.id, self.payload)
+        alone = self._links.world_size == 1
+        own = self.payload if alone else self.own_part(self.payload)
+        if self.files is not None:
+            self.pending = self.files.read(self.spec.id, own)
+            if not alone:
+                self.wait_gathered()
+                self.pending = self._links.shards.all_gather(self.payload, own, self.spec.id)
+        elif not self.shard_on_host:
+            self.pending = self._links.shards.all_gather(
+                self.payload, self.shard_memory, self.spec.id
+            )
         else:
-            self.pending = self._bring(self.payload)
+            brought = self._memory.copy(own, self.shard_memory)
+            self.is_copied(brought)
+            self.pending = brought
+            if not alone:
+                with self._memory.behind_copies():
+                    gather = self._links.shards.all_gather(self.payload, own, self.spec.id)
+                self.pending = _Sent(brought, gather)
 
     def gather_again(self) -> None:
-        """Begin to make the payload of a kept chunk what the shards are, which have changed."""
+        """Begin to gather a payload that is never released: the shards have changed."""
         if self.in_payload:
-            if not self.is_whole:
-                self.pending = self._links.all_gather(self.payload, self.shard, self.spec.id)
+            if not self.is_unsharded:
+                self.pending = self._links.shards.all_gather(self.payload, self.shard, self.spec.id)
             return
         self.release()
         self.gather()
@@ -256,19 +340,3 @@ class Chunk:
         self._memory.free(self.payload)
         self.account.payloads -= self.payload.nbytes
         self.gathered = False
-
-    def _shard_to_send(self) -> Tensor:
-        """[S] on the device, for what is ordered behind it."""
-        if self.files is not None:
-            return self.load_shard()
-        if not self.shard_on_host:
-            return self.shard_memory
-        copy = self._memory.allocate(self.spec.shard_numel, self.dtype)
-        self._bring(copy).wait()
-        return copy
-
-    def _bring(self, to: Tensor) -> Ticket[None]:
-        """Begin to copy the shard to the device."""
-        ticket = self._memory.copy(to, self.shard_memory)
-        self.is_copied(ticket)
-        return ticket

@@ -22,7 +22,7 @@ SMALL_DISK = 16 * GIB
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """One CUDA device."""
+    """What one CUDA device has and can."""
 
     name: str
     capability: str  # "9.0"

@@ -190,7 +190,7 @@ class GeminiAccelerator(Accelerator):  # type: ignore[misc]
 
     def _check_options_of(self, model: GeminiDDP) -> None:
         """Of one that its user wrapped. Raises ValueError where this would have other options."""
-        precision = model.engine.numerics.precision
+        precision = model.engine.precision_settings.precision
         if self._gemini or self.mixed_precision not in ("no", precision):
             raise ValueError(
                 f"the model is a GeminiDDP of precision {precision!r}, and was wrapped without "

@@ -115,13 +115,18 @@ def get_default_parser() -> argparse.ArgumentParser:
     return parser
 
 
+class _RankHandler(logging.Handler):
+    """Prints to what stderr is by then, with the rank that this process has by then."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        sys.stderr.write(f"[rank {rank()}] {self.format(record)}\n")
+
+
 def get_dist_logger(name: str = "gemini.training") -> logging.Logger:
     """A logger that prints from INFO on, and says which rank speaks."""
     logger = logging.getLogger(name)
     if not logger.handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter(f"[rank {rank()}] %(message)s"))
-        logger.addHandler(handler)
+        logger.addHandler(_RankHandler())
         logger.setLevel(logging.INFO)
         logger.propagate = False
     return logger

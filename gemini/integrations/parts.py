@@ -18,21 +18,19 @@ from gemini.runtime.wrap.precision import DTYPE_OF
 from optim.rules.loss_scale import LossScale
 
 log = logging.getLogger("gemini")
-_said: set[str] = set()
+said_already: set[str] = set()
 
 LOSS_SCALE = (
     "initial_scale", "min_scale", "growth_factor", "backoff_factor", "growth_interval",
     "hysteresis", "max_scale",
 )  # fmt: skip
-ABSENT = "is not there yet"
-MESHES = f"{ABSENT}: a device mesh is needed. Leave it away, and use more data-parallel ranks"
 
 
 def accept(option: str, why: str) -> None:
     """An option that changes nothing here: say so, once in a process."""
     text = f"{option} changes nothing here: {why}"
-    if text not in _said:
-        _said.add(text)
+    if text not in said_already:
+        said_already.add(text)
         log.info("%s", text)
 
 
@@ -50,15 +48,15 @@ def refuse_absent(**options: Any) -> None:
             raise NotImplementedError(f"{name}={value!r} is not there yet; leave it away")
 
 
-def refuse_meshes(**sizes: int | None) -> None:
-    """Raise NotImplementedError for the first size above 1, ValueError for one below."""
+def check_sizes(precision: str, **sizes: int | None) -> None:
+    """Raise ValueError for a size below 1, and for fp16 with one above."""
     for name, size in sizes.items():
         if size is not None and size < 1:
             raise ValueError(f"{name}={size}; expected 1 or more")
-        if size is not None and size > 1:
-            raise NotImplementedError(
-                f"{name}={size} is not there yet: it needs a device mesh. Leave it at 1, where all "
-                "ranks are data-parallel"
+        if size is not None and size > 1 and precision == "fp16":
+            raise ValueError(
+                f"precision='fp16' with {name}={size}, whose ranks would not have one loss scale; "
+                "expected 'bf16' or 'fp32'"
             )
 
 
@@ -117,12 +115,14 @@ def dataloader(
     pin_memory: bool = False,
     num_workers: int = 0,
     distributed_sampler_cls: type | None = None,
+    place: tuple[int, int] | None = None,
     **kwargs: Any,
 ) -> DataLoader[Any]:
     """A loader that gives each data-parallel rank its own part of `dataset`.
 
+    place: (which part, of how many); None is the rank's among all.
     seed: of the order, the same on all ranks, and of the random numbers of worker processes,
-        another one for each worker of each rank.
+        another one for each worker of each part.
     kwargs: for `torch.utils.data.DataLoader`.
 
     Raises ValueError for a dataset without a length, and for a sampler beside its own.
@@ -138,11 +138,11 @@ def dataloader(
             f"{type(dataset).__name__} is an IterableDataset; expected one with a length, whose "
             "parts ranks can take. Split it by rank yourself, in a DataLoader of your own"
         )
+    part, parts = place or (rank(), world_size())
     sampler = (distributed_sampler_cls or DistributedSampler)(
-        dataset, num_replicas=world_size(), rank=rank(), shuffle=shuffle, seed=seed,
-        drop_last=drop_last,
-    )  # fmt: skip
-    first = seed + rank() * max(1, num_workers)
+        dataset, num_replicas=parts, rank=part, shuffle=shuffle, seed=seed, drop_last=drop_last
+    )
+    first = seed + part * max(1, num_workers)
     seeded = partial(_seed_worker, first, kwargs.pop("worker_init_fn", None))
     return DataLoader(
         dataset, batch_size=batch_size, sampler=sampler, drop_last=drop_last,

@@ -42,13 +42,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """The exit status: 0, or that of what failed. Raises ValueError for hosts that are none."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what it started ends
-    if options.node_rank is not None:
-        return _run_node(options, options.node_rank, options.nnodes or 1, behind_ssh=True)
-    hosts = chosen_hosts(options)
-    if not hosts:
-        return _run_node(options, 0, 1, behind_ssh=False)
-    return _run_hosts(options, hosts)
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:  # what it started ends with it
+        if options.node_rank is not None:
+            return _run_node(options, options.node_rank, options.nnodes or 1, behind_ssh=True)
+        hosts = chosen_hosts(options)
+        if not hosts:
+            return _run_node(options, 0, 1, behind_ssh=False)
+        return _run_hosts(options, hosts)
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 def chosen_hosts(options: argparse.Namespace) -> list[str]:

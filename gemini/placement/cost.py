@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
+from gemini.units import BlockId, ChunkId
+
 from .plan import Move, MoveKind, Plan, UpdatePath
-from .problem import Homes, Tiers, state_parts
-from .sizes import FP32_BYTES, Bandwidths, ChunkBytes
+from .problem import Homes, PlacementProblem, state_parts
+from .sizes import Bandwidths, ChunkBytes
 from .tiers import Tier
 
 Seconds = dict[str, float]  # by resource
@@ -66,7 +68,8 @@ def update_transfers(
 ) -> list[tuple[MoveKind, Tier, Tier, int]]:
     """What an update moves: (kind, from, to, bytes), first what must come, then what goes.
 
-    `undo_bytes`: of the undo plane, which goes to NVMe with the state where there is no master.
+    `undo_bytes`: of what goes to NVMe beside the state where there is no whole master: parameters
+    as they were, or as they are now.
     """
     site = Tier.HOST if path is UpdatePath.CPU else Tier.DEVICE
     moves = []
@@ -84,8 +87,19 @@ def update_transfers(
     return moves
 
 
+def gathered_bytes(chunk: ChunkBytes) -> float:
+    """What each rank receives of a gather."""
+    return chunk.payload_bytes * (chunk.num_shards - 1) / chunk.num_shards
+
+
+def reduced_bytes(chunk: ChunkBytes) -> float:
+    """What each rank receives of a reduction: inside a replica, then of a shard across them."""
+    across = chunk.shard_bytes * 2 * (chunk.num_replicas - 1) / chunk.num_replicas
+    return gathered_bytes(chunk) + across
+
+
 def estimate(
-    homes: Homes, tiers: Tiers, num_uses: Sequence[int], compute_seconds: float
+    homes: Homes, problem: PlacementProblem, num_uses: Sequence[int], compute_seconds: float
 ) -> tuple[float, float]:
     """Seconds of an iteration with these homes, and of all transfers one after the other.
 
@@ -93,44 +107,46 @@ def estimate(
     beside everything else. The second is what decides between homes that the first finds equal.
     `num_uses`: how often an iteration gathers every chunk.
     """
-    bandwidths, world_size = tiers.bandwidths, tiers.world_size
+    bandwidths = problem.bandwidths
     model: Seconds = {"compute": compute_seconds}
     step: Seconds = {}
-    for chunk in tiers.chunks:
+    for chunk in problem.chunks:
         i = chunk.id
-        uses = 0 if homes.kept[i] else num_uses[i]
+        uses = 0 if homes.never_released[i] else num_uses[i]
         if homes.param[i] is not Tier.DEVICE:
             nbytes = uses * chunk.shard_bytes
             _add(model, link_seconds(homes.param[i], Tier.DEVICE, nbytes, bandwidths,
-                                     tiers.has_host_tier))  # fmt: skip
+                                     problem.has_host_tier))  # fmt: skip
         if chunk.trainable and homes.grad[i] is not Tier.DEVICE:
             _add(model, link_seconds(Tier.DEVICE, homes.grad[i], chunk.shard_bytes, bandwidths,
-                                     tiers.has_host_tier))  # fmt: skip
-        wire = chunk.payload_bytes * (world_size - 1) / world_size / bandwidths.collective
-        _add(model, {"collective": wire * (max(uses, 1) + chunk.trainable)})
-        _add(step, _update_busy(chunk, homes, tiers))
+                                     problem.has_host_tier))  # fmt: skip
+        wire = gathered_bytes(chunk) * max(uses, 1)
+        if chunk.trainable:
+            wire += reduced_bytes(chunk)
+        _add(model, {"collective": wire / bandwidths.collective})
+        _add(step, _update_busy(chunk, homes, problem))
     return (
         max(model.values()) + max(step.values(), default=0.0),
         sum(model.values()) + sum(step.values()),
     )
 
 
-def _update_busy(chunk: ChunkBytes, homes: Homes, tiers: Tiers) -> Seconds:
+def _update_busy(chunk: ChunkBytes, homes: Homes, problem: PlacementProblem) -> Seconds:
     """Seconds of every resource for one chunk's update."""
     spent: Seconds = {}
     i = chunk.id
     for home, (state_bytes, param_bytes) in state_parts(chunk, homes.state[i]):
-        taken = UpdatePath.RESIDENT if home is Tier.DEVICE else tiers.off_device
+        taken = UpdatePath.RESIDENT if home is Tier.DEVICE else problem.off_device
         block = chunk.blocks[0]
-        undo_bytes = param_bytes * block.numel * FP32_BYTES // block.param_bytes
+        undo_bytes = param_bytes * block.beside_bytes // block.param_bytes
         for _, src, dst, nbytes in update_transfers(
             state_bytes, param_bytes, undo_bytes,
             param=homes.param[i], grad=homes.grad[i], state=home, path=taken,
-            has_master=tiers.state.has_master,
+            has_master=block.gives_parameters(home),
         ):  # fmt: skip
-            _add(spent, link_seconds(src, dst, nbytes, tiers.bandwidths, tiers.has_host_tier))
+            _add(spent, link_seconds(src, dst, nbytes, problem.bandwidths, problem.has_host_tier))
         name = "host_memory" if taken is UpdatePath.CPU else "device_memory"
-        _add(spent, {name: update_seconds(state_bytes, param_bytes, taken, tiers.bandwidths)})
+        _add(spent, {name: update_seconds(state_bytes, param_bytes, taken, problem.bandwidths)})
     return spent
 
 
@@ -139,71 +155,150 @@ def _add(total: Seconds, more: Seconds) -> None:
         total[name] = total.get(name, 0.0) + seconds
 
 
-def predict_step(plan: Plan, bandwidths: Bandwidths, compute_seconds: Sequence[float]) -> StepCost:
-    """Walk through the plan: links work in the order of issue, computing waits for what it needs.
+class Walk:
+    """Seconds through a plan, from `now` on: links work in the order of issue, and whoever computes
+    waits for what it needs."""
 
-    `compute_seconds`: of every moment of the trace.
-    """
-    free_at = dict.fromkeys(LINKS, 0.0)
-    busy: Seconds = dict.fromkeys((*LINKS, "compute", "update"), 0.0)
-    due: dict[int, float] = {}  # when what must have ended at a moment has
-    blocks = {block.id: block for chunk in plan.chunks for block in chunk.blocks}
-    forecast = plan.forecast
-    paths = {
-        block.id: plan.path_of(home)
-        for chunk, shard in zip(plan.chunks, plan.shards, strict=True)
-        for block, home in zip(chunk.blocks, shard.state_homes, strict=True)
-    }
-    moves_at: dict[int, list[Move]] = {}
-    for move in forecast.moves:
-        moves_at.setdefault(move.begin, []).append(move)
-    wires_at: dict[int, list[tuple[int, int]]] = {}
-    share = (plan.world_size - 1) / plan.world_size
-    if plan.world_size > 1:
+    def __init__(
+        self,
+        plan: Plan,
+        bandwidths: Bandwidths,
+        now: float = 0.0,
+        done: Collection[BlockId] = frozenset(),
+    ) -> None:
+        """done: blocks that the step does not update."""
+        self.now = now
+        self.busy: Seconds = dict.fromkeys((*LINKS, "compute", "update"), 0.0)
+        self._plan, self._bandwidths = plan, bandwidths
+        self._free_at = dict.fromkeys(LINKS, now)
+        self._due: dict[int, float] = {}  # when what must have ended at a moment has
+        self._moves_at: dict[int, list[Move]] = {}
+        for move in plan.forecast.moves:
+            self._moves_at.setdefault(move.begin, []).append(move)
+        # chunk, when it must be there, bytes
+        self._wires_at: dict[int, list[tuple[ChunkId, int, float]]] = {}
         for gather in plan.gathers:
-            wires_at.setdefault(gather.begin, []).append((gather.chunk, gather.use))
-        for reduction in forecast.reductions:
-            wires_at.setdefault(reduction.last, []).append((reduction.chunk, reduction.end))
-    now = 0.0
-    for moment in range(plan.num_moments + 1):
-        arrived: dict[int, float] = {}
-        for move in moves_at.get(moment, ()):
-            start = now
-            spent = link_seconds(move.src, move.dst, move.nbytes, bandwidths, plan.has_host_tier)
+            if plan.chunks[gather.chunk].num_shards > 1:
+                nbytes = gathered_bytes(plan.chunks[gather.chunk])
+                self._wire(gather.begin, gather.chunk, gather.use, nbytes)
+        for reduction in plan.forecast.reductions:
+            if plan.chunks[reduction.chunk].reduces:
+                nbytes = reduced_bytes(plan.chunks[reduction.chunk])
+                self._wire(reduction.last, reduction.chunk, reduction.end, nbytes)
+        self._moment_of = {
+            block: plan.num_trace_moments + i for i, block in enumerate(plan.forecast.step_order)
+        }
+        self._update_at = _updates(plan, bandwidths, self._moment_of, done)
+
+    def _wire(self, begin: int, chunk: ChunkId, end: int, nbytes: float) -> None:
+        self._wires_at.setdefault(begin, []).append((chunk, end, nbytes))
+
+    @property
+    def end(self) -> float:
+        """When all that was begun has ended."""
+        return max(self.now, *self._free_at.values())
+
+    def move(self, moment: int) -> dict[ChunkId, float]:
+        """Begin the transfers of a moment; by chunk, when the last of them ends."""
+        arrived: dict[ChunkId, float] = {}
+        for move in self._moves_at.get(moment, ()):
+            start = self.now
+            spent = link_seconds(
+                move.src, move.dst, move.nbytes, self._bandwidths, self._plan.has_host_tier
+            )
             for link in spent:
-                start = max(start, free_at[link])
-            done = start + max(spent.values(), default=0.0)
+                start = max(start, self._free_at[link])
+            arrived[move.chunk] = start + max(spent.values(), default=0.0)
             for link, seconds in spent.items():
-                free_at[link] = start + seconds
-                busy[link] += seconds
-            due[move.end] = max(due.get(move.end, 0.0), done)
-            arrived[move.chunk] = done
-        for chunk, end in wires_at.get(moment, ()):
-            seconds = plan.chunks[chunk].payload_bytes * share / bandwidths.collective
-            done = max(now, free_at["collective"], arrived.get(chunk, 0.0)) + seconds
-            free_at["collective"] = done
-            busy["collective"] += seconds
-            due[end] = max(due.get(end, 0.0), done)
-        now = max(now, due.pop(moment, 0.0))
+                self._occupy(link, start, seconds)
+            self._must_end(move.end, arrived[move.chunk])
+        return arrived
+
+    def exchange(self, moment: int, arrived: Mapping[ChunkId, float]) -> None:
+        """Begin the gathers and reductions of a moment, each when its chunk has arrived."""
+        for chunk, end, nbytes in self._wires_at.get(moment, ()):
+            start = max(self.now, self._free_at["collective"], arrived.get(chunk, self.now))
+            seconds = nbytes / self._bandwidths.collective
+            self._occupy("collective", start, seconds)
+            self._must_end(end, start + seconds)
+
+    def hold_disk(self, seconds: float) -> None:
+        """It is busy with something else, so long from now on."""
+        self._free_at["nvme"] = max(self._free_at["nvme"], self.now + seconds)
+
+    def _occupy(self, link: str, start: float, seconds: float) -> None:
+        self._free_at[link] = start + seconds
+        self.busy[link] += seconds
+
+    def _must_end(self, moment: int, done: float) -> None:
+        self._due[moment] = max(self._due.get(moment, done), done)
+
+    def reach(self, moment: int) -> None:
+        """Wait for what must have ended when a moment comes."""
+        self.wait(self._due.pop(moment, self.now))
+
+    def wait(self, until: float) -> None:
+        self.now = max(self.now, until)
+
+    def compute(self, seconds: float) -> None:
+        """Of forward or backward."""
+        self.now += seconds
+        self.busy["compute"] += seconds
+
+    def update(self, moment: int) -> None:
+        """What the step updates at a moment."""
+        seconds = self._update_at.get(moment, 0.0)
+        self.now += seconds
+        self.busy["update"] += seconds
+
+    def update_of(self, block: BlockId) -> float:
+        """Seconds of the update of a block that is not on the device."""
+        return self._update_at.get(self._moment_of[block], 0.0)
+
+
+def _updates(
+    plan: Plan, bandwidths: Bandwidths, at: Mapping[BlockId, int], done: Collection[BlockId]
+) -> dict[int, float]:
+    """Seconds of the updates at every moment of the step."""
+    found: dict[int, float] = {}
+    updated = plan.shards if plan.kind == "train" else ()
+    for shard in updated:
+        for block, home in zip(plan.chunks[shard.chunk].blocks, shard.state_homes, strict=True):
+            if block.id in done:
+                continue
+            moment = at.get(block.id, plan.resident_moment)
+            spent = update_seconds(
+                block.state_on(home), block.param_bytes, plan.path_of(home), bandwidths
+            )
+            found[moment] = found.get(moment, 0.0) + spent
+    return found
+
+
+def predict_step(
+    plan: Plan,
+    bandwidths: Bandwidths,
+    compute_seconds: Sequence[float],
+    *,
+    done: Collection[BlockId] = frozenset(),
+    disk_busy: float = 0.0,
+) -> StepCost:
+    """Walk through the plan, its step behind its pass.
+
+    compute_seconds: of every moment of the trace. done: blocks that were updated in the pass, for
+    which the disk is busy for so long behind it.
+    """
+    walk = Walk(plan, bandwidths, done=done)
+    for moment in range(plan.num_moments + 1):
+        if moment == plan.num_trace_moments:
+            walk.hold_disk(disk_busy)
+        walk.exchange(moment, walk.move(moment))
+        walk.reach(moment)
         if moment < plan.num_trace_moments:
-            now += compute_seconds[moment]
-            busy["compute"] += compute_seconds[moment]
-            continue
-        position = moment - plan.num_trace_moments
-        if position < len(forecast.step_order):
-            ids = [forecast.step_order[position]]
-        elif moment == plan.resident_moment:
-            ids = [b for b, path in paths.items() if path is UpdatePath.RESIDENT]
+            walk.compute(compute_seconds[moment])
         else:
-            ids = []
-        seconds = sum(
-            update_seconds(blocks[b].state_bytes, blocks[b].param_bytes, paths[b], bandwidths)
-            for b in ids
-        )
-        now += seconds
-        busy["update"] += seconds
-    total = max(now, *free_at.values())
-    return StepCost(total, total - busy["compute"] - busy["update"], dict(busy))
+            walk.update(moment)
+    stalled = walk.end - walk.busy["compute"] - walk.busy["update"]
+    return StepCost(walk.end, stalled, dict(walk.busy))
 
 
 def compute_seconds_of(

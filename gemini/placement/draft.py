@@ -8,10 +8,20 @@ import numpy as np
 
 from gemini.chunk.layout import ChunkLayout
 from gemini.memtracer.trace import Trace
-from gemini.placement.homes.budget_fill import fill, missing_for_everything
+from gemini.placement.homes.budget_fill import (
+    check_nvme,
+    fill,
+    host_overflows,
+    missing_for_everything,
+)
 from gemini.placement.timetable.gathers import GatherSteps, gather_steps
-from gemini.placement.timetable.moves import moves_of
+from gemini.placement.timetable.moves import leaving_bytes, moves_of
 from gemini.placement.timetable.room import Demand, Vector
+from gemini.placement.timetable.speculation import (
+    SpeculationCost,
+    price_speculation,
+    seconds_by_update,
+)
 from gemini.placement.timetable.steps import (
     GatherSchedule,
     num_uses,
@@ -20,13 +30,14 @@ from gemini.placement.timetable.steps import (
     room_ahead,
     schedule_gathers,
 )
+from gemini.placement.timetable.tail import TailCost, against_tail, price_tail
 from gemini.units import BLOCK_NUMEL, BlockId, ChunkId, Moment
 
 from .cost import StepCost, compute_seconds_of, estimate, predict_step
 from .plan import Forecast, Plan, ShardPlan, UpdatePath
 from .policy import AutoPlacement, ConstPlacement, Placement, StaticPlacement, never_released
 from .predict import Profile, predict
-from .problem import Homes, Tiers, static_homes
+from .problem import Homes, PlacementProblem, static_homes
 from .sizes import UNLIMITED, Bandwidths, BudgetError, Budgets, StateBytes, chunk_bytes
 from .tiers import Tier
 
@@ -47,21 +58,37 @@ class PlanInputs:
     # of blocks whose state is not on the device: as the backend does it, for all of them
     off_device: UpdatePath = UpdatePath.STREAM
     depth: int = 2  # blocks read ahead of their update
+    num_ahead: int = 0  # buffers more, for blocks that are updated before their step
     max_prefetch: int = 1  # payloads begun ahead of their use
     nvme_state_frac: float = 0.0  # of the state's bytes, at least, on NVMe
     block_numel: int = BLOCK_NUMEL
     flops: float = 0.0  # of one forward and backward, where the trace was not timed
     fixed_params: tuple[Tier, ...] | None = None  # homes of parameter shards that exist already
+    with_originals: frozenset[ChunkId] = frozenset()  # fp32 values are kept of those frozen
+    original_home: Tier | None = None  # where these are already
+
+    @property
+    def memory(self) -> Tier:
+        """The tier that is the RAM."""
+        return Tier.HOST if self.has_host_tier else Tier.DEVICE
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class PlanResult:
     """A plan with what it is predicted to take."""
 
     plan: Plan
     profile: Profile
     cost: StepCost
     steps: GatherSteps  # how its gathers are carried out
+    tail: TailCost | None = None  # beside `cost`, where a step may have a tail
+    against_tail: str | None = None  # why not
+    speculation: SpeculationCost | None = None  # where blocks may be updated in backward
+
+    @property
+    def seconds_by_update(self) -> dict[str, float]:
+        """Of an iteration as predicted, for every `update=` that has a price."""
+        return seconds_by_update(self.cost, self.tail, self.speculation)
 
 
 class Draft:
@@ -72,18 +99,19 @@ class Draft:
         self.policy = policy
         layout, trace = inputs.layout, inputs.trace
         chunk_of = layout.chunk_of()
-        self.tiers = Tiers(
-            chunks=chunk_bytes(layout, inputs.state, inputs.block_numel),
+        self.problem = PlacementProblem(
+            chunks=chunk_bytes(layout, inputs.state, inputs.block_numel, inputs.with_originals),
             state=inputs.state,
             budgets=inputs.budgets,
             bandwidths=inputs.bandwidths,
-            world_size=layout.world_size,
             has_host_tier=inputs.has_host_tier,
             depth=inputs.depth,
+            num_ahead=inputs.num_ahead,
             off_device=inputs.off_device,
             nvme_state_frac=inputs.nvme_state_frac,
             fixed_params=inputs.fixed_params,
             floor=floor,
+            original_home=inputs.original_home or inputs.memory,
         )
         self._digests = layout.digest(), trace.digest()  # of long values: taken once
         self.needs = trace.chunk_needs(chunk_of)
@@ -92,18 +120,18 @@ class Draft:
             reductions_of(
                 trace,
                 chunk_of,
-                [chunk.id for chunk in self.tiers.chunks if chunk.trainable],
-                self.tiers.world_size,
+                [chunk.id for chunk in self.problem.chunks if chunk.trainable],
+                over_ranks={chunk.id for chunk in self.problem.chunks if chunk.reduces},
             )
             if trace.kind == "train"
             else {}
         )
-        kept = isinstance(policy, StaticPlacement) and not policy.shard_grads
-        self.whole_grads = kept and layout.world_size > 1
-        if self.whole_grads:  # they are reduced by the step
+        stays = isinstance(policy, StaticPlacement) and not policy.shard_grads
+        self.unsharded_grads = stays and any(chunk.reduces for chunk in self.problem.chunks)
+        if self.unsharded_grads:  # they are reduced by the step
             end = Moment(len(trace.moments))
             self.reductions = {c: replace(r, end=end) for c, r in self.reductions.items()}
-        self.never_released = never_released(policy, [c.payload_bytes for c in self.tiers.chunks])
+        self.never_released = never_released(policy, [c.payload_bytes for c in self.problem.chunks])
         self.ahead = prefetched_at(self.needs, inputs.max_prefetch)
         self.non_model = [m.non_model_bytes for m in trace.moments]
         cap = policy.steady_cap_ratio if isinstance(policy, AutoPlacement) else 1.0
@@ -122,7 +150,7 @@ class Draft:
         """What the device must hold, with the share of the rest that stays free under the cap."""
         reserved = [0] * len(self.non_model)
         if not isinstance(self.policy, ConstPlacement):
-            budget = self.tiers.budgets.device
+            budget = self.problem.budgets.device
             cap = cap if budget < UNLIMITED else 1.0
             reserved = [n + round(max(0, budget - n) * (1 - cap)) for n in self.non_model]
         vector = np.array([*reserved, reserved[-1] if reserved else 0], np.int64)
@@ -132,7 +160,7 @@ class Draft:
 
     def choose_homes(self) -> Homes:
         if isinstance(self.policy, StaticPlacement):
-            return static_homes(self.policy, self.tiers)
+            return static_homes(self.policy, self.problem)
         try:
             return self._fastest()
         except BudgetError:
@@ -144,25 +172,27 @@ class Draft:
         self.demand = self._demand(1.0)
 
     def _fastest(self) -> Homes:
-        fixed = self.tiers.fixed_params
+        fixed = self.problem.fixed_params
         may_all_be_here = fixed is None or set(fixed) <= {Tier.DEVICE}
-        missing = missing_for_everything(self.tiers, self.demand) if may_all_be_here else None
-        if missing == 0:
-            return Homes.all_on(Tier.DEVICE, self.tiers.chunks)
-        uses = num_uses(self.needs, len(self.tiers.chunks))
+        missing = missing_for_everything(self.problem, self.demand) if may_all_be_here else None
+        everything = Homes.all_on(Tier.DEVICE, self.problem.chunks)
+        if missing == 0 and not host_overflows(self.problem, everything):
+            check_nvme(self.problem, everything)
+            return everything
+        uses = num_uses(self.needs, len(self.problem.chunks))
         best: tuple[tuple[float, float], Homes] | None = None
         failed: BudgetError | None = None
         for order in ORDERS:
             try:
-                homes = fill(self.tiers, self.demand, order)
+                homes = fill(self.problem, self.demand, order)
             except BudgetError as error:
                 # what a tier has room for says what is missing behind it
-                if failed is None or _severity(error) < _severity(failed):
+                if failed is None or severity(error) < severity(failed):
                     failed = error
                 if error.tier is Tier.DEVICE:
                     break  # whatever the order
                 continue
-            seconds = estimate(homes, self.tiers, uses, sum(self.compute))
+            seconds = estimate(homes, self.problem, uses, sum(self.compute))
             if best is None or seconds < best[0]:
                 best = seconds, homes
         if best is None:
@@ -172,7 +202,7 @@ class Draft:
                 and missing is not None
                 and missing <= failed.missing_bytes
             ):
-                budget = self.tiers.budgets.device
+                budget = self.problem.budgets.device
                 raise BudgetError.missing(
                     Tier.DEVICE, missing, budget, "everything, and buffers to move it take more",
                     "raise device_budget by as much",
@@ -182,11 +212,11 @@ class Draft:
 
     # -- the rest --
 
-    def finish(self, homes: Homes) -> Planned:
+    def finish(self, homes: Homes) -> PlanResult:
         order = self._step_order(homes)
         gathered = self._gathered(homes)
         trace = self.inputs.trace
-        trainable = {chunk.id for chunk in self.tiers.chunks if chunk.trainable}
+        trainable = {chunk.id for chunk in self.problem.chunks if chunk.trainable}
         schedule = schedule_gathers(
             self.needs,
             self._gather_room(homes, order),
@@ -196,15 +226,23 @@ class Draft:
             may_begin=[call is not None for call in self.calls],
         )
         for chunk_id in schedule.always:
-            homes.kept[chunk_id] = True
+            homes.never_released[chunk_id] = True
         plan = self._build(homes, order, schedule)
         plan.validate()
         profile = predict(plan, self.non_model)
         steps = gather_steps(
-            self.calls, plan.gathers, [shard.chunk for shard in plan.shards if shard.kept]
+            self.calls, plan.gathers, [shard.chunk for shard in plan.shards if shard.never_released]
         )
-        cost = predict_step(plan, self.inputs.bandwidths, self.compute)
-        return Planned(plan, profile, cost, steps)
+        links = self.inputs.bandwidths
+        cost = predict_step(plan, links, self.compute)
+        judged = self._judged(profile, Tier.DEVICE)
+        reason, tail = against_tail(plan, judged, self.calls, self._backward), None
+        if reason is None:
+            tail = price_tail(plan, links, self.compute, self.calls, self._backward, cost)
+        ahead = None
+        if self.inputs.state.has_master:
+            ahead = price_speculation(plan, links, self.compute, self.calls, self._backward, tail)
+        return PlanResult(plan, profile, cost, steps, tail, reason, ahead)
 
     def lacks(self, homes: Homes) -> tuple[Moment, int] | None:
         """The moment whose payloads lack most room in these homes, and the bytes that they lack."""
@@ -219,9 +257,9 @@ class Draft:
         """Bytes of the payloads that are gathered and freed."""
         return {
             chunk.id: int(chunk.payload_bytes)
-            for chunk in self.tiers.chunks
-            if not homes.kept[chunk.id]
-            and (self.tiers.world_size > 1 or homes.param[chunk.id] is not Tier.DEVICE)
+            for chunk in self.problem.chunks
+            if not homes.never_released[chunk.id]
+            and (chunk.num_shards > 1 or homes.param[chunk.id] is not Tier.DEVICE)
         }
 
     def _step_order(self, homes: Homes) -> tuple[BlockId, ...]:
@@ -231,29 +269,28 @@ class Draft:
         return tuple(
             block.id
             for tier in (Tier.NVME, Tier.HOST)
-            for chunk in self.tiers.chunks
+            for chunk in self.problem.chunks
             for block, home in zip(chunk.blocks, homes.state[chunk.id], strict=True)
             if home is tier
         )
 
     def _build(self, homes: Homes, order: tuple[BlockId, ...], schedule: GatherSchedule) -> Plan:
-        tiers, trace = self.tiers, self.inputs.trace
-        backward = next(
-            (i for i, m in enumerate(trace.moments) if m.phase == "backward"), len(self.needs)
-        )
+        problem, trace = self.problem, self.inputs.trace
+        leaving = leaving_bytes(homes, problem, self.reductions, len(self.needs))
         return Plan(
             kind=trace.kind,
             layout_digest=self._digests[0],
             trace_digest=self._digests[1],
             num_trace_moments=len(self.needs),
-            world_size=tiers.world_size,
-            has_host_tier=tiers.has_host_tier,
-            has_master=tiers.state.has_master,
-            whole_grads=self.whole_grads,
+            has_host_tier=problem.has_host_tier,
+            unsharded_grads=self.unsharded_grads,
             budgets=self.inputs.budgets,
-            chunks=tiers.chunks,
-            shards=tuple(self._shard(homes, chunk.id) for chunk in tiers.chunks),
-            off_device=tiers.off_device,
+            chunks=problem.chunks,
+            shards=tuple(
+                self._shard(homes, chunk.id, leaving.get(chunk.id, 0)) for chunk in problem.chunks
+            ),
+            original_home=problem.original_home,
+            off_device=problem.off_device,
             gathers=schedule.gathers,
             device_staging=homes.device_staging,
             host_staging=homes.host_staging,
@@ -261,22 +298,28 @@ class Draft:
                 tuple(sorted(self.reductions.values(), key=lambda r: (r.last, r.chunk))),
                 order,
                 moves_of(
-                    homes, tiers, schedule.gathers, self.reductions, order, len(self.needs),
-                    backward, updates=trace.kind == "train",
+                    homes, problem, schedule.gathers, self.reductions, order, len(self.needs),
+                    self._backward, updates=trace.kind == "train",
                 ),
                 schedule.gap,
             ),
         )  # fmt: skip
 
+    @property
+    def _backward(self) -> int:
+        """The first moment of it."""
+        moments = self.inputs.trace.moments
+        return next((i for i, m in enumerate(moments) if m.phase == "backward"), len(moments))
+
     def _gather_room(self, homes: Homes, order: tuple[BlockId, ...]) -> Vector:
         """Bytes for payloads at every moment, in these homes."""
-        tiers = self.tiers
+        problem = self.problem
         if isinstance(self.policy, StaticPlacement):
             # the working set and what is prefetched, and nothing kept between uses
             used_chunks = {chunk for chunks in self.needs for chunk in chunks}
-            payloads = [tiers.chunks[chunk].payload_bytes for chunk in used_chunks]
+            payloads = [problem.chunks[chunk].payload_bytes for chunk in used_chunks]
             largest_need = max(
-                (sum(tiers.chunks[c].payload_bytes for c in chunks) for chunks in self.needs),
+                (sum(problem.chunks[c].payload_bytes for c in chunks) for chunks in self.needs),
                 default=0,
             )
             ahead = room_ahead(payloads, self.inputs.max_prefetch)
@@ -286,24 +329,24 @@ class Draft:
             predict(bare, self.non_model).total(Tier.DEVICE)[: len(self.needs)], np.int64
         )
         capped = self.demand.non_model[:-1] - np.array(self.non_model, np.int64)
-        return np.asarray(tiers.budgets.device - used - capped, np.int64)
+        return np.asarray(problem.budgets.device - used - capped, np.int64)
 
-    def _shard(self, homes: Homes, chunk: ChunkId) -> ShardPlan:
-        sizes = self.tiers.chunks[chunk]
+    def _shard(self, homes: Homes, chunk: ChunkId, leaving: int) -> ShardPlan:
+        sizes = self.problem.chunks[chunk]
         states = tuple(homes.state[chunk])
         grad = homes.grad[chunk] if sizes.trainable else None
-        kept = chunk in self.never_released or self.tiers.world_size == 1
-        in_payload = kept and homes.param[chunk] is Tier.DEVICE
+        stays = chunk in self.never_released or sizes.num_shards == 1
+        in_payload = stays and homes.param[chunk] is Tier.DEVICE
         return ShardPlan(
-            chunk, homes.param[chunk], homes.kept[chunk], in_payload, grad, states,
-            self._why(homes, chunk),
+            chunk, homes.param[chunk], homes.never_released[chunk], in_payload, grad, states,
+            self._why(homes, chunk), leaving,
         )  # fmt: skip
 
     def _why(self, homes: Homes, chunk: ChunkId) -> str:
         if isinstance(self.policy, StaticPlacement):
             return f"placed by {self.policy}"
         tiers = {homes.param[chunk], *homes.state[chunk]}
-        if self.tiers.chunks[chunk].trainable:
+        if self.problem.chunks[chunk].trainable:
             tiers.add(homes.grad[chunk])
         if tiers == {Tier.DEVICE}:
             return "all of it fits the device budget"
@@ -316,21 +359,26 @@ class Draft:
         if isinstance(self.policy, StaticPlacement):
             return None
         for tier in (Tier.DEVICE, Tier.HOST, Tier.NVME):
-            totals = profile.total(tier)
-            if isinstance(self.policy, ConstPlacement) and tier is Tier.DEVICE:
-                others = profile.rows[tier, "non-model"]
-                totals = [n - m for n, m in zip(totals, others, strict=True)]
-            missing = max(totals) - self.tiers.budgets.of(tier)
+            totals = self._judged(profile, tier)
+            missing = max(totals) - self.problem.budgets.of(tier)
             if missing > 0:
                 moment = totals.index(max(totals))
                 return BudgetError.missing(
-                    tier, missing, self.tiers.budgets.of(tier), f"moment {moment}",
+                    tier, missing, self.problem.budgets.of(tier), f"moment {moment}",
                     f"raise {tier.value}_budget by as much, or use a smaller batch",
                 )  # fmt: skip
         return None
 
+    def _judged(self, profile: Profile, tier: Tier) -> list[int]:
+        """Bytes at every moment that a budget is for."""
+        totals = profile.total(tier)
+        if isinstance(self.policy, ConstPlacement) and tier is Tier.DEVICE:
+            others = profile.rows[tier, "non-model"]
+            return [n - m for n, m in zip(totals, others, strict=True)]
+        return totals
 
-def _severity(error: BudgetError) -> tuple[int, int]:
+
+def severity(error: BudgetError) -> tuple[int, int]:
     """How far from a plan: homes are chosen tier by tier, so what fails last lacks least."""
     assert error.tier is not None
     return (list(Tier)[::-1].index(error.tier), error.missing_bytes)

@@ -4,14 +4,36 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from gemini.placement.planner import PlanInputs, Planned, make_plan
+from gemini.placement.plan import UpdatePath
+from gemini.placement.planner import PlanInputs, PlanResult, make_plan
 from gemini.placement.policy import AutoPlacement, Placement
+from gemini.placement.problem import DEVICE_BUFFERS
 from gemini.placement.sizes import UNLIMITED, BudgetError, StateBytes
 from gemini.placement.tiers import Tier
-from gemini.units import Bytes
+from gemini.units import BLOCK_NUMEL, MIN_BLOCK_NUMEL, STREAMED_BLOCK_NUMEL, Bytes
 
-MIN_BLOCK_NUMEL = 1024  # of `NvmeConfig`
+_STAGING_SHARE = 32  # staging of large blocks is at most one part in so many of a device's budget
 _MAX_TRIES = 8
+
+
+def block_sizes(policy: Placement, inputs: PlanInputs) -> tuple[int, int]:
+    """Elements that a block has at most, and at least."""
+    wanted = policy.block_numel if isinstance(policy, AutoPlacement) else None
+    return (usual_block_numel(inputs), MIN_BLOCK_NUMEL) if wanted is None else (wanted, wanted)
+
+
+def usual_block_numel(inputs: PlanInputs) -> int:
+    """Elements of a block, where nobody says; `fit` makes it smaller where it must.
+
+    Large where a device's kernels update what travels there, as far as the budget has room for
+    staging: 2^20 elements of Adam with a master take 0.25 ms over PCIe each way, and the host up to
+    0.2 ms to begin them, so it would be the host that sets the pace.
+    """
+    streams = inputs.has_host_tier and inputs.off_device is UpdatePath.STREAM
+    staging = DEVICE_BUFFERS * STREAMED_BLOCK_NUMEL * inputs.state.per_element
+    if streams and _STAGING_SHARE * staging <= inputs.budgets.device:
+        return STREAMED_BLOCK_NUMEL
+    return BLOCK_NUMEL
 
 
 def assume(inputs: PlanInputs, policy: Placement) -> PlanInputs:
@@ -23,26 +45,32 @@ def assume(inputs: PlanInputs, policy: Placement) -> PlanInputs:
 
 
 def fit(
-    inputs: PlanInputs, policy: Placement, *, is_measured: bool, least_block_numel: int
-) -> tuple[PlanInputs, Planned]:
+    inputs: PlanInputs,
+    policy: Placement,
+    *,
+    is_measured: bool,
+    least_block_numel: int | None = None,
+) -> tuple[PlanInputs, PlanResult]:
     """A plan, and the inputs it was made with in the end.
 
-    Blocks are those of `inputs`, or as much smaller as they must be. What activations take is
+    Blocks are those of `inputs`, or as much smaller as they must be and may be: as the policy says,
+    where `least_block_numel` does not. What activations take is
     either measured, or an assumption, which refuses nothing: where it leaves model data no room,
     activations are left as much as the lowest homes can leave them. Raises BudgetError where the
     model does not fit, of an assumption: without any activations; and with what it then lacks.
     """
     if not is_measured and isinstance(policy, AutoPlacement):
         policy = replace(policy, steady_cap_ratio=1.0)  # the assumption is margin enough
+    least = block_sizes(policy, inputs)[1] if least_block_numel is None else least_block_numel
     while True:
         try:
             return inputs, make_plan(inputs, policy)
         except BudgetError as error:
-            if inputs.block_numel <= least_block_numel:
+            if inputs.block_numel <= least:
                 if is_measured:
                     raise
                 return _fit_assuming_less(inputs, policy, error)
-        inputs = replace(inputs, block_numel=max(least_block_numel, inputs.block_numel // 4))
+        inputs = replace(inputs, block_numel=max(least, inputs.block_numel // 4))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,30 +79,50 @@ class StateRequest:
 
     state: StateBytes
     nvme_frac: float  # of its bytes, at least, on NVMe
-    block_numel: int  # at most
-    least_block_numel: int
+    block_numel: int | None  # a wish
     depth: int
+    num_ahead: int = 0  # buffers more, for blocks that are updated before their step
 
-    def inputs(self, inputs: PlanInputs, planned: Planned) -> PlanInputs:
+    def blocks(self, policy: Placement, inputs: PlanInputs, planned: PlanResult) -> tuple[int, int]:
+        """Elements that a block has at most, and at least.
+
+        Files of parameters stay as they were cut (ADR 0012). Raises ValueError for a wish that is
+        not what the policy says.
+        """
+        wish = self.block_numel
+        most, least = block_sizes(policy, replace(inputs, state=self.state))
+        if most == least and wish not in (None, most):
+            raise ValueError(
+                f"NvmeConfig(block_numel={wish}) beside "
+                f"AutoPlacement(block_numel={most}), with which the module was wrapped; expected "
+                "one of the two"
+            )
+        if any(shard.param_home is Tier.NVME for shard in planned.plan.shards):
+            return inputs.block_numel, inputs.block_numel
+        return (most, least) if wish is None else (wish, wish)
+
+    def inputs(self, inputs: PlanInputs, planned: PlanResult, block_numel: int) -> PlanInputs:
         """What there is to plan with, where parameters live as `planned` has them."""
         return replace(
             inputs,
             state=self.state,
             nvme_state_frac=self.nvme_frac,
-            block_numel=self.block_numel,
+            block_numel=block_numel,
             depth=self.depth,
+            num_ahead=self.num_ahead,
             fixed_params=tuple(shard.param_home for shard in planned.plan.shards),
+            original_home=planned.plan.original_home,
         )
 
 
 def fit_state(
     begun: tuple[PlanInputs, bool],
-    now: tuple[PlanInputs, Planned],
+    now: tuple[PlanInputs, PlanResult],
     policy: Placement,
     request: StateRequest,
     *,
     is_measured: bool,
-) -> tuple[PlanInputs, Planned]:
+) -> tuple[PlanInputs, PlanResult]:
     """A plan with an optimizer's state, parameters where they are `now`.
 
     `begun`: the inputs that the module was wrapped with, and whether they were measured. Raises
@@ -93,9 +141,7 @@ def fit_state(
         inputs = replace(first, budgets=budgets)
         inputs = inputs if was_measured else assume(inputs, policy)
         try:
-            wrapped = fit(
-                inputs, policy, is_measured=was_measured, least_block_numel=MIN_BLOCK_NUMEL
-            )
+            wrapped = fit(inputs, policy, is_measured=was_measured)
             _fit_request(wrapped, policy, request, was_measured)
             break
         except BudgetError as error:
@@ -108,19 +154,15 @@ def fit_state(
 
 
 def _fit_request(
-    now: tuple[PlanInputs, Planned], policy: Placement, request: StateRequest, is_measured: bool
-) -> tuple[PlanInputs, Planned]:
-    return fit(
-        request.inputs(*now),
-        policy,
-        is_measured=is_measured,
-        least_block_numel=request.least_block_numel,
-    )
+    now: tuple[PlanInputs, PlanResult], policy: Placement, request: StateRequest, is_measured: bool
+) -> tuple[PlanInputs, PlanResult]:
+    most, least = request.blocks(policy, *now)
+    return fit(request.inputs(*now, most), policy, is_measured=is_measured, least_block_numel=least)
 
 
 def _fit_assuming_less(
     inputs: PlanInputs, policy: Placement, refused: BudgetError
-) -> tuple[PlanInputs, Planned]:
+) -> tuple[PlanInputs, PlanResult]:
     nothing = _assuming(inputs, 0)
     planned = make_plan(nothing, policy)
     assumed: int = inputs.trace.peak_non_model_bytes

@@ -48,7 +48,9 @@ class Overrun(Departure):
 
 
 class Overruns:
-    """Of one rank. Only `AutoPlacement` has activations in the budget of the device.
+    """Budgets of one rank that were passed.
+
+    Only `AutoPlacement` has activations in the budget of the device.
 
     found: the worst of every iteration that passed a budget by more than those before it.
     noise_bytes: what measured iterations may be off by.

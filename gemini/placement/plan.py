@@ -20,7 +20,7 @@ from typing import Literal
 
 from gemini.units import BlockId, Bytes, ChunkId, Moment, format_bytes
 
-from .sizes import FP32_BYTES, Budgets, ChunkBytes
+from .sizes import Budgets, ChunkBytes
 from .tiers import Tier
 
 
@@ -33,12 +33,12 @@ class UpdatePath(Enum):
 
 
 class MoveKind(Enum):
-    """What travels."""
+    """What a move carries between tiers."""
 
     PARAM = "parameters"
     GRAD = "gradients"
     STATE = "state"
-    UNDO = "undo planes"  # parameters before an update, where no master could restore them
+    UNDO = "undo planes"  # parameters before or behind an update, where no master restores them
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Gather:
 class Reduction:
     """One life of a gradient buffer: gradients arrive from `first` on, and none behind `last`.
 
-    The buffer is free when `end` comes. At world size 1 it is the gradient itself.
+    The buffer is free when `end` comes. With one shard it is the gradient itself.
     """
 
     chunk: ChunkId
@@ -91,11 +91,13 @@ class ShardPlan:
 
     chunk: ChunkId
     param_home: Tier
-    kept: bool  # its payload stays gathered all the time (ZeRO-2, or a frozen one that fits)
+    never_released: bool  # its payload stays gathered (ZeRO-2, or a frozen one that fits)
     in_payload: bool  # the shard is a part of its payload, which is never released
     grad_home: Tier | None  # where a reduced gradient waits for the step; None: frozen
     state_homes: tuple[Tier, ...]  # of its blocks
     why: str  # in words
+    # of gradients that may be on their way to host memory when this one begins to leave, with it
+    leaving_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,13 +137,12 @@ class Plan:
     layout_digest: str
     trace_digest: str
     num_trace_moments: int
-    world_size: int
     has_host_tier: bool  # else the device is RAM
-    has_master: bool  # parameters follow from the state
-    whole_grads: bool  # gradients stay whole on every rank until the step reduces them (ZeRO-1)
+    unsharded_grads: bool  # gradients stay whole on every rank until the step reduces them (ZeRO-1)
     budgets: Budgets
     chunks: tuple[ChunkBytes, ...]
     shards: tuple[ShardPlan, ...]  # by chunk
+    original_home: Tier  # of the fp32 originals of frozen chunks
     off_device: UpdatePath  # of blocks whose state is not on the device: `STREAM` or `CPU`
     gathers: tuple[Gather, ...]  # in the order in which they are issued
     device_staging: Staging
@@ -188,19 +189,24 @@ class Plan:
         lines = [
             f"chunk {chunk}: {shard.why}",
             f"parameters: {format_bytes(sizes.shard_bytes)} on {shard.param_home.value}"
-            + (", kept gathered" if shard.kept else "")
-            + (f" with it in {payload}" if shard.in_payload and self.world_size > 1 else ""),
+            + (", kept gathered" if shard.never_released else "")
+            + (f" with it in {payload}" if shard.in_payload and sizes.num_shards > 1 else ""),
         ]
         if shard.grad_home is not None:
             before = f"{payload} on every rank until the step reduces it, then "
             lines.append(
-                f"gradient: {before if self.whole_grads else ''}"
+                f"gradient: {before if self.unsharded_grads else ''}"
                 f"{format_bytes(sizes.shard_bytes)} on {shard.grad_home.value}, from its "
                 "reduction to the step"
             )
+        if sizes.original_bytes:
+            lines.append(
+                f"originals: {format_bytes(sizes.original_bytes)} on {self.original_home.value}, "
+                "the fp32 values as they came, until it is trained"
+            )
         homes: Counter[tuple[str, str]] = Counter()
         for block, home in zip(sizes.blocks, shard.state_homes, strict=True):
-            homes[home.value, self.path_of(home).value] += block.state_bytes
+            homes[home.value, self.path_of(home).value] += block.held_on(home)
         for (home_name, path_name), nbytes in homes.items():
             lines.append(f"state: {format_bytes(nbytes)} on {home_name}, update {path_name}")
         moved: Counter[tuple[str, str, str]] = Counter()
@@ -212,7 +218,13 @@ class Plan:
         made = sum(gather.chunk == chunk for gather in self.gathers)
         if made:
             lines.append(f"gathered {made} times, {payload} each")
-        if shard.in_payload and sizes.trainable and self.world_size > 1:
+        if sizes.num_replicas > 1:
+            is_unsharded = sizes.num_shards == 1 and shard.param_home is Tier.DEVICE
+            lines.append(
+                f"replicas: {sizes.num_replicas}, which sum {format_bytes(sizes.shard_bytes)} of "
+                "gradients" + ("; nothing is gathered" if is_unsharded else "")
+            )
+        if shard.in_payload and sizes.trainable and sizes.num_shards > 1:
             lines.append(f"gathered once, behind the step, {payload}")
         return "\n".join(lines)
 
@@ -226,6 +238,7 @@ class Plan:
         blocks = {block.id: block for chunk in self.chunks for block in chunk.blocks}
         forecast, off_device = self.forecast, []
         assert self.off_device is not UpdatePath.RESIDENT
+        assert self.original_home is not (Tier.DEVICE if self.has_host_tier else Tier.HOST)
         for sizes, shard in zip(self.chunks, self.shards, strict=True):
             assert sizes.id == shard.chunk
             assert sizes.trainable == (shard.grad_home is not None)
@@ -249,8 +262,10 @@ class Plan:
                 block = blocks[move.block]
                 assert block.chunk == move.chunk
                 exact = {
-                    MoveKind.STATE: block.state_bytes,
-                    MoveKind.UNDO: block.numel * FP32_BYTES,
+                    MoveKind.STATE: block.state_on(
+                        Tier.NVME if Tier.NVME in (move.src, move.dst) else Tier.DEVICE
+                    ),
+                    MoveKind.UNDO: block.beside_bytes,
                 }.get(move.kind, block.param_bytes)
             assert move.nbytes == exact, move
             if move.kind is MoveKind.PARAM and move.block is None and move.dst is Tier.DEVICE:

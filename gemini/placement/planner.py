@@ -13,13 +13,20 @@ from dataclasses import replace
 
 from gemini.memtracer.trace import Trace, reduce_traces
 
-from .draft import Draft
+from .draft import Draft, severity
 from .draft import PlanInputs as PlanInputs
-from .draft import Planned as Planned
+from .draft import PlanResult as PlanResult
 from .plan import Plan
-from .policy import AutoPlacement, Placement
+from .policy import AutoPlacement, Placement, StaticPlacement
 from .problem import Homes
-from .sizes import Bandwidths, BudgetError, Budgets, least_bandwidths, least_budgets
+from .sizes import (
+    UNLIMITED,
+    Bandwidths,
+    BudgetError,
+    Budgets,
+    least_bandwidths,
+    least_budgets,
+)
 from .tiers import Tier
 
 
@@ -33,26 +40,47 @@ def reduce_inputs(
     return reduce_traces(traces), least_budgets(budgets), least_bandwidths(bandwidths)
 
 
-def make_plan(inputs: PlanInputs, policy: Placement = AutoPlacement()) -> Planned:  # noqa: B008
+def make_plan(inputs: PlanInputs, policy: Placement = AutoPlacement()) -> PlanResult:  # noqa: B008
     """The plan of one rank, with its memory and its time.
 
     Budgets are the numbers of `inputs`, whatever `policy` says of sizes. `auto` and `const` keep to
     them and raise BudgetError where they cannot; `static` places what its fractions say.
     """
-    return _planned(Draft(inputs, policy))
+    made: list[PlanResult] = []
+    refused: list[BudgetError] = []
+    for tier in _original_homes(inputs, policy):
+        try:
+            made.append(_planned(Draft(replace(inputs, original_home=tier), policy)))
+        except BudgetError as error:
+            refused.append(error)
+    if not made:
+        raise min(refused, key=severity)
+    return min(made, key=lambda planned: planned.cost.seconds)
 
 
-def plan_within(plan: Plan, inputs: PlanInputs, policy: Placement) -> Planned:
+def _original_homes(inputs: PlanInputs, policy: Placement) -> Sequence[Tier]:
+    """Where originals of frozen chunks may go: to files only where their memory is limited."""
+    if inputs.original_home is not None:
+        return [inputs.original_home]
+    specs = inputs.layout.chunks
+    there = any(not specs[chunk].trainable for chunk in inputs.with_originals)
+    limited = inputs.budgets.of(inputs.memory) < UNLIMITED
+    if there and limited and not isinstance(policy, StaticPlacement):
+        return [inputs.memory, Tier.NVME]
+    return [inputs.memory]
+
+
+def plan_within(plan: Plan, inputs: PlanInputs, policy: Placement) -> PlanResult:
     """The homes of `plan` for another trace: evaluation, or inputs of another signature.
 
     Raises BudgetError where what the other trace needs does not fit beside what lives there.
     """
     if plan.layout_digest != inputs.layout.digest():
         raise ValueError("a plan's homes hold for its own layout only; make a new plan")
-    return _in_homes(Draft(inputs, policy), _homes_of(plan))
+    return _in_homes(_draft_in(plan, inputs, policy), _homes_of(plan))
 
 
-def plan_above(plan: Plan, inputs: PlanInputs, policy: Placement) -> Planned:
+def plan_above(plan: Plan, inputs: PlanInputs, policy: Placement) -> PlanResult:
     """The homes of `plan`, and higher ones where this trace leaves more room. Nothing goes down.
 
     Gradients may: they have no home between steps, but stay in memory where their state does.
@@ -63,16 +91,16 @@ def plan_above(plan: Plan, inputs: PlanInputs, policy: Placement) -> Planned:
         if set(states) <= {Tier.NVME}:
             floor.grad[i] = Tier.NVME
     inputs = replace(inputs, fixed_params=None)
-    return _planned(Draft(inputs, policy, floor))
+    return _planned(_draft_in(plan, inputs, policy, floor))
 
 
-def plan_grown(plan: Plan, inputs: PlanInputs, policy: Placement) -> Planned:
+def plan_grown(plan: Plan, inputs: PlanInputs, policy: Placement) -> PlanResult:
     """The homes of `plan`, for a layout in which chunks are trained that were frozen.
 
     Their state goes to the highest tier that holds it, of those where state may live; a fraction
     of all state that must be on NVMe holds for them too. Raises BudgetError where none does.
     """
-    sizes = Draft(inputs, policy).tiers.chunks
+    sizes = Draft(inputs, policy).problem.chunks
     new = [i for i, chunk in enumerate(sizes) if chunk.trainable and not plan.chunks[i].trainable]
     tiers = [Tier.NVME]
     if inputs.nvme_state_frac < 1:
@@ -85,17 +113,24 @@ def plan_grown(plan: Plan, inputs: PlanInputs, policy: Placement) -> Planned:
             homes.state[chunk] = [tier] * len(sizes[chunk].blocks)
             homes.grad[chunk] = tier
         try:
-            return _in_homes(Draft(inputs, policy), homes)
+            return _in_homes(_draft_in(plan, inputs, policy), homes)
         except BudgetError:
             if tier is tiers[-1]:
                 raise
     raise AssertionError("there is no tier")
 
 
-def _in_homes(draft: Draft, homes: Homes) -> Planned:
+def _draft_in(
+    plan: Plan, inputs: PlanInputs, policy: Placement, floor: Homes | None = None
+) -> Draft:
+    """Of another plan, with what never moves where `plan` has it."""
+    return Draft(replace(inputs, original_home=plan.original_home), policy, floor)
+
+
+def _in_homes(draft: Draft, homes: Homes) -> PlanResult:
     """Raises BudgetError where what a moment needs does not fit beside what lives there."""
     for chunk in draft.never_released:
-        homes.kept[chunk] = True
+        homes.never_released[chunk] = True
     if draft.lacks(homes) is not None:
         draft.give_up_cap()
     lack = draft.lacks(homes)
@@ -114,7 +149,7 @@ def _in_homes(draft: Draft, homes: Homes) -> Planned:
     return planned
 
 
-def _planned(draft: Draft) -> Planned:
+def _planned(draft: Draft) -> PlanResult:
     planned = draft.finish(draft.choose_homes())
     over = draft.over_budget(planned.profile)
     assert over is None, over
@@ -126,7 +161,7 @@ def _homes_of(plan: Plan) -> Homes:
         param=[shard.param_home for shard in plan.shards],
         grad=[shard.grad_home or Tier.DEVICE for shard in plan.shards],
         state=[list(shard.state_homes) for shard in plan.shards],
-        kept=[False for _ in plan.shards],
+        never_released=[False for _ in plan.shards],
         device_staging=plan.device_staging,
         host_staging=plan.host_staging,
     )

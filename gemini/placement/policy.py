@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gemini.units import ChunkId
+from gemini.units import ChunkId, check_block_numel
 
 from .sizes import Budgets
 
@@ -69,6 +69,10 @@ class AutoPlacement:
         when homes are chosen and no iteration was traced; less, where model data would not fit: it
         refuses nothing. What the first iteration leaves of it is filled after its step.
     steady_cap_ratio: share of what a traced iteration leaves that model data may fill.
+    block_numel: elements of a block, of parameters, gradients and state: what one transfer has. A
+        multiple of 1024; None is the usual 2**20, or as much less as it must be. The optimizer
+        takes it. Where it is None, `NvmeConfig.block_numel` is a wish, as long as no parameter
+        lives in a file: files stay as they were cut.
 
     Raises ValueError for a ratio out of range and a size that is none. Budgets that cannot hold the
     model are a BudgetError when it is wrapped; one that an iteration passes is a `BudgetWarning`.
@@ -81,6 +85,7 @@ class AutoPlacement:
     nvme_dir: str | None = None
     warmup_non_model_data_ratio: float = 0.8
     steady_cap_ratio: float = 0.9
+    block_numel: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.warmup_non_model_data_ratio < 1:
@@ -89,6 +94,8 @@ class AutoPlacement:
             )
         if not 0 < self.steady_cap_ratio <= 1:
             raise ValueError(f"steady_cap_ratio={self.steady_cap_ratio} is outside (0, 1]")
+        if self.block_numel is not None:
+            check_block_numel(self.block_numel)
         self.budgets()
 
     def budgets(self) -> Budgets:

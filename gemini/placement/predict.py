@@ -13,7 +13,7 @@ from .problem import nvme_blocks, store_overhead
 from .sizes import on_disk
 from .tiers import Tier
 
-KINDS = ("parameters", "gradients", "state", "staging", "non-model")
+KINDS = ("parameters", "gradients", "state", "originals", "staging", "non-model")
 TIERS = (Tier.DEVICE, Tier.HOST, Tier.NVME)
 
 
@@ -51,7 +51,7 @@ class Profile:
         }
 
 
-class _Ledger:
+class _ProfileBuilder:
     """Sums of bytes over runs of moments."""
 
     def __init__(self, num_moments: int) -> None:
@@ -85,37 +85,40 @@ def predict(plan: Plan, non_model_bytes: Sequence[int]) -> Profile:
     The step is taken to need as much beside model data as the last period of the trace.
     """
     total = plan.num_trace_moments
-    ledger = _Ledger(plan.num_moments + 1)
-    ledger.follow(Tier.DEVICE, "non-model", non_model_bytes)
-    ledger.add(Tier.DEVICE, "staging", plan.device_staging.nbytes)
+    builder = _ProfileBuilder(plan.num_moments + 1)
+    builder.follow(Tier.DEVICE, "non-model", non_model_bytes)
+    builder.add(Tier.DEVICE, "staging", plan.device_staging.nbytes)
     host = Tier.HOST if plan.has_host_tier else Tier.DEVICE
-    ledger.add(host, "staging", plan.host_staging.nbytes)
+    builder.add(host, "staging", plan.host_staging.nbytes)
 
     num_blocks = 0
     for sizes, shard in zip(plan.chunks, plan.shards, strict=True):
         if shard.in_payload:
-            ledger.add(Tier.DEVICE, "parameters", sizes.payload_bytes)
+            builder.add(Tier.DEVICE, "parameters", sizes.payload_bytes)
         elif shard.param_home is not Tier.NVME:
-            ledger.add(shard.param_home, "parameters", sizes.shard_bytes)
+            builder.add(shard.param_home, "parameters", sizes.shard_bytes)
         if shard.grad_home is Tier.HOST:
-            ledger.add(Tier.HOST, "gradients", sizes.shard_bytes)
+            builder.add(Tier.HOST, "gradients", sizes.shard_bytes)
+        if plan.original_home is not Tier.NVME:
+            builder.add(plan.original_home, "originals", sizes.original_bytes)
         for block, home in zip(sizes.blocks, shard.state_homes, strict=True):
             if home is not Tier.NVME:
-                ledger.add(home, "state", block.state_bytes)
+                builder.add(home, "state", block.state_bytes)
         on_nvme = nvme_blocks(
-            sizes, shard.param_home, shard.grad_home, shard.state_homes, plan.has_master
-        )
+            sizes, shard.param_home, shard.grad_home, shard.state_homes,
+            plan.original_home,
+        )  # fmt: skip
         for kind, nbytes in on_nvme:
-            ledger.add(Tier.NVME, kind, on_disk(kind, nbytes))
+            builder.add(Tier.NVME, kind, on_disk(kind, nbytes))
         num_blocks += len(on_nvme)
-        if shard.kept and not shard.in_payload:
-            ledger.add(Tier.DEVICE, "parameters", sizes.payload_bytes)
+        if shard.never_released and not shard.in_payload:
+            builder.add(Tier.DEVICE, "parameters", sizes.payload_bytes)
     for gather in plan.gathers:
         nbytes = plan.chunks[gather.chunk].payload_bytes
-        ledger.add(Tier.DEVICE, "parameters", nbytes, gather.begin, min(gather.release, total))
+        builder.add(Tier.DEVICE, "parameters", nbytes, gather.begin, min(gather.release, total))
         if gather.release > total:  # into the next iteration, and through the step
-            ledger.add(Tier.DEVICE, "parameters", nbytes, total)
-            ledger.add(Tier.DEVICE, "parameters", nbytes, 0, gather.release - total)
+            builder.add(Tier.DEVICE, "parameters", nbytes, total)
+            builder.add(Tier.DEVICE, "parameters", nbytes, 0, gather.release - total)
     leaves = {
         move.chunk: move.end
         for move in plan.forecast.moves
@@ -123,9 +126,9 @@ def predict(plan: Plan, non_model_bytes: Sequence[int]) -> Profile:
     }
     for reduction in plan.forecast.reductions:
         sizes = plan.chunks[reduction.chunk]
-        ledger.add(Tier.DEVICE, "gradients", sizes.payload_bytes, reduction.first, reduction.end)
-        overlaps = plan.world_size > 1 and not plan.whole_grads
+        builder.add(Tier.DEVICE, "gradients", sizes.payload_bytes, reduction.first, reduction.end)
+        overlaps = sizes.num_shards > 1 and not plan.unsharded_grads
         start = reduction.last if overlaps else reduction.end
-        ledger.add(Tier.DEVICE, "gradients", sizes.shard_bytes, start, leaves.get(reduction.chunk))
-    ledger.add(Tier.NVME, "staging", store_overhead(num_blocks))
-    return ledger.profile()
+        builder.add(Tier.DEVICE, "gradients", sizes.shard_bytes, start, leaves.get(reduction.chunk))
+    builder.add(Tier.NVME, "staging", store_overhead(num_blocks))
+    return builder.profile()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from gemini.units import PAGE_BYTES, ChunkId, align_up
+from gemini.units import PAGE_BYTES, ChunkId, align_up, format_bytes
 
 from .plan import Staging, UpdatePath
 from .policy import StaticPlacement, leading_within, never_released
@@ -25,7 +25,7 @@ class Homes:
     param: list[Tier]
     grad: list[Tier]
     state: list[list[Tier]]
-    kept: list[bool]
+    never_released: list[bool]
     device_staging: Staging = field(default_factory=Staging)
     host_staging: Staging = field(default_factory=Staging)
 
@@ -45,20 +45,37 @@ class Homes:
 
 
 @dataclass(frozen=True, slots=True)
-class Tiers:
-    """What there is to fill, and for whom."""
+class PlacementProblem:
+    """What the planner solves: chunks to place on tiers, and under which budgets."""
 
     chunks: tuple[ChunkBytes, ...]
     state: StateBytes
     budgets: Budgets
     bandwidths: Bandwidths
-    world_size: int
     has_host_tier: bool
     depth: int  # blocks read ahead of their update
     off_device: UpdatePath  # of blocks whose state is not on the device
     nvme_state_frac: float = 0.0  # of the state's bytes, which must be on NVMe
     fixed_params: tuple[Tier, ...] | None = None  # homes of parameter shards that exist already
     floor: Homes | None = None  # homes that exist already, where something may rise from
+    num_ahead: int = 0  # buffers more, for blocks that are updated before their step
+    original_home: Tier = Tier.HOST  # of the fp32 originals of frozen chunks, all of them
+
+    def original_bytes(self, tier: Tier) -> int:
+        """Of fp32 originals that stay there."""
+        if tier is not self.original_home:
+            return 0
+        return sum(chunk.original_bytes for chunk in self.chunks)
+
+    def fewer_originals(self, tier: Tier) -> str:
+        """What else helps where a tier is too small, if originals are there."""
+        nbytes = self.original_bytes(tier)
+        if not nbytes:
+            return ""
+        return (
+            ", or load frozen weights in the dtype that they compute in: "
+            f"{format_bytes(nbytes)} are their fp32 originals"
+        )
 
     def lowest(self, tier: Tier) -> Homes:
         """Everything on `tier` that may be there."""
@@ -97,8 +114,8 @@ class Tiers:
             for home in dict.fromkeys(homes.state[i]):
                 block = chunk.blocks[homes.state[i].index(home)]  # the largest of this home
                 if home is Tier.NVME:
-                    undo = 0 if self.state.has_master else block.numel * FP32_BYTES
-                    state = max(state, align_up(block.state_bytes, PAGE_BYTES) + undo)
+                    beside = align_up(block.beside_bytes, PAGE_BYTES)
+                    state = max(state, align_up(block.disk_bytes, PAGE_BYTES) + beside)
                     in_memory = params_may_rise or homes.param[i] is not Tier.NVME
                     if self.state.has_master and in_memory:
                         early = max(early, block.numel * FP32_BYTES)
@@ -107,7 +124,7 @@ class Tiers:
             if homes.param[i] is Tier.NVME:
                 largest = chunk.blocks[0].param_bytes if chunk.blocks else chunk.shard_bytes
                 param = max(param, align_up(min(largest, _FROZEN_PIECE_BYTES), PAGE_BYTES))
-        count = self.depth + 2
+        count = self.depth + 2 + self.num_ahead
         undo = -(-early * self.depth // count)
         on_host = Staging(count, align_up(state + undo, PAGE_BYTES), param, grad)
         on_host = on_host if on_host.nbytes else Staging()
@@ -122,8 +139,8 @@ class Tiers:
             i = chunk.id
             for home in dict.fromkeys(homes.state[i]):
                 block = chunk.blocks[homes.state[i].index(home)]  # the largest of this home
-                if home is not Tier.DEVICE:
-                    state = max(state, block.state_bytes)
+                if home is not Tier.DEVICE:  # wherever: as much as lower homes ask for, or less
+                    state = max(state, block.state_bytes, block.disk_bytes)
                 if homes.param[i] is not Tier.DEVICE:
                     param = max(param, block.param_bytes)
                 if homes.grad[i] is not Tier.DEVICE:
@@ -134,15 +151,16 @@ class Tiers:
     def nvme_bytes(self, homes: Homes) -> int:
         """The most bytes that the files of these homes take at once.
 
-        Beside what the plan puts there: fp32 originals, from the module's set-up until masters have
-        them; after that, once several backwards add up, gradients in fp32.
+        Beside what the plan puts there: fp32 originals of what is trained, from the module's set-up
+        until masters have them; after that, once several backwards add up, gradients in fp32.
         """
         total = originals = sums = num_blocks = 0
         for chunk in self.chunks:
             i = chunk.id
             sizes = nvme_blocks(
-                chunk, homes.param[i], homes.grad[i], homes.state[i], self.state.has_master
-            )
+                chunk, homes.param[i], homes.grad[i], homes.state[i],
+                self.original_home,
+            )  # fmt: skip
             total += sum(on_disk(kind, nbytes) for kind, nbytes in sizes)
             num_blocks += len(sizes)
             wide = [align_up(b.numel * FP32_BYTES, PAGE_BYTES) for b in chunk.blocks
@@ -160,17 +178,17 @@ class Tiers:
         return total + max(sums, originals - gradients) + store_overhead(num_blocks)
 
 
-def static_homes(policy: StaticPlacement, tiers: Tiers) -> Homes:
+def static_homes(policy: StaticPlacement, problem: PlacementProblem) -> Homes:
     """What the fractions say, whatever there is; `nvme_state_frac` of the state is on NVMe."""
-    chunks = tiers.chunks
-    homes = tiers.lowest(Tier.DEVICE)
-    kept = never_released(policy, [c.payload_bytes for c in chunks])
-    homes.kept = [c.id in kept for c in chunks]
+    chunks = problem.chunks
+    homes = problem.lowest(Tier.DEVICE)
+    stays = never_released(policy, [c.payload_bytes for c in chunks])
+    homes.never_released = [c.id in stays for c in chunks]
     blocks = [block for chunk in chunks for block in chunk.blocks]
     total = sum(block.numel for block in blocks)
-    on_nvme = tiers.nvme_state_frac * total
+    on_nvme = problem.nvme_state_frac * total
     off_device = on_nvme
-    if tiers.has_host_tier:
+    if problem.has_host_tier:
         off_device = max(on_nvme, policy.offload_optim_frac * total)
         for chunk_id in leading_within([c.shard_bytes for c in chunks], policy.offload_param_frac):
             homes.param[chunk_id] = homes.grad[chunk_id] = Tier.HOST
@@ -186,15 +204,21 @@ def static_homes(policy: StaticPlacement, tiers: Tiers) -> Homes:
         for i, states in enumerate(homes.state):
             if set(states) == {Tier.HOST}:
                 homes.grad[i] = Tier.HOST
-    homes.device_staging, homes.host_staging = tiers.staging(homes)
+    homes.device_staging, homes.host_staging = problem.staging(homes)
     return homes
 
 
 def nvme_blocks(
-    chunk: ChunkBytes, param: Tier, grad: Tier | None, state: Sequence[Tier], has_master: bool
+    chunk: ChunkBytes,
+    param: Tier,
+    grad: Tier | None,
+    state: Sequence[Tier],
+    original: Tier,
 ) -> list[tuple[str, int]]:
     """(kind, bytes) of every block that these homes put into a store."""
     found: list[tuple[str, int]] = []
+    if original is Tier.NVME and chunk.original_bytes:
+        found.append(("originals", chunk.original_bytes))
     if param is Tier.NVME and not chunk.blocks:
         found.append(("parameters", chunk.shard_bytes))
     for block, home in zip(chunk.blocks, state, strict=True):
@@ -203,9 +227,9 @@ def nvme_blocks(
         if grad is Tier.NVME:
             found.append(("gradients", block.param_bytes))
         if home is Tier.NVME:
-            found.append(("state", block.state_bytes))
-            if not has_master:
-                found.append(("state", block.numel * FP32_BYTES))
+            found.append(("state", block.disk_bytes))
+            if block.beside_bytes:
+                found.append(("state", block.beside_bytes))
     return found
 
 
@@ -218,12 +242,12 @@ def state_parts(chunk: ChunkBytes, states: Sequence[Tier]) -> list[tuple[Tier, t
     """For every tier that holds state of a chunk, the bytes of that state and its parameters."""
     if not states:
         return []
-    if states.count(states[0]) == len(states):
+    if states[0] is not Tier.NVME and states.count(states[0]) == len(states):
         return [(states[0], (chunk.state_bytes, chunk.shard_bytes))]
     sums: dict[Tier, tuple[int, int]] = {}
     for block, home in zip(chunk.blocks, states, strict=True):
         state, param = sums.get(home, (0, 0))
-        sums[home] = (state + block.state_bytes, param + block.param_bytes)
+        sums[home] = (state + block.state_on(home), param + block.param_bytes)
     return list(sums.items())
 
 

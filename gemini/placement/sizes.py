@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -20,8 +20,10 @@ from gemini.units import (
 
 from .tiers import Tier
 
-NUM_VERSIONS = 2  # of every block on disk but those of gradients; see nvme.layout
+NUM_VERSIONS = 2  # of every block on disk but gradients and originals; see nvme.layout
 FP32_BYTES = 4  # an element of an undo plane, of an original, of gradients that were added up
+WEIGHT_BYTES = 2  # an element of a bf16 weight, beside its block on disk
+SPLIT_BYTES = 2  # an element that is saved where a master is what its bf16 weight lacks
 UNLIMITED = Bytes(1 << 62)
 
 
@@ -29,8 +31,12 @@ UNLIMITED = Bytes(1 << 62)
 class StateBytes:
     """What the planner has to know of an optimizer's `StateLayout`."""
 
-    per_element: int  # all planes
+    per_element: int  # all planes, masters whole
     has_master: bool  # parameters follow from the state; else an update must read them
+    # chunks of which masters are what bf16 parameters in memory lack of them (ADR 0014); on disk in
+    # the blocks that `moves_less_split`
+    split_on_disk: frozenset[ChunkId] = frozenset()
+    split_in_memory: frozenset[ChunkId] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +47,22 @@ class BlockBytes:
     chunk: ChunkId
     numel: int
     param_bytes: Bytes
-    state_bytes: Bytes
+    state_bytes: Bytes  # in memory
+    disk_bytes: Bytes  # of the same on disk
+    beside_bytes: Bytes  # that are written with it there: weights or an undo plane
+    has_master: bool  # in memory, a whole one
+
+    def state_on(self, home: Tier) -> Bytes:
+        """Of the state that an update reads and writes."""
+        return self.disk_bytes if home is Tier.NVME else self.state_bytes
+
+    def held_on(self, home: Tier) -> Bytes:
+        """Of all that is kept, in one version."""
+        return Bytes(self.state_on(home) + self.beside_bytes * (home is Tier.NVME))
+
+    def gives_parameters(self, home: Tier) -> bool:
+        """Whether parameters follow from the state; else an update must read them."""
+        return not self.beside_bytes if home is Tier.NVME else self.has_master
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,38 +75,81 @@ class ChunkBytes:
     trainable: bool
     state_bytes: Bytes
     blocks: tuple[BlockBytes, ...]  # none where the chunk is frozen; the first is the largest
+    num_shards: int = 1  # of its payload: with one it is never gathered over ranks
+    num_replicas: int = 1  # of every shard
+    original_bytes: int = 0  # of a frozen one: fp32 values that its dtype rounds
+
+    @property
+    def reduces(self) -> bool:
+        """Whether its gradients are reduced over ranks."""
+        return self.num_shards * self.num_replicas > 1
+
+
+def wider_chunks(layout: ChunkLayout, itemsizes: Sequence[int]) -> frozenset[ChunkId]:
+    """Chunks whose dtype may round their parameters, which came with so many bytes an element.
+
+    itemsizes: in registration order.
+    """
+    return frozenset(
+        chunk.id
+        for chunk in layout.chunks
+        if any(itemsizes[slot.param] > ITEMSIZE[chunk.dtype] for slot in chunk.slots)
+    )
+
+
+def moves_less_split(numel: int, per_element: int) -> bool:
+    """Whether a step moves fewer pages of a block on disk whose masters are split, though its
+    weights are pages of their own. per_element: bytes of the state with whole masters."""
+    planes = align_up(numel * (per_element - SPLIT_BYTES), PAGE_BYTES)
+    weights = align_up(numel * WEIGHT_BYTES, PAGE_BYTES)
+    return 2 * planes + weights < 2 * align_up(numel * per_element, PAGE_BYTES)
 
 
 def chunk_bytes(
-    layout: ChunkLayout, state: StateBytes, block_numel: int = BLOCK_NUMEL
+    layout: ChunkLayout,
+    state: StateBytes,
+    block_numel: int = BLOCK_NUMEL,
+    with_originals: Collection[ChunkId] = (),
 ) -> tuple[ChunkBytes, ...]:
-    """The bytes of every chunk. Block ids are those of the optimizer's `StateSpace`."""
+    """The bytes of every chunk. Block ids are those of the optimizer's `StateSpace`.
+
+    with_originals: of these, those that are frozen keep fp32 values beside their shards.
+    """
     chunks = []
     next_block = 0
     for spec in layout.chunks:
         itemsize = ITEMSIZE[spec.dtype]
         blocks = []
+        has_master = state.has_master and spec.id not in state.split_in_memory
+        in_memory = state.per_element - SPLIT_BYTES * (spec.id in state.split_in_memory)
         for start in range(0, spec.shard_numel if spec.trainable else 0, block_numel):
             numel = min(block_numel, spec.shard_numel - start)
+            is_split = spec.id in state.split_on_disk and moves_less_split(numel, state.per_element)
+            beside = WEIGHT_BYTES * is_split if state.has_master else FP32_BYTES
+            on_disk = state.per_element - SPLIT_BYTES * is_split
             blocks.append(
                 BlockBytes(
                     BlockId(next_block), spec.id, numel,
-                    Bytes(numel * itemsize), Bytes(numel * state.per_element),
+                    Bytes(numel * itemsize), Bytes(numel * in_memory),
+                    Bytes(numel * on_disk), Bytes(numel * beside), has_master,
                 )
             )  # fmt: skip
             next_block += 1
+        stays = spec.id in with_originals and not spec.trainable
         chunks.append(
             ChunkBytes(
                 spec.id, Bytes(spec.payload_bytes), Bytes(spec.shard_numel * itemsize),
                 spec.trainable, Bytes(sum(b.state_bytes for b in blocks)), tuple(blocks),
+                spec.num_shards, layout.num_replicas,
+                spec.shard_numel * FP32_BYTES if stays else 0,
             )
         )  # fmt: skip
     return tuple(chunks)
 
 
 def on_disk(kind: str, nbytes: int) -> int:
-    """Bytes of a block in a store: whole pages, and two versions of all but gradients."""
-    num_versions = 1 if kind == "gradients" else NUM_VERSIONS
+    """Bytes of a block in a store: whole pages, and two versions of what a step changes."""
+    num_versions = 1 if kind in ("gradients", "originals") else NUM_VERSIONS
     return num_versions * align_up(nbytes, PAGE_BYTES)
 
 

@@ -26,6 +26,7 @@ COLOURS = {
     "parameters": "#3b6fb6",
     "gradients": "#d9822b",
     "state": "#5a9e5a",
+    "originals": "#a8c97f",
     "staging": "#8a6bbf",
     "non-model": "#b8b8b8",
 }

@@ -15,36 +15,41 @@ import torch
 from torch import Tensor, nn
 
 from gemini.chunk.layout import ChunkLayout
+from gemini.chunk.local import is_dtensor
 from gemini.chunk.parameter import ParamHandle, take_gradient, wrap_in_place
 from gemini.dtypes import DTYPES
 from gemini.memtracer.module_calls import in_backward
 from gemini.memtracer.trace import Trace
-from gemini.placement.sizes import Budgets
 from gemini.placement.tiers import Tier
 from gemini.runtime.autograd.calls import Calls
 from gemini.runtime.comm.communicator import Communicator
+from gemini.runtime.comm.connect import Connections
 from gemini.runtime.gradients.waiting import Gradients
 from gemini.runtime.memory.backend import Backend
-from gemini.runtime.memory.ledger import Ledger
-from gemini.runtime.memory.shard_storage import Originals, ShardStorage
+from gemini.runtime.memory.ledger import MemoryLedger
+from gemini.runtime.memory.originals import Originals
+from gemini.runtime.memory.shard_storage import ShardStorage
 from gemini.runtime.memory.tensor_files import FileConfig
-from gemini.runtime.memory.user_writes import Adoption
+from gemini.runtime.memory.user_writes import UserWrites
+from gemini.runtime.pipeline.together import PipelineOwner
+from gemini.runtime.pipeline.window import Window
 from gemini.runtime.schedule.planning import Planning
 from gemini.runtime.schedule.reducer import Reducer
 from gemini.runtime.schedule.regather import Regather
 from gemini.runtime.schedule.sampler import Sampler
 from gemini.runtime.schedule.tensor_mgr import StatefulTensorMgr
-from gemini.runtime.step.promotion import Settling
+from gemini.runtime.schedule.updating import Updating
+from gemini.runtime.step.promotion import Promotion
 from gemini.runtime.step.target import ShardTarget
 from gemini.runtime.wrap.build_chunks import build_chunks
 from gemini.runtime.wrap.materialise import Materialiser
 from gemini.runtime.wrap.other_optimizers import refuse_other_optimizers
-from gemini.runtime.wrap.precision import Numerics
+from gemini.runtime.wrap.precision import PrecisionSettings
 from gemini.units import ParamId
 from optim.binding import waiting_for
 from optim.rules.clipping import Clip
 from optim.rules.config import StateConfig
-from optim.rules.control_vector import Scaler
+from optim.rules.control_vector import ControlVector
 from optim.rules.loss_scale import LossScale
 from optim.rules.rule import UpdateRule
 from optim.target import Group
@@ -58,7 +63,7 @@ MAX_AGREEMENTS = 3  # steps at which ranks try to agree on a trace
 
 
 class Engine(Parts):
-    """One module on one rank; also what its parameters (`ParamOwner`) and its optimizer see."""
+    """One module on one rank; also what its parameters (`EngineHandle`) and its optimizer see."""
 
     target: ShardTarget | None
 
@@ -68,33 +73,37 @@ class Engine(Parts):
         layout: ChunkLayout,
         values: Materialiser,
         backend: Backend,
-        comm: Communicator,
+        connections: Connections,
         planning: Planning,
         *,
         max_prefetch: int,
-        numerics: Numerics,
+        precision_settings: PrecisionSettings,
         overlap_allgather: bool = False,
+        beside: Communicator | None = None,
+        speculates: bool = False,
     ) -> None:
+        comm, links = connections.comm, connections.links
         files = FileConfig(
             planning.nvme_folder, planning.inputs.block_numel, label=f"rank{comm.rank}-",
             pin=backend.pin,
         )  # fmt: skip
-        limited = planning.inputs.budgets != Budgets()
-        storage = ShardStorage(layout, planning.plan, backend, files, limited=limited)
+        storage = ShardStorage(layout, planning.plan, backend, files)
         original_dtypes = [param.dtype for param in params]
         chunks = build_chunks(
-            layout, params, values, backend, comm, planning.plan, storage,
-            kept=planning.kept, keep_originals=numerics.master_weights,
-            gradients_travel_as=numerics.travels_as,
+            layout, params, values, backend, links, planning.plan, storage,
+            never_released=planning.never_released,
+            with_originals=planning.inputs.with_originals,
+            gradients_travel_as=precision_settings.travels_as,
         )  # fmt: skip
+        planning.keep_originals(storage.originals.chunks)
         comm.describe = lambda chunk: describe(self.layout, chunk)
         host = Tier.HOST if backend.has_host_tier else Tier.DEVICE
         manager = StatefulTensorMgr(
             layout,
             chunks,
-            planning.kept,
+            planning.never_released,
             max_prefetch,
-            Ledger(chunks, storage, host),
+            MemoryLedger(chunks, storage, host),
             planning.payload_room_bytes,
             planning.steps_for,
         )
@@ -102,49 +111,63 @@ class Engine(Parts):
             params=list(params),
             layout=layout,
             chunks=chunks,
-            kept=planning.kept,
+            never_released=planning.never_released,
             chunk_of=layout.chunk_of(),
             slot_of={slot.param: i for c in layout.chunks for i, slot in enumerate(c.slots)},
             original_dtypes=original_dtypes,
             backend=backend,
             comm=comm,
+            links=links,
+            scope=connections.scope,
             planning=planning,
             storage=storage,
-            numerics=numerics,
-            scaler=Scaler(
-                numerics.scale_options, backend.device, rounding_seed=numerics.rounding_seed
+            precision_settings=precision_settings,
+            control_vector=ControlVector(
+                precision_settings.scale_options,
+                backend.device,
+                rounding_seed=precision_settings.rounding_seed,
             ),
             manager=manager,
             sampler=Sampler(
-                layout.params, backend, manager.ledger, self._traced, planning.overruns
+                planning.inputs.layout.params,
+                backend,
+                manager.ledger,
+                self.traced,
+                planning.overruns,
             ),
-            adoption=Adoption(params),
+            user_writes=UserWrites(params),
             reducer=Reducer(
                 chunks,
                 by_moment=not manager.releases_nothing,
-                puts_off=planning.plan.whole_grads,
+                puts_off=planning.plan.unsharded_grads,
+                at_end={c.spec.id for c in chunks if links[c.spec.group].is_sent_data},
             ),
             regather=Regather(
                 chunks,
-                planning.kept,
+                planning.never_released,
                 params,
                 overlaps=overlap_allgather,
                 watches=manager.releases_nothing,
             ),
+            updating=Updating(chunks, params, watches=manager.releases_nothing),
+            beside=beside,
+            speculates=speculates,
             all_gathered=manager.releases_nothing,
             present=[False] * len(params),
         )
-        self.dtype = DTYPES[numerics.dtype]
+        self.dtype = DTYPES[precision_settings.dtype]
+        self.together: PipelineOwner | None = None  # of a pipeline: what attaches optimizers for it
         self._last_trace: Trace | None = None  # of training
         self._agreements_left = 0 if planning.has_trace else MAX_AGREEMENTS
-        self.settling = Settling(self)
+        self.promotion = Promotion(self)
         self.meetings = Meetings(self)
         self.gradients = Gradients(self, self.meetings, self._gradients_dropped)
-        self.calls = Calls(self, self.meetings, self.gradients, self.settling)
+        self.calls = Calls(self, self.meetings, self.gradients, self.promotion)
+        self.window = Window(self, self.calls, self.meetings, self.gradients, self.promotion)
         # what parameters ask of their owner
         self.fetch, self.fetched = self.calls.fetch, self.calls.fetched
         self.arrive = self.calls.arrive
-        self.owns_memory_of, self.written = self.calls.owns_memory_of, self.adoption.written
+        self.owns_memory_of, self.written = self.calls.owns_memory_of, self.user_writes.written
         self.gradient_of, self.set_gradient = self.gradients.of, self.gradients.set
         # what optimizers and the front door do
         self.call = self.meetings.call
@@ -154,10 +177,12 @@ class Engine(Parts):
     def _wrap(self, params: Sequence[nn.Parameter]) -> None:
         before = {ParamId(i): take_gradient(param) for i, param in enumerate(params)}
         self.calls.listen()
+        if any(map(is_dtensor, params)):
+            import gemini.chunk.split_parameter  # noqa: F401 - takes a second, and few need it
         for i, param in enumerate(params):
             wrap_in_place(param, ParamHandle(self, ParamId(i)))
         refuse_other_optimizers()
-        self.manager.before_release = self.adoption.adopt
+        self.manager.before_release = self.user_writes.write_back
         self.manager.release_all()
         for param_id, grad in before.items():  # what the module came with counts, as in torch
             if grad is not None:
@@ -202,24 +227,24 @@ class Engine(Parts):
         norm_type: float | None = None,
     ) -> None:
         """Take over what an optimizer was given; None leaves what there is. Raises ValueError."""
-        numerics = self.numerics
+        precision_settings = self.precision_settings
         if max_norm is not None:
-            numerics = replace(numerics, max_norm=float(max_norm))
+            precision_settings = replace(precision_settings, max_norm=float(max_norm))
         if norm_type is not None:
-            numerics = replace(numerics, norm_type=float(norm_type))
+            precision_settings = replace(precision_settings, norm_type=float(norm_type))
         if loss_scale is not None:
-            numerics = replace(numerics, loss_scale=loss_scale)
-            self.scaler.configure(loss_scale)
-        self.numerics = numerics
+            precision_settings = replace(precision_settings, loss_scale=loss_scale)
+            self.control_vector.configure(loss_scale)
+        self.precision_settings = precision_settings
 
     @property
     def originals(self) -> Originals:
-        """fp32 values of 16-bit chunks, until `attach`."""
+        """fp32 values of 16-bit chunks: until `attach`, of frozen ones for good."""
         return self.storage.originals
 
     # -- traces --
 
-    def _traced(self, trace: Trace) -> None:
+    def traced(self, trace: Trace) -> None:
         """An iteration was sampled. Alone, this rank plans with it."""
         if trace.kind == "train":
             self._last_trace = trace
@@ -228,8 +253,7 @@ class Engine(Parts):
         if self.all_gathered and self.planning.has_trace:
             return  # there are no hooks: what was traced is coarser than what was given
         if self.comm.world_size == 1 and self.planning.follow(trace):
-            self.manager.payload_room_bytes = self.planning.payload_room_bytes
-            self.settling.propose()
+            self._follow_plan()
         elif self.planning.take_doubt():
             self.sampler.measure_again(trace)
 
@@ -240,11 +264,16 @@ class Engine(Parts):
         self._agreements_left -= 1
         trace = self._last_trace if self.sampler.measures else None
         if self.planning.follow_all(trace):
-            self.manager.payload_room_bytes = self.planning.payload_room_bytes
             self._agreements_left = 0
-            self.settling.propose()
+            self._follow_plan()
         elif self.planning.take_doubt() and trace is not None:
             self.sampler.measure_again(trace)
+
+    def _follow_plan(self) -> None:
+        """Another one, of a measured iteration; in the same homes until they may rise."""
+        self.manager.payload_room_bytes = self.planning.payload_room_bytes
+        self.storage.follow(self.planning.plan)
+        self.promotion.propose()
 
     # -- parameters; see `gemini.chunk.parameter` --
 
@@ -270,9 +299,9 @@ class Engine(Parts):
         """All chunks are gathered and stay so; then shards follow what was written, or not."""
         return weights.summoned(self, writeback)
 
-    def adopt_changes(self) -> None:
+    def write_back_changes(self) -> None:
         """Shards and masters follow what the user wrote to parameters."""
-        weights.adopt_changes(self)
+        weights.write_back_changes(self)
 
     # -- the step --
 
@@ -285,12 +314,13 @@ class Engine(Parts):
                 "step() inside a backward: other gradients are still to come, and to be reduced "
                 "over ranks and clipped together; call it behind loss.backward()"
             )
-        self.gradients.check_whole()
+        self.window.end()
+        self.gradients.check_complete()
         self.meetings.come_together()
         self.calls.thaw_what_is_trained()
         self.gradients.resolve()
         self.sampler.end()
-        self.adopt_changes()
+        self.write_back_changes()
 
     def clip(self, clip: Clip) -> Tensor | None:
         """Clip the gradients of the coming step; the norm before, where a norm is asked for."""
@@ -300,12 +330,14 @@ class Engine(Parts):
                 "this module has no optimizer yet, so there is nobody to clip for; make it, or "
                 "call optimizer.clip_grad_norm_(max_norm)"
             )
-        return target.clip(clip)
+        return (target.joint or target).clip(clip)
 
     def shards_changed(self) -> None:
         """Any may have: the same for all that is kept."""
         weights.after_step(self, trained=False)
 
     def _gradients_dropped(self) -> None:
+        if self.speculation is not None:
+            self.speculation.forget()
         self.calls.forget()
-        self.settling.gradients_dropped()
+        self.promotion.gradients_dropped()

@@ -21,7 +21,7 @@ Reader = Callable[[Sequence[str], Container[str]], None]
 
 
 class Meetings:
-    """Of one engine.
+    """Meetings of one engine with those of other ranks.
 
     reads_outside: chunks were gathered outside a pass since the last one.
     """

@@ -13,20 +13,23 @@ from gemini.chunk.layout import ChunkLayout
 from gemini.chunk.storage import Chunk
 from gemini.memtracer.module_calls import in_backward
 from gemini.placement.plan import Plan
+from gemini.runtime.comm.ballot import Scope
 from gemini.runtime.comm.communicator import Communicator
+from gemini.runtime.comm.links import Links
 from gemini.runtime.edits import PendingClip
 from gemini.runtime.memory.backend import Backend
 from gemini.runtime.memory.shard_storage import ShardStorage
-from gemini.runtime.memory.user_writes import Adoption
+from gemini.runtime.memory.user_writes import UserWrites
 from gemini.runtime.schedule.planning import Planning
 from gemini.runtime.schedule.reducer import Reducer
 from gemini.runtime.schedule.regather import Regather
 from gemini.runtime.schedule.sampler import Sampler
 from gemini.runtime.schedule.tensor_mgr import StatefulTensorMgr
-from gemini.runtime.wrap.module_check import Integrity
-from gemini.runtime.wrap.precision import Numerics
+from gemini.runtime.schedule.updating import Updating
+from gemini.runtime.wrap.module_check import ModuleCheck
+from gemini.runtime.wrap.precision import PrecisionSettings
 from gemini.units import ChunkId, ParamId
-from optim.rules.control_vector import Scaler
+from optim.rules.control_vector import ControlVector
 
 
 class Attached(Protocol):
@@ -38,6 +41,10 @@ class Attached(Protocol):
 
     def write_master(self, chunk: Chunk, values: Tensor) -> None:
         """The inverse."""
+        ...
+
+    def settle(self) -> None:
+        """Wait until the last step counts. Raises what ended it; then it is undone."""
         ...
 
     def follow_shards(self, chunks: Set[ChunkId]) -> None:
@@ -52,7 +59,7 @@ class Attached(Protocol):
         """Keep state of these chunks too, which were frozen."""
         ...
 
-    def raise_state(self, plan: Plan) -> None:
+    def promote_state(self, plan: Plan) -> None:
         """Blocks of state rise to where a plan has them."""
         ...
 
@@ -69,6 +76,24 @@ class Attached(Protocol):
         ...
 
 
+class Speculates(Protocol):
+    """What updates blocks of state in backward; see `gemini.runtime.step.ahead`."""
+
+    num_held: int | None  # of these the last step; None: there was none
+
+    def begin(self) -> None:
+        """A backward begins."""
+        ...
+
+    def is_final(self, chunk: Chunk) -> None:
+        """Its gradient is reduced."""
+        ...
+
+    def forget(self) -> None:
+        """All gradients were dropped."""
+        ...
+
+
 @dataclass(eq=False, kw_only=True)
 class Parts:
     """Chunks of one module on one rank, and the state of its pass.
@@ -81,35 +106,51 @@ class Parts:
     params: Sequence[nn.Parameter]
     layout: ChunkLayout  # another one where parameters are thawed
     chunks: list[Chunk]
-    kept: frozenset[ChunkId]  # by the policy: never released
+    never_released: frozenset[ChunkId]  # by the policy: never released
     chunk_of: dict[ParamId, ChunkId]
     slot_of: dict[ParamId, int]
     original_dtypes: Sequence[torch.dtype]
     backend: Backend
-    comm: Communicator
+    comm: Communicator  # of all ranks, for what they agree on
+    links: Mapping[str, Links]  # of every sharding group
+    scope: Scope
     planning: Planning
     storage: ShardStorage
-    numerics: Numerics
-    scaler: Scaler
+    precision_settings: PrecisionSettings
+    control_vector: ControlVector
     manager: StatefulTensorMgr
     sampler: Sampler
     reducer: Reducer
     regather: Regather
-    adoption: Adoption
+    updating: Updating
+    user_writes: UserWrites
     # every chunk stays gathered: hooks and on-demand fetches have nothing to do
     all_gathered: bool
     target: Attached | None = None  # the optimizer's state, once there is one
-    integrity: Integrity | None = None  # of the module that was wrapped
+    module_check: ModuleCheck | None = None  # of the module that was wrapped
     hook_handles: list[Any] = field(default_factory=list)  # on modules and parameters
     forward_depth: int = 0  # forwards of the root module inside each other, now
     is_summoned: bool = False
     is_unwrapped: bool = False
+    # micro-batches of a pipeline's schedule: it begins and ends cycles and backwards
+    in_schedule: bool = False
+    stage: tuple[int, int] | None = None  # of a pipeline: (index, number of stages)
     present: list[bool]  # a gradient arrived since the last zero_grad
     # whose gradients were dropped since then, after an error in a backward
     broken: set[ParamId] = field(default_factory=set)
     pending_clip: PendingClip | None = None  # asked for since the last backward
     viewed: dict[ChunkId, None] = field(default_factory=dict)  # plain views left their modules
-    kept_scale: Tensor | None = None  # of gradients that outlived their step
+    carried_scale: Tensor | None = None  # of gradients that outlived their step
+    # all ranks, for what steps agree on behind their callers; None: steps end before they return
+    beside: Communicator | None = None
+    speculates: bool = False  # blocks are updated in backward, where that can be
+    speculation: Speculates | None = None  # then, once there is an optimizer
+
+
+def settle(parts: Parts) -> None:
+    """The last step counts, or is undone and its error raised, before weights are looked at."""
+    if parts.target is not None:
+        parts.target.settle()
 
 
 def in_pass(parts: Parts) -> bool:

@@ -23,8 +23,8 @@ def thaw(parts: Parts, meetings: Meetings, params: list[ParamId]) -> None:
     frozen = {chunk for chunk in frozen if not parts.layout.chunks[chunk].trainable}
     if frozen:
         layout = parts.layout.with_trainable(frozen)
-        before = parts.layout, parts.planning.inputs, parts.planning.planned
-        parts.planning.grow(layout)
+        before = parts.layout, parts.planning.inputs, parts.planning.result
+        parts.planning.grow(parts.planning.inputs.layout.with_trainable(frozen))
         chunks = [parts.chunks[chunk] for chunk in sorted(frozen)]
         parts.layout = layout
         for chunk in parts.chunks:
@@ -33,7 +33,7 @@ def thaw(parts: Parts, meetings: Meetings, params: list[ParamId]) -> None:
             if parts.target is not None:
                 parts.target.extend(chunks)
         except BaseException:
-            parts.layout, parts.planning.inputs, parts.planning.planned = before
+            parts.layout, parts.planning.inputs, parts.planning.result = before
             for chunk in parts.chunks:
                 chunk.spec = parts.layout.chunks[chunk.spec.id]
             raise
@@ -44,4 +44,4 @@ def thaw(parts: Parts, meetings: Meetings, params: list[ParamId]) -> None:
             parts.target.homes_changed()
         parts.reducer.add(chunks)
         parts.manager.homes_changed(parts.planning.payload_room_bytes)
-        parts.sampler.specs_changed(layout.params)
+        parts.sampler.specs_changed(parts.planning.inputs.layout.params)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
+from gemini.chunk.local import is_dtensor, rebind
 from gemini.chunk.parameter import unwrap_in_place
-from gemini.chunk.storage import Chunk
+from gemini.chunk.storage import params_in
 from gemini.runtime.gradients.waiting import Gradients
-from gemini.runtime.inspect.full_parameters import master_of
+from gemini.runtime.inspect.weights import full_chunk
 from gemini.runtime.memory.machine import look_at_machine
-from gemini.runtime.step.weights import adopt_changes
+from gemini.runtime.step.weights import write_back_changes
 from gemini.units import format_bytes
 
 from .parts import Parts
@@ -30,7 +30,7 @@ def check_room(parts: Parts, device: torch.device) -> None:
         for chunk in parts.chunks
         if chunk.payload.device.type == device.type
     )
-    machine = look_at_machine(parts.backend, parts.comm)
+    machine = look_at_machine(parts.backend, parts.planning.machine.ranks_per_node)
     left = machine.host_bytes_left // machine.ranks_per_node
     if device.type != "cpu":
         left = machine.device_bytes_left // machine.ranks_per_device
@@ -45,21 +45,24 @@ def check_room(parts: Parts, device: torch.device) -> None:
 
 @torch.no_grad()
 def unwrap(parts: Parts, gradients: Gradients, device: torch.device) -> None:
-    """Give every rank all parameters on `device`, in the dtypes they had, and end the engine.
+    """Give every rank all parameters on `device`, in the dtypes they had, and end the parts.
 
     Chunk by chunk: a rank holds what is done, and two copies of one chunk. Gradients, the
     optimizer's state and all files are gone afterwards. Collective.
     """
-    adopt_changes(parts)
+    write_back_changes(parts)
     gradients.drop()
     parts.manager.release_all()
     for chunk in parts.chunks:
-        values = whole_chunk(parts, chunk)
-        for slot, place in enumerate(chunk.spec.slots):
-            spec, param = parts.layout.params[place.param], parts.params[place.param]
-            value = chunk.view(values, slot).view(spec.shape)
+        values = full_chunk(parts, chunk)
+        for index, value in params_in(parts.layout, chunk.spec, values):
+            param = parts.params[index]
+            value = value.to(device, parts.original_dtypes[index], copy=True)
             unwrap_in_place(param)
-            param.data = value.to(device, parts.original_dtypes[place.param], copy=True)
+            if is_dtensor(param):
+                rebind(param, value)
+            else:
+                param.data = value
         chunk.payload.untyped_storage().resize_(0)
     for handle in parts.hook_handles:
         handle.remove()
@@ -68,13 +71,3 @@ def unwrap(parts: Parts, gradients: Gradients, device: torch.device) -> None:
         parts.target.close(keep_masters=False)
     parts.storage.originals.clear()
     parts.storage.close()
-
-
-def whole_chunk(parts: Parts, chunk: Chunk) -> Tensor:
-    """[S * W] fp32: every rank's masters of one chunk, where collectives are."""
-    mine = master_of(parts, chunk).to(parts.comm.device)
-    if parts.comm.world_size == 1:
-        return mine
-    values = torch.empty(chunk.spec.payload_numel, dtype=torch.float32, device=mine.device)
-    parts.comm.all_gather(values, mine, chunk.spec.id).wait()
-    return values

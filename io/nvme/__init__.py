@@ -7,7 +7,7 @@ from nvme.files.file import OpenFile, check_folder, create_direct, default_folde
 from nvme.files.orphan_files import orphans, remove_orphans
 from nvme.files.recovery import Recovered, recover
 
-from .checksum import PIECE_BYTES
+from .checksum import PIECE_BYTES, checksum_of
 from .engine import Engine, Transfer
 from .engines.threads import ThreadEngine
 from .errors import (
@@ -24,6 +24,7 @@ from .errors import (
 from .files import calls
 from .layout import FORMAT_VERSION, FormatError, StoreLayout
 from .pinned import PinnedVersions
+from .pipeline import WriteBehind, read_ahead, settle
 from .pool import Buffer, BufferPool, Pin
 from .probe import CANDIDATES, Probe, Speed, make_engine, probe
 from .store import BlockStore, WriteMeter
@@ -52,18 +53,22 @@ __all__ = [
     "ThreadEngine",
     "Transfer",
     "TransferError",
+    "WriteBehind",
     "WriteBudgetError",
     "WriteMeter",
     "calls",
     "cause_of",
     "check_folder",
+    "checksum_of",
     "create_direct",
     "default_folder",
     "make_engine",
     "open_direct",
     "orphans",
     "probe",
+    "read_ahead",
     "recover",
     "remove_orphans",
+    "settle",
     "transfer_error",
 ]

@@ -20,7 +20,7 @@ __all__ = ["PIECE_BYTES", "checksum_of", "combine", "crc32"]
 PIECE_BYTES = 4 << 20  # large transfers are split into pieces of this size
 
 
-def checksum_of(data: bytes) -> int:
+def checksum_of(data: bytes | memoryview) -> int:
     """What the engines compute over pieces, of bytes in hand."""
     pieces = [data[i : i + PIECE_BYTES] for i in range(0, len(data), PIECE_BYTES)]
     return combine([crc32(piece) for piece in pieces])

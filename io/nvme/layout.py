@@ -96,7 +96,10 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class StoreLayout:
-    """Blocks to extents. `digest` is whatever its owner uses to recognise its own layout."""
+    """In which extents of which files blocks lie.
+
+    `digest` is whatever its owner uses to recognise its own layout.
+    """
 
     digest: str
     block_nbytes: tuple[int, ...]  # payload of every block

@@ -16,7 +16,7 @@ import mmap
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.util import Finalize
 from pathlib import Path
 
@@ -39,6 +39,7 @@ from .errors import (
 from .files import calls
 from .layout import Extent, Index, IndexEntry, StoreLayout
 from .pinned import PinnedBlock, PinnedVersions
+from .pipeline import settle
 
 log = logging.getLogger("gemini.nvme")
 
@@ -171,6 +172,11 @@ class BlockStore:
         return tuple(file.path for file in self._files)
 
     @property
+    def files(self) -> tuple[OpenFile, ...]:
+        """In the order of `paths`; `close` ends them."""
+        return self._files
+
+    @property
     def committed_step(self) -> int:
         """The step given to the last `commit`; 0 before the first."""
         return self._index.step
@@ -179,6 +185,10 @@ class BlockStore:
     def file_bytes(self) -> int:
         """Bytes allocated on disk, over all files."""
         return self._planned_bytes - self._freed_bytes
+
+    def committed_extent(self, block: BlockId) -> Extent:
+        """Where the committed version is."""
+        return self._extents[block][self._index.entries[block].version]
 
     def buffer_nbytes(self, block: BlockId) -> int:
         """Whole pages that a buffer for this block must hold."""
@@ -212,12 +222,36 @@ class BlockStore:
         if block not in self._written:
             raise ValueError(f"block {block} was never committed; there is nothing to read")
         entry = self._index.entries[block]
-        return self._read(block, entry.version, entry.checksum, buffer)
+        return self._read(block, self._extents[block][entry.version], entry.checksum, buffer)
 
     def read_uncommitted(self, block: BlockId, buffer: memoryview) -> Ticket[None]:
         """Begin to read what was written since the last commit, to undo it by hand."""
         checksum = self._pending[block].wait()
-        return self._read(block, 1 - self._index.entries[block].version, checksum, buffer)
+        other = self._extents[block][1 - self._index.entries[block].version]
+        return self._read(block, other, checksum, buffer)
+
+    def read_written(self, block: BlockId, buffer: memoryview, checksum: int) -> Ticket[None]:
+        """Begin to fill whole pages with the first of what was written since the last commit.
+
+        Waits until it is, and raises what went wrong. checksum: of these pages.
+        """
+        self._pending[block].wait()
+        extents, entry = self._extents[block], self._index.entries[block]
+        extent = replace(extents[1 - entry.version], nbytes=buffer.nbytes)
+        return self._read(block, extent, checksum, buffer)
+
+    def take_back(self, block: BlockId) -> None:
+        """Forget what was written to a block since the last commit. Waits until that has ended."""
+        settle(self._pending.pop(block))
+        self._flushed = None
+
+    def has_room_for(self, nbytes: int) -> bool:
+        """Whether so much may be written before anything is refused; see `check_step`."""
+        try:
+            self.check_step(nbytes)
+        except NvmeError:
+            return False
+        return True
 
     def write(self, block: BlockId, buffer: memoryview) -> Ticket[int]:
         """Begin to write a block's other version. It counts after `commit`."""
@@ -271,7 +305,7 @@ class BlockStore:
     def rollback(self) -> None:
         """Forget every write since the last commit. Waits until they have ended."""
         for ticket in self._pending.values():
-            _settle(ticket)
+            settle(ticket)
         self._pending.clear()
         self._flushed = None
 
@@ -288,7 +322,7 @@ class BlockStore:
             self._written.discard(block)
             entry = entries[block]
             entries[block] = IndexEntry(entry.version, entry.checksum ^ 0xFFFFFFFF)
-            for extent in self._extents[block]:
+            for extent in dict.fromkeys(self._extents[block]):  # one, where it has one version
                 if calls.punch(self._files[extent.file].fd, extent.offset, extent.nbytes):
                     self._freed_bytes += extent.nbytes
         self._index = Index(self._index.sequence, self._index.step, tuple(entries))
@@ -323,9 +357,8 @@ class BlockStore:
                     stack.callback(file.close)
 
     def _read(
-        self, block: BlockId, version: int, checksum: int, buffer: memoryview
+        self, block: BlockId, extent: Extent, checksum: int, buffer: memoryview
     ) -> Ticket[None]:
-        extent = self._extents[block][version]
         inner = self._engine.read(self._transfer(block, extent, buffer))
         self.traffic.read_bytes += extent.nbytes
         path = str(self._files[extent.file].path)
@@ -341,14 +374,6 @@ class BlockStore:
         file = self._files[extent.file]
         view = buffer[: extent.nbytes]
         return Transfer(file, extent.offset, view, self.checksums)
-
-
-def _settle(ticket: Ticket[int]) -> None:
-    """Wait for a transfer whose outcome no longer matters."""
-    try:
-        ticket.wait()
-    except TransferError:
-        return
 
 
 def _sync(file: OpenFile) -> None:

@@ -94,5 +94,5 @@ def _amsgrad_formula(param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, row):
     return _stepped(param, exp_avg, second, row), exp_avg, exp_avg_sq, maximum
 
 
-ADAM = RuleKernel("adam", _coefficients, _formula, num_planes=2)
-AMSGRAD = RuleKernel("amsgrad", _coefficients, _amsgrad_formula, num_planes=3)
+ADAM = RuleKernel("adam", _coefficients, _formula, num_planes=2, keeps_ties=True)
+AMSGRAD = RuleKernel("amsgrad", _coefficients, _amsgrad_formula, num_planes=3, keeps_ties=True)

@@ -43,6 +43,7 @@ from kernels_triton.control import (
 from kernels_triton.launch import check_interpreter, is_interpreted
 from kernels_triton.norm import finish_tiles, tally_votes
 from kernels_triton.rounding import load, noise, pointer, store, store_stochastic
+from kernels_triton.split_master import join_master, load_bits, store_low, with_tie
 from kernels_triton.tiles import T_COLUMNS, T_COUNTER, T_FIRST, T_GRAD, T_NUMEL, T_PARAM, T_STATE
 
 NUM_HYPER = 10  # fp64 columns of the hyperparameter table
@@ -66,6 +67,7 @@ class RuleKernel:
     coefficients: Any  # @triton.jit
     formula: Any  # @triton.jit
     num_planes: int
+    keeps_ties: bool = False  # the second plane is never negative: masters may be split
 
 
 @triton.jit
@@ -192,6 +194,7 @@ def _update_tile(
     PARAM_DTYPE: tl.constexpr,
     GRAD_DTYPE: tl.constexpr,
     HAS_MASTER: tl.constexpr,
+    SPLIT: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     BLOCK: tl.constexpr,
     MASKED: tl.constexpr,
@@ -207,7 +210,14 @@ def _update_tile(
     g = load(grad, i, mask, GRAD_DTYPE, MASKED) * factor
     g = tl.maximum(g, -limit, propagate_nan=tl.PropagateNan.ALL)
     g = tl.minimum(g, limit, propagate_nan=tl.PropagateNan.ALL)
-    if HAS_MASTER:
+    if SPLIT:
+        # an address of which the compiler knows no more than of the parameter's: 4 a thread again
+        address = tl.where(param_address != 0, master.to(tl.int64), param_address)
+        master = pointer(address, 0, tl.int16, param_alignment)
+        low = load_bits(master, i, mask, MASKED)
+        high = load_bits(param, i, mask, MASKED)
+        p = (high << 16).to(tl.float32, bitcast=True)
+    elif HAS_MASTER:
         p = load(master, i, mask, tl.float32, MASKED)
     else:
         p = load(param, i, mask, PARAM_DTYPE, MASKED)
@@ -216,17 +226,24 @@ def _update_tile(
         s1 = load(state1, i, mask, tl.float32, MASKED)
     else:
         s1 = s0
+    if SPLIT:
+        p = join_master(high, low, s1)
+        s1 = tl.abs(s1)
     if NUM_PLANES == 3:
         s2 = load(state2, i, mask, tl.float32, MASKED)
     else:
         s2 = s0
     p, s0, s1, s2 = FORMULA(p, g, s0, s1, s2, row)
+    if SPLIT:
+        s1 = with_tie(s1, p)
     store(state0, i, s0, mask, tl.float32, MASKED)
     if NUM_PLANES >= 2:
         store(state1, i, s1, mask, tl.float32, MASKED)
     if NUM_PLANES == 3:
         store(state2, i, s2, mask, tl.float32, MASKED)
-    if HAS_MASTER:
+    if SPLIT:
+        store_low(master, i, p, mask, MASKED)
+    elif HAS_MASTER:
         store(master, i, p, mask, tl.float32, MASKED)
     if STOCHASTIC:
         step = tl.load(row + _STEP).to(tl.int32, bitcast=True).to(tl.int64)
@@ -251,6 +268,7 @@ def update_kernel(
     PARAM_DTYPE: tl.constexpr,
     GRAD_DTYPE: tl.constexpr,
     HAS_MASTER: tl.constexpr,
+    SPLIT: tl.constexpr,  # `master` is an int16 slab: what bf16 parameters lack of theirs
     STOCHASTIC: tl.constexpr,  # bf16 without a master: round at random, see `rounding.noise`
     BLOCK: tl.constexpr,
 ):
@@ -277,12 +295,14 @@ def update_kernel(
                 param_address, grad_address, start, remaining,
                 master + offset, state0 + offset, state1 + offset, state2 + offset,
                 coefficient_row, factor, limit, seed, counter, first,
-                FORMULA, NUM_PLANES, PARAM_DTYPE, GRAD_DTYPE, HAS_MASTER, STOCHASTIC, BLOCK, False,
+                FORMULA, NUM_PLANES, PARAM_DTYPE, GRAD_DTYPE, HAS_MASTER, SPLIT, STOCHASTIC,
+                BLOCK, False,
             )  # fmt: skip
         else:
             _update_tile(
                 param_address, grad_address, start, remaining,
                 master + offset, state0 + offset, state1 + offset, state2 + offset,
                 coefficient_row, factor, limit, seed, counter, first,
-                FORMULA, NUM_PLANES, PARAM_DTYPE, GRAD_DTYPE, HAS_MASTER, STOCHASTIC, BLOCK, True,
+                FORMULA, NUM_PLANES, PARAM_DTYPE, GRAD_DTYPE, HAS_MASTER, SPLIT, STOCHASTIC,
+                BLOCK, True,
             )  # fmt: skip

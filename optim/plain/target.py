@@ -12,9 +12,10 @@ from torch import Tensor
 
 from gemini.dtypes import DTYPES
 from gemini.tickets import Done, Ticket
+from gemini.units import BLOCK_NUMEL
 from optim.rules.clipping import Clip
 from optim.rules.config import StateConfig
-from optim.rules.control_vector import Scaler
+from optim.rules.control_vector import ControlVector
 from optim.rules.report import Outcome, SkipLog, StepReport
 from optim.rules.rule import UpdateRule
 from optim.rules.state_layout import Plane
@@ -22,11 +23,11 @@ from optim.state.held_signals import HeldSignals
 from optim.state.memory import memory_of
 from optim.state.space import StateSpace, blocks_on_nvme
 from optim.state.state_stream import (
-    Look,
     RunSpec,
-    Source,
     StateRun,
     StateSnapshot,
+    StateSource,
+    StateVisitor,
     fill_runs,
     list_runs,
     visit_runs,
@@ -35,7 +36,7 @@ from optim.state.tiered_state import TieredState
 from optim.step.driver import TargetStep, take
 from optim.target import AmpInputs, Group, Target
 
-from .paths import make_path
+from .executor import make_executor
 from .views import Order, PlainViews, dense_grad
 
 
@@ -58,8 +59,9 @@ class PlainTarget:
         self._group_of = [self._groups.index(group) for group in group_of]
         self._rule = rule
         is_float64 = params[0].dtype == torch.float64
-        space = StateSpace.pack([param.numel() for param in params], config.nvme.block_numel)
-        self._tiers = TieredState(
+        block_numel = config.nvme.block_numel or BLOCK_NUMEL
+        space = StateSpace.pack([param.numel() for param in params], block_numel)
+        self._tiered_state = TieredState(
             space,
             rule.layout.in_float64() if is_float64 else rule.layout,
             on_nvme=blocks_on_nvme(space.blocks, config.nvme_fraction),
@@ -68,19 +70,20 @@ class PlainTarget:
             label="plain-",
         )
         try:
-            self._tiers.initialise(lambda block, planes: None)
+            self._tiered_state.initialise(lambda block, planes: None)
         except BaseException:
-            self._tiers.close()
+            self._tiered_state.close()
             raise
-        self._path = make_path(rule, config, self._group_of, self._params)
+        self._executor = make_executor(rule, config, self._group_of, self._params)
         self._num_steps = 0
         self._log = SkipLog()
         self._names = [str(i) for i in range(len(params))]
 
     def shown_state(self) -> Mapping[Tensor, dict[str, Tensor]]:
-        shown = {param: {"step": self._path.steps[i]} for i, param in enumerate(self._params)}
-        for segment in self._tiers.space.segments:
-            planes = self._tiers.resident_run(segment.offset, segment.numel)
+        counts = self._executor.counts
+        shown = {param: {"step": counts[i]} for i, param in enumerate(self._params)}
+        for segment in self._tiered_state.space.segments:
+            planes = self._tiered_state.resident_run(segment.offset, segment.numel)
             if planes is not None:
                 order = self._orders[segment.param]
                 shown[self._params[segment.param]].update(
@@ -100,12 +103,12 @@ class PlainTarget:
     def views(self, groups: Sequence[Group]) -> tuple[PlainViews, list[Any]]:
         """What a step would see, and its hyperparameters. Raises ValueError for what it refuses."""
         hypers = [self._rule.hyper(groups[index]) for index in self._groups]
-        steps = self._path.host_steps()
+        steps = self._executor.next_steps()
         return PlainViews(self._params, self._orders, self._group_of, hypers, steps), hypers
 
     def skips(self, amp: AmpInputs) -> bool:
         """Whether the host knows that GradScaler found a gradient that is not finite."""
-        return self._path.skips(amp)
+        return self._executor.skips(amp)
 
     def skip(self) -> str | None:
         """Count a step that is skipped; the first parameter whose gradient is not finite."""
@@ -117,20 +120,31 @@ class PlainTarget:
         ]
         return bad[0] if bad else None
 
-    def begin(self, views: PlainViews, hypers: Sequence[Any], amp: AmpInputs | None) -> TargetStep:
-        """A step, to be driven."""
-        updater = self._path.begin(hypers, views.active, amp)
-        return TargetStep(self._tiers, updater, views, self._num_steps + 1)
+    def begin(
+        self,
+        views: PlainViews,
+        hypers: Sequence[Any],
+        amp: AmpInputs | None,
+        *,
+        may_fail: bool = True,
+    ) -> TargetStep:
+        """A step, to be driven; `undo` where it fails, if it may."""
+        updater = self._executor.begin_amp(hypers, views.active, amp, may_fail=may_fail)
+        return TargetStep(self._tiered_state, updater, views, self._num_steps + 1)
 
     def end(self, views: PlainViews) -> None:
         """The step was taken."""
         views.write_back()
         self._num_steps += 1
-        self._path.count(views.active)
+        self._executor.count(views.active)
+
+    def undo(self) -> None:
+        """The step that was begun failed, and its driver has undone what it did."""
+        self._executor.undo()
 
     def outcome(self) -> Ticket[Outcome]:
         """Of a step that GradScaler had a part in."""
-        return self._path.outcome()
+        return self._executor.outcome()
 
     @property
     def log(self) -> SkipLog:
@@ -138,12 +152,12 @@ class PlainTarget:
         return self._log
 
     @property
-    def counters(self) -> Scaler:
-        return self._path.scaler
+    def counters(self) -> ControlVector:
+        return self._executor.control_vector
 
     @property
     def planes(self) -> Sequence[Plane]:
-        return self._tiers.layout.planes
+        return self._tiered_state.layout.planes
 
     @property
     def params(self) -> Sequence[Tensor]:
@@ -166,18 +180,18 @@ class PlainTarget:
     def zero_grad(self, set_to_none: bool) -> None:
         """Nothing: gradients are in `p.grad`."""
 
-    def visit_state(self, look: Look) -> None:
-        visit_runs(self._tiers, self._names, look)
+    def visit_state(self, look: StateVisitor) -> None:
+        visit_runs(self._tiered_state, self._names, look)
 
     def state_runs(self) -> Sequence[RunSpec]:
-        return list_runs(self._tiers, self._names)
+        return list_runs(self._tiered_state, self._names)
 
     def snapshot_state(self) -> StateSnapshot:
-        return StateSnapshot(self._tiers, self._names)
+        return StateSnapshot(self._tiered_state, self._names)
 
     @torch.no_grad()
-    def fill_state(self, source: Source) -> None:
-        fill_runs(self._tiers, self._names, source)
+    def fill_state(self, source: StateSource) -> None:
+        fill_runs(self._tiered_state, self._names, source)
 
     def clip(self, clip: Clip) -> Tensor | None:
         return clip_together([self], clip)
@@ -189,7 +203,7 @@ class PlainTarget:
             for param, order in zip(self._params, self._orders, strict=True)
             if param.grad is not None
         ]
-        return self._path.power_sum(grads, norm_type)
+        return self._executor.power_sum(grads, norm_type)
 
     def scale_gradients(self, factor: Tensor | None, clip: Clip) -> None:
         """Multiply what is in `p.grad` by `factor`, and clamp it to the clip's value."""
@@ -202,8 +216,8 @@ class PlainTarget:
     def offloaded_state(self) -> Mapping[Tensor, dict[str, Tensor]]:
         shown = {
             self._names[segment.param]
-            for segment in self._tiers.space.segments
-            if self._tiers.resident_run(segment.offset, segment.numel) is not None
+            for segment in self._tiered_state.space.segments
+            if self._tiered_state.resident_run(segment.offset, segment.numel) is not None
         }
         found: dict[Tensor, dict[str, Tensor]] = {}
 
@@ -233,28 +247,28 @@ class PlainTarget:
         self.fill_state(given)
         for i, param in enumerate(self._params):
             if "step" in state.get(param, {}):
-                self._path.steps[i] = float(state[param]["step"])
+                self._executor.counts[i] = float(state[param]["step"])
 
     def movable(self) -> Sequence[Tensor]:
         grads = [param.grad for param in self._params if param.grad is not None]
-        return [*(param.data for param in self._params), *grads, *self._tiers.movable()]
+        return [*(param.data for param in self._params), *grads, *self._tiered_state.movable()]
 
     @property
     def nvme_bytes(self) -> int:
-        return self._tiers.nvme_bytes
+        return self._tiered_state.nvme_bytes
 
     @property
-    def tiers(self) -> TieredState:
+    def tiered_state(self) -> TieredState:
         """The state of its parameters, to look at."""
-        return self._tiers
+        return self._tiered_state
 
     @property
     def step_counts(self) -> Tensor:
         """[parameters], on the CPU or their device: how often each was updated."""
-        return self._path.steps
+        return self._executor.counts
 
     def close(self, keep_masters: bool = True) -> None:
-        self._tiers.close()
+        self._tiered_state.close()
 
 
 @torch.no_grad()
@@ -265,12 +279,18 @@ def step_together(
     seen = [target.views(groups) for target in targets]
     if amp is not None and any(target.skips(amp) for target in targets):
         return _skipped(targets, amp)
+    may_fail = any(target.tiered_state.nvme is not None for target in targets)
     steps = [
-        target.begin(views, hypers, amp)
+        target.begin(views, hypers, amp, may_fail=may_fail)
         for target, (views, hypers) in zip(targets, seen, strict=True)
     ]
     with HeldSignals() as held:
-        report = take(steps, held)
+        try:
+            report = take(steps, held)
+        except BaseException:
+            for target in targets:
+                target.undo()
+            raise
         for target, (views, _) in zip(targets, seen, strict=True):
             target.end(views)
     if amp is not None:
@@ -310,7 +330,7 @@ def clip_together(targets: Sequence[Target], clip: Clip) -> Tensor | None:
     sums = [target.power_sum(clip.norm_type) for target in plain]
     total = _combined(torch.stack([s.to(sums[0].device) for s in sums]), clip.norm_type)
     norm = clip.norm_of(total)
-    factor = (clip.max_norm / (norm + 1e-6)).clamp(max=1.0)
+    factor = clip.factor_of(norm)
     for target in plain:
         target.scale_gradients(factor, clip)
     return norm

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from optim.state.pieces import Piece, Planes
-from optim.state.space import Block, BlockPart
+from optim.state.space import Block, BlockSegment
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class PlainViews:
         orders: Sequence[Order],
         group_of: Sequence[int],
         hypers: Sequence[Any],
-        steps: Sequence[float],
+        steps: Sequence[int],
     ) -> None:
         self.active = [i for i, param in enumerate(params) if param.grad is not None]
         self._params = params
@@ -105,7 +105,7 @@ class PlainViews:
         self._flat = {i: orders[i].flat(params[i].detach()) for i in self.active}
         self._grad = {i: dense_grad(params[i], orders[i]) for i in self.active}
         self._hyper = {i: hypers[group_of[i]] for i in self.active}
-        self._step = {i: int(steps[i]) + 1 for i in self.active}
+        self._step = {i: steps[i] for i in self.active}
 
     def write_back(self) -> None:
         """What was updated as a copy, to the parameter."""
@@ -124,19 +124,19 @@ class PlainViews:
                 step=self._step[part.param],
                 counter=part.param,
             )
-            for part in block.parts
+            for part in block.segments
             if part.param in self._flat
         ]
 
     def save(self, block: Block, undo: Callable[[], Tensor]) -> bool:
         saved = undo()
-        for part in block.parts:
+        for part in block.segments:
             if part.param in self._flat:
                 saved[_in_block(part)] = self._flat[part.param][_inside(part)]
         return True
 
     def restore(self, block: Block, planes: Planes) -> None:
-        for part in block.parts:
+        for part in block.segments:
             if part.param in self._flat:
                 self._flat[part.param][_inside(part)] = planes["param_undo"][_in_block(part)]
 
@@ -144,7 +144,7 @@ class PlainViews:
         """Parameters and gradients are in memory."""
 
     def touches(self, block: Block) -> bool:
-        return any(part.param in self._flat for part in block.parts)
+        return any(part.param in self._flat for part in block.segments)
 
     def borrowed(self, blocks: Sequence[Block]) -> Sequence[Block]:
         """None: parameters and gradients are where their state is updated."""
@@ -163,9 +163,9 @@ class PlainViews:
         """Nothing was borrowed."""
 
 
-def _inside(part: BlockPart) -> slice:
+def _inside(part: BlockSegment) -> slice:
     return slice(part.param_offset, part.param_offset + part.numel)
 
 
-def _in_block(part: BlockPart) -> slice:
+def _in_block(part: BlockSegment) -> slice:
     return slice(part.offset, part.offset + part.numel)

@@ -45,6 +45,10 @@ class Clip:
             return 1.0
         return min(1.0, self.max_norm / (norm + 1e-6))
 
+    def factor_of(self, norm: Tensor) -> Tensor:
+        """`factor` of a 0-d tensor, wherever it is, for a `max_norm` above 0."""
+        return (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
+
     def with_max_norm(self, norm: float) -> Clip:
         """The same for gradients of this norm, said as a `max_norm`."""
         if self.fixed_factor is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from gemini.units import BLOCK_NUMEL
+from gemini.units import check_block_numel
 from nvme import WriteMeter
 
 CPU_PATHS = ("auto", "eager", "compile")
@@ -28,11 +28,13 @@ class NvmeConfig:
     meter: WriteMeter | None = field(default=None, compare=False, repr=False)
     # "threads", "uring", "tensornvme", "auto" (threads or uring, measured in 2 s), or an Engine
     engine: Any = "threads"
-    block_numel: int = BLOCK_NUMEL  # elements of a block; a multiple of 1024
+    # elements of a block, a multiple of 1024; of a wrapped module a wish: see AutoPlacement; None:
+    # as many as suit the device, and fit
+    block_numel: int | None = None
 
     def __post_init__(self) -> None:
-        if self.block_numel < 1024 or self.block_numel % 1024:
-            raise ValueError(f"block_numel={self.block_numel}; expected a multiple of 1024")
+        if self.block_numel is not None:
+            check_block_numel(self.block_numel)
         if self.depth < 1:
             raise ValueError(f"nvme depth={self.depth}; expected at least 1")
 

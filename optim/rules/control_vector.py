@@ -26,53 +26,53 @@ _OPTIONS = {
 UNSCALED = LossScale(initial_scale=1.0, growth_interval=0)
 
 
-class Scaler:
-    """`options` None: gradients carry no scale."""
+class ControlVector:
+    """Numbers that the kernels of a step leave each other; `options` None: no loss scale."""
 
     def __init__(
         self, options: LossScale | None, device: torch.device, rounding_seed: int = 0
     ) -> None:
         self.active = options is not None
-        self.control = torch.zeros(fields.NUM_CONTROL, dtype=torch.float64, device=device)
-        self.control[fields.SEED] = float(rounding_seed)
+        self.tensor = torch.zeros(fields.NUM_CONTROL, dtype=torch.float64, device=device)
+        self.tensor[fields.SEED] = float(rounding_seed)
         self.configure(options or UNSCALED)
 
     def configure(self, options: LossScale) -> None:
         """Start again with other options."""
         self.options = options
         for field, name in _OPTIONS.items():
-            self.control[field] = float(getattr(options, name))
+            self.tensor[field] = float(getattr(options, name))
         self._write(options.start())
 
     @property
     def scale(self) -> Tensor:
         """fp64 0-d, a view: multiplies gradients without a word to the host."""
-        return self.control[fields.LOSS_SCALE]
+        return self.tensor[fields.LOSS_SCALE]
 
     @property
     def used(self) -> Tensor:
         """fp64 0-d, a view: what the gradients of the last step carried."""
-        return self.control[fields.USED_SCALE]
+        return self.tensor[fields.USED_SCALE]
 
     def read(self) -> ScaleState:
         """Waits for the device."""
-        control = self.control.tolist()
+        values = self.tensor.tolist()
         return ScaleState(
-            control[fields.LOSS_SCALE],
-            int(control[fields.GOOD_STEPS]),
-            int(control[fields.HYSTERESIS_LEFT]),
+            values[fields.LOSS_SCALE],
+            int(values[fields.GOOD_STEPS]),
+            int(values[fields.HYSTERESIS_LEFT]),
         )
 
     @property
     def skipped_steps(self) -> int:
         """Waits for the device."""
-        return int(self.control[fields.SKIPPED_STEPS])
+        return int(self.tensor[fields.SKIPPED_STEPS])
 
     def stepped(self, overflow: bool) -> None:
         """The host decided whether a step counts: move the schedule on."""
         self.used.copy_(self.scale)
         if overflow:
-            self.control[fields.SKIPPED_STEPS] += 1
+            self.tensor[fields.SKIPPED_STEPS] += 1
         if self.active:
             self._write(self.options.after(self.read(), overflow))
 
@@ -89,7 +89,7 @@ class Scaler:
 
     def load_state_dict(self, counters: Mapping[str, Any]) -> None:
         """A scale that was saved without one, or the other way round, leaves the scale as it is."""
-        self.control[fields.SKIPPED_STEPS] = float(counters.get("skipped_steps", 0))
+        self.tensor[fields.SKIPPED_STEPS] = float(counters.get("skipped_steps", 0))
         if self.active and "scale" in counters:
             self._write(
                 ScaleState(
@@ -100,6 +100,6 @@ class Scaler:
             )
 
     def _write(self, state: ScaleState) -> None:
-        self.control[fields.LOSS_SCALE] = state.scale
-        self.control[fields.GOOD_STEPS] = float(state.good_steps)
-        self.control[fields.HYSTERESIS_LEFT] = float(state.hysteresis_left)
+        self.tensor[fields.LOSS_SCALE] = state.scale
+        self.tensor[fields.GOOD_STEPS] = float(state.good_steps)
+        self.tensor[fields.HYSTERESIS_LEFT] = float(state.hysteresis_left)

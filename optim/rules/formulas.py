@@ -63,6 +63,8 @@ def adam_coefficients(
 
 
 class AdamResult(NamedTuple):
+    """What an update of Adam makes, all [n]."""
+
     param: Tensor
     exp_avg: Tensor
     exp_avg_sq: Tensor
@@ -83,6 +85,8 @@ def adam(
 
 
 class AmsgradResult(NamedTuple):
+    """What an update of Amsgrad makes, all [n]."""
+
     param: Tensor
     exp_avg: Tensor
     exp_avg_sq: Tensor
@@ -163,6 +167,8 @@ def sgd_coefficients(
 
 
 class SGDResult(NamedTuple):
+    """What an update of SGD makes, all [n]."""
+
     param: Tensor
     momentum_buffer: Tensor
 
@@ -187,6 +193,8 @@ def sgd(param: Tensor, grad: Tensor, momentum_buffer: Tensor, coefficients: Tens
 
 
 class LionResult(NamedTuple):
+    """What an update of Lion makes, all [n]."""
+
     param: Tensor
     exp_avg: Tensor
 

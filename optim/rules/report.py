@@ -10,6 +10,8 @@ from gemini.tickets import Done, Ticket
 
 log = logging.getLogger("gemini")
 
+QUIET_STEPS = 8  # in a row, behind which updates begin in backward again
+
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
@@ -52,14 +54,49 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
+class Behind:
+    """What a step did when `step()` had returned: its tail, and nothing where it has none."""
+
+    committed: bool = True  # it counts; else a disk failed, and the step is undone
+    traffic: Traffic = field(default_factory=Traffic)
+    stalled_seconds: float = 0.0  # the tail waited for the disk
+    seconds: float = 0.0  # that the tail took
+    waited_seconds: float = 0.0  # of them the next pass, or who asked, has waited for so many
+
+
+@dataclass(frozen=True, slots=True)
+class Speculated:
+    """Blocks on disk that were updated in backward, on this rank, since the last step.
+
+    held: what was assumed is what the step agreed on. redone: it was not, or they were dropped
+    before the step. quiet_steps: in a row that were neither clipped nor skipped nor mostly done
+    again, this one too; from `needed_quiet_steps` on the next backward updates.
+    """
+
+    speculated: int = 0
+    held: int = 0
+    redone: int = 0
+    quiet_steps: int = 0
+    needed_quiet_steps: int = QUIET_STEPS
+
+
+@dataclass(frozen=True, slots=True)
 class StepReport:
-    """Left at `optimizer.last_report` by every `step()`."""
+    """Left at `optimizer.last_report` by every `step()`. What it moved is what it had when it
+    returned; `behind` says the rest, and waits for it."""
 
     outcome: Ticket[Outcome] = field(default_factory=lambda: Done(Outcome()))
     traffic: Traffic = field(default_factory=Traffic)
     stalled_seconds: float = 0.0  # waited for the disk
     nvme_written_total: int = 0  # bytes, since the state was made: what wears the disk
     update_path: str = "cpu"  # or "cpu-compiled", or "triton"
+    behind: Ticket[Behind] = field(default_factory=lambda: Done(Behind()))
+    speculation: Speculated = field(default_factory=Speculated)
+
+    @property
+    def committed(self) -> bool:
+        """The step counts, on every rank. False until its tail has ended; never waits."""
+        return self.behind.ready() and self.behind.wait().committed
 
     @property
     def skipped(self) -> bool:

@@ -15,6 +15,8 @@ log = logging.getLogger("gemini.nvme")
 
 @dataclass(frozen=True, slots=True)
 class Disks:
+    """Folders for blocks, and how fast each is."""
+
     folders: Sequence[Path]
     weights: Sequence[float]  # blocks are striped in proportion
     engine: Engine

@@ -8,6 +8,7 @@ undone, and the signal is delivered when weights and state are whole again.
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Sequence
@@ -54,12 +55,77 @@ class HeldSignals:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for number, handler in self._handlers.items():
+        handlers = {number: _own(handler, number) for number, handler in self._handlers.items()}
+        for number, handler in handlers.items():
             signal.signal(number, handler)
-        for number in self._came:
-            if self._handlers[number] is signal.SIG_DFL:
-                raise SystemExit(128 + number)
-            signal.raise_signal(number)
+        _deliver(self._came, handlers)
+
+
+class SignalsBehind:
+    """Holds Ctrl-C and SIGTERM back from `hold`, in the main thread, to `release`, in any thread.
+
+    They are delivered to the main thread, whatever it does then, as `HeldSignals` does. `put_back`:
+    the handlers are those of before; in the main thread, behind `release`.
+    """
+
+    def __init__(self) -> None:
+        self._handlers: dict[int, Any] = {}
+        self._came: list[int] = []
+        self._is_over = False
+        self._pid = os.getpid()
+
+    def hold(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            for number in HELD:
+                handler = _own(signal.getsignal(number), number)
+                if handler not in (None, signal.SIG_IGN):
+                    self._handlers[number] = handler
+                    signal.signal(number, self._note)
+
+    def release(self) -> None:
+        self._is_over = True
+        for number in self._take():
+            os.kill(os.getpid(), number)
+
+    def put_back(self) -> None:
+        for number, handler in self._handlers.items():
+            if signal.getsignal(number) == self._note:  # else the user has set another since
+                signal.signal(number, _own(handler, number))
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if number not in self._came:
+            self._came.append(number)
+        # asked last: `release` may have looked before the line above; none comes in a forked child
+        if self._is_over or os.getpid() != self._pid:
+            came = self._take()
+            self.put_back()
+            _deliver(came, self._handlers)
+
+    def _take(self) -> list[int]:
+        """What came. Each goes to one of those who ask."""
+        found: list[int] = []
+        while self._came:
+            try:
+                found.append(self._came.pop())
+            except IndexError:  # another thread was first
+                break
+        return found
+
+
+def _own(handler: Any, number: int) -> Any:
+    """The user's handler behind those of `SignalsBehind` that are over: two may overlap."""
+    holder = getattr(handler, "__self__", None)
+    while isinstance(holder, SignalsBehind) and holder._is_over:
+        handler = holder._handlers[number]
+        holder = getattr(handler, "__self__", None)
+    return handler
+
+
+def _deliver(came: Sequence[int], handlers: dict[int, Any]) -> None:
+    for number in came:
+        if handlers[number] is signal.SIG_DFL:
+            raise SystemExit(128 + number)
+        signal.raise_signal(number)
 
 
 def wait_all(futures: Sequence[Future[T]]) -> list[T]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gemini.pages import advise_huge_pages, zeros
-from gemini.tickets import Copied, CopyTicket
+from gemini.tickets import BesideTicket, Copied, CopyTicket
 
 from .pinning import Pin, pin_slab, pinned
 
@@ -26,18 +27,19 @@ def copy_alone(there: Tensor, values: Tensor) -> None:
     Beside threads that feed a disk: a team of torch's would go on spinning on their cores for
     milliseconds (docs/log.md). It holds no lock of Python's.
     """
-    plain = there.dtype == values.dtype and there.shape == values.shape
-    plain = plain and all(
-        tensor.device.type == "cpu" and tensor.is_contiguous()
-        and not (tensor.is_conj() or tensor.is_neg() or tensor.requires_grad)
-        for tensor in (there, values)
-    )  # fmt: skip
-    if not plain:
+    same = there.dtype == values.dtype and there.shape == values.shape
+    if not (same and _is_plain(there) and _is_plain(values)):
         there.copy_(values)
         return
     # not by numpy: a storage that it has seen can never be resized
     _memcpy(there.data_ptr(), values.data_ptr(), values.nbytes)
     torch.autograd.graph.increment_version(there)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Its values are its bytes, in order, in the host's memory."""
+    special = tensor.is_conj() or tensor.is_neg() or tensor.requires_grad
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not special
 
 
 class Memory(Protocol):
@@ -69,6 +71,17 @@ class Memory(Protocol):
 
     def copy_all(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> CopyTicket:
         """`copy` of several (dst, src), all in one direction, as one."""
+        ...
+
+    def behind_copies(self) -> AbstractContextManager[None]:
+        """What is begun in the body, as a collective, comes behind the copies to the device that
+        were begun before; what the device computes does not wait for them."""
+        ...
+
+    def beside(self, works: Sequence[Callable[[], None]]) -> Sequence[BesideTicket]:
+        """Give the device all of these in order, behind what it was given so far; what it computes
+        next does not wait for them. A work may run as late as its ticket is waited for, and what it
+        reads and writes is left alone until then."""
         ...
 
     def address(self, tensor: Tensor) -> int:
@@ -112,6 +125,12 @@ class DeviceMemory:
             dst.copy_(src)
         return Copied()
 
+    def behind_copies(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def beside(self, works: Sequence[Callable[[], None]]) -> Sequence[BesideTicket]:
+        raise AssertionError(f"{self.device} computes one thing after the other")
+
     def address(self, tensor: Tensor) -> int:
         assert tensor.device == self.device, (
             f"a kernel on {self.device} is given {tensor.device} memory"
@@ -142,14 +161,15 @@ class CpuMemory(DeviceMemory):
 
 
 class CudaMemory(DeviceMemory):
-    """Copies run on two side streams, one for each direction, so that both are used at once."""
+    """Copies run on two side streams, one for each direction, so that both are used at once; what
+    is beside the current stream on a third."""
 
     pin = staticmethod(pin_slab)
 
     def __init__(self, device: torch.device, pin_memory: bool = True) -> None:
         super().__init__(device)
         self._pin_memory = pin_memory
-        self._in, self._out = (torch.cuda.Stream(device) for _ in range(2))
+        self._in, self._out, self._aside = (torch.cuda.Stream(device) for _ in range(3))
 
     def zeros(self, numel: int, dtype: torch.dtype, *, on_host: bool) -> Tensor:
         if on_host:
@@ -168,6 +188,26 @@ class CudaMemory(DeviceMemory):
                 dst.copy_(src, non_blocking=True)
             event = stream.record_event()
         return EventTicket(event, self.device, to_host, list(pairs))
+
+    @contextmanager
+    def behind_copies(self) -> Iterator[None]:
+        with torch.cuda.stream(self._in):  # the stream that a collective waits for
+            yield
+
+    def beside(self, works: Sequence[Callable[[], None]]) -> Sequence[BesideTicket]:
+        current, tickets = torch.cuda.current_stream(self.device), []
+        self._aside.wait_stream(current)
+        try:
+            with torch.cuda.stream(self._aside):
+                begun = self._aside.record_event(torch.cuda.Event(enable_timing=True))
+                for work in works:
+                    work()
+                    ended = self._aside.record_event(torch.cuda.Event(enable_timing=True))
+                    tickets.append(_Aside(begun, ended, self.device))
+        except BaseException:
+            current.wait_stream(self._aside)  # nobody else will come behind what was given
+            raise
+        return tickets
 
 
 @dataclass(slots=True)
@@ -198,6 +238,40 @@ class EventTicket:
     def settle(self) -> None:
         self.order()
         self.event.synchronize()
+
+
+@dataclass(slots=True)
+class _Aside:
+    """Work on the third stream; what it reads and writes is freed behind `order`, not before."""
+
+    begun: torch.cuda.Event
+    ended: torch.cuda.Event
+    device: torch.device
+    asked: torch.cuda.Event | None = None  # on the stream that came behind it first
+
+    def ready(self) -> bool:
+        return bool(self.ended.query())
+
+    def order(self) -> None:
+        current = torch.cuda.current_stream(self.device)
+        if self.asked is None:
+            self.asked = current.record_event(torch.cuda.Event(enable_timing=True))
+        current.wait_event(self.ended)
+
+    def wait(self) -> None:
+        self.order()
+
+    def settle(self) -> None:
+        self.order()
+        self.ended.synchronize()
+
+    def times(self) -> tuple[float, float]:
+        self.ended.synchronize()
+        waited = 0.0
+        if self.asked is not None:
+            self.asked.synchronize()
+            waited = max(0.0, self.asked.elapsed_time(self.ended) / 1000)
+        return self.begun.elapsed_time(self.ended) / 1000, waited
 
 
 def memory_of(device: torch.device) -> Memory:

@@ -4,19 +4,24 @@ One step is `begin_step`, then for every block `bring` and `take_back` (it is wr
 version), then `flush`, and `commit` or `rollback`. Nothing counts before `commit`;
 `rollback` restores the parameters that were updated. Who owns the loop is `optim.step.driver`.
 
+Updates see a block's planes; all others see it with whole masters (`optim.state.disk.forms`).
+
+A block may be read, updated and written before its step begins (`read_early`, `write_early`): then
+the step reads what has become of its weight or its master, and nothing else of it.
+
 [Note: undo] A step with state on disk can fail in its middle: a read comes up short, a checksum
 does not match. State is safe, because every block keeps its last version. A 16-bit parameter is
-restored from the master in that version, or from memory where that version was read before the
-step began, since the file may have been lost meanwhile. Where there is no master, the parameter is
-updated in place, and what it was before goes to disk beside the new state: 4 bytes an element that
-are written (8 in float64) and, but for a failure, never read.
+restored from the weight or the master in that version, or from memory where that version was read
+before the step began, since the file may have been lost meanwhile. Where there is no master, the
+parameter is updated in place, and what it was before goes to disk beside the new state: 4 bytes an
+element that are written (8 in float64) and, but for a failure, never read.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,7 +29,7 @@ import torch
 from torch import Tensor
 
 from gemini.dtypes import DTYPES
-from gemini.tickets import Ticket, Together
+from gemini.tickets import Ticket, TicketGroup
 from gemini.units import PAGE_BYTES, BlockId, align_up, format_bytes
 from nvme import (
     BlockStore,
@@ -32,23 +37,26 @@ from nvme import (
     BufferPool,
     NvmeError,
     Pin,
-    PinnedVersions,
     RollbackError,
     StoreLayout,
     WriteMeter,
     check_folder,
+    checksum_of,
     default_folder,
+    settle,
 )
 from optim.rules.config import NvmeConfig
-from optim.rules.state_layout import StateLayout
+from optim.rules.state_layout import WEIGHT, StateLayout
 
+from .disk.forms import BlockForms
+from .disk.pinned_state import PinnedState
 from .disks import measure_disks
 from .pieces import Planes
 from .space import Block
 
 
 @dataclass(slots=True)
-class _Staged:
+class Staged:
     """A block in a staging buffer."""
 
     block: Block
@@ -60,6 +68,7 @@ class NvmeState:
     """The blocks of a state space that live on disk, all planes of each together.
 
     `undo`: parameters are updated in place, so what they were goes to disk too ([Note: undo]).
+    `split`: blocks whose masters are kept as what their parameters lack, which are in memory.
     One thread at a time.
     """
 
@@ -71,54 +80,53 @@ class NvmeState:
         *,
         digest: str,
         undo: bool = False,
+        split: Set[BlockId] = frozenset(),
         label: str = "",
         pin: Pin | None = None,
+        num_ahead: int = 0,
     ) -> None:
+        """num_ahead: buffers more, for blocks that are updated before their step."""
         self.blocks = tuple(blocks)
         self._layout = layout
-        self._has_undo = undo
-        self._undo_dtype = DTYPES[layout.dtype]  # holds every value of a parameter
         self._depth = config.depth
-        self._file_id = {block.id: BlockId(i) for i, block in enumerate(blocks)}
-        self._num_states = len(blocks)  # in the file; what undoes them comes behind
-        nbytes = [layout.block_nbytes(block.numel) for block in blocks]
-        if undo:
-            nbytes += [block.numel * layout.undo_itemsize for block in blocks]
+        self._forms = BlockForms(blocks, layout, split, undo=undo)
         folders = [check_folder(f, allow_ram=config.allow_ram) for f in config.folders]
         disks = measure_disks(folders or [default_folder()], config)
         self.store = BlockStore(
             disks.folders,
-            StoreLayout.plan(digest, nbytes, disks.weights),
+            StoreLayout.plan(digest + self._forms.name, self._forms.nbytes, disks.weights),
             engine=disks.engine,
             checksums=config.checksums,
             allow_ram=config.allow_ram,
             label=label,
             meter=config.meter or WriteMeter(config.write_budget),
         )
-        of_file = self.store.buffer_nbytes
-        self._view_nbytes = {block: of_file(file_id) for block, file_id in self._file_id.items()}
         self._step_bytes = self._bytes_of(self.blocks)
         try:
             self._check_budget(config.write_budget)
         except ValueError:
             self.store.close()
             raise
-        self._state_nbytes = max(align_up(n, PAGE_BYTES) for n in nbytes)
-        self._views: dict[tuple[int, int], Planes] = {}  # of a buffer, by its index and elements
-        undo_nbytes = max(nbytes[len(blocks) :], default=0)
+        # of a buffer, by its index, elements, and whether masters are split
+        self._views: dict[tuple[int, int, bool], Planes] = {}
         self._pool = BufferPool(
-            min(config.depth + 2, len(blocks) + 1), self._state_nbytes + undo_nbytes, pin
+            min(config.depth + 2, len(blocks) + 1) + num_ahead, self._forms.buffer_nbytes, pin
         )
-        self._order = self.blocks  # of the next update; alternates each step
+        self._order = self.blocks  # of the next update
+        self._in_order = False  # it does not alternate
         self._next_read = 0  # index into _order
-        self._reads: deque[_Staged] = deque()  # waiting for their update, in order
-        self._current: _Staged | None = None  # being updated
-        self._writes: deque[_Staged] = deque()  # updated, on their way to disk
+        self._reads: deque[Staged] = deque()  # waiting for their update, in order
+        self._current: Staged | None = None  # being updated
+        self._writes: deque[Staged] = deque()  # updated, on their way to disk
         self._read_before: set[BlockId] = set()  # blocks that were read before the step began
         self._is_touched = True  # the current block's parameters may need to be restored
         self._touched: list[Block] = []  # whose parameters this step has changed
         self._early: dict[BlockId, Tensor] = {}  # [n] fp32, what they were; see [Note: undo]
         self._early_slab = torch.empty(0)  # [depth, N] fp32
+        # blocks written before their step began, and the checksum of what a whole master's pages
+        # hold
+        self._early_written: dict[BlockId, int] = {}
+        self._held: frozenset[BlockId] = frozenset()  # of these, what this step has no more to do
         self.stalled_seconds = 0.0  # waited for the disk so far
 
     @property
@@ -134,6 +142,21 @@ class NvmeState:
     def written_bytes_per_step(self) -> int:
         return self._step_bytes
 
+    @property
+    def held_share(self) -> float:
+        """Of a step's traffic, what is left where all blocks were written before it."""
+        again = sum(self._again_nbytes(block) for block in self.blocks)
+        moved = self._step_bytes + sum(
+            self.store.buffer_nbytes(self._forms.state_id(block)) for block in self.blocks
+        )
+        return again / moved if moved else 0.0
+
+    def _again_nbytes(self, block: Block) -> int:
+        """That a step reads of one that was written before it: a weight, or a master."""
+        if self._forms.is_split(block):
+            return self.store.buffer_nbytes(self._forms.beside_id(block))
+        return self._master_nbytes(block)
+
     def _check_budget(self, budget: int | None) -> None:
         if budget is not None and budget < self.written_bytes_per_step:
             raise ValueError(
@@ -145,11 +168,10 @@ class NvmeState:
     def initialise(self, fill: Callable[[Block, Planes], None]) -> None:
         """Write every block's first version. `fill` gets zeroed planes."""
         for block in self._order:
-            staged = _Staged(block, self._take(), None)
-            planes = self._planes(staged)
-            for plane in planes.values():
+            staged = Staged(block, self._take(), None)
+            for plane in self.planes_of(staged).values():
                 plane.zero_()
-            fill(block, planes)
+            self._forms.change(staged.buffer, block, fill)
             self._submit_write(staged, with_undo=False)
         self.commit(step=0)
 
@@ -168,17 +190,39 @@ class NvmeState:
             and self._pool.num_free
         ):
             block = self._order[self._next_read]
-            staged = _Staged(block, self._pool.take(), None)
-            view = staged.buffer.view[: self._view_nbytes[block.id]]
-            staged.ticket = self.store.read(self._file_id[block.id], view)
+            staged = Staged(block, self._pool.take(), None)
+            if block.id in self._held:
+                staged.ticket = self._read_written(staged)
+            else:
+                staged.ticket = self._read_state(staged)
             self._reads.append(staged)
             self._next_read += 1
 
-    def begin_step(self) -> None:
+    def _read_written(self, staged: Staged) -> Ticket[None]:
+        """The new weight of a block that is held, or its new master."""
+        block, forms = staged.block, self._forms
+        if forms.is_split(block):
+            view = forms.beside_view(staged.buffer, block)
+            return self.store.read_uncommitted(forms.beside_id(block), view)
+        pages = staged.buffer.view[: self._master_nbytes(block)]
+        checksum = self._early_written[block.id]
+        return self.store.read_written(forms.state_id(block), pages, checksum)
+
+    def begin_step(self, held: frozenset[BlockId] = frozenset()) -> None:
         """Every block is to be brought, updated and taken back, then `flush`, and then `commit`;
-        or `rollback`, wherever an error comes. Raises WriteBudgetError."""
+        or `rollback`, wherever an error comes. Raises WriteBudgetError.
+
+        held: blocks that `write_early` has written, and that are not to be updated again.
+        """
+        assert held <= self._early_written.keys()
         self.store.check_step(self.written_bytes_per_step)
+        self._held = held
         self._read_before = {staged.block.id for staged in self._reads}
+
+    @property
+    def num_reads_begun(self) -> int:
+        """Blocks that wait for their update, or for their read."""
+        return len(self._reads)
 
     @property
     def has_more(self) -> bool:
@@ -190,8 +234,9 @@ class NvmeState:
     ) -> tuple[Block, Planes] | None:
         """The next block in `order`, for its update; None where all were. `take_back` follows.
 
-        Waits for it, and reads ahead. `save` copies its parameters into [n] of fp32 or wider, and
-        answers whether they need to be restored when the step fails.
+        Waits for it, and reads ahead. `save` copies its parameters into [n] that holds their
+        values, and answers whether they need to be restored when the step fails. Of a block that
+        is held, only a whole master is as it was written, or there is the plane `WEIGHT` alone.
         """
         self.prefetch()
         while not self._reads:
@@ -207,21 +252,27 @@ class NvmeState:
             finally:
                 self.stalled_seconds += time.perf_counter() - started
         block, self._is_touched = current.block, True
-        if self._has_undo:
-            save(block, partial(self._undo, current))
+        if self._forms.has_undo:
+            save(block, partial(self._beside, current))
         elif block.id in self._read_before:
             self._is_touched = save(block, partial(self._early_undo, block))
         if self._is_touched:
             self._touched.append(block)
-        views = self._views.get((current.buffer.index, block.numel))
-        return block, self._planes(current) if views is None else dict(views)
+        if block.id in self._held and self._forms.is_split(block):
+            return block, {WEIGHT: self._beside(current)}
+        return block, self._planes(current)
 
-    def take_back(self, changed: bool) -> None:
-        """The block that was brought is updated; what did not change is not written."""
+    def take_back(self, changed: bool, save: Callable[[Block, Callable[[], Tensor]], bool]) -> None:
+        """The block that was brought is updated; what did not change is not written, nor what is
+        there already. `save`: as of `bring`."""
         current = self._current
         assert current is not None
-        if changed:
-            self._submit_write(current, with_undo=self._has_undo)
+        if current.block.id in self._held:
+            self._pool.give(current.buffer)
+        elif changed:
+            if self._forms.is_split(current.block):
+                save(current.block, partial(self._beside, current))
+            self._submit_write(current, with_undo=True)
         else:
             if self._is_touched:
                 self._touched.pop()
@@ -234,21 +285,26 @@ class NvmeState:
         self.store.flush()
         self.stalled_seconds += time.perf_counter() - started
 
-    def commit(self, step: int) -> None:
-        """Make the step count: all blocks at once, and durably. Does not raise after a `flush`."""
+    def commit(self, step: int, *, in_order: bool = False) -> None:
+        """Make the step count: all blocks at once, and durably. Does not raise after a `flush`.
+
+        in_order: the next step begins with the first block; else with the one that is in memory,
+            which this one has updated last.
+        """
         started = time.perf_counter()
         self.store.commit(step)
         self.stalled_seconds += time.perf_counter() - started
         self._touched.clear()
         self._early.clear()
-        self._order = self._order[::-1]
+        self._end_early()
+        self._order, self._in_order = self.blocks if in_order else self._order[::-1], in_order
         self._next_read = 0
         # what was written last is the first of the next step, and still in memory
         while self._writes:
             staged = self._writes.pop()
             first = self._order[self._next_read]
             if staged.block is first and len(self._reads) < self._depth:
-                self._reads.append(_Staged(staged.block, staged.buffer, None))
+                self._reads.append(Staged(staged.block, staged.buffer, None))
                 self._next_read += 1
             else:
                 self._pool.give(staged.buffer)
@@ -262,12 +318,12 @@ class NvmeState:
         self.store.check_process()
         held = {s.block.id: s for s in (*self._writes, self._current) if s is not None}
         for staged in (*self._reads, *held.values()):
-            _settle_quietly(staged.ticket)
+            settle(staged.ticket)
         self._give_all(self._reads)
         self._reads.clear()
         known = dict(self._early)
-        if self._has_undo:
-            known |= {block_id: self._undo(staged) for block_id, staged in held.items()}
+        if self._forms.has_undo:
+            known |= {block_id: self._beside(staged) for block_id, staged in held.items()}
         from_disk = [block for block in self._touched if block.id not in known]
         for block in self._touched:
             if block.id in known:
@@ -277,7 +333,7 @@ class NvmeState:
         lost: list[NvmeError] = []
         for block in from_disk:
             try:
-                restore(block, self._read_undo(_Staged(block, buffer, None)))
+                restore(block, self._read_undo(Staged(block, buffer, None)))
             except NvmeError as error:
                 lost.append(error)
         self._pool.give(buffer)
@@ -286,6 +342,7 @@ class NvmeState:
         self._current = None
         self._touched.clear()
         self._early.clear()
+        self._end_early()
         self._next_read = 0
         if lost:
             raise RollbackError(
@@ -294,34 +351,99 @@ class NvmeState:
                 f"checkpoint. First error: {lost[0]}"
             ) from lost[0]
 
-    def _read_undo(self, staged: _Staged) -> Planes:
+    def _read_undo(self, staged: Staged) -> Planes:
         """What `restore` needs of a block that is no longer in memory."""
-        file_id = self._file_id[staged.block.id]
-        if not self._has_undo:
-            self.store.read(file_id, self._state_view(staged)).wait()
+        block, forms = staged.block, self._forms
+        if not (forms.has_undo or forms.is_split(block)):
+            self._read_state(staged).wait()
             return self._planes(staged)
-        undo_id = BlockId(file_id + self._num_states)
-        self.store.read_uncommitted(undo_id, self._undo_view(staged)).wait()
-        return {"param_undo": self._undo(staged)}
+        beside, view = forms.beside_id(block), forms.beside_view(staged.buffer, block)
+        read = self.store.read_uncommitted if forms.has_undo else self.store.read
+        read(beside, view).wait()
+        return {"param_undo": self._beside(staged)}
+
+    # -- blocks that are updated before their step begins --
+
+    def can_be_early(self, blocks: Sequence[Block]) -> list[Block]:
+        """Those of these on disk that no buffer holds for the step already."""
+        coming = {staged.block.id for staged in self._reads}
+        return [b for b in blocks if b in self._forms and b.id not in coming]
+
+    @property
+    def has_room_for_early(self) -> bool:
+        """Whether what is written twice leaves room for the step; such blocks have a master."""
+        return not self._forms.has_undo and self.store.has_room_for(2 * self.written_bytes_per_step)
+
+    def borrow(self) -> Buffer:
+        """A buffer, until `give_back`. Waits for writes where none is free."""
+        return self._take()
+
+    def give_back(self, buffer: Buffer) -> None:
+        self._pool.give(buffer)
+
+    def read_early(self, block: Block) -> Staged:
+        """Begin to read a block; `write_early` or `let_go` follows. Waits for a buffer."""
+        staged = Staged(block, self._take(), None)
+        staged.ticket = self._read_state(staged)
+        return staged
+
+    def planes_of(self, staged: Staged) -> Planes:
+        """Of a block that was read. Where masters are split, with room for its new `WEIGHT`."""
+        planes = self._planes(staged)
+        if self._forms.is_split(staged.block):
+            planes[WEIGHT] = self._beside(staged)
+        return planes
+
+    def write_early(self, staged: Staged) -> None:
+        """Begin to write what was read and updated beside its last version."""
+        block, checksum = staged.block, 0
+        if self.store.checksums and not self._forms.is_split(block):
+            checksum = checksum_of(staged.buffer.view[: self._master_nbytes(block)])
+        self._submit_write(staged, with_undo=False)
+        self._early_written[block.id] = checksum
+
+    def let_go(self, staged: Staged) -> None:
+        """What was read is not needed."""
+        settle(staged.ticket)
+        self._pool.give(staged.buffer)
+
+    def drop_early(self, but: frozenset[BlockId] = frozenset()) -> None:
+        """What was written early does not count, with these exceptions."""
+        dropped = self._early_written.keys() - but
+        for block in self.blocks:
+            if block.id in dropped:
+                for part in self._forms.ids(block):
+                    self.store.take_back(part)
+                del self._early_written[block.id]
+        self._give_all(staged for staged in self._writes if staged.block.id in dropped)
+        self._writes = deque(s for s in self._writes if s.block.id not in dropped)
+
+    def _end_early(self) -> None:
+        self._early_written.clear()
+        self._held = frozenset()
+
+    def _master_nbytes(self, block: Block) -> int:
+        """Whole pages that hold one that is not split: it comes first."""
+        return align_up(block.numel * self._layout.planes[0].itemsize, PAGE_BYTES)
 
     def _early_undo(self, block: Block) -> Tensor:
         """Memory for the parameters of a block that was read before the step began."""
         if not self._early_slab.numel():
             largest = max(block.numel for block in self.blocks)
-            self._early_slab = torch.empty(self._depth, largest, dtype=self._undo_dtype)
+            self._early_slab = torch.empty(self._depth, largest, dtype=DTYPES[self._layout.dtype])
         self._early[block.id] = self._early_slab[len(self._early)][: block.numel]
         return self._early[block.id]
 
     def load(self, blocks: Sequence[Block], visit: Callable[[Block, Planes], None]) -> None:
         """Read committed blocks one after the other; `visit` must copy what it keeps."""
         self._drop_reads()
-        staged = _Staged(blocks[0], self._take(), None) if blocks else None
+        staged = Staged(blocks[0], self._take(), None) if blocks else None
         try:
             for block in blocks:
                 assert staged is not None
                 staged.block = block
-                self.store.read(self._file_id[block.id], self._state_view(staged)).wait()
-                visit(block, self._planes(staged))
+                self._read_all(staged).wait()
+                visit(block, self._forms.shown(staged.buffer, block))
         finally:
             if staged is not None:
                 self._pool.give(staged.buffer)
@@ -337,9 +459,9 @@ class NvmeState:
         self.store.check_step(self.written_bytes_per_step)
         try:
             for block in blocks:
-                self._current = _Staged(block, self._take(), None)
-                self.store.read(self._file_id[block.id], self._state_view(self._current)).wait()
-                fill(block, self._planes(self._current))
+                self._current = Staged(block, self._take(), None)
+                self._read_all(self._current).wait()
+                self._forms.change(self._current.buffer, block, fill)
                 self._submit_write(self._current, with_undo=False)
                 self._current = None
             self.store.flush()
@@ -363,18 +485,15 @@ class NvmeState:
 
     def _in_file(self, blocks: Sequence[Block]) -> list[BlockId]:
         """All that the file has of these blocks."""
-        found = [self._file_id[block.id] for block in blocks]
-        if self._has_undo:
-            found += [BlockId(i + self._num_states) for i in found]
-        return found
+        return [part for block in blocks for part in self._forms.ids(block)]
 
     def pin(self) -> PinnedState:
         """Keep all blocks as they were committed last until they have been shown."""
         self.store.check_process()
-        # the step after the next writes over them, in the order of this one's reversed
-        blocks = self._order[::-1]
-        pinned = self.store.pin([self._file_id[block.id] for block in blocks])
-        return PinnedState(blocks, self._file_id, self._layout, pinned, self._state_nbytes)
+        # the step after the next writes over them, in this order
+        blocks = self._order if self._in_order else self._order[::-1]
+        parts = [part for block in blocks for part in self._forms.committed_ids(block)]
+        return PinnedState(blocks, self._forms, self.store.pin(parts))
 
     def empty_staging(self) -> None:
         """Forget what was read ahead and give the memory of the buffers back to the system."""
@@ -386,18 +505,31 @@ class NvmeState:
         """Wait for transfers and remove the files."""
         if self.store.is_ours:
             for staged in self._reads:
-                _settle_quietly(staged.ticket)
+                settle(staged.ticket)
         self.store.close()
 
-    def _submit_write(self, staged: _Staged, *, with_undo: bool) -> None:
-        file_id = self._file_id[staged.block.id]
-        view = staged.buffer.view[: self._view_nbytes[staged.block.id]]
-        staged.ticket = self.store.write(file_id, view)
-        if with_undo:
-            undo_id = BlockId(file_id + self._num_states)
-            undo = self.store.write(undo_id, self._undo_view(staged))
-            staged.ticket = Together((staged.ticket, undo))
+    def _submit_write(self, staged: Staged, *, with_undo: bool) -> None:
+        """with_undo: with what is beside the state, also where that only undoes this step."""
+        parts, view = self._forms.parts[staged.block.id], staged.buffer.view
+        state = self.store.write(parts.state, view[: parts.state_nbytes])
+        staged.ticket = state
+        if parts.beside is not None and (parts.is_split or with_undo):
+            beside = self.store.write(parts.beside, view[parts.state_nbytes : parts.nbytes])
+            staged.ticket = TicketGroup((state, beside))
         self._writes.append(staged)
+
+    def _read_state(self, staged: Staged) -> Ticket[None]:
+        parts = self._forms.parts[staged.block.id]
+        return self.store.read(parts.state, staged.buffer.view[: parts.state_nbytes])
+
+    def _read_all(self, staged: Staged) -> Ticket[object]:
+        """All that a committed version of a block consists of."""
+        forms, block = self._forms, staged.block
+        parts = [self._read_state(staged)]
+        if forms.is_split(block):
+            view = forms.beside_view(staged.buffer, block)
+            parts.append(self.store.read(forms.beside_id(block), view))
+        return TicketGroup(parts)
 
     def _wait_for_a_write(self) -> None:
         self._settle(self._writes[0])
@@ -408,7 +540,7 @@ class NvmeState:
             self._wait_for_a_write()
         return self._pool.take()
 
-    def _settle(self, staged: _Staged) -> None:
+    def _settle(self, staged: Staged) -> None:
         if staged.ticket is not None:
             started = time.perf_counter()
             try:
@@ -420,98 +552,21 @@ class NvmeState:
         """Forget what was read ahead."""
         self.store.check_process()
         for staged in self._reads:
-            _settle_quietly(staged.ticket)
+            settle(staged.ticket)
         self._give_all(self._reads)
         self._reads.clear()
         self._next_read = 0
 
-    def _give_all(self, staged: Iterable[_Staged]) -> None:
+    def _give_all(self, staged: Iterable[Staged]) -> None:
         for one in staged:
             self._pool.give(one.buffer)
 
-    def _state_view(self, staged: _Staged) -> memoryview:
-        return staged.buffer.view[: self._view_nbytes[staged.block.id]]
+    def _beside(self, staged: Staged) -> Tensor:
+        return self._forms.beside(staged.buffer, staged.block)
 
-    def _undo_view(self, staged: _Staged) -> memoryview:
-        undo_id = BlockId(self._file_id[staged.block.id] + self._num_states)
-        start = self._state_nbytes
-        return staged.buffer.view[start : start + self.store.buffer_nbytes(undo_id)]
-
-    def _undo(self, staged: _Staged) -> Tensor:
-        return torch.frombuffer(
-            staged.buffer.view,
-            dtype=self._undo_dtype,
-            count=staged.block.numel,
-            offset=self._state_nbytes,
-        )
-
-    def _planes(self, staged: _Staged) -> Planes:
-        key = staged.buffer.index, staged.block.numel
+    def _planes(self, staged: Staged) -> Planes:
+        block = staged.block
+        key = staged.buffer.index, block.numel, self._forms.parts[block.id].is_split
         if key not in self._views:
-            self._views[key] = _planes_in(staged.buffer, staged.block, self._layout)
+            self._views[key] = self._forms.planes(staged.buffer, block)
         return dict(self._views[key])
-
-
-class PinnedState:
-    """Blocks on disk as one commit left them, to be shown once while steps go on."""
-
-    def __init__(
-        self,
-        blocks: Sequence[Block],
-        file_id: Mapping[BlockId, BlockId],
-        layout: StateLayout,
-        pinned: PinnedVersions,
-        buffer_nbytes: int,
-    ) -> None:
-        self._blocks = blocks
-        self._file_id = file_id
-        self._layout = layout
-        self._pinned = pinned
-        self._buffer_nbytes = buffer_nbytes
-
-    def visit(self, look: Callable[[Block, Planes], None]) -> None:
-        """Show every block, reading one ahead; in any thread. What is to be kept is copied."""
-        pool = BufferPool(2, self._buffer_nbytes)
-        ahead: deque[tuple[Block, Buffer, Ticket[int]]] = deque()
-        coming = iter(self._blocks)
-        try:
-            while True:
-                while pool.num_free and (block := next(coming, None)) is not None:
-                    buffer = pool.take()
-                    ticket = self._pinned.read(self._file_id[block.id], buffer.view)
-                    ahead.append((block, buffer, ticket))
-                if not ahead:
-                    return
-                block, buffer, ticket = ahead.popleft()
-                self._pinned.check(self._file_id[block.id], ticket.wait())
-                look(block, _planes_in(buffer, block, self._layout))
-                self._pinned.let_go(self._file_id[block.id])
-                pool.give(buffer)
-        finally:
-            for _, _, ticket in ahead:
-                _settle_quietly(ticket)
-
-    def close(self) -> None:
-        """Let go of all blocks."""
-        self._pinned.close()
-
-
-def _planes_in(buffer: Buffer, block: Block, layout: StateLayout) -> Planes:
-    """A block's planes as views of the buffer that holds it."""
-    offsets = layout.offsets(block.numel)
-    return {
-        plane.name: torch.frombuffer(
-            buffer.view, dtype=DTYPES[plane.dtype], count=block.numel, offset=offset
-        )
-        for plane, offset in zip(layout.planes, offsets, strict=True)
-    }
-
-
-def _settle_quietly(ticket: Ticket[object] | None) -> None:
-    """Wait for a transfer whose outcome is raised elsewhere, or no longer matters."""
-    if ticket is None:
-        return
-    try:
-        ticket.wait()
-    except NvmeError:
-        return

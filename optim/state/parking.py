@@ -8,7 +8,6 @@ an error on the way out, a full disk, loses nothing.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -18,7 +17,16 @@ from torch import Tensor, UntypedStorage
 
 from gemini.tickets import Ticket
 from gemini.units import PAGE_BYTES, BlockId, align_up
-from nvme import BlockStore, Buffer, BufferPool, StoreLayout, check_folder, default_folder
+from nvme import (
+    BlockStore,
+    Buffer,
+    BufferPool,
+    StoreLayout,
+    WriteBehind,
+    check_folder,
+    default_folder,
+    read_ahead,
+)
 from optim.rules.config import NvmeConfig
 
 from .disks import measure_disks
@@ -69,7 +77,7 @@ class OnHost:
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _StorageRange:
     """Bytes [start, end) of a storage, one block of the store."""
 
     block: BlockId
@@ -111,46 +119,43 @@ class OnDisk:
             _free(storage)
 
     def _write(self, store: BlockStore) -> None:
-        pool = BufferPool(min(self._depth, len(self._runs)), self._buffer_nbytes)
-        under_way: deque[tuple[Ticket[int], Buffer]] = deque()
+        writes = WriteBehind(self._staging())
         for run in self._runs:
-            if not pool.num_free:
-                ticket, buffer = under_way.popleft()
-                ticket.wait()
-                pool.give(buffer)
-            buffer = pool.take()
-            _tensor(buffer, run).copy_(_bytes_of(self._storages[run.storage])[run.start : run.end])
-            under_way.append((store.write(run.block, buffer.view), buffer))
+            buffer = writes.take()
+            _tensor(buffer, run).copy_(self._memory_of(run))
+            writes.add(store.write(run.block, buffer.view), buffer)
         store.commit(1)
 
     def bring_back(self) -> None:
-        if self._store is None:
+        store = self._store
+        if store is None:
             return
         for storage, nbytes in zip(self._storages, self._nbytes, strict=True):
             _refill(storage, nbytes)
-        pool = BufferPool(min(self._depth, len(self._runs)), self._buffer_nbytes)
-        under_way: deque[tuple[Ticket[None], Buffer, _Run]] = deque()
-        for run in [*self._runs, *([None] * pool.count)]:  # None: only end what was begun
-            if under_way and (run is None or not pool.num_free):
-                ticket, buffer, ended = under_way.popleft()
-                ticket.wait()
-                target = _bytes_of(self._storages[ended.storage])[ended.start : ended.end]
-                target.copy_(_tensor(buffer, ended))
-                pool.give(buffer)
-            if run is not None:
-                buffer = pool.take()
-                under_way.append((self._store.read(run.block, buffer.view), buffer, run))
+
+        def read(run: _StorageRange, buffer: Buffer) -> Ticket[None]:
+            return store.read(run.block, buffer.view)
+
+        for run, buffer, _ in read_ahead(self._staging(), self._runs, read):
+            self._memory_of(run).copy_(_tensor(buffer, run))
+
+    def _staging(self) -> BufferPool:
+        return BufferPool(min(self._depth, len(self._runs)), self._buffer_nbytes)
+
+    def _memory_of(self, run: _StorageRange) -> Tensor:
+        """uint8 [end - start]"""
+        return _bytes_of(self._storages[run.storage])[run.start : run.end]
 
     def close(self) -> None:
         if self._store is not None:
             self._store.close()
 
 
-def _cut(nbytes: Sequence[int]) -> Iterator[_Run]:
+def _cut(nbytes: Sequence[int]) -> Iterator[_StorageRange]:
     block = 0
     for storage, length in enumerate(nbytes):
         for start in range(0, length, RUN_BYTES):
-            yield _Run(BlockId(block), storage, start, min(start + RUN_BYTES, length))
+            yield _StorageRange(BlockId(block), storage, start, min(start + RUN_BYTES, length))
             block += 1
 
 
@@ -178,5 +183,5 @@ def _bytes_of(storage: UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload,no-any-return]
 
 
-def _tensor(buffer: Buffer, run: _Run) -> Tensor:
+def _tensor(buffer: Buffer, run: _StorageRange) -> Tensor:
     return torch.frombuffer(buffer.view, dtype=torch.uint8, count=run.end - run.start)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from gemini.tickets import CopyTicket
@@ -22,12 +23,17 @@ class Piece:
 
     param: Tensor  # what the model sees: fp32 or fp64, or the 16-bit copy that is written
     grad: Tensor  # of any float type; not changed
-    master: Tensor | None  # fp32; None where `param` is updated itself
+    master: Tensor | None  # fp32, or int16: what bf16 lacks; None where `param` is updated itself
     planes: tuple[Tensor, ...]  # in StateLayout order
     hyper: Any
     step: int  # counts from 1
     counter: int  # index of the parameter; of the first where neighbours are one piece
     first: int = 0  # its first element, in its parameter
+
+    @property
+    def is_split(self) -> bool:
+        """The master's upper half is `param`; see `optim.rules.split_master`."""
+        return self.master is not None and self.master.dtype == torch.int16
 
     def cut(self, start: int, end: int) -> Piece:
         """Elements [start, end) of every tensor."""
@@ -63,6 +69,14 @@ class Piece:
     def belonging_to(self, hyper: Any, step: int, counter: int, first: int) -> Piece:
         """The same tensors, of another parameter."""
         return replace(self, hyper=hyper, step=step, counter=counter, first=first)
+
+
+class GradSegment(NamedTuple):
+    """Elements of a run that belong to one parameter."""
+
+    offset: int  # in the run
+    numel: int
+    counter: int  # index of the parameter
 
 
 class SteppedViews(Protocol):
@@ -112,8 +126,11 @@ class Updater(Protocol):
 
     def update_host(
         self, blocks: Sequence[tuple[Block, Planes]], views: SteppedViews
-    ) -> Sequence[CopyTicket]:
-        """Update blocks in host memory; they are, when these copies have settled."""
+    ) -> Iterator[tuple[Block, CopyTicket | None]]:
+        """Update blocks in host memory, one whenever it is asked for; to be asked to the end.
+
+        The ticket brings a block's state back; None where it never left.
+        """
         ...
 
     def update_resident(self, slab: Resident, views: SteppedViews) -> None:

@@ -25,8 +25,8 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class BlockPart:
-    """The part of a segment that lies in one block."""
+class BlockSegment:
+    """The part of a segment that lies in one block, by its offset in the block."""
 
     param: int
     param_offset: int
@@ -43,7 +43,7 @@ class Block:
     shard_offset: int  # first element, in its shard
     offset: int  # first element, in the space
     numel: int  # a multiple of 64
-    parts: tuple[BlockPart, ...]
+    segments: tuple[BlockSegment, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class StateSpace:
                     b = min(lo + numel, segment.offset + segment.numel)
                     if a < b:
                         parts.append(
-                            BlockPart(
+                            BlockSegment(
                                 segment.param,
                                 segment.param_offset + a - segment.offset,
                                 b - a,

@@ -14,7 +14,7 @@ from torch import Tensor
 from gemini.units import BlockId
 
 from .pieces import Planes
-from .space import Block, BlockPart
+from .space import Block, BlockSegment
 from .tiered_state import TieredState
 
 
@@ -47,23 +47,25 @@ class RunSpec:
     block: BlockId
 
 
-Look = Callable[[StateRun], None]
-Source = Callable[[StateRun], Tensor | None]  # new values [n] for a run; None leaves it as it is
+StateVisitor = Callable[[StateRun], None]
+StateSource = Callable[
+    [StateRun], Tensor | None
+]  # new values [n] for a run; None leaves it as it is
 
 
-def list_runs(tiers: TieredState, names: Sequence[str]) -> list[RunSpec]:
+def list_runs(tiered_state: TieredState, names: Sequence[str]) -> list[RunSpec]:
     """What `visit_runs` shows, in its order."""
     return [
         RunSpec(names[part.param], plane.name, plane.dtype, part.param_offset, part.numel, block.id)
-        for block in tiers.visit_order
-        for part in block.parts
-        for plane in tiers.layout.planes
+        for block in tiered_state.visit_order
+        for part in block.segments
+        for plane in tiered_state.layout.planes
     ]
 
 
-def visit_runs(tiers: TieredState, names: Sequence[str], look: Look) -> None:
+def visit_runs(tiered_state: TieredState, names: Sequence[str], look: StateVisitor) -> None:
     """Show every run of this rank's state. `names[i]` is that of parameter i of the space."""
-    tiers.visit(lambda block, planes: _each(block, planes, names, look))
+    tiered_state.visit(lambda block, planes: _each(block, planes, names, look))
 
 
 class StateSnapshot:
@@ -73,16 +75,16 @@ class StateSnapshot:
     disk keep the version they have until `visit_disk`, in any thread, has shown them. Close it.
     """
 
-    def __init__(self, tiers: TieredState, names: Sequence[str]) -> None:
-        self._tiers = tiers
+    def __init__(self, tiered_state: TieredState, names: Sequence[str]) -> None:
+        self._tiered_state = tiered_state
         self._names = names
-        self._pinned = tiers.pin()
+        self._pinned = tiered_state.pin()
 
-    def visit_resident(self, look: Look) -> None:
-        for block in (*self._tiers.resident, *self._tiers.host):
-            _each(block, self._tiers.planes(block), self._names, look)
+    def visit_resident(self, look: StateVisitor) -> None:
+        for block in (*self._tiered_state.resident, *self._tiered_state.host):
+            _each(block, self._tiered_state.shown(block), self._names, look)
 
-    def visit_disk(self, look: Look) -> None:
+    def visit_disk(self, look: StateVisitor) -> None:
         if self._pinned is not None:
             self._pinned.visit(lambda block, planes: _each(block, planes, self._names, look))
 
@@ -93,9 +95,9 @@ class StateSnapshot:
 
 
 def fill_runs(
-    tiers: TieredState,
+    tiered_state: TieredState,
     names: Sequence[str],
-    source: Source,
+    source: StateSource,
     filled: Callable[[Block, Planes], None] = lambda block, planes: None,
 ) -> None:
     """Ask `source` for new values of every run. What lies on disk is committed at once.
@@ -112,15 +114,15 @@ def fill_runs(
         _each(block, planes, names, put)
         filled(block, planes)
 
-    tiers.overwrite(fill)
+    tiered_state.overwrite(fill)
 
 
-def _each(block: Block, planes: Planes, names: Sequence[str], look: Look) -> None:
-    for part in block.parts:
+def _each(block: Block, planes: Planes, names: Sequence[str], look: StateVisitor) -> None:
+    for part in block.segments:
         for plane, values in planes.items():
             look(StateRun(names[part.param], plane, part.param_offset, values[inside(part)]))
 
 
-def inside(part: BlockPart) -> slice:
+def inside(part: BlockSegment) -> slice:
     """Where a part lies in its block."""
     return slice(part.offset, part.offset + part.numel)

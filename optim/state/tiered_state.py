@@ -2,25 +2,28 @@
 memory, the rest on NVMe. Blocks may rise from the disk and from the host; nothing goes down.
 
 A step updates blocks on disk beside their last version; then they count (`confirm`) and what is in
-memory is updated, which cannot fail; or `rollback`. See `optim.step.driver`.
+memory is updated, which cannot be undone; or `rollback`. See `optim.step.driver`.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from gemini.tickets import CopyTicket
 from gemini.units import BlockId
 from optim.rules.config import NvmeConfig
 from optim.rules.report import Traffic
-from optim.rules.state_layout import StateLayout
+from optim.rules.split_master import remainder_of, shown, take, tie_sign
+from optim.rules.state_layout import MASTER, StateLayout
 
+from .disk.pinned_state import PinnedState
 from .memory import Memory
-from .nvme_state import NvmeState, PinnedState
+from .nvme_state import NvmeState
 from .pieces import Planes, SteppedViews, Updater
 from .slabs import Slab
 from .space import Block, StateSpace
@@ -30,7 +33,8 @@ class BlockViews(SteppedViews, Protocol):
     """What a step needs to know of the parameters and gradients that a block's state belongs to."""
 
     def save(self, block: Block, undo: Callable[[], Tensor]) -> bool:
-        """Copy the block's parameters, those with a gradient, into fp32 [n] `undo()`.
+        """Copy the block's parameters, at least those with a gradient, into `undo()`: [n] of a
+        dtype that holds their values.
 
         False where they need none, since they do not change before the step counts.
         """
@@ -53,8 +57,27 @@ class BlockViews(SteppedViews, Protocol):
         ...
 
 
+class SplitMasters:
+    """Blocks whose masters are kept as what their bf16 parameters lack of them, and these."""
+
+    def on_disk(self, block: Block) -> bool:
+        """Where its state is there."""
+        return False
+
+    def in_memory(self, block: Block) -> bool:
+        """Where its state is in memory, of the device or of the host."""
+        return False
+
+    def weights(self, block: Block) -> Tensor:
+        """[n]: parameters of a block that is split in memory, wherever they are; to read."""
+        raise AssertionError("no masters are split")
+
+
 class TieredState:
-    """State of `space`: blocks `on_nvme` and `on_host`, the rest on the device of `memory`."""
+    """State of `space`: blocks `on_nvme` and `on_host`, the rest on the device of `memory`.
+
+    layout: what is shown, with whole masters.
+    """
 
     def __init__(
         self,
@@ -66,13 +89,20 @@ class TieredState:
         nvme: NvmeConfig,
         memory: Memory,
         label: str = "",
+        num_ahead: int = 0,
+        split: SplitMasters | None = None,
     ) -> None:
+        """num_ahead: see `NvmeState`. split: None where all masters are whole."""
         self.space = space
         self.layout = layout
         self._memory = memory
-        self._leaving: Sequence[CopyTicket] = ()  # of the last step, to host slabs
+        self._leaving: list[CopyTicket] = []  # of the last step, to host slabs
+        # what has ended a step in the middle of memory, which has blocks of two steps since then
+        self.torn: BaseException | None = None
         disk_blocks = [block for block in space.blocks if block.id in on_nvme]
-        self._config, self._label = nvme, label
+        self._config, self._label, self._num_ahead = nvme, label, num_ahead
+        self._split_masters = split or SplitMasters()
+        self._split_layout = layout.with_remainder()
         self.nvme = self._on_disk(disk_blocks, space) if disk_blocks else None
         self._written_before = 0  # to files that are gone
         in_memory = [block for block in space.blocks if block.id not in on_nvme]
@@ -87,18 +117,23 @@ class TieredState:
             self._config,
             digest=space.digest(),
             undo=not self.layout.has_master,
+            split=frozenset(b.id for b in blocks if self._split_masters.on_disk(b)),
             label=self._label,
             pin=self._memory.pin,
+            num_ahead=self._num_ahead,
         )
 
     def _slabs(self, blocks: Sequence[Block], *, host: bool = False) -> list[Slab]:
-        if not blocks:
-            return []
-        return [Slab(blocks, self.layout, self._memory, on_host=host).complete()]
+        return [slab.complete() for slab in self._first_planes(blocks, host=host)]
 
     def _first_planes(self, blocks: Sequence[Block], *, host: bool = False) -> list[Slab]:
         """For `initialise`: what fills the masters goes as they come, and the rest comes then."""
-        return [Slab(blocks, self.layout, self._memory, on_host=host)] if blocks else []
+        slabs = []
+        for is_split, layout in ((False, self.layout), (True, self._split_layout)):
+            found = [b for b in blocks if self._split_masters.in_memory(b) == is_split]
+            if found:
+                slabs.append(Slab(found, layout, self._memory, on_host=host))
+        return slabs
 
     def _index(self) -> dict[BlockId, Slab]:
         slabs = (*self.device_slabs, *self.host_slabs)
@@ -114,14 +149,41 @@ class TieredState:
         """In host memory, where that is not the device's."""
         return tuple(block for slab in self.host_slabs for block in slab.blocks)
 
+    @property
+    def in_memory(self) -> tuple[Block, ...]:
+        """All that is not on disk."""
+        return (*self.resident, *self.host)
+
     def planes(self, block: Block) -> Planes:
-        """Views of the state of a block that is in memory."""
+        """Views of the state of a block that is in memory, as an update takes them."""
         self._settle()
         return self._slab_of[block.id].planes(block)
 
+    def shown(self, block: Block) -> Planes:
+        """The state of a block that is in memory, as `layout` says; to read."""
+        planes = self.planes(block)
+        if not self._split_masters.in_memory(block):
+            return planes
+        return shown(planes, self._split_masters.weights(block), self._split_layout)
+
+    def _change(self, block: Block, fill: Callable[[Block, Planes], None]) -> None:
+        """`fill` writes to what `shown` shows."""
+        values = self.shown(block)
+        fill(block, values)
+        self._take(block, self.planes(block), values)
+
+    def _take(self, block: Block, planes: Planes, values: Planes) -> None:
+        """Make the planes of a block in memory what `values` show."""
+        if self._split_masters.in_memory(block):
+            take(planes, values, self._split_layout)
+            return
+        for name, plane in planes.items():
+            if plane.data_ptr() != values[name].data_ptr():
+                plane.copy_(values[name])
+
     def _settle(self) -> None:
         """The host reads or writes what the last step may still be copying."""
-        leaving, self._leaving = self._leaving, ()
+        leaving, self._leaving = self._leaving, []
         for ticket in leaving:
             ticket.settle()
 
@@ -150,11 +212,7 @@ class TieredState:
         new_host = self._slabs([block for block in from_disk if block.id in on_host], host=True)
         place = {block.id: slab for slab in (*new_device, *new_host) for block in slab.blocks}
 
-        def take(block: Block, planes: Planes) -> None:
-            for name, plane in place[block.id].planes(block).items():
-                plane.copy_(planes[name])
-
-        self.visit(take, rising)
+        self.visit(lambda b, values: self._take(b, place[b.id].planes(b), values), rising)
         if self.nvme is not None and from_disk:
             if len(from_disk) < len(disk):
                 self.nvme.forget(from_disk)
@@ -195,7 +253,7 @@ class TieredState:
         self.host_slabs += host
         self._slab_of = self._index()
         for block in memory:
-            fill(block, self.planes(block))
+            self._change(block, fill)
 
     def _extend_disk(
         self, space: StateSpace, new: Sequence[Block], fill: Callable[[Block, Planes], None]
@@ -230,13 +288,26 @@ class TieredState:
 
     def initialise(self, fill: Callable[[Block, Planes], None]) -> None:
         """`fill` sets what does not start at zero (the masters, the first plane) by block."""
-        for block in (*self.resident, *self.host):
-            fill(block, self.planes(block))
+        ties = {block: self._begin(block, fill) for block in (*self.resident, *self.host)}
         for slab in (*self.device_slabs, *self.host_slabs):
             slab.complete()
+        for block, places in ties.items():
+            if places is not None:
+                self.planes(block)[self._split_layout.tie_keeper][places] = -0.0
         if self.nvme is not None:
             self.nvme.initialise(fill)
             self.nvme.prefetch()
+
+    def _begin(self, block: Block, fill: Callable[[Block, Planes], None]) -> Tensor | None:
+        """Fill the first plane, before there are others; of one that is split, where ties are."""
+        (first,) = self.planes(block).values()
+        if not self._split_masters.in_memory(block):
+            fill(block, self.planes(block))
+            return None
+        master = torch.zeros(block.numel, dtype=torch.float32, device=first.device)
+        fill(block, {MASTER: master})
+        first.copy_(remainder_of(master))
+        return tie_sign(master).nonzero().flatten()
 
     def visit(
         self, look: Callable[[Block, Planes], None], blocks: Sequence[Block] | None = None
@@ -244,7 +315,7 @@ class TieredState:
         """Show the state of blocks (None: all); what comes from disk must be copied to be kept."""
         resident, on_disk = self._split(blocks)
         for block in resident:
-            look(block, self.planes(block))
+            look(block, self.shown(block))
         if self.nvme is not None and on_disk:
             self.nvme.load(on_disk, look)
             self.nvme.prefetch()
@@ -265,7 +336,7 @@ class TieredState:
         """Change the state of blocks (None: all) in place; on disk it is committed at once."""
         resident, on_disk = self._split(blocks)
         for block in resident:
-            fill(block, self.planes(block))
+            self._change(block, fill)
         if self.nvme is not None and on_disk:
             self.nvme.replace(fill, self.nvme.store.committed_step, on_disk)
             self.nvme.prefetch()
@@ -277,20 +348,33 @@ class TieredState:
         resident = [block for block in blocks if block.id in self._slab_of]
         return resident, [block for block in blocks if block.id not in self._slab_of]
 
-    def confirm(self, step: int) -> None:
-        """What was updated on disk counts; then read ahead for the next step."""
+    def confirm(self, step: int, *, in_order: bool = False) -> None:
+        """What was updated on disk counts; then read ahead for the next step, which begins with
+        the first block where `in_order`."""
         if self.nvme is not None:
-            self.nvme.commit(step)
+            self.nvme.commit(step, in_order=in_order)
             self.nvme.prefetch()
 
-    def update_in_memory(self, updater: Updater, views: BlockViews) -> None:
-        """Update what is not on disk, which cannot fail."""
-        views.expect([*self.host, *views.borrowed(self.resident)])
-        for slab in self.host_slabs:
-            blocks = [(block, slab.planes(block)) for block in slab.blocks]
-            self._leaving = [*self._leaving, *updater.update_host(blocks, views)]
+    def update_in_memory(self, updater: Updater, views: BlockViews) -> Iterator[Block]:
+        """Update what is not on disk, in the order of `in_memory`: each block when it is asked for,
+        to the end. An error that ends it is `torn`."""
+        try:
+            yield from self._update_in_memory(updater, views)
+        except BaseException as error:
+            self.torn = error
+            raise
+
+    def _update_in_memory(self, updater: Updater, views: BlockViews) -> Iterator[Block]:
+        views.expect([*views.borrowed(self.resident), *self.host])
         for slab in self.device_slabs:
             updater.update_resident(slab, views)
+            yield from slab.blocks
+        self._leaving = [ticket for ticket in self._leaving if not ticket.ready()]
+        for slab in self.host_slabs:
+            blocks = [(block, slab.planes(block)) for block in slab.blocks]
+            for block, ticket in updater.update_host(blocks, views):
+                self._leaving += [] if ticket is None else [ticket]
+                yield block
         views.end()
 
     def rollback(self, views: BlockViews) -> None:

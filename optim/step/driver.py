@@ -5,13 +5,18 @@
     agree      with who else has a say: all of it counts, or nothing
     confirm    what is on disk counts, and what is in memory is updated; or `undo`
 
+A block may be prepared before its step is submitted, with what the step is expected to agree on
+(`optim.step.speculation`); where that is held, only its parameters are left to do.
+
 Up to `confirm` nothing that counts has changed (ADR 0002). Who drives is free to do something else
 between any two blocks: `TargetStep` waits for nothing but the block it is asked to prepare.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
@@ -19,8 +24,11 @@ import torch
 
 from gemini.units import BlockId
 from optim.rules.report import StepReport, Traffic
+from optim.rules.state_layout import MASTER, WEIGHT
 from optim.state.held_signals import HeldSignals
-from optim.state.pieces import Updater
+from optim.state.memory import copy_alone
+from optim.state.pieces import Planes, Updater
+from optim.state.space import Block
 from optim.state.tiered_state import BlockViews, TieredState
 
 
@@ -53,28 +61,51 @@ class Versions(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Early:
+    """What was done before the step: blocks that are held, and what went wrong there."""
+
+    held: frozenset[BlockId] = frozenset()
+    error: BaseException | None = None
+
+
+# what updates blocks in memory: each is when it is taken, and all are to be
+InMemory = Callable[[Iterator[Block]], None]
+
+
+def at_once(blocks: Iterator[Block]) -> None:
+    """Before the step returns."""
+    deque(blocks, maxlen=0)
+
+
 class TargetStep:
     """One step of one target's state. `number` counts from 1; `files` count before the state does:
-    `nvme.recover` finds the step before in either file."""
+    `nvme.recover` finds the step before in either file. `in_order`: so is the next one, that it
+    may go on behind its caller (`optim.step.tail`)."""
 
     def __init__(
         self,
-        tiers: TieredState,
+        tiered_state: TieredState,
         updater: Updater,
         views: BlockViews,
         number: int,
         files: Versions | None = None,
+        *,
+        in_order: bool = False,
+        early: Early | None = None,
     ) -> None:
-        self._tiers = tiers
+        self._tiered_state = tiered_state
         self._updater = updater
         self._views = views
         self._number = number
         self._files = files
+        self._in_order = in_order
+        self._early = early or Early()
         self._stages: dict[BlockId, Stage] = {}
 
     @property
     def stages(self) -> Mapping[BlockId, Stage]:
-        """Of every block on disk, since `submit`."""
+        """Of every block on disk, since `submit`, in the order of their update."""
         return self._stages
 
     @property
@@ -82,19 +113,27 @@ class TargetStep:
         return self._updater
 
     def submit(self) -> None:
-        """Begin. Raises where the disk's budget has no room for the step; then call `undo`."""
-        nvme = self._tiers.nvme
+        """Begin. Raises where the disk's budget has no room for the step, and what went wrong
+        before it; then call `undo`."""
+        if self._early.error is not None:
+            raise self._early.error
+        nvme = self._tiered_state.nvme
         if self._files is not None:
             self._files.check_step(0 if nvme is None else nvme.written_bytes_per_step)
         if nvme is not None:
             self._stages = {block.id: Stage.SUBMITTED for block in nvme.order}
             self._views.expect(nvme.order)
-            nvme.begin_step()
+            nvme.begin_step(self._early.held)
+
+    @property
+    def num_held(self) -> int:
+        """Blocks on disk that were prepared before the step."""
+        return len(self._early.held)
 
     @property
     def has_more(self) -> bool:
         """Whether a block is to be prepared."""
-        nvme = self._tiers.nvme
+        nvme = self._tiered_state.nvme
         return nvme is not None and nvme.has_more
 
     def prepare_next(self) -> bool:
@@ -102,36 +141,50 @@ class TargetStep:
 
         On an error call `undo`.
         """
-        nvme = self._tiers.nvme
+        nvme = self._tiered_state.nvme
         brought = None if nvme is None else nvme.bring(self._views.save)
         if nvme is None or brought is None:
             return False
         block, planes = brought
         self._stages[block.id] = Stage.PREPARED
-        nvme.take_back(self._updater.update_staged(block, planes, self._views))
+        if block.id in self._early.held:
+            self._follow_written(block, planes)
+            nvme.take_back(changed=False, save=self._views.save)
+        else:
+            changed = self._updater.update_staged(block, planes, self._views)
+            nvme.take_back(changed, self._views.save)
         return True
+
+    def _follow_written(self, block: Block, planes: Planes) -> None:
+        """Parameters are the weights that were written, or the masters, rounded."""
+        if WEIGHT in planes:
+            planes = {MASTER: planes[WEIGHT]}
+        for piece in self._views.pieces(block, planes):
+            assert piece.master is not None
+            copy_alone(piece.param, piece.master)
+        self._views.updated(block)
 
     def settle(self) -> None:
         """Wait until all that was prepared is on disk. On an error call `undo`."""
-        if self._tiers.nvme is not None:
-            self._tiers.nvme.flush()
+        if self._tiered_state.nvme is not None:
+            self._tiered_state.nvme.flush()
         if self._files is not None:
             self._files.flush()
 
-    def confirm(self) -> None:
-        """Make it count, and update what is in memory. Does not fail behind `settle`."""
+    def confirm(self, in_memory: InMemory = at_once) -> None:
+        """Make it count, and let `in_memory` update what is there; behind `settle`."""
         if self._files is not None:
             self._files.commit(self._number)
-        self._tiers.confirm(self._number)
+        self._tiered_state.confirm(self._number, in_order=self._in_order)
         self._set(Stage.CONFIRMED)
-        self._tiers.update_in_memory(self._updater, self._views)
+        in_memory(self._tiered_state.update_in_memory(self._updater, self._views))
 
     def undo(self) -> None:
         """Put parameters and state back to the last step, however far this one came."""
         self._views.abandon()
         if self._files is not None:
             self._files.rollback()
-        self._tiers.rollback(self._views)
+        self._tiered_state.rollback(self._views)
         self._set(Stage.UNDONE)
 
     def _set(self, stage: Stage) -> None:
@@ -139,12 +192,15 @@ class TargetStep:
 
     def moved(self) -> tuple[Traffic, float]:
         """Bytes and seconds of waiting since the state was made."""
-        return self._tiers.traffic() + self._updater.traffic(), self._tiers.stalled_seconds
+        return (
+            self._tiered_state.traffic() + self._updater.traffic(),
+            self._tiered_state.stalled_seconds,
+        )
 
     @property
     def written_total(self) -> int:
         """Bytes to disk since the state was made."""
-        return self._tiers.nvme_written_total
+        return self._tiered_state.nvme_written_total
 
 
 def alone(error: BaseException | None) -> None:
@@ -158,6 +214,7 @@ def take(
     steps: Sequence[TargetStep],
     held: HeldSignals,
     agree: Callable[[BaseException | None], None] = alone,
+    in_memory: InMemory = at_once,
 ) -> StepReport:
     """Take the step of all targets: it counts on all of them, or on none.
 
@@ -183,7 +240,7 @@ def take(
             step.undo()
         raise
     for step in steps:
-        step.confirm()
+        step.confirm(in_memory)
     after = [step.moved() for step in steps]
     return StepReport(
         traffic=sum((b[0] - a[0] for a, b in zip(before, after, strict=True)), Traffic()),

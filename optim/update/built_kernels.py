@@ -1,41 +1,35 @@
 """Compiled CPU kernels: built once for a machine, and kept in a cache.
 
 A kernel is a shared library of one C++ loop (`kernel_specs.py`), which the machine's compiler makes
-in a second. The library is code that this process runs, for this processor: so the folder must be
-the user's own, and a file's name has a digest of all that went into it. The folder may be deleted
-at any time.
+in a second. The library is code that this process runs, for this processor: so its folder is the
+user's own (`kernel_cache.py`), and its name has a digest of all that went into it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import fcntl
 import functools
-import grp
 import hashlib
 import json
 import logging
 import os
 import platform
-import pwd
 import shutil
 import signal
 import stat
 import subprocess
 import tempfile
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 from torch import Tensor
 
+from .kernel_cache import KernelBuildError, cache_folder, check_owned, locked
 from .kernel_specs import KernelSpec
 
 log = logging.getLogger("gemini")
 
-FOLDER = "gemini-memory"  # in the user's folder for caches
 BUILD_SECONDS = 120.0  # of one kernel; 1 on 2 cores
 LAST_LINES = 12  # of a compiler that failed
 FLAGS = (
@@ -45,10 +39,6 @@ FLAGS = (
     "-fno-math-errno", "-fno-trapping-math", "-fwrapv", "-fopenmp-simd",  # which change no value
     "-fPIC", "-shared", "-pthread",
 )  # fmt: skip
-
-
-class KernelBuildError(RuntimeError):
-    """The compiled CPU path cannot be had here; the message says why."""
 
 
 def compiler() -> str | None:
@@ -62,20 +52,20 @@ class Rows:
     """What one call of a kernel works on: see `cpp_loops`."""
 
     def __init__(self) -> None:
-        self._kept: list[Sequence[Tensor]] = []
+        self._alive: list[Sequence[Tensor]] = []
         self.words = array("q")
         self.scalars = array("f")
 
     def add(self, columns: Sequence[Tensor], numel: int, scalars: Sequence[float] = ()) -> None:
         """One row: contiguous columns, `numel` elements of the first; scalars, rounded to fp32."""
-        self._kept.append(columns)
+        self._alive.append(columns)
         self.words.append(numel)
         self.words.extend([column.data_ptr() for column in columns])
         self.scalars.extend(scalars)
 
 
 class Kernel:
-    """One loaded library. A call needs no lock of Python's, and holds none."""
+    """One loaded library of an update. A call needs no lock of Python's, and holds none."""
 
     def __init__(self, path: Path) -> None:
         self._run = ctypes.CDLL(str(path)).run
@@ -102,10 +92,10 @@ def kernels(specs: Sequence[KernelSpec]) -> list[Kernel]:
     cxx = compiler()
     if cxx is None:
         raise KernelBuildError("no C++ compiler was found; install g++")
-    folder = _cache_folder()
-    paths = [folder / f"{spec.name}-{_digest(spec, cxx)}.so" for spec in specs]
+    folder = cache_folder()
+    paths = [folder / library_name(spec, cxx) for spec in specs]
     if not all(path in _loaded or path.exists() for path in paths):
-        with _locked(folder):
+        with locked(folder):
             missing = {
                 path: spec for path, spec in zip(paths, specs, strict=True) if not path.exists()
             }
@@ -116,7 +106,7 @@ def kernels(specs: Sequence[KernelSpec]) -> list[Kernel]:
 
 def _load(path: Path) -> Kernel:
     if path not in _loaded:
-        _check_owned(path, stat.S_ISREG)
+        check_owned(path, stat.S_ISREG)
         try:
             _loaded[path] = Kernel(path)
         except (OSError, AttributeError) as error:
@@ -125,85 +115,16 @@ def _load(path: Path) -> Kernel:
     return _loaded[path]
 
 
-# -- the cache --
-
-
-def _cache_folder() -> Path:
-    """Made where it is not there; refused where somebody else could have written into it, or could
-    put another in its place. The path that is answered has no link in it."""
-    try:
-        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        parent = Path(base).absolute()
-        parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        folder = parent.resolve() / FOLDER
-        with contextlib.suppress(FileExistsError):
-            folder.mkdir(mode=0o700)
-    except (OSError, RuntimeError) as error:  # also a user without a home
-        raise KernelBuildError(
-            f"there is no folder for compiled kernels ({error}); name one in XDG_CACHE_HOME"
-        ) from error
-    _check_owned(folder, stat.S_ISDIR)
-    for above in folder.parents:
-        _check_parent(above, folder)
-    return folder
-
-
-def _check_owned(path: Path, is_kind: Callable[[int], bool]) -> None:
-    """It is no link, and ours alone."""
-    found = path.lstat()
-    if not is_kind(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
-        raise KernelBuildError(
-            f"{path} is a link, belongs to another user or can be written by others, and code is "
-            "loaded from it; make it yours alone (chmod go-w), or name another folder in "
-            "XDG_CACHE_HOME"
-        )
-
-
-def _check_parent(path: Path, folder: Path) -> None:
-    """Nobody but root and this user can put another folder in the place of what is in it."""
-    found = path.stat()
-    others_write = found.st_mode & stat.S_IWOTH or (
-        found.st_mode & stat.S_IWGRP and not _is_private_group(found.st_gid)
-    )
-    if found.st_uid not in (0, os.geteuid()) or (others_write and not found.st_mode & stat.S_ISVTX):
-        raise KernelBuildError(
-            f"others can put another folder in the place of {folder}, because they can write to "
-            f"{path}, and code is loaded from it; change that (chmod go-w), or name another folder "
-            "in XDG_CACHE_HOME"
-        )
-
-
-def _is_private_group(gid: int) -> bool:
-    """Whether this user is alone in a group, as where every user has one of the same name."""
-    try:
-        group, user = grp.getgrgid(gid), pwd.getpwuid(os.geteuid())
-    except KeyError:
-        return False
-    return group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """One process of this machine at a time; the kernel frees the lock of one that dies."""
-    try:
-        handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise KernelBuildError(f"the folder for compiled kernels: {error}") from error
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
-
-
-def _digest(spec: KernelSpec, cxx: str) -> str:
-    """Of all that decides what the library holds, and where it may run."""
+def library_name(spec: KernelSpec, cxx: str) -> str:
+    """In the cache: with a digest of all that decides what the library holds, and where it may
+    run."""
     try:
         source = spec.source
     except NotImplementedError as error:
         raise KernelBuildError(f"{spec.name} cannot be a loop: {error}") from error
-    facts = [source, FLAGS, cxx, _first_line(cxx, os.stat(cxx).st_mtime_ns), _processor()]
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:20]
+    facts = [source, FLAGS, cxx, _first_line(cxx, os.stat(cxx).st_mtime_ns), processor()]
+    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:20]
+    return f"{spec.name}-{digest}.so"
 
 
 @functools.cache
@@ -214,8 +135,8 @@ def _first_line(cxx: str, changed: int) -> str:
 
 
 @functools.cache
-def _processor() -> str:
-    """The instructions that it has."""
+def processor() -> str:
+    """The instructions that this machine has."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -241,7 +162,7 @@ def _build(missing: dict[Path, KernelSpec], folder: Path, cxx: str) -> None:
         with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as work:
             made = {path: Path(work) / path.name for path in missing}
             for path, spec in missing.items():
-                _compile(spec, made[path], cxx)
+                compile_library(spec, made[path], cxx)
             for path, library in made.items():
                 library.chmod(0o600)
                 with library.open("rb") as file:
@@ -251,7 +172,7 @@ def _build(missing: dict[Path, KernelSpec], folder: Path, cxx: str) -> None:
         raise KernelBuildError(f"the folder for compiled kernels: {error}") from error
 
 
-def _compile(spec: KernelSpec, library: Path, cxx: str) -> None:
+def compile_library(spec: KernelSpec, library: Path, cxx: str) -> None:
     """The compiler, in a session of its own so that all of it can be ended."""
     source = library.with_suffix(".cpp")
     source.write_text(spec.source)

@@ -168,7 +168,7 @@ class _Trace(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._names: dict[int, str] = {}  # by the identity of a tensor
-        self._kept: list[tuple[Tensor, int]] = []  # so that no identity is used twice; versions
+        self._alive: list[tuple[Tensor, int]] = []  # so that no identity is used twice; versions
         self._rows: dict[int, int] = {}  # of scalars: where each begins
         self._columns: list[Tensor] = []
         self._once: list[str] = []  # before the loop
@@ -227,7 +227,7 @@ class _Trace(TorchDispatchMode):
                 "alike; expected [n], or one number"
             )
         self._names[id(tensor)] = name
-        self._kept.append((tensor, tensor._version))
+        self._alive.append((tensor, tensor._version))
 
     def _read(self, tensor: Tensor) -> str:
         name = self._names.get(id(tensor))
@@ -235,7 +235,7 @@ class _Trace(TorchDispatchMode):
             raise NotImplementedError(
                 "the update uses a tensor of its own; expected only those that it is called with"
             )
-        version = next(v for kept, v in reversed(self._kept) if kept is tensor)
+        version = next(v for alive, v in reversed(self._alive) if alive is tensor)
         if tensor._version != version:
             raise NotImplementedError(
                 "the update reads a view of what it changed after it was made"

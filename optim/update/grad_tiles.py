@@ -13,16 +13,9 @@ import torch
 from torch import Tensor
 
 from kernels_triton import ops
-from kernels_triton.tiles import GRAD, Segment, segment_table, tile_table
+from kernels_triton.tiles import GRAD, SegmentRow, segment_table, tile_table
 from optim.state.memory import Memory
-
-
-class Part(NamedTuple):
-    """Elements of a run that belong to one parameter."""
-
-    offset: int
-    numel: int
-    counter: int
+from optim.state.pieces import GradSegment
 
 
 class _Place(NamedTuple):
@@ -36,12 +29,12 @@ class _Place(NamedTuple):
 class GradTiles:
     """`runs`: the parts of each [n] that may be measured, by any number."""
 
-    def __init__(self, runs: Mapping[int, Sequence[Part]], memory: Memory) -> None:
+    def __init__(self, runs: Mapping[int, Sequence[GradSegment]], memory: Memory) -> None:
         self._memory = memory
         device = memory.device
         self.runs = dict(runs)
         self._places: dict[int, _Place] = {}
-        rows: list[Segment] = []
+        rows: list[SegmentRow] = []
         num_tiles = 0
         for run, parts in runs.items():
             tiles = sum(-(-part.numel // ops.NORM_TILE) for part in parts)
@@ -50,7 +43,7 @@ class GradTiles:
                 slice(num_tiles, num_tiles + tiles),
                 torch.tensor([part.offset for part in parts], dtype=torch.int64),
             )
-            rows += [Segment(0, 0, 0, part.numel, part.counter) for part in parts]
+            rows += [SegmentRow(0, 0, 0, part.numel, part.counter) for part in parts]
             num_tiles += tiles
         self._rows = segment_table(rows, torch.device("cpu"))
         self._segments = segment_table(rows, device)

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from optim.rules.rule import UpdateRule
+from optim.rules.split_master import join, remainder_of, tie_sign
+from optim.rules.state_layout import StateLayout
 
 from .cpp_loops import element_type, library, traced_tile, widened
 
@@ -21,29 +23,36 @@ class UpdateSpec:
     """One rule's update of [n] elements in place.
 
     Columns: grad, visible, master where there is one, and the planes. Scalars: a factor and a
-    limit of the gradient, then the rule's coefficients.
+    limit of the gradient, then the rule's coefficients. is_split: of the master there is what a
+    bf16 `visible` lacks of it.
     """
 
     rule: UpdateRule
     visible: torch.dtype
     grad: torch.dtype
     has_master: bool
+    is_split: bool = False
 
     @property
     def name(self) -> str:
         """For people: part of a file's name."""
         dtypes = f"{dtype_name(self.visible)}-{dtype_name(self.grad)}"
-        return f"{type(self.rule).__name__.lower()}-{dtypes}" + "-master" * self.has_master
+        master = "-split" if self.is_split else "-master" if self.has_master else ""
+        return f"{type(self.rule).__name__.lower()}-{dtypes}{master}"
 
     @cached_property
     def source(self) -> str:
         """C++. Raises NotImplementedError where the rule's formula cannot be a loop."""
-        layout = self.rule.layout.with_master() if self.has_master else self.rule.layout
-        planes = [getattr(torch, plane.dtype) for plane in layout.planes]
+        planes = [getattr(torch, plane.dtype) for plane in self._layout.planes]
         columns = [self.grad, self.visible, *planes]
         scalars = [2, self.rule.num_coefficients]
         tile = traced_tile(self.update, scalars, columns)
         return library(tile, columns=len(columns), scalars=sum(scalars), tile_numel=TILE_NUMEL)
+
+    @property
+    def _layout(self) -> StateLayout:
+        layout = self.rule.layout.with_master() if self.has_master else self.rule.layout
+        return layout.with_remainder() if self.is_split else layout
 
     def update(
         self, scale: Tensor, coefficients: Tensor, grad: Tensor, visible: Tensor, *rest: Tensor
@@ -51,8 +60,16 @@ class UpdateSpec:
         """What is traced: grad in fp32, times scale[0], within +-scale[1]; the rule's formula."""
         param, planes = (rest[0], rest[1:]) if self.has_master else (visible.float(), rest)
         grad = (grad.float() * scale[0]).clamp(-scale[1], scale[1])
-        new, *state = self.rule.formula(param, grad, *planes, coefficients)
-        if self.has_master:
+        before = list(planes)
+        if self.is_split:
+            keeper = self.rule.layout.names.index(self._layout.tie_keeper)
+            param = join(visible, rest[0], planes[keeper])
+            before[keeper] = planes[keeper].abs()
+        new, *state = self.rule.formula(param, grad, *before, coefficients)
+        if self.is_split:
+            rest[0].copy_(remainder_of(new))
+            state[keeper] = (state[keeper].view(torch.int32) | tie_sign(new)).view(torch.float32)
+        elif self.has_master:
             rest[0].copy_(new)
         visible.copy_(new)
         for plane, values in zip(planes, state, strict=True):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels_triton.tiles import Launch, Segment, segment_table, tile_table
+from kernels_triton.tiles import Launch, SegmentRow, segment_table, tile_table
 from optim.state.memory import Memory
 from optim.state.pieces import Piece
 
@@ -23,7 +23,7 @@ class LaunchTables:
 
     def __init__(
         self,
-        keyed: Sequence[tuple[Dtypes, Segment]],
+        keyed: Sequence[tuple[Dtypes, SegmentRow]],
         launch: Launch,
         device: torch.device,
         *,
@@ -50,25 +50,25 @@ class LaunchTables:
 
 def segments_of(
     pieces: Sequence[Piece], slab: Tensor | None, memory: Memory
-) -> list[tuple[Dtypes, Segment]]:
+) -> list[tuple[Dtypes, SegmentRow]]:
     """Pieces as kernel segments, grouped by dtypes; neighbours in all memories become one.
 
     `slab` is what the first state plane is a view of; None where state is not looked at.
     """
-    found: list[tuple[Dtypes, Segment]] = []
+    found: list[tuple[Dtypes, SegmentRow]] = []
     for piece in sorted(pieces, key=lambda p: (str(p.param.dtype), str(p.grad.dtype))):
         dtypes = (piece.param.dtype, piece.grad.dtype)
         state = 0
         if slab is not None:
             first = piece.master if piece.master is not None else piece.planes[0]
             state = (memory.address(first) - slab.data_ptr()) // slab.element_size()
-        segment = Segment(
+        segment = SegmentRow(
             memory.address(piece.param), memory.address(piece.grad), state, piece.param.numel(),
             piece.counter, piece.first,
         )  # fmt: skip
         if found and found[-1][0] == dtypes and _follows(found[-1][1], segment, dtypes, slab):
             last = found.pop()[1]
-            segment = Segment(
+            segment = SegmentRow(
                 last.param, last.grad, last.state, last.numel + segment.numel, last.counter,
                 last.first,
             )  # fmt: skip
@@ -76,7 +76,7 @@ def segments_of(
     return found
 
 
-def _follows(last: Segment, segment: Segment, dtypes: Dtypes, slab: Tensor | None) -> bool:
+def _follows(last: SegmentRow, segment: SegmentRow, dtypes: Dtypes, slab: Tensor | None) -> bool:
     return (
         last.counter == segment.counter
         and last.first + last.numel == segment.first

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gemini.dtypes import DTYPES
-from optim.rules.state_layout import StateLayout
 from optim.state.memory import Memory
 from optim.state.pieces import Planes
 
@@ -32,28 +30,31 @@ class DeviceStaging:
     buffer has ordered, before `count` more are taken, whatever copies from it.
     """
 
-    def __init__(self, memory: Memory, layout: StateLayout, reserved: Reserved) -> None:
-        self._memory = memory
-        self._layout = layout
+    def __init__(self, memory: Memory, reserved: Reserved) -> None:
         self.count = reserved.count  # blocks that may be under way at once
-        self._planes: list[Planes] = []
+        self._states = _Ring(memory, self.count)
         self._params = _Ring(memory, self.count)
         self._grads = _Ring(memory, self.count)
-        if reserved.state_bytes:
-            self._make_planes(reserved.state_bytes // layout.bytes_per_element)
+        self._states.grow(reserved.state_bytes)
         self._params.grow(reserved.param_bytes)
         self._grads.grow(reserved.grad_bytes)
 
     @property
     def nbytes(self) -> int:
-        planes = [plane for planes in self._planes for plane in planes.values()]
-        return sum(plane.nbytes for plane in planes) + self._params.nbytes + self._grads.nbytes
+        return self._states.nbytes + self._params.nbytes + self._grads.nbytes
 
-    def planes(self, turn: int, numel: int) -> Planes:
-        """Of one set, [N] with N at least `numel`."""
-        if not self._planes or next(iter(self._planes[0].values())).numel() < numel:
-            self._make_planes(numel)
-        return self._planes[turn]
+    def begin(self) -> None:
+        """A step begins: the same blocks are given the same buffers as in the step before."""
+        self._params.next = self._grads.next = 0
+
+    def planes(self, turn: int, like: Planes) -> Planes:
+        """Of one set, as these are, one behind the other; with anything in it."""
+        memory = self._states.buffer(turn, sum(plane.nbytes for plane in like.values()))
+        found, end = {}, 0
+        for name, plane in like.items():
+            start, end = end, end + plane.nbytes
+            found[name] = memory[start:end].view(plane.dtype)
+        return found
 
     def param(self, numel: int, dtype: torch.dtype) -> Tensor:
         """[numel] for parameters, with anything in it."""
@@ -63,15 +64,6 @@ class DeviceStaging:
         """[numel] for a gradient, with anything in it."""
         return self._grads.take(numel, dtype)
 
-    def _make_planes(self, numel: int) -> None:
-        self._planes = [
-            {
-                plane.name: self._memory.allocate(numel, DTYPES[plane.dtype])
-                for plane in self._layout.planes
-            }
-            for _ in range(self.count)
-        ]
-
 
 class _Ring:
     """`count` buffers of one size, given out in turn."""
@@ -80,7 +72,7 @@ class _Ring:
         self._memory = memory
         self._count = count
         self._buffers: list[Tensor] = []
-        self._next = 0
+        self.next = 0
 
     @property
     def nbytes(self) -> int:
@@ -94,7 +86,12 @@ class _Ring:
                 self._memory.allocate(words, torch.float32) for _ in range(self._count)
             ]
 
+    def buffer(self, turn: int, nbytes: int) -> Tensor:
+        """uint8 [nbytes] of one of them."""
+        self.grow(nbytes)
+        return self._buffers[turn].view(torch.uint8)[:nbytes]
+
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         self.grow(numel * dtype.itemsize)
-        self._next = (self._next + 1) % self._count
-        return self._buffers[self._next].view(dtype)[:numel]
+        self.next = (self.next + 1) % self._count
+        return self._buffers[self.next].view(dtype)[:numel]

@@ -1,9 +1,9 @@
-"""The update path as one interface; here the CPU's, in `triton_path.py` the device's."""
+"""The update path as one interface; here the CPU's, in `triton_update.py` the device's."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -15,10 +15,10 @@ from optim.rules.rule import UpdateRule
 from optim.state.pieces import Piece, Planes, Resident, SteppedViews
 from optim.state.space import Block
 
-from . import cpu_path
-from .built_kernels import KernelBuildError
-from .compiled_path import CompiledUpdate, Mix
-from .cpu_path import NOTHING_CHANGED, CpuWorkers, GradSum, StepInputs, TileSums, summed
+from . import cpu_update
+from .compiled_update import CompiledUpdate, Mix
+from .cpu_update import NOTHING_CHANGED, CpuWorkers, GradSum, StepInputs, TileSums, summed
+from .kernel_cache import KernelBuildError
 
 log = logging.getLogger("gemini")
 
@@ -44,10 +44,10 @@ class CpuUpdater:
 
     def update_host(
         self, blocks: Sequence[tuple[Block, Planes]], views: SteppedViews
-    ) -> Sequence[CopyTicket]:
+    ) -> Iterator[tuple[Block, CopyTicket | None]]:
         for block, planes in blocks:
             self.update_staged(block, planes, views)
-        return ()
+            yield block, None
 
     def update_resident(self, slab: Resident, views: SteppedViews) -> None:
         self.update(
@@ -61,13 +61,13 @@ class CpuUpdater:
         if self.compiled is not None:
             self.compiled.update(self.workers, pieces, self.inputs)
         else:
-            cpu_path.update(self.workers, self.rule, pieces, self.inputs)
+            cpu_update.update(self.workers, self.rule, pieces, self.inputs)
 
     def tile_sums(self, grads: Sequence[Tensor], norm_type: float) -> TileSums:
-        """See `cpu_path.tile_sums`."""
+        """See `cpu_update.tile_sums`."""
         if self.compiled is not None:
             return self.compiled.tile_sums(self.workers, grads, norm_type)
-        return cpu_path.tile_sums(self.workers, grads, norm_type)
+        return cpu_update.tile_sums(self.workers, grads, norm_type)
 
     def grad_sum(self, grads: Sequence[Tensor], norm_type: float = 2.0) -> GradSum:
         """`tile_sums`, summed up."""

@@ -13,17 +13,20 @@ import sys
 import pytest
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    path = tmp_path_factory.mktemp("host-time") / "found.json"
+def counted(folder, *flags):
+    path = folder / "found.json"
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     out = subprocess.run(
-        [sys.executable, "-m", "bench.host.host_time", "--layers", "3", "--steps", "3",
-         "--json", str(path)],
+        [sys.executable, "-m", "bench.host.host_time", "--json", str(path), *flags],
         capture_output=True, text=True, env={**environment, "PYTHONPATH": ":".join(sys.path)},
     )  # fmt: skip
     assert out.returncode == 0, out.stderr[-3000:]
     return json.loads(path.read_text())
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    return counted(tmp_path_factory.mktemp("host-time"), "--layers", "3", "--steps", "3")
 
 
 def test_a_resident_step_is_three_launches_and_the_host_waits_for_nothing(found):
@@ -53,3 +56,12 @@ def test_a_step_that_ranks_agree_on_waits_for_what_they_read_and_no_more(found):
     case = found["agreed"]
     assert sum(case["launches"].values()) == 4  # the norm is finished before it is read
     assert case["reads"] == {"tolist": 4} and case["host_waits"] == 0
+
+
+def test_what_a_step_of_a_thousand_blocks_takes_of_the_host(tmp_path):
+    """CPU seconds of the thread, of the quickest of some steps: what others do counts little."""
+    found = counted(tmp_path, "--layers", "63", "--steps", "8", "--cases", "resident", "stream")
+    resident, stream = found["resident"], found["stream"]
+    assert resident["blocks"] == stream["blocks"] == 1008
+    assert resident["least_seconds"] <= 5e-3
+    assert stream["least_seconds"] <= 0.2e-3 * stream["blocks"]

@@ -10,6 +10,7 @@ from bench.support import models
 from bench.support.activations import activations_of, example_inputs
 from gemini.chunk.sizing.model_specs import specs_of
 from gemini.memtracer.collector import trace
+from gemini.placement.timetable.speculation import best_update
 
 KEYS = {
     "fits", "peaks", "bytes_moved_per_step", "step_seconds", "bound_by", "largest_batch",
@@ -110,6 +111,37 @@ def test_less_memory_moves_more_bytes_and_takes_longer(question):
     )
 
 
+def test_what_a_tail_hides_is_said_or_what_is_against_one(question):
+    """On a CPU whose disk and processor take about as long: all that the forward has time for."""
+    links = replace(plan.TYPICAL["cpu"], nvme_read=1e9, nvme_write=1e9)
+    here = replace(on(question, device="cpu", device_mem=900, bandwidths=links), batch=16)
+    result, planned = plan.answer(replace(here, nvme_frac=1.0))
+    tail = result["tail"]
+    assert result["homes"]["state"].keys() == {"nvme"} and planned.tail.serial_seconds > 0
+    assert tail["serial_seconds"] == result["step_seconds"]
+    assert 0 < tail["waited_seconds"] < tail["update_seconds"]
+    disk = 2 * result["homes"]["state"]["nvme"] / 1e9
+    forward = result["busy_seconds"]["compute"] / 3
+    passing = tail["seconds"] - tail["waited_seconds"]
+    # within a block of the bound, and within what the first chunk has to wait
+    assert tail["seconds"] == pytest.approx(2 * forward + max(forward, disk), rel=0.1)
+    assert passing == pytest.approx(3 * forward)
+    seconds, ahead = result["seconds_by_update"], planned.speculation
+    assert (seconds["serial"], seconds["tail"]) == (tail["serial_seconds"], tail["seconds"])
+    assert seconds["both"] == ahead.tail.seconds and 0 < ahead.num_ahead < ahead.num_blocks
+    assert result["best_update"] == best_update(seconds) == "both"
+    said = plan.report(result, here)
+    assert "hidden behind the next forward" in said and 'best is update="both"' in said
+    assert f'with update="both", in backward: {ahead.num_ahead} of {ahead.num_blocks} ' in said
+    result, _ = plan.answer(here)
+    assert result["tail"] is None
+    assert "update: serial, as all state is on the device" in plan.report(result, here)
+    result, _ = plan.answer(replace(question, nvme_frac=1.0))
+    assert result["tail"] is None and result["homes"]["state"].keys() == {"nvme"}
+    said = "update: serial, as the device has memory of its own, and state is only on NVMe"
+    assert said in plan.report(result, question)
+
+
 def test_computing_is_priced_by_operations_at_every_batch(question):
     """And not by how long fake tensors took, which depends on the machine that asks."""
     for batch in (1, 2):
@@ -136,7 +168,12 @@ def test_ranks_share_a_nodes_memory(question):
 
 @pytest.mark.parametrize(
     "flags",
-    [("--batch", "0"), ("--device-mem", "much"), ("--world-size", "2", "--ranks-per-node", "3")],
+    [
+        ("--batch", "0"),
+        ("--nvme-fraction", "2"),
+        ("--device-mem", "much"),
+        ("--world-size", "2", "--ranks-per-node", "3"),
+    ],
 )
 def test_bad_arguments_are_refused(flags):
     with pytest.raises(SystemExit) as refused:
@@ -146,8 +183,8 @@ def test_bad_arguments_are_refused(flags):
 
 def test_model_without_a_config_needs_its_activations_said():
     with pytest.raises(SystemExit, match="--activation-bytes"):
-        plan.main(["--model", "tests.support.models:Tower"])
-    assert plan.main(["--model", "tests.support.models:Tower", "--activation-bytes", "1MiB"]) == 0
+        plan.main(["--model", "bench.shared.models:Tower"])
+    assert plan.main(["--model", "bench.shared.models:Tower", "--activation-bytes", "1MiB"]) == 0
 
 
 def test_trace_of_few_layers_grows_into_the_trace_of_all(config, question):
@@ -185,3 +222,19 @@ def test_gathers_are_within_5_percent_of_the_lower_bound(name, world_size):
         )  # fmt: skip
         result, _ = plan.answer(plan.ask(args))
         assert result["fits"] and result["gather_gap"] <= 0.05
+
+
+def test_fp32_originals_of_a_frozen_base_are_planned_and_named(config):
+    """26 M parameters, of which the adapter's alone are trained: 104 MB in RAM, or on disk."""
+    flags = ["--model", str(config), "--lora", "4", "--activation-bytes", "10MiB"]
+    asked = plan.ask(plan.parse(flags))
+    frozen = sum(4 * c.shard_numel for c in asked.layout.chunks if not c.trainable)
+    assert frozen > 4 * 25e6
+    for machine, tier in (({}, "host"), ({"host_mem": 50}, "nvme"), ({"device": "cpu"}, "device")):
+        planned = on(asked, **machine).planned()
+        assert plan.homes(planned)["originals"] == {tier: frozen}
+        assert planned.profile.peaks()[tier]["originals"] == pytest.approx(frozen, rel=1e-3)
+    short = on(asked, host_mem=50, nvme=50)
+    result, _ = plan.answer(short)
+    assert not result["fits"] and "load frozen weights in the dtype" in result["missing"]
+    assert f"originals: {plan.format_bytes(frozen)} on " in plan.report(result, short)

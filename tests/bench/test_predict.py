@@ -1,4 +1,7 @@
-from bench.predict import CASES, rows
+from types import SimpleNamespace
+
+from bench.predict import CASES, device_bytes, rows
+from gemini.placement.predict import KINDS, TIERS, Profile
 
 
 def test_rows_are_of_the_tiers_that_hold_anything():
@@ -9,7 +12,16 @@ def test_rows_are_of_the_tiers_that_hold_anything():
     assert abs(found[0]["error"] - 0.03) < 1e-9
 
 
+def test_gradients_that_a_tail_holds_count_in_the_forward():
+    rows = {(tier, kind): (0,) * 4 for tier in TIERS for kind in KINDS}
+    rows[TIERS[0], "non-model"] = (10, 20, 25, 5)
+    planned = SimpleNamespace(profile=Profile(rows), tail=SimpleNamespace(held_bytes=(9, 8)))
+    assert device_bytes(planned, "serial") == 25
+    assert device_bytes(planned, "tail") == 28
+
+
 def test_every_case_has_a_name_of_its_own():
     names = [case.name for case in CASES]
     assert len(set(names)) == len(names)
-    assert {"gpt2", "gpt2+lora16", "gpt2+malloc", "bert-base", "t5-small", "vit-base"} <= {*names}
+    wanted = {"gpt2", "gpt2+nvme1", "gpt2+nvme1+tail", "gpt2+lora16", "gpt2+malloc"}
+    assert wanted | {"bert-base", "t5-small", "vit-base"} <= {*names}

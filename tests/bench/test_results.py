@@ -12,13 +12,6 @@ from bench.docs import remake
 from bench.docs.remake import EVERYTHING, RESULTS, ROOT
 from bench.support.machine import write_result
 
-# Made before results named their command, or of a tree that was changed. `make results` makes them
-# again, and each then leaves this list: a name that does not belong here fails the test.
-NOT_MADE_AGAIN_YET = {
-    "adam-cpu", "capacity-cpu", "checkpoint-cpu", "chunk-search", "demo", "nvme-cpu",
-    "numerics-cpu", "overhead-cpu", "picture", "predict-cpu", "train-cpu",
-}  # fmt: skip
-
 
 def missing_from(result, command):
     """What a result does not say of how it was made."""
@@ -42,8 +35,7 @@ def test_every_result_has_one_command_and_every_command_its_result():
 
 
 def test_every_result_names_its_command_a_clean_commit_and_its_machine():
-    untraced = {r.name for r in EVERYTHING if missing_from(read(r.name), r.command)}
-    assert untraced == NOT_MADE_AGAIN_YET
+    assert {r.name for r in EVERYTHING if missing_from(read(r.name), r.command)} == set()
 
 
 def test_commits_of_results_are_of_this_repository():
@@ -51,7 +43,7 @@ def test_commits_of_results_are_of_this_repository():
         return subprocess.run(["git", "-C", ROOT, *arguments], capture_output=True, text=True)
 
     if git("rev-parse", "--is-shallow-repository").stdout.strip() == "false":
-        commits = {read(r.name)["commit"] for r in EVERYTHING if r.name not in NOT_MADE_AGAIN_YET}
+        commits = {read(r.name)["commit"] for r in EVERYTHING}
         assert commits and [c for c in commits if git("cat-file", "-e", c).returncode] == []
 
 

@@ -21,10 +21,15 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 NAMES = [
     "torch/adamw-bf16", "torch/adamw-autocast", "fsdp2/w1", "fsdp2/w2", "fsdp2/w2-keep",
     "ddp/zero1", "deepspeed/zero3", "deepspeed/zero3-cpu", "deepspeed/zero3-nvme", "ours/resident",
-    "ours/half-nvme", "ours/nvme", "ours/w2", "ours/zero1", "ours/zero2", "ours/auto-1.5GiB",
+    "ours/half-nvme", "ours/nvme", "ours/nvme-tail", "ours/nvme-speculate",
+    "ours/nvme-both", "ours/w2", "ours/zero1", "ours/zero2",
+    "ours/auto-1.5GiB",
     "torch/accelerate", "ours/accelerate", "torch/trainer", "ours/trainer", "torch/lightning",
     "ours/lightning",
 ]  # fmt: skip
+ON_MESHES = [
+    f"{peer}/mesh-{mesh}" for mesh in ("hsdp2x2", "tp2", "dp2tp2") for peer in ("fsdp2", "ours")
+]
 KEYS = {
     "name", "step_seconds", "forward_seconds", "backward_seconds", "optimizer_seconds",
     "peak_rss_mib", "nvme_bytes", "loss", "startup_seconds", "settings", "threads", "spread",
@@ -32,6 +37,11 @@ KEYS = {
 TINY = {
     "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_layer": 2, "n_embd": 64,
     "n_head": 2, "vocab_size": 256, "n_positions": 32, "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+TINY_LLAMA = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2,
+    "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 256,
+    "max_position_embeddings": 32, "bos_token_id": 0, "eos_token_id": 0,
 }  # fmt: skip
 # stands for DeepSpeed: as the real one it must be importable, and has an accelerator
 STAND_IN = """
@@ -96,13 +106,15 @@ def workers(place):
 
 def test_rows_have_the_names_that_were_asked_for():
     every = rows("cpu", ["1.5GiB"])
-    assert [row.name for row in every] == NAMES
+    assert [row.name for row in every] == NAMES + ON_MESHES
+    assert [row.name for row in chosen(every, None)] == NAMES
     assert {"fsdp2/w1-offload", "fsdp2/w2-offload", "ours/host"} == {
         row.name for row in rows("cuda", ["1.5GiB"])
-    } - {*NAMES}
+    } - {*NAMES, *ON_MESHES}
     assert [r.name for r in chosen(every, ["fsdp2", "deepspeed/zero3", "ours/auto"])] == [
         "fsdp2/w1", "fsdp2/w2", "fsdp2/w2-keep", "deepspeed/zero3", "ours/auto-1.5GiB"
     ]  # fmt: skip
+    assert [r.name for r in chosen(every, ["ours/mesh"])] == ON_MESHES[1::2]
     with pytest.raises(ValueError, match="no row 'ours/nothing'; expected some of torch/adamw"):
         chosen(every, ["ours/nothing"])
 
@@ -121,6 +133,16 @@ def test_settings_are_counted_one_by_one():
     assert by_row["ours/resident"] == 3  # rate, decay, norm
     assert by_row["ours/nvme"] == 5 and by_row["torch/adamw-autocast"] == 5
     assert by_row["deepspeed/zero3-nvme"] > by_row["deepspeed/zero3-cpu"] > 10
+
+
+def test_ranks_that_split_layers_have_the_same_sequences():
+    def sequences(mesh):
+        options = {"mesh": mesh} if mesh else {}
+        jobs = [Job("ours", "", "", "", options, rank=rank, world_size=4) for rank in range(4)]
+        return [list(range(4))[job.own_batch] for job in jobs]
+
+    assert sequences(None) == sequences({"replicate": 2, "shard": 2}) == [[0], [1], [2], [3]]
+    assert sequences({"dp": 2, "tp": 2}) == [[0, 1], [0, 1], [2, 3], [2, 3]]
 
 
 def life(step, peak, start=1.0):
@@ -151,12 +173,84 @@ def test_medians_leave_the_first_steps_out_and_ratios_are_paired_by_round():
     assert found["startup_seconds"]["ratio"] == 0.75 and not found["startup_seconds"]["met"]
 
 
+def test_a_step_that_follows_a_rest_is_not_counted():
+    """Nothing of the row itself was behind it."""
+    steps, ends = life(1.0, 100)
+    steps[2] |= {"step_seconds": 0.1, "follows_rest": 1.0}
+    row = row_of("ours/nvme-tail", [(steps, ends)])
+    assert row["step_seconds"] == 1.0 and row["steps_by_round"] == [[1.0]]
+
+
+def test_rows_take_turns_that_end_when_nothing_is_under_way(monkeypatch, tmp_path):
+    """So no row's tail is in the time of the next."""
+    said = []
+
+    class Told:
+        ready = ()
+
+        def __init__(self, python, jobs, timeout):
+            self.name = jobs[0].options.get("update", "serial")
+
+        def step(self):
+            said.append(self.name)
+            return [{"loss": 1.0}]
+
+        def rest(self):
+            said.append("rest")
+
+        def finish(self):
+            return []
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(train, "Ranks", Told)
+    args = train.parse(["--device", "cpu", "--steps", "5"])
+    group = chosen(rows("cpu", []), ["ours/nvme", "ours/nvme-tail"])
+    group = [row for row in group if row.name in ("ours/nvme", "ours/nvme-tail")]
+    measured = {row.name: train.Measured(row, {}) for row in group}
+    train.play(group, args, tmp_path, tmp_path / "none", measured, 0)
+    turns = [["serial"] * 3, ["tail"] * 3, ["serial"] * 2, ["tail"] * 2]
+    assert said == [word for turn in turns for word in (*turn, "rest")]
+    assert ["follows_rest" in step for step in measured["ours/nvme-tail"].steps[0]] == [
+        True, False, False, True, False
+    ]  # fmt: skip
+
+
 def test_table_has_every_row_and_the_reason_of_those_without_figures():
     row = next(row for row in rows("cpu", []) if row.name == "deepspeed/zero3")
     lost = summary(row, {"a": 1}, [], [], "exit 1: No module named 'deepspeed'")
     text = table({"device": "cpu", "steps": 4, "rows": [row_of("ours/w2", [life(1.0, 100)]), lost]})
     assert "| ours/w2 | 1.00 (1.00 to 1.00) | 0.25 | 0.25 | 0.25 | 100 (100 to 100)" in text
     assert "deepspeed/zero3: exit 1: No module named 'deepspeed'" in text
+
+
+def test_what_was_hidden_and_waited_for_is_said_of_rows_that_have_a_tail():
+    steps, ends = life(1.0, 100)
+    for i, step in enumerate(steps[1:]):  # the first has none before it
+        step |= {"hidden_seconds": 0.25 * i, "waited_seconds": 0.5, "committed": 1.0}
+    tail = row_of("ours/nvme-tail", [(steps, ends)])
+    assert tail["hidden_seconds"] == 0.375 and tail["waited_seconds"] == 0.5
+    serial = row_of("ours/nvme", [life(1.0, 100)])
+    assert "hidden_seconds" not in serial
+    said = "0.38 s a step of the tail are hidden, and 0.50 s waited for; "
+    text = table({"device": "cpu", "steps": 4, "rows": [serial, tail]})
+    assert text.splitlines()[-1] == f"ours/nvme-tail: {said}every step counts"
+    steps[-1]["committed"] = 0.0
+    lost = row_of("ours/nvme-tail", [(steps, ends)])
+    text = table({"device": "cpu", "steps": 4, "rows": [lost]})
+    assert text.splitlines()[-1] == f"ours/nvme-tail: {said}NOT EVERY STEP COUNTS"
+
+
+def test_what_was_updated_in_backward_is_said_and_a_tail_only_where_there_is_one():
+    steps, ends = life(1.0, 100)
+    early = {"speculated": 9.0, "held": 8.0, "redone": 1.0}
+    for step in steps[1:]:
+        step |= {"hidden_seconds": 0.0, "waited_seconds": 0.0, "committed": 1.0, **early}
+    row = row_of("ours/nvme-speculate", [(steps, ends)])
+    said = "9 blocks a step are updated in backward, 8 held, 1 redone; every step counts"
+    text = table({"device": "cpu", "steps": 4, "rows": [row]})
+    assert text.splitlines()[-1] == f"ours/nvme-speculate: {said}"
 
 
 def test_lock_of_a_killed_build_is_named(monkeypatch, tmp_path):
@@ -192,31 +286,53 @@ def test_worker_that_says_nothing_ends_and_is_the_rows_reason(place, monkeypatch
 @pytest.mark.dist
 def test_rows_of_one_run_are_written_whole(place):
     peers = ("torch/adamw", "fsdp2/w2", "fsdp2/w2-keep", "ddp")
-    ours = ("ours/resident", "ours/half-nvme", "ours/nvme", "ours/w2", "ours/zero1", "ours/zero2",
-            "ours/auto")  # fmt: skip
+    ours = ("ours/resident", "ours/half-nvme", "ours/nvme", "ours/nvme-tail", "ours/w2",
+            "ours/zero1", "ours/zero2", "ours/auto")  # fmt: skip
     code, printed = run(place, "--force", "--peers", *peers, *ours)
     assert code == 0, printed
     result = json.loads((place / "out.json").read_text())
     found = {row["name"]: row for row in result["rows"]}
     assert found.keys() == {
         "torch/adamw-bf16", "torch/adamw-autocast", "fsdp2/w2", "fsdp2/w2-keep", "ddp/zero1",
-        "ours/resident", "ours/half-nvme", "ours/nvme", "ours/w2", "ours/zero1", "ours/zero2",
-        "ours/auto-0.25GiB",
+        "ours/resident", "ours/half-nvme", "ours/nvme", "ours/nvme-tail", "ours/w2", "ours/zero1",
+        "ours/zero2", "ours/auto-0.25GiB",
     }  # fmt: skip
     for row in found.values():
         assert row.keys() > KEYS, row
         parts = ("forward_seconds", "backward_seconds", "optimizer_seconds")
-        assert 0 < sum(row[part] for part in parts) < 1.5 * row["step_seconds"]
+        assert all(row[part] > 0 for part in parts)
+        least = {part: row["spread"][part][0] for part in (*parts, "step_seconds")}
+        assert sum(least[part] for part in parts) < 1.5 * least["step_seconds"]  # of ranks, each
         assert row["peak_rss_mib"] > 100 and row["startup_seconds"] > 0.1
     on_disk = [found[f"ours/{name}"]["nvme_bytes"] for name in ("resident", "half-nvme", "nvme")]
     assert 0 == on_disk[0] < on_disk[1] <= on_disk[2]
     # the same losses wherever the state is; one rank or two within bf16's rounding
     assert found["ours/resident"]["losses"] == found["ours/nvme"]["losses"]
+    assert found["ours/nvme"]["losses"] == found["ours/nvme-tail"]["losses"]
+    assert [name for name, row in found.items() if "hidden_seconds" in row] == ["ours/nvme-tail"]
+    assert "s a step of the tail are hidden" in printed and "every step counts" in printed
     for row in found.values():
         assert row["losses"] == pytest.approx(found["torch/adamw-autocast"]["losses"], rel=5e-3)
     assert result["machine"]["load_average"] and result["versions"]["torch"]
     assert (place / "out.png").read_bytes().startswith(b"\x89PNG")
     assert not list((place / "disk").iterdir()) and not list(place.glob("*.part"))
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_rows_on_meshes_have_the_losses_of_one_rank(place):
+    (place / "llama.json").write_text(json.dumps(TINY_LLAMA))
+    named = ["fsdp2/mesh-tp2", "ours/mesh-tp2"]
+    code, printed = run(
+        place, "--model", place / "llama.json", "--force", "--peers", "torch/adamw-autocast", *named
+    )
+    assert code == 0, printed
+    result = json.loads((place / "out.json").read_text())
+    found = {row["name"]: row for row in result["rows"]}
+    for name in named:  # sums of row-parallel parts are rounded to bf16, too
+        want = found["torch/adamw-autocast"]["losses"]
+        assert found[name].get("losses") == pytest.approx(want, rel=5e-3), found[name]
+    assert {ratio["row"] for ratio in result["ratios"]} == {"ours/mesh-tp2"}
 
 
 @pytest.mark.slow

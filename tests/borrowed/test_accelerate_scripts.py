@@ -12,8 +12,8 @@ from functools import partial
 import pytest
 import torch
 
+from bench.shared.workers import run_ranks
 from tests.integrations.cases import accelerate_runs
-from tests.support.workers import run_ranks
 
 pytestmark = pytest.mark.dist
 SCRIPTS = "accelerate.test_utils.scripts"

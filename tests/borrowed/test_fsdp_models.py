@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from bench.shared.workers import run_ranks
 from gemini import GeminiDDP, StaticPlacement
 from optim import HybridAdam
-from tests.support.workers import run_ranks
 
 pytestmark = pytest.mark.dist
 

@@ -20,8 +20,8 @@ import pytest
 import torch
 from torch import nn
 
+from bench.shared.reference import flat, relative_error
 from optim import HybridAdam, HybridSGD, NvmeConfig
-from tests.support.reference import flat, relative_error
 
 OURS = {"AdamW": HybridAdam, "Adam": HybridAdam, "SGD": HybridSGD}
 THEIRS = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam, "SGD": torch.optim.SGD}

@@ -5,6 +5,8 @@ import warnings
 import pytest
 import torch
 
+from bench.shared.models import Tower, token_batches, token_loss
+from bench.shared.workers import run_ranks
 from gemini import AutoPlacement, ConstPlacement, GeminiDDP
 from gemini.chunk.sizing.model_specs import specs_of
 from gemini.memtracer.trace import sequential_trace
@@ -12,9 +14,7 @@ from gemini.placement.sizes import BudgetError
 from gemini.placement.tiers import Tier
 from gemini.runtime.memory.backend import SimBackend
 from optim import HybridAdam, NvmeConfig
-from tests.support.models import Tower, token_batches, token_loss
 from tests.support.spilled import BLOCKS, SMALL, homes, wrapped
-from tests.support.workers import run_ranks
 
 pytestmark = pytest.mark.dist
 

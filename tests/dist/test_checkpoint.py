@@ -8,12 +8,12 @@ import torch.distributed as dist
 from torch import nn
 
 import gemini
+from bench.shared.models import Tower, token_loss
+from bench.shared.workers import run_ranks
 from gemini import GeminiDDP, StaticPlacement
 from gemini.checkpoint import CheckpointError
 from optim import HybridAdam
 from tests.support.checkpoints import ADAM, assert_same, batches, make, train, whole
-from tests.support.models import Tower, token_loss
-from tests.support.workers import run_ranks
 
 pytestmark = pytest.mark.dist
 

@@ -5,13 +5,13 @@ import errno
 import pytest
 import torch
 
+from bench.shared.models import Tower, token_batches, token_loss
+from bench.shared.reference import flat
+from bench.shared.workers import run_ranks
 from gemini import AutoPlacement, GeminiDDP
 from optim import HybridAdam, NvmeConfig
 from tests.support.disks.faults import failing, file_size_limit
-from tests.support.models import Tower, token_batches, token_loss
-from tests.support.reference import flat
 from tests.support.spilled import wrapped
-from tests.support.workers import run_ranks
 
 pytestmark = pytest.mark.dist
 

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import nn
 
 import gemini
+from bench.shared.models import Tower, token_batches, token_loss
+from bench.shared.reference import flat, relative_error, train_reference
+from bench.shared.workers import run_ranks
 from gemini import AutoPlacement, GeminiDDP, StaticPlacement
 from gemini.runtime.comm.collective_log import SequenceError
 from optim import HybridAdam, HybridSGD
-from tests.support.models import Tower, token_batches, token_loss
-from tests.support.reference import flat, relative_error, train_reference
-from tests.support.workers import run_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -134,8 +134,8 @@ class count_calls:
         self._comm = comm
         self._inside = False
         kind = comm.Communicator
-        self._saved = comm._all_gather, kind.reduce_scatter, dist.all_reduce
-        comm._all_gather = self._counted("all_gather", comm._all_gather)
+        self._saved = comm.all_gather_tensor, kind.reduce_scatter, dist.all_reduce
+        comm.all_gather_tensor = self._counted("all_gather", comm.all_gather_tensor)
         kind.reduce_scatter = self._counted("reduce_scatter", kind.reduce_scatter)
         dist.all_reduce = self._counted("all_reduce", dist.all_reduce)
 
@@ -154,7 +154,7 @@ class count_calls:
 
     def __exit__(self, *_):
         kind = self._comm.Communicator
-        self._comm._all_gather, kind.reduce_scatter, dist.all_reduce = self._saved
+        self._comm.all_gather_tensor, kind.reduce_scatter, dist.all_reduce = self._saved
 
 
 def test_nothing_but_the_formula_is_on_the_wire():

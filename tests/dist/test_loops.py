@@ -1,13 +1,15 @@
-"""The loops of tests/gemini/calls/test_loops.py at several ranks: torch's updates on every one.
+"""The loops of tests/gemini/calls/test_loops.py, and drawn programs, at several ranks: torch's
+updates on every one, or an error.
 
 Every rank has the same batches, so the mean over ranks is what one process of plain torch has.
 """
 
 import pytest
 
+from bench.shared.workers import run_ranks
 from tests.support.loops.cases import BUILDS, LOOPS
+from tests.support.loops.programs import run_many
 from tests.support.loops.sides import Net, difference
-from tests.support.workers import run_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -47,3 +49,10 @@ def test_loops_written_for_torch_have_the_updates_of_torch(world_size, place, bo
     bounds = BOUNDS | DEEP if place == "files" else BOUNDS
     wrong = {name: error for name, error in found.items() if error > bounds.get(name, bound)}
     assert len(found) == len(names) and not wrong
+
+
+@pytest.mark.parametrize(("world_size", "first", "count"), [(2, 0, 120), (3, 500, 60)])
+def test_drawn_programs_have_the_updates_of_torch_or_are_refused(world_size, first, count):
+    for report in run_ranks(run_many, world_size, first, count):
+        assert report.wrong == ()
+        assert report.ran > 0.9 * count

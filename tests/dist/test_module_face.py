@@ -13,10 +13,10 @@ from torch.distributed._composable.replicate import replicate
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from bench.shared.workers import run_ranks
 from gemini import GeminiDDP
 from optim import HybridAdam
 from tests.support.loops.sides import ADAM, SMALL, Net, batch, difference, loss_of, plain, wrapped
-from tests.support.workers import run_ranks
 
 pytestmark = pytest.mark.dist
 

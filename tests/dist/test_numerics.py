@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 
 from bench.numerics import BOUNDS, Case, update_errors
+from bench.shared.models import Choosy, Tower, token_batches, token_loss
+from bench.shared.reference import everything, flat, same
+from bench.shared.workers import run_ranks
 from gemini import GeminiDDP
 from optim import HybridAdam, HybridSGD, LossScale
-from tests.support.models import Choosy, Tower, token_batches, token_loss
-from tests.support.reference import everything, flat, same
-from tests.support.workers import run_ranks
 
 pytestmark = pytest.mark.dist
 SMALL = {"min_chunk_size_m": 0.004}

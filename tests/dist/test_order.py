@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 import gemini
+from bench.shared.workers import run_ranks
 from gemini import GeminiDDP
 from gemini.runtime.comm.collective_log import SequenceError
 from optim import HybridAdam
-from tests.support.workers import run_ranks
 
 pytestmark = pytest.mark.dist
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench.shared.workers import run_ranks
 from tests.integrations.cases import accelerate_runs, trainer_runs
-from tests.support.workers import run_ranks
 
 pytestmark = pytest.mark.dist
 TRAINER = {

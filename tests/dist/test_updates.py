@@ -5,11 +5,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from bench.shared.models import Choosy, Tower, token_batches, token_loss
+from bench.shared.reference import flat, relative_error, train_reference
+from bench.shared.workers import run_ranks
 from gemini import GeminiDDP, StaticPlacement
 from optim import HybridAdam, NvmeConfig
-from tests.support.models import Choosy, Tower, token_batches, token_loss
-from tests.support.reference import flat, relative_error, train_reference
-from tests.support.workers import run_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -23,11 +23,11 @@ def full_masters(model, optimizer):
     found = []
 
     def look(block, planes):
-        for part in block.parts:
+        for part in block.segments:
             inside = slice(part.offset, part.offset + part.numel)
             found.append((part.param, part.param_offset, planes["master"][inside].clone()))
 
-    optimizer.targets[0].tiers.visit(look)
+    optimizer.targets[0].tiered_state.visit(look)
     everywhere = model.engine.comm.gather_objects(found)
     return flat([v for *_, v in sorted((e for r in everywhere for e in r), key=lambda e: e[:2])])
 
@@ -185,11 +185,11 @@ def full_masters_here(optimizer):
     found = []
 
     def look(block, planes):
-        for part in block.parts:
+        for part in block.segments:
             inside = slice(part.offset, part.offset + part.numel)
             found.append((part.param, part.param_offset, planes["master"][inside].clone()))
 
-    optimizer.targets[0].tiers.visit(look)
+    optimizer.targets[0].tiered_state.visit(look)
     return flat([values for *_, values in sorted(found, key=lambda e: e[:2])])
 
 

@@ -2,7 +2,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from gemini.tickets import Done, FutureTicket, Together
+from gemini.tickets import Done, FutureTicket, TicketGroup
 
 
 def test_done_answers_at_once():
@@ -33,9 +33,11 @@ def test_together_waits_for_all_parts_before_it_raises():
                 raise self.error
             return self.name
 
-    both = Together([Part("a", ValueError("first")), Part("slow"), Part("b", ValueError("second"))])
+    both = TicketGroup(
+        [Part("a", ValueError("first")), Part("slow"), Part("b", ValueError("second"))]
+    )
     assert not both.ready()
     with pytest.raises(ValueError, match="first"):
         both.wait()
     assert waited == ["a", "slow", "b"]
-    assert Together([Done(1), Done(2)]).wait() == (1, 2)
+    assert TicketGroup([Done(1), Done(2)]).wait() == (1, 2)

@@ -46,19 +46,24 @@ def sources():
     launch = choose_launch(28, interpreted=False, largest_numel=1 << 20)
     tables = {"tiles": "*i32", "segments": "*i64", "coefficients": "*fp32", "control": "*fp64"}
     for rule, kernel in KERNELS.items():
-        for param, grad, master, stochastic in (
-            (tl.bfloat16, tl.bfloat16, True, False), (tl.float16, tl.float16, True, False),
-            (tl.float32, tl.float32, False, False), (tl.bfloat16, tl.float32, True, False),
-            (tl.bfloat16, tl.bfloat16, False, True),
-        ):  # fmt: skip
-            pointers = {**tables, "master": "*fp32", "state0": "*fp32",
+        for param, grad, master, stochastic, split in (
+            (tl.bfloat16, tl.bfloat16, True, False, False),
+            (tl.float16, tl.float16, True, False, False),
+            (tl.float32, tl.float32, False, False, False),
+            (tl.bfloat16, tl.float32, True, False, False),
+            (tl.bfloat16, tl.bfloat16, False, True, False),
+            (tl.bfloat16, tl.bfloat16, False, False, True),
+        ):
+            if split and not kernel.keeps_ties:
+                continue
+            pointers = {**tables, "master": "*i16" if split else "*fp32", "state0": "*fp32",
                         "state1": "*fp32", "state2": "*fp32"}  # fmt: skip
             constants = {
                 "FORMULA": kernel.formula, "NUM_PLANES": kernel.num_planes, "PARAM_DTYPE": param,
-                "GRAD_DTYPE": grad, "HAS_MASTER": master, "STOCHASTIC": stochastic,
-                "BLOCK": launch.block,
+                "GRAD_DTYPE": grad, "HAS_MASTER": master, "SPLIT": split,
+                "STOCHASTIC": stochastic, "BLOCK": launch.block,
             }  # fmt: skip
-            name = f"update-{rule}-{param}-{grad}{'-stochastic' if stochastic else ''}"
+            name = f"update-{rule}-{param}-{grad}{'-stochastic' * stochastic}{'-split' * split}"
             yield name, source(update_kernel, pointers, constants), launch.num_warps
         pointers = {
             "groups": "*i64", "hyper": "*fp64", "steps": "*i64", "present": "*fp64",

@@ -13,7 +13,7 @@ from optim.lion import LionRule
 from optim.rules.clipping import Clip
 from optim.sgd import SGDRule
 from optim.state.pieces import Piece
-from optim.update.triton_path import TritonUpdater
+from optim.update.triton_update import TritonUpdater
 
 OPTIONS = {
     "lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0, "momentum": 0.9,
@@ -30,7 +30,7 @@ def step(rule, grad, max_norm=None):
     piece = Piece(
         torch.ones(64, device=DEVICE), grad.to(DEVICE), None, tuple(slabs.values()), hyper, 0, 0
     )
-    updater = TritonUpdater(rule, rule.layout, [0], DEVICE)
+    updater = TritonUpdater(rule, [0], DEVICE)
     if max_norm is not None:
         updater.set_limits(Clip(max_norm=max_norm))
         updater.measure([piece])

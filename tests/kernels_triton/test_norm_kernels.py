@@ -9,7 +9,7 @@ from kernels_triton import ops
 from kernels_triton.control_fields import BAD, NUM_CONTROL, SUM
 from kernels_triton.launch import is_interpreted
 from kernels_triton.norm import FINISH_AT_ONCE
-from kernels_triton.tiles import Segment, segment_table, tile_table
+from kernels_triton.tiles import SegmentRow, segment_table, tile_table
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NUMELS = [1, 3, 0, 1023, 65536, 65537, 100_003, 64]
@@ -19,7 +19,7 @@ pytestmark = [] if is_interpreted() else [pytest.mark.gpu]
 
 def tables(sources, destinations=None):
     segments = [
-        Segment(d.data_ptr(), s.data_ptr(), 0, s.numel(), i)
+        SegmentRow(d.data_ptr(), s.data_ptr(), 0, s.numel(), i)
         for i, (s, d) in enumerate(zip(sources, destinations or sources, strict=True))
     ]
     tiles = tile_table([s.numel() for s in sources], ops.NORM_TILE, DEVICE)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kernels_triton import ops
 from kernels_triton.control_fields import LOSS_SCALE, NUM_CONTROL
 from kernels_triton.launch import is_interpreted
-from kernels_triton.tiles import Segment, segment_table, tile_table
+from kernels_triton.tiles import SegmentRow, segment_table, tile_table
 from kernels_triton.update.frame import NUM_COEFFICIENTS, NUM_HYPER
 from optim.adam import AdamRule
 from optim.rules.config import StateConfig
@@ -23,7 +23,7 @@ from optim.state.memory import memory_of
 from optim.state.pieces import Piece
 from optim.update.built_kernels import compiler
 from optim.update.launch_tables import segments_of
-from optim.update.triton_path import TritonUpdater
+from optim.update.triton_update import TritonUpdater
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 RULE = AdamRule()
@@ -77,7 +77,7 @@ def test_any_mix_of_sizes_dtypes_and_groups_is_updated_by_the_formula(
         end += -(-numel // 64) * 64
         starts.append((param.float().clone(), *(plane.clone() for plane in planes)))
         pieces.append(Piece(param, grad, None, planes, hypers[group], 0, counter))
-    updater = TritonUpdater(RULE, RULE.layout, [w[3] for w in wanted], DEVICE)
+    updater = TritonUpdater(RULE, [w[3] for w in wanted], DEVICE)
     updater.set_present([i for i, w in enumerate(wanted) if w[4]])
     updater.begin(hypers, with_norm=False)
     updater.update(pieces, slabs)
@@ -122,7 +122,7 @@ def test_neighbouring_pieces_become_one_segment(numels, owners):
 def test_ops_declare_what_they_change():
     n, numel = 2, 100
     param, grad = torch.zeros(numel, device=DEVICE), torch.ones(numel, device=DEVICE)
-    segments = segment_table([Segment(param.data_ptr(), grad.data_ptr(), 0, numel, 0)], DEVICE)
+    segments = segment_table([SegmentRow(param.data_ptr(), grad.data_ptr(), 0, numel, 0)], DEVICE)
     tiles = tile_table([numel], 128, DEVICE)
     control = torch.zeros(NUM_CONTROL, dtype=torch.float64, device=DEVICE)
     control[LOSS_SCALE] = 1.0
@@ -150,23 +150,24 @@ def test_a_plain_module_can_be_updated_by_triton(monkeypatch, tmp_path):
     """The path of CUDA parameters, here on CPU tensors in the interpreter; state on disk too."""
     import optim.plain.target
     from optim import HybridAdam, NvmeConfig
-    from optim.plain.paths import TritonPath
+    from optim.plain.executor import on_device
     from tests.support.plain_training import make_params, train, update_error
 
-    start, theirs = make_params(), make_params()
+    shapes = [(1,), (3,), (17,), (1023,), (1025,), (151, 977), (7, 11, 13)]
+    start, theirs = make_params(shapes=shapes), make_params(shapes=shapes)
     want = train(theirs, torch.optim.AdamW(theirs, lr=1e-2, weight_decay=0.1), 5)
     if is_interpreted():
 
-        def triton_path(rule, config: StateConfig, group_of, params):
-            return TritonPath(rule, rule.layout, group_of, params[0].device)
+        def triton_executor(rule, config: StateConfig, group_of, params):
+            return on_device(rule, group_of, params[0].device)
 
-        monkeypatch.setattr(optim.plain.target, "make_path", triton_path)
+        monkeypatch.setattr(optim.plain.target, "make_executor", triton_executor)
     results = []
     for fraction in (0.0, 0.5, 1.0):
-        ours = [torch.nn.Parameter(p.detach().to(DEVICE)) for p in make_params()]
+        ours = [torch.nn.Parameter(p.detach().to(DEVICE)) for p in make_params(shapes=shapes)]
         optimizer = HybridAdam(
             ours, lr=1e-2, weight_decay=0.1, nvme_offload_fraction=fraction,
-            nvme_offload_dir=tmp_path, nvme=NvmeConfig(block_numel=1 << 17),
+            nvme_offload_dir=tmp_path, nvme=NvmeConfig(block_numel=1 << 15),
         )  # fmt: skip
         results.append([p.cpu() for p in train(ours, optimizer, 5)])
         assert optimizer.last_report.update_path == "triton"

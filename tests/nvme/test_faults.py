@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 import nvme
+from bench.shared.workers import run_processes
 from nvme import BlockStore, BufferPool, StoreLayout
 from tests.nvme.common import ENGINES, engine_or_skip, expected, mounted, read, write
 from tests.support.disks.faults import failing, file_size_limit, short
-from tests.support.workers import run_processes
 
 SIZES = [5000, 3 << 20, (4 << 20) + 4096]
 ONE = StoreLayout.plan("d", [5000])
@@ -145,7 +145,7 @@ def test_a_file_that_cannot_be_closed_is_said_when_all_is_closed(tmp_path):
     for folder in folders:
         folder.mkdir()
     store = BlockStore(folders, StoreLayout.plan("d", [5000] * 2, [1.0, 1.0]))
-    descriptors = [file.fd for file in store._files]
+    descriptors = [file.fd for file in store.files]
     with (
         failing("close", errno.EIO, first=os.close) as failed,
         pytest.raises(nvme.TransferError, match=r"close of .*blocks failed: EIO"),

@@ -150,7 +150,7 @@ def test_a_file_that_is_taken_for_dead_before_it_is_locked_is_made_again(tmp_pat
     store = BlockStore([tmp_path], ONE)
     assert len(removed) == 2, "it was removed"
     (path,) = store.paths
-    assert path.exists() and os.path.samestat(path.stat(), os.fstat(store._files[0].fd))
+    assert path.exists() and os.path.samestat(path.stat(), os.fstat(store.files[0].fd))
     store.close()
 
 

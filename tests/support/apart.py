@@ -33,6 +33,8 @@ class Apart(TorchDispatchMode):
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         places = {self._backend.place_of(t) for t in given if t.dim()} - {None}
         self.operators += bool(places)
+        if "device" in places and name not in COPIES and not func.is_view:
+            self._backend.computes()
         if len(places) > 1 and name not in COPIES:
             raise AssertionError(f"{name} is given memory of the device and of the host")
         if "host" in places and name.startswith("gemini::"):

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 import gemini
+from bench.shared.models import Tower, token_batches, token_loss
+from bench.shared.reference import flat
 from gemini import GeminiDDP, StaticPlacement
 from gemini.runtime.memory.backend import SimBackend
 from optim import HybridAdam, NvmeConfig
-from tests.support.models import Tower, token_batches, token_loss
-from tests.support.reference import flat
 
 ADAM = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.01}
 # share of the state on NVMe, and whether parameter shards are in the host memory of a device
@@ -136,11 +136,11 @@ def masters_of(model, optimizer):
         master = planes.get("master")
         found.extend(
             (part.param, part.param_offset, master[part.offset : part.offset + part.numel].clone())
-            for part in block.parts
+            for part in block.segments
             if master is not None
         )
 
-    optimizer.targets[0].tiers.visit(look)
+    optimizer.targets[0].tiered_state.visit(look)
     return flat([values for *_, values in sorted(found, key=lambda entry: entry[:2])])
 
 

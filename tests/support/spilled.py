@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from bench.shared.models import Tower
 from gemini import AutoPlacement, GeminiDDP
 from gemini.chunk.sizing.model_specs import specs_of
 from gemini.memtracer.trace import sequential_trace
 from gemini.placement.tiers import Tier
 from optim import HybridAdam, NvmeConfig
-from tests.support.models import Tower
 
 SMALL = {"min_chunk_size_m": 0.004}  # 4194 elements: several chunks
 BLOCKS = NvmeConfig(block_numel=1024)

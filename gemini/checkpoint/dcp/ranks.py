@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -34,15 +34,36 @@ _gloo_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 class Ranks:
-    """All ranks that call together."""
+    """All ranks that call together.
 
-    def __init__(self, model: nn.Module, call: str) -> None:
-        """`call`: the function that all ranks are in, for the error where one is not."""
-        if isinstance(model, GeminiDDP):
-            self._comm = model.engine.comm
-            model.engine.call(call)
-        else:
-            self._comm = Communicator()
+    first: this one describes what all that hold the same parameters have alike.
+    is_pipeline: other ranks hold other parameters.
+    """
+
+    def __init__(self, model: nn.Module, call: str, parts: Sequence[GeminiDDP] = ()) -> None:
+        """`call`: the function that all ranks are in, for the error where one is not.
+
+        parts: of a pipeline, where `model` is such. Raises CheckpointError for a call that has none
+            and gets one.
+        """
+        together = model.engine.together if isinstance(model, GeminiDDP) else None
+        if together is not None and not parts:
+            raise CheckpointError(
+                f"{call} is of a whole model, and this module is a part of a pipeline; "
+                "save_checkpoint saves all stages, and loads into the whole model in one process, "
+                "or at another number of stages"
+            )
+        engines = [part.engine for part in parts] or (
+            [model.engine] if isinstance(model, GeminiDDP) else []
+        )
+        for engine in engines:
+            engine.call(call)
+        self._comm = engines[0].comm if engines else Communicator()
+        self.first = self._comm.rank == 0
+        self.is_pipeline = bool(engines and engines[0].together)
+        if engines and engines[0].together is not None:
+            self._comm = engines[0].together.comm
+            self._comm.call(call)
         self.rank, self.world_size = self._comm.rank, self._comm.world_size
 
     def gather(self, value: T) -> list[T]:

@@ -19,19 +19,21 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from gemini.checkpoint.format.boxes import boxes_of_run
+from gemini.checkpoint.format.boxes import boxes_of_region
 from gemini.checkpoint.format.data_file import UnitReader
 from gemini.checkpoint.format.errors import CorruptError, said_plainly
 from gemini.checkpoint.format.manifest import Manifest
-from gemini.checkpoint.untrusted.torch_files import Part, safe_load
+from gemini.checkpoint.untrusted.torch_files import FileSlice, safe_load
 from nvme import cause_of
 
 from .sharded import FlatRuns, can_be_raw
 
 WHOLE_ITEMS = 8  # of files that are not ours, kept in memory: planes of a few parameters
 
-Put = Callable[[str, int, Tensor], bool]  # (key, first element, [n] to fill) -> whether it is there
-Fill = Callable[[Put], None]  # walks over this rank's runs in storage order
+RunFiller = Callable[
+    [str, int, Tensor], bool
+]  # (key, first element, [n] to fill) -> whether it is there
+RunWalk = Callable[[RunFiller], None]  # walks over this rank's runs in storage order
 
 
 class SafePlanner(DefaultLoadPlanner):
@@ -56,7 +58,11 @@ class Reader(StorageReader):
     """Reads one checkpoint folder; `fill` is handed the runs of `FlatRuns` one after the other."""
 
     def __init__(
-        self, folder: Path, manifest: Manifest | None, metadata: Metadata, fill: Fill | None = None
+        self,
+        folder: Path,
+        manifest: Manifest | None,
+        metadata: Metadata,
+        fill: RunWalk | None = None,
     ) -> None:
         self._folder = folder
         self._manifest = manifest
@@ -101,7 +107,7 @@ class Reader(StorageReader):
                     there.copy_(_part(items.tensor(request), request))
                     planner.commit_tensor(request, there)
             if self._fill is not None and runs:
-                _Filling(state, runs, items).run(self._fill)
+                _BoxReader(state, runs, items).run(self._fill)
         finally:
             items.close()
         done: Future[None] = Future()
@@ -113,7 +119,7 @@ class Reader(StorageReader):
         return True
 
 
-class _Filling:
+class _BoxReader:
     """Runs of `FlatRuns` from the items that DCP planned for their boxes."""
 
     def __init__(
@@ -126,7 +132,7 @@ class _Filling:
         self._runs = runs
         self._items = items
 
-    def run(self, fill: Fill) -> None:
+    def run(self, fill: RunWalk) -> None:
         self._items.will_read(
             request
             for key, start, numel in _in_order(self._state, self._runs)
@@ -151,7 +157,7 @@ class _Filling:
     def _boxes(
         self, key: str, start: int, numel: int
     ) -> Iterator[tuple[int, tuple[int, ...], list[ReadItem]]]:
-        for box in boxes_of_run(self._state[key].shape, start, start + numel):
+        for box in boxes_of_region(self._state[key].region, start, start + numel):
             yield box.start, box.sizes, self._runs[key].get(box.offsets, [])
 
 
@@ -171,7 +177,7 @@ def _part(tensor: Tensor, request: ReadItem) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _StoredItem:
     """Where one item lies, and what it is."""
 
     file: str
@@ -187,7 +193,7 @@ class _Items:
     def __init__(self, metadata: Metadata) -> None:
         self._metadata = metadata
 
-    def place(self, request: ReadItem) -> _Place:
+    def place(self, request: ReadItem) -> _StoredItem:
         index = request.storage_index
         stored = self._metadata.storage_data[index]
         entry = self._metadata.state_dict_metadata[index.fqn]
@@ -199,7 +205,7 @@ class _Items:
             if hint is None or entry.chunks[hint].offsets != index.offset:
                 hint = next(i for i, c in enumerate(entry.chunks) if c.offsets == index.offset)
             sizes = tuple(entry.chunks[hint].sizes)
-        return _Place(stored.relative_path, stored.offset, stored.length, dtype, sizes)
+        return _StoredItem(stored.relative_path, stored.offset, stored.length, dtype, sizes)
 
     def will_read(self, requests: Iterator[ReadItem]) -> None:
         """What comes, in order."""
@@ -256,7 +262,7 @@ class _DcpItems(_Items):
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         super().__init__(metadata)
         self._folder = folder
-        self._kept: OrderedDict[tuple[str, int], Tensor] = OrderedDict()  # oldest first
+        self._recent: OrderedDict[tuple[str, int], Tensor] = OrderedDict()  # oldest first
 
     def data(self, request: ReadItem) -> bytes:
         place = self.place(request)
@@ -271,19 +277,19 @@ class _DcpItems(_Items):
     def tensor(self, request: ReadItem) -> Tensor:
         place = self.place(request)
         key = (place.file, place.offset)
-        if key not in self._kept:
+        if key not in self._recent:
             path = self._folder / place.file
             what = f"{path}, {request.storage_index.fqn}"
             with _opened(path) as file:
-                view = Part(file, place.offset, place.nbytes)
-                self._kept[key] = _tensor_of(view, what, place.sizes)
-            if len(self._kept) > WHOLE_ITEMS:
-                self._kept.popitem(last=False)
-        self._kept.move_to_end(key)
-        return self._kept[key]
+                view = FileSlice(file, place.offset, place.nbytes)
+                self._recent[key] = _tensor_of(view, what, place.sizes)
+            if len(self._recent) > WHOLE_ITEMS:
+                self._recent.popitem(last=False)
+        self._recent.move_to_end(key)
+        return self._recent[key]
 
     def close(self) -> None:
-        self._kept.clear()
+        self._recent.clear()
 
 
 @contextmanager

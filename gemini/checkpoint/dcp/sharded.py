@@ -23,25 +23,27 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from gemini.checkpoint.format.boxes import Box, boxes_of_run
+from gemini.checkpoint.format.boxes import Box, Region, boxes_of_region
 
-Run = tuple[int, int]  # first element, and how many
+FlatRun = tuple[int, int]  # first element, and how many
 
 
 class FlatRuns(Tensor):
     """A tensor of `shape` of which this rank has `runs`; see the top of the file."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[FlatRun, ...]
     order: tuple[int, ...]  # of each run among all runs of this rank, as they are stored
     held: dict[int, Tensor]  # [n] by first element; empty where they are streamed
+    region: Region  # in whose elements runs count
 
     @staticmethod
     def __new__(
         cls,
         shape: Sequence[int],
         dtype: torch.dtype,
-        runs: Sequence[Run],
+        runs: Sequence[FlatRun],
         order: Sequence[int] = (),
+        region: Region | None = None,
     ) -> FlatRuns:
         self: FlatRuns = torch.Tensor._make_wrapper_subclass(
             cls, torch.Size(shape), dtype=dtype, device=torch.device("cpu")
@@ -49,6 +51,7 @@ class FlatRuns(Tensor):
         self.runs = tuple(runs)
         self.order = tuple(order) or tuple(range(len(self.runs)))
         self.held = {}
+        self.region = Region.whole(shape) if region is None else region
         return self
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -60,7 +63,7 @@ class FlatRuns(Tensor):
     ) -> Any:
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             (self,) = args
-            copy = FlatRuns(self.shape, self.dtype, self.runs, self.order)
+            copy = FlatRuns(self.shape, self.dtype, self.runs, self.order, self.region)
             copy.held = self.held
             return copy
         raise RuntimeError(
@@ -68,12 +71,17 @@ class FlatRuns(Tensor):
             "torch.distributed.checkpoint and holds no values"
         )
 
+    def flat_part(self, whole: Tensor) -> Tensor:
+        """The elements in which runs count, flat, of values of `shape`."""
+        box = zip(self.region.offsets, self.region.sizes, strict=True)
+        return whole[tuple(slice(at, at + size) for at, size in box)].reshape(-1)
+
     def boxes(self) -> list[Box]:
         """Of all runs, in order."""
         return [
             box
             for start, numel in self.runs
-            for box in boxes_of_run(self.shape, start, start + numel)
+            for box in boxes_of_region(self.region, start, start + numel)
         ]
 
     # -- the protocol of torch.distributed._checkpointable --

@@ -19,17 +19,17 @@ from gemini.checkpoint.format.manifest import METADATA, Manifest
 from gemini.checkpoint.format.small_files import memory_limit, read_manifest
 from gemini.checkpoint.untrusted.lazy_tensors import LazyTensors, weight_files
 from gemini.checkpoint.untrusted.metadata import read_metadata
-from gemini.checkpoint.untrusted.torch_files import first_line, is_whole, load_mapped
+from gemini.checkpoint.untrusted.torch_files import first_line, has_own_bytes, load_mapped
 
 from .ranks import Ranks
-from .reader import Fill, Reader
+from .reader import Reader, RunFiller, RunWalk
 from .sharded import FlatRuns
 
 _MOST_LEVELS = 32  # of a state dict
 _VALUE_BYTES = 160  # of memory that one more name takes
 
 
-class Source(Protocol):
+class CheckpointSource(Protocol):
     """Tensors and small values by key."""
 
     path: Path
@@ -43,7 +43,7 @@ class Source(Protocol):
         """Fill tensors in place, replace other values. Collective."""
         ...
 
-    def fill(self, tensors: Mapping[str, FlatRuns], fill: Fill, ranks: Ranks) -> None:
+    def fill(self, tensors: Mapping[str, FlatRuns], fill: RunWalk, ranks: Ranks) -> None:
         """Hand every run of `tensors` to `fill`. Collective."""
         ...
 
@@ -69,7 +69,7 @@ class DcpSource:
     def load_into(self, state: dict[str, Any], ranks: Ranks) -> None:
         ranks.load(state, Reader(self.path, self.manifest, self.metadata))
 
-    def fill(self, tensors: Mapping[str, FlatRuns], fill: Fill, ranks: Ranks) -> None:
+    def fill(self, tensors: Mapping[str, FlatRuns], fill: RunWalk, ranks: Ranks) -> None:
         ranks.load(dict(tensors), Reader(self.path, self.manifest, self.metadata, fill))
 
 
@@ -92,7 +92,7 @@ class FileSource:
             left -= _VALUE_BYTES + len(key)
             if left < 0:
                 raise FormatError(f"{path} holds more values than it has bytes")
-            if isinstance(value, Tensor) and not is_whole(value):
+            if isinstance(value, Tensor) and not has_own_bytes(value):
                 raise FormatError(f"{path}: {key:.80} is a tensor without all of its elements")
             self._values[key] = value
 
@@ -114,14 +114,8 @@ class FileSource:
 
         ranks.together(load)
 
-    def fill(self, tensors: Mapping[str, FlatRuns], fill: Fill, ranks: Ranks) -> None:
-        def put(key: str, start: int, values: Tensor) -> bool:
-            if key not in tensors:
-                return False
-            values.copy_(self._values[key].reshape(-1)[start : start + values.numel()])
-            return True
-
-        ranks.together(lambda: fill(put))
+    def fill(self, tensors: Mapping[str, FlatRuns], fill: RunWalk, ranks: Ranks) -> None:
+        ranks.together(lambda: fill(_putting(self._values, tensors)))
 
 
 class WeightsSource:
@@ -139,22 +133,27 @@ class WeightsSource:
 
         ranks.together(load)
 
-    def fill(self, tensors: Mapping[str, FlatRuns], fill: Fill, ranks: Ranks) -> None:
-        read: dict[str, Tensor] = {}  # the last one: runs of a tensor come one after the other
-
-        def put(key: str, start: int, values: Tensor) -> bool:
-            if key not in tensors:
-                return False
-            if key not in read:
-                read.clear()
-                read[key] = self._tensors[key].reshape(-1)
-            values.copy_(read[key][start : start + values.numel()])
-            return True
-
-        ranks.together(lambda: fill(put))
+    def fill(self, tensors: Mapping[str, FlatRuns], fill: RunWalk, ranks: Ranks) -> None:
+        ranks.together(lambda: fill(_putting(self._tensors, tensors)))
 
 
-def open_source(path: Path, names: Sequence[str], stack: ExitStack) -> Source:
+def _putting(whole: Mapping[str, Tensor], tensors: Mapping[str, FlatRuns]) -> RunFiller:
+    """Gives runs of these tensors their values out of whole ones."""
+    read: dict[str, Tensor] = {}  # the last one: runs of a tensor come one after the other
+
+    def put(key: str, start: int, values: Tensor) -> bool:
+        if key not in tensors:
+            return False
+        if key not in read:
+            read.clear()
+            read[key] = tensors[key].flat_part(whole[key])
+        values.copy_(read[key][start : start + values.numel()])
+        return True
+
+    return put
+
+
+def open_source(path: Path, names: Sequence[str], stack: ExitStack) -> CheckpointSource:
     """Raises FormatError for what is no checkpoint, CorruptError for one that is damaged.
 
     stack: closes what stays open meanwhile.

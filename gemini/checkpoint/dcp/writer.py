@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from gemini.checkpoint.format.boxes import boxes_of_run
+from gemini.checkpoint.format.boxes import Region, boxes_of_region
 from gemini.checkpoint.format.data_file import HEADER_BYTES, ITEM_ALIGN, UnitWriter
 from gemini.checkpoint.format.errors import said_plainly
 from gemini.checkpoint.format.folder import SaveFolder
@@ -45,9 +45,9 @@ class RankFile:
         """Allocate disk space. Raises nvme.DiskFullError."""
         self._units.reserve(nbytes + items * (HEADER_BYTES + ITEM_ALIGN))
 
-    def add_run(self, key: str, shape: torch.Size, start: int, values: Tensor) -> None:
-        """Write elements [start, start + n) of a flattened tensor, as one item a box."""
-        for box in boxes_of_run(shape, start, start + values.numel()):
+    def add_run(self, key: str, region: Region, start: int, values: Tensor) -> None:
+        """Write elements [start, start + n) of a flattened region, as one item a box."""
+        for box in boxes_of_region(region, start, start + values.numel()):
             first = box.start - start
             self.add_tensor(
                 MetadataIndex(key, box.offsets), values[first : first + box.numel], box.sizes

@@ -25,6 +25,29 @@ class Box:
         return prod(self.sizes)
 
 
+@dataclass(frozen=True, slots=True)
+class Region:
+    """The box of a tensor of which a rank has runs: all of it, or what torch has split off."""
+
+    shape: tuple[int, ...]  # of the whole
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Region:
+        return cls(tuple(shape), (0,) * len(shape), tuple(shape))
+
+
+def boxes_of_region(region: Region, start: int, stop: int) -> tuple[Box, ...]:
+    """Boxes of the whole tensor of elements [start, stop) of the flattened region; the `start` of
+    each counts in the region."""
+    return tuple(
+        Box(tuple(a + b for a, b in zip(region.offsets, box.offsets, strict=True)), box.sizes,
+            box.start)
+        for box in boxes_of_run(region.sizes, start, stop)
+    )  # fmt: skip
+
+
 def boxes_of_run(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
     """The boxes of elements [start, stop) of a flattened tensor of `shape`, in order."""
     assert 0 <= start <= stop <= prod(shape)

@@ -24,9 +24,11 @@ from nvme import (
     OpenFile,
     ThreadEngine,
     Transfer,
+    WriteBehind,
     cause_of,
     create_direct,
     open_direct,
+    settle,
     transfer_error,
 )
 from nvme.files import calls
@@ -40,11 +42,11 @@ HEADER_BYTES = 512  # more than a header takes
 # a block of Adam's state with its master, and room for the headers of its planes
 BUFFER_BYTES = align_up(12 * BLOCK_NUMEL + 16 * HEADER_BYTES, PAGE_BYTES)
 WRITE_BUFFERS = 2
-READ_BUFFERS = 4
+READ_BUFFERS = 3
 
 
 @dataclass(slots=True)
-class _Filling:
+class _OpenUnit:
     """The unit that is being filled."""
 
     buffer: Buffer
@@ -63,8 +65,8 @@ class UnitWriter:
         self._pool = BufferPool(buffers, buffer_nbytes)
         self._capacity = self._pool.buffer_nbytes
         self._units: list[tuple[int, int, Ticket[int]]] = []  # offset, bytes, checksum
-        self._busy: list[tuple[Ticket[int], Buffer]] = []
-        self._now = _Filling(self._pool.take(), 0)
+        self._writes = WriteBehind(self._pool)
+        self._now = _OpenUnit(self._pool.take(), 0)
 
     @property
     def staging_bytes(self) -> int:
@@ -131,9 +133,7 @@ class UnitWriter:
 
     def close(self) -> None:
         """Wait for what is under way; the file stays as it is. Raises TransferError."""
-        for ticket, _ in self._busy:
-            _settle(ticket)
-        self._busy.clear()
+        self._writes.abandon()
         self._engine.close()
         self._file.close()
 
@@ -154,14 +154,8 @@ class UnitWriter:
             Transfer(self._file, now.offset, now.buffer.view[:nbytes], True)
         )
         self._units.append((now.offset, nbytes, ticket))
-        self._busy.append((ticket, now.buffer))
-        if not self._pool.num_free:
-            ticket, buffer = self._busy.pop(0)
-            try:
-                ticket.wait()
-            finally:
-                self._pool.give(buffer)
-        self._now = _Filling(self._pool.take(), now.offset + nbytes)
+        self._writes.add(ticket, now.buffer)
+        self._now = _OpenUnit(self._writes.take(), now.offset + nbytes)
 
 
 class UnitReader:
@@ -220,7 +214,7 @@ class UnitReader:
 
     def close(self) -> None:
         for ticket, _ in self._cache.values():
-            _settle(ticket)
+            settle(ticket)
         self._cache.clear()
         self._engine.close()
         for file in self._open.values():
@@ -268,7 +262,7 @@ class UnitReader:
         if not self._pool.num_free:
             oldest = next(old for old in self._cache if old not in keep)
             ticket, buffer = self._cache.pop(oldest)
-            _settle(ticket)
+            settle(ticket)
             self._pool.give(buffer)
         name, number = key
         unit = self._files[name].units[number]
@@ -302,11 +296,3 @@ def check_there(path: Path, nbytes: int) -> None:
         raise CorruptError(
             f"{path} has {status.st_size} bytes, expected {nbytes}: it was cut or replaced"
         )
-
-
-def _settle(ticket: Ticket[int]) -> None:
-    """Wait for a transfer whose outcome no longer matters."""
-    try:
-        ticket.wait()
-    except NvmeError:
-        return

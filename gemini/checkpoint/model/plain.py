@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from gemini.checkpoint.dcp.ranks import Ranks
-from gemini.checkpoint.dcp.sources import Source
+from gemini.checkpoint.dcp.sources import CheckpointSource
 from gemini.checkpoint.format.errors import MismatchError
 from gemini.checkpoint.format.keys import Keys
 from optim.base import TieredOptimizer
@@ -39,7 +39,7 @@ def plain_state(
 
 
 def load_plain(
-    source: Source,
+    source: CheckpointSource,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     strict: bool,
@@ -96,7 +96,7 @@ def load_plain(
         set_optimizer_state_dict(model, optimizer, state["optim"])
 
 
-def _fits(source: Source, key: str, value: Any) -> bool:
+def _fits(source: CheckpointSource, key: str, value: Any) -> bool:
     if key not in source.sizes:
         return False
     return not isinstance(value, Tensor) or source.sizes[key] in (value.size(), None)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from gemini.checkpoint.dcp.reader import Put
+from gemini.checkpoint.dcp.reader import RunFiller
 from gemini.checkpoint.dcp.sharded import can_be_raw
 from gemini.checkpoint.format.errors import CheckpointError
 from gemini.checkpoint.format.keys import Keys
@@ -17,7 +17,7 @@ from gemini.units import BLOCK_NUMEL
 from optim.base import TieredOptimizer
 from optim.plain.target import PlainTarget
 
-from .state import Look, Run, RunState, StatePart, names_of
+from .state import RunState, RunVisitor, StatePart, WeightRun, names_of
 
 
 def can_be_runs(module: nn.Module) -> bool:
@@ -69,13 +69,14 @@ class PlainRuns(RunState):
     def step_counts(self) -> Mapping[str, Tensor]:
         return self._steps
 
-    def visit_weights(self, look: Look) -> None:
+    def visit_weights(self, look: RunVisitor) -> None:
         for name, param in self._params.items():
             flat = param.view(-1)
             for _, start, numel in _cut(name, param.numel()):
-                look(self._keys.weight(name), param.size(), start, flat[start : start + numel])
+                values = flat[start : start + numel]
+                look(self._keys.weight(name), self.region(name), start, values)
 
-    def _fill_weights(self, put: Put) -> None:
+    def _fill_weights(self, put: RunFiller) -> None:
         for name, param in self._params.items():
             flat = param.view(-1)
             for _, start, numel in _cut(name, param.numel()):
@@ -88,7 +89,7 @@ def _by_position(names: Sequence[str]) -> Callable[[str], str]:
     return lambda position: names[int(position)]
 
 
-def _cut(name: str, numel: int) -> list[Run]:
+def _cut(name: str, numel: int) -> list[WeightRun]:
     """A parameter in runs of at most a block."""
     return [
         (name, first, min(BLOCK_NUMEL, numel - first)) for first in range(0, numel, BLOCK_NUMEL)

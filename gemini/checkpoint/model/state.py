@@ -6,7 +6,7 @@ that of a plain one whose optimizer is ours. State on disk passes through block 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -14,21 +14,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gemini.checkpoint.dcp.reader import Put
+from gemini.checkpoint.dcp.reader import RunFiller
 from gemini.checkpoint.dcp.sharded import FlatRuns
+from gemini.checkpoint.format.boxes import Region
 from gemini.checkpoint.format.keys import Keys
-from gemini.chunk.layout import ShardPart
+from gemini.chunk.layout import ShardSegment
+from gemini.chunk.local import region_of
 from gemini.chunk.storage import Chunk
 from gemini.ddp import GeminiDDP
 from gemini.dtypes import DTYPES
+from gemini.runtime.inspect.weights import set_without_master, weights_without_master
 from gemini.units import BLOCK_NUMEL
 from optim.base import TieredOptimizer
 from optim.rules.state_layout import MASTER
 from optim.state.state_stream import RunSpec, StateRun, StateSnapshot
 from optim.target import Target
 
-Look = Callable[[str, torch.Size, int, Tensor], None]  # (key, shape, first element, [n])
-Run = tuple[str, int, int]  # (parameter's name, first element, number of elements)
+RunVisitor = Callable[[str, Region, int, Tensor], None]  # (key, region, first element of it, [n])
+WeightRun = tuple[str, int, int]  # (parameter's name, first element, number of elements)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,32 +51,36 @@ class RunState:
     """
 
     names: Sequence[tuple[str, ...]]  # of every parameter, tied ones with all they have
-    shapes: Mapping[str, torch.Size]  # of every parameter, by its first name
+    shapes: Mapping[str, torch.Size]  # of every parameter, whole, by its first name
     buffers: Mapping[str, Tensor]
+    on_other_ranks: frozenset[str] = frozenset()  # names that other ranks have, of other parts
 
     def __init__(
         self,
         keys: Keys,
         parts: Sequence[StatePart],
-        weights: Sequence[Run],
+        weights: Sequence[WeightRun],
         dtypes: Mapping[str, torch.dtype],
         *,
         with_optimizer: bool,
         with_weights: bool = True,
+        silent: Collection[str] = (),
     ) -> None:
         """dtypes: of every weight that is no master, by the parameter's name.
 
+        silent: parameters whose runs another rank shows.
         Without weights, subclasses have no buffers and name no runs and dtypes of weights.
         """
         self._keys = keys
         self._parts = parts
         self._with_optimizer = with_optimizer
         self._with_weights = with_weights
+        self._silent = frozenset(silent)
         runs = [
             replace(run, name=part.name_of(run.name))
             for part in parts
             for run in part.target.state_runs()
-            if self._shows(run)
+            if self._shows(run, part)
         ]
         planes = [plane.name for part in parts for plane in part.target.planes]
         self.planes = tuple(dict.fromkeys(plane for plane in planes if plane != MASTER))
@@ -90,20 +97,25 @@ class RunState:
         listed += [(self._key(run.name, run.plane), run.start, run.numel) for run in runs]
         for place, (key, start, numel) in enumerate(listed):
             by_key.setdefault(key, []).append((start, numel, place))
-        shape_of = {
-            self._key(name, plane): shape
-            for name, shape in self.shapes.items()
+        region_of_key = {
+            self._key(name, plane): self.region(name)
+            for name in self.shapes
             for plane in (MASTER, *self.planes)
         }
         self.tensors = {
             key: FlatRuns(
-                shape_of[key],
+                region_of_key[key].shape,
                 dtype,
                 [(start, numel) for start, numel, _ in by_key.get(key, ())],
                 [place for _, _, place in by_key.get(key, ())],
+                region_of_key[key],
             )
             for key, dtype in found.items()
         }
+
+    def region(self, name: str) -> Region:
+        """What this process has runs of: all of the parameter, but for one that torch has split."""
+        return Region.whole(self.shapes[name])
 
     @property
     def nbytes(self) -> int:
@@ -137,7 +149,7 @@ class RunState:
 
     # -- out --
 
-    def visit(self, look: Look) -> None:
+    def visit(self, look: RunVisitor) -> None:
         """Show every run, state on disk a block at a time. What is to be kept is copied."""
         self.visit_weights(look)
         for part in self._parts:
@@ -147,19 +159,21 @@ class RunState:
         """The same as it is now, to be shown while training goes on."""
         return Snapshot(self, [(part, part.target.snapshot_state()) for part in self._parts])
 
-    def visit_weights(self, look: Look) -> None:
+    def visit_weights(self, look: RunVisitor) -> None:
         """Show the weights that are no masters."""
         raise NotImplementedError
 
-    def shown(self, part: StatePart, look: Look) -> Callable[[StateRun], None]:
+    def shown(self, part: StatePart, look: RunVisitor) -> Callable[[StateRun], None]:
         def show(run: StateRun) -> None:
-            if self._shows(run):
+            if self._shows(run, part):
                 name = part.name_of(run.name)
-                look(self._key(name, run.plane), self.shapes[name], run.start, run.values)
+                look(self._key(name, run.plane), self.region(name), run.start, run.values)
 
         return show
 
-    def _shows(self, run: RunSpec | StateRun) -> bool:
+    def _shows(self, run: RunSpec | StateRun, part: StatePart) -> bool:
+        if part.name_of(run.name) in self._silent:
+            return False
         return self._with_weights if run.plane == MASTER else self._with_optimizer
 
     def _key(self, name: str, plane: str) -> str:
@@ -168,13 +182,13 @@ class RunState:
     # -- back --
 
     @torch.no_grad()
-    def fill(self, put: Put) -> None:
+    def fill(self, put: RunFiller) -> None:
         """Ask `put` for every run; what it does not have stays. Weights follow masters."""
         self._fill_weights(put)
         for part in self._parts:
 
             def source(run: StateRun, part: StatePart = part) -> Tensor | None:
-                if not self._shows(run):
+                if not self._shows(run, part):
                     return None
                 values = torch.empty(run.values.shape, dtype=run.values.dtype)
                 there = put(self._key(part.name_of(run.name), run.plane), run.start, values)
@@ -182,24 +196,24 @@ class RunState:
 
             part.target.fill_state(source)
 
-    def _fill_weights(self, put: Put) -> None:
+    def _fill_weights(self, put: RunFiller) -> None:
         raise NotImplementedError
 
 
 class Snapshot:
-    """See `RunState.snapshot`."""
+    """A state as it was when `RunState.snapshot` made this, while training goes on."""
 
     def __init__(self, state: RunState, parts: Sequence[tuple[StatePart, StateSnapshot]]) -> None:
         self._state = state
         self._parts = parts
 
-    def visit_memory(self, look: Look) -> None:
+    def visit_memory(self, look: RunVisitor) -> None:
         """What the next step changes in place."""
         self._state.visit_weights(look)
         for part, snapshot in self._parts:
             snapshot.visit_resident(self._state.shown(part, look))
 
-    def visit_disk(self, look: Look) -> None:
+    def visit_disk(self, look: RunVisitor) -> None:
         """What keeps its version until it was shown; in any thread."""
         for part, snapshot in self._parts:
             snapshot.visit_disk(self._state.shown(part, look))
@@ -226,6 +240,7 @@ class ShardedState(RunState):
     optimizer: None saves and loads weights alone, from and to masters where there are any. Before
     there is an optimizer, the truth of a weight is its fp32 original.
     weights: False leaves them out, masters too.
+    once: of ranks that have the same shard, one shows it: for a save.
     """
 
     def __init__(
@@ -235,34 +250,35 @@ class ShardedState(RunState):
         keys: Keys,
         *,
         weights: bool = True,
+        once: bool = False,
     ) -> None:
         engine = model.engine
         if optimizer is not None:
             optimizer.bind_to(engine)
-        engine.adopt_changes()
+        engine.write_back_changes()
         self._engine = engine
         self._target = engine.target
         layout = engine.layout
         self.names = [spec.names for spec in layout.params]
-        self.shapes = {spec.name: torch.Size(spec.shape) for spec in layout.params}
+        self._regions = {
+            spec.name: Region(*region_of(param))
+            for spec, param in zip(layout.params, engine.params, strict=True)
+        }
+        self.shapes = {name: torch.Size(region.shape) for name, region in self._regions.items()}
         self.buffers = dict(model.saved_buffers()) if weights else {}
         has_masters = self._target is not None and self._target.has_master
-        bare = [
-            chunk
-            for chunk in engine.chunks
-            if weights and not (has_masters and chunk.spec.trainable)
-        ]
+        shown = [chunk for chunk in engine.chunks if chunk.counts or not once]
+        bare = [chunk for chunk in shown if weights and not (has_masters and chunk.spec.trainable)]
         self._weights = [
             run
             for chunk in bare
-            for part in layout.shard_parts(chunk.spec, engine.comm.rank)
+            for part in layout.shard_segments(chunk.spec, chunk.rank)
             for run in _cut(layout.params[part.param].name, chunk, part)
         ]
         dtypes: dict[str, torch.dtype] = {}
         trained: list[str] = []
         for chunk in engine.chunks:
-            original = engine.originals.get(chunk.spec.id)
-            dtype = chunk.dtype if original is None else original.dtype
+            dtype = torch.float32 if chunk.spec.id in engine.originals else chunk.dtype
             names = [layout.params[slot.param].name for slot in chunk.spec.slots]
             if weights:
                 dtypes |= dict.fromkeys(names, dtype)
@@ -277,7 +293,16 @@ class ShardedState(RunState):
             dtypes,
             with_optimizer=optimizer is not None,
             with_weights=weights,
+            silent={
+                layout.params[slot.param].name
+                for chunk in engine.chunks
+                if chunk not in shown
+                for slot in chunk.spec.slots
+            },
         )
+
+    def region(self, name: str) -> Region:
+        return self._regions[name]
 
     def step_counts(self) -> Mapping[str, Tensor]:
         target = self._target
@@ -286,37 +311,29 @@ class ShardedState(RunState):
         shown: Mapping[Any, dict[str, Tensor]] = target.shown_state()
         return {target.names[id(param)]: state["step"] for param, state in shown.items()}
 
-    def visit_weights(self, look: Look) -> None:
+    def visit_weights(self, look: RunVisitor) -> None:
         for chunk, runs in groupby(self._weights, key=lambda run: run.chunk):
-            original = self._engine.originals.get(chunk.spec.id)
-            source = chunk.load_shard() if original is None else original
+            source = weights_without_master(self._engine, chunk)
             for run in runs:
                 values = source[run.offset : run.offset + run.numel]
-                look(self._keys.weight(run.name), self.shapes[run.name], run.start, values)
+                look(self._keys.weight(run.name), self.region(run.name), run.start, values)
 
-    def fill(self, put: Put) -> None:
+    def fill(self, put: RunFiller) -> None:
         super().fill(put)
         self._engine.manager.release_all()
         self._engine.shards_changed()
 
-    def _fill_weights(self, put: Put) -> None:
-        originals = self._engine.originals
+    def _fill_weights(self, put: RunFiller) -> None:
         for chunk, runs in groupby(self._weights, key=lambda run: run.chunk):
-            original = originals.get(chunk.spec.id)
-            shard = chunk.load_shard()
-            source = shard if original is None else original
+            weights = weights_without_master(self._engine, chunk)
             for run in runs:
-                values = torch.empty(run.numel, dtype=source.dtype)
+                values = torch.empty(run.numel, dtype=weights.dtype)
                 if put(self._keys.weight(run.name), run.start, values):
-                    shard[run.offset : run.offset + run.numel].copy_(values)
-                    if original is not None:
-                        original[run.offset : run.offset + run.numel].copy_(values)
-            chunk.store_shard(shard)
-            if original is not None:
-                originals.put(chunk.spec.id, original)
+                    weights[run.offset : run.offset + run.numel].copy_(values)
+            set_without_master(self._engine, chunk, weights)
 
 
-def _cut(name: str, chunk: Chunk, part: ShardPart) -> Iterator[_ShardRun]:
+def _cut(name: str, chunk: Chunk, part: ShardSegment) -> Iterator[_ShardRun]:
     """A segment in runs of at most a block."""
     for first in range(0, part.numel, BLOCK_NUMEL):
         numel = min(BLOCK_NUMEL, part.numel - first)
@@ -327,6 +344,8 @@ def names_of(model: nn.Module) -> list[tuple[str, ...]]:
     """All names of every parameter, in registration order."""
     if isinstance(model, GeminiDDP):
         return [spec.names for spec in model.engine.layout.params]
+    if isinstance(model, nn.ModuleList) and all(isinstance(part, GeminiDDP) for part in model):
+        return [names for part in model for names in names_of(part)]
     names: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)
@@ -338,4 +357,6 @@ def first_names(model: nn.Module) -> dict[int, str]:
     if isinstance(model, GeminiDDP):
         params, specs = model.engine.params, model.engine.layout.params
         return {id(param): spec.name for param, spec in zip(params, specs, strict=True)}
+    if isinstance(model, nn.ModuleList) and all(isinstance(part, GeminiDDP) for part in model):
+        return {i: name for part in model for i, name in first_names(part).items()}
     return {id(param): name for name, param in model.named_parameters()}

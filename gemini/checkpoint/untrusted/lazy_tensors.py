@@ -16,7 +16,7 @@ from gemini.checkpoint.format.errors import FormatError
 from gemini.checkpoint.format.manifest import is_plain_name
 from gemini.checkpoint.format.small_files import read_json
 
-from .torch_files import first_line, is_whole, load_mapped
+from .torch_files import first_line, has_own_bytes, load_mapped
 
 INDEX = "model.safetensors.index.json"
 TORCH_INDEX = "pytorch_model.bin.index.json"
@@ -140,7 +140,7 @@ class _TorchFile:
         if not isinstance(content, Mapping):
             raise FormatError(f"it holds a {type(content).__name__}; expected a state dict")
         for key, value in content.items():
-            if not (isinstance(key, str) and isinstance(value, Tensor) and is_whole(value)):
+            if not (isinstance(key, str) and isinstance(value, Tensor) and has_own_bytes(value)):
                 raise FormatError(f"{key!r:.80} is no tensor with all of its elements")
         self._content: Mapping[str, Tensor] = content
 

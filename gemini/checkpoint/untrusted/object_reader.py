@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .pickles import OBJECT, Machine, PickleError
+from .pickles import OBJECT, PickleError, PickleMachine
 
 _MOST_FIELDS = 64
 
 
-class ObjectReader(Machine):
+class ObjectReader(PickleMachine):
     """Makes plain values and the objects it is told; an object is made once, and filled once.
 
     classes: by module and name; filled with a dict of fields, or by `__setstate__` where they have

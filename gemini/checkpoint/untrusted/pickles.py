@@ -26,7 +26,7 @@ class PickleError(ValueError):
     """What was read is no such pickle; the message says why."""
 
 
-class Machine:
+class PickleMachine:
     """Reads pickles from `data`, one after the other. Subclasses give meaning to what they name.
 
     data: bytes, or what can be indexed, sliced and searched like them.
@@ -260,7 +260,7 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _skip(machine: Machine, count: int) -> None:
+def _skip(machine: PickleMachine, count: int) -> None:
     machine.bytes_of(count)
 
 
@@ -268,12 +268,12 @@ _STOP = pickle.STOP[0]
 _U1, _U2, _U4, _U8, _I4, _F8 = (
     struct.Struct(form) for form in ("<B", "<H", "<I", "<Q", "<i", ">d")
 )
-_INSTRUCTIONS: dict[int, Callable[[Machine], None]] = {
+_INSTRUCTIONS: dict[int, Callable[[PickleMachine], None]] = {
     code[0]: instruction
     for code, instruction in {
         pickle.PROTO: lambda m: _skip(m, 1),
         pickle.FRAME: lambda m: _skip(m, 8),
-        pickle.MEMOIZE: Machine.remember,
+        pickle.MEMOIZE: PickleMachine.remember,
         pickle.BINPUT: lambda m: m.remember_at(_U1),
         pickle.LONG_BINPUT: lambda m: m.remember_at(_U4),
         pickle.BINGET: lambda m: m.recall(_U1),
@@ -283,31 +283,31 @@ _INSTRUCTIONS: dict[int, Callable[[Machine], None]] = {
         pickle.NEWFALSE: lambda m: m.push(False),
         pickle.EMPTY_TUPLE: lambda m: m.push(()),
         pickle.BININT: lambda m: m.push_number(_I4),
-        pickle.BININT1: Machine.push_byte,
+        pickle.BININT1: PickleMachine.push_byte,
         pickle.BININT2: lambda m: m.push_number(_U2),
         pickle.LONG1: lambda m: m.push_long(_U1),
         pickle.LONG4: lambda m: m.push_long(_I4),
-        pickle.BINFLOAT: Machine.push_float,
+        pickle.BINFLOAT: PickleMachine.push_float,
         pickle.SHORT_BINUNICODE: lambda m: m.push_text(_U1),
         pickle.BINUNICODE: lambda m: m.push_text(_U4),
         pickle.BINUNICODE8: lambda m: m.push_text(_U8),
         pickle.SHORT_BINSTRING: lambda m: m.push_bytes(_U1),
-        pickle.MARK: Machine.mark,
-        pickle.EMPTY_LIST: Machine.push_list,
-        pickle.EMPTY_DICT: Machine.push_dict,
+        pickle.MARK: PickleMachine.mark,
+        pickle.EMPTY_LIST: PickleMachine.push_list,
+        pickle.EMPTY_DICT: PickleMachine.push_dict,
         pickle.APPEND: lambda m: m.append_to([m.stack.pop()]),
         pickle.APPENDS: lambda m: m.append_to(m.since_mark()),
         pickle.SETITEM: lambda m: m.set_items([m.stack.pop(-2), m.stack.pop()]),
         pickle.SETITEMS: lambda m: m.set_items(m.since_mark()),
-        pickle.TUPLE: Machine.push_tuple,
+        pickle.TUPLE: PickleMachine.push_tuple,
         pickle.TUPLE1: lambda m: m.push_tuple_of(1),
         pickle.TUPLE2: lambda m: m.push_tuple_of(2),
         pickle.TUPLE3: lambda m: m.push_tuple_of(3),
         pickle.GLOBAL: lambda m: m.push_named(m.line(), m.line()),
-        pickle.STACK_GLOBAL: Machine.push_stack_global,
-        pickle.NEWOBJ: Machine.push_made,
-        pickle.REDUCE: Machine.push_called,
-        pickle.BUILD: Machine.build,
+        pickle.STACK_GLOBAL: PickleMachine.push_stack_global,
+        pickle.NEWOBJ: PickleMachine.push_made,
+        pickle.REDUCE: PickleMachine.push_called,
+        pickle.BUILD: PickleMachine.build,
         pickle.BINPERSID: lambda m: m.push(m.persistent(m.stack.pop())),
     }.items()
 }

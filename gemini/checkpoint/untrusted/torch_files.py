@@ -17,7 +17,7 @@ import torch
 from gemini.checkpoint.format.errors import CorruptError
 from gemini.checkpoint.format.small_files import ROOM_BYTES, memory_limit
 
-from .pickles import ENTRY, Machine
+from .pickles import ENTRY, PickleMachine
 
 _ENTRY_BYTES = 600  # of memory for one file of a zip file
 _LEGACY_PICKLES = 5  # magic number, version, system, object, keys of storages
@@ -47,7 +47,7 @@ def load_mapped(path: Path) -> Any:
     return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 
-class Part(io.RawIOBase):
+class FileSlice(io.RawIOBase):
     """Bytes [offset, offset + nbytes) of a file as a file."""
 
     def __init__(self, file: BinaryIO, offset: int, nbytes: int) -> None:
@@ -78,7 +78,7 @@ class Part(io.RawIOBase):
         return len(data)
 
 
-def is_whole(tensor: torch.Tensor) -> bool:
+def has_own_bytes(tensor: torch.Tensor) -> bool:
     """Whether every element has bytes of its own."""
     if tensor.layout != torch.strided or tensor.device.type != "cpu":
         return False
@@ -144,7 +144,7 @@ class _Sized:
         self.length = length
 
 
-class _Gauge(Machine):
+class _Gauge(PickleMachine):
     """Counts what torch's own reader would take, and makes nothing."""
 
     def __init__(self, data: bytes, limit_bytes: int) -> None:

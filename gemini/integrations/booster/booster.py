@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from gemini.integrations.parallel.pipelined import Pipelined
 from gemini.integrations.plugins import lora
 from gemini.integrations.plugins.plugin import Plugin
 from gemini.integrations.plugins.precision import MixedPrecision
@@ -98,10 +99,37 @@ class Booster:
         return_loss: bool = True,
         return_outputs: bool = False,
     ) -> Any:
-        """Raise NotImplementedError: for HybridParallelPlugin(pp_size > 1), which is not there."""
-        raise NotImplementedError(
-            "execute_pipeline() is for HybridParallelPlugin with pp_size above 1, which is not "
-            "there yet; call the model, booster.backward and optimizer.step"
+        """One batch through a model that `HybridParallelPlugin(pp_size=)` has cut into stages.
+
+        data_iter: of this rank's data-parallel place; the next batch is taken from it, on every
+            place of the pipeline. For transformers `input_ids`, or a dict with them; for
+            `nn.Sequential` a tensor, or a tuple that begins with what the first layer takes.
+        criterion: loss of (what the model gives, the micro-batch), 0-d; the mean over micro-batches
+            is differentiated. Gradients of several calls add up until `optimizer.step()`.
+        optimizer: None, under `torch.no_grad()`, runs no backward.
+
+        Returns `{"loss": 0-d, "outputs": ...}` on the ranks of the last stage, where they are asked
+        for, and None for both elsewhere. Outputs have the rows of all micro-batches.
+        Raises ValueError for another model, and for a batch that cannot be cut.
+        """
+        if not isinstance(model, Pipelined):
+            raise ValueError(
+                f"execute_pipeline() of a {type(model).__name__}; expected a model that was "
+                "boosted with HybridParallelPlugin(pp_size > 1). Call others themselves, then "
+                "booster.backward and optimizer.step"
+            )
+        backward = torch.is_grad_enabled()
+        if backward and (optimizer is None or self._model_of(optimizer) is not model):
+            raise ValueError(
+                "execute_pipeline() without the optimizer that was boosted with the model; "
+                "expected it, or torch.no_grad() around a call that evaluates"
+            )
+        return model.execute(
+            next(data_iter),
+            criterion,
+            backward=backward,
+            return_loss=return_loss,
+            return_outputs=return_outputs,
         )
 
     # -- checkpoints; all ranks call --

@@ -15,15 +15,18 @@ from gemini.checkpoint.dcp.ranks import Ranks
 from gemini.checkpoint.export import export_weights, save_config
 from gemini.checkpoint.format.errors import CheckpointError, FormatError, on_disk
 from gemini.checkpoint.load import load_checkpoint
+from gemini.checkpoint.model.stages import parts_of
 from gemini.checkpoint.save import raise_pending, save_checkpoint
 from gemini.checkpoint.untrusted.lazy_tensors import TensorSpec
 from gemini.checkpoint.weight_files import SAFETENSORS, TORCH, Format, WeightsWriter, spec_of
+from gemini.integrations.parallel import gathered
+from gemini.integrations.parallel.pipelined import Pipelined
 from gemini.integrations.parts import accept, inner_of
 from gemini.integrations.plugins import fsdp
 from gemini.tickets import Done, Ticket
 from nvme.files import calls
 
-from .optimizer_state import load_whole, scale_of, set_scale, whole
+from .optimizer_state import full_state, load_full_state, scale_of, set_scale
 
 _NO_LIMIT = 1 << 62  # bytes of a file
 
@@ -50,18 +53,21 @@ def save_model(
     limit = size_per_shard << 20 if shard else _NO_LIMIT
     as_safetensors = use_safetensors or (path.suffix == ".safetensors" and not shard)
     kind = SAFETENSORS if as_safetensors else TORCH
-    if use_async:
-        state = {name: _copied(value) for name, value in whole_weights(model).items()}
-        if ranks.rank:
+    if use_async or isinstance(model, Pipelined):
+        state = {name: _copied(value) for name, value in full_weights(model, ranks).items()}
+
+        def write() -> None:
+            if shard or as_safetensors:
+                _write_folder(model, state, path, limit, prefix, kind, one=not shard)
+            else:
+                write_file(path, _saving(state))
+
+        if not use_async:
+            ranks.together(lambda: None if ranks.rank else write())
             return Done(None)
-        if shard or as_safetensors:
-            return background.start(
-                str(path),
-                lambda: _write_folder(model, state, path, limit, prefix, kind, one=not shard),
-            )
-        return background.start(str(path), lambda: write_file(path, _saving(state)))
+        return Done(None) if ranks.rank else background.start(str(path), write)
     if not (shard or as_safetensors):
-        state = dict(whole_weights(model))
+        state = dict(full_weights(model, ranks))
         ranks.together(lambda: None if ranks.rank else write_file(path, _saving(state)))
         return Done(None)
     folder = path if shard else _beside(path)
@@ -90,8 +96,13 @@ def save_optimizer(
         return save_checkpoint(
             path, model, optimizer, extra=scale_of(optimizer), async_save=use_async, weights=False
         )
+    if isinstance(model, Pipelined):
+        raise ValueError(
+            "save_optimizer() of a pipeline in one file; expected shard=True: each rank writes "
+            "what it has, and it loads at any pp_size"
+        )
     ranks = begin(model, "save_optimizer()")
-    state = whole(model, optimizer)
+    state = full_state(model, optimizer)
     if not use_async:
         ranks.together(lambda: None if ranks.rank else write_file(path, _saving(state)))
         return Done(None)
@@ -106,9 +117,9 @@ def load_optimizer(
 ) -> None:
     """See `Booster.load_optimizer`."""
     model, path = inner_of(model), Path(checkpoint).expanduser().absolute()
-    if path.is_file():
+    if path.is_file() and not isinstance(model, Pipelined):
         ranks = begin(model, "load_optimizer()")
-        load_whole(path, model, optimizer, ranks)
+        load_full_state(path, model, optimizer, ranks)
     else:
         set_scale(optimizer, load_checkpoint(path, model, optimizer, weights=False))
 
@@ -133,16 +144,18 @@ def load_lr_scheduler(lr_scheduler: Any, checkpoint: str | os.PathLike[str]) -> 
 
 def begin(model: nn.Module, call: str) -> Ranks:
     """Before a save or a load: what is under way ends, and what failed is said on every rank."""
-    ranks = Ranks(model, call)
+    ranks = Ranks(model, call, parts_of(model))
     background.wait()
     raise_pending(ranks)
     return ranks
 
 
-def whole_weights(model: nn.Module) -> Mapping[str, Any]:
+def full_weights(model: nn.Module, ranks: Ranks) -> Mapping[str, Any]:
     """The state dict, whole on rank 0. Collective."""
+    if isinstance(model, Pipelined):
+        return gathered.full_weights(model, ranks)
     if hasattr(model, "set_requires_gradient_sync"):
-        return fsdp.whole_state(model)
+        return fsdp.full_state(model)
     state: Mapping[str, Any] = model.state_dict()
     return state
 

@@ -26,7 +26,7 @@ from optim.rules.loss_scale import ScaleState
 State = dict[str, Any]
 
 
-def whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
+def full_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
     """As `optimizer.state_dict()` with names for positions; whole on rank 0. Collective."""
     if isinstance(model, GeminiDDP):
         return optimizer.state_dict()
@@ -44,10 +44,10 @@ def whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
     return found if scale is None else {**found, "counters": scale}
 
 
-def load_whole(
+def load_full_state(
     path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks
 ) -> None:
-    """From a file of `whole`, or of an optimizer's own state dict. Collective.
+    """From a file of `full_state`, or of an optimizer's own state dict. Collective.
 
     Raises FormatError for another file, MismatchError for the state of another optimizer.
     """

@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from gemini.chunk.storage import params_in
 from gemini.ddp import GeminiDDP
 from gemini.integrations.parts import accept
 from gemini.integrations.torch_optimizers import convert
 from gemini.placement.policy import StaticPlacement
 from gemini.runtime.inspect.full_parameters import full_parameters
-from gemini.runtime.unwrap import whole_chunk
+from gemini.runtime.inspect.weights import full_chunk
 from optim.base import TieredOptimizer
 from optim.rules.loss_scale import LossScale
 
@@ -136,12 +137,12 @@ def col_model_deepcopy(sharded_model: GeminiDDP, other_model: nn.Module) -> None
                     "one that was sharded"
                 )
     engine.call("col_model_deepcopy()")
-    engine.adopt_changes()
+    engine.write_back_changes()
     for chunk in engine.chunks:
-        values = whole_chunk(engine, chunk)
-        for slot, place in enumerate(chunk.spec.slots):
-            spec = engine.layout.params[place.param]
-            there[spec.name].copy_(chunk.view(values, slot).view(spec.shape))
+        values = full_chunk(engine, chunk)
+        for param, value in params_in(engine.layout, chunk.spec, values):
+            spec = engine.layout.params[param]
+            there[spec.name].copy_(value)
             for alias in spec.aliases:
                 if there[alias] is not there[spec.name]:
                     there[alias].copy_(there[spec.name])
@@ -168,8 +169,8 @@ def static_copy(model: GeminiDDP, *, everywhere: bool) -> nn.Module | None:
         for module in model.module.modules():
             for attribute, hooks in vars(module).items():
                 if "_hooks" in attribute and isinstance(hooks, dict):
-                    kept = ((key, hook) for key, hook in hooks.items() if key not in ours)
-                    memo[id(hooks)] = OrderedDict(kept)
+                    foreign = ((key, hook) for key, hook in hooks.items() if key not in ours)
+                    memo[id(hooks)] = OrderedDict(foreign)
         plain = copy.deepcopy(model.module, memo)
     if everywhere:
         assert plain is not None

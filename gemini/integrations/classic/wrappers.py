@@ -19,7 +19,7 @@ from gemini.integrations.parts import accept, refuse_others, this_device
 from gemini.integrations.plugins.engine_plugin import parse_named, print_search, print_skips
 from gemini.integrations.torch_optimizers import convert
 from gemini.placement.policy import Placement, StaticPlacement
-from gemini.runtime.wrap.keep_fp32 import kept_modules, param_dtypes
+from gemini.runtime.wrap.keep_fp32 import find_fp32_modules, param_dtypes
 from gemini.runtime.wrap.materialise import init_empty
 from gemini.runtime.wrap.precision import DTYPE_OF
 from gemini.runtime.wrap.specs import collect_params
@@ -220,7 +220,7 @@ def LowLevelZeroOptimizer(
         max_scale,
     )  # fmt: skip
     usual_scale = LossScale(growth_interval=2000, max_scale=2.0**24)
-    if scale == usual_scale and not module.engine.scaler.active:
+    if scale == usual_scale and not module.engine.control_vector.active:
         scale = LossScale()
     return _configured(module, optimizer, scale, clip_grad_norm, 2.0, {}, verbose=verbose)
 
@@ -243,7 +243,7 @@ def _configured(
     assert isinstance(optimizer, TieredOptimizer)
     optimizer.bind_to(model.engine)
     engine = model.engine
-    loss_scale = scale if engine.scaler.active or scale != LossScale() else None
+    loss_scale = scale if engine.control_vector.active or scale != LossScale() else None
     engine.reconfigure(max_norm=max_norm or None, norm_type=norm_type, loss_scale=loss_scale)
     if verbose:
         print_skips(optimizer, model)
@@ -283,7 +283,7 @@ def init_chunk_manager(
     dtype = DTYPE_OF.get(precision)
     if dtype is None:
         raise ValueError(f"precision={precision!r}; expected one of {sorted(DTYPE_OF)}")
-    dtypes = param_dtypes(model, kept_modules(model, None, cast_buffers=False), dtype)
+    dtypes = param_dtypes(model, find_fp32_modules(model, None, cast_buffers=False), dtype)
     _, specs = collect_params(model, dtypes)
     found = search_chunk_configuration(specs, search_range_mb, hidden_dim, min_chunk_size_mb)
     return ChunkManager(found, init_device, precision)

@@ -88,7 +88,7 @@ def refuse_changed(checkpoint: Mapping[str, Any], key: str) -> None:
         )
 
 
-def whole_optimizer_state(optimizer: Any) -> dict[str, Any]:
+def full_optimizer_state(optimizer: Any) -> dict[str, Any]:
     """As torch.optim's: by position, so that a plain optimizer loads it. All ranks call.
 
     Whole on rank 0; elsewhere what `state_dict()` has there.
@@ -109,7 +109,7 @@ def whole_optimizer_state(optimizer: Any) -> dict[str, Any]:
     return {**found, "state": state, "param_groups": groups}
 
 
-def whole_weights(model: nn.Module) -> dict[str, Any]:
+def full_weights(model: nn.Module) -> dict[str, Any]:
     """On rank 0, fp32 masters in the dtypes they had before, on the CPU; all ranks call."""
     if isinstance(model, GeminiDDP):
         return model.state_dict()

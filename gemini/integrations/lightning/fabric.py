@@ -25,7 +25,7 @@ from gemini.placement.policy import Placement
 from gemini.runtime.wrap.materialise import init_empty
 from optim.base import TieredOptimizer
 
-from .checkpoint import decoded, load_folder, pop, save_folder, whole_optimizer_state, whole_weights
+from .checkpoint import decoded, full_optimizer_state, full_weights, load_folder, pop, save_folder
 from .shared import Asked, GeminiFabricPrecision, StepCasts, inner, precision_of
 
 
@@ -118,10 +118,10 @@ class GeminiFabricStrategy(DDPStrategy):
     # -- checkpoints --
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        return whole_weights(module)
+        return full_weights(module)
 
     def get_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        return whole_optimizer_state(optimizer)
+        return full_optimizer_state(optimizer)
 
     def save_checkpoint(
         self,

@@ -27,12 +27,12 @@ from optim.base import TieredOptimizer
 from .checkpoint import (
     Streamed,
     decoded,
+    full_optimizer_state,
+    full_weights,
     load_folder,
     pop,
     refuse_changed,
     save_folder,
-    whole_optimizer_state,
-    whole_weights,
 )
 from .shared import Asked, GeminiPrecision, StepCasts, precision_of
 
@@ -105,9 +105,9 @@ class GeminiStrategy(DDPStrategy):
             self.checkpoint_io = checkpoint_io
         self._empty_init = empty_init
         self._unwraps_at_end = unwrap_at_end
-        self._kept: GeminiDDP | None = None  # wrapped, from what ran before
+        self._wrapped_before: GeminiDDP | None = None  # wrapped, from what ran before
         self._casts: StepCasts | None = None
-        self._has_failed = False
+        self._has_failed = self._had_no_room = False
         self._was_streamed = False  # the checkpoint that was loaded last
 
     # -- what Lightning sets --
@@ -141,7 +141,7 @@ class GeminiStrategy(DDPStrategy):
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None and self.model is not None
         self.accelerator.setup(trainer)
-        self._has_failed = False
+        self._has_failed = self._had_no_room = False
         self._refuse(trainer)
         self._reset_optimizers_and_schedulers()  # those of a fit before this
         self.model = self._setup_model(self.model)
@@ -179,7 +179,7 @@ class GeminiStrategy(DDPStrategy):
 
     def _setup_model(self, model: nn.Module) -> GeminiDDP:  # type: ignore[override]
         precision = self._asked.precision_by(self.precision_plugin)
-        wrapped, self._kept = self._kept, None
+        wrapped, self._wrapped_before = self._wrapped_before, None
         if wrapped is None or wrapped.module is not model:
             wrapped = self._asked.wrap(model, self.root_device, precision, cast_inputs=False)
         self._casts = StepCasts(model, precision, raises=self._asked.raises_outputs)
@@ -239,7 +239,7 @@ class GeminiStrategy(DDPStrategy):
         assert self.model is not None
         if self._asked.saves_folders:
             return Streamed()
-        state = whole_weights(self.model)
+        state = full_weights(self.model)
         return state if rank_zero_only else self.broadcast(state)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
@@ -250,7 +250,7 @@ class GeminiStrategy(DDPStrategy):
                 "the optimizer's state went when the fit ended; expected a save within it "
                 "(ModelCheckpoint(save_last=True)), or save_checkpoint(path, weights_only=True)"
             )
-        return Streamed() if self._asked.saves_folders else whole_optimizer_state(optimizer)
+        return Streamed() if self._asked.saves_folders else full_optimizer_state(optimizer)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
@@ -319,7 +319,8 @@ class GeminiStrategy(DDPStrategy):
             self._casts.remove()
             self._casts = None
         try:
-            self._let_go()
+            if not self._had_no_room:  # told once: Lightning tears down again behind an error
+                self._let_go()
         finally:
             for plugin in (self.cluster_environment, self.precision_plugin, self.accelerator):
                 assert plugin is not None
@@ -335,11 +336,12 @@ class GeminiStrategy(DDPStrategy):
                 wrapped.unwrap()
                 wrapped, self.model = None, self.lightning_module
         except MemoryError as error:
+            self._had_no_room = True
             raise MemoryError(
                 f"{error}; or give the strategy unwrap_at_end=False, which leaves it wrapped"
             ) from error
         finally:
-            self._kept = wrapped
+            self._wrapped_before = wrapped
             if self._tiered is not None:
                 self._tiered.close(keep_masters=wrapped is not None and together)
 

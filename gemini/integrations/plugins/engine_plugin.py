@@ -11,6 +11,7 @@ from torch import nn
 
 from gemini.ddp import GeminiDDP
 from gemini.integrations import parts
+from gemini.integrations.parallel.plans import TensorParallel, split
 from gemini.integrations.parts import LOSS_SCALE, loss_scale_of
 from gemini.integrations.torch_optimizers import TAKEN, convert
 from gemini.placement.policy import Placement, parse_placement
@@ -42,7 +43,7 @@ class EnginePlugin(Plugin):
         given = {name: getattr(self, name) for name in LOSS_SCALE}
         return loss_scale_of(given, self.usual_scale, self.precision)
 
-    def options(self) -> dict[str, Any]:
+    def options(self, device: torch.device) -> dict[str, Any]:
         """Of `GeminiDDP`, beside those above."""
         raise NotImplementedError
 
@@ -61,7 +62,7 @@ class EnginePlugin(Plugin):
             master_weights=getattr(self, "master_weights", True),
             max_norm=self.max_norm,
             loss_scale=self.loss_scale(),
-            **self.options(),
+            **self.options(device),
         )
 
 
@@ -79,18 +80,17 @@ def wrap_gemini(
     optimizer: torch.optim.Optimizer | None,
     *,
     verbose: bool,
+    tensor_parallel: TensorParallel | None = None,
     **options: Any,
 ) -> GeminiDDP:
-    """The wrapped module. The optimizer is one of this project's then, and updates its shards."""
+    """The wrapped module. The optimizer is one of this project's then, and updates its shards.
+
+    tensor_parallel: how torch splits the module before, over "tp" of `mesh=` in the options.
+    """
     if optimizer is not None:
-        check_over(optimizer, model)
-        ours = isinstance(optimizer, TieredOptimizer)
-        if optimizer.state or (ours and not optimizer.waits_for(_ids(model))):  # type: ignore[attr-defined]
-            raise ValueError(
-                f"this {type(optimizer).__name__} has state of the plain module; expected one that "
-                f"has not stepped (boost first, then load its state), of {TAKEN}"
-            )
-        convert(optimizer)  # what it refuses, it refuses before anything is changed
+        made_ours(optimizer, model)
+    if tensor_parallel is not None:
+        split(model, optimizer, options["mesh"]["tp"], tensor_parallel)
     wrapped = GeminiDDP(model, **options)
     if isinstance(optimizer, TieredOptimizer):
         optimizer.bind_to(wrapped.engine)
@@ -99,6 +99,21 @@ def wrap_gemini(
         if isinstance(optimizer, TieredOptimizer):
             print_skips(optimizer, wrapped)
     return wrapped
+
+
+def made_ours(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """The same object, one of this project's, over the plain module's parameters.
+
+    Raises ValueError, before anything is changed, for one that has stepped or cannot be.
+    """
+    check_over(optimizer, model)
+    ours = isinstance(optimizer, TieredOptimizer)
+    if optimizer.state or (ours and not optimizer.waits_for(_ids(model))):  # type: ignore[attr-defined]
+        raise ValueError(
+            f"this {type(optimizer).__name__} has state of the plain module; expected one that "
+            f"has not stepped (boost first, then load its state), of {TAKEN}"
+        )
+    convert(optimizer)
 
 
 def _ids(model: nn.Module) -> set[int]:
@@ -121,7 +136,7 @@ def print_skips(optimizer: TieredOptimizer, model: GeminiDDP) -> None:
         assert isinstance(stepped, TieredOptimizer)
         module, report = held(), stepped.last_report
         if module is not None and report is not None and report.skipped:
-            scale = module.engine.scaler.read().scale
+            scale = module.engine.control_vector.read().scale
             sys.stdout.write(
                 f"step skipped: the gradient of {report.nonfinite} is not finite; "
                 f"loss scale {scale:g}\n"

@@ -142,7 +142,7 @@ def sync_off(model: nn.Module) -> Iterator[None]:
         module.set_requires_gradient_sync(True)
 
 
-def whole_state(model: nn.Module) -> Mapping[str, Any]:
+def full_state(model: nn.Module) -> Mapping[str, Any]:
     """On the CPU, on rank 0; empty on the others. Collective."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     found: Mapping[str, Any] = get_model_state_dict(model, options=options)

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from gemini.chunk.sizing.search import ChunkConfiguration
-from gemini.integrations.parts import accept, refuse_absent, refuse_meshes, refuse_others
+from gemini.integrations.parallel.plans import TensorParallel
+from gemini.integrations.parallel.sizes import MeshSizes
+from gemini.integrations.parts import accept, check_sizes, refuse_absent, refuse_others
 from gemini.memtracer.trace import Trace
 from gemini.placement.policy import AutoPlacement, Placement, StaticPlacement
 
@@ -28,6 +30,11 @@ class GeminiPlugin(EnginePlugin):
     placement_policy: `"static"` with the three fractions, `"auto"` with its two ratios, `"cuda"`,
         `"cpu"`, or a placement dataclass.
     search_range_m: 32 searches freely (`GeminiDDP`'s None); another one is taken as it is.
+    extra_dp_size: replicas of shards, see docs/meshes.md.
+    tp_size: ranks that split layers between them, by the plan that a model of transformers has, or
+        by `model.tp_plan`; see docs/meshes.md. All of them see the same data.
+    enable_sequence_parallelism: between split layers each of those ranks has a part of the
+        sequence.
     memstats: a trace, of `gemini.trace` or `model.memory_stats`.
     gpu_margin_mem_ratio: for `"auto"` alone, which fills what the first iteration leaves whatever
         it is.
@@ -77,13 +84,28 @@ class GeminiPlugin(EnginePlugin):
     fp8_communication: bool = False
 
     def __post_init__(self) -> None:
-        refuse_meshes(tp_size=self.tp_size, extra_dp_size=self.extra_dp_size)
+        check_sizes("", extra_dp_size=self.extra_dp_size)
+        check_sizes(self.precision, tp_size=self.tp_size)
+        if self.tp_size == 1:
+            refuse_others(
+                {"enable_sequence_parallelism": self.enable_sequence_parallelism},
+                {"enable_sequence_parallelism": False}, "it is for tp_size above 1",
+            )  # fmt: skip
+        elif self.memstats is not None:
+            raise ValueError(
+                f"memstats with tp_size={self.tp_size}, of which a trace says nothing; expected "
+                "None, or tp_size=1"
+            )
         refuse_absent(
-            enable_sequence_parallelism=self.enable_sequence_parallelism,
             enable_sequence_overlap=self.enable_sequence_overlap,
             use_fp8=self.use_fp8,
             fp8_communication=self.fp8_communication,
         )
+        if self.strict_ddp_mode and self.tp_size > 1:
+            raise ValueError(
+                f"strict_ddp_mode=True with tp_size={self.tp_size}; expected one of the two: it "
+                "says that there is data parallelism alone"
+            )
         self.placement()
         self.loss_scale()
         if self.chunk_config_dict is not None and not isinstance(
@@ -106,7 +128,8 @@ class GeminiPlugin(EnginePlugin):
             ("enable_gradient_accumulation", self.enable_gradient_accumulation,
              "gradients of several backwards add up without it"),
             ("pin_memory", self.pin_memory, "what is staged is always pinned"),
-            ("strict_ddp_mode", self.strict_ddp_mode, "there is data parallelism alone"),
+            ("strict_ddp_mode", self.strict_ddp_mode and self.tp_size == 1,
+             "there is data parallelism alone"),
             ("gpu_margin_mem_ratio", self.gpu_margin_mem_ratio != 0,
              "placement_policy='auto' fills what the first iteration leaves"),
             ("enable_async_reduce=False", not self.enable_async_reduce,
@@ -155,9 +178,20 @@ class GeminiPlugin(EnginePlugin):
             )
         return parse_named(policy)
 
-    def options(self) -> dict[str, Any]:
+    @property
+    def sizes(self) -> MeshSizes:  # type: ignore[override]
+        return MeshSizes(tp=self.tp_size, replicas=self.extra_dp_size)
+
+    def _tensor_parallel(self) -> TensorParallel | None:
+        if self.tp_size == 1:
+            return None
+        return TensorParallel(sequence=self.enable_sequence_parallelism)
+
+    def options(self, device: torch.device) -> dict[str, Any]:
         searches_freely = self.search_range_m == SEARCH_RANGE_M
         return {
+            "mesh": self.sizes.mesh(device),
+            "tensor_parallel": self._tensor_parallel(),
             "placement_policy": self.placement(),
             "chunks": self.chunk_config_dict,
             "search_range_m": None if searches_freely else self.search_range_m,

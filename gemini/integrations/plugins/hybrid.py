@@ -1,25 +1,30 @@
-"""HybridParallelPlugin: data parallelism of any kind, until there are meshes."""
+"""HybridParallelPlugin: data parallelism of any kind, and layers that ranks split or share out."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from gemini.ddp import GeminiDDP
+from gemini.integrations.parallel.pipelined import STYLES, MicrobatchSchedule
+from gemini.integrations.parallel.plans import TensorParallel
+from gemini.integrations.parallel.sizes import MeshSizes
 from gemini.integrations.parts import (
     LOSS_SCALE,
     accept,
+    check_sizes,
     refuse_absent,
-    refuse_meshes,
     refuse_others,
 )
 
 from .engine_plugin import TORCH_DOES, EnginePlugin
 from .precision import BF16MixedPrecision, MixedPrecision, ScaledFP16
+from .stages import wrap_stages
 from .torch_plugins import TorchDDPPlugin
 from .zero_plugin import LowLevelZeroPlugin
 
@@ -38,34 +43,46 @@ _ONLY_ZERO: dict[str, Any] = {
     "overlap_communication": True,
     "overlap_allgather": False,
 }
-_ONLY_MESHES: dict[str, Any] = {
-    "sequence_parallelism_mode": None,
-    "enable_sequence_parallelism": False,
-    "enable_sequence_overlap": False,
-    "parallel_output": True,
+_ONLY_PIPELINE: dict[str, Any] = {
     "num_microbatches": None,
     "microbatch_size": None,
-    "custom_policy": None,
     "pp_style": "1f1b",
     "num_model_chunks": 1,
     "num_layers_per_stage": None,
-    "gradient_checkpoint_config": None,
     "enable_metadata_cache": True,
-    "make_vocab_size_divisible_by": 64,
     "dp_outside": True,
     "overlap_p2p": True,
-    "inner_ring_size": None,
 }
+_ONLY_TENSOR: dict[str, Any] = {
+    "custom_policy": None,
+    "parallel_output": True,
+    "make_vocab_size_divisible_by": 64,
+    "enable_sequence_parallelism": False,
+}
+_ONLY_SEQUENCE: dict[str, Any] = {"sequence_parallelism_mode": None, "sp_size": None}
+_OTHER_SEQUENCE_MODES = ("ring", "all_to_all", "ring_attn")
 
 
 @dataclass(frozen=True)
 class HybridParallelPlugin(EnginePlugin):
-    """torch's DDP (`zero_stage=0`) or ZeRO-1 and 2, in fp16, bf16 or fp32.
+    """torch's DDP (`zero_stage=0`) or ZeRO-1 and 2, beside tensor parallelism or a pipeline.
 
-    tp_size, pp_size, sp_size: 1; more is not there yet, and what is for them alone is refused.
+    tp_size: ranks that split layers between them, by the plan that a model of transformers has, or
+        by `custom_policy`: torch's styles, or the words of transformers, by names of modules. All
+        of them see the same data. Beside it `zero_stage=0` keeps replicas, and shards nothing.
+    enable_sequence_parallelism: between split layers each of those ranks has a part of the sequence
+        (`sequence_parallelism_mode="split_gather"`, or None; `sp_size` is None or `tp_size`).
+    pp_size: places of a pipeline, for `booster.execute_pipeline`. `nn.Sequential` and models of
+        transformers are cut into stages of as many layers, or of `num_layers_per_stage`. State is
+        sharded over ranks that have the same stage, and gradients are reduced once, at any
+        `zero_stage`.
+    pp_style: `"1f1b"`, `"interleaved"` with `num_model_chunks` stages a rank, or `"zbv"` with two.
+    num_microbatches, microbatch_size: one of the two, for a pipeline.
+    dp_outside: ranks of one pipeline are neighbours.
     zero_stage: 0 takes the options of `TorchDDPPlugin`, 1 and 2 those of `LowLevelZeroPlugin`; an
         option of the other is refused.
-    precision: at stage 0 by torch's autocast.
+    precision: at stage 0 by torch's autocast, alone. Tensor parallelism and pipelines take bf16 and
+        fp32.
     max_norm: every step clips gradients to this L2 norm.
     """
 
@@ -117,28 +134,123 @@ class HybridParallelPlugin(EnginePlugin):
     inner_ring_size: int | None = None
 
     def __post_init__(self) -> None:
-        refuse_meshes(tp_size=self.tp_size, pp_size=self.pp_size, sp_size=self.sp_size)
+        check_sizes("", sp_size=self.sp_size)
+        check_sizes(self.precision, tp_size=self.tp_size, pp_size=self.pp_size)
         refuse_absent(fp8_communication=self.fp8_communication, use_fp8=self.use_fp8)
-        refuse_others(
-            self._given(_ONLY_MESHES), _ONLY_MESHES,
-            "it is for tp_size, pp_size or sp_size above 1, which is not there yet",
-        )  # fmt: skip
+        refuse_absent(enable_sequence_overlap=self.enable_sequence_overlap)
         if self.zero_stage not in (0, 1, 2):
             raise ValueError(f"zero_stage={self.zero_stage}; expected 0, 1 or 2")
         if self.precision not in ("fp16", "bf16", "fp32"):
             raise ValueError(f"precision={self.precision!r}; expected 'fp16', 'bf16' or 'fp32'")
-        others = _ONLY_ZERO if self.zero_stage == 0 else _ONLY_DDP
-        stage = "1 or 2" if self.zero_stage == 0 else "0"
-        refuse_others(self._given(others), others, f"it is for zero_stage={stage}")
+        self._check_tensor_parallel()
+        self._check_pipeline()
+        self._check_stage()
         self.loss_scale()
-        if self.zero_stage:
-            self._zero()
         for name in (
             "enable_all_optimization", "enable_fused_normalization", "enable_flash_attention",
             "enable_jit_fused",
         ):  # fmt: skip
             if getattr(self, name):
                 accept(name, TORCH_DOES)
+
+    def _check_tensor_parallel(self) -> None:
+        if self.tp_size > 1 and self.pp_size > 1:
+            raise NotImplementedError(
+                f"tp_size={self.tp_size} with pp_size={self.pp_size} is not there: the layers of a "
+                "stage are not split. Take one of the two, and ZeRO beside it"
+            )
+        if self.tp_size == 1:
+            refuse_others(self._given(_ONLY_TENSOR), _ONLY_TENSOR, "it is for tp_size above 1")
+        if self.custom_policy is not None and not isinstance(self.custom_policy, Mapping):
+            raise ValueError(
+                f"custom_policy is a {type(self.custom_policy).__name__}; expected a plan: "
+                "{'layers.*.up': ColwiseParallel(), ...}, or such words as 'colwise'"
+            )
+        if not self.enable_sequence_parallelism:
+            usual = _ONLY_SEQUENCE | {"sp_size": None if self.sp_size is None else 1}
+            refuse_others(
+                self._given(_ONLY_SEQUENCE), usual, "it is for enable_sequence_parallelism=True"
+            )
+        elif self.sequence_parallelism_mode in _OTHER_SEQUENCE_MODES:
+            raise NotImplementedError(
+                f"sequence_parallelism_mode={self.sequence_parallelism_mode!r} is not there; take "
+                "'split_gather', over the ranks of tp_size"
+            )
+        elif self.sequence_parallelism_mode not in (None, "split_gather"):
+            raise ValueError(
+                f"sequence_parallelism_mode={self.sequence_parallelism_mode!r}; expected "
+                "'split_gather'"
+            )
+        elif self.sp_size not in (None, 1, self.tp_size):
+            raise ValueError(
+                f"sp_size={self.sp_size} with tp_size={self.tp_size}; expected None: a sequence is "
+                "split over the ranks of tp_size"
+            )
+        elif self.custom_policy is not None:
+            raise ValueError(
+                "enable_sequence_parallelism=True with custom_policy; expected False, and torch's "
+                "SequenceParallel in the plan"
+            )
+        if self.gradient_checkpoint_config is not None:
+            raise ValueError(
+                "gradient_checkpoint_config; expected None: call "
+                "model.gradient_checkpointing_enable() before boost"
+            )
+        if self.inner_ring_size is not None:
+            raise ValueError(
+                f"inner_ring_size={self.inner_ring_size}; expected None: ring attention is not "
+                "there"
+            )
+        if not self.parallel_output:
+            accept("parallel_output=False", "outputs are whole where the plan gathers them")
+        if self.make_vocab_size_divisible_by != 64:
+            accept("make_vocab_size_divisible_by", "a vocabulary is split as it is, unevenly")
+
+    def _check_pipeline(self) -> None:
+        if self.pp_size == 1:
+            refuse_others(self._given(_ONLY_PIPELINE), _ONLY_PIPELINE, "it is for pp_size above 1")
+            return
+        cuts = {"num_microbatches": self.num_microbatches, "microbatch_size": self.microbatch_size}
+        given = [size for size in cuts.values() if size is not None]
+        if len(given) != 1 or given[0] < 1:
+            raise ValueError(
+                f"pp_size={self.pp_size} with {cuts}; expected one of the two, 1 or more"
+            )
+        chunks = {"1f1b": self.num_model_chunks == 1, "zbv": self.num_model_chunks == 2}
+        if self.pp_style not in STYLES or not chunks.get(self.pp_style, self.num_model_chunks > 1):
+            raise ValueError(
+                f"pp_style={self.pp_style!r} with num_model_chunks={self.num_model_chunks}; "
+                "expected '1f1b' with 1, 'interleaved' with 2 or more, or 'zbv' with 2"
+            )
+        if self.overlap_allgather:
+            raise ValueError(
+                f"overlap_allgather=True with pp_size={self.pp_size}; expected False: a stage is "
+                "gathered once for all micro-batches"
+            )
+        if self.zero_stage == 0:
+            accept(
+                f"zero_stage=0 with pp_size={self.pp_size}",
+                "updates are those of zero_stage=1, whose state is sharded",
+            )
+        if not self.enable_metadata_cache:
+            accept("enable_metadata_cache=False", "shapes are found when they change")
+        if not self.overlap_p2p:
+            accept("overlap_p2p=False", "torch's schedules wait for a message when they need it")
+
+    def _check_stage(self) -> None:
+        is_ddp = self.zero_stage == 0 and not self._is_engines
+        if not is_ddp:
+            alone = "zero_stage=0, tp_size=1 and pp_size=1"
+            refuse_others(self._given(_ONLY_DDP), _ONLY_DDP, f"it is for {alone}")
+        if self.zero_stage == 0:
+            refuse_others(self._given(_ONLY_ZERO), _ONLY_ZERO, "it is for zero_stage=1 or 2")
+        if not is_ddp:
+            self._zero()
+
+    @property
+    def _is_engines(self) -> bool:
+        """Whether ranks do more than data parallelism, which this project's engine carries out."""
+        return self.tp_size > 1 or self.pp_size > 1
 
     def _given(self, names: Mapping[str, Any]) -> dict[str, Any]:
         return {name: getattr(self, name) for name in names}
@@ -147,7 +259,8 @@ class HybridParallelPlugin(EnginePlugin):
         fp16 = self.precision == "fp16"
         scale = {name: getattr(self, name) for name in LOSS_SCALE} if fp16 else {}
         return LowLevelZeroPlugin(
-            stage=self.zero_stage,
+            # reduces while a backward runs, as DDP does; a pipeline reduces once, whatever it is
+            stage=2 if self.zero_stage == 0 or self.pp_size > 1 else self.zero_stage,
             precision=self.precision,
             max_norm=self.max_norm,
             reduce_bucket_size_in_m=self.zero_bucket_size_in_m,
@@ -175,6 +288,15 @@ class HybridParallelPlugin(EnginePlugin):
         precision: MixedPrecision | None,
         device: torch.device,
     ) -> nn.Module:
+        if self.pp_size > 1:
+            schedule = MicrobatchSchedule(
+                self.pp_style, self.num_model_chunks, self.num_microbatches, self.microbatch_size
+            )
+            options = {"precision": self.precision, "max_norm": self.max_norm}
+            options |= self.options(device)
+            return wrap_stages(model, optimizer, schedule, self.num_layers_per_stage, options)
+        if self.tp_size > 1:
+            return super().wrap(model, optimizer, None, device)
         if self.zero_stage:
             return self._zero().wrap(model, optimizer, None, device)
         scale = self.loss_scale()
@@ -183,5 +305,20 @@ class HybridParallelPlugin(EnginePlugin):
             own = BF16MixedPrecision()
         return self._ddp().wrap_clipped(model, optimizer, own, device, max_norm=self.max_norm)
 
+    @property
+    def sizes(self) -> MeshSizes:  # type: ignore[override]
+        shards = self.zero_stage > 0 or self.tp_size == 1
+        return MeshSizes(self.tp_size, self.pp_size, shards=shards, pp_inside=self.dp_outside)
+
+    def options(self, device: torch.device) -> dict[str, Any]:
+        """Of `GeminiDDP`, beside tensor parallelism or as a stage."""
+        options = {**self._zero().options(device), "mesh": self.sizes.mesh(device)}
+        if self.tp_size > 1:
+            sequence = self.enable_sequence_parallelism
+            options["tensor_parallel"] = TensorParallel(self.custom_policy, sequence)
+        return options
+
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        return (self._zero() if self.zero_stage else self._ddp()).no_sync(model)
+        if self.pp_size > 1:
+            return nullcontext()  # gradients are reduced once a call of the schedule
+        return (self._zero() if isinstance(model, GeminiDDP) else self._ddp()).no_sync(model)

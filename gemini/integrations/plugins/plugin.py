@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from gemini.integrations.parts import dataloader, this_device
+from gemini.integrations.parallel.sizes import MeshSizes
+from gemini.integrations.parts import dataloader, rank, this_device, world_size
 
 from .precision import MixedPrecision, check_is_own, parse_precision
 
 
 class Plugin:
-    """Base of all. One that is new is a frozen dataclass of its options, and `wrap`.
+    """What a `Booster` wraps modules by. A new one is a frozen dataclass of options, and `wrap`.
 
     own_precision: what it computes in; None where `Booster(mixed_precision=)` says it.
     takes_device: whether `Booster(device=)` says where it computes.
@@ -23,6 +24,7 @@ class Plugin:
 
     own_precision: str | None = None
     takes_device = False
+    sizes: MeshSizes = MeshSizes()  # of its mesh
 
     def wrap(
         self,
@@ -53,11 +55,12 @@ class Plugin:
     ) -> DataLoader[Any]:
         """A loader with this rank's part of `dataset`; see `gemini.integrations.parts.dataloader`.
 
+        Ranks that split layers between them, or are places of one pipeline, get the same part.
         Call `loader.sampler.set_epoch(epoch)` for another order in each epoch.
         """
         return dataloader(
             dataset, batch_size, shuffle, seed, drop_last, pin_memory, num_workers,
-            distributed_sampler_cls, **kwargs,
+            distributed_sampler_cls, self.sizes.data_place(rank(), world_size()), **kwargs,
         )  # fmt: skip
 
     prepare_train_dataloader = prepare_dataloader

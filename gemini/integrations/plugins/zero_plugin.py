@@ -75,7 +75,7 @@ class LowLevelZeroPlugin(EnginePlugin):
         dtype = self.communication_dtype
         return None if dtype is None else precision_of("communication_dtype", dtype)
 
-    def options(self) -> dict[str, Any]:
+    def options(self, device: torch.device) -> dict[str, Any]:
         return {
             "placement_policy": StaticPlacement.zero(self.stage, cpu_offload=self.cpu_offload),
             "search_range_m": 0,

@@ -10,81 +10,91 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gemini.placement.plan import Staging, UpdatePath
-from gemini.placement.problem import Homes, Tiers, state_parts
+from gemini.placement.problem import Homes, PlacementProblem, state_parts
 from gemini.placement.sizes import BudgetError, ChunkBytes
 from gemini.placement.tiers import Tier
 from gemini.placement.timetable.room import Demand, DeviceRoom
 from gemini.units import ChunkId
 
 
-def fill(tiers: Tiers, demand: Demand, order: str) -> Homes:
+def fill(problem: PlacementProblem, demand: Demand, order: str) -> Homes:
     """Fill the device in `order` (a word of `p`, `g` and `s`), then the host, then NVMe.
 
     Raises BudgetError with the bytes that are missing.
     """
     try:
-        return _fill(tiers, demand, order)
+        return _fill(problem, demand, order)
     except BudgetError as error:
-        if tiers.has_host_tier or tiers.fixed_params is not None or error.tier is not Tier.DEVICE:
+        if (
+            problem.has_host_tier
+            or problem.fixed_params is not None
+            or error.tier is not Tier.DEVICE
+        ):
             raise
     # parameters on NVMe need no buffers to undo a step
-    return _fill(tiers, demand, order.replace("p", ""))
+    return _fill(problem, demand, order.replace("p", ""))
 
 
-def _fill(tiers: Tiers, demand: Demand, order: str) -> Homes:
-    below = tiers.below()
-    lowest = tiers.lowest(below)
-    if tiers.has_host_tier and _host_overflows(tiers, lowest):
-        lowest = tiers.lowest(Tier.NVME)
-    _force_onto_nvme(tiers, lowest)
-    device_staging, _ = tiers.staging(lowest)
-    if not tiers.has_host_tier and tiers.fixed_params is None and "p" in order:
-        device_staging, _ = tiers.staging(tiers.lowest(Tier.NVME), params_may_rise=True)
-    room = demand.room(tiers, prefetch=True)
+def _fill(problem: PlacementProblem, demand: Demand, order: str) -> Homes:
+    below = problem.below()
+    lowest = problem.lowest(below)
+    if problem.has_host_tier and host_overflows(problem, lowest):
+        lowest = problem.lowest(Tier.NVME)
+    _force_onto_nvme(problem, lowest)
+    device_staging, _ = problem.staging(lowest)
+    if not problem.has_host_tier and problem.fixed_params is None and "p" in order:
+        device_staging, _ = problem.staging(problem.lowest(Tier.NVME), params_may_rise=True)
+    room = demand.room(problem, prefetch=True)
     room.reserve(device_staging.nbytes)
     if room.left.min() < 0:
-        room = demand.room(tiers, prefetch=False)
+        room = demand.room(problem, prefetch=False)
         room.reserve(device_staging.nbytes)
-        _check_floor(tiers, demand, room, device_staging)
-    homes = tiers.lowest(below)
-    _force_onto_nvme(tiers, homes)
-    _take_what_is_there(tiers, homes, room)
+        _check_floor(problem, demand, room, device_staging)
+    homes = problem.lowest(below)
+    _force_onto_nvme(problem, homes)
+    _take_what_is_there(problem, homes, room)
     for kind in order:
-        for chunk in tiers.chunks:
+        for chunk in problem.chunks:
             i = chunk.id
-            may_rise = tiers.fixed_params is None and homes.param[i] is not Tier.DEVICE
+            may_rise = problem.fixed_params is None and homes.param[i] is not Tier.DEVICE
             if kind == "p" and may_rise and room.take_param(chunk):
                 homes.param[i] = Tier.DEVICE
             if kind == "s" and chunk.trainable:
                 free = [b for b, home in enumerate(homes.state[i]) if home is below]
-                if not tiers.has_host_tier:
-                    free = free[_forced_blocks(tiers, chunk) :]
+                if not problem.has_host_tier:
+                    free = free[_forced_blocks(problem, chunk) :]
                 out = room.take_run([chunk.blocks[b].state_bytes for b in free])
                 for b in free[out:]:
                     homes.state[i][b] = Tier.DEVICE
             if kind == "g" and chunk.trainable and homes.grad[i] is not Tier.DEVICE:
-                on_cpu = tiers.off_device is UpdatePath.CPU
+                on_cpu = problem.off_device is UpdatePath.CPU
                 on_cpu = on_cpu and any(home is below for home in homes.state[i])
                 if not on_cpu and room.take_grad(chunk):
                     homes.grad[i] = Tier.DEVICE
-    if tiers.has_host_tier:
-        _spill_host(tiers, homes)
-    _join_on_nvme(tiers, homes, room, "p" in order and tiers.fixed_params is None)
-    homes.device_staging, homes.host_staging = tiers.staging(homes)
-    used = tiers.nvme_bytes(homes)
-    if used > tiers.budgets.nvme:
-        raise BudgetError.missing(
-            Tier.NVME, used - tiers.budgets.nvme, tiers.budgets.nvme, "what must be on disk",
-            "raise nvme_budget, host_budget or device_budget by as much, or use more ranks",
-        )  # fmt: skip
+    if problem.has_host_tier:
+        _spill_host(problem, homes)
+    _join_on_nvme(problem, homes, room, "p" in order and problem.fixed_params is None)
+    homes.device_staging, homes.host_staging = problem.staging(homes)
+    check_nvme(problem, homes)
     return homes
 
 
-def _take_what_is_there(tiers: Tiers, homes: Homes, room: DeviceRoom) -> None:
+def check_nvme(problem: PlacementProblem, homes: Homes) -> None:
+    """Raises BudgetError where files would take more than there is for them."""
+    used = problem.nvme_bytes(homes)
+    if used > problem.budgets.nvme:
+        raise BudgetError.missing(
+            Tier.NVME, used - problem.budgets.nvme, problem.budgets.nvme, "what must be on disk",
+            "raise nvme_budget, host_budget or device_budget by as much, or use more ranks"
+            + problem.fewer_originals(Tier.NVME),
+        )  # fmt: skip
+
+
+def _take_what_is_there(problem: PlacementProblem, homes: Homes, room: DeviceRoom) -> None:
     """Room for what is on the device already. Raises BudgetError."""
-    if tiers.fixed_params is None and tiers.floor is None:
+    if problem.fixed_params is None and problem.floor is None:
         return
-    for chunk in tiers.chunks:
+    for chunk in problem.chunks:
         i = chunk.id
         if homes.param[i] is Tier.DEVICE:
             room.take_param(chunk, forced=True)
@@ -100,12 +110,14 @@ def _take_what_is_there(tiers: Tiers, homes: Homes, room: DeviceRoom) -> None:
     missing = -int(room.left.min())
     if missing > 0:
         raise BudgetError.missing(
-            Tier.DEVICE, missing, tiers.budgets.device, "the model data that is there already",
+            Tier.DEVICE, missing, problem.budgets.device, "the model data that is there already",
             "raise device_budget by as much",
         )  # fmt: skip
 
 
-def _join_on_nvme(tiers: Tiers, homes: Homes, room: DeviceRoom, params_may_move: bool) -> None:
+def _join_on_nvme(
+    problem: PlacementProblem, homes: Homes, room: DeviceRoom, params_may_move: bool
+) -> None:
     """A chunk with parameters or gradients on NVMe has its state there too.
 
     Files count before memory changes (ADR 0002), so what is updated in memory may neither be read
@@ -117,7 +129,7 @@ def _join_on_nvme(tiers: Tiers, homes: Homes, room: DeviceRoom, params_may_move:
             tier is not Tier.NVME for tier in homes.state[i]
         )
 
-    torn = [chunk for chunk in tiers.chunks if chunk.trainable and split(chunk.id)]
+    torn = [chunk for chunk in problem.chunks if chunk.trainable and split(chunk.id)]
     tried = False  # what did not fit fits no sooner before something is given back
     for chunk in reversed(torn):
         i = chunk.id
@@ -142,13 +154,13 @@ def _join_on_nvme(tiers: Tiers, homes: Homes, room: DeviceRoom, params_may_move:
         tried = True
 
 
-def _forced_blocks(tiers: Tiers, chunk: ChunkBytes) -> int:
+def _forced_blocks(problem: PlacementProblem, chunk: ChunkBytes) -> int:
     """How many leading blocks of a chunk `nvme_state_frac` puts on NVMe."""
-    if tiers.nvme_state_frac == 0:
+    if problem.nvme_state_frac == 0:
         return 0
-    total = sum(b.numel for c in tiers.chunks for b in c.blocks)
-    wanted = tiers.nvme_state_frac * total
-    taken = float(sum(b.numel for c in tiers.chunks[: chunk.id] for b in c.blocks))
+    total = sum(b.numel for c in problem.chunks for b in c.blocks)
+    wanted = problem.nvme_state_frac * total
+    taken = float(sum(b.numel for c in problem.chunks[: chunk.id] for b in c.blocks))
     count = 0
     for block in chunk.blocks:
         if taken + block.numel / 2 > wanted:
@@ -158,19 +170,19 @@ def _forced_blocks(tiers: Tiers, chunk: ChunkBytes) -> int:
     return count
 
 
-def _force_onto_nvme(tiers: Tiers, homes: Homes) -> None:
+def _force_onto_nvme(problem: PlacementProblem, homes: Homes) -> None:
     """Put the share of state on NVMe that was asked for."""
-    for chunk in tiers.chunks:
-        for b in range(_forced_blocks(tiers, chunk)):
+    for chunk in problem.chunks:
+        for b in range(_forced_blocks(problem, chunk)):
             homes.state[chunk.id][b] = Tier.NVME
 
 
-def missing_for_everything(tiers: Tiers, demand: Demand) -> int | None:
+def missing_for_everything(problem: PlacementProblem, demand: Demand) -> int | None:
     """Bytes that the device lacks to hold all model data; None where some must be on NVMe."""
-    if any(_forced_blocks(tiers, chunk) for chunk in tiers.chunks):
+    if any(_forced_blocks(problem, chunk) for chunk in problem.chunks):
         return None
-    room = demand.room(tiers, prefetch=False)
-    for chunk in tiers.chunks:
+    room = demand.room(problem, prefetch=False)
+    for chunk in problem.chunks:
         room.take_param(chunk, forced=True)
         room.reserve(chunk.state_bytes)
         if chunk.trainable:
@@ -178,9 +190,9 @@ def missing_for_everything(tiers: Tiers, demand: Demand) -> int | None:
     return max(0, -int(room.left.min()))
 
 
-def _host_bytes(tiers: Tiers, homes: Homes) -> int:
-    total = 0
-    for chunk in tiers.chunks:
+def _host_bytes(problem: PlacementProblem, homes: Homes) -> int:
+    total = problem.original_bytes(Tier.HOST)
+    for chunk in problem.chunks:
         i = chunk.id
         total += chunk.shard_bytes * (homes.param[i] is Tier.HOST)
         total += chunk.shard_bytes * (chunk.trainable and homes.grad[i] is Tier.HOST)
@@ -189,57 +201,63 @@ def _host_bytes(tiers: Tiers, homes: Homes) -> int:
     return total
 
 
-def _host_overflows(tiers: Tiers, homes: Homes) -> bool:
-    return _host_bytes(tiers, homes) > tiers.budgets.host
+def host_overflows(problem: PlacementProblem, homes: Homes) -> bool:
+    """Whether the host has less room than these homes take of it, without staging."""
+    return _host_bytes(problem, homes) > problem.budgets.host
 
 
-def _spill_host(tiers: Tiers, homes: Homes) -> None:
+def _spill_host(problem: PlacementProblem, homes: Homes) -> None:
     """Move from host to NVMe what the host has no room for: state, then gradients, parameters.
 
     A byte of a parameter is read twice an iteration and written once; of the rest, once each.
     Each of the three that is on NVMe asks for staging buffers of its own in host memory.
     """
-    over = _host_bytes(tiers, homes) - tiers.budgets.host
+    over = _host_bytes(problem, homes) - problem.budgets.host
     uses_nvme = any(Tier.NVME in (homes.param[c.id], homes.grad[c.id], *homes.state[c.id])
-                    for c in tiers.chunks)  # fmt: skip
+                    for c in problem.chunks)  # fmt: skip
     if over <= 0 and not uses_nvme:
         return
     spilled = homes.copy()
     for kind in ("state", "grad", "param"):
-        for row, index, _ in _rows_on_host(tiers, spilled, kind):
+        for row, index, _ in _rows_on_host(problem, spilled, kind):
             row[index] = Tier.NVME
-        for chunk in tiers.chunks:  # as `_join_on_nvme` will have it
+        for chunk in problem.chunks:  # as `_join_on_nvme` will have it
             if Tier.NVME in (spilled.param[chunk.id], spilled.grad[chunk.id]):
                 spilled.state[chunk.id] = [Tier.NVME for _ in chunk.blocks]
-        staging = tiers.staging(spilled, params_may_rise=True)[1].nbytes
-        over = _host_bytes(tiers, homes) + staging - tiers.budgets.host
-        for row, index, nbytes in _rows_on_host(tiers, homes, kind):
+        staging = problem.staging(spilled, params_may_rise=True)[1].nbytes
+        over = _host_bytes(problem, homes) + staging - problem.budgets.host
+        for row, index, nbytes in _rows_on_host(problem, homes, kind):
             if over > 0:
                 row[index] = Tier.NVME
                 over -= nbytes
         if over <= 0:
             return
     raise BudgetError.missing(
-        Tier.HOST, over, tiers.budgets.host, "the staging buffers of NVMe",
-        "raise host_budget by as much, or lower NvmeConfig.depth",
+        Tier.HOST, over, problem.budgets.host, "the staging buffers of NVMe",
+        "raise host_budget by as much, or lower NvmeConfig.depth"
+        + problem.fewer_originals(Tier.HOST),
     )  # fmt: skip
 
 
-def _rows_on_host(tiers: Tiers, homes: Homes, kind: str) -> Iterator[tuple[list[Tier], int, int]]:
+def _rows_on_host(
+    problem: PlacementProblem, homes: Homes, kind: str
+) -> Iterator[tuple[list[Tier], int, int]]:
     """(row, index into it, bytes) of what the host holds of a kind and may give, in order."""
-    for chunk in tiers.chunks:
+    for chunk in problem.chunks:
         i = chunk.id
         if kind == "state":
             for b, block in enumerate(chunk.blocks):
-                if homes.state[i][b] is Tier.HOST and tiers.may_be_lower(kind, i, b):
+                if homes.state[i][b] is Tier.HOST and problem.may_be_lower(kind, i, b):
                     yield homes.state[i], b, block.state_bytes
         elif kind == "param" or chunk.trainable:
             row = homes.param if kind == "param" else homes.grad
-            if row[i] is Tier.HOST and tiers.may_be_lower(kind, i):
+            if row[i] is Tier.HOST and problem.may_be_lower(kind, i):
                 yield row, i, chunk.shard_bytes
 
 
-def _check_floor(tiers: Tiers, demand: Demand, room: DeviceRoom, staging: Staging) -> None:
+def _check_floor(
+    problem: PlacementProblem, demand: Demand, room: DeviceRoom, staging: Staging
+) -> None:
     """Raises BudgetError where the device cannot hold what must be there at some moment."""
     least = int(room.left.argmin())
     moment, missing = int(room.moments[least]), -int(room.left[least])
@@ -247,23 +265,27 @@ def _check_floor(tiers: Tiers, demand: Demand, room: DeviceRoom, staging: Stagin
         return
     non_model = int(demand.non_model[moment])
     needs = demand.needs[moment] if moment < len(demand.needs) else ()
-    payloads = sum(tiers.chunks[chunk].payload_bytes for chunk in needs)
-    buffers = tiers.budgets.device - non_model - payloads - staging.nbytes + missing
+    payloads = sum(problem.chunks[chunk].payload_bytes for chunk in needs)
+    originals = problem.original_bytes(Tier.DEVICE)
+    buffers = problem.budgets.device - non_model - payloads - originals - staging.nbytes + missing
     parts = {
         "activations and temporaries": non_model,
         "the chunks in use": payloads,
         "gradient buffers": max(0, buffers),
         "staging": staging.nbytes,
     }
+    if originals:
+        parts["fp32 originals"] = originals
     knobs = {
         "activations and temporaries": "use a smaller batch or activation checkpointing",
         "the chunks in use": "lower min_chunk_size_m, so that chunks are smaller",
         "gradient buffers": "lower min_chunk_size_m, so that fewer gradients wait for a chunk",
-        "staging": "lower NvmeConfig.block_numel",
+        "staging": "lower block_numel, of AutoPlacement or NvmeConfig",
     }
-    largest = max(parts, key=lambda name: parts[name])
+    largest = max(knobs, key=lambda name: parts[name])
     listed = ", ".join(f"{name} {nbytes}" for name, nbytes in parts.items())
     raise BudgetError.missing(
-        Tier.DEVICE, missing, tiers.budgets.device, f"moment {moment} (bytes: {listed})",
-        f"raise device_budget by as much, or {knobs[largest]}",
+        Tier.DEVICE, missing, problem.budgets.device, f"moment {moment} (bytes: {listed})",
+        f"raise device_budget by as much, or {knobs[largest]}"
+        + problem.fewer_originals(Tier.DEVICE),
     )  # fmt: skip

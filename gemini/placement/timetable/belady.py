@@ -1,7 +1,7 @@
 """Which copies to keep between uses, so that the fewest bytes move. Pure.
 
-An item has uses at moments of an iteration that repeats. Between two uses its copy is either kept,
-or given up and fetched again. What is kept over a moment, with what the moment needs, must fit into
+An item has uses at moments of an iteration that repeats. Between two uses its copy is cached, or
+given up and fetched again. What is cached over a moment must fit, with what the moment needs, into
 the room of that moment. Belady's rule (when room is short give up the copy whose next use is
 farthest) is optimal for items of equal size. For mixed sizes it is not: a large victim leaves gaps,
 which are filled, and an iteration that is filled from nothing is sometimes better. `best_schedule`
@@ -23,7 +23,7 @@ class CacheProblem:
 
     needs: the items that every moment uses. nbytes: of every item. room: bytes for items at every
     moment. ends: at every moment, the needed items whose copy is worthless behind it (its home was
-    changed, or it was consumed): it is not kept.
+    changed, or it was consumed): it is not cached.
     """
 
     needs: tuple[tuple[int, ...], ...]
@@ -52,10 +52,10 @@ class Interval:
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
-    """Which intervals are kept, and what follows."""
+class CacheSchedule:
+    """Which intervals are cached, and what follows."""
 
-    kept: tuple[Interval, ...]
+    cached: tuple[Interval, ...]
     fetches: tuple[tuple[int, ...], ...]  # at every moment
     bytes_moved: int
     lower_bound: int = 0  # no schedule moves fewer bytes
@@ -67,7 +67,7 @@ class Schedule:
 
 
 def intervals_of(problem: CacheProblem) -> list[Interval]:
-    """Where a copy could be kept, by start; a use that ends a copy opens no interval."""
+    """Where a copy could be cached, by start; a use that ends a copy opens no interval."""
     total = len(problem.needs)
     ends = _sets(problem.ends, total)
     uses: dict[int, list[int]] = {}
@@ -82,7 +82,7 @@ def intervals_of(problem: CacheProblem) -> list[Interval]:
     return sorted(found, key=lambda i: (i.start, i.item))
 
 
-def best_schedule(problem: CacheProblem) -> Schedule:
+def best_schedule(problem: CacheProblem) -> CacheSchedule:
     """The better of Belady's rule and an empty schedule, both filled, with its lower bound.
 
     Raises ValueError where the needs of a moment do not fit its room.
@@ -101,41 +101,41 @@ def best_schedule(problem: CacheProblem) -> Schedule:
     return best
 
 
-def evaluate(problem: CacheProblem, kept: Iterable[Interval], bound: int = 0) -> Schedule:
+def evaluate(problem: CacheProblem, cached: Iterable[Interval], bound: int = 0) -> CacheSchedule:
     """The bytes that keeping exactly these intervals moves."""
     total = len(problem.needs)
-    kept = tuple(sorted(kept, key=lambda i: (i.start, i.item)))
-    arrives = {(i.item, i.end % total) for i in kept}
+    cached = tuple(sorted(cached, key=lambda i: (i.start, i.item)))
+    arrives = {(i.item, i.end % total) for i in cached}
     fetches = tuple(
         tuple(item for item in items if (item, moment) not in arrives)
         for moment, items in enumerate(problem.needs)
     )
     moved = sum(problem.nbytes[item] for items in fetches for item in items)
-    return Schedule(kept, fetches, moved, bound)
+    return CacheSchedule(cached, fetches, moved, bound)
 
 
 def lower_bound(problem: CacheProblem, intervals: Sequence[Interval], free: Sequence[int]) -> int:
-    """Bytes that every schedule moves: the optimum where items may be kept in part.
+    """Bytes that every schedule moves: the optimum where items may be cached in part.
 
     Every interval saves the same a byte, so the linear program is solved by Belady's rule on parts
     of items. What wraps round holds at the start of the iteration is left out: it makes a schedule
     only dearer.
     """
     total = len(problem.needs)
-    active: list[list[int]] = []  # [-end, bytes kept], the farthest end first
+    active: list[list[int]] = []  # [-end, bytes cached], the farthest end first
     load, lost, next_interval = 0, 0, 0
     closing = [0] * (total + 1)  # bytes whose interval ends at a moment
     for moment in range(total):
         load -= closing[moment]
         over = load - free[moment]
         while over > 0:
-            end, kept = active[0]
-            part = min(over, kept)
+            end, cached = active[0]
+            part = min(over, cached)
             active[0][1] -= part
             if -end < total:
                 closing[-end] -= part
             load, over, lost = load - part, over - part, lost + part
-            if part == kept:
+            if part == cached:
                 heapq.heappop(active)
         while next_interval < len(intervals) and intervals[next_interval].start == moment:
             interval = intervals[next_interval]
@@ -149,7 +149,7 @@ def lower_bound(problem: CacheProblem, intervals: Sequence[Interval], free: Sequ
     return uses - sum(problem.nbytes[i.item] for i in intervals) + lost
 
 
-Key = Callable[[Interval], tuple[int, ...]]  # of what is kept, the greatest is given up first
+Key = Callable[[Interval], tuple[int, ...]]  # of what is cached, the greatest is given up first
 _NO_LIMIT = 1 << 62
 _MAX_ROUNDS = 8  # of an iteration, until what it begins and ends with is the same
 
@@ -163,9 +163,9 @@ def farthest_use(interval: Interval) -> tuple[int, ...]:
 class _Sweep:
     """One pass over the iteration."""
 
-    kept: list[Interval] = field(default_factory=list)  # without those that wrap round
-    wrapped: list[Interval] = field(default_factory=list)  # kept up to the end of the pass
-    used: list[Interval] = field(default_factory=list)  # of those given, kept to their use
+    cached: list[Interval] = field(default_factory=list)  # without those that wrap round
+    wrapped: list[Interval] = field(default_factory=list)  # cached up to the end of the pass
+    used: list[Interval] = field(default_factory=list)  # of those given, cached to their use
 
 
 def by_rule(
@@ -183,7 +183,7 @@ def by_rule(
     wrapping = [i for i in intervals if i.end >= total]
     plain = [i for i in intervals if i.end < total]
     if not wrapping:
-        return _sweep(problem, plain, (), free, key).kept
+        return _sweep(problem, plain, (), free, key).cached
 
     def repeat(fixed: frozenset[Interval]) -> tuple[int, list[Interval]] | None:
         left = list(free)
@@ -192,8 +192,8 @@ def by_rule(
                 left[moment] -= problem.nbytes[interval.item]
         if any(left[m] < 0 for i in fixed for m in _covered(i, total)):
             return None
-        kept = [*_sweep(problem, plain, (), left, key).kept, *fixed]
-        return evaluate(problem, kept).bytes_moved, kept
+        cached = [*_sweep(problem, plain, (), left, key).cached, *fixed]
+        return evaluate(problem, cached).bytes_moved, cached
 
     seen: dict[frozenset[Interval], tuple[int, list[Interval]] | None] = {}
     carried: frozenset[Interval] = frozenset()
@@ -230,7 +230,7 @@ def _sweep(
     total = len(problem.needs)
     result = _Sweep()
     heap: list[tuple[tuple[int, ...], int, Interval]] = []  # negated keys
-    alive: dict[tuple[int, int], bool] = {}  # (item, end) that is kept: and whether carried in
+    alive: dict[tuple[int, int], bool] = {}  # (item, end) that is cached: and whether carried in
     closing: dict[int, list[Interval]] = {}
     load, next_interval = 0, 0
 
@@ -252,7 +252,7 @@ def _sweep(
             if is_carried is None:
                 continue  # given up on the way
             load -= problem.nbytes[interval.item]
-            (result.used if is_carried else result.kept).append(interval)
+            (result.used if is_carried else result.cached).append(interval)
         while load > free[moment]:
             _, end, interval = heapq.heappop(heap)
             if end > moment and alive.pop((interval.item, end), None) is not None:
@@ -266,17 +266,17 @@ def _sweep(
 
 def filled(
     problem: CacheProblem,
-    kept: Sequence[Interval],
+    cached: Sequence[Interval],
     intervals: Sequence[Interval],
     free: Sequence[int],
 ) -> list[Interval]:
     """Also keep what fits beside, the largest first, and of equals what is used again soonest."""
     total = len(problem.needs)
     left = list(free)
-    for interval in kept:
+    for interval in cached:
         for moment in _covered(interval, total):
             left[moment] -= problem.nbytes[interval.item]
-    chosen = set(kept)
+    chosen = set(cached)
     for interval in sorted(intervals, key=lambda i: (-problem.nbytes[i.item], i.end - i.start)):
         nbytes = problem.nbytes[interval.item]
         if interval in chosen or nbytes > _least(left, interval):

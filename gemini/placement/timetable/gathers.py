@@ -35,7 +35,7 @@ class GatherStep:
 
 @dataclass(frozen=True, slots=True)
 class GatherSteps:
-    """One iteration."""
+    """Gathers and releases of one iteration, by the call that begins."""
 
     steps: tuple[GatherStep, ...]
     carried: frozenset[ChunkId]  # payloads that stay from one iteration to the next, or always

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 from gemini.placement.cost import update_transfers
 from gemini.placement.plan import Gather, Move, MoveKind, Reduction, UpdatePath
-from gemini.placement.problem import Homes, Tiers
-from gemini.placement.sizes import FP32_BYTES
+from gemini.placement.problem import Homes, PlacementProblem
 from gemini.placement.tiers import Tier
 from gemini.units import BlockId, Bytes, ChunkId, Moment
 
@@ -16,7 +16,7 @@ EVICT_MOMENTS = 2  # from the end of a reduction until the gradient has left the
 
 def moves_of(
     homes: Homes,
-    tiers: Tiers,
+    problem: PlacementProblem,
     gathers: Sequence[Gather],
     reductions: Mapping[ChunkId, Reduction],
     order: Sequence[BlockId],
@@ -35,45 +35,73 @@ def moves_of(
         if home is not Tier.DEVICE:
             moves.append(
                 Move(MoveKind.PARAM, gather.chunk, None, home, Tier.DEVICE, gather.begin,
-                     gather.use, tiers.chunks[gather.chunk].shard_bytes)
+                     gather.use, problem.chunks[gather.chunk].shard_bytes)
             )  # fmt: skip
     for chunk, reduction in reductions.items():
         home = homes.grad[chunk]
         if home is not Tier.DEVICE:
-            begin, end = evicted_at(tiers, reduction, num_trace_moments)
+            begin, end = evicted_at(problem, reduction, num_trace_moments)
             moves.append(
                 Move(MoveKind.GRAD, chunk, None, Tier.DEVICE, home, begin, end,
-                     tiers.chunks[chunk].shard_bytes)
+                     problem.chunks[chunk].shard_bytes)
             )  # fmt: skip
     position = {block: i for i, block in enumerate(order)}
     last = num_trace_moments + len(order)  # the moment of what is resident
-    for sizes in tiers.chunks if updates else ():
+    for sizes in problem.chunks if updates else ():
         i = sizes.id
         for block, state in zip(sizes.blocks, homes.state[i], strict=True):
-            path = UpdatePath.RESIDENT if state is Tier.DEVICE else tiers.off_device
+            path = UpdatePath.RESIDENT if state is Tier.DEVICE else problem.off_device
             at = num_trace_moments + position.get(block.id, len(order))
             site = Tier.HOST if path is UpdatePath.CPU else Tier.DEVICE
             for kind, src, dst, nbytes in update_transfers(
-                block.state_bytes, block.param_bytes, block.numel * FP32_BYTES,
+                block.state_on(state), block.param_bytes, block.beside_bytes,
                 param=homes.param[i], grad=homes.grad[i],
-                state=state, path=path, has_master=tiers.state.has_master,
+                state=state, path=path, has_master=block.gives_parameters(state),
             ):  # fmt: skip
                 if dst is site:
-                    start, stop = max(at - tiers.depth, num_trace_moments), at
-                    if kind is MoveKind.STATE and at - tiers.depth < num_trace_moments:
+                    start, stop = max(at - problem.depth, num_trace_moments), at
+                    if kind is MoveKind.STATE and at - problem.depth < num_trace_moments:
                         start = min(backward, num_trace_moments)
                 else:
                     start = min(at + 1, last + 1)
-                    stop = min(start + tiers.depth, last + 1)
+                    stop = min(start + problem.depth, last + 1)
                 moves.append(
                     Move(kind, i, block.id, src, dst, Moment(start), Moment(stop), Bytes(nbytes))
                 )
     return tuple(sorted(moves, key=lambda move: move.begin))
 
 
-def evicted_at(tiers: Tiers, reduction: Reduction, num_trace_moments: int) -> tuple[Moment, Moment]:
+def evicted_at(
+    problem: PlacementProblem, reduction: Reduction, num_trace_moments: int
+) -> tuple[Moment, Moment]:
     """When a gradient whose home is not the device begins to leave it, and has left it."""
-    if tiers.world_size == 1:  # the buffer is the gradient
+    if not problem.chunks[reduction.chunk].reduces:  # the buffer is the gradient
         return reduction.last, reduction.end
     end = min(reduction.end + EVICT_MOMENTS, num_trace_moments)
     return min(reduction.end, Moment(end)), Moment(end)
+
+
+def leaving_bytes(
+    homes: Homes,
+    problem: PlacementProblem,
+    reductions: Mapping[ChunkId, Reduction],
+    num_trace_moments: int,
+) -> dict[ChunkId, int]:
+    """By chunk: of all gradients that are on their way to host memory when its own begins to leave,
+    its own among them, wherever it lives."""
+    spans: dict[ChunkId, tuple[int, int]] = {}
+    for chunk, reduction in reductions.items():
+        leaves, has_left = evicted_at(problem, reduction, num_trace_moments)
+        first = min(leaves, num_trace_moments - 1)  # the last leave between trace and step
+        spans[chunk] = first, max(has_left, first + 1)
+    changes = [0] * (num_trace_moments + 2)
+    for chunk, (begin, end) in spans.items():
+        if homes.grad[chunk] is Tier.HOST:
+            changes[begin] += problem.chunks[chunk].shard_bytes
+            changes[end] -= problem.chunks[chunk].shard_bytes
+    totals = list(accumulate(changes))
+    return {
+        chunk: totals[begin]
+        + (0 if homes.grad[chunk] is Tier.HOST else problem.chunks[chunk].shard_bytes)
+        for chunk, (begin, _) in spans.items()
+    }

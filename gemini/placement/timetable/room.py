@@ -10,8 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from gemini.placement.plan import Reduction
-from gemini.placement.problem import Tiers
+from gemini.placement.problem import PlacementProblem
 from gemini.placement.sizes import ChunkBytes
+from gemini.placement.tiers import Tier
 from gemini.units import ChunkId
 
 Vector = npt.NDArray[np.int64]
@@ -26,13 +27,15 @@ class Demand:
     needs: tuple[tuple[ChunkId, ...], ...]  # by moment of the trace
     reductions: dict[ChunkId, Reduction]  # of trainable chunks
     ahead: tuple[tuple[ChunkId, ...], ...]  # prefetched at every moment, if there is room
-    _rooms: dict[bool, tuple[Tiers, DeviceRoom]] = field(default_factory=dict, compare=False)
+    _rooms: dict[bool, tuple[PlacementProblem, DeviceRoom]] = field(
+        default_factory=dict, compare=False
+    )
 
-    def room(self, tiers: Tiers, *, prefetch: bool) -> DeviceRoom:
+    def room(self, problem: PlacementProblem, *, prefetch: bool) -> DeviceRoom:
         """What is free beside this, with nothing placed yet: to be filled. Worked out once."""
         known = self._rooms.get(prefetch)
-        if known is None or known[0] is not tiers:
-            known = self._rooms[prefetch] = tiers, DeviceRoom(tiers, self, prefetch=prefetch)
+        if known is None or known[0] is not problem:
+            known = self._rooms[prefetch] = problem, DeviceRoom(problem, self, prefetch=prefetch)
         return known[1].copy()
 
 
@@ -46,9 +49,10 @@ class DeviceRoom:
 
     left: Vector  # at `moments`
 
-    def __init__(self, tiers: Tiers, demand: Demand, *, prefetch: bool) -> None:
-        self._world_size = tiers.world_size
-        left: Vector = tiers.budgets.device - demand.non_model
+    def __init__(self, problem: PlacementProblem, demand: Demand, *, prefetch: bool) -> None:
+        self._chunks = problem.chunks
+        always = problem.original_bytes(Tier.DEVICE)
+        left: Vector = problem.budgets.device - demand.non_model - always
         there = [
             tuple(dict.fromkeys((*chunks, *(demand.ahead[moment] if prefetch else ()))))
             for moment, chunks in enumerate(demand.needs)
@@ -56,12 +60,12 @@ class DeviceRoom:
         there.append(())  # the step
         gathered = _places_of(there)
         for chunk, moments in gathered.items():
-            left[moments] -= tiers.chunks[chunk].payload_bytes
+            left[moments] -= problem.chunks[chunk].payload_bytes
         waits = np.zeros(len(left) + 1, np.int64)  # how many gradients begin to wait, by moment
         for chunk, reduction in demand.reductions.items():
-            sizes = tiers.chunks[chunk]
+            sizes = problem.chunks[chunk]
             left[reduction.first : reduction.end] -= sizes.payload_bytes
-            if tiers.world_size > 1:
+            if sizes.num_shards > 1:
                 left[reduction.last : reduction.end + 2] -= sizes.shard_bytes
             waits[min(self._waits_from(reduction), len(left))] += 1
         self.moments = _least_of_equals(left, there, np.cumsum(waits[:-1]))
@@ -74,7 +78,7 @@ class DeviceRoom:
 
     def _waits_from(self, reduction: Reduction) -> int:
         """From when on a reduced gradient that stays on the device takes room of its own."""
-        return reduction.end + (2 if self._world_size > 1 else 0)
+        return reduction.end + (2 if self._chunks[reduction.chunk].num_shards > 1 else 0)
 
     def copy(self) -> DeviceRoom:
         """Another filling, from here."""
@@ -85,8 +89,8 @@ class DeviceRoom:
         self._set(self.left - nbytes)
 
     def take_param(self, chunk: ChunkBytes, *, forced: bool = False) -> bool:
-        """Room for a parameter shard on the device; at world size 1 it is its own payload."""
-        gathered = self._gathered.get(chunk.id, ()) if self._world_size == 1 else ()
+        """Room for a parameter shard on the device; one that is alone is its own payload."""
+        gathered = self._gathered.get(chunk.id, ()) if chunk.num_shards == 1 else ()
         saved = chunk.payload_bytes if self._least in gathered else 0
         if not forced and chunk.shard_bytes - saved > self.left[self._least]:
             return False

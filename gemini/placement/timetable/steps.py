@@ -15,7 +15,6 @@ from gemini.units import ChunkId, Moment, ParamId
 from .belady import CacheProblem, best_schedule
 from .room import Vector
 
-LEAVE_MOMENTS = 2  # from a chunk's last gradient until it has left, where no rank is asked
 MAX_UNDER_WAY = 2  # reductions over ranks: the next one waits for the first of them
 
 
@@ -32,12 +31,16 @@ def reductions_of(
     trace: Trace,
     chunk_of: Mapping[ParamId, ChunkId],
     trainable: Iterable[ChunkId],
-    world_size: int,
+    *,
+    over_ranks: Container[ChunkId],
 ) -> dict[ChunkId, Reduction]:
     """From the first to the last moment of backward at which a module that has a part in a chunk
     begins or ends.
 
     The chunks that no backward touches, or whose modules never end it, are reduced at its end.
+    `over_ranks`: those whose reduction other ranks have a part in.
+    Where no rank is asked, a buffer is the gradient, which is taken at the next begin of a call,
+    and has as long to leave as that call's first period.
     """
     first: dict[ChunkId, int] = {}
     last: dict[ChunkId, int] = {}
@@ -50,13 +53,17 @@ def reductions_of(
             first.setdefault(chunk, i)
             users[chunk] = users.get(chunk, 0) + (1 if moment.edge == "enter" else -1)
             last[chunk] = i if users[chunk] <= 0 else end
+    begins_behind, following = [end] * (len(trace.moments) + 1), end  # by moment
+    for i in range(end, -1, -1):
+        begins_behind[i] = following
+        following = i if trace.moments[i].edge == "enter" else following
     order = sorted(trainable, key=lambda chunk: (last.get(chunk, end), chunk))
     found = {}
     for place, chunk in enumerate(order):
         reduced = last.get(chunk, end)
         behind = place + MAX_UNDER_WAY  # its beginning waits for this one
-        free = reduced + LEAVE_MOMENTS
-        if world_size > 1:
+        free = begins_behind[reduced] + 1
+        if chunk in over_ranks:
             free = 1 + (last.get(order[behind], end) if behind < len(order) else end)
         found[chunk] = Reduction(
             chunk, Moment(first.get(chunk, end)), Moment(reduced), Moment(min(free, end + 1))
@@ -129,7 +136,7 @@ def schedule_gathers(
     problem = CacheProblem(used, sizes, tuple(int(r) for r in rooms), tuple(tuple(e) for e in ends))
     schedule = best_schedule(problem)
 
-    stays = {(i.item, i.start): i.end for i in schedule.kept}
+    stays = {(i.item, i.start): i.end for i in schedule.cached}
     fetches = [(moment, ChunkId(c)) for moment, items in enumerate(schedule.fetches) for c in items]
     left = rooms.copy()
     lives: list[tuple[int, int, ChunkId]] = []  # use, release

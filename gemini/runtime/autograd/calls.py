@@ -8,8 +8,8 @@ steps; `Reducer`, which knows what is reduced when; and `Sampler`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports the compiler at once
 
+from gemini.chunk.local import local_gradient
 from gemini.chunk.parameter import ChunkView, handle_of, take_gradient
 from gemini.chunk.state import TensorState
 from gemini.memtracer.module_calls import (
@@ -30,8 +31,8 @@ from gemini.memtracer.module_calls import (
 )
 from gemini.runtime.gradients.waiting import Gradients
 from gemini.runtime.meetings import Meetings
-from gemini.runtime.parts import Parts, in_pass
-from gemini.runtime.step.promotion import Settling
+from gemini.runtime.parts import Parts, in_pass, settle
+from gemini.runtime.step.promotion import Promotion
 from gemini.runtime.thaw import thaw
 from gemini.trees import tensors_in
 from gemini.units import ChunkId, ParamId
@@ -44,12 +45,12 @@ class Calls:
     """Of one engine; see `CallListener`."""
 
     def __init__(
-        self, parts: Parts, meetings: Meetings, gradients: Gradients, settling: Settling
+        self, parts: Parts, meetings: Meetings, gradients: Gradients, promotion: Promotion
     ) -> None:
         self._parts = parts
         self._meetings = meetings
         self._gradients = gradients
-        self._settling = settling
+        self._promotion = promotion
         self._manager, self._reducer = parts.manager, parts.reducer
         self._sampler, self._collector = parts.sampler, parts.sampler.collector
         self._modules = ModuleCalls(self, parts.params)
@@ -74,7 +75,7 @@ class Calls:
                 caller.chunks = tuple(sorted(chunks))
             handles += self._modules.hook(callers)
             self._modules.trained(self._is_trained)
-        elif self._parts.regather.overlaps:
+        elif self._parts.regather.overlaps or self._parts.beside is not None:
             for module, caller in callers_of(root, _own_params, gather_whole):
                 waits = partial(self._wait, caller.params)
                 handles.append(module.register_forward_pre_hook(waits, prepend=True))
@@ -93,7 +94,7 @@ class Calls:
         hook = _gradient_hook(self, param)
         tensor, handles = self._parts.params[param], self._parts.hook_handles
         handles.append(tensor.register_post_accumulate_grad_hook(hook))
-        if self._parts.scaler.active:
+        if self._parts.control_vector.active:
             handles.append(tensor.register_hook(_unscaling_hook(self, param)))
 
     def thaw_what_is_trained(self) -> None:
@@ -116,7 +117,7 @@ class Calls:
 
     @_disable_dynamo
     def _wait(self, params: Sequence[ParamId], module: nn.Module, args: Any) -> None:
-        """Before a call, where nothing is released: its gathers have ended."""
+        """Before a call, where nothing is released: its gathers and updates have ended."""
         for param in params:
             self.arrive(param)
 
@@ -126,7 +127,7 @@ class Calls:
     def begin_iteration(self, inputs: Any) -> None:
         """The wrapper is called from outside, with these inputs."""
         parts = self._parts
-        if not in_pass(parts) and not parts.is_summoned:
+        if not in_pass(parts) and not parts.is_summoned and not parts.in_schedule:
             told_apart = inputs if self.tells_inputs_apart else None
             self._sampler.begin(told_apart, again=self._manager.deviated)
 
@@ -142,19 +143,26 @@ class Calls:
         parts.forward_depth += 1
         if parts.forward_depth > 1 or in_backward():
             return
-        self._settling.graph_is_open |= torch.is_grad_enabled()
+        if not torch.is_grad_enabled():
+            settle(parts)  # there may be no backward that would say so
+        self._promotion.graph_is_open |= torch.is_grad_enabled()
         parts.comm.check_unchanged()
-        if parts.integrity is not None:
-            parts.integrity.check()
+        if parts.module_check is not None:
+            parts.module_check.check()
         self.thaw_what_is_trained()
         self._gradients.notice_broken_backward()
-        self._meetings.begin_cycle()
-        self._unpin()
-        # inputs may differ between ranks, and what is gathered when may not
-        signature = self._sampler.signature if parts.comm.world_size == 1 else ""
-        self._manager.begin_cycle("train" if torch.is_grad_enabled() else "eval", signature)
+        if not parts.in_schedule:
+            self.begin_cycle()
         if parts.all_gathered:
             self._sampler.at_root("enter")
+
+    def begin_cycle(self) -> None:
+        """A forward that is not part of the cycle before, or all micro-batches of a schedule."""
+        self._meetings.begin_cycle()
+        self.unpin()
+        # inputs may differ between ranks, and what is gathered when may not
+        signature = self._sampler.signature if self._parts.comm.world_size == 1 else ""
+        self._manager.begin_cycle("train" if torch.is_grad_enabled() else "eval", signature)
 
     @_disable_dynamo
     def _end_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -162,7 +170,8 @@ class Calls:
         if not in_pass(self._parts):
             if self._parts.all_gathered:
                 self._sampler.at_root("leave")
-            self._unpin()
+            if not self._parts.in_schedule:
+                self.unpin()
 
     def begin_backward(self, scaled: bool = False) -> None:
         """This module takes part in a backward: arm its end, once.
@@ -171,22 +180,44 @@ class Calls:
         below it, or of a parameter. `scaled`: by an output of the root, where a loss scale is put
         on.
         """
-        parts = self._parts
         if torch.is_grad_enabled():
             refuse_double_backward()
-        self._gradients.check_whole()
+        self._check_backward()
         self._entered |= scaled
         if self._reducer.active:
             return
+        self._start_backward()
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _check_backward(self) -> None:
+        settle(self._parts)
+        self._gradients.check_complete()
+
+    def _start_backward(self) -> None:
+        parts = self._parts
         self._reducer.begin()
         self._gradients.begin_backward()
+        if parts.speculation is not None:
+            parts.speculation.begin()
         if parts.all_gathered:
             self._sampler.at_root("enter")
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         viewed = tuple(parts.viewed)
         if viewed:  # operators that took such a view have no hook of their own
             self._manager.pin(viewed)
-            self._gather(viewed, planned=False)
+            self._gather(viewed, in_cycle=False)
+
+    @contextmanager
+    def microbatch(self) -> Iterator[None]:
+        """A backward, or a part of one, that the body runs: nothing is reduced behind it."""
+        self._check_backward()
+        with self._reducer.holding():
+            self._start_backward()
+            yield
+            if self._parts.all_gathered:
+                self._sampler.at_root("leave")
+            self._reducer.finish()
+        self._manager.ledger.note()
+        self.forget()
 
     def _end_backward(self) -> None:
         """All gradients of this backward have arrived."""
@@ -203,8 +234,8 @@ class Calls:
             self._gradients.exchange_presence()
         self._manager.ledger.note()
         self.forget()
-        self._unpin()
-        self._settling.graph_is_open = False
+        self.unpin()
+        self._promotion.graph_is_open = False
 
     def forget(self) -> None:
         """No module call is open any more."""
@@ -212,7 +243,8 @@ class Calls:
         self._manager.forget_users()
         self._manager.hold_everything()
 
-    def _unpin(self) -> None:
+    def unpin(self) -> None:
+        """What was pinned for a pass may be released."""
         if not self._parts.is_summoned:
             self._manager.unpin_all()
 
@@ -271,7 +303,7 @@ class Calls:
             refuse_double_backward()
         if not self._reducer.active:
             self.begin_backward()
-        if parts.scaler.active and not self._entered:
+        if parts.control_vector.active and not self._entered:
             refuse_unscaled(parts.layout, param)
         chunk = parts.chunks[parts.chunk_of[param]]
         watched = self._manager.ledger.watched and chunk.gradient.next_changes_memory
@@ -289,13 +321,19 @@ class Calls:
         """A gradient for `torch.autograd.grad`, which has no loss scale; None: it is not."""
         if not self._entered or gets_gradient(self._parts.params[param]):
             return None
-        return (grad / self._parts.scaler.scale).to(grad.dtype)
+        return (grad / self._parts.control_vector.scale).to(grad.dtype)
 
     # -- operators that use parameters outside their modules; see `gemini.chunk.parameter` --
 
     def arrive(self, param: ParamId) -> None:
-        """It is read, where nothing is released: a gather behind a step may be under way."""
-        self._parts.regather.arrive((self._parts.chunk_of[param],))
+        """It is read, where nothing is released: a gather behind a step may be under way, or the
+        step itself; outside a pass, where it may be written to, that must count."""
+        chunks = (self._parts.chunk_of[param],)
+        self._parts.regather.arrive(chunks)
+        if in_pass(self._parts):
+            self._parts.updating.arrive(chunks)
+        else:
+            settle(self._parts)
 
     def fetch(self, params: list[ParamId]) -> tuple[ChunkId, ...]:
         """Make those that no module has in use readable; their chunks."""
@@ -322,7 +360,7 @@ class Calls:
         if not torch.is_grad_enabled():
             return
         results = [t for t in tensors_in(result) if t.requires_grad and type(t) is not ChunkView]
-        if results and self._parts.scaler.active and not is_in_pass:
+        if results and self._parts.control_vector.active and not is_in_pass:
             refuse_unscaled(self._parts.layout, caller.traced[0])
         if results:
             others = [t for t in tensors_in(arguments) if handle_of(t) is None]
@@ -348,18 +386,18 @@ class Calls:
             return
         if self._meetings.reads_outside:
             self._meetings.end_reading()
-        self._gather(chunks, planned=True)
+        self._gather(chunks, in_cycle=not self._manager.holds)
 
-    def _gather(self, chunks: tuple[ChunkId, ...], *, planned: bool) -> None:
+    def _gather(self, chunks: tuple[ChunkId, ...], *, in_cycle: bool) -> None:
         if self._parts.regather.arriving:
             self._parts.regather.arrive(chunks)
         measured = self._collector.collecting
         if measured:
             self._collector.before_change()
-        if planned and torch._C._current_graph_task_id() != -1:
+        if in_cycle and torch._C._current_graph_task_id() != -1:
             self._reducer.reduce_due(self._manager.follows_steps)
         try:
-            self._manager.prepare(chunks, planned)
+            self._manager.prepare(chunks, in_cycle)
         except NvmeError as error:
             say_what_is_left(self._parts, error)
             raise
@@ -380,6 +418,7 @@ class Calls:
 
         What is gathered already is left where it is, and nobody is asked.
         """
+        settle(self._parts)
         there = self._parts.chunks
         if any(not there[chunk].gathered for chunk in chunks):
             self._meetings.read(self._meetings.in_words(chunks))
@@ -388,7 +427,7 @@ class Calls:
 
     def _gather_read(self, names: Sequence[str], wanted: Container[str]) -> None:
         """All ranks: chunks that any of them reads."""
-        self._gather(tuple(sorted(ChunkId(int(name)) for name in names)), planned=False)
+        self._gather(tuple(sorted(ChunkId(int(name)) for name in names)), in_cycle=False)
 
 
 def _own_params(module: nn.Module, whole: bool) -> list[ParamId]:
@@ -404,7 +443,8 @@ def _gradient_hook(calls: Calls, param: ParamId) -> Callable[[Tensor], None]:
         grad = take_gradient(tensor)
         calls = reference()
         if calls is not None and grad is not None:
-            calls.gradient_arrived(param, grad)
+            is_local = type(grad) is Tensor
+            calls.gradient_arrived(param, grad if is_local else local_gradient(tensor, grad))
 
     return arrived
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from gemini.trees import map_tensors, tensors_in
-from optim.rules.control_vector import Scaler
+from optim.rules.control_vector import ControlVector
 
 DEPTH = 4  # of objects inside objects that are opened
 
@@ -34,7 +34,7 @@ class Boundary:
         self,
         dtype: torch.dtype,
         device: torch.device,
-        scaler: Scaler,
+        control_vector: ControlVector,
         begins: Callable[[], None],
         *,
         force_outputs_fp32: bool,
@@ -42,7 +42,7 @@ class Boundary:
     ) -> None:
         self._dtype = dtype
         self._device = device
-        self._scaler = scaler
+        self._control_vector = control_vector
         self._begins = begins
         self._casts_inputs = cast_inputs
         self._raises_outputs = force_outputs_fp32 or dtype == torch.float16
@@ -54,7 +54,7 @@ class Boundary:
     def leave(self, outputs: Any) -> Any:
         """Outputs as the caller gets them. Raises TypeError in fp16 for what cannot be changed."""
         outputs = map_tensors(outputs, self._leaving(raises=self._raises_outputs))
-        if self._scaler.active and torch.is_grad_enabled():
+        if self._control_vector.active and torch.is_grad_enabled():
             _change_inside(outputs, self._leaving(raises=False))
         return outputs
 
@@ -71,7 +71,7 @@ class Boundary:
         return leave
 
     def _enter(self, tensor: Tensor) -> Tensor:
-        if self._scaler.active and tensor.requires_grad and torch.is_grad_enabled():
+        if self._control_vector.active and tensor.requires_grad and torch.is_grad_enabled():
             tensor = tensor.view_as(tensor)
             tensor.register_hook(self._unscale)
         casts = self._casts_inputs and tensor.is_floating_point()
@@ -84,7 +84,7 @@ class Boundary:
         output = tensor.float() if raises and tensor.is_floating_point() else tensor
         if not (output.requires_grad and torch.is_grad_enabled()):
             return output
-        if self._scaler.active and output is tensor:
+        if self._control_vector.active and output is tensor:
             output = tensor.clone()  # the module may use it too, and there its gradient is scaled
         if not output.is_leaf:
             output.register_hook(self._backward_begins)
@@ -92,12 +92,14 @@ class Boundary:
 
     def _backward_begins(self, grad: Tensor) -> Tensor | None:
         self._begins()
-        if not self._scaler.active:
+        if not self._control_vector.active:
             return None
-        return (grad * self._scaler.scale).to(grad.dtype)  # a 0-d gradient would become fp64
+        return (grad * self._control_vector.scale).to(
+            grad.dtype
+        )  # a 0-d gradient would become fp64
 
     def _unscale(self, grad: Tensor) -> Tensor:
-        return (grad / self._scaler.scale).to(grad.dtype)
+        return (grad / self._control_vector.scale).to(grad.dtype)
 
 
 def _change_inside(value: Any, change: Callable[[Tensor], Tensor], depth: int = DEPTH) -> None:

@@ -1,25 +1,51 @@
 """The agreement vector: what all ranks must know before they change a weight, in one all-reduce.
 
-fp64 [5 * W + P], summed over ranks. Everything that is not a plain count has a slot for each rank,
+fp64 [6 * W + P], summed over ranks. Everything that is not a plain count has a slot for each rank,
 so the sum adds only zeros to it: the result does not depend on the order of the reduction, and the
 total is combined in the order of ranks, as the kernels do (`kernels_triton.norm.tally_votes`).
 
-    [0, W)      sum of |g|^p of this rank's gradient shards (the largest |g| for p = inf)
+    [0, W)      sum of |g|^p of this rank's gradient shards (the largest |g| for p = inf), of
+                those that it speaks for
     [W, 2W)     1 + id of the first parameter that is not finite, 0 where all are
     [2W, 3W)    1 where this rank left its trace
     [3W, 4W)    1 where this rank's disk failed
     [4W, 5W)    digest of the collectives that this rank issued
-    [5W, 5W+P)  how many ranks have a gradient for each parameter
+    [5W, 6W)    checksum of gradient shards, which this rank's replicas must have too
+    [6W, 6W+P)  how many ranks have a gradient for each parameter
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 from gemini.units import ParamId
+
+NUM_KINDS = 6  # of slots
+
+
+class ReplicaError(RuntimeError):
+    """A rank has other gradients than the ranks that have the same shard."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """Who votes: ranks, or the parts of a pipeline on each of them; each has a slot.
+
+    replicas: ranks that must have come to the same, set by set; none where each has its own.
+    """
+
+    rank: int
+    world_size: int
+    replicas: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def num_slots(self) -> int:
+        """Numbers in the vector before those of each parameter."""
+        return NUM_KINDS * self.world_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +58,11 @@ class Ballot:
     deviated: bool = False
     io_failed: bool = False
     sequence: int = 0  # 32 bits
+    checksum: int = 0  # 32 bits
 
-    def encode(self, rank: int, world_size: int) -> list[float]:
-        vector = [0.0] * (5 * world_size)
+    def encode(self, scope: Scope) -> list[float]:
+        rank, world_size = scope.rank, scope.world_size
+        vector = [0.0] * scope.num_slots
         if math.isfinite(self.power_sum):  # NaN would spread to the other ranks' slots
             vector[rank] = self.power_sum
         if self.first_nonfinite is not None:
@@ -42,6 +70,7 @@ class Ballot:
         vector[2 * world_size + rank] = float(self.deviated)
         vector[3 * world_size + rank] = float(self.io_failed)
         vector[4 * world_size + rank] = float(self.sequence)
+        vector[5 * world_size + rank] = float(self.checksum)
         return vector + [float(p) for p in self.present]
 
     def to_text(self) -> str:
@@ -64,28 +93,57 @@ class Agreement:
     deviated: tuple[int, ...]  # ranks
     io_failed: tuple[int, ...]  # ranks
     sequences_differ: bool
+    # ranks that came to other gradients than most of their replicas, and those replicas
+    strayed: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
     @classmethod
-    def of(cls, ballots: Sequence[Ballot], norm_type: float = 2.0) -> Agreement:
+    def of(cls, ballots: Sequence[Ballot], scope: Scope, norm_type: float = 2.0) -> Agreement:
         """Of what every rank says, by rank."""
-        vectors = [ballot.encode(rank, len(ballots)) for rank, ballot in enumerate(ballots)]
-        return cls.decode([sum(slot) for slot in zip(*vectors, strict=True)],
-                          len(ballots), norm_type)  # fmt: skip
+        vectors = [ballot.encode(replace(scope, rank=rank)) for rank, ballot in enumerate(ballots)]
+        return cls.decode([sum(slot) for slot in zip(*vectors, strict=True)], scope, norm_type)
 
     @classmethod
-    def decode(cls, vector: Sequence[float], world_size: int, norm_type: float = 2.0) -> Agreement:
-        w = world_size
+    def decode(cls, vector: Sequence[float], scope: Scope, norm_type: float = 2.0) -> Agreement:
+        w = scope.world_size
         found = [
             (ParamId(int(vector[w + rank]) - 1), rank) for rank in range(w) if vector[w + rank]
         ]
         return cls(
             power_sum=math.nan if found else _in_order(vector[:w], norm_type),
-            present=tuple(count > 0 for count in vector[5 * w :]),
+            present=tuple(count > 0 for count in vector[scope.num_slots :]),
             nonfinite=min(found, default=None),
             deviated=tuple(rank for rank in range(w) if vector[2 * w + rank]),
             io_failed=tuple(rank for rank in range(w) if vector[3 * w + rank]),
             sequences_differ=len(set(vector[4 * w : 5 * w])) > 1,
+            strayed=_strayed(vector[5 * w : 6 * w], scope.replicas),
         )
+
+    def check_replicas(self) -> None:
+        """Raise ReplicaError, the same on all ranks, where one has strayed."""
+        if self.strayed:
+            said = "; ".join(
+                f"rank {rank} beside {', '.join(map(str, others))}" for rank, others in self.strayed
+            )
+            raise ReplicaError(
+                f"replicas of one shard have different gradients: {said}. Weights and state are "
+                "those of the last step; what is done to gradients must be the same on replicas, "
+                "else look for a fault in the memory or the links of that rank"
+            )
+
+
+def _strayed(
+    checksums: Sequence[float], replicas: Sequence[Sequence[int]]
+) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """Of two that differ nobody knows which is wrong: both are named."""
+    found = []
+    for ranks in replicas:
+        said = Counter(checksums[rank] for rank in ranks)
+        (usual, votes), *others = said.most_common()
+        tied = bool(others) and others[0][1] == votes
+        for rank in ranks:
+            if others and (tied or checksums[rank] != usual):
+                found.append((rank, tuple(other for other in ranks if other != rank)))
+    return tuple(found)
 
 
 def _in_order(parts: Sequence[float], norm_type: float) -> float:

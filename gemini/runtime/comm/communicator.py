@@ -18,12 +18,13 @@ from torch import Tensor
 
 from gemini.tickets import Done, Ticket
 
+from . import leaving
 from .collective_log import Entry, SequenceError, SequenceLog, explain, first_difference
 from .meeting import MeetingPoint, Wish
 
 # torch 2.13 renames both; keep one shim
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _PrefixStore = dist.distributed_c10d.PrefixStore
 
@@ -75,10 +76,15 @@ class Communicator:
     describe: a chunk's id in words, for that error.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, whole: Communicator | None = None
+    ) -> None:
+        """`whole`: the ranks of which these are some. They have one log and one watch, and meet
+        there."""
+        self._whole = whole
         self.describe: Callable[[int], str] = lambda chunk: f"chunk {chunk}"
         self.deadline_seconds = DEADLINE_SECONDS
-        self.log = SequenceLog()
+        self.log: SequenceLog = SequenceLog() if whole is None else whole.log
         self.chunk_bytes = 0  # given to chunk collectives so far, as payloads
         self._group = None
         self.rank, self.world_size, self._pid = 0, 1, os.getpid()
@@ -94,8 +100,32 @@ class Communicator:
         self.reaches_host = self.device.type == "cpu"
         # a wait on nccl holds the stream and not the host: its own watchdog ends a hang
         self._watches = dist.get_backend(self._group) == "gloo" and self.world_size > 1
-        if self.world_size > 1:
+        if self._watches:
+            leaving.watch(self)
+        if self.world_size > 1 and whole is None:
             self._open_store()
+
+    @classmethod
+    def alone(cls, whole: Communicator) -> Communicator:
+        """This rank without the others of `whole`."""
+        comm = cls(None, whole)
+        comm._group, comm.rank, comm.world_size, comm._watches = None, 0, 1, False
+        return comm
+
+    def beside(self) -> Communicator:
+        """The same ranks in a group of its own, over host memory: for one other thread. Collective.
+
+        Ranks call its collectives in the same order among themselves, and in any beside this one's.
+        """
+        if self.world_size == 1:
+            return Communicator.alone(self)
+        ranks = dist.get_process_group_ranks(self._group)
+        group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        return Communicator(group, self)
+
+    def leave_group(self) -> None:
+        """It was destroyed, and the interpreter ends: hold nothing of it."""
+        self._group = None
 
     def _open_store(self) -> None:
         """A part of the group's store for this group alone. Collective."""
@@ -141,7 +171,7 @@ class Communicator:
     def all_gather(self, payload: Tensor, shard: Tensor, label: int) -> Ticket[None]:
         """payload [S * W] from every rank's shard [S]."""
         self._record("gathers", label, payload)
-        work = _all_gather(payload, shard, group=self._group, async_op=True)
+        work = all_gather_tensor(payload, shard, group=self._group, async_op=True)
         return WorkTicket(self, work, (payload, shard))
 
     def reduce_scatter(self, shard: Tensor, payload: Tensor, label: int) -> Ticket[None]:
@@ -154,8 +184,13 @@ class Communicator:
         if self._watches:
             work = dist.all_reduce(payload, group=self._group, async_op=True)
             return ReduceTicket(self, work, payload, shard)
-        work = _reduce_scatter(shard, payload, group=self._group, async_op=True)
+        work = reduce_scatter_tensor(shard, payload, group=self._group, async_op=True)
         return WorkTicket(self, work, (payload, shard))
+
+    def all_reduce_chunk(self, payload: Tensor, label: int) -> Ticket[None]:
+        """payload: its sum over ranks, in place."""
+        self._record("reduces", label, payload)
+        return self.all_reduce(payload)
 
     def _record(self, kind: str, label: int, payload: Tensor) -> None:
         self.log.record(kind, label)
@@ -296,6 +331,9 @@ class Communicator:
         """Wait for a collective; past the deadline, or if it failed, compare with the others."""
         if not self._watches:
             work.wait()
+            return
+        if self._whole is not None:
+            self._whole.wait(work)
             return
         try:
             work.wait(timedelta(seconds=self.deadline_seconds))

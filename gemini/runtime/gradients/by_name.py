@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from gemini.chunk.local import full_tensor_of
+from gemini.chunk.storage import params_in
 from gemini.runtime.meetings import Meetings
 from gemini.runtime.parts import Parts
 
@@ -18,7 +20,7 @@ def named_gradients(
 ) -> Iterator[tuple[str, Tensor]]:
     """(name, gradient) of every parameter that has one on some rank; see `GeminiDDP`."""
     meetings.call("named_gradients()")
-    gradients.check_whole()
+    gradients.check_complete()
     if not parts.reducer.synchronise:
         raise RuntimeError("named_gradients() inside no_sync: gradients are not reduced yet")
     there = reduce_what_is_left(parts)
@@ -31,16 +33,12 @@ def named_gradients(
             chunk.gradient.load().to(torch.float32, copy=True).mul_(factor).clamp_(-limit, limit)
         )
         if not full:
-            for part in parts.layout.shard_parts(chunk.spec, parts.comm.rank):
+            for part in parts.layout.shard_segments(chunk.spec, chunk.rank):
                 if there[part.param]:
                     name = parts.layout.params[part.param].name
                     yield name, shard[part.offset : part.offset + part.numel]
             continue
-        whole = shard
-        if parts.comm.world_size > 1:
-            whole = torch.empty(chunk.spec.payload_numel, dtype=torch.float32, device=shard.device)
-            parts.comm.all_gather(whole, shard, chunk.spec.id).wait()
-        for slot in chunk.spec.slots:
-            if there[slot.param]:
-                spec = parts.layout.params[slot.param]
-                yield spec.name, whole[slot.offset : slot.offset + slot.numel].view(spec.shape)
+        whole = parts.links[chunk.spec.group].gather_for_all(shard, chunk.spec.id)
+        for param, values in params_in(parts.layout, chunk.spec, whole):
+            if there[param]:
+                yield parts.layout.params[param].name, full_tensor_of(parts.params[param], values)

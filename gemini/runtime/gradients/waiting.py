@@ -12,6 +12,7 @@ from torch import Tensor
 from gemini.chunk.gradient_view import GradientView
 from gemini.chunk.storage import Chunk
 from gemini.memtracer.module_calls import in_backward
+from gemini.mesh.roles import WORLD
 from gemini.runtime.edits import Edit, PendingClip
 from gemini.runtime.meetings import Meetings
 from gemini.runtime.parts import Parts, in_pass
@@ -51,6 +52,7 @@ class Gradients:
         parts, spec = self._parts, self._parts.layout.params[param]
         if not self.exists(param):
             return None
+        self._check_not_split(param)
         if param not in self._views:
             device = parts.backend.device
             self._views[param] = GradientView(self, param, torch.Size(spec.shape), device)
@@ -77,26 +79,30 @@ class Gradients:
         """More are about to arrive."""
         parts = self._parts
         self.carry_out_clip()
-        if parts.kept_scale is not None:
+        if parts.carried_scale is not None:
             for chunk in parts.chunks:
-                chunk.gradient.scale(parts.scaler.scale / parts.kept_scale)
-            parts.kept_scale = None
+                chunk.gradient.scale(parts.control_vector.scale / parts.carried_scale)
+            parts.carried_scale = None
 
     def after_step(self) -> None:
         """A step has taken them; they stay until they are dropped, as in torch."""
         parts = self._parts
         self._spell_out_clip()
-        if parts.scaler.active:
-            parts.kept_scale = parts.scaler.used.clone()
+        if parts.control_vector.active:
+            parts.carried_scale = parts.control_vector.used.clone()
 
     def notice_broken_backward(self) -> None:
         """One that began and did not end was ended by an error: what it left is incomplete."""
         if self._parts.reducer.active and not in_backward():
-            self.drop()
-            params = self._parts.layout.params
-            self._parts.broken.update(ParamId(i) for i, p in enumerate(params) if p.trainable)
+            self.drop_broken()
 
-    def check_whole(self) -> None:
+    def drop_broken(self) -> None:
+        """What arrived since zero_grad is incomplete."""
+        self.drop()
+        params = self._parts.layout.params
+        self._parts.broken.update(ParamId(i) for i, p in enumerate(params) if p.trainable)
+
+    def check_complete(self) -> None:
         """Raise RuntimeError where an error has cut a backward short since zero_grad."""
         self.notice_broken_backward()
         if self._parts.broken:
@@ -116,7 +122,7 @@ class Gradients:
         """There are none from now on."""
         parts = self._parts
         self._forget()
-        parts.kept_scale = None
+        parts.carried_scale = None
         parts.reducer.drop_gradients()
         parts.storage.forget_gradients()
         parts.present = [False] * len(parts.present)
@@ -138,10 +144,10 @@ class Gradients:
 
     # -- what is done to one of them --
 
-    def clear_but(self, kept: Sequence[int], set_to_none: bool) -> None:
+    def clear_but(self, spared: Sequence[int], set_to_none: bool) -> None:
         """Drop the others, or make them zeros."""
         for param in map(ParamId, range(len(self._parts.params))):
-            if param not in kept and self.exists(param):
+            if param not in spared and self.exists(param):
                 self._drop(param) if set_to_none else self.zero(param)
 
     def set(self, param: ParamId, value: Tensor | None) -> None:
@@ -150,6 +156,7 @@ class Gradients:
         if value is None:
             self._drop(param)
         elif value is not self._views.get(param):
+            self._check_not_split(param)
             self.assign(param, value)
 
     def scale(self, param: ParamId, factor: float | Tensor) -> None:
@@ -194,8 +201,8 @@ class Gradients:
         parts.broken.discard(param)
         self._check_time()
         flat = values.detach().to(parts.backend.device, torch.float32).reshape(-1)
-        if parts.scaler.active:
-            flat = flat * parts.scaler.scale.float()
+        if parts.control_vector.active:
+            flat = flat * parts.control_vector.scale.float()
         self._spell_out_clip()
         self._edits.pop(param, None)
         self._norms.clear()
@@ -257,7 +264,7 @@ class Gradients:
         first = self._edits.get(params[0], Edit()) if params else Edit()
         one_for_all = (
             parts.pending_clip is None
-            and parts.numerics.max_norm == 0
+            and parts.precision_settings.max_norm == 0
             and first.low == -first.high
             and all(first.is_like(self._edits.get(param, Edit())) for param in params)
             and 0 < first.factor <= 1
@@ -288,7 +295,7 @@ class Gradients:
         clip = pending.clip
         factor: float | Tensor = 1.0 if clip.fixed_factor is None else clip.fixed_factor
         if pending.norm is not None and clip.max_norm > 0:
-            factor = (clip.max_norm / (pending.norm + 1e-6)).clamp(max=1.0)
+            factor = clip.factor_of(pending.norm)
         edit = Edit((factor,), -clip.max_value, clip.max_value)
         for param in map(ParamId, range(len(self._parts.params))):
             if self.exists(param):
@@ -298,7 +305,7 @@ class Gradients:
         edit = self._edits.pop(param)
         asked = f"{edit.factor!r}, to [{edit.low!r}, {edit.high!r}],"
         self._note(param, f"multiplies by {asked}")
-        scale = self._parts.scaler.read().scale if edit.limits else 1.0
+        scale = self._parts.control_vector.read().scale if edit.limits else 1.0
         self._change(param, lambda values: edit.carried_out(values, scale), wide=True)
 
     @torch.no_grad()
@@ -326,7 +333,7 @@ class Gradients:
 
     def _own_parts(self, chunk: Chunk, param: ParamId) -> Iterator[tuple[slice, int]]:
         """Where this rank's shard has a parameter, and with which of its elements it begins."""
-        for part in self._parts.layout.shard_parts(chunk.spec, self._parts.comm.rank):
+        for part in self._parts.layout.shard_segments(chunk.spec, chunk.rank):
             if part.param == param:
                 yield slice(part.offset, part.offset + part.numel), part.param_offset
 
@@ -347,7 +354,7 @@ class Gradients:
         if local is not None:
             total = total.add_(local)
         factor, limit = clipped_by(parts)
-        self._edits.get(param, Edit()).carried_out(total, parts.scaler.read().scale)
+        self._edits.get(param, Edit()).carried_out(total, parts.control_vector.read().scale)
         return total.mul_(factor).clamp_(-limit, limit).view(spec.shape)
 
     def norm(self, param: ParamId, order: float) -> Tensor:
@@ -359,6 +366,8 @@ class Gradients:
                 return _norm(self.values(param), order)
             self.settle()
         if self._is_local and not parts.reducer.synchronise:
+            return _norm(self.values(param), order)
+        if order <= 0:  # no sum of powers over ranks
             return _norm(self.values(param), order)
         if order not in self._norms:
             self._meetings.read({f"norm {order}": f"a norm of order {order} of the gradients"})
@@ -386,10 +395,10 @@ class Gradients:
         reduce_what_is_left(parts)
         sums = torch.zeros(len(parts.params), dtype=torch.float64, device=parts.backend.device)
         for chunk in parts.chunks:
-            if not chunk.gradient.exists:
+            if not chunk.gradient.exists or not chunk.counts:
                 continue
             shard = chunk.gradient.load()
-            for part in parts.layout.shard_parts(chunk.spec, comm.rank):
+            for part in parts.layout.shard_segments(chunk.spec, chunk.rank):
                 run = shard[part.offset : part.offset + part.numel]
                 norm = _norm(run, order)
                 if math.isinf(order):
@@ -410,7 +419,7 @@ class Gradients:
         chunk, _ = self._place_of(param)
         numel = math.prod(parts.layout.params[param].shape)
         total = torch.zeros(numel, dtype=torch.float32, device=parts.backend.device)
-        if chunk.gradient.exists:
+        if chunk.gradient.exists and (lone or chunk.counts):
             shard = chunk.gradient.load()
             for at, first in self._own_parts(chunk, param):
                 total[first : first + at.stop - at.start] = shard[at]
@@ -435,9 +444,18 @@ class Gradients:
             )
         self._check_time()
 
+    def _check_not_split(self, param: ParamId) -> None:
+        spec = self._parts.layout.params[param]
+        if spec.group != WORLD:
+            raise RuntimeError(
+                f"the gradient of {spec.name} is split over {spec.group}, and p.grad would be a "
+                "part of it; use model.named_gradients(), model.map_gradients() or "
+                "optimizer.clip_grad_norm_()"
+            )
+
     def _check_time(self) -> None:
         parts = self._parts
-        self.check_whole()
+        self.check_complete()
         if parts.comm.world_size > 1 and in_pass(parts):
             raise RuntimeError(
                 "gradients are not reduced before a backward has ended; look at them behind it"
@@ -455,18 +473,24 @@ def reduce_what_is_left(parts: Parts) -> Sequence[bool]:
     return there
 
 
+_STRIP_NUMEL = 2**18  # on a CPU torch makes an fp64 copy of all that it takes a norm of
+
+
 def _norm(values: Tensor, order: float) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(values, order, dtype=torch.float64)
-    return norm
+    """fp64 0-d. A norm of norms, strip by strip: that is the norm of all, but of order 0."""
+    strips = values.reshape(-1).split(_STRIP_NUMEL) if order else (values,)
+    norms = [torch.linalg.vector_norm(strip, order, dtype=torch.float64) for strip in strips]
+    whole: Tensor = torch.linalg.vector_norm(torch.stack(norms), order) if norms[1:] else norms[0]
+    return whole
 
 
 def clipped_by(parts: Parts) -> tuple[Tensor, float]:
     """What unscales, and clips where a clip was asked for: a factor, fp64 0-d, and a limit."""
     pending = parts.pending_clip
     clip = pending.clip if pending is not None else Clip()
-    factor = 1.0 / parts.scaler.scale
+    factor = 1.0 / parts.control_vector.scale
     if clip.fixed_factor is not None:
         factor = factor * clip.fixed_factor
     elif pending is not None and pending.norm is not None and clip.max_norm > 0:
-        factor = factor * (clip.max_norm / (pending.norm + 1e-6)).clamp(max=1.0)
+        factor = factor * clip.factor_of(pending.norm)
     return factor, clip.max_value

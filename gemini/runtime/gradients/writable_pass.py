@@ -22,7 +22,7 @@ def map_gradients(
 ) -> None:
     """Let `change` see and replace each parameter's part on this rank; see `GeminiDDP`."""
     meetings.call("map_gradients()")
-    gradients.check_whole()
+    gradients.check_complete()
     if not parts.reducer.synchronise:
         raise RuntimeError("map_gradients() inside no_sync: gradients are not reduced yet")
     if parts.pending_clip is not None:
@@ -40,10 +40,10 @@ def map_gradients(
 def _over(
     parts: Parts, chunk: Chunk, there: Sequence[bool], change: ChangeGradient
 ) -> Callable[[Tensor], None]:
-    scale = parts.scaler.scale.float()
+    scale = parts.control_vector.scale.float()
 
     def over(shard: Tensor) -> None:
-        for part in parts.layout.shard_parts(chunk.spec, parts.comm.rank):
+        for part in parts.layout.shard_segments(chunk.spec, chunk.rank):
             if not there[part.param]:
                 continue
             run = shard[part.offset : part.offset + part.numel]

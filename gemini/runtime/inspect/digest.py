@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from gemini.chunk.storage import Chunk
 from gemini.runtime.parts import Parts
-from gemini.runtime.step.weights import adopt_changes
+from gemini.runtime.step.weights import write_back_changes
 
 WORD_BYTES = 8
 _Sum = Callable[[Tensor, int, int], Tensor]
@@ -22,10 +22,11 @@ def digest(parts: Parts) -> str:
     """Of weights in the compute dtype, step counts and the loss scale. Collective.
 
     What this rank has whole (chunks that are never released) is summed from what it has, so a
-    replica that differs gives another digest; what is sharded is summed over ranks. It does not
-    depend on chunks, placement or world size.
+    replica that differs gives another digest; what is sharded is summed over the shards of this
+    rank's replica. It does not depend on chunks, placement or world size, but on how torch has
+    split parameters.
     """
-    adopt_changes(parts)
+    write_back_changes(parts)
     from kernels_triton.digest import digest_on_device, digest_reference
 
     def by_kernel(words: Tensor, first: int, salt: int) -> Tensor:
@@ -33,24 +34,30 @@ def digest(parts: Parts) -> str:
         return digest_on_device(words, first, salt)
 
     on_device = by_kernel if parts.backend.updates_by_triton else digest_reference
-    own: dict[int, Tensor] = {}
-    shared = torch.zeros(len(parts.layout.params), dtype=torch.int64)
+    shared = {
+        group: torch.zeros(len(parts.layout.params), dtype=torch.int64) for group in parts.links
+    }
+    own = {group: torch.zeros_like(sums) for group, sums in shared.items()}
     for chunk in parts.chunks:
-        if chunk.spec.id in parts.kept and chunk.gathered:
+        if chunk.spec.id in parts.never_released and chunk.gathered:
             chunk.wait_gathered()
             for slot, place in enumerate(chunk.spec.slots):
                 whole = chunk.view(chunk.payload, slot)
-                own[place.param] = _of_run(whole, 0, place.param, on_device)
+                own[chunk.spec.group][place.param] = _of_run(whole, 0, place.param, on_device)
         else:
             add = digest_reference if chunk.shard_on_host else on_device
             for param, total in _of_shard(parts, chunk, add):
-                shared[param] += total.cpu()
-    shared = shared.to(parts.comm.device)
-    parts.comm.all_reduce(shared).wait()
-    sums = shared.tolist()
-    for param, total in own.items():
-        sums[param] = int(total)
-    said = repr((sums, _counts(parts), sorted(parts.scaler.state_dict().items())))
+                shared[chunk.spec.group][param] += total.cpu()
+    sums = [0] * len(parts.layout.params)
+    for group, links in parts.links.items():
+        there = shared[group].to(links.shards.device)
+        links.shards.all_reduce(there).wait()
+        there += own[group].to(there.device)
+        if links.split is not None:
+            there *= 2 * links.split.rank + 1  # the same values at two places are not the other way
+            links.split.all_reduce(there).wait()
+        sums = [total + other for total, other in zip(sums, there.tolist(), strict=True)]
+    said = repr((sums, _counts(parts), sorted(parts.control_vector.state_dict().items())))
     return hashlib.sha256(said.encode()).hexdigest()[:16]
 
 
@@ -66,7 +73,7 @@ def _of_shard(parts: Parts, chunk: Chunk, add: _Sum) -> list[tuple[int, Tensor]]
                 add,
             ),
         )
-        for part in parts.layout.shard_parts(chunk.spec, parts.comm.rank)
+        for part in parts.layout.shard_segments(chunk.spec, chunk.rank)
     ]
 
 

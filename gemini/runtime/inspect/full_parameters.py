@@ -7,11 +7,15 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from gemini.chunk.storage import Chunk
-from gemini.runtime.memory.user_writes import follow_shard
-from gemini.runtime.parts import Parts
-from gemini.runtime.step.weights import adopt_changes, after_step
+from gemini.chunk.local import full_tensor_of
+from gemini.chunk.storage import params_in
+from gemini.mesh.roles import WORLD
+from gemini.runtime.parts import Parts, settle
+from gemini.runtime.step.given_values import given_part
+from gemini.runtime.step.weights import after_step, write_back_changes
 from gemini.units import ParamId
+
+from .weights import master_of, set_master
 
 
 def full_parameters(parts: Parts) -> Iterator[tuple[str, Tensor]]:
@@ -20,17 +24,18 @@ def full_parameters(parts: Parts) -> Iterator[tuple[str, Tensor]]:
     Values are the fp32 masters where there are any, in the dtype that the parameter had before
     wrapping, on the CPU. Tied parameters come under each of their names, as one tensor.
     """
-    adopt_changes(parts)
+    write_back_changes(parts)
     for chunk in parts.chunks:
-        payload = parts.comm.gather(master_of(parts, chunk))
+        payload = parts.links[chunk.spec.group].gather(master_of(parts, chunk))
         if payload is None:
             continue
         payload = payload.cpu()
-        for slot, place in enumerate(chunk.spec.slots):
-            spec = parts.layout.params[place.param]
-            value = chunk.view(payload, slot).view(spec.shape)
-            value = value.to(parts.original_dtypes[place.param], copy=True)
-            for name in spec.names:
+        for param, mine in params_in(parts.layout, chunk.spec, payload):
+            value = full_tensor_of(parts.params[param], mine).cpu()
+            if parts.comm.rank != 0:  # other parts of what is split were asked for
+                continue
+            value = value.to(parts.original_dtypes[param], copy=True)
+            for name in parts.layout.params[param].names:
                 yield name, value
 
 
@@ -40,18 +45,19 @@ def salvageable(parts: Parts) -> dict[str, Tensor]:
     What is left where files are lost: 16-bit values, and not the fp32 masters. At several ranks
     only gathered chunks are whole.
     """
+    settle(parts)
     parts.regather.end()
     found = {}
     for chunk in parts.chunks:
         values = chunk.payload
         if not chunk.gathered:
-            if chunk.files is not None or parts.comm.world_size > 1:
+            if chunk.files is not None or parts.links[chunk.spec.group].world_size > 1:
                 continue
             values = chunk.shard
-        for slot, place in enumerate(chunk.spec.slots):
-            spec = parts.layout.params[place.param]
-            value = chunk.view(values, slot).view(spec.shape).cpu().clone()
-            found.update(dict.fromkeys(spec.names, value))
+        for param, value in params_in(parts.layout, chunk.spec, values):
+            spec = parts.layout.params[param]
+            if spec.group == WORLD:
+                found.update(dict.fromkeys(spec.names, value.cpu().clone()))
     return found
 
 
@@ -62,8 +68,12 @@ def load_full_parameters(parts: Parts, values: Mapping[str, Tensor]) -> None:
     Shards and fp32 masters take them, moments and step counts stay. What is not named stays.
     Raises ValueError on every rank, before anything is changed, where a shape differs.
     """
-    adopt_changes(parts)
-    known = [(name, spec.shape) for spec in parts.layout.params for name in spec.names]
+    write_back_changes(parts)
+    known = [
+        (name, tuple(param.shape))
+        for spec, param in zip(parts.layout.params, parts.params, strict=True)
+        for name in spec.names
+    ]
     wrong = [
         f"{name}: {tuple(values[name].shape)} was given, {shape} is expected"
         for name, shape in known
@@ -72,46 +82,29 @@ def load_full_parameters(parts: Parts, values: Mapping[str, Tensor]) -> None:
     wrong, named = parts.comm.gather_objects((wrong, [n for n, _ in known if n in values]))[0]
     if wrong:
         raise ValueError("the state dict does not fit: " + "; ".join(wrong))
-    given = set(named)
+    given, is_first = set(named), parts.comm.rank == 0
     for chunk in parts.chunks:
-        slots = [
-            (slot, next((n for n in parts.layout.params[place.param].names if n in given), None))
-            for slot, place in enumerate(chunk.spec.slots)
-        ]
-        if all(name is None for _, name in slots):
+        name_of = {
+            slot.param: name
+            for slot in chunk.spec.slots
+            for name in parts.layout.params[slot.param].names[::-1]  # the first that is given
+            if name in given
+        }
+        if not name_of:
             continue
-        mine = master_of(parts, chunk)
-        payload = parts.comm.gather(mine)
+        mine, links = master_of(parts, chunk), parts.links[chunk.spec.group]
+        payload = links.gather(mine)
         if payload is not None:
-            for slot, name in slots:
-                if name is not None:
-                    chunk.view(payload, slot).copy_(values[name].reshape(-1))
-        parts.comm.scatter(payload, mine)
-        _set_master(parts, chunk, mine)
+            for param, place in params_in(parts.layout, chunk.spec, payload):
+                if param in name_of:
+                    whole = values[name_of[param]] if is_first else None
+                    value = given_part(links, parts.params[param], whole, torch.float32)
+                    place.copy_(value.reshape(place.shape))
+        links.scatter(payload, mine)
+        set_master(parts, chunk, mine)
     parts.manager.release_all()
     after_step(parts, trained=False)
     params = range(len(parts.params))
-    parts.adoption.stepped(
+    parts.user_writes.stepped(
         [p for p in map(ParamId, params) if given & set(parts.layout.params[p].names)]
     )
-
-
-def master_of(parts: Parts, chunk: Chunk) -> Tensor:
-    """[S] fp32 on the CPU: a copy of a chunk's shard, as exact as it is known."""
-    if parts.target is not None and chunk.spec.trainable:
-        return parts.target.read_master(chunk)
-    original = parts.storage.originals.get(chunk.spec.id)
-    shard = chunk.load_shard()
-    if original is None:
-        return shard.to("cpu", torch.float32, copy=True)
-    follow_shard(original, shard.to(original.device))
-    return original.to("cpu", copy=True)
-
-
-def _set_master(parts: Parts, chunk: Chunk, values: Tensor) -> None:
-    if parts.target is not None and chunk.spec.trainable:
-        parts.target.write_master(chunk, values)
-        return
-    chunk.store_shard(values)
-    if chunk.spec.id in parts.storage.originals:
-        parts.storage.originals.put(chunk.spec.id, values.to(parts.backend.device))

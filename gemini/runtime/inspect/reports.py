@@ -6,10 +6,15 @@ import difflib
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from gemini.mesh.roles import WORLD
 from gemini.placement.predict import KINDS, TIERS
 from gemini.placement.tiers import Tier
 from gemini.placement.timeline import planned_timeline, write_timeline
+from gemini.placement.timetable.speculation import blocks_in_words, priced_in_words
+from gemini.placement.timetable.tail import said
 from gemini.runtime.parts import Parts
+from gemini.runtime.step.ahead.speculation import against_speculation
+from gemini.runtime.step.tail import against_tail
 from gemini.units import format_bytes
 
 
@@ -44,13 +49,54 @@ class MemoryReport:
         return "\n".join((*lines, *self.overruns))
 
 
+def _update_of(parts: Parts) -> list[str]:
+    """When what is not on the device is updated, and what of it is hidden, or could be."""
+    result = parts.planning.result
+    reason, tail, ahead = against_tail(parts), result.tail, result.speculation
+    prices = [] if tail is None else [priced_in_words(result.seconds_by_update)]
+    if parts.beside is None and not parts.speculates:
+        if reason is not None or tail is None:
+            return []
+        return [f'update: serial; with update="tail" it would be predicted to take {tail}', *prices]
+    if reason is not None:
+        return [f"update: serial, as {reason}"]
+    lines = [f"update: {_when(parts)}", *prices]
+    if parts.speculation is not None and against_speculation(parts) is None:
+        lines += [] if ahead is None else [f"predicted in backward: {ahead}"]
+        if (num_held := parts.speculation.num_held) is not None:
+            num_blocks = len(parts.planning.plan.blocks_on(Tier.NVME))
+            lines.append(f"held by the last step: {blocks_in_words(num_held, num_blocks)}")
+        tail = None if ahead is None else ahead.tail
+    if parts.beside is None:
+        return lines
+    if tail is not None:
+        lines.append(f"predicted of the update: {tail}")
+    behind = parts.updating.behind
+    if behind.ready() and (last := behind.wait()).seconds:
+        lines.append(f"measured of the last update: {said(last.seconds, last.waited_seconds)}")
+    return lines
+
+
+def _when(parts: Parts) -> str:
+    rest = "in step()" if parts.beside is None else "behind the next forward"
+    if not parts.speculates:
+        return rest
+    reason = against_speculation(parts)
+    if reason is not None:
+        return f"{rest}, and none in backward, as {reason}"
+    return f"in backward, and the rest {rest}"
+
+
 def explain(parts: Parts, name: str) -> str:
     """Where a parameter lives, why, and what it costs. Raises ValueError for no such name."""
     for param, spec in enumerate(parts.layout.params):
         if name in spec.names:
             chunk = next(c for p, c in parts.chunk_of.items() if p == param)
-            text = f"{name} {spec.shape}\n{parts.planning.plan.explain(chunk)}"
-            return "\n".join((text, *parts.planning.overruns.lines()))
+            split = "" if spec.group == WORLD else f", split over {spec.group}: here"
+            shape = tuple(parts.params[param].shape)
+            own = f"{split} {spec.shape}" if split else ""
+            text = f"{name} {shape}{own}\n{parts.planning.plan.explain(chunk)}"
+            return "\n".join((text, *_update_of(parts), *parts.planning.overruns.lines()))
     names = [name for spec in parts.layout.params for name in spec.names]
     near = difflib.get_close_matches(name, names, n=3)
     raise ValueError(
@@ -60,7 +106,7 @@ def explain(parts: Parts, name: str) -> str:
 
 def memory_report(parts: Parts) -> MemoryReport:
     """Predicted beside measured; see `MemoryReport`."""
-    predicted = parts.planning.planned.profile.peaks()
+    predicted = parts.planning.result.profile.peaks()
     measured = parts.manager.ledger.peaks
     train = [t for (kind, _), t in parts.sampler.collector.traces.items() if kind == "train"]
     rows = []
@@ -77,14 +123,25 @@ def memory_report(parts: Parts) -> MemoryReport:
             rows.append(MemoryRow(tier.value, "total", wanted["total"],
                                   sum(found.values()) if measured else None))  # fmt: skip
         is_pinned = tier is Tier.HOST and parts.backend.pin is not None
-        if is_pinned and rows and rows[-1].tier == tier.value:  # all of it: no page is swapped
-            rows.append(replace(rows[-1], kind="of it pinned"))
+        if is_pinned and rows and rows[-1].tier == tier.value:  # no page of it is swapped
+            rows.append(_pinned(rows[-1], wanted["originals"], found.get("originals", 0)))
     return MemoryReport(tuple(rows), parts.planning.overruns.lines())
+
+
+def _pinned(total: MemoryRow, predicted_bytes: int, measured_bytes: int) -> MemoryRow:
+    """All but the originals, which no step moves."""
+    measured = total.measured_bytes
+    return replace(
+        total,
+        kind="of it pinned",
+        predicted_bytes=total.predicted_bytes - predicted_bytes,
+        measured_bytes=None if measured is None else measured - measured_bytes,
+    )
 
 
 def memory_timeline(parts: Parts, path: str | Path) -> None:
     """Draw the plan of one iteration; see `gemini.placement.timeline.write_timeline`."""
     planning = parts.planning
     write_timeline(
-        planned_timeline(planning.plan, planning.planned.profile, planning.inputs.trace), path
+        planned_timeline(planning.plan, planning.result.profile, planning.inputs.trace), path
     )

@@ -18,11 +18,10 @@ from .backend import Backend
 from .tensor_files import FileConfig, Flat, Staged, TensorFiles
 
 Giver = Callable[[int, torch.dtype], Tensor]  # of device memory [n]
-MAX_LEAVING = 2  # gradients on their way to host memory, before the device waits for the first
 
 
 class GradientHome(Protocol):
-    """See `gemini.chunk.gradient.Elsewhere`; here also by block, for the step."""
+    """A `GradientOffload` that the step reads block by block."""
 
     def write(self, chunk: ChunkId, values: Tensor) -> None: ...
 
@@ -119,58 +118,64 @@ class _FileBlock:
 class HostGradients:
     """Gradients in host memory, a tensor for each chunk that has one.
 
-    Backward goes on while they leave: the device waits for a copy when others were begun behind it,
-    when moments have passed that the plan gives it, or when the gradient is asked for.
+    Backward goes on while they leave. The device waits for the first of them where the plan has no
+    room for more, where it has them gone, and where one is asked for.
     """
 
-    def __init__(self, backend: Backend, block_numel: int, max_leaving: int = MAX_LEAVING) -> None:
-        """max_leaving: 0 under a budget, whose plan has no room for those that leave."""
+    def __init__(self, backend: Backend, block_numel: int) -> None:
         self._backend = backend
-        self._max_leaving = max_leaving
+        self.rooms: Mapping[ChunkId, int] = {}  # see `ShardPlan.leaving_bytes`
         self._block_numel = block_numel
         self._tensors: dict[ChunkId, Tensor] = {}  # [S]; the memory is kept between steps
         self._arrivals: dict[ChunkId, CopyTicket] = {}
         self._leaving: deque[_Leaving] = deque()
         self.nbytes = 0  # of all of them
+        self.leaving_nbytes = 0  # on the device, of those that have not left it
 
     @property
     def tensors(self) -> Mapping[ChunkId, Tensor]:
         """[S] of every chunk that had a gradient."""
         return self._tensors
 
-    @property
-    def leaving_nbytes(self) -> int:
-        """Bytes on the device of those that have not left it."""
-        return sum(leaving.values.nbytes for leaving in self._leaving)
+    def moment(self, *, begins: bool) -> None:
+        """A call begins or ends. By the plan a gradient has left at the moment behind the begin of
+        the call that follows it."""
+        while self._leaving and self._leaving[0].is_due:
+            self._let_go()
+        if begins:
+            for leaving in self._leaving:
+                leaving.is_due = True
 
-    def moment_passed(self) -> None:
-        """By the plan a gradient has left when the second moment behind its reduction has."""
-        for leaving in self._leaving:
-            leaving.moments += 1
-        while self._leaving and self._leaving[0].moments >= 2:
+    def all_leave(self) -> None:
+        """What the device does next comes behind all of them."""
+        while self._leaving:
             self._let_go()
 
     def _let_go(self) -> None:
         """The memory of the first may be used by what the device does next."""
-        self._leaving.popleft().copy.order()
+        first = self._leaving.popleft()
+        first.copy.order()
+        self.leaving_nbytes -= first.values.nbytes
 
     def _ordered(self, chunk: ChunkId) -> CopyTicket:
         """The copy that brought a gradient, before what the device does next."""
+        while any(leaving.chunk == chunk for leaving in self._leaving):
+            self._let_go()  # one stream has all of them, so those before it have left too
         self._arrivals[chunk].order()
-        self._leaving = deque(one for one in self._leaving if one.chunk != chunk)
         return self._arrivals[chunk]
 
     def write(self, chunk: ChunkId, values: Tensor) -> None:
-        kept = self._tensors.get(chunk)
-        if kept is None or kept.dtype != values.dtype:
-            self.nbytes += values.nbytes - (0 if kept is None else kept.nbytes)
-            kept = self._backend.allocate_host(values.numel(), values.dtype)
-            self._tensors[chunk] = kept
+        memory = self._tensors.get(chunk)
+        if memory is None or memory.dtype != values.dtype:
+            self.nbytes += values.nbytes - (0 if memory is None else memory.nbytes)
+            memory = self._backend.allocate_host(values.numel(), values.dtype)
+            self._tensors[chunk] = memory
         if chunk in self._arrivals:
             self._ordered(chunk)
-        self._arrivals[chunk] = self._backend.copy(kept, values)
+        self._arrivals[chunk] = self._backend.copy(memory, values)
         self._leaving.append(_Leaving(chunk, self._arrivals[chunk], values))
-        if len(self._leaving) > self._max_leaving:
+        self.leaving_nbytes += values.nbytes
+        while self.leaving_nbytes > self.rooms.get(chunk, 0):
             self._let_go()
 
     def read(self, chunk: ChunkId, into: Tensor) -> Ticket[None]:
@@ -191,7 +196,7 @@ class _Leaving:
     chunk: ChunkId
     copy: CopyTicket
     values: Tensor  # what it reads, on the device
-    moments: int = 0  # that have passed
+    is_due: bool = False  # a call has begun since
 
 
 @dataclass(frozen=True, slots=True)

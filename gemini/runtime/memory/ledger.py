@@ -16,14 +16,14 @@ from .shard_storage import ShardStorage
 Bytes = dict[tuple[Tier, str], int]
 
 
-class Ledger:
+class MemoryLedger:
     """Model data of one engine. Kinds are those of `gemini.placement.predict`.
 
     Asking takes as long for many chunks as for few: chunks keep their account up to date.
 
     host: the tier of host memory; it is the device where that is the CPU.
     state: of the optimizer, once there is one; staging_bytes: what its blocks pass through on the
-        device.
+        device; held_bytes: of gradients that were dropped and its tail still needs.
     """
 
     def __init__(
@@ -39,6 +39,7 @@ class Ledger:
         self._host = host
         self.state: TieredState | None = None
         self.staging_bytes: Callable[[], int] = int
+        self.held_bytes: Callable[[], int] = int
         self.limited = False  # `note` has budgets to compare with
         self._overruns: Overruns | None = None
         self.judges = True  # `note` compares with budgets
@@ -53,16 +54,19 @@ class Ledger:
     def totals(self) -> dict[Tier, int]:
         """Bytes on every tier, now: cheaper than by kind."""
         account, storage, state = self._account, self.storage, self.state
-        device = account.payloads + account.device_shards + account.gradients + self.staging_bytes()
+        device = account.payloads + account.device_shards + account.gradients
+        device += self.staging_bytes() + self.held_bytes()
         host, nvme = account.host_shards, 0
+        apart = 0  # only where the host is another memory
         if storage is not None:
             device += storage.leaving_bytes
+            device += storage.originals.memory_bytes[Tier.DEVICE]
+            apart += storage.originals.memory_bytes[Tier.HOST]
             host, nvme = host + storage.staging_bytes, storage.file_bytes
         if state is not None:
             device += sum(slab.nbytes for slab in state.device_slabs)
             nvme += state.nvme_bytes
             host += 0 if state.nvme is None else state.nvme.staging_bytes
-        apart = 0  # only where the host is another memory
         if storage is not None and storage.host_gradients is not None:
             apart += storage.host_gradients.nbytes
         if state is not None:
@@ -77,7 +81,7 @@ class Ledger:
         found: Counter[tuple[Tier, str]] = Counter()
         found[Tier.DEVICE, "parameters"] = account.payloads + account.device_shards
         found[self._host, "parameters"] += account.host_shards
-        found[Tier.DEVICE, "gradients"] = account.gradients
+        found[Tier.DEVICE, "gradients"] = account.gradients + self.held_bytes()
         found[Tier.DEVICE, "staging"] = self.staging_bytes()
         self._add_storage(found)
         state = self.state
@@ -93,6 +97,9 @@ class Ledger:
         storage = self.storage
         if storage is None:
             return
+        for tier, nbytes in storage.originals.memory_bytes.items():
+            found[tier, "originals"] += nbytes
+        found[Tier.NVME, "originals"] += storage.originals.file_bytes
         if storage.params is not None:
             found[Tier.NVME, "parameters"] += storage.params.file_bytes
         if storage.gradient_files is not None:

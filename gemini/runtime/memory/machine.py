@@ -14,10 +14,14 @@ from gemini.runtime.comm.communicator import Communicator
 from .backend import Backend
 
 
-def look_at_machine(backend: Backend, comm: Communicator) -> Machine:
-    """Collective. Ranks of one host share a node, and its CPU if they compute on it."""
+def ranks_here(comm: Communicator) -> int:
+    """How many of its ranks this host has. Collective."""
     here = socket.gethostname()
-    ranks_per_node = comm.gather_objects(here).count(here)
+    return comm.gather_objects(here).count(here)
+
+
+def look_at_machine(backend: Backend, ranks_per_node: int) -> Machine:
+    """Ranks of one host share a node, and its CPU if they compute on it."""
     return Machine(
         ranks_per_node=ranks_per_node,
         ranks_per_device=ranks_per_node if backend.device.type == "cpu" else 1,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from gemini.chunk.layout import ChunkLayout, ChunkSpec
@@ -19,7 +18,8 @@ from nvme import WriteMeter
 from optim.rules.report import Traffic
 
 from .backend import Backend
-from .gradient_homes import MAX_LEAVING, GradientFiles, GradientHome, HostGradients
+from .gradient_homes import GradientFiles, GradientHome, HostGradients
+from .originals import Originals, original_homes
 from .tensor_files import FileConfig, Flat, TensorFiles
 
 
@@ -32,14 +32,10 @@ class ShardStorage:
         plan: Plan,
         backend: Backend,
         config: FileConfig,
-        *,
-        limited: bool,
     ) -> None:
-        """`limited`: by a budget, so that what nothing reads in a step lives in files."""
         self._specs = layout.chunks
         self._backend = backend
         self.config = config
-        self._limited = limited
         on_nvme = [shard.chunk for shard in plan.shards if shard.param_home is Tier.NVME]
         self.params: TensorFiles | None = None  # shards whose home is NVMe
         if on_nvme:
@@ -48,17 +44,8 @@ class ShardStorage:
                 replace(config, label=config.label + "parameters-"),
                 versioned=True,
             )
-        in_file = [
-            shard.chunk for shard in plan.shards
-            if Tier.NVME in shard.state_homes
-            or (limited and not self._specs[shard.chunk].trainable)
-        ]  # fmt: skip
-        on_host = [shard.chunk for shard in plan.shards if Tier.HOST in shard.state_homes]
-        self.originals = Originals(
-            {c: Flat(self._specs[c].shard_numel, torch.float32) for c in in_file},
-            replace(config, label=config.label + "originals-"),
-            on_host=frozenset(on_host),
-        )
+        homes = original_homes(layout.chunks, plan)
+        self.originals = Originals(layout.chunks, homes, backend.device, config)
         self.gradient_files: GradientFiles | None = None
         self.host_gradients: HostGradients | None = None
 
@@ -87,6 +74,7 @@ class ShardStorage:
         self.originals.clear()
         for files in self.files:
             files.close()
+        self.all_leave()
         self.params = self.gradient_files = self.host_gradients = None
 
     def layout_changed(self, layout: ChunkLayout) -> None:
@@ -105,17 +93,27 @@ class ShardStorage:
         if to_files:
             flats = {chunk: _flat(self._specs[chunk]) for chunk in to_files}
             self.gradient_files = GradientFiles(flats, self.config)
+        self.all_leave()
         self.host_gradients = None
         if Tier.HOST in homes.values():
-            self.host_gradients = HostGradients(
-                self._backend, self.config.block_numel, 0 if self._limited else MAX_LEAVING
-            )
+            self.host_gradients = HostGradients(self._backend, self.config.block_numel)
+            self.follow(plan)
         by_home: Mapping[Tier | None, GradientHome | None] = {
             Tier.NVME: self.gradient_files,
             Tier.HOST: self.host_gradients,
         }
         for chunk in chunks:
             chunk.gradient.send(by_home.get(homes[chunk.spec.id]))
+
+    def follow(self, plan: Plan) -> None:
+        """Another plan, of the same homes, says how much may be on its way."""
+        if self.host_gradients is not None:
+            self.host_gradients.rooms = {s.chunk: s.leaving_bytes for s in plan.shards}
+
+    def all_leave(self) -> None:
+        """What the device does next comes behind all gradients that are on their way."""
+        if self.host_gradients is not None:
+            self.host_gradients.all_leave()
 
     @property
     def leaving_bytes(self) -> int:
@@ -129,29 +127,15 @@ class ShardStorage:
                 files.rollback()
 
     def serve(self, block_numel: int, depth: int, meter: WriteMeter | None) -> None:
-        """An optimizer is there: cut files anew as it cuts its state, since a block is read and
-        written as one, and count what they write, and have written, to its budget."""
-        same = (block_numel, depth) == (self.config.block_numel, self.config.depth)
+        """An optimizer is there: read ahead as far as it does, and count what files write, and have
+        written, to its budget. Files of parameters are cut as the plan says since they were made.
+        """
+        assert self.params is None or block_numel == self.config.block_numel
         self.config = replace(self.config, block_numel=block_numel, depth=depth, meter=meter)
         if meter is not None:
             meter.written_bytes += self.originals.written_bytes
-        if self.params is None:
-            return
-        if meter is not None:
-            meter.written_bytes += self.params.store.meter.written_bytes
-            self.params.store.meter = meter
-        if same:
-            return
-        before = self.params
-        flats = {chunk: _flat(self._specs[chunk]) for chunk in before}
-        self.params = TensorFiles(
-            flats, replace(self.config, label=self.config.label + "parameters-"), versioned=True
-        )
-        for chunk, flat in flats.items():
-            shard = torch.empty(flat.numel, dtype=flat.dtype)
-            before.read(chunk, shard).wait()
-            self.params.replace(chunk, shard)
-        before.close()
+        if self.params is not None:
+            self.params.serve(depth, meter)
 
     @property
     def files(self) -> list[TensorFiles]:
@@ -174,85 +158,7 @@ class ShardStorage:
 
     @property
     def file_bytes(self) -> int:
-        return sum(files.file_bytes for files in self.files)
-
-
-class Originals:
-    """fp32 [S] of 16-bit chunks: for masters to start from, and what is given back of frozen ones.
-
-    In memory, of the host where their state will be there; or in a file: of chunks with state on
-    NVMe, and under a budget of frozen ones.
-    """
-
-    def __init__(
-        self,
-        in_file: Mapping[ChunkId, Flat],
-        config: FileConfig,
-        *,
-        on_host: Collection[ChunkId] = (),
-    ) -> None:
-        self._wanted = in_file
-        self._on_host = on_host
-        self._config = config
-        self._file: TensorFiles | None = None
-        self._memory: dict[ChunkId, Tensor] = {}
-        self._in_file: set[ChunkId] = set()
-        self._last: tuple[ChunkId, Tensor] | None = None  # read from the file; asked for by block
-
-    def __contains__(self, chunk: ChunkId) -> bool:
-        return chunk in self._memory or chunk in self._in_file
-
-    def get(self, chunk: ChunkId) -> Tensor | None:
-        """[S], or None; `put` takes changes back."""
-        if chunk not in self._in_file:
-            return self._memory.get(chunk)
-        if self._last is None or self._last[0] != chunk:
-            self._last = None  # give its memory back first
-            values = torch.empty(self._wanted[chunk].numel, dtype=torch.float32)
-            assert self._file is not None
-            self._file.read(chunk, values).wait()
-            self._last = (chunk, values)
-        return self._last[1]
-
-    def put(self, chunk: ChunkId, values: Tensor) -> None:
-        if chunk not in self._wanted:
-            self._memory[chunk] = values.cpu() if chunk in self._on_host else values
-            return
-        if self._file is None:
-            self._file = TensorFiles(self._wanted, self._config, versioned=False)
-        self._file.write(chunk, values)
-        self._in_file.add(chunk)
-
-    def drop(self, chunk: ChunkId) -> None:
-        self._memory.pop(chunk, None)
-        self._in_file.discard(chunk)
-        if self._last is not None and self._last[0] == chunk:
-            self._last = None
-
-    @property
-    def memory_bytes(self) -> int:
-        return sum(values.nbytes for values in self._memory.values())
-
-    def keep(self, chunks: Collection[ChunkId]) -> None:
-        """Drop those of all other chunks."""
-        for chunk in [*self._memory, *self._in_file]:
-            if chunk not in chunks:
-                self.drop(chunk)
-        if not (self._memory or self._in_file):
-            self.clear()
-
-    @property
-    def written_bytes(self) -> int:
-        return 0 if self._file is None else self._file.store.traffic.written_bytes
-
-    def clear(self) -> None:
-        """Give memory and file back."""
-        self._memory.clear()
-        self._in_file.clear()
-        self._last = None
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        return sum(files.file_bytes for files in self.files) + self.originals.file_bytes
 
 
 def _flat(spec: ChunkSpec) -> Flat:

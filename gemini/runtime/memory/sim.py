@@ -1,26 +1,31 @@
 """`sim`: a simulated device for tests without a GPU, as hostile as a real one may be.
 
-* Host and device are different memory, although both are the CPU's: `memory_of` knows which is
-  which, and a kernel is given no address of host memory.
+* Host and device are different memory, although both are the CPU's: `place_of` knows which is
+  which, and a kernel is given no address of host memory. Copies are of pinned memory.
 * A copy to the device happens when it is ordered, or by chance before; one to the host when the
   host waits for it, and never before. Until then what it fills is NaN.
-* What a copy reads may be neither written nor freed before its ticket says so.
-* Memory is NaN when it is fresh, staging too, and when it was freed.
+* What a copy reads may be neither written nor freed before its ticket says so, and a ticket that is
+  dropped before that is an error. Errors that nobody could raise in time come with the next call.
+* Work beside what the device computes runs when its ticket is waited for, or by chance before.
+* Memory is NaN when it is fresh, staging too, and when it was freed: then it is another's at once,
+  so nothing may write it. Its bytes count until the device comes behind what reads it.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from typing import Literal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from gemini.tickets import CopyTicket
 
-Place = Literal["device", "host"]
+from .sim_copies import SeveralTickets, SimCopy, SimTicket, addresses, overlap
+from .sim_pages import Place, SimPages, poison
+from .sim_works import SimWork, SimWorks
 
 
 class SimBackend:
@@ -37,212 +42,180 @@ class SimBackend:
     def __init__(self, seed: int = 0, updates_by_triton: bool = False) -> None:
         self.updates_by_triton = updates_by_triton
         self._random = random.Random(seed)
+        self._pages = SimPages()
         self._copies: list[SimCopy] = []  # that have an end which is not free yet
-        self._places: dict[int, tuple[StorageWeakRef, Place]] = {}  # by storage
-        self._pinned: list[range] = []  # addresses of staging
-        self._begun_last: SimCopy | None = None  # and nothing was asked for since
-        self._freed: set[int] = set()
-        self.device_bytes = 0
-        self.peak_device_bytes = 0
+        self._works = SimWorks()
+        self.runs_by_chance = True  # work beside the device; else as late as it may
+        self._lock = threading.RLock()  # copies may be waited for by several threads
+        self._num_lost = 0
+        self.work = 0  # that the device was given
+        self._is_copying = False
         self.host_waits = 0
         self.stalls = 0  # the device waited for a copy to the host, and had nothing to do meanwhile
+        self.starved = 0  # the same, for one to the device
         self.to_host_bytes = self.to_device_bytes = 0  # copied so far
 
+    # -- memory --
+
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        self._begun_last = None
-        tensor = self._made(torch.full((numel,), float("nan"), dtype=dtype), "device")
-        self._count(tensor.nbytes)
-        return tensor
+        self._check_tickets()
+        return self._pages.made(torch.full((numel,), poison(dtype), dtype=dtype), "device")
 
     def zeros(self, numel: int, dtype: torch.dtype, *, on_host: bool) -> Tensor:
-        return self._made(torch.zeros(numel, dtype=dtype), "host" if on_host else "device")
+        zeros = torch.zeros(numel, dtype=dtype)
+        return self._pages.made(zeros, "host" if on_host else "device")
 
     def allocate_host(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return self._made(torch.full((numel,), float("nan"), dtype=dtype), "host")
+        return self._pages.made(torch.full((numel,), poison(dtype), dtype=dtype), "host")
 
     def free(self, tensor: Tensor) -> None:
-        if tensor.data_ptr() in self._freed:
-            raise AssertionError("freed twice")
-        for copy in self._touching(tensor):
-            if not copy.ordered:
-                raise AssertionError("memory was freed under a copy")
-        self._freed.add(tensor.data_ptr())
-        tensor.fill_(float("nan"))
-        self._count(-tensor.nbytes)
+        self._check_tickets()
+        if any(not copy.ordered for copy in self._touching(tensor)):
+            raise AssertionError("memory was freed under a copy")
+        self._pages.free(tensor)
 
     def refill(self, tensor: Tensor) -> None:
-        self._begun_last = None
-        self._freed.remove(tensor.data_ptr())
-        self._count(tensor.nbytes)
+        self._check_tickets()
+        self._pages.refill(tensor)
+
+    def pin(self, address: int, nbytes: int) -> Callable[[], object]:
+        """These addresses are host memory, until the answer is called."""
+        self._pages.pin(address, nbytes)
+        return lambda: self._pages.unpin(address, nbytes)
+
+    def place_of(self, tensor: Tensor) -> Place | None:
+        """Whose memory it is; None for what was not made here."""
+        return self._pages.place_of(tensor)
+
+    def put(self, tensor: Tensor, place: Place) -> None:
+        """From now on its memory is known to be there."""
+        self._pages.put(tensor, place)
+
+    @property
+    def device_bytes(self) -> int:
+        """Of what was made on the device, in use now."""
+        return self._pages.device_bytes
+
+    @property
+    def peak_device_bytes(self) -> int:
+        return self._pages.peak_device_bytes
+
+    # -- what the device does --
 
     def address(self, tensor: Tensor) -> int:
-        self._begun_last = None
+        self._check_tickets()
+        self.computes()
         if self.updates_by_triton and self.place_of(tensor) == "host":
             raise AssertionError("a kernel is given the address of host memory")
-        if tensor.untyped_storage().data_ptr() in self._freed:
+        if self._pages.is_freed(tensor):
             raise AssertionError("a kernel is given the address of freed memory")
-        for copy in self._touching(tensor):
-            if not copy.ordered:
-                raise AssertionError("a kernel is given memory under a copy that nothing orders")
+        if any(not copy.ordered for copy in self._touching(tensor)):
+            raise AssertionError("a kernel is given memory under a copy that nothing orders")
         return tensor.data_ptr()
 
+    def computes(self) -> None:
+        """It is given an operator; those that the simulation makes of copies are none."""
+        self.work += not self._is_copying
+
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        """What is computed inside is how copies are simulated."""
+        with self._lock:
+            before, self._is_copying = self._is_copying, True
+            try:
+                yield
+            finally:
+                self._is_copying = before
+
     def copy_all(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> CopyTicket:
-        return _Several([self.copy(dst, src) for dst, src in pairs])
+        return SeveralTickets([self.copy(dst, src) for dst, src in pairs])
 
     def copy(self, dst: Tensor, src: Tensor) -> CopyTicket:
-        for other in [*self._touching(src), *self._touching(dst)]:
-            reads_only = not _overlap(other.dst, src) and not _overlap(other.dst, dst)
-            if reads_only and not _overlap(other.src, dst):
-                continue  # both read the same
-            if not other.ordered:
-                raise AssertionError("a copy begins before another of its ends was ordered")
-            other.end()  # it comes before this one on the device
-        copy = SimCopy(self, dst, src)
+        with self.copying():
+            return SimTicket(self, self._begun(dst, src))
+
+    def _begun(self, dst: Tensor, src: Tensor) -> SimCopy:
+        self._check_tickets()
+        self._check_ends(dst, src)
+        for other in list(self._copies):
+            if _in_the_way(other, dst, src):
+                if not other.ordered:
+                    raise AssertionError("a copy begins before another of its ends was ordered")
+                other.end()  # it comes before this one on the device
+        places = self.place_of(dst), self.place_of(src)
+        to_host = self.updates_by_triton and places[0] == "host"
+        on_host = self.updates_by_triton and "host" in places
+        copy = SimCopy(self, dst, src, to_host=to_host, ends_on_host=on_host)
         self._copies.append(copy)
-        self._begun_last = copy
-        if copy.to_host:
+        if to_host:
             self.to_host_bytes += dst.nbytes
-        elif self.place_of(src) == "host":
+        elif places[1] == "host":
             self.to_device_bytes += dst.nbytes
         for late in list(self._copies):
             if not late.to_host and self._random.random() < 0.3:
                 late.deliver() if self.updates_by_triton else late.end()
         return copy
 
-    def pin(self, address: int, nbytes: int) -> Callable[[], object]:
-        """These addresses are host memory, until the answer is called."""
-        self._pinned.append(range(address, address + nbytes))
-        return lambda: self._pinned.remove(range(address, address + nbytes))
+    def beside(self, works: Sequence[Callable[[], None]]) -> list[SimWork]:
+        """See `optim.state.memory.Memory`."""
+        return self._works.add(works)
 
-    def place_of(self, tensor: Tensor) -> Place | None:
-        """Whose memory it is; None for what was not made here."""
-        storage = tensor.untyped_storage()
-        found = self._places.get(storage._cdata)
-        if found is not None and not found[0].expired():
-            return found[1]
-        return "host" if any(tensor.data_ptr() in pages for pages in self._pinned) else None
+    @contextmanager
+    def behind_copies(self) -> Iterator[None]:
+        """See `optim.state.memory.Memory`."""
+        with self.copying():
+            for copy in self._copies:
+                if not copy.to_host:
+                    copy.deliver()
+        yield
 
-    def put(self, tensor: Tensor, place: Place) -> None:
-        """From now on its memory is known to be there."""
-        storage = tensor.untyped_storage()
-        self._places[storage._cdata] = StorageWeakRef(storage), place
+    def check(self) -> None:
+        """Raises what the next call would: a ticket was dropped, or freed memory was written."""
+        self._check_tickets()
+        self._pages.check_freed()
 
-    def _made(self, tensor: Tensor, place: Place) -> Tensor:
-        self.put(tensor, place)
-        return tensor
-
-    def _touching(self, tensor: Tensor) -> list[SimCopy]:
-        """Copies that have not ended, with an end in this memory."""
-        return [c for c in self._copies if _overlap(c.dst, tensor) or _overlap(c.src, tensor)]
+    # -- what copies tell it --
 
     def ended(self, copy: SimCopy) -> None:
-        """Both its ends are free."""
         self._copies = [other for other in self._copies if other is not copy]
 
     def device_waits(self, copy: SimCopy) -> None:
-        """What the device is given next waits for this copy to the host."""
-        self.stalls += copy is self._begun_last
+        at_once = copy.begun_at == self.work
+        self.stalls += at_once and copy.to_host
+        self.starved += at_once and not copy.to_host
 
     def host_waited(self) -> None:
-        """The host waited for the device: what was ordered before has ended too."""
         self.host_waits += 1
         for copy in list(self._copies):
             if copy.ordered and not copy.to_host:
                 copy.end()
 
-    def _count(self, nbytes: int) -> None:
-        self.device_bytes += nbytes
-        self.peak_device_bytes = max(self.peak_device_bytes, self.device_bytes)
+    def lost(self, copy: SimCopy) -> None:
+        self._num_lost += 1
+
+    # -- inside --
+
+    def _check_tickets(self) -> None:
+        if self._works.may_run and self.runs_by_chance and self._random.random() < 0.1:
+            self._works.run_next()
+        if self._num_lost:
+            lost, self._num_lost = self._num_lost, 0
+            raise AssertionError(f"nobody waits for {lost} copies: their tickets were dropped")
+
+    def _check_ends(self, dst: Tensor, src: Tensor) -> None:
+        for end in (dst, src):
+            if self._pages.is_freed(end):
+                raise AssertionError("a copy is given freed memory")
+            if self.updates_by_triton and self.place_of(end) is None:
+                raise AssertionError("a copy is given host memory that is not pinned")
+
+    def _touching(self, tensor: Tensor) -> list[SimCopy]:
+        """Copies with an end in this memory that is not free."""
+        here = addresses(tensor)
+        return [c for c in self._copies if overlap(c.writes, here) or overlap(c.reads, here)]
 
 
-class SimCopy:
-    """A copy that happens as late as it may; see `gemini.tickets.CopyTicket`."""
-
-    def __init__(self, backend: SimBackend, dst: Tensor, src: Tensor) -> None:
-        self._backend = backend
-        self.dst, self.src = dst.detach(), src.detach()
-        self.to_host = backend.updates_by_triton and backend.place_of(dst) == "host"
-        self._values: Tensor | None = self.src.clone()
-        self._before = _bits(self.src).clone()
-        self._watched = True  # the source must stay as it was
-        self.ordered = self._has_ended = False
-        with torch.no_grad():
-            self.dst.fill_(float("nan"))
-
-    def ready(self) -> bool:
-        return self._has_ended
-
-    def deliver(self) -> None:
-        """What was copied is in place."""
-        self._check_source()
-        if self._values is not None:
-            values, self._values = self._values, None
-            with torch.no_grad():
-                self.dst.copy_(values)
-
-    def end(self) -> None:
-        """Both ends are free."""
-        self.ordered = True
-        self.deliver()
-        self._has_ended = True
-        self._backend.ended(self)
-
-    def order(self) -> None:
-        if self._has_ended or (self.to_host and self.ordered):
-            return
-        self._check_source()
-        self.ordered = True
-        if self.to_host:
-            self._backend.device_waits(self)
-            self._watched = False  # the device comes behind the copy, so it may write the source
-            return
-        self.deliver()
-        if not self._backend.updates_by_triton or self._backend.place_of(self.src) != "host":
-            self.end()
-
-    def wait(self) -> None:
-        self.order()
-        if self.to_host and not self._has_ended:
-            self._end_for_the_host()
-
-    def settle(self) -> None:
-        if not self._has_ended:
-            self._end_for_the_host()
-
-    def _end_for_the_host(self) -> None:
-        self.end()
-        self._backend.host_waited()
-
-    def _check_source(self) -> None:
-        if self._watched and not torch.equal(_bits(self.src), self._before):
-            raise AssertionError("the source of a copy was written while the copy reads it")
-
-
-class _Several:
-    """Copies as one."""
-
-    def __init__(self, copies: Sequence[CopyTicket]) -> None:
-        self._copies = copies
-
-    def ready(self) -> bool:
-        return all(copy.ready() for copy in self._copies)
-
-    def order(self) -> None:
-        for copy in self._copies:
-            copy.order()
-
-    def wait(self) -> None:
-        for copy in self._copies:
-            copy.wait()
-
-    def settle(self) -> None:
-        for copy in self._copies:
-            copy.settle()
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(torch.uint8)
-
-
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    return a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes
+def _in_the_way(other: SimCopy, dst: Tensor, src: Tensor) -> bool:
+    """Whether both are not reading the same, or apart."""
+    to, of = addresses(dst), addresses(src)
+    return overlap(other.writes, to) or overlap(other.writes, of) or overlap(other.reads, to)

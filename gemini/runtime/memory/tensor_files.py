@@ -24,9 +24,11 @@ from nvme import (
     NvmeError,
     Pin,
     StoreLayout,
+    WriteBehind,
     WriteMeter,
     check_folder,
     default_folder,
+    settle,
 )
 from optim.state.memory import copy_alone
 
@@ -63,6 +65,10 @@ class Staged:
     values: Tensor  # [n], a view of the buffer
     ticket: Ticket[object] | None
 
+    @property
+    def is_ready(self) -> bool:
+        return self.ticket is None or self.ticket.ready()
+
     def wait(self) -> Tensor:
         if self.ticket is not None:
             self.ticket.wait()
@@ -70,7 +76,7 @@ class Staged:
         return self.values
 
 
-class Fill:
+class ReadTicket:
     """A ticket: a tensor is being read. It is in place when `wait` returns."""
 
     def __init__(self, files: TensorFiles, num_blocks: int) -> None:
@@ -118,10 +124,31 @@ class TensorFiles:
         self.store = BlockStore(
             [config.checked_folder()], plan, label=config.label, meter=config.meter
         )
-        self._pool = BufferPool(config.depth + 2, max(nbytes), config.pin)
-        self._queue: deque[tuple[Fill, BlockId, Tensor]] = deque()  # reads that have no buffer yet
-        self._reads: deque[tuple[Fill, Staged, Tensor]] = deque()
-        self._writes: deque[Staged] = deque()
+        self._pin = config.pin
+        self._reserve(config.depth, max(nbytes))
+        self._queue: deque[tuple[ReadTicket, BlockId, Tensor]] = deque()  # without a buffer yet
+        self._reads: deque[tuple[ReadTicket, Staged, Tensor]] = deque()
+
+    def _reserve(self, depth: int, nbytes: int) -> None:
+        """Staging for blocks of so many bytes; nothing is under way."""
+        self._pool = BufferPool(depth + 2, nbytes, self._pin)
+        self._writes = WriteBehind(self._pool)
+
+    def serve(self, depth: int, meter: WriteMeter | None) -> None:
+        """Blocks are read so far ahead from now on, and what is written, and was, counts there."""
+        if meter is not None:
+            meter.written_bytes += self.store.meter.written_bytes
+            self.store.meter = meter
+        if depth + 2 != self._pool.count:
+            while self._reads or self._queue:
+                self.finish_read()
+            self._writes.drain()
+            self._reserve(depth, self._pool.buffer_nbytes)
+
+    def rest(self) -> None:
+        """End writes, and give the memory of staging back until it is used again."""
+        self._writes.drain()
+        self._pool.empty()
 
     def __iter__(self) -> Iterator[ChunkId]:
         return iter(self._tensors)
@@ -149,7 +176,7 @@ class TensorFiles:
     def read(self, chunk: ChunkId, into: Tensor) -> Ticket[None]:
         """Begin to fill `into`, which must be left alone until the ticket is done."""
         parts = into.detach().split(self._block_numel)
-        fill = Fill(self, len(parts))
+        fill = ReadTicket(self, len(parts))
         first = self._first[chunk]
         self._queue.extend((fill, BlockId(first + i), part) for i, part in enumerate(parts))
         self.pump()
@@ -186,21 +213,19 @@ class TensorFiles:
 
     def write_block(self, chunk: ChunkId, index: int, staged: Staged) -> None:
         """Begin to write a staged block; its buffer is taken back."""
-        staged.ticket = self.store.write(
-            BlockId(self._first[chunk] + index), self._view(chunk, index, staged.buffer)
-        )
-        self._writes.append(staged)
+        block = BlockId(self._first[chunk] + index)
+        view = staged.buffer.view[: self.store.buffer_nbytes(block)]
+        self._writes.add(self.store.write(block, view), staged.buffer)
 
     def give(self, staged: Staged) -> None:
         """A staged block is not needed any more."""
-        if staged.ticket is not None:
-            _settle(staged.ticket)
+        settle(staged.ticket)
         self._pool.give(staged.buffer)
 
     @property
     def can_read_ahead(self) -> bool:
         """Whether `read_block` would find a buffer and leave one for `block_to_fill`."""
-        self._reap()
+        self._writes.reap()
         return self._pool.num_free > 1
 
     @property
@@ -217,8 +242,7 @@ class TensorFiles:
 
     def flush(self) -> None:
         """Wait for all writes. Raises what went wrong."""
-        while self._writes:
-            self._finish_write()
+        self._writes.drain()
         self.store.flush()
 
     def commit(self, step: int) -> None:
@@ -228,9 +252,7 @@ class TensorFiles:
 
     def rollback(self) -> None:
         """Forget what was written since the last commit."""
-        while self._writes:
-            staged = self._writes.popleft()
-            self.give(staged)
+        self._writes.abandon()
         self.store.rollback()
 
     def close(self) -> None:
@@ -238,8 +260,7 @@ class TensorFiles:
         if self.store.is_ours:
             self._queue.clear()
             for _, staged, _ in self._reads:
-                if staged.ticket is not None:
-                    _settle(staged.ticket)
+                settle(staged.ticket)
             self._reads.clear()
         self.store.close()
 
@@ -253,9 +274,9 @@ class TensorFiles:
 
     def pump(self) -> None:
         """Take over reads that have ended and begin those that wait. Never waits."""
-        while self._reads and _is_ready(self._reads[0][1]):
+        while self._reads and self._reads[0][1].is_ready:
             self._finish_head()
-        self._reap()
+        self._writes.reap()
         while self._queue and self._pool.num_free:
             self._begin_next()
 
@@ -263,7 +284,7 @@ class TensorFiles:
         """Wait for the oldest read."""
         if not self._reads:
             if not self._pool.num_free:
-                self._finish_write()
+                self._writes.end_oldest()
             self._begin_next()
         self._finish_head()
         self.pump()
@@ -297,39 +318,10 @@ class TensorFiles:
         return self.store.read_uncommitted(block, view)
 
     def _stage(self, chunk: ChunkId, index: int) -> Staged:
-        self._reap()
-        while not self._pool.num_free:
-            if self._writes:
-                self._finish_write()
-            else:
-                self.finish_read()
-        buffer = self._pool.take()
+        self._writes.reap()
+        while not (self._pool.num_free or self._writes):
+            self.finish_read()
+        buffer = self._writes.take()
         flat = self._tensors[chunk]
         numel = min(self._block_numel, flat.numel - index * self._block_numel)
         return Staged(buffer, torch.frombuffer(buffer.view, dtype=flat.dtype, count=numel), None)
-
-    def _view(self, chunk: ChunkId, index: int, buffer: Buffer) -> memoryview:
-        return buffer.view[: self.store.buffer_nbytes(BlockId(self._first[chunk] + index))]
-
-    def _reap(self) -> None:
-        while self._writes and _is_ready(self._writes[0]):
-            self._finish_write()
-
-    def _finish_write(self) -> None:
-        staged = self._writes.popleft()
-        try:
-            staged.wait()
-        finally:
-            self._pool.give(staged.buffer)
-
-
-def _is_ready(staged: Staged) -> bool:
-    return staged.ticket is None or staged.ticket.ready()
-
-
-def _settle(ticket: Ticket[object]) -> None:
-    """Wait for a transfer whose outcome no longer matters, or is raised elsewhere."""
-    try:
-        ticket.wait()
-    except NvmeError:
-        return

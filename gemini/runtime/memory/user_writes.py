@@ -7,7 +7,7 @@ to. Shards and fp32 masters follow before the payload is released and before the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +16,11 @@ from gemini.chunk.storage import Chunk
 from gemini.units import ChunkId, ParamId
 
 
-class Adoption:
+class UserWrites:
     """Watches the parameters of one engine.
 
     stale: chunks whose shard was changed by the user since the optimizer's masters followed.
+    before_keeping: sees a chunk whose payload the user has changed, and its shard as it was.
     """
 
     def __init__(self, params: Sequence[nn.Parameter]) -> None:
@@ -28,6 +29,7 @@ class Adoption:
             self._versions = [param._version for param in params]
         self._written: set[ParamId] = set()
         self.stale: set[ChunkId] = set()
+        self.before_keeping: Callable[[Chunk], None] = lambda chunk: None
 
     def written(self, param: ParamId) -> None:
         """It may have been, in a way that its version does not show."""
@@ -41,9 +43,10 @@ class Adoption:
             for param in params:
                 self._versions[param] += 1
 
-    def adopt(self, chunk: Chunk) -> None:
+    def write_back(self, chunk: Chunk) -> None:
         """Copy the user's values from a gathered payload to its shard, if there are any."""
         if self._changed(chunk):
+            self.before_keeping(chunk)
             chunk.keep_shard()
             self.stale.add(chunk.spec.id)
 

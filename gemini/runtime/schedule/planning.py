@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
-from gemini.chunk.layout import ITEMSIZE, ChunkLayout
+from gemini.chunk.layout import ChunkLayout
 from gemini.memtracer.trace import (
     ASSUMED_SIGNATURE,
     Kind,
@@ -17,11 +17,11 @@ from gemini.memtracer.trace import (
     reduce_traces,
     sequential_trace,
 )
-from gemini.placement.fit import MIN_BLOCK_NUMEL, StateRequest, assume, fit, fit_state
+from gemini.placement.fit import StateRequest, assume, block_sizes, fit, fit_state
 from gemini.placement.homes.budgets import Machine, in_words_of, resolve
 from gemini.placement.overruns import BudgetWarning, Overruns, user_stacklevel
 from gemini.placement.plan import Plan, UpdatePath
-from gemini.placement.planner import PlanInputs, Planned, plan_above, plan_grown, plan_within
+from gemini.placement.planner import PlanInputs, PlanResult, plan_above, plan_grown, plan_within
 from gemini.placement.policy import (
     AutoPlacement,
     ConstPlacement,
@@ -35,6 +35,7 @@ from gemini.placement.sizes import (
     BudgetError,
     Budgets,
     StateBytes,
+    chunk_bytes,
     least_bandwidths,
     least_budgets,
 )
@@ -42,8 +43,9 @@ from gemini.placement.tiers import Tier
 from gemini.placement.timetable.gathers import GatherSteps
 from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.memory.backend import Backend
-from gemini.runtime.memory.machine import look_at_machine
-from gemini.units import BLOCK_NUMEL, ChunkId
+from gemini.runtime.memory.machine import look_at_machine, ranks_here
+from gemini.units import ChunkId
+from optim.rules.state_layout import WEIGHT_DTYPE
 
 log = logging.getLogger("gemini")
 
@@ -69,34 +71,26 @@ class Planning:
     machine: Machine = field(default_factory=Machine)
     # what the module was wrapped with, and whether that was measured
     _begun: tuple[PlanInputs, bool] = field(init=False)
-    settled: bool = field(init=False)  # homes were chosen for a trace, or were asked to rise
-    planned: Planned = field(init=False)  # of training
+    homes_are_final: bool = field(init=False)  # chosen for a trace, or asked to rise
+    result: PlanResult = field(init=False)  # of training
     overruns: Overruns = field(init=False)  # of the budgets
     _refusals: set[str] = field(default_factory=set)  # iterations that did not fit once
     _doubtful: bool = False
     # of evaluation, and of training with inputs of other signatures, in the same homes
-    others: dict[tuple[Kind, str], Planned] = field(default_factory=dict)
+    others: dict[tuple[Kind, str], PlanResult] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Blocks are as small as they must be: their size is a choice of the optimizer to come."""
-        self.settled = self.has_trace
+        self.homes_are_final = self.has_trace
         self._begun = self.inputs, self.has_trace
         self.overruns = Overruns(self.policy, self.inputs.budgets)
-        self._take(
-            lambda: fit(
-                self.inputs,
-                self.policy,
-                is_measured=self.has_trace,
-                least_block_numel=MIN_BLOCK_NUMEL,
-            )
-        )
+        self._take(lambda: fit(self.inputs, self.policy, is_measured=self.has_trace))
 
     @property
     def plan(self) -> Plan:
-        return self.planned.plan
+        return self.result.plan
 
     @property
-    def kept(self) -> frozenset[ChunkId]:
+    def never_released(self) -> frozenset[ChunkId]:
         """Chunks that are never released, by the policy. A plan may keep others while it holds."""
         return never_released(self.policy, [c.payload_bytes for c in self.inputs.layout.chunks])
 
@@ -104,10 +98,10 @@ class Planning:
     def nvme_folder(self) -> str | None:
         return self.policy.nvme_dir if isinstance(self.policy, AutoPlacement) else None
 
-    def _take(self, fitted: Callable[[], tuple[PlanInputs, Planned]]) -> None:
+    def _take(self, fitted: Callable[[], tuple[PlanInputs, PlanResult]]) -> None:
         """Plan so. Raises BudgetError on every rank, or on none, and then nothing has changed."""
         try:
-            self.inputs, self.planned = fitted()
+            self.inputs, self.result = fitted()
         except BudgetError as error:
             raise in_words_of(self.policy, self.machine, error) from None
         self.others.clear()
@@ -119,24 +113,48 @@ class Planning:
             raise AssertionError(f"ranks made different plans from the same inputs: {digests}")
 
     def with_state(
-        self, state: StateBytes, *, nvme_frac: float, block_numel: int, depth: int
+        self,
+        state: StateBytes,
+        *,
+        nvme_frac: float,
+        block_numel: int | None,
+        depth: int,
+        num_ahead: int = 0,
     ) -> None:
         """An optimizer is there: plan its state. Parameter shards stay where they are.
 
-        Blocks of another size than the usual are what the user said; else they are made smaller
-        where they must be. Raises BudgetError, and then nothing has changed.
+        Blocks are as files were cut; where there are none, `block_numel` is a wish (ADR 0012);
+        None: there is none.
+        Raises BudgetError, and ValueError for a wish that is not the policy's; then nothing has
+        changed.
         """
-        least = MIN_BLOCK_NUMEL if block_numel == BLOCK_NUMEL else block_numel
-        request = StateRequest(state, nvme_frac, block_numel, least, depth)
+        request = StateRequest(state, nvme_frac, block_numel, depth, num_ahead)
         self._take(
             lambda: fit_state(
                 self._begun,
-                (self.inputs, self.planned),
+                (self.inputs, self.result),
                 self.policy,
                 request,
                 is_measured=self.has_trace,
             )
         )
+
+    def keep_originals(self, chunks: Collection[ChunkId]) -> None:
+        """Of chunks that may have been rounded these were, on this rank: they have originals.
+
+        Collective. Parameters stay where the plan has them.
+        """
+        before = self.inputs.with_originals
+        if all(self.inputs.layout.chunks[chunk].trainable for chunk in before):
+            return  # masters take the place of these
+        kept = frozenset[ChunkId]().union(*self.comm.gather_objects(frozenset(chunks)))
+        if kept == before:
+            return
+        begun, was_measured = self._begun
+        self._begun = replace(begun, with_originals=kept), was_measured
+        self.inputs = replace(self.inputs, with_originals=kept)
+        self.result = plan_within(self.plan, self.inputs, self.policy)
+        self._compare(self.plan)
 
     @property
     def block_numel(self) -> int:
@@ -153,7 +171,7 @@ class Planning:
             return False
         if trace.kind == "train" and all(m.phase == "forward" for m in trace.moments):
             return False
-        known = self._planned_for(trace.kind, trace.signature)
+        known = self._result_for(trace.kind, trace.signature)
         calls = trace.calls(self.inputs.layout.chunk_of())
         if known is not None and known.steps.needs == tuple(c for c in calls if c is not None):
             return False
@@ -164,8 +182,8 @@ class Planning:
             self._refused(inputs, error)
             return False
         self.overruns.forget(f"{trace.kind} {trace.signature}")
-        if trace.kind == "train" and (known is self.planned or not self.has_trace):
-            self.inputs, self.planned, self.has_trace = inputs, planned, True
+        if trace.kind == "train" and (known is self.result or not self.has_trace):
+            self.inputs, self.result, self.has_trace = inputs, planned, True
         else:
             self.others[trace.kind, trace.signature] = planned
         return True
@@ -186,7 +204,7 @@ class Planning:
         try:
             reduced = replace(reduce_traces(traces), signature=ASSUMED_SIGNATURE)
             inputs = replace(self.inputs, trace=reduced)
-            self.planned = plan_within(self.plan, inputs, self.policy)
+            self.result = plan_within(self.plan, inputs, self.policy)
         except TraceError as error:
             log.warning("what the ranks measured is not planned with: %s", error)
             return False
@@ -229,21 +247,21 @@ class Planning:
         trace, specs = inputs.trace, inputs.layout.params
         if all(moment.module == "" for moment in trace.moments):  # nothing below was hooked
             trace = sequential_trace(specs, trace.peak_non_model_bytes, overlap=True)
-        anew = replace(inputs, trace=trace, fixed_params=None)
+        anew = replace(inputs, trace=trace, fixed_params=None, original_home=None)
         try:
             fit(anew, self.policy, is_measured=True, least_block_numel=self.block_numel)
         except BudgetError:
             return "it fits in no homes; activation checkpointing makes it smaller"
         return "in other homes it would fit: wrap the module with the trace= of this batch"
 
-    def higher(self) -> Planned | None:
+    def higher(self) -> PlanResult | None:
         """What is planned, with homes raised to what the first trace leaves room for; once.
 
-        Collective. None where nothing rises. `adopt` makes it the plan.
+        Collective. None where nothing rises. `use_plan` makes it the plan.
         """
-        if self.settled or not self.has_trace or isinstance(self.policy, StaticPlacement):
+        if self.homes_are_final or not self.has_trace or isinstance(self.policy, StaticPlacement):
             return None
-        self.settled = True
+        self.homes_are_final = True
         try:
             found = plan_above(self.plan, self.inputs, self.policy)
         except BudgetError as error:
@@ -265,28 +283,28 @@ class Planning:
         planned = plan_grown(self.plan, inputs, self.policy)
         begun, was_measured = self._begun
         self._begun = replace(begun, layout=layout), was_measured
-        self.inputs, self.planned = inputs, planned
+        self.inputs, self.result = inputs, planned
         self.others.clear()
         self._compare(self.plan)
 
-    def adopt(self, planned: Planned) -> None:
+    def use_plan(self, planned: PlanResult) -> None:
         """Shards and state are where this says."""
-        self.planned = planned
+        self.result = planned
         homes = tuple(shard.param_home for shard in planned.plan.shards)
         self.inputs = replace(self.inputs, fixed_params=homes)
         self.others.clear()
 
-    def _planned_for(self, kind: Kind, signature: str) -> Planned | None:
+    def _result_for(self, kind: Kind, signature: str) -> PlanResult | None:
         """What is planned with a trace of such an iteration."""
         trace = self.inputs.trace
         of_any = trace.signature == ASSUMED_SIGNATURE
         if self.has_trace and trace.kind == kind and (of_any or trace.signature == signature):
-            return self.planned
+            return self.result
         return self.others.get((kind, signature))
 
     def steps_for(self, kind: Kind, signature: str) -> GatherSteps | None:
         """The gathers that are planned for such an iteration."""
-        planned = self._planned_for(kind, signature)
+        planned = self._result_for(kind, signature)
         return None if planned is None else planned.steps
 
     @property
@@ -295,7 +313,7 @@ class Planning:
 
         A moment that needs more than this has more room of its own.
         """
-        plan, profile = self.plan, self.planned.profile
+        plan, profile = self.plan, self.result.profile
         total = profile.total(Tier.DEVICE)
         if isinstance(self.policy, ConstPlacement):
             total = [n - m for n, m in zip(total, profile.rows[Tier.DEVICE, "non-model"],
@@ -327,16 +345,23 @@ def begin_planning(
     comm: Communicator,
     *,
     has_master: bool,
+    with_originals: frozenset[ChunkId],
     max_prefetch: int,
     trace: Trace | None,
+    ranks_per_node: int | None = None,
 ) -> Planning:
     """Measure, agree, and plan the homes of parameters for an optimizer that is yet to come.
 
-    `trace`: of this model. Raises BudgetError for budgets that cannot hold the model.
+    `with_originals`: chunks that may have to keep fp32 values. `trace`: of this model.
+    `ranks_per_node`: None where `comm` has all ranks. Raises BudgetError for budgets that cannot
+    hold the model.
     """
-    state = StateBytes(ASSUMED_STATE_BYTES + (MASTER_BYTES if has_master else 0), has_master)
-    machine = look_at_machine(backend, comm)
-    budgets = resolve(policy, machine, _model_bytes(layout, state))
+    # files and staging may be larger where masters are split: planes and weights are whole pages
+    split = frozenset(c.id for c in layout.chunks if has_master and c.dtype == WEIGHT_DTYPE)
+    nbytes = ASSUMED_STATE_BYTES + (MASTER_BYTES if has_master else 0)
+    state = StateBytes(nbytes, has_master, split_on_disk=split)
+    machine = look_at_machine(backend, ranks_per_node or ranks_here(comm))
+    budgets = resolve(policy, machine, _model_bytes(layout, state, with_originals))
     bandwidths = USUAL if backend.has_host_tier else replace(USUAL, device_memory=CPU_MEMORY)
     gathered = comm.gather_objects((trace, budgets, bandwidths))
     traces, limits, links = zip(*gathered, strict=True)
@@ -356,20 +381,21 @@ def begin_planning(
     beside_device = backend.has_host_tier and not backend.updates_by_triton
     inputs = PlanInputs(
         layout=layout, trace=used, state=state, budgets=budgets, bandwidths=bandwidths,
-        has_host_tier=backend.has_host_tier, max_prefetch=max_prefetch, block_numel=BLOCK_NUMEL,
+        has_host_tier=backend.has_host_tier, max_prefetch=max_prefetch,
         off_device=UpdatePath.CPU if beside_device else UpdatePath.STREAM, fixed_params=fixed,
+        with_originals=with_originals,
     )  # fmt: skip
+    inputs = replace(inputs, block_numel=block_sizes(policy, inputs)[0])
     if trace is None:
         inputs = assume(inputs, policy)
     return Planning(comm, policy, inputs, trace is not None, machine)
 
 
-def _model_bytes(layout: ChunkLayout, state: StateBytes) -> int:
-    """Parameters, gradients and state of one rank."""
-    total = 0
-    for chunk in layout.chunks:
-        each = ITEMSIZE[chunk.dtype]
-        if chunk.trainable:
-            each = 2 * each + state.per_element
-        total += chunk.shard_numel * each
-    return total
+def _model_bytes(
+    layout: ChunkLayout, state: StateBytes, with_originals: Collection[ChunkId]
+) -> int:
+    """Parameters, gradients, state and originals of one rank."""
+    return sum(
+        chunk.shard_bytes * (1 + chunk.trainable) + chunk.state_bytes + chunk.original_bytes
+        for chunk in chunk_bytes(layout, state, with_originals=with_originals)
+    )

@@ -6,7 +6,9 @@ chunks are gathered in backward too, a reduction has its place among the gathers
 moment by which every call of the chunk's modules that the traced backward had has begun and
 ended. What has not arrived by then (a parameter that this rank did not use) counts as zero; what
 arrives later makes the ranks agree on a second reduction, before the step. Where nothing is
-gathered, a chunk is reduced as soon as it and those before it are complete.
+gathered, a chunk is reduced as soon as it and those before it are complete. Experts whose tokens
+come from other ranks are reduced behind the others, when the backward has ended: until then a rank
+without tokens for its own may wait for tokens of a rank that would wait for their reduction.
 
 [Note: putting off] ZeRO-1 keeps gradients whole until they are asked for: by the step, a clip, or
 who reads them. So several backwards are one reduction, however many there are. Only a backward
@@ -17,7 +19,8 @@ on all ranks: which backwards there were, and not what arrived in them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from torch import Tensor
 
@@ -29,13 +32,24 @@ from gemini.units import ChunkId
 class Reducer:
     """Gradients of the trainable chunks of one engine, over one backward after another."""
 
-    def __init__(self, chunks: Sequence[Chunk], by_moment: bool, puts_off: bool = False) -> None:
-        """`puts_off`: see the note."""
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        by_moment: bool,
+        puts_off: bool = False,
+        at_end: Container[ChunkId] = (),
+    ) -> None:
+        """`puts_off`, and `at_end` where readiness decides: see the notes."""
         # with the other ranks, to reduce chunks now; raises where they do not
         self.agree: Callable[[Sequence[ChunkId]], None] = lambda chunks: None
+        # told of every chunk whose reduction has begun in a backward, and again when it has ended
+        self.is_final: Callable[[Chunk], None] | None = None
         # backward runs through the layout from its end, until a trace says otherwise
         self._order = [chunk for chunk in reversed(chunks) if chunk.spec.trainable]
         self._by_moment = by_moment
+        self._at_end = at_end
+        if not by_moment:
+            self._order.sort(key=lambda chunk: chunk.spec.id in at_end)
         self._puts_off = puts_off
         self.has_put_off = False  # gradients of backwards that were to be reduced
         self._follows_no_sync = False  # there are gradients of backwards under `no_sync`
@@ -64,6 +78,25 @@ class Reducer:
         """A backward begins."""
         self.active = True
         self._reduces = self.synchronise and (not self._puts_off or self._follows_no_sync)
+
+    @property
+    def reduces(self) -> bool:
+        """Whether the backward that is under way does."""
+        return self._reduces
+
+    @property
+    def follows_no_sync(self) -> bool:
+        """Whether there are gradients of backwards under `no_sync`."""
+        return self._follows_no_sync
+
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """What arrives in the body waits for `reduce_leftovers`."""
+        before, self.synchronise = self.synchronise, False
+        try:
+            yield
+        finally:
+            self.synchronise = before
 
     # -- module calls --
 
@@ -127,10 +160,17 @@ class Reducer:
         chunk.gradient.begin_reduce()
         self._begun.append(chunk)
         if len(self._begun) > MAX_UNDER_WAY:
-            self._begun.pop(0).gradient.end_reduce()
+            self._end(self._begun.pop(0))
+        if self.is_final is not None and self.active:  # where no rank adds to it
+            self.is_final(chunk)
+
+    def _end(self, chunk: Chunk) -> None:
+        chunk.gradient.end_reduce()
+        if self.is_final is not None and self.active:
+            self.is_final(chunk)
 
     def _is_complete(self, chunk: Chunk) -> bool:
-        if chunk.gradient.num_arrived < len(chunk.spec.slots):
+        if chunk.spec.id in self._at_end or chunk.gradient.num_arrived < len(chunk.spec.slots):
             return False
         for slot in range(len(chunk.spec.slots)):
             key = chunk.spec.id, slot
@@ -144,7 +184,7 @@ class Reducer:
             for chunk in self._waiting:
                 chunk.gradient.begin_reduce()
             for chunk in self._order:
-                chunk.gradient.end_reduce()
+                self._end(chunk)
             self._nothing_is_left()
         else:
             for chunk in self._order:
@@ -177,6 +217,14 @@ class Reducer:
             chunk.gradient.end_reduce()
         self._begun.clear()
         self._nothing_is_left()
+
+    def reduce_held(self, factor: float) -> None:
+        """Times `factor`, one reduction of what `holding` has left; all ranks call it."""
+        for chunk in self._order:
+            if factor != 1:
+                chunk.gradient.scale_local(factor)
+        self.reduce_leftovers()
+        self.unsynchronised = False
 
     def reduce_put_off(self) -> None:
         """What was put off is asked for; all ranks call it."""

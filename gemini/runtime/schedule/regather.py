@@ -12,7 +12,7 @@ from gemini.units import ChunkId
 
 
 class Regather:
-    """The kept chunks of one engine.
+    """The chunks of one engine that are never released.
 
     overlaps: the gathers are only begun, and waited for chunk by chunk by what reads it first: a
         module's call, an operator on a parameter, the next step.
@@ -22,17 +22,22 @@ class Regather:
     def __init__(
         self,
         chunks: Sequence[Chunk],
-        kept: Collection[ChunkId],
+        never_released: Collection[ChunkId],
         params: Sequence[nn.Parameter],
         *,
         overlaps: bool,
         watches: bool,
     ) -> None:
-        self._chunks = [c for c in chunks if c.spec.id in kept and not c.is_whole]
+        self._chunks = [c for c in chunks if c.spec.id in never_released and not c.is_unsharded]
         self._params = params
         self.overlaps = overlaps and bool(self._chunks)
         self._watches = watches
         self.arriving: dict[ChunkId, Chunk] = {}  # their gathers are under way
+
+    @property
+    def is_needed(self) -> bool:
+        """A step changes payloads that are kept gathered over ranks."""
+        return bool(self._chunks)
 
     def begin(self, *, trained: bool) -> None:
         """Shards have changed: all, or those that are `trained`. All ranks call."""

@@ -28,7 +28,7 @@ from gemini.memtracer.trace import Edge, Kind, Trace, TraceError
 from gemini.placement.overruns import Overruns
 from gemini.placement.tiers import Tier
 from gemini.runtime.memory.backend import Backend
-from gemini.runtime.memory.ledger import Ledger
+from gemini.runtime.memory.ledger import MemoryLedger
 from gemini.units import ParamId
 
 log = logging.getLogger("gemini")
@@ -47,7 +47,7 @@ class Sampler:
         self,
         specs: Sequence[ParamSpec],
         backend: Backend,
-        ledger: Ledger,
+        ledger: MemoryLedger,
         traced: Callable[[Trace], None],
         overruns: Overruns,
     ) -> None:

@@ -19,7 +19,7 @@ from gemini.placement.sizes import UNLIMITED
 from gemini.placement.tiers import Tier
 from gemini.placement.timetable.gathers import Call, GatherStep, GatherSteps, gather_steps
 from gemini.placement.timetable.steps import room_ahead, schedule_gathers
-from gemini.runtime.memory.ledger import Ledger
+from gemini.runtime.memory.ledger import MemoryLedger
 from gemini.units import ChunkId, ParamId
 
 MAX_LEARNED = 16
@@ -27,13 +27,14 @@ MAX_LEARNED = 16
 # What is expected of a cycle: its kind and inputs, and what the cycle before it needed. So two
 # forwards before one backward, or evaluations between steps, have steps of their own.
 Cycle = tuple[Kind, str, int]
-Planned = Callable[[Kind, str], "GatherSteps | None"]
+StepsFor = Callable[[Kind, str], "GatherSteps | None"]
 
 
 class StatefulTensorMgr:
     """States and gathered chunks of one engine.
 
-    planned: the plan's steps for a kind of iteration and a signature of its inputs, if it has any.
+    steps_for: the plan's steps for a kind of iteration and a signature of its inputs, if it has
+        any.
     payload_room_bytes: for payloads, wherever no plan is followed.
     agree: called before a planned call gathers chunks that its steps do not name; before all, where
         `owes_meeting`: the cycle before was not of steps.
@@ -44,27 +45,27 @@ class StatefulTensorMgr:
         self,
         layout: ChunkLayout,
         chunks: Sequence[Chunk],
-        kept: Iterable[ChunkId],
+        never_released: Iterable[ChunkId],
         max_prefetch: int,
-        ledger: Ledger | None = None,
+        ledger: MemoryLedger | None = None,
         payload_room_bytes: int = UNLIMITED,
-        planned: Planned = lambda kind, signature: None,
+        steps_for: StepsFor = lambda kind, signature: None,
     ) -> None:
-        self.ledger = ledger or Ledger(chunks)
+        self.ledger = ledger or MemoryLedger(chunks)
         self._names = [spec.name for spec in layout.params]
         self._chunks = chunks
         self._chunk_of = layout.chunk_of()
         self._states = [TensorState.HOLD for _ in layout.params]
-        kept = set(kept)
+        never_released = set(never_released)
         self._nbytes = {
             chunk.spec.id: chunk.spec.payload_bytes
             for chunk in chunks
-            if not chunk.is_whole and chunk.spec.id not in kept
+            if not chunk.is_unsharded and chunk.spec.id not in never_released
         }
         self._max_prefetch = max_prefetch
         self._room_ahead = room_ahead(self._nbytes.values(), max_prefetch)
         self.payload_room_bytes = payload_room_bytes
-        self._planned = planned
+        self._steps_for = steps_for
         self.agree: Callable[[Sequence[ChunkId]], None] = lambda chunks: None
         self.owes_meeting = False
         self._users: dict[ChunkId, int] = dict.fromkeys(self._nbytes, 0)
@@ -79,6 +80,8 @@ class StatefulTensorMgr:
         self._carried: frozenset[ChunkId] = frozenset()  # by the plan, through a step
         self._behind: list[tuple[ChunkId, ...]] = []  # to release at the next ends of calls
         self._largest_need = 0
+        self.holds = False  # all is gathered, and stays so to the end of a schedule
+        self.fills_room = False  # payloads stay as long as there is room
         self.deviated = False  # this cycle left its steps
         # there: the call that was next, and that came
         self.left_steps: tuple[Call, Call] = ((), ())
@@ -131,7 +134,7 @@ class StatefulTensorMgr:
 
     def homes_changed(self, payload_room_bytes: int) -> None:
         """Shards have moved, between cycles: what is whole now needs no gathers any more."""
-        for chunk in [chunk for chunk in self._nbytes if self._chunks[chunk].is_whole]:
+        for chunk in [chunk for chunk in self._nbytes if self._chunks[chunk].is_unsharded]:
             for known in (self._nbytes, self._users, self._pinned, self._recent, self._overdue):
                 known.pop(chunk, None)
         self._room_ahead = room_ahead(self._nbytes.values(), self._max_prefetch)
@@ -147,18 +150,21 @@ class StatefulTensorMgr:
 
     # -- calls --
 
-    def prepare(self, chunks: Call, planned: bool = True) -> None:
+    def prepare(self, chunks: Call, in_cycle: bool = True) -> None:
         """A call begins: make `chunks` gathered, and release and prefetch what its step says.
 
-        `planned`: this is a call of a cycle, and not of a module that was called by itself.
+        `in_cycle`: this is a call of a cycle, and not of a module that was called by itself.
         """
+        storage = self.ledger.storage
+        if storage is not None and storage.host_gradients is not None:
+            storage.host_gradients.moment(begins=True)
         wanted: list[ChunkId] = []
         for chunk in chunks:
             if chunk in self._nbytes:
                 wanted.append(chunk)
-        step = self._next_step(chunks) if planned else None
+        step = self._next_step(chunks) if in_cycle else None
         if step is None:
-            if planned:
+            if in_cycle:
                 self._ask(wanted)
             self._gather_now(wanted)
         else:
@@ -168,14 +174,14 @@ class StatefulTensorMgr:
                 self._chunks[chunk].wait_gathered()
             self._recent.pop(chunk, None)
             self._recent[chunk] = None
-        storage = self.ledger.storage
-        if storage is not None and storage.host_gradients is not None:
-            storage.host_gradients.moment_passed()
         if self.ledger.watched or self.ledger.limited:
             self.ledger.note()
 
     def call_ended(self) -> None:
         """A call has ended, and does not use its chunks any more: release what the step says."""
+        storage = self.ledger.storage
+        if storage is not None and storage.host_gradients is not None:
+            storage.host_gradients.moment(begins=False)
         if self._behind:
             self._release_planned(self._behind.pop(0))
 
@@ -209,6 +215,26 @@ class StatefulTensorMgr:
         """Keep these chunks until `unpin_all`."""
         self._pinned.update((chunk, None) for chunk in chunks if chunk in self._nbytes)
 
+    def hold(self) -> bool:
+        """Begin to gather everything, to be kept until `let_go`; False where there is no room."""
+        if sum(self._nbytes.values()) > self.payload_room_bytes:
+            return False
+        self.holds = True
+        missing = [chunk for chunk in self._nbytes if not self._chunks[chunk].gathered]
+        if self.owes_meeting:
+            self._ask(missing)
+        self.pin(self._nbytes)
+        for chunk in missing:
+            self._gather(chunk)
+        if self.ledger.watched or self.ledger.limited:
+            self.ledger.note()
+        return True
+
+    def let_go(self) -> None:
+        """Of what `hold` has gathered."""
+        self.holds = self.fills_room = False
+        self.release_all()
+
     def unpin_all(self) -> None:
         """What was pinned may be released again."""
         self._pinned.clear()
@@ -219,7 +245,7 @@ class StatefulTensorMgr:
         if seen:
             self._learn(self._cycle, seen)
         self._cycle = (kind, signature, hash(seen))
-        planned = self._planned(kind, signature)
+        planned = self._steps_for(kind, signature)
         learned = self._learned.get(self._cycle)
         self._steps = planned if learned is None else learned
         self._carried = planned.carried if planned and self._steps is planned else frozenset()
@@ -247,6 +273,8 @@ class StatefulTensorMgr:
     def release_for_step(self) -> None:
         """The shards of trainable chunks are about to change. Frozen payloads stay where the plan
         carries them from one iteration to the next."""
+        if self.ledger.storage is not None:
+            self.ledger.storage.all_leave()
         self.release_all(keep=self._carried)
 
     # -- inside --
@@ -314,7 +342,7 @@ class StatefulTensorMgr:
     def _learn(self, cycle: Cycle, seen: tuple[Call, ...]) -> None:
         """What this cycle needed is what its like will need."""
         known = self._learned.pop(cycle, None)
-        planned = self._planned(cycle[0], cycle[1])
+        planned = self._steps_for(cycle[0], cycle[1])
         if planned is not None and planned.needs == seen:
             return
         if known is None or known.needs != seen:
@@ -328,6 +356,8 @@ class StatefulTensorMgr:
 
     def _limit_bytes(self) -> int:
         """Room for the largest need and for the chunks in flight behind it, if there is as much."""
+        if self.fills_room:
+            return self.payload_room_bytes
         largest = max(self._nbytes.values(), default=0)
         wanted = max(self._largest_need, largest) + self._room_ahead
         return min(wanted, self.payload_room_bytes)

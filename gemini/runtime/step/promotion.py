@@ -1,4 +1,4 @@
-"""Homes settle once: they rise to what the first measured iteration leaves room for."""
+"""Homes are promoted once, to what the first measured iteration leaves room for."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import weakref
 import torch
 
 from gemini.chunk.storage import Chunk
-from gemini.placement.planner import Planned
+from gemini.placement.planner import PlanResult
 from gemini.placement.tiers import Tier
 from gemini.runtime.parts import Parts
 
 
-class Settling:
-    """When homes rise: once gradients were dropped, and no graph waits for its backward."""
+class Promotion:
+    """When homes are promoted: once gradients were dropped, and no graph waits for its backward."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = weakref.proxy(parts)
-        self._higher: Planned | None = None
+        self._higher: PlanResult | None = None
         self.graph_is_open = False  # a forward was recorded, and no backward has ended since
 
     def propose(self) -> None:
@@ -30,14 +30,14 @@ class Settling:
         if planned is None or self.graph_is_open or parts.target is None or _is_parked(parts):
             return
         self._higher = None
-        raise_homes(parts, planned)
+        promote_homes(parts, planned)
         if parts.comm.world_size == 1:  # evaluation, and inputs of other signatures
             for trace in parts.sampler.collector.traces.values():
                 parts.planning.follow(trace)
 
 
 @torch.no_grad()
-def raise_homes(parts: Parts, planned: Planned) -> None:
+def promote_homes(parts: Parts, planned: PlanResult) -> None:
     """Bring shards and state nearer, to where `planned` has them, and make it the plan.
 
     Between iterations, when there are no gradients. On an error of the disk what has risen stays
@@ -45,6 +45,7 @@ def raise_homes(parts: Parts, planned: Planned) -> None:
     """
     manager, storage, target = parts.manager, parts.storage, parts.target
     assert target is not None
+    target.settle()
     manager.release_all()
     from_files = {chunk.spec.id for chunk in parts.chunks if chunk.files is not None}
     try:
@@ -52,8 +53,8 @@ def raise_homes(parts: Parts, planned: Planned) -> None:
             if shard.param_home is not _home(chunk):
                 chunk.bring_home(shard.param_home is Tier.HOST)
                 from_files.discard(chunk.spec.id)
-        target.raise_state(planned.plan)
-        parts.planning.adopt(planned)
+        target.promote_state(planned.plan)
+        parts.planning.use_plan(planned)
         storage.place_gradients(planned.plan, parts.chunks)
     finally:
         storage.keep_shards(from_files)

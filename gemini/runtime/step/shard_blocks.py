@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from gemini.chunk.storage import Chunk
+from gemini.placement.sizes import StateBytes, moves_less_split
 from optim.rules.state_layout import MASTER
 from optim.state.pieces import Planes
 from optim.state.space import Block
+from optim.state.tiered_state import SplitMasters
 
 
 class Shards:
@@ -43,3 +45,25 @@ class Shards:
             chunk, values = self._loaded
             chunk.store_shard(values)
         self._loaded, self._changed = None, False
+
+
+class ShardMasters(SplitMasters):
+    """Masters that share their upper half with shards, as the planner has it.
+
+    chunks: by shard of the state space; more may come.
+    """
+
+    def __init__(self, chunks: Sequence[Chunk], state: StateBytes) -> None:
+        self._chunks = chunks
+        self._state = state
+
+    def on_disk(self, block: Block) -> bool:
+        is_split = self._chunks[block.shard].spec.id in self._state.split_on_disk
+        return is_split and moves_less_split(block.numel, self._state.per_element)
+
+    def in_memory(self, block: Block) -> bool:
+        return self._chunks[block.shard].spec.id in self._state.split_in_memory
+
+    def weights(self, block: Block) -> Tensor:
+        shard = self._chunks[block.shard].shard
+        return shard[block.shard_offset : block.shard_offset + block.numel]

@@ -1,19 +1,20 @@
-"""The optimizer state behind an engine's shards: masters, streams of runs, whole planes."""
+"""The optimizer state behind an engine's shards: where its blocks are, and the masters among it."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
+import nvme
 from gemini.chunk.storage import Chunk
 from gemini.placement.plan import Plan
-from gemini.placement.sizes import StateBytes
+from gemini.placement.sizes import Budgets, StateBytes
 from gemini.placement.tiers import Tier
 from gemini.runtime.gradients.waiting import Gradients
 from gemini.runtime.memory.user_writes import follow_shard
@@ -23,21 +24,12 @@ from optim.rules.config import StateConfig
 from optim.rules.state_layout import MASTER, StateLayout
 from optim.state.pieces import Planes
 from optim.state.space import Block, Segment, StateSpace
-from optim.state.state_stream import (
-    Look,
-    RunSpec,
-    Source,
-    StateSnapshot,
-    fill_runs,
-    inside,
-    list_runs,
-    visit_runs,
-)
 from optim.state.tiered_state import TieredState
+from optim.step.speculation import BUFFERS_AHEAD
 
-from .shard_blocks import Shards
-from .weights import after_step
-from .whole_state import gather_state, scatter_state
+from .ahead.speculation import StepSpeculation
+from .shard_blocks import ShardMasters, Shards
+from .tail import StepTail
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,57 +52,72 @@ class ShardState:
         """`layout`: the rule's planes."""
         self._parts = parts
         self._calls = calls
+        self._tail = StepTail(parts)
+        self._speculation: StepSpeculation | None = None
         self._chunks = [chunk for chunk in parts.chunks if chunk.spec.trainable]
         self._names = [spec.name for spec in parts.layout.params]
-        master_weights = parts.numerics.master_weights
+        master_weights = parts.precision_settings.master_weights
         has_master = master_weights and any(c.dtype != torch.float32 for c in self._chunks)
         if has_master:
             layout = layout.with_master()
+        state = _state_bytes(parts.chunks, layout)
         planning = parts.planning
+        speculates = parts.speculates and planning.policy.budgets() == Budgets()
+        num_ahead = BUFFERS_AHEAD if speculates and layout.has_master else 0
         planning.with_state(
-            StateBytes(layout.bytes_per_element, layout.has_master),
+            state,
             nvme_frac=config.nvme_fraction,
             block_numel=config.nvme.block_numel,
             depth=config.nvme.depth,
+            num_ahead=num_ahead,
         )
-        nvme = replace(config.nvme, block_numel=planning.block_numel)
-        space = self._space(nvme.block_numel)
-        parts.storage.serve(nvme.block_numel, nvme.depth, nvme.meter)
+        disk = replace(config.nvme, block_numel=planning.block_numel)
+        space = self._space(planning.block_numel)
+        parts.storage.serve(planning.block_numel, disk.depth, disk.meter)
         plan = planning.plan
-        if not nvme.folders and planning.nvme_folder is not None:
-            nvme = replace(nvme, folders=(planning.nvme_folder,))
-        self._tiers = TieredState(
+        if not disk.folders and planning.nvme_folder is not None:
+            disk = replace(disk, folders=(planning.nvme_folder,))
+        self._tiered_state = TieredState(
             space,
             layout,
             on_nvme=self._planned_on(Tier.NVME, plan, space),
             on_host=self._planned_on(Tier.HOST, plan, space),
-            nvme=nvme,
+            nvme=disk,
             memory=parts.backend,
             label=f"rank{parts.comm.rank}-",
+            num_ahead=num_ahead,
+            split=ShardMasters(self._chunks, state),
         )
+        self._split_in_memory = state.split_in_memory
+        parts.user_writes.before_keeping = self._follow_payload
         shards = Shards(self._chunks)
         self._unfilled = Counter(block.shard for block in space.blocks)
         try:
-            self._tiers.initialise(partial(self._fill_master, shards))
+            self._tiered_state.initialise(partial(self._fill_master, shards))
         except BaseException:
-            self._tiers.close()
+            self._tiered_state.close()
             raise
         shards.end()
         parts.storage.originals.keep([c.spec.id for c in parts.chunks if not c.spec.trainable])
 
-    def raise_state(self, plan: Plan) -> None:
+    def promote_state(self, plan: Plan) -> None:
         """Blocks of state rise to where `plan` has them; see `TieredState.rise`."""
-        space = self._tiers.space
-        self._tiers.rise(
+        space = self.tiered_state.space
+        self.tiered_state.rise(
             on_nvme=self._planned_on(Tier.NVME, plan, space),
             on_host=self._planned_on(Tier.HOST, plan, space),
         )
 
     def extend(self, chunks: Sequence[Chunk]) -> None:
         """Keep state of these chunks too, which were frozen; where the engine's plan has it."""
+        self._settle_state()
         parts = self._parts
         rounded = [c for c in chunks if c.dtype != torch.float32]
-        if rounded and parts.numerics.master_weights and not self._tiers.layout.has_master:
+        if (
+            rounded
+            and parts.precision_settings.master_weights
+            and not self._tiered_state.layout.has_master
+        ):
             raise RuntimeError(
                 "the optimizer was made without fp32 masters, as all that was trained was fp32; "
                 "what is trained now has 16 bits, so make the optimizer when all of it is trained"
@@ -119,11 +126,11 @@ class ShardState:
         space = self._space(parts.planning.block_numel)
         shards = Shards(self._chunks)
         self._unfilled.update(
-            block.shard for block in space.blocks[len(self._tiers.space.blocks) :]
+            block.shard for block in space.blocks[len(self._tiered_state.space.blocks) :]
         )
         plan = parts.planning.plan
         try:
-            self._tiers.extend(
+            self._tiered_state.extend(
                 space,
                 partial(self._fill_master, shards),
                 on_nvme=self._planned_on(Tier.NVME, plan, space),
@@ -139,7 +146,7 @@ class ShardState:
         parts, base = self._parts, 0
         segments: list[Segment] = []
         for chunk in self._chunks:
-            for part in parts.layout.shard_parts(chunk.spec, parts.comm.rank):
+            for part in parts.layout.shard_segments(chunk.spec, chunk.rank):
                 segments.append(
                     Segment(part.param, part.param_offset, part.numel, base + part.offset)
                 )
@@ -162,14 +169,52 @@ class ShardState:
         return frozenset(found)
 
     @property
-    def tiers(self) -> TieredState:
-        """Where the state lives."""
-        return self._tiers
+    def tiered_state(self) -> TieredState:
+        """Where the state lives, for who looks at it: it is that of the last step."""
+        self._settle_state()
+        return self._tiered_state
+
+    def _settle_state(self) -> None:
+        """The last step counts, and nothing is done for the next one."""
+        self._tail.settle()
+        if self._speculation is not None:
+            self._speculation.drop()
+
+    def settle(self) -> None:
+        """Wait until the last step counts. Raises what ended it; then it is undone."""
+        self._tail.settle()
 
     @property
     def trained(self) -> Sequence[Chunk]:
         """Chunks in the order of the shards of the state space."""
         return self._chunks
+
+    @property
+    def pinned_seconds(self) -> float:
+        """That steps waited for an asynchronous save to read what they overwrite."""
+        return (
+            self._tiered_state.nvme.store.pinned_seconds
+            if self._tiered_state.nvme is not None
+            else 0.0
+        )
+
+    def movable(self) -> Sequence[Tensor]:
+        parts = self._parts
+        self._calls.begin()
+        parts.manager.release_all()
+        found = list(self.tiered_state.movable())
+        for chunk in parts.chunks:
+            chunk.wait_gathered()
+            chunk.gradient.end_reduce()
+            held = (chunk.payload, chunk.gradient.buffer, chunk.gradient.shard)
+            found += [tensor for tensor in held if tensor is not None]
+            if chunk.files is None:
+                found.append(chunk.shard)
+        return found
+
+    @property
+    def nvme_bytes(self) -> int:
+        return self._tiered_state.nvme_bytes + self._parts.storage.file_bytes
 
     # -- masters --
 
@@ -182,20 +227,35 @@ class ShardState:
                 end = block.shard_offset + block.numel
                 values[block.shard_offset : end].copy_(planes[MASTER])
 
-        self._tiers.visit(look, self._blocks_of({chunk.spec.id}))
+        self.tiered_state.visit(look, self._blocks_of({chunk.spec.id}))
         return values
 
     @torch.no_grad()
     def write_master(self, chunk: Chunk, values: Tensor) -> None:
         """The inverse: fp32 [S] to the masters and, rounded, to the shard."""
-        chunk.store_shard(values)
+        state = self.tiered_state
 
         def fill(block: Block, planes: Planes) -> None:
             if MASTER in planes:
                 end = block.shard_offset + block.numel
                 planes[MASTER].copy_(values[block.shard_offset : end])
 
-        self._tiers.overwrite(fill, self._blocks_of({chunk.spec.id}))
+        with self.shards_with_masters():
+            chunk.store_shard(values)
+            state.overwrite(fill, self._blocks_of({chunk.spec.id}))
+
+    @contextmanager
+    def shards_with_masters(self) -> Iterator[None]:
+        """Shards and masters are set together: where a disk fails, shards in memory go back to the
+        masters that are kept. One that shares its upper half with another's is neither."""
+        try:
+            yield
+        except BaseException:
+            in_memory = {c.spec.id for c in self._chunks if c.files is None}
+            with suppress(nvme.NvmeError):  # the disk is gone, and what it had of the masters
+                shards = Shards(self._chunks)
+                self._tiered_state.visit(shards.follow_master, self._blocks_of(in_memory))
+            raise
 
     @torch.no_grad()
     def follow_shards(self, chunks: Set[ChunkId]) -> None:
@@ -211,18 +271,36 @@ class ShardState:
                     planes[MASTER], shard[block.shard_offset : end].to(planes[MASTER].device)
                 )
 
-        self._tiers.overwrite(fill, self._blocks_of(chunks))
+        self.tiered_state.overwrite(fill, self._blocks_of(chunks))
+
+    @torch.no_grad()
+    def _follow_payload(self, chunk: Chunk) -> None:
+        """The user wrote to a payload, and the shard is to follow: masters in memory that share
+        their upper half with it follow while it is what it was."""
+        if chunk.spec.id not in self._split_in_memory:
+            return
+        chunk.wait_gathered()
+        written = chunk.own_part(chunk.payload)
+
+        def fill(block: Block, planes: Planes) -> None:
+            here = torch.empty_like(planes[MASTER], dtype=chunk.dtype)
+            end = block.shard_offset + block.numel
+            follow_shard(planes[MASTER], here.copy_(written[block.shard_offset : end]))
+
+        here = {block.id for block in (*self._tiered_state.resident, *self._tiered_state.host)}
+        blocks = [block for block in self._blocks_of({chunk.spec.id}) if block.id in here]
+        self._tiered_state.overwrite(fill, blocks)
 
     def give_masters_back(self) -> None:
         """To where they started from, for what comes after this optimizer."""
-        if self._tiers.layout.has_master:
+        if self._tiered_state.layout.has_master:
             for chunk in self._chunks:
                 self._parts.storage.originals.put(chunk.spec.id, self.read_master(chunk))
 
     def _blocks_of(self, chunks: Set[ChunkId]) -> list[Block]:
         return [
             block
-            for block in self._tiers.space.blocks
+            for block in self._tiered_state.space.blocks
             if self._chunks[block.shard].spec.id in chunks
         ]
 
@@ -230,74 +308,6 @@ class ShardState:
     def _uses_disk(self) -> bool:
         """On some rank: shards are equal, blocks may not be."""
         return bool(self._parts.planning.plan.blocks_on(Tier.NVME) or self._parts.storage.params)
-
-    # -- streams and whole planes --
-
-    def visit_state(self, look: Look) -> None:
-        """Show this rank's state run by run; see `optim.state.state_stream`. Not collective."""
-        visit_runs(self._tiers, self._names, look)
-
-    def state_runs(self) -> Sequence[RunSpec]:
-        return list_runs(self._tiers, self._names)
-
-    def snapshot_state(self) -> StateSnapshot:
-        return StateSnapshot(self._tiers, self._names)
-
-    @torch.no_grad()
-    def fill_state(self, source: Source) -> None:
-        """Replace this rank's state run by run. Weights follow the masters. Not collective."""
-        self._parts.manager.release_all()
-        try:
-            shards = Shards(self._chunks)
-            fill_runs(self._tiers, self._names, source, shards.follow_master)
-            shards.end()
-        finally:
-            after_step(self._parts)
-
-    def offloaded_state(self) -> Mapping[Tensor, dict[str, Tensor]]:
-        """Whole planes on rank 0, nothing elsewhere. Collective."""
-        parts = self._parts
-        self._calls.meet("optimizer.state_dict()")
-        whole = gather_state(self._tiers, self._chunks, parts.layout, parts.comm)
-        return {
-            param: whole[self._names[i]]
-            for i, param in enumerate(parts.params)
-            if self._names[i] in whole
-        }
-
-    @torch.no_grad()
-    def load_state(self, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
-        """Rank 0's whole planes to all shards. Collective."""
-        parts = self._parts
-        self._calls.meet("optimizer.load_state_dict()")
-        by_name = {
-            name: state[param]
-            for param, name in zip(parts.params, self._names, strict=True)
-            if param in state
-        }
-        comm = parts.comm
-        shards = scatter_state(by_name, self._tiers, self._chunks, parts.layout, comm)
-        given = comm.gather_objects(
-            {name: {k for k in planes if k != "step"} for name, planes in by_name.items()}
-        )[0]
-
-        followers = Shards(self._chunks)
-
-        def fill(block: Block, planes: Planes) -> None:
-            chunk = self._chunks[block.shard].spec.id
-            for part in block.parts:
-                at = slice(block.shard_offset + part.offset, None)
-                for name in given.get(self._names[part.param], ()):
-                    if name in planes:
-                        planes[name][inside(part)] = shards[chunk, name][at][: part.numel]
-            followers.follow_master(block, planes)
-
-        parts.manager.release_all()
-        try:
-            self._tiers.overwrite(fill)
-            followers.end()
-        finally:
-            after_step(parts)
 
     def _fill_master(self, shards: Shards, block: Block, planes: Planes) -> None:
         """Masters start as the original fp32 weights, not as the rounded ones."""
@@ -309,6 +319,23 @@ class ShardState:
             original = shards.of(block)
         here = slice(block.shard_offset, block.shard_offset + block.numel)
         planes[MASTER].copy_(original[here])
+        if chunk.spec.id in self._split_in_memory:  # whose shard the user may have written to
+            shard = torch.empty_like(planes[MASTER], dtype=chunk.dtype)
+            follow_shard(planes[MASTER], shard.copy_(shards.of(block)[here]))
         self._unfilled[block.shard] -= 1
         if self._unfilled[block.shard] == 0:
             self._parts.storage.originals.drop(chunk.spec.id)  # one chunk's worth twice, at most
+
+
+def _state_bytes(chunks: Sequence[Chunk], layout: StateLayout) -> StateBytes:
+    """For the planner; with the chunks whose masters are what their parameters lack (ADR 0014).
+
+    On disk: where the shard is in memory, when its block is updated; files stay as they were made.
+    In memory: where what a user writes goes to another memory, the payload. To tell the elements
+    that were written takes the weights of before; on disk each version has its own.
+    """
+    on_disk = {c.spec.id for c in chunks if c.files is None and layout.splits(c.spec.dtype)}
+    apart = {c.spec.id for c in chunks if not c.may_be_payload and layout.splits(c.spec.dtype)}
+    return StateBytes(
+        layout.bytes_per_element, layout.has_master, frozenset(on_disk), frozenset(apart)
+    )

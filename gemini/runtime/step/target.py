@@ -7,12 +7,13 @@
     5. the disk versions count; what is resident is updated
 
 Up to 5 nothing that counts has changed, so an error leaves weights and state at the last step.
+3 to 5 are done when `step()` returns, or go on behind it: `gemini.runtime.step.tail`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -28,23 +29,29 @@ from gemini.tickets import Done
 from gemini.units import ParamId
 from optim.rules.clipping import Clip
 from optim.rules.config import StateConfig
-from optim.rules.control_vector import Scaler
+from optim.rules.control_vector import ControlVector
 from optim.rules.report import NonFiniteGradientError, Outcome, SkipLog, StepReport, Traffic
 from optim.rules.rule import UpdateRule
-from optim.rules.state_layout import Plane
-from optim.state.held_signals import HeldSignals
+from optim.state.held_signals import SignalsBehind
 from optim.state.pieces import Updater
-from optim.state.state_stream import Source
-from optim.step.driver import TargetStep, take
-from optim.target import AmpInputs, Group
+from optim.step.cpu_step import CpuStep
+from optim.step.driver import Early, InMemory, TargetStep, at_once
+from optim.step.executor import Executor
+from optim.step.gradients import GradientRun, Measured
+from optim.step.triton_step import TritonStep
+from optim.target import AmpInputs, Group, Target
 
-from .executors import CpuStepPath, StepPath, TritonStepPath, updated_by_kernels
-from .state import ShardState, StepCalls
+from .agreement import AgreedStep, carry_out, exchange, heard, raise_what_any_rank_raised
+from .ahead.early_views import EarlyShardViews
+from .ahead.speculation import Assumed, StepSpeculation
+from .executors import planned_staging, run_of
+from .saved_state import SavedShards, group_of
+from .state import StepCalls
 from .views import ShardViews
-from .weights import adopt_changes, after_step
+from .weights import after_step, write_back_changes
 
 
-class ShardTarget(ShardState):
+class ShardTarget(SavedShards):
     """State of this rank's shards of all trainable chunks, and their update."""
 
     def __init__(
@@ -55,61 +62,70 @@ class ShardTarget(ShardState):
         rule: UpdateRule,
         config: StateConfig,
     ) -> None:
-        self._group_of = _group_of(parts, groups)  # first: it refuses what is not ours
-        super().__init__(parts, calls, rule.layout, config)
+        super().__init__(parts, calls, groups, rule, config)
         self._rule = rule
-        seed = None if parts.numerics.master_weights else parts.numerics.rounding_seed
-        self._path: StepPath = (
-            TritonStepPath(
-                rule,
-                parts.layout,
-                self._tiers.layout,
-                self._group_of,
-                parts.comm.rank,
-                parts.scaler,
-                parts.backend,
-                stochastic=seed is not None,
-            )
-            if updated_by_kernels(parts.planning.plan, parts.backend)
-            else CpuStepPath(
-                rule,
-                parts.layout,
-                parts.comm,
-                config.cpu_path,
-                parts.scaler,
-                seed,
-                has_master=self.has_master,
-            )
-        )
-        self._path.reserve(parts.planning.plan.device_staging)
+        self._executor.reserve(planned_staging(parts.planning.plan))
         self.measure_leaving()
         parts.storage.place_gradients(parts.planning.plan, parts.chunks)
-        parts.manager.ledger.state = self._tiers
+        parts.manager.ledger.state = self._tiered_state
         parts.manager.ledger.staging_bytes = self._staging_bytes
         parts.manager.payload_room_bytes = parts.planning.payload_room_bytes
         self._moved = parts.storage.traffic()
-        self._num_steps = 0
         self._closed = False
-        self._was_loaded = False
         self._log = SkipLog()
+        self._groups: Sequence[Group] = groups  # of the last step: the user may change them since
+        if parts.speculates:
+            self._speculation = StepSpeculation(
+                parts, self._tail, self._tiered_state, self._chunks, self._assume
+            )
+            parts.speculation = self._speculation
+            parts.reducer.is_final = self._speculation.is_final
+        self.joint: Target | None = None  # with which it steps, where several modules do
+        self.device_may_decide = True  # False: hosts read and agree in every step
 
     @property
-    def executor(self) -> StepPath:
+    def parts(self) -> Parts:
+        """Whose shards these are."""
+        return self._parts
+
+    @property
+    def executor(self) -> Executor:
         """What measures and updates."""
-        return self._path
+        return self._executor
 
     def _staging_bytes(self) -> int:
         """Of the device."""
-        return 0 if self._path.staging is None else self._path.staging.nbytes
+        return 0 if self._executor.staging is None else self._executor.staging.nbytes
 
     def measure_leaving(self) -> None:
         """Gradients that leave the device are measured as they do."""
+        self._runs = {chunk.spec.id: run_of(self._parts.layout, chunk) for chunk in self._chunks}
         for chunk in self._chunks:
-            chunk.gradient.measure = partial(self._path.measure_leaving, chunk)
+            run = self._runs[chunk.spec.id]
+            chunk.gradient.measure = partial(self._executor.measure_leaving, run)
+
+    def _runs_of(self, chunks: Sequence[Chunk]) -> list[GradientRun]:
+        return [self._runs[chunk.spec.id] for chunk in chunks]
 
     # -- the step --
 
     def step(self, groups: Sequence[Group], amp: AmpInputs | None = None) -> StepReport:
+        self.check_step(amp)
+        self._groups = groups
+        hypers, chunks = self.hypers(groups), self.reduced_chunks()
+        pending = self._parts.pending_clip
+        decided = pending is not None and pending.clip.fixed_factor is not None
+        if isinstance(self._executor, TritonStep) and self._device_decides and not decided:
+            report = self._step_on_device(self._executor, chunks, hypers)
+        else:
+            report = self._step_agreed(chunks, hypers)
+            if self._speculation is not None:
+                report = self._taught(self._speculation, report)
+        self.used_gradients()
+        return self.reported(report)
+
+    def check_step(self, amp: AmpInputs | None) -> None:
+        """Raise RuntimeError for a step that cannot be."""
         if amp is not None:
             raise RuntimeError(
                 'torch.amp.GradScaler is for plain modules; GeminiDDP(precision="fp16") has a '
@@ -119,18 +135,25 @@ class ShardTarget(ShardState):
             raise RuntimeError(
                 "the module of this optimizer was unwrapped; wrap it again and make another"
             )
-        parts = self._parts
-        hypers = [self._rule.hyper(group) for group in groups]
-        chunks = self._reduced_chunks()
-        pending = parts.pending_clip
-        decided = pending is not None and pending.clip.fixed_factor is not None
-        if isinstance(self._path, TritonStepPath) and self._device_decides and not decided:
-            report = self._step_on_device(self._path, chunks, hypers)
-        else:
-            report = self._step_agreed(chunks, hypers)
+        torn = self._tiered_state.torn
+        if torn is not None:
+            raise RuntimeError(
+                "a step ended in the middle of its update, so weights and state in memory are of "
+                f"two steps; load a checkpoint. It ended with {type(torn).__name__}: {torn}"
+            ) from torn
+
+    def hypers(self, groups: Sequence[Group]) -> list[Any]:
+        """Of each group, as the rule takes them."""
+        return [self._rule.hyper(group) for group in groups]
+
+    def used_gradients(self) -> None:
+        """A step has taken them."""
         self._calls.gradients.after_step()
+
+    def reported(self, report: StepReport) -> StepReport:
+        """Log it. Raises NonFiniteGradientError where that was asked for."""
         self._log.add(report)
-        if parts.numerics.on_nonfinite == "raise" and report.skipped:
+        if self._parts.precision_settings.on_nonfinite == "raise" and report.skipped:
             raise NonFiniteGradientError(
                 f"the gradient of {report.nonfinite} is not finite (loss scale "
                 f"{report.loss_scale:g}); weights and state are those of the last step",
@@ -140,79 +163,183 @@ class ShardTarget(ShardState):
 
     def _step_agreed(self, chunks: Sequence[Chunk], hypers: Sequence[Any]) -> StepReport:
         """The host knows what all ranks found before anything is changed."""
-        parts, scale = self._parts, self._parts.scaler.read().scale
-        pending = parts.pending_clip or PendingClip(parts.numerics.clip)
+        pending = self.pending_clip()
         agreement = pending.agreement or self._agree(chunks, pending.clip.norm_type)
-        self._calls.agree_on_trace()  # behind the vote: it ends where ranks ran other modules
+        self.agree_on_trace()  # behind the vote: it ends where ranks ran other modules
         self._check_any(agreement.present)
         if agreement.nonfinite is not None:
-            parts.scaler.stepped(overflow=True)
             param, rank = agreement.nonfinite
-            where = f"{self._names[param]} on rank {rank}"
-            return StepReport(Done(Outcome(True, math.nan, where, scale)))
+            return self.skipped(f"{self._names[param]} on rank {rank}")
+        step = self.agreed_step(hypers, pending.clip, agreement)
+        agree = partial(raise_what_any_rank_raised, self._parts, uses_disk=self._uses_disk)
+        if self._has_tail and not isinstance(self._executor, TritonStep):
+            return self._begin_tail(step, agree)
+        return self._with_behind(carry_out([step], agree, self._in_memory(step.step, step.views)))
 
-        taken = self._taken(agreement.present)
-        updater = self._path.begin(hypers, taken, agreement.power_sum, pending.clip)
-        step = self._new_step(updater, hypers, taken)
-        parts.manager.release_for_step()
+    def _in_memory(self, step: TargetStep, views: ShardViews) -> InMemory:
+        """Who updates what is there: this call, or the device beside what it computes next."""
+        if not (self._has_tail and isinstance(self._executor, TritonStep)):
+            return at_once
+        return partial(self._tail.begin_beside, step, views, self._tiered_state, self._chunks)
+
+    def _with_behind(self, report: StepReport) -> StepReport:
+        """With what goes on beside the device; its traffic is not that of the call."""
+        beside = self._tail.beside
+        if beside is None:
+            return report
+        behind = beside.behind
+        return replace(report, traffic=report.traffic - behind.traffic, behind=behind)
+
+    def _taught(self, speculation: StepSpeculation, report: StepReport) -> StepReport:
+        """Of what was done before this step."""
+        found, moved = speculation.learn(self.pending_clip().clip, was_skipped=report.skipped)
+        return replace(report, speculation=found, traffic=report.traffic + moved)
+
+    def _assume(self, taken: Sequence[ParamId]) -> Assumed | None:
+        """What the coming step agrees on if it clips nothing and updates these parameters."""
+        executor, parts = self._executor, self._parts
+        if not isinstance(executor, CpuStep) or self.joint is not None:
+            return None
         try:
-            with HeldSignals() as held:
-                parts.manager.ledger.note()
-                try:
-                    report = take([step], held, self._raise_what_any_rank_raised)
-                except BaseException:
-                    self._path.undo()
-                    raise
-                self._count(taken)
-        finally:
-            after_step(parts)
-        if isinstance(self._path, CpuStepPath):
-            parts.scaler.stepped(overflow=False)  # as the prologue does on a device
-        norm = pending.clip.norm(agreement.power_sum) / scale
-        return replace(
-            report,
-            outcome=Done(Outcome(grad_norm=norm, loss_scale=scale)),
-            traffic=report.traffic + self._gathered_since(),
+            hypers = self.hypers(self._groups)
+        except ValueError:  # the step says so
+            return None
+        views = EarlyShardViews(
+            self._chunks,
+            self._hyper_by_param(hypers, taken),
+            executor.next_steps(),
+            parts.storage,
+            parts.backend,
+            merges=executor.merges_parameters,
+        )
+        return Assumed(executor.assumed(parts.precision_settings.clip.max_value), views)
+
+    @property
+    def _has_tail(self) -> bool:
+        return self.joint is None and self._tail.applies
+
+    def _begin_tail(
+        self, agreed: AgreedStep, agree: Callable[[BaseException | None], None]
+    ) -> StepReport:
+        """Carry a step out behind this call, which ends when no budget and no rank is against it.
+
+        What the host counts is counted now, and taken back where the tail fails.
+        """
+        parts, step = self._parts, agreed.step
+        parts.manager.release_for_step()
+        parts.manager.ledger.note()
+        agreed.views.hold()
+        signals = SignalsBehind()
+        signals.hold()
+        error: BaseException | None = None
+        try:
+            step.submit()
+        except BaseException as raised:
+            error = raised
+        try:
+            agree(error)
+        except BaseException:
+            step.undo()
+            self._executor.undo()
+            signals.release()
+            signals.put_back()
+            raise
+        forget = self._counted()
+        self.count(agreed.taken)
+        parts.control_vector.stepped(overflow=False)
+        behind = self._tail.begin(
+            step, agreed.views, self._tiered_state, self._chunks, agreed.taken, signals, forget
+        )
+        after_step(parts)
+        return StepReport(
+            Done(agreed.outcome),
+            self.gathered_since(),
+            nvme_written_total=step.written_total,
+            update_path=step.updater.name,
+            behind=behind,
         )
 
-    def _taken(self, present: Sequence[bool]) -> list[bool]:
-        """By parameter: whether this step updates it. One in no group is left alone."""
+    def _counted(self) -> Callable[[], None]:
+        """What puts the counts of steps and the loss scale back to what they are now."""
+        number, counts = self._num_steps, self._executor.counts.clone()
+        control = self._parts.control_vector.tensor.clone()
+
+        def put_back() -> None:
+            self._num_steps = number
+            self._executor.counts.copy_(counts)
+            self._parts.control_vector.tensor.copy_(control)
+
+        return put_back
+
+    def pending_clip(self) -> PendingClip:
+        """What the coming step clips to."""
+        return self._parts.pending_clip or PendingClip(self._parts.precision_settings.clip)
+
+    def agree_on_trace(self) -> None:
+        """Collective, behind the vote."""
+        self._calls.agree_on_trace()
+
+    def skipped(self, where: str) -> StepReport:
+        """A step that changes nothing: the gradient of `where` is not finite."""
+        control_vector = self._parts.control_vector
+        scale = control_vector.read().scale
+        control_vector.stepped(overflow=True)
+        return StepReport(Done(Outcome(True, math.nan, where, scale)))
+
+    def agreed_step(self, hypers: Sequence[Any], clip: Clip, agreement: Agreement) -> AgreedStep:
+        """Begin what all ranks agreed on; nothing that counts has changed."""
+        scale = self._parts.control_vector.read().scale
+        taken = self._taken(agreement.present)
+        updater = self._executor.begin(hypers, taken, agreement.power_sum, clip)
+        outcome = Outcome(grad_norm=clip.norm(agreement.power_sum) / scale, loss_scale=scale)
+        views, early = self._views(hypers, taken), Early()
+        if self._speculation is not None:
+            early = self._speculation.judge(updater, views, taken)
+        step = self._new_step(updater, views, early)
+        return AgreedStep(self, step, views, taken, outcome)
+
+    def _taken(self, present: Sequence[bool]) -> list[ParamId]:
+        """Parameters that this step updates. One in no group is left alone."""
         return [
-            there and group is not None
-            for there, group in zip(present, self._group_of, strict=True)
+            ParamId(i)
+            for i, (there, group) in enumerate(zip(present, self._group_of, strict=True))
+            if there and group is not None
         ]
 
     @property
     def _device_decides(self) -> bool:
-        """No disk has a say in a step, so the host need not know what it decides."""
-        return not self._uses_disk and self._parts.storage.gradient_files is None
+        """No disk and no replica has a say in a step, so the host need not know what it decides."""
+        has_files = self._parts.storage.gradient_files is not None
+        asks_host = self._uses_disk or has_files or self._parts.scope.replicas
+        return self.device_may_decide and not asks_host
 
     @torch.no_grad()
     def _step_on_device(
-        self, path: TritonStepPath, chunks: Sequence[Chunk], hypers: Sequence[Any]
+        self, executor: TritonStep, chunks: Sequence[Chunk], hypers: Sequence[Any]
     ) -> StepReport:
         """Submit norm, clip, skip and update; the host waits for no device."""
         parts = self._parts
-        pending = parts.pending_clip or PendingClip(parts.numerics.clip)
+        pending = parts.pending_clip or PendingClip(parts.precision_settings.clip)
         if pending.norm is None:
-            present = self._submit_measure(path, chunks, pending.clip)
+            present = self._submit_measure(executor, chunks, pending.clip)
         else:
             assert pending.present is not None
             present = pending.present
         self._calls.agree_on_trace()
         parts.manager.release_for_step()
         taken = self._taken(present)
-        updater = path.begin_unread(hypers, taken)
-        step = self._new_step(updater, hypers, taken)
+        updater, views = executor.begin_unread(hypers, taken), self._views(hypers, taken)
+        step = self._new_step(updater, views)
         before, _ = step.moved()
-        step.confirm()
-        self._count(taken)
+        step.confirm(self._in_memory(step, views))
+        self.count(taken)
         after_step(parts)
-        traffic = step.moved()[0] - before + self._gathered_since()
-        return replace(path.report(), traffic=traffic)
+        traffic = step.moved()[0] - before + self.gathered_since()
+        report = StepReport(executor.outcome(), traffic, update_path=updater.name)
+        return self._with_behind(report)
 
     def _submit_measure(
-        self, path: TritonStepPath, chunks: Sequence[Chunk], clip: Clip
+        self, executor: TritonStep, chunks: Sequence[Chunk], clip: Clip
     ) -> tuple[bool, ...]:
         """What all ranks found is on the device; which parameters any rank has a gradient for."""
         parts, present = self._parts, tuple(self._parts.present)
@@ -220,25 +347,30 @@ class ShardTarget(ShardState):
             present = self._agree(chunks, None).present
             chunks = [chunk for chunk in self._chunks if chunk.gradient.exists]
         self._check_any(present)
-        path.submit_measure(chunks, clip)
-        path.submit_vote(parts.comm)
+        comm = parts.comm
+        executor.submit_measure(self._runs_of(chunks), clip)
+        executor.submit_vote(
+            comm.rank, comm.world_size, lambda votes: comm.all_reduce(votes).wait()
+        )
         return present
 
-    def _views(self, hypers: Sequence[Any], taken: Sequence[bool]) -> ShardViews:
-        hyper = [
-            hypers[group] if taken[param] and group is not None else None
-            for param, group in enumerate(self._group_of)
-        ]
-        on_host = isinstance(self._path, CpuStepPath)
-        steps = [step + 1 for step in self._path.steps] if on_host else [0] * len(hyper)
+    def _hyper_by_param(self, hypers: Sequence[Any], taken: Sequence[ParamId]) -> Sequence[Any]:
+        """None for those that are left alone."""
+        hyper: list[Any] = [None] * len(self._group_of)
+        for param in taken:
+            group = self._group_of[param]
+            hyper[param] = None if group is None else hypers[group]
+        return hyper
+
+    def _views(self, hypers: Sequence[Any], taken: Sequence[ParamId]) -> ShardViews:
         return ShardViews(
             self._chunks,
-            hyper,
-            steps,
+            self._hyper_by_param(hypers, taken),
+            self._executor.next_steps(),
             self._parts.storage,
             self._parts.backend,
-            staging=self._path.staging,
-            merges=self._path.merges_parameters,
+            staging=self._executor.staging,
+            merges=self._executor.merges_parameters,
         )
 
     def clip(self, clip: Clip) -> Tensor | None:
@@ -247,21 +379,15 @@ class ShardTarget(ShardState):
         Of what gradients are clipped to already. Raises RuntimeError where there are none.
         """
         parts = self._parts
-        chunks = self._reduced_chunks()
-        if parts.numerics.max_norm > 0:
-            raise RuntimeError(
-                f"GeminiDDP(max_norm={parts.numerics.max_norm:g}) clips in every step; leave "
-                "that away, or this call"
-            )
-        if parts.pending_clip is not None:
-            self._calls.gradients.carry_out_clip()
+        chunks = self.reduced_chunks()
+        self.begin_clip()
         if clip.max_norm == 0 and parts.comm.world_size == 1:
             self._check_any(parts.present)
             parts.pending_clip = PendingClip(clip)
             return None
-        if isinstance(self._path, TritonStepPath) and self._device_decides:
-            present = self._submit_measure(self._path, chunks, clip)
-            found = self._path.unread_norm(clip)
+        if isinstance(self._executor, TritonStep) and self._device_decides:
+            present = self._submit_measure(self._executor, chunks, clip)
+            found = self._executor.unread_norm(clip)
             parts.pending_clip = PendingClip(clip, found, present=present)
             return found if clip.max_norm > 0 else None
         agreement = self._agree(chunks, clip.norm_type)
@@ -269,11 +395,22 @@ class ShardTarget(ShardState):
         if clip.max_norm == 0:
             parts.pending_clip = PendingClip(clip, agreement=agreement)
             return None
-        norm = clip.norm(agreement.power_sum) / parts.scaler.scale
+        norm = clip.norm(agreement.power_sum) / parts.control_vector.scale
         parts.pending_clip = PendingClip(clip, norm, agreement)
         return norm
 
-    def _reduced_chunks(self) -> list[Chunk]:
+    def begin_clip(self) -> None:
+        """Carry out the last clip. Raises RuntimeError where every step clips."""
+        parts = self._parts
+        if parts.precision_settings.max_norm > 0:
+            raise RuntimeError(
+                f"GeminiDDP(max_norm={parts.precision_settings.max_norm:g}) clips in every step; "
+                "leave that away, or this call"
+            )
+        if parts.pending_clip is not None:
+            self._calls.gradients.carry_out_clip()
+
+    def reduced_chunks(self) -> list[Chunk]:
         """Chunks that have a gradient, when all backwards have ended.
 
         Raises RuntimeError inside `no_sync` for gradients that no rank has reduced.
@@ -294,7 +431,7 @@ class ShardTarget(ShardState):
         if not any(present):
             raise RuntimeError("step() without a gradient; call loss.backward() first")
 
-    def _gathered_since(self) -> Traffic:
+    def gathered_since(self) -> Traffic:
         """Bytes of parameters and gradients since the last step: in forward and backward too."""
         before, self._moved = self._moved, self._parts.storage.traffic()
         return self._moved - before
@@ -309,64 +446,43 @@ class ShardTarget(ShardState):
         return agreement
 
     def _vote(self, chunks: Sequence[Chunk], norm_type: float | None) -> Agreement:
-        total, first_nonfinite = 0.0, None
-        if norm_type is not None:
-            total, first_nonfinite = self._path.measure(chunks, norm_type)
-        log = self._parts.comm.log
-        self._calls.gradients.tell_changes()
-        here = [chunk.spec.id for chunk in chunks]
-        log.record("votes", f"with gradients of chunks {here}")
-        ballot = Ballot(
-            power_sum=total,
-            present=tuple(self._parts.present),
-            first_nonfinite=first_nonfinite,
-            deviated=self._parts.comm.world_size > 1 and self._parts.reducer.leftover,
-            sequence=self._parts.comm.log.digest,
-        )
-        agreement = self._exchange(ballot, norm_type or 2.0)
-        if agreement.sequences_differ:
-            self._parts.comm.compare_logs()
-        self._parts.comm.log.clear()
+        agreement = exchange(self._parts, self.ballot(chunks, norm_type), norm_type or 2.0)
+        heard(self._parts.comm, agreement)
         return agreement
 
-    def _exchange(self, ballot: Ballot, norm_type: float = 2.0) -> Agreement:
-        """Through the host where the group reaches it, else through its store: no device waits."""
-        comm = self._parts.comm
-        if comm.reaches_host:
-            vector = torch.tensor(ballot.encode(comm.rank, comm.world_size), dtype=torch.float64)
-            comm.all_reduce(vector).wait()
-            return Agreement.decode(vector.tolist(), comm.world_size, norm_type)
-        said = comm.tell("votes", ballot.to_text())
-        return Agreement.of(list(map(Ballot.from_text, said)), norm_type)
+    def ballot(self, chunks: Sequence[Chunk], norm_type: float | None) -> Ballot:
+        """What this rank has to say of these gradients."""
+        parts = self._parts
+        found = Measured()
+        if norm_type is not None:
+            found = self._executor.measure(self._runs_of(chunks), norm_type)
+        self._calls.gradients.tell_changes()
+        here = [chunk.spec.id for chunk in chunks]
+        parts.comm.log.record("votes", f"with gradients of chunks {here}")
+        return Ballot(
+            power_sum=found.power_sum,
+            present=tuple(parts.present),
+            first_nonfinite=found.first_nonfinite,
+            checksum=found.checksum,
+            deviated=parts.comm.world_size > 1 and parts.reducer.leftover,
+            sequence=parts.comm.log.digest,
+        )
 
     def _new_step(
-        self, updater: Updater, hypers: Sequence[Any], taken: Sequence[bool]
+        self, updater: Updater, views: ShardViews, early: Early | None = None
     ) -> TargetStep:
-        views, files = self._views(hypers, taken), self._parts.storage.params
-        return TargetStep(self._tiers, updater, views, self._num_steps + 1, files)
+        files, number = self._parts.storage.params, self._num_steps + 1
+        # the first blocks of the order are read ahead, and their gradients the last to be final
+        in_order = self._has_tail or (self._speculation is not None and self._speculation.applies)
+        return TargetStep(
+            self._tiered_state, updater, views, number, files, in_order=in_order, early=early
+        )
 
-    def _count(self, taken: Sequence[bool]) -> None:
+    def count(self, taken: Sequence[ParamId]) -> None:
         """The step was taken, and has updated these parameters."""
         self._num_steps += 1
-        self._path.count(taken)
-        self._parts.adoption.stepped([ParamId(i) for i, there in enumerate(taken) if there])
-
-    def _raise_what_any_rank_raised(self, error: BaseException | None) -> None:
-        """This rank's own error, or one that says what the failing ranks' errors were."""
-        comm = self._parts.comm
-        if comm.world_size > 1 and self._uses_disk:
-            ballot = Ballot(power_sum=0.0, present=(), io_failed=error is not None)
-            failed = self._exchange(ballot).io_failed
-            if failed:
-                said = comm.gather_objects(str(error))
-            if failed and error is None:
-                raise RuntimeError(
-                    f"the disks of ranks {list(failed)} failed; weights and state are those of "
-                    "the last step on every rank. "
-                    + "; ".join(f"rank {rank}: {said[rank]}" for rank in failed)
-                )
-        if error is not None:
-            raise error
+        self._executor.count(taken)
+        self._parts.user_writes.stepped(taken)
 
     # -- the rest of a target --
 
@@ -384,132 +500,38 @@ class ShardTarget(ShardState):
 
     def set_groups(self, groups: Sequence[Group]) -> None:
         """Groups were added: the parameters in them are updated from now on."""
-        self._group_of = _group_of(self._parts, groups)
-        self._path.set_groups(self._group_of)
+        self._group_of = group_of(self._parts, groups)
+        self._executor.set_groups(self._group_of)
 
     def homes_changed(self) -> None:
         """Files may be gone, and what was read from them with them; other blocks are staged."""
-        self._path.reserve(self._parts.planning.plan.device_staging)
+        self._executor.reserve(planned_staging(self._parts.planning.plan))
         self._moved = self._parts.storage.traffic()
 
     @property
-    def names(self) -> dict[int, str]:
-        """Name by id of the parameter."""
-        params = self._parts.params
-        return {id(param): name for param, name in zip(params, self._names, strict=True)}
-
-    @property
-    def counters(self) -> Scaler:
-        return self._parts.scaler
-
-    @property
-    def pinned_seconds(self) -> float:
-        """That steps waited for an asynchronous save to read what they overwrite."""
-        return self._tiers.nvme.store.pinned_seconds if self._tiers.nvme is not None else 0.0
-
-    @property
-    def planes(self) -> tuple[Plane, ...]:
-        """Of the state of every parameter, its master first where there is one."""
-        return self._tiers.layout.planes
-
-    @property
-    def has_master(self) -> bool:
-        return self._tiers.layout.has_master
-
-    def offloaded_state(self) -> Mapping[Tensor, dict[str, Tensor]]:
-        """Whole planes of parameters in groups on rank 0, nothing elsewhere. Collective."""
-        parts, found = self._parts, super().offloaded_state()
-        in_groups = zip(parts.params, self._group_of, strict=True)
-        return {p: found[p] for p, group in in_groups if group is not None and p in found}
-
-    @property
-    def untouched(self) -> bool:
-        """No step was taken and nothing loaded: moments and counts are zero."""
-        return self._num_steps == 0 and not self._was_loaded
-
-    @torch.no_grad()
-    def fill_state(self, source: Source) -> None:
-        self._was_loaded = True
-        super().fill_state(source)
-
-    def shown_state(self) -> Mapping[Tensor, dict[str, Tensor]]:
-        """Step counts, as views; the rest is in shards."""
-        counts = self._path.counts
-        return {
-            param: {"step": counts[i]}
-            for i, param in enumerate(self._parts.params)
-            if self._group_of[i] is not None
-        }
-
-    @torch.no_grad()
-    def load_state(self, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
-        """Rank 0's whole planes and step counts. Collective."""
-        if self.untouched and not self._parts.comm.gather_objects(bool(state))[0]:
-            return
-        self._was_loaded = True
-        super().load_state(state)
-        params = self._parts.params
-        steps = {
-            i: float(state[param]["step"])
-            for i, param in enumerate(params)
-            if "step" in state.get(param, {})
-        }
-        for i, count in self._parts.comm.gather_objects(steps)[0].items():
-            self._path.counts[i] = count
-
-    def movable(self) -> Sequence[Tensor]:
-        parts = self._parts
-        self._calls.begin()
-        parts.manager.release_all()
-        found = list(self._tiers.movable())
-        for chunk in parts.chunks:
-            chunk.wait_gathered()
-            chunk.gradient.end_reduce()
-            held = (chunk.payload, chunk.gradient.buffer, chunk.gradient.shard)
-            found += [tensor for tensor in held if tensor is not None]
-            if chunk.files is None:
-                found.append(chunk.shard)
-        return found
-
-    @property
-    def nvme_bytes(self) -> int:
-        return self._tiers.nvme_bytes + self._parts.storage.file_bytes
-
-    @property
-    def step_counts(self) -> Sequence[int]:
-        """How often each parameter was updated."""
-        return self._path.steps
+    def counters(self) -> ControlVector:
+        return self._parts.control_vector
 
     def close(self, keep_masters: bool = True) -> None:
         if self._closed:
             return
         self._closed = True
         try:
+            self.settle()
             if keep_masters:
-                adopt_changes(self._parts)
+                write_back_changes(self._parts)
                 self.give_masters_back()
         finally:
             self._close()
 
     def _close(self) -> None:
+        self._tail.end()
+        if self._speculation is not None:
+            self._speculation.drop()
+        self._parts.speculation = self._parts.reducer.is_final = None
+        self._parts.user_writes.before_keeping = lambda chunk: None
         self._parts.manager.ledger.state = None
         self._parts.manager.ledger.staging_bytes = int
-        self._tiers.close()
-        self._path.close()
+        self._tiered_state.close()
+        self._executor.close()
         self._calls.detach()
-
-
-def _group_of(parts: Parts, groups: Sequence[Group]) -> list[int | None]:
-    """The param group of every parameter of the engine; None for one that is not optimized."""
-    found: list[int | None] = [None] * len(parts.params)
-    index_of = {id(param): i for i, param in enumerate(parts.params)}
-    for index, group in enumerate(groups):
-        for param in group["params"]:
-            if id(param) not in index_of:
-                raise ValueError(
-                    f"group {index} of the optimizer has a parameter of shape {tuple(param.shape)} "
-                    "that is not a parameter of the wrapped module; make the optimizer from "
-                    "model.parameters()"
-                )
-            found[index_of[id(param)]] = index
-    return found

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gemini.chunk.gradient import ChunkGradient
@@ -21,17 +22,18 @@ from gemini.runtime.memory.shard_storage import ShardStorage
 from gemini.runtime.memory.tensor_files import Staged
 from gemini.tickets import CopyTicket
 from gemini.units import BlockId, ChunkId, align_up
-from optim.rules.state_layout import MASTER
-from optim.state.memory import Memory
+from optim.rules.state_layout import MASTER, REMAINDER, WEIGHT
+from optim.state.memory import Memory, copy_alone
 from optim.state.pieces import Piece, Planes
 from optim.state.space import Block
 from optim.update.staging import DeviceStaging
 
+_NO_STATE = (MASTER, REMAINDER, WEIGHT)  # of the rule
 BLOCKS_LEAVING = 2  # parameters of so many may be on their way to host memory
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _PieceRange:
     """Elements [start, end) of a block, of one group and one step count."""
 
     start: int
@@ -41,7 +43,7 @@ class _Run:
     counter: int  # the parameter; the first where neighbours are one run
     first: int  # element of that parameter at `start`
 
-    def is_like(self, other: _Run) -> bool:
+    def is_like(self, other: _PieceRange) -> bool:
         return (self.hyper, self.step) == (other.hyper, other.step)
 
 
@@ -55,11 +57,20 @@ class _Loan:
     chunk: Chunk | None = None  # to whose shard in host memory it goes
 
 
+@dataclass(slots=True)
+class Held:
+    """Of one shard: what a step needs that goes on behind its caller."""
+
+    shard: Tensor  # [S] where it lives
+    grad: Tensor | None  # [S] on the device
+    offloaded: torch.dtype | None = None  # of the gradient, if it waits elsewhere
+
+
 class ShardViews:
     """One step's view of shards and gradients; see `optim.state.tiered_state.BlockViews`.
 
     What is not where the update runs is brought there block by block, gradients ahead of their
-    turn. Where a master holds the weights, what is elsewhere is only written.
+    turn. Where a whole master holds the weights, what is elsewhere is only written.
     """
 
     def __init__(
@@ -90,24 +101,52 @@ class ShardViews:
         self._loans: dict[BlockId, _Loan] = {}
         self._leaving: deque[CopyTicket] = deque()  # parameters on their way to host memory
         self._signature: object | None = None
+        self._held: list[Held] = []  # by shard; see `hold`
         self._borrowing = {
             shard
             for shard, chunk in enumerate(chunks)
             if staging is not None and not _is_here(chunk)
         }
 
+    def hold(self) -> None:
+        """The step goes on behind its caller, who may drop gradients: keep those there are now, and
+        ask no chunk any more. All shards and gradients are in memory."""
+        self.signature()
+        self._held = [
+            Held(chunk.shard_memory, chunk.grad, chunk.gradient.offloaded_dtype)
+            for chunk in self._chunks
+        ]
+
+    def let_go(self, shard: int) -> None:
+        """Of its gradient: nothing of it is updated any more."""
+        self._held[shard].grad = self._held[shard].offloaded = None
+
+    @property
+    def held_bytes(self) -> int:
+        """Of gradients that were dropped, and are still to be used."""
+        pairs = zip(self._held, self._chunks, strict=False)
+        dropped = (held.grad for held, chunk in pairs if held.grad is not chunk.grad)
+        return sum(grad.nbytes for grad in dropped if grad is not None)
+
+    def inputs_of(self, block: Block) -> tuple[tuple[object, int] | None, ...]:
+        """Of each of its segments: hyperparameters and number of the step; None: left alone."""
+        params = [part.param for part in block.segments]
+        hypers = [self._hyper[param] for param in params]
+        return tuple(
+            None if hyper is None else (hyper, self._step[param])
+            for param, hyper in zip(params, hypers, strict=True)
+        )
+
     def expect(self, blocks: Sequence[Block]) -> None:
         self._coming = [
-            block
-            for block in reversed(blocks)
-            if self._chunks[block.shard].gradient.dtype_elsewhere is not None
+            block for block in reversed(blocks) if self._offloaded(block.shard) is not None
         ]
         self._read.clear()
         self._read_ahead()
 
     def touches(self, block: Block) -> bool:
-        return self._chunks[block.shard].gradient.exists and any(
-            self._hyper[part.param] is not None for part in block.parts
+        return self._has_gradient(block) and any(
+            self._hyper[part.param] is not None for part in block.segments
         )
 
     def borrowed(self, blocks: Sequence[Block]) -> Sequence[Block]:
@@ -127,13 +166,12 @@ class ShardViews:
         return self._signature
 
     def pieces(self, block: Block, planes: Planes) -> list[Piece]:
-        chunk = self._chunks[block.shard]
-        runs = self._runs(block) if chunk.gradient.exists else []
+        runs = self._runs(block) if self._has_gradient(block) else []
         if not runs:
             return []
-        state = tuple(planes.values())[MASTER in planes :]  # a master is the first plane
+        state = tuple([plane for name, plane in planes.items() if name not in _NO_STATE])
         param, grad = self._param_of(block, planes), self._grad_of(block)
-        master = planes.get(MASTER)
+        master = planes.get(MASTER, planes.get(REMAINDER))
         first = runs[0]
         whole = Piece(
             param, grad, master, state, first.hyper, first.step, first.counter, first.first
@@ -145,21 +183,21 @@ class ShardViews:
             for run in runs
         ]
 
-    def _runs(self, block: Block) -> list[_Run]:
+    def _runs(self, block: Block) -> list[_PieceRange]:
         """Neighbours of one group and one step count as one run, the gaps between them included.
 
         Gaps hold zeros and stay zero. Runs end at multiples of 64, so an element is never in a
         vector's tail, whatever the world size and the block.
         """
-        runs: list[_Run] = []
-        for part in block.parts:
+        runs: list[_PieceRange] = []
+        for part in block.segments:
             hyper, step = self._hyper[part.param], self._step[part.param]
             if hyper is None:
                 continue
             start, end = part.offset, part.offset + part.numel
             if end < block.numel:
                 end = min(align_up(end, 64), block.numel)
-            run = _Run(start, end, hyper, step, part.param, part.param_offset)
+            run = _PieceRange(start, end, hyper, step, part.param, part.param_offset)
             if self._merges and runs and runs[-1].end == start and runs[-1].is_like(run):
                 run = replace(runs.pop(), end=end)
             runs.append(run)
@@ -187,7 +225,8 @@ class ShardViews:
 
     def _return(self, chunk: Chunk, block: Block, param: Tensor) -> None:
         """To the shard in host memory; a few blocks may be on their way."""
-        ticket = self._memory.copy(self._part_of(chunk.shard_memory, block), param)
+        shard = self._part_of(self._memory_of(block.shard), block)
+        ticket = self._memory.copy(shard, param)
         chunk.is_copied(ticket)
         self._leaving.append(ticket)
         if len(self._leaving) > BLOCKS_LEAVING:
@@ -215,7 +254,7 @@ class ShardViews:
     def save(self, block: Block, undo: Callable[[], Tensor]) -> bool:
         if self._chunks[block.shard].files is not None:  # files keep their last version
             return False
-        undo().copy_(self._shard_of(block))
+        copy_alone(undo(), self._shard_of(block))
         return True
 
     def restore(self, block: Block, planes: Planes) -> None:
@@ -230,7 +269,7 @@ class ShardViews:
         chunk = self._chunks[block.shard]
         staging = self._staging
         if chunk.files is None and not (staging is not None and chunk.shard_on_host):
-            return chunk.shard_memory[block.shard_offset : block.shard_offset + block.numel]
+            return self._part_of(self._memory_of(block.shard), block)
         loan = self._loan(block)
         if chunk.files is None:
             assert staging is not None
@@ -239,7 +278,7 @@ class ShardViews:
                 loan.param = staging.param(block.numel, chunk.dtype)
                 loan.param.copy_(planes[MASTER])  # gaps, and what this step leaves alone
             else:
-                loan.param, ticket = self._bring(self._part_of(chunk.shard_memory, block))
+                loan.param, ticket = self._bring(self._part_of(self._memory_of(block.shard), block))
                 chunk.is_copied(ticket)
             return loan.param
         files = self._storage.params
@@ -259,8 +298,9 @@ class ShardViews:
 
     def _grad_of(self, block: Block) -> Tensor:
         gradient = self._chunks[block.shard].gradient
-        if gradient.shard is not None:
-            return gradient.shard[block.shard_offset : block.shard_offset + block.numel]
+        here = self._held[block.shard].grad if self._held else gradient.shard
+        if here is not None:
+            return self._part_of(here, block)
         loan = self._loan(block)
         loan.grad = self._ahead.pop(block.id, None) or self._begin_grad(block)
         self._read.add(block.id)
@@ -282,23 +322,24 @@ class ShardViews:
             if self._coming[-1].id in self._read:
                 self._coming.pop()
                 continue
-            gradient = self._chunks[self._coming[-1].shard].gradient
+            shard = self._coming[-1].shard
             if len(self._ahead) >= self._storage.config.depth:
                 return
-            assert gradient.dtype_elsewhere is not None
-            if not self._home_of(gradient).can_read_ahead(gradient.dtype_elsewhere):
+            dtype = self._offloaded(shard)
+            assert dtype is not None
+            if not self._home_of(self._chunks[shard].gradient).can_read_ahead(dtype):
                 return
             block = self._coming.pop()
             self._ahead[block.id] = self._begin_grad(block)
 
     def _begin_grad(self, block: Block) -> GradientBlock:
-        gradient = self._chunks[block.shard].gradient
-        assert gradient.dtype_elsewhere is not None
-        home = self._home_of(gradient)
-        return home.read_block(*self._place(block), gradient.dtype_elsewhere)
+        dtype = self._offloaded(block.shard)
+        assert dtype is not None
+        home = self._home_of(self._chunks[block.shard].gradient)
+        return home.read_block(*self._place(block), dtype)
 
     def _home_of(self, gradient: ChunkGradient) -> GradientHome:
-        home = gradient.elsewhere
+        home = gradient.offload
         assert isinstance(home, GradientFiles | HostGradients)
         return home
 
@@ -310,8 +351,25 @@ class ShardViews:
         index = block.shard_offset // self._storage.config.block_numel
         return self._chunks[block.shard].spec.id, index
 
+    def _has_gradient(self, block: Block) -> bool:
+        if self._held:
+            held = self._held[block.shard]
+            return held.grad is not None or held.offloaded is not None
+        return self._chunks[block.shard].gradient.exists
+
+    def _offloaded(self, shard: int) -> torch.dtype | None:
+        """Of a gradient that is not on the device."""
+        if self._held:
+            return self._held[shard].offloaded
+        return self._chunks[shard].gradient.offloaded_dtype
+
+    def _memory_of(self, shard: int) -> Tensor:
+        """[S] where it lives, in memory."""
+        return self._held[shard].shard if self._held else self._chunks[shard].shard_memory
+
     def _shard_of(self, block: Block) -> Tensor:
-        return self._part_of(self._chunks[block.shard].shard, block)
+        shard = self._held[block.shard].shard if self._held else self._chunks[block.shard].shard
+        return self._part_of(shard, block)
 
     @staticmethod
     def _part_of(shard: Tensor, block: Block) -> Tensor:
@@ -321,4 +379,4 @@ class ShardViews:
 def _is_here(chunk: Chunk) -> bool:
     """On the device: its shard, and its gradient if it has one."""
     in_memory = chunk.files is None and not chunk.shard_on_host
-    return in_memory and chunk.gradient.dtype_elsewhere is None
+    return in_memory and chunk.gradient.offloaded_dtype is None

@@ -5,23 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from gemini.runtime.parts import Parts
+from gemini.runtime.parts import Parts, settle
 
 
-def adopt_changes(parts: Parts) -> None:
+def write_back_changes(parts: Parts) -> None:
     """Shards and masters follow what the user wrote to parameters."""
-    adoption = parts.adoption
+    settle(parts)
+    user_writes = parts.user_writes
     parts.regather.end()
     for chunk in parts.chunks:
         if chunk.gathered:
-            adoption.adopt(chunk)
-    if adoption.stale and parts.target is not None:
-        parts.target.follow_shards(adoption.stale)
-        adoption.stale.clear()
+            user_writes.write_back(chunk)
+    if user_writes.stale and parts.target is not None:
+        parts.target.follow_shards(user_writes.stale)
+        user_writes.stale.clear()
 
 
 def after_step(parts: Parts, *, trained: bool = True) -> None:
-    """Shards have changed, all or those that are `trained`: what is kept gathered is gathered
+    """Shards have changed, all or those that are `trained`: what stays gathered is gathered
     again."""
     parts.regather.begin(trained=trained)
     parts.viewed.clear()
@@ -32,13 +33,13 @@ def summoned(parts: Parts, writeback: bool) -> Iterator[None]:
     """All chunks are gathered and stay so; then shards follow what was written, or not."""
     if parts.is_summoned:
         raise RuntimeError("parameters are summoned already")
-    adopt_changes(parts)
+    write_back_changes(parts)
     manager = parts.manager
     everything = tuple(chunk.spec.id for chunk in parts.chunks)
     manager.ledger.judges = False  # it is the user who asks for all of it
     manager.pin(everything)
-    manager.prepare(everything, planned=False)
-    kept = {} if writeback else {c: c.shard.clone() for c in parts.chunks if c.in_payload}
+    manager.prepare(everything, in_cycle=False)
+    shards = {} if writeback else {c: c.shard.clone() for c in parts.chunks if c.in_payload}
     parts.is_summoned = True
     try:
         yield
@@ -46,10 +47,10 @@ def summoned(parts: Parts, writeback: bool) -> Iterator[None]:
         parts.is_summoned = False
         if not writeback:
             for chunk in parts.chunks:
-                parts.adoption.forget(chunk)
+                parts.user_writes.forget(chunk)
                 if chunk.in_payload:
-                    chunk.shard.copy_(kept[chunk])
-        adopt_changes(parts)
+                    chunk.shard.copy_(shards[chunk])
+        write_back_changes(parts)
         manager.release_all()
         manager.ledger.judges = True
         after_step(parts, trained=False)

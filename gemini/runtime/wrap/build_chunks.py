@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from gemini.chunk.layout import ChunkLayout
+from gemini.chunk.local import is_dtensor, local_of, rebind
 from gemini.chunk.storage import Chunk
 from gemini.dtypes import DTYPES
 from gemini.placement.plan import Plan
 from gemini.placement.tiers import Tier
-from gemini.runtime.comm.communicator import Communicator
+from gemini.runtime.comm.links import Links
 from gemini.runtime.memory.backend import Backend
 from gemini.runtime.memory.shard_storage import ShardStorage
 from gemini.units import BLOCK_NUMEL, ChunkId
@@ -25,26 +26,26 @@ def build_chunks(
     params: Sequence[nn.Parameter],
     values: Materialiser,
     backend: Backend,
-    comm: Communicator,
+    links: Mapping[str, Links],
     plan: Plan,
     storage: ShardStorage,
     *,
-    kept: Collection[ChunkId],
-    keep_originals: bool,
+    never_released: Collection[ChunkId],
+    with_originals: Collection[ChunkId],
     gradients_travel_as: str | None,
 ) -> list[Chunk]:
     """One chunk after the other; the parameters become views of the payloads.
 
-    A payload whose shard lives elsewhere is released when it is full, but for those `kept`. Values
-    that were made beside others, of the same module, go to their chunks at once.
-    keep_originals: in `storage`, for fp32 masters to start from.
+    A payload whose shard lives elsewhere is freed when it is full, but for those `never_released`.
+    Values that were made beside others, of the same module, go to their chunks at once.
+    with_originals: of these `storage` takes fp32 values, if the chunk is trained or rounds any.
     """
     place_of = {
         id(params[slot.param]): (spec, i)
         for spec in layout.chunks
         for i, slot in enumerate(spec.slots)
     }
-    filling: dict[ChunkId, _Filling] = {}
+    filling: dict[ChunkId, _ChunkBuilder] = {}
     done: dict[ChunkId, Chunk] = {}
     placed: set[int] = set()
 
@@ -59,23 +60,22 @@ def build_chunks(
             chunk = Chunk(
                 spec,
                 backend,
-                comm,
-                kept=spec.id in kept,
+                links[spec.group],
+                never_released=spec.id in never_released,
                 shard_on_host=shard.param_home is Tier.HOST,
                 files=storage if shard.param_home is Tier.NVME else None,
                 gradients_travel_as=DTYPES[gradients_travel_as] if gradients_travel_as else None,
             )
-            filling[spec.id] = _Filling(chunk, params, backend, keep_originals)
-        if filling[spec.id].put(slot, value) and comm.world_size == 1:
+            filling[spec.id] = _ChunkBuilder(chunk, params, backend, spec.id in with_originals)
+        if filling[spec.id].put(slot, value) and links[spec.group].is_given_nothing:
             finish(spec.id)
 
     def finish(chunk: ChunkId) -> None:
         full = filling.pop(chunk)
-        original = full.finish(comm)
+        original = full.finish(links[full.chunk.spec.group])
         if original is not None:
-            frozen = not full.chunk.spec.trainable
-            storage.originals.put(chunk, original.cpu() if frozen else original)
-        if not full.chunk.is_whole and chunk not in kept:
+            storage.originals.put(chunk, original)
+        if not full.chunk.is_unsharded and chunk not in never_released:
             full.chunk.release()
         done[chunk] = full.chunk
 
@@ -87,10 +87,11 @@ def build_chunks(
                 place(made)
         if spec.id not in done:  # ranks broadcast in this order, whatever each of them has to make
             finish(spec.id)
+    storage.originals.complete()
     return [done[spec.id] for spec in layout.chunks]
 
 
-class _Filling:
+class _ChunkBuilder:
     """A chunk on its way to its values."""
 
     def __init__(
@@ -98,14 +99,13 @@ class _Filling:
         chunk: Chunk,
         params: Sequence[nn.Parameter],
         backend: Backend,
-        keep_originals: bool,
+        keeps_original: bool,  # else the payload is the original
     ) -> None:
         self.chunk = chunk
         spec = chunk.spec
         self._params = [params[slot.param] for slot in spec.slots]
         self._missing = set(range(len(spec.slots)))
-        wider = any(p.dtype.itemsize > chunk.dtype.itemsize for p in self._params)
-        self._keeps_original = keep_originals and wider  # else the payload is the original
+        self._keeps_original = keeps_original
         self._source = chunk.payload
         if self._keeps_original:
             self._source = backend.allocate(spec.payload_numel, torch.float32)
@@ -115,27 +115,29 @@ class _Filling:
     @torch.no_grad()
     def put(self, slot: int, values: Tensor) -> bool:
         """Take one parameter's values; whether the chunk is full."""
-        self.chunk.view(self._source, slot).copy_(values.reshape(-1))
+        self.chunk.view(self._source, slot).copy_(local_of(values).reshape(-1))
         self._missing.discard(slot)
         return not self._missing
 
     @torch.no_grad()
-    def finish(self, comm: Communicator) -> Tensor | None:
+    def finish(self, links: Links) -> Tensor | None:
         """Give rank 0's values to all and rebind the parameters.
 
         Returns the fp32 original [S], if it is rounded; of frozen parameters, if that changed it.
         """
         chunk, source = self.chunk, self._source
-        comm.broadcast(source)
+        links.broadcast(source)
         original = None
         if self._keeps_original:
             chunk.payload.copy_(source)
             if chunk.spec.trainable or not _has_same_values(chunk.payload, source):
-                original = source if comm.world_size == 1 else chunk.own_part(source).clone()
+                original = source if links.world_size == 1 else chunk.own_part(source).clone()
         chunk.keep_shard()
         for slot, param in enumerate(self._params):
-            view = chunk.view(chunk.payload, slot).view(param.shape)
-            if param.is_meta:
+            view = chunk.view(chunk.payload, slot).view(local_of(param).shape)
+            if is_dtensor(param):
+                rebind(param, view.data)
+            elif param.is_meta:
                 # `.data` has a version of its own: to autograd a gather does not change it
                 made = nn.Parameter(view.data, requires_grad=param.requires_grad)
                 torch.utils.swap_tensors(param, made)

@@ -15,7 +15,7 @@ from gemini.trees import map_tensors
 KeepFp32 = Callable[[str, nn.Module], bool]  # of a module's qualified name and itself
 
 
-def kept_modules(
+def find_fp32_modules(
     root: nn.Module, keep_fp32: KeepFp32 | None, *, cast_buffers: bool
 ) -> dict[str, nn.Module]:
     """The outermost modules that `keep_fp32` is true for, by name, and all batch norms.
@@ -24,30 +24,30 @@ def kept_modules(
     buffers are cast, too.
     Raises ValueError where `keep_fp32` is true for the root (ask for precision="fp32" then).
     """
-    kept: dict[str, nn.Module] = {}
+    fp32_modules: dict[str, nn.Module] = {}
     for name, module in root.named_modules():
-        if any(name.startswith(f"{outer}.") for outer in kept):
+        if any(name.startswith(f"{outer}.") for outer in fp32_modules):
             continue
         if isinstance(module, _NormBase) and name != "" and not cast_buffers:
-            kept[name] = module
+            fp32_modules[name] = module
             continue
         if keep_fp32 is None or not keep_fp32(name, module):
             continue
         if name == "":
             raise ValueError('keep_fp32 is true for the whole module; use precision="fp32"')
-        kept[name] = module
-    return kept
+        fp32_modules[name] = module
+    return fp32_modules
 
 
-def param_dtypes(root: nn.Module, kept: dict[str, nn.Module], dtype: str) -> dict[int, str]:
+def param_dtypes(root: nn.Module, fp32_modules: dict[str, nn.Module], dtype: str) -> dict[int, str]:
     """The compute dtype of every parameter, by id.
 
-    Raises ValueError for a parameter that is tied across the boundary of a kept module.
+    Raises ValueError for a parameter that is tied across the boundary of a module in fp32.
     """
-    inside = {id(p): name for name, module in kept.items() for p in module.parameters()}
+    inside = {id(p): name for name, module in fp32_modules.items() for p in module.parameters()}
     dtypes: dict[int, str] = {}
     for name, param in root.named_parameters(remove_duplicate=False):
-        here = "float32" if any(name.startswith(f"{outer}.") for outer in kept) else dtype
+        here = "float32" if any(name.startswith(f"{outer}.") for outer in fp32_modules) else dtype
         if dtypes.setdefault(id(param), here) != here:
             raise ValueError(
                 f"parameter {name} is tied to one of {inside[id(param)]}, which keep_fp32 keeps in "
@@ -57,7 +57,7 @@ def param_dtypes(root: nn.Module, kept: dict[str, nn.Module], dtype: str) -> dic
 
 
 def cast_at_boundary(module: nn.Module, dtype: torch.dtype) -> list[RemovableHandle]:
-    """Floating inputs of a kept module become fp32, its outputs `dtype`; the hooks that do it."""
+    """Hooks that cast the floating inputs of a module to fp32, and its outputs to `dtype`."""
 
     def enter(_: nn.Module, args: Any, kwargs: Any) -> Any:
         return map_tensors((args, kwargs), lambda tensor: _cast(tensor, torch.float32))

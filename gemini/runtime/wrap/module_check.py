@@ -17,7 +17,7 @@ class ModuleChanged(RuntimeError):
     """The module has other parameters than when it was wrapped."""
 
 
-class Integrity:
+class ModuleCheck:
     """What every module below a root had when it was wrapped; compared before each forward.
 
     It keeps no module alive: a parameter that outlives its module holds on to its engine.

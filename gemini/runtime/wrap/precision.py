@@ -15,8 +15,11 @@ MAX_SEED = 2**53  # it travels in an fp64 table
 
 
 @dataclass(frozen=True, slots=True)
-class Numerics:
-    """See `GeminiDDP` for the meaning of each. Raises ValueError for what does not go together."""
+class PrecisionSettings:
+    """Precision, clipping and loss scale of every step, as `GeminiDDP` takes them.
+
+    Raises ValueError for what does not go together.
+    """
 
     precision: str = "bf16"
     max_norm: float = 0.0
@@ -76,16 +79,16 @@ class Numerics:
         return (self.loss_scale or LossScale()) if self.precision == "fp16" else None
 
 
-def check_travelling(numerics: Numerics, budgets: Budgets) -> None:
+def check_travelling(precision_settings: PrecisionSettings, budgets: Budgets) -> None:
     """Raise ValueError where gradients on their way would take more than `budgets` count."""
-    travels_as = numerics.travels_as
+    travels_as = precision_settings.travels_as
     if travels_as is None or budgets == Budgets():
         return
-    if ITEMSIZE[travels_as] > ITEMSIZE[numerics.dtype]:
+    if ITEMSIZE[travels_as] > ITEMSIZE[precision_settings.dtype]:
         raise ValueError(
-            f"communication_dtype={numerics.communication_dtype!r} is wider than "
-            f"precision={numerics.precision!r}, and no budget counts what travels; expected "
-            "a narrower one, or a placement without budgets"
+            f"communication_dtype={precision_settings.communication_dtype!r} is wider than "
+            f"precision={precision_settings.precision!r}, and no budget counts what travels; "
+            "expected a narrower one, or a placement without budgets"
         )
 
 

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from gemini.chunk.layout import ParamSpec
-from gemini.chunk.parameter import ChunkParameter
+from gemini.chunk.local import group_of, is_dtensor, local_of, mesh_dims
+from gemini.chunk.parameter import handle_of
 from gemini.chunk.sizing.model_specs import distinct, spec_of
 from gemini.memtracer.module_calls import is_compiled
+from gemini.mesh.roles import EXPERTS, WORLD
+from gemini.runtime.comm.communicator import Communicator
+
+from .precision import PrecisionSettings
 
 
 def collect_params(
-    module: nn.Module, dtypes: Mapping[int, str]
+    module: nn.Module, dtypes: Mapping[int, str], *, meshed: bool = False
 ) -> tuple[list[nn.Parameter], list[ParamSpec]]:
     """Parameters in registration order, tied ones once, and their specs.
 
-    dtypes: what each computes in, by id.
+    dtypes: what each computes in, by id. meshed: DTensors are taken, each rank's local part.
     Raises ValueError for what is no module, is wrapped already or by others, has no parameter or
     one that cannot be a view of a chunk, or is compiled into CUDA graphs or by TorchScript.
     """
@@ -26,16 +32,35 @@ def collect_params(
         _check_compiled(name, child)
     named = distinct(module.named_parameters(remove_duplicate=False))
     for param, names in named:
-        _check(names[0], param)
+        _check(names[0], param, meshed)
     if not named:
         raise ValueError(f"{type(module).__name__} has no parameter; there is nothing to shard")
     return [param for param, _ in named], [
-        spec_of(param, names, dtypes[id(param)]) for param, names in named
+        replace(
+            spec_of(param, names, dtypes[id(param)]),
+            shape=tuple(local_of(param).shape),
+            group=group_of(param),
+        )
+        for param, names in named
     ]
 
 
-def _check(name: str, param: nn.Parameter) -> None:
-    if isinstance(param, ChunkParameter):
+def padded(specs: Sequence[ParamSpec], comm: Communicator) -> list[ParamSpec]:
+    """Specs that are the same on all ranks: of what torch has split unevenly, as large as the
+    largest part. Collective where a parameter is split."""
+    if all(spec.group == WORLD for spec in specs):
+        return list(specs)
+    numels = comm.gather_objects([spec.numel for spec in specs])
+    if len({len(of_rank) for of_rank in numels}) > 1:
+        return list(specs)  # other modules, which is said where ranks compare them
+    return [
+        replace(spec, shape=(max(of_all),)) if spec.group != WORLD and len({*of_all}) > 1 else spec
+        for spec, of_all in zip(specs, zip(*numels, strict=True), strict=True)
+    ]
+
+
+def _check(name: str, param: nn.Parameter, meshed: bool) -> None:
+    if handle_of(param) is not None:
         raise ValueError(
             f"parameter {name} belongs to a GeminiDDP already; wrap a module once, "
             "and use the wrapper's `module` to reach the inner one"
@@ -45,12 +70,9 @@ def _check(name: str, param: nn.Parameter) -> None:
             f"parameter {name} is frozen and has a gradient, which a step would take; expected "
             "p.grad to be None (set it so), or a parameter that requires a gradient"
         )
-    if type(param).__name__ == "DTensor":  # importing it takes a second
-        raise ValueError(
-            f"parameter {name} is a DTensor, split over a mesh by another library; wrap a module "
-            "whose parameters are whole, which is sharded over one process group here"
-        )
-    if type(param) is not nn.Parameter:
+    if is_dtensor(param):
+        _check_split(name, param, meshed)
+    elif type(param) is not nn.Parameter:
         raise ValueError(
             f"parameter {name} is a {type(param).__name__}; expected a plain torch.nn.Parameter "
             "(wrap a module before other libraries replace its parameters)"
@@ -60,6 +82,49 @@ def _check(name: str, param: nn.Parameter) -> None:
             f"parameter {name} has dtype {param.dtype}; expected a floating one "
             "(make it a buffer if it is not trained)"
         )
+
+
+def _check_split(name: str, param: Any, meshed: bool) -> None:
+    if not meshed:
+        raise ValueError(
+            f"parameter {name} is a DTensor, split over a mesh; expected GeminiDDP(mesh=) with the "
+            "whole mesh, whose other dimensions shard it further, or parameters that are whole"
+        )
+    if param.device_mesh.mesh_dim_names is None:
+        raise ValueError(
+            f"parameter {name} is split over a mesh without names; expected init_device_mesh with "
+            "mesh_dim_names"
+        )
+    if param.is_meta or param.grad is not None or any(p.is_partial() for p in param.placements):
+        raise ValueError(
+            f"parameter {name} is a DTensor on the meta device, with a gradient, or a partial sum; "
+            "expected one that has values, split or replicated, and p.grad to be None"
+        )
+    if EXPERTS in mesh_dims(param) and EXPERTS not in group_of(param).split("+"):
+        raise ValueError(
+            f"parameter {name} is replicated over mesh dimension {EXPERTS}, whose ranks have other "
+            "tokens; expected a plain parameter, or one that is split over it, as experts are"
+        )
+
+
+def check_split(
+    precision_settings: PrecisionSettings,
+    *,
+    trace: object,
+    init_state_dict: Mapping[str, Tensor] | None,
+) -> None:
+    """Raise ValueError for what does not go with parameters that torch has split."""
+    given = {
+        'precision="fp16"': precision_settings.precision == "fp16",
+        "trace=": trace is not None,
+        "init_state_dict=": init_state_dict is not None,
+    }
+    for name, there in given.items():
+        if there:
+            raise ValueError(
+                f"{name} does not go with DTensor parameters; expected bf16 or fp32, no trace, and "
+                "values that the parameters have"
+            )
 
 
 def check_module(module: object) -> None:

@@ -27,7 +27,7 @@ RING_ENTRIES = 64
 
 
 @dataclass(slots=True)
-class _Piece:
+class _Submission:
     kind: str  # "read" or "write"
     transfer: Transfer
     start: int  # bytes into the transfer
@@ -88,8 +88,8 @@ class _Ring:
         self._lock = threading.Lock()
         self._event = os.eventfd(0)
         liburing.io_uring_register_eventfd(self._ring, self._event)
-        self._under_way: dict[int, _Piece] = {}
-        self._waiting: deque[_Piece] = deque()
+        self._under_way: dict[int, _Submission] = {}
+        self._waiting: deque[_Submission] = deque()
         self._next_id = 1
         self._closed = False
         self._thread = threading.Thread(target=self._reap_forever, name="nvme-uring", daemon=True)
@@ -112,7 +112,7 @@ class _Ring:
             checksum = 0
             if kind == "write" and transfer.checksums:
                 checksum = crc32(transfer.buffer[start:end])
-            pieces.append(_Piece(kind, transfer, start, end, 0, checksum, Future()))
+            pieces.append(_Submission(kind, transfer, start, end, 0, checksum, Future()))
         with self._lock:
             self._waiting.extend(pieces)
             self._fill_ring()
@@ -142,7 +142,7 @@ class _Ring:
         entry = lib.io_uring_cqe()
         while True:
             os.eventfd_read(self._event)
-            ended: list[tuple[_Piece, int]] = []
+            ended: list[tuple[_Submission, int]] = []
             with self._lock:
                 for _ in range(lib.io_uring_cq_ready(self._ring)):
                     lib.io_uring_peek_cqe(self._ring, entry)
@@ -160,7 +160,7 @@ class _Ring:
             if stop:
                 return
 
-    def _end(self, piece: _Piece, moved: int) -> None:
+    def _end(self, piece: _Submission, moved: int) -> None:
         """Checksum and answer, outside the lock. `moved`: bytes of the last part, or -errno."""
         transfer = piece.transfer
         if piece.left:

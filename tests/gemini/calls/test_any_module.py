@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from bench.shared.reference import flat, relative_error
 from gemini import GeminiDDP
 from gemini.runtime.memory.backend import SimBackend
 from optim import HybridSGD
-from tests.support.reference import flat, relative_error
 
 STEPS = 3
 

@@ -8,9 +8,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from bench.host import calls
+from bench.shared.models import Tower
 from gemini import GeminiDDP, StaticPlacement, trace
 from gemini.runtime.memory.backend import SimBackend
-from tests.support.models import Tower
 
 ROWS = torch.ones(3, 7)
 

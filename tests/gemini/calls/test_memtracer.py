@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from bench.shared.models import Tower, token_loss
 from gemini import GeminiDDP, StaticPlacement
 from gemini.chunk.layout import ChunkLayout
 from gemini.chunk.sizing.model_specs import specs_of
@@ -18,7 +19,6 @@ from gemini.memtracer.monitor import ProcessMonitor, StorageTracker
 from gemini.memtracer.trace import Trace, TraceError, model_digest, reduce_traces
 from gemini.runtime.memory.backend import SimBackend
 from gemini.runtime.schedule import sampler
-from tests.support.models import Tower, token_loss
 
 IDS = torch.zeros(4, 9, dtype=torch.int64)
 

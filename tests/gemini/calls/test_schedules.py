@@ -1,7 +1,7 @@
 """Random schedules of what happens to chunks, on a device whose copies are late and reordered.
 
-The real chunks, gradients, adoption and StatefulTensorMgr are driven; what they must hold is kept
-beside them as plain tensors. All values are small integers, so every sum is exact.
+The real chunks, gradients, user writes and StatefulTensorMgr are driven; what they must hold is
+kept beside them as plain tensors. All values are small integers, so every sum is exact.
 """
 
 from dataclasses import dataclass
@@ -16,8 +16,9 @@ from gemini.chunk.layout import ChunkLayout, ParamSpec
 from gemini.chunk.state import TensorState
 from gemini.chunk.storage import Chunk
 from gemini.runtime.comm.communicator import Communicator
+from gemini.runtime.comm.links import Links
 from gemini.runtime.memory.backend import SimBackend
-from gemini.runtime.memory.user_writes import Adoption
+from gemini.runtime.memory.user_writes import UserWrites
 from gemini.runtime.schedule.tensor_mgr import StatefulTensorMgr
 
 SIZES = (1, 63, 64, 200, 257, 300)  # elements of a parameter
@@ -37,7 +38,7 @@ class Schedule:
     repeats: int
     odd_one: tuple[int, int, tuple[str, int]]  # repeat, position, action
     max_prefetch: int
-    kept: frozenset[int]  # chunks that are never released
+    never_released: frozenset[int]  # chunks that are never released
     seed: int
 
     def actions(self):
@@ -66,7 +67,7 @@ class Driver:
 
     def __init__(self, schedule):
         self.backend = SimBackend(schedule.seed)
-        comm = Communicator()
+        comm = Links(Communicator())
         self.chunks = [
             Chunk(spec, self.backend, comm, shard_on_host=True) for spec in LAYOUT.chunks
         ]
@@ -80,11 +81,13 @@ class Driver:
                 self.params[place.param].data = chunk.view(chunk.payload, slot)
             self.want.append(chunk.payload.clone())
             chunk.keep_shard()
-        self.adoption = Adoption(self.params)
-        self.manager = StatefulTensorMgr(LAYOUT, self.chunks, schedule.kept, schedule.max_prefetch)
-        self.manager.before_release = self.adoption.adopt
+        self.user_writes = UserWrites(self.params)
+        self.manager = StatefulTensorMgr(
+            LAYOUT, self.chunks, schedule.never_released, schedule.max_prefetch
+        )
+        self.manager.before_release = self.user_writes.write_back
         self.manager.release_all()
-        self.kept = schedule.kept
+        self.never_released = schedule.never_released
         self.max_prefetch = schedule.max_prefetch
         self.open = []  # chunks of calls that have not ended
         self.borrowed = set()
@@ -153,7 +156,7 @@ class Driver:
     def update(self, n):
         for chunk in self.chunks:
             if chunk.gathered:
-                self.adoption.adopt(chunk)
+                self.user_writes.write_back(chunk)
         self.release_all(n)
         for chunk, total in zip(self.chunks, self.gradients, strict=True):
             if total is None:
@@ -167,7 +170,7 @@ class Driver:
             chunk.gradient.drop()
         self.gradients = [None] * len(self.chunks)
         for chunk in self.chunks:
-            if chunk.spec.id in self.kept:
+            if chunk.spec.id in self.never_released:
                 chunk.release()
                 chunk.gather()
                 chunk.wait_gathered()
@@ -179,7 +182,9 @@ class Driver:
         self.manager.prepare(needs)
         for chunk in needs:
             assert torch.equal(self.chunks[chunk].payload, self.want[chunk])
-        sizes = {c.spec.id: c.payload.nbytes for c in self.chunks if c.spec.id not in self.kept}
+        sizes = {
+            c.spec.id: c.payload.nbytes for c in self.chunks if c.spec.id not in self.never_released
+        }
         need = sum(sizes.get(chunk, 0) for chunk in needs)
         self.largest_need = max(self.largest_need, need)
         largest = max(sizes.values())
@@ -190,7 +195,9 @@ class Driver:
 
     def _gathered_bytes(self):
         return sum(
-            c.payload.nbytes for c in self.chunks if c.gathered and c.spec.id not in self.kept
+            c.payload.nbytes
+            for c in self.chunks
+            if c.gathered and c.spec.id not in self.never_released
         )
 
     def _params(self, needs):
@@ -198,7 +205,11 @@ class Driver:
 
     def check(self):
         """What is in use or borrowed is there and right; what is released is poisoned."""
-        for chunk in {*self.borrowed, *(chunk for call in self.open for chunk in call), *self.kept}:
+        for chunk in {
+            *self.borrowed,
+            *(chunk for call in self.open for chunk in call),
+            *self.never_released,
+        }:
             assert torch.equal(self.chunks[chunk].payload, self.want[chunk])
         for chunk in self.chunks:
             assert chunk.gathered or bool(chunk.payload.isnan().all())

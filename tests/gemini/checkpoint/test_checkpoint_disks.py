@@ -10,12 +10,12 @@ import time
 import pytest
 
 import gemini
+from bench.shared.workers import start_process
 from gemini.checkpoint import CheckpointError
 from nvme.files import calls
 from tests.nvme.common import mounted
 from tests.support.checkpoints import batches, make, train
 from tests.support.disks.faults import failing, file_size_limit
-from tests.support.workers import start_process
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

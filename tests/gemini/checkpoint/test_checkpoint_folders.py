@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import gemini
+from bench.shared.workers import start_process
 from gemini.checkpoint import CheckpointError, FormatError
 from gemini.checkpoint.__main__ import main
 from gemini.checkpoint.format.folder import remove_dead
@@ -19,7 +20,6 @@ from gemini.checkpoint.format.unfinished import LOCK
 from nvme.files import calls
 from tests.support.checkpoints import assert_same, batches, killed_while_saving, make, train, whole
 from tests.support.disks.faults import failing
-from tests.support.workers import start_process
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

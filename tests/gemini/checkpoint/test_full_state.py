@@ -7,13 +7,15 @@ import torch
 from torch import nn
 
 import gemini
+from bench.shared.models import Tower, token_batches, token_loss
+from bench.shared.reference import flat
 from gemini import GeminiDDP
+from gemini.dtypes import DTYPES
 from gemini.runtime.memory.backend import SimBackend
 from gemini.runtime.wrap.module_check import ModuleChanged
+from gemini.runtime.wrap.precision import DTYPE_OF
 from optim import HybridAdam, NvmeConfig
 from tests.support.checkpoints import masters_of, train, weights
-from tests.support.models import Tower, token_batches, token_loss
-from tests.support.reference import flat
 from tests.support.spilled import SMALL
 
 DEVICES = ["cpu", "sim"]
@@ -82,7 +84,7 @@ def test_what_is_written_to_parameters_reaches_shards_and_masters(
         else:
             write(model)
     assert torch.equal(whole(model), want)
-    model.engine.adopt_changes()
+    model.engine.write_back_changes()
     assert torch.equal(masters_of(model, optimizer), want)
     before = optimizer.targets[0].step_counts[0]
     train(model, optimizer, token_batches(1, 1))
@@ -98,7 +100,7 @@ def test_masters_keep_their_bits_where_nothing_was_written(device):
     before = masters_of(model, optimizer)
     with torch.no_grad():
         model.layers[0][1].weight[0, 0] = 2.0
-    model.engine.adopt_changes()
+    model.engine.write_back_changes()
     after = masters_of(model, optimizer)
     assert int((before != after).sum()) == 1 and (after == 2.0).sum() == 1
 
@@ -141,7 +143,7 @@ def test_the_state_dict_is_that_of_the_module_in_fp32(device, precision, fractio
     plain.load_state_dict(model.state_dict())
     if precision == "bf16":
         assert torch.equal(flat(list(plain.parameters())), masters_of(model, optimizer))
-    assert torch.equal(flat(list(plain.to(model._dtype).parameters())), whole(model))
+    assert torch.equal(flat(list(plain.to(DTYPES[DTYPE_OF[precision]]).parameters())), whole(model))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -40,7 +40,7 @@ def test_shards_of_all_ranks_cover_every_parameter_once(numels, capacity, world_
     seen = dict.fromkeys(range(len(numels)), 0)
     for chunk in layout.chunks:
         for rank in range(world_size):
-            for part in layout.shard_parts(chunk, rank):
+            for part in layout.shard_segments(chunk, rank):
                 assert part.param_offset == seen[part.param]  # ranks hold consecutive runs
                 start = next(slot.offset for slot in chunk.slots if slot.param == part.param)
                 in_chunk = rank * chunk.shard_numel + part.offset
@@ -99,6 +99,23 @@ def test_every_key_has_chunks_and_a_capacity_of_its_own():
     del capacities[("experts", "bfloat16", True)]
     with pytest.raises(ValueError, match=r"no capacity .* of group experts"):
         ChunkLayout.build(specs, capacities)
+
+
+def test_every_sharding_group_has_its_number_of_shards():
+    """And where that is 1, large parameters are alone in their chunks."""
+    specs = [
+        ParamSpec(f"{group}.{numel}", (numel,), "bfloat16", group=group)
+        for group in ("world", "ep")
+        for numel in (1024, 1000)
+    ]
+    layout = ChunkLayout.build(specs, 4096, {"world": 4, "ep": 1, "tp": 2}, alone_numel=512)
+    assert layout.world_size == 4
+    found = [(c.group, c.num_shards, c.shard_numel, len(c.slots)) for c in layout.chunks]
+    assert found == [("world", 4, 512, 2), ("ep", 1, 1024, 1), ("ep", 1, 1024, 1)]
+    parts = [layout.shard_segments(layout.chunks[2], rank) for rank in (0, 1)]
+    assert [part.numel for part in parts[0]] == [1000] and parts[1] == ()
+    with pytest.raises(ValueError, match="must be positive"):
+        ChunkLayout.build(specs, 4096, {"world": 4, "ep": 0})
 
 
 def test_a_parameter_larger_than_the_capacity_has_a_chunk_of_its_own():

@@ -1,5 +1,7 @@
 """One chunk on one of two ranks: its gradients as they are packed and reduced, its payload."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 
@@ -56,9 +58,11 @@ class Links:
     """This is rank 0; the payload of rank 1 is `other`."""
 
     rank = 0
+    shards = sums = property(lambda self: self)
 
-    def __init__(self, world_size, other=0.0):
-        self.world_size = world_size
+    def __init__(self, world_size, other=0.0, num_means=None):
+        self.world_size, self.num_means = world_size, num_means or world_size
+        self.is_alone = world_size == 1
         self.other = other
 
     def reduce_scatter(self, shard, payload, label):
@@ -118,6 +122,32 @@ def test_a_gradient_with_memory_of_its_own_is_the_buffer_and_a_view_of_more_is_n
         assert torch.equal(reduced(gradient), torch.ones(S))
 
 
+@pytest.mark.parametrize("fills", [True, False])
+def test_experts_on_one_rank_alone_have_a_mean_over_the_ranks_that_sent_tokens(fills):
+    """Nothing is added to what arrives, and nothing of it is forgotten: three backwards."""
+    numel = S if fills else S - 3
+    spec = ChunkSpec(0, "float32", True, (Slot(0, 0, numel),), S, 1)
+    gradient = ChunkGradient(spec, Memory(), Links(1, num_means=4))
+    for value in (4.0, 8.0):
+        gradient.add(0, torch.full((numel,), value))
+        gradient.add(0, torch.full((numel,), value))
+        found = reduced(gradient)
+    assert found[:numel].tolist() == [6.0] * numel
+    gradient.add(0, torch.full((numel,), 4.0))
+    gradient.end_backward_unreduced()
+    gradient.add(0, torch.full((numel,), 8.0))
+    assert reduced(gradient)[:numel].tolist() == [9.0] * numel
+
+
+def test_experts_that_no_token_came_to_have_zeros_because_others_may_have_had_some():
+    gradient = ChunkGradient(spec_of("float32", 1), Memory(), Links(1, num_means=4))
+    assert not reduced(gradient).any()
+    gradient.add(0, torch.full((5,), 4.0))
+    assert reduced(gradient)[:5].tolist() == [1.0] * 5
+    alone = ChunkGradient(spec_of("float32", 1), Memory(), Links(1))
+    assert reduced(alone) is None
+
+
 class Files:
     def __init__(self, error=None):
         self.error = error
@@ -145,6 +175,49 @@ def test_a_payload_that_could_not_be_read_is_not_there():
     with pytest.raises(OSError, match="bad"):
         chunk.wait_gathered()
     assert not chunk.gathered and memory.log[-1] == "free"
+
+
+def test_a_shard_of_the_host_is_sent_behind_its_copy_and_both_are_waited_for_later():
+    log = []
+
+    class Beside(Memory):
+        def copy(self, dst, src):
+            log.append(("copies", dst.data_ptr()))
+            dst.copy_(src)
+            return Told("copy")
+
+        @contextmanager
+        def behind_copies(self):
+            log.append("behind copies")
+            yield
+            log.append("no more")
+
+    class Told(Logged):
+        def __init__(self, name):
+            super().__init__(log)
+            self.name = name
+
+        def order(self):
+            log.append(f"orders the {self.name}")
+
+        def wait(self):
+            log.append(f"waits for the {self.name}")
+
+    class Gathering(Links):
+        def all_gather(self, payload, shard, label):
+            log.append(("gathers", shard.data_ptr()))
+            return Told("gather")
+
+    chunk = Chunk(spec_of("float32", 2), Beside(), Gathering(2), shard_on_host=True)
+    chunk.shard_memory.fill_(3.0)
+    chunk.release()
+    chunk.gather()
+    place = chunk.payload.data_ptr()  # of rank 0: nothing else is made to be sent
+    assert log == [("copies", place), "behind copies", ("gathers", place), "no more"]
+    log.clear()
+    chunk.wait_gathered()
+    assert log == ["orders the copy", "waits for the gather"]
+    assert chunk.payload[:S].tolist() == [3.0] * S
 
 
 @pytest.mark.parametrize("on_host", [True, False])

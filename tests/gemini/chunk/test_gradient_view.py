@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from bench.shared.models import Tower, token_batches, token_loss
 from gemini import GeminiDDP
 from gemini.chunk.gradient_view import GradientView
 from optim import HybridSGD
-from tests.support.models import Tower, token_batches, token_loss
 
 
 class Source:

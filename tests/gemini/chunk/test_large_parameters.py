@@ -105,7 +105,7 @@ def test_values_are_made_a_module_at_a_time_in_the_modules_order():
     def reset(module):
         made.append(module)
         nn.Linear.reset_parameters(module)
-        most.append(len(model_values._ready))
+        most.append(len(model_values.waiting()))
 
     with init_empty():
         module = Tied()
@@ -116,6 +116,6 @@ def test_values_are_made_a_module_at_a_time_in_the_modules_order():
     torch.manual_seed(0)
     with patch("gemini.ddp.Materialiser", lambda *_: model_values):
         model = GeminiDDP(module, precision="fp32")
-    assert len(made) == 5 and max(most) == 0 and not model_values._ready
+    assert len(made) == 5 and max(most) == 0 and not model_values.waiting()
     assert torch.equal(model.state_dict()["layers.2.weight"], real.layers[2].weight)
     assert torch.equal(model.state_dict()["first.weight"], real.first.weight)

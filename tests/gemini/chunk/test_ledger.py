@@ -1,19 +1,21 @@
 """The ledger's running sums are what chunks hold, whatever was done to them."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.shared.models import token_batches, token_loss
 from gemini import AutoPlacement, StaticPlacement
 from gemini.chunk.account import Account
 from gemini.chunk.gradient import ChunkGradient
 from gemini.chunk.layout import ChunkLayout, ParamSpec
 from gemini.placement.tiers import Tier
 from gemini.runtime.memory.backend import SimBackend
-from gemini.runtime.memory.ledger import Ledger
+from gemini.runtime.memory.ledger import MemoryLedger
 from gemini.tickets import Done
-from tests.support.models import token_batches, token_loss
 from tests.support.spilled import wrapped
 
 
@@ -55,7 +57,7 @@ def test_what_is_in_use_is_what_chunks_hold(device, placement):
 
     for name in ("begins", "backward_begins", "gradient_arrived"):
         setattr(engine.calls, name, checked(getattr(engine.calls, name)))
-    for step, (ids,) in enumerate(token_batches(3, 1)):
+    for step, (ids,) in enumerate(token_batches(2, 1)):
         for _ in range(1 + step):
             token_loss(model, ids).backward()
             check(engine)
@@ -75,7 +77,8 @@ def test_what_is_in_use_is_what_chunks_hold(device, placement):
 class TwoRanks:
     """A group of this rank and one that sends nothing."""
 
-    rank, world_size = 0, 2
+    rank, world_size, num_means, is_alone = 0, 2, 2, False
+    sums = property(lambda self: self)
 
     def reduce_scatter(self, shard, payload, label):
         shard.copy_(payload[: shard.numel()])
@@ -112,7 +115,8 @@ ACTIONS = ["add 0", "add 1", "begin", "end", "unreduced", "scale", "zero", "drop
 )
 def test_gradients_are_counted_in_any_order_of_calls(actions, world_size, travels_as):
     links = TwoRanks()
-    links.world_size = world_size
+    links.world_size = links.num_means = world_size
+    links.is_alone = world_size == 1
     specs = [ParamSpec("m.a", (300,), "bfloat16"), ParamSpec("m.b", (70,), "bfloat16")]
     (spec,) = ChunkLayout.build(specs, 1 << 10, world_size).chunks
     gradient = ChunkGradient(spec, Memory(), links, travels_as)
@@ -137,9 +141,10 @@ def test_gradients_are_counted_in_any_order_of_calls(actions, world_size, travel
 
 
 def test_peaks_stay_when_less_is_held():
-    ledger = Ledger([])
+    accounts = []
+    ledger = MemoryLedger([SimpleNamespace(count_in=accounts.append)])
     ledger.watched = True
     for nbytes in (3, 7, 5):
-        ledger._account.payloads = nbytes
+        accounts[0].payloads = nbytes
         ledger.note()
     assert ledger.peaks == {Tier.DEVICE: {"parameters": 7}}

@@ -66,6 +66,19 @@ def test_a_chunk_whose_gradient_came_twice_is_waited_for_twice_the_next_time(chu
     assert begun == [1] and log == [1, 0]
 
 
+def test_what_waits_for_the_end_is_reduced_behind_the_others(chunks, log):
+    reducer = Reducer(chunks, by_moment=False, at_end={1})
+    for _ in range(2):
+        log.clear()
+        reducer.begin()
+        reducer.arrived(chunks[1], 0, torch.ones(1))
+        assert log == []
+        reducer.arrived(chunks[0], 0, torch.ones(1))
+        assert log == [0]
+        reducer.finish()
+        assert log == [0, 1]
+
+
 def test_nothing_is_reduced_under_no_sync(chunks, log):
     reducer = Reducer(chunks, by_moment=False)
     reducer.synchronise = False

@@ -2,6 +2,7 @@
 
 import pytest
 
+from bench.shared.models import Tower, token_batches, token_loss
 from gemini import AutoPlacement, GeminiDDP, StaticPlacement
 from gemini.chunk.layout import ChunkLayout, ParamSpec
 from gemini.memtracer.trace import sequential_trace
@@ -10,7 +11,6 @@ from gemini.placement.policy import parse_placement
 from gemini.placement.sizes import StateBytes
 from gemini.placement.tiers import Tier
 from optim import HybridAdam
-from tests.support.models import Tower, token_batches, token_loss
 
 BF16, STATE = 2, 12
 
@@ -55,8 +55,8 @@ def test_offloaded_gradients_are_planned_in_host_memory(stage):
 
 def test_a_shard_of_stage_3_is_not_in_its_payload():
     found, *_ = planned(3, 2)
-    assert not any(shard.in_payload or shard.kept for shard in found.plan.shards)
-    assert not found.plan.whole_grads
+    assert not any(shard.in_payload or shard.never_released for shard in found.plan.shards)
+    assert not found.plan.unsharded_grads
 
 
 def test_stages_have_names():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from bench.shared.models import Tower, token_batches, token_loss
 from gemini import AutoPlacement, ConstPlacement, GeminiDDP, StaticPlacement
 from gemini.chunk.sizing.model_specs import specs_of
 from gemini.memtracer.trace import sequential_trace
@@ -12,7 +13,6 @@ from gemini.runtime.memory.backend import SimBackend
 from nvme import WriteBudgetError
 from optim import HybridAdam, NvmeConfig
 from tests.support.checkpoints import train
-from tests.support.models import Tower, token_batches, token_loss
 from tests.support.spilled import BLOCKS, LEAST, SMALL, assert_same, homes, wrapped
 
 MODEL_DATA = 16 * 26112  # bytes of bf16 Tower: parameters, gradients, state, with padding
@@ -131,7 +131,11 @@ def test_a_disk_budget_holds_while_backwards_add_up(tmp_path):
 def written(model):
     """Bytes, by all files of a module and its optimizer."""
     files = model.engine.storage.traffic().nvme_write
-    return files + model.engine.target.tiers.nvme_written_total
+    return files + model.engine.target.tiered_state.nvme_written_total
+
+
+def meter_of(model):
+    return model.engine.target.tiered_state.nvme.store.meter
 
 
 def test_a_write_budget_is_for_all_files(tmp_path):
@@ -143,7 +147,7 @@ def test_a_write_budget_is_for_all_files(tmp_path):
         return model, HybridAdam(model.parameters(), lr=1e-2, nvme=nvme)
 
     model, optimizer = limited(None)
-    meter = optimizer._config.nvme.meter
+    meter = meter_of(model)
     at_begin = meter.written_bytes
     assert at_begin > written(model)  # and the originals, whose file is gone
     train(model, optimizer, token_batches(3, 1))
@@ -154,12 +158,12 @@ def test_a_write_budget_is_for_all_files(tmp_path):
     before = model.state_dict()
     with pytest.raises(WriteBudgetError, match="nvme_write_budget"):
         train(model, optimizer, token_batches(1, 1))
-    assert optimizer._config.nvme.meter.written_bytes <= total + per_step // 2
+    assert meter_of(model).written_bytes <= total + per_step // 2
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     optimizer.zero_grad()
     with optimizer.parked("nvme"):  # with parameters in a file: they need not move
         pass
-    assert optimizer._config.nvme.meter.written_bytes <= total + per_step // 2
+    assert meter_of(model).written_bytes <= total + per_step // 2
 
 
 def test_a_failed_optimizer_leaves_the_module_usable():
@@ -167,7 +171,7 @@ def test_a_failed_optimizer_leaves_the_module_usable():
         Tower(), placement_policy=AutoPlacement("180KiB", warmup_non_model_data_ratio=0), **SMALL
     )
     with pytest.raises(BudgetError, match="device_budget"):
-        HybridAdam(model.parameters(), nvme=NvmeConfig(block_numel=8192))
+        HybridAdam(model.parameters(), nvme=NvmeConfig(depth=1000))
     train(model, HybridAdam(model.parameters(), nvme=BLOCKS), token_batches(1, 1))
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from bench.shared.models import Tower, token_batches, token_loss
 from gemini import AutoPlacement, BudgetWarning, ConstPlacement, GeminiDDP, trace
 from gemini.chunk.sizing.model_specs import specs_of
 from gemini.memtracer.trace import sequential_trace
@@ -16,7 +17,6 @@ from gemini.placement.tiers import Tier
 from gemini.runtime.memory.backend import SimBackend
 from gemini.runtime.schedule import sampler
 from optim import HybridAdam
-from tests.support.models import Tower, token_batches, token_loss
 from tests.support.spilled import BLOCKS, SMALL, homes, wrapped
 
 D, N = Tier.DEVICE, Tier.NVME

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from bench.shared.models import Tower, token_batches
 from gemini import GeminiDDP
 from gemini.placement import draft, policy
 from gemini.placement.sizes import Budgets
 from gemini.placement.tiers import Tier
 from optim import HybridAdam, NvmeConfig
 from tests.support.checkpoints import train
-from tests.support.models import Tower, token_batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +33,9 @@ def added(monkeypatch):
     def choose_homes(made):
         if not isinstance(made.policy, StateOnDisk):
             return homes_of_others(made)
-        homes = made.tiers.lowest(Tier.DEVICE)
+        homes = made.problem.lowest(Tier.DEVICE)
         homes.state = [[Tier.NVME for _ in blocks] for blocks in homes.state]
-        homes.device_staging, homes.host_staging = made.tiers.staging(homes)
+        homes.device_staging, homes.host_staging = made.problem.staging(homes)
         return homes
 
     monkeypatch.setattr(draft.Draft, "choose_homes", choose_homes)

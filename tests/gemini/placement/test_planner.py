@@ -25,13 +25,18 @@ D, H, N = Tier.DEVICE, Tier.HOST, Tier.NVME
 
 @st.composite
 def inputs(draw):
-    """A small model, a trace of it with a reused module, and budgets that may be short."""
+    """A small model, some of it in a sharding group of its own, a trace of it with a reused module,
+    and budgets that may be short."""
     numels = draw(st.lists(st.integers(1, 3000), min_size=1, max_size=8))
     specs = [
-        ParamSpec(f"m{i // 2}.p{i}", (n,), "bfloat16", trainable=draw(st.integers(0, 4)) > 0)
+        ParamSpec(
+            f"m{i // 2}.p{i}", (n,), "bfloat16", trainable=draw(st.integers(0, 4)) > 0,
+            group="ep" if draw(st.integers(0, 3)) == 3 else "world",
+        )
         for i, n in enumerate(numels)
-    ]
-    layout = ChunkLayout.build(specs, draw(st.integers(64, 4000)), draw(st.sampled_from([1, 2, 3])))
+    ]  # fmt: skip
+    shards = {group: draw(st.sampled_from([1, 2, 3])) for group in ("world", "ep")}
+    layout = ChunkLayout.build(specs, draw(st.integers(64, 4000)), shards)
     kind = draw(st.sampled_from(["train", "train", "eval"]))
     trace = sequential_trace(specs, kind=kind)
     moments = list(trace.moments)
@@ -91,7 +96,7 @@ def agenda(plan):
 
 def needs_gather(plan, chunk):
     """Whether its payload is another thing than its shard."""
-    return plan.world_size > 1 or plan.shards[chunk].param_home is not D
+    return plan.chunks[chunk].num_shards > 1 or plan.shards[chunk].param_home is not D
 
 
 def carry_out(inputs, plan):
@@ -105,7 +110,7 @@ def carry_out(inputs, plan):
         persisting += plan.host_staging.nbytes
     for sizes, shard in zip(plan.chunks, plan.shards, strict=True):
         persisting += sizes.shard_bytes * (shard.param_home is D)
-        persisting += sizes.payload_bytes * (shard.kept and needs_gather(plan, sizes.id))
+        persisting += sizes.payload_bytes * (shard.never_released and needs_gather(plan, sizes.id))
         for block, home in zip(sizes.blocks, shard.state_homes, strict=True):
             persisting += block.state_bytes * (home is D)
     needs = inputs.trace.chunk_needs(inputs.layout.chunk_of())
@@ -117,20 +122,21 @@ def carry_out(inputs, plan):
             for move in item.wait:
                 under_way.remove(move)
                 if move.kind is MoveKind.GRAD and move.block is None:
-                    (grads if plan.world_size > 1 else buffers).pop(move.chunk)
+                    alone = plan.chunks[move.chunk].num_shards == 1
+                    (buffers if alone else grads).pop(move.chunk)
             for chunk in item.release:
                 if iteration or chunk in payloads:  # the first iteration begins with none
                     payloads.remove(chunk)
             for chunk in item.reduced:
                 buffer = buffers.pop(chunk, None)
-                if plan.world_size == 1 and buffer is not None:
+                if plan.chunks[chunk].num_shards == 1 and buffer is not None:
                     grads[chunk] = buffer  # the buffer is the gradient
             for chunk, begins in first.items():
                 if begins == moment:
                     buffers[chunk] = plan.chunks[chunk].payload_bytes
             for chunk in item.reduce:
                 issued.append(("reduce", chunk))
-                if plan.world_size > 1:
+                if plan.chunks[chunk].num_shards > 1:
                     grads[chunk] = plan.chunks[chunk].shard_bytes
             under_way.update(item.begin)
             for gather in item.gather:
@@ -140,7 +146,11 @@ def carry_out(inputs, plan):
             for move in item.wait_now:
                 under_way.remove(move)
             for chunk in needs[moment] if moment < len(needs) else ():
-                if needs_gather(plan, chunk) and not plan.shards[chunk].kept and iteration:
+                if (
+                    needs_gather(plan, chunk)
+                    and not plan.shards[chunk].never_released
+                    and iteration
+                ):
                     assert chunk in payloads
                     bringing = [m for m in under_way if m.kind is MoveKind.PARAM and m.dst is D]
                     assert chunk not in {m.chunk for m in bringing}
@@ -270,7 +280,7 @@ def test_static_fractions_are_met_within_one_chunk_or_block(given_inputs, fracti
     plan = make_plan(replace(given_inputs, nvme_state_frac=0.0), policy).plan
     if given_inputs.trace.kind == "train" and all(c.trainable for c in plan.chunks):
         payloads = [c.payload_bytes for c in plan.chunks]
-        released = sum(c.payload_bytes for c in plan.chunks if not plan.shards[c.id].kept)
+        released = sum(c.payload_bytes for c in plan.chunks if not plan.shards[c.id].never_released)
         assert abs(released - fractions[0] * sum(payloads)) <= max(payloads)
     if not given_inputs.has_host_tier:
         assert all(s.param_home is D for s in plan.shards)
@@ -294,8 +304,12 @@ def test_what_a_policy_never_releases_every_plan_keeps(fraction):
     given_inputs = small_inputs(world_size=2)
     policy = StaticPlacement(shard_param_frac=fraction)
     kept = never_released(policy, [c.payload_bytes for c in given_inputs.layout.chunks])
-    assert {s.chunk for s in make_plan(given_inputs, policy).plan.shards if s.kept} == kept
-    assert Planning(Communicator(None), policy, given_inputs, has_trace=False).kept == kept
+    assert {
+        s.chunk for s in make_plan(given_inputs, policy).plan.shards if s.never_released
+    } == kept
+    assert (
+        Planning(Communicator(None), policy, given_inputs, has_trace=False).never_released == kept
+    )
     assert (len(kept) == len(given_inputs.layout.chunks)) == (fraction == 0)
     assert never_released(AutoPlacement(), [1, 2, 3]) == frozenset()
 
@@ -406,9 +420,9 @@ def test_evaluation_keeps_the_homes_of_training():
     planned = make_plan(given_inputs)
     evaluation = sequential_trace(given_inputs.layout.params, 1 << 20, kind="eval")
     other = plan_within(planned.plan, replace(given_inputs, trace=evaluation), AutoPlacement())
-    assert [replace(s, kept=False, why="") for s in other.plan.shards] == [
-        replace(s, kept=False, why="") for s in planned.plan.shards
-    ]
+    assert [
+        replace(s, never_released=False, why="", leaving_bytes=0) for s in other.plan.shards
+    ] == [replace(s, never_released=False, why="", leaving_bytes=0) for s in planned.plan.shards]
     assert other.plan.forecast.step_order == () and other.plan.forecast.reductions == ()
     assert {m.kind for m in other.plan.forecast.moves} <= {MoveKind.PARAM}
     too_large = sequential_trace(given_inputs.layout.params, 12 << 20, kind="eval")

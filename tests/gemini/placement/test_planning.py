@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from gemini.chunk.layout import ChunkLayout, ParamSpec
-from gemini.memtracer.trace import sequential_trace
-from gemini.placement.planner import PlanInputs
+from gemini.memtracer.trace import TraceMoment, sequential_trace
+from gemini.placement.planner import PlanInputs, make_plan
 from gemini.placement.policy import AutoPlacement, StaticPlacement
 from gemini.placement.sizes import Bandwidths, BudgetError, Budgets, StateBytes
 from gemini.placement.tiers import Tier
@@ -53,7 +53,7 @@ def homes(plan):
 
 
 def test_ranks_that_planned_otherwise_are_found():
-    assert planning(comm=Ranks(2)).plan.world_size == 2
+    assert {chunk.num_shards for chunk in planning(comm=Ranks(2)).plan.chunks} == {2}
     with pytest.raises(AssertionError, match="ranks made different plans from the same inputs"):
         planning(comm=Ranks(2, others=["another digest"]))
 
@@ -96,7 +96,7 @@ def test_an_assumption_gives_way_to_the_first_measurement_and_homes_rise_once():
     assert raised is not None and made.plan is not raised.plan
     count = sum(home is Tier.DEVICE for s in raised.plan.shards for home in s.state_homes)
     assert count > sum(home is Tier.DEVICE for s in low.shards for home in s.state_homes)
-    made.adopt(raised)
+    made.use_plan(raised)
     assert made.plan is raised.plan and made.higher() is None
 
 
@@ -106,3 +106,24 @@ def test_a_state_that_fits_nowhere_changes_nothing():
     with pytest.raises(BudgetError):
         made.with_state(StateBytes(400, has_master=True), nvme_frac=0.0, block_numel=1024, depth=2)
     assert made.plan is before and made.inputs is inputs
+
+
+def test_a_gradient_has_as_long_to_leave_as_the_call_behind_it_takes():
+    """Of calls in each other too: b is called inside of a, and c behind both."""
+    a, b, c = range(3)
+    backward = [("enter", a), ("enter", b), ("leave", b), ("leave", a), ("enter", c), ("leave", c)]
+    moments = [
+        TraceMoment(phase, edge, f"m{param}", (param,), 0)
+        for phase, calls in (("forward", [("enter", c), ("leave", c)]), ("backward", backward))
+        for edge, param in calls
+    ]
+    layout = ChunkLayout.build(SPECS[:3], 4096)
+    trace = replace(trace_of(0, SPECS[:3]), moments=tuple(moments))
+    inputs = PlanInputs(layout=layout, trace=trace, state=ADAM, bandwidths=USUAL)
+    plan = make_plan(inputs, StaticPlacement(1.0, 1.0, 1.0)).plan
+    assert {shard.grad_home for shard in plan.shards} == {Tier.HOST}
+    spans = {r.chunk: (r.last - 2, r.end - 2) for r in plan.forecast.reductions}
+    assert spans == {a: (3, 5), b: (2, 5), c: (5, 6)}
+    nbytes = [chunk.shard_bytes for chunk in plan.chunks]
+    leaving = [shard.leaving_bytes for shard in plan.shards]
+    assert leaving == [nbytes[a] + nbytes[b], nbytes[b], nbytes[c]]

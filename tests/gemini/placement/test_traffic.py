@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import gemini
+from bench.shared.models import Tower, token_batches, token_loss
 from gemini import AutoPlacement, GeminiDDP, StaticPlacement
 from gemini.chunk.sizing.model_specs import specs_of
 from gemini.memtracer.trace import ASSUMED_SIGNATURE, sequential_trace
@@ -19,7 +20,6 @@ from gemini.runtime.memory.backend import SimBackend
 from gemini.units import PAGE_BYTES, align_up
 from optim import HybridAdam
 from tests.support.checkpoints import train
-from tests.support.models import Tower, token_batches, token_loss
 from tests.support.spilled import BLOCKS, SMALL, assert_same, wrapped
 
 D, H, N = Tier.DEVICE, Tier.HOST, Tier.NVME
@@ -52,7 +52,7 @@ def in_pages(plan, kind, src, dst):
 
 def on_disk(model):
     """Bytes that the files of parameters and gradients, and that of the state, have moved."""
-    storage, state = model.engine.storage, model.engine.target.tiers.traffic()
+    storage, state = model.engine.storage, model.engine.target.tiered_state.traffic()
     files = {
         MoveKind.PARAM: [storage.params] if storage.params else [],
         MoveKind.GRAD: storage.gradient_files.files if storage.gradient_files else [],
@@ -145,12 +145,12 @@ def test_what_is_in_use_is_never_above_what_is_predicted_for_the_moment(kib, see
     planning, manager = model.engine.planning, model.engine.manager
     assert planning.plan.gathers
     begins = [m for m, moment in enumerate(calls) if moment.edge == "enter"]
-    profile = planning.planned.profile
+    profile = planning.result.profile
     found = []
     prepare = manager.prepare
 
-    def counted(chunks, planned=True):
-        prepare(chunks, planned)
+    def counted(chunks, in_cycle=True):
+        prepare(chunks, in_cycle)
         in_use = manager.bytes_in_use()
         found.append(Counter({kind: n for (tier, kind), n in in_use.items() if tier is D}))
 
@@ -215,7 +215,7 @@ def test_evaluation_and_other_inputs_are_planned_with_traces_of_their_own():
     trace = sequential_trace(specs_of(Tower(), "bfloat16"), signature="int64[4, 9]")
     model = GeminiDDP(Tower(), SimBackend(3), StaticPlacement(1, 1, 1), trace=trace, **SMALL)
     planning = model.engine.planning
-    assert planning.steps_for("train", "int64[4, 9]") is planning.planned.steps
+    assert planning.steps_for("train", "int64[4, 9]") is planning.result.steps
     assert planning.steps_for("eval", "int64[4, 9]") is None
     planning.policy = AutoPlacement("1GiB", "1GiB")  # homes stay on the host
     optimizer = HybridAdam(model.parameters(), nvme=BLOCKS)

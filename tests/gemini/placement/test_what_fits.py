@@ -7,18 +7,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gemini import AutoPlacement, ConstPlacement, GeminiDDP, trace
+from bench.shared.models import Tower, token_batches
+from gemini import AutoPlacement, ConstPlacement, GeminiDDP, StaticPlacement, trace
 from gemini.chunk.layout import ChunkLayout, ParamSpec
 from gemini.memtracer.trace import sequential_trace
-from gemini.placement.fit import MIN_BLOCK_NUMEL, StateRequest, assume, fit, fit_state
+from gemini.placement.fit import StateRequest, assume, fit, fit_state, usual_block_numel
 from gemini.placement.homes.budgets import Machine, in_words_of
+from gemini.placement.plan import UpdatePath
 from gemini.placement.planner import PlanInputs
 from gemini.placement.sizes import BudgetError, Budgets, StateBytes
 from gemini.placement.tiers import Tier
 from gemini.runtime.memory.backend import SimBackend
+from gemini.units import BLOCK_NUMEL, MIN_BLOCK_NUMEL, STREAMED_BLOCK_NUMEL
 from optim import HybridAdam, NvmeConfig
 from tests.support.checkpoints import train
-from tests.support.models import Tower, token_batches
 from tests.support.spilled import BLOCKS, SMALL, assert_same, homes, wrapped
 
 D, H, N = Tier.DEVICE, Tier.HOST, Tier.NVME
@@ -39,7 +41,7 @@ def test_a_model_that_fits_is_not_refused_for_activations_that_nobody_measured(k
     planning = run[0].engine.planning
     assert N in set.union(*homes(run[0]))
     assert 0 < planning.inputs.trace.peak_non_model_bytes < 0.8 * (kib << 10)
-    assert planning.planned.profile.peak(D) <= kib << 10
+    assert planning.result.profile.peak(D) <= kib << 10
     for each in (run, free):
         train(*each, token_batches(3, 1))
     assert_same(run, free)
@@ -98,12 +100,41 @@ def test_blocks_that_nobody_chose_are_as_small_as_they_must_be():
     """Staging buffers of the usual block, a whole chunk here, would not fit."""
     placement = AutoPlacement("150KiB")
     with pytest.raises(BudgetError):
-        made(placement, nvme=NvmeConfig(block_numel=8192))
+        made(replace(placement, block_numel=8192), nvme=NvmeConfig())
     run, free = made(placement, nvme=NvmeConfig()), wrapped(max_norm=0.0)
     assert run[0].engine.planning.block_numel < 8192
     for each in (run, free):
         train(*each, token_batches(3, 1))
     assert_same(run, free)
+
+
+@pytest.mark.parametrize(
+    ("gib", "options", "large"),
+    [
+        (8, {}, True), (5, {}, True), (4, {}, False), (0, {}, True),
+        (8, {"has_host_tier": False}, False), (8, {"off_device": UpdatePath.CPU}, False),
+    ],
+)  # fmt: skip
+def test_blocks_are_large_where_a_device_streams_and_has_room_for_their_staging(
+    gib, options, large
+):
+    """Three buffers of 2^22 elements, 12 bytes each, are a 32nd of 4.5 GiB."""
+    specs = [ParamSpec("weight", (64, 64), "bfloat16", trainable=True)]
+    inputs = PlanInputs(
+        layout=ChunkLayout.build(specs, 4096), trace=sequential_trace(specs),
+        state=StateBytes(12, True), budgets=Budgets(device=gib << 30) if gib else Budgets(),
+        **options,
+    )  # fmt: skip
+    assert usual_block_numel(inputs) == (STREAMED_BLOCK_NUMEL if large else BLOCK_NUMEL)
+
+
+def test_a_device_that_streams_is_given_its_block_by_nobody_but_the_user():
+    device = SimBackend(0, updates_by_triton=True)
+    device.shards_start_on_host = False
+    for nvme, numel in ((NvmeConfig(), 1 << 22), (NvmeConfig(block_numel=1 << 20), 1 << 20)):
+        model, _ = made(StaticPlacement(1.0, 1.0), device=device, nvme=nvme)
+        assert model.engine.planning.block_numel == numel
+    assert made(StaticPlacement(), nvme=NvmeConfig())[0].engine.planning.block_numel == 1 << 20
 
 
 @pytest.mark.parametrize("block_numel", [1024, 2048, 8192])
@@ -123,7 +154,7 @@ def test_a_disk_that_is_too_small_is_no_reason_to_assume_activations():
     with pytest.raises(BudgetError, match="nvme_budget"):
         made(replace(placement, device_budget="200KiB"))
     model, _ = made(placement)
-    assert model.engine.planning.planned.profile.peak(N) <= 400 << 10
+    assert model.engine.planning.result.profile.peak(N) <= 400 << 10
 
 
 def test_a_device_and_its_host():
@@ -202,7 +233,7 @@ def test_an_assumption_refuses_nothing_and_what_is_refused_is_said_exactly(case)
 )
 def test_an_optimizer_that_is_refused_lacks_what_it_is_said_to(case, block_numel, depth, frac):
     inputs, policy = case
-    request = StateRequest(StateBytes(12, True), frac, block_numel, block_numel, depth)
+    request = StateRequest(StateBytes(12, True), frac, block_numel, depth)
 
     def both(inputs):
         now = fitted(inputs, policy)

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 import nvme
+from bench.shared.models import token_batches
 from gemini import AutoPlacement
 from tests.support.checkpoints import train
 from tests.support.disks.crashes import check_recording, explore
 from tests.support.disks.recording import recorded
-from tests.support.models import token_batches
 from tests.support.spilled import LEAST, N, homes, wrapped
 
 NOT_KEPT = ("gradients", "sums", "originals")  # files of one version, worth nothing after a crash
@@ -21,7 +21,7 @@ def steps(folder, count):
         assert homes(model)[0] == {N} == homes(model)[2]  # all of both
         optimizer.bind()
         target = model.engine.target
-        stores = (model.engine.storage.params.store, target.tiers.nvme.store)
+        stores = (model.engine.storage.params.store, target.tiered_state.nvme.store)
         expected = {}
         for step in range(1, count + 1):
             log.note(("begins", step))

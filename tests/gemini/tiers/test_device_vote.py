@@ -10,14 +10,13 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from bench.shared.reference import everything, same
+from bench.shared.threads import run_threads
 from gemini import GeminiDDP, StaticPlacement
 from gemini.placement.tiers import Tier
 from gemini.runtime.memory.sim import SimBackend
-from gemini.runtime.step.target import ShardTarget
 from optim import HybridAdam, NvmeConfig
 from tests.support.apart import Apart
-from tests.support.reference import everything, same
-from tests.support.threads import run_threads
 
 HOMES = [(False, False, False), (False, True, False), (True, True, True)]
 NAMES = ["".join("dh"[on_host] for on_host in homes) for homes in HOMES]
@@ -29,8 +28,8 @@ class Forked(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.second = nn.Linear(33, 77), nn.Linear(77, 33)
-        self.spare = nn.Linear(33, 33)
+        self.first, self.second = nn.Linear(17, 61), nn.Linear(61, 17)
+        self.spare = nn.Linear(17, 17)
 
     def forward(self, x, uses_spare):
         x = x + self.second(torch.tanh(self.first(x)))
@@ -65,13 +64,14 @@ def train(rank, world_size, homes, setting, sharded):
     with Apart(backend):
         model, optimizer = wrapped(backend, homes, sharded, max_norm=0.1)
         model.engine.comm.reaches_host = setting != "store"
+        model.engine.target.device_may_decide = setting != "agreed"
         said = []
         for step in range(4):
             hook = None
             if step == 2 and rank == world_size - 1:
                 hook = model.module.second.weight.register_hook(lambda g: g * float("nan"))
             seed = torch.Generator().manual_seed(10 * step + rank)
-            x = torch.randn(5, 33, generator=seed)
+            x = torch.randn(5, 17, generator=seed)
             alone = step == 1 or (not sharded and (step, rank) == (3, 0))
             model(x, not alone).float().pow(2).mean().backward()
             optimizer.step()
@@ -83,33 +83,30 @@ def train(rank, world_size, homes, setting, sharded):
     return everything(model, optimizer), said
 
 
-def ranks(world_size, homes, setting, monkeypatch, sharded=1.0):
-    if setting == "agreed":
-        monkeypatch.setattr(ShardTarget, "_device_decides", False)
+def ranks(world_size, homes, setting, sharded=1.0):
     found = run_threads(lambda rank: train(rank, world_size, homes, setting, sharded), world_size)
-    monkeypatch.undo()
     assert all(repr(said) == repr(found[0][1]) for _, said in found)
     return found[0]
 
 
-def check(world_size, sharded, every_home, settings, monkeypatch):
-    want, said = ranks(world_size, HOMES[0], "agreed", monkeypatch, sharded)
+def check(world_size, sharded, every_home, settings):
+    want, said = ranks(world_size, HOMES[0], "agreed", sharded)
     assert [skipped for skipped, *_ in said] == [False, False, True, False]
     assert said[2][1].startswith("second.weight on rank ")
     for homes in every_home:
         for setting in settings:
-            got, same_said = ranks(world_size, homes, setting, monkeypatch, sharded)
+            got, same_said = ranks(world_size, homes, setting, sharded)
             assert same(got, want), (homes, setting)
             assert repr(same_said) == repr(said)
 
 
-def test_what_devices_tell_each_other_gives_the_bits_of_hosts_that_agree(monkeypatch):
-    check(2, 1.0, HOMES, ["device"], monkeypatch)
+def test_what_devices_tell_each_other_gives_the_bits_of_hosts_that_agree():
+    check(2, 1.0, HOMES, ["device"])
 
 
-def test_three_ranks_tell_each_other_through_the_store(monkeypatch):
-    check(3, 1.0, HOMES[:1], ["device", "store"], monkeypatch)
+def test_three_ranks_tell_each_other_through_the_store():
+    check(3, 1.0, HOMES[:1], ["device", "store"])
 
 
-def test_one_rank_may_have_no_gradient_of_a_parameter(monkeypatch):
-    check(2, 0.0, HOMES[:1], ["device", "store"], monkeypatch)
+def test_one_rank_may_have_no_gradient_of_a_parameter():
+    check(2, 0.0, HOMES[:1], ["device", "store"])

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import nvme
+from bench.shared.models import token_batches, token_loss
+from bench.shared.workers import start_process
 from gemini import AutoPlacement
 from tests.support.checkpoints import train
 from tests.support.disks.faults import failing, file_size_limit, flip
-from tests.support.models import token_batches, token_loss
 from tests.support.spilled import LEAST, N, assert_same, homes, wrapped
-from tests.support.workers import start_process
 
 BATCHES = token_batches(3, 1)
 
@@ -43,7 +43,10 @@ def test_a_write_that_fails_in_a_step_undoes_it_and_it_can_be_taken_again():
 def files_of(model):
     """The stores of parameters and of state, and what their files are called."""
     target = model.engine.target
-    stores = {"parameters": model.engine.storage.params.store, "state": target.tiers.nvme.store}
+    stores = {
+        "parameters": model.engine.storage.params.store,
+        "state": target.tiered_state.nvme.store,
+    }
     return {name: (store, store.paths[0].name) for name, store in stores.items()}
 
 

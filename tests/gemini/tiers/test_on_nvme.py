@@ -3,13 +3,14 @@
 import pytest
 import torch
 
+from bench.shared.models import Tower, token_batches, token_loss
 from gemini import AutoPlacement, GeminiDDP, init_empty
 from gemini.chunk.sizing.model_specs import specs_of
 from gemini.memtracer.trace import sequential_trace
 from gemini.runtime.memory.backend import SimBackend
-from optim import HybridAdam, HybridSGD
+from gemini.units import PAGE_BYTES, align_up
+from optim import HybridAdam, HybridSGD, NvmeConfig
 from tests.support.checkpoints import train
-from tests.support.models import Tower, token_batches, token_loss
 from tests.support.spilled import BLOCKS, LEAST, SMALL, D, H, N, assert_same, homes, wrapped
 
 
@@ -160,14 +161,50 @@ def test_the_kernels_of_a_device_update_what_lives_on_host_and_nvme():
     assert_same(*runs)
 
 
-def test_files_are_cut_anew_for_blocks_of_another_size():
+def in_files(policy=LEAST):
     module = Tower()
     trace = sequential_trace(specs_of(module, "bfloat16"))
-    model = GeminiDDP(module, placement_policy=LEAST, trace=trace, **SMALL)
-    before = model.state_dict()
-    shards = [chunk.load_shard() for chunk in model.engine.chunks if chunk.files is not None]
-    assert shards
-    model.engine.storage.serve(2048, 1, None)
-    after = [chunk.load_shard() for chunk in model.engine.chunks if chunk.files is not None]
-    assert all(torch.equal(*pair) for pair in zip(shards, after, strict=True))
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    model = GeminiDDP(module, placement_policy=policy, trace=trace, **SMALL)
+    return model, [chunk for chunk in model.engine.chunks if chunk.files is not None]
+
+
+LARGER = AutoPlacement("170KiB", block_numel=2048)
+
+
+@pytest.mark.parametrize(
+    "policy, planned, depth, wish",
+    [(LEAST, 1024, 2, 2048), (LEAST, 1024, 1, 1 << 20), (LARGER, 2048, 2, 2048)],
+    ids=["a wish", "fewer ahead", "the policy's"],
+)
+def test_files_stay_as_they_were_cut_and_the_optimizer_takes_their_blocks(
+    policy, planned, depth, wish
+):
+    model, chunks = in_files(policy)
+    files = model.engine.storage.params
+    shards, written = [chunk.load_shard() for chunk in chunks], files.store.traffic.written_bytes
+    assert shards and model.engine.planning.block_numel == planned
+    HybridAdam(model.parameters(), nvme=NvmeConfig(depth=depth, block_numel=wish))
+    assert model.engine.storage.params is files
+    assert files.store.traffic.written_bytes == written
+    assert model.engine.planning.block_numel == planned
+    assert max(block.numel for block in model.engine.target.tiered_state.space.blocks) == planned
+    assert files.staging_bytes == (depth + 2) * align_up(2 * planned, PAGE_BYTES)
+    assert all(torch.equal(c.load_shard(), s) for c, s in zip(chunks, shards, strict=True))
+
+
+def test_what_was_asked_of_a_file_is_there_when_it_is_read_ahead_otherwise():
+    model, (chunk, *_) = in_files()
+    want = chunk.load_shard()
+    values = torch.empty_like(want)
+    ticket = chunk.files.read(chunk.spec.id, values)
+    HybridAdam(model.parameters(), nvme=NvmeConfig(depth=1))
+    ticket.wait()
+    assert torch.equal(values, want)
+
+
+def test_an_optimizer_that_says_another_size_than_the_policy_is_refused():
+    model, _ = in_files(LARGER)
+    with pytest.raises(ValueError, match=r"NvmeConfig\(block_numel=1024\) beside AutoPlacement\("):
+        HybridAdam(model.parameters(), nvme=NvmeConfig(block_numel=1024))
+    HybridAdam(model.parameters())
+    assert model.engine.planning.block_numel == 2048

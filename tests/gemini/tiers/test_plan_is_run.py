@@ -17,7 +17,6 @@ from gemini.placement.tiers import Tier
 from gemini.runtime.memory.sim import SimBackend
 from gemini.units import PAGE_BYTES, align_up
 from optim import HybridAdam, NvmeConfig
-from optim.update.triton_path import TritonUpdater
 from tests.support.apart import Apart
 
 D, H, N = Tier.DEVICE, Tier.HOST, Tier.NVME
@@ -67,7 +66,7 @@ def host_memory(model):
     Blocks are numbered in their chunk.
     """
     engine = model.engine
-    state = engine.target.tiers
+    state = engine.target.tiered_state
     for slab in state.host_slabs:
         for block in slab.blocks:
             chunk = engine.target.trained[block.shard].spec.id
@@ -124,13 +123,15 @@ def check(model, optimizer):
     plan, backend = model.engine.planning.plan, model.engine.backend
     streamed, resident = set(), set()
 
-    def from_host(self, turn, block, planes, views):
-        streamed.add(block.id)
-        return TritonUpdater._update_from_host(self, turn, block, planes, views)
-
     updater = model.engine.target.executor.updater
-    updater._update_from_host = from_host.__get__(updater)
-    in_slab = updater.update_resident
+    staged, from_host, in_slab = updater.update_staged, updater.update_host, updater.update_resident
+    updater.update_staged = lambda block, planes, views: (
+        streamed.update({block.id} if views.touches(block) else ()), staged(block, planes, views)
+    )[1]  # fmt: skip
+    updater.update_host = lambda blocks, views: (
+        streamed.update(block.id for block, _ in blocks if views.touches(block)),
+        from_host(blocks, views),
+    )[1]  # fmt: skip
     updater.update_resident = lambda slab, views: (
         resident.update(block.id for block in slab.blocks), in_slab(slab, views)
     )  # fmt: skip
@@ -139,9 +140,9 @@ def check(model, optimizer):
         for _ in range(2):
             backend.copies.clear()
             streamed.clear(), resident.clear()
-            before = model.engine.target.tiers.nvme_written_total
+            before = model.engine.target.tiered_state.nvme_written_total
             iterate(model, optimizer)
-            assert model.engine.target.tiers.nvme_written_total - before == written(model)
+            assert model.engine.target.tiered_state.nvme_written_total - before == written(model)
             assert found(model) == planned(model)
             ways = {UpdatePath.STREAM: streamed, UpdatePath.RESIDENT: resident}
             assert {plan.path_of(tier) for tier in (D, H, N)} == set(ways)
@@ -157,10 +158,10 @@ def check(model, optimizer):
 @pytest.mark.parametrize("homes", HOMES, ids=lambda homes: "".join(h.value[0] for h in homes))
 def test_of_all_homes(homes, precision, monkeypatch):
     def choose_homes(self):
-        chosen = self.tiers.lowest(D)
+        chosen = self.problem.lowest(D)
         chosen.param, chosen.grad = ([home] * len(chosen.param) for home in homes[:2])
         chosen.state = [[homes[2]] * len(blocks) for blocks in chosen.state]
-        chosen.device_staging, chosen.host_staging = self.tiers.staging(chosen)
+        chosen.device_staging, chosen.host_staging = self.problem.staging(chosen)
         return chosen
 
     monkeypatch.setattr(draft.Draft, "choose_homes", choose_homes)

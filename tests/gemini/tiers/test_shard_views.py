@@ -21,7 +21,7 @@ GROUP, OTHER = "a group", "another"
 
 def chunk_of(index, numel):
     grad = torch.arange(numel, dtype=torch.float32) + 1000 * index
-    gradient = SimpleNamespace(exists=True, shard=grad, dtype_elsewhere=None)
+    gradient = SimpleNamespace(exists=True, shard=grad, offloaded_dtype=None)
     shard = torch.arange(numel, dtype=torch.float32)
     return SimpleNamespace(
         spec=SimpleNamespace(id=index), gradient=gradient, files=None, shard_on_host=False,

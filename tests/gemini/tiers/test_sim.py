@@ -3,12 +3,13 @@
 import pytest
 import torch
 
+from bench.shared.models import Tower, token_batches
+from bench.shared.reference import flat, relative_error
 from gemini import GeminiDDP
 from gemini.runtime.memory.backend import SimBackend
 from optim import HybridAdam, NvmeConfig
+from tests.support.apart import Apart
 from tests.support.checkpoints import train, weights
-from tests.support.models import Tower, token_batches
-from tests.support.reference import flat, relative_error
 from tests.support.spilled import SMALL
 
 FEW_BLOCKS = NvmeConfig(block_numel=4096)  # the interpreter takes its time for each
@@ -74,7 +75,7 @@ def test_triton_and_cpu_paths_agree_and_tiers_change_no_bit(precision, tmp_path)
 
 
 def test_the_device_skips_a_step_that_is_not_finite_and_says_so_when_asked():
-    from tests.support.models import token_loss
+    from bench.shared.models import token_loss
 
     model = GeminiDDP(Tower(), SimBackend(updates_by_triton=True), **SMALL)
     optimizer = HybridAdam(model.parameters())
@@ -133,8 +134,13 @@ def test_the_host_sees_a_copy_when_it_has_waited_and_not_when_the_device_has():
     host, device = host_pair(backend)
     ticket = backend.copy(host, device)
     ticket.order()
+    others = []
     for _ in range(20):  # other copies do not end it by chance
-        backend.copy(backend.allocate(8, torch.float32), backend.allocate_host(8, torch.float32))
+        device, host_too = (
+            backend.allocate(8, torch.float32),
+            backend.allocate_host(8, torch.float32),
+        )
+        others.append(backend.copy(device, host_too))
     assert bool(host.isnan().all()) and backend.host_waits == 0
     ticket.wait()
     assert host.tolist() == [2.0] * 64 and backend.host_waits == 1
@@ -169,7 +175,7 @@ def test_what_a_copy_reads_is_neither_written_nor_freed_before_its_ticket_says_s
 def test_copies_of_the_same_memory_are_ordered():
     backend = hostile()
     host, device = host_pair(backend)
-    backend.copy(host, device)
+    _ticket = backend.copy(host, device)
     with pytest.raises(AssertionError, match="before another of its ends was ordered"):
         backend.copy(backend.allocate(64, torch.float32), host)
 
@@ -192,3 +198,70 @@ def test_staging_is_host_memory_as_long_as_it_is_pinned():
     assert backend.place_of(staging[3:]) == "host"
     unpin()
     assert backend.place_of(staging) is None
+
+
+def test_a_ticket_that_nobody_waits_for_is_found_when_it_is_dropped():
+    backend = hostile()
+    host, device = host_pair(backend)
+    kept = backend.copy(host, device)
+    backend.check()
+    del kept
+    with pytest.raises(AssertionError, match="nobody waits for 1 copies"):
+        backend.allocate(8, torch.float32)
+    backend.copy(backend.allocate_host(64, torch.float32), device).order()  # is enough
+    backend.check()
+
+
+def test_freed_memory_is_neither_copied_nor_written():
+    backend = hostile()
+    host, device = host_pair(backend)
+    backend.free(device)
+    with pytest.raises(AssertionError, match="a copy is given freed memory"):
+        backend.copy(host, device)
+    backend.check()
+    device[3] = 1.0  # who had it before still writes it, and another chunk is there by now
+    with pytest.raises(AssertionError, match="written that was freed"):
+        backend.allocate(8, torch.float32)
+
+
+def test_bytes_count_until_the_device_comes_behind_the_copy_that_reads_them():
+    backend = hostile()
+    host, device = host_pair(backend)
+    assert backend.device_bytes == 256
+    ticket = backend.copy(host, device)
+    del device
+    assert backend.device_bytes == 256
+    ticket.order()
+    assert backend.device_bytes == 0 and bool(host.isnan().all())
+    ticket.wait()
+    assert host.tolist() == [2.0] * 64
+
+
+def test_state_in_slabs_is_counted_as_long_as_it_is_there():
+    backend = hostile()
+    slab = backend.zeros(64, torch.float32, on_host=False)
+    backend.zeros(64, torch.float32, on_host=True)
+    assert backend.device_bytes == 256
+    del slab
+    assert backend.device_bytes == 0
+
+
+@pytest.mark.parametrize("computes", [True, False])
+def test_the_device_stalls_where_it_had_nothing_to_do_behind_the_copy(computes):
+    backend = hostile()
+    host, device = host_pair(backend)
+    there, used = (backend.allocate(64, torch.float32).zero_() for _ in range(2))
+    with Apart(backend):  # which sees the simulator's own operators too
+        out = backend.copy(host, device)
+        come = backend.copy(there, backend.allocate_host(64, torch.float32))
+        if computes:
+            used.add_(1)
+        out.order()
+        come.order()
+    assert (backend.stalls, backend.starved) == ((0, 0) if computes else (1, 1))
+
+
+def test_copies_are_of_memory_that_is_pinned():
+    backend = hostile()
+    with pytest.raises(AssertionError, match="not pinned"):
+        backend.copy(backend.allocate(64, torch.float32), torch.zeros(64))

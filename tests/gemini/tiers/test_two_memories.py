@@ -4,26 +4,24 @@ The simulated device is hostile (`gemini.runtime.memory.sim`), and no operator m
 """
 
 import functools
-import itertools
-from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
-from gemini import AutoPlacement, GeminiDDP, StaticPlacement
+from bench.shared.reference import everything, same
+from bench.shared.threads import run_threads
+from gemini import AutoPlacement, GeminiDDP
 from gemini.chunk.sizing.model_specs import specs_of
 from gemini.memtracer.trace import sequential_trace
 from gemini.placement.tiers import Tier
 from gemini.runtime.memory import shard_storage
-from gemini.runtime.memory.sim import SimBackend
 from optim import HybridAdam, NvmeConfig
+from optim.update import triton_update
+from optim.update.launch_tables import LaunchTables
 from tests.support.apart import Apart
-from tests.support.reference import everything, same
-from tests.support.threads import run_threads
+from tests.support.device.placed import HOMES, NAMES, Forked, batch, device, wrapped
 
-HOMES = list(itertools.product((False, True), repeat=3))  # parameters, gradients, state on the host
-NAMES = ["".join("dh"[on_host] for on_host in homes) for homes in HOMES[1:]]
 KINDS = {
     "bf16": {"precision": "bf16"},
     "fp32": {"precision": "fp32"},
@@ -31,43 +29,9 @@ KINDS = {
 }
 
 
-class Forked(nn.Module):
-    """Layers of odd sizes, and a spare one that not every call uses."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = nn.Linear(33, 77), nn.Linear(77, 33)
-        self.spare = nn.Linear(33, 33)
-
-    def forward(self, x, uses_spare):
-        x = x + self.second(torch.tanh(self.first(x)))
-        return x + self.spare(x) if uses_spare else x
-
-
-def batch(step):
-    return torch.randn(5, 33, generator=torch.Generator().manual_seed(step))
-
-
-def trained(backend, homes, steps=4, trace=None, placement=None, block_numel=1024, **options):
+def trained(backend, homes, steps=4, **options):
     """Weights and state after steps that clip, leave a parameter alone, and skip."""
-    params, grads, state = homes
-    placement = placement or StaticPlacement(1.0, float(state), float(params))
-    model = GeminiDDP(
-        Forked(), backend, placement, max_norm=0.1, min_chunk_size_m=1500 / 2**20, trace=trace,
-        **options,
-    )  # fmt: skip
-    optimizer = HybridAdam(
-        model.parameters(), lr=1e-2, eps=1e-3, nvme=NvmeConfig(block_numel=block_numel)
-    )
-    plan = model.engine.planning.plan
-    if trace is None:
-        home = Tier.HOST if grads else Tier.DEVICE
-        shards = tuple(replace(shard, grad_home=home) for shard in plan.shards)
-        model.engine.storage.place_gradients(replace(plan, shards=shards), model.engine.chunks)
-        found = {(s.param_home is Tier.HOST, set(s.state_homes) == {Tier.HOST})
-                 for s in plan.shards}  # fmt: skip
-        assert found == {(params, state)}
+    model, optimizer = wrapped(Forked(), backend, homes, max_norm=0.1, **options)
     skipped = []
     for step in range(steps):
         hook = None
@@ -150,22 +114,43 @@ def test_state_in_host_memory_needs_no_disk(monkeypatch):
     assert all(torch.equal(state[name], value) for name, value in start.items())
 
 
-def test_an_asynchronous_save_shows_state_that_is_in_host_memory():
-    from optim.state.state_stream import StateSnapshot
+def test_what_is_pinned_is_a_line_of_its_own():
+    model, _ = trained(device(by_triton=True), (True, True, True), steps=2)
+    rows = {(row.tier, row.kind): row for row in model.memory_report().rows}
+    total, pinned = rows["host", "total"], rows["host", "of it pinned"]
+    assert pinned.predicted_bytes == total.predicted_bytes > 0
+    assert pinned.measured_bytes == total.measured_bytes
 
+
+def test_the_tables_of_launches_are_made_once(monkeypatch):
+    """As long as the same parameters have gradients: blocks are given the same staging again."""
+    made = []
+
+    class Counted(LaunchTables):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            made.append(self)
+
+    monkeypatch.setattr(triton_update, "LaunchTables", Counted)
+    model, optimizer = wrapped(Forked(), device(by_triton=True), (True, True, True))
+    counts = []
+    for step, uses_spare in enumerate((True, True, True, False, True)):
+        model(batch(step), uses_spare).float().pow(2).mean().backward()
+        made.clear()
+        optimizer.step()
+        optimizer.zero_grad()
+        counts.append(len(made))
+    assert counts[0] > 3 and counts[1:3] == [0, 0] and counts[3] > 0
+
+
+def test_an_asynchronous_save_shows_state_that_is_in_host_memory():
     model, optimizer = trained(device(by_triton=True), (False, False, True), steps=1)
     target = optimizer.targets[0]
     seen = []
-    snapshot = StateSnapshot(target.tiers, target._names)
+    snapshot = target.snapshot_state()
     snapshot.visit_resident(lambda run: seen.append((run.name, run.plane)))
     snapshot.close()
     assert {name for name, _ in seen} == {name for name, _ in model.module.named_parameters()}
-
-
-def device(by_triton, seed=1):
-    backend = SimBackend(seed, updates_by_triton=by_triton)
-    backend.shards_start_on_host = False
-    return backend
 
 
 def result(backend, homes, **options):
@@ -187,7 +172,7 @@ def check(homes, kind, by_triton):
     assert same(got, resident(kind, by_triton))
 
 
-@pytest.mark.parametrize("homes", HOMES[1:], ids=NAMES)
+@pytest.mark.parametrize("homes", HOMES[1:], ids=NAMES[1:])
 def test_wherever_model_data_lives_the_bits_are_those_of_the_resident_run(homes):
     check(homes, "bf16", by_triton=True)
 
@@ -195,7 +180,7 @@ def test_wherever_model_data_lives_the_bits_are_those_of_the_resident_run(homes)
 @pytest.mark.slow
 @pytest.mark.parametrize("by_triton", [True, False], ids=["triton", "cpu"])
 @pytest.mark.parametrize("kind", list(KINDS))
-@pytest.mark.parametrize("homes", HOMES[1:], ids=NAMES)
+@pytest.mark.parametrize("homes", HOMES[1:], ids=NAMES[1:])
 def test_on_both_paths_and_in_every_precision(homes, kind, by_triton):
     check(homes, kind, by_triton)
 
@@ -206,16 +191,11 @@ def test_gradients_that_leave_stall_no_backward_and_travel_once_each_way(world_s
 
     def train(rank):
         backend = device(by_triton=True)
-        placement = StaticPlacement(1.0, 0.0, 0.0)
         with Apart(backend):
-            model = GeminiDDP(
-                nn.Sequential(*[nn.Linear(33, 33) for _ in range(6)]), backend, placement,
-                max_norm=0.1, min_chunk_size_m=1500 / 2**20, precision="bf16",
-            )  # fmt: skip
-            optimizer = HybridAdam(model.parameters(), nvme=NvmeConfig(block_numel=1024))
-            plan = model.engine.planning.plan
-            shards = tuple(replace(shard, grad_home=Tier.HOST) for shard in plan.shards)
-            model.engine.storage.place_gradients(replace(plan, shards=shards), model.engine.chunks)
+            layers = nn.Sequential(*[nn.Linear(33, 33) for _ in range(6)])
+            model, optimizer = wrapped(
+                layers, backend, (False, True, False), max_norm=0.1, precision="bf16"
+            )
             gradients = sum(chunk.shard.nbytes for chunk in model.engine.chunks)
             assert len(model.engine.chunks) > 3
             for step in range(3):

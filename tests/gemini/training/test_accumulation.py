@@ -5,11 +5,11 @@ import contextlib
 import pytest
 import torch
 
+from bench.shared.models import Tower, token_batches, token_loss
+from bench.shared.reference import flat, relative_error, train_reference
 from gemini import GeminiDDP
 from gemini.runtime.memory.backend import SimBackend
 from optim import HybridAdam, HybridSGD, LossScale, NvmeConfig
-from tests.support.models import Tower, token_batches, token_loss
-from tests.support.reference import flat, relative_error, train_reference
 
 SMALL = {"min_chunk_size_m": 0.004}
 SLOW = pytest.mark.slow

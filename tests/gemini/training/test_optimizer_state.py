@@ -3,12 +3,12 @@
 import pytest
 import torch
 
+from bench.shared.models import Tower, token_batches
+from bench.shared.reference import flat, relative_error
 from gemini import GeminiDDP
 from gemini.runtime.memory.backend import SimBackend
 from optim import HybridAdam, NvmeConfig
 from tests.support.checkpoints import train
-from tests.support.models import Tower, token_batches
-from tests.support.reference import flat, relative_error
 
 SMALL = {"min_chunk_size_m": 0.004}
 ADAM = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.01}

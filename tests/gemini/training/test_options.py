@@ -5,14 +5,14 @@ import torch
 import torch.distributed as dist
 
 import gemini
+from bench.shared.models import Choosy, Tower, token_batches, token_loss
+from bench.shared.reference import flat, relative_error, train_reference
+from bench.shared.workers import run_ranks
 from gemini import GeminiDDP, StaticPlacement
 from gemini.checkpoint import MismatchError
 from gemini.runtime.memory.backend import SimBackend
 from optim import HybridAdam, HybridSGD, NvmeConfig
 from tests.support.checkpoints import PLACEMENTS
-from tests.support.models import Choosy, Tower, token_batches, token_loss
-from tests.support.reference import flat, relative_error, train_reference
-from tests.support.workers import run_ranks
 
 ADAM = {"lr": 1e-2, "eps": 1e-3, "betas": (0.9, 0.9)}
 SGD = {"lr": 0.1, "momentum": 0.9}

@@ -144,8 +144,8 @@ def test_state_dicts_before_the_first_step_move_nothing(fraction, tmp_path):
     target = optimizer.targets[0]
     visited = []
     target.visit_state = lambda look: visited.append(look)
-    moved = target.nvme_bytes, target.tiers.traffic()
+    moved = target.nvme_bytes, target.tiered_state.traffic()
     saved = optimizer.state_dict()
     assert saved["state"] == {}
     optimizer.load_state_dict(saved)
-    assert visited == [] and moved == (target.nvme_bytes, target.tiers.traffic())
+    assert visited == [] and moved == (target.nvme_bytes, target.tiered_state.traffic())

@@ -5,11 +5,11 @@ import math
 
 import pytest
 
+from bench.shared.models import Tower, token_batches, token_loss
+from bench.shared.reference import everything, same
 from gemini import GeminiDDP
 from gemini.runtime.memory.backend import SimBackend
 from optim import HybridAdam, LossScale, NonFiniteGradientError, NvmeConfig
-from tests.support.models import Tower, token_batches, token_loss
-from tests.support.reference import everything, same
 
 SMALL = {"min_chunk_size_m": 0.004}
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from bench.shared.models import Tower, token_batches, token_loss
+from bench.shared.reference import flat, relative_error, train_reference
 from gemini import GeminiAdamOptimizer, GeminiDDP, GeminiOptimizer
 from gemini.runtime.memory.backend import SimBackend
 from optim import HybridAdam, HybridSGD, LossScale, NvmeConfig
-from tests.support.models import Tower, token_batches, token_loss
-from tests.support.reference import flat, relative_error, train_reference
 
 SMALL = {"min_chunk_size_m": 0.004}
 ADAM = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.01}

@@ -5,6 +5,7 @@ is between the two, since a shared machine disturbs CPU times too.
 """
 
 import gc
+import statistics
 import time
 from types import SimpleNamespace
 
@@ -19,11 +20,12 @@ from gemini.memtracer.trace import sequential_trace
 from gemini.placement.planner import PlanInputs, make_plan
 from gemini.placement.sizes import Budgets, StateBytes
 from gemini.placement.timetable.gathers import gather_steps
+from gemini.runtime.memory.gradient_homes import HostGradients
 from gemini.runtime.memory.tensor_files import FileConfig
 from gemini.runtime.step.views import ShardViews
 from optim import HybridAdam
 from optim.state.memory import memory_of
-from optim.state.space import Block
+from optim.state.space import Block, BlockSegment
 
 
 def cpu_seconds(work, rounds=3):
@@ -40,8 +42,11 @@ def cpu_seconds(work, rounds=3):
 
 
 def growth(work, n, rounds=3):
-    """How many times as long `work(2n)()` takes as `work(n)()`."""
-    return cpu_seconds(work(2 * n), rounds) / cpu_seconds(work(n), rounds)
+    """How many times as long `work(2n)()` takes as `work(n)()` beside it; the least of each."""
+    half, whole = work(n), work(2 * n)
+    pairs = [(cpu_seconds(half, 1), cpu_seconds(whole, 1)) for _ in range(rounds)]
+    halves, wholes = zip(*pairs, strict=True)
+    return min(wholes) / min(halves)
 
 
 def plan_inputs(num_modules, budget=None):
@@ -77,8 +82,11 @@ def test_a_plan(budget):
     assert growth(plan, 5_000) < 3
 
 
-class Waiting:
+class Waiting(HostGradients):
     """A home of gradients, and one of its blocks, that cost nothing."""
+
+    def __init__(self):
+        self.values = torch.zeros(64)
 
     def can_read_ahead(self, dtype):
         return True
@@ -87,31 +95,36 @@ class Waiting:
         return self
 
     def wait(self):
-        return torch.zeros(1)
+        return self.values
+
+    def give(self):
+        pass
 
 
 def test_gradients_that_wait_elsewhere_for_the_step():
-    gradient = SimpleNamespace(shard=None, dtype_elsewhere=torch.float32)
-    chunk = SimpleNamespace(gradient=gradient, spec=SimpleNamespace(id=0))
+    gradient = SimpleNamespace(
+        shard=None, exists=True, offloaded_dtype=torch.float32, offload=Waiting()
+    )
+    shard = torch.zeros(64)
+    chunk = SimpleNamespace(
+        gradient=gradient, spec=SimpleNamespace(id=0), files=None, shard_memory=shard
+    )
     storage = SimpleNamespace(config=FileConfig(block_numel=64, depth=2))
 
-    class Views(ShardViews):
-        def _home_of(self, gradient):
-            return Waiting()
-
     def step(num_blocks):
-        blocks = [Block(i, 0, 0, 0, 64, ()) for i in range(num_blocks)]
+        blocks = [Block(i, 0, 0, 0, 64, (BlockSegment(0, 0, 64, 0),)) for i in range(num_blocks)]
 
         def take_all():
             memory = memory_of(torch.device("cpu"))
-            views = Views([chunk], [], [], storage, memory, staging=None, merges=True)
+            views = ShardViews([chunk], [()], [1], storage, memory, staging=None, merges=True)
             views.expect(blocks)
             for block in blocks:
-                views._grad_of(block)
+                views.pieces(block, {})
+                views.updated(block)
 
         return take_all
 
-    assert growth(step, 4_000) < 3
+    assert growth(step, 4_000, rounds=7) < 3
 
 
 class Loop:
@@ -161,11 +174,12 @@ def test_an_iteration_that_is_measured_beside_those_that_are_not(size):
         return first / cpu_seconds(loop.iterate)
 
     one_thread(ratio)
-    assert one_thread(ratio) < 4
+    assert statistics.median(one_thread(ratio) for _ in range(3)) < 4
 
 
 def test_a_backward_beside_plain_torch():
-    """10 us a parameter over plain torch's 10 are twice its time; a shared machine adds to both."""
+    """10 us a parameter over plain torch's 10 are twice its time; the least of three of each."""
     host_costs(200, 32)
-    found = host_costs(2000, 32)
-    assert found["backward_us"] < 2.6 * found["plain_backward_us"]
+    found = [host_costs(2000, 32) for _ in range(3)]
+    plain = min(costs["plain_backward_us"] for costs in found)
+    assert min(costs["backward_us"] for costs in found) < 2.6 * plain

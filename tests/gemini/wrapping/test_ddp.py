@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import nn
 
+from bench.shared.models import Tower, token_batches, token_loss
+from bench.shared.reference import flat, relative_error, train_reference
 from gemini import AutoPlacement, GeminiDDP, StaticPlacement
 from gemini.chunk.parameter import GatheredParameter
 from optim import HybridAdam, HybridSGD
 from tests.support.checkpoints import masters_of, train, weights
-from tests.support.models import Tower, token_batches, token_loss
-from tests.support.reference import flat, relative_error, train_reference
 from tests.support.spilled import BLOCKS, SMALL
 
 
@@ -266,7 +266,7 @@ def test_auto_placement_sends_what_does_not_fit_to_disk(tmp_path):
         Tower(), placement_policy=AutoPlacement("200KiB", warmup_non_model_data_ratio=0.0)
     )
     optimizer = HybridAdam(model.parameters(), nvme_offload_dir=tmp_path, nvme=BLOCKS)
-    state = optimizer.targets[0].tiers
+    state = optimizer.targets[0].tiered_state
     resident = sum(slab.nbytes for slab in state.device_slabs)
     chunk_bytes = sum(chunk.payload.nbytes for chunk in model.engine.chunks)
     assert resident + 2 * chunk_bytes + state.nvme.staging_bytes <= 200 << 10

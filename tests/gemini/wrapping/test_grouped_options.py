@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from bench.shared.models import Tower
 from gemini import ChunkSearch, GeminiDDP, PrecisionPolicy
 from optim import LossScale
-from tests.support.models import Tower
 
 POLICIES = [
     PrecisionPolicy("fp16", cast_buffers=True, loss_scale=LossScale(2.0**5), on_nonfinite="raise"),
@@ -28,7 +28,7 @@ SEARCHES = [
 def what_it_is(model):
     outputs = model(torch.arange(6).reshape(2, 3))
     return (
-        model.engine.numerics,
+        model.engine.precision_settings,
         model.engine.layout.digest(),
         model.chunk_configuration,
         [param.dtype for param in model.parameters()],

@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import nn
 
+from bench.shared.models import Tower, token_batches, token_loss
+from bench.shared.workers import run_processes
 from gemini import GeminiDDP
 from gemini.runtime.memory.backend import CpuBackend, SimBackend
 from optim import HybridAdam, NvmeConfig
 from tests.support.checkpoints import train
-from tests.support.models import Tower, token_batches, token_loss
 from tests.support.spilled import SMALL
-from tests.support.workers import run_processes
 
 ROOT = Path(__file__).resolve().parents[3]
 BLOCKS = NvmeConfig(block_numel=4096)
@@ -141,7 +141,8 @@ def test_memory_is_flat_after_the_first_steps():
     assert num_chunks == 6
     assert max(payloads) <= 3 * nbytes  # what is in use and one prefetched, and not all six
     # a payload that stays is 2 MiB a step, 24 in all; what the allocator holds comes and goes
-    assert min(resident[18:]) - min(resident[6:12]) < 4
+    # now and then, which moves the least or the most; a leak moves both
+    assert min(of(resident[18:]) - of(resident[6:12]) for of in (min, max)) < 4
 
 
 def digest_of_a_run():
@@ -159,7 +160,7 @@ def digest_of_a_run():
     found = hashlib.sha256(repr((model.engine.layout, seen)).encode())
     for value in model.state_dict().values():
         found.update(value.numpy().tobytes())
-    optimizer.targets[0].tiers.visit(
+    optimizer.targets[0].tiered_state.visit(
         lambda block, planes: [found.update(p.numpy().tobytes()) for p in planes.values()]
     )
     assert len(seen) > 5 * len(chunks)

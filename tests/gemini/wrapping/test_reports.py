@@ -5,11 +5,11 @@ import json
 import pytest
 
 import gemini
+from bench.shared.models import token_batches
 from gemini import AutoPlacement
 from gemini.placement.tiers import Tier
 from gemini.runtime.memory.backend import SimBackend
 from tests.support.checkpoints import train
-from tests.support.models import token_batches
 from tests.support.spilled import LEAST, wrapped
 
 BATCHES = token_batches(2, 1)

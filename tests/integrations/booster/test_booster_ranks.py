@@ -2,8 +2,8 @@
 
 import pytest
 
+from bench.shared.workers import run_ranks
 from tests.integrations.cases.boosted import HALF, NAMES, all_runs
-from tests.support.workers import run_ranks
 
 WORLD_SIZES = (1, 2, 4)
 # fp32, and sums over ranks in another order than DDP's

@@ -8,6 +8,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from bench.shared.models import Tower, token_batches, token_loss
+from bench.shared.workers import run_ranks
 from gemini.integrations import Booster, GeminiPlugin, LowLevelZeroPlugin, TorchFSDPPlugin
 from gemini.integrations.classic import (
     ShardedModelV2,
@@ -15,8 +17,6 @@ from gemini.integrations.classic import (
     zero_model_wrapper,
 )
 from optim import HybridAdam, HybridSGD
-from tests.support.models import Tower, token_batches, token_loss
-from tests.support.workers import run_ranks
 
 SMALL = 2000 / 2**20
 

@@ -11,6 +11,7 @@ from torch.distributed.fsdp.api import BackwardPrefetch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import gemini
+from bench.shared.models import Tower, token_batches, token_loss
 from gemini import AutoPlacement, ConstPlacement, GeminiDDP, StaticPlacement
 from gemini.integrations import (
     Booster,
@@ -23,9 +24,11 @@ from gemini.integrations import (
 )
 from gemini.integrations.plugins.precision import FP16NaiveMixedPrecision, FP16TorchMixedPrecision
 from optim import HybridAdam, LossScale
-from tests.support.models import Tower, token_batches, token_loss
 
 HYBRID = {"tp_size": 1, "pp_size": 1}
+SPLIT = {"tp_size": 2, "pp_size": 1, "precision": "bf16"}
+SEQUENCE = {**SPLIT, "enable_sequence_parallelism": True}
+PIPELINE = {"tp_size": 1, "pp_size": 2, "precision": "bf16", "num_microbatches": 2}
 IDS = token_batches(1, 1)[0][0]
 
 
@@ -49,17 +52,17 @@ def test_options_of_gemini_reach_the_engine():
         )
     )
     assert model.chunk_configuration is found
-    assert model.engine.numerics.clip.max_norm == 0.5
-    assert model.engine.numerics.clip.norm_type == 1.0
+    assert model.engine.precision_settings.clip.max_norm == 0.5
+    assert model.engine.precision_settings.clip.norm_type == 1.0
     assert model.engine.planning.inputs.max_prefetch == 2
     chunked = wrapped(GeminiPlugin(min_chunk_size_m=3000 / 2**20, search_range_m=0, hidden_dim=33))
     assert max(chunked.chunk_configuration.capacities.values()) == 3000
     scaled = wrapped(GeminiPlugin(initial_scale=2**5, hysteresis=3))
-    assert scaled.engine.scaler.options == LossScale(2.0**5, hysteresis=3)
+    assert scaled.engine.control_vector.options == LossScale(2.0**5, hysteresis=3)
     outputs = wrapped(GeminiPlugin(precision="bf16", force_outputs_fp32=True))(IDS)
     assert outputs.dtype == torch.float32
     rounded = wrapped(GeminiPlugin(precision="bf16", master_weights=False))
-    assert not rounded.engine.numerics.master_weights
+    assert not rounded.engine.precision_settings.master_weights
     traced = gemini.trace(Tower(), (IDS,), precision="fp32")
     assert wrapped(GeminiPlugin(memstats=traced, placement_policy="auto")).engine.planning.has_trace
 
@@ -96,10 +99,14 @@ REFUSED = [
     (GeminiPlugin, {"hysteresis": 0}, ValueError, "hysteresis=0"),
     (GeminiPlugin, {"chunk_config_dict": {2: {}}}, ValueError, "search_chunk_configuration"),
     (GeminiPlugin, {"memstats": object()}, ValueError, "gemini.trace"),
-    (GeminiPlugin, {"tp_size": 2}, NotImplementedError, "tp_size=2 .*device mesh"),
+    (GeminiPlugin, {"tp_size": 2}, ValueError, "'fp16' with tp_size=2.*expected 'bf16' or 'fp32'"),
+    (GeminiPlugin, {"tp_size": 2, "precision": "bf16", "strict_ddp_mode": True}, ValueError,
+     "expected one of the two"),
+    (GeminiPlugin, {"tp_size": 2, "precision": "bf16", "memstats": gemini.trace(
+        nn.Linear(2, 2), (torch.ones(1, 2),))}, ValueError, "of which a trace says nothing"),
     (GeminiPlugin, {"tp_size": 0}, ValueError, "tp_size=0; expected 1 or more"),
-    (GeminiPlugin, {"extra_dp_size": 2}, NotImplementedError, "extra_dp_size=2"),
-    (GeminiPlugin, {"enable_sequence_parallelism": True}, NotImplementedError, "leave it away"),
+    (GeminiPlugin, {"extra_dp_size": 0}, ValueError, "extra_dp_size=0; expected 1 or more"),
+    (GeminiPlugin, {"enable_sequence_parallelism": True}, ValueError, "it is for tp_size above 1"),
     (GeminiPlugin, {"enable_sequence_overlap": True}, NotImplementedError, "leave it away"),
     (GeminiPlugin, {"use_fp8": True}, NotImplementedError, "use_fp8"),
     (GeminiPlugin, {"fp8_communication": True}, NotImplementedError, "fp8_communication"),
@@ -120,12 +127,50 @@ REFUSED = [
      "cast them yourself"),
     (TorchFSDPPlugin, {"mixed_precision": MixedPrecision(keep_low_precision_grads=True)},
      ValueError, "expected False"),
-    (HybridParallelPlugin, {"tp_size": 2, "pp_size": 1}, NotImplementedError, "tp_size=2"),
-    (HybridParallelPlugin, {"tp_size": 1, "pp_size": 2}, NotImplementedError, "pp_size=2"),
-    (HybridParallelPlugin, {**HYBRID, "sp_size": 2}, NotImplementedError, "sp_size=2"),
+    (HybridParallelPlugin, {"tp_size": 2, "pp_size": 1}, ValueError, "'fp16' with tp_size=2"),
+    (HybridParallelPlugin, {"tp_size": 1, "pp_size": 2}, ValueError, "'fp16' with pp_size=2"),
+    (HybridParallelPlugin, {"tp_size": 1, "pp_size": 0}, ValueError, "pp_size=0; expected 1"),
+    (HybridParallelPlugin, {**PIPELINE, "tp_size": 2}, NotImplementedError, "Take one of the two"),
+    (HybridParallelPlugin, {**PIPELINE, "microbatch_size": 2}, ValueError, "one of the two"),
+    (HybridParallelPlugin, {**PIPELINE, "num_microbatches": None}, ValueError, "one of the two"),
+    (HybridParallelPlugin, {**PIPELINE, "num_microbatches": 0}, ValueError, "1 or more"),
+    (HybridParallelPlugin, {**PIPELINE, "pp_style": "gpipe"}, ValueError, "or 'zbv' with 2"),
+    (HybridParallelPlugin, {**PIPELINE, "num_model_chunks": 2}, ValueError, "'1f1b' with 1"),
+    (HybridParallelPlugin, {**PIPELINE, "pp_style": "zbv"}, ValueError, "or 'zbv' with 2"),
+    (HybridParallelPlugin, {**PIPELINE, "pp_style": "interleaved"}, ValueError, "2 or more"),
+    (HybridParallelPlugin, {**PIPELINE, "zero_stage": 1, "overlap_allgather": True}, ValueError,
+     "gathered once for all micro-batches"),
+    (HybridParallelPlugin, {**PIPELINE, "static_graph": True}, ValueError, "tp_size=1 and pp_s"),
+    (HybridParallelPlugin, {**PIPELINE, "custom_policy": {}}, ValueError, "tp_size above 1"),
+    (HybridParallelPlugin, {**SPLIT, "num_microbatches": 2}, ValueError, "pp_size above 1"),
+    (HybridParallelPlugin, {**SPLIT, "dp_outside": False}, ValueError, "pp_size above 1"),
+    (HybridParallelPlugin, {**SPLIT, "ddp_bucket_cap_mb": 5}, ValueError, "tp_size=1 and pp_s"),
+    (HybridParallelPlugin, {**SPLIT, "cpu_offload": True}, ValueError, "zero_stage=1 or 2"),
+    (HybridParallelPlugin, {**SPLIT, "custom_policy": object()}, ValueError, "expected a plan"),
+    (HybridParallelPlugin, {**SPLIT, "sp_size": 2}, ValueError, "enable_sequence_parallelism=T"),
+    (HybridParallelPlugin, {**SPLIT, "sequence_parallelism_mode": "split_gather"}, ValueError,
+     "enable_sequence_parallelism=True"),
+    *((HybridParallelPlugin, {**SEQUENCE, "sequence_parallelism_mode": mode}, NotImplementedError,
+       "take 'split_gather', over the ranks of tp_size")
+      for mode in ("ring", "all_to_all", "ring_attn")),
+    (HybridParallelPlugin, {**SEQUENCE, "sequence_parallelism_mode": "x"}, ValueError,
+     "expected 'split_gather'"),
+    (HybridParallelPlugin, {**SEQUENCE, "sp_size": 4}, ValueError, "expected None"),
+    (HybridParallelPlugin, {**SEQUENCE, "custom_policy": {"up": "colwise"}}, ValueError,
+     "SequenceParallel in the plan"),
+    (HybridParallelPlugin, {**SEQUENCE, "tp_size": 1}, ValueError, "it is for tp_size above 1"),
+    (HybridParallelPlugin, {**HYBRID, "sp_size": 2}, ValueError, "sp_size=2; expected 1"),
+    (HybridParallelPlugin, {**HYBRID, "enable_sequence_overlap": True}, NotImplementedError,
+     "leave it away"),
+    (HybridParallelPlugin, {**HYBRID, "gradient_checkpoint_config": {}}, ValueError,
+     r"gradient_checkpointing_enable\(\)"),
+    (HybridParallelPlugin, {**HYBRID, "inner_ring_size": 2}, ValueError, "ring attention is not"),
+    (HybridParallelPlugin, {**HYBRID, "parallel_output": False}, ValueError, "tp_size above 1"),
+    (HybridParallelPlugin, {**HYBRID, "make_vocab_size_divisible_by": 8}, ValueError,
+     "tp_size above 1"),
     (HybridParallelPlugin, {**HYBRID, "zero_stage": 3}, ValueError, "zero_stage=3"),
     (HybridParallelPlugin, {**HYBRID, "precision": "fp8"}, ValueError, "'fp16', 'bf16'"),
-    (HybridParallelPlugin, {**HYBRID, "num_microbatches": 2}, ValueError, "above 1"),
+    (HybridParallelPlugin, {**HYBRID, "num_microbatches": 2}, ValueError, "pp_size above 1"),
     (HybridParallelPlugin, {**HYBRID, "cpu_offload": True}, ValueError, "zero_stage=1 or 2"),
     (HybridParallelPlugin, {**HYBRID, "zero_stage": 1, "ddp_bucket_cap_mb": 5}, ValueError,
      "zero_stage=0"),
@@ -153,10 +198,15 @@ def test_an_option_without_a_meaning_here_is_refused_by_name(plugin, options, er
         (LowLevelZeroPlugin, {"overlap_communication": False}),
         (LowLevelZeroPlugin, {"overlap_communication": False, "stage": 2}),
         (HybridParallelPlugin, {**HYBRID, "enable_flash_attention": True}),
+        (HybridParallelPlugin, {**SPLIT, "parallel_output": False}),
+        (HybridParallelPlugin, {**SPLIT, "make_vocab_size_divisible_by": 8}),
+        (HybridParallelPlugin, {**PIPELINE, "zero_stage": 1, "overlap_p2p": False}),
+        (HybridParallelPlugin, {**PIPELINE, "zero_stage": 1, "enable_metadata_cache": False}),
+        (HybridParallelPlugin, {**PIPELINE, "zero_stage": 0}),
     ],
 )  # fmt: skip
 def test_an_option_that_changes_nothing_is_said_once(plugin, options, caplog, monkeypatch):
-    monkeypatch.setattr(parts, "_said", set())
+    monkeypatch.setattr(parts, "said_already", set())
     with caplog.at_level(logging.INFO, "gemini"):
         plugin(**options)
         plugin(**options)
@@ -185,7 +235,7 @@ def test_low_level_zero_is_stages_with_whole_parameters():
     for stage in (1, 2):
         plugin = LowLevelZeroPlugin(stage=stage, cpu_offload=True, precision="bf16", max_norm=1.0)
         model = wrapped(plugin)
-        assert model.engine.all_gathered and model.engine.numerics.max_norm == 1.0
+        assert model.engine.all_gathered and model.engine.precision_settings.max_norm == 1.0
         assert model.engine.planning.policy == StaticPlacement.zero(stage, cpu_offload=True)
     bucket = wrapped(LowLevelZeroPlugin(precision="bf16", reduce_bucket_size_in_m=3000 / 2**20))
     assert set(bucket.chunk_configuration.capacities.values()) == {3000}
@@ -271,16 +321,17 @@ def test_loaders_give_ranks_their_part_and_workers_their_seed():
     with pytest.raises(ValueError, match="distributed_sampler_cls="):
         GeminiPlugin().prepare_dataloader(data, sampler=range(3))
     drawn = torch.rand(1)
-    parts._seed_worker(5, lambda worker: None, 0)
+    begun = []
+    plugin_loader(data, 5, worker_init_fn=begun.append).worker_init_fn(0)
     first = torch.rand(1)
-    parts._seed_worker(5, None, 1)
-    assert not torch.equal(torch.rand(1), first) and drawn.numel() == 1
-    parts._seed_worker(4, None, 1)
+    plugin_loader(data, 5).worker_init_fn(1)
+    assert not torch.equal(torch.rand(1), first) and drawn.numel() == 1 and begun == [0]
+    plugin_loader(data, 4).worker_init_fn(1)
     assert torch.equal(torch.rand(1), first)
 
 
-def plugin_loader(data, seed):
-    return GeminiPlugin().prepare_dataloader(data, batch_size=4, shuffle=True, seed=seed)
+def plugin_loader(data, seed, **options):
+    return GeminiPlugin().prepare_dataloader(data, batch_size=4, shuffle=True, seed=seed, **options)
 
 
 def test_boost_says_what_is_wrong_with_its_arguments():
@@ -304,13 +355,13 @@ def test_boost_says_what_is_wrong_with_its_arguments():
         booster.boost(module, HybridAdam(Tower().parameters()))
     with pytest.raises(ValueError, match="Adagrad has state of the plain module"):
         booster.boost(module, torch.optim.Adagrad(module.parameters()))
-    assert not isinstance(module, GeminiDDP) and not hasattr(next(module.parameters()), "_gemini")
+    assert not isinstance(module, GeminiDDP) and type(next(module.parameters())) is nn.Parameter
     stepped = HybridAdam(module.parameters())
     token_loss(module, IDS).backward()
     stepped.step()
     with pytest.raises(ValueError, match="boost first, then load its state"):
         booster.boost(module, stepped)
-    with pytest.raises(NotImplementedError, match="pp_size above 1"):
+    with pytest.raises(ValueError, match=r"execute_pipeline\(\) of a Tower; expected a model that"):
         booster.execute_pipeline(iter([]), module, criterion)
     with pytest.raises(ValueError, match="expected the boosted model"):
         booster.no_sync()

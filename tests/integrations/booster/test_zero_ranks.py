@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 import gemini.ddp
+from bench.shared.models import Tower, token_batches, token_loss
+from bench.shared.reference import flat, relative_error
+from bench.shared.workers import run_ranks
 from gemini.integrations import Booster, HybridParallelPlugin, LowLevelZeroPlugin
 from gemini.integrations.classic import ShardedModelV2, ShardedOptimizerV2
 from gemini.runtime.memory.sim import SimBackend
-from tests.support.models import Tower, token_batches, token_loss
-from tests.support.reference import flat, relative_error
-from tests.support.workers import run_ranks
 
 pytestmark = pytest.mark.dist
 

@@ -6,7 +6,8 @@ boosting, saves in the middle, and goes on; another one resumes there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from bench.shared.models import Tower, token_loss
 from gemini.integrations import (
     Booster,
     GeminiPlugin,
@@ -23,7 +25,6 @@ from gemini.integrations import (
     TorchFSDPPlugin,
 )
 from optim import HybridAdam
-from tests.support.models import Tower, token_loss
 
 ROWS, MICRO, STEPS, HALF = 8, 2, 6, 3  # of a micro-batch over all ranks
 # eps so large that an update shows the gradient and not its sign alone
@@ -67,12 +68,12 @@ def made(
     return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
 
 
-def part(step: int, micro: int) -> Tensor:
-    """This rank's rows of a micro-batch."""
+def part(step: int, micro: int, place: tuple[int, int] | None = None) -> Tensor:
+    """The rows of a micro-batch of one of several places; by default this rank's."""
     generator = torch.Generator().manual_seed(100 * step + micro)
-    rows = torch.randint(97, (ROWS, 9), generator=generator)
-    world, rank = dist.get_world_size(), dist.get_rank()
-    return rows[rank * ROWS // world : (rank + 1) * ROWS // world]
+    rows = torch.randint(97, (ROWS, 10), generator=generator)
+    index, places = place or (dist.get_rank(), dist.get_world_size())
+    return rows[index * ROWS // places : (index + 1) * ROWS // places]
 
 
 def averaged(loss: Tensor) -> float:
@@ -81,9 +82,20 @@ def averaged(loss: Tensor) -> float:
     return float(loss) / dist.get_world_size()
 
 
-def references() -> list[float]:
+@dataclass(frozen=True)
+class Kit:
+    """What is trained by a name: (model, optimizer, schedule), and the plugin."""
+
+    made: Callable[[str], tuple[nn.Module, torch.optim.Optimizer, Any]]
+    plugins: Mapping[str, Callable[[], Any]]
+
+
+PLAIN = Kit(made, PLUGINS)
+
+
+def references(kit: Kit = PLAIN) -> list[float]:
     """Losses of torch's DDP."""
-    module, optimizer, schedule = made("ddp")
+    module, optimizer, schedule = kit.made("ddp")
     model = nn.parallel.DistributedDataParallel(module)
     losses = []
     for step in range(STEPS):
@@ -106,9 +118,10 @@ def references() -> list[float]:
 class Run:
     """A boosted module with what belongs to it."""
 
-    def __init__(self, name: str) -> None:
-        module, optimizer, schedule = made(name)
-        self.booster = Booster(plugin=PLUGINS[name]())
+    def __init__(self, name: str, kit: Kit = PLAIN) -> None:
+        module, optimizer, schedule = kit.made(name)
+        self.booster = Booster(plugin=kit.plugins[name]())
+        self.place = self.booster.plugin.sizes.data_place(dist.get_rank(), dist.get_world_size())
         self.model, self.optimizer, *_, self.schedule = self.booster.boost(
             module, optimizer, lr_scheduler=schedule
         )
@@ -118,9 +131,9 @@ class Run:
         losses = []
         for step in range(first, last):
             with self.booster.no_sync(self.model, self.optimizer):
-                one = token_loss(self.model, part(step, 0)) / MICRO
+                one = token_loss(self.model, part(step, 0, self.place)) / MICRO
                 self.booster.backward(one, self.optimizer)
-            two = token_loss(self.model, part(step, 1)) / MICRO
+            two = token_loss(self.model, part(step, 1, self.place)) / MICRO
             self.booster.backward(two, self.optimizer)
             if step % 2:
                 self.optimizer.clip_grad_by_value(0.01)
@@ -145,22 +158,22 @@ class Run:
 
 
 def all_runs(
-    rank: int, names: list[str], here: str, before: str | None
+    rank: int, names: list[str], here: str, before: str | None, kit: Kit = PLAIN
 ) -> tuple[list[float], dict[str, list[float]], dict[str, list[float]]]:
     """(DDP's losses, those of each plugin, those of each after it has resumed).
 
     here: where checkpoints go, one a plugin. before: where another world size has left such; each
-    plugin resumes from what the next one in `NAMES` has saved there; else from its own.
+    plugin resumes from what the next one of `names` has saved there; else from its own.
     """
     losses, resumed = {}, {}
     for i, name in enumerate(names):
-        run = Run(name)
+        run = Run(name, kit)
         losses[name] = run.steps(0, HALF)
         run.save(Path(here) / name, shard=bool(i % 2))
         losses[name] += run.steps(HALF, STEPS)
     for i, name in enumerate(names):
         other = name if before is None else names[(i + 1) % len(names)]
-        run = Run(name)
+        run = Run(name, kit)
         run.load(Path(before or here) / other)
         resumed[name] = run.steps(HALF, STEPS)
-    return references(), losses, resumed
+    return references(kit), losses, resumed

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from bench.shared.workers import run_ranks
 from gemini.integrations.classic import ReduceScatterBucketer
-from tests.support.workers import run_ranks
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 

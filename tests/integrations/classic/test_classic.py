@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import gemini
+from bench.shared.models import Tower, token_batches, token_loss
 from gemini import GeminiDDP
 from gemini.integrations.classic import (
     GRADIENT_HANDLER,
@@ -26,7 +27,6 @@ from gemini.integrations.classic import (
 )
 from gemini.integrations.classic import wrappers as classic
 from optim import HybridAdam, LossScale
-from tests.support.models import Tower, token_batches, token_loss
 
 ADAM = {"lr": 0.05, "eps": 0.1, "weight_decay": 0.0}
 IDS = token_batches(1, 1)[0][0]
@@ -69,7 +69,7 @@ def test_the_wrappers_train_as_gemini_ddp_and_keep_the_optimizer(stage):
     model = zero_model_wrapper(module, zero_stage=stage, gemini_config=config)
     wrapped = zero_optim_wrapper(model, optimizer, initial_scale=2**5)
     assert wrapped is optimizer
-    assert model.engine.scaler.read().scale == 2**5
+    assert model.engine.control_vector.read().scale == 2**5
     assert same_weights(trained(model, wrapped), expected(loss_scale=LossScale(2.0**5)))
 
 
@@ -144,7 +144,7 @@ def test_low_level_zero_optimizer_is_over_a_wrapped_module():
     model = zero_model_wrapper(Tower(), zero_stage=2)
     optimizer = HybridAdam(model.parameters(), **ADAM)
     assert LowLevelZeroOptimizer(optimizer, initial_scale=2**5, module=model) is optimizer
-    assert model.engine.scaler.read().scale == 2**5
+    assert model.engine.control_vector.read().scale == 2**5
     with pytest.raises(ValueError, match="zero_stage=1"):
         LowLevelZeroOptimizer(optimizer)
 
@@ -169,7 +169,7 @@ def test_low_level_zero_refuses_by_name_what_the_wrapper_decides(option):
 def test_every_option_of_low_level_zero_means_something(caplog, capsys, monkeypatch):
     from gemini.integrations import parts
 
-    monkeypatch.setattr(parts, "_said", set())
+    monkeypatch.setattr(parts, "said_already", set())
     model = zero_model_wrapper(Tower(), zero_stage=2, verbose=True)
     assert "searching chunk configuration is completed" in capsys.readouterr().out
     optimizer = HybridAdam(model.parameters(), lr=0.1)
@@ -179,7 +179,7 @@ def test_every_option_of_low_level_zero_means_something(caplog, capsys, monkeypa
             overlap_communication=True, module=model,
         )  # fmt: skip
     assert [r for r in caplog.records if "overlap_communication changes nothing" in r.message]
-    assert model.engine.numerics.max_norm == 0.5
+    assert model.engine.precision_settings.max_norm == 0.5
     optimizer.backward(token_loss(model, IDS))
     optimizer.step()
     assert "step skipped: the gradient of" in capsys.readouterr().out

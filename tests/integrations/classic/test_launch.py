@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from bench.shared.workers import run_processes
 from gemini.__main__ import main
 from gemini.integrations import launch as doors
 from gemini.integrations.run import chosen_hosts
-from tests.support.workers import run_processes
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -66,7 +66,7 @@ def test_the_parser_of_old_scripts():
     assert (parsed.rank, parsed.host, parsed.port, parsed.backend) == (3, "h", 29500, "nccl")
 
 
-def test_the_coordinator_of_one_process(capsys):
+def test_the_coordinator_of_one_process(capsys, monkeypatch):
     coordinator = doors.DistCoordinator()
     assert (coordinator.rank, coordinator.world_size, coordinator.local_rank) == (0, 1, 0)
     assert coordinator.is_master() and coordinator.is_node_master()
@@ -77,8 +77,12 @@ def test_the_coordinator_of_one_process(capsys):
         coordinator.block_all()
     assert coordinator.on_master_only()(lambda: 3)() == 3
     assert capsys.readouterr().out == "said\ntoo\n"
-    doors.get_dist_logger().info("from rank 0")
-    assert "[rank 0] from rank 0" in capsys.readouterr().err
+    logger = doors.get_dist_logger()
+    logger.info("from rank 0")
+    assert capsys.readouterr().err == "[rank 0] from rank 0\n"
+    monkeypatch.setattr(doors, "rank", lambda: 3)  # made before there was a group
+    logger.info("and %s", "later")
+    assert capsys.readouterr().err == "[rank 3] and later\n"
 
 
 def _by_starter(rank, starter, port, folder):

@@ -86,7 +86,7 @@ def test_fp16_says_mixed_and_has_the_loss_scale_that_was_given(tmp_path):
 
     class Asks(Net):
         def on_before_optimizer_step(self, optimizer):
-            scales.append(float(self.trainer.strategy.model.engine.scaler.scale))
+            scales.append(float(self.trainer.strategy.model.engine.control_vector.scale))
 
     options = {"loss_scale": LossScale(initial_scale=64.0)}
     run = trainer(ours(**options), tmp_path, plugins=[GeminiPrecision("16-mixed")], max_steps=1)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.workers import run_ranks
+from bench.shared.workers import run_ranks
 
 pytestmark = pytest.mark.dist
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.support.workers import run_ranks
+from bench.shared.workers import run_ranks
 
 pytestmark = pytest.mark.dist
 

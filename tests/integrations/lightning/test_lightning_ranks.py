@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.workers import run_ranks
+from bench.shared.workers import run_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -149,7 +149,7 @@ def gathered_late(folder):
     class Asks(Callback):
         def on_train_batch_end(self, trainer, module, out, batch, i):
             engine = trainer.strategy.model.engine
-            found.append((bool(engine.regather.arriving), engine.numerics.travels_as))
+            found.append((bool(engine.regather.arriving), engine.precision_settings.travels_as))
 
     options = {"overlap_allgather": True, "communication_dtype": "bf16"}
     chosen = strategy("zero1", **options)

@@ -196,10 +196,10 @@ def test_buffers_are_rank_0s_as_under_ddp_unless_it_is_said():
     from accelerate.utils import DistributedDataParallelKwargs
 
     kept = nn.Sequential(nn.Linear(9, 9), nn.BatchNorm1d(9))
-    assert runs.ours().prepare(copy.deepcopy(kept))._broadcasts_buffers
+    assert runs.ours().prepare(copy.deepcopy(kept)).broadcast_buffers
     runs.reset()
     own = runs.ours(kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)])
-    assert not own.prepare(kept)._broadcasts_buffers
+    assert not own.prepare(kept).broadcast_buffers
 
 
 def test_another_plugin_is_refused_by_name():

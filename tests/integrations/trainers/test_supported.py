@@ -3,7 +3,7 @@
 import ast
 from pathlib import Path
 
-from tests.integrations.cases.supported import SUPPORTED
+from bench.docs.supported import SUPPORTED
 
 TESTS = Path(__file__).resolve().parents[2]
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from bench.shared.workers import run_ranks
 from tests.integrations.cases import trainer_runs
-from tests.support.workers import run_ranks
 
 pytestmark = pytest.mark.dist
 

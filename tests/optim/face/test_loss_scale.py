@@ -9,7 +9,7 @@ from kernels_triton import ops
 from kernels_triton.control_fields import BAD
 from kernels_triton.update.frame import NUM_COEFFICIENTS, NUM_HYPER
 from optim import LossScale
-from optim.rules.control_vector import Scaler
+from optim.rules.control_vector import ControlVector
 from optim.rules.loss_scale import ScaleState
 
 OPTIONS = LossScale(
@@ -57,9 +57,9 @@ def test_an_interval_of_zero_never_changes_the_scale():
     assert options.after(options.start(), True) == options.after(options.start(), False)
 
 
-def one_prologue(scaler, overflow):
+def one_prologue(control_vector, overflow):
     """A step in which only the loss scale is looked at."""
-    scaler.control[BAD] = float(overflow)
+    control_vector.tensor[BAD] = float(overflow)
     n = 1
     ops.prologue(
         "sgd",
@@ -68,20 +68,20 @@ def one_prologue(scaler, overflow):
         torch.zeros(n, dtype=torch.int64),
         torch.ones(n, dtype=torch.float64),
         torch.zeros(n, NUM_COEFFICIENTS),
-        scaler.control,
+        control_vector.tensor,
         [],
         True,
     )
 
 
 def test_the_kernel_follows_the_same_schedule_and_counts_skipped_steps():
-    scaler = Scaler(OPTIONS, torch.device("cpu"))
+    control_vector = ControlVector(OPTIONS, torch.device("cpu"))
     for overflow, scale, good, left in TABLE:
-        before = float(scaler.scale)
-        one_prologue(scaler, overflow)
-        assert scaler.read() == ScaleState(scale, good, left)
-        assert float(scaler.used) == before
-    assert scaler.skipped_steps == sum(overflow for overflow, *_ in TABLE)
+        before = float(control_vector.scale)
+        one_prologue(control_vector, overflow)
+        assert control_vector.read() == ScaleState(scale, good, left)
+        assert float(control_vector.used) == before
+    assert control_vector.skipped_steps == sum(overflow for overflow, *_ in TABLE)
 
 
 @settings(max_examples=30, deadline=None)
@@ -102,7 +102,10 @@ def test_host_and_kernel_agree_on_any_schedule(steps, interval, hysteresis, grow
         growth_factor=growth,
         backoff_factor=backoff,
     )
-    host, device = Scaler(options, torch.device("cpu")), Scaler(options, torch.device("cpu"))
+    host, device = (
+        ControlVector(options, torch.device("cpu")),
+        ControlVector(options, torch.device("cpu")),
+    )
     for overflow in steps:
         host.stepped(overflow)
         one_prologue(device, overflow)
@@ -111,7 +114,7 @@ def test_host_and_kernel_agree_on_any_schedule(steps, interval, hysteresis, grow
 
 
 def test_counters_survive_a_checkpoint():
-    first, second = (Scaler(OPTIONS, torch.device("cpu")) for _ in range(2))
+    first, second = (ControlVector(OPTIONS, torch.device("cpu")) for _ in range(2))
     for overflow, *_ in TABLE[:8]:
         first.stepped(overflow)
     second.load_state_dict(first.state_dict())

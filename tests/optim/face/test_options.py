@@ -9,7 +9,7 @@ from torch import nn
 
 from kernels_triton.launch import is_interpreted
 from optim import FusedAdam, HybridAdam, HybridLion, HybridSGD, NvmeConfig
-from optim.plain.paths import TritonPath
+from optim.plain.executor import on_device
 from optim.update.built_kernels import compiler
 from tests.support.plain_training import give_gradients, make_params, train, update_error
 
@@ -65,10 +65,10 @@ def on_triton(monkeypatch):
     if not is_interpreted():
         pytest.skip("needs Triton's interpreter")
 
-    def triton_path(rule, config, group_of, params):
-        return TritonPath(rule, rule.layout, group_of, params[0].device)
+    def triton_executor(rule, config, group_of, params):
+        return on_device(rule, group_of, params[0].device)
 
-    monkeypatch.setattr("optim.plain.target.make_path", triton_path)
+    monkeypatch.setattr("optim.plain.target.make_executor", triton_executor)
 
 
 @pytest.mark.parametrize("adamw_mode", [True, False])

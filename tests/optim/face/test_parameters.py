@@ -9,24 +9,18 @@ from torch import nn
 
 from gemini import GeminiDDP
 from kernels_triton.launch import is_interpreted
-from optim import HybridAdam, HybridSGD, NvmeConfig
-from optim.plain.paths import TritonPath
+from optim import HybridAdam
+from optim.plain.executor import on_device
 from tests.support.plain_training import (
+    BY_CLASS,
+    ON_DISK,
     check_undone_step,
     give_gradients,
     make_params,
+    on_disk,
     train,
     update_error,
 )
-
-SMALL = NvmeConfig(block_numel=1024)
-PAIRS = [(HybridAdam, torch.optim.AdamW, {}), (HybridSGD, torch.optim.SGD, {"momentum": 0.9})]
-BY_CLASS = pytest.mark.parametrize(("ours", "theirs", "options"), PAIRS, ids=["adam", "sgd"])
-ON_DISK = pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
-
-
-def on_disk(folder, fraction):
-    return {"nvme_offload_fraction": fraction, "nvme_offload_dir": folder, "nvme": SMALL}
 
 
 @pytest.fixture(params=["cpu", "triton"])
@@ -36,10 +30,10 @@ def path(request, monkeypatch):
         if not is_interpreted():
             pytest.skip("needs Triton's interpreter")
 
-        def triton_path(rule, config, group_of, params):
-            return TritonPath(rule, rule.layout, group_of, params[0].device)
+        def triton_executor(rule, config, group_of, params):
+            return on_device(rule, group_of, params[0].device)
 
-        monkeypatch.setattr("optim.plain.target.make_path", triton_path)
+        monkeypatch.setattr("optim.plain.target.make_executor", triton_executor)
     return request.param
 
 
@@ -113,7 +107,8 @@ def test_state_of_parameters_with_gaps_goes_to_torch_and_comes_from_it(ours, the
     assert update_error(train(back, again, 2, first=2), want, start) < 1e-6
 
 
-def test_a_failed_step_leaves_parameters_with_gaps_as_they_were(tmp_path, monkeypatch):
+@pytest.mark.usefixtures("path")
+def test_a_failed_step_leaves_parameters_with_gaps_and_counts_as_they_were(tmp_path, monkeypatch):
     check_undone_step(gapped, on_disk(tmp_path, 1.0), monkeypatch)
 
 

@@ -293,5 +293,5 @@ def test_a_write_budget_ends_training_before_it_is_passed(tmp_path):
     params, optimizer = on_disk(torch.float32, tmp_path, 1.0, write_budget=200 << 20)
     with pytest.raises(RuntimeError, match="nvme_write_budget"):
         train(params, optimizer, 100)
-    store = optimizer.targets[0].tiers.nvme.store
+    store = optimizer.targets[0].tiered_state.nvme.store
     assert 180 << 20 < store.traffic.written_bytes <= 200 << 20

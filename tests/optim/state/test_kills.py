@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import nvme
+from bench.shared.workers import run_processes, start_process
 from optim import HybridAdam, NvmeConfig
-from tests.support.workers import run_processes, start_process
 
 pytestmark = [pytest.mark.nvme, pytest.mark.slow]
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import nvme
+from bench.shared.models import Tower, token_batches, token_loss
 from gemini import GeminiDDP
 from optim import HybridAdam, NvmeConfig
 from optim.update.updaters import CpuUpdater
@@ -25,11 +26,10 @@ from tests.support.disks.stepped import (
     same,
     train,
 )
-from tests.support.models import Tower, token_batches, token_loss
 
 
 def state_of(optimizer):
-    return optimizer.targets[0].tiers.nvme
+    return optimizer.targets[0].tiered_state.nvme
 
 
 # -- the same bits --------------------------------------------------------------------------------
@@ -62,7 +62,7 @@ def test_the_fraction_is_one_of_bytes_and_met_within_a_block(fraction, tmp_path)
     params = make_params()
     optimizer = make_optimizer(params, tmp_path, fraction)
     train(params, optimizer, 1)
-    tiers = optimizer.targets[0].tiers
+    tiers = optimizer.targets[0].tiered_state
     on_disk = sum(block.numel for block in tiers.nvme.blocks) * 8 if tiers.nvme else 0
     assert abs(on_disk - fraction * tiers.space.numel * 8) <= BLOCK * 8
     optimizer.close()
@@ -87,16 +87,35 @@ def test_reads_of_the_next_step_begin_when_a_step_ends(tmp_path):
     optimizer = make_optimizer(params, tmp_path, depth=3)
     train(params, optimizer, 3)
     state = state_of(optimizer)
-    assert len(state._reads) == 3
+    begun, since_commit, tickets = [], [], []
+    read, commit = state.store.read, state.store.commit
+
+    def recorded(block, view):
+        tickets.append(read(block, view))
+        begun.append(block)
+        since_commit.append(block)
+        return tickets[-1]
+
+    def committed(step):
+        commit(step)
+        since_commit.clear()
+
+    state.store.read, state.store.commit = recorded, committed
+    last = state.order[-1].id
+    train(params, optimizer, 1, first=3)
+    order = [block.id for block in state.order]
+    assert order[0] == last  # the order alternates
+    kept = 3 - len(since_commit)
+    assert since_commit == order[kept:3] and kept > 0  # the first never left memory
     deadline = time.monotonic() + 10
-    while not all(one.ticket is None or one.ticket.ready() for one in state._reads):
+    while not all(ticket.ready() for ticket in tickets):
         assert time.monotonic() < deadline
         time.sleep(0.001)
-    last_updated, moved = state._reads[0].block.id, optimizer.last_report.traffic
-    assert state._reads[0].ticket is None  # never left memory
+    moved = optimizer.last_report.traffic
     assert moved.nvme_read < sum(block.numel for block in state.blocks) * 8
-    train(params, optimizer, 1, first=3)
-    assert state._reads[0].block.id != last_updated  # the order alternates
+    begun.clear()
+    train(params, optimizer, 1, first=4)
+    assert begun[0] == order[3]
     optimizer.close()
 
 
@@ -159,8 +178,7 @@ def test_a_file_changed_between_steps_is_said_and_no_weight_changes(fault, dtype
     train(params, optimizer, 3)
     before = copies(params)
     store = state_of(optimizer).store
-    versions = store.layout.extents()[12]
-    middle = versions[store._index.entries[12].version].offset
+    middle = store.committed_extent(12).offset
     if fault == "flipped":
         flip(store.paths[0], middle + 77)
     else:

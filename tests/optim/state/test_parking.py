@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 import nvme
+from bench.shared.models import Tower, token_batches, token_loss
+from bench.shared.workers import run_processes
 from gemini import GeminiDDP
 from optim import HybridAdam, NvmeConfig
 from tests.support.disks.faults import file_size_limit
@@ -20,8 +22,6 @@ from tests.support.disks.stepped import (
     same,
     train,
 )
-from tests.support.models import Tower, token_batches, token_loss
-from tests.support.workers import run_processes
 
 
 def gradients(params):
@@ -47,7 +47,7 @@ def test_what_was_parked_on_disk_comes_back_bit_for_bit(fraction, dtype, tmp_pat
         held = [t.untyped_storage() for p in params for t in (p.data, p.grad)]
         held += [
             s.untyped_storage()
-            for slab in optimizer.targets[0].tiers.device_slabs
+            for slab in optimizer.targets[0].tiered_state.device_slabs
             for s in slab.tensors.values()
         ]
         assert sum(storage.nbytes() for storage in held) == 0

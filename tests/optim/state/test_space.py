@@ -15,7 +15,7 @@ def test_blocks_hold_every_element_once(numels, block_numel):
         assert block.offset == end and 0 < block.numel <= block_numel and block.numel % 64 == 0
         end += block.numel
         inside = 0
-        for part in block.parts:
+        for part in block.segments:
             assert part.offset % 64 == 0 and part.offset >= inside
             assert part.param_offset == seen[part.param]
             inside = part.offset + part.numel

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from bench.shared.models import Tower, token_batches, token_loss
 from gemini import GeminiDDP
-from gemini.runtime.step.state import ShardState
+from gemini.runtime.step import saved_state
 from optim import HybridAdam, HybridSGD, NvmeConfig
-from tests.support.models import Tower, token_batches, token_loss
 from tests.support.plain_training import make_params, train
 
 SMALL = NvmeConfig(block_numel=1024)
@@ -116,14 +116,14 @@ def same(a, b):
 def moves(monkeypatch):
     """Names of what reads or writes all state of shards, as it is called."""
     called = []
-    for name in ("offloaded_state", "load_state"):
-        inner = getattr(ShardState, name)
+    for name in ("gather_state", "scatter_state"):
+        inner = getattr(saved_state, name)
 
-        def counted(self, *args, name=name, inner=inner):
+        def counted(*args, name=name, inner=inner):
             called.append(name)
-            return inner(self, *args)
+            return inner(*args)
 
-        monkeypatch.setattr(ShardState, name, counted)
+        monkeypatch.setattr(saved_state, name, counted)
     return called
 
 
@@ -140,12 +140,12 @@ def test_shards_that_took_a_step_or_were_loaded_do(moves):
     model, optimizer = wrapped()
     steps(model, optimizer, 0, 2)
     saved, weights = copy.deepcopy(optimizer.state_dict()), model.state_dict()
-    assert moves == ["offloaded_state"]
+    assert moves == ["gather_state"]
     other, its_optimizer = wrapped(seed=1)
     other.load_state_dict(weights)
     its_optimizer.load_state_dict(saved)
     assert its_optimizer.state_dict()["state"].keys() == saved["state"].keys()
-    assert moves == ["offloaded_state", "load_state", "offloaded_state"]
+    assert moves == ["gather_state", "scatter_state", "gather_state"]
     assert same(steps(other, its_optimizer, 2, 4), steps(model, optimizer, 2, 4))
 
 

@@ -11,17 +11,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from bench.shared.models import Tower, token_batches, token_loss
+from bench.shared.workers import run_ranks
 from gemini import GeminiDDP
 from optim import HybridAdam
 from optim.adam import AdamRule
 from optim.lion import LionRule
 from optim.rules import config
 from optim.rules.config import COMPILED_FROM_NUMEL, UpdateFacts, wants_compiled
-from optim.update import built_kernels
-from optim.update.built_kernels import KernelBuildError, kernels
+from optim.update import built_kernels, kernel_cache
+from optim.update.built_kernels import kernels
+from optim.update.kernel_cache import KernelBuildError
 from optim.update.kernel_specs import SquaresSpec, UpdateSpec
-from tests.support.models import Tower, token_batches, token_loss
-from tests.support.workers import run_ranks
 
 SPEC = SquaresSpec(torch.bfloat16, 1024, 2048)
 LARGE = UpdateFacts(COMPILED_FROM_NUMEL, has_master=True)
@@ -35,7 +36,7 @@ def cache(tmp_path, monkeypatch):
     """Empty, on a machine with a compiler that fails, whatever this one has."""
     give_compiler(monkeypatch, tmp_path, "exit 1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / built_kernels.FOLDER
+    return tmp_path / "cache" / kernel_cache.FOLDER
 
 
 def give_compiler(monkeypatch, folder, script):
@@ -179,7 +180,7 @@ def test_a_link_in_the_place_of_the_cache_is_refused(target, cache, tmp_path):
     cache.parent.mkdir(parents=True, mode=0o700)
     (tmp_path / "ours").mkdir(mode=0o700)
     cache.symlink_to(tmp_path / target)
-    with pytest.raises(KernelBuildError, match=f"{built_kernels.FOLDER} is a link"):
+    with pytest.raises(KernelBuildError, match=f"{kernel_cache.FOLDER} is a link"):
         kernels([SPEC])
     assert list((tmp_path / "ours").iterdir()) == [] and not (tmp_path / "missing").exists()
 
@@ -197,7 +198,7 @@ def test_a_home_that_is_a_link_is_followed_once(tmp_path, monkeypatch):
     (tmp_path / "disk").mkdir()
     (tmp_path / "home").symlink_to("disk")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    assert built_kernels._cache_folder() == (tmp_path / "disk").resolve() / built_kernels.FOLDER
+    assert kernel_cache.cache_folder() == (tmp_path / "disk").resolve() / kernel_cache.FOLDER
 
 
 @pytest.mark.parametrize("mode, sticky_mode", [(0o777, 0o1777), (0o775, 0o1775)])
@@ -207,16 +208,16 @@ def test_a_folder_above_in_which_others_can_rename_is_refused(
     above = tmp_path / "above"
     (above / "cache").mkdir(parents=True)
     monkeypatch.setenv("XDG_CACHE_HOME", str(above / "cache"))
-    monkeypatch.setattr(built_kernels, "_is_private_group", lambda gid: False)
+    monkeypatch.setattr(kernel_cache, "is_private_group", lambda gid: False)
     above.chmod(mode)
     with pytest.raises(KernelBuildError, match=f"because they can write to {above}, and code"):
-        built_kernels._cache_folder()
+        kernel_cache.cache_folder()
     above.chmod(sticky_mode)
-    built_kernels._cache_folder()
+    kernel_cache.cache_folder()
     if mode == 0o775:
         above.chmod(mode)
-        monkeypatch.setattr(built_kernels, "_is_private_group", lambda gid: True)
-        built_kernels._cache_folder()
+        monkeypatch.setattr(kernel_cache, "is_private_group", lambda gid: True)
+        kernel_cache.cache_folder()
 
 
 def test_a_folder_above_of_another_user_is_refused(tmp_path, monkeypatch):
@@ -233,7 +234,7 @@ def test_a_folder_above_of_another_user_is_refused(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "stat", stat_of_another)
     with pytest.raises(KernelBuildError, match=f"because they can write to {above}, and code"):
-        built_kernels._cache_folder()
+        kernel_cache.cache_folder()
 
 
 @pytest.mark.parametrize("name, members, private", [
@@ -244,9 +245,9 @@ def test_a_group_is_private_that_has_the_users_name_and_nobody_else(
 ):
     user = SimpleNamespace(pw_name="me")
     group = SimpleNamespace(gr_name=name, gr_mem=members)
-    monkeypatch.setattr(built_kernels.pwd, "getpwuid", lambda uid: user)
-    monkeypatch.setattr(built_kernels.grp, "getgrgid", lambda gid: group)
-    assert built_kernels._is_private_group(5) is private
+    monkeypatch.setattr(kernel_cache.pwd, "getpwuid", lambda uid: user)
+    monkeypatch.setattr(kernel_cache.grp, "getgrgid", lambda gid: group)
+    assert kernel_cache.is_private_group(5) is private
 
 
 def test_a_library_that_others_can_write_to_is_refused(cache):
@@ -270,8 +271,8 @@ def test_no_folder_is_told(tmp_path, monkeypatch):
 
 def path_of(spec, cache):
     """Where the library of a specification is looked for on this machine."""
-    built_kernels._cache_folder()
-    return cache / f"{spec.name}-{built_kernels._digest(spec, built_kernels.compiler())}.so"
+    kernel_cache.cache_folder()
+    return cache / built_kernels.library_name(spec, built_kernels.compiler())
 
 
 def test_another_processor_compiler_or_formula_is_another_library(cache, tmp_path, monkeypatch):
@@ -281,7 +282,7 @@ def test_another_processor_compiler_or_formula_is_another_library(cache, tmp_pat
     assert path_of(UpdateSpec(AdamRule(), bf16, bf16, True), cache) == here[0]
     here.append(path_of(UpdateSpec(AdamRule(), bf16, fp32, True), cache))
     here.append(path_of(UpdateSpec(LionRule(), bf16, bf16, True), cache))
-    monkeypatch.setattr(built_kernels, "_processor", lambda: "with fewer instructions")
+    monkeypatch.setattr(built_kernels, "processor", lambda: "with fewer instructions")
     here.append(path_of(adam, cache))
     give_compiler(monkeypatch, tmp_path / "other", "exit 1")
     here.append(path_of(adam, cache))
@@ -350,7 +351,7 @@ def test_two_processes_build_once_as_ranks_and_whatever_their_settings(tmp_path)
     assert [process.returncode for process in processes] == [0, 0], said
     assert [out.strip() for out, _ in said] == ["[2048.0, 952.0]"] * 2
     assert sum("once for this machine" in errors for _, errors in said) == 1
-    folder = tmp_path / built_kernels.FOLDER
+    folder = tmp_path / kernel_cache.FOLDER
     assert folder.stat().st_mode & 0o777 == 0o700
     assert sorted(p.suffix for p in folder.iterdir()) == ["", ".so"]
 
@@ -358,7 +359,7 @@ def test_two_processes_build_once_as_ranks_and_whatever_their_settings(tmp_path)
 LOAD = """
 import sys, torch
 from optim.adam import AdamRule
-from optim.update.compiled_path import CompiledUpdate
+from optim.update.compiled_update import CompiledUpdate
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * 4096
 before = resident()

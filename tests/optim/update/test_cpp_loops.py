@@ -9,11 +9,10 @@ import torch
 
 from optim.adam import AdamRule
 from optim.state.pieces import Piece
-from optim.update import built_kernels
-from optim.update.built_kernels import Kernel, Rows, compiler
-from optim.update.compiled_path import CompiledUpdate
+from optim.update.built_kernels import Kernel, Rows, compile_library, compiler
+from optim.update.compiled_update import CompiledUpdate
 from optim.update.cpp_loops import library, traced_tile
-from optim.update.cpu_path import NOTHING_CHANGED, CpuWorkers
+from optim.update.cpu_update import NOTHING_CHANGED, CpuWorkers
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 OWN = torch.ones(1)
@@ -36,7 +35,7 @@ class Traced:
 def build(tmp_path):
     def build(program, scalars, columns):
         path = tmp_path / "traced.so"
-        built_kernels._compile(Traced(program, scalars, columns), path, compiler())
+        compile_library(Traced(program, scalars, columns), path, compiler())
         return Kernel(path)
 
     return build
@@ -83,7 +82,7 @@ def test_conversions_round_as_torch_every_16_bit_value_and_every_tie(build):
 
 def operators(scalars, a, b, halves, bits, out, integers, chosen):
     """Every kind of operator that a loop knows, but the square root, which torch's vectorised
-    one does not round correctly (numpy's is what test_compiled_path compares with)."""
+    one does not round correctly (numpy's is what test_compiled_update compares with)."""
     first, second = scalars.unbind()
     wide = halves.float()
     joined = ((halves.view(torch.int16).to(torch.int32) << 16) + bits).view(FP32)

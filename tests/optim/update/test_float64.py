@@ -8,23 +8,17 @@ from torch import nn
 
 import gemini
 from gemini import GeminiDDP
-from optim import HybridAdam, HybridLion, HybridSGD, NvmeConfig
+from optim import HybridAdam, HybridLion
 from tests.support.plain_training import (
+    BY_CLASS,
+    ON_DISK,
     check_undone_step,
     give_gradients,
     make_params,
+    on_disk,
     train,
     update_error,
 )
-
-SMALL = NvmeConfig(block_numel=1024)
-PAIRS = [(HybridAdam, torch.optim.AdamW, {}), (HybridSGD, torch.optim.SGD, {"momentum": 0.9})]
-BY_CLASS = pytest.mark.parametrize(("ours", "theirs", "options"), PAIRS, ids=["adam", "sgd"])
-ON_DISK = pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
-
-
-def on_disk(folder, fraction):
-    return {"nvme_offload_fraction": fraction, "nvme_offload_dir": folder, "nvme": SMALL}
 
 
 def wide_params():
@@ -99,7 +93,7 @@ def test_a_step_that_fails_on_the_disk_of_one_target_counts_on_none(tmp_path, mo
     train(params, optimizer, 2)
     before = [p.detach().clone() for p in params]
     give_gradients(params, 2)
-    monkeypatch.setattr(optimizer.targets[1].tiers.nvme, "_submit_write", _fail)
+    monkeypatch.setattr(optimizer.targets[1].tiered_state.nvme.store, "write", _fail)
     with pytest.raises(OSError, match="on purpose"):
         optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(before, params, strict=True))
@@ -111,11 +105,11 @@ def test_a_step_that_fails_on_the_disk_of_one_target_counts_on_none(tmp_path, mo
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
     written = optimizer.last_report
     assert written.traffic.nvme_write == sum(
-        target.tiers.nvme.written_bytes_per_step for target in optimizer.targets
+        target.tiered_state.nvme.written_bytes_per_step for target in optimizer.targets
     )
 
 
-def _fail(staged, *, with_undo):
+def _fail(block, buffer):
     raise OSError("on purpose")
 
 

@@ -15,7 +15,7 @@ from optim import HybridAdam
 from optim.adam import AdamRule
 from optim.rules.clipping import Clip
 from optim.state.pieces import Piece
-from optim.update.triton_path import TritonUpdater
+from optim.update.triton_update import TritonUpdater
 
 pytestmark = [
     pytest.mark.gpu,
@@ -98,7 +98,7 @@ def test_a_step_is_captured_in_a_graph_and_replayed():
     for captured in (False, True):
         torch.manual_seed(0)
         pieces, slabs = pieces_and_slabs()
-        updater = TritonUpdater(RULE, RULE.layout, [0] * 3, torch.device("cuda"))
+        updater = TritonUpdater(RULE, [0] * 3, torch.device("cuda"))
         updater.set_limits(Clip(max_norm=0.5))
 
         def step(updater=updater, pieces=pieces, slabs=slabs):
@@ -125,7 +125,7 @@ def test_a_step_is_captured_in_a_graph_and_replayed():
 def test_norm_clip_and_update_of_500_tensors_are_at_most_three_launches():
     """Sums of tiles; the prologue, which finishes them; the update."""
     pieces, slabs = pieces_and_slabs([1 + 37 * i for i in range(500)])
-    updater = TritonUpdater(RULE, RULE.layout, [0] * 500, torch.device("cuda"))
+    updater = TritonUpdater(RULE, [0] * 500, torch.device("cuda"))
     updater.set_limits(Clip(max_norm=0.5))
     with torch.profiler.profile() as profile:
         for turn in range(2):

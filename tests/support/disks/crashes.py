@@ -1,4 +1,4 @@
-"""What a disk may hold when the power fails, at every point of a recording.
+"""Crash states: what a disk may hold when the power fails, at every point of a recording.
 
 What was synced is there. Of what was not, any part may be: any of the names that changed, any
 sectors of what was written, sizes or not, in any order. Changes of names that belong together (a

@@ -95,10 +95,9 @@ def short(call: str, nbytes: int, part: str = "", *, after: int = 0) -> Iterator
 
 def spoil_block(optimizer: Any, index: int) -> Callable[[], None]:
     """Flip a byte of a committed block on disk; what is returned puts it back."""
-    state = optimizer.targets[0].tiers.nvme
-    state._drop_reads()
-    entry = state.store._index.entries[index]
-    extent = state.store.layout.extents()[index][entry.version]
+    state = optimizer.targets[0].tiered_state.nvme
+    state.empty_staging()  # what was read ahead
+    extent = state.store.committed_extent(index)
     with state.store.paths[0].open("r+b") as file:
         file.seek(extent.offset)
         byte = file.read(1)

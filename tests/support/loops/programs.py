@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
+from bench.shared.workers import run_ranks
 from tests.support.loops.cases import HalfFrozen
 from tests.support.loops.sides import ADAM, Net, batch, plain, updates, wrapped
-from tests.support.workers import run_ranks
 
 PLACES = ("resident", "host", "nvme")
 BOUND = 1e-4  # of updates and outputs; fp32 sums in another order differ by 1e-6 an operation

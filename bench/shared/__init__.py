@@ -1,0 +1,1 @@
+"""What benches and tests share: ranks, small models, and the plain training to compare with."""

@@ -1,0 +1,95 @@
+"""Several ranks for a test: processes from a forkserver that has torch loaded."""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(
+    ["torch", "torch.distributed", "gemini.ddp", "optim", "gemini.checkpoint"]
+)
+TIMEOUT_SECONDS = 120
+
+
+def poison_memory() -> None:
+    """torch.empty is filled with NaN: what is read before it is written shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+
+
+def run_ranks(work: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+    """`work(rank, *args)` on every rank of a gloo group; their results, or the first error."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = f"file://{folder}/store"
+        return run_processes(_rank, world_size, world_size, store, work, args)
+
+
+def run_processes(work: Callable[..., Any], count: int, *args: Any) -> list[Any]:
+    """`work(index, *args)` in `count` processes; their results, or the first error."""
+    pipes = [_context.Pipe(duplex=False) for _ in range(count)]
+    processes = [
+        _context.Process(target=_guarded, args=(pipes[i][1], work, i, *args), daemon=True)
+        for i in range(count)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        results = []
+        for i, (receiver, _) in enumerate(pipes):
+            pipes[i][1].close()
+            if not receiver.poll(TIMEOUT_SECONDS):
+                raise TimeoutError(f"process {i} said nothing for {TIMEOUT_SECONDS} s")
+            results.append(torch.load(io.BytesIO(receiver.recv_bytes()), weights_only=False))
+    finally:
+        for process in processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+    errors = [error for _, error in results if error is not None]
+    if errors:
+        raise AssertionError("in a worker:\n" + "\n".join(errors))
+    return [value for value, _ in results]
+
+
+def start_process(work: Callable[..., Any], *args: Any) -> Any:
+    """`work(*args)` in a process of its own, which the caller joins or kills."""
+    process = _context.Process(target=work, args=args, daemon=True)
+    process.start()
+    return process
+
+
+def _guarded(sender: Connection, work: Callable[..., Any], index: int, *args: Any) -> None:
+    result: tuple[Any, str | None]
+    try:
+        result = (work(index, *args), None)
+    except BaseException:
+        result = (None, traceback.format_exc())
+    data = io.BytesIO()  # tensors by value: this process is gone when they are looked at
+    torch.save(result, data)
+    sender.send_bytes(data.getvalue())
+
+
+def _rank(
+    rank: int, world_size: int, store: str, work: Callable[..., Any], args: tuple[Any, ...]
+) -> Any:
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size), STORE=store
+    )
+    torch.set_num_threads(1)
+    poison_memory()
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
+    try:
+        return work(rank, *args)
+    finally:
+        dist.destroy_process_group()

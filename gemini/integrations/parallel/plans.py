@@ -1,0 +1,188 @@
+"""Which layers of a module torch's tensor parallelism splits, and how: plans in words or styles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from .sequence import in_sequence
+
+Styles = dict[str, ParallelStyle]  # by the full name of a module
+
+# the words of transformers' plans. A norm between split layers sees a part of its rows, as one in a
+# split sequence does: torch's SequenceParallel adds its gradients up
+_WORDS: dict[str, Callable[[], ParallelStyle]] = {
+    "colwise": ColwiseParallel,
+    "rowwise": RowwiseParallel,
+    "colwise_gather_output": partial(ColwiseParallel, output_layouts=Replicate()),
+    "colwise_rep": partial(ColwiseParallel, output_layouts=Replicate()),
+    "rowwise_split_input": partial(RowwiseParallel, input_layouts=Replicate()),
+    "rowwise_rep": partial(RowwiseParallel, input_layouts=Replicate()),
+    "embedding_rowwise": partial(RowwiseParallel, input_layouts=Replicate()),
+    "embedding_colwise": partial(ColwiseParallel, output_layouts=Replicate()),
+    "sequence_parallel": partial(SequenceParallel, use_local_output=True),
+    "replicated_with_grad_allreduce": partial(SequenceParallel, use_local_output=True),
+}
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """plan: styles or words by names of modules, `*` for one part of a name; None is the module's
+    own. sequence: between split layers each rank has a part of the sequence."""
+
+    plan: Mapping[str, Any] | None = None
+    sequence: bool = False
+
+
+def split(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    mesh: DeviceMesh,
+    asked: TensorParallel,
+) -> None:
+    """Split `model` in place over a 1-D mesh; the optimizer has the split parameters then.
+
+    Values are those of the mesh's first rank. Collective.
+    Raises ValueError, before anything is changed, for a module without a plan, a plan that is not
+    the module's, and layers that the ranks do not divide.
+    """
+    styles = styles_of(model, asked.plan)
+    _check_sizes(model, styles, mesh.size())
+    tied = [names for names in _names(model) if len(names) > 1]
+    for names in tied:
+        split_alike(model, styles, names)
+    entering = in_sequence(model, styles, mesh) if asked.sequence else []
+    before = dict(model.named_parameters(remove_duplicate=False))
+    for name, style in [*styles.items(), *entering]:
+        parallelize_module(model.get_submodule(name), mesh, style)
+    for first, *others in tied:
+        for name in others:
+            layer, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(layer), attribute, model.get_parameter(first))
+    after = dict(model.named_parameters(remove_duplicate=False))
+    instead = {id(param): after[name] for name, param in before.items()}
+    for group in optimizer.param_groups if optimizer is not None else ():
+        group["params"] = [instead[id(param)] for param in group["params"]]
+
+
+def styles_of(model: nn.Module, given: Mapping[str, Any] | None) -> Styles:
+    """A style of its own for each module that a plan names."""
+    plan = given
+    if given is None:
+        plan = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
+    if not isinstance(plan, Mapping) or not plan:
+        raise ValueError(
+            f"{type(model).__name__} has no plan by which layers are split; expected a model of "
+            "transformers that has one, model.tp_plan = {'layers.*.up': 'colwise', "
+            "'layers.*.down': 'rowwise'} before boost, or custom_policy= of HybridParallelPlugin"
+        )
+    modules = [name for name, _ in model.named_modules()]
+    params = [name for name, _ in model.named_parameters()]
+    styles: Styles = {}
+    for pattern, how in plan.items():
+        found = [name for name in modules if _matches(name, pattern)]
+        of_params = [name for name in params if _matches(name, pattern)]
+        # a model's own plan names layers that only some of its kind have
+        if of_params or (not found and given is not None):
+            what = f"the parameter {of_params[0]}" if of_params else "nothing that is there"
+            raise ValueError(
+                f"the plan of {type(model).__name__} has {pattern!r}, which is {what}; expected "
+                "names of modules, as named_modules() has them, with * for one part"
+            )
+        styles |= {name: _style(name, how) for name in found}
+    if not styles:
+        raise ValueError(
+            f"the plan of {type(model).__name__} names no module that it has; expected some of "
+            f"{modules[1:4]}"
+        )
+    return styles
+
+
+def _matches(name: str, pattern: str) -> bool:
+    ours, theirs = name.split("."), pattern.split(".")
+    same = len(ours) == len(theirs) and name != ""
+    return same and all(map(fnmatchcase, ours, theirs))
+
+
+def _style(name: str, how: Any) -> ParallelStyle:
+    if isinstance(how, ParallelStyle):
+        return how
+    if not isinstance(how, str) or how not in _WORDS:
+        raise ValueError(
+            f"the plan splits {name} as {how!r}, for which torch has no style; expected a "
+            f"torch.distributed.tensor.parallel.ParallelStyle, or one of {sorted(_WORDS)}. "
+            "custom_policy= of HybridParallelPlugin takes another plan"
+        )
+    return _WORDS[how]()
+
+
+def _check_sizes(model: nn.Module, styles: Styles, ranks: int) -> None:
+    """What is split between two layers has as much on every rank, and whole heads."""
+    for name, style in styles.items():
+        layer: Any = model.get_submodule(name)
+        for kind, placed, attribute in (
+            (ColwiseParallel, "output_layouts", "out_features"),
+            (RowwiseParallel, "input_layouts", "in_features"),
+        ):
+            size = getattr(layer, attribute, None)
+            is_split = isinstance(style, kind) and getattr(style, placed) == (Shard(-1),)
+            if is_split and size is not None and size % ranks:
+                raise ValueError(
+                    f"{name} has {attribute}={size}, which {ranks} ranks do not divide; expected "
+                    "another tp_size"
+                )
+    config: Any = getattr(model, "config", None)
+    for attribute in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(config, attribute, None)
+        if isinstance(heads, int) and heads % ranks:
+            raise ValueError(
+                f"the model has {attribute}={heads}, which tp_size={ranks} does not divide; "
+                "expected another tp_size"
+            )
+
+
+def _names(model: nn.Module) -> Iterator[list[str]]:
+    """All names of each parameter."""
+    found: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        found.setdefault(id(param), []).append(name)
+    yield from found.values()
+
+
+def split_alike(model: nn.Module, styles: Styles, names: list[str]) -> None:
+    """Layers that share a weight are split alike: an embedding by rows, as a head by columns."""
+    layers = [name.rpartition(".")[0] for name in names]
+    planned = [name for name in layers if name in styles]
+    for name in layers if planned else ():
+        if name not in styles:
+            is_embedding = isinstance(model.get_submodule(name), nn.Embedding)
+            styles[name] = _WORDS[
+                "embedding_rowwise" if is_embedding else "colwise_gather_output"
+            ]()
+    rows = {_splits_rows(model.get_submodule(name), styles[name]) for name in layers if planned}
+    if len(rows) > 1:
+        raise ValueError(
+            f"{' and '.join(names)} are one parameter, and the plan splits it in two ways; "
+            "expected the rows of an embedding where a linear layer is split by columns, or "
+            "weights that are not tied"
+        )
+
+
+def _splits_rows(layer: nn.Module, style: ParallelStyle) -> bool:
+    """Whether the weight is split in its first dimension."""
+    return isinstance(style, RowwiseParallel) == isinstance(layer, nn.Embedding)

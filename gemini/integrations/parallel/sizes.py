@@ -1,0 +1,86 @@
+"""How many ranks do what: from a plugin's sizes to a mesh, and to who sees which data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from gemini.integrations import parts
+
+_SAME_DATA = ("tp", "pp")  # dimensions whose ranks work on the same rows
+Dims = tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MeshSizes:
+    """How many ranks the dimensions of a mesh have.
+
+    tp: ranks that split layers. pp: places of a pipeline, beside which nothing splits.
+
+    replicas: of shards. shards: false makes every data-parallel rank a replica of all.
+    pp_inside: ranks of one pipeline are neighbours.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    replicas: int = 1
+    shards: bool = True
+    pp_inside: bool = True
+
+    def dims(self, ranks: int) -> Dims:
+        """Names and sizes of the mesh of so many ranks; none where one group is all there is.
+
+        Raises ValueError for sizes that do not divide them.
+        """
+        if ranks % (self.tp * self.pp * self.replicas):
+            named = {
+                "tp_size": self.tp, "pp_size": self.pp, "extra_dp_size": self.replicas,
+            }  # fmt: skip
+            asked = " and ".join(f"{name}={size}" for name, size in named.items() if size > 1)
+            raise ValueError(
+                f"{asked} for {ranks} ranks; expected sizes whose product is a divisor of their "
+                "number"
+            )
+        data = ranks // (self.tp * self.pp)
+        if self.pp > 1:
+            dims = ([("dp", data)] if data > 1 else []) + [("pp", self.pp)]
+            return tuple(dims if self.pp_inside else dims[::-1])
+        replicas = self.replicas if self.shards else data
+        dims = [("replicate", replicas)] if replicas > 1 else []
+        dims += [("shard", data // replicas)]
+        dims += [("tp", self.tp)] if self.tp > 1 else []
+        return tuple(dims) if len(dims) > 1 else ()
+
+    def mesh(self, device: torch.device) -> DeviceMesh | None:
+        """Of all ranks. Collective. None where one group is all there is."""
+        dims = self.dims(parts.world_size())
+        if not dims:
+            return None
+        assert dist.is_initialized()
+        names, sizes = zip(*dims, strict=True)
+        return init_device_mesh(device.type, sizes, mesh_dim_names=names)
+
+    def data_place(self, rank: int, ranks: int) -> tuple[int, int]:
+        """(which part of the data this rank sees, how many parts there are)."""
+        dims = self.dims(ranks)
+        if not dims:
+            return rank, ranks
+        at = list(product(*(range(size) for _, size in dims)))[rank]
+        mine = [
+            (place, size) for place, (name, size) in zip(at, dims, strict=True)
+            if name not in _SAME_DATA
+        ]  # fmt: skip
+        return _row_major(mine), prod(size for _, size in mine)
+
+
+def _row_major(places: Sequence[tuple[int, int]]) -> int:
+    index = 0
+    for place, size in places:
+        index = index * size + place
+    return index

@@ -1,0 +1,1 @@
+"""Meshes: what each of their dimensions is for, and which rank has what. Pure."""

@@ -1,0 +1,183 @@
+"""What an iteration costs whose blocks on disk are updated in backward (ADR 0013). Pure.
+
+    in backward  a block is read, updated and written as soon as its gradient is final
+    in the step  the other blocks; of those before, what the step reads of a new version
+
+Every block that was begun in backward is held, as in a run of steps that clip and skip nothing. The
+disk works beside the pass, the update takes the time of what computes. Blocks that are read
+ahead of the step are left to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from gemini.placement.cost import StepCost, Walk, predict_step
+from gemini.placement.plan import Move, MoveKind, Plan
+from gemini.placement.sizes import Bandwidths, BlockBytes
+from gemini.placement.tiers import Tier
+from gemini.units import BlockId, Bytes
+
+from .tail import Calls, TailCost, price_tail
+
+UPDATES = ("serial", "tail", "speculate", "both")  # the simplest first
+SAME_SECONDS = 0.02  # of an iteration: no prediction tells them apart
+READS_AHEAD = 1  # as of `optim.step.speculation`
+MASTER_ITEMSIZE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationCost:
+    """An iteration as predicted, with updates in backward."""
+
+    num_blocks: int  # with state on NVMe
+    num_ahead: int  # of these, updated in backward
+    tail: TailCost  # of the rest, behind the next forward; serial: in `step()`
+
+    def __str__(self) -> str:
+        return blocks_in_words(self.num_ahead, self.num_blocks)
+
+
+def blocks_in_words(num_ahead: int, num_blocks: int) -> str:
+    """In words, as predicted or as measured."""
+    return f"{num_ahead} of {num_blocks} blocks on NVMe"
+
+
+def price_speculation(
+    plan: Plan,
+    bandwidths: Bandwidths,
+    compute_seconds: Sequence[float],
+    calls: Calls,
+    backward: int,
+    tail: TailCost | None,
+) -> SpeculationCost | None:
+    """Walk through the pass with what a backward updates beside it, and through what is left.
+
+    tail: of the same plan, and the others as of `price_tail`. Weights have masters. None where a
+    tail has no price, and where no state is on NVMe beside a CPU.
+    """
+    on_disk = plan.blocks_on(Tier.NVME)
+    if tail is None or plan.has_host_tier or not on_disk:
+        return None
+    ahead = _in_backward(plan, bandwidths, compute_seconds, backward)
+    compute = list(compute_seconds)
+    compute[-1] += ahead.update_seconds
+    rest = replace(plan, forecast=replace(plan.forecast, moves=_moves_left(plan, ahead.blocks)))
+    late = ahead.disk_seconds
+    serial = predict_step(rest, bandwidths, compute, done=ahead.blocks, disk_busy=late)
+    left = price_tail(
+        rest, bandwidths, compute, calls, backward, serial, done=ahead.blocks, disk_busy=late
+    )
+    assert left is not None  # as the other has a price
+    return SpeculationCost(len(on_disk), len(ahead.blocks), left)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ahead:
+    """What is updated in backward."""
+
+    blocks: frozenset[BlockId]
+    update_seconds: float  # of what computes
+    disk_seconds: float  # that the disk still takes when backward has ended
+
+
+def _in_backward(
+    plan: Plan, bandwidths: Bandwidths, compute_seconds: Sequence[float], backward: int
+) -> _Ahead:
+    """One thread and one disk, which works in the order of issue: two reads are under way, an
+    update waits for the first of them, and its write is followed by the next read."""
+    coming, disk, end = _final_blocks(plan, bandwidths, compute_seconds, backward)
+    updates = Walk(plan, bandwidths)
+    reads: list[tuple[BlockBytes, float]] = []  # and when they have ended
+    done: list[BlockId] = []
+    now = taken = 0.0  # taken: of what computes, by updates
+    while reads or coming:
+        while coming and len(reads) <= READS_AHEAD and coming[0][1] + taken <= now:
+            block, _ = coming.pop(0)
+            disk = max(disk, now) + block.disk_bytes / bandwidths.nvme_read
+            reads.append((block, disk))
+        if not reads:
+            now = coming[0][1] + taken
+            continue
+        block, arrived = reads.pop(0)
+        now = max(now, arrived)
+        if now >= end + taken:  # the step comes first, and forgets what was read
+            break
+        seconds = updates.update_of(block.id)
+        now, taken = now + seconds, taken + seconds
+        disk = max(disk, now) + block.held_on(Tier.NVME) / bandwidths.nvme_write
+        done.append(block.id)
+    return _Ahead(frozenset(done), taken, max(0.0, disk - end - taken))
+
+
+def _final_blocks(
+    plan: Plan, bandwidths: Bandwidths, compute_seconds: Sequence[float], backward: int
+) -> tuple[list[tuple[BlockBytes, float]], float, float]:
+    """Blocks on disk that no step reads ahead, each with the second of the pass at which its
+    gradient is final, in this order; when what is read ahead is there; and when the pass ends."""
+    walk, total = Walk(plan, bandwidths), plan.num_trace_moments
+    begins = []  # of every moment
+    for moment in range(total):
+        walk.exchange(moment, {})
+        walk.reach(moment)
+        begins.append(walk.now)
+        walk.compute(compute_seconds[moment])
+    walk.reach(total)
+    reads = [m for m in plan.forecast.moves if _is_read(m) and m.begin < total]
+    read_ahead = {move.block for move in reads}
+    there = begins[backward] + sum(move.nbytes for move in reads) / bandwidths.nvme_read
+    found: list[tuple[BlockBytes, float]] = []
+    for reduction in plan.forecast.reductions:
+        sizes, shard = plan.chunks[reduction.chunk], plan.shards[reduction.chunk]
+        final = reduction.end if sizes.reduces else reduction.last
+        if final < total:  # else the step's
+            found += [
+                (block, begins[final])
+                for block, home in zip(sizes.blocks, shard.state_homes, strict=True)
+                if home is Tier.NVME and block.id not in read_ahead
+            ]
+    return sorted(found, key=lambda pair: pair[1]), there, walk.now
+
+
+def _is_read(move: Move) -> bool:
+    return move.kind is MoveKind.STATE and move.src is Tier.NVME
+
+
+def _moves_left(plan: Plan, done: frozenset[BlockId]) -> tuple[Move, ...]:
+    """Without what was moved before: of a block that is held a step reads its new weights, or its
+    new masters."""
+    blocks = {block.id: block for chunk in plan.chunks for block in chunk.blocks}
+    left = []
+    for move in plan.forecast.moves:
+        if move.block not in done or move.kind not in (MoveKind.STATE, MoveKind.UNDO):
+            left.append(move)
+        elif _is_read(move):
+            block = blocks[move.block]
+            again = block.beside_bytes or Bytes(block.numel * MASTER_ITEMSIZE)
+            left.append(replace(move, nbytes=again))
+    return tuple(left)
+
+
+def seconds_by_update(
+    serial: StepCost, tail: TailCost | None, speculation: SpeculationCost | None
+) -> dict[str, float]:
+    """Of an iteration, for every `update=` that has a price."""
+    found = {"serial": serial.seconds}
+    if tail is not None:
+        found["tail"] = tail.seconds
+    if speculation is not None:
+        found |= {"speculate": speculation.tail.serial_seconds, "both": speculation.tail.seconds}
+    return found
+
+
+def best_update(seconds: Mapping[str, float]) -> str:
+    """The simplest that takes no longer than any other, as far as a prediction tells them apart."""
+    least = min(seconds.values()) * (1 + SAME_SECONDS)
+    return next(name for name in UPDATES if name in seconds and seconds[name] <= least)
+
+
+def priced_in_words(seconds: Mapping[str, float]) -> str:
+    """Every price, and the choice."""
+    prices = ", ".join(f"{name} {seconds[name]:.3g} s" for name in UPDATES if name in seconds)
+    return f'an iteration as predicted: {prices}; best is update="{best_update(seconds)}"'

@@ -1,0 +1,132 @@
+"""One sharding group: who has the shards of a chunk, and who has replicas of them.
+
+S shards · R replicas · [S] here is one shard
+
+Gradients are summed over both: reduced and scattered inside a replica, then [S] is summed across.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gemini.tickets import Ticket
+
+from .communicator import Communicator
+
+
+@dataclass(frozen=True, slots=True)
+class AcrossReplicas:
+    """A reduction inside a replica; the sum over replicas is begun when it is waited for."""
+
+    inside: Ticket[None]
+    replicas: Communicator
+    shard: Tensor
+
+    def ready(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        self.inside.wait()
+        self.replicas.all_reduce(self.shard).wait()
+
+
+class Links:
+    """Collectives of the chunks of one sharding group.
+
+    rank, world_size: of the shards of one replica. num_means: ranks over which gradients are
+    averaged: those of all shards and replicas, and for experts those whose tokens they were given.
+    is_alone: no other rank has a part in them. counts: this rank speaks for its shards, in sums
+    over all ranks and in what is saved; of the ranks that have the same shards, one does. sums:
+    what reduces and scatters: the shards themselves, where there is one replica.
+    """
+
+    def __init__(
+        self,
+        shards: Communicator,
+        replicas: Communicator | None = None,
+        copies: Communicator | None = None,
+        split: Communicator | None = None,
+        num_means: int | None = None,
+    ) -> None:
+        """`copies`: ranks that have the same and come to it by themselves: those at other places
+        of what splits other parameters. `split`: those that have other parts of these parameters.
+        `num_means`: None where they are the ranks of all shards and replicas.
+        """
+        self.shards = shards
+        self.replicas = replicas if replicas is not None and replicas.world_size > 1 else None
+        self.copies = copies if copies is not None and copies.world_size > 1 else None
+        self.split = split if split is not None and split.world_size > 1 else None
+        self.rank, self.world_size = shards.rank, shards.world_size
+        self.num_replicas = 1 if self.replicas is None else self.replicas.world_size
+        self.num_means = num_means or self.world_size * self.num_replicas
+        self.is_alone = self.world_size * self.num_replicas == 1
+        # gradients are of other ranks' data too, which travels to the experts here
+        self.is_sent_data = self.num_means > self.world_size * self.num_replicas
+        self.sums: Communicator | Links = shards if self.replicas is None else self
+        self._is_first = self.replicas is None or self.replicas.rank == 0
+        self.counts = self._is_first and (self.copies is None or self.copies.rank == 0)
+        self._stream: torch.cuda.Stream | None = None
+
+    # -- chunks --
+
+    def reduce_scatter(self, shard: Tensor, payload: Tensor, label: int) -> Ticket[None]:
+        """shard [S]: the sum over all ranks of their payload's [S] that belongs to this rank.
+
+        With one shard a replica, `shard` is `payload`.
+        """
+        assert self.replicas is not None
+        if self.world_size == 1:
+            assert shard is payload
+            return self.replicas.all_reduce_chunk(payload, label)
+        inside = self.shards.reduce_scatter(shard, payload, label)
+        if not shard.is_cuda:
+            return AcrossReplicas(inside, self.replicas, shard)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()
+        with torch.cuda.stream(self._stream):  # the device orders the two, and computes on
+            inside.wait()
+            return self.replicas.all_reduce(shard)
+
+    # -- whole values --
+
+    @property
+    def is_given_nothing(self) -> bool:
+        """Whether a module starts with what this rank has of these parameters."""
+        return self.is_alone and self.copies is None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first rank of the first replica."""
+        return self._is_first and self.rank == 0
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Those of the first rank that has these parameters, on all that have them."""
+        for comm in (self.copies, self.replicas, self.shards):
+            if comm is not None:
+                comm.broadcast(tensor)
+
+    def gather(self, shard: Tensor) -> Tensor | None:
+        """[S * W] on the first rank of the first replica, None on the others."""
+        return self.shards.gather(shard) if self._is_first else None
+
+    def gather_for_all(self, shard: Tensor, label: int) -> Tensor:
+        """[S * W] on every rank; `shard` itself where it is all there is."""
+        if self.world_size == 1:
+            return shard
+        payload = torch.empty(
+            shard.numel() * self.world_size, dtype=shard.dtype, device=shard.device
+        )
+        self.shards.all_gather(payload, shard, label).wait()
+        return payload
+
+    def scatter(self, payload: Tensor | None, shard: Tensor) -> None:
+        """The inverse, on all replicas."""
+        if self._is_first:
+            self.shards.scatter(payload, shard)
+        if self.replicas is not None:
+            here = shard.to(self.replicas.device)
+            self.replicas.broadcast(here)
+            shard.copy_(here)

@@ -1,0 +1,57 @@
+"""What the weights of a chunk are, as exact as they are known; and how they are set.
+
+The optimizer's fp32 master where there is one; else the fp32 original, until it becomes one; else
+the shard. What a user has written to a shard counts for all three.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gemini.chunk.storage import Chunk
+from gemini.runtime.memory.user_writes import follow_shard
+from gemini.runtime.parts import Parts
+
+
+def master_of(parts: Parts, chunk: Chunk) -> Tensor:
+    """[S] fp32 on the CPU, a copy."""
+    if parts.target is not None and chunk.spec.trainable:
+        return parts.target.read_master(chunk)
+    return weights_without_master(parts, chunk).to("cpu", torch.float32, copy=True)
+
+
+def set_master(parts: Parts, chunk: Chunk, values: Tensor) -> None:
+    """The inverse: [S] fp32, and rounded to the shard."""
+    if parts.target is not None and chunk.spec.trainable:
+        parts.target.write_master(chunk, values)
+    else:
+        set_without_master(parts, chunk, values)
+
+
+def full_chunk(parts: Parts, chunk: Chunk) -> Tensor:
+    """[S * W] fp32: every rank's masters of one chunk, where collectives are. Collective."""
+    mine = master_of(parts, chunk).to(parts.comm.device)
+    return parts.links[chunk.spec.group].gather_for_all(mine, chunk.spec.id)
+
+
+def weights_without_master(parts: Parts, chunk: Chunk) -> Tensor:
+    """[S] of a chunk whose masters no optimizer has: fp32 or as wide as the chunk.
+
+    It is what there is, or a copy of what lies in a file: `set_without_master` takes changes back.
+    """
+    shard = chunk.load_shard()
+    original = parts.storage.originals.get(chunk.spec.id)
+    parts.storage.originals.rest()
+    if original is None:
+        return shard
+    follow_shard(original, shard.to(original.device))
+    return original
+
+
+def set_without_master(parts: Parts, chunk: Chunk, values: Tensor) -> None:
+    """Make [S] the weights."""
+    chunk.store_shard(values)
+    if chunk.spec.id in parts.storage.originals:
+        parts.storage.originals.put(chunk.spec.id, values)
+        parts.storage.originals.rest()

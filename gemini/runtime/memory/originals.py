@@ -1,0 +1,169 @@
+"""fp32 values of chunks whose dtype rounds their parameters, beside their shards.
+
+Masters start from those of trained chunks, which then go. Those of frozen chunks stay: they are
+what `unwrap()`, `state_dict()` and checkpoints give back, and what masters start from after a thaw.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from gemini.chunk.layout import ChunkSpec
+from gemini.placement.plan import Plan
+from gemini.placement.tiers import Tier
+from gemini.units import ChunkId
+
+from .tensor_files import FileConfig, Flat, TensorFiles
+
+
+def original_homes(specs: Sequence[ChunkSpec], plan: Plan) -> dict[ChunkId, Tier]:
+    """Where each chunk's would be: if it is trained, on the lowest tier that has its state."""
+    found: dict[ChunkId, Tier] = {}
+    for shard in plan.shards:
+        used = (t for t in (Tier.NVME, Tier.HOST) if t in shard.state_homes)
+        lowest = next(used, Tier.DEVICE)
+        found[shard.chunk] = lowest if specs[shard.chunk].trainable else plan.original_home
+    return found
+
+
+class Originals:
+    """[S] fp32 by chunk, each in its home: memory of the device, of the host, or a file.
+
+    Between calls of `rest` files have staging, and what was read last is in memory too.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[ChunkSpec],
+        homes: dict[ChunkId, Tier],
+        device: torch.device,
+        config: FileConfig,
+    ) -> None:
+        self._specs = specs  # as they were when the module was wrapped
+        self._homes = homes
+        self._device = device
+        self._config = replace(config, pin=None)  # pinned staging could not be given back
+        self._memory: dict[ChunkId, Tensor] = {}
+        self._files: list[TensorFiles] = []
+        self._in_file: set[ChunkId] = set()
+        self._last: tuple[ChunkId, Tensor] | None = None  # read from a file; asked for by block
+        self.memory_bytes: Counter[Tier] = Counter()
+
+    def __contains__(self, chunk: ChunkId) -> bool:
+        return chunk in self._memory or chunk in self._in_file
+
+    def get(self, chunk: ChunkId) -> Tensor | None:
+        """[S], or None; of a file a copy: `put` takes changes back."""
+        if chunk not in self._in_file:
+            return self._memory.get(chunk)
+        if self._last is None or self._last[0] != chunk:
+            self._last = None  # give its memory back first
+            values = torch.empty(self._specs[chunk].shard_numel, dtype=torch.float32)
+            self._file_of(chunk).read(chunk, values).wait()
+            self._last = (chunk, values)
+        return self._last[1]
+
+    def put(self, chunk: ChunkId, values: Tensor) -> None:
+        """Keep [S] from now on. Masters that are given back stay in host memory: beside their state
+        the device may have no room for them."""
+        home = self._homes[chunk]
+        if home is Tier.NVME:
+            self._last = None
+            self._file_of(chunk).write(chunk, values)
+            self._in_file.add(chunk)
+            return
+        if values is self._memory.get(chunk):
+            return
+        self._leave_memory(chunk)
+        if values.device != self._device:
+            home = self._homes[chunk] = Tier.HOST
+        self._memory[chunk] = values.to("cpu", copy=True) if home is Tier.HOST else values
+        self.memory_bytes[home] += values.nbytes
+
+    def drop(self, chunk: ChunkId) -> None:
+        self._leave_memory(chunk)
+        if chunk in self._in_file:
+            self._in_file.discard(chunk)
+            self._give_space_back()
+        self.rest()
+
+    def keep(self, chunks: Collection[ChunkId]) -> None:
+        """Drop those of all other chunks."""
+        for chunk in self.chunks - frozenset(chunks):
+            self.drop(chunk)
+
+    def complete(self) -> None:
+        """All have come that will: what files have room for beside them is given back."""
+        self._give_space_back()
+        self.rest()
+
+    def rest(self) -> None:
+        """Nothing is asked for in a while: give back what makes it fast."""
+        self._last = None
+        for file in self._files:
+            file.rest()
+
+    @property
+    def chunks(self) -> frozenset[ChunkId]:
+        return frozenset(self._memory) | self._in_file
+
+    @property
+    def file_bytes(self) -> int:
+        return sum(file.file_bytes for file in self._files)
+
+    @property
+    def written_bytes(self) -> int:
+        """To files that are still there."""
+        return sum(file.store.traffic.written_bytes for file in self._files)
+
+    def clear(self) -> None:
+        """Give memory and files back."""
+        self._memory.clear()
+        self.memory_bytes.clear()
+        self._in_file.clear()
+        self._last = None
+        for file in self._files:
+            file.close()
+        self._files.clear()
+
+    def _leave_memory(self, chunk: ChunkId) -> None:
+        values = self._memory.pop(chunk, None)
+        if values is not None:
+            self.memory_bytes[self._homes[chunk]] -= values.nbytes
+
+    def _file_of(self, chunk: ChunkId) -> TensorFiles:
+        """The file that has room for it; frozen chunks, whose values stay, have one together."""
+        found = next((file for file in self._files if chunk in file), None)
+        if found is None:
+            trainable = self._specs[chunk].trainable
+            taken = {other for file in self._files for other in file}
+            wanted = [
+                other
+                for other, home in self._homes.items()
+                if home is Tier.NVME
+                and other not in taken
+                and self._specs[other].trainable == trainable
+            ]
+            label = f"{self._config.label}{'' if trainable else 'frozen-'}originals-"
+            found = TensorFiles(
+                {c: Flat(self._specs[c].shard_numel, torch.float32) for c in wanted},
+                replace(self._config, label=label),
+                versioned=False,
+            )
+            self._files.append(found)
+        return found
+
+    def _give_space_back(self) -> None:
+        for file in list(self._files):
+            unused = [chunk for chunk in file if chunk not in self._in_file]
+            if len(unused) == len(list(file)):
+                file.close()
+                self._files.remove(file)
+            elif unused:
+                file.rest()
+                file.forget(unused)

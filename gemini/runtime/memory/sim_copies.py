@@ -1,0 +1,170 @@
+"""Copies of the simulated device: they happen as late as they may, and watch their ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from gemini.tickets import CopyTicket
+
+from .sim_pages import poison
+
+_NOTHING = range(0)
+
+
+class Device(Protocol):
+    """What a copy tells the device that it runs on."""
+
+    work: int  # that it was given so far
+
+    def copying(self) -> AbstractContextManager[None]:
+        """What is computed inside is how copies are simulated."""
+        ...
+
+    def ended(self, copy: SimCopy) -> None:
+        """Both its ends are free."""
+        ...
+
+    def device_waits(self, copy: SimCopy) -> None:
+        """What the device is given next comes behind this copy."""
+        ...
+
+    def host_waited(self) -> None:
+        """The host waited for the device: what was ordered before has ended too."""
+        ...
+
+    def lost(self, copy: SimCopy) -> None:
+        """Nobody can wait for it any more, and nobody has."""
+        ...
+
+
+class SimCopy:
+    """One copy between device and host.
+
+    `writes` and `reads` are addresses that are not free yet.
+    """
+
+    def __init__(
+        self, device: Device, dst: Tensor, src: Tensor, *, to_host: bool, ends_on_host: bool
+    ) -> None:
+        """`ends_on_host`: one end is the host's, which sees what has ended when it waits."""
+        self._device = device
+        self._dst: Tensor | None = dst.detach()
+        self._src: Tensor | None = src.detach()
+        self.writes, self.reads = addresses(dst), addresses(src)
+        self.nbytes = dst.nbytes
+        self.to_host = to_host
+        self._ends_on_host = ends_on_host
+        self.begun_at = device.work
+        self.ordered = self.has_ended = False
+        self._values: Tensor | None = src.detach().clone()
+        self._before = _bits(src).clone()
+        with torch.no_grad():
+            dst.detach().fill_(poison(dst.dtype))
+
+    def deliver(self) -> None:
+        """What was copied is in place."""
+        self._check_source()
+        if self._values is not None and self._dst is not None:
+            with torch.no_grad():
+                self._dst.copy_(self._values)
+            self._values = None
+
+    def end(self) -> None:
+        """Both ends are free."""
+        self.ordered = True
+        self.deliver()
+        self.has_ended = True
+        self._dst = self._src = None
+        self.writes = self.reads = _NOTHING
+        self._device.ended(self)
+
+    def order(self) -> None:
+        """The device comes behind the copy, so its end may be used, written and freed there."""
+        if self.ordered:
+            return
+        self._check_source()
+        self.ordered = True
+        self._device.device_waits(self)
+        if self.to_host:
+            self._src, self.reads = None, _NOTHING
+            return
+        self.deliver()
+        self._dst, self.writes = None, _NOTHING
+        if not self._ends_on_host:
+            self.end()
+
+    def settle(self) -> None:
+        """The host waits."""
+        if not self.has_ended:
+            self.end()
+            self._device.host_waited()
+
+    def _check_source(self) -> None:
+        if self._src is not None and not torch.equal(_bits(self._src), self._before):
+            raise AssertionError("the source of a copy was written while the copy reads it")
+
+
+class SimTicket:
+    """Of one copy, which is lost where nobody waits before this is dropped."""
+
+    def __init__(self, device: Device, copy: SimCopy) -> None:
+        self._device, self._copy = device, copy
+
+    def ready(self) -> bool:
+        return self._copy.has_ended
+
+    def order(self) -> None:
+        with self._device.copying():
+            self._copy.order()
+
+    def wait(self) -> None:
+        self.order()
+        if self._copy.to_host:
+            self.settle()
+
+    def settle(self) -> None:
+        with self._device.copying():
+            self._copy.settle()
+
+    def __del__(self) -> None:
+        if not self._copy.ordered:
+            self._device.lost(self._copy)
+
+
+class SeveralTickets:
+    """Several copies that are waited for as one."""
+
+    def __init__(self, copies: Sequence[CopyTicket]) -> None:
+        self._copies = copies
+
+    def ready(self) -> bool:
+        return all(copy.ready() for copy in self._copies)
+
+    def order(self) -> None:
+        for copy in self._copies:
+            copy.order()
+
+    def wait(self) -> None:
+        for copy in self._copies:
+            copy.wait()
+
+    def settle(self) -> None:
+        for copy in self._copies:
+            copy.settle()
+
+
+def addresses(tensor: Tensor) -> range:
+    return range(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
+
+
+def overlap(a: range, b: range) -> bool:
+    return a.start < b.stop and b.start < a.stop
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(torch.uint8)

@@ -1,0 +1,228 @@
+"""JointTarget: one step of all parts of a pipeline, on all ranks, or of none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import chain
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from gemini.chunk.storage import Chunk
+from gemini.runtime.comm.ballot import Ballot
+from gemini.runtime.edits import PendingClip
+from gemini.runtime.parts import Parts
+from gemini.runtime.step.agreement import carry_out, heard
+from gemini.runtime.step.target import ShardTarget
+from optim.rules.clipping import Clip
+from optim.rules.control_vector import ControlVector
+from optim.rules.report import StepReport
+from optim.rules.state_layout import Plane
+from optim.state.state_stream import RunSpec, StateSnapshot, StateSource, StateVisitor
+from optim.target import OWNER_ATTRIBUTE, AmpInputs, Group, ParameterOwner
+
+from .seats import Agreed, Seats
+
+
+class PipelineVote(Protocol):
+    """All parts of the pipeline, on all ranks; see `gemini.runtime.pipeline.together`."""
+
+    def seated(self, parts: Sequence[Parts]) -> Seats: ...
+
+    def vote(self, seats: Seats, ballots: Sequence[Ballot], norm_type: float) -> Agreed: ...
+
+    def any(self, flag: bool) -> bool: ...
+
+    def raise_what_any_raised(self, seats: Seats, error: BaseException | None) -> None: ...
+
+
+class JointTarget:
+    """The shards of this process's parts. See `optim.target.Target`.
+
+    Steps and clips are collective over all stages; state is that of each part.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[ShardTarget],
+        owners: Sequence[ParameterOwner],
+        together: PipelineVote,
+    ) -> None:
+        """`owners`: of each member's parameters."""
+        self.members, self.owners = list(members), list(owners)
+        self._together = together
+        self._known_seats: Seats | None = None
+        self._clipped: Agreed | None = None  # what a clip has measured for the coming step
+        for member in self.members:
+            member.joint = self
+
+    # -- the step --
+
+    def step(self, groups: Sequence[Group], amp: AmpInputs | None = None) -> StepReport:
+        for member in self.members:
+            member.check_step(amp)
+        hypers = [member.hypers(groups) for member in self.members]
+        chunks = [member.reduced_chunks() for member in self.members]
+        report = self._step(hypers, chunks)
+        self._clipped = None
+        for member in self.members:
+            member.used_gradients()
+        return self.members[0].reported(report)
+
+    def _step(
+        self, hypers: Sequence[Sequence[Any]], chunks: Sequence[Sequence[Chunk]]
+    ) -> StepReport:
+        clips = [member.pending_clip() for member in self.members]
+        agreed = self._measured(clips) or self._agree(chunks, clips[0].clip.norm_type)
+        for member in self.members:
+            member.agree_on_trace()
+        _check_any(agreed)
+        if agreed.nonfinite is not None:
+            skipped = [member.skipped(agreed.nonfinite) for member in self.members]
+            return skipped[0]
+        steps = [
+            member.agreed_step(hyper, pending.clip, agreement)
+            for member, hyper, pending, agreement in zip(
+                self.members, hypers, clips, agreed.parts, strict=True
+            )
+        ]
+        return carry_out(steps, partial(self._together.raise_what_any_raised, self.seats))
+
+    def clip(self, clip: Clip) -> Tensor | None:
+        """For the coming step of all stages; the norm over all of them, where one is asked for."""
+        chunks = [member.reduced_chunks() for member in self.members]
+        for member in self.members:
+            member.begin_clip()
+        agreed = self._agree(chunks, clip.norm_type)
+        _check_any(agreed)
+        norm = None
+        if clip.max_norm > 0:
+            norm = clip.norm(agreed.parts[0].power_sum) / self.members[0].parts.control_vector.scale
+        for member, agreement in zip(self.members, agreed.parts, strict=True):
+            member.parts.pending_clip = PendingClip(clip, norm, agreement)
+        self._clipped = agreed
+        return norm
+
+    def _measured(self, clips: Sequence[PendingClip]) -> Agreed | None:
+        """What a clip has measured, if no stage has changed its gradients since. Collective where
+        there was a clip."""
+        if self._clipped is None:
+            return None
+        same = zip(clips, self._clipped.parts, strict=True)
+        changed = any(pending.agreement is not agreement for pending, agreement in same)
+        return None if self._together.any(changed) else self._clipped
+
+    def _agree(self, chunks: Sequence[Sequence[Chunk]], norm_type: float) -> Agreed:
+        agreed = self._vote(chunks, norm_type)
+        if agreed.deviated:  # a gradient came late somewhere: reduce once more, everywhere
+            for member in self.members:
+                member.parts.reducer.reduce_leftovers()
+            agreed = self._vote([member.reduced_chunks() for member in self.members], norm_type)
+        return agreed
+
+    def _vote(self, chunks: Sequence[Sequence[Chunk]], norm_type: float) -> Agreed:
+        seats = self.seats
+        ballots = [
+            member.ballot(mine, norm_type)
+            for member, mine in zip(self.members, chunks, strict=True)
+        ]
+        agreed = self._together.vote(seats, ballots, norm_type)
+        for member, agreement in zip(self.members, agreed.parts, strict=True):
+            heard(member.parts.comm, agreement)
+        if agreed.strayed:
+            raise RuntimeError(
+                f"the ranks of {', '.join(sorted(set(agreed.strayed)))} issued different "
+                "collectives, and say so; weights and state of all stages are those of the last "
+                "step"
+            )
+        return agreed
+
+    @property
+    def seats(self) -> Seats:
+        """All who step together. Collective the first time.
+
+        Raises ValueError on all ranks for parts that are no whole model.
+        """
+        if self._known_seats is None:
+            self._known_seats = self._together.seated([member.parts for member in self.members])
+        return self._known_seats
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for member in self.members:
+            member.zero_grad(set_to_none)
+
+    # -- state: that of each part --
+
+    def set_groups(self, groups: Sequence[Group]) -> None:
+        for member, owner in zip(self.members, self.owners, strict=True):
+            member.set_groups(share(groups, owner))
+
+    @property
+    def untouched(self) -> bool:
+        return all(member.untouched for member in self.members)
+
+    @property
+    def planes(self) -> Sequence[Plane]:
+        return tuple(dict.fromkeys(chain(*(member.planes for member in self.members))))
+
+    @property
+    def names(self) -> Mapping[int, str]:
+        return {i: name for member in self.members for i, name in member.names.items()}
+
+    @property
+    def counters(self) -> ControlVector | None:
+        return self.members[0].counters
+
+    def shown_state(self) -> Mapping[Tensor, dict[str, Tensor]]:
+        return {p: state for m in self.members for p, state in m.shown_state().items()}
+
+    def offloaded_state(self) -> Mapping[Tensor, dict[str, Tensor]]:
+        return {p: state for m in self.members for p, state in m.offloaded_state().items()}
+
+    def visit_state(self, look: StateVisitor) -> None:
+        for member in self.members:
+            member.visit_state(look)
+
+    def state_runs(self) -> Sequence[RunSpec]:
+        return [run for member in self.members for run in member.state_runs()]
+
+    def snapshot_state(self) -> StateSnapshot:
+        """Of the one part of this process. A checkpoint takes each part's own."""
+        (member,) = self.members
+        return member.snapshot_state()
+
+    def fill_state(self, source: StateSource) -> None:
+        for member in self.members:
+            member.fill_state(source)
+
+    def load_state(self, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
+        for member in self.members:
+            member.load_state(state)
+
+    def movable(self) -> Sequence[Tensor]:
+        return [tensor for member in self.members for tensor in member.movable()]
+
+    @property
+    def nvme_bytes(self) -> int:
+        return sum(member.nvme_bytes for member in self.members)
+
+    def close(self, keep_masters: bool = True) -> None:
+        for member in self.members:
+            member.close(keep_masters)
+
+
+def share(groups: Sequence[Group], owner: ParameterOwner) -> list[Group]:
+    """The same groups, with the parameters of one owner."""
+    return [
+        {
+            **group,
+            "params": [p for p in group["params"] if getattr(p, OWNER_ATTRIBUTE).owner is owner],
+        }
+        for group in groups
+    ]
+
+
+def _check_any(agreed: Agreed) -> None:
+    if not agreed.any_present:
+        raise RuntimeError("step() without a gradient; call schedule.step(...) first")

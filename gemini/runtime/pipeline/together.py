@@ -1,0 +1,121 @@
+"""Together: the parts of a pipeline in this process, which get one optimizer and vote with all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gemini.runtime.comm.ballot import Ballot
+from gemini.runtime.comm.communicator import Communicator
+from gemini.runtime.memory.machine import ranks_here
+from gemini.runtime.parts import Parts
+from gemini.runtime.step.target import ShardTarget
+from optim.rules.config import StateConfig
+from optim.rules.rule import UpdateRule
+from optim.target import OWNER_ATTRIBUTE, Group, ParameterOwner
+
+from .joint_target import JointTarget, share
+from .seats import Agreed, Part, Seats
+
+_known: dict[Any, Any] = {}  # by mesh, of the default group that is there
+
+
+class PipelineOwner:
+    """Owns, for optimizers, the parameters of all parts of one mesh in this process.
+
+    ranks_here: those of all stages on this host, which share its memory.
+    pipeline: the ranks of this pipeline, in the order of stages. place: this rank's among them.
+    """
+
+    def __init__(self, mesh: Any) -> None:
+        self.pipeline: dist.ProcessGroup = mesh.get_group("pp")
+        self.place = int(mesh.get_local_rank("pp"))
+        self.comm = Communicator()
+        self.ranks_here = ranks_here(self.comm)
+
+    def attach(self, groups: Sequence[Group], rule: UpdateRule, config: StateConfig) -> JointTarget:
+        """Make the state of each part's parameters; see `optim.target`."""
+        owners: dict[int, ParameterOwner] = {}
+        for group in groups:
+            for param in group["params"]:
+                owner = getattr(param, OWNER_ATTRIBUTE).owner
+                owners[id(owner)] = owner
+        members = []
+        for owner in owners.values():
+            member = owner.attach(share(groups, owner), rule, config)
+            assert isinstance(member, ShardTarget)
+            members.append(member)
+        return JointTarget(members, [*owners.values()], self)
+
+    def any(self, flag: bool) -> bool:
+        """Whether it is so on some rank. Collective."""
+        return self._summed([float(flag)])[0] > 0
+
+    def seated(self, parts: Sequence[Parts]) -> Seats:
+        """Seats of these and of all that the other ranks step with. Collective.
+
+        Raises ValueError on all ranks for parts that are no whole model.
+        """
+        mine = [
+            Part(
+                (self.place, i),
+                tuple(spec.name for spec in one.layout.params),
+                one.stage,
+                tuple((name, repr(getattr(one.precision_settings, name))) for name in _ALIKE),
+            )
+            for i, one in enumerate(parts)
+        ]
+        return Seats.of(self.comm.gather_objects(mine), self.comm.rank)
+
+    def vote(self, seats: Seats, ballots: Sequence[Ballot], norm_type: float) -> Agreed:
+        return seats.decode(self._summed(seats.encode(ballots)), norm_type)
+
+    def raise_what_any_raised(self, seats: Seats, error: BaseException | None) -> None:
+        """This rank's own error, or one that says what failed elsewhere. Collective."""
+        ballot = Ballot(power_sum=0.0, present=(), io_failed=error is not None)
+        said = [ballot] * seats.num_own
+        failed = seats.failed(self._summed(seats.encode(said)))
+        if not failed:
+            return
+        texts = self.comm.gather_objects(str(error))
+        if error is not None:
+            raise error
+        raise RuntimeError(
+            f"the step failed on ranks {list(failed)}; weights and state of all stages are those "
+            "of the last step. " + "; ".join(f"rank {rank}: {texts[rank]}" for rank in failed)
+        )
+
+    def _summed(self, vector: Sequence[float]) -> list[float]:
+        """Through the host where the group reaches it, else through its store: no device waits."""
+        if not self.comm.reaches_host:
+            said = self.comm.tell("votes", json.dumps(list(vector)))
+            return [sum(slot) for slot in zip(*map(json.loads, said), strict=True)]
+        summed = torch.tensor(vector, dtype=torch.float64)
+        self.comm.all_reduce(summed).wait()
+        found: list[float] = summed.tolist()
+        return found
+
+
+# of `PrecisionSettings`: what a step does with the gradients of all stages
+_ALIKE = ("max_norm", "norm_type", "on_nonfinite")
+
+
+def together_of(mesh: Any) -> PipelineOwner:
+    """That of a mesh with "pp" in this process. Collective over all ranks the first time.
+
+    Equal meshes have one. It lives as long as the default group: what the garbage collector does,
+    and when, differs between ranks.
+    """
+    world = dist.group.WORLD
+    if _known.get("world") is not world:
+        _known.clear()
+        _known["world"] = world
+    key = (tuple(mesh.mesh.shape), tuple(mesh.mesh.flatten().tolist()), mesh.mesh_dim_names)
+    if key not in _known:
+        _known[key] = PipelineOwner(mesh)
+    found: PipelineOwner = _known[key]
+    return found

@@ -1,0 +1,149 @@
+"""A step that all ranks agree on, carried out by all targets or by none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+
+from gemini.runtime.comm.ballot import Agreement, Ballot
+from gemini.runtime.comm.communicator import Communicator
+from gemini.runtime.parts import Parts
+from gemini.tickets import Done
+from gemini.units import ParamId
+from optim.rules.report import Outcome, StepReport, Traffic
+from optim.state.held_signals import HeldSignals
+from optim.step.driver import InMemory, TargetStep, at_once, take
+from optim.step.executor import Executor
+
+from .views import ShardViews
+from .weights import after_step
+
+
+class Stepping(Protocol):
+    """A target, as its step sees it."""
+
+    @property
+    def parts(self) -> Parts: ...
+
+    @property
+    def executor(self) -> Executor: ...
+
+    def count(self, taken: Sequence[ParamId]) -> None:
+        """The step was taken, and has updated these parameters."""
+        ...
+
+    def gathered_since(self) -> Traffic:
+        """Bytes of parameters and gradients since the last step: in forward and backward too."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class AgreedStep:
+    """A step of one target that all ranks have agreed on. taken: the parameters it updates."""
+
+    target: Stepping
+    step: TargetStep
+    views: ShardViews
+    taken: Sequence[ParamId]
+    outcome: Outcome
+
+
+def exchange(parts: Parts, ballot: Ballot, norm_type: float = 2.0) -> Agreement:
+    """Through the host where the group reaches it, else through its store: no device waits."""
+    comm, scope = parts.comm, parts.scope
+    if comm.reaches_host:
+        vector = torch.tensor(ballot.encode(scope), dtype=torch.float64)
+        comm.all_reduce(vector).wait()
+        return Agreement.decode(vector.tolist(), scope, norm_type)
+    said = comm.tell("votes", ballot.to_text())
+    return Agreement.of(list(map(Ballot.from_text, said)), scope, norm_type)
+
+
+def heard(comm: Communicator, agreement: Agreement) -> None:
+    """All ranks have voted. Raises SequenceError where they did not do the same before, and
+    ReplicaError where replicas have other gradients."""
+    if agreement.sequences_differ:
+        comm.compare_logs()
+    agreement.check_replicas()
+    comm.log.clear()
+
+
+def raise_what_any_rank_raised(
+    parts: Parts, error: BaseException | None, *, uses_disk: bool
+) -> None:
+    """This rank's own error, or one that says what the failing ranks' errors were.
+
+    uses_disk: on some rank; where none does, nothing can fail and nobody asks.
+    """
+    comm = parts.comm
+    if comm.world_size > 1 and uses_disk:
+        ballot = Ballot(power_sum=0.0, present=(), io_failed=error is not None)
+        if exchange(parts, ballot).io_failed:
+            said = comm.gather_objects(None if error is None else str(error))
+            raise_failures(said, error)
+    if error is not None:
+        raise error
+
+
+def raise_failures(said: Sequence[str | None], error: BaseException | None) -> None:
+    """This rank's own error, or one that says what the failing ranks' errors were."""
+    failed = _told_by_others(said, error)
+    if failed:
+        raise RuntimeError(
+            f"the disks of ranks {list(failed)} failed; weights and state are those of "
+            "the last step on every rank. " + "; ".join(failed.values())
+        )
+
+
+def raise_what_tore(said: Sequence[str | None], error: BaseException | None) -> None:
+    """The same of updates in memory."""
+    torn = _told_by_others(said, error)
+    if torn:
+        raise RuntimeError(
+            f"updates on ranks {list(torn)} ended in their middle, so weights and state are of two "
+            "steps; load a checkpoint. " + "; ".join(torn.values())
+        )
+
+
+def _told_by_others(said: Sequence[str | None], error: BaseException | None) -> dict[int, str]:
+    """By rank, where this one has no error; else raises it."""
+    if error is not None:
+        raise error
+    return {rank: f"rank {rank}: {text}" for rank, text in enumerate(said) if text is not None}
+
+
+def carry_out(
+    steps: Sequence[AgreedStep],
+    agree: Callable[[BaseException | None], None],
+    in_memory: InMemory = at_once,
+) -> StepReport:
+    """The steps of all these targets count, or none; see `optim.step.driver.take`."""
+    targets = [step.target for step in steps]
+    for target in targets:
+        target.parts.manager.release_for_step()
+    try:
+        with HeldSignals() as held:
+            for target in targets:
+                target.parts.manager.ledger.note()
+            try:
+                report = take([step.step for step in steps], held, agree, in_memory)
+            except BaseException:
+                for target in targets:
+                    target.executor.undo()
+                raise
+            for step in steps:
+                step.target.count(step.taken)
+    finally:
+        for target in targets:
+            after_step(target.parts)
+    for target in targets:
+        if target.executor.counts_on_host:  # else the prologue did
+            target.parts.control_vector.stepped(overflow=False)
+    return replace(
+        report,
+        outcome=Done(steps[0].outcome),
+        traffic=sum((target.gathered_since() for target in targets), report.traffic),
+    )

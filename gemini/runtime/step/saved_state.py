@@ -1,0 +1,204 @@
+"""The optimizer state of an engine's shards as others see it: run by run, and as whole planes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gemini.runtime.parts import Parts
+from optim.rules.config import StateConfig
+from optim.rules.rule import UpdateRule
+from optim.rules.state_layout import Plane
+from optim.state.pieces import Planes
+from optim.state.space import Block
+from optim.state.state_stream import (
+    RunSpec,
+    StateSnapshot,
+    StateSource,
+    StateVisitor,
+    fill_runs,
+    inside,
+    list_runs,
+    visit_runs,
+)
+from optim.step.executor import Executor, step_counts
+from optim.target import Group
+
+from .executors import make_executor, run_of
+from .full_state import gather_state, scatter_state
+from .shard_blocks import Shards
+from .state import ShardState, StepCalls
+from .weights import after_step
+
+
+class SavedShards(ShardState):
+    """State and step counts of an engine's parameters, for saving and loading.
+
+    Counts are the executor's, of all parameters on every rank; planes are those of this rank's
+    shards.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        calls: StepCalls,
+        groups: Sequence[Group],
+        rule: UpdateRule,
+        config: StateConfig,
+    ) -> None:
+        self._group_of = group_of(parts, groups)  # first: it refuses what is not ours
+        super().__init__(parts, calls, rule.layout, config)
+        runs = [run_of(parts.layout, chunk) for chunk in self._chunks]
+        self._executor: Executor = make_executor(
+            parts, rule, self._tiered_state.layout, self._group_of, runs, config.cpu_path
+        )
+        self._num_steps = 0
+        self._was_loaded = False
+
+    @property
+    def names(self) -> dict[int, str]:
+        """Name by id of the parameter."""
+        params = self._parts.params
+        return {id(param): name for param, name in zip(params, self._names, strict=True)}
+
+    @property
+    def planes(self) -> tuple[Plane, ...]:
+        """Of the state of every parameter, its master first where there is one."""
+        return self._tiered_state.layout.planes
+
+    @property
+    def has_master(self) -> bool:
+        return self._tiered_state.layout.has_master
+
+    @property
+    def untouched(self) -> bool:
+        """No step was taken and nothing loaded: moments and counts are zero."""
+        return self._num_steps == 0 and not self._was_loaded
+
+    @property
+    def step_counts(self) -> Sequence[int]:
+        """How often each parameter was updated."""
+        return step_counts(self._executor)
+
+    # -- run by run --
+
+    def visit_state(self, look: StateVisitor) -> None:
+        """Show this rank's state run by run; see `optim.state.state_stream`. Not collective."""
+        visit_runs(self.tiered_state, self._names, look)
+
+    def state_runs(self) -> Sequence[RunSpec]:
+        return list_runs(self.tiered_state, self._names)
+
+    def snapshot_state(self) -> StateSnapshot:
+        return StateSnapshot(self.tiered_state, self._names)
+
+    @torch.no_grad()
+    def fill_state(self, source: StateSource) -> None:
+        """Replace this rank's state run by run. Weights follow the masters. Not collective."""
+        self._was_loaded = True
+        self._parts.manager.release_all()
+        try:
+            shards, tiered_state = Shards(self._chunks), self.tiered_state
+            with self.shards_with_masters():
+                fill_runs(tiered_state, self._names, source, shards.follow_master)
+            shards.end()
+            self._tiered_state.torn = None
+        finally:
+            after_step(self._parts)
+
+    # -- whole planes --
+
+    def shown_state(self) -> Mapping[Tensor, dict[str, Tensor]]:
+        """Step counts, as views; the rest is in shards."""
+        counts = self._executor.counts
+        return {
+            param: {"step": counts[i]}
+            for i, param in enumerate(self._parts.params)
+            if self._group_of[i] is not None
+        }
+
+    def offloaded_state(self) -> Mapping[Tensor, dict[str, Tensor]]:
+        """Whole planes of parameters in groups on rank 0, nothing elsewhere. Collective."""
+        parts = self._parts
+        self._calls.meet("optimizer.state_dict()")
+        whole = gather_state(
+            self.tiered_state, self._chunks, parts.layout, parts.links, parts.params
+        )
+        return {
+            param: whole[self._names[i]]
+            for i, param in enumerate(parts.params)
+            if self._group_of[i] is not None and self._names[i] in whole and parts.comm.rank == 0
+        }
+
+    @torch.no_grad()
+    def load_state(self, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
+        """Rank 0's whole planes and step counts. Collective."""
+        comm = self._parts.comm
+        if self.untouched and not comm.gather_objects(bool(state))[0]:
+            return
+        self._was_loaded = True
+        self._load_planes(state)
+        self._tiered_state.torn = None
+        steps = {
+            i: float(state[param]["step"])
+            for i, param in enumerate(self._parts.params)
+            if "step" in state.get(param, {})
+        }
+        for i, count in comm.gather_objects(steps)[0].items():
+            self._executor.counts[i] = count
+
+    def _load_planes(self, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
+        """Rank 0's whole planes to all shards. Collective."""
+        parts = self._parts
+        self._calls.meet("optimizer.load_state_dict()")
+        by_name = {
+            name: state[param]
+            for param, name in zip(parts.params, self._names, strict=True)
+            if param in state
+        }
+        comm, links, layout = parts.comm, parts.links, parts.layout
+        shards = scatter_state(
+            by_name, self.tiered_state, self._chunks, layout, links, parts.params, comm
+        )
+        given = comm.gather_objects(
+            {name: {k for k in planes if k != "step"} for name, planes in by_name.items()}
+        )[0]
+
+        followers = Shards(self._chunks)
+
+        def fill(block: Block, planes: Planes) -> None:
+            chunk = self._chunks[block.shard].spec.id
+            for part in block.segments:
+                at = slice(block.shard_offset + part.offset, None)
+                for name in given.get(self._names[part.param], ()):
+                    if name in planes:
+                        planes[name][inside(part)] = shards[chunk, name][at][: part.numel]
+            followers.follow_master(block, planes)
+
+        parts.manager.release_all()
+        try:
+            tiered_state = self.tiered_state
+            with self.shards_with_masters():
+                tiered_state.overwrite(fill)
+            followers.end()
+        finally:
+            after_step(parts)
+
+
+def group_of(parts: Parts, groups: Sequence[Group]) -> list[int | None]:
+    """The param group of every parameter of the engine; None for one that is not optimized."""
+    found: list[int | None] = [None] * len(parts.params)
+    index_of = {id(param): i for i, param in enumerate(parts.params)}
+    for index, group in enumerate(groups):
+        for param in group["params"]:
+            if id(param) not in index_of:
+                raise ValueError(
+                    f"group {index} of the optimizer has a parameter of shape {tuple(param.shape)} "
+                    "that is not a parameter of the wrapped module; make the optimizer from "
+                    "model.parameters()"
+                )
+            found[index_of[id(param)]] = index
+    return found

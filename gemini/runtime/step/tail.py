@@ -1,0 +1,266 @@
+"""The tail of an engine's step: blocks are updated behind the next forward (ADR 0011).
+
+    begin     step() has agreed; from here on a gather, a module or an operator waits for the chunks
+              that it reads (`gemini.runtime.schedule.updating`)
+    settle    the tail has ended; where a disk failed the step is undone, and the error raised
+
+Where a device's kernels update, what is in memory is given to the device beside what it computes
+(`optim.step.beside`); else a thread updates everything (`optim.step.tail`).
+
+All ranks agree in the tail, through a group of its own, on whether every disk did its part: until
+then nothing counts anywhere, and a rank whose disk failed goes on, so that nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from gemini.chunk.storage import Chunk
+from gemini.mesh.roles import WORLD
+from gemini.placement.sizes import Budgets
+from gemini.placement.tiers import Tier
+from gemini.runtime.comm.communicator import Communicator
+from gemini.runtime.parts import Parts
+from gemini.tickets import Ticket
+from gemini.units import BlockId, ChunkId, ParamId
+from optim.rules.report import Behind
+from optim.rules.speculation import TailTimes
+from optim.state.held_signals import HeldSignals, SignalsBehind
+from optim.state.space import Block
+from optim.state.tiered_state import TieredState
+from optim.step.beside import Beside
+from optim.step.driver import TargetStep
+from optim.step.tail import Gate, Tail
+
+from .agreement import raise_failures, raise_what_tore
+from .views import ShardViews
+from .weights import after_step
+
+
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    tail: Tail
+    state: TieredState
+    signals: SignalsBehind
+    taken: Sequence[ParamId]
+    forget: Callable[[], None]  # what was counted when `step()` returned
+    gates: _Gates
+    blocks: tuple[int, int]  # on disk, and how many of them were prepared before the step
+    held_share: float  # of a block's traffic, what one of these still moves
+    began: float = field(default_factory=time.perf_counter)
+
+    def times(self, asked: float) -> TailTimes:
+        """It has ended, and somebody waited for that from then on."""
+        num_blocks, num_held = self.blocks
+        forward = asked - self.began - self.gates.waited_seconds
+        return TailTimes.measured(
+            forward,
+            self.tail.seconds,
+            blocks=num_blocks,
+            num_held=num_held,
+            held_share=self.held_share,
+        )
+
+
+def against_tail(parts: Parts) -> str | None:
+    """Why steps are serial though a tail was asked for, the same on all ranks; None: they have one.
+
+    What is kept gathered over ranks would be gathered again by the step itself. Where device and
+    host are one, a plan under budgets has no room for gradients that live into the next forward;
+    else the plan says whether it has.
+    """
+    planning = parts.planning
+    budgeted = not planning.plan.has_host_tier and planning.policy.budgets() != Budgets()
+    found = {
+        "a budget was given": budgeted,
+        "chunks are kept gathered": parts.regather.is_needed,
+        "the module is a part of a pipeline": parts.stage is not None,
+        "torch has split parameters": set(parts.links) != {WORLD},
+    }
+    of_plan = planning.result.against_tail
+    return of_plan or next((reason for reason, holds in found.items() if holds), None)
+
+
+class StepTail:
+    """Of one engine's steps: at most one is under way."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._under_way: _UnderWay | None = None
+        self.beside: Beside | None = None  # of a step that no thread carries out
+        self.times = TailTimes()  # of the last one
+
+    @property
+    def applies(self) -> bool:
+        """Whether steps have one."""
+        return self._parts.beside is not None and against_tail(self._parts) is None
+
+    def begin(
+        self,
+        step: TargetStep,
+        views: ShardViews,
+        tiered_state: TieredState,
+        chunks: Sequence[Chunk],
+        taken: Sequence[ParamId],
+        signals: SignalsBehind,
+        forget: Callable[[], None],
+    ) -> Ticket[Behind]:
+        """Go on with a step that was submitted, and that `forget` takes back.
+
+        views: of the step, which hold what it needs. chunks: of the shards of the state space.
+        """
+        parts = self._parts
+        gates = _Gates(tiered_state, chunks, views)
+        parts.updating.begin(gates.of_chunk)
+        assert parts.beside is not None
+        vote, in_memory = Vote(parts.beside, raise_failures), None
+        if parts.planning.plan.blocks_on(Tier.HOST):
+            in_memory = Vote(parts.beside, raise_what_tore)
+        tail = Tail(step, vote, gates, signals, in_memory)
+
+        blocks = len(step.stages), step.num_held
+        share = 0.0 if tiered_state.nvme is None else tiered_state.nvme.held_share
+        self._under_way = _UnderWay(
+            tail, tiered_state, signals, taken, forget, gates, blocks, share
+        )
+        parts.manager.ledger.held_bytes = lambda: views.held_bytes
+        parts.updating.behind = tail.behind
+        tail.start()
+        return tail.behind
+
+    def begin_beside(
+        self,
+        step: TargetStep,
+        views: ShardViews,
+        tiered_state: TieredState,
+        chunks: Sequence[Chunk],
+        updates: Iterator[Block],
+    ) -> None:
+        """Give the device these updates of what the step has in memory; arguments as of `begin`."""
+        parts = self._parts
+        views.hold()
+        self.beside = Beside(
+            parts.backend, tiered_state.in_memory, updates, views, lambda: step.moved()[0]
+        )
+        of_shard = self.beside.of_shard
+        parts.updating.begin({chunks[i].spec.id: ticket for i, ticket in of_shard.items()})
+        parts.manager.ledger.held_bytes = lambda: views.held_bytes
+        parts.updating.behind = self.beside.behind
+
+    def settle(self) -> None:
+        """Wait until the last step counts. Raises what ended it; then it is undone."""
+        if self.beside is not None:
+            self.beside.order()
+            self._ended()
+        under_way = self._under_way
+        if under_way is None:
+            return
+        asked = time.perf_counter()
+        under_way.tail.behind.wait()
+        self.times = under_way.times(asked)
+        under_way.signals.put_back()
+        with HeldSignals():
+            self._ended()
+            error = under_way.tail.error
+            if error is not None and under_way.tail.is_torn:
+                under_way.state.torn = error
+            elif error is not None:
+                self._undo(under_way)
+        if error is not None:
+            raise error
+
+    def end(self) -> None:
+        """Wait for it, whatever has come of it: what it works on goes."""
+        if self.beside is not None:
+            self.beside.order()
+            self._ended()
+        under_way = self._under_way
+        if under_way is not None:
+            under_way.tail.behind.wait()
+            under_way.signals.put_back()
+            self._ended()
+
+    def _ended(self) -> None:
+        self._under_way = self.beside = None
+        self._parts.updating.end()
+        self._parts.manager.ledger.held_bytes = int
+
+    def _undo(self, under_way: _UnderWay) -> None:
+        """Also what was made of the weights since: payloads, and graphs that autograd refuses."""
+        parts = self._parts
+        under_way.forget()
+        for chunk in parts.chunks:
+            parts.user_writes.forget(chunk)
+        parts.manager.release_all()
+        try:
+            under_way.tail.undo()
+        finally:
+            parts.user_writes.stepped(under_way.taken)
+            after_step(parts)
+
+
+class _Gates:
+    """Of chunks: open when their last block was updated."""
+
+    def __init__(
+        self, tiered_state: TieredState, chunks: Sequence[Chunk], views: ShardViews
+    ) -> None:
+        self._views = views
+        self._shard_of = {block.id: block.shard for block in tiered_state.space.blocks}
+        self._left = Counter(self._shard_of.values())
+        self._gates = [Gate() for _ in chunks]
+        self._is_open = [False] * len(chunks)
+        self.of_chunk: Mapping[ChunkId, Ticket[None]] = {
+            chunk.spec.id: gate for chunk, gate in zip(chunks, self._gates, strict=True)
+        }
+
+    @property
+    def gates(self) -> Sequence[Gate]:
+        """Of all chunks."""
+        return self._gates
+
+    @property
+    def waited_seconds(self) -> float:
+        """By modules, for their chunks."""
+        return sum(gate.waited_seconds for gate in self._gates)
+
+    def updated(self, block: BlockId) -> None:
+        shard = self._shard_of[block]
+        self._left[shard] -= 1
+        if not self._left[shard]:
+            self._open(shard)
+
+    def ended(self) -> None:
+        for shard in range(len(self._gates)):
+            self._open(shard)
+
+    def _open(self, shard: int) -> None:
+        if not self._is_open[shard]:
+            self._is_open[shard] = True
+            self._views.let_go(shard)
+            self._gates[shard].open()
+
+
+class Vote:
+    """All ranks, on whether each did its part. Raises on every rank where one did not."""
+
+    def __init__(
+        self,
+        ranks: Communicator,
+        judge: Callable[[Sequence[str | None], BaseException | None], None],
+    ) -> None:
+        """judge: raises for what was said, and what this rank's own error is."""
+        self._ranks = ranks
+        self._judge = judge
+
+    def __call__(self, error: BaseException | None) -> None:
+        try:
+            said = self._ranks.gather_objects(None if error is None else str(error))
+        except Exception as gone:  # another rank is
+            if error is None:
+                raise
+            raise error from gone
+        self._judge(said, error)

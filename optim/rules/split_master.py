@@ -1,0 +1,76 @@
+"""fp32 masters beside bf16 weights, without what the two share.
+
+A weight is its master, rounded to nearest even. So of a master only the low 16 bits are kept, in
+the plane `remainder`. They say which way the weight was rounded, but for a tie:
+
+    low half   below 0x8000   above 0x8000   0x8000, upper half odd   0x8000, upper half even
+    rounded        down            up                  up                      down
+
+The last case, one of 131072 masters, is told from the one before it by one more bit: the sign of a
+plane that is never negative (`Plane.keeps_ties`), Adam's `exp_avg_sq`. So every master comes back
+with all its bits, and NaN as some NaN.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .state_layout import MASTER, REMAINDER, WEIGHT, StateLayout
+
+TIE_MASK, TIE = 0x1FFFF, 0x8000  # of a master's bits: an even upper half, and half a step
+SIGN = -(1 << 31)  # of fp32, as int32
+_TILE_NUMEL = 1 << 16  # what is joined or split at once stays in cache
+
+Planes = dict[str, Tensor]
+
+
+def tie_sign(master: Tensor) -> Tensor:
+    """int32 [n] of fp32 [n]: SIGN where the weight was rounded down half-way, else 0."""
+    return ((master.view(torch.int32) & TIE_MASK ^ TIE) - 1) & SIGN
+
+
+def remainder_of(master: Tensor) -> Tensor:
+    """int16 [n] of fp32 [n]: the low halves."""
+    return master.view(torch.int32).to(torch.int16)
+
+
+def join(weight: Tensor, remainder: Tensor, keeper: Tensor) -> Tensor:
+    """fp32 [n] of bf16 [n], int16 [n] and fp32 [n]: whole masters."""
+    upper = weight.view(torch.int16).to(torch.int32) - (keeper.view(torch.int32) >> 31)
+    return ((upper << 16) + remainder).view(torch.float32)
+
+
+def shown(planes: Planes, weight: Tensor, layout: StateLayout, *, in_place: bool = False) -> Planes:
+    """A block's planes with whole masters, as copies where they differ.
+
+    weight: bf16 [n], its parameters. layout: of `planes`, without a weight.
+    in_place: only the masters are a copy, and `planes` are no more what they were, until `take`.
+    """
+    keeper = planes[layout.tie_keeper]
+    master, plain = torch.empty_like(keeper), keeper if in_place else torch.empty_like(keeper)
+    weight = torch.empty_like(keeper, dtype=weight.dtype).copy_(weight)  # may be elsewhere
+    columns = (weight, planes[REMAINDER], keeper, master, plain)
+    for part, low, kept, whole, bare in zip(*(c.split(_TILE_NUMEL) for c in columns), strict=True):
+        whole.copy_(join(part, low, kept))
+        torch.abs(kept, out=bare)
+    others = {name: planes[name] for name in layout.names if name != REMAINDER}
+    return {MASTER: master, **others, layout.tie_keeper: plain}
+
+
+def take(planes: Planes, values: Planes, layout: StateLayout) -> None:
+    """The way back: planes from what `shown` made of them and a caller has changed.
+
+    Where there is a plane for the weight, it follows; elsewhere it is, or will be, the new master,
+    rounded.
+    """
+    for name in layout.names:
+        if name not in (REMAINDER, layout.tie_keeper) and planes[name] is not values[name]:
+            planes[name].copy_(values[name])
+    keeper = planes[layout.tie_keeper]
+    columns = (values[MASTER], values[layout.tie_keeper], planes[REMAINDER], keeper)
+    for master, bare, low, kept in zip(*(c.split(_TILE_NUMEL) for c in columns), strict=True):
+        low.copy_(remainder_of(master))
+        torch.abs(bare, out=kept).view(torch.int32).bitwise_or_(tie_sign(master))
+    if WEIGHT in planes:
+        planes[WEIGHT].copy_(values[MASTER])

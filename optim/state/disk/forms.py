@@ -1,0 +1,144 @@
+"""What a block of state on disk consists of, in its file and in a staging buffer.
+
+Its planes are one block of the file. Beside them there may be another, written with them, seldom
+read, and with a checksum of its own:
+
+    weight   of a block whose masters are split (`optim.rules.split_master`): bf16 parameters of
+             that version, with which all but updates join its masters, and which undo a step
+    undo     where there is no master: what parameters that a step updates in place were before it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gemini.dtypes import DTYPES
+from gemini.units import PAGE_BYTES, BlockId, align_up
+from nvme import Buffer
+from optim.rules.split_master import shown, take
+from optim.rules.state_layout import WEIGHT, WEIGHT_DTYPE, StateLayout
+from optim.state.pieces import Planes
+from optim.state.space import Block
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Of one block: blocks of the file, and whole pages of a buffer, one part behind the other."""
+
+    state: BlockId  # its planes
+    state_nbytes: int
+    beside: BlockId | None  # what lies beside them
+    nbytes: int  # of both
+    is_split: bool  # its masters are joined with its parameters
+
+
+class BlockForms:
+    """Of the blocks of one file: states first, then what is beside them.
+
+    layout: with whole masters. split: blocks whose masters are not. undo: there are no masters.
+    nbytes: of every block of the file. In a buffer, what is beside begins behind the planes' pages.
+    """
+
+    def __init__(
+        self, blocks: Sequence[Block], layout: StateLayout, split: Set[BlockId], *, undo: bool
+    ) -> None:
+        assert not (split and undo)
+        self.has_undo = undo
+        self._layout, self._split_layout = layout, layout.with_remainder()
+        self.nbytes: list[int] = []
+        self._beside_dtype = DTYPES[layout.dtype if undo else WEIGHT_DTYPE]
+        beside_nbytes: list[int] = []
+        self.parts: dict[BlockId, Parts] = {}
+        for i, block in enumerate(blocks):
+            is_split = block.id in split
+            planes = self._split_layout if is_split else layout
+            self.nbytes.append(planes.block_nbytes(block.numel))
+            state_nbytes = nbytes = align_up(self.nbytes[i], PAGE_BYTES)
+            beside = None
+            if undo or is_split:
+                beside = BlockId(len(blocks) + len(beside_nbytes))
+                beside_nbytes.append(block.numel * self._beside_dtype.itemsize)
+                nbytes += align_up(beside_nbytes[-1], PAGE_BYTES)
+            self.parts[block.id] = Parts(BlockId(i), state_nbytes, beside, nbytes, is_split)
+        self.nbytes += beside_nbytes
+        self.buffer_nbytes = max(parts.nbytes for parts in self.parts.values())
+
+    @property
+    def name(self) -> str:
+        """Of this way to keep blocks, where it is not that of whole masters; for digests."""
+        return "-split" if any(parts.is_split for parts in self.parts.values()) else ""
+
+    def __contains__(self, block: Block) -> bool:
+        return block.id in self.parts
+
+    def is_split(self, block: Block) -> bool:
+        """Its masters are joined with its parameters."""
+        return self.parts[block.id].is_split
+
+    def layout_of(self, block: Block) -> StateLayout:
+        """Of the planes in its file."""
+        return self._split_layout if self.is_split(block) else self._layout
+
+    def state_id(self, block: Block) -> BlockId:
+        """Its planes, in the file."""
+        return self.parts[block.id].state
+
+    def beside_id(self, block: Block) -> BlockId:
+        """What lies beside them."""
+        beside = self.parts[block.id].beside
+        assert beside is not None
+        return beside
+
+    def ids(self, block: Block) -> list[BlockId]:
+        """All that the file has of it."""
+        parts = self.parts[block.id]
+        return [parts.state] if parts.beside is None else [parts.state, parts.beside]
+
+    def committed_ids(self, block: Block) -> list[BlockId]:
+        """What of that one version of it consists of."""
+        return self.ids(block)[: 1 + self.is_split(block)]
+
+    def state_view(self, buffer: Buffer, block: Block) -> memoryview:
+        """Whole pages for its planes."""
+        return buffer.view[: self.parts[block.id].state_nbytes]
+
+    def beside_view(self, buffer: Buffer, block: Block) -> memoryview:
+        """Whole pages for what is beside them."""
+        parts = self.parts[block.id]
+        return buffer.view[parts.state_nbytes : parts.nbytes]
+
+    def beside(self, buffer: Buffer, block: Block) -> Tensor:
+        """[n], a view: its weight, or fp32 or float64 parameters before a step."""
+        return torch.frombuffer(
+            self.beside_view(buffer, block), dtype=self._beside_dtype, count=block.numel
+        )
+
+    def planes(self, buffer: Buffer, block: Block) -> Planes:
+        """Views of the buffer that holds it, as an update takes them."""
+        layout = self.layout_of(block)
+        return {
+            plane.name: torch.frombuffer(
+                buffer.view, dtype=DTYPES[plane.dtype], count=block.numel, offset=offset
+            )
+            for plane, offset in zip(layout.planes, layout.offsets(block.numel), strict=True)
+        }
+
+    def shown(self, buffer: Buffer, block: Block) -> Planes:
+        """As all others see it: with whole masters. To be read, while the buffer is; the buffer
+        does not hold the block any more."""
+        planes = self.planes(buffer, block)
+        if not self.is_split(block):
+            return planes
+        return shown(planes, self.beside(buffer, block), self._split_layout, in_place=True)
+
+    def change(self, buffer: Buffer, block: Block, fill: Callable[[Block, Planes], None]) -> None:
+        """`fill` writes to what `shown` shows."""
+        values = self.shown(buffer, block)
+        fill(block, values)
+        if self.is_split(block):
+            planes = {**self.planes(buffer, block), WEIGHT: self.beside(buffer, block)}
+            take(planes, values, self._split_layout)

@@ -1,0 +1,161 @@
+"""Gradients measured and blocks updated by the host's cores; see `Executor`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gemini.tickets import Done
+from gemini.units import ParamId
+from optim.rules.clipping import Clip, combined
+from optim.rules.control_vector import ControlVector
+from optim.rules.report import Outcome
+from optim.state.pieces import Updater
+from optim.target import AmpInputs
+from optim.update.cpu_update import StepInputs
+from optim.update.staging import Reserved
+from optim.update.updaters import CpuUpdater
+
+from .executor import step_counts
+from .gradients import Bits, GradientRun, Measured, bits_of, checksum
+
+
+@dataclass(frozen=True, slots=True)
+class _Tiles:
+    """Of some gradients: sum of |g|^p of every tile, and the first parameter that is not finite."""
+
+    sums: list[float]
+    first_nonfinite: ParamId | None
+    bits: Sequence[Bits] = ()
+
+
+class CpuStep:
+    """Gradients, state and counts in host memory."""
+
+    counts_on_host = True
+    staging = None
+
+    def __init__(
+        self,
+        updater: CpuUpdater,
+        num_counters: int,
+        control_vector: ControlVector,
+        rounding_seed: int | None = None,
+    ) -> None:
+        self._updater = updater
+        self.control_vector = control_vector
+        self._rounding_seed = rounding_seed
+        # random bits belong to a parameter's elements, and each has its own
+        self.merges_parameters = rounding_seed is None
+        self.counts = torch.zeros(num_counters, dtype=torch.float32)
+        self._used_scale = 1.0  # of the step that was begun last
+
+    def reserve(self, reserved: Reserved) -> None:
+        """Nothing passes through a device."""
+
+    # -- gradients --
+
+    def measure(self, runs: Sequence[GradientRun], norm_type: float) -> Measured:
+        sums: list[float] = []  # of tiles; the total is correctly rounded, in any order
+        bits: list[Bits] = []
+        for batch in _loadable(runs):
+            found = batch[0].gradient.found if norm_type == 2 else None
+            if found is None:
+                found = self._tiles(batch, [run.gradient.load() for run in batch], norm_type)
+            if found.first_nonfinite is not None:
+                return Measured(math.nan, found.first_nonfinite)
+            bits += found.bits
+            if batch[0].counts:
+                sums += found.sums
+        return Measured(combined(sums, norm_type), None, checksum(bits))
+
+    def measure_leaving(self, run: GradientRun, grad: Tensor) -> _Tiles:
+        return self._tiles([run], [grad], 2.0)
+
+    def _tiles(
+        self, runs: Sequence[GradientRun], grads: Sequence[Tensor], norm_type: float
+    ) -> _Tiles:
+        found = self._updater.tile_sums(grads, norm_type)
+        first = found.first_nonfinite
+        if first is None:
+            return _Tiles(found.sums, None, bits_of(runs, grads))
+        return _Tiles([], _first_nonfinite(runs[first], grads[first]))
+
+    def power_sum(self, grads: Sequence[Tensor], norm_type: float) -> Tensor:
+        total = self._updater.grad_sum(grads, norm_type).power_sum
+        return torch.tensor(total, dtype=torch.float64)
+
+    # -- a step --
+
+    def next_steps(self) -> Sequence[int]:
+        return [count + 1 for count in step_counts(self)]
+
+    def begin(
+        self, hypers: Sequence[Any], active: Sequence[int], power_sum: float, clip: Clip
+    ) -> Updater:
+        scale = self.control_vector.read().scale
+        factor = clip.factor(clip.norm(power_sum) / scale) / scale
+        return self._begin(scale, StepInputs(factor, clip.max_value, self._rounding_seed))
+
+    def assumed(self, limit: float) -> CpuUpdater:
+        """The updater of a step whose norm clips nothing, before that is known."""
+        scale = self.control_vector.read().scale
+        inputs = StepInputs(1.0 / scale, limit, self._rounding_seed)
+        return replace(self._updater, inputs=inputs)
+
+    def skips(self, amp: AmpInputs) -> bool:
+        return amp.found_inf is not None and bool(amp.found_inf > 0)
+
+    def begin_amp(
+        self,
+        hypers: Sequence[Any],
+        active: Sequence[int],
+        amp: AmpInputs | None,
+        *,
+        may_fail: bool,
+    ) -> Updater:
+        given = None if amp is None else amp.grad_scale
+        scale = 1.0 if given is None else float(given)
+        return self._begin(scale, StepInputs(1.0 / scale, rounding_seed=self._rounding_seed))
+
+    def _begin(self, scale: float, inputs: StepInputs) -> Updater:
+        self._used_scale = scale
+        return replace(self._updater, inputs=inputs)
+
+    def outcome(self) -> Done[Outcome]:
+        return Done(Outcome(loss_scale=self._used_scale))
+
+    def count(self, active: Sequence[int]) -> None:
+        self.counts[list(active)] += 1
+
+    def undo(self) -> None:
+        """Nothing was counted yet."""
+
+    # -- the rest --
+
+    def set_groups(self, group_of: Sequence[int | None]) -> None:
+        """Pieces carry their hyperparameters with them."""
+
+    def close(self) -> None:
+        self._updater.workers.close()
+
+
+def _loadable(runs: Sequence[GradientRun]) -> list[list[GradientRun]]:
+    """Runs whose gradients are here, those that this rank speaks for apart from others, then one
+    by one those that must be brought."""
+    here = [run for run in runs if run.gradient.shard is not None]
+    batches = [[run for run in here if run.counts is counts] for counts in (True, False)]
+    offloaded = [[run] for run in runs if run.gradient.shard is None]
+    return [batch for batch in batches if batch] + offloaded
+
+
+def _first_nonfinite(run: GradientRun, grad: Tensor) -> ParamId:
+    for part in run.parts:
+        if not bool(torch.isfinite(grad[part.offset : part.offset + part.numel]).all()):
+            return ParamId(part.counter)
+    raise AssertionError("a run has a gradient that is not finite outside its parameters")

@@ -1,0 +1,114 @@
+"""What measures gradients and updates blocks: `CpuStep` on the host, `TritonStep` on a device.
+
+There is one pair for plain modules and for shards. Who uses it hands in what differs: gradients as
+`GradientRun`s or as they lie in `p.grad`, weights as the pieces of `SteppedViews`, and what a step
+begins with, an agreement of all ranks or what torch.amp.GradScaler says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from gemini.tickets import Ticket
+from optim.rules.clipping import Clip
+from optim.rules.control_vector import ControlVector
+from optim.rules.report import Outcome
+from optim.state.pieces import Updater
+from optim.target import AmpInputs
+from optim.update.staging import DeviceStaging, Reserved
+
+from .gradients import GradientRun, Measured
+
+
+class Executor(Protocol):
+    """One update path of one target. A counter is a parameter, by its index in the target; `active`
+    are the counters that a step updates."""
+
+    counts_on_host: bool  # the step counts and the schedule of the loss scale
+    merges_parameters: bool  # neighbours with the same hyperparameters may be one piece
+    control_vector: ControlVector
+
+    @property
+    def staging(self) -> DeviceStaging | None:
+        """Through which passes what the device updates; None where the host updates."""
+        ...
+
+    def reserve(self, reserved: Reserved) -> None:
+        """So much of it from now on; between steps."""
+        ...
+
+    # -- gradients --
+
+    def measure(self, runs: Sequence[GradientRun], norm_type: float) -> Measured:
+        """Of the gradients of these runs. Waits for the device."""
+        ...
+
+    def measure_leaving(self, run: GradientRun, grad: Tensor) -> object:
+        """What `measure` wants to know of a gradient [n] that is about to leave."""
+        ...
+
+    def power_sum(self, grads: Sequence[Tensor], norm_type: float) -> Tensor:
+        """Of gradients of any places, together: sum of |g|^p, or the largest |g|; fp64 0-d."""
+        ...
+
+    # -- a step --
+
+    def next_steps(self) -> Sequence[int]:
+        """Of every counter, the number of the coming step; zeros where the device counts."""
+        ...
+
+    def begin(
+        self, hypers: Sequence[Any], active: Sequence[int], power_sum: float, clip: Clip
+    ) -> Updater:
+        """The updater of a step whose gradients the host knows. Moves the loss scale on."""
+        ...
+
+    def skips(self, amp: AmpInputs) -> bool:
+        """Whether the host knows that GradScaler found a gradient that is not finite."""
+        ...
+
+    def begin_amp(
+        self,
+        hypers: Sequence[Any],
+        active: Sequence[int],
+        amp: AmpInputs | None,
+        *,
+        may_fail: bool,
+    ) -> Updater:
+        """The updater of a step that clips nothing. `may_fail`: `undo` may follow."""
+        ...
+
+    def outcome(self) -> Ticket[Outcome]:
+        """Of the step that was begun last."""
+        ...
+
+    def count(self, active: Sequence[int]) -> None:
+        """The step was taken: raise the counts."""
+        ...
+
+    def undo(self) -> None:
+        """The step that was begun failed: counts and loss scale are those of before."""
+        ...
+
+    # -- the rest --
+
+    @property
+    def counts(self) -> Tensor:
+        """[counters]: how often each was updated. A checkpoint may fill it."""
+        ...
+
+    def set_groups(self, group_of: Sequence[int | None]) -> None:
+        """The param group of every counter; None for one that is never active."""
+        ...
+
+    def close(self) -> None:
+        """End threads."""
+        ...
+
+
+def step_counts(executor: Executor) -> list[int]:
+    """Of every counter; may wait for the device."""
+    return [int(count) for count in executor.counts.tolist()]

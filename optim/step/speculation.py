@@ -1,0 +1,194 @@
+"""Updates before their step: blocks on disk, in a thread of its own, while a backward runs.
+
+    add     the gradient of some blocks is final
+    stop    nothing is read, updated or written any more; `assumed` says what was, and with what
+
+A block is updated in a staging buffer and written beside its last version. No weight changes, so
+nobody can see it, and forgetting what was written is all there is to undo (ADR 0013).
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from gemini.units import BlockId
+from nvme import Buffer
+from optim.rules.speculation import BlockInputs
+from optim.state.nvme_state import NvmeState, Staged
+from optim.state.pieces import SteppedViews
+from optim.state.space import Block
+from optim.update.updaters import CpuUpdater
+
+from .tail import Gate
+
+Mark = tuple[int, int]  # of a gradient as it is: see `BlockInputs`
+READS_AHEAD = 1  # the buffers that a plan has for it: of weights, a read, an update and a write
+BUFFERS_AHEAD = 2  # more than a step has
+
+
+class EarlyViews(SteppedViews, Protocol):
+    """What an update before its step sees: final gradients, and memory for weights to be."""
+
+    def lend(self, buffer: Buffer | None) -> None:
+        """New weights go there, and nowhere else."""
+        ...
+
+    def inputs_of(self, block: Block) -> tuple[tuple[object, int] | None, ...]:
+        """See `BlockInputs.params`."""
+        ...
+
+
+class Bound:
+    """Says when the gradients that are final so far are sure to be clipped, or to be skipped.
+
+    max_norm: of order 2, of what is unscaled; 0: there is none, and nothing is computed.
+    """
+
+    def __init__(self, updater: CpuUpdater, scale: float, max_norm: float) -> None:
+        self._updater = updater
+        self._limit = max_norm * scale
+        self._power_sum = 0.0
+
+    def is_passed_by(self, grad: Tensor) -> bool:
+        """With this one."""
+        if not self._limit:
+            return False
+        self._power_sum += self._updater.grad_sum([grad]).power_sum
+        return not math.sqrt(self._power_sum) <= self._limit
+
+
+class Speculation:
+    """Updates of one backward. One thread owns the blocks on disk from the first `add` to `stop`.
+
+    assumed: with what each block that was written was updated. error: what has ended it early.
+    """
+
+    def __init__(
+        self,
+        nvme: NvmeState,
+        updater: CpuUpdater,
+        views: EarlyViews,
+        is_hopeless: Callable[[Tensor], bool],
+    ) -> None:
+        """is_hopeless: asked of every gradient before its blocks are updated; then nothing is
+        begun any more."""
+        self.assumed: dict[BlockId, BlockInputs] = {}
+        self.error: BaseException | None = None
+        self._nvme = nvme
+        self._updater = updater
+        self._views = views
+        self._is_hopeless = is_hopeless
+        self._lock = threading.Lock()
+        self._coming: deque[tuple[Block, Tensor, Mark]] = deque()
+        self._asked: Tensor | None = None  # the last gradient that is not hopeless
+        self._reads: deque[tuple[Staged, BlockInputs]] = deque()
+        self._is_stopped = False
+        self._last: tuple[threading.Thread, Gate] | None = None  # thread, and what it opens
+        self._is_running = False
+
+    def add(self, blocks: Sequence[Block], grad: Tensor, mark: Mark) -> None:
+        """This gradient is that of these blocks' chunk, and final. mark: as it is now."""
+        with self._lock:
+            if self._is_stopped or not blocks:
+                return
+            self._coming += [(block, grad, mark) for block in blocks]
+            if self._is_running:
+                return
+            self._is_running = True
+        self._wait()  # the last thread puts its buffers away
+        gate = Gate()
+        thread = threading.Thread(target=self._run, args=(gate,), name="optim-early")
+        self._last = thread, gate
+        try:
+            thread.start()
+        except RuntimeError:  # the system has no room for a thread: the step does it all
+            self._last = None
+            self._goes_on(stop=True)
+
+    def _wait(self) -> None:
+        """For the last thread, if it ever began: an interrupt may have come first."""
+        if self._last is not None and self._last[0].ident is not None:
+            self._last[1].wait()
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is under way, and nothing that came is left to do."""
+        return not self._is_running
+
+    def stop(self) -> None:
+        """Begin nothing more, and wait for what is under way. Any number of times."""
+        with self._lock:
+            self._is_stopped = True
+            self._coming.clear()
+        self._wait()
+
+    @torch.no_grad()
+    def _run(self, gate: Gate) -> None:
+        try:
+            if self._goes_on():
+                self._update_all()
+        except BaseException as error:  # the step raises it
+            self.error = error
+            self._goes_on(stop=True)
+        finally:
+            gate.open()
+
+    def _update_all(self) -> None:
+        weights = self._nvme.borrow()
+        self._views.lend(weights)
+        try:
+            while self._reads_on() or self._goes_on():
+                if self._reads:
+                    self._update(*self._reads.popleft())
+        finally:
+            self._views.lend(None)
+            while self._reads:
+                self._nvme.let_go(self._reads.popleft()[0])
+            self._nvme.give_back(weights)
+
+    def _goes_on(self, *, stop: bool = False) -> bool:
+        """Whether more came; else this thread ends, and the next gradient starts another, which
+        waits for it."""
+        with self._lock:
+            self._is_stopped |= stop
+            self._is_running = bool(self._coming) and not self._is_stopped
+            return self._is_running
+
+    def _reads_on(self) -> bool:
+        """Read ahead; whether there is a block to update."""
+        while len(self._reads) <= READS_AHEAD:
+            with self._lock:
+                if self._is_stopped or not self._coming:
+                    break
+                block, grad, mark = self._coming.popleft()
+            if grad is not self._asked:
+                if self._is_hopeless(grad):
+                    self._goes_on(stop=True)
+                    break
+                self._asked = grad
+            inputs = BlockInputs(self._updater.inputs, self._views.inputs_of(block), mark)
+            self._reads.append((self._nvme.read_early(block), inputs))
+        return bool(self._reads) and not self._is_stopped
+
+    def _update(self, staged: Staged, inputs: BlockInputs) -> None:
+        try:
+            assert staged.ticket is not None
+            staged.ticket.wait()
+            planes = self._nvme.planes_of(staged)
+            changed = self._updater.update_staged(staged.block, planes, self._views)
+            if changed:
+                self._nvme.write_early(staged)
+        except BaseException:
+            self._nvme.let_go(staged)
+            raise
+        if changed:
+            self.assumed[staged.block.id] = inputs
+        else:
+            self._nvme.let_go(staged)

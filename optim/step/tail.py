@@ -1,0 +1,197 @@
+"""The tail of a step: it goes on in a thread of its own when `step()` has returned (ADR 0011).
+
+    prepare    block by block, each beside its last version
+    agree      with who else has a say: all of it counts, or nothing
+    confirm    what is on disk counts, and what is in memory is updated
+
+Where a disk fails nothing counts anywhere; `undo` is for the thread that trains. What is in memory
+cannot be undone: an error there is told to all ranks by a vote of its own, and the step is `torn`.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures.thread  # noqa: F401 - registers the end of its pools, before ours
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+
+from gemini.units import BlockId
+from optim.rules.report import Behind
+from optim.state.held_signals import SignalsBehind
+from optim.state.space import Block
+
+from .driver import TargetStep, alone
+
+
+class Gate:
+    """A ticket that ends when another thread opens it.
+
+    A signal's handler may run while it is waited for, and nothing that it does keeps it shut.
+    """
+
+    def __init__(self) -> None:
+        self.waited_seconds = 0.0  # by who asked before it was open
+        self._is_open = False
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def open(self) -> None:
+        """Once."""
+        self._is_open = True
+        self._lock.release()
+
+    def ready(self) -> bool:
+        return self._is_open
+
+    def wait(self) -> None:
+        """Raises RuntimeError in a forked child, which has not the thread that opens it."""
+        if self._is_open:
+            return
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                f"process {os.getpid()} was forked while process {self._pid} was updating weights "
+                "behind a step, and has only some of them; read a parameter before you fork, which "
+                "waits for all"
+            )
+        started = time.perf_counter()
+        with self._lock:
+            pass
+        self.waited_seconds += time.perf_counter() - started
+
+
+class Ended:
+    """A ticket for what a tail did. It keeps nothing of it but the gates of its watcher."""
+
+    def __init__(self, gates: Sequence[Gate]) -> None:
+        self.gate = Gate()
+        self.value = Behind()
+        self._gates = (*gates, self.gate)
+
+    def ready(self) -> bool:
+        return self.gate.ready()
+
+    def wait(self) -> Behind:
+        self.gate.wait()
+        return replace(self.value, waited_seconds=sum(gate.waited_seconds for gate in self._gates))
+
+
+class Watcher(Protocol):
+    """Who waits for blocks. Called in the tail's thread."""
+
+    @property
+    def gates(self) -> Sequence[Gate]:
+        """That it opens."""
+        ...
+
+    def updated(self, block: BlockId) -> None:
+        """One block: its parameters are those of this step."""
+        ...
+
+    def ended(self) -> None:
+        """All are, or will never be."""
+        ...
+
+
+class Tail:
+    """One step, submitted, from its first block to its end.
+
+    agree: as for `optim.step.driver.take`; in the tail's thread. agree_in_memory: the same of what
+        is there, where a step has much to do there; None: nobody is asked.
+    behind: when it is done, the tail has ended. error: then, what has ended it before it was done;
+        all ranks have one. is_torn: memory has blocks of two steps.
+    """
+
+    def __init__(
+        self,
+        step: TargetStep,
+        agree: Callable[[BaseException | None], None],
+        watcher: Watcher,
+        signals: SignalsBehind,
+        agree_in_memory: Callable[[BaseException | None], None] | None = None,
+    ) -> None:
+        self.error: BaseException | None = None
+        self.is_torn = False
+        self.seconds = 0.0  # until every block on disk was prepared
+        self._step = step
+        self._agree = agree
+        self._agree_in_memory = agree_in_memory or alone
+        self._watcher = watcher
+        self._signals = signals
+        self._before = step.moved()
+        self._began = time.perf_counter()
+        self.behind = Ended(watcher.gates)
+
+    def start(self) -> None:
+        _under_way.add(self)
+        try:
+            threading.Thread(target=self._run, name="optim-tail").start()
+        except RuntimeError:  # the system has no room for a thread
+            self._run()
+
+    def undo(self) -> None:
+        """It has failed: put parameters and state back."""
+        self._step.undo()
+
+    @torch.no_grad()
+    def _run(self) -> None:
+        try:
+            self._carry_out()
+        except BaseException as error:  # who settles the tail raises it
+            self.error = error
+        traffic, stalled = self._step.moved()
+        self.behind.value = Behind(
+            self.error is None,
+            traffic - self._before[0],
+            stalled - self._before[1],
+            time.perf_counter() - self._began,
+        )
+        self._watcher.ended()
+        self._signals.release()
+        self.behind.gate.open()
+        _under_way.discard(self)
+
+    def _carry_out(self) -> None:
+        error: BaseException | None = None
+        started = time.perf_counter()
+        try:
+            for block in self._step.stages:
+                self._step.prepare_next()
+                self._watcher.updated(block)
+            self._step.settle()
+        except BaseException as raised:
+            error = raised
+        self.seconds = time.perf_counter() - started
+        if error is not None:
+            self._watcher.ended()  # the vote may take a while, and nobody leaves a pass for it
+        self._agree(error)
+        error = None
+        try:
+            self._step.confirm(self._watch)
+        except BaseException as raised:
+            error = raised
+            self._watcher.ended()
+        self.is_torn = True
+        self._agree_in_memory(error)
+        self.is_torn = False
+
+    def _watch(self, blocks: Iterator[Block]) -> None:
+        for block in blocks:
+            self._watcher.updated(block.id)
+
+
+def _end_all() -> None:
+    """At the interpreter's exit, before pools end, which a tail needs."""
+    for tail in list(_under_way):
+        tail.behind.wait()
+
+
+_under_way: set[Tail] = set()
+os.register_at_fork(after_in_child=_under_way.clear)
+# what is registered last comes first
+threading._register_atexit(_end_all)  # type: ignore[attr-defined]

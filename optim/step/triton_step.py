@@ -1,0 +1,254 @@
+"""Gradients measured and blocks updated by the kernels of a device; see `Executor`.
+
+Where nobody else has a say, a step is begun unread: what `submit_measure` finds stays on the
+device, and so do the clip factor and whether the step counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kernels_triton.control_fields import BAD, LOSS_SCALE, SUM
+from optim.rules.clipping import Clip
+from optim.rules.control_vector import ControlVector
+from optim.rules.rule import UpdateRule
+from optim.state.memory import Memory
+from optim.state.pieces import Updater
+from optim.target import AmpInputs
+from optim.update.staging import DeviceStaging, Reserved
+
+from .gradients import Bits, GradientRun, Measured, bits_of, checksum
+
+if TYPE_CHECKING:
+    from optim.update.grad_tiles import GradTiles
+    from optim.update.triton_update import DeviceOutcome, TritonUpdater
+
+
+@dataclass(frozen=True, slots=True)
+class _OnDevice:
+    """Of a gradient: in which tiles it was measured, and how."""
+
+    tiles: GradTiles
+    norm_type: float
+    bits: Sequence[Bits] = ()
+
+
+class TritonStep:
+    """Gradients, resident state and counts on the device."""
+
+    counts_on_host = False
+    merges_parameters = False
+
+    def __init__(
+        self,
+        rule: UpdateRule,
+        group_of: Sequence[int | None],
+        control_vector: ControlVector,
+        memory: Memory,
+        *,
+        runs: Sequence[GradientRun] = (),
+        names: Sequence[str] | None = None,
+        stochastic: bool = False,
+    ) -> None:
+        """`runs`: those to be measured. `names`: of the counters; None where others measure."""
+        from optim.update.triton_update import TritonUpdater  # Triton is imported where it is used
+
+        self._updater = TritonUpdater(
+            rule,
+            _without_none(group_of),
+            control_vector.tensor.device,
+            control_vector,
+            memory=memory,
+            stochastic=stochastic,
+        )
+        self.control_vector = control_vector
+        self._memory = memory
+        self._names = names
+        self._num_counters = len(group_of)
+        self._runs = {run.id: run for run in runs}
+        self._made_tiles: GradTiles | None = None
+        self._before: tuple[Tensor, Tensor] | None = None  # counts and control, for `undo`
+
+    @property
+    def updater(self) -> TritonUpdater:
+        return self._updater
+
+    @property
+    def staging(self) -> DeviceStaging:
+        return self._updater.staging
+
+    def reserve(self, reserved: Reserved) -> None:
+        self._updater.reserve(reserved)
+
+    # -- gradients --
+
+    def measure(self, runs: Sequence[GradientRun], norm_type: float) -> Measured:
+        self.submit_measure(runs, Clip(norm_type=norm_type))
+        bits = [pair for run in runs for pair in _bits_of(run)]
+        total, bad = self._updater.read_measure()
+        # also of what is not finite: a rank that does not speak for it has not seen that
+        return Measured(total if bad is None else math.nan, bad, checksum(bits))
+
+    def measure_leaving(self, run: GradientRun, grad: Tensor) -> object:
+        if run.id not in self._runs:
+            return None
+        if run.counts:
+            self._measure({run.id: grad})
+        return _OnDevice(self._tiles, self._updater.norm_type, bits_of([run], [grad]))
+
+    def submit_measure(self, runs: Sequence[GradientRun], clip: Clip) -> None:
+        """Measure on the device what this rank speaks for; the host waits for nothing."""
+        self._updater.set_limits(clip)
+        runs = [run for run in runs if run.counts]
+        self._know([run for run in runs if run.id not in self._runs])
+        here = {run.id: grad for run in runs if (grad := run.gradient.shard) is not None}
+        self._measure(here)
+        for run in runs:
+            if run.id not in here and not self._has_measured(run, clip.norm_type):
+                grad = run.gradient.load()
+                self._measure({run.id: grad})
+                found = _OnDevice(self._tiles, clip.norm_type, bits_of([run], [grad]))
+                run.gradient.found = found
+        self._tiles.keep([run.id for run in runs])
+        self._updater.measured(self._tiles.tables)
+
+    def submit_vote(
+        self, rank: int, num_ranks: int, all_reduce: Callable[[Tensor], object]
+    ) -> None:
+        """Add up what all ranks measured, on the device."""
+        if num_ranks > 1:
+            self._updater.vote(rank, num_ranks, all_reduce)
+
+    def unread_norm(self, clip: Clip) -> Tensor:
+        """Of the gradients that were measured last, unscaled: fp64 0-d on the device."""
+        self._updater.finish_measure()
+        control = self._updater.control
+        total = clip.norm_of(control[SUM])
+        return torch.where(control[BAD] > 0, torch.nan, total / control[LOSS_SCALE])
+
+    def power_sum(self, grads: Sequence[Tensor], norm_type: float) -> Tensor:
+        """By torch's operators: the memory of gradients in `p.grad` is another in each step, so
+        tables of it would be made for each."""
+        norms = [
+            torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64)
+            for grad in grads
+            if grad.numel()
+        ]
+        if not norms:
+            return torch.zeros((), dtype=torch.float64, device=self.counts.device)
+        together = torch.stack(norms)
+        return together.max() if norm_type == math.inf else (together**norm_type).sum()
+
+    def _has_measured(self, run: GradientRun, norm_type: float) -> bool:
+        found = run.gradient.found
+        known = isinstance(found, _OnDevice) and found.tiles is self._tiles
+        return known and found.norm_type == norm_type
+
+    def _measure(self, grads: dict[int, Tensor]) -> None:
+        self._tiles.measure(grads, self._updater.norm_type, self._updater.control)
+
+    def _know(self, runs: Sequence[GradientRun]) -> None:
+        """These are trained since then."""
+        if runs:
+            known = [self._runs[run] for run in sorted(self._runs)]
+            self._runs = {run.id: run for run in (*known, *runs)}
+            self._made_tiles = None
+
+    @property
+    def _tiles(self) -> GradTiles:
+        """Runs of one dtype are measured in one launch."""
+        if self._made_tiles is None:
+            from optim.update.grad_tiles import GradTiles
+
+            runs = sorted(self._runs.values(), key=lambda run: run.dtype)
+            self._made_tiles = GradTiles({run.id: run.parts for run in runs}, self._memory)
+        return self._made_tiles
+
+    # -- a step --
+
+    def next_steps(self) -> Sequence[int]:
+        return [0] * self._num_counters
+
+    def begin(
+        self, hypers: Sequence[Any], active: Sequence[int], power_sum: float, clip: Clip
+    ) -> Updater:
+        self._remember()
+        scale = self.control_vector.read().scale
+        self._updater.set_limits(clip.with_max_norm(clip.norm(power_sum) / scale))
+        self._updater.set_measure(power_sum)
+        return self.begin_unread(hypers, active)
+
+    def begin_unread(self, hypers: Sequence[Any], active: Sequence[int]) -> Updater:
+        """Begin with what `submit_measure` finds: clip and skip are decided on the device."""
+        self._updater.set_present(active)
+        self._updater.begin(hypers, with_norm=True)
+        return self._updater
+
+    def skips(self, amp: AmpInputs) -> bool:
+        return False  # the device decides
+
+    def begin_amp(
+        self,
+        hypers: Sequence[Any],
+        active: Sequence[int],
+        amp: AmpInputs | None,
+        *,
+        may_fail: bool,
+    ) -> Updater:
+        if may_fail:
+            self._remember()
+        self._updater.set_present(active)
+        if amp is None:
+            self.control_vector.scale.fill_(1.0)
+        else:
+            self._updater.set_amp(amp.grad_scale, amp.found_inf)
+        self._updater.begin(hypers, with_norm=amp is not None)
+        return self._updater
+
+    def outcome(self) -> DeviceOutcome:
+        """Nothing is waited for before a field is read."""
+        from optim.update.triton_update import DeviceOutcome
+
+        return DeviceOutcome(self._updater, self._names)
+
+    def count(self, active: Sequence[int]) -> None:
+        """The prologue did."""
+
+    def _remember(self) -> None:
+        self._before = self._updater.steps.clone(), self._updater.control.clone()
+
+    def undo(self) -> None:
+        if self._before is not None:
+            steps, control = self._before
+            self._updater.steps.copy_(steps)
+            self._updater.control.copy_(control)
+
+    # -- the rest --
+
+    @property
+    def counts(self) -> Tensor:
+        counts: Tensor = self._updater.steps
+        return counts
+
+    def set_groups(self, group_of: Sequence[int | None]) -> None:
+        self._updater.set_groups(_without_none(group_of))
+
+    def close(self) -> None:
+        return
+
+
+def _without_none(group_of: Sequence[int | None]) -> list[int]:
+    return [group or 0 for group in group_of]
+
+
+def _bits_of(run: GradientRun) -> Sequence[Bits]:
+    found = run.gradient.found
+    if isinstance(found, _OnDevice):
+        return found.bits
+    return bits_of([run], [run.gradient.load()]) if run.has_replicas else ()

@@ -1,0 +1,90 @@
+"""The folder of compiled kernels. This process runs what is in it, so nobody else may write there.
+
+It may be deleted at any time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import grp
+import os
+import pwd
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+FOLDER = "gemini-memory"  # in the user's folder for caches
+
+
+class KernelBuildError(RuntimeError):
+    """The compiled CPU path cannot be had here; the message says why."""
+
+
+def cache_folder() -> Path:
+    """Made where it is not there; refused where somebody else could have written into it, or could
+    put another in its place. The path that is answered has no link in it."""
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        parent = Path(base).absolute()
+        parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder = parent.resolve() / FOLDER
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+    except (OSError, RuntimeError) as error:  # also a user without a home
+        raise KernelBuildError(
+            f"there is no folder for compiled kernels ({error}); name one in XDG_CACHE_HOME"
+        ) from error
+    check_owned(folder, stat.S_ISDIR)
+    for above in folder.parents:
+        _check_parent(above, folder)
+    return folder
+
+
+def check_owned(path: Path, is_kind: Callable[[int], bool]) -> None:
+    """It is no link, and ours alone."""
+    found = path.lstat()
+    if not is_kind(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        raise KernelBuildError(
+            f"{path} is a link, belongs to another user or can be written by others, and code is "
+            "loaded from it; make it yours alone (chmod go-w), or name another folder in "
+            "XDG_CACHE_HOME"
+        )
+
+
+def _check_parent(path: Path, folder: Path) -> None:
+    """Nobody but root and this user can put another folder in the place of what is in it."""
+    found = path.stat()
+    others_write = found.st_mode & stat.S_IWOTH or (
+        found.st_mode & stat.S_IWGRP and not is_private_group(found.st_gid)
+    )
+    if found.st_uid not in (0, os.geteuid()) or (others_write and not found.st_mode & stat.S_ISVTX):
+        raise KernelBuildError(
+            f"others can put another folder in the place of {folder}, because they can write to "
+            f"{path}, and code is loaded from it; change that (chmod go-w), or name another folder "
+            "in XDG_CACHE_HOME"
+        )
+
+
+def is_private_group(gid: int) -> bool:
+    """Whether this user is alone in a group, as where every user has one of the same name."""
+    try:
+        group, user = grp.getgrgid(gid), pwd.getpwuid(os.geteuid())
+    except KeyError:
+        return False
+    return group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """One process of this machine at a time; the kernel frees the lock of one that dies."""
+    try:
+        handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise KernelBuildError(f"the folder for compiled kernels: {error}") from error
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)

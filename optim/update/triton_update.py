@@ -1,0 +1,357 @@
+"""The update on the compute device: three launches, and nothing is waited for.
+
+    measure    norm and overflow of all gradients, tile by tile
+    vote       [several ranks: their totals into one vector, and one all-reduce of it]
+    begin      the tiles, or the votes, to clip factor and skip flag; step counts, coefficients
+               (the prologue)
+    update     every segment of every shard
+
+Step counts and the skip flag live on the device: the host neither reads nor needs them. State in
+host memory is streamed: it travels to the device, is updated by the same kernel and travels back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from gemini.tickets import CopyTicket
+from gemini.units import ParamId
+from kernels_triton import ops
+from kernels_triton.control_fields import (
+    BAD,
+    BAD_RANK,
+    MAX_NORM,
+    MAX_VALUE,
+    NORM,
+    SUM,
+    USED_SCALE,
+)
+from kernels_triton.launch import is_interpreted
+from kernels_triton.tiles import Launch, choose_launch
+from kernels_triton.update.frame import NUM_COEFFICIENTS, NUM_HYPER
+from optim.rules.clipping import Clip
+from optim.rules.control_vector import ControlVector
+from optim.rules.report import Outcome, Traffic
+from optim.rules.rule import UpdateRule
+from optim.state.memory import Memory, memory_of
+from optim.state.pieces import Piece, Planes, Resident, SteppedViews
+from optim.state.space import Block
+
+from .launch_tables import LaunchTables, segments_of
+from .staging import DeviceStaging, Reserved
+
+RING = 4  # hyperparameter uploads that may be in flight
+UPDATE_BYTES = 28  # an element, of Adam with a master: what launches are shaped for
+
+
+class TritonUpdater:
+    """One rule on one device. `group_of[i]` is the param group of parameter, or counter, i.
+
+    memory: where state is staged, and by what it travels; the device's own where None.
+    scaler: whose control vector the kernels use; one without a loss scale where None.
+    stochastic: bf16 parameters without a master are rounded at random.
+    """
+
+    name = "triton"
+
+    def __init__(
+        self,
+        rule: UpdateRule,
+        group_of: Sequence[int],
+        device: torch.device,
+        control_vector: ControlVector | None = None,
+        *,
+        memory: Memory | None = None,
+        stochastic: bool = False,
+    ) -> None:
+        n = len(group_of)
+        self._memory = memory or memory_of(device)
+        self._rule = rule
+        self._device = device
+        self._stochastic = stochastic
+        self.set_groups(group_of)
+        self.launch: Launch | None = None  # of the update; None: chosen by what is updated
+        self._hyper = torch.zeros(1, NUM_HYPER, dtype=torch.float64, device=device)
+        self._hyper_rows: list[tuple[float, ...]] = []
+        self._uploads: list[Tensor] = []
+        self._coefficients = torch.zeros(n, NUM_COEFFICIENTS, device=device)
+        self._tables: dict[object, LaunchTables] = {}
+        self._sums = torch.empty(0, dtype=torch.float32, device=device)
+        self._bad = torch.empty(0, dtype=torch.int32, device=device)
+        self._norm_tiles: list[Tensor] = []  # [tiles, segments, sums, bad], for `begin` to finish
+        self._votes: Tensor | None = None  # of all ranks, for `begin` to tally
+        self._signature: object | None = None  # of the views of the last step
+        self.staging = DeviceStaging(self._memory, Reserved())
+        self._moved = Traffic()
+        self.steps = torch.zeros(n, dtype=torch.int64, device=device)
+        self.present = torch.ones(n, dtype=torch.float64, device=device)
+        self._active = list(range(n))
+        self.control_vector = control_vector or ControlVector(None, device)
+        self.control = self.control_vector.tensor
+        self.set_limits(Clip())
+
+    def set_groups(self, group_of: Sequence[int]) -> None:
+        """The param group of every counter."""
+        self._groups = torch.tensor(group_of, dtype=torch.int64).to(self._device)
+
+    def set_limits(self, clip: Clip) -> None:
+        """What the next steps clip to."""
+        self.norm_type = clip.norm_type
+        self.control[MAX_NORM] = clip.max_norm
+        self.control[MAX_VALUE] = 0.0 if math.isinf(clip.max_value) else clip.max_value
+
+    def set_present(self, counters: Sequence[int]) -> None:
+        """Which parameters have a gradient; the others keep their state and their count."""
+        if list(counters) != self._active:
+            self._active = list(counters)
+            present = torch.zeros(self.present.numel(), dtype=torch.float64)
+            present[self._active] = 1
+            self.present.copy_(present, non_blocking=True)
+
+    def measure(
+        self, pieces: Callable[[], Sequence[Piece]] | Sequence[Piece], key: object | None = None
+    ) -> None:
+        """Norm and overflow of the pieces' gradients, tile by tile; `begin` finishes it.
+
+        `key`: where it is that of the last measure, so are the pieces.
+        """
+        launch = Launch(ops.NORM_TILE, num_warps=4)
+        tables = self._table("norm", pieces, None, lambda _: launch, key)
+        num_tiles = tables.tiles.shape[0]
+        if self._sums.numel() < num_tiles:
+            self._sums = torch.empty(num_tiles, dtype=torch.float32, device=self._device)
+            self._bad = torch.empty(num_tiles, dtype=torch.int32, device=self._device)
+        for (_, grad_dtype), lo, hi in tables.ranges:
+            ops.grad_norm(
+                tables.tiles[lo:hi], tables.segments, self._sums[lo:hi], self._bad[lo:hi],
+                self.control, [], grad_dtype, self.norm_type,
+            )  # fmt: skip
+        self.measured(
+            [tables.tiles, tables.segments, self._sums[:num_tiles], self._bad[:num_tiles]]
+        )
+
+    def measured(self, norm_tiles: Sequence[Tensor]) -> None:
+        """[tiles, segments, sums, bad] of `ops.grad_norm`: what `measure` would have found."""
+        self._norm_tiles, self._votes = list(norm_tiles), None
+
+    def vote(self, rank: int, num_ranks: int, all_reduce: Callable[[Tensor], object]) -> None:
+        """Add up what all ranks measured, on the device; `begin` finishes it."""
+        votes = torch.zeros(2 * num_ranks, dtype=torch.float64, device=self._device)
+        ops.finish_norm(*self._norm_tiles, votes, rank, num_ranks + rank, self.norm_type)
+        all_reduce(votes)
+        self._norm_tiles, self._votes = [], votes
+
+    def finish_measure(self) -> None:
+        """What was measured, here or by all ranks, to SUM and BAD, for `begin` to take it there."""
+        if self._votes is not None:
+            ops.tally(self._votes, self.control, self.norm_type)
+        else:
+            ops.finish_norm(*self._norm_tiles, self.control, SUM, BAD, self.norm_type)
+        self._norm_tiles, self._votes = [], None
+
+    def read_measure(self) -> tuple[float, ParamId | None]:
+        """What `measure` found, read by the host: sum of |g|^p, first bad counter. Waits."""
+        self.finish_measure()
+        control = self.control.tolist()
+        bad = int(control[BAD])
+        return control[SUM], ParamId(bad - 1) if bad else None
+
+    def set_measure(self, power_sum: float) -> None:
+        """What all ranks agreed on, in place of what this rank measured."""
+        self._norm_tiles, self._votes = [], None
+        self.control[SUM] = power_sum
+        self.control[BAD] = 0.0
+
+    def set_amp(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+        """What torch.amp.GradScaler found, in place of a measure; nothing is waited for."""
+        self.set_measure(0.0)
+        if grad_scale is None:
+            self.control_vector.scale.fill_(1.0)
+        else:
+            self.control_vector.scale.copy_(grad_scale)
+        if found_inf is not None:
+            self.control[BAD] = found_inf.to(self.control) > 0
+
+    def begin(self, hypers: Sequence[object], *, with_norm: bool) -> None:
+        """Make this step's coefficients. `with_norm`: clip and skip by what `measure` found."""
+        self.staging.begin()
+        self._upload([self._rule.hyper_row(hyper) for hyper in hypers])
+        norm_type = self.norm_type
+        if with_norm and norm_type not in (1.0, 2.0, math.inf):
+            # a power of fp64 is contracted inside kernels, so torch takes the root of other orders
+            if self._norm_tiles or self._votes is not None:
+                self.finish_measure()
+            self.control[SUM].pow_(1 / norm_type)
+            norm_type = 1.0
+        ops.prologue(
+            self._rule.name, self._groups, self._hyper, self.steps, self.present,
+            self._coefficients, self.control, self._norm_tiles, with_norm, norm_type, self._votes,
+        )  # fmt: skip
+
+    def update_staged(self, block: Block, planes: Planes, views: SteppedViews) -> bool:
+        touched = views.touches(block)
+        if touched:
+            self._update_from_host(0, block, planes, views).settle()
+        views.updated(block)
+        return touched
+
+    def update_host(
+        self, blocks: Sequence[tuple[Block, Planes]], views: SteppedViews
+    ) -> Iterator[tuple[Block, CopyTicket | None]]:
+        """One block travels in while the one before it travels out; the host waits for nothing."""
+        leaving: list[CopyTicket] = []
+        for block, planes in blocks:
+            touched = views.touches(block)
+            if touched:
+                if len(leaving) >= self.staging.count:  # whose memory is taken now
+                    leaving[-self.staging.count].order()
+                turn = len(leaving) % self.staging.count
+                leaving.append(self._update_from_host(turn, block, planes, views))
+            views.updated(block)
+            yield block, leaving[-1] if touched else None
+        for ticket in leaving[-self.staging.count :]:
+            ticket.order()
+
+    def _update_from_host(
+        self, turn: int, block: Block, planes: Planes, views: SteppedViews
+    ) -> CopyTicket:
+        """Bring the planes, update them, and begin to bring them back."""
+        staged = self.staging.planes(turn, planes)
+        self._memory.copy_all([(staged[name], planes[name]) for name in planes]).order()
+        # only now: views may read the master
+        key = None if views.borrowed([block]) else self._key(views)
+        tables = self._table(
+            ("staged", block.id, turn), lambda: views.pieces(block, staged),
+            next(iter(staged.values())), self._launch_for, key,
+        )  # fmt: skip
+        self._run(ops.update_now, tables, staged)
+        nbytes = sum(plane.nbytes for plane in planes.values())
+        self._moved += Traffic(host_to_device=nbytes, device_to_host=nbytes)
+        return self._memory.copy_all([(planes[name], staged[name]) for name in planes])
+
+    def reserve(self, reserved: Reserved) -> None:
+        """Staging of these sizes from now on; between steps."""
+        self.staging = DeviceStaging(self._memory, reserved)
+        self._tables.clear()  # with addresses of what was there
+
+    def update_resident(self, slab: Resident, views: SteppedViews) -> None:
+        """One launch for what is all on the device; what is borrowed comes block by block."""
+        borrowed = views.borrowed(slab.blocks)
+        apart = {block.id for block in borrowed}
+
+        def pieces() -> list[Piece]:
+            own = (block for block in slab.blocks if block.id not in apart)
+            return [piece for block in own for piece in views.pieces(block, slab.planes(block))]
+
+        if len(borrowed) < len(slab.blocks):
+            self._launch(("resident", id(slab)), pieces, slab.tensors, self._key(views))
+        for block in borrowed:
+            if views.touches(block):
+                own = views.pieces(block, slab.planes(block))
+                self._launch(("borrowed", block.id), own, slab.tensors)
+            views.updated(block)
+
+    def update(self, pieces: Sequence[Piece], slabs: Planes) -> None:
+        """One step over pieces of the device whose state planes are views into `slabs`."""
+        self._launch(("pieces", id(slabs)), pieces, slabs)
+
+    def traffic(self) -> Traffic:
+        return self._moved
+
+    def _launch(
+        self,
+        name: object,
+        pieces: Callable[[], Sequence[Piece]] | Sequence[Piece],
+        slabs: Planes,
+        key: object | None = None,
+    ) -> None:
+        first = next(iter(slabs.values()))
+        self._run(ops.update, self._table(name, pieces, first, self._launch_for, key), slabs)
+
+    def _run(self, update: Callable[..., None], tables: LaunchTables, slabs: Planes) -> None:
+        planes = list(slabs.values())
+        for (param_dtype, grad_dtype), lo, hi in tables.ranges:
+            update(
+                self._rule.name, tables.tiles[lo:hi], tables.segments, self._coefficients,
+                self.control, planes, [], [], param_dtype, grad_dtype, tables.launch.block,
+                tables.launch.num_warps, self._stochastic,
+            )  # fmt: skip
+
+    def _key(self, views: SteppedViews) -> object | None:
+        """What views say of their memory: the object of the last step, if it is the same."""
+        found = views.signature()
+        if found is not self._signature and found != self._signature:
+            self._signature = found
+        return self._signature if found is not None else None
+
+    def _launch_for(self, pieces: Sequence[Piece]) -> Launch:
+        if self.launch is not None:
+            return self.launch
+        largest = max((piece.param.numel() for piece in pieces), default=0)
+        return choose_launch(UPDATE_BYTES, is_interpreted(), largest)
+
+    def _upload(self, rows: list[tuple[float, ...]]) -> None:
+        """Hyperparameters to the device, from a ring so that none in flight is overwritten."""
+        if rows == self._hyper_rows:
+            return
+        host = torch.zeros(len(rows), NUM_HYPER, dtype=torch.float64)
+        for i, row in enumerate(rows):
+            host[i, : len(row)] = torch.tensor(row, dtype=torch.float64)
+        if self._device.type == "cuda":
+            host = host.pin_memory()
+        self._uploads = [*self._uploads[-(RING - 1) :], host]
+        self._hyper = host.to(self._device, non_blocking=True)
+        self._hyper_rows = rows
+
+    def _table(
+        self,
+        name: object,
+        pieces: Callable[[], Sequence[Piece]] | Sequence[Piece],
+        slab: Tensor | None,
+        launch_for: Callable[[Sequence[Piece]], Launch],
+        key: object | None = None,
+    ) -> LaunchTables:
+        """Device tables of a launch; made again only where addresses or lengths changed."""
+        old = self._tables.get(name)
+        if old is not None and key is not None and (old.key is key or old.key == key):
+            return old
+        found = pieces() if callable(pieces) else pieces
+        keyed = segments_of(found, slab, self._memory)
+        if old is not None and old.rows == tuple(segment for _, segment in keyed):
+            old.key = key
+            return old
+        self._tables[name] = LaunchTables(
+            keyed, launch_for(found), self._device, before=old, key=key
+        )
+        return self._tables[name]
+
+
+class DeviceOutcome:
+    """A step's outcome that is still on the device; reading it waits for the device once."""
+
+    def __init__(self, updater: TritonUpdater, names: Sequence[str] | None) -> None:
+        control = updater.control
+        self._event: torch.cuda.Event | None = None
+        self._control = torch.empty_like(control, device="cpu", pin_memory=control.is_cuda)
+        self._control.copy_(control, non_blocking=True)
+        if control.is_cuda:
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(control.device))
+        self._names = names  # of the counters; None where nothing was measured here
+
+    def ready(self) -> bool:
+        return self._event is None or bool(self._event.query())
+
+    def wait(self) -> Outcome:
+        if self._event is not None:
+            self._event.synchronize()
+        bad = int(self._control[BAD])
+        where = None
+        if bad and self._names is not None:
+            where = f"{self._names[bad - 1]} on rank {int(self._control[BAD_RANK])}"
+        scale = float(self._control[USED_SCALE])
+        return Outcome(bad > 0, float(self._control[NORM]), where, scale)

@@ -1,0 +1,384 @@
+"""Experts that torch has split over "ep", below the engine; against one process."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import gemini
+from bench.shared.models import Mixture, token_batches, token_loss
+from bench.shared.reference import everything, flat, relative_error, same, train_reference
+from bench.shared.workers import run_ranks
+from gemini import GeminiDDP
+from optim import HybridAdam, NvmeConfig
+from tests.support.meshes import ADAM, PARTS, STAGES, STEPS
+
+pytestmark = [
+    pytest.mark.dist,
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),  # one process reads
+]
+BOUND = 2e-6  # the issue's: fp32, where sums have another order
+NAMES = {
+    1: ("ep",),
+    2: ("efsdp", "ep"),
+    3: ("dp_replicate", "efsdp", "ep"),
+    4: ("dp_replicate", "efsdp", "ep", "tp"),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    shape: tuple[int, ...] = (2, 2)  # of NAMES
+    stage: int = 3
+    precision: str = "fp32"
+    count: int = 4  # experts of a layer
+
+    @property
+    def tp(self):
+        return self.shape[3] if len(self.shape) == 4 else 1
+
+
+def mesh_of(shape):
+    return init_device_mesh("cpu", shape, mesh_dim_names=NAMES[len(shape)])
+
+
+def split(module, mesh):
+    for layer in (*module.layers, module.rare):
+        layer.experts.split(mesh["ep"])
+    if "tp" in mesh.mesh_dim_names:
+        from torch.distributed.tensor.parallel import (
+            ColwiseParallel,
+            RowwiseParallel,
+            parallelize_module,
+        )
+
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        for layer in (*module.layers, module.rare):
+            parallelize_module(layer, mesh["tp"], plan)
+
+
+def wrapped(case, seed=0, adam=ADAM, **options):
+    mesh = mesh_of(case.shape)
+    module = Mixture(seed, case.count)
+    split(module, mesh)
+    model = GeminiDDP(
+        module, placement_policy=STAGES[case.stage], precision=case.precision, max_norm=0.3,
+        mesh=mesh, min_chunk_size_m=0.004, **options,
+    )  # fmt: skip
+    return model, HybridAdam(model.parameters(), **adam)
+
+
+def batches(count, num_parts, seed=1):
+    """In the second step no rank has an id for the rare experts, in the third the first part."""
+    found = token_batches(count, num_parts, seed)
+    for step, parts in enumerate(found):
+        for i, part in enumerate(parts):
+            if step == 1 or (step == 2 and i > 0):
+                parts[i] = part % Mixture.RARE
+    return found
+
+
+def own_parts(parts, tp=1):
+    place, count = dist.get_rank() // tp, len(parts) * tp // dist.get_world_size()
+    return parts[place * count : (place + 1) * count]
+
+
+def train(model, optimizer, case, steps=STEPS):
+    norms, rare = [], []
+    for parts in batches(steps, PARTS * dist.get_world_size() // case.tp):
+        for part in own_parts(parts, case.tp):
+            (token_loss(model, part) / PARTS).backward()
+        optimizer.step()
+        norms.append(optimizer.last_report.grad_norm)
+        optimizer.zero_grad()
+        rare.append(rare_experts(model, optimizer))
+    return norms, rare
+
+
+def rare_experts(model, optimizer):
+    return {k: v for k, v in everything(model, optimizer).items() if "rare.experts" in k}
+
+
+def in_order(state, count=4):
+    names = [name for name, _ in Mixture(count=count).named_parameters()]
+    return flat([state[name] for name in names]) if state else None
+
+
+# -- updates --
+
+
+def update(rank, case):
+    torch.manual_seed(rank)  # what differs between ranks counts for nothing
+    sizes = dict(zip(NAMES[len(case.shape)], case.shape, strict=True))
+    is_first = rank < sizes["ep"] * case.tp  # of the ranks that have the same experts
+    model, optimizer = wrapped(case, seed=0 if is_first else 5)
+    norms, rare = train(model, optimizer, case)
+    engine = model.engine
+    chunks = {c.group: c.num_shards for c in engine.layout.chunks}
+    gathered = {engine.layout.chunks[g.chunk].group for g in engine.planning.plan.gathers}
+    said = model.explain("layers.0.experts.up")
+    weights, digest = in_order(model.state_dict(), case.count), model.digest()
+    optimizer.close()
+    return weights, digest, norms, rare, chunks, gathered, said
+
+
+def reference(case):
+    return train_reference(
+        Mixture(count=case.count),
+        lambda ps: torch.optim.AdamW(ps, **ADAM),
+        batches(STEPS, PARTS * 4 // case.tp),
+        token_loss,
+        max_norm=0.3,
+    )
+
+
+def updates(rank, cases):
+    got = [update(rank, case) for case in cases]
+    wanted = {(case.tp, case.count): case for case in cases}
+    return got, {key: reference(wanted[key]) for key in sorted(wanted)[rank::4]}
+
+
+CASES = [
+    Case(stage=1),
+    Case(stage=2),
+    Case(stage=3),
+    Case(stage=2, count=5),  # three on one rank, two on the other
+    Case((1, 4), 1),
+    Case((1, 4), 2),
+    Case((4,), 3),
+    Case((2, 1, 2), 3),
+    Case((1, 1, 2, 2), 3),
+]
+
+
+def test_updates_agree_with_one_process():
+    results = run_ranks(updates, 4, CASES)
+    wanted = {key: want for result in results for key, want in result[1].items()}
+    for i, case in enumerate(CASES):
+        start = flat(list(Mixture(count=case.count).parameters()))
+        found = [result[0][i] for result in results]
+        weights, _, norms, rare, shards, gathered, said = found[0]
+        want = wanted[case.tp, case.count]
+        assert relative_error(weights - start, want - start) < BOUND, case
+        assert len({digest for _, digest, *_ in found}) == 1, case
+        assert all(other[2] == norms for other in found), case
+        assert max(norms) > 0.3, "clipped"
+        assert same(rare[0], rare[1]), "experts that no rank had tokens for are what they were"
+        assert not same(rare[1], rare[2]), "those that one rank had tokens for are trained"
+        sizes = dict(zip(NAMES[len(case.shape)], case.shape, strict=True))
+        efsdp = sizes.get("efsdp", 1)
+        assert shards.pop("ep") == efsdp and set(shards.values()) == {efsdp * sizes["ep"]}, case
+        assert ("ep" in gathered) == (case.stage == 3 and efsdp > 1), case
+        assert f"split over ep: here ({-(-case.count // sizes['ep'])}, 32, 24)" in said
+
+
+# -- what goes with it --
+
+
+def reads(rank):
+    """Whole gradients, parameters and state, though each rank has other experts."""
+    found, case = {}, Case(count=5)
+    model, optimizer = wrapped(case)
+    train(model, optimizer, case, steps=1)
+    for part in own_parts(batches(1, 4, seed=3)[0]):
+        token_loss(model, part).backward()
+    found["gradients"] = {name: grad.clone() for name, grad in model.named_gradients()}
+    with pytest.raises(RuntimeError, match=r"experts.up is split over ep, and p.grad would be"):
+        print(model.module.rare.experts.up.grad)
+    with model.summon_full_params(writeback=False):
+        found["summoned"] = model.module.rare.experts.up.full_tensor().clone()
+    found["state"] = everything(model, optimizer)
+    optimizer.zero_grad()
+    saved = model.state_dict(), optimizer.state_dict()
+    optimizer.close()
+
+    model, optimizer = wrapped(Case((1, 4), 2, count=5), seed=8)  # the last rank has none of five
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    found["loaded"] = everything(model, optimizer)
+    before = model.digest()
+    if rank == 3:
+        with torch.no_grad():
+            model.module.head.weight += 1
+    found["digests"] = before, model.digest()
+    found["unwrapped"] = model.unwrap().rare.experts.up.full_tensor().detach().clone()
+    return found
+
+
+def on_disk(rank, folder):
+    """State on NVMe, parked in the middle: the same bits."""
+    found, case = [], Case(precision="bf16")
+    for disk in (False, True):
+        adam = ADAM
+        if disk:
+            adam = dict(
+                ADAM, nvme_offload_fraction=1.0, nvme_offload_dir=folder,
+                nvme=NvmeConfig(block_numel=1024),
+            )  # fmt: skip
+        model, optimizer = wrapped(case, adam=adam)
+        train(model, optimizer, case, steps=1)
+        if disk:
+            with optimizer.parked("nvme"):
+                pass
+        train(model, optimizer, case, steps=2)
+        assert "total" in str(model.memory_report())
+        found.append((everything(model, optimizer), model.digest()))
+        optimizer.close()
+    return found
+
+
+def refused(rank):
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    said, mesh = [], mesh_of((2, 2))
+    for options in ({}, {"mesh": init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))}):
+        module = Mixture()
+        split(module, mesh)
+        with pytest.raises(ValueError) as error:
+            GeminiDDP(module, **options)
+        said.append(str(error.value))
+    with pytest.raises(ValueError) as error:
+        GeminiDDP(Mixture(), mesh=mesh)
+    said.append(str(error.value))
+    split(module := Mixture(), mesh)
+    whole = distribute_tensor(module.head.weight.detach(), mesh["ep"], [Replicate()])
+    module.head.weight = nn.Parameter(whole)
+    with pytest.raises(ValueError) as error:
+        GeminiDDP(module, mesh=mesh)
+    return [*said, str(error.value)]
+
+
+def goes_with_it(rank, folder):
+    return reads(rank), on_disk(rank, folder), refused(rank)
+
+
+def test_readers_state_dicts_disks_and_refusals(tmp_path):
+    results = run_ranks(goes_with_it, 4, str(tmp_path))
+    found = results[0][0]
+    shapes = {name: p.shape for name, p in Mixture(count=5).named_parameters()}
+    assert {name: grad.shape for name, grad in found["gradients"].items()} == shapes
+    for other, disk, _ in results:
+        assert same(other["gradients"], found["gradients"])
+        assert torch.equal(other["summoned"], found["state"]["rare.experts.up"])
+        assert torch.equal(other["unwrapped"], found["state"]["rare.experts.up"])
+        assert disk[0][1] == disk[1][1] == results[0][1][0][1]
+    assert same(found["state"], found["loaded"])
+    assert len({before for before, _ in (r[0]["digests"] for r in results)}) == 1
+    after = [r[0]["digests"][1] for r in results]
+    assert after[3] != after[0] == after[1]
+    assert same(*(values for values, _ in results[0][1]))
+    expected = (
+        "is a DTensor, split over a mesh; expected GeminiDDP(mesh=)",
+        "mesh dimension ep, and mesh=(dp=4)",
+        "no parameter is split over dimension ep",
+        "head.weight is replicated over mesh dimension ep, whose ranks have other tokens",
+    )
+    for part, text in zip(expected, results[0][2], strict=True):
+        assert part in text
+
+
+# -- checkpoints --
+
+
+def saves(rank, path):
+    case = Case()
+    model, optimizer = wrapped(case)
+    train(model, optimizer, case)
+    gemini.save_checkpoint(path, model, optimizer)
+    saved = everything(model, optimizer)
+    train(model, optimizer, case, steps=1)
+    went_on = everything(model, optimizer)
+    optimizer.close()
+    return saved, went_on
+
+
+def loads(rank, shapes, path):
+    found = []
+    for shape in shapes:
+        case = Case(shape)
+        model, optimizer = wrapped(case, seed=5)
+        gemini.load_checkpoint(path, model, optimizer)
+        found.append(everything(model, optimizer))
+        if shape == (2, 2):
+            train(model, optimizer, case, steps=1)
+            found.append(everything(model, optimizer))
+        optimizer.close()
+    return found
+
+
+def test_a_checkpoint_is_of_whole_tensors_and_loads_at_any_ep(tmp_path):
+    path = tmp_path / "saved"
+    saved, went_on = run_ranks(saves, 4, str(path))[0]
+    loaded = run_ranks(loads, 4, [(2, 2), (4, 1), (4,)], str(path))[0]
+    assert same(loaded[0], saved) and same(loaded[1], went_on)
+    assert same(loaded[2], saved) and same(loaded[3], saved)
+    (found,) = run_ranks(loads, 2, [(1, 2)], str(path))[0]
+    assert same(found, saved)
+    alone = {name: torch.empty_like(value) for name, value in Mixture().state_dict().items()}
+    dcp.load({"model": alone}, checkpoint_id=str(path), no_dist=True)
+    for name, value in alone.items():
+        assert torch.equal(value, saved[name])
+    model = GeminiDDP(Mixture(4), precision="fp32")
+    optimizer = HybridAdam(model.parameters(), **ADAM)
+    gemini.load_checkpoint(path, model, optimizer)
+    assert same(everything(model, optimizer), saved)
+    optimizer.close()
+
+
+# -- transformers' own plan --
+
+
+def mixtral():
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=24, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
+        max_position_embeddings=32, experts_implementation="eager",
+    )  # fmt: skip
+    return MixtralForCausalLM(config).train()
+
+
+def logits_loss(model, ids):
+    return token_loss(lambda given: model(input_ids=given).logits, ids)
+
+
+def mixtral_update(rank):
+    from transformers.distributed import DistributedConfig
+    from transformers.distributed.expert_parallel import apply_expert_parallelism
+
+    module, mesh = mixtral(), mesh_of((2, 2))
+    alone = init_device_mesh("cpu", (4, 1), mesh_dim_names=("all", "tp"))["tp"]
+    _, plan, _ = module._resolve_parallel_plans(DistributedConfig(fsdp_size=4, ep_size=2))
+    apply_expert_parallelism(module, mesh["ep"], alone, plan)
+    model = GeminiDDP(
+        module, placement_policy=STAGES[3], precision="fp32", max_norm=0.3, mesh=mesh,
+        min_chunk_size_m=0.004,
+    )  # fmt: skip
+    optimizer = HybridAdam(model.parameters(), **ADAM)
+    for parts in token_batches(2, 4):
+        logits_loss(model, parts[rank]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    groups = {chunk.group for chunk in model.engine.layout.chunks}
+    found = model.state_dict()
+    optimizer.close()
+    return groups, [found[name] for name, _ in mixtral().named_parameters() if found]
+
+
+@pytest.mark.slow
+def test_experts_that_transformers_has_split_train_as_in_one_process():
+    pytest.importorskip("transformers.distributed.expert_parallel")
+    groups, found = run_ranks(mixtral_update, 4)[0]
+    want = train_reference(
+        mixtral(), lambda ps: torch.optim.AdamW(ps, **ADAM), token_batches(2, 4), logits_loss,
+        max_norm=0.3,
+    )  # fmt: skip
+    start = flat(list(mixtral().parameters()))
+    assert groups == {"world", "ep"}
+    assert relative_error(flat(found) - start, want - start) < BOUND

@@ -1,0 +1,395 @@
+"""Pipelines by torch's own schedules, against one process: updates, norms, gathers, errors."""
+
+import errno
+import tempfile
+import warnings
+from contextlib import nullcontext
+from functools import cache
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from bench.shared.reference import everything, same
+from bench.shared.workers import run_ranks
+from gemini import (
+    AutoPlacement,
+    BudgetWarning,
+    GeminiDDP,
+    export_safetensors,
+    load_checkpoint,
+    load_pretrained,
+    save_checkpoint,
+)
+from gemini.pipeline import GeminiStage
+from optim import HybridAdam
+from tests.support.disks.faults import failing
+from tests.support.pipelines import (
+    ADAM,
+    MAX_NORM,
+    MICROBATCHES,
+    SCHEDULES,
+    STEPS,
+    Part,
+    Whole,
+    batches,
+    mesh_of_pipelines,
+    pipeline,
+    reference,
+    update_error,
+)
+
+pytestmark = pytest.mark.dist
+
+ZERO_2, ZERO_3 = 0.0, 1.0
+# fp32 sums of other orders: micro-batches, ranks, and stages in the norm. One process differs from
+# itself by 1e-7 when it adds micro-batches in another order
+BOUND = 2e-6
+EVALUATED = ("Interleaved1F1B", "ZBVZeroBubble")  # the last with neighbours on one rank
+ROOM_KIB = 200  # of a rank on the device: some of a stage's payloads, not all
+
+
+def in_steps(model, data, calls=1):
+    """Norms of all steps; `calls` of the schedule before each."""
+    norms = []
+    for i in range(0, len(data), calls):
+        for parts in data[i : i + calls]:
+            model.run(parts)
+        norms.append(model.step())
+    return norms
+
+
+def trained(kind, shard_frac=ZERO_3, **options):
+    model = pipeline(kind, shard_frac, **options)
+    data = batches(MICROBATCHES * max(1, dist.get_world_size() // 2))
+    norms = in_steps(model, data)
+    found = model.weights(), norms, model.gathers()
+    model.close()
+    return found
+
+
+def saved_and_loaded(data, folder):
+    """Saved by two stages behind a step, loaded by four and by two, and the next step of each."""
+    model = pipeline("1F1B")
+    in_steps(model, data[:1])
+    save_checkpoint(f"{folder}/two", model.parts[0], model.optimizer)
+    in_steps(model, data[1:])
+    found = {"went on": model.weights()}
+    model.close()
+    for kind in ("1F1B", "ZBVZeroBubble"):
+        model = pipeline(kind)
+        load_checkpoint(f"{folder}/two", torch.nn.ModuleList(model.parts), model.optimizer)
+        ticket = save_checkpoint(
+            f"{folder}/{kind}", torch.nn.ModuleList(model.parts), model.optimizer, async_save=True
+        )
+        in_steps(model, data[1:])
+        ticket.wait()
+        found[kind] = model.weights()
+        model.close()
+    return found
+
+
+def on_every_rank(rank, folder):
+    """All cases, in one process tree."""
+    replicas = dist.get_world_size() // 2
+    data = batches(MICROBATCHES * replicas)
+    found = {(kind, zero): trained(kind, zero) for kind in SCHEDULES for zero in (ZERO_2, ZERO_3)}
+
+    with tempfile.TemporaryDirectory() as disks:
+        disk = {"nvme_offload_fraction": 1.0, "nvme_offload_dir": disks}
+        found["on NVMe"] = trained("Interleaved1F1B", adam=disk)
+
+    room = f"{ROOM_KIB * dist.get_world_size()}KiB"  # budgets are of a node
+    for kind in ("1F1B", "InterleavedZeroBubble"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", BudgetWarning)  # of activations: there is none to spare
+            found["no room", kind] = trained(
+                kind, placement_policy=AutoPlacement(device_budget=room, host_budget="1GiB")
+            )
+
+    model = pipeline("ZBVZeroBubble")
+    norms = in_steps(model, [parts for parts in data for _ in range(2)], calls=2)
+    found["accumulated"] = model.weights(), norms
+    model.close()
+
+    model = pipeline("1F1B", max_norm=0.0)
+    norms = []
+    for parts in data:
+        with model.parts[0].no_sync():
+            model.run(parts)
+        norms.append(float(model.optimizer.clip_grad_norm_(MAX_NORM)))
+        norms.append(model.step())
+    found["clipped by the loop"] = model.weights(), norms
+    model.close()
+
+    found["bf16"] = trained("DualPipeV", precision="bf16")
+    found["skip"] = skipped(data)
+    found["failed"] = failed(data)
+    for kind in EVALUATED:
+        found["eval", kind] = evaluated(kind, data)
+    found["loaded"] = saved_and_loaded(data, folder)
+    return found
+
+
+def skipped(data):
+    """A gradient of the first stage is not finite: nobody steps."""
+    model = pipeline("1F1B")
+    in_steps(model, data[:1])
+    before = contents(model)
+    model.run(data[1])
+    if model.stages[0].is_first:
+        model.parts[0].embed.weight.grad.mul_(float("inf"))
+    model.optimizer.step()
+    report = model.optimizer.last_report
+    after = contents(model)
+    model.close()
+    return report.skipped, report.nonfinite, bool(before) and same(before, after)
+
+
+def contents(model):
+    """Weights, moments and step counts of all parts; where this rank is the first of a stage."""
+    found = model.weights()
+    for name, planes in model.optimizer.state_dict()["state"].items():
+        found |= {f"{name}/{plane}": values.clone() for plane, values in planes.items()}
+    return found
+
+
+def failed(data):
+    """The disk of the last rank fails in a step: all stages stay at the last step."""
+    said, is_last = "", dist.get_rank() == dist.get_world_size() - 1
+    with tempfile.TemporaryDirectory() as folder:
+        disk = {"nvme_offload_fraction": 1.0, "nvme_offload_dir": folder}
+        model = pipeline("Interleaved1F1B", adam=disk)
+        model.run(data[0])
+        before = digests(model)
+        try:
+            with failing("pwritev", errno.ENOSPC, folder) if is_last else nullcontext():
+                model.optimizer.step()
+        except (RuntimeError, OSError) as error:
+            said = str(error)
+        after = digests(model)
+        model.optimizer.step()  # the gradients are still there
+        moved = digests(model)
+        model.close()
+    return said, before == after, all(a != b for a, b in zip(moved, before, strict=True))
+
+
+def digests(model):
+    """Of weights, step counts and loss scale, by part."""
+    return [part.digest() for part in model.parts]
+
+
+def evaluated(kind, data):
+    """Outputs of an evaluation, and whether weights stay gathered behind it."""
+    model = pipeline(kind)
+    ids = model.batch(data[0])
+    inputs = (ids,) if model.stages[0].is_first else ()
+    with torch.no_grad():
+        out = model.schedule.eval(*inputs, target=ids)
+        open_ones = [part.engine.in_schedule for part in model.parts]
+    norms = in_steps(model, data)
+    weights = model.weights()
+    model.close()
+    return out, open_ones, weights, norms
+
+
+@cache
+def folder_of(world_size):
+    return tempfile.TemporaryDirectory()
+
+
+@cache
+def ran(world_size):
+    return run_ranks(on_every_rank, world_size, folder_of(world_size).name)
+
+
+@cache
+def wanted(world_size):
+    return reference(batches(MICROBATCHES * (world_size // 2)))
+
+
+def whole(world_size, case):
+    """The weights of all stages."""
+    weights = {}
+    for found in ran(world_size):
+        for name, value in found[case][0].items():
+            assert name not in weights or torch.equal(weights[name], value)
+            weights[name] = value
+    return weights
+
+
+WORLDS = [2, 4]
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("zero", [ZERO_2, ZERO_3])
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_a_pipeline_trains_as_one_process_does(kind, zero, world_size):
+    assert update_error(whole(world_size, (kind, zero)), wanted(world_size)) < BOUND
+    norms = {tuple(found[kind, zero][1]) for found in ran(world_size)}
+    assert len(norms) == 1 and None not in next(iter(norms))  # bit for bit
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_in_bf16_a_pipeline_trains_as_fp32_does_to_its_rounding(world_size):
+    data = batches(MICROBATCHES * (world_size // 2))
+    plain = update_error(reference(data, dtype=torch.bfloat16), wanted(world_size))
+    # as one process in bf16, whose activations are bf16 too; a tenth for sums in other orders
+    assert update_error(whole(world_size, "bf16"), wanted(world_size)) < 1.1 * plain < 0.02
+    assert len({tuple(found["bf16"][1]) for found in ran(world_size)}) == 1
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_a_stage_is_gathered_once_for_all_micro_batches(kind):
+    for found in ran(4):
+        for gathers, chunks in found[kind, ZERO_3][2]:
+            assert gathers == STEPS * chunks > 0
+        assert [gathers for gathers, _ in found[kind, ZERO_2][2]] == [0] * len(found[kind, 1.0][2])
+
+
+@pytest.mark.parametrize("kind", ["1F1B", "InterleavedZeroBubble"])
+def test_without_room_micro_batches_gather_for_themselves(kind):
+    assert update_error(whole(4, ("no room", kind)), wanted(4)) < BOUND
+    gathers = [pair for found in ran(4) for pair in found["no room", kind][2]]
+    assert any(count > STEPS * chunks > 0 for count, chunks in gathers)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_state_on_disk_has_the_same_bits(world_size):
+    resident = whole(world_size, ("Interleaved1F1B", ZERO_3))
+    for name, value in whole(world_size, "on NVMe").items():
+        assert torch.equal(value, resident[name]), name
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_calls_of_a_schedule_add_up(world_size):
+    data = [[*parts, *parts] for parts in batches(MICROBATCHES * (world_size // 2))]
+    want = reference(data, divisor=len(data[0]) // 2)
+    assert update_error(whole(world_size, "accumulated"), want) < BOUND
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_a_clip_is_one_of_the_whole_model(world_size):
+    clipped, plain = whole(world_size, "clipped by the loop"), whole(world_size, ("1F1B", ZERO_3))
+    assert all(torch.equal(clipped[name], plain[name]) for name in plain)
+    for found in ran(world_size):
+        asked, stepped = found["clipped by the loop"][1][::2], found["clipped by the loop"][1][1::2]
+        assert asked == stepped == found["1F1B", ZERO_3][1]
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_a_gradient_that_is_not_finite_lets_all_stages_skip(world_size):
+    for found in ran(world_size):
+        was_skipped, where, unchanged = found["skip"]
+        assert was_skipped and unchanged
+        assert where == ran(world_size)[0]["skip"][1]
+        assert where.startswith("embed.weight on rank ")
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_a_stage_that_fails_leaves_all_at_the_last_step(world_size):
+    for rank, found in enumerate(ran(world_size)):
+        said, unchanged, moved = found["failed"]
+        assert unchanged and moved
+        last = world_size - 1
+        expected = "No space left" if rank == last else f"failed on ranks [{last}]"
+        assert expected in said and (rank == last or "No space left" in said)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("kind", EVALUATED)
+def test_an_evaluation_between_steps_changes_nothing(kind, world_size):
+    data = batches(MICROBATCHES * (world_size // 2))
+    model = Whole()
+    for rank, found in enumerate(ran(world_size)):
+        out, open_ones, weights, norms = found["eval", kind]
+        assert open_ones == [False, False]
+        assert norms == found[kind, ZERO_3][1]
+        plain = found[kind, ZERO_3][0]
+        assert all(torch.equal(weights[name], plain[name]) for name in weights)
+        if out is None:
+            continue
+        dp = rank % (world_size // 2)
+        ids = torch.cat(data[0][dp * MICROBATCHES : (dp + 1) * MICROBATCHES])
+        torch.testing.assert_close(out, model(ids), rtol=1e-5, atol=1e-6)  # fp32, other kernels
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_a_checkpoint_loads_at_any_number_of_stages(world_size):
+    weights = {}
+    for found in ran(world_size):
+        for case, part in found["loaded"].items():
+            weights.setdefault(case, {}).update(part)
+    for name, value in weights["went on"].items():
+        assert torch.equal(weights["1F1B"][name], value), name  # the same run, bit for bit
+    want = wanted(world_size)
+    assert update_error(weights["ZBVZeroBubble"], want) < BOUND  # its sums are in another order
+    # one process: what was saved by two stages and by four is one model
+    models = {}
+    for case in ("two", "1F1B", "ZBVZeroBubble"):
+        model = GeminiDDP(Whole(), precision="fp32", min_chunk_size_m=0.004)
+        optimizer = HybridAdam(model.parameters(), **ADAM)
+        load_checkpoint(f"{folder_of(world_size).name}/{case}", model, optimizer)
+        models[case] = everything(model, optimizer)
+        optimizer.close()
+    assert same(models["two"], models["1F1B"]) and same(models["two"], models["ZBVZeroBubble"])
+    moments = [name for name in models["two"] if name.endswith("/exp_avg")]
+    assert len(moments) == len(want) and all(models["two"][name].any() for name in moments)
+
+
+def refusals(rank):
+    """What is refused, in words."""
+    mesh, said = mesh_of_pipelines(), {}
+
+    def refused(name, work):
+        try:
+            work()
+        except (ValueError, RuntimeError) as error:
+            said[name] = str(error)
+
+    pp = mesh.get_local_rank("pp")
+    options = {"precision": "fp32", "min_chunk_size_m": 0.004}
+    whole = Whole()
+    part = GeminiDDP(Part(whole, pp, 4), mesh=mesh, **options)
+    other = GeminiDDP(Part(whole, pp + 2, 4), mesh=mesh, **options)
+    device, group = torch.device("cpu"), mesh.get_group("pp")
+    stages = [GeminiStage(part, pp, 4, device, group=group)]
+    stages.append(GeminiStage(other, pp + 2, 4, device, group=group))
+    refused("one module, two stages", lambda: GeminiStage(part, pp + 2, 4, device))
+    refused("dw_builder", lambda: GeminiStage(part, pp, 4, device, dw_builder=print))
+    refused("plain", lambda: GeminiStage(Whole(), 0, 2, device))
+    refused("fp16", lambda: GeminiDDP(Whole(), mesh=mesh, precision="fp16"))
+    refused("export", lambda: export_safetensors("nowhere", part))
+    tensor_parallel = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "tp"))
+    refused("tp", lambda: GeminiDDP(Whole(), mesh=tensor_parallel))
+    refused("pretrained", lambda: load_pretrained("nowhere", mesh=mesh))
+    refused("both", lambda: GeminiDDP(Whole(), mesh=mesh, process_group=group))
+    assert [stage.stage_index for stage in stages] == [pp, pp + 2]
+    optimizer = HybridAdam(part.parameters(), lr=1e-2)
+    refused("half of the stages", lambda: optimizer.targets[0].seats)
+    optimizer.close()
+
+    tied = Whole()
+    name = "head" if pp else "embed"
+    layer = torch.nn.Linear(33, 97, bias=False)
+    layers = {"embed": layer, name: getattr(tied, name)} if pp else {"embed": layer}
+    part = GeminiDDP(torch.nn.ModuleDict(layers), mesh=mesh, **options)
+    GeminiStage(part, pp, 2, device)
+    optimizer = HybridAdam(part.parameters(), lr=1e-2)
+    refused("tied", lambda: optimizer.targets[0].seats)
+    return said
+
+
+def test_what_cannot_be_is_refused_by_name():
+    for said in run_ranks(refusals, 2):
+        assert "of 4 already, and cannot be stage" in said["one module, two stages"]
+        assert "dw_builder gives gradients" in said["dw_builder"]
+        assert 'a dimension "pp"' in said["plain"]
+        assert 'precision="fp16" on a mesh with "pp"' in said["fp16"]
+        assert "mesh= and process_group=" in said["both"]
+        assert "load_pretrained reads a whole model" in said["pretrained"]
+        assert "expected 'pp', and beside it at most one of" in said["tp"]
+        assert "this module is a part of a pipeline" in said["export"]
+        assert "have the stages [[0], [1]] of 4" in said["half of the stages"]
+        assert "embed.weight of stage 0 and embed.weight of stage 1" in said["tied"]

@@ -1,0 +1,306 @@
+"""When blocks are updated in backward: what was learned, and what is seen meanwhile."""
+
+import gc
+import os
+import time
+import weakref
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+
+from bench.shared.models import token_loss
+from optim.rules.report import QUIET_STEPS, Speculated
+from optim.rules.speculation import BlockInputs, Habit, Learned, TailTimes, held
+from tests.support.disks.waiting import waiting
+from tests.support.loops.early import UPDATES, num_early, patient
+from tests.support.loops.tails import SCHEDULES, batches, differences, everything, run, wrapped
+
+HELD = Speculated(9, 9, 0)
+HIDDEN, EXPOSED = TailTimes(2.0, 1.0), TailTimes(1.0, 2.0)
+
+
+def with_habit(update, habit, **options):
+    model, optimizer = wrapped(update, **options)
+    speculation = model.engine.speculation
+    speculation.learned = replace(speculation.learned, habit=habit)
+    return model, optimizer
+
+
+# -- values --
+
+
+def test_a_block_is_held_where_all_that_its_bits_follow_from_is_the_same():
+    inputs = BlockInputs((1.0, 2.0), (("adam", 3), None), (4, 5))
+    others = {
+        1: inputs,
+        2: replace(inputs, step=(0.5, 2.0)),
+        3: replace(inputs, params=(("adam", 4), None)),
+        4: replace(inputs, params=(("adam", 3), ("adam", 3))),
+        5: replace(inputs, gradient=(4, 6)),
+        6: replace(inputs, gradient=None),
+    }
+    assert held(dict.fromkeys(others, inputs), others) == {1}
+
+
+def test_nothing_begins_before_the_first_step():
+    assert not Learned().begins(1, is_known_last=True, times=None)
+
+
+def test_the_last_backward_is_the_one_that_was_last_or_that_is_said_to_be():
+    learned = Learned().after(3, HELD, was_disturbed=False, max_norm=0.0)
+    begins = [learned.begins(i, is_known_last=False, times=None) for i in (1, 2, 3, 4)]
+    assert begins == [False, False, True, False]
+    assert learned.begins(2, is_known_last=True, times=None)
+
+
+@pytest.mark.parametrize(
+    "found, disturbed",
+    [(HELD, True), (Speculated(9, 4, 5), False), (Speculated(9, 0, 9), False)],
+)
+def test_so_many_quiet_steps_follow_one_that_was_not(found, disturbed):
+    learned = Learned().after(1, found, was_disturbed=disturbed, max_norm=0.0)
+    for _ in range(QUIET_STEPS):
+        assert not learned.begins(1, is_known_last=False, times=None)
+        learned = learned.after(1, Speculated(), was_disturbed=False, max_norm=0.0)
+    assert learned.begins(1, is_known_last=False, times=None)
+
+
+def test_where_the_tail_hides_the_disk_nothing_begins():
+    learned = Learned().after(1, HELD, was_disturbed=False, max_norm=0.0)
+    assert not learned.begins(1, is_known_last=False, times=HIDDEN)
+    assert learned.begins(1, is_known_last=False, times=EXPOSED)
+    assert replace(learned, habit=Habit(asks_clock=False)).begins(
+        1, is_known_last=False, times=HIDDEN
+    )
+
+
+def test_a_tail_that_had_blocks_done_before_is_measured_as_a_whole_one():
+    assert TailTimes.measured(1.0, 3.0, blocks=12, num_held=0, held_share=1 / 6).disk == 3.0
+    half = TailTimes.measured(1.0, 3.0, blocks=12, num_held=6, held_share=1 / 6)
+    assert half.disk == pytest.approx(3 * 12 / 7)
+    nothing = TailTimes.measured(1.0, 0.0, blocks=0, num_held=0, held_share=0.0)
+    assert not nothing.tail_hides_disk
+
+
+# -- loops --
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_a_step_that_is_clipped_lets_the_next_ones_wait(update):
+    model, optimizer = with_habit(update, Habit(asks_clock=False))
+    early = []
+    with patient():
+        for step, batch in enumerate(batches(QUIET_STEPS + 5)):
+            token_loss(model, batch).backward()
+            if step == 2:
+                optimizer.clip_grad_norm_(0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+            found = optimizer.last_report.speculation
+            early.append(found.speculated)
+            assert found.needed_quiet_steps == QUIET_STEPS
+            if step == 2:
+                assert found.redone == found.speculated > 0 and found.quiet_steps == 0
+            elif step == 5:
+                assert found.quiet_steps == 3
+    begun = [count > 0 for count in early]
+    assert begun == [False, True, True, *[False] * QUIET_STEPS, True, True]
+    optimizer.close()
+
+
+def test_updates_stop_where_the_norm_is_sure_to_be_clipped():
+    """The gradients of the last layers alone are below it, all together above."""
+    with run(SCHEDULES["plain"], "serial") as (_, optimizer, _):
+        norm = optimizer.last_report.grad_norm
+    with patient(), run(SCHEDULES["plain"], "both", max_norm=0.8 * norm) as (_, optimizer, _):
+        found = optimizer.last_report.speculation
+        assert optimizer.last_report.grad_norm > 0.8 * norm
+        assert 0 < found.speculated == found.redone < num_early(optimizer)
+
+
+def test_a_forward_that_hides_the_tail_leaves_nothing_to_do_in_backward():
+    model, optimizer = with_habit("both", Habit())
+    with patient():
+        for batch in batches(2):
+            token_loss(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer.last_report.behind.wait()
+            time.sleep(0.3)
+    assert optimizer.last_report.speculation.speculated == 0
+    optimizer.close()
+
+
+def test_a_disk_that_a_forward_waits_for_is_relieved_in_backward():
+    model, optimizer = with_habit("both", Habit())
+    first, second = batches(2)
+    token_loss(model, first).backward()
+    with waiting("pwritev", "gemini-") as disk:
+        optimizer.step()
+        optimizer.zero_grad()
+        timer = disk.answer_in(0.5)
+        loss = token_loss(model, second)  # waits so long, and that is no work of its own
+        timer.join()
+        time.sleep(0.1)
+    with patient():
+        loss.backward()
+        optimizer.step()
+    assert optimizer.last_report.speculation.held > 0
+    optimizer.close()
+
+
+def test_without_a_tail_there_is_nothing_that_could_hide_the_disk():
+    model, optimizer = with_habit("speculate", Habit())
+    with patient():
+        for batch in batches(2):
+            token_loss(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            time.sleep(0.05)
+    assert optimizer.last_report.speculation.held > 0
+    optimizer.close()
+
+
+# -- meanwhile --
+
+
+def begun(update):
+    """Two steps, and a third backward whose blocks are updated."""
+    model, optimizer = wrapped(update)
+    for step, batch in enumerate(batches(3)):
+        token_loss(model, batch).backward()
+        if step < 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return model, optimizer
+
+
+def test_no_weight_changes_before_the_step():
+    model, optimizer = wrapped("both")
+    seen = []
+
+    def look(*_):
+        seen.append([param.detach().clone() for param in model.module.parameters()])
+
+    with patient():
+        for step, batch in enumerate(batches(3)):
+            handle = model.module.embed.weight.register_post_accumulate_grad_hook(look)
+            before = [param.detach().clone() for param in model.module.parameters()]
+            token_loss(model, batch).backward()
+            handle.remove()
+            look()
+            for after in seen:
+                assert all(map(torch.equal, after, before))
+            seen.clear()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert (optimizer.last_report.speculation.held > 10) == (step > 0)
+    optimizer.close()
+
+
+def test_staging_is_in_the_plan_and_in_the_ledger():
+    found = {}
+    for update in ("tail", "both"):
+        model, optimizer = wrapped(update)
+        optimizer.bind()
+        state = optimizer.targets[0].tiered_state.nvme
+        plan = model.engine.planning.plan
+        found[update] = state.staging_bytes, plan.device_staging.nbytes, plan.host_staging.nbytes
+        assert sum(found[update][1:]) >= state.staging_bytes
+        planes, weights = map(state.store.buffer_nbytes, (0, len(state.blocks)))
+        block = planes + weights
+        optimizer.close()
+    assert found["both"][0] == found["tail"][0] + 2 * block
+    assert sum(found["both"][1:]) >= sum(found["tail"][1:]) + 2 * block
+
+
+def test_who_saves_between_backward_and_step_has_the_state_of_the_last_step():
+    with patient():
+        model, optimizer = begun("both")
+        found = everything(model, optimizer)
+        optimizer.step()
+        assert optimizer.last_report.speculation.redone == num_early(optimizer)
+        after = everything(model, optimizer)
+        optimizer.close()
+    for steps, got in ((2, found), (3, after)):
+        serial = wrapped("serial")
+        for batch in batches(steps):
+            token_loss(serial[0], batch).backward()
+            serial[1].step()
+            serial[1].zero_grad()
+        assert differences(got, everything(*serial)) == []
+        serial[1].close()
+
+
+def test_a_step_does_not_wait_for_what_was_not_begun():
+    """One block is under way when it comes; the others are the step's."""
+    model, optimizer = wrapped("both")
+    first, second = batches(2)
+    token_loss(model, first).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    everything(model, optimizer)
+    with waiting("pwritev", "gemini-") as disk:
+        token_loss(model, second).backward()
+        disk.until_asked()
+        timer = disk.answer_in(0.05)
+        optimizer.step()
+        timer.join()
+    assert 0 < optimizer.last_report.speculation.speculated < num_early(optimizer)
+    optimizer.close()
+
+
+def test_what_is_dropped_while_blocks_are_updated_goes_when_they_are():
+    model, optimizer = wrapped("both")
+    first, second = batches(2)
+    token_loss(model, first).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    everything(model, optimizer)
+    paths = optimizer.targets[0].tiered_state.nvme.store.paths
+    died = weakref.ref(model.engine)
+    with waiting("pwritev", "gemini-") as disk:
+        token_loss(model, second).backward()
+        disk.until_asked()
+        del model, optimizer
+    for _ in range(200):
+        gc.collect()
+        if died() is None and not any(path.exists() for path in paths):
+            break
+        time.sleep(0.01)
+    assert died() is None and not any(path.exists() for path in paths)
+
+
+def test_a_forked_child_does_not_wait_for_a_thread_that_it_has_not():
+    model, optimizer = wrapped("both")
+    first, second = batches(2)
+    token_loss(model, first).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    everything(model, optimizer)
+    with waiting("pwritev", "gemini-") as disk:
+        token_loss(model, second).backward()
+        disk.until_asked()
+        child = os.fork()
+        if not child:
+            optimizer.zero_grad()
+            os._exit(7)
+        _, status = os.waitpid(child, 0)
+        disk.answer()
+    assert os.waitstatus_to_exitcode(status) == 7
+    optimizer.step()
+    optimizer.close()
+
+
+def test_where_no_thread_can_be_started_the_step_does_it_all():
+    model, optimizer = wrapped("speculate")
+    with patient():
+        for batch in batches(3):
+            with mock.patch("threading.Thread.start", side_effect=RuntimeError("no room")):
+                token_loss(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert optimizer.last_report.speculation.speculated == 0
+    optimizer.close()

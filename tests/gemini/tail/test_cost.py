@@ -1,0 +1,369 @@
+"""What a tail, and updates in backward, are predicted to hide: worked out by hand, and held within
+what none can pass."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gemini.chunk.layout import ChunkLayout, ParamSpec
+from gemini.memtracer.trace import TraceMoment, sequential_trace
+from gemini.placement.plan import UpdatePath
+from gemini.placement.planner import PlanInputs, make_plan
+from gemini.placement.policy import AutoPlacement, StaticPlacement
+from gemini.placement.sizes import Bandwidths, Budgets, StateBytes
+from gemini.placement.tiers import Tier
+from gemini.placement.timetable.speculation import best_update
+from gemini.placement.timetable.tail import NO_ROOM, against_tail, homes_against_tail
+from gemini.units import ChunkId, ParamId
+
+ADAM = StateBytes(12, True)
+BLOCK = 1 << 10
+READ, WRITE = 2.0, 3.0  # seconds of a block's state
+DISK = Bandwidths(nvme_read=12 * BLOCK / READ, nvme_write=12 * BLOCK / WRITE)
+
+
+def asked(numels, forward, *, backward=100.0, world_size=1, trace=None, **changes):
+    """A module of each size, on a CPU, with its state on NVMe. Seconds are of each module's call:
+    `forward` of each, or one for all; backward of all together."""
+    specs = [ParamSpec(f"m{i}.p", (n,), "bfloat16") for i, n in enumerate(numels)]
+    forward = forward if isinstance(forward, list) else [forward] * len(numels)
+    trace = trace or sequential_trace(specs)
+    moments = [
+        replace(m, seconds=0.0 if m.edge == "leave" else forward[m.params[0]])
+        if m.phase == "forward"
+        else replace(m, seconds=backward / len(numels) if m.edge == "enter" else 0.0)
+        for m in trace.moments
+    ]
+    return PlanInputs(
+        **{
+            "layout": ChunkLayout.build(specs, min(numels), world_size),  # a chunk each
+            "trace": replace(trace, moments=tuple(moments)), "state": ADAM, "bandwidths": DISK,
+            "has_host_tier": False, "nvme_state_frac": 1.0, "block_numel": BLOCK, **changes,
+        }
+    )  # fmt: skip
+
+
+def priced(*args, policy=AutoPlacement(), **options):  # noqa: B008
+    return make_plan(asked(*args, **options), policy).tail
+
+
+TEN = [BLOCK] * 10
+# The first two of ten blocks are read in backward. Behind them eight are read, and ten written
+UPDATE = 8 * READ + 10 * WRITE
+
+
+@pytest.mark.parametrize("forward", [0.1, 2.0, 4.5, 5.0, 40.0])
+def test_a_tail_hides_the_shorter_of_forward_and_update(forward):
+    tail = priced(TEN, forward)
+    assert tail.update_seconds == pytest.approx(UPDATE)
+    assert tail.serial_seconds == pytest.approx(10 * forward + UPDATE + 100)
+    assert tail.seconds == pytest.approx(max(10 * forward, UPDATE) + 100)
+    assert tail.saved_seconds == pytest.approx(min(10 * forward, UPDATE))
+    assert tail.waited_seconds == pytest.approx(max(0, UPDATE - 10 * forward))
+    assert tail.hidden_seconds == pytest.approx(tail.saved_seconds)
+
+
+def test_a_forward_waits_for_what_it_begins_with():
+    """The first of three modules has eight of ten blocks."""
+    tail = priced([8 * BLOCK, BLOCK, BLOCK], 200.0)
+    until_the_eighth = 6 * READ + 5 * WRITE  # a write behind each read but the last
+    assert tail.waited_seconds == pytest.approx(until_the_eighth)
+    assert tail.seconds == pytest.approx(until_the_eighth + 600 + 100)
+    late = priced([BLOCK, BLOCK, 8 * BLOCK], 200.0)
+    assert late.waited_seconds == 0 and late.hidden_seconds == late.update_seconds
+
+
+def test_what_computes_has_one_processor_for_updates_and_forward():
+    """A disk that takes no time: nothing is hidden."""
+    updates = Bandwidths(device_memory=28 * BLOCK / 1.5)  # 1.5 s a block
+    tail = priced(TEN, 4.0, bandwidths=updates)
+    assert tail.update_seconds == pytest.approx(15)
+    assert tail.seconds == tail.serial_seconds == pytest.approx(40 + 15 + 100)
+    assert tail.hidden_seconds == pytest.approx(0)
+    slow_disk = replace(updates, nvme_read=DISK.nvme_read, nvme_write=DISK.nvme_write)
+    tail = priced(TEN, 0.5, bandwidths=slow_disk)  # which leaves time for all of it
+    assert tail.waited_seconds == pytest.approx(tail.update_seconds - 5)
+
+
+def test_gradients_live_until_their_blocks_are_updated():
+    """Of one block each, of which two are updated when the forward begins."""
+    gradient = 2 * BLOCK
+    late = priced(TEN, 0.1).held_bytes
+    assert late[0] == 8 * gradient and late[-1] == 0 and len(late) == 20
+    assert list(late) == sorted(late, reverse=True)
+    assert set(priced(TEN, 200.0).held_bytes[2:]) == {0}
+
+
+def test_a_chunk_with_state_in_memory_is_waited_for_to_the_end():
+    part = make_plan(asked([4 * BLOCK] * 3, 1.0, nvme_state_frac=0.5))
+    homes = [[home.value for home in shard.state_homes] for shard in part.plan.shards]
+    assert homes == [["nvme"] * 4, ["nvme"] * 2 + ["device"] * 2, ["device"] * 4]
+    assert part.tail.waited_seconds == pytest.approx(part.tail.update_seconds - 1)  # of chunk 0
+
+
+def test_reads_that_a_short_backward_does_not_hide_are_in_the_tail():
+    tail = priced(TEN, 4.0, backward=1.0)
+    assert tail.update_seconds == pytest.approx(UPDATE + 2 * READ - 1)
+
+
+def test_a_trace_of_the_root_module_alone_is_priced_by_its_chunks():
+    everything = tuple(ParamId(i) for i in range(10))
+    for forward in (0.1, 4.5, 40.0):
+        fine = asked(TEN, forward)
+        moments = (
+            TraceMoment("forward", "enter", "", everything, 0, 10 * forward),
+            TraceMoment("forward", "leave", "", everything, 0),
+            TraceMoment("backward", "enter", "", everything, 0, 100.0),
+            TraceMoment("backward", "leave", "", everything, 0),
+        )
+        coarse = replace(fine, trace=replace(fine.trace, moments=moments))
+        want, got = make_plan(fine).tail, make_plan(coarse).tail
+        assert got.seconds == pytest.approx(want.seconds)
+        assert got.serial_seconds == pytest.approx(want.serial_seconds)
+
+
+def test_a_gather_over_ranks_waits_for_its_chunk():
+    """Of four blocks each, 10 s over the network, and computed with for 1 s."""
+    links = replace(DISK, collective=8 * BLOCK / 10)  # bytes of a half in bf16
+    numels = [8 * BLOCK] * 3
+    tail = priced(numels, 1.0, world_size=2, bandwidths=links, max_prefetch=0)
+    third_is_updated = 10 * READ + 9 * WRITE
+    assert tail.update_seconds == third_is_updated + 3 * WRITE
+    assert tail.waited_seconds == pytest.approx(third_is_updated + 11 - 3 * 11)
+
+
+REASONS = {
+    "all state is on the device": {"nvme_state_frac": 0.0},
+    "the device has memory of its own, and state is only on NVMe": {"has_host_tier": True},
+    "gradients are on NVMe": {"budgets": Budgets(250 * BLOCK)},
+    "parameters are on NVMe": {"budgets": Budgets(120 * BLOCK)},
+}
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_homes_that_are_against_a_tail_have_no_price(reason):
+    numels = [4 * BLOCK] * 12
+    planned = make_plan(asked(numels, 1.0, **REASONS[reason]))
+    assert homes_against_tail(planned.plan) == reason and planned.tail is None
+
+
+def test_there_is_no_price_where_nobody_knows_how_long_a_forward_takes_nor_of_an_evaluation():
+    assert priced(TEN, 0.0) is None
+    specs = asked(TEN, 1.0).layout.params
+    assert priced(TEN, 1.0, trace=sequential_trace(specs, kind="eval")) is None
+    by_operations = asked(TEN, 0.0, backward=0.0, flops=3.0, bandwidths=replace(DISK, flops=1.0))
+    assert make_plan(by_operations).tail.serial_seconds == pytest.approx(3 + UPDATE + READ)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_no_tail_passes_its_bounds(data):
+    """At least the pass and at least what the disk leaves of it; at most one behind the other."""
+    numels = data.draw(st.lists(st.integers(1, 5000), min_size=1, max_size=8))
+    forward = data.draw(st.lists(st.floats(0.1, 30), min_size=len(numels), max_size=len(numels)))
+    inputs = asked(
+        numels, forward, backward=data.draw(st.floats(0, 60)),
+        world_size=data.draw(st.integers(1, 3)),
+        nvme_state_frac=data.draw(st.sampled_from([0.3, 1.0])),
+        bandwidths=replace(
+            DISK, device_memory=data.draw(st.sampled_from([1e2, 1e4, 1e9])),
+            collective=data.draw(st.sampled_from([1e3, 1e9])),
+        ),
+    )  # fmt: skip
+    planned = make_plan(inputs, StaticPlacement())
+    tail = planned.tail
+    if homes_against_tail(planned.plan) is not None:
+        assert tail is None
+        return
+    bare = tail.seconds - tail.waited_seconds
+    near = pytest.approx
+    assert tail.waited_seconds >= -1e-9 and tail.waited_seconds <= tail.update_seconds + 1e-9
+    assert tail.hidden_seconds == near(tail.update_seconds - tail.waited_seconds, abs=1e-9)
+    assert bare >= sum(m.seconds for m in inputs.trace.moments) - 1e-9
+    computed = sum(m.seconds for m in inputs.trace.moments) + planned.cost.busy["update"]
+    assert tail.seconds >= computed - 1e-9
+
+
+# -- state in host memory beside a device --
+
+# seconds of a block's state to the device and back; a kernel takes no time
+LINK = Bandwidths(host_to_device=12 * BLOCK / READ, device_to_host=12 * BLOCK / WRITE)
+ON_HOST = {"has_host_tier": True, "nvme_state_frac": 0.0, "bandwidths": LINK}
+
+
+def priced_on_host(numels, forward, **options):
+    policy = StaticPlacement(offload_optim_frac=options.pop("on_host", 1.0))
+    return make_plan(asked(numels, forward, **ON_HOST | options), policy)
+
+
+@pytest.mark.parametrize("forward", [0.1, 2.0, 3.0, 40.0])
+def test_a_tail_hides_the_link_to_host_memory(forward):
+    """Both ways at once, and the way back takes longer; the first two came in the backward."""
+    tail = priced_on_host(TEN, forward).tail
+    assert tail.update_seconds == pytest.approx(10 * WRITE)
+    assert tail.seconds == pytest.approx(max(10 * forward, 10 * WRITE) + 100)
+    assert tail.serial_seconds == pytest.approx(10 * forward + 10 * WRITE + 100)
+
+
+def test_updates_by_the_host_leave_the_device_to_the_forward():
+    """3 s a block, on the host; kernels that took as long would take the forward's time."""
+    slow = Bandwidths(device_memory=28 * BLOCK / 3.0, host_memory=28 * BLOCK / 3.0)
+    by_host = priced_on_host(TEN, 3.0, bandwidths=slow, off_device=UpdatePath.CPU).tail
+    assert by_host.update_seconds == pytest.approx(30)
+    assert by_host.waited_seconds == pytest.approx(3)  # for the first block, and then for none
+    by_kernels = priced_on_host(TEN, 3.0, bandwidths=slow).tail
+    assert by_kernels.waited_seconds == pytest.approx(30)
+
+
+def test_what_is_on_the_device_is_updated_before_what_is_beside_it():
+    """The last chunks' state is there: nobody waits for the others to the end."""
+    planned = priced_on_host(TEN, 3.0, on_host=0.5)
+    homes = [shard.state_homes[0].value for shard in planned.plan.shards]
+    assert homes == ["host"] * 5 + ["device"] * 5
+    assert planned.tail.update_seconds == pytest.approx(5 * WRITE)
+    assert planned.tail.waited_seconds == 0
+
+
+def test_a_disk_comes_before_what_a_device_hides():
+    """Where kernels update: `step()` waits for the disk, and for all of it."""
+    disk = replace(LINK, nvme_read=DISK.nvme_read, nvme_write=DISK.nvme_write)
+    tail = priced_on_host(TEN, 40.0, nvme_state_frac=0.4, bandwidths=disk).tail
+    assert tail.waited_seconds >= 2 * READ + 4 * WRITE  # two were read in the backward before
+    assert tail.hidden_seconds == pytest.approx(6 * WRITE)  # of the link
+
+
+@pytest.mark.parametrize("lacks", [False, True])
+def test_a_plan_without_room_for_gradients_that_live_into_a_forward_has_no_tail(lacks):
+    """At the end of forward activations are most, and the last gradient is still held."""
+    numels, gradient, activations = TEN, 2 * BLOCK, 1 << 20
+    planned = priced_on_host(numels, 1.0)
+    calls = asked(numels, 1.0).trace.calls({ParamId(i): ChunkId(i) for i in range(10)})
+    most = max(planned.profile.total(Tier.DEVICE)[:20]) + activations
+    totals = [0] * 18 + [most] * 2  # at the last call
+    plan = replace(planned.plan, budgets=Budgets(most + gradient - lacks))
+    assert against_tail(plan, totals, calls, 20) == (NO_ROOM if lacks else None)
+
+
+def test_a_budget_is_no_reason_where_the_plan_has_room():
+    """All state on the host; the device holds the rest, with as much again."""
+    policy = AutoPlacement(device_budget=400 * BLOCK, warmup_non_model_data_ratio=0.0)
+    planned = make_plan(asked(TEN, 1.0, **ON_HOST, budgets=Budgets(150 * BLOCK)), policy)
+    assert planned.plan.blocks_on(Tier.HOST)
+    assert planned.against_tail is None and planned.tail is not None
+
+
+# -- updates in backward --
+
+AGAIN = READ / 3  # of a block that is held, its new master
+
+
+def in_backward(numels, forward, **options):
+    return make_plan(asked(numels, forward, **options)).speculation
+
+
+def test_a_block_is_updated_in_backward_once_its_gradient_is_final():
+    """10 s a module, of which a block takes 5. The first two are read ahead of the step."""
+    left = 8 * AGAIN + 2 * WRITE
+    for forward in (0.1, 40.0):
+        cost = in_backward(TEN, forward)
+        assert (cost.num_blocks, cost.num_ahead) == (10, 8)
+        assert cost.tail.update_seconds == pytest.approx(left)
+        assert cost.tail.serial_seconds == pytest.approx(10 * forward + 100 + left)
+        # what is read last is waited for by the last module
+        assert cost.tail.seconds == pytest.approx(100 + max(left + forward, 10 * forward))
+
+
+def test_a_backward_that_is_over_leaves_the_rest_to_the_step():
+    """2 s a module. The disk reads for the step until 4; then reads of blocks end at 6, 11, 13, 18,
+    and, too late, at 23 s. It is busy until 28, and the backward ends at 20."""
+    cost = in_backward(TEN, 40.0, backward=20.0)
+    assert cost.num_ahead == 4
+    assert cost.tail.update_seconds == pytest.approx(8 + 4 * READ + 6 * WRITE + 4 * AGAIN)
+    assert in_backward(TEN, 40.0, backward=1.0).num_ahead == 0
+
+
+def test_a_read_that_comes_too_late_holds_the_disk_up():
+    """It began behind those of the step, which end 2 s behind the backward, and takes 2 more."""
+    planned = make_plan(asked(TEN, 4.0, backward=2.0))
+    assert planned.speculation.num_ahead == 0
+    late = planned.speculation.tail.update_seconds - planned.tail.update_seconds
+    assert late == pytest.approx(READ)
+
+
+def test_updates_take_the_time_of_the_backward():
+    """8 s each, on the processor of the backward."""
+    updates = replace(DISK, device_memory=28 * BLOCK / 8.0)
+    cost = in_backward(TEN, 40.0, bandwidths=updates)
+    assert cost.num_ahead == 8
+    computed, left = 500 + 10 * 8.0, 8 * AGAIN + 2 * WRITE
+    for seconds in (cost.tail.serial_seconds, cost.tail.seconds):
+        assert computed <= seconds <= computed + left
+
+
+def test_a_module_has_its_gradients_when_its_backward_ends():
+    assert in_backward([3 * BLOCK], 40.0).num_ahead == 0
+    assert in_backward([BLOCK, 3 * BLOCK], 40.0).num_ahead == 2  # one is read for the step
+
+
+def test_a_gradient_that_is_final_at_the_end_is_the_steps():
+    """Where ranks reduce their gradients, and all of them at the end of backward."""
+    policy = StaticPlacement(shard_grads=False)
+    cost = make_plan(asked([8 * BLOCK] * 3, 40.0, world_size=2), policy).speculation
+    assert cost.num_blocks == 12 and cost.num_ahead == 0
+
+
+def test_split_blocks_are_read_again_as_their_weights():
+    split = StateBytes(12, True, split_on_disk=frozenset(ChunkId(i) for i in range(10)))
+    numels, links = [1 << 20] * 10, Bandwidths(nvme_read=10.0, nvme_write=12.0)
+    whole = {"block_numel": 1 << 20, "bandwidths": links, "backward": 1e9}
+    cost = in_backward(numels, 1e9, state=split, **whole)
+    seconds = 1 << 20  # of a read of state, and of a write with its weight
+    assert cost.num_ahead == 8
+    assert cost.tail.update_seconds == pytest.approx(2 * seconds + 8 * seconds / 5)
+
+
+def test_there_is_no_price_without_masters_nor_beside_a_device_with_its_own_memory():
+    assert in_backward(TEN, 1.0, state=StateBytes(8, False)) is None
+    assert priced_on_host(TEN, 1.0).speculation is None
+    assert in_backward(TEN, 1.0, nvme_state_frac=0.0) is None
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "best"),
+    [
+        (40.0, 100.0, "tail"),
+        (0.1, 100.0, "speculate"),
+        (1.0, 100.0, "both"),
+        (1e-6, 1e-6, "serial"),
+    ],
+)
+def test_the_simplest_of_the_fastest_is_chosen(forward, backward, best):
+    """A long forward hides the disk alone; a short one hides nothing that backward does not."""
+    seconds = make_plan(asked(TEN, forward, backward=backward)).seconds_by_update
+    assert list(seconds) == ["serial", "tail", "speculate", "both"]
+    assert best_update(seconds) == best
+    assert seconds[best] <= 1.02 * min(seconds.values())
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_no_update_in_backward_passes_its_bounds(data):
+    """At least all that is computed; and no more blocks than there are."""
+    numels = data.draw(st.lists(st.integers(1, 5000), min_size=1, max_size=8))
+    inputs = asked(
+        numels, data.draw(st.floats(0.1, 30)), backward=data.draw(st.floats(0, 200)),
+        world_size=data.draw(st.integers(1, 3)),
+        nvme_state_frac=data.draw(st.sampled_from([0.3, 1.0])),
+        bandwidths=replace(DISK, device_memory=data.draw(st.sampled_from([1e2, 1e4, 1e9]))),
+    )  # fmt: skip
+    planned = make_plan(inputs, StaticPlacement())
+    cost = planned.speculation
+    if planned.tail is None:
+        assert cost is None
+        return
+    assert 0 <= cost.num_ahead <= cost.num_blocks == len(planned.plan.blocks_on(Tier.NVME))
+    computed = sum(m.seconds for m in inputs.trace.moments) + planned.cost.busy["update"]
+    assert cost.tail.serial_seconds >= computed - 1e-9
+    assert cost.tail.seconds >= computed - 1e-9

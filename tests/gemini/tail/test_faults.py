@@ -1,0 +1,242 @@
+"""Disks that fail behind a step: it is undone, whoever asks first is told, and nothing is lost."""
+
+import errno
+
+import pytest
+import torch
+
+import nvme
+from bench.shared.models import token_loss
+from optim import LossScale
+from tests.support.disks.faults import failing, spoil_block
+from tests.support.disks.waiting import waiting
+from tests.support.loops.kills import kills
+from tests.support.loops.tails import (
+    batches,
+    differences,
+    everything,
+    wrapped,
+)
+
+PRECISIONS = {
+    "bf16": {"precision": "bf16", "max_norm": 0.1},
+    "fp32": {"precision": "fp32"},
+    "partly": {"precision": "bf16", "fraction": 0.4},
+}
+
+
+def stepped(update, steps, **options):
+    model, optimizer = wrapped(update, **options)
+    for batch in batches(steps):
+        token_loss(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    everything(model, optimizer)
+    return model, optimizer
+
+
+def serial(steps, **options):
+    model, optimizer = stepped("serial", steps, **options)
+    found = everything(model, optimizer)
+    optimizer.close()
+    return found
+
+
+def transfers(optimizer):
+    """Every call of a step that may fail: reads, writes and the sync of data."""
+    nvme_state = optimizer.targets[0].tiered_state.nvme
+    blocks, ahead = len(nvme_state.blocks), nvme_state.num_reads_begun
+    writes = nvme_state.store.layout.num_blocks
+    yield from (("preadv", i) for i in range(blocks - ahead))
+    yield from (("pwritev", i) for i in range(writes))
+    yield "fdatasync", 0
+
+
+def test_a_transfer_that_fails_undoes_the_step_and_the_next_backward_says_so():
+    """Some of the reads and writes of a tail, one after the other."""
+    fail_one_by_one(PRECISIONS["bf16"], every=7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", PRECISIONS.values(), ids=PRECISIONS)
+def test_every_transfer_that_fails_undoes_the_step(options):
+    fail_one_by_one(options, every=1)
+
+
+def fail_one_by_one(options, every):
+    model, optimizer = stepped("tail", 1, **options)
+    name = optimizer.targets[0].tiered_state.nvme.store.paths[0].name
+    before, again = serial(1, **options), serial(2, **options)
+    assert differences(everything(model, optimizer), before) == []
+    second, third = batches(3)[1:]
+    calls = list(transfers(optimizer))[::-every]
+    assert len(calls) > 4
+    for call, number in calls:
+        token_loss(model, second).backward()
+        with failing(call, errno.EIO, name, after=number, times=1) as failed:
+            optimizer.step()
+            report = optimizer.last_report
+            optimizer.zero_grad()
+            loss = token_loss(model, third)  # it may be of weights of any kind
+            with pytest.raises(nvme.TransferError, match=f"{name}.*EIO"):
+                loss.backward()
+        assert len(failed) == 1 and not report.committed, (call, number)
+        optimizer.zero_grad()
+        assert differences(everything(model, optimizer), before) == [], (call, number)
+    token_loss(model, second).backward()  # the step taken again
+    optimizer.step()
+    assert differences(everything(model, optimizer), again) == []
+    optimizer.close()
+
+
+def test_the_graph_of_weights_that_were_undone_has_no_backward():
+    model, optimizer = stepped("tail", 1)
+    name = optimizer.targets[0].tiered_state.nvme.store.paths[0].name
+    first, second = batches(2)
+    token_loss(model, first).backward()
+    with failing("pwritev", errno.EIO, name, after=20, times=1):
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = token_loss(model, second)
+        with pytest.raises(nvme.TransferError):
+            loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    optimizer.close()
+
+
+def with_no_grad(model):
+    with torch.no_grad():
+        model(batches(1)[0])
+
+
+def in_place(model):
+    with torch.no_grad():
+        model.module.head.weight.zero_()
+
+
+ASKS = {
+    "backward": lambda m, o: token_loss(m, batches(1)[0]).backward(),
+    "another step": lambda m, o: (o.zero_grad(set_to_none=False), o.step()),
+    "evaluation": lambda m, o: with_no_grad(m),
+    "state_dict": lambda m, o: m.state_dict(),
+    "optimizer.state_dict": lambda m, o: o.state_dict(),
+    "a parameter": lambda m, o: m.module.head.weight.sum(),
+    "a write": lambda m, o: in_place(m),
+    "summon": lambda m, o: m.summon_full_params().__enter__(),
+    "clip": lambda m, o: (o.zero_grad(set_to_none=False), o.clip_grad_norm_(1.0)),
+    "unwrap": lambda m, o: m.unwrap(),
+}
+
+
+@pytest.mark.parametrize("ask", ASKS.values(), ids=ASKS)
+def test_whoever_asks_first_is_told_and_what_was_asked_is_not_done(ask):
+    model, optimizer = stepped("tail", 1)
+    name = optimizer.targets[0].tiered_state.nvme.store.paths[0].name
+    token_loss(model, batches(2)[1]).backward()
+    with failing("pwritev", errno.EIO, name, after=20, times=1):
+        optimizer.step()
+        with pytest.raises(nvme.TransferError, match="EIO"):
+            ask(model, optimizer)
+    optimizer.zero_grad()
+    assert differences(everything(model, optimizer), serial(1)) == []
+    token_loss(model, batches(2)[1]).backward()
+    optimizer.step()
+    assert differences(everything(model, optimizer), serial(2)) == []
+    optimizer.close()
+
+
+def test_gradients_that_nobody_dropped_are_there_for_the_step_taken_again():
+    model, optimizer = stepped("tail", 1)
+    name = optimizer.targets[0].tiered_state.nvme.store.paths[0].name
+    token_loss(model, batches(2)[1]).backward()
+    with failing("preadv", errno.EIO, name, after=9, times=1):
+        optimizer.step()
+        with pytest.raises(nvme.TransferError, match="EIO"):
+            optimizer.step()
+    optimizer.step()
+    assert differences(everything(model, optimizer), serial(2)) == []
+    optimizer.close()
+
+
+def test_counts_and_the_loss_scale_are_put_back():
+    scale = LossScale(initial_scale=2.0**10, growth_interval=1)  # another one behind every step
+    options = {"precision": "fp16", "loss_scale": scale}
+    model, optimizer = stepped("tail", 1, **options)
+    before = everything(model, optimizer)
+    name = optimizer.targets[0].tiered_state.nvme.store.paths[0].name
+    token_loss(model, batches(2)[1]).backward()
+    with failing("pwritev", errno.EIO, name, after=12, times=1):
+        optimizer.step()
+        steps = {float(state["step"]) for state in optimizer.state.values()}
+        with pytest.raises(nvme.TransferError):
+            token_loss(model, batches(2)[1]).backward()
+    assert steps == {2.0}
+    assert {float(state["step"]) for state in optimizer.state.values()} == {1.0}
+    optimizer.zero_grad()
+    assert differences(everything(model, optimizer), before) == []
+    optimizer.close()
+
+
+def test_a_block_that_does_not_verify_undoes_the_step():
+    model, optimizer = stepped("tail", 1)
+    put_back = spoil_block(optimizer, 7)
+    token_loss(model, batches(2)[1]).backward()
+    optimizer.step()
+    with pytest.raises((nvme.ChecksumError, nvme.RollbackError)):
+        token_loss(model, batches(2)[1]).backward()
+    put_back()
+    optimizer.zero_grad()
+    assert differences(everything(model, optimizer), serial(1)) == []
+    optimizer.close()
+
+
+def test_a_budget_that_is_used_up_is_told_by_the_step_itself(tmp_path):
+    """It is known before anything is written, and the gradients are still there."""
+    model, optimizer = stepped("tail", 1)
+    store = optimizer.targets[0].tiered_state.nvme.store
+    store.meter.budget = store.meter.written_bytes
+    token_loss(model, batches(2)[1]).backward()
+    with pytest.raises(nvme.WriteBudgetError):
+        optimizer.step()
+    store.meter.budget = None
+    optimizer.step()
+    assert differences(everything(model, optimizer), serial(2)) == []
+    optimizer.close()
+
+
+def test_an_optimizer_is_closed_whatever_its_last_step_came_to():
+    model, optimizer = stepped("tail", 1)
+    path = optimizer.targets[0].tiered_state.nvme.store.paths[0]
+    token_loss(model, batches(2)[1]).backward()
+    with failing("pwritev", errno.EIO, path.name, after=20, times=1):
+        optimizer.step()
+        with pytest.raises(nvme.TransferError):
+            optimizer.close()
+    assert not path.exists()
+
+
+def test_closing_without_masters_waits_for_the_tail():
+    model, optimizer = stepped("tail", 1)
+    token_loss(model, batches(2)[1]).backward()
+    with waiting("pwritev", "gemini-") as disk:
+        optimizer.step()
+        disk.answer_in(0.03)
+        optimizer.close(keep_masters=False)
+    assert optimizer.last_report.committed
+
+
+# -- kills --
+
+
+@pytest.mark.timeout(120)
+def test_a_kill_in_a_tail_leaves_a_whole_step(tmp_path):
+    assert max(kills("tail", tmp_path, range(3))) > 0
+
+
+@pytest.mark.nvme
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_hundred_kills_leave_whole_steps(tmp_path):
+    steps = kills("tail", tmp_path, range(100, 200))
+    assert len(set(steps)) > 5, steps

@@ -1,0 +1,378 @@
+"""State in host memory beside a device: a step goes on behind the next forward, with the same bits.
+
+By a thread, where the host updates; given to the device beside what it computes, where its kernels
+do. The simulated device carries that out when somebody waits for it.
+"""
+
+import gc
+import tempfile
+import weakref
+from itertools import cycle, islice
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import gemini
+from bench.shared.models import token_loss
+from gemini import GeminiDDP, StaticPlacement
+from optim import HybridAdam, LossScale, NvmeConfig
+from tests.support.apart import Apart
+from tests.support.loops.early import BETWEEN, Iteration, Sometimes, program
+from tests.support.loops.endings import one_step
+from tests.support.loops.tails import (
+    SCHEDULES,
+    absent,
+    batches,
+    differences,
+    everything,
+    held_updates,
+    on_host,
+    run,
+    wrapped,
+)
+
+HOMES = {
+    "state": {},
+    "state and parameters": {"params": True},
+    "state and gradients": {"grads": True},
+    "a part of the state": {"state": 0.6},
+    "and a part on disk": {"state": 0.8, "disk": 0.4},
+}
+PRECISIONS = {
+    "clipped": {"max_norm": 0.1},
+    "fp32": {"precision": "fp32"},
+    "rounded": {"master_weights": False},
+    "fp16": {
+        "precision": "fp16",
+        "loss_scale": LossScale(initial_scale=2.0**10, growth_interval=1),
+    },
+}
+
+
+def found(schedule, update, path, homes=None, **options):
+    """What a schedule comes to; it had tails, and no copy was lost."""
+    placed = on_host(path, **HOMES[homes or "state"])
+    with run(schedule, update, **placed, **options) as (model, optimizer, tails):
+        # where a device decides, a step that it skips has a tail all the same
+        skipped = optimizer.skipped_steps if path == "cpu" else 0
+        assert sum(tails) == (len(tails) - skipped if update == "tail" else 0)
+        values = everything(model, optimizer)
+        placed["device"].check()
+        return values
+
+
+def check_bits(schedule, path, homes=None, **options):
+    serial = found(schedule, "serial", path, homes, **options)
+    assert differences(found(schedule, "tail", path, homes, **options), serial) == []
+
+
+def short(schedule, count=2):
+    return lambda model, optimizer: islice(schedule(model, optimizer), count)
+
+
+@pytest.mark.parametrize("homes", HOMES)
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_updates_by_the_host_have_the_bits_of_serial_steps(name, homes):
+    check_bits(SCHEDULES[name], "cpu", homes)
+
+
+@pytest.mark.parametrize("options", PRECISIONS.values(), ids=PRECISIONS)
+def test_and_in_every_precision(options):
+    check_bits(SCHEDULES["skips"], "cpu", "state and parameters", **options)
+
+
+FEW = ["state and parameters", "and a part on disk"]
+
+
+@pytest.mark.parametrize("homes", [h if h in FEW else pytest.param(h, marks=pytest.mark.slow)
+                                   for h in HOMES])  # fmt: skip
+def test_updates_by_kernels_have_the_bits_of_serial_steps(homes):
+    check_bits(short(absent, 4), "stream", homes, module=Sometimes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, homes", list(zip(SCHEDULES, cycle(HOMES), strict=False)))
+def test_whatever_happens_between_updates_by_kernels(name, homes):
+    count = 6 if name in ("accumulates", "skips") else 3
+    check_bits(short(SCHEDULES[name], count), "stream", homes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", PRECISIONS.values(), ids=PRECISIONS)
+def test_updates_by_kernels_in_every_precision(options):
+    check_bits(short(SCHEDULES["skips"], 3), "stream", "state and parameters", **options)
+
+
+iterations = st.builds(
+    Iteration,
+    backwards=st.integers(1, 3),
+    synced=st.booleans(),
+    between=st.sampled_from([None, "clips", "scales one", "evaluates", "reads masters",
+                             "reads state", "writes a weight", "drops one", "changes a rate",
+                             "saves"]),
+    skipped=st.booleans(),
+    stepless=st.booleans(),
+    broken=st.sampled_from([None, None, "forward", "backward"]),
+)  # fmt: skip
+
+
+def saves(model, optimizer):
+    with tempfile.TemporaryDirectory() as folder:
+        gemini.save_checkpoint(Path(folder) / "saved", model, optimizer)
+
+
+def check_program(drawn, path, homes):
+    got = []
+    with mock.patch.dict(BETWEEN, saves=saves):
+        for update in ("serial", "tail"):
+            placed = on_host(path, **HOMES[homes])
+            with run(program([Iteration(), *drawn]), update, **placed) as (model, optimizer, _):
+                got.append(everything(model, optimizer))
+    assert differences(got[1], got[0]) == []
+
+
+@given(st.lists(iterations, min_size=2, max_size=5), st.sampled_from(list(HOMES)))
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_drawn_programs_have_the_bits_of_serial_steps(drawn, homes):
+    check_program(drawn, "cpu", homes)
+
+
+@pytest.mark.slow
+@given(st.lists(iterations, min_size=2, max_size=3), st.sampled_from(list(HOMES)))
+@settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_drawn_programs_on_a_device_whose_kernels_update(drawn, homes):
+    check_program(drawn, "stream", homes)
+
+
+@pytest.mark.parametrize("path", ["cpu", "stream"])
+def test_a_run_that_was_saved_and_resumed_in_its_middle_has_the_same_bits(path, tmp_path):
+    want = found(short(absent, 2), "serial", path, module=Sometimes)
+    model, optimizer = wrapped("tail", module=Sometimes(), **on_host(path))
+    list(short(absent, 1)(model, optimizer))
+    gemini.save_checkpoint(tmp_path / "saved", model, optimizer)
+    optimizer.close()
+    model, optimizer = wrapped("tail", module=Sometimes(), **on_host(path))
+    gemini.load_checkpoint(tmp_path / "saved", model, optimizer)
+    list(islice(absent(model, optimizer, first=1), 1))
+    assert differences(everything(model, optimizer), want) == []
+    optimizer.close()
+
+
+# -- who waits, and for what --
+
+
+def stepped(update, path, **homes):
+    """One step has ended; the second is begun, and nothing of it is done, where it has a tail."""
+    placed = on_host(path, **homes)
+    placed["device"].runs_by_chance = False
+    model, optimizer = wrapped(update, **placed)
+    first, second = batches(2)
+    one_step(model, optimizer, first)
+    everything(model, optimizer)
+    token_loss(model, second).backward()
+    return model, optimizer
+
+
+@pytest.mark.parametrize(
+    "path, params",
+    [("cpu", False), ("cpu", True), ("stream", True),
+     pytest.param("stream", False, marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_a_forward_waits_for_what_it_reads_and_for_no_more(path, params):
+    losses = []
+    for update in ("serial", "tail"):
+        model, optimizer = stepped(update, path, params=params)
+        with held_updates() as updates:
+            if update == "serial" or path == "stream":
+                updates.go_on()
+            optimizer.step()
+            optimizer.zero_grad()
+            last, seen = model.engine.chunks[-1].updating, []
+            if update == "tail":
+                assert not optimizer.last_report.committed and not last.ready()
+                updates.go_on(but=len(model.engine.chunks) - 1)
+
+            def embedded(*_, last=last, seen=seen, updates=updates, update=update):
+                seen.append(update == "tail" and last.ready())
+                updates.go_on()
+
+            handle = model.module.embed.register_forward_hook(embedded)
+            losses.append(token_loss(model, batches(3)[2]))
+            handle.remove()
+        assert seen == [False]
+        losses[-1].backward()
+        assert optimizer.last_report.committed
+        optimizer.close()
+    assert torch.equal(*losses)
+
+
+LOOKS = {
+    "parameters": lambda m, o: [p.detach().clone() for p in m.parameters()],
+    "data": lambda m, o: [p.data.clone() for p in m.parameters()],
+    "state_dict": lambda m, o: list(m.state_dict().values()),
+    "optimizer's": lambda m, o: [
+        value for planes in o.state_dict()["state"].values() for value in planes.values()
+    ],
+    "evaluation": lambda m, o: [m(torch.arange(36).reshape(4, 9)).detach()],
+}
+
+
+def looked(path, look):
+    seen = []
+    for update in ("serial", "tail"):
+        model, optimizer = stepped(update, path)
+        optimizer.step()
+        seen.append(look(model, optimizer))
+        seen[-1] += [v for v in everything(model, optimizer).values() if torch.is_tensor(v)]
+        optimizer.close()
+    for serial, tail in zip(*seen, strict=True):
+        assert torch.equal(serial, tail)
+
+
+def gradients(model, optimizer):
+    """Changed behind the step that reads them, and used by another."""
+    for place, param in enumerate(model.parameters()):
+        param.grad.mul_(0.5) if place % 2 else param.grad.zero_()
+    optimizer.step()
+    return []
+
+
+LOOKS["gradients"] = gradients
+
+
+@pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
+def test_who_looks_behind_a_step_sees_what_it_made(look):
+    looked("cpu", look)
+
+
+@pytest.mark.parametrize("name", ["gradients"])
+def test_who_looks_at_what_kernels_update_sees_what_the_step_made(name):
+    looked("stream", LOOKS[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["data", "optimizer's", "evaluation"])
+def test_whoever_looks_at_what_kernels_update(name):
+    looked("stream", LOOKS[name])
+
+
+@pytest.mark.parametrize("path", ["cpu", "stream"])
+def test_gradients_live_until_their_blocks_are_updated_and_are_counted(path):
+    model, optimizer = stepped("tail", path)
+    ledger = model.engine.manager.ledger
+    with held_updates() as updates:
+        if path == "stream":
+            updates.go_on()
+        optimizer.step()
+        before = ledger.totals()
+        optimizer.zero_grad()
+        gc.collect()
+        assert ledger.held_bytes() == sum(2 * c.spec.shard_numel for c in model.engine.chunks)
+        assert ledger.totals() == before
+        updates.go_on()
+    token_loss(model, batches(1)[0])
+    assert ledger.held_bytes() == 0  # a forward has waited for all of them
+    optimizer.close()
+
+
+def test_a_report_that_is_kept_keeps_nothing_of_its_step():
+    model, optimizer = stepped("tail", "stream")
+    optimizer.step()
+    report = optimizer.last_report
+    everything(model, optimizer)
+    shards = [weakref.ref(chunk.shard_memory) for chunk in model.engine.chunks]
+    optimizer.close()
+    del model, optimizer
+    gc.collect()
+    assert report.behind.wait().seconds > 0
+    assert [shard() for shard in shards] == [None] * len(shards)
+
+
+def test_host_and_device_are_different_memory_to_a_step_behind_the_next_forward():
+    placed = on_host("stream", params=True, grads=True)
+    with Apart(placed["device"]), run(short(SCHEDULES["plain"]), "tail", **placed) as (_, o, tails):
+        assert tails == [True] * 2
+        o.last_report.behind.wait()
+    placed["device"].check()
+
+
+def test_what_was_moved_behind_a_step_is_in_its_report():
+    reports = []
+    for update in ("serial", "tail"):
+        with run(short(absent, 2), update, module=Sometimes, **on_host("stream")) as (_, o, _):
+            reports.append((o.last_report, o.last_report.behind.wait()))
+    (serial, _), (tail, behind) = reports
+    assert serial.traffic.host_to_device == behind.traffic.host_to_device > 0
+    assert serial.traffic == tail.traffic + behind.traffic
+    assert behind.committed and behind.seconds > 0 and behind.waited_seconds <= behind.seconds
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("params", [0.0, 1.0])
+def test_on_a_gpu_memory_is_not_handed_on_before_updates_beside_have_read_it(params):
+    """Layers whose forward is over long before their state has come."""
+    weights = []
+    for update in ("serial", "tail"):
+        torch.manual_seed(0)
+        module = torch.nn.Sequential(*(torch.nn.Linear(1537, 1537) for _ in range(12)))
+        model = GeminiDDP(
+            module, "cuda", StaticPlacement(1.0, 1.0, params), min_chunk_size_m=3, update=update,
+            max_norm=0.1,
+        )  # fmt: skip
+        optimizer = HybridAdam(model.parameters(), lr=1e-3, nvme=NvmeConfig(block_numel=1 << 18))
+        for step in range(6):
+            x = torch.full((64, 1537), 0.01 * (step + 1), device="cuda")
+            model(x).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        behind = optimizer.last_report.behind.wait()
+        assert (behind.seconds > 0) == (update == "tail")
+        weights.append([value.cpu() for value in model.state_dict().values()])
+        optimizer.close()
+    assert all(map(torch.equal, *weights))
+
+
+# -- what goes wrong in memory, where nothing can be undone --
+
+
+@pytest.mark.parametrize("update", ["serial", "tail"])
+@pytest.mark.parametrize("path", ["cpu", "stream"])
+def test_an_update_that_ends_in_its_middle_is_told_and_no_step_follows_it(
+    path, update, tmp_path, monkeypatch
+):
+    """Out of memory, say: of that a checkpoint helps."""
+    model, optimizer = wrapped(update, module=Sometimes(), **on_host(path))
+    list(short(absent, 1)(model, optimizer))
+    gemini.save_checkpoint(tmp_path / "saved", model, optimizer)
+    before = everything(model, optimizer)
+    with held_updates(fails_at=2), pytest.raises(MemoryError, match="no room"):
+        list(islice(absent(model, optimizer, first=1), 1))
+        everything(model, optimizer)
+    assert differences(everything(model, optimizer), before) != []
+    model(torch.randn(4, 5), 0).float().mean().backward()
+    with pytest.raises(
+        RuntimeError, match=r"of two steps; load a checkpoint.*MemoryError: no room"
+    ):
+        optimizer.step()
+    optimizer.zero_grad()
+    gemini.load_checkpoint(tmp_path / "saved", model, optimizer)
+    assert differences(everything(model, optimizer), before) == []
+    list(islice(absent(model, optimizer, first=1), 1))
+    want = found(short(absent, 2), "serial", path, module=Sometimes)
+    assert differences(everything(model, optimizer), want) == []
+    optimizer.close()
+
+
+def test_a_tail_is_said_where_there_is_one():
+    for path in ("cpu", "stream"):
+        placed = on_host(path)
+        with run(short(absent), "tail", module=Sometimes, **placed) as (model, optimizer, _):
+            optimizer.last_report.behind.wait()
+            said = model.explain("first.weight")
+        assert "update: behind the next forward" in said
+        assert "measured of the last update: " in said

@@ -1,0 +1,270 @@
+"""fp32 values of frozen 16-bit weights: what is planned of them is what is held, on every tier."""
+
+import gc
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from bench.shared.threads import run_threads
+from gemini import AutoPlacement, GeminiDDP, StaticPlacement
+from gemini.chunk.layout import ChunkLayout, ParamSpec
+from gemini.chunk.sizing.model_specs import specs_of
+from gemini.memtracer.trace import sequential_trace
+from gemini.placement.sizes import UNLIMITED, BudgetError, Budgets
+from gemini.placement.tiers import Tier
+from gemini.runtime.inspect.weights import weights_without_master
+from gemini.runtime.memory.originals import Originals
+from gemini.runtime.memory.tensor_files import FileConfig
+from gemini.units import PAGE_BYTES, align_up
+from optim import HybridAdam, NvmeConfig
+from tests.support.device.placed import batch, device
+
+D, H, N = Tier.DEVICE, Tier.HOST, Tier.NVME
+BLOCKS = NvmeConfig(block_numel=1024)
+CHUNKS = {"min_chunk_size_m": 2700 / 2**20, "search_range_m": 0.0}
+
+
+class Adapted(nn.Module):
+    """A base of odd sizes, frozen, and an adapter of low rank beside each half of it."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(33, 77), nn.Linear(77, 33)
+        self.requires_grad_(False)
+        self.a = nn.Linear(33, 5, bias=False)
+        self.b = nn.Linear(5, 33, bias=False)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x))) + self.b(self.a(x))
+
+
+def wrapped(placement, backend=None, module=None, **chunks):
+    module = Adapted() if module is None else module
+    trace = sequential_trace(specs_of(module, "bfloat16"))
+    model = GeminiDDP(module, backend, placement, trace=trace, **{**CHUNKS, **chunks})
+    return model, HybridAdam(model.parameters(), lr=1e-2, nvme=BLOCKS)
+
+
+def step(model, optimizer, seed=0):
+    model(batch(seed)).float().pow(2).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def rows(model, kind):
+    """Of a kind, the bytes on every tier as planned, at rest, and as the ledger counts them."""
+    engine = model.engine
+    engine.manager.release_all()
+    profile, in_use = engine.planning.result.profile, engine.manager.bytes_in_use()
+    return [
+        {t: profile.rows[t, kind][-1] for t in Tier},
+        {t: in_use.get((t, kind), 0) for t in Tier},
+    ]
+
+
+def frozen_bytes(model, unit=1):
+    """fp32 bytes of what is frozen of this rank's shards, each in whole units."""
+    sizes = [4 * c.spec.shard_numel for c in model.engine.chunks if not c.spec.trainable]
+    return sum(align_up(nbytes, unit) for nbytes in sizes)
+
+
+def in_memory(model):
+    """Bytes of the storages that hold originals, whole ones."""
+    originals = model.engine.originals
+    kept = [originals.get(chunk) for chunk in originals.chunks]
+    return sum(values.untyped_storage().nbytes() for values in kept)
+
+
+def check_counted(model):
+    """The ledger says what files take, and as much in all as by kind."""
+    engine = model.engine
+    engine.manager.release_all()
+    totals, in_use = engine.manager.ledger.totals(), engine.manager.bytes_in_use()
+    assert totals == {t: sum(n for (on, _), n in in_use.items() if on is t) for t in Tier}
+    folder = engine.planning.nvme_folder
+    if folder is not None:
+        paths = Path(folder).glob(f"*rank{engine.comm.rank}-*originals*")
+        assert sum(p.stat().st_blocks * 512 for p in paths) == in_use.get((N, "originals"), 0)
+
+
+def check_held(model, tier):
+    """Nothing but what is frozen has originals, where the plan has them, in memory of that tier."""
+    check_counted(model)
+    assert model.engine.manager.ledger.totals()[D] == model.engine.backend.device_bytes
+    planned, counted = rows(model, "originals")
+    nbytes = frozen_bytes(model, PAGE_BYTES if tier is N else 1)
+    overhead = counted[N] - planned[N] if tier is N and nbytes else 0  # header and index
+    assert 0 <= overhead < 66_000
+    assert planned == {D: 0, H: 0, N: 0, tier: nbytes}
+    assert counted == {D: 0, H: 0, N: 0, tier: nbytes + overhead}
+    originals = [c.original_bytes for c in model.engine.planning.plan.chunks]
+    assert sum(originals) == frozen_bytes(model)
+    if tier is not N:
+        assert in_memory(model) == nbytes
+    planned, counted = rows(model, "state")
+    assert planned[D] == counted[D] and planned[H] == counted[H]
+
+
+@pytest.mark.parametrize("tier", [H, N], ids=str)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_is_planned_is_held_before_and_behind_a_thaw(world_size, tier, tmp_path):
+    """Of a simulated device, whose memory is not the host's. To files under a host budget that
+    has no room for them."""
+    mine = StaticPlacement(0.5)
+    if tier is N:
+        mine = AutoPlacement("1MiB", world_size * 10_000, nvme_dir=str(tmp_path))
+
+    def work(rank):
+        model = GeminiDDP(Adapted(), device(by_triton=True), mine, **CHUNKS)
+        assert frozen_bytes(model) > 10_000
+        check_counted(model)
+        assert model.engine.originals.memory_bytes[D] > 0  # of what is trained, until masters are
+        optimizer = HybridAdam(model.parameters(), lr=1e-2, nvme=BLOCKS)
+        check_held(model, tier)
+        step(model, optimizer)
+        check_held(model, tier)
+        for thawed in (model.module.up, model.module.down):
+            before = frozen_bytes(model)
+            thawed.requires_grad_(True)
+            step(model, optimizer, 1)
+            assert frozen_bytes(model) < before
+            check_held(model, tier)
+        model.module.up.requires_grad_(False)  # it keeps its state, as in torch
+        step(model, optimizer, 2)
+        check_held(model, tier)
+        optimizer.close(keep_masters=False)
+
+    run_threads(work, world_size)
+
+
+def test_weights_that_no_rounding_changed_are_not_planned():
+    module = Adapted()
+    with torch.no_grad():
+        for param in module.down.parameters():
+            param.copy_(param.bfloat16())
+    model, _ = wrapped("cuda", device(by_triton=True), module)
+    kept = {chunk.id for chunk in model.engine.planning.plan.chunks if chunk.original_bytes}
+    assert kept == model.engine.originals.chunks and len(kept) == 1
+    assert rows(model, "originals") == [{D: 0, H: in_memory(model), N: 0}] * 2
+
+
+def test_on_a_cpu_they_are_memory_of_the_device():
+    model, optimizer = wrapped("cuda")
+    planned, counted = rows(model, "originals")
+    assert planned == counted == {D: frozen_bytes(model), H: 0, N: 0}
+    step(model, optimizer)
+    said = {(row.tier, row.kind): row for row in model.memory_report().rows}
+    row = said["device", "originals"]
+    assert row.predicted_bytes == row.measured_bytes == frozen_bytes(model)
+    assert "originals: 11.00 KiB on device" in model.explain("up.weight")
+    assert "originals" not in model.explain("a.weight")
+
+
+def peaks(model, optimizer):
+    """The most model data on every tier over two steps."""
+    ledger = model.engine.manager.ledger
+    for seed in range(2):
+        ledger.watched = True
+        loss = model(batch(seed)).float().pow(2).mean()
+        ledger.watched = True  # sampling switches it off
+        loss.backward()
+        ledger.watched = True
+        optimizer.step()
+        optimizer.zero_grad()
+    return {tier: sum(kinds.values()) for tier, kinds in ledger.peaks.items()}
+
+
+def test_a_host_budget_has_room_for_them_or_they_go_to_files_or_the_remedy_is_named():
+    def limited(nbytes):
+        return AutoPlacement("1MiB", nbytes, "1MiB"), device(by_triton=True)
+
+    model, optimizer = wrapped(*limited(frozen_bytes(wrapped("cuda")[0])))
+    assert model.engine.planning.plan.original_home is H
+    assert peaks(model, optimizer)[H] <= frozen_bytes(model)
+    model, optimizer = wrapped(*limited(frozen_bytes(model) - 1))
+    assert model.engine.planning.plan.original_home is N
+    assert peaks(model, optimizer).get(H, 0) < frozen_bytes(model)
+    with pytest.raises(BudgetError, match="or load frozen weights in the dtype that they") as info:
+        wrapped(AutoPlacement("1MiB", 1000, 100), device(by_triton=True))
+    assert info.value.tier is N
+    enough = 100 + info.value.missing_bytes
+    wrapped(AutoPlacement("1MiB", 1000, enough), device(by_triton=True))
+    with pytest.raises(BudgetError) as info:
+        wrapped(AutoPlacement("1MiB", 1000, enough - 1), device(by_triton=True))
+    assert info.value.missing_bytes == 1
+
+
+@pytest.mark.parametrize("kib", [20, 30, 42])
+def test_a_budget_of_a_cpu_holds_with_them(kib):
+    """Where they do not fit beside what a step needs, they are the first to go to files."""
+    model, optimizer = wrapped(AutoPlacement(kib << 10))
+    assert peaks(model, optimizer)[D] <= kib << 10
+    assert model.engine.planning.plan.original_home is (D if kib == 42 else N)
+    assert model.engine.planning.plan.blocks_on(N) == frozenset()
+
+
+@pytest.mark.parametrize("placement", ["cuda", AutoPlacement("30KiB")], ids=["memory", "file"])
+def test_frozen_values_that_are_loaded_are_kept_exactly(placement):
+    """Also when they were looked at before: what was read of a file is not what it has now."""
+    model, _ = wrapped(placement, min_chunk_size_m=1)  # all of it in one chunk
+    model.state_dict()
+    other = {name: value + torch.rand(value.shape) for name, value in model.state_dict().items()}
+    model.load_state_dict(other)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, other[name]), name
+
+
+def test_what_was_read_of_a_file_is_not_kept_in_memory():
+    model, _ = wrapped(AutoPlacement("30KiB"))
+    engine = model.engine
+    chunk = next(chunk for chunk in engine.chunks if not chunk.spec.trainable)
+    assert chunk.spec.id in engine.originals and engine.storage.file_bytes > 0
+    values = weights_without_master(engine, chunk)
+    assert values.dtype == torch.float32
+    gone = weakref.ref(values)
+    del values
+    gc.collect()
+    assert gone() is None
+
+
+def test_files_have_room_for_what_is_kept_alone(tmp_path):
+    """Of what is trained nothing is left when masters are there, nor of what was not rounded."""
+    module = Adapted()
+    with torch.no_grad():
+        for param in module.down.parameters():
+            param.copy_(param.bfloat16())
+    placement = AutoPlacement("30KiB", nvme_dir=str(tmp_path))
+    model, _ = wrapped(placement, module=module)
+    (path,) = tmp_path.iterdir()
+    kept = sum(c.original_bytes for c in model.engine.planning.plan.chunks)
+    assert 0 < kept < frozen_bytes(model)
+    assert kept <= path.stat().st_blocks * 512 <= kept + 16384  # header, index, a last page
+
+
+def test_masters_that_are_given_back_take_no_memory_of_a_device_that_is_full():
+    """The optimizer gives them back before its state goes."""
+    specs = ChunkLayout.build([ParamSpec("a", (301,), "bfloat16")], 1 << 10).chunks
+    chunk = specs[0].id
+    originals = Originals(specs, {chunk: D}, torch.device("meta"), FileConfig())
+    originals.put(chunk, torch.empty(512, device="meta"))
+    assert originals.memory_bytes == {D: 2048}
+    given = torch.randn(512)
+    originals.put(chunk, given)
+    assert +originals.memory_bytes == {H: 2048} and torch.equal(originals.get(chunk), given)
+    originals.drop(chunk)
+    assert not +originals.memory_bytes
+
+
+def test_a_machine_with_too_little_memory_left_is_a_budget_for_them_too(monkeypatch):
+    """Twice what a rank needs must be left, or there is a budget: of the rest."""
+    from gemini.runtime.memory import machine
+
+    found = []
+    for left in (1 << 30, 60_000):
+        monkeypatch.setattr(machine, "memory_left", lambda left=left: left)
+        found.append(wrapped("auto")[0].engine.planning.inputs.budgets)
+    assert found[0] == Budgets() and found[1].device < UNLIMITED

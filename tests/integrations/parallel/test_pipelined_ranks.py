@@ -1,0 +1,143 @@
+"""One model in two stages: what a batch may be, what comes back, what is saved, what is refused."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from bench.shared.workers import run_ranks
+from gemini.integrations import Booster, HybridParallelPlugin
+
+pytestmark = pytest.mark.dist
+
+# fp32, and sums over micro-batches
+TOLERANCE = 1e-5
+
+
+def made():
+    torch.manual_seed(0)
+    layers = [nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 3)]
+    return nn.Sequential(*layers)
+
+
+def batch(rows, seed=1):
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, 5, generator=draw), torch.randn(rows, 3, generator=draw)
+
+
+def criterion(outputs, micro):
+    return nn.functional.mse_loss(outputs, micro[1])
+
+
+def boosted(**options):
+    module = made()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    given = {"tp_size": 1, "pp_size": 2, "precision": "fp32", "microbatch_size": 2}
+    booster = Booster(plugin=HybridParallelPlugin(**(given | options)))
+    return booster, *booster.boost(module, optimizer)[:2]
+
+
+def shapes(rank, folder):
+    """Batches of other numbers of rows, an evaluation between; losses and outputs."""
+    booster, model, optimizer = boosted()
+    seen = []
+    for rows in (8, 4, 4, 8, 6):
+        found = booster.execute_pipeline(
+            iter([batch(rows)]), model, criterion, optimizer, return_outputs=True
+        )
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            after = booster.execute_pipeline(iter([batch(rows)]), model, criterion)
+        seen.append((found["loss"], found["outputs"], after["loss"]))
+    silent = booster.execute_pipeline(
+        iter([batch(4)]), model, criterion, optimizer, return_loss=False
+    )
+    optimizer.zero_grad()
+    booster.save_model(model, folder / "weights.pt")
+    booster.save_model(model, folder / "later", shard=True, use_async=True).wait()
+    return seen, silent
+
+
+def refusals(rank, folder):
+    booster, model, optimizer = boosted()
+    said = {}
+
+    def refused(name, work):
+        try:
+            work()
+        except (ValueError, RuntimeError) as error:
+            said[name] = str(error)
+
+    def run(data, *rest):
+        return lambda: booster.execute_pipeline(iter([data]), model, criterion, *rest)
+
+    refused("rows", run(batch(7), optimizer))
+    refused("form", run({"x": batch(4)[0]}, optimizer))
+    refused("other rows", run((batch(4)[0], batch(3)[1]), optimizer))
+    refused("no optimizer", run(batch(4)))
+    refused("called", lambda: model(batch(4)[0]))
+    refused("state", model.state_dict)
+    refused("one file", lambda: booster.save_optimizer(optimizer, folder / "optimizer"))
+    tied = nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7))
+    tied[1].weight = tied[0].weight
+    refused("tied", lambda: booster.boost(tied))
+    module = made()
+    of_one = torch.optim.SGD(module[0].parameters(), lr=0.1)
+    refused("one stage's", lambda: booster.boost(module, of_one))
+    refused("layers", lambda: boosted(num_layers_per_stage=[1, 1]))
+    refused("ranks", lambda: boosted(pp_size=3))
+    booster.execute_pipeline(iter([batch(4)]), model, criterion, optimizer)
+    optimizer.step()  # what was refused has changed nothing
+    return said
+
+
+def work(rank, folder):
+    return shapes(rank, Path(folder)), refusals(rank, Path(folder))
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pipeline")
+    return folder, run_ranks(work, 2, str(folder))
+
+
+def test_batches_of_any_number_of_rows_give_what_the_model_gives(results):
+    folder, ((first, _), (last, _)) = results
+    module = made()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    assert all(loss is outputs is after is None for loss, outputs, after in first[0])
+    for rows, (loss, outputs, after) in zip((8, 4, 4, 8, 6), last[0], strict=True):
+        data = batch(rows)
+        want = module(data[0])
+        assert outputs.shape == want.shape and not outputs.requires_grad
+        torch.testing.assert_close(outputs, want, rtol=TOLERANCE, atol=1e-6)
+        criterion(want, data).backward()
+        assert float(loss) == pytest.approx(float(criterion(want, data).detach()), rel=TOLERANCE)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert float(after) == pytest.approx(
+            float(criterion(module(data[0]), data).detach()), rel=TOLERANCE
+        )
+    assert last[1] == first[1] == {"loss": None, "outputs": None}
+    for name in ("weights.pt", "later"):
+        loaded = made()
+        Booster().load_model(loaded, folder / name)
+        for key, value in module.state_dict().items():
+            torch.testing.assert_close(loaded.state_dict()[key], value, rtol=TOLERANCE, atol=1e-6)
+
+
+def test_what_cannot_be_run_is_refused_by_name(results):
+    for _, said in results[1]:
+        assert "a batch of 7 rows with microbatch_size=2; expected" in said["rows"]
+        assert "the batch has a dict; expected a tensor, or a tuple that" in said["form"]
+        assert "the batch has 4 rows, and a tensor of shape (3, 3); expected" in said["other rows"]
+        assert "expected it, or torch.no_grad() around" in said["no optimizer"]
+        assert "call booster.execute_pipeline(data_iter, model" in said["called"]
+        assert "call booster.save_model(model, ...)" in said["state"]
+        assert "of a pipeline in one file; expected shard=True" in said["one file"]
+        assert "0.weight is used by stages 0 and 1" in said["tied"]
+        assert "no parameter of the stages of place 1 in" in said["one stage's"]
+        assert "num_layers_per_stage=[1, 1] for 5 layers in 2 stages" in said["layers"]
+        assert "pp_size=3 for 2 ranks; expected sizes" in said["ranks"]

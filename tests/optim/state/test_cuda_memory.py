@@ -1,0 +1,182 @@
+"""Copies of a GPU as streams and events see them, on stand-ins for both: no GPU is needed."""
+
+import gc
+import weakref
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from optim.state.memory import CudaMemory
+
+DEVICE = torch.device("cuda", 0)
+
+
+class Stream:
+    def __init__(self, log, name):
+        self.log, self.name = log, name
+
+    def wait_stream(self, other):
+        self.log.append(f"{self.name} comes behind {other.name}")
+
+    def wait_event(self, event):
+        self.log.append(f"{self.name} comes behind {event.name}")
+
+    def record_event(self, event=None):
+        event = event or Event()
+        event.log, event.name = self.log, f"an event of {self.name}"
+        if event.enable_timing:
+            event.log.append(f"{self.name} is timed")
+        return event
+
+
+class Event:
+    def __init__(self, enable_timing=False):
+        self.enable_timing, self.log, self.name = enable_timing, [], "nothing"
+
+    def elapsed_time(self, later):
+        return 250.0 if "compute" in self.name else 1500.0  # ms
+
+    def query(self):
+        return False
+
+    def synchronize(self):
+        self.log.append(f"the host waits for {self.name}")
+
+
+class Memory:
+    """A tensor; it has no `record_stream`."""
+
+    def __init__(self, log, streams, is_cuda):
+        self.log, self.streams, self.is_cuda = log, streams, is_cuda
+
+    def copy_(self, src, non_blocking):
+        assert non_blocking
+        self.log.append(f"{self.streams[-1].name} copies")
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """(log, current streams, memory): the last stream is the current one."""
+    log, names = [], iter(["in", "out", "aside"])
+    streams = [Stream(log, "compute")]
+
+    @contextmanager
+    def current(stream):
+        streams.append(stream)
+        try:
+            yield
+        finally:
+            streams.pop()
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(log, next(names)))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: streams[-1])
+    monkeypatch.setattr(torch.cuda, "stream", current)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    return log, streams, CudaMemory(DEVICE)
+
+
+def ends(gpu, *, to_host):
+    log, streams, _ = gpu
+    return Memory(log, streams, not to_host), Memory(log, streams, to_host)
+
+
+@pytest.mark.parametrize(("to_host", "side"), [(True, "out"), (False, "in")])
+def test_a_copy_runs_beside_computing_on_a_stream_for_each_direction(to_host, side, gpu):
+    log, _, memory = gpu
+    ticket = memory.copy(*ends(gpu, to_host=to_host))
+    assert log == [f"{side} comes behind compute", f"{side} copies"]
+    log.clear()
+    ticket.wait()
+    waits = [f"the host waits for an event of {side}"] if to_host else []
+    assert log == [f"compute comes behind an event of {side}", *waits]
+    log.clear()
+    ticket.settle()
+    assert log[-1] == f"the host waits for an event of {side}"
+
+
+def test_what_is_copied_lives_until_the_device_comes_behind_the_copy_and_no_longer(gpu):
+    """Nothing is recorded on the side stream: an allocator would keep the memory until that stream
+    has passed, behind copies that were begun later."""
+    _, _, memory = gpu
+    dst, src = ends(gpu, to_host=True)
+    alive = weakref.ref(src)
+    ticket = memory.copy(dst, src)
+    del src
+    gc.collect()
+    assert alive() is not None
+    ticket.order()
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_collective_comes_behind_the_copies_that_were_begun_and_computing_does_not(gpu):
+    log, streams, memory = gpu
+    memory.copy(*ends(gpu, to_host=False))
+    log.clear()
+    with memory.behind_copies():
+        assert streams[-1].name == "in"
+    assert streams[-1].name == "compute" and log == []
+
+
+def test_host_memory_is_registered_in_its_own_size_and_not_by_torchs_allocator(gpu, monkeypatch):
+    registered = []
+
+    class Runtime:
+        def cudaHostRegister(self, address, nbytes, flags):
+            registered.append(nbytes)
+            return 0
+
+        def cudaHostUnregister(self, address):
+            registered.pop()
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    *_, memory = gpu
+    slab = memory.zeros(1001, torch.float32, on_host=True)
+    shard = memory.allocate_host(77, torch.bfloat16)
+    assert registered == [4004, 154] and bool((slab == 0).all())
+    del shard, slab
+    gc.collect()
+    assert registered == []
+
+
+def test_what_is_beside_runs_on_a_stream_of_its_own_and_who_asks_comes_behind_it(gpu):
+    log, streams, memory = gpu
+    runs = lambda: log.append(f"{streams[-1].name} computes")  # noqa: E731
+    first, second = memory.beside([runs, runs])
+    assert log == [
+        "aside comes behind compute",
+        "aside is timed", "aside computes", "aside is timed", "aside computes", "aside is timed",
+    ]  # fmt: skip
+    log.clear()
+    first.order()
+    first.order()
+    assert log == ["compute is timed"] + ["compute comes behind an event of aside"] * 2
+    log.clear()
+    second.settle()
+    assert log == [
+        "compute is timed", "compute comes behind an event of aside",
+        "the host waits for an event of aside",
+    ]  # fmt: skip
+    assert first.times() == second.times() == (1.5, 0.25)
+    assert not first.ready()
+
+
+def test_copies_of_what_is_beside_come_behind_that_and_not_behind_what_computes(gpu):
+    log, _, memory = gpu
+    dst, src = ends(gpu, to_host=False)
+    memory.beside([lambda: memory.copy(dst, src).order()])
+    assert "in comes behind aside" in log and "aside comes behind an event of in" in log
+    assert not any(line.startswith(("in comes behind compute", "compute")) for line in log)
+
+
+def test_what_was_given_beside_before_an_error_is_behind_nobody_but_the_stream_that_computes(gpu):
+    log, _, memory = gpu
+
+    def fails():
+        raise MemoryError("no room")
+
+    with pytest.raises(MemoryError):
+        memory.beside([lambda: None, fails])
+    assert log[-1] == "compute comes behind aside"
