@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +13,14 @@ MOST = 64 << 20  # bytes that reading a file may take beside what it has
 def _status(name: str) -> int:
     text = Path("/proc/self/status").read_text()
     return int(text.split(f"{name}:")[1].split()[0]) << 10
+
+
+def resident_bytes() -> int:
+    """Bytes of resident memory that is in use: without what Python and glibc keep for later, which
+    comes and goes by some MiB."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return _status("VmRSS")
 
 
 def peak_bytes(work: Callable[[], object]) -> int:
