@@ -35,7 +35,7 @@ from gemini.placement.sizes import (
 )
 from gemini.placement.tiers import Tier
 from gemini.placement.timeline import planned_timeline, write_timeline
-from gemini.placement.timetable.speculation import best_update, priced_in_words
+from gemini.placement.timetable.updates import priced_in_words
 from gemini.units import BLOCK_NUMEL, ChunkId, format_bytes, parse_bytes
 
 from .support import models
@@ -242,7 +242,7 @@ def answer(question: Question) -> tuple[dict[str, Any], PlanResult]:
         "tail": None if planned.tail is None else asdict(planned.tail),
         "update": update_in_words(planned),
         "seconds_by_update": planned.seconds_by_update,
-        "best_update": best_update(planned.seconds_by_update),
+        "best_update": planned.best_update,
         "updated_in_backward": None if ahead is None else str(ahead),
         "largest_batch": batch,
         "suggestion": None if missing is None else suggestion(question, batch),

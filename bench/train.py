@@ -1,6 +1,6 @@
 """`python -m bench.train`: the same training by us and by our peers, side by side.
 
-Same model, data, batch, seed and hyperparameters; no dropout, gradients clipped to norm 1. Every
+Same model, data, batch, seed and hyperparameters; no dropout, gradients clipped to a norm. Every
 rank of every row is a process of its own (`bench/rows/worker.py`) with the same malloc settings.
 Rows that are compared with each other are alive together and take turns of STEPS_A_TURN; where
 they do not fit into memory together, or with `--apart`, one row runs after the other. All of it is
@@ -45,7 +45,7 @@ from bench.support.models import build
 from nvme import check_folder, default_folder
 
 BUSY_FRACTION = 0.25  # of all cores, above which the machine is not quiet
-STEPS_A_TURN = 3
+STEPS_A_TURN = 3  # the first is not counted
 BYTES_PER_PARAMETER = 28  # that a resident row takes at most, while it starts too
 PREPARE_SECONDS = 900.0  # a peer may compile
 
@@ -98,6 +98,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=6, help="of each process")
     parser.add_argument("--rounds", type=int, default=2, help="processes of each row")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--max-norm", type=float, default=1.0, help="gradients are clipped to it")
     cuda = torch.cuda.is_available()
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if cuda else "cpu")
     parser.add_argument("--budgets", nargs="+", help="of the device, for ours/auto, as in 1.5GiB")
@@ -253,7 +254,7 @@ def jobs_of(row: Row, args: argparse.Namespace, folder: Path, batches: Path) -> 
     return [
         Job(
             row.peer, args.model, str(batches), str(folder), dict(row.options),
-            device=args.device, seed=args.seed, batch=args.batch, rank=rank,
+            device=args.device, seed=args.seed, max_norm=args.max_norm, batch=args.batch, rank=rank,
             world_size=row.world_size, threads=max(1, cores // row.world_size),
         )
         for rank in range(row.world_size)
@@ -286,6 +287,7 @@ def report(
     result = {
         "model": args.model, "batch": args.batch, "seq": args.seq, "steps": args.steps,
         "rounds": args.rounds, "device": args.device, "seed": args.seed,
+        "max_norm": args.max_norm,
         "busy_fraction_before": busy, "load_average_after": os.getloadavg(),
         "peer_versions": versions, "rows": found, "ratios": ratios(found),
     }  # fmt: skip

@@ -21,6 +21,7 @@ from gemini.memtracer.module_calls import GatherWhole, has_experts
 from gemini.memtracer.trace import Trace
 from gemini.placement.policy import Placement, parse_placement
 from gemini.placement.sizes import wider_chunks
+from gemini.placement.timetable.updates import AUTO, BEHIND, UPDATES
 from gemini.runtime.autograd.io_casts import Boundary
 from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.comm.connect import connect
@@ -50,8 +51,6 @@ from optim.rules.loss_scale import LossScale
 from .dtypes import DTYPES
 from .module_face import ModuleFace, face_of
 from .options import ChunkSearch, PrecisionPolicy, takes_groups
-
-UPDATES = ("serial", "tail", "speculate", "both")  # what `update` may be
 
 
 class GeminiDDP(ModuleFace):
@@ -117,7 +116,8 @@ class GeminiDDP(ModuleFace):
         or by what looks at weights or state before; see docs/adr/0011-the-tail.md. `"speculate"`:
         blocks are updated in backward as soon as their gradient is final, with what the step is
         expected to agree on, and again where it does not (docs/adr/0013-speculation.md); what is
-        left is done in `step()`, and with `"both"` while the next forward runs.
+        left is done in `step()`, and with `"both"` while the next forward runs. `"auto"`: the one
+        of these with which the plan predicts the shortest iteration.
 
     `precision` may be a `gemini.PrecisionPolicy` and `chunks` a `gemini.ChunkSearch`: the arguments
     that they have as fields, in one value.
@@ -174,8 +174,8 @@ class GeminiDDP(ModuleFace):
         )
         if max_prefetch < 0:
             raise ValueError(f"max_prefetch={max_prefetch} is negative; 0 does not prefetch")
-        if update not in UPDATES:
-            raise ValueError(f"update={update!r}; expected one of {list(UPDATES)}")
+        if update not in (*UPDATES, AUTO):
+            raise ValueError(f"update={update!r}; expected one of {[*UPDATES, AUTO]}")
         placement = parse_placement(placement_policy)
         check_travelling(precision_settings, placement.budgets())
         self._dtype = DTYPES[precision_settings.dtype]
@@ -235,8 +235,8 @@ class GeminiDDP(ModuleFace):
             max_prefetch=max_prefetch,
             precision_settings=precision_settings,
             overlap_allgather=overlap_allgather,
-            beside=comm.beside() if update in ("tail", "both") else None,
-            speculates=update in ("speculate", "both"),
+            beside=comm.beside() if update in (*BEHIND, AUTO) else None,
+            update=update,
         )
         self.engine.together = together
         values.fill_buffers()

@@ -25,6 +25,7 @@ PARAM_ALIGN_NUMEL = 64  # every parameter starts at a multiple of this inside it
 SHARD_ALIGN_NUMEL = 256  # shard boundaries are multiples of this: vector tails never exist
 BLOCK_NUMEL = 1 << 20  # unit of transfer, staging, update, checksum and version
 STREAMED_BLOCK_NUMEL = 1 << 22  # the same, where a device streams: see `gemini.placement.fit`
+READS_AHEAD = 1  # blocks that are read while another is updated in backward (ADR 0013)
 MIN_BLOCK_NUMEL = 1024  # blocks are multiples of it
 PAGE_BYTES = 4096  # alignment of direct I/O
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.rows.job import LEARNING_RATE, MAX_NORM, WEIGHT_DECAY, Job, Trainer
+from bench.rows.job import LEARNING_RATE, WEIGHT_DECAY, Job, Trainer
 
 
 def load() -> None:
@@ -16,7 +16,7 @@ def load() -> None:
 def settings(job: Job) -> dict[str, Any]:
     name = "GeminiAccelerator" if job.options["ours"] else "Accelerator"
     adam = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY}
-    return {name: {"mixed_precision": "bf16"}, "AdamW": adam, "clip_grad_norm_": MAX_NORM}
+    return {name: {"mixed_precision": "bf16"}, "AdamW": adam, "clip_grad_norm_": job.max_norm}
 
 
 def wrap(model: Any, job: Job, given: dict[str, Any]) -> Trainer:

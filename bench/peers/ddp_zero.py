@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.rows.job import LEARNING_RATE, MAX_NORM, WEIGHT_DECAY, Job, Trainer
+from bench.rows.job import LEARNING_RATE, WEIGHT_DECAY, Job, Trainer
 
 
 def load() -> None:
@@ -27,7 +27,7 @@ def settings(job: Job) -> dict[str, Any]:
             "weight_decay": WEIGHT_DECAY,
             "fused": True,
         },
-        "clip_grad_norm_": MAX_NORM,
+        "clip_grad_norm_": job.max_norm,
     }
 
 

@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bench.rows.job import LEARNING_RATE, MAX_NORM, WEIGHT_DECAY, Job, Trainer
+from bench.rows.job import LEARNING_RATE, WEIGHT_DECAY, Job, Trainer
 
 BUCKET_NUMEL = 50_000_000
 SUB_GROUP_NUMEL = 16_000_000
@@ -59,7 +59,7 @@ def settings(job: Job) -> dict[str, Any]:
     }
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": job.batch // job.world_size,
-        "gradient_clipping": MAX_NORM,
+        "gradient_clipping": job.max_norm,
         "bf16": {"enabled": True},
         "optimizer": {
             "type": "AdamW",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.rows.job import LEARNING_RATE, MAX_NORM, WEIGHT_DECAY, Job, Trainer
+from bench.rows.job import LEARNING_RATE, WEIGHT_DECAY, Job, Trainer
 from bench.rows.meshes import make_mesh, mesh_settings
 
 
@@ -26,7 +26,7 @@ def settings(job: Job) -> dict[str, Any]:
         **policies,
         "fully_shard": "every block",  # the user says which modules
         "AdamW": {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "fused": True},
-        "clip_grad_norm_": MAX_NORM,
+        "clip_grad_norm_": job.max_norm,
     }
 
 

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from bench.rows.job import LEARNING_RATE, MAX_NORM, WEIGHT_DECAY, Job, Trainer
+from bench.rows.job import LEARNING_RATE, WEIGHT_DECAY, Job, Trainer
 
 
 def load() -> None:
@@ -26,7 +26,7 @@ def settings(job: Job) -> dict[str, Any]:
         "Trainer": {
             "strategy": job.options["strategy"],
             "precision": "bf16-mixed",
-            "gradient_clip_val": MAX_NORM,
+            "gradient_clip_val": job.max_norm,
         },
         "AdamW": {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY},
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
-from bench.rows.job import LEARNING_RATE, MAX_NORM, WEIGHT_DECAY, Job, Trainer
+from bench.rows.job import LEARNING_RATE, WEIGHT_DECAY, Job, Trainer
 from bench.rows.meshes import make_mesh, mesh_settings
 
 
@@ -31,7 +31,7 @@ def settings(job: Job) -> dict[str, Any]:
     """Options of the row: `nvme_fraction`, `update`, `device_budget`, `host` (the state in RAM),
     `stage`, `mesh`."""
     options, folder = job.options, str(job.state_folder)
-    given: dict[str, Any] = {**mesh_settings(job), "GeminiDDP": {"max_norm": MAX_NORM}}
+    given: dict[str, Any] = {**mesh_settings(job), "GeminiDDP": {"max_norm": job.max_norm}}
     adam: dict[str, Any] = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY}
     if "device_budget" in options:
         given["AutoPlacement"] = {"device_budget": options["device_budget"], "nvme_dir": folder}
@@ -77,7 +77,9 @@ def wrap(model: Any, job: Job, given: dict[str, Any]) -> Trainer:
             return {}
         tail, early = before[0].behind.wait(), before[0].speculation
         hidden = max(0.0, tail.seconds - tail.waited_seconds)
+        assert before[0].grad_norm is not None
         return {"hidden_seconds": hidden, "waited_seconds": tail.waited_seconds,
+                "clipped": float(before[0].grad_norm > job.max_norm),
                 "committed": float(tail.committed), "speculated": float(early.speculated),
                 "held": float(early.held), "redone": float(early.redone)}  # fmt: skip
 

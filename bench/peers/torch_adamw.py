@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.rows.job import LEARNING_RATE, MAX_NORM, WEIGHT_DECAY, Job, Trainer
+from bench.rows.job import LEARNING_RATE, WEIGHT_DECAY, Job, Trainer
 
 
 def load() -> None:
@@ -14,7 +14,7 @@ def load() -> None:
 def settings(job: Job) -> dict[str, Any]:
     adam = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "fused": True}
     how = "autocast" if job.options["autocast"] else "to"
-    return {how: "bfloat16", "AdamW": adam, "clip_grad_norm_": MAX_NORM}
+    return {how: "bfloat16", "AdamW": adam, "clip_grad_norm_": job.max_norm}
 
 
 def wrap(model: Any, job: Job, given: dict[str, Any]) -> Trainer:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from bench.rows.job import LEARNING_RATE, MAX_NORM, WEIGHT_DECAY, Job, Trainer
+from bench.rows.job import LEARNING_RATE, WEIGHT_DECAY, Job, Trainer
 
 
 def load() -> None:
@@ -22,7 +22,7 @@ def settings(job: Job) -> dict[str, Any]:
     arguments = {
         "learning_rate": LEARNING_RATE,
         "weight_decay": WEIGHT_DECAY,
-        "max_grad_norm": MAX_NORM,
+        "max_grad_norm": job.max_norm,
         "bf16": True,
     }
     return {"GeminiTrainer" if job.options["ours"] else "Trainer": arguments}

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-LEARNING_RATE, WEIGHT_DECAY, MAX_NORM = 3e-4, 0.01, 1.0
+LEARNING_RATE, WEIGHT_DECAY = 3e-4, 0.01
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class Job:
     options: dict[str, Any] = field(default_factory=dict)  # of the row, read by the peer's module
     device: str = "cpu"
     seed: int = 0
+    max_norm: float = 1.0  # gradients are clipped to it
     batch: int = 4  # sequences a step, over all ranks
     rank: int = 0
     world_size: int = 1
@@ -63,7 +64,7 @@ class Trainer:
     step: Callable[[], object]
     # what the step before did behind itself, in seconds, asked when another has been taken
     behind: Callable[[], dict[str, float]] = dict
-    rest: Callable[[], object] = bool  # wait until nothing of a step is under way
+    rest: Callable[[], object] = lambda: None  # wait until nothing of a step is under way
 
 
 def number_of_settings(given: Any) -> int:

@@ -22,13 +22,12 @@ from torch import Tensor, nn
 
 import gemini
 from gemini import GeminiDDP, StaticPlacement
-from gemini.ddp import UPDATES
+from gemini.placement.timetable.updates import BEHIND, IN_BACKWARD, UPDATES
 from gemini.runtime.memory.backend import SimBackend
 from gemini.runtime.step.ahead.speculation import against_speculation
 from gemini.runtime.step.tail import against_tail
 from optim import HybridAdam, LossScale, NvmeConfig, StepReport
 
-IN_BACKWARD, BEHIND = ("speculate", "both"), ("tail", "both")
 PAUSE_SECONDS = 0.03  # in which blocks are updated that so short a backward would leave to the step
 NUM_STEPS = 4
 MAX_NORM = 0.1  # gradients have norms of about 1

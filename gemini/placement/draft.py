@@ -17,11 +17,7 @@ from gemini.placement.homes.budget_fill import (
 from gemini.placement.timetable.gathers import GatherSteps, gather_steps
 from gemini.placement.timetable.moves import leaving_bytes, moves_of
 from gemini.placement.timetable.room import Demand, Vector
-from gemini.placement.timetable.speculation import (
-    SpeculationCost,
-    price_speculation,
-    seconds_by_update,
-)
+from gemini.placement.timetable.speculation import SpeculationCost, price_speculation
 from gemini.placement.timetable.steps import (
     GatherSchedule,
     num_uses,
@@ -31,6 +27,7 @@ from gemini.placement.timetable.steps import (
     schedule_gathers,
 )
 from gemini.placement.timetable.tail import TailCost, against_tail, price_tail
+from gemini.placement.timetable.updates import best_update, seconds_by_update
 from gemini.units import BLOCK_NUMEL, BlockId, ChunkId, Moment
 
 from .cost import StepCost, compute_seconds_of, estimate, predict_step
@@ -89,6 +86,13 @@ class PlanResult:
     def seconds_by_update(self) -> dict[str, float]:
         """Of an iteration as predicted, for every `update=` that has a price."""
         return seconds_by_update(self.cost, self.tail, self.speculation)
+
+    @property
+    def best_update(self) -> str:
+        """What `update="auto"` is. Where nobody has timed a pass, as over ranks without a budget,
+        steps do both, and what they measure decides (ADR 0013)."""
+        is_priced = self.tail is not None or self.against_tail is not None
+        return best_update(self.seconds_by_update) if is_priced else "both"
 
 
 class Draft:

@@ -80,7 +80,7 @@ class Engine(Parts):
         precision_settings: PrecisionSettings,
         overlap_allgather: bool = False,
         beside: Communicator | None = None,
-        speculates: bool = False,
+        update: str = "serial",
     ) -> None:
         comm, links = connections.comm, connections.links
         files = FileConfig(
@@ -151,7 +151,7 @@ class Engine(Parts):
             ),
             updating=Updating(chunks, params, watches=manager.releases_nothing),
             beside=beside,
-            speculates=speculates,
+            update=update,
             all_gathered=manager.releases_nothing,
             present=[False] * len(params),
         )

@@ -143,8 +143,9 @@ class Parts:
     carried_scale: Tensor | None = None  # of gradients that outlived their step
     # all ranks, for what steps agree on behind their callers; None: steps end before they return
     beside: Communicator | None = None
-    speculates: bool = False  # blocks are updated in backward, where that can be
-    speculation: Speculates | None = None  # then, once there is an optimizer
+    # when blocks are updated, as asked for: see `gemini.placement.timetable.updates`
+    update: str = "serial"
+    speculation: Speculates | None = None  # where some may be in backward, with an optimizer
 
 
 def settle(parts: Parts) -> None:

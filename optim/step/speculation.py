@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from gemini.units import BlockId
+from gemini.units import READS_AHEAD, BlockId
 from nvme import Buffer
 from optim.rules.speculation import BlockInputs
 from optim.state.nvme_state import NvmeState, Staged
@@ -29,8 +29,7 @@ from optim.update.updaters import CpuUpdater
 from .tail import Gate
 
 Mark = tuple[int, int]  # of a gradient as it is: see `BlockInputs`
-READS_AHEAD = 1  # the buffers that a plan has for it: of weights, a read, an update and a write
-BUFFERS_AHEAD = 2  # more than a step has
+BUFFERS_AHEAD = 2  # more than a step has: of weights, reads ahead, an update and a write
 
 
 class EarlyViews(SteppedViews, Protocol):

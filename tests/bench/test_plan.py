@@ -10,7 +10,7 @@ from bench.support import models
 from bench.support.activations import activations_of, example_inputs
 from gemini.chunk.sizing.model_specs import specs_of
 from gemini.memtracer.collector import trace
-from gemini.placement.timetable.speculation import best_update
+from gemini.placement.timetable.updates import best_update
 
 KEYS = {
     "fits", "peaks", "bytes_moved_per_step", "step_seconds", "bound_by", "largest_batch",

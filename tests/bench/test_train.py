@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -251,6 +252,31 @@ def test_what_was_updated_in_backward_is_said_and_a_tail_only_where_there_is_one
     said = "9 blocks a step are updated in backward, 8 held, 1 redone; every step counts"
     text = table({"device": "cpu", "steps": 4, "rows": [row]})
     assert text.splitlines()[-1] == f"ours/nvme-speculate: {said}"
+
+
+@pytest.mark.parametrize("clipped, said, bound", [
+    ((1.0, 1.0), "every step is clipped; ", 0.88), ((0.0, 0.0), "no step is clipped; ", 0.70),
+    ((0.0, 1.0), "", 0.70),
+])  # fmt: skip
+def test_what_is_asked_of_updates_in_backward_depends_on_clipping(clipped, said, bound):
+    steps, ends = life(0.8, 100)
+    for step, value in zip(steps[2:], clipped, strict=True):
+        step |= {"hidden_seconds": 0.0, "waited_seconds": 0.0, "committed": 1.0, "clipped": value}
+    both = row_of("ours/nvme-both", [(steps, ends)])
+    text = table({"device": "cpu", "steps": 4, "rows": [both]})
+    assert text.splitlines()[-1] == f"ours/nvme-both: {said}every step counts"
+    (found,) = ratios([row_of("ours/nvme", [life(1.0, 100)]), both])
+    assert (found["at_most"], found["met"]) == (bound, bound > 0.8)
+
+
+@pytest.mark.parametrize("peer", ["torch_adamw", "fsdp2", "ddp_zero", "deepspeed_zero", "ours"])
+def test_every_peer_clips_to_the_norm_of_the_run(peer):
+    options = {"autocast": False}
+    found = [
+        import_module(f"bench.peers.{peer}").settings(Job(peer, "", "", "", options, max_norm=norm))
+        for norm in (1.0, 7.5)
+    ]
+    assert "7.5" not in str(found[0]) and str(found[0]).replace("1.0", "7.5") == str(found[1])
 
 
 def test_lock_of_a_killed_build_is_named(monkeypatch, tmp_path):

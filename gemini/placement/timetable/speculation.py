@@ -10,21 +10,16 @@ ahead of the step are left to it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from gemini.placement.cost import StepCost, Walk, predict_step
+from gemini.placement.cost import Walk, predict_step
 from gemini.placement.plan import Move, MoveKind, Plan
-from gemini.placement.sizes import Bandwidths, BlockBytes
+from gemini.placement.sizes import FP32_BYTES, Bandwidths, BlockBytes
 from gemini.placement.tiers import Tier
-from gemini.units import BlockId, Bytes
+from gemini.units import READS_AHEAD, BlockId, Bytes
 
 from .tail import Calls, TailCost, price_tail
-
-UPDATES = ("serial", "tail", "speculate", "both")  # the simplest first
-SAME_SECONDS = 0.02  # of an iteration: no prediction tells them apart
-READS_AHEAD = 1  # as of `optim.step.speculation`
-MASTER_ITEMSIZE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,30 +149,6 @@ def _moves_left(plan: Plan, done: frozenset[BlockId]) -> tuple[Move, ...]:
             left.append(move)
         elif _is_read(move):
             block = blocks[move.block]
-            again = block.beside_bytes or Bytes(block.numel * MASTER_ITEMSIZE)
+            again = block.beside_bytes or Bytes(block.numel * FP32_BYTES)
             left.append(replace(move, nbytes=again))
     return tuple(left)
-
-
-def seconds_by_update(
-    serial: StepCost, tail: TailCost | None, speculation: SpeculationCost | None
-) -> dict[str, float]:
-    """Of an iteration, for every `update=` that has a price."""
-    found = {"serial": serial.seconds}
-    if tail is not None:
-        found["tail"] = tail.seconds
-    if speculation is not None:
-        found |= {"speculate": speculation.tail.serial_seconds, "both": speculation.tail.seconds}
-    return found
-
-
-def best_update(seconds: Mapping[str, float]) -> str:
-    """The simplest that takes no longer than any other, as far as a prediction tells them apart."""
-    least = min(seconds.values()) * (1 + SAME_SECONDS)
-    return next(name for name in UPDATES if name in seconds and seconds[name] <= least)
-
-
-def priced_in_words(seconds: Mapping[str, float]) -> str:
-    """Every price, and the choice."""
-    prices = ", ".join(f"{name} {seconds[name]:.3g} s" for name in UPDATES if name in seconds)
-    return f'an iteration as predicted: {prices}; best is update="{best_update(seconds)}"'

@@ -10,11 +10,12 @@ from gemini.mesh.roles import WORLD
 from gemini.placement.predict import KINDS, TIERS
 from gemini.placement.tiers import Tier
 from gemini.placement.timeline import planned_timeline, write_timeline
-from gemini.placement.timetable.speculation import blocks_in_words, priced_in_words
+from gemini.placement.timetable.speculation import blocks_in_words
 from gemini.placement.timetable.tail import said
+from gemini.placement.timetable.updates import BEHIND, IN_BACKWARD, priced_in_words
 from gemini.runtime.parts import Parts
 from gemini.runtime.step.ahead.speculation import against_speculation
-from gemini.runtime.step.tail import against_tail
+from gemini.runtime.step.tail import against_tail, update_of
 from gemini.units import format_bytes
 
 
@@ -54,20 +55,22 @@ def _update_of(parts: Parts) -> list[str]:
     result = parts.planning.result
     reason, tail, ahead = against_tail(parts), result.tail, result.speculation
     prices = [] if tail is None else [priced_in_words(result.seconds_by_update)]
-    if parts.beside is None and not parts.speculates:
+    if parts.update == "serial":
         if reason is not None or tail is None:
             return []
         return [f'update: serial; with update="tail" it would be predicted to take {tail}', *prices]
     if reason is not None:
         return [f"update: serial, as {reason}"]
     lines = [f"update: {_when(parts)}", *prices]
-    if parts.speculation is not None and against_speculation(parts) is None:
+    update = update_of(parts)
+    speculates = update in IN_BACKWARD and against_speculation(parts) is None
+    if speculates and parts.speculation is not None:
         lines += [] if ahead is None else [f"predicted in backward: {ahead}"]
         if (num_held := parts.speculation.num_held) is not None:
             num_blocks = len(parts.planning.plan.blocks_on(Tier.NVME))
             lines.append(f"held by the last step: {blocks_in_words(num_held, num_blocks)}")
         tail = None if ahead is None else ahead.tail
-    if parts.beside is None:
+    if update not in BEHIND:
         return lines
     if tail is not None:
         lines.append(f"predicted of the update: {tail}")
@@ -78,8 +81,9 @@ def _update_of(parts: Parts) -> list[str]:
 
 
 def _when(parts: Parts) -> str:
-    rest = "in step()" if parts.beside is None else "behind the next forward"
-    if not parts.speculates:
+    update = update_of(parts)
+    rest = "behind the next forward" if update in BEHIND else "in step()"
+    if update not in IN_BACKWARD:
         return rest
     reason = against_speculation(parts)
     if reason is not None:

@@ -30,6 +30,7 @@ from gemini.placement.policy import (
     never_released,
 )
 from gemini.placement.sizes import (
+    FP32_BYTES,
     UNLIMITED,
     Bandwidths,
     BudgetError,
@@ -51,7 +52,6 @@ log = logging.getLogger("gemini")
 
 # Before an optimizer says what it keeps: no rule of `optim` keeps more than Adam
 ASSUMED_STATE_BYTES = 8
-MASTER_BYTES = 4
 # A usual disk and usual memory, in bytes a second. They order homes; they do not limit anything
 USUAL = Bandwidths(
     host_to_device=20e9, device_to_host=20e9, nvme_read=1.5e9, nvme_write=1.2e9, collective=10e9,
@@ -358,7 +358,7 @@ def begin_planning(
     """
     # files and staging may be larger where masters are split: planes and weights are whole pages
     split = frozenset(c.id for c in layout.chunks if has_master and c.dtype == WEIGHT_DTYPE)
-    nbytes = ASSUMED_STATE_BYTES + (MASTER_BYTES if has_master else 0)
+    nbytes = ASSUMED_STATE_BYTES + (FP32_BYTES if has_master else 0)
     state = StateBytes(nbytes, has_master, split_on_disk=split)
     machine = look_at_machine(backend, ranks_per_node or ranks_here(comm))
     budgets = resolve(policy, machine, _model_bytes(layout, state, with_originals))

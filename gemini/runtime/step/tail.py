@@ -22,6 +22,7 @@ from gemini.chunk.storage import Chunk
 from gemini.mesh.roles import WORLD
 from gemini.placement.sizes import Budgets
 from gemini.placement.tiers import Tier
+from gemini.placement.timetable.updates import AUTO, BEHIND
 from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.parts import Parts
 from gemini.tickets import Ticket
@@ -65,8 +66,15 @@ class _UnderWay:
         )
 
 
+def update_of(parts: Parts) -> str:
+    """When blocks are updated where no rule is against it, the same on all ranks: as asked for, or
+    as the plan chooses."""
+    return parts.planning.result.best_update if parts.update == AUTO else parts.update
+
+
 def against_tail(parts: Parts) -> str | None:
-    """Why steps are serial though a tail was asked for, the same on all ranks; None: they have one.
+    """The rule by which steps are serial though a tail was asked for, the same on all ranks; None:
+    there is none.
 
     What is kept gathered over ranks would be gathered again by the step itself. Where device and
     host are one, a plan under budgets has no room for gradients that live into the next forward;
@@ -96,7 +104,7 @@ class StepTail:
     @property
     def applies(self) -> bool:
         """Whether steps have one."""
-        return self._parts.beside is not None and against_tail(self._parts) is None
+        return update_of(self._parts) in BEHIND and against_tail(self._parts) is None
 
     def begin(
         self,

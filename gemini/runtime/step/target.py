@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from gemini.chunk.storage import Chunk
+from gemini.placement.timetable.updates import AUTO, IN_BACKWARD
 from gemini.runtime.comm.ballot import Agreement, Ballot
 from gemini.runtime.edits import PendingClip
 from gemini.runtime.parts import Parts
@@ -74,7 +75,7 @@ class ShardTarget(SavedShards):
         self._closed = False
         self._log = SkipLog()
         self._groups: Sequence[Group] = groups  # of the last step: the user may change them since
-        if parts.speculates:
+        if parts.update in (*IN_BACKWARD, AUTO):
             self._speculation = StepSpeculation(
                 parts, self._tail, self._tiered_state, self._chunks, self._assume
             )

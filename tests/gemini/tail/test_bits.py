@@ -9,8 +9,8 @@ from torch import nn
 
 from bench.shared.models import Choosy, Tower, token_loss
 from gemini import AutoPlacement, trace
-from gemini.placement.timetable.speculation import priced_in_words
 from gemini.placement.timetable.tail import said
+from gemini.placement.timetable.updates import priced_in_words
 from gemini.runtime.memory.backend import SimBackend
 from optim import LossScale
 from optim.step.driver import Stage, TargetStep

@@ -14,8 +14,8 @@ from gemini.placement.planner import PlanInputs, make_plan
 from gemini.placement.policy import AutoPlacement, StaticPlacement
 from gemini.placement.sizes import Bandwidths, Budgets, StateBytes
 from gemini.placement.tiers import Tier
-from gemini.placement.timetable.speculation import best_update
 from gemini.placement.timetable.tail import NO_ROOM, against_tail, homes_against_tail
+from gemini.placement.timetable.updates import best_update
 from gemini.units import ChunkId, ParamId
 
 ADAM = StateBytes(12, True)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from bench.shared.models import Tower, token_batches, token_loss
 from gemini import GeminiDDP, StaticPlacement
+from gemini.placement.timetable.updates import AUTO, IN_BACKWARD
 from gemini.runtime.memory.sim import SimBackend
 from gemini.tickets import Done
 from optim import HybridAdam, NvmeConfig
@@ -47,7 +48,7 @@ def wrapped(
         nvme_offload_dir=folder,
         nvme=nvme or NvmeConfig(block_numel=BLOCK),
     )
-    if model.engine.speculates:
+    if update in (*IN_BACKWARD, AUTO):
         optimizer.bind()
         speculation = model.engine.speculation
         speculation.learned = replace(speculation.learned, habit=Habit(0, asks_clock=False))

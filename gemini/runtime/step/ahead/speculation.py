@@ -17,8 +17,9 @@ from dataclasses import dataclass, replace
 
 from gemini.chunk.storage import Chunk
 from gemini.placement.tiers import Tier
+from gemini.placement.timetable.updates import IN_BACKWARD
 from gemini.runtime.parts import Parts
-from gemini.runtime.step.tail import StepTail, against_tail
+from gemini.runtime.step.tail import StepTail, against_tail, update_of
 from gemini.runtime.step.views import ShardViews
 from gemini.units import ChunkId, ParamId
 from optim.rules.clipping import Clip
@@ -35,7 +36,8 @@ from .early_views import EarlyShardViews
 
 
 def against_speculation(parts: Parts) -> str | None:
-    """Why no block is updated in backward though that was asked for, the same on all ranks."""
+    """The rule by which no block is updated in backward though that was asked for, the same on all
+    ranks; None: there is none."""
     plan = parts.planning.plan
     found = {
         "weights have no fp32 masters": not parts.planning.inputs.state.has_master,
@@ -90,7 +92,9 @@ class StepSpeculation:
     @property
     def applies(self) -> bool:
         """Whether blocks may be updated in backward."""
-        return self._tiered_state.nvme is not None and against_speculation(self._parts) is None
+        if self._tiered_state.nvme is None or update_of(self._parts) not in IN_BACKWARD:
+            return False
+        return against_speculation(self._parts) is None
 
     # -- in a backward --
 
