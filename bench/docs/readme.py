@@ -35,7 +35,7 @@ def _train(result: dict[str, Any]) -> str:
     )
 
 
-def _with_ratios(result: dict[str, Any]) -> str:
+def _meshes(result: dict[str, Any]) -> str:
     what = f"{result['model']}, batch {result['batch']} x {result['seq']} over all ranks. "
     return "\n\n".join([summary.table(result), summary.ratio_table(result), what + _where(result)])
 
@@ -85,8 +85,7 @@ def _picture(result: dict[str, Any]) -> str:
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "demo": _demo,
     "train-cpu": _train,
-    "train-unclipped-cpu": _with_ratios,
-    "meshes-cpu": _with_ratios,
+    "meshes-cpu": _meshes,
     "capacity-cpu": _capacity,
     "picture": _picture,
 }

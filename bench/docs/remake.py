@@ -65,15 +65,6 @@ EVERYTHING = (
     Result("demo", ("bench.demo",), 10),
     Result("train-cpu", ("bench.train", "--rounds", "2", "--steps", "6"), 25),
     Result(
-        "train-unclipped-cpu",
-        (
-            "bench.train", "--peers", "ours/resident", "ours/nvme", "ours/nvme-tail",
-            "ours/nvme-speculate", "ours/nvme-both", "--max-norm", "100", "--rounds", "2",
-            "--steps", "9",
-        ),
-        6,
-    ),
-    Result(
         "meshes-cpu",
         (
             "bench.train", "--peers", "fsdp2/mesh", "ours/mesh", "--model", "llama-150m",

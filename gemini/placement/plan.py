@@ -38,7 +38,7 @@ class MoveKind(Enum):
     PARAM = "parameters"
     GRAD = "gradients"
     STATE = "state"
-    UNDO = "undo planes"  # parameters before or behind an update, where no master restores them
+    BESIDE = "weights beside the state"  # of before or behind an update: see `BlockBytes`
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +265,7 @@ class Plan:
                     MoveKind.STATE: block.state_on(
                         Tier.NVME if Tier.NVME in (move.src, move.dst) else Tier.DEVICE
                     ),
-                    MoveKind.UNDO: block.beside_bytes,
+                    MoveKind.BESIDE: block.beside_bytes,
                 }.get(move.kind, block.param_bytes)
             assert move.nbytes == exact, move
             if move.kind is MoveKind.PARAM and move.block is None and move.dst is Tier.DEVICE:

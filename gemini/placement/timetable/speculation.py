@@ -17,7 +17,7 @@ from gemini.placement.cost import Walk, predict_step
 from gemini.placement.plan import Move, MoveKind, Plan
 from gemini.placement.sizes import FP32_BYTES, Bandwidths, BlockBytes
 from gemini.placement.tiers import Tier
-from gemini.units import READS_AHEAD, BlockId, Bytes
+from gemini.units import READS_AHEAD, BlockId, Bytes, ChunkId
 
 from .tail import Calls, TailCost, price_tail
 
@@ -55,7 +55,7 @@ def price_speculation(
     on_disk = plan.blocks_on(Tier.NVME)
     if tail is None or plan.has_host_tier or not on_disk:
         return None
-    ahead = _in_backward(plan, bandwidths, compute_seconds, backward)
+    ahead = _in_backward(plan, bandwidths, compute_seconds, calls, backward)
     compute = list(compute_seconds)
     compute[-1] += ahead.update_seconds
     rest = replace(plan, forecast=replace(plan.forecast, moves=_moves_left(plan, ahead.blocks)))
@@ -78,11 +78,15 @@ class _Ahead:
 
 
 def _in_backward(
-    plan: Plan, bandwidths: Bandwidths, compute_seconds: Sequence[float], backward: int
+    plan: Plan,
+    bandwidths: Bandwidths,
+    compute_seconds: Sequence[float],
+    calls: Calls,
+    backward: int,
 ) -> _Ahead:
     """One thread and one disk, which works in the order of issue: two reads are under way, an
     update waits for the first of them, and its write is followed by the next read."""
-    coming, disk, end = _final_blocks(plan, bandwidths, compute_seconds, backward)
+    coming, disk, end = _final_blocks(plan, bandwidths, compute_seconds, calls, backward)
     updates = Walk(plan, bandwidths)
     reads: list[tuple[BlockBytes, float]] = []  # and when they have ended
     done: list[BlockId] = []
@@ -107,7 +111,11 @@ def _in_backward(
 
 
 def _final_blocks(
-    plan: Plan, bandwidths: Bandwidths, compute_seconds: Sequence[float], backward: int
+    plan: Plan,
+    bandwidths: Bandwidths,
+    compute_seconds: Sequence[float],
+    calls: Calls,
+    backward: int,
 ) -> tuple[list[tuple[BlockBytes, float]], float, float]:
     """Blocks on disk that no step reads ahead, each with the second of the pass at which its
     gradient is final, in this order; when what is read ahead is there; and when the pass ends."""
@@ -119,6 +127,8 @@ def _final_blocks(
         begins.append(walk.now)
         walk.compute(compute_seconds[moment])
     walk.reach(total)
+    begins.append(walk.now)
+    within = _final_within_calls(plan, calls, begins)
     reads = [m for m in plan.forecast.moves if _is_read(m) and m.begin < total]
     read_ahead = {move.block for move in reads}
     there = begins[backward] + sum(move.nbytes for move in reads) / bandwidths.nvme_read
@@ -127,12 +137,29 @@ def _final_blocks(
         sizes, shard = plan.chunks[reduction.chunk], plan.shards[reduction.chunk]
         final = reduction.end if sizes.reduces else reduction.last
         if final < total:  # else the step's
+            at = begins[final] if sizes.reduces else within.get((final, sizes.id), begins[final])
             found += [
-                (block, begins[final])
+                (block, at)
                 for block, home in zip(sizes.blocks, shard.state_homes, strict=True)
                 if home is Tier.NVME and block.id not in read_ahead
             ]
     return sorted(found, key=lambda pair: pair[1]), there, walk.now
+
+
+def _final_within_calls(
+    plan: Plan, calls: Calls, begins: Sequence[float]
+) -> dict[tuple[int, ChunkId], float]:
+    """By the moment behind a call, and chunk. A call of many chunks, as of a whole module, is done
+    with them one after the other, and its backward with the last one first."""
+    found: dict[tuple[int, ChunkId], float] = {}
+    for moment, used in enumerate(calls):
+        total = sum(plan.chunks[chunk].payload_bytes for chunk in used or ())
+        done = 0
+        for chunk in sorted(used or (), reverse=True):
+            done += plan.chunks[chunk].payload_bytes
+            seconds = begins[moment + 1] - begins[moment]
+            found[moment + 1, chunk] = begins[moment] + seconds * done / total
+    return found
 
 
 def _is_read(move: Move) -> bool:
@@ -145,7 +172,7 @@ def _moves_left(plan: Plan, done: frozenset[BlockId]) -> tuple[Move, ...]:
     blocks = {block.id: block for chunk in plan.chunks for block in chunk.blocks}
     left = []
     for move in plan.forecast.moves:
-        if move.block not in done or move.kind not in (MoveKind.STATE, MoveKind.UNDO):
+        if move.block not in done or move.kind not in (MoveKind.STATE, MoveKind.BESIDE):
             left.append(move)
         elif _is_read(move):
             block = blocks[move.block]

@@ -290,7 +290,7 @@ def test_explain_says_when_blocks_are_updated(update, said):
         assert said in lines and f"predicted in backward: {cost}" in lines
         assert f"held by the last step: {held} of {cost.num_blocks} blocks on NVMe" in lines
         assert (f"predicted of the update: {cost.tail}" in lines) == (update == "both")
-        assert 0 <= cost.num_ahead <= cost.num_blocks and held > 0
+        assert 0 < cost.num_ahead <= cost.num_blocks and held > 0
 
 
 @pytest.mark.parametrize("update", ["speculate", "both"])

@@ -307,6 +307,16 @@ def test_a_module_has_its_gradients_when_its_backward_ends():
     assert in_backward([BLOCK, 3 * BLOCK], 40.0).num_ahead == 2  # one is read for the step
 
 
+@pytest.mark.parametrize("seconds, num_ahead", [(100.0, 8), (20.0, 4), (10.0, 1), (1.0, 0)])
+def test_a_call_of_many_chunks_has_their_gradients_one_after_the_other(seconds, num_ahead):
+    """As that of a whole module has, where nothing is gathered: as with a module for each."""
+    whole = sequential_trace([ParamSpec(f"all.p{i}", (BLOCK,), "bfloat16") for i in range(10)])
+    assert len(whole.moments) == 4
+    together = in_backward(TEN, 400.0, backward=10 * seconds, trace=whole)  # of one call in ten
+    apart = in_backward(TEN, 40.0, backward=seconds)
+    assert together.num_ahead == apart.num_ahead == num_ahead
+
+
 def test_a_gradient_that_is_final_at_the_end_is_the_steps():
     """Where ranks reduce their gradients, and all of them at the end of backward."""
     policy = StaticPlacement(shard_grads=False)
