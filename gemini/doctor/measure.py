@@ -29,6 +29,7 @@ from .report import NEEDED, DeviceFacts, Facts, FolderFacts
 
 PACKAGES = ("gemini-memory", *NEEDED, "liburing", "transformers")
 COPY_BYTES = 256 << 20
+MATRIX = 256  # rows and columns
 ROUNDS = 5
 PROBE_SECONDS = 2.0
 _IO_URING_SETUP = 425  # the same on all architectures
@@ -54,6 +55,7 @@ def examine(
         ram_bytes=psutil.virtual_memory().total,
         ram_left_bytes=memory_left(),
         ram_copy_bytes_per_s=2 * _copy_speed(make_backend(torch.device("cpu")), copy_bytes),
+        cpu_flops={"bf16": _flops(torch.bfloat16), "fp32": _flops(torch.float32)},
         memlock_bytes=_memlock(),
         huge_pages=_huge_pages(),
         temporary_file_system=file_system(Path(tempfile.gettempdir())),
@@ -156,6 +158,12 @@ def _speed(backend: Backend, dst: Tensor, src: Tensor) -> float:
 
     seconds = [_seconds(copy) for _ in range(ROUNDS + 1)]
     return src.numel() * src.element_size() / min(seconds[1:])
+
+
+def _flops(dtype: torch.dtype) -> float:
+    """A second, of a matrix product on the CPU, the fastest of `ROUNDS`."""
+    matrix = torch.ones(MATRIX, MATRIX, dtype=dtype)
+    return 2 * MATRIX**3 / min(_seconds(lambda: matrix @ matrix) for _ in range(ROUNDS))
 
 
 def _seconds(work: Callable[[], object]) -> float:

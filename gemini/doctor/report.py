@@ -12,8 +12,9 @@ from typing import Any
 from gemini.units import GIB, MIB, format_bytes
 
 NEEDED = ("torch", "triton", "numpy", "psutil", "safetensors")
-STATE_BYTES_MOVED = 24  # an element and step of Adam on NVMe: 12 read, 12 written
-SLOW_DISK = 1.0e9  # mixed; below it a step of 10**9 parameters takes 24 s and more
+STATE_BYTES_MOVED = 22  # an element and step of Adam on NVMe: 10 read, 12 written (ADR 0014)
+SLOW_DISK = 1.0e9  # mixed; below it a step of 10**9 parameters takes 22 s and more
+SLOW_BF16 = 0.5  # of the speed of fp32: a processor without instructions for it has 0.01
 SLOW_LINK = 10e9  # a way; PCIe 3 x16 has 12
 SLOW_RAM = 8e9  # a copy's bytes read and written; one DDR4 channel has 15 to 20
 SMALL_MEMLOCK = 64 * MIB  # the rings of io_uring count as locked memory on kernels before 5.12
@@ -63,6 +64,7 @@ class Facts:
     ram_bytes: int
     ram_left_bytes: int  # of the machine and of its cgroup
     ram_copy_bytes_per_s: float  # read and written
+    cpu_flops: dict[str, float]  # a second, of a matrix product, by precision
     memlock_bytes: int | None  # None is no limit
     huge_pages: str | None  # "always", "madvise" or "never"
     temporary_file_system: str  # of the folder for temporary files
@@ -204,6 +206,14 @@ def _memory(facts: Facts) -> Iterator[Finding]:
 def _devices(facts: Facts) -> Iterator[Finding]:
     if not facts.devices:
         yield Finding("note", "no CUDA device", "nothing: modules compute on the CPU")
+        bf16, fp32 = facts.cpu_flops["bf16"], facts.cpu_flops["fp32"]
+        if bf16 < SLOW_BF16 * fp32:
+            yield Finding(
+                "slow",
+                f"the CPU multiplies matrices of bf16 at {_flops(bf16)}, of fp32 at {_flops(fp32)}",
+                'wrap with precision="fp32", or use a processor with instructions for bf16 '
+                "(AVX-512 BF16, AMX)",
+            )
     for device in facts.devices:
         for way, speed in (
             ("to the device", device.host_to_device),
@@ -262,6 +272,8 @@ def _lines(report: Report) -> Iterator[str]:
         f"{'RAM':14s} {format_bytes(facts.ram_bytes)}, {format_bytes(facts.ram_left_bytes)} left, "
         f"copies at {_speed(facts.ram_copy_bytes_per_s)}"
     )
+    found = ", ".join(f"{_flops(speed)} in {name}" for name, speed in facts.cpu_flops.items())
+    yield f"{'CPU':14s} multiplies matrices at {found}"
     limit = "none" if facts.memlock_bytes is None else format_bytes(facts.memlock_bytes)
     yield f"{'locked memory':14s} limit {limit}"
     yield f"{'huge pages':14s} {facts.huge_pages or 'unknown'}"
@@ -286,6 +298,10 @@ def _lines(report: Report) -> Iterator[str]:
             yield f"{'':14s} engine {engine} is not used: {reason}"
     for finding in report.findings:
         yield f"\n[{finding.level}] {finding.what}\n    {finding.remedy}"
+
+
+def _flops(per_s: float) -> str:
+    return f"{per_s / 1e9:.3g} GFLOP/s"
 
 
 def _speed(bytes_per_s: float) -> str:

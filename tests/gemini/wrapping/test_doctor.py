@@ -19,7 +19,8 @@ GPU = DeviceFacts("a GPU", "9.0", 80 << 30, 70 << 30, 3e12, 50e9, 40e9)
 GOOD = Facts(
     versions=tuple((n, "1") for n in ("torch", "triton", "numpy", "psutil", "safetensors")),
     cores=8, load_average=0.5, ram_bytes=64 << 30, ram_left_bytes=60 << 30,
-    ram_copy_bytes_per_s=30e9, memlock_bytes=None, huge_pages="madvise",
+    ram_copy_bytes_per_s=30e9, cpu_flops={"bf16": 4e11, "fp32": 2e11}, memlock_bytes=None,
+    huge_pages="madvise",
     temporary_file_system="ext4", c_compiler="/usr/bin/gcc", cxx_compiler="/usr/bin/g++",
     io_uring_refused=None, malloc_tuned=True, devices=(GPU,), folders=(DISK,),
 )  # fmt: skip
@@ -44,11 +45,16 @@ def test_a_good_machine_has_no_findings():
         ({"malloc_tuned": False, "devices": ()}, "note", "8 to 14 %"),
         ({"temporary_file_system": "tmpfs"}, "note", "which is RAM"),
         ({"devices": ()}, "note", "no CUDA device"),
+        (
+            {"devices": (), "cpu_flops": {"bf16": 9e8, "fp32": 7.46e10}},
+            "slow",
+            "of bf16 at 0.9 GFLOP/s, of fp32 at 74.6 GFLOP/s",
+        ),
         ({"devices": (replace(GPU, host_to_device=3e9),)}, "slow", "to the device run at 3.00"),
         ({"devices": (replace(GPU, device_to_host=3e9),)}, "slow", "from the device run at 3.00"),
         ({"folders": (FolderFacts("/x", error="/x is a file"),)}, "error", "/x is a file"),
         ({"folders": (replace(DISK, direct=False),)}, "slow", "refuses O_DIRECT"),
-        ({"folders": (replace(DISK, read=0.5e9, write=0.5e9),)}, "slow", "48 s a step"),
+        ({"folders": (replace(DISK, read=0.5e9, write=0.5e9),)}, "slow", "44 s a step"),
         ({"folders": (replace(DISK, free_bytes=2_400_000_000),)}, "slow", "100 million"),
     ],
 )
@@ -77,6 +83,7 @@ def test_a_real_machine_is_measured_and_nothing_is_left(tmp_path):
     before = set(os.listdir("/proc/self/fd"))
     facts = examine([tmp_path, tmp_path / "none"], copy_bytes=1 << 20, probe_seconds=0.1)
     assert facts.ram_copy_bytes_per_s > 1e8 and facts.cores >= 1
+    assert facts.cpu_flops.keys() == {"bf16", "fp32"} and min(facts.cpu_flops.values()) > 1e7
     assert 0 < facts.ram_left_bytes <= facts.ram_bytes
     assert dict(facts.versions)["torch"]
     here, missing = facts.folders
