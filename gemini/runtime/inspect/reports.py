@@ -50,7 +50,7 @@ class MemoryReport:
         return "\n".join((*lines, *self.overruns))
 
 
-def _update_of(parts: Parts) -> list[str]:
+def _update_lines(parts: Parts) -> list[str]:
     """When what is not on the device is updated, and what of it is hidden, or could be."""
     result = parts.planning.result
     reason, tail, ahead = against_tail(parts), result.tail, result.speculation
@@ -100,7 +100,7 @@ def explain(parts: Parts, name: str) -> str:
             shape = tuple(parts.params[param].shape)
             own = f"{split} {spec.shape}" if split else ""
             text = f"{name} {shape}{own}\n{parts.planning.plan.explain(chunk)}"
-            return "\n".join((text, *_update_of(parts), *parts.planning.overruns.lines()))
+            return "\n".join((text, *_update_lines(parts), *parts.planning.overruns.lines()))
     names = [name for spec in parts.layout.params for name in spec.names]
     near = difflib.get_close_matches(name, names, n=3)
     raise ValueError(
