@@ -18,6 +18,7 @@ from bench.rows import summary
 from gemini.units import format_bytes
 
 from . import doc_tables, supported
+from .remake import squashed
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench/results"
@@ -42,9 +43,11 @@ def _meshes(result: dict[str, Any]) -> str:
 
 def _where(result: dict[str, Any]) -> str:
     machine, versions = result["machine"], result["versions"]
+    now_in = squashed().get(versions["commit"])
+    commit = versions["commit"] + (f", which is in {now_in} now" if now_in else "")
     return (
         f"{machine['cores']} cores of {machine['cpu']}, {machine['memory_gib']} GiB; "
-        f"torch {versions['torch']}, Python {versions['python']}, commit {versions['commit']}."
+        f"torch {versions['torch']}, Python {versions['python']}, commit {commit}."
         + (f" Made by `{result['command']}`." if "command" in result else "")
     )
 

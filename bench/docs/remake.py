@@ -77,6 +77,13 @@ EVERYTHING = (
 )  # fmt: skip
 
 
+def squashed() -> dict[str, str]:
+    """By the commit that a result names, where that is not in the history: the one that has its
+    work."""
+    lines = (ROOT / RESULTS / "squashed.txt").read_text().splitlines()
+    return dict(line.split() for line in lines if not line.startswith("#"))
+
+
 def run(result: Result, arguments: Sequence[str], path: str) -> bool:
     """Whether it made its file. One that exists begins anew; where that fails it stays."""
     print(f"\n{shlex.join(['python', '-m', *arguments, '--json', path])}", flush=True)
