@@ -19,19 +19,22 @@ element that are written (8 in float64) and, but for a failure, never read.
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from gemini.dtypes import DTYPES
-from gemini.tickets import Ticket
+from gemini.tickets import Ticket, TicketGroup
 from gemini.units import PAGE_BYTES, BlockId, align_up, format_bytes
 from nvme import (
     BlockStore,
     Buffer,
+    BufferPool,
     NvmeError,
     Pin,
     RollbackError,
@@ -47,10 +50,18 @@ from optim.rules.state_layout import WEIGHT, StateLayout
 
 from .disk.forms import BlockForms
 from .disk.pinned_state import PinnedState
-from .disk.staging import BlockStaging, Staged
 from .disks import measure_disks
 from .pieces import Planes
 from .space import Block
+
+
+@dataclass(slots=True)
+class Staged:
+    """A block in a staging buffer."""
+
+    block: Block
+    buffer: Buffer
+    ticket: Ticket[object] | None  # None: the buffer holds the committed content
 
 
 class NvmeState:
@@ -96,13 +107,17 @@ class NvmeState:
         except ValueError:
             self.store.close()
             raise
-        count = min(config.depth + 2, len(blocks) + 1) + num_ahead
-        self._staging = BlockStaging(self.store, self._forms, count, pin)
+        # of a buffer, by its index, elements, and whether masters are split
+        self._views: dict[tuple[int, int, bool], Planes] = {}
+        self._pool = BufferPool(
+            min(config.depth + 2, len(blocks) + 1) + num_ahead, self._forms.buffer_nbytes, pin
+        )
         self._order = self.blocks  # of the next update
         self._in_order = False  # it does not alternate
         self._next_read = 0  # index into _order
         self._reads: deque[Staged] = deque()  # waiting for their update, in order
         self._current: Staged | None = None  # being updated
+        self._writes: deque[Staged] = deque()  # updated, on their way to disk
         self._read_before: set[BlockId] = set()  # blocks that were read before the step began
         self._is_touched = True  # the current block's parameters may need to be restored
         self._touched: list[Block] = []  # whose parameters this step has changed
@@ -112,6 +127,7 @@ class NvmeState:
         # hold
         self._early_written: dict[BlockId, int] = {}
         self._held: frozenset[BlockId] = frozenset()  # of these, what this step has no more to do
+        self.stalled_seconds = 0.0  # waited for the disk so far
 
     @property
     def order(self) -> Sequence[Block]:
@@ -120,12 +136,7 @@ class NvmeState:
 
     @property
     def staging_bytes(self) -> int:
-        return self._staging.nbytes + self._early_slab.nbytes
-
-    @property
-    def stalled_seconds(self) -> float:
-        """Waited for the disk so far."""
-        return self._staging.stalled_seconds
+        return self._pool.nbytes + self._early_slab.nbytes
 
     @property
     def written_bytes_per_step(self) -> int:
@@ -157,24 +168,33 @@ class NvmeState:
     def initialise(self, fill: Callable[[Block, Planes], None]) -> None:
         """Write every block's first version. `fill` gets zeroed planes."""
         for block in self._order:
-            staged = self._staging.stage(block)
+            staged = Staged(block, self._take(), None)
             for plane in self.planes_of(staged).values():
                 plane.zero_()
             self._forms.change(staged.buffer, block, fill)
-            self._staging.write(staged)
+            self._submit_write(staged, with_undo=False)
         self.commit(step=0)
 
     def prefetch(self) -> None:
         """Begin to read the next blocks, as far as buffers allow. Never waits."""
-        while self._next_read < len(self._order) and len(self._reads) < self._depth:
+        while self._writes:  # take back the buffers of those that have ended
+            ticket = self._writes[0].ticket
+            if ticket is not None:
+                if not ticket.ready():
+                    break
+                ticket.wait()
+            self._pool.give(self._writes.popleft().buffer)
+        while (
+            self._next_read < len(self._order)
+            and len(self._reads) < self._depth
+            and self._pool.num_free
+        ):
             block = self._order[self._next_read]
-            staged = self._staging.try_stage(block)
-            if staged is None:
-                return
+            staged = Staged(block, self._pool.take(), None)
             if block.id in self._held:
                 staged.ticket = self._read_written(staged)
             else:
-                staged.ticket = self._staging.read(staged)
+                staged.ticket = self._read_state(staged)
             self._reads.append(staged)
             self._next_read += 1
 
@@ -222,20 +242,25 @@ class NvmeState:
         while not self._reads:
             if self._next_read == len(self._order):
                 return None
-            self._staging.wait_for_a_write()
+            self._wait_for_a_write()
             self.prefetch()
         current = self._current = self._reads.popleft()
-        self._staging.wait_for(current)
+        if current.ticket is not None:
+            started = time.perf_counter()
+            try:
+                current.ticket.wait()
+            finally:
+                self.stalled_seconds += time.perf_counter() - started
         block, self._is_touched = current.block, True
         if self._forms.has_undo:
-            save(block, partial(self._staging.beside, current))
+            save(block, partial(self._beside, current))
         elif block.id in self._read_before:
             self._is_touched = save(block, partial(self._early_undo, block))
         if self._is_touched:
             self._touched.append(block)
         if block.id in self._held and self._forms.is_split(block):
-            return block, {WEIGHT: self._staging.beside(current)}
-        return block, self._staging.planes(current)
+            return block, {WEIGHT: self._beside(current)}
+        return block, self._planes(current)
 
     def take_back(self, changed: bool, save: Callable[[Block, Callable[[], Tensor]], bool]) -> None:
         """The block that was brought is updated; what did not change is not written, nor what is
@@ -243,20 +268,22 @@ class NvmeState:
         current = self._current
         assert current is not None
         if current.block.id in self._held:
-            self._staging.give(current.buffer)
+            self._pool.give(current.buffer)
         elif changed:
             if self._forms.is_split(current.block):
-                save(current.block, partial(self._staging.beside, current))
-            self._staging.write(current, with_undo=True)
+                save(current.block, partial(self._beside, current))
+            self._submit_write(current, with_undo=True)
         else:
             if self._is_touched:
                 self._touched.pop()
-            self._staging.give(current.buffer)
+            self._pool.give(current.buffer)
         self._current = None
 
     def flush(self) -> None:
         """Wait until all that was taken back is on disk. Raises what went wrong."""
-        self._staging.stall(self.store.flush)
+        started = time.perf_counter()
+        self.store.flush()
+        self.stalled_seconds += time.perf_counter() - started
 
     def commit(self, step: int, *, in_order: bool = False) -> None:
         """Make the step count: all blocks at once, and durably. Does not raise after a `flush`.
@@ -264,22 +291,23 @@ class NvmeState:
         in_order: the next step begins with the first block; else with the one that is in memory,
             which this one has updated last.
         """
-        self._staging.stall(partial(self.store.commit, step))
+        started = time.perf_counter()
+        self.store.commit(step)
+        self.stalled_seconds += time.perf_counter() - started
         self._touched.clear()
         self._early.clear()
         self._end_early()
         self._order, self._in_order = self.blocks if in_order else self._order[::-1], in_order
         self._next_read = 0
         # what was written last is the first of the next step, and still in memory
-        writes = self._staging.writes
-        while writes:
-            staged = writes.pop()
+        while self._writes:
+            staged = self._writes.pop()
             first = self._order[self._next_read]
             if staged.block is first and len(self._reads) < self._depth:
                 self._reads.append(Staged(staged.block, staged.buffer, None))
                 self._next_read += 1
             else:
-                self._staging.give(staged.buffer)
+                self._pool.give(staged.buffer)
 
     def rollback(self, restore: Callable[[Block, Planes], None]) -> None:
         """Undo the step as far as it came, reading what is needed back from disk.
@@ -288,30 +316,29 @@ class NvmeState:
         `param_undo`. Raises RollbackError if some block's parameters could not be had back.
         """
         self.store.check_process()
-        staging = self._staging
-        held = {s.block.id: s for s in (*staging.writes, self._current) if s is not None}
+        held = {s.block.id: s for s in (*self._writes, self._current) if s is not None}
         for staged in (*self._reads, *held.values()):
             settle(staged.ticket)
-        staging.give_all(self._reads)
+        self._give_all(self._reads)
         self._reads.clear()
         known = dict(self._early)
         if self._forms.has_undo:
-            known |= {block_id: staging.beside(staged) for block_id, staged in held.items()}
+            known |= {block_id: self._beside(staged) for block_id, staged in held.items()}
         from_disk = [block for block in self._touched if block.id not in known]
         for block in self._touched:
             if block.id in known:
                 restore(block, {"param_undo": known[block.id]})
-        staging.writes.clear()
-        staging.give_all(held.values())
-        buffer = staging.take()
+        self._give_all(held.values())
+        buffer = self._pool.take()
         lost: list[NvmeError] = []
         for block in from_disk:
             try:
                 restore(block, self._read_undo(Staged(block, buffer, None)))
             except NvmeError as error:
                 lost.append(error)
-        staging.give(buffer)
+        self._pool.give(buffer)
         self.store.rollback()
+        self._writes.clear()
         self._current = None
         self._touched.clear()
         self._early.clear()
@@ -328,12 +355,12 @@ class NvmeState:
         """What `restore` needs of a block that is no longer in memory."""
         block, forms = staged.block, self._forms
         if not (forms.has_undo or forms.is_split(block)):
-            self._staging.read(staged).wait()
-            return self._staging.planes(staged)
+            self._read_state(staged).wait()
+            return self._planes(staged)
         beside, view = forms.beside_id(block), forms.beside_view(staged.buffer, block)
         read = self.store.read_uncommitted if forms.has_undo else self.store.read
         read(beside, view).wait()
-        return {"param_undo": self._staging.beside(staged)}
+        return {"param_undo": self._beside(staged)}
 
     # -- blocks that are updated before their step begins --
 
@@ -349,22 +376,22 @@ class NvmeState:
 
     def borrow(self) -> Buffer:
         """A buffer, until `give_back`. Waits for writes where none is free."""
-        return self._staging.take()
+        return self._take()
 
     def give_back(self, buffer: Buffer) -> None:
-        self._staging.give(buffer)
+        self._pool.give(buffer)
 
     def read_early(self, block: Block) -> Staged:
         """Begin to read a block; `write_early` or `let_go` follows. Waits for a buffer."""
-        staged = self._staging.stage(block)
-        staged.ticket = self._staging.read(staged)
+        staged = Staged(block, self._take(), None)
+        staged.ticket = self._read_state(staged)
         return staged
 
     def planes_of(self, staged: Staged) -> Planes:
         """Of a block that was read. Where masters are split, with room for its new `WEIGHT`."""
-        planes = self._staging.planes(staged)
+        planes = self._planes(staged)
         if self._forms.is_split(staged.block):
-            planes[WEIGHT] = self._staging.beside(staged)
+            planes[WEIGHT] = self._beside(staged)
         return planes
 
     def write_early(self, staged: Staged) -> None:
@@ -372,13 +399,13 @@ class NvmeState:
         block, checksum = staged.block, 0
         if self.store.checksums and not self._forms.is_split(block):
             checksum = checksum_of(staged.buffer.view[: self._master_nbytes(block)])
-        self._staging.write(staged)
+        self._submit_write(staged, with_undo=False)
         self._early_written[block.id] = checksum
 
     def let_go(self, staged: Staged) -> None:
         """What was read is not needed."""
         settle(staged.ticket)
-        self._staging.give(staged.buffer)
+        self._pool.give(staged.buffer)
 
     def drop_early(self, but: frozenset[BlockId] = frozenset()) -> None:
         """What was written early does not count, with these exceptions."""
@@ -388,7 +415,8 @@ class NvmeState:
                 for part in self._forms.ids(block):
                     self.store.take_back(part)
                 del self._early_written[block.id]
-        self._staging.forget_writes(dropped)
+        self._give_all(staged for staged in self._writes if staged.block.id in dropped)
+        self._writes = deque(s for s in self._writes if s.block.id not in dropped)
 
     def _end_early(self) -> None:
         self._early_written.clear()
@@ -409,16 +437,16 @@ class NvmeState:
     def load(self, blocks: Sequence[Block], visit: Callable[[Block, Planes], None]) -> None:
         """Read committed blocks one after the other; `visit` must copy what it keeps."""
         self._drop_reads()
-        staged = self._staging.stage(blocks[0]) if blocks else None
+        staged = Staged(blocks[0], self._take(), None) if blocks else None
         try:
             for block in blocks:
                 assert staged is not None
                 staged.block = block
-                self._staging.read_all(staged).wait()
+                self._read_all(staged).wait()
                 visit(block, self._forms.shown(staged.buffer, block))
         finally:
             if staged is not None:
-                self._staging.give(staged.buffer)
+                self._pool.give(staged.buffer)
 
     def replace(
         self, fill: Callable[[Block, Planes], None], step: int, blocks: Sequence[Block]
@@ -431,10 +459,10 @@ class NvmeState:
         self.store.check_step(self.written_bytes_per_step)
         try:
             for block in blocks:
-                self._current = self._staging.stage(block)
-                self._staging.read_all(self._current).wait()
+                self._current = Staged(block, self._take(), None)
+                self._read_all(self._current).wait()
                 self._forms.change(self._current.buffer, block, fill)
-                self._staging.write(self._current)
+                self._submit_write(self._current, with_undo=False)
                 self._current = None
             self.store.flush()
         except BaseException:
@@ -471,7 +499,7 @@ class NvmeState:
         """Forget what was read ahead and give the memory of the buffers back to the system."""
         self._drop_reads()
         self._early_slab = torch.empty(0)
-        self._staging.empty()
+        self._pool.empty()
 
     def close(self) -> None:
         """Wait for transfers and remove the files."""
@@ -480,11 +508,65 @@ class NvmeState:
                 settle(staged.ticket)
         self.store.close()
 
+    def _submit_write(self, staged: Staged, *, with_undo: bool) -> None:
+        """with_undo: with what is beside the state, also where that only undoes this step."""
+        parts, view = self._forms.parts[staged.block.id], staged.buffer.view
+        state = self.store.write(parts.state, view[: parts.state_nbytes])
+        staged.ticket = state
+        if parts.beside is not None and (parts.is_split or with_undo):
+            beside = self.store.write(parts.beside, view[parts.state_nbytes : parts.nbytes])
+            staged.ticket = TicketGroup((state, beside))
+        self._writes.append(staged)
+
+    def _read_state(self, staged: Staged) -> Ticket[None]:
+        parts = self._forms.parts[staged.block.id]
+        return self.store.read(parts.state, staged.buffer.view[: parts.state_nbytes])
+
+    def _read_all(self, staged: Staged) -> Ticket[object]:
+        """All that a committed version of a block consists of."""
+        forms, block = self._forms, staged.block
+        parts = [self._read_state(staged)]
+        if forms.is_split(block):
+            view = forms.beside_view(staged.buffer, block)
+            parts.append(self.store.read(forms.beside_id(block), view))
+        return TicketGroup(parts)
+
+    def _wait_for_a_write(self) -> None:
+        self._settle(self._writes[0])
+        self._pool.give(self._writes.popleft().buffer)
+
+    def _take(self) -> Buffer:
+        while self._pool.num_free == 0:
+            self._wait_for_a_write()
+        return self._pool.take()
+
+    def _settle(self, staged: Staged) -> None:
+        if staged.ticket is not None:
+            started = time.perf_counter()
+            try:
+                staged.ticket.wait()
+            finally:
+                self.stalled_seconds += time.perf_counter() - started
+
     def _drop_reads(self) -> None:
         """Forget what was read ahead."""
         self.store.check_process()
         for staged in self._reads:
             settle(staged.ticket)
-        self._staging.give_all(self._reads)
+        self._give_all(self._reads)
         self._reads.clear()
         self._next_read = 0
+
+    def _give_all(self, staged: Iterable[Staged]) -> None:
+        for one in staged:
+            self._pool.give(one.buffer)
+
+    def _beside(self, staged: Staged) -> Tensor:
+        return self._forms.beside(staged.buffer, staged.block)
+
+    def _planes(self, staged: Staged) -> Planes:
+        block = staged.block
+        key = staged.buffer.index, block.numel, self._forms.parts[block.id].is_split
+        if key not in self._views:
+            self._views[key] = self._forms.planes(staged.buffer, block)
+        return dict(self._views[key])
