@@ -135,6 +135,11 @@ class NvmeState:
         return self._order
 
     @property
+    def num_in_use(self) -> int:
+        """Buffers that hold a block, or are lent."""
+        return self._pool.count - self._pool.num_free
+
+    @property
     def staging_bytes(self) -> int:
         return self._pool.nbytes + self._early_slab.nbytes
 
@@ -190,13 +195,19 @@ class NvmeState:
             and self._pool.num_free
         ):
             block = self._order[self._next_read]
-            staged = Staged(block, self._pool.take(), None)
-            if block.id in self._held:
-                staged.ticket = self._read_written(staged)
-            else:
-                staged.ticket = self._read_state(staged)
-            self._reads.append(staged)
+            held = block.id in self._held
+            read = self._read_written if held else self._read_state
+            self._reads.append(self._begin(read, Staged(block, self._pool.take(), None)))
             self._next_read += 1
+
+    def _begin(self, read: Callable[[Staged], Ticket[None]], staged: Staged) -> Staged:
+        """Its read, or the buffer is free again: what is read may have failed to be written."""
+        try:
+            staged.ticket = read(staged)
+        except BaseException:
+            self._pool.give(staged.buffer)
+            raise
+        return staged
 
     def _read_written(self, staged: Staged) -> Ticket[None]:
         """The new weight of a block that is held, or its new master."""
@@ -316,19 +327,20 @@ class NvmeState:
         `param_undo`. Raises RollbackError if some block's parameters could not be had back.
         """
         self.store.check_process()
-        held = {s.block.id: s for s in (*self._writes, self._current) if s is not None}
-        for staged in (*self._reads, *held.values()):
+        # one may be twice among these: written before the step, and read again by it
+        updated = [s for s in (*self._writes, self._current) if s is not None]
+        for staged in (*self._reads, *updated):
             settle(staged.ticket)
         self._give_all(self._reads)
         self._reads.clear()
         known = dict(self._early)
         if self._forms.has_undo:
-            known |= {block_id: self._beside(staged) for block_id, staged in held.items()}
+            known |= {staged.block.id: self._beside(staged) for staged in updated}
         from_disk = [block for block in self._touched if block.id not in known]
         for block in self._touched:
             if block.id in known:
                 restore(block, {"param_undo": known[block.id]})
-        self._give_all(held.values())
+        self._give_all(updated)
         buffer = self._pool.take()
         lost: list[NvmeError] = []
         for block in from_disk:
@@ -383,9 +395,7 @@ class NvmeState:
 
     def read_early(self, block: Block) -> Staged:
         """Begin to read a block; `write_early` or `let_go` follows. Waits for a buffer."""
-        staged = Staged(block, self._take(), None)
-        staged.ticket = self._read_state(staged)
-        return staged
+        return self._begin(self._read_state, Staged(block, self._take(), None))
 
     def planes_of(self, staged: Staged) -> Planes:
         """Of a block that was read. Where masters are split, with room for its new `WEIGHT`."""

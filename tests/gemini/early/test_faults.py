@@ -1,6 +1,7 @@
 """Disks that fail in backward or behind it: the step is undone, told, and can be taken again."""
 
 import errno
+import time
 
 import pytest
 
@@ -22,6 +23,11 @@ def stepped(update, steps, **options):
         one_step(model, optimizer, batch)
     everything(model, optimizer)
     return model, optimizer
+
+
+def wait(*args):
+    """Until the step asks."""
+    time.sleep(0.02)
 
 
 def serial(steps, **options):
@@ -115,6 +121,27 @@ def test_gradients_are_there_for_the_step_taken_again(call, update):
             optimizer.step()
     optimizer.step()
     assert optimizer.last_report.speculation.held == 0
+    assert differences(everything(model, optimizer), serial(STEPS + 1)) == []
+    optimizer.close()
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_a_disk_that_writes_slowly_and_fails_costs_no_buffer(update):
+    """A step reads what was written before it, and is told there that it never was."""
+    model, optimizer = stepped(update, STEPS)
+    state = optimizer.targets[0].tiered_state.nvme
+    name, in_use = state.store.paths[0].name, state.num_in_use
+    for batch in batches(STEPS + 4)[STEPS:]:
+        slow_failure = failing("pwritev", errno.EIO, name, after=20, first=wait)
+        with patient(), slow_failure, pytest.raises(nvme.TransferError, match="EIO"):
+            token_loss(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            token_loss(model, batch).backward()  # a tail is told here
+        optimizer.zero_grad()
+        everything(model, optimizer)
+        assert state.num_in_use <= in_use
+    one_step(model, optimizer, batches(STEPS + 1)[STEPS])
     assert differences(everything(model, optimizer), serial(STEPS + 1)) == []
     optimizer.close()
 
