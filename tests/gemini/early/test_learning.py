@@ -15,6 +15,7 @@ from optim.rules.report import QUIET_STEPS, Speculated
 from optim.rules.speculation import BlockInputs, Habit, Learned, TailTimes, held
 from tests.support.disks.waiting import waiting
 from tests.support.loops.early import UPDATES, num_early, patient
+from tests.support.loops.endings import one_step
 from tests.support.loops.tails import SCHEDULES, batches, differences, everything, run, wrapped
 
 HELD = Speculated(9, 9, 0)
@@ -234,14 +235,18 @@ def test_who_saves_between_backward_and_step_has_the_state_of_the_last_step():
         serial[1].close()
 
 
-def test_a_step_does_not_wait_for_what_was_not_begun():
-    """One block is under way when it comes; the others are the step's."""
+def stepped_once():
+    """A module and its optimizer when a first step counts, and the batch of the second."""
     model, optimizer = wrapped("both")
     first, second = batches(2)
-    token_loss(model, first).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    one_step(model, optimizer, first)
     everything(model, optimizer)
+    return model, optimizer, second
+
+
+def test_a_step_does_not_wait_for_what_was_not_begun():
+    """One block is under way when it comes; the others are the step's."""
+    model, optimizer, second = stepped_once()
     with waiting("pwritev", "gemini-") as disk:
         token_loss(model, second).backward()
         disk.until_asked()
@@ -253,12 +258,7 @@ def test_a_step_does_not_wait_for_what_was_not_begun():
 
 
 def test_what_is_dropped_while_blocks_are_updated_goes_when_they_are():
-    model, optimizer = wrapped("both")
-    first, second = batches(2)
-    token_loss(model, first).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    everything(model, optimizer)
+    model, optimizer, second = stepped_once()
     paths = optimizer.targets[0].tiered_state.nvme.store.paths
     died = weakref.ref(model.engine)
     with waiting("pwritev", "gemini-") as disk:
@@ -274,12 +274,7 @@ def test_what_is_dropped_while_blocks_are_updated_goes_when_they_are():
 
 
 def test_a_forked_child_does_not_wait_for_a_thread_that_it_has_not():
-    model, optimizer = wrapped("both")
-    first, second = batches(2)
-    token_loss(model, first).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    everything(model, optimizer)
+    model, optimizer, second = stepped_once()
     with waiting("pwritev", "gemini-") as disk:
         token_loss(model, second).backward()
         disk.until_asked()

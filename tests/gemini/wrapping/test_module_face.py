@@ -17,23 +17,16 @@ from gemini.runtime.memory.backend import SimBackend
 from optim import HybridAdam
 from tests.support.loops.sides import (
     ADAM,
+    HOMES,
     PLACEMENTS,
     SMALL,
     Net,
     batch,
     difference,
+    full_step,
     loss_of,
     wrapped,
 )
-
-PLACES = ["resident", "host", "files"]
-
-
-def step(model, optimizer, seed=0):
-    loss_of(model, seed).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
 
 # -- names and signature ---------------------------------------------------------------------
 
@@ -130,12 +123,12 @@ def test_extra_state_and_hooks_of_loading_are_honoured():
         GeminiDDP(Net()).load_state_dict({**Net().state_dict(), "old.weight": torch.ones(1)})
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", HOMES)
 def test_a_wrapped_child_is_saved_and_loaded_by_its_parent(place):
     def parent(seed):
         model, optimizer = wrapped(place=place)
         for s in range(seed):
-            step(model, optimizer, s)
+            full_step(model, optimizer, s)
         return nn.ModuleDict({"head": nn.Linear(3, 3), "backbone": model}), optimizer
 
     first, _ = parent(2)
@@ -146,8 +139,8 @@ def test_a_wrapped_child_is_saved_and_loaded_by_its_parent(place):
     assert keys.missing_keys == [] and keys.unexpected_keys == []
     for name, value in other.state_dict().items():
         assert torch.equal(value, saved[name]), name
-    step(other["backbone"], optimizer)  # masters followed
-    step(first["backbone"], _)
+    full_step(other["backbone"], optimizer)  # masters followed
+    full_step(first["backbone"], _)
     saved = first.state_dict()
     moved = [name for name, v in other.state_dict().items() if not torch.equal(v, saved[name])]
     assert all("backbone" in name for name in moved)
@@ -177,7 +170,7 @@ def test_a_parent_moves_trains_and_drops_gradients_of_a_wrapped_child():
 # -- copies ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", HOMES)
 def test_parameters_are_pickled_and_copied_as_plain_tensors(place):
     model, _ = wrapped(place=place)
     want = {n: v.to(torch.float32) for n, v in Net(len(model.layers)).state_dict().items()}
@@ -215,7 +208,7 @@ def test_the_address_of_a_released_parameter_is_not_given():
     assert wrapped()[0].layers[0].weight.data_ptr() != 0
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", HOMES)
 def test_a_view_shows_the_leafs_own_node(place):
     """torch's pipelining, and hooks in the manner of DDP, look for it this way."""
     model, _ = wrapped(place=place)
@@ -272,7 +265,7 @@ def test_a_loss_scale_may_be_a_number_that_stays():
     model = GeminiDDP(Net(), precision="fp16", loss_scale=512.0)
     optimizer = HybridAdam(model.parameters())
     for seed in range(3):
-        step(model, optimizer, seed)
+        full_step(model, optimizer, seed)
         assert optimizer.last_report.loss_scale == 512.0
     with pytest.raises(ValueError, match="loss_scale='512'"):
         GeminiDDP(Net(), precision="fp16", loss_scale="512")
@@ -300,14 +293,14 @@ def test_a_module_with_nothing_to_train_is_evaluated(place):
 
 
 def test_a_graph_from_before_a_step_is_refused_as_torch_does():
-    for place in PLACES:
+    for place in HOMES:
         model, optimizer = wrapped(place=place)
         old = loss_of(model, 0)
-        step(model, optimizer, 1)
+        full_step(model, optimizer, 1)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             old.backward()
         model.zero_grad()
-        step(model, optimizer, 2)
+        full_step(model, optimizer, 2)
 
 
 def test_a_group_that_is_added_later_begins_to_count_then():
@@ -317,7 +310,7 @@ def test_a_group_that_is_added_later_begins_to_count_then():
         for seed in range(6):
             if seed == 3:
                 optimizer.add_param_group({"params": list(module.parameters())[2:]})
-            step(module, optimizer, seed)
+            full_step(module, optimizer, seed)
         return optimizer
 
     plain = Net()
@@ -351,7 +344,7 @@ def test_frozen_weights_that_rounding_keeps_have_no_second_copy(rounded):
         assert torch.equal(value, before[name])
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", HOMES)
 @pytest.mark.parametrize("of", ["parameters", "inputs"])
 def test_autograd_grad_gives_what_torch_gives(place, of):
     found = []
@@ -364,10 +357,10 @@ def test_autograd_grad_gives_what_torch_gives(place, of):
         assert all(p.grad is None for p in module.parameters())
     for ours, theirs in zip(*found, strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-8)
-    step(model, optimizer)
+    full_step(model, optimizer)
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", HOMES)
 def test_autograd_grad_in_fp16_carries_no_loss_scale(place):
     """fp16 rounds gradients of about 0.01 to 2^-11 of themselves, some ten times on their way."""
     found = []
@@ -378,17 +371,17 @@ def test_autograd_grad_in_fp16_carries_no_loss_scale(place):
         found.append(torch.autograd.grad(loss, [x, *module.parameters()]))
     for ours, theirs in zip(*found, strict=True):
         assert float((theirs - ours.float()).norm() / ours.norm()) < 0.01
-    step(model, optimizer)
+    full_step(model, optimizer)
     assert not optimizer.last_report.skipped
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", HOMES)
 def test_freezing_after_wrapping_stops_updates_and_thawing_resumes_them(place):
     def loop(model, optimizer):
         layers = getattr(model, "module", model).layers
         for seed in range(6):
             layers[1].requires_grad_(seed not in (1, 2))
             layers[0].weight.requires_grad_(seed != 3)
-            step(model, optimizer, seed)
+            full_step(model, optimizer, seed)
 
     assert difference(loop, Net, place) < 1e-6

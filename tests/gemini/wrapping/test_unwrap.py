@@ -9,19 +9,13 @@ from torch import nn
 from gemini import AutoPlacement, GeminiDDP
 from optim import HybridAdam
 from tests.support.loops.sides import (
+    HOMES,
     Net,
     batch,
+    full_step,
     loss_of,
     wrapped,
 )
-
-PLACES = ["resident", "host", "files"]
-
-
-def step(model, optimizer, seed=0):
-    loss_of(model, seed).backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 class Other(nn.Parameter):
@@ -63,13 +57,13 @@ def test_a_split_parameter_is_refused_by_name():
         GeminiDDP(module)
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", HOMES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_unwrap_gives_the_plain_module_back(place, precision):
     model, optimizer = wrapped(place=place, precision=precision)
     params, kinds = dict(model.named_parameters()), {}
     for seed in range(2):
-        step(model, optimizer, seed)
+        full_step(model, optimizer, seed)
     want = {name: value.clone() for name, value in model.state_dict().items()}
     module = model.unwrap()
     assert module is model.module
@@ -90,19 +84,19 @@ def test_unwrap_gives_the_plain_module_back(place, precision):
         with pytest.raises(RuntimeError, match=r"unwrapped|closed"):
             use()
     again = GeminiDDP(module, precision="fp32")
-    step(again, HybridAdam(again.parameters()))
+    full_step(again, HybridAdam(again.parameters()))
 
 
 def test_unwrap_without_room_is_refused_and_training_goes_on(monkeypatch):
     from gemini.runtime.memory import machine
 
     model, optimizer = wrapped(precision="bf16")
-    step(model, optimizer)
+    full_step(model, optimizer)
     with monkeypatch.context() as patch:
         patch.setattr(machine, "memory_left", lambda: 100)
         with pytest.raises(MemoryError, match=r"too little on cpu; expected room for them"):
             model.unwrap()
-    step(model, optimizer, 1)
+    full_step(model, optimizer, 1)
     want = dict(model.state_dict())
     assert all(
         torch.equal(want[name], value) for name, value in model.unwrap().state_dict().items()
@@ -112,17 +106,17 @@ def test_unwrap_without_room_is_refused_and_training_goes_on(monkeypatch):
 def test_unwrap_gives_files_back(tmp_path):
     placement = AutoPlacement("100KiB", nvme_dir=str(tmp_path))
     model, optimizer = wrapped(place="files", placement_policy=placement, precision="bf16")
-    step(model, optimizer)
+    full_step(model, optimizer)
     assert len(list(tmp_path.iterdir())) > 1
     model.unwrap()
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", HOMES)
 def test_closing_the_optimizer_loses_no_bit_of_a_weight(place):
     model, optimizer = wrapped(place=place, precision="bf16")
     for seed in range(3):
-        step(model, optimizer, seed)
+        full_step(model, optimizer, seed)
     want = {name: value.clone() for name, value in model.state_dict().items()}
     assert any(not torch.equal(v, v.bfloat16().float()) for v in want.values())
     optimizer.close()
@@ -131,12 +125,12 @@ def test_closing_the_optimizer_loses_no_bit_of_a_weight(place):
     second = HybridAdam(model.parameters(), lr=0.1)
     for name, value in model.state_dict().items():
         assert torch.equal(value, want[name]), name
-    step(model, second)
+    full_step(model, second)
     second.close(keep_masters=False)
     assert all(torch.equal(v, v.bfloat16().float()) for v in model.state_dict().values())
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", HOMES)
 def test_frozen_weights_are_given_back_as_they_came(place):
     def build(depth=3):
         module = Net(depth)
@@ -144,7 +138,7 @@ def test_frozen_weights_are_given_back_as_they_came(place):
         return module
 
     model, optimizer = wrapped(build, place, precision="bf16")
-    step(model, optimizer)
+    full_step(model, optimizer)
     want = Net(len(model.layers)).layers[0]
     for state in (model.state_dict(), dict(model.unwrap().state_dict())):
         assert torch.equal(state["layers.0.weight"], want.weight)

@@ -47,6 +47,13 @@ def loss_of(model: nn.Module, seed: int) -> Tensor:
     return (model(x).float() - y).pow(2).mean()
 
 
+def full_step(model: Any, optimizer: Any, seed: int = 0) -> None:
+    """Backward, step, and gradients cleared."""
+    loss_of(model, seed).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 # Where model data lives: by name, the options of GeminiDDP. Made anew for each run.
 PLACEMENTS: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
     "resident": lambda module: {"placement_policy": "cuda"},
@@ -58,6 +65,7 @@ PLACEMENTS: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
         "trace": sequential_trace(specs_of(module, "float32")),
     },
 }
+HOMES = ("resident", "host", "files")  # of parameters, among these
 FILES_DEPTH = 12  # layers a rank, so that not everything fits beside the staging
 
 
