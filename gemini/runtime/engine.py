@@ -57,7 +57,7 @@ from optim.target import Group
 from .meetings import Meetings, describe
 from .parts import Parts, in_pass
 from .step import weights
-from .step.state import StepCalls
+from .step.state.shard_state import StepCalls
 
 MAX_AGREEMENTS = 3  # steps at which ranks try to agree on a trace
 

@@ -22,15 +22,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence, Set
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from gemini.dtypes import DTYPES
-from gemini.tickets import Ticket, TicketGroup
-from gemini.units import PAGE_BYTES, BlockId, align_up, format_bytes
+from gemini.tickets import Ticket
+from gemini.units import BlockId, format_bytes
 from nvme import (
     BlockStore,
     Buffer,
@@ -41,7 +40,6 @@ from nvme import (
     StoreLayout,
     WriteMeter,
     check_folder,
-    checksum_of,
     default_folder,
     settle,
 )
@@ -50,18 +48,10 @@ from optim.rules.state_layout import WEIGHT, StateLayout
 
 from .disk.forms import BlockForms
 from .disk.pinned_state import PinnedState
+from .disk.transfers import BlockTransfers, Staged
 from .disks import measure_disks
 from .pieces import Planes
 from .space import Block
-
-
-@dataclass(slots=True)
-class Staged:
-    """A block in a staging buffer."""
-
-    block: Block
-    buffer: Buffer
-    ticket: Ticket[object] | None  # None: the buffer holds the committed content
 
 
 class NvmeState:
@@ -101,14 +91,13 @@ class NvmeState:
             label=label,
             meter=config.meter or WriteMeter(config.write_budget),
         )
-        self._step_bytes = self._bytes_of(self.blocks)
+        self._transfers = BlockTransfers(self.store, self._forms, layout)
+        self._step_bytes = self._transfers.bytes_of(self.blocks)
         try:
             self._check_budget(config.write_budget)
         except ValueError:
             self.store.close()
             raise
-        # of a buffer, by its index, elements, and whether masters are split
-        self._views: dict[tuple[int, int, bool], Planes] = {}
         self._pool = BufferPool(
             min(config.depth + 2, len(blocks) + 1) + num_ahead, self._forms.buffer_nbytes, pin
         )
@@ -150,17 +139,7 @@ class NvmeState:
     @property
     def held_share(self) -> float:
         """Of a step's traffic, what is left where all blocks were written before it."""
-        again = sum(self._again_nbytes(block) for block in self.blocks)
-        moved = self._step_bytes + sum(
-            self.store.buffer_nbytes(self._forms.state_id(block)) for block in self.blocks
-        )
-        return again / moved if moved else 0.0
-
-    def _again_nbytes(self, block: Block) -> int:
-        """That a step reads of one that was written before it: a weight, or a master."""
-        if self._forms.is_split(block):
-            return self.store.buffer_nbytes(self._forms.beside_id(block))
-        return self._master_nbytes(block)
+        return self._transfers.held_share(self.blocks)
 
     def _check_budget(self, budget: int | None) -> None:
         if budget is not None and budget < self.written_bytes_per_step:
@@ -195,8 +174,9 @@ class NvmeState:
             and self._pool.num_free
         ):
             block = self._order[self._next_read]
-            held = block.id in self._held
-            read = self._read_written if held else self._read_state
+            read = self._transfers.read
+            if block.id in self._held:
+                read = partial(self._transfers.read_written, checksum=self._early_written[block.id])
             self._reads.append(self._begin(read, Staged(block, self._pool.take(), None)))
             self._next_read += 1
 
@@ -208,16 +188,6 @@ class NvmeState:
             self._pool.give(staged.buffer)
             raise
         return staged
-
-    def _read_written(self, staged: Staged) -> Ticket[None]:
-        """The new weight of a block that is held, or its new master."""
-        block, forms = staged.block, self._forms
-        if forms.is_split(block):
-            view = forms.beside_view(staged.buffer, block)
-            return self.store.read_uncommitted(forms.beside_id(block), view)
-        pages = staged.buffer.view[: self._master_nbytes(block)]
-        checksum = self._early_written[block.id]
-        return self.store.read_written(forms.state_id(block), pages, checksum)
 
     def begin_step(self, held: frozenset[BlockId] = frozenset()) -> None:
         """Every block is to be brought, updated and taken back, then `flush`, and then `commit`;
@@ -264,14 +234,14 @@ class NvmeState:
                 self.stalled_seconds += time.perf_counter() - started
         block, self._is_touched = current.block, True
         if self._forms.has_undo:
-            save(block, partial(self._beside, current))
+            save(block, partial(self._transfers.beside, current))
         elif block.id in self._read_before:
             self._is_touched = save(block, partial(self._early_undo, block))
         if self._is_touched:
             self._touched.append(block)
         if block.id in self._held and self._forms.is_split(block):
-            return block, {WEIGHT: self._beside(current)}
-        return block, self._planes(current)
+            return block, {WEIGHT: self._transfers.beside(current)}
+        return block, self._transfers.planes(current)
 
     def take_back(self, changed: bool, save: Callable[[Block, Callable[[], Tensor]], bool]) -> None:
         """The block that was brought is updated; what did not change is not written, nor what is
@@ -282,7 +252,7 @@ class NvmeState:
             self._pool.give(current.buffer)
         elif changed:
             if self._forms.is_split(current.block):
-                save(current.block, partial(self._beside, current))
+                save(current.block, partial(self._transfers.beside, current))
             self._submit_write(current, with_undo=True)
         else:
             if self._is_touched:
@@ -335,7 +305,7 @@ class NvmeState:
         self._reads.clear()
         known = dict(self._early)
         if self._forms.has_undo:
-            known |= {staged.block.id: self._beside(staged) for staged in updated}
+            known |= {staged.block.id: self._transfers.beside(staged) for staged in updated}
         from_disk = [block for block in self._touched if block.id not in known]
         for block in self._touched:
             if block.id in known:
@@ -345,7 +315,7 @@ class NvmeState:
         lost: list[NvmeError] = []
         for block in from_disk:
             try:
-                restore(block, self._read_undo(Staged(block, buffer, None)))
+                restore(block, self._transfers.read_undo(Staged(block, buffer, None)))
             except NvmeError as error:
                 lost.append(error)
         self._pool.give(buffer)
@@ -362,17 +332,6 @@ class NvmeState:
                 f"{len(self.blocks)} blocks: they are those of the step that failed. Load a "
                 f"checkpoint. First error: {lost[0]}"
             ) from lost[0]
-
-    def _read_undo(self, staged: Staged) -> Planes:
-        """What `restore` needs of a block that is no longer in memory."""
-        block, forms = staged.block, self._forms
-        if not (forms.has_undo or forms.is_split(block)):
-            self._read_state(staged).wait()
-            return self._planes(staged)
-        beside, view = forms.beside_id(block), forms.beside_view(staged.buffer, block)
-        read = self.store.read_uncommitted if forms.has_undo else self.store.read
-        read(beside, view).wait()
-        return {"param_undo": self._beside(staged)}
 
     # -- blocks that are updated before their step begins --
 
@@ -395,22 +354,17 @@ class NvmeState:
 
     def read_early(self, block: Block) -> Staged:
         """Begin to read a block; `write_early` or `let_go` follows. Waits for a buffer."""
-        return self._begin(self._read_state, Staged(block, self._take(), None))
+        return self._begin(self._transfers.read, Staged(block, self._take(), None))
 
     def planes_of(self, staged: Staged) -> Planes:
         """Of a block that was read. Where masters are split, with room for its new `WEIGHT`."""
-        planes = self._planes(staged)
-        if self._forms.is_split(staged.block):
-            planes[WEIGHT] = self._beside(staged)
-        return planes
+        return self._transfers.planes_for_update(staged)
 
     def write_early(self, staged: Staged) -> None:
         """Begin to write what was read and updated beside its last version."""
-        block, checksum = staged.block, 0
-        if self.store.checksums and not self._forms.is_split(block):
-            checksum = checksum_of(staged.buffer.view[: self._master_nbytes(block)])
+        checksum = self._transfers.checksum(staged)
         self._submit_write(staged, with_undo=False)
-        self._early_written[block.id] = checksum
+        self._early_written[staged.block.id] = checksum
 
     def let_go(self, staged: Staged) -> None:
         """What was read is not needed."""
@@ -422,8 +376,7 @@ class NvmeState:
         dropped = self._early_written.keys() - but
         for block in self.blocks:
             if block.id in dropped:
-                for part in self._forms.ids(block):
-                    self.store.take_back(part)
+                self._transfers.take_back(block)
                 del self._early_written[block.id]
         self._give_all(staged for staged in self._writes if staged.block.id in dropped)
         self._writes = deque(s for s in self._writes if s.block.id not in dropped)
@@ -431,10 +384,6 @@ class NvmeState:
     def _end_early(self) -> None:
         self._early_written.clear()
         self._held = frozenset()
-
-    def _master_nbytes(self, block: Block) -> int:
-        """Whole pages that hold one that is not split: it comes first."""
-        return align_up(block.numel * self._layout.planes[0].itemsize, PAGE_BYTES)
 
     def _early_undo(self, block: Block) -> Tensor:
         """Memory for the parameters of a block that was read before the step began."""
@@ -452,7 +401,7 @@ class NvmeState:
             for block in blocks:
                 assert staged is not None
                 staged.block = block
-                self._read_all(staged).wait()
+                self._transfers.read_all(staged).wait()
                 visit(block, self._forms.shown(staged.buffer, block))
         finally:
             if staged is not None:
@@ -470,7 +419,7 @@ class NvmeState:
         try:
             for block in blocks:
                 self._current = Staged(block, self._take(), None)
-                self._read_all(self._current).wait()
+                self._transfers.read_all(self._current).wait()
                 self._forms.change(self._current.buffer, block, fill)
                 self._submit_write(self._current, with_undo=False)
                 self._current = None
@@ -483,19 +432,11 @@ class NvmeState:
     def forget(self, blocks: Sequence[Block]) -> None:
         """These blocks live elsewhere from now on: give their space on disk back."""
         self._drop_reads()
-        self.store.forget(self._in_file(blocks))
-        self._step_bytes -= self._bytes_of(blocks)
+        self.store.forget(self._transfers.in_file(blocks))
+        self._step_bytes -= self._transfers.bytes_of(blocks)
         gone = {block.id for block in blocks}
         self.blocks = tuple(block for block in self.blocks if block.id not in gone)
         self._order = tuple(block for block in self._order if block.id not in gone)
-
-    def _bytes_of(self, blocks: Sequence[Block]) -> int:
-        """That a step writes of these."""
-        return sum(map(self.store.buffer_nbytes, self._in_file(blocks)))
-
-    def _in_file(self, blocks: Sequence[Block]) -> list[BlockId]:
-        """All that the file has of these blocks."""
-        return [part for block in blocks for part in self._forms.ids(block)]
 
     def pin(self) -> PinnedState:
         """Keep all blocks as they were committed last until they have been shown."""
@@ -519,27 +460,8 @@ class NvmeState:
         self.store.close()
 
     def _submit_write(self, staged: Staged, *, with_undo: bool) -> None:
-        """with_undo: with what is beside the state, also where that only undoes this step."""
-        parts, view = self._forms.parts[staged.block.id], staged.buffer.view
-        state = self.store.write(parts.state, view[: parts.state_nbytes])
-        staged.ticket = state
-        if parts.beside is not None and (parts.is_split or with_undo):
-            beside = self.store.write(parts.beside, view[parts.state_nbytes : parts.nbytes])
-            staged.ticket = TicketGroup((state, beside))
+        self._transfers.write(staged, with_undo=with_undo)
         self._writes.append(staged)
-
-    def _read_state(self, staged: Staged) -> Ticket[None]:
-        parts = self._forms.parts[staged.block.id]
-        return self.store.read(parts.state, staged.buffer.view[: parts.state_nbytes])
-
-    def _read_all(self, staged: Staged) -> Ticket[object]:
-        """All that a committed version of a block consists of."""
-        forms, block = self._forms, staged.block
-        parts = [self._read_state(staged)]
-        if forms.is_split(block):
-            view = forms.beside_view(staged.buffer, block)
-            parts.append(self.store.read(forms.beside_id(block), view))
-        return TicketGroup(parts)
 
     def _wait_for_a_write(self) -> None:
         self._settle(self._writes[0])
@@ -570,13 +492,3 @@ class NvmeState:
     def _give_all(self, staged: Iterable[Staged]) -> None:
         for one in staged:
             self._pool.give(one.buffer)
-
-    def _beside(self, staged: Staged) -> Tensor:
-        return self._forms.beside(staged.buffer, staged.block)
-
-    def _planes(self, staged: Staged) -> Planes:
-        block = staged.block
-        key = staged.buffer.index, block.numel, self._forms.parts[block.id].is_split
-        if key not in self._views:
-            self._views[key] = self._forms.planes(staged.buffer, block)
-        return dict(self._views[key])

@@ -21,7 +21,8 @@ from torch import Tensor
 from gemini.units import READS_AHEAD, BlockId
 from nvme import Buffer
 from optim.rules.speculation import BlockInputs
-from optim.state.nvme_state import NvmeState, Staged
+from optim.state.disk.transfers import Staged
+from optim.state.nvme_state import NvmeState
 from optim.state.pieces import SteppedViews
 from optim.state.space import Block
 from optim.update.updaters import CpuUpdater

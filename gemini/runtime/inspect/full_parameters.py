@@ -11,7 +11,7 @@ from gemini.chunk.local import full_tensor_of
 from gemini.chunk.storage import params_in
 from gemini.mesh.roles import WORLD
 from gemini.runtime.parts import Parts, settle
-from gemini.runtime.step.given_values import given_part
+from gemini.runtime.step.state.given_values import given_part
 from gemini.runtime.step.weights import after_step, write_back_changes
 from gemini.units import ParamId
 

@@ -63,17 +63,17 @@ class JointTarget:
         for member in self.members:
             member.check_step(amp)
         hypers = [member.hypers(groups) for member in self.members]
-        chunks = [member.reduced_chunks() for member in self.members]
+        chunks = [member.gradients.reduced() for member in self.members]
         report = self._step(hypers, chunks)
         self._clipped = None
         for member in self.members:
-            member.used_gradients()
+            member.gradients.used()
         return self.members[0].reported(report)
 
     def _step(
         self, hypers: Sequence[Sequence[Any]], chunks: Sequence[Sequence[Chunk]]
     ) -> StepReport:
-        clips = [member.pending_clip() for member in self.members]
+        clips = [member.gradients.pending_clip for member in self.members]
         agreed = self._measured(clips) or self._agree(chunks, clips[0].clip.norm_type)
         for member in self.members:
             member.agree_on_trace()
@@ -91,9 +91,9 @@ class JointTarget:
 
     def clip(self, clip: Clip) -> Tensor | None:
         """For the coming step of all stages; the norm over all of them, where one is asked for."""
-        chunks = [member.reduced_chunks() for member in self.members]
+        chunks = [member.gradients.reduced() for member in self.members]
         for member in self.members:
-            member.begin_clip()
+            member.gradients.begin_clip()
         agreed = self._agree(chunks, clip.norm_type)
         _check_any(agreed)
         norm = None
@@ -118,13 +118,13 @@ class JointTarget:
         if agreed.deviated:  # a gradient came late somewhere: reduce once more, everywhere
             for member in self.members:
                 member.parts.reducer.reduce_leftovers()
-            agreed = self._vote([member.reduced_chunks() for member in self.members], norm_type)
+            agreed = self._vote([member.gradients.reduced() for member in self.members], norm_type)
         return agreed
 
     def _vote(self, chunks: Sequence[Sequence[Chunk]], norm_type: float) -> Agreed:
         seats = self.seats
         ballots = [
-            member.ballot(mine, norm_type)
+            member.gradients.ballot(mine, norm_type)
             for member, mine in zip(self.members, chunks, strict=True)
         ]
         agreed = self._together.vote(seats, ballots, norm_type)

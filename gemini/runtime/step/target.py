@@ -23,8 +23,7 @@ from torch import Tensor
 
 from gemini.chunk.storage import Chunk
 from gemini.placement.timetable.updates import AUTO, IN_BACKWARD
-from gemini.runtime.comm.ballot import Agreement, Ballot
-from gemini.runtime.edits import PendingClip
+from gemini.runtime.comm.ballot import Agreement
 from gemini.runtime.parts import Parts
 from gemini.tickets import Done
 from gemini.units import ParamId
@@ -38,16 +37,16 @@ from optim.state.pieces import Updater
 from optim.step.cpu_step import CpuStep
 from optim.step.driver import Early, InMemory, TargetStep, at_once
 from optim.step.executor import Executor
-from optim.step.gradients import GradientRun, Measured
 from optim.step.triton_step import TritonStep
 from optim.target import AmpInputs, Group, Target
 
-from .agreement import AgreedStep, carry_out, exchange, heard, raise_what_any_rank_raised
+from .agreement import AgreedStep, carry_out, raise_what_any_rank_raised
 from .ahead.early_views import EarlyShardViews
 from .ahead.speculation import Assumed, StepSpeculation
-from .executors import planned_staging, run_of
-from .saved_state import SavedShards, group_of
-from .state import StepCalls
+from .executors import planned_staging
+from .gradients import StepGradients, check_any
+from .state.saved_state import SavedShards, group_of
+from .state.shard_state import StepCalls
 from .views import ShardViews
 from .weights import after_step, write_back_changes
 
@@ -66,7 +65,7 @@ class ShardTarget(SavedShards):
         super().__init__(parts, calls, groups, rule, config)
         self._rule = rule
         self._executor.reserve(planned_staging(parts.planning.plan))
-        self.measure_leaving()
+        self.gradients = StepGradients(parts, calls, self._executor, self._chunks)
         parts.storage.place_gradients(parts.planning.plan, parts.chunks)
         parts.manager.ledger.state = self._tiered_state
         parts.manager.ledger.staging_bytes = self._staging_bytes
@@ -100,29 +99,23 @@ class ShardTarget(SavedShards):
 
     def measure_leaving(self) -> None:
         """Gradients that leave the device are measured as they do."""
-        self._runs = {chunk.spec.id: run_of(self._parts.layout, chunk) for chunk in self._chunks}
-        for chunk in self._chunks:
-            run = self._runs[chunk.spec.id]
-            chunk.gradient.measure = partial(self._executor.measure_leaving, run)
-
-    def _runs_of(self, chunks: Sequence[Chunk]) -> list[GradientRun]:
-        return [self._runs[chunk.spec.id] for chunk in chunks]
+        self.gradients.measure_leaving()
 
     # -- the step --
 
     def step(self, groups: Sequence[Group], amp: AmpInputs | None = None) -> StepReport:
         self.check_step(amp)
         self._groups = groups
-        hypers, chunks = self.hypers(groups), self.reduced_chunks()
-        pending = self._parts.pending_clip
+        hypers, chunks = self.hypers(groups), self.gradients.reduced()
+        device, pending = self._deciding_device, self._parts.pending_clip
         decided = pending is not None and pending.clip.fixed_factor is not None
-        if isinstance(self._executor, TritonStep) and self._device_decides and not decided:
-            report = self._step_on_device(self._executor, chunks, hypers)
+        if device is not None and not decided:
+            report = self._step_on_device(device, chunks, hypers)
         else:
             report = self._step_agreed(chunks, hypers)
             if self._speculation is not None:
                 report = self._taught(self._speculation, report)
-        self.used_gradients()
+        self.gradients.used()
         return self.reported(report)
 
     def check_step(self, amp: AmpInputs | None) -> None:
@@ -147,10 +140,6 @@ class ShardTarget(SavedShards):
         """Of each group, as the rule takes them."""
         return [self._rule.hyper(group) for group in groups]
 
-    def used_gradients(self) -> None:
-        """A step has taken them."""
-        self._calls.gradients.after_step()
-
     def reported(self, report: StepReport) -> StepReport:
         """Log it. Raises NonFiniteGradientError where that was asked for."""
         self._log.add(report)
@@ -164,10 +153,10 @@ class ShardTarget(SavedShards):
 
     def _step_agreed(self, chunks: Sequence[Chunk], hypers: Sequence[Any]) -> StepReport:
         """The host knows what all ranks found before anything is changed."""
-        pending = self.pending_clip()
-        agreement = pending.agreement or self._agree(chunks, pending.clip.norm_type)
+        pending = self.gradients.pending_clip
+        agreement = pending.agreement or self.gradients.agree(chunks, pending.clip.norm_type)
         self.agree_on_trace()  # behind the vote: it ends where ranks ran other modules
-        self._check_any(agreement.present)
+        check_any(agreement.present)
         if agreement.nonfinite is not None:
             param, rank = agreement.nonfinite
             return self.skipped(f"{self._names[param]} on rank {rank}")
@@ -193,7 +182,9 @@ class ShardTarget(SavedShards):
 
     def _taught(self, speculation: StepSpeculation, report: StepReport) -> StepReport:
         """Of what was done before this step."""
-        found, moved = speculation.learn(self.pending_clip().clip, was_skipped=report.skipped)
+        found, moved = speculation.learn(
+            self.gradients.pending_clip.clip, was_skipped=report.skipped
+        )
         return replace(report, speculation=found, traffic=report.traffic + moved)
 
     def _assume(self, taken: Sequence[ParamId]) -> Assumed | None:
@@ -272,10 +263,6 @@ class ShardTarget(SavedShards):
 
         return put_back
 
-    def pending_clip(self) -> PendingClip:
-        """What the coming step clips to."""
-        return self._parts.pending_clip or PendingClip(self._parts.precision_settings.clip)
-
     def agree_on_trace(self) -> None:
         """Collective, behind the vote."""
         self._calls.agree_on_trace()
@@ -308,21 +295,21 @@ class ShardTarget(SavedShards):
         ]
 
     @property
-    def _device_decides(self) -> bool:
-        """No disk and no replica has a say in a step, so the host need not know what it decides."""
+    def _deciding_device(self) -> TritonStep | None:
+        """What decides where no disk and no replica has a say in a step: the host need not know."""
         has_files = self._parts.storage.gradient_files is not None
         asks_host = self._uses_disk or has_files or self._parts.scope.replicas
-        return self.device_may_decide and not asks_host
+        decides = self.device_may_decide and not asks_host
+        return self._executor if decides and isinstance(self._executor, TritonStep) else None
 
     @torch.no_grad()
     def _step_on_device(
         self, executor: TritonStep, chunks: Sequence[Chunk], hypers: Sequence[Any]
     ) -> StepReport:
         """Submit norm, clip, skip and update; the host waits for no device."""
-        parts = self._parts
-        pending = parts.pending_clip or PendingClip(parts.precision_settings.clip)
+        parts, pending = self._parts, self.gradients.pending_clip
         if pending.norm is None:
-            present = self._submit_measure(executor, chunks, pending.clip)
+            present = self.gradients.submit_measure(executor, chunks, pending.clip)
         else:
             assert pending.present is not None
             present = pending.present
@@ -338,22 +325,6 @@ class ShardTarget(SavedShards):
         traffic = step.moved()[0] - before + self.gathered_since()
         report = StepReport(executor.outcome(), traffic, update_path=updater.name)
         return self._with_behind(report)
-
-    def _submit_measure(
-        self, executor: TritonStep, chunks: Sequence[Chunk], clip: Clip
-    ) -> tuple[bool, ...]:
-        """What all ranks found is on the device; which parameters any rank has a gradient for."""
-        parts, present = self._parts, tuple(self._parts.present)
-        if parts.comm.world_size > 1:
-            present = self._agree(chunks, None).present
-            chunks = [chunk for chunk in self._chunks if chunk.gradient.exists]
-        self._check_any(present)
-        comm = parts.comm
-        executor.submit_measure(self._runs_of(chunks), clip)
-        executor.submit_vote(
-            comm.rank, comm.world_size, lambda votes: comm.all_reduce(votes).wait()
-        )
-        return present
 
     def _hyper_by_param(self, hypers: Sequence[Any], taken: Sequence[ParamId]) -> Sequence[Any]:
         """None for those that are left alone."""
@@ -375,99 +346,13 @@ class ShardTarget(SavedShards):
         )
 
     def clip(self, clip: Clip) -> Tensor | None:
-        """Remember what the coming step clips to; the norm before, fp64 0-d, where one is asked.
-
-        Of what gradients are clipped to already. Raises RuntimeError where there are none.
-        """
-        parts = self._parts
-        chunks = self.reduced_chunks()
-        self.begin_clip()
-        if clip.max_norm == 0 and parts.comm.world_size == 1:
-            self._check_any(parts.present)
-            parts.pending_clip = PendingClip(clip)
-            return None
-        if isinstance(self._executor, TritonStep) and self._device_decides:
-            present = self._submit_measure(self._executor, chunks, clip)
-            found = self._executor.unread_norm(clip)
-            parts.pending_clip = PendingClip(clip, found, present=present)
-            return found if clip.max_norm > 0 else None
-        agreement = self._agree(chunks, clip.norm_type)
-        self._check_any(agreement.present)
-        if clip.max_norm == 0:
-            parts.pending_clip = PendingClip(clip, agreement=agreement)
-            return None
-        norm = clip.norm(agreement.power_sum) / parts.control_vector.scale
-        parts.pending_clip = PendingClip(clip, norm, agreement)
-        return norm
-
-    def begin_clip(self) -> None:
-        """Carry out the last clip. Raises RuntimeError where every step clips."""
-        parts = self._parts
-        if parts.precision_settings.max_norm > 0:
-            raise RuntimeError(
-                f"GeminiDDP(max_norm={parts.precision_settings.max_norm:g}) clips in every step; "
-                "leave that away, or this call"
-            )
-        if parts.pending_clip is not None:
-            self._calls.gradients.carry_out_clip()
-
-    def reduced_chunks(self) -> list[Chunk]:
-        """Chunks that have a gradient, when all backwards have ended.
-
-        Raises RuntimeError inside `no_sync` for gradients that no rank has reduced.
-        """
-        parts = self._parts
-        self._calls.begin()
-        if not parts.reducer.synchronise and parts.reducer.leftover:
-            raise RuntimeError(
-                "gradients are not reduced inside no_sync(); leave it before you step or clip"
-            )
-        parts.reducer.reduce_put_off()
-        if parts.comm.world_size == 1 and parts.reducer.leftover:
-            parts.reducer.reduce_leftovers()  # several ranks agree on it first
-        return [chunk for chunk in self._chunks if chunk.gradient.exists]
-
-    @staticmethod
-    def _check_any(present: Sequence[bool]) -> None:
-        if not any(present):
-            raise RuntimeError("step() without a gradient; call loss.backward() first")
+        """Clip the gradients of the coming step; the norm before, fp64 0-d, where one is asked."""
+        return self.gradients.clip(clip, self._deciding_device)
 
     def gathered_since(self) -> Traffic:
         """Bytes of parameters and gradients since the last step: in forward and backward too."""
         before, self._moved = self._moved, self._parts.storage.traffic()
         return self._moved - before
-
-    def _agree(self, chunks: Sequence[Chunk], norm_type: float | None) -> Agreement:
-        """norm_type: None where what was measured goes from device to device."""
-        agreement = self._vote(chunks, norm_type)
-        if agreement.deviated:  # a gradient came late on some rank: reduce once more, everywhere
-            self._parts.reducer.reduce_leftovers()
-            chunks = [chunk for chunk in self._chunks if chunk.gradient.exists]
-            agreement = self._vote(chunks, norm_type)
-        return agreement
-
-    def _vote(self, chunks: Sequence[Chunk], norm_type: float | None) -> Agreement:
-        agreement = exchange(self._parts, self.ballot(chunks, norm_type), norm_type or 2.0)
-        heard(self._parts.comm, agreement)
-        return agreement
-
-    def ballot(self, chunks: Sequence[Chunk], norm_type: float | None) -> Ballot:
-        """What this rank has to say of these gradients."""
-        parts = self._parts
-        found = Measured()
-        if norm_type is not None:
-            found = self._executor.measure(self._runs_of(chunks), norm_type)
-        self._calls.gradients.tell_changes()
-        here = [chunk.spec.id for chunk in chunks]
-        parts.comm.log.record("votes", f"with gradients of chunks {here}")
-        return Ballot(
-            power_sum=found.power_sum,
-            present=tuple(parts.present),
-            first_nonfinite=found.first_nonfinite,
-            checksum=found.checksum,
-            deviated=parts.comm.world_size > 1 and parts.reducer.leftover,
-            sequence=parts.comm.log.digest,
-        )
 
     def _new_step(
         self, updater: Updater, views: ShardViews, early: Early | None = None

@@ -8,7 +8,7 @@ from torch import nn
 
 from bench.shared.models import Tower, token_batches, token_loss
 from gemini import GeminiDDP
-from gemini.runtime.step import saved_state
+from gemini.runtime.step.state import saved_state
 from optim import HybridAdam, HybridSGD, NvmeConfig
 from tests.support.plain_training import make_params, train
 

@@ -20,6 +20,8 @@ from gemini.placement.timetable.updates import AUTO, IN_BACKWARD
 from gemini.runtime.gradients.waiting import Gradients
 from gemini.runtime.memory.user_writes import follow_shard
 from gemini.runtime.parts import Parts
+from gemini.runtime.step.ahead.speculation import StepSpeculation
+from gemini.runtime.step.tail import StepTail
 from gemini.units import BlockId, ChunkId
 from optim.rules.config import StateConfig
 from optim.rules.state_layout import MASTER, StateLayout
@@ -28,9 +30,7 @@ from optim.state.space import Block, Segment, StateSpace
 from optim.state.tiered_state import TieredState
 from optim.step.speculation import BUFFERS_AHEAD
 
-from .ahead.speculation import StepSpeculation
 from .shard_blocks import ShardMasters, Shards
-from .tail import StepTail
 
 
 @dataclass(frozen=True, slots=True)

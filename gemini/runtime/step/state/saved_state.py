@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from gemini.runtime.parts import Parts
+from gemini.runtime.step.executors import make_executor, run_of
+from gemini.runtime.step.weights import after_step
 from optim.rules.config import StateConfig
 from optim.rules.rule import UpdateRule
 from optim.rules.state_layout import Plane
@@ -27,11 +29,9 @@ from optim.state.state_stream import (
 from optim.step.executor import Executor, step_counts
 from optim.target import Group
 
-from .executors import make_executor, run_of
 from .full_state import gather_state, scatter_state
 from .shard_blocks import Shards
-from .state import ShardState, StepCalls
-from .weights import after_step
+from .shard_state import ShardState, StepCalls
 
 
 class SavedShards(ShardState):

@@ -1,0 +1,167 @@
+"""The gradients of a step: reduced, measured, clipped, and what all ranks found of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from torch import Tensor
+
+from gemini.chunk.storage import Chunk
+from gemini.runtime.comm.ballot import Agreement, Ballot
+from gemini.runtime.edits import PendingClip
+from gemini.runtime.parts import Parts
+from optim.rules.clipping import Clip
+from optim.step.executor import Executor
+from optim.step.gradients import GradientRun, Measured
+from optim.step.triton_step import TritonStep
+
+from .agreement import exchange, heard
+from .executors import run_of
+from .state.shard_state import StepCalls
+
+
+class StepGradients:
+    """Of all trainable chunks of one engine; `chunks` may grow."""
+
+    def __init__(
+        self, parts: Parts, calls: StepCalls, executor: Executor, chunks: Sequence[Chunk]
+    ) -> None:
+        self._parts = parts
+        self._calls = calls
+        self._executor = executor
+        self._chunks = chunks
+        self.measure_leaving()
+
+    def measure_leaving(self) -> None:
+        """Gradients that leave the device are measured as they do."""
+        self._runs = {chunk.spec.id: run_of(self._parts.layout, chunk) for chunk in self._chunks}
+        for chunk in self._chunks:
+            run = self._runs[chunk.spec.id]
+            chunk.gradient.measure = partial(self._executor.measure_leaving, run)
+
+    def reduced(self) -> list[Chunk]:
+        """Chunks that have a gradient, when all backwards have ended.
+
+        Raises RuntimeError inside `no_sync` for gradients that no rank has reduced.
+        """
+        parts = self._parts
+        self._calls.begin()
+        if not parts.reducer.synchronise and parts.reducer.leftover:
+            raise RuntimeError(
+                "gradients are not reduced inside no_sync(); leave it before you step or clip"
+            )
+        parts.reducer.reduce_put_off()
+        if parts.comm.world_size == 1 and parts.reducer.leftover:
+            parts.reducer.reduce_leftovers()  # several ranks agree on it first
+        return self._present()
+
+    def _present(self) -> list[Chunk]:
+        return [chunk for chunk in self._chunks if chunk.gradient.exists]
+
+    def used(self) -> None:
+        """A step has taken them."""
+        self._calls.gradients.after_step()
+
+    # -- what all ranks found --
+
+    def agree(self, chunks: Sequence[Chunk], norm_type: float | None) -> Agreement:
+        """norm_type: None where what was measured goes from device to device."""
+        agreement = self._vote(chunks, norm_type)
+        if agreement.deviated:  # a gradient came late on some rank: reduce once more, everywhere
+            self._parts.reducer.reduce_leftovers()
+            agreement = self._vote(self._present(), norm_type)
+        return agreement
+
+    def _vote(self, chunks: Sequence[Chunk], norm_type: float | None) -> Agreement:
+        agreement = exchange(self._parts, self.ballot(chunks, norm_type), norm_type or 2.0)
+        heard(self._parts.comm, agreement)
+        return agreement
+
+    def ballot(self, chunks: Sequence[Chunk], norm_type: float | None) -> Ballot:
+        """What this rank has to say of these gradients."""
+        parts = self._parts
+        found = Measured()
+        if norm_type is not None:
+            found = self._executor.measure(self._runs_of(chunks), norm_type)
+        self._calls.gradients.tell_changes()
+        here = [chunk.spec.id for chunk in chunks]
+        parts.comm.log.record("votes", f"with gradients of chunks {here}")
+        return Ballot(
+            power_sum=found.power_sum,
+            present=tuple(parts.present),
+            first_nonfinite=found.first_nonfinite,
+            checksum=found.checksum,
+            deviated=parts.comm.world_size > 1 and parts.reducer.leftover,
+            sequence=parts.comm.log.digest,
+        )
+
+    def submit_measure(
+        self, executor: TritonStep, chunks: Sequence[Chunk], clip: Clip
+    ) -> tuple[bool, ...]:
+        """What all ranks found is on the device; which parameters any rank has a gradient for."""
+        parts, present = self._parts, tuple(self._parts.present)
+        if parts.comm.world_size > 1:
+            present = self.agree(chunks, None).present
+            chunks = self._present()
+        check_any(present)
+        comm = parts.comm
+        executor.submit_measure(self._runs_of(chunks), clip)
+        executor.submit_vote(
+            comm.rank, comm.world_size, lambda votes: comm.all_reduce(votes).wait()
+        )
+        return present
+
+    def _runs_of(self, chunks: Sequence[Chunk]) -> list[GradientRun]:
+        return [self._runs[chunk.spec.id] for chunk in chunks]
+
+    # -- clipping --
+
+    @property
+    def pending_clip(self) -> PendingClip:
+        """What the coming step clips to."""
+        return self._parts.pending_clip or PendingClip(self._parts.precision_settings.clip)
+
+    def clip(self, clip: Clip, device: TritonStep | None) -> Tensor | None:
+        """Remember what the coming step clips to; the norm before, fp64 0-d, where one is asked.
+
+        Of what gradients are clipped to already. device: what measures where the host need not
+        know. Raises RuntimeError where there are no gradients.
+        """
+        parts = self._parts
+        chunks = self.reduced()
+        self.begin_clip()
+        if clip.max_norm == 0 and parts.comm.world_size == 1:
+            check_any(parts.present)
+            parts.pending_clip = PendingClip(clip)
+            return None
+        if device is not None:
+            present = self.submit_measure(device, chunks, clip)
+            found = device.unread_norm(clip)
+            parts.pending_clip = PendingClip(clip, found, present=present)
+            return found if clip.max_norm > 0 else None
+        agreement = self.agree(chunks, clip.norm_type)
+        check_any(agreement.present)
+        if clip.max_norm == 0:
+            parts.pending_clip = PendingClip(clip, agreement=agreement)
+            return None
+        norm = clip.norm(agreement.power_sum) / parts.control_vector.scale
+        parts.pending_clip = PendingClip(clip, norm, agreement)
+        return norm
+
+    def begin_clip(self) -> None:
+        """Carry out the last clip. Raises RuntimeError where every step clips."""
+        parts = self._parts
+        if parts.precision_settings.max_norm > 0:
+            raise RuntimeError(
+                f"GeminiDDP(max_norm={parts.precision_settings.max_norm:g}) clips in every step; "
+                "leave that away, or this call"
+            )
+        if parts.pending_clip is not None:
+            self._calls.gradients.carry_out_clip()
+
+
+def check_any(present: Sequence[bool]) -> None:
+    """Raise RuntimeError where no rank has a gradient of any parameter."""
+    if not any(present):
+        raise RuntimeError("step() without a gradient; call loss.backward() first")

@@ -1,0 +1,146 @@
+"""A block of state between its file and a staging buffer: whole, or what of it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from gemini.tickets import Ticket, TicketGroup
+from gemini.units import PAGE_BYTES, BlockId, align_up
+from nvme import BlockStore, Buffer, checksum_of
+from optim.rules.state_layout import WEIGHT, StateLayout
+from optim.state.pieces import Planes
+from optim.state.space import Block
+
+from .forms import BlockForms
+
+
+@dataclass(slots=True)
+class Staged:
+    """A block in a staging buffer."""
+
+    block: Block
+    buffer: Buffer
+    ticket: Ticket[object] | None  # None: the buffer holds the committed content
+
+
+class BlockTransfers:
+    """Reads and writes of the blocks of one store, and views of what they fill."""
+
+    def __init__(self, store: BlockStore, forms: BlockForms, layout: StateLayout) -> None:
+        """layout: with whole masters."""
+        self._store = store
+        self._forms = forms
+        self._layout = layout
+        # of a buffer, by its index, elements, and whether masters are split
+        self._views: dict[tuple[int, int, bool], Planes] = {}
+
+    # -- what a buffer holds --
+
+    def planes(self, staged: Staged) -> Planes:
+        """As an update takes them."""
+        block = staged.block
+        key = staged.buffer.index, block.numel, self._forms.parts[block.id].is_split
+        if key not in self._views:
+            self._views[key] = self._forms.planes(staged.buffer, block)
+        return dict(self._views[key])
+
+    def planes_for_update(self, staged: Staged) -> Planes:
+        """Where masters are split, with room for the new `WEIGHT`."""
+        planes = self.planes(staged)
+        if self._forms.is_split(staged.block):
+            planes[WEIGHT] = self.beside(staged)
+        return planes
+
+    def beside(self, staged: Staged) -> Tensor:
+        """[n]: what lies beside its planes."""
+        return self._forms.beside(staged.buffer, staged.block)
+
+    # -- what was committed --
+
+    def read(self, staged: Staged) -> Ticket[None]:
+        """Begin to read its planes."""
+        parts = self._forms.parts[staged.block.id]
+        return self._store.read(parts.state, staged.buffer.view[: parts.state_nbytes])
+
+    def read_all(self, staged: Staged) -> Ticket[object]:
+        """Begin to read all that a committed version consists of."""
+        forms, block = self._forms, staged.block
+        parts = [self.read(staged)]
+        if forms.is_split(block):
+            view = forms.beside_view(staged.buffer, block)
+            parts.append(self._store.read(forms.beside_id(block), view))
+        return TicketGroup(parts)
+
+    def read_undo(self, staged: Staged) -> Planes:
+        """What restores parameters that a step has changed. Waits for it."""
+        block, forms = staged.block, self._forms
+        if not (forms.has_undo or forms.is_split(block)):
+            self.read(staged).wait()
+            return self.planes(staged)
+        beside, view = forms.beside_id(block), forms.beside_view(staged.buffer, block)
+        read = self._store.read_uncommitted if forms.has_undo else self._store.read
+        read(beside, view).wait()
+        return {"param_undo": self.beside(staged)}
+
+    # -- what does not count yet --
+
+    def write(self, staged: Staged, *, with_undo: bool) -> None:
+        """Begin to write it beside its last version; its ticket is that of the write.
+
+        with_undo: with what is beside the planes, also where that only undoes this step.
+        """
+        parts, view = self._forms.parts[staged.block.id], staged.buffer.view
+        state = self._store.write(parts.state, view[: parts.state_nbytes])
+        staged.ticket = state
+        if parts.beside is not None and (parts.is_split or with_undo):
+            beside = self._store.write(parts.beside, view[parts.state_nbytes : parts.nbytes])
+            staged.ticket = TicketGroup((state, beside))
+
+    def checksum(self, staged: Staged) -> int:
+        """By which `read_written` knows what is to be written now; 0 where it need not."""
+        if not self._store.checksums or self._forms.is_split(staged.block):
+            return 0
+        return checksum_of(staged.buffer.view[: self._master_nbytes(staged.block)])
+
+    def read_written(self, staged: Staged, checksum: int) -> Ticket[None]:
+        """Begin to read its new weight, or its new master, when it is written."""
+        block, forms = staged.block, self._forms
+        if forms.is_split(block):
+            view = forms.beside_view(staged.buffer, block)
+            return self._store.read_uncommitted(forms.beside_id(block), view)
+        pages = staged.buffer.view[: self._master_nbytes(block)]
+        return self._store.read_written(forms.state_id(block), pages, checksum)
+
+    def take_back(self, block: Block) -> None:
+        """Forget what was written of it. Waits until that has ended."""
+        for part in self._forms.ids(block):
+            self._store.take_back(part)
+
+    # -- sizes --
+
+    def bytes_of(self, blocks: Sequence[Block]) -> int:
+        """That a step writes of these."""
+        return sum(map(self._store.buffer_nbytes, self.in_file(blocks)))
+
+    def held_share(self, blocks: Sequence[Block]) -> float:
+        """Of a step's traffic, what is left where all blocks were written before it."""
+        states = [self._forms.state_id(block) for block in blocks]
+        moved = self.bytes_of(blocks) + sum(map(self._store.buffer_nbytes, states))
+        return sum(map(self._again_nbytes, blocks)) / moved if moved else 0.0
+
+    def in_file(self, blocks: Sequence[Block]) -> list[BlockId]:
+        """All that the file has of these blocks."""
+        return [part for block in blocks for part in self._forms.ids(block)]
+
+    def _again_nbytes(self, block: Block) -> int:
+        """That `read_written` reads."""
+        if self._forms.is_split(block):
+            return self._store.buffer_nbytes(self._forms.beside_id(block))
+        return self._master_nbytes(block)
+
+    def _master_nbytes(self, block: Block) -> int:
+        """Whole pages that hold one that is not split: it comes first."""
+        return align_up(block.numel * self._layout.planes[0].itemsize, PAGE_BYTES)
