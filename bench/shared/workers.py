@@ -15,10 +15,15 @@ import torch
 import torch.distributed as dist
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
-    ["torch", "torch.distributed", "gemini.ddp", "optim", "gemini.checkpoint"]
-)
-TIMEOUT_SECONDS = 120
+_preloaded = ["torch", "torch.distributed", "gemini.ddp", "optim", "gemini.checkpoint"]
+_context.set_forkserver_preload(_preloaded)
+TIMEOUT_SECONDS = 300
+
+
+def preload(*modules: str) -> None:
+    """Import these once for all processes to come, before the first of them is started."""
+    _preloaded.extend(modules)
+    _context.set_forkserver_preload(_preloaded)
 
 
 def poison_memory() -> None:

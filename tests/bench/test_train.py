@@ -331,7 +331,6 @@ def whole_rows(place, *peers):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_rows_of_one_rank_are_written_whole(place):
     ours = ("ours/resident", "ours/half-nvme", "ours/nvme", "ours/nvme-tail")
     found, printed = whole_rows(place, "torch/adamw", *ours, "ours/auto")
@@ -346,7 +345,6 @@ def test_rows_of_one_rank_are_written_whole(place):
 
 @pytest.mark.slow
 @pytest.mark.dist
-@pytest.mark.timeout(600)
 def test_rows_of_two_ranks_are_written_whole(place):
     named = ("torch/adamw-autocast", "fsdp2/w2", "fsdp2/w2-keep", "ours/w2", "ours/zero1",
              "ours/zero2")  # fmt: skip
@@ -356,7 +354,6 @@ def test_rows_of_two_ranks_are_written_whole(place):
 
 @pytest.mark.slow
 @pytest.mark.dist
-@pytest.mark.timeout(600)
 def test_rows_on_meshes_have_the_losses_of_one_rank(place):
     (place / "llama.json").write_text(json.dumps(TINY_LLAMA))
     named = ["fsdp2/mesh-tp2", "ours/mesh-tp2"]

@@ -8,6 +8,12 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
+from bench.shared.workers import preload
+
+# seconds for every rank, else
+preload("lightning.pytorch", "peft", "torch.distributed.pipelining", "transformers.trainer", "trl")
+preload("transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama")
+
 
 @pytest.fixture
 def alone() -> Iterator[None]:

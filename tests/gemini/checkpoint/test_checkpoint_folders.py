@@ -175,7 +175,6 @@ def test_a_deletion_that_is_interrupted_is_gone_on_with(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_kill_at_any_moment_of_saving_leaves_a_checkpoint_that_loads(tmp_path):
     """100 times, at seeded moments: `latest` is complete, and every file of it verifies."""
     generator = torch.Generator().manual_seed(0)

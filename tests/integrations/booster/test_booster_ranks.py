@@ -22,7 +22,6 @@ def runs(tmp_path_factory):
 
 
 @pytest.mark.dist
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("name", NAMES)
 def test_losses_are_those_of_ddp(runs, name, world_size):
@@ -33,7 +32,6 @@ def test_losses_are_those_of_ddp(runs, name, world_size):
 
 
 @pytest.mark.dist
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("name", NAMES)
 def test_training_resumes_from_another_plugin_at_another_world_size(runs, name, world_size):

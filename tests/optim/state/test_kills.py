@@ -87,11 +87,11 @@ def test_the_last_completed_step_survives_a_kill_at_any_point(tmp_path):
     for folder in pair:
         folder.mkdir()
         (folder / "gemini-mine.blocks").write_bytes(b"a person's notes")
-    steps = []
+    steps, longest = [], 0.3  # until a kill: in seconds
     for seed in range(NUM_KILLS):
         rng = random.Random(seed)
         folders = pair if seed % 4 == 0 else pair[:1]
-        kill_after(folders, rng.choice([0.0, rng.uniform(0, 0.02), rng.uniform(0, 0.3)]))
+        kill_after(folders, rng.choice([0.0, rng.uniform(0, 0.02), rng.uniform(0, longest)]))
         files = [path for folder in folders for path in nvme.orphans(folder)]
         try:
             with nvme.recover(files) as found:
@@ -113,6 +113,8 @@ def test_the_last_completed_step_survives_a_kill_at_any_point(tmp_path):
                 with nvme.recover(kept) as found:
                     assert found.index.step == steps[-1]
             optimizer.close()
+            if max((step for step in steps if step is not None), default=0) <= 10:
+                longest *= 2  # a machine that is slow, or has other work
         for folder in folders:
             nvme.remove_orphans(folder)
         for folder in pair:
