@@ -391,6 +391,8 @@ class Calls:
     def _gather(self, chunks: tuple[ChunkId, ...], *, in_cycle: bool) -> None:
         if self._parts.regather.arriving:
             self._parts.regather.arrive(chunks)
+        if self._parts.updating.coming:
+            self._parts.updating.arrive(chunks)
         measured = self._collector.collecting
         if measured:
             self._collector.before_change()

@@ -16,8 +16,10 @@ from optim.rules.report import Behind
 class Updating:
     """Chunks of one engine whose update goes on behind its step.
 
-    A gather waits by `Chunk.wait_updated`.
+    A gather waits by `Chunk.wait_updated`, and a call for its chunks: a payload that is a shard is
+    there already.
 
+    coming: those that nobody has waited for.
     watches: nothing is gathered, as payloads are there for good: modules and operators wait
         instead, so parameters are watched meanwhile.
     """
@@ -28,13 +30,13 @@ class Updating:
         self._chunks = chunks
         self._params = params
         self._watches = watches
-        self._coming: dict[ChunkId, Chunk] = {}
+        self.coming: dict[ChunkId, Chunk] = {}
         self.behind: Ticket[Behind] = Done(Behind())  # of the last step that had a tail
 
     def begin(self, tickets: Mapping[ChunkId, Ticket[None]]) -> None:
         """These chunks are updated when their tickets are done."""
         for chunk_id, ticket in tickets.items():
-            chunk = self._coming[chunk_id] = self._chunks[chunk_id]
+            chunk = self.coming[chunk_id] = self._chunks[chunk_id]
             chunk.update_behind(ticket)
             if self._watches:
                 for slot in chunk.spec.slots:
@@ -42,18 +44,18 @@ class Updating:
 
     def arrive(self, chunks: Iterable[ChunkId]) -> None:
         """A call is about to read these."""
-        if not self._coming:
+        if not self.coming:
             return
         for chunk_id in chunks:
-            chunk = self._coming.get(chunk_id)
+            chunk = self.coming.get(chunk_id)
             if chunk is None:
                 continue
             chunk.wait_updated()
-            del self._coming[chunk_id]
+            del self.coming[chunk_id]
             if self._watches:
                 for slot in chunk.spec.slots:
                     unwatch(self._params[slot.param])
 
     def end(self) -> None:
         """All of them are."""
-        self.arrive(list(self._coming))
+        self.arrive(list(self.coming))

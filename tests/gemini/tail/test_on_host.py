@@ -9,6 +9,7 @@ import tempfile
 import weakref
 from itertools import cycle, islice
 from pathlib import Path
+from threading import Timer
 from unittest import mock
 
 import pytest
@@ -37,7 +38,8 @@ from tests.support.loops.tails import (
 
 HOMES = {
     "state": {},
-    "state and parameters": {"params": True},
+    "state and parameters": {"params": 1.0},
+    "state and some parameters": {"params": 0.5},
     "state and gradients": {"grads": True},
     "a part of the state": {"state": 0.6},
     "and a part on disk": {"state": 0.8, "disk": 0.4},
@@ -105,6 +107,28 @@ def test_whatever_happens_between_updates_by_kernels(name, homes):
 @pytest.mark.parametrize("options", PRECISIONS.values(), ids=PRECISIONS)
 def test_updates_by_kernels_in_every_precision(options):
     check_bits(short(SCHEDULES["skips"], 3), "stream", "state and parameters", **options)
+
+
+@pytest.mark.parametrize("path", ["cpu", "stream"])
+def test_a_call_waits_for_parameters_that_are_there_beside_others_that_come(path):
+    """Nothing is gathered for those on the device."""
+    homes = "state and some parameters"
+    model, optimizer = wrapped("tail", **on_host(path, **HOMES[homes]))
+    with held_updates() as held:
+        held.go_on()
+        for batch in batches(2):
+            loss = token_loss(model, batch)
+            held.go_on()
+            loss.backward()
+            held.hold()
+            optimizer.step()
+            optimizer.zero_grad()
+            timer = Timer(0.2, held.go_on)  # a forward that does not wait is over by then
+            timer.start()
+        timer.join()
+    got = everything(model, optimizer)
+    optimizer.close()
+    assert differences(got, found(short(SCHEDULES["plain"]), "serial", path, homes)) == []
 
 
 iterations = st.builds(
@@ -293,7 +317,7 @@ def test_a_report_that_is_kept_keeps_nothing_of_its_step():
 
 
 def test_host_and_device_are_different_memory_to_a_step_behind_the_next_forward():
-    placed = on_host("stream", params=True, grads=True)
+    placed = on_host("stream", params=1.0, grads=True)
     with Apart(placed["device"]), run(short(SCHEDULES["plain"]), "tail", **placed) as (_, o, tails):
         assert tails == [True] * 2
         o.last_report.behind.wait()

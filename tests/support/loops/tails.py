@@ -56,14 +56,15 @@ def wrapped(
 
 
 def on_host(
-    path: str, *, params: bool = False, grads: bool = False, state: float = 1.0, disk: float = 0.0
+    path: str, *, params: float = 0.0, grads: bool = False, state: float = 1.0, disk: float = 0.0
 ) -> dict[str, Any]:
     """Options of `wrapped`: state in host memory beside a simulated device, updated by that where
-    it is to `"stream"`, or by the host's `"cpu"`. Parameters, gradients: whether they are there
-    too. disk: of the share `state` that is not on the device, so much of all is on NVMe."""
+    it is to `"stream"`, or by the host's `"cpu"`. params: the share of these that is there, too;
+    grads: whether those are. disk: of the share `state` that is not on the device, so much of all
+    is on NVMe."""
     device = SimBackend(3, updates_by_triton=path == "stream")
     device.shards_start_on_host = False
-    policy = StaticPlacement(1.0, state, float(params), offload_grads=grads)
+    policy = StaticPlacement(1.0, state, params, offload_grads=grads)
     return {"device": device, "placement_policy": policy, "fraction": disk}
 
 
@@ -83,6 +84,10 @@ class HeldUpdates:
             self._goes_on.set()
         else:
             self._free = lambda shard: shard != but
+
+    def hold(self) -> None:
+        """Those to come wait again."""
+        self._goes_on.clear()
 
     def begin(self, block: Any) -> None:
         """Waits by looking, so that what it waits for may change."""
