@@ -244,7 +244,7 @@ class Draft:
         if reason is None:
             tail = price_tail(plan, links, self.compute, self.calls, self._backward, cost)
         ahead = None
-        if self.inputs.state.has_master:
+        if self.inputs.state.has_master and self.policy.budgets() == Budgets():
             ahead = price_speculation(plan, links, self.compute, self.calls, self._backward, tail)
         return PlanResult(plan, profile, cost, steps, tail, reason, ahead)
 

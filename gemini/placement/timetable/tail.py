@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from gemini.placement.cost import StepCost, Walk
 from gemini.placement.plan import Plan, UpdatePath
-from gemini.placement.sizes import Bandwidths
+from gemini.placement.sizes import UNLIMITED, Bandwidths
 from gemini.placement.tiers import Tier
 from gemini.units import BlockId, ChunkId
 
@@ -78,10 +78,10 @@ def against_tail(plan: Plan, totals: Sequence[int], calls: Calls, backward: int)
     """What in a plan is against a tail; None: nothing.
 
     totals: bytes of the device that its budget is for, at every moment. The rest as of
-    `price_tail`. Where device and host are one nobody knows of a budget here.
+    `price_tail`.
     """
     reason = homes_against_tail(plan)
-    if reason is not None or not plan.has_host_tier:
+    if reason is not None or plan.budgets.device >= UNLIMITED:
         return reason
     held = _held_at_most(plan, calls, backward)
     most = max((a + b for a, b in zip(held, totals, strict=False)), default=0)
@@ -89,12 +89,14 @@ def against_tail(plan: Plan, totals: Sequence[int], calls: Calls, backward: int)
 
 
 def _held_at_most(plan: Plan, calls: Calls, backward: int) -> list[int]:
-    """Bytes of the device at every moment of forward, of gradients that updates in host memory may
-    still need: until a call uses their chunk, which waits for them."""
+    """Bytes of the device at every moment of forward, of gradients that updates may still need:
+    until a call uses their chunk, which waits for them. Where the device has memory of its own,
+    those in host memory; else all, as a thread updates them."""
     held = {
         shard.chunk: plan.chunks[shard.chunk].shard_bytes
         for shard in plan.shards
-        if shard.grad_home is Tier.DEVICE and Tier.HOST in shard.state_homes
+        if shard.grad_home is Tier.DEVICE
+        and (Tier.HOST in shard.state_homes or not plan.has_host_tier)
     }
     found: list[int] = []
     for moment in range(backward):

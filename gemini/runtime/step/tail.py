@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 
 from gemini.chunk.storage import Chunk
 from gemini.mesh.roles import WORLD
-from gemini.placement.sizes import Budgets
 from gemini.placement.tiers import Tier
 from gemini.placement.timetable.updates import AUTO, BEHIND
 from gemini.runtime.comm.communicator import Communicator
@@ -76,19 +75,15 @@ def against_tail(parts: Parts) -> str | None:
     """The rule by which steps are serial though a tail was asked for, the same on all ranks; None:
     there is none.
 
-    What is kept gathered over ranks would be gathered again by the step itself. Where device and
-    host are one, a plan under budgets has no room for gradients that live into the next forward;
-    else the plan says whether it has.
+    What is kept gathered over ranks would be gathered again by the step itself. The plan says
+    whether gradients that live into the next forward have room.
     """
-    planning = parts.planning
-    budgeted = not planning.plan.has_host_tier and planning.policy.budgets() != Budgets()
     found = {
-        "a budget was given": budgeted,
         "chunks are kept gathered": parts.regather.is_needed,
         "the module is a part of a pipeline": parts.stage is not None,
         "torch has split parameters": set(parts.links) != {WORLD},
     }
-    of_plan = planning.result.against_tail
+    of_plan = parts.planning.result.against_tail
     return of_plan or next((reason for reason, holds in found.items() if holds), None)
 
 

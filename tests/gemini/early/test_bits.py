@@ -268,11 +268,11 @@ def test_without_masters_no_block_is_updated_in_backward(options):
 
 
 def test_steps_are_serial_where_a_tail_would_be():
-    options = {"placement_policy": AutoPlacement("2MiB")}
+    options = {"placement_policy": AutoPlacement("130KiB")}
     for reports in same(SCHEDULES["plain"], **options):
         assert [r.speculated for r in reports] == [0] * 4
     with run(SCHEDULES["plain"], "speculate", **options) as (model, _, _):
-        assert "update: serial, as a budget was given" in model.explain("layers.0.1.weight")
+        assert "update: serial, as parameters are on NVMe" in model.explain("layers.0.1.weight")
 
 
 @pytest.mark.parametrize(

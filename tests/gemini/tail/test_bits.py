@@ -123,7 +123,6 @@ def test_a_run_that_was_saved_and_resumed_in_its_middle_has_the_same_bits(tmp_pa
 LEAST = AutoPlacement("130KiB")
 SERIAL = {
     "all state is on the device": lambda: {"fraction": 0.0},
-    "a budget was given": lambda: {"placement_policy": AutoPlacement("2MiB")},
     "parameters are on NVMe": lambda: {
         "fraction": 0.0,
         "placement_policy": LEAST,

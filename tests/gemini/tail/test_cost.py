@@ -234,11 +234,12 @@ def test_a_disk_comes_before_what_a_device_hides():
     assert tail.hidden_seconds == pytest.approx(6 * WRITE)  # of the link
 
 
+@pytest.mark.parametrize("on", [{}, ON_HOST], ids=["disk", "host"])
 @pytest.mark.parametrize("lacks", [False, True])
-def test_a_plan_without_room_for_gradients_that_live_into_a_forward_has_no_tail(lacks):
+def test_a_plan_without_room_for_gradients_that_live_into_a_forward_has_no_tail(lacks, on):
     """At the end of forward activations are most, and the last gradient is still held."""
     numels, gradient, activations = TEN, 2 * BLOCK, 1 << 20
-    planned = priced_on_host(numels, 1.0)
+    planned = priced_on_host(numels, 1.0) if on else make_plan(asked(numels, 1.0))
     calls = asked(numels, 1.0).trace.calls({ParamId(i): ChunkId(i) for i in range(10)})
     most = max(planned.profile.total(Tier.DEVICE)[:20]) + activations
     totals = [0] * 18 + [most] * 2  # at the last call

@@ -43,6 +43,7 @@ def against_speculation(parts: Parts) -> str | None:
         "weights have no fp32 masters": not parts.planning.inputs.state.has_master,
         "no state is on NVMe": not plan.blocks_on(Tier.NVME),
         "the device has memory of its own": plan.has_host_tier,
+        "a budget was given": parts.planning.has_budgets,  # for blocks that are under way, too
     }
     return next((reason for reason, holds in found.items() if holds), None) or against_tail(parts)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 import nvme
 from gemini.chunk.storage import Chunk
 from gemini.placement.plan import Plan
-from gemini.placement.sizes import Budgets, StateBytes
+from gemini.placement.sizes import StateBytes
 from gemini.placement.tiers import Tier
 from gemini.placement.timetable.updates import AUTO, IN_BACKWARD
 from gemini.runtime.gradients.waiting import Gradients
@@ -63,7 +63,7 @@ class ShardState:
             layout = layout.with_master()
         state = _state_bytes(parts.chunks, layout)
         planning = parts.planning
-        speculates = parts.update in (*IN_BACKWARD, AUTO) and planning.policy.budgets() == Budgets()
+        speculates = parts.update in (*IN_BACKWARD, AUTO) and not planning.has_budgets
         num_ahead = BUFFERS_AHEAD if speculates and layout.has_master else 0
         planning.with_state(
             state,

@@ -1,0 +1,101 @@
+"""A tail beside budgets: gradients that live into the next forward are in the plan, and count."""
+
+import warnings
+from threading import Timer
+
+import pytest
+
+from bench.shared.models import token_loss
+from bench.shared.workers import run_ranks
+from gemini import AutoPlacement, BudgetWarning
+from gemini.placement.tiers import Tier
+from tests.support.loops.tails import (
+    SCHEDULES,
+    batches,
+    differences,
+    everything,
+    has_tail,
+    held_updates,
+    run,
+    wrapped,
+)
+
+FILES_FIRST, ENOUGH = "400KiB", "2MiB"  # with the first, parameters rise from files when traced
+
+
+RISE = ("plain", "clips", "skips", "accumulates")  # others leave gradients in files
+
+
+@pytest.mark.parametrize(
+    "name, budget",
+    [*((name, ENOUGH) for name in SCHEDULES), *((name, FILES_FIRST) for name in RISE)],
+)
+def test_every_schedule_has_the_bits_of_serial_steps(name, budget):
+    found = {}
+    for update in ("serial", "tail"):
+        with run(SCHEDULES[name], update, placement_policy=AutoPlacement(budget)) as (
+            model, optimizer, tails,
+        ):  # fmt: skip
+            assert any(tails) == (update == "tail")
+            found[update] = everything(model, optimizer)
+    assert differences(found["tail"], found["serial"]) == []
+
+
+def on_ranks(rank):
+    found = []
+    for budget in (FILES_FIRST, "1MiB", "4MiB"):  # shared by them
+        for name in ("clips", "skips"):
+            by_update, policy = {}, AutoPlacement(budget)
+            for update in ("serial", "tail"):
+                with run(SCHEDULES[name], update, placement_policy=policy) as (m, optimizer, tails):
+                    by_update[update] = everything(m, optimizer)
+            found.append((any(tails), differences(by_update["tail"], by_update["serial"])))
+    return found
+
+
+@pytest.mark.dist
+def test_ranks_that_share_a_budget_have_the_bits_of_serial_steps():
+    """What they gather waits, and is released while blocks are updated."""
+    for found in run_ranks(on_ranks, 2):
+        assert [different for _, different in found] == [[]] * 6
+        assert [has_tail for has_tail, _ in found[-2:]] == [True] * 2
+
+
+@pytest.mark.parametrize("budget", [FILES_FIRST, ENOUGH])
+def test_held_gradients_count_and_pass_no_budget(budget):
+    """No block is updated before a forward waits for the first."""
+    model, optimizer = wrapped("tail", placement_policy=AutoPlacement(budget))
+    ledger, most = model.engine.manager.ledger, 0
+    grads = sum(chunk.spec.payload_bytes for chunk in model.engine.chunks)
+    with held_updates() as held, warnings.catch_warnings():
+        warnings.simplefilter("error", BudgetWarning)
+        held.go_on()
+        for batch in batches(4):
+            loss = token_loss(model, batch)
+            held.go_on()
+            loss.backward()
+            held.hold()
+            timer = Timer(0.2, held.go_on)
+            timer.start()
+            optimizer.step()
+            if has_tail(optimizer):
+                optimizer.zero_grad()
+                most = max(most, ledger.held_bytes())
+                assert ledger.totals()[Tier.DEVICE] <= model.engine.planning.plan.budgets.device
+            optimizer.zero_grad()
+            timer.join()
+    assert most == grads
+    assert optimizer.last_report.behind.wait().committed
+    optimizer.close()
+
+
+def test_blocks_wait_for_their_step_where_a_budget_was_given():
+    """No room is kept for those that are under way in a backward."""
+    with run(SCHEDULES["plain"], "both", placement_policy=AutoPlacement(ENOUGH)) as (
+        model,
+        o,
+        tails,
+    ):
+        assert all(tails) and o.last_report.speculation.speculated == 0
+        said = model.explain("layers.0.1.weight")
+    assert "behind the next forward, and none in backward, as a budget was given" in said
