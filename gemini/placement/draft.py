@@ -32,7 +32,14 @@ from gemini.units import BLOCK_NUMEL, BlockId, ChunkId, Moment
 
 from .cost import StepCost, compute_seconds_of, estimate, predict_step
 from .plan import Forecast, Plan, ShardPlan, UpdatePath
-from .policy import AutoPlacement, ConstPlacement, Placement, StaticPlacement, never_released
+from .policy import (
+    AutoPlacement,
+    ConstPlacement,
+    Placement,
+    StaticPlacement,
+    has_budgets,
+    never_released,
+)
 from .predict import Profile, predict
 from .problem import Homes, PlacementProblem, static_homes
 from .sizes import UNLIMITED, Bandwidths, BudgetError, Budgets, StateBytes, chunk_bytes
@@ -244,7 +251,7 @@ class Draft:
         if reason is None:
             tail = price_tail(plan, links, self.compute, self.calls, self._backward, cost)
         ahead = None
-        if self.inputs.state.has_master and self.policy.budgets() == Budgets():
+        if self.inputs.state.has_master and not has_budgets(self.policy):
             ahead = price_speculation(plan, links, self.compute, self.calls, self._backward, tail)
         return PlanResult(plan, profile, cost, steps, tail, reason, ahead)
 

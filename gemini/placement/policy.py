@@ -133,6 +133,11 @@ NAMED: dict[str, Placement] = {
 }
 
 
+def has_budgets(policy: Placement) -> bool:
+    """Whether some were given. What a machine has left may bound a plan all the same."""
+    return policy.budgets() != Budgets()
+
+
 def parse_placement(policy: str | Placement) -> Placement:
     """A policy from its name, or itself. Raises ValueError for a name that is none."""
     if isinstance(policy, Placement):

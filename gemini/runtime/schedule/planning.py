@@ -95,11 +95,6 @@ class Planning:
         return never_released(self.policy, [c.payload_bytes for c in self.inputs.layout.chunks])
 
     @property
-    def has_budgets(self) -> bool:
-        """Some were given."""
-        return self.policy.budgets() != Budgets()
-
-    @property
     def nvme_folder(self) -> str | None:
         return self.policy.nvme_dir if isinstance(self.policy, AutoPlacement) else None
 

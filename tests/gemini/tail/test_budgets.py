@@ -1,28 +1,22 @@
 """A tail beside budgets: gradients that live into the next forward are in the plan, and count."""
 
 import warnings
-from threading import Timer
 
 import pytest
 
-from bench.shared.models import token_loss
 from bench.shared.workers import run_ranks
 from gemini import AutoPlacement, BudgetWarning
 from gemini.placement.tiers import Tier
 from tests.support.loops.tails import (
     SCHEDULES,
-    batches,
     differences,
     everything,
-    has_tail,
-    held_updates,
+    late_updates,
     run,
     wrapped,
 )
 
 FILES_FIRST, ENOUGH = "400KiB", "2MiB"  # with the first, parameters rise from files when traced
-
-
 RISE = ("plain", "clips", "skips", "accumulates")  # others leave gradients in files
 
 
@@ -32,10 +26,9 @@ RISE = ("plain", "clips", "skips", "accumulates")  # others leave gradients in f
 )
 def test_every_schedule_has_the_bits_of_serial_steps(name, budget):
     found = {}
+    policy = AutoPlacement(budget)
     for update in ("serial", "tail"):
-        with run(SCHEDULES[name], update, placement_policy=AutoPlacement(budget)) as (
-            model, optimizer, tails,
-        ):  # fmt: skip
+        with run(SCHEDULES[name], update, placement_policy=policy) as (model, optimizer, tails):
             assert any(tails) == (update == "tail")
             found[update] = everything(model, optimizer)
     assert differences(found["tail"], found["serial"]) == []
@@ -65,37 +58,23 @@ def test_ranks_that_share_a_budget_have_the_bits_of_serial_steps():
 def test_held_gradients_count_and_pass_no_budget(budget):
     """No block is updated before a forward waits for the first."""
     model, optimizer = wrapped("tail", placement_policy=AutoPlacement(budget))
-    ledger, most = model.engine.manager.ledger, 0
-    grads = sum(chunk.spec.payload_bytes for chunk in model.engine.chunks)
-    with held_updates() as held, warnings.catch_warnings():
-        warnings.simplefilter("error", BudgetWarning)
-        held.go_on()
-        for batch in batches(4):
-            loss = token_loss(model, batch)
-            held.go_on()
-            loss.backward()
-            held.hold()
-            timer = Timer(0.2, held.go_on)
-            timer.start()
-            optimizer.step()
-            if has_tail(optimizer):
-                optimizer.zero_grad()
-                most = max(most, ledger.held_bytes())
-                assert ledger.totals()[Tier.DEVICE] <= model.engine.planning.plan.budgets.device
-            optimizer.zero_grad()
-            timer.join()
-    assert most == grads
+    ledger, budget_bytes = model.engine.manager.ledger, model.engine.planning.plan.budgets.device
+    gradient_bytes = sum(chunk.spec.payload_bytes for chunk in model.engine.chunks)
+    held = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", BudgetWarning)  # in forward, too
+        for _ in late_updates(model, optimizer, 4):
+            held.append(ledger.held_bytes())
+            assert ledger.totals()[Tier.DEVICE] <= budget_bytes
+    assert held[1:] == [gradient_bytes] * 3
     assert optimizer.last_report.behind.wait().committed
     optimizer.close()
 
 
 def test_blocks_wait_for_their_step_where_a_budget_was_given():
     """No room is kept for those that are under way in a backward."""
-    with run(SCHEDULES["plain"], "both", placement_policy=AutoPlacement(ENOUGH)) as (
-        model,
-        o,
-        tails,
-    ):
-        assert all(tails) and o.last_report.speculation.speculated == 0
+    policy = AutoPlacement(ENOUGH)
+    with run(SCHEDULES["plain"], "both", placement_policy=policy) as (model, optimizer, tails):
+        assert all(tails) and optimizer.last_report.speculation.speculated == 0
         said = model.explain("layers.0.1.weight")
     assert "behind the next forward, and none in backward, as a budget was given" in said

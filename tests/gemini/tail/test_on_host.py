@@ -9,7 +9,6 @@ import tempfile
 import weakref
 from itertools import cycle, islice
 from pathlib import Path
-from threading import Timer
 from unittest import mock
 
 import pytest
@@ -30,7 +29,9 @@ from tests.support.loops.tails import (
     batches,
     differences,
     everything,
+    has_tail,
     held_updates,
+    late_updates,
     on_host,
     run,
     wrapped,
@@ -114,21 +115,11 @@ def test_a_call_waits_for_parameters_that_are_there_beside_others_that_come(path
     """Nothing is gathered for those on the device."""
     homes = "state and some parameters"
     model, optimizer = wrapped("tail", **on_host(path, **HOMES[homes]))
-    with held_updates() as held:
-        held.go_on()
-        for batch in batches(2):
-            loss = token_loss(model, batch)
-            held.go_on()
-            loss.backward()
-            held.hold()
-            optimizer.step()
-            optimizer.zero_grad()
-            timer = Timer(0.2, held.go_on)  # a forward that does not wait is over by then
-            timer.start()
-        timer.join()
+    for _ in late_updates(model, optimizer, 3):
+        assert has_tail(optimizer)
     got = everything(model, optimizer)
     optimizer.close()
-    assert differences(got, found(short(SCHEDULES["plain"]), "serial", path, homes)) == []
+    assert differences(got, found(short(SCHEDULES["plain"], 3), "serial", path, homes)) == []
 
 
 iterations = st.builds(

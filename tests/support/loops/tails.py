@@ -126,6 +126,25 @@ def held_updates(fails_at: int | None = None) -> Iterator[HeldUpdates]:
             found.go_on()
 
 
+def late_updates(model: Any, optimizer: Any, count: int) -> Iterator[None]:
+    """Yields behind every step. Behind all but the first, updates begin so late that a forward
+    which does not wait for them is over."""
+    with held_updates() as held:
+        held.go_on()
+        for step, batch in enumerate(batches(count)):
+            loss = token_loss(model, batch)
+            held.go_on()
+            loss.backward()
+            if step:
+                held.hold()
+            optimizer.step()
+            optimizer.zero_grad()
+            yield
+            timer = threading.Timer(0.2, held.go_on)
+            timer.start()
+        timer.join()
+
+
 def everything(model: Any, optimizer: Any) -> dict[str, Any]:
     """This rank's state run by run, whole weights, and what is counted. Collective."""
     found: dict[str, Any] = {}

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gemini.chunk.storage import Chunk
+from gemini.placement.policy import has_budgets
 from gemini.placement.tiers import Tier
 from gemini.placement.timetable.updates import IN_BACKWARD
 from gemini.runtime.parts import Parts
@@ -43,7 +44,7 @@ def against_speculation(parts: Parts) -> str | None:
         "weights have no fp32 masters": not parts.planning.inputs.state.has_master,
         "no state is on NVMe": not plan.blocks_on(Tier.NVME),
         "the device has memory of its own": plan.has_host_tier,
-        "a budget was given": parts.planning.has_budgets,  # for blocks that are under way, too
+        "a budget was given": has_budgets(parts.planning.policy),  # no buffers for those ahead
     }
     return next((reason for reason, holds in found.items() if holds), None) or against_tail(parts)
 

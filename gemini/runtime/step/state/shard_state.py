@@ -14,6 +14,7 @@ from torch import Tensor
 import nvme
 from gemini.chunk.storage import Chunk
 from gemini.placement.plan import Plan
+from gemini.placement.policy import has_budgets
 from gemini.placement.sizes import StateBytes
 from gemini.placement.tiers import Tier
 from gemini.placement.timetable.updates import AUTO, IN_BACKWARD
@@ -63,7 +64,7 @@ class ShardState:
             layout = layout.with_master()
         state = _state_bytes(parts.chunks, layout)
         planning = parts.planning
-        speculates = parts.update in (*IN_BACKWARD, AUTO) and not planning.has_budgets
+        speculates = parts.update in (*IN_BACKWARD, AUTO) and not has_budgets(planning.policy)
         num_ahead = BUFFERS_AHEAD if speculates and layout.has_master else 0
         planning.with_state(
             state,
