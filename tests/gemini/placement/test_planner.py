@@ -1,6 +1,5 @@
 """Plans, carried out by a simple executor that counts bytes on its own."""
 
-import time
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -17,6 +16,7 @@ from gemini.placement.sizes import Bandwidths, BudgetError, Budgets, StateBytes
 from gemini.placement.tiers import Tier
 from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.schedule.planning import Planning
+from tests.support.timing import cpu_seconds, within
 
 ADAM = StateBytes(12, True)
 LINKS = Bandwidths(25e9, 25e9, 5e9, 3e9, 50e9, 1.6e12, 60e9, 300e12)
@@ -483,12 +483,8 @@ def test_llama_70b_over_64_ranks_is_planned_in_a_second():
         layout=layout, trace=sequential_trace(specs, 2 * gib), state=ADAM, bandwidths=LINKS,
         budgets=Budgets(16 * gib, 10 * gib, 1 << 40), flops=6 * 70e9 * 4096,
     )  # fmt: skip
-    seconds = []
-    for _ in range(2):
-        started = time.process_time()  # of this process: others may be busy
-        planned = make_plan(given_inputs)
-        seconds.append(time.process_time() - started)
-    assert min(seconds) < 1
+    planned = make_plan(given_inputs)
+    assert within(1, lambda: cpu_seconds(lambda: make_plan(given_inputs)))
     assert planned.plan.forecast.gather_gap <= 0.05
 
 
