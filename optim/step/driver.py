@@ -165,7 +165,9 @@ class TargetStep:
         self._views.updated(block)
 
     def settle(self) -> None:
-        """Wait until all that was prepared is on disk. On an error call `undo`."""
+        """Wait until all that was prepared is on disk, and order what comes next behind the copies
+        of its parameters: what is in memory may be updated much later. On an error call `undo`."""
+        self._views.end()
         if self._tiered_state.nvme is not None:
             self._tiered_state.nvme.flush()
         if self._files is not None:

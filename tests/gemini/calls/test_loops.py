@@ -12,7 +12,9 @@ from gemini import GeminiDDP
 from optim import HybridAdam
 from optim.rules.loss_scale import LossScale
 from tests.support.loops.cases import BUILDS, LOOPS
+from tests.support.loops.programs import IN_KERNELS
 from tests.support.loops.sides import (
+    BESIDE,
     PLACEMENTS,
     WIDTH,
     Net,
@@ -40,6 +42,10 @@ def cases():
                 continue
             waits = place in TURNS and "place" not in name and place != TURNS[i % len(TURNS)]
             yield pytest.param(name, place, marks=[pytest.mark.slow] if waits else [])
+        for place in BESIDE:
+            # kernels of the interpreter take a second a loop
+            if "place" not in name and (place not in IN_KERNELS or i % 6 == 0):
+                yield pytest.param(name, place, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(("name", "place"), list(cases()))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.support.loops.programs import PLACES, is_wrong, run_many
+from tests.support.loops.programs import IN_KERNELS, PLACES, is_wrong, run_many
 from tests.support.loops.sides import ADAM
 
 NUM_PROGRAMS = 300
@@ -15,6 +15,12 @@ def test_drawn_programs_have_the_updates_of_torch_or_are_refused(part):
     report = run_many(0, part * count, count)
     assert report.wrong == ()
     assert report.ran > 0.9 * count and report.ran + sum(report.refused.values()) == count
+
+
+@pytest.mark.slow
+def test_drawn_programs_where_kernels_update_beside_the_pass():
+    report = run_many(0, 0, 60, IN_KERNELS)
+    assert report.wrong == () and report.ran > 54
 
 
 ONE_BACKWARD = [("forward", (13, "")), ("backward", (1, ""))]
@@ -37,6 +43,18 @@ def test_gradients_are_clipped_twice_and_added_to(place, how):
     clips = [("clip_by_optimizer", (how,)), ("clip_by_optimizer", ("2",))]
     program = [*ONE_BACKWARD, *clips, *ONE_BACKWARD, ("clip_by_optimizer", ("inf",)), ("step", ())]
     assert is_wrong(program, place) is None
+
+
+def test_a_parameter_comes_back_to_the_host_before_it_is_gathered_again():
+    """Some of its blocks are on disk, and what is in memory is updated beside the next pass."""
+    one_step = [("forward", (13, "")), ("backward", (1, "")), ("step", ())]
+    assert is_wrong([*one_step, *one_step, ("forward", (17, ""))], "stream, both") is None
+    assert (
+        is_wrong(
+            [("assign_gradient", (0, 27)), ("step", ()), ("forward", (22, ""))], "stream, both"
+        )
+        is None
+    )
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -1,6 +1,6 @@
 """Short training programs, drawn at random: on plain torch and on a wrapped module.
 
-    python -m tests.support.loops.programs --count 1000 [--ranks 2] [--seed 0]
+    python -m tests.support.loops.programs --count 1000 [--ranks 2] [--seed 0] [--places ...]
 
 A program is a list of public calls, as any loop may make them. Both sides run it; the updates are
 the same, or the wrapped side refuses a call with words. What differs without an error is a defect:
@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,9 +23,10 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from bench.shared.workers import run_ranks
 from tests.support.loops.cases import HalfFrozen
-from tests.support.loops.sides import ADAM, Net, batch, plain, updates, wrapped
+from tests.support.loops.sides import ADAM, BESIDE, PLACEMENTS, Net, batch, plain, updates, wrapped
 
-PLACES = ("resident", "host", "nvme")
+PLACES = ("resident", "host", "nvme", "nvme, both", "cpu, tail")
+IN_KERNELS = ("stream, both",)  # of the interpreter, which takes a second a program
 BOUND = 1e-4  # of updates and outputs; fp32 sums in another order differ by 1e-6 an operation
 MAX_CALLS = 18
 LAYERS = 3
@@ -401,7 +402,7 @@ class Report:
     wrong: tuple[str, ...]
 
 
-def run_many(rank: int, seed: int, count: int, places: tuple[str, ...] = PLACES) -> Report:
+def run_many(rank: int, seed: int, count: int, places: Sequence[str] = PLACES) -> Report:
     """Programs `seed` to `seed + count`, each at one of the places."""
     torch.set_num_threads(1)
     ran, refused, wrong = 0, {}, []
@@ -428,10 +429,12 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--places", nargs="+", choices=(*PLACEMENTS, *BESIDE), default=PLACES)
     parser.add_argument("--show", type=int, help="cut this program down and print it")
     args = parser.parse_args()
     if args.show is not None:
-        program, place = draw(random.Random(args.show)), PLACES[args.show % len(PLACES)]
+        program = draw(random.Random(args.show))
+        place = args.places[args.show % len(args.places)]
         print(place, is_wrong(program, place))
         for call in smallest(program, place):
             print("   ", *call)
@@ -440,9 +443,9 @@ def main() -> None:
     for seed in range(args.seed, args.seed + args.count, 100):
         count = min(100, args.seed + args.count - seed)
         if args.ranks == 1:
-            reports.append(run_many(0, seed, count))
+            reports.append(run_many(0, seed, count, args.places))
         else:
-            reports.append(run_ranks(run_many, args.ranks, seed, count)[0])
+            reports.append(run_ranks(run_many, args.ranks, seed, count, args.places)[0])
         print(f"{seed + count}: {sum(len(r.wrong) for r in reports)} wrong", flush=True)
     refused: dict[str, int] = {}
     for report in reports:

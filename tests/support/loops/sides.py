@@ -15,6 +15,7 @@ from gemini.memtracer.trace import sequential_trace
 from gemini.placement.tiers import Tier
 from gemini.runtime.memory.backend import SimBackend
 from optim import HybridAdam, NvmeConfig
+from tests.support.loops.tails import on_host, update_early
 
 WIDTH = 24
 SMALL = {"min_chunk_size_m": 600 / 2**20, "search_range_m": 600 / 2**20}
@@ -65,6 +66,13 @@ PLACEMENTS: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
         "trace": sequential_trace(specs_of(module, "float32")),
     },
 }
+# With updates beside a pass; half of the parameters are on the host, and half of the state on disk.
+BESIDE: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
+    "nvme, both": lambda module: {"placement_policy": "cuda", "update": "both"},
+    "cpu, tail": lambda module: {"update": "tail", **on_host("cpu", params=0.5, grads=True)},
+    "stream, both": lambda module: {"update": "both", **on_host("stream", params=0.5, disk=0.5)},
+}
+ON_DISK = {"nvme": 1.0, "nvme, both": 1.0}  # shares of the state
 HOMES = ("resident", "host", "files")  # of parameters, among these
 FILES_DEPTH = 12  # layers a rank, so that not everything fits beside the staging
 
@@ -82,10 +90,17 @@ def wrapped(
 ) -> tuple[GeminiDDP, HybridAdam]:
     """A wrapped module in fp32, unless `options` say otherwise, and its optimizer."""
     module = build(depth_at(place))
-    options = {"precision": "fp32", **SMALL, **PLACEMENTS[place](module), **options}
+    options = {"precision": "fp32", **SMALL, **(PLACEMENTS | BESIDE)[place](module), **options}
+    on_disk = options.pop("fraction", ON_DISK.get(place, 0.0))
     model = GeminiDDP(module, **options)
-    on_disk = {"nvme_offload_fraction": 1.0} if place == "nvme" else {}
-    optimizer = HybridAdam(model.parameters(), nvme=NvmeConfig(block_numel=1024), **ADAM, **on_disk)
+    optimizer = HybridAdam(
+        model.parameters(),
+        nvme=NvmeConfig(block_numel=1024),
+        nvme_offload_fraction=on_disk,
+        **ADAM,
+    )
+    if options.get("update") == "both":
+        update_early(model, optimizer)
     if place == "files":
         homes = {shard.param_home for shard in model.engine.planning.plan.shards}
         assert Tier.NVME in homes

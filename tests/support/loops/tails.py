@@ -49,10 +49,15 @@ def wrapped(
         nvme=nvme or NvmeConfig(block_numel=BLOCK),
     )
     if update in (*IN_BACKWARD, AUTO):
-        optimizer.bind()
-        speculation = model.engine.speculation
-        speculation.learned = replace(speculation.learned, habit=Habit(0, asks_clock=False))
+        update_early(model, optimizer)
     return model, optimizer
+
+
+def update_early(model: Any, optimizer: Any) -> None:
+    """In backward whenever a block may be, whatever was learned."""
+    optimizer.bind()
+    speculation = model.engine.speculation
+    speculation.learned = replace(speculation.learned, habit=Habit(0, asks_clock=False))
 
 
 def on_host(
