@@ -15,7 +15,10 @@ import torch
 import torch.distributed as dist
 
 _context = multiprocessing.get_context("forkserver")
-_preloaded = ["torch", "torch.distributed", "gemini.ddp", "optim", "gemini.checkpoint"]
+_preloaded = [
+    "torch", "torch.distributed", "gemini.ddp", "optim", "gemini.checkpoint",
+    "torch._dynamo", "numpy.ma",  # what the first optimizer and the first search import: a second
+]  # fmt: skip
 _context.set_forkserver_preload(_preloaded)
 TIMEOUT_SECONDS = 300
 
