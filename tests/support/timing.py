@@ -7,24 +7,12 @@ one has as much more.
 
 from __future__ import annotations
 
-import gc
-import time
 from collections.abc import Callable
+
+from bench.host.calls import cpu_seconds
 
 ROUNDS = 12
 REFERENCE_SECONDS = 0.05
-
-
-def cpu_seconds(work: Callable[[], object]) -> float:
-    """Of this process, without the collector: one pass of it takes 0.2 s, or none."""
-    gc.collect()
-    gc.disable()
-    try:
-        started = time.process_time()
-        work()
-        return time.process_time() - started
-    finally:
-        gc.enable()
 
 
 def ratio(

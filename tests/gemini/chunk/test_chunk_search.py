@@ -8,11 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gemini
+from bench.host.calls import cpu_seconds
 from gemini.chunk.layout import ChunkLayout, ParamSpec
 from gemini.chunk.sizing.packing import COLLECTIVE_BYTES, Sizes, exact_fits, pack
 from gemini.chunk.sizing.repeated_layers import repeated_blocks
 from gemini.chunk.sizing.search import search_chunk_configuration
-from tests.support.timing import cpu_seconds, within
+from tests.support.timing import within
 
 MIB = 1 << 20
 

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.docs.doc_tables import placement_example
+from bench.host.calls import cpu_seconds
 from gemini.chunk.layout import ChunkLayout, ParamSpec
 from gemini.memtracer.trace import Trace, TraceMoment, model_digest, sequential_trace
 from gemini.placement.plan import MoveKind, UpdatePath
@@ -16,7 +17,7 @@ from gemini.placement.sizes import Bandwidths, BudgetError, Budgets, StateBytes
 from gemini.placement.tiers import Tier
 from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.schedule.planning import Planning
-from tests.support.timing import cpu_seconds, within
+from tests.support.timing import within
 
 ADAM = StateBytes(12, True)
 LINKS = Bandwidths(25e9, 25e9, 5e9, 3e9, 50e9, 1.6e12, 60e9, 300e12)

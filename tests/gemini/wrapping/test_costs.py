@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from bench.host.calls import counted
+from bench.host.calls import counted, cpu_seconds
 from gemini import GeminiDDP
 from gemini.chunk.layout import ChunkLayout, ParamSpec
 from gemini.memtracer.trace import sequential_trace
@@ -23,7 +23,7 @@ from gemini.runtime.step.views import ShardViews
 from optim import HybridAdam
 from optim.state.memory import memory_of
 from optim.state.space import Block, BlockSegment
-from tests.support.timing import cpu_seconds, growth, ratio, within
+from tests.support.timing import growth, ratio, within
 
 
 def plan_inputs(num_modules, budget=None):
@@ -119,15 +119,6 @@ class Loop:
         self.optimizer.zero_grad()
 
 
-def one_thread(work):
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return work()
-    finally:
-        torch.set_num_threads(threads)
-
-
 SIZES = {"one chunk": 32, "a chunk a module": 0.001}
 
 
@@ -137,7 +128,7 @@ def test_wrapping_and_the_first_iteration(size):
         return lambda: Loop(num_params, min_chunk_size_m=SIZES[size]).iterate()
 
     first(100)()  # what is imported and compiled once
-    assert one_thread(lambda: growth(first, 1000, 2.6)) < 2.6
+    assert growth(first, 1000, 2.6) < 2.6
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -153,7 +144,7 @@ def test_an_iteration_that_is_measured_beside_those_that_are_not(size):
     steady = Loop(1000, min_chunk_size_m=SIZES[size])
     for _ in range(2):
         steady.iterate()
-    assert one_thread(lambda: ratio(first, lambda: cpu_seconds(steady.iterate), 4)) < 4
+    assert ratio(first, lambda: cpu_seconds(steady.iterate), 4) < 4
 
 
 def test_a_gradient_costs_ten_calls():

@@ -66,7 +66,7 @@ PLACEMENTS: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
         "trace": sequential_trace(specs_of(module, "float32")),
     },
 }
-# With updates beside a pass; half of the parameters are on the host, and half of the state on disk.
+# With updates beside a pass; in the last two half of the parameters are in host memory.
 BESIDE: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
     "nvme, both": lambda module: {"placement_policy": "cuda", "update": "both"},
     "cpu, tail": lambda module: {"update": "tail", **on_host("cpu", params=0.5, grads=True)},
