@@ -1,10 +1,12 @@
 """A model larger than memory: `examples/train_gpt.py` under a hard limit of resident memory.
 
     python -m bench.capacity --rss-limit 6GiB --json PATH
+    python -m bench.capacity --update serial             all in step(), and nothing in backward
 
 The child process may not allocate more than the limit (RLIMIT_DATA: its heap and private mappings),
 and its VmHWM is checked beside it. `device_budget` is the limit less `SLACK_BYTES` for the process
 itself: interpreter, libraries, threads, text and what operators allocate and no trace sees.
+Blocks are updated in backward where the last steps were not clipped: see `--max-norm`.
 
 disk_bound_seconds: a step's bytes over the disk's mixed speed. core_bound_seconds: its seconds on a
 processor over the number of cores, which is what it takes where nothing waits for the disk.
@@ -29,6 +31,7 @@ import psutil
 from bench.support.disk import mixed_gb_per_s
 from bench.support.machine import write_result
 from bench.support.models import build
+from gemini.placement.timetable.updates import AUTO, UPDATES
 from gemini.units import format_bytes, parse_bytes
 from nvme import default_folder
 from nvme.files.file import free_bytes
@@ -56,6 +59,7 @@ def run(args: argparse.Namespace, limit: int, folder: Path) -> dict[str, Any]:
             "--steps", str(args.steps), "--batch", "1", "--seq", "128", "--device", "cpu",
             "--lean", "--lr", LEARNING_RATE, "--device-budget", str(limit - SLACK_BYTES),
             "--nvme-dir", str(folder), "--json", str(out),
+            "--update", args.update, "--max-norm", str(args.max_norm),
         ]  # fmt: skip
         path = os.pathsep.join([str(ROOT), str(ROOT / "io"), os.environ.get("PYTHONPATH", "")])
         subprocess.run(
@@ -91,6 +95,8 @@ def main() -> int:
     parser.add_argument("--model", default="gpt2-xl")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--rss-limit", action="append", help="as in 6GiB; may be given twice")
+    parser.add_argument("--update", choices=[*UPDATES, AUTO], default="speculate")
+    parser.add_argument("--max-norm", type=float, default=1.0, help="gradients are clipped to it")
     parser.add_argument("--nvme-dir", type=Path, help="default: a temporary folder on a disk")
     parser.add_argument("--json", type=Path, help="write what was measured")
     args = parser.parse_args()
@@ -112,6 +118,7 @@ def main() -> int:
         if args.json is not None:
             written = {
                 **rows[0], "runs": rows, "model": args.model, "num_params": num_params,
+                "update": args.update, "max_norm": args.max_norm,
                 "mixed_disk_gb_per_s": gb_per_s,
                 "physical_memory_gib": psutil.virtual_memory().total / 2**30,
             }  # fmt: skip

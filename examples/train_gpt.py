@@ -60,9 +60,10 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--nvme-fraction", type=float, default=0.0, help="of the optimizer state")
     parser.add_argument(
-        "--update", choices=["serial", "tail"], default="serial",
-        help="tail: state on disk is updated behind the next forward",
+        "--update", choices=["serial", "tail", "speculate", "both", "auto"], default="serial",
+        help="tail: state on disk is updated behind the next forward; speculate: in backward",
     )  # fmt: skip
+    parser.add_argument("--max-norm", type=float, default=1.0, help="gradients are clipped to it")
     parser.add_argument("--nvme-dir", help="default: a temporary folder on a disk")
     parser.add_argument("--lr", type=float, default=6e-4)
     parser.add_argument("--seed", type=int, default=0)
@@ -136,8 +137,8 @@ def build(args: argparse.Namespace) -> tuple[nn.Module, torch.optim.Optimizer | 
         ids = torch.zeros(args.batch // world_size(), args.seq, dtype=torch.long)
         iteration = trace(model, {"input_ids": ids, "labels": ids}, precision=args.precision)
     model = GeminiDDP(  # (*)
-        model, args.device, placement, precision=args.precision, max_norm=1.0, trace=iteration,
-        update=args.update,
+        model, args.device, placement, precision=args.precision, max_norm=args.max_norm,
+        trace=iteration, update=args.update,
     )  # fmt: skip
     if args.floor:
         return model, None
@@ -181,7 +182,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
             loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         if not clips_itself:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_norm)
         if optimizer is not None and schedule is not None:
             optimizer.step()  # (*) clips, skips on overflow, updates where the state is
             schedule.step()

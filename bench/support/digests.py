@@ -134,7 +134,7 @@ class Run:
             return None if update == "serial" else no_tail
         reason = against_speculation(engine)
         assert reason is None or not self.num_speculated
-        return reason
+        return reason or (no_tail if update in BEHIND else None)
 
     @property
     def num_speculated(self) -> int:

@@ -159,13 +159,14 @@ class ChunkGradient:
 
     @property
     def mark(self) -> tuple[int, int] | None:
-        """Of the reduced gradient on the device: another one as soon as that is changed; None where
-        there is none.
+        """Of the reduced gradient: another one as soon as that is changed; None: there is none.
 
         Versions do not show what is done under torch's dispatch; they show what is done to a tensor
-        that was given away.
+        that was given away. One that is offloaded is brought back to be changed.
         """
-        return None if self.shard is None else (self._num_changes, self.shard._version)
+        if self.shard is not None:
+            return self._num_changes, self.shard._version
+        return None if self.offloaded_dtype is None else (self._num_changes, 0)
 
     @property
     def num_arrived(self) -> int:

@@ -53,7 +53,7 @@ class ChunkLinks(ReduceLinks, Protocol):
 
 
 class ShardFiles(Protocol):
-    """Shards that live in files; see `gemini.runtime.memory.tensor_files`."""
+    """Shards that live in files; see `gemini.runtime.memory.files.tensor_files`."""
 
     def read(self, chunk: ChunkId, into: Tensor) -> Ticket[None]:
         """Begin to fill [S] with a shard."""

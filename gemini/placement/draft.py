@@ -37,7 +37,6 @@ from .policy import (
     ConstPlacement,
     Placement,
     StaticPlacement,
-    has_budgets,
     never_released,
 )
 from .predict import Profile, predict
@@ -251,8 +250,10 @@ class Draft:
         if reason is None:
             tail = price_tail(plan, links, self.compute, self.calls, self._backward, cost)
         ahead = None
-        if self.inputs.state.has_master and not has_budgets(self.policy):
-            ahead = price_speculation(plan, links, self.compute, self.calls, self._backward, tail)
+        if self.inputs.state.has_master:
+            ahead = price_speculation(
+                plan, links, self.compute, self.calls, self._backward, has_tail=reason is None
+            )
         return PlanResult(plan, profile, cost, steps, tail, reason, ahead)
 
     def lacks(self, homes: Homes) -> tuple[Moment, int] | None:

@@ -79,7 +79,7 @@ class StateRequest:
 
     state: StateBytes
     nvme_frac: float  # of its bytes, at least, on NVMe
-    block_numel: int | None  # a wish
+    block_numel: int | None  # a wish; None: there is none
     depth: int
     num_ahead: int = 0  # buffers more, for blocks that are updated before their step
 

@@ -26,10 +26,10 @@ from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.comm.connect import Connections
 from gemini.runtime.gradients.waiting import Gradients
 from gemini.runtime.memory.backend import Backend
+from gemini.runtime.memory.files.tensor_files import FileConfig
 from gemini.runtime.memory.ledger import MemoryLedger
 from gemini.runtime.memory.originals import Originals
 from gemini.runtime.memory.shard_storage import ShardStorage
-from gemini.runtime.memory.tensor_files import FileConfig
 from gemini.runtime.memory.user_writes import UserWrites
 from gemini.runtime.pipeline.together import PipelineOwner
 from gemini.runtime.pipeline.window import Window

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -42,6 +43,7 @@ from .pinned import PinnedBlock, PinnedVersions
 from .pipeline import settle
 
 log = logging.getLogger("gemini.nvme")
+_counting = threading.Lock()  # bytes, of all stores: two threads may use one, or share a meter
 
 
 @dataclass(slots=True)
@@ -96,7 +98,8 @@ class WriteMeter:
 class BlockStore:
     """Blocks of a `StoreLayout` in one preallocated file per folder.
 
-    Not thread-safe: one thread owns a store. Buffers are page-aligned and hold whole pages.
+    One thread owns a store. Another may read or write blocks meanwhile: such as nobody writes, or
+    as are read of the last commit alone. Buffers are page-aligned and hold whole pages.
 
     folders: one for each file of the layout.
     engine: closed with the store; None is `threads`.
@@ -264,8 +267,9 @@ class BlockStore:
         ticket = self._engine.write(self._transfer(block, extent, buffer))
         self._pending[block] = ticket
         self._flushed = None
-        self.traffic.written_bytes += extent.nbytes
-        self.meter.written_bytes += extent.nbytes
+        with _counting:
+            self.traffic.written_bytes += extent.nbytes
+            self.meter.written_bytes += extent.nbytes
         return ticket
 
     def flush(self) -> None:
@@ -360,7 +364,8 @@ class BlockStore:
         self, block: BlockId, extent: Extent, checksum: int, buffer: memoryview
     ) -> Ticket[None]:
         inner = self._engine.read(self._transfer(block, extent, buffer))
-        self.traffic.read_bytes += extent.nbytes
+        with _counting:
+            self.traffic.read_bytes += extent.nbytes
         path = str(self._files[extent.file].path)
         return _Read(inner, path, extent, block, checksum if self.checksums else None)
 

@@ -116,6 +116,7 @@ class NvmeState:
         # hold
         self._early_written: dict[BlockId, int] = {}
         self._held: frozenset[BlockId] = frozenset()  # of these, what this step has no more to do
+        self._done: frozenset[BlockId] = frozenset()  # of those, what it need not even read
         self.stalled_seconds = 0.0  # waited for the disk so far
 
     @property
@@ -179,6 +180,12 @@ class NvmeState:
                 read = partial(self._transfers.read_written, checksum=self._early_written[block.id])
             self._reads.append(self._begin(read, Staged(block, self._pool.take(), None)))
             self._next_read += 1
+            self._pass_done()
+
+    def _pass_done(self) -> None:
+        """To the next block that is to be read."""
+        while self._next_read < len(self._order) and self._order[self._next_read].id in self._done:
+            self._next_read += 1
 
     def _begin(self, read: Callable[[Staged], Ticket[None]], staged: Staged) -> Staged:
         """Its read, or the buffer is free again: what is read may have failed to be written."""
@@ -189,15 +196,21 @@ class NvmeState:
             raise
         return staged
 
-    def begin_step(self, held: frozenset[BlockId] = frozenset()) -> None:
+    def begin_step(
+        self,
+        held: frozenset[BlockId] = frozenset(),
+        done: frozenset[BlockId] = frozenset(),
+    ) -> None:
         """Every block is to be brought, updated and taken back, then `flush`, and then `commit`;
         or `rollback`, wherever an error comes. Raises WriteBudgetError.
 
-        held: blocks that `write_early` has written, and that are not to be updated again.
+        held: blocks that `write_early` has written, and that are not to be updated again. done: of
+        these, those that are not to be brought.
         """
-        assert held <= self._early_written.keys()
+        assert done <= held <= self._early_written.keys()
         self.store.check_step(self.written_bytes_per_step)
-        self._held = held
+        self._held, self._done = held, done
+        self._pass_done()
         self._read_before = {staged.block.id for staged in self._reads}
 
     @property
@@ -340,10 +353,11 @@ class NvmeState:
         coming = {staged.block.id for staged in self._reads}
         return [b for b in blocks if b in self._forms and b.id not in coming]
 
-    @property
-    def has_room_for_early(self) -> bool:
-        """Whether what is written twice leaves room for the step; such blocks have a master."""
-        return not self._forms.has_undo and self.store.has_room_for(2 * self.written_bytes_per_step)
+    def has_room_for_early(self, also_bytes: int) -> bool:
+        """Whether what is written twice, and so much elsewhere, leaves room for the step; such
+        blocks have a master."""
+        nbytes = 2 * self.written_bytes_per_step + also_bytes
+        return not self._forms.has_undo and self.store.has_room_for(nbytes)
 
     def borrow(self) -> Buffer:
         """A buffer, until `give_back`. Waits for writes where none is free."""
@@ -360,9 +374,10 @@ class NvmeState:
         """Of a block that was read. Where masters are split, with room for its new `WEIGHT`."""
         return self._transfers.planes_for_update(staged)
 
-    def write_early(self, staged: Staged) -> None:
-        """Begin to write what was read and updated beside its last version."""
-        checksum = self._transfers.checksum(staged)
+    def write_early(self, staged: Staged, *, read_again: bool = True) -> None:
+        """Begin to write what was read and updated beside its last version. read_again: the step
+        reads of it what its parameters become."""
+        checksum = self._transfers.checksum(staged) if read_again else 0
         self._submit_write(staged, with_undo=False)
         self._early_written[staged.block.id] = checksum
 
@@ -383,7 +398,7 @@ class NvmeState:
 
     def _end_early(self) -> None:
         self._early_written.clear()
-        self._held = frozenset()
+        self._held = self._done = frozenset()
 
     def _early_undo(self, block: Block) -> Tensor:
         """Memory for the parameters of a block that was read before the step began."""

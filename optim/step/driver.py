@@ -21,12 +21,12 @@ from enum import Enum
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from gemini.units import BlockId
 from optim.rules.report import StepReport, Traffic
 from optim.rules.state_layout import MASTER, WEIGHT
 from optim.state.held_signals import HeldSignals
-from optim.state.memory import copy_alone
 from optim.state.pieces import Planes, Updater
 from optim.state.space import Block
 from optim.state.tiered_state import BlockViews, TieredState
@@ -63,9 +63,15 @@ class Versions(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Early:
-    """What was done before the step: blocks that are held, and what went wrong there."""
+    """What was done before the step: blocks that are held, and what went wrong there.
+
+    done: of these, those whose parameters are written with their state; nothing is left to do.
+    follow: makes the parameters of one of the others this [n], its new weights or masters.
+    """
 
     held: frozenset[BlockId] = frozenset()
+    done: frozenset[BlockId] = frozenset()
+    follow: Callable[[Block, Tensor], None] | None = None
     error: BaseException | None = None
 
 
@@ -121,9 +127,14 @@ class TargetStep:
         if self._files is not None:
             self._files.check_step(0 if nvme is None else nvme.written_bytes_per_step)
         if nvme is not None:
-            self._stages = {block.id: Stage.SUBMITTED for block in nvme.order}
-            self._views.expect(nvme.order)
-            nvme.begin_step(self._early.held)
+            done = self._early.done
+            self._stages = {
+                block.id: Stage.PREPARED if block.id in done else Stage.SUBMITTED
+                for block in nvme.order
+            }
+            held = self._early.held
+            self._views.expect([block for block in nvme.order if block.id not in held])
+            nvme.begin_step(held, done)
 
     @property
     def num_held(self) -> int:
@@ -157,12 +168,8 @@ class TargetStep:
 
     def _follow_written(self, block: Block, planes: Planes) -> None:
         """Parameters are the weights that were written, or the masters, rounded."""
-        if WEIGHT in planes:
-            planes = {MASTER: planes[WEIGHT]}
-        for piece in self._views.pieces(block, planes):
-            assert piece.master is not None
-            copy_alone(piece.param, piece.master)
-        self._views.updated(block)
+        assert self._early.follow is not None
+        self._early.follow(block, planes[WEIGHT] if WEIGHT in planes else planes[MASTER])
 
     def settle(self) -> None:
         """Wait until all that was prepared is on disk, and order what comes next behind the copies

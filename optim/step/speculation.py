@@ -37,7 +37,19 @@ class EarlyViews(SteppedViews, Protocol):
     """What an update before its step sees: final gradients, and memory for weights to be."""
 
     def lend(self, buffer: Buffer | None) -> None:
-        """New weights go there, and nowhere else."""
+        """New weights go there, and nowhere else; but those that `writes_parameters` says."""
+        ...
+
+    def writes_parameters(self, block: Block) -> bool:
+        """Whether its update leaves them where the step does, beside their last version."""
+        ...
+
+    def read_ahead(self, block: Block) -> None:
+        """It is one of the next `READS_AHEAD + 1` to be updated."""
+        ...
+
+    def abandon(self) -> None:
+        """What was read ahead is not needed."""
         ...
 
     def inputs_of(self, block: Block) -> tuple[tuple[object, int] | None, ...]:
@@ -86,15 +98,16 @@ class Speculation:
         self._views = views
         self._is_hopeless = is_hopeless
         self._lock = threading.Lock()
-        self._coming: deque[tuple[Block, Tensor, Mark]] = deque()
+        self._coming: deque[tuple[Block, Tensor | None, Mark]] = deque()
         self._asked: Tensor | None = None  # the last gradient that is not hopeless
         self._reads: deque[tuple[Staged, BlockInputs]] = deque()
         self._is_stopped = False
         self._last: tuple[threading.Thread, Gate] | None = None  # thread, and what it opens
         self._is_running = False
 
-    def add(self, blocks: Sequence[Block], grad: Tensor, mark: Mark) -> None:
-        """This gradient is that of these blocks' chunk, and final. mark: as it is now."""
+    def add(self, blocks: Sequence[Block], grad: Tensor | None, mark: Mark) -> None:
+        """This gradient is that of these blocks' chunk, and final; None: it is not in memory.
+        mark: as it is now."""
         with self._lock:
             if self._is_stopped or not blocks:
                 return
@@ -151,6 +164,7 @@ class Speculation:
             self._views.lend(None)
             while self._reads:
                 self._nvme.let_go(self._reads.popleft()[0])
+            self._views.abandon()
             self._nvme.give_back(weights)
 
     def _goes_on(self, *, stop: bool = False) -> bool:
@@ -168,13 +182,14 @@ class Speculation:
                 if self._is_stopped or not self._coming:
                     break
                 block, grad, mark = self._coming.popleft()
-            if grad is not self._asked:
+            if grad is not None and grad is not self._asked:
                 if self._is_hopeless(grad):
                     self._goes_on(stop=True)
                     break
                 self._asked = grad
             inputs = BlockInputs(self._updater.inputs, self._views.inputs_of(block), mark)
             self._reads.append((self._nvme.read_early(block), inputs))
+            self._views.read_ahead(block)
         return bool(self._reads) and not self._is_stopped
 
     def _update(self, staged: Staged, inputs: BlockInputs) -> None:
@@ -184,7 +199,8 @@ class Speculation:
             planes = self._nvme.planes_of(staged)
             changed = self._updater.update_staged(staged.block, planes, self._views)
             if changed:
-                self._nvme.write_early(staged)
+                read_again = not self._views.writes_parameters(staged.block)
+                self._nvme.write_early(staged, read_again=read_again)
         except BaseException:
             self._nvme.let_go(staged)
             raise

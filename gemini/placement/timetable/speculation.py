@@ -10,10 +10,11 @@ ahead of the step are left to it.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from gemini.placement.cost import Walk, predict_step
+from gemini.placement.cost import Walk, link_seconds, predict_step
 from gemini.placement.plan import Move, MoveKind, Plan
 from gemini.placement.sizes import FP32_BYTES, Bandwidths, BlockBytes
 from gemini.placement.tiers import Tier
@@ -28,7 +29,8 @@ class SpeculationCost:
 
     num_blocks: int  # with state on NVMe
     num_ahead: int  # of these, updated in backward
-    tail: TailCost  # of the rest, behind the next forward; serial: in `step()`
+    serial_seconds: float  # of an iteration, with the rest in `step()`
+    tail: TailCost | None  # with the rest behind the next forward; None: it may not be there
 
     def __str__(self) -> str:
         return blocks_in_words(self.num_ahead, self.num_blocks)
@@ -45,15 +47,18 @@ def price_speculation(
     compute_seconds: Sequence[float],
     calls: Calls,
     backward: int,
-    tail: TailCost | None,
+    *,
+    has_tail: bool,
 ) -> SpeculationCost | None:
     """Walk through the pass with what a backward updates beside it, and through what is left.
 
-    tail: of the same plan, and the others as of `price_tail`. Weights have masters. None where a
-    tail has no price, and where no state is on NVMe beside a CPU.
+    has_tail: that may be behind the next forward. The others as of `price_tail`. Weights have
+    masters. None in evaluation, where nothing is known of how long a forward takes, and where no
+    state is on NVMe beside a CPU.
     """
     on_disk = plan.blocks_on(Tier.NVME)
-    if tail is None or plan.has_host_tier or not on_disk:
+    is_known = plan.kind == "train" and any(compute_seconds[:backward])
+    if plan.has_host_tier or not (is_known and on_disk):
         return None
     ahead = _in_backward(plan, bandwidths, compute_seconds, calls, backward)
     compute = list(compute_seconds)
@@ -61,11 +66,12 @@ def price_speculation(
     rest = replace(plan, forecast=replace(plan.forecast, moves=_moves_left(plan, ahead.blocks)))
     late = ahead.disk_seconds
     serial = predict_step(rest, bandwidths, compute, done=ahead.blocks, disk_busy=late)
-    left = price_tail(
-        rest, bandwidths, compute, calls, backward, serial, done=ahead.blocks, disk_busy=late
-    )
-    assert left is not None  # as the other has a price
-    return SpeculationCost(len(on_disk), len(ahead.blocks), left)
+    left = None
+    if has_tail:
+        left = price_tail(
+            rest, bandwidths, compute, calls, backward, serial, done=ahead.blocks, disk_busy=late
+        )
+    return SpeculationCost(len(on_disk), len(ahead.blocks), serial.seconds, left)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,15 +92,20 @@ def _in_backward(
 ) -> _Ahead:
     """One thread and one disk, which works in the order of issue: two reads are under way, an
     update waits for the first of them, and its write is followed by the next read."""
-    coming, disk, end = _final_blocks(plan, bandwidths, compute_seconds, calls, backward)
+    passing = _pass(plan, bandwidths, compute_seconds, calls, backward)
+    coming, disk, end = list(passing.final), passing.disk_free, passing.end
+    others = deque(passing.transfers)
     updates = Walk(plan, bandwidths)
     reads: list[tuple[BlockBytes, float]] = []  # and when they have ended
     done: list[BlockId] = []
     now = taken = 0.0  # taken: of what computes, by updates
     while reads or coming:
         while coming and len(reads) <= READS_AHEAD and coming[0][1] + taken <= now:
+            while others and others[0][0] + taken <= now:
+                at, seconds = others.popleft()
+                disk = max(disk, at + taken) + seconds
             block, _ = coming.pop(0)
-            disk = max(disk, now) + block.disk_bytes / bandwidths.nvme_read
+            disk = max(disk, now) + _bytes_in(plan, block) / bandwidths.nvme_read
             reads.append((block, disk))
         if not reads:
             now = coming[0][1] + taken
@@ -105,24 +116,51 @@ def _in_backward(
             break
         seconds = updates.update_of(block.id)
         now, taken = now + seconds, taken + seconds
-        disk = max(disk, now) + block.held_on(Tier.NVME) / bandwidths.nvme_write
+        disk = max(disk, now) + _bytes_out(plan, block) / bandwidths.nvme_write
         done.append(block.id)
     return _Ahead(frozenset(done), taken, max(0.0, disk - end - taken))
 
 
-def _final_blocks(
+def _bytes_in(plan: Plan, block: BlockBytes) -> int:
+    """From the disk, for an update in backward: a gradient that is there is read again."""
+    is_there = plan.shards[block.chunk].grad_home is Tier.NVME
+    return block.disk_bytes + (block.param_bytes if is_there else 0)
+
+
+def _bytes_out(plan: Plan, block: BlockBytes) -> int:
+    """To the disk: parameters that live there are written with their state."""
+    return block.held_on(Tier.NVME) + (block.param_bytes if _is_whole(plan, block) else 0)
+
+
+def _is_whole(plan: Plan, block: BlockBytes) -> bool:
+    """Whether an update in backward leaves nothing to the step."""
+    return plan.shards[block.chunk].param_home is Tier.NVME
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """Forward and backward, in seconds from their begin."""
+
+    # blocks on disk that no step reads ahead, and when their gradient is final, in this order
+    final: tuple[tuple[BlockBytes, float], ...]
+    transfers: tuple[tuple[float, float], ...]  # of backward and the disk: when, and how long
+    disk_free: float  # when what is read ahead is there
+    end: float
+
+
+def _pass(
     plan: Plan,
     bandwidths: Bandwidths,
     compute_seconds: Sequence[float],
     calls: Calls,
     backward: int,
-) -> tuple[list[tuple[BlockBytes, float]], float, float]:
-    """Blocks on disk that no step reads ahead, each with the second of the pass at which its
-    gradient is final, in this order; when what is read ahead is there; and when the pass ends."""
-    walk, total = Walk(plan, bandwidths), plan.num_trace_moments
+) -> _Pass:
+    total = plan.num_trace_moments
+    own = [m for m in plan.forecast.moves if m.begin < total and m.kind is not MoveKind.STATE]
+    walk = Walk(replace(plan, forecast=replace(plan.forecast, moves=tuple(own))), bandwidths)
     begins = []  # of every moment
     for moment in range(total):
-        walk.exchange(moment, {})
+        walk.exchange(moment, walk.move(moment))
         walk.reach(moment)
         begins.append(walk.now)
         walk.compute(compute_seconds[moment])
@@ -143,7 +181,17 @@ def _final_blocks(
                 for block, home in zip(sizes.blocks, shard.state_homes, strict=True)
                 if home is Tier.NVME and block.id not in read_ahead
             ]
-    return sorted(found, key=lambda pair: pair[1]), there, walk.now
+    transfers = [
+        (begins[move.begin], link_seconds(move.src, move.dst, move.nbytes, bandwidths, False))
+        for move in own
+        if move.begin >= backward
+    ]
+    return _Pass(
+        tuple(sorted(found, key=lambda pair: pair[1])),
+        tuple((at, links["nvme"]) for at, links in transfers if "nvme" in links),
+        there,
+        walk.now,
+    )
 
 
 def _final_within_calls(
@@ -168,13 +216,13 @@ def _is_read(move: Move) -> bool:
 
 def _moves_left(plan: Plan, done: frozenset[BlockId]) -> tuple[Move, ...]:
     """Without what was moved before: of a block that is held a step reads its new weights, or its
-    new masters."""
+    new masters, where those are not written."""
     blocks = {block.id: block for chunk in plan.chunks for block in chunk.blocks}
     left = []
     for move in plan.forecast.moves:
-        if move.block not in done or move.kind not in (MoveKind.STATE, MoveKind.BESIDE):
+        if move.block not in done:
             left.append(move)
-        elif _is_read(move):
+        elif _is_read(move) and not _is_whole(plan, blocks[move.block]):
             block = blocks[move.block]
             again = block.beside_bytes or Bytes(block.numel * FP32_BYTES)
             left.append(replace(move, nbytes=again))

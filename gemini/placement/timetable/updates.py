@@ -30,7 +30,9 @@ def seconds_by_update(
     if tail is not None:
         found["tail"] = tail.seconds
     if speculation is not None:
-        found |= {"speculate": speculation.tail.serial_seconds, "both": speculation.tail.seconds}
+        found["speculate"] = speculation.serial_seconds
+        if speculation.tail is not None:
+            found["both"] = speculation.tail.seconds
     return found
 
 

@@ -54,15 +54,14 @@ def _update_lines(parts: Parts) -> list[str]:
     """When what is not on the device is updated, and what of it is hidden, or could be."""
     result = parts.planning.result
     reason, tail, ahead = against_tail(parts), result.tail, result.speculation
-    prices = [] if tail is None else [priced_in_words(result.seconds_by_update)]
+    is_priced = len(result.seconds_by_update) > 1
+    prices = [priced_in_words(result.seconds_by_update)] if is_priced else []
     if parts.update == "serial":
         if reason is not None or tail is None:
             return []
         return [f'update: serial; with update="tail" it would be predicted to take {tail}', *prices]
-    if reason is not None:
-        return [f"update: serial, as {reason}"]
-    lines = [f"update: {_when(parts)}", *prices]
     update = update_of(parts)
+    lines = [f"update: {_when(parts, update)}", *prices]
     speculates = update in IN_BACKWARD and against_speculation(parts) is None
     if speculates and parts.speculation is not None:
         lines += [] if ahead is None else [f"predicted in backward: {ahead}"]
@@ -70,7 +69,7 @@ def _update_lines(parts: Parts) -> list[str]:
             num_blocks = len(parts.planning.plan.blocks_on(Tier.NVME))
             lines.append(f"held by the last step: {blocks_in_words(num_held, num_blocks)}")
         tail = None if ahead is None else ahead.tail
-    if update not in BEHIND:
+    if update not in BEHIND or reason is not None:
         return lines
     if tail is not None:
         lines.append(f"predicted of the update: {tail}")
@@ -80,15 +79,19 @@ def _update_lines(parts: Parts) -> list[str]:
     return lines
 
 
-def _when(parts: Parts) -> str:
-    update = update_of(parts)
-    rest = "behind the next forward" if update in BEHIND else "in step()"
-    if update not in IN_BACKWARD:
-        return rest
-    reason = against_speculation(parts)
-    if reason is not None:
-        return f"{rest}, and none in backward, as {reason}"
-    return f"in backward, and the rest {rest}"
+def _when(parts: Parts, update: str) -> str:
+    rest, why = "in step()", ""
+    if update in BEHIND:
+        rest, reason = "behind the next forward", against_tail(parts)
+        if reason is not None:
+            rest, why = "in step()", f", as {reason}"
+    if update in IN_BACKWARD:
+        reason = against_speculation(parts)
+        if reason is None:
+            return f"in backward, and the rest {rest}{why}"
+        if not why:
+            return f"{rest}, and none in backward, as {reason}"
+    return f"serial{why}" if why else rest
 
 
 def explain(parts: Parts, name: str) -> str:

@@ -15,7 +15,8 @@ from gemini.units import ChunkId
 from optim.state.memory import Memory
 
 from .backend import Backend
-from .tensor_files import FileConfig, Flat, Staged, TensorFiles
+from .files.blocks import FileBlocks, Flat, Staged
+from .files.tensor_files import FileConfig, TensorFiles
 
 Giver = Callable[[int, torch.dtype], Tensor]  # of device memory [n]
 
@@ -68,14 +69,14 @@ class GradientFiles:
         return [self._narrow] if self._wide is None else [self._narrow, self._wide]
 
     def write(self, chunk: ChunkId, values: Tensor) -> None:
-        self._of(chunk, values.dtype).write(chunk, values)
+        self.files_of(chunk, values.dtype).write(chunk, values)
 
     def read(self, chunk: ChunkId, into: Tensor) -> Ticket[None]:
-        return self._of(chunk, into.dtype).read(chunk, into)
+        return self.files_of(chunk, into.dtype).read(chunk, into)
 
     def read_block(self, chunk: ChunkId, index: int, dtype: torch.dtype) -> GradientBlock:
-        files = self._of(chunk, dtype)
-        return _FileBlock(files, files.read_block(chunk, index))
+        files = self.files_of(chunk, dtype)
+        return FileBlock(files, files.read_block(chunk, index))
 
     def can_read_ahead(self, dtype: torch.dtype) -> bool:
         return all(files.can_read_ahead for files in self.files)
@@ -84,7 +85,8 @@ class GradientFiles:
         for files in self.files:
             files.close()
 
-    def _of(self, chunk: ChunkId, dtype: torch.dtype) -> TensorFiles:
+    def files_of(self, chunk: ChunkId, dtype: torch.dtype) -> TensorFiles:
+        """Where a gradient of this dtype is."""
         if dtype == self._tensors[chunk].dtype:
             return self._narrow
         assert dtype == torch.float32
@@ -96,10 +98,11 @@ class GradientFiles:
 
 
 @dataclass(slots=True)
-class _FileBlock:
-    _files: TensorFiles
-    _staged: Staged
+class FileBlock:
+    """A gradient's, on its way from a file."""
 
+    _files: FileBlocks
+    _staged: Staged
     _copy: CopyTicket | None = None  # that may still read the staging buffer
 
     def wait(self) -> Tensor:

@@ -18,7 +18,8 @@ from gemini.placement.plan import Plan
 from gemini.placement.tiers import Tier
 from gemini.units import ChunkId
 
-from .tensor_files import FileConfig, Flat, TensorFiles
+from .files.blocks import Flat
+from .files.tensor_files import FileConfig, TensorFiles
 
 
 def original_homes(specs: Sequence[ChunkSpec], plan: Plan) -> dict[ChunkId, Tier]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from typing import Protocol
 
 from torch import Tensor
 
@@ -18,9 +19,17 @@ from nvme import WriteMeter
 from optim.rules.report import Traffic
 
 from .backend import Backend
+from .files.blocks import Flat
+from .files.tensor_files import FileConfig, TensorFiles
 from .gradient_homes import GradientFiles, GradientHome, HostGradients
 from .originals import Originals, original_homes
-from .tensor_files import FileConfig, Flat, TensorFiles
+
+
+class HasStaging(Protocol):
+    """Files' buffers, elsewhere."""
+
+    @property
+    def staging_bytes(self) -> int: ...
 
 
 class ShardStorage:
@@ -48,6 +57,9 @@ class ShardStorage:
         self.originals = Originals(layout.chunks, homes, backend.device, config)
         self.gradient_files: GradientFiles | None = None
         self.host_gradients: HostGradients | None = None
+        # what is written for a step to come does not count
+        self.before_change: Callable[[], None] = lambda: None
+        self.early: HasStaging | None = None  # what writes it
 
     # ChunkFiles of `gemini.chunk.storage`
 
@@ -57,6 +69,7 @@ class ShardStorage:
 
     def replace(self, chunk: ChunkId, values: Tensor) -> None:
         assert self.params is not None
+        self.before_change()
         self.params.replace(chunk, values)
 
     def keep_shards(self, chunks: Collection[ChunkId]) -> None:
@@ -123,6 +136,7 @@ class ShardStorage:
     def forget_gradients(self) -> None:
         """Those in files were dropped, or could not be written."""
         if self.gradient_files is not None:
+            self.before_change()
             for files in self.gradient_files.files:
                 files.rollback()
 
@@ -145,8 +159,16 @@ class ShardStorage:
         return found
 
     @property
+    def early_write_bytes(self) -> int:
+        """That files may take up to the end of a step whose parameters are all written twice."""
+        params = 0 if self.params is None else self.params.written_bytes_per_step
+        gradients = [] if self.gradient_files is None else self.gradient_files.files
+        return 2 * params + sum(files.written_bytes_per_step for files in gradients)
+
+    @property
     def staging_bytes(self) -> int:
-        return sum(files.staging_bytes for files in self.files)
+        early = 0 if self.early is None else self.early.staging_bytes
+        return early + sum(files.staging_bytes for files in self.files)
 
     def traffic(self) -> Traffic:
         """Bytes moved since the files there are were made."""

@@ -112,23 +112,13 @@ class Planning:
         if len(set(digests)) > 1:
             raise AssertionError(f"ranks made different plans from the same inputs: {digests}")
 
-    def with_state(
-        self,
-        state: StateBytes,
-        *,
-        nvme_frac: float,
-        block_numel: int | None,
-        depth: int,
-        num_ahead: int = 0,
-    ) -> None:
+    def with_state(self, request: StateRequest) -> None:
         """An optimizer is there: plan its state. Parameter shards stay where they are.
 
-        Blocks are as files were cut; where there are none, `block_numel` is a wish (ADR 0012);
-        None: there is none.
+        Blocks are as files were cut; where there are none, `block_numel` is a wish (ADR 0012).
         Raises BudgetError, and ValueError for a wish that is not the policy's; then nothing has
         changed.
         """
-        request = StateRequest(state, nvme_frac, block_numel, depth, num_ahead)
         self._take(
             lambda: fit_state(
                 self._begun,

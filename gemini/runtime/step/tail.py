@@ -71,20 +71,24 @@ def update_of(parts: Parts) -> str:
     return parts.planning.result.best_update if parts.update == AUTO else parts.update
 
 
-def against_tail(parts: Parts) -> str | None:
-    """The rule by which steps are serial though a tail was asked for, the same on all ranks; None:
-    there is none.
+def against_overlap(parts: Parts) -> str | None:
+    """The rule by which nothing is updated beside a pass, behind a step or before it, the same on
+    all ranks; None: there is none.
 
-    What is kept gathered over ranks would be gathered again by the step itself. The plan says
-    whether gradients that live into the next forward have room.
+    What is kept gathered over ranks would be gathered again by the step itself.
     """
     found = {
         "chunks are kept gathered": parts.regather.is_needed,
         "the module is a part of a pipeline": parts.stage is not None,
         "torch has split parameters": set(parts.links) != {WORLD},
     }
-    of_plan = parts.planning.result.against_tail
-    return of_plan or next((reason for reason, holds in found.items() if holds), None)
+    return next((reason for reason, holds in found.items() if holds), None)
+
+
+def against_tail(parts: Parts) -> str | None:
+    """The rule by which steps have none though it was asked for, the same on all ranks; None: there
+    is none. The plan says whether gradients that live into the next forward have room."""
+    return parts.planning.result.against_tail or against_overlap(parts)
 
 
 class StepTail:

@@ -79,6 +79,7 @@ class ShardTarget(SavedShards):
                 parts, self._tail, self._tiered_state, self._chunks, self._assume
             )
             parts.speculation = self._speculation
+            parts.storage.before_change = self._speculation.drop
             parts.reducer.is_final = self._speculation.is_final
         self.joint: Target | None = None  # with which it steps, where several modules do
         self.device_may_decide = True  # False: hosts read and agree in every step
@@ -415,6 +416,7 @@ class ShardTarget(SavedShards):
         if self._speculation is not None:
             self._speculation.drop()
         self._parts.speculation = self._parts.reducer.is_final = None
+        self._parts.storage.before_change = lambda: None
         self._parts.user_writes.before_keeping = lambda chunk: None
         self._parts.manager.ledger.state = None
         self._parts.manager.ledger.staging_bytes = int

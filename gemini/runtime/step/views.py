@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gemini.chunk.gradient import ChunkGradient
 from gemini.chunk.storage import Chunk
+from gemini.runtime.memory.files.blocks import FileBlocks, Staged
 from gemini.runtime.memory.gradient_homes import (
     GradientBlock,
     GradientFiles,
@@ -19,7 +20,6 @@ from gemini.runtime.memory.gradient_homes import (
     HostGradients,
 )
 from gemini.runtime.memory.shard_storage import ShardStorage
-from gemini.runtime.memory.tensor_files import Staged
 from gemini.tickets import CopyTicket
 from gemini.units import BlockId, ChunkId, align_up
 from optim.rules.state_layout import MASTER, REMAINDER, WEIGHT
@@ -183,6 +183,13 @@ class ShardViews:
             for run in runs
         ]
 
+    def follow(self, block: Block, values: Tensor) -> None:
+        """Make its parameters that this step updates [n] values, rounded."""
+        param = self._param_of(block, {MASTER: values})
+        for run in self._runs(block):
+            copy_alone(param[run.start : run.end], values[run.start : run.end])
+        self.updated(block)
+
     def _runs(self, block: Block) -> list[_PieceRange]:
         """Neighbours of one group and one step count as one run, the gaps between them included.
 
@@ -220,8 +227,15 @@ class ShardViews:
         if loan.staged is not None:
             if loan.param is not loan.staged.values:
                 self._memory.copy(loan.staged.values, loan.param).wait()
-            assert self._storage.params is not None
-            self._storage.params.write_block(*self._place(block), loan.staged)
+            self._write_param(block, loan.staged)
+
+    @property
+    def _param_files(self) -> FileBlocks:
+        assert self._storage.params is not None
+        return self._storage.params
+
+    def _write_param(self, block: Block, staged: Staged) -> None:
+        self._param_files.write_block(*self._place(block), staged)
 
     def _return(self, chunk: Chunk, block: Block, param: Tensor) -> None:
         """To the shard in host memory; a few blocks may be on their way."""
@@ -244,8 +258,7 @@ class ShardViews:
             if loan.grad is not None:
                 loan.grad.give()
             if loan.staged is not None:
-                assert self._storage.params is not None
-                self._storage.params.give(loan.staged)
+                self._param_files.give(loan.staged)
         self._ahead.clear()
         self._loans.clear()
         self._coming.clear()
@@ -281,8 +294,7 @@ class ShardViews:
                 loan.param, ticket = self._bring(self._part_of(self._memory_of(block.shard), block))
                 chunk.is_copied(ticket)
             return loan.param
-        files = self._storage.params
-        assert files is not None
+        files = self._param_files
         if MASTER in planes:
             loan.staged = files.block_to_fill(*self._place(block))
             loan.param = loan.staged.values

@@ -73,7 +73,8 @@ def test_steps_that_change_with_their_plan_have_the_bits_of_serial_steps(name, m
 LEAST = AutoPlacement("130KiB")
 
 
-def test_a_rule_is_above_the_choice():
+def test_a_rule_is_above_the_choice(monkeypatch):
+    monkeypatch.setattr(PlanResult, "best_update", "both")
     found, tails, early, _, said = automatic(PLAIN, placement_policy=LEAST)
     assert not any(tails) and not any(early)
     assert said == "update: serial, as parameters are on NVMe"

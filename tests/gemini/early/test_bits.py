@@ -8,7 +8,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bench.shared.models import token_loss
-from gemini import AutoPlacement
 from optim import LossScale
 from tests.support.loops.early import (
     BETWEEN,
@@ -265,14 +264,6 @@ def test_without_masters_no_block_is_updated_in_backward(options):
         assert tails == [True] * 4
         said = model.explain("layers.0.1.weight")
     assert "behind the next forward, and none in backward, as weights have no fp32 masters" in said
-
-
-def test_steps_are_serial_where_a_tail_would_be():
-    options = {"placement_policy": AutoPlacement("130KiB")}
-    for reports in same(SCHEDULES["plain"], **options):
-        assert [r.speculated for r in reports] == [0] * 4
-    with run(SCHEDULES["plain"], "speculate", **options) as (model, _, _):
-        assert "update: serial, as parameters are on NVMe" in model.explain("layers.0.1.weight")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import pytest
 
 from gemini.chunk.layout import ChunkLayout, ParamSpec
 from gemini.memtracer.trace import TraceMoment, sequential_trace
+from gemini.placement.fit import StateRequest
 from gemini.placement.planner import PlanInputs, make_plan
 from gemini.placement.policy import AutoPlacement, StaticPlacement
 from gemini.placement.sizes import Bandwidths, BudgetError, Budgets, StateBytes
@@ -104,7 +105,7 @@ def test_a_state_that_fits_nowhere_changes_nothing():
     made = planning(budgets=Budgets(device=1_200_000, host=0, nvme=0))
     before, inputs = made.plan, made.inputs
     with pytest.raises(BudgetError):
-        made.with_state(StateBytes(400, has_master=True), nvme_frac=0.0, block_numel=1024, depth=2)
+        made.with_state(StateRequest(StateBytes(400, has_master=True), 0.0, 1024, 2))
     assert made.plan is before and made.inputs is inputs
 
 

@@ -8,6 +8,7 @@ from bench.shared.workers import run_ranks
 from gemini import AutoPlacement, BudgetWarning
 from gemini.memtracer.monitor import ProcessMonitor
 from gemini.placement.tiers import Tier
+from tests.support.loops.early import reported
 from tests.support.loops.tails import (
     SCHEDULES,
     differences,
@@ -74,10 +75,11 @@ def test_held_gradients_count_and_pass_no_budget(budget, monkeypatch):
     optimizer.close()
 
 
-def test_blocks_wait_for_their_step_where_a_budget_was_given():
-    """No room is kept for those that are under way in a backward."""
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_and_so_has_every_schedule_whose_steps_begin_in_backward(name):
     policy = AutoPlacement(ENOUGH)
-    with run(SCHEDULES["plain"], "both", placement_policy=policy) as (model, optimizer, tails):
-        assert all(tails) and optimizer.last_report.speculation.speculated == 0
-        said = model.explain("layers.0.1.weight")
-    assert "behind the next forward, and none in backward, as a budget was given" in said
+    with run(SCHEDULES[name], "serial", placement_policy=policy) as (model, optimizer, _):
+        serial = everything(model, optimizer)
+    found, reports = reported(SCHEDULES[name], "both", placement_policy=policy)
+    assert differences(found, serial) == []
+    assert any(report.held for report in reports) == (name not in ("clips", "writes"))

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from gemini.runtime.memory.tensor_files import FileConfig, Flat, TensorFiles
+from gemini.runtime.memory.files.blocks import Flat
+from gemini.runtime.memory.files.tensor_files import FileConfig, TensorFiles
 
 BLOCK = 1024  # elements
 SHAPES = {

@@ -16,8 +16,8 @@ from gemini.memtracer.trace import sequential_trace
 from gemini.placement.sizes import UNLIMITED, BudgetError, Budgets
 from gemini.placement.tiers import Tier
 from gemini.runtime.inspect.weights import weights_without_master
+from gemini.runtime.memory.files.tensor_files import FileConfig
 from gemini.runtime.memory.originals import Originals
-from gemini.runtime.memory.tensor_files import FileConfig
 from gemini.units import PAGE_BYTES, align_up
 from optim import HybridAdam, NvmeConfig
 from tests.support.device.placed import batch, device

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from gemini.chunk.storage import Chunk
+from gemini.runtime.memory.files.blocks import FileBlocks, Staged
+from gemini.runtime.memory.gradient_homes import GradientBlock
 from gemini.runtime.memory.shard_storage import ShardStorage
 from gemini.runtime.step.views import Held, ShardViews
 from nvme import Buffer
@@ -17,13 +19,16 @@ from optim.state.memory import Memory, copy_alone
 from optim.state.pieces import Planes
 from optim.state.space import Block
 
+from .early_files import EarlyFiles
+
 
 class EarlyShardViews(ShardViews):
     """One step's view before it is agreed on; see `optim.step.speculation.EarlyViews`.
 
-    New weights are written beside the block's state, where its master is split; else to a buffer
-    that the next block writes over. What is held is read again, from that weight or from its
-    master. So no payload and no shard changes before the step.
+    New weights of a shard in memory are written beside the block's state, where its master is
+    split; else to a buffer that the next block writes over. What is held is read again, from that
+    weight or from its master. Those of a shard in a file are written beside its last version. So no
+    payload and no shard changes before the step.
     """
 
     def __init__(
@@ -38,25 +43,56 @@ class EarlyShardViews(ShardViews):
     ) -> None:
         """As `ShardViews`."""
         super().__init__(chunks, hyper, steps, storage, memory, staging=None, merges=merges)
+        self.files = EarlyFiles(storage)
         self._buffer: Buffer | None = None
-        nothing = torch.empty(0)
-        self._held = [Held(nothing, None) for _ in chunks]
+        self._nothing = torch.empty(0)
+        self._held = [Held(self._nothing, None) for _ in chunks]
 
     def lend(self, buffer: Buffer | None) -> None:
-        """New weights go there, and nowhere else."""
+        """New weights of shards in memory go there, and nowhere else."""
         self._buffer = buffer
 
-    def see(self, shard: int, grad: Tensor) -> bool:
-        """This gradient [S] is final, and kept; False for a shard that has one already."""
-        if self._held[shard].grad is not None:
+    def writes_parameters(self, block: Block) -> bool:
+        """Whether its update leaves them where the step does, beside their last version."""
+        return self._chunks[block.shard].files is not None
+
+    def see(self, shard: int) -> bool:
+        """The gradient of this one is final, and kept; False where it has been seen."""
+        if self.has_seen(shard):
             return False
-        self._held[shard].shard, self._held[shard].grad = self._chunks[shard].shard_memory, grad
+        chunk = self._chunks[shard]
+        here = self._nothing if chunk.files is not None else chunk.shard_memory
+        self._held[shard] = Held(here, chunk.grad, chunk.gradient.offloaded_dtype)
         return True
 
+    def has_seen(self, shard: int) -> bool:
+        """Whether blocks may be updated with its gradient."""
+        return self._held[shard].grad is not None or self._held[shard].offloaded is not None
+
+    def read_ahead(self, block: Block) -> None:
+        """It is one of the next `BUFFERS_AHEAD` to be updated."""
+        if self._offloaded(block.shard) is not None:
+            self._ahead[block.id] = self._begin_grad(block)
+
+    def _begin_grad(self, block: Block) -> GradientBlock:
+        dtype = self._offloaded(block.shard)
+        assert dtype is not None
+        return self.files.read_grad(self._place(block), dtype)
+
     def _param_of(self, block: Block, planes: Planes) -> Tensor:
+        if self._chunks[block.shard].files is not None:
+            return super()._param_of(block, planes)
         if WEIGHT in planes:
             copy_alone(planes[WEIGHT], self._part_of(self._held[block.shard].shard, block))
             return planes[WEIGHT]
         assert self._buffer is not None
         dtype = self._chunks[block.shard].dtype
         return torch.frombuffer(self._buffer.view, dtype=dtype, count=block.numel)
+
+    @property
+    def _param_files(self) -> FileBlocks:
+        assert self.files.params is not None
+        return self.files.params
+
+    def _write_param(self, block: Block, staged: Staged) -> None:
+        self.files.write_param(block.id, self._place(block), staged)

@@ -16,11 +16,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gemini.chunk.storage import Chunk
-from gemini.placement.policy import has_budgets
 from gemini.placement.tiers import Tier
 from gemini.placement.timetable.updates import IN_BACKWARD
 from gemini.runtime.parts import Parts
-from gemini.runtime.step.tail import StepTail, against_tail, update_of
+from gemini.runtime.step.tail import StepTail, against_overlap, update_of
 from gemini.runtime.step.views import ShardViews
 from gemini.units import ChunkId, ParamId
 from optim.rules.clipping import Clip
@@ -44,9 +43,23 @@ def against_speculation(parts: Parts) -> str | None:
         "weights have no fp32 masters": not parts.planning.inputs.state.has_master,
         "no state is on NVMe": not plan.blocks_on(Tier.NVME),
         "the device has memory of its own": plan.has_host_tier,
-        "a budget was given": has_budgets(parts.planning.policy),  # no buffers for those ahead
+        "its budget has no room for blocks under way": not parts.planning.inputs.num_ahead,
     }
-    return next((reason for reason, holds in found.items() if holds), None) or against_tail(parts)
+    reason = next((reason for reason, holds in found.items() if holds), None)
+    return reason or against_overlap(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stops:
+    """A ticket: nothing is read for a speculation any more."""
+
+    _run: Speculation
+
+    def ready(self) -> bool:
+        return self._run.is_idle
+
+    def wait(self) -> None:
+        self._run.stop()
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +126,14 @@ class StepSpeculation:
             return
         nvme = self._tiered_state.nvme
         assert nvme is not None
-        assumed = self._assume(self._taken) if nvme.has_room_for_early else None
+        room = nvme.has_room_for_early(parts.storage.early_write_bytes)
+        assumed = self._assume(self._taken) if room else None
         if assumed is None:
             return
         scale = parts.control_vector.read().scale
         bound = Bound(assumed.updater, scale, self.learned.max_norm)
         self._views, self._before = assumed.views, self._tiered_state.traffic()
+        parts.storage.early = assumed.views.files
         self._blocks = self._blocks_by_chunk()
         self._under_way = Speculation(nvme, assumed.updater, assumed.views, bound.is_passed_by)
 
@@ -135,14 +150,16 @@ class StepSpeculation:
 
     def is_final(self, chunk: Chunk) -> None:
         """Its gradient, if it is reduced by now, is expected to stay as it is until the step."""
-        grad = chunk.gradient.shard if chunk.gradient.is_reduced else None
-        if self._under_way is None or grad is None or chunk.spec.id not in self._blocks:
+        run, gradient = self._under_way, chunk.gradient
+        if run is None or not gradient.is_reduced or chunk.spec.id not in self._blocks:
             return
         assert self._views is not None
         shard, blocks = self._blocks[chunk.spec.id]
-        mark = chunk.gradient.mark
-        if mark is not None and self._views.see(shard, grad):
-            self._under_way.add(blocks, grad, mark)
+        mark = gradient.mark
+        if mark is not None and self._views.see(shard):
+            if gradient.shard is None:  # who changes it writes over what is read
+                gradient.updating = _Stops(run)
+            run.add(blocks, gradient.shard, mark)
 
     # -- behind it --
 
@@ -151,12 +168,13 @@ class StepSpeculation:
 
         taken: the parameters that it updates.
         """
+        early = self._views
         run = self._stopped()
         self._num_held, self._taken = 0, taken
         if not isinstance(updater, CpuUpdater):
             return Early()
         self._was_clipped = updater.inputs.factor != 1.0 / self._parts.control_vector.read().scale
-        if run is None:
+        if run is None or early is None:
             return Early()
         blocks = {block.id: block for block in self._tiered_state.space.blocks}
         agreed = {
@@ -171,8 +189,10 @@ class StepSpeculation:
         assert nvme is not None
         right = held(run.assumed, agreed)
         nvme.drop_early(but=right)
+        done = right & early.files.written.keys()
+        early.files.drop(but=right)
         self._num_held = len(right)
-        return Early(right, run.error)
+        return Early(right, done, views.follow, run.error)
 
     def forget(self) -> None:
         """All gradients were dropped."""
@@ -181,16 +201,21 @@ class StepSpeculation:
 
     def drop(self) -> None:
         """Nothing was done before the step. Any number of times."""
+        views = self._views
         if self._stopped() is not None:
-            assert self._tiered_state.nvme is not None
+            assert self._tiered_state.nvme is not None and views is not None
             self._tiered_state.nvme.drop_early()
+            views.files.drop()
 
     def _stopped(self) -> Speculation | None:
         """What was under way, and is not any more. In a forked child there is nothing."""
         run = self._under_way if os.getpid() == self._pid else None
         if run is not None:
             run.stop()
+            assert self._views is not None
+            self._views.files.end()
             self._under_way, self._views, self._blocks = None, None, {}  # and with them gradients
+            self._parts.storage.early = None
             self._num_speculated += len(run.assumed)
             self._moved += self._tiered_state.traffic() - self._before
         return run

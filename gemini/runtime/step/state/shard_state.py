@@ -13,9 +13,9 @@ from torch import Tensor
 
 import nvme
 from gemini.chunk.storage import Chunk
+from gemini.placement.fit import StateRequest
 from gemini.placement.plan import Plan
-from gemini.placement.policy import has_budgets
-from gemini.placement.sizes import StateBytes
+from gemini.placement.sizes import BudgetError, StateBytes
 from gemini.placement.tiers import Tier
 from gemini.placement.timetable.updates import AUTO, IN_BACKWARD
 from gemini.runtime.gradients.waiting import Gradients
@@ -64,15 +64,20 @@ class ShardState:
             layout = layout.with_master()
         state = _state_bytes(parts.chunks, layout)
         planning = parts.planning
-        speculates = parts.update in (*IN_BACKWARD, AUTO) and not has_budgets(planning.policy)
-        num_ahead = BUFFERS_AHEAD if speculates and layout.has_master else 0
-        planning.with_state(
+        speculates = parts.update in (*IN_BACKWARD, AUTO)
+        request = StateRequest(
             state,
-            nvme_frac=config.nvme_fraction,
-            block_numel=config.nvme.block_numel,
-            depth=config.nvme.depth,
-            num_ahead=num_ahead,
+            config.nvme_fraction,
+            config.nvme.block_numel,
+            config.nvme.depth,
+            BUFFERS_AHEAD if speculates and layout.has_master else 0,
         )
+        try:
+            planning.with_state(request)
+        except BudgetError:
+            if not request.num_ahead:
+                raise
+            planning.with_state(replace(request, num_ahead=0))
         disk = replace(config.nvme, block_numel=planning.block_numel)
         space = self._space(planning.block_numel)
         parts.storage.serve(planning.block_numel, disk.depth, disk.meter)
@@ -87,7 +92,7 @@ class ShardState:
             nvme=disk,
             memory=parts.backend,
             label=f"rank{parts.comm.rank}-",
-            num_ahead=num_ahead,
+            num_ahead=planning.inputs.num_ahead,
             split=ShardMasters(self._chunks, state),
         )
         self._split_in_memory = state.split_in_memory

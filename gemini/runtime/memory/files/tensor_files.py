@@ -19,7 +19,6 @@ from gemini.tickets import Ticket
 from gemini.units import BLOCK_NUMEL, BlockId, ChunkId
 from nvme import (
     BlockStore,
-    Buffer,
     BufferPool,
     NvmeError,
     Pin,
@@ -31,6 +30,8 @@ from nvme import (
     settle,
 )
 from optim.state.memory import copy_alone
+
+from .blocks import FileBlocks, Flat, Places, Staged
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,33 +48,6 @@ class FileConfig:
     def checked_folder(self) -> Path:
         """Raises FolderError."""
         return check_folder(self.folder) if self.folder is not None else default_folder()
-
-
-@dataclass(frozen=True, slots=True)
-class Flat:
-    """A tensor [numel] to be."""
-
-    numel: int
-    dtype: torch.dtype
-
-
-@dataclass(slots=True)
-class Staged:
-    """One block of one tensor in a staging buffer; `wait` ends its transfer, if there is one."""
-
-    buffer: Buffer
-    values: Tensor  # [n], a view of the buffer
-    ticket: Ticket[object] | None
-
-    @property
-    def is_ready(self) -> bool:
-        return self.ticket is None or self.ticket.ready()
-
-    def wait(self) -> Tensor:
-        if self.ticket is not None:
-            self.ticket.wait()
-            self.ticket = None
-        return self.values
 
 
 class ReadTicket:
@@ -95,8 +69,8 @@ class ReadTicket:
             raise self.error
 
 
-class TensorFiles:
-    """Tensors by chunk, each written whole or by block. One thread at a time.
+class TensorFiles(FileBlocks):
+    """Tensors by chunk, each written whole or by block. One thread at a time; see `beside`.
 
     versioned: a write counts at `commit` and reads see the last commit; else it counts at once,
         and is gone after `rollback`.
@@ -109,30 +83,15 @@ class TensorFiles:
         *,
         versioned: bool,
     ) -> None:
-        self._tensors = dict(tensors)
-        self._block_numel = config.block_numel
-        self._versioned = versioned
-        nbytes: list[int] = []
-        self._first: dict[ChunkId, int] = {}
-        for chunk, flat in self._tensors.items():
-            self._first[chunk] = len(nbytes)
-            for start in range(0, flat.numel, config.block_numel):
-                numel = min(config.block_numel, flat.numel - start)
-                nbytes.append(numel * flat.dtype.itemsize)
-        digest = hashlib.sha256(repr(self._tensors).encode()).hexdigest()[:16]
+        places, nbytes = Places.of(tensors, config.block_numel)
+        digest = hashlib.sha256(repr(places.tensors).encode()).hexdigest()[:16]
         plan = StoreLayout.plan(digest, nbytes, num_versions=2 if versioned else 1)
-        self.store = BlockStore(
-            [config.checked_folder()], plan, label=config.label, meter=config.meter
-        )
+        store = BlockStore([config.checked_folder()], plan, label=config.label, meter=config.meter)
         self._pin = config.pin
-        self._reserve(config.depth, max(nbytes))
+        pool = BufferPool(config.depth + 2, max(nbytes), config.pin)
+        super().__init__(places, store, pool, versioned=versioned)
         self._queue: deque[tuple[ReadTicket, BlockId, Tensor]] = deque()  # without a buffer yet
         self._reads: deque[tuple[ReadTicket, Staged, Tensor]] = deque()
-
-    def _reserve(self, depth: int, nbytes: int) -> None:
-        """Staging for blocks of so many bytes; nothing is under way."""
-        self._pool = BufferPool(depth + 2, nbytes, self._pin)
-        self._writes = WriteBehind(self._pool)
 
     def serve(self, depth: int, meter: WriteMeter | None) -> None:
         """Blocks are read so far ahead from now on, and what is written, and was, counts there."""
@@ -143,7 +102,8 @@ class TensorFiles:
             while self._reads or self._queue:
                 self.finish_read()
             self._writes.drain()
-            self._reserve(depth, self._pool.buffer_nbytes)
+            self._pool = BufferPool(depth + 2, self._pool.buffer_nbytes, self._pin)
+            self._writes = WriteBehind(self._pool)
 
     def rest(self) -> None:
         """End writes, and give the memory of staging back until it is used again."""
@@ -151,21 +111,16 @@ class TensorFiles:
         self._pool.empty()
 
     def __iter__(self) -> Iterator[ChunkId]:
-        return iter(self._tensors)
+        return iter(self._places.tensors)
 
     def __contains__(self, chunk: ChunkId) -> bool:
-        return chunk in self._tensors
+        return chunk in self._places.tensors
 
     def forget(self, chunks: Collection[ChunkId]) -> None:
         """These tensors live elsewhere from now on: give their space on disk back."""
         for chunk in chunks:
-            flat, first = self._tensors.pop(chunk), self._first.pop(chunk)
-            num_blocks = -(-flat.numel // self._block_numel)
-            self.store.forget([BlockId(first + i) for i in range(num_blocks)])
-
-    @property
-    def staging_bytes(self) -> int:
-        return self._pool.nbytes
+            self.store.forget(self._places.ids_of(chunk))
+            del self._places.tensors[chunk], self._places.first[chunk]
 
     @property
     def file_bytes(self) -> int:
@@ -175,17 +130,17 @@ class TensorFiles:
 
     def read(self, chunk: ChunkId, into: Tensor) -> Ticket[None]:
         """Begin to fill `into`, which must be left alone until the ticket is done."""
-        parts = into.detach().split(self._block_numel)
+        parts = into.detach().split(self._places.block_numel)
         fill = ReadTicket(self, len(parts))
-        first = self._first[chunk]
-        self._queue.extend((fill, BlockId(first + i), part) for i, part in enumerate(parts))
+        blocks = self._places.ids_of(chunk)
+        self._queue.extend((fill, block, part) for block, part in zip(blocks, parts, strict=True))
         self.pump()
         return fill
 
     def write(self, chunk: ChunkId, values: Tensor) -> None:
         """Write a whole tensor; `values` is free on return. Raises WriteBudgetError first."""
         self.store.check_step(self._written_bytes(chunk), "a tensor that leaves memory")
-        for i, part in enumerate(values.detach().split(self._block_numel)):
+        for i, part in enumerate(values.detach().split(self._places.block_numel)):
             staged = self.block_to_fill(chunk, i)
             copy_alone(staged.values, part)
             self.write_block(chunk, i, staged)
@@ -199,39 +154,10 @@ class TensorFiles:
             self.rollback()
             raise
 
-    # -- blocks --
-
-    def block_to_fill(self, chunk: ChunkId, index: int) -> Staged:
-        """A staging buffer for one block, with anything in it."""
-        return self._stage(chunk, index)
-
-    def read_block(self, chunk: ChunkId, index: int) -> Staged:
-        """Begin to read one block."""
-        staged = self._stage(chunk, index)
-        staged.ticket = self._begin_read(BlockId(self._first[chunk] + index), staged.buffer)
-        return staged
-
-    def write_block(self, chunk: ChunkId, index: int, staged: Staged) -> None:
-        """Begin to write a staged block; its buffer is taken back."""
-        block = BlockId(self._first[chunk] + index)
-        view = staged.buffer.view[: self.store.buffer_nbytes(block)]
-        self._writes.add(self.store.write(block, view), staged.buffer)
-
-    def give(self, staged: Staged) -> None:
-        """A staged block is not needed any more."""
-        settle(staged.ticket)
-        self._pool.give(staged.buffer)
-
-    @property
-    def can_read_ahead(self) -> bool:
-        """Whether `read_block` would find a buffer and leave one for `block_to_fill`."""
-        self._writes.reap()
-        return self._pool.num_free > 1
-
     @property
     def written_bytes_per_step(self) -> int:
         """Where every tensor is written once."""
-        return sum(map(self._written_bytes, self._tensors))
+        return sum(map(self._written_bytes, self))
 
     # -- versions; see `optim.step.driver.Versions` --
 
@@ -265,10 +191,7 @@ class TensorFiles:
         self.store.close()
 
     def _written_bytes(self, chunk: ChunkId) -> int:
-        first = self._first[chunk]
-        num_blocks = -(-self._tensors[chunk].numel // self._block_numel)
-        blocks = range(first, first + num_blocks)
-        return sum(self.store.buffer_nbytes(BlockId(block)) for block in blocks)
+        return sum(map(self.store.buffer_nbytes, self._places.ids_of(chunk)))
 
     # -- transfers under way --
 
@@ -311,17 +234,6 @@ class TensorFiles:
         self._pool.give(staged.buffer)
         fill.blocks_left -= 1
 
-    def _begin_read(self, block: BlockId, buffer: Buffer) -> Ticket[None]:
-        view = buffer.view[: self.store.buffer_nbytes(block)]
-        if self._versioned:
-            return self.store.read(block, view)
-        return self.store.read_uncommitted(block, view)
-
-    def _stage(self, chunk: ChunkId, index: int) -> Staged:
-        self._writes.reap()
+    def _make_room(self) -> None:
         while not (self._pool.num_free or self._writes):
             self.finish_read()
-        buffer = self._writes.take()
-        flat = self._tensors[chunk]
-        numel = min(self._block_numel, flat.numel - index * self._block_numel)
-        return Staged(buffer, torch.frombuffer(buffer.view, dtype=flat.dtype, count=numel), None)

@@ -1,0 +1,1 @@
+"""Tensors in files, whole and by block."""

@@ -1,0 +1,146 @@
+"""Blocks of flat tensors on disk, in staging buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gemini.tickets import Ticket
+from gemini.units import BlockId, ChunkId
+from nvme import BlockStore, Buffer, BufferPool, WriteBehind, settle
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """A tensor [numel] to be."""
+
+    numel: int
+    dtype: torch.dtype
+
+
+@dataclass(slots=True)
+class Staged:
+    """One block of one tensor in a staging buffer; `wait` ends its transfer, if there is one."""
+
+    buffer: Buffer
+    values: Tensor  # [n], a view of the buffer
+    ticket: Ticket[object] | None
+
+    @property
+    def is_ready(self) -> bool:
+        return self.ticket is None or self.ticket.ready()
+
+    def wait(self) -> Tensor:
+        if self.ticket is not None:
+            self.ticket.wait()
+            self.ticket = None
+        return self.values
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where the blocks of tensors are in a store. A tensor that is forgotten is in neither."""
+
+    tensors: dict[ChunkId, Flat]
+    first: dict[ChunkId, int]  # block of each
+    block_numel: int  # elements
+
+    def id_of(self, chunk: ChunkId, index: int) -> BlockId:
+        return BlockId(self.first[chunk] + index)
+
+    def ids_of(self, chunk: ChunkId) -> list[BlockId]:
+        """Of all blocks of a tensor."""
+        num_blocks = -(-self.tensors[chunk].numel // self.block_numel)
+        return [self.id_of(chunk, index) for index in range(num_blocks)]
+
+    def numel_of(self, chunk: ChunkId, index: int) -> int:
+        return min(self.block_numel, self.tensors[chunk].numel - index * self.block_numel)
+
+    @staticmethod
+    def of(tensors: Mapping[ChunkId, Flat], block_numel: int) -> tuple[Places, list[int]]:
+        """One tensor behind the other; and the bytes of every block."""
+        places, nbytes = Places(dict(tensors), {}, block_numel), list[int]()
+        for chunk, flat in tensors.items():
+            places.first[chunk] = len(nbytes)
+            for index in range(len(places.ids_of(chunk))):
+                nbytes.append(places.numel_of(chunk, index) * flat.dtype.itemsize)
+        return places, nbytes
+
+
+class FileBlocks:
+    """Some of the blocks of one store, in staging buffers; one thread at a time.
+
+    Two of them over one store may be in two threads, where neither writes what the other reads: a
+    versioned block that is written is not read before it counts.
+
+    versioned: reads see what was committed; else what was written.
+    """
+
+    def __init__(
+        self, places: Places, store: BlockStore, pool: BufferPool, *, versioned: bool
+    ) -> None:
+        self.store = store
+        self._places = places
+        self._versioned = versioned
+        self._pool = pool
+        self._writes = WriteBehind(pool)
+
+    def beside(self, count: int) -> FileBlocks:
+        """For another thread, with `count` buffers of its own."""
+        pool = BufferPool(count, self._pool.buffer_nbytes)
+        return FileBlocks(self._places, self.store, pool, versioned=self._versioned)
+
+    @property
+    def staging_bytes(self) -> int:
+        return self._pool.nbytes
+
+    def block_to_fill(self, chunk: ChunkId, index: int) -> Staged:
+        """A staging buffer for one block, with anything in it."""
+        self._writes.reap()
+        self._make_room()
+        buffer, dtype = self._writes.take(), self._places.tensors[chunk].dtype
+        count = self._places.numel_of(chunk, index)
+        return Staged(buffer, torch.frombuffer(buffer.view, dtype=dtype, count=count), None)
+
+    def read_block(self, chunk: ChunkId, index: int) -> Staged:
+        """Begin to read one block."""
+        staged = self.block_to_fill(chunk, index)
+        staged.ticket = self._begin_read(self._places.id_of(chunk, index), staged.buffer)
+        return staged
+
+    def write_block(self, chunk: ChunkId, index: int, staged: Staged) -> None:
+        """Begin to write a staged block; its buffer is taken back."""
+        block = self._places.id_of(chunk, index)
+        view = staged.buffer.view[: self.store.buffer_nbytes(block)]
+        self._writes.add(self.store.write(block, view), staged.buffer)
+
+    def give(self, staged: Staged) -> None:
+        """A staged block is not needed any more."""
+        settle(staged.ticket)
+        self._pool.give(staged.buffer)
+
+    @property
+    def can_read_ahead(self) -> bool:
+        """Whether `read_block` would find a buffer and leave one for `block_to_fill`."""
+        self._writes.reap()
+        return self._pool.num_free > 1
+
+    def end_writes(self) -> None:
+        """Wait for them, whatever becomes of them: who makes them count is told."""
+        self._writes.abandon()
+
+    def take_back(self, chunk: ChunkId, index: int) -> None:
+        """Forget what was written to a block since the last commit. Waits until that has ended."""
+        self.store.take_back(self._places.id_of(chunk, index))
+
+    def _make_room(self) -> None:
+        """Free a buffer where none is, and none is on its way to disk."""
+
+    def _begin_read(self, block: BlockId, buffer: Buffer) -> Ticket[None]:
+        view = buffer.view[: self.store.buffer_nbytes(block)]
+        if self._versioned:
+            return self.store.read(block, view)
+        return self.store.read_uncommitted(block, view)

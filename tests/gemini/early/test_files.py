@@ -1,0 +1,258 @@
+"""Updates in backward where parameters and gradients are in files: under budgets of RAM."""
+
+import dataclasses
+import errno
+import warnings
+from unittest import mock
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import nvme
+from bench.shared.models import token_loss
+from bench.shared.workers import run_ranks
+from gemini import AutoPlacement, BudgetWarning
+from gemini.memtracer.monitor import ProcessMonitor
+from gemini.placement.tiers import Tier
+from optim.state.nvme_state import NvmeState
+from tests.gemini.early.test_bits import HELD_BY, iterations, same
+from tests.support.disks.faults import failing
+from tests.support.loops.early import (
+    BETWEEN,
+    UPDATES,
+    Iteration,
+    Sometimes,
+    interrupted,
+    num_early,
+    patient,
+    program,
+    reported,
+)
+from tests.support.loops.endings import one_step, serially
+from tests.support.loops.tails import (
+    SCHEDULES,
+    absent,
+    batches,
+    differences,
+    everything,
+    run,
+    wrapped,
+)
+
+BUDGET = "270KiB"  # most parameters in files, and more than half of the gradients
+SHARED = "400KiB"  # by two ranks
+STEPS = 2  # behind which blocks are updated in backward
+
+
+@pytest.fixture(autouse=True)
+def model_data_alone(monkeypatch):
+    """What libraries allocate once in a process does not decide what is in files."""
+    monkeypatch.setattr(ProcessMonitor, "period", lambda monitor: 0)
+
+
+def options():
+    return {"placement_policy": AutoPlacement(BUDGET)}
+
+
+def in_files(model):
+    """How many shards, and how many gradients."""
+    shards = model.engine.planning.plan.shards
+    params = sum(shard.param_home is Tier.NVME for shard in shards)
+    return params, sum(shard.grad_home is Tier.NVME for shard in shards)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_has_the_bits_of_serial_steps(name):
+    for reports in same(SCHEDULES[name], **options()):
+        assert reports[0].speculated == 0
+        assert (sum(r.held for r in reports) > 0) == (name not in ("clips", "writes"))
+
+
+def test_parameters_and_gradients_are_in_files_and_in_memory():
+    """Or these tests would be of nothing."""
+    for update in UPDATES:
+        with run(SCHEDULES["plain"], update, **options()) as (model, *_):
+            assert all(0 < there < 7 for there in in_files(model))
+
+
+def test_all_blocks_but_those_that_were_read_ahead_are_updated_in_backward():
+    with patient(), run(SCHEDULES["plain"], "speculate", **options()) as (_, optimizer, _):
+        found = optimizer.last_report.speculation
+        assert found.speculated == found.held == num_early(optimizer) > 20
+
+
+def test_a_block_whose_parameters_are_in_a_file_leaves_the_step_nothing():
+    """It is not brought again; parameters are written, and gradients read, once."""
+    model, optimizer = wrapped("speculate", **options())
+    with patient():
+        for batch in batches(STEPS):
+            one_step(model, optimizer, batch)
+        files = model.engine.storage.params, model.engine.storage.gradient_files.files[0]
+        moved = [dataclasses.replace(each.store.traffic) for each in files]
+        token_loss(model, batches(STEPS + 1)[-1]).backward()
+        with mock.patch.object(
+            NvmeState, "bring", autospec=True, side_effect=NvmeState.bring
+        ) as brought:
+            optimizer.step()
+    params, gradients = (each.store.traffic for each in files)
+    assert params.written_bytes - moved[0].written_bytes == files[0].written_bytes_per_step
+    written = gradients.written_bytes - moved[1].written_bytes
+    assert gradients.read_bytes - moved[1].read_bytes == written > 0
+    state, chunks = optimizer.targets[0].tiered_state.nvme, optimizer.targets[0].trained
+    in_memory = sum(chunks[block.shard].files is None for block in state.blocks)
+    not_early = len(state.blocks) - optimizer.last_report.speculation.held
+    assert 0 < in_memory <= brought.call_count - 1 <= in_memory + not_early < len(state.blocks)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+def test_what_a_user_does_between_backward_and_step_counts(name):
+    (reports,) = same(interrupted(BETWEEN[name]), updates=["speculate"], **options())
+    touched = [r for step, r in enumerate(reports) if step % 2]
+    if name in HELD_BY:
+        assert [r.redone for r in touched] == [0, 0] and all(r.held for r in touched)
+    else:
+        assert sum(r.redone for r in touched) > 0
+
+
+class Deep(Sometimes):
+    """Of more parameters than its buffers have room for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(5, 65), *(nn.Linear(65, 65) for _ in range(12)))
+        self.last = nn.Linear(65, 17)
+
+
+def test_parameters_without_a_gradient_keep_their_bits_and_counts():
+    policy = AutoPlacement("200KiB")
+    found = same(absent, module=Deep, placement_policy=policy)
+    assert all(sum(r.redone for r in reports) > 0 for reports in found)
+    with run(absent, "speculate", module=Deep, placement_policy=policy) as (model, *_):
+        assert in_files(model)[0] > 0
+
+
+@given(st.lists(iterations, min_size=3, max_size=7), st.booleans())
+@settings(max_examples=6, suppress_health_check=[HealthCheck.too_slow])
+def test_every_program_has_the_bits_of_serial_steps(drawn, hurried):
+    same(program([Iteration(), *drawn]), updates=["speculate"], hurried=hurried, **options())
+
+
+@pytest.mark.slow
+@given(st.lists(iterations, min_size=3, max_size=9), st.sampled_from(UPDATES),
+       st.booleans(), st.sampled_from(["200KiB", BUDGET, "330KiB"]))  # fmt: skip
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+def test_very_many_programs_have_the_bits_of_serial_steps(drawn, update, hurried, budget):
+    policy = AutoPlacement(budget)
+    turns = program([Iteration(), *drawn])
+    same(turns, updates=[update], hurried=hurried, placement_policy=policy)
+
+
+# -- memory --
+
+
+def test_buffers_of_these_updates_are_in_the_plan_and_pass_no_budget():
+    model, optimizer = wrapped("speculate", **options())
+    ledger, plan = model.engine.manager.ledger, model.engine.planning
+    most = 0
+    with patient(), warnings.catch_warnings():
+        warnings.simplefilter("error", BudgetWarning)
+        for batch in batches(5):
+            token_loss(model, batch).backward()
+            staging = model.engine.storage.staging_bytes
+            most = max(most, staging - sum(f.staging_bytes for f in model.engine.storage.files))
+            assert ledger.totals()[Tier.DEVICE] <= plan.plan.budgets.device
+            optimizer.step()
+            optimizer.zero_grad()
+    planned = plan.plan.device_staging
+    assert most == plan.inputs.num_ahead * (planned.param_bytes + planned.grad_bytes) > 0
+    optimizer.close()
+
+
+def test_a_budget_without_room_for_them_has_serial_steps():
+    tight = {"placement_policy": AutoPlacement("130KiB")}
+    for reports in same(SCHEDULES["plain"], **tight):
+        assert [r.speculated for r in reports] == [0] * 4
+    with run(SCHEDULES["plain"], "speculate", **tight) as (model, *_):
+        lines = model.explain("layers.0.1.weight").splitlines()
+    because = "its budget has no room for blocks under way"
+    assert f"update: in step(), and none in backward, as {because}" in lines
+
+
+def test_a_write_budget_has_room_for_what_is_written_twice():
+    """Of parameters, too."""
+    model, optimizer = wrapped("speculate", **options())
+    with patient():
+        for step, batch in enumerate(batches(5)):
+            token_loss(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            state, files = optimizer.targets[0].tiered_state.nvme, model.engine.storage.files
+            one = state.written_bytes_per_step + sum(f.written_bytes_per_step for f in files)
+            meter = state.store.meter
+            if step == 1:
+                meter.budget = meter.written_bytes + 5 * one // 2
+            early = optimizer.last_report.speculation.speculated
+            assert (early > 0) == (step in (1, 2)), step
+            if step == 3:
+                break
+    optimizer.close()
+
+
+# -- faults --
+
+
+@pytest.mark.parametrize("kind", ["parameters", "gradients", "state"])
+@pytest.mark.parametrize("call", ["preadv", "pwritev"])
+def test_a_transfer_that_fails_is_told_and_loses_nothing(call, kind):
+    """By the pass or by the step; then all can be done again."""
+    before, again = serially(batches(STEPS + 1), **options())
+    model, optimizer = wrapped("speculate", **options())
+    for batch in batches(STEPS):
+        one_step(model, optimizer, batch)
+    everything(model, optimizer)
+    storage, third = model.engine.storage, batches(STEPS + 1)[STEPS]
+    store = {
+        "parameters": storage.params.store,
+        "gradients": storage.gradient_files.files[0].store,
+        "state": optimizer.targets[0].tiered_state.nvme.store,
+    }[kind]
+    name, half = store.paths[0].name, store.layout.num_blocks // 2
+    for number in (0, half - 1, half):
+        fails, told = (
+            failing(call, errno.EIO, name, after=number, times=1),
+            pytest.raises(nvme.TransferError, match="EIO"),
+        )
+        with patient(), fails as failed, told:
+            token_loss(model, third).backward()
+            optimizer.step()
+        assert len(failed) == 1
+        optimizer.zero_grad()
+        assert differences(everything(model, optimizer), before) == [], number
+    one_step(model, optimizer, third)
+    assert differences(everything(model, optimizer), again) == []
+    optimizer.close()
+
+
+# -- ranks --
+
+
+def on_ranks(rank):
+    found = {}
+    cases = {**SCHEDULES, **{n: interrupted(BETWEEN[n]) for n in ("scales one", "drops one")}}
+    for name, schedule in cases.items():
+        policy = {"placement_policy": AutoPlacement(SHARED)}
+        with run(schedule, "serial", **policy) as (model, optimizer, _):
+            serial, there = everything(model, optimizer), in_files(model)
+        got, reports = reported(schedule, "speculate", **policy)
+        found[name] = differences(got, serial), sum(r.held for r in reports), there
+    return found
+
+
+@pytest.mark.dist
+def test_two_ranks_have_the_bits_of_serial_steps():
+    for found in run_ranks(on_ranks, 2):
+        assert {name: different for name, (different, *_) in found.items() if different} == {}
+        assert found["plain"][1] > 0 and found["plain"][2][0] > 0
