@@ -2,10 +2,12 @@
 
 import dataclasses
 import errno
+import time
 import warnings
 from unittest import mock
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -17,6 +19,7 @@ from gemini import AutoPlacement, BudgetWarning
 from gemini.memtracer.monitor import ProcessMonitor
 from gemini.placement.tiers import Tier
 from optim.state.nvme_state import NvmeState
+from optim.step.speculation import Speculation
 from tests.gemini.early.test_bits import HELD_BY, iterations, same
 from tests.support.disks.faults import failing
 from tests.support.loops.early import (
@@ -256,3 +259,58 @@ def test_two_ranks_have_the_bits_of_serial_steps():
     for found in run_ranks(on_ranks, 2):
         assert {name: different for name, (different, *_) in found.items() if different} == {}
         assert found["plain"][1] > 0 and found["plain"][2][0] > 0
+
+
+# -- who changes what is read or written --
+
+
+def test_a_weight_that_is_replaced_behind_a_backward_is_alone():
+    """Its file counts at once, and nothing that a step may yet take back counts with it."""
+    model, optimizer = wrapped("speculate", **options())
+    with patient():
+        for batch in batches(STEPS):
+            one_step(model, optimizer, batch)
+        storage = model.engine.storage
+        before = {chunk: stored(storage, chunk) for chunk in storage.params}
+        token_loss(model, batches(STEPS + 1)[-1]).backward()
+        first = next(iter(storage.params))
+        storage.replace(first, torch.zeros_like(before[first]))
+    assert not stored(storage, first).any()
+    for chunk, values in before.items():
+        assert chunk == first or torch.equal(stored(storage, chunk), values)
+    optimizer.close()
+
+
+def stored(storage, chunk):
+    """[S] of the last commit."""
+    values = torch.empty(storage._specs[chunk].shard_numel, dtype=torch.bfloat16)
+    storage.read(chunk, values).wait()
+    return values
+
+
+def test_a_gradient_in_a_file_is_changed_when_nobody_reads_it():
+    """Updates under way end first: what they read is written over."""
+    model, optimizer = wrapped("speculate", **options())
+    for batch in batches(STEPS):
+        one_step(model, optimizer, batch)
+    running, ended = [], []
+    update, stop = Speculation._update, Speculation.stop
+
+    def slowly(self, *args):
+        running.append(self)
+        time.sleep(0.02)
+        update(self, *args)
+
+    def told(self):
+        stop(self)
+        ended.append(self.is_idle)
+
+    slow = mock.patch.object(Speculation, "_update", slowly)
+    with slow, mock.patch.object(Speculation, "stop", told):
+        token_loss(model, batches(STEPS + 1)[-1]).backward()
+        chunk = next(c for c in reversed(model.engine.chunks) if c.gradient.offloaded_dtype)
+        assert running and not ended
+        chunk.gradient.change(lambda grad: grad.mul_(0.5), wide=False)
+        assert ended == [True]
+    optimizer.step()
+    optimizer.close()
