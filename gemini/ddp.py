@@ -21,7 +21,7 @@ from gemini.memtracer.module_calls import GatherWhole, has_experts
 from gemini.memtracer.trace import Trace
 from gemini.placement.policy import Placement, parse_placement
 from gemini.placement.sizes import wider_chunks
-from gemini.placement.timetable.updates import AUTO, BEHIND, UPDATES
+from gemini.placement.timetable.updates import AUTO, BEHIND, IN_BACKWARD, UPDATES
 from gemini.runtime.autograd.io_casts import Boundary
 from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.comm.connect import connect
@@ -47,6 +47,7 @@ from gemini.runtime.wrap.precision import PrecisionSettings, as_loss_scale, chec
 from gemini.runtime.wrap.specs import check_module, check_split, collect_params, padded
 from optim.rules.clipping import asked_norm
 from optim.rules.loss_scale import LossScale
+from optim.step.speculation import BUFFERS_AHEAD
 
 from .dtypes import DTYPES
 from .module_face import ModuleFace, face_of
@@ -211,11 +212,13 @@ class GeminiDDP(ModuleFace):
         _check_same_set_up(comm, layout, (placement, precision_settings, max_prefetch, update))
         backend = _backend(device)
         itemsizes = [param.dtype.itemsize for param in params]
+        has_master = master_weights and any(c.dtype != "float32" for c in layout.chunks)
+        speculates = update in (*IN_BACKWARD, AUTO) and has_master and not backend.has_host_tier
         planning = begin_planning(
             layout, placement, backend, comm,
             with_originals=wider_chunks(layout, itemsizes) if master_weights else frozenset(),
-            has_master=master_weights and any(c.dtype != "float32" for c in layout.chunks),
-            max_prefetch=max_prefetch, trace=trace,
+            has_master=has_master, max_prefetch=max_prefetch, trace=trace,
+            num_ahead=BUFFERS_AHEAD if speculates else 0,
             ranks_per_node=None if together is None else together.ranks_here,
         )  # fmt: skip
         if overlap_allgather and not planning.never_released:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from gemini.placement.plan import UpdatePath
@@ -73,6 +74,22 @@ def fit(
         inputs = replace(inputs, block_numel=max(least, inputs.block_numel // 4))
 
 
+Fitted = tuple[PlanInputs, PlanResult]
+
+
+def with_ahead(fitted: Callable[[int], Fitted], num_ahead: int) -> Fitted:
+    """What is `fitted` with so many buffers more, for blocks that are updated before their step:
+    where they cost no smaller blocks, and nothing of what activations are assumed to take."""
+    without = fitted(0)
+    if not num_ahead:
+        return without
+    try:
+        found = fitted(num_ahead)
+    except BudgetError:
+        return without
+    return found if found[0] == replace(without[0], num_ahead=num_ahead) else without
+
+
 @dataclass(frozen=True, slots=True)
 class StateRequest:
     """What an optimizer asks for."""
@@ -81,7 +98,6 @@ class StateRequest:
     nvme_frac: float  # of its bytes, at least, on NVMe
     block_numel: int | None  # a wish; None: there is none
     depth: int
-    num_ahead: int = 0  # buffers more, for blocks that are updated before their step
 
     def blocks(self, policy: Placement, inputs: PlanInputs, planned: PlanResult) -> tuple[int, int]:
         """Elements that a block has at most, and at least.
@@ -109,7 +125,6 @@ class StateRequest:
             nvme_state_frac=self.nvme_frac,
             block_numel=block_numel,
             depth=self.depth,
-            num_ahead=self.num_ahead,
             fixed_params=tuple(shard.param_home for shard in planned.plan.shards),
             original_home=planned.plan.original_home,
         )

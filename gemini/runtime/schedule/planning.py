@@ -17,7 +17,15 @@ from gemini.memtracer.trace import (
     reduce_traces,
     sequential_trace,
 )
-from gemini.placement.fit import StateRequest, assume, block_sizes, fit, fit_state
+from gemini.placement.fit import (
+    Fitted,
+    StateRequest,
+    assume,
+    block_sizes,
+    fit,
+    fit_state,
+    with_ahead,
+)
 from gemini.placement.homes.budgets import Machine, in_words_of, resolve
 from gemini.placement.overruns import BudgetWarning, Overruns, user_stacklevel
 from gemini.placement.plan import Plan, UpdatePath
@@ -74,6 +82,7 @@ class Planning:
     homes_are_final: bool = field(init=False)  # chosen for a trace, or asked to rise
     result: PlanResult = field(init=False)  # of training
     overruns: Overruns = field(init=False)  # of the budgets
+    _num_ahead: int = field(init=False)  # buffers asked for; `inputs` has what there is room for
     _refusals: set[str] = field(default_factory=set)  # iterations that did not fit once
     _doubtful: bool = False
     # of evaluation, and of training with inputs of other signatures, in the same homes
@@ -81,9 +90,15 @@ class Planning:
 
     def __post_init__(self) -> None:
         self.homes_are_final = self.has_trace
-        self._begun = self.inputs, self.has_trace
         self.overruns = Overruns(self.policy, self.inputs.budgets)
-        self._take(lambda: fit(self.inputs, self.policy, is_measured=self.has_trace))
+        begun, self._num_ahead = self.inputs, self.inputs.num_ahead
+
+        def fitted(num_ahead: int) -> Fitted:
+            wanted = replace(begun, num_ahead=num_ahead)
+            return fit(wanted, self.policy, is_measured=self.has_trace)
+
+        self._take(lambda: with_ahead(fitted, self._num_ahead))
+        self._begun = replace(begun, num_ahead=self.inputs.num_ahead), self.has_trace
 
     @property
     def plan(self) -> Plan:
@@ -119,15 +134,13 @@ class Planning:
         Raises BudgetError, and ValueError for a wish that is not the policy's; then nothing has
         changed.
         """
-        self._take(
-            lambda: fit_state(
-                self._begun,
-                (self.inputs, self.result),
-                self.policy,
-                request,
-                is_measured=self.has_trace,
-            )
-        )
+
+        def fitted(num_ahead: int) -> Fitted:
+            now = replace(self.inputs, num_ahead=num_ahead), self.result
+            return fit_state(self._begun, now, self.policy, request, is_measured=self.has_trace)
+
+        num_ahead = self._num_ahead if request.state.has_master else 0
+        self._take(lambda: with_ahead(fitted, num_ahead))
 
     def keep_originals(self, chunks: Collection[ChunkId]) -> None:
         """Of chunks that may have been rounded these were, on this rank: they have originals.
@@ -339,12 +352,14 @@ def begin_planning(
     max_prefetch: int,
     trace: Trace | None,
     ranks_per_node: int | None = None,
+    num_ahead: int = 0,
 ) -> Planning:
     """Measure, agree, and plan the homes of parameters for an optimizer that is yet to come.
 
     `with_originals`: chunks that may have to keep fp32 values. `trace`: of this model.
-    `ranks_per_node`: None where `comm` has all ranks. Raises BudgetError for budgets that cannot
-    hold the model.
+    `ranks_per_node`: None where `comm` has all ranks. `num_ahead`: buffers more, where there is
+    room for them, for blocks that are updated before their step. Raises BudgetError for budgets
+    that cannot hold the model.
     """
     # files and staging may be larger where masters are split: planes and weights are whole pages
     split = frozenset(c.id for c in layout.chunks if has_master and c.dtype == WEIGHT_DTYPE)
@@ -373,7 +388,7 @@ def begin_planning(
         layout=layout, trace=used, state=state, budgets=budgets, bandwidths=bandwidths,
         has_host_tier=backend.has_host_tier, max_prefetch=max_prefetch,
         off_device=UpdatePath.CPU if beside_device else UpdatePath.STREAM, fixed_params=fixed,
-        with_originals=with_originals,
+        with_originals=with_originals, num_ahead=num_ahead,
     )  # fmt: skip
     inputs = replace(inputs, block_numel=block_sizes(policy, inputs)[0])
     if trace is None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import functools
 import time
 import warnings
 from unittest import mock
@@ -12,8 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+import gemini
 import nvme
-from bench.shared.models import token_loss
+from bench.shared.models import Tower, token_loss
 from bench.shared.workers import run_ranks
 from gemini import AutoPlacement, BudgetWarning
 from gemini.memtracer.monitor import ProcessMonitor
@@ -44,9 +46,9 @@ from tests.support.loops.tails import (
     wrapped,
 )
 
-BUDGET = "230KiB"  # all parameters in files, and more than half of the gradients
-MIXED = "260KiB"  # some of both are in memory
-SHARED = "400KiB"  # by two ranks
+BUDGET = "280KiB"  # most parameters in files, and some of the gradients
+MIXED = "300KiB"  # some of both
+SHARED = "500KiB"  # by two ranks
 STEPS = 2  # behind which blocks are updated in backward
 
 
@@ -56,8 +58,15 @@ def model_data_alone(monkeypatch):
     monkeypatch.setattr(ProcessMonitor, "period", lambda monitor: 0)
 
 
+@functools.cache
+def of_an_iteration():
+    """With what activations take, so that nothing is left to an assumption."""
+    ids = batches(1)[0]
+    return gemini.trace(Tower(), (ids,), loss=lambda logits: logits.float().sum())
+
+
 def options(budget=BUDGET):
-    return {"placement_policy": AutoPlacement(budget)}
+    return {"placement_policy": AutoPlacement(budget), "trace": of_an_iteration()}
 
 
 def in_files(model):
@@ -78,9 +87,9 @@ def test_every_schedule_has_the_bits_of_serial_steps(name, budget, update):
 def test_parameters_and_gradients_are_in_files_and_in_memory():
     """Or these tests would be of nothing."""
     with run(SCHEDULES["plain"], "speculate", **options()) as (model, *_):
-        assert in_files(model) == (7, 4)
+        assert in_files(model) == (6, 2)
     with run(SCHEDULES["plain"], "both", **options(MIXED)) as (model, *_):
-        assert in_files(model) == (5, 2)
+        assert in_files(model) == (3, 1)
 
 
 def test_all_blocks_but_those_that_were_read_ahead_are_updated_in_backward():
@@ -123,6 +132,24 @@ def test_what_a_user_does_between_backward_and_step_counts(name):
         assert sum(r.redone for r in touched) > 0
 
 
+CHANGES = {
+    "scales": lambda param: param.grad.mul_(0.5),
+    "drops": lambda param: setattr(param, "grad", None),
+    "assigns": lambda param: setattr(param, "grad", torch.full_like(param, 0.01)),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_only_the_blocks_of_a_gradient_that_was_changed_in_its_file_are_done_again(name):
+    def between(model, optimizer):
+        chunk = model.engine.chunks[-1]
+        assert chunk.gradient.offloaded_dtype is not None
+        CHANGES[name](model.module.get_parameter("layers.3.3.weight"))
+
+    ((_, found, *_),) = same(interrupted(between), updates=["speculate"], **options())
+    assert 0 < found.redone < found.held
+
+
 class Deep(Sometimes):
     """Of more parameters than its buffers have room for."""
 
@@ -133,10 +160,12 @@ class Deep(Sometimes):
 
 
 def test_parameters_without_a_gradient_keep_their_bits_and_counts():
-    policy = AutoPlacement("200KiB")
-    found = same(absent, module=Deep, placement_policy=policy)
+    inputs = torch.zeros(4, 5), 1
+    traced = gemini.trace(Deep(), inputs, loss=lambda out: out.float().sum())
+    beside = {"module": Deep, "trace": traced, "placement_policy": AutoPlacement("200KiB")}
+    found = same(absent, **beside)
     assert all(sum(r.redone for r in reports) > 0 for reports in found)
-    with run(absent, "speculate", module=Deep, placement_policy=policy) as (model, *_):
+    with run(absent, "speculate", **beside) as (model, *_):
         assert in_files(model)[0] > 0
 
 
@@ -148,12 +177,11 @@ def test_every_program_has_the_bits_of_serial_steps(drawn, hurried):
 
 @pytest.mark.slow
 @given(st.lists(iterations, min_size=3, max_size=9), st.sampled_from(UPDATES),
-       st.booleans(), st.sampled_from([BUDGET, MIXED, "330KiB"]))  # fmt: skip
+       st.booleans(), st.sampled_from(["245KiB", BUDGET, MIXED]))  # fmt: skip
 @settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 def test_very_many_programs_have_the_bits_of_serial_steps(drawn, update, hurried, budget):
-    policy = AutoPlacement(budget)
     turns = program([Iteration(), *drawn])
-    same(turns, updates=[update], hurried=hurried, placement_policy=policy)
+    same(turns, updates=[update], hurried=hurried, **options(budget))
 
 
 # -- memory --
@@ -246,7 +274,7 @@ def on_ranks(rank):
     found = {}
     cases = {**SCHEDULES, **{n: interrupted(BETWEEN[n]) for n in ("scales one", "drops one")}}
     for name, schedule in cases.items():
-        policy = {"placement_policy": AutoPlacement(SHARED)}
+        policy = options(SHARED)
         with run(schedule, "serial", **policy) as (model, optimizer, _):
             serial, there = everything(model, optimizer), in_files(model)
         got, reports = reported(schedule, "speculate", **policy)

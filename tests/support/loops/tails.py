@@ -152,11 +152,16 @@ def late_updates(model: Any, optimizer: Any, count: int) -> Iterator[None]:
 
 
 def everything(model: Any, optimizer: Any) -> dict[str, Any]:
-    """This rank's state run by run, whole weights, and what is counted. Collective."""
-    found: dict[str, Any] = {}
+    """This rank's state, whole weights, and what is counted. Collective."""
+    runs: dict[str, dict[int, Tensor]] = {}  # by first element: they are as long as homes have them
     optimizer.visit_state(
-        lambda run: found.update({f"{run.name}/{run.plane}/{run.start}": run.values.clone()})
+        lambda run: runs.setdefault(f"{run.name}/{run.plane}", {}).update(
+            {run.start: run.values.clone().flatten()}
+        )
     )
+    found: dict[str, Any] = {}
+    for name, parts in runs.items():
+        found[f"{name}/{min(parts)}"] = torch.cat([parts[start] for start in sorted(parts)])
     with model.summon_full_params(writeback=False):
         found |= {name: p.detach().clone() for name, p in model.module.named_parameters()}
     counts = [float(count) for count in optimizer.targets[0].step_counts]

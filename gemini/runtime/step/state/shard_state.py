@@ -15,9 +15,8 @@ import nvme
 from gemini.chunk.storage import Chunk
 from gemini.placement.fit import StateRequest
 from gemini.placement.plan import Plan
-from gemini.placement.sizes import BudgetError, StateBytes
+from gemini.placement.sizes import StateBytes
 from gemini.placement.tiers import Tier
-from gemini.placement.timetable.updates import AUTO, IN_BACKWARD
 from gemini.runtime.gradients.waiting import Gradients
 from gemini.runtime.memory.user_writes import follow_shard
 from gemini.runtime.parts import Parts
@@ -29,7 +28,6 @@ from optim.rules.state_layout import MASTER, StateLayout
 from optim.state.pieces import Planes
 from optim.state.space import Block, Segment, StateSpace
 from optim.state.tiered_state import TieredState
-from optim.step.speculation import BUFFERS_AHEAD
 
 from .shard_blocks import ShardMasters, Shards
 
@@ -64,20 +62,9 @@ class ShardState:
             layout = layout.with_master()
         state = _state_bytes(parts.chunks, layout)
         planning = parts.planning
-        speculates = parts.update in (*IN_BACKWARD, AUTO)
-        request = StateRequest(
-            state,
-            config.nvme_fraction,
-            config.nvme.block_numel,
-            config.nvme.depth,
-            BUFFERS_AHEAD if speculates and layout.has_master else 0,
+        planning.with_state(
+            StateRequest(state, config.nvme_fraction, config.nvme.block_numel, config.nvme.depth)
         )
-        try:
-            planning.with_state(request)
-        except BudgetError:
-            if not request.num_ahead:
-                raise
-            planning.with_state(replace(request, num_ahead=0))
         disk = replace(config.nvme, block_numel=planning.block_numel)
         space = self._space(planning.block_numel)
         parts.storage.serve(planning.block_numel, disk.depth, disk.meter)
