@@ -91,7 +91,7 @@ def test_a_cycle_is_found():
 
 def test_rooms_import_each_other_in_one_direction():
     found = arrows()
-    assert len(found) > 40 and "gemini.runtime.memory" in found["gemini.runtime.step.views"]
+    assert len(found) > 40 and "gemini.runtime.memory.files" in found["gemini.runtime.step.views"]
     assert cycle_in(found) is None
 
 

@@ -26,7 +26,7 @@ from .originals import Originals, original_homes
 
 
 class HasStaging(Protocol):
-    """Files' buffers, elsewhere."""
+    """What has staging buffers for blocks of files, and says of how many bytes."""
 
     @property
     def staging_bytes(self) -> int: ...

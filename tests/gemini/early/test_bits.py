@@ -11,14 +11,17 @@ from bench.shared.models import token_loss
 from optim import LossScale
 from tests.support.loops.early import (
     BETWEEN,
+    HELD_BY,
     UPDATES,
     Iteration,
     Sometimes,
     interrupted,
+    iterations,
     num_early,
     patient,
     program,
-    reported,
+    same,
+    serial,
 )
 from tests.support.loops.endings import one_step, resumed
 from tests.support.loops.tails import (
@@ -40,22 +43,6 @@ PRECISIONS = {
     },
     "partly": {"fraction": 0.4},
 }
-
-
-def serial(schedule, **options):
-    with run(schedule, "serial", **options) as (model, optimizer, _):
-        return everything(model, optimizer)
-
-
-def same(schedule, updates=UPDATES, hurried=False, **options):
-    """What each step of each update says of updates in backward; the bits are those of serial."""
-    want, found = serial(schedule, **options), []
-    for update in updates:
-        got, reports = reported(schedule, update, hurried=hurried, **options)
-        assert differences(got, want) == [], update
-        assert all(r.speculated == r.held + r.redone for r in reports)
-        found.append(reports)
-    return found
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -91,9 +78,6 @@ def test_parameters_without_a_gradient_keep_their_bits_and_counts():
     """One is absent where it was there in the step before: it was updated, and is not."""
     found = same(absent, module=Sometimes)
     assert sum(r.redone for reports in found for r in reports) > 0
-
-
-HELD_BY = {"evaluates", "reads weights"}  # what changes nothing that an update follows from
 
 
 @pytest.mark.parametrize("name", BETWEEN)
@@ -221,17 +205,6 @@ def test_a_run_that_was_saved_behind_a_backward_and_resumed_has_the_same_bits(tm
     for update in UPDATES:
         with patient():
             assert differences(saved_behind_a_backward(update, tmp_path), want) == []
-
-
-iterations = st.builds(
-    Iteration,
-    backwards=st.sampled_from([1, 1, 1, 2]),
-    synced=st.booleans(),
-    between=st.sampled_from([None, None, None, *BETWEEN]),
-    skipped=st.sampled_from([False, False, False, True]),
-    stepless=st.sampled_from([False, False, False, True]),
-    broken=st.sampled_from([None, None, None, "forward", "backward"]),
-)
 
 
 @given(st.lists(iterations, min_size=3, max_size=7), st.sampled_from(UPDATES),

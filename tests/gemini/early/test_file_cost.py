@@ -9,7 +9,7 @@ from gemini.placement.planner import make_plan
 from gemini.placement.tiers import Tier
 from gemini.placement.timetable.speculation import price_speculation
 from gemini.units import Bytes, ChunkId, Moment, ParamId
-from tests.gemini.tail.test_cost import BLOCK, DISK, TEN, WRITE, asked
+from tests.support.priced import BLOCK, DISK, TEN, WRITE, asked
 
 PARAM_READ, PARAM_WRITE = 1 / 3, 1 / 2  # seconds of a block's parameters
 IN_FILES = {"fixed_params": (Tier.NVME,) * 10}

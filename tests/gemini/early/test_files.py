@@ -22,18 +22,21 @@ from gemini.memtracer.monitor import ProcessMonitor
 from gemini.placement.tiers import Tier
 from optim.state.nvme_state import NvmeState
 from optim.step.speculation import Speculation
-from tests.gemini.early.test_bits import HELD_BY, iterations, same
+from optim.update.updaters import CpuUpdater
 from tests.support.disks.faults import failing
 from tests.support.loops.early import (
     BETWEEN,
+    HELD_BY,
     UPDATES,
     Iteration,
     Sometimes,
     interrupted,
+    iterations,
     num_early,
     patient,
     program,
     reported,
+    same,
 )
 from tests.support.loops.endings import one_step, serially
 from tests.support.loops.tails import (
@@ -299,21 +302,15 @@ def test_a_weight_that_is_replaced_behind_a_backward_is_alone():
         for batch in batches(STEPS):
             one_step(model, optimizer, batch)
         storage = model.engine.storage
-        before = {chunk: stored(storage, chunk) for chunk in storage.params}
+        chunks = {c: model.engine.chunks[c] for c in storage.params}
+        before = {c: chunk.load_shard() for c, chunk in chunks.items()}
         token_loss(model, batches(STEPS + 1)[-1]).backward()
-        first = next(iter(storage.params))
+        first = next(iter(chunks))
         storage.replace(first, torch.zeros_like(before[first]))
-    assert not stored(storage, first).any()
-    for chunk, values in before.items():
-        assert chunk == first or torch.equal(stored(storage, chunk), values)
+    assert not chunks[first].load_shard().any()
+    for c, values in before.items():
+        assert c == first or torch.equal(chunks[c].load_shard(), values)
     optimizer.close()
-
-
-def stored(storage, chunk):
-    """[S] of the last commit."""
-    values = torch.empty(storage._specs[chunk].shard_numel, dtype=torch.bfloat16)
-    storage.read(chunk, values).wait()
-    return values
 
 
 def test_a_gradient_in_a_file_is_changed_when_nobody_reads_it():
@@ -322,18 +319,18 @@ def test_a_gradient_in_a_file_is_changed_when_nobody_reads_it():
     for batch in batches(STEPS):
         one_step(model, optimizer, batch)
     running, ended = [], []
-    update, stop = Speculation._update, Speculation.stop
+    update, stop = CpuUpdater.update_staged, Speculation.stop
 
     def slowly(self, *args):
         running.append(self)
         time.sleep(0.02)
-        update(self, *args)
+        return update(self, *args)
 
     def told(self):
         stop(self)
         ended.append(self.is_idle)
 
-    slow = mock.patch.object(Speculation, "_update", slowly)
+    slow = mock.patch.object(CpuUpdater, "update_staged", slowly)
     with slow, mock.patch.object(Speculation, "stop", told):
         token_loss(model, batches(STEPS + 1)[-1]).backward()
         chunk = next(c for c in reversed(model.engine.chunks) if c.gradient.offloaded_dtype)

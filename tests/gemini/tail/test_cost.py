@@ -7,49 +7,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gemini.chunk.layout import ChunkLayout, ParamSpec
+from gemini.chunk.layout import ParamSpec
 from gemini.memtracer.trace import TraceMoment, sequential_trace
 from gemini.placement.plan import UpdatePath
-from gemini.placement.planner import PlanInputs, make_plan
+from gemini.placement.planner import make_plan
 from gemini.placement.policy import AutoPlacement, StaticPlacement
 from gemini.placement.sizes import Bandwidths, Budgets, StateBytes
 from gemini.placement.tiers import Tier
 from gemini.placement.timetable.tail import NO_ROOM, against_tail, homes_against_tail
 from gemini.placement.timetable.updates import best_update
 from gemini.units import ChunkId, ParamId
-
-ADAM = StateBytes(12, True)
-BLOCK = 1 << 10
-READ, WRITE = 2.0, 3.0  # seconds of a block's state
-DISK = Bandwidths(nvme_read=12 * BLOCK / READ, nvme_write=12 * BLOCK / WRITE)
-
-
-def asked(numels, forward, *, backward=100.0, world_size=1, trace=None, **changes):
-    """A module of each size, on a CPU, with its state on NVMe. Seconds are of each module's call:
-    `forward` of each, or one for all; backward of all together."""
-    specs = [ParamSpec(f"m{i}.p", (n,), "bfloat16") for i, n in enumerate(numels)]
-    forward = forward if isinstance(forward, list) else [forward] * len(numels)
-    trace = trace or sequential_trace(specs)
-    moments = [
-        replace(m, seconds=0.0 if m.edge == "leave" else forward[m.params[0]])
-        if m.phase == "forward"
-        else replace(m, seconds=backward / len(numels) if m.edge == "enter" else 0.0)
-        for m in trace.moments
-    ]
-    return PlanInputs(
-        **{
-            "layout": ChunkLayout.build(specs, min(numels), world_size),  # a chunk each
-            "trace": replace(trace, moments=tuple(moments)), "state": ADAM, "bandwidths": DISK,
-            "has_host_tier": False, "nvme_state_frac": 1.0, "block_numel": BLOCK, **changes,
-        }
-    )  # fmt: skip
+from tests.support.priced import BLOCK, DISK, READ, TEN, WRITE, asked
 
 
 def priced(*args, policy=AutoPlacement(), **options):  # noqa: B008
     return make_plan(asked(*args, **options), policy).tail
 
 
-TEN = [BLOCK] * 10
 # The first two of ten blocks are read in backward. Behind them eight are read, and ten written
 UPDATE = 8 * READ + 10 * WRITE
 

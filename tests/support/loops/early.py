@@ -13,13 +13,14 @@ from typing import Any
 from unittest import mock
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 from bench.shared.models import token_loss
 from optim.rules.report import Speculated
 from optim.step.speculation import Speculation
-from tests.support.loops.tails import Schedule, batches, everything, run
+from tests.support.loops.tails import Schedule, batches, differences, everything, run
 
 UPDATES = ("speculate", "both")
 PATIENCE_SECONDS = 20.0
@@ -57,6 +58,25 @@ def reported(
     waits = nullcontext() if hurried else patient()
     with waits, run(told, update, **options) as (model, optimizer, _):
         return everything(model, optimizer), reports
+
+
+def serial(schedule: Schedule, **options: Any) -> dict[str, Any]:
+    """What it comes to with serial steps."""
+    with run(schedule, "serial", **options) as (model, optimizer, _):
+        return everything(model, optimizer)
+
+
+def same(
+    schedule: Schedule, updates: Sequence[str] = UPDATES, hurried: bool = False, **options: Any
+) -> list[list[Speculated]]:
+    """What each step of each update says of updates in backward; the bits are those of serial."""
+    want, found = serial(schedule, **options), []
+    for update in updates:
+        got, reports = reported(schedule, update, hurried=hurried, **options)
+        assert differences(got, want) == [], update
+        assert all(r.speculated == r.held + r.redone for r in reports)
+        found.append(reports)
+    return found
 
 
 def num_early(optimizer: Any) -> int:
@@ -134,6 +154,9 @@ BETWEEN = {
 }
 
 
+HELD_BY = {"evaluates", "reads weights"}  # what changes nothing that an update follows from
+
+
 def interrupted(between: Any) -> Schedule:
     """In every other step, behind one without."""
 
@@ -167,6 +190,17 @@ class Iteration:
     skipped: bool = False
     stepless: bool = False
     broken: str | None = None
+
+
+iterations = st.builds(
+    Iteration,
+    backwards=st.sampled_from([1, 1, 1, 2]),
+    synced=st.booleans(),
+    between=st.sampled_from([None, None, None, *BETWEEN]),
+    skipped=st.sampled_from([False, False, False, True]),
+    stepless=st.sampled_from([False, False, False, True]),
+    broken=st.sampled_from([None, None, None, "forward", "backward"]),
+)
 
 
 def program(iterations: Sequence[Iteration]) -> Schedule:
