@@ -37,6 +37,7 @@ from .policy import (
     ConstPlacement,
     Placement,
     StaticPlacement,
+    has_budgets,
     never_released,
 )
 from .predict import Profile, predict
@@ -250,7 +251,8 @@ class Draft:
         if reason is None:
             tail = price_tail(plan, links, self.compute, self.calls, self._backward, cost)
         ahead = None
-        if self.inputs.state.has_master:
+        has_room = self.inputs.num_ahead or not has_budgets(self.policy)
+        if self.inputs.state.has_master and has_room:
             ahead = price_speculation(
                 plan, links, self.compute, self.calls, self._backward, has_tail=reason is None
             )

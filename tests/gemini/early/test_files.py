@@ -214,6 +214,7 @@ def test_a_budget_without_room_for_them_has_serial_steps():
         assert [r.speculated for r in reports] == [0] * 4
     with run(SCHEDULES["plain"], "speculate", **tight) as (model, *_):
         lines = model.explain("layers.0.1.weight").splitlines()
+        assert model.engine.planning.result.speculation is None
     because = "its budget has no room for blocks under way"
     assert f"update: in step(), and none in backward, as {because}" in lines
 
