@@ -19,7 +19,16 @@ from optim.rules.split_master import join, tie_sign
 from optim.rules.state_layout import StateLayout
 from tests.support.disks.faults import failing
 from tests.support.loops.early import BETWEEN, Sometimes, interrupted, patient
-from tests.support.loops.tails import BLOCK, SCHEDULES, absent, batches, everything, run, wrapped
+from tests.support.loops.tails import (
+    BLOCK,
+    SCHEDULES,
+    absent,
+    batches,
+    everything,
+    run,
+    state_of,
+    wrapped,
+)
 
 UPDATES = ("serial", "tail", "speculate", "both")
 
@@ -326,12 +335,8 @@ def test_a_save_sees_the_masters_of_its_step_while_others_go_on(update):
         step(data[0])
         want, found = everything(model, optimizer), {}
         snapshot = optimizer.targets[0].snapshot_state()
-
-        def keep(run):
-            found[f"{run.name}/{run.plane}/{run.start}"] = run.values.clone()
-
         step(data[1])
-        reader = threading.Thread(target=snapshot.visit_disk, args=(keep,))
+        reader = threading.Thread(target=lambda: found.update(state_of(snapshot.visit_disk)))
         reader.start()
         for batch in data[2:]:
             step(batch)

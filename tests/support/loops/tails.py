@@ -151,17 +151,23 @@ def late_updates(model: Any, optimizer: Any, count: int) -> Iterator[None]:
         timer.join()
 
 
+def state_of(visit: Callable[[Callable[[Any], None]], object]) -> dict[str, Tensor]:
+    """What is shown run by run, each plane of a parameter as one: runs are as homes have them."""
+    runs: dict[str, dict[int, Tensor]] = {}  # by first element
+
+    def keep(run: Any) -> None:
+        runs.setdefault(f"{run.name}/{run.plane}", {})[run.start] = run.values.clone().flatten()
+
+    visit(keep)
+    return {
+        f"{name}/{min(parts)}": torch.cat([parts[start] for start in sorted(parts)])
+        for name, parts in runs.items()
+    }
+
+
 def everything(model: Any, optimizer: Any) -> dict[str, Any]:
     """This rank's state, whole weights, and what is counted. Collective."""
-    runs: dict[str, dict[int, Tensor]] = {}  # by first element: they are as long as homes have them
-    optimizer.visit_state(
-        lambda run: runs.setdefault(f"{run.name}/{run.plane}", {}).update(
-            {run.start: run.values.clone().flatten()}
-        )
-    )
-    found: dict[str, Any] = {}
-    for name, parts in runs.items():
-        found[f"{name}/{min(parts)}"] = torch.cat([parts[start] for start in sorted(parts)])
+    found: dict[str, Any] = state_of(optimizer.visit_state)
     with model.summon_full_params(writeback=False):
         found |= {name: p.detach().clone() for name, p in model.module.named_parameters()}
     counts = [float(count) for count in optimizer.targets[0].step_counts]
