@@ -180,7 +180,8 @@ class NvmeState:
                 read = partial(self._transfers.read_written, checksum=self._early_written[block.id])
             self._reads.append(self._begin(read, Staged(block, self._pool.take(), None)))
             self._next_read += 1
-            self._pass_done()
+            if self._done:
+                self._pass_done()
 
     def _pass_done(self) -> None:
         """To the next block that is to be read."""
