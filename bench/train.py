@@ -7,7 +7,8 @@ they do not fit into memory together, or with `--apart`, one row runs after the 
 repeated in rounds. A turn ends when nothing of it is under way, so that no row's tail is in the
 next row's time; its first step, which has no tail before it, is not counted. DeepSpeed runs in the
 environment of `make peers` where that was made, what is in torch itself in ours.
-A peer that is missing or crashes costs its own row.
+A peer that is missing or crashes costs its own row. Where the processor has no bf16 products, all
+rows have the same in fp32 (`bench/support/matmul.py`), and the result says so.
 
 step, forward, backward, optimizer   seconds: medians over all steps but a process's first
                                      WARMUP_STEPS; of several ranks the slowest

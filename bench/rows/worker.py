@@ -66,8 +66,10 @@ def serve(job: Job, answers: TextIO) -> None:
     import torch
 
     import_seconds = time.perf_counter() - started
+    from bench.support import matmul
     from bench.support.machine import peak_rss_mib
 
+    matmul.use_fp32()
     torch.set_num_threads(job.threads)
     model = make_model(job)
     batches = torch.load(job.batches)

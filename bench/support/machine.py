@@ -32,6 +32,7 @@ def machine() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "gpu": _gpu(),
+        "bf16_products": _bf16_products(),
         "system": platform.platform(),
         "load_average": os.getloadavg(),
     }
@@ -104,3 +105,9 @@ def _gpu() -> str | None:
     import torch
 
     return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+
+
+def _bf16_products() -> str:
+    from bench.support import matmul
+
+    return matmul.products()
