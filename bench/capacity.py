@@ -63,7 +63,8 @@ def run(args: argparse.Namespace, limit: int, folder: Path) -> dict[str, Any]:
         out = Path(scratch) / "run.json"
         command = [
             sys.executable, "-m", MATMUL, str(ROOT / "examples/train_gpt.py"),
-            "--model", args.model, "--steps", str(args.steps), "--batch", "1", "--seq", "128", "--device", "cpu",
+            "--model", args.model, "--steps", str(args.steps), "--batch", "1", "--seq", "128",
+            "--device", "cpu",
             "--lean", "--lr", LEARNING_RATE, "--device-budget", str(limit - SLACK_BYTES),
             "--nvme-dir", str(folder), "--json", str(out),
             "--update", args.update, "--max-norm", str(args.max_norm),
