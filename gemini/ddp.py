@@ -19,9 +19,9 @@ from gemini.chunk.sizing.search import ChunkConfiguration, search_chunk_configur
 from gemini.memtracer.collector import MemStatsCollector
 from gemini.memtracer.module_calls import GatherWhole, has_experts
 from gemini.memtracer.trace import Trace
-from gemini.placement.policy import Placement, parse_placement
+from gemini.placement.policy import Placement, has_budgets, parse_placement
 from gemini.placement.sizes import wider_chunks
-from gemini.placement.timetable.updates import AUTO, BEHIND, IN_BACKWARD, UPDATES
+from gemini.placement.timetable.updates import AUTO, BEHIND, UPDATES
 from gemini.runtime.autograd.io_casts import Boundary
 from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.comm.connect import connect
@@ -213,12 +213,14 @@ class GeminiDDP(ModuleFace):
         backend = _backend(device)
         itemsizes = [param.dtype.itemsize for param in params]
         has_master = master_weights and any(c.dtype != "float32" for c in layout.chunks)
-        speculates = update in (*IN_BACKWARD, AUTO) and has_master and not backend.has_host_tier
+        in_thread = has_master and update != "serial" and not backend.has_host_tier
+        if update == "tail":  # which asks for more only where parameters or gradients are in files
+            in_thread = in_thread and has_budgets(placement)
         planning = begin_planning(
             layout, placement, backend, comm,
             with_originals=wider_chunks(layout, itemsizes) if master_weights else frozenset(),
             has_master=has_master, max_prefetch=max_prefetch, trace=trace,
-            num_ahead=BUFFERS_AHEAD if speculates else 0,
+            num_ahead=BUFFERS_AHEAD if in_thread else 0,
             ranks_per_node=None if together is None else together.ranks_here,
         )  # fmt: skip
         if overlap_allgather and not planning.never_released:

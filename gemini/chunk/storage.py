@@ -211,8 +211,14 @@ class Chunk:
         if self.files is None:
             return self.shard
         copy = self._memory.allocate(self.spec.shard_numel, self.dtype)
-        self.files.read(self.spec.id, copy).wait()
+        self._read_file(copy).wait()
         return copy
+
+    def _read_file(self, into: Tensor) -> Ticket[None]:
+        """Begin to fill [S] with the shard, as the last step has made it."""
+        assert self.files is not None
+        self.wait_updated()
+        return self.files.read(self.spec.id, into)
 
     def store_shard(self, values: Tensor) -> None:
         """Make [S] `values` of any dtype the shard."""
@@ -239,7 +245,7 @@ class Chunk:
             make = self._memory.allocate_host if on_host else self._memory.allocate
             shard = make(self.spec.shard_numel, self.dtype)
             if self.files is not None:
-                self.files.read(self.spec.id, shard).wait()
+                self._read_file(shard).wait()
             else:
                 self._memory.copy(shard, self.shard).settle()  # then the old one is dropped
             self._shard = shard
@@ -290,7 +296,7 @@ class Chunk:
         alone = self._links.world_size == 1
         own = self.payload if alone else self.own_part(self.payload)
         if self.files is not None:
-            self.pending = self.files.read(self.spec.id, own)
+            self.pending = self._read_file(own)
             if not alone:
                 self.wait_gathered()
                 self.pending = self._links.shards.all_gather(self.payload, own, self.spec.id)

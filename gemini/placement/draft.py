@@ -247,11 +247,11 @@ class Draft:
         links = self.inputs.bandwidths
         cost = predict_step(plan, links, self.compute)
         judged = self._judged(profile, Tier.DEVICE)
-        reason, tail = against_tail(plan, judged, self.calls, self._backward), None
+        has_room = self.inputs.num_ahead > 0 or not has_budgets(self.policy)
+        reason = against_tail(plan, judged, self.calls, self._backward, has_buffers=has_room)
+        tail = ahead = None
         if reason is None:
             tail = price_tail(plan, links, self.compute, self.calls, self._backward, cost)
-        ahead = None
-        has_room = self.inputs.num_ahead or not has_budgets(self.policy)
         if self.inputs.state.has_master and has_room:
             ahead = price_speculation(
                 plan, links, self.compute, self.calls, self._backward, has_tail=reason is None

@@ -139,6 +139,7 @@ class BlockStore:
         # as weakref.finalize, and at the end of processes of multiprocessing too
         self._finalizer = Finalize(self, _discard, (os.getpid(), self._files), exitpriority=0)
         self._pending: dict[BlockId, Ticket[int]] = {}
+        self._counts = threading.Lock()  # what is pending, and what is committed, as one
         self._index = Index(0, 0, tuple(IndexEntry(1, 0) for _ in range(layout.num_blocks)))
         self._written: set[BlockId] = set()  # blocks that were committed at least once
         self._flushed: dict[BlockId, int] | None = None  # checksums, once `flush` is done
@@ -233,6 +234,24 @@ class BlockStore:
         other = self._extents[block][1 - self._index.entries[block].version]
         return self._read(block, other, checksum, buffer)
 
+    def read_latest(self, block: BlockId, buffer: memoryview) -> Ticket[None]:
+        """Begin to read what was written since the last commit, which another thread may be about
+        to let count; of a block that was not, or could not be, the committed version.
+
+        Waits until it is written.
+        """
+        ticket = self._pending.get(block)
+        is_written = ticket is not None
+        try:
+            if ticket is not None:
+                ticket.wait()
+        except NvmeError:  # whoever wrote it is told
+            is_written = False
+        with self._counts:
+            if is_written and self._pending.get(block) is ticket:
+                return self.read_uncommitted(block, buffer)
+            return self.read(block, buffer)
+
     def read_written(self, block: BlockId, buffer: memoryview, checksum: int) -> Ticket[None]:
         """Begin to fill whole pages with the first of what was written since the last commit.
 
@@ -294,10 +313,11 @@ class BlockStore:
         entries = list(self._index.entries)
         for block, checksum in self._flushed.items():
             entries[block] = IndexEntry(1 - entries[block].version, checksum)
-        self._index = Index(self._index.sequence + 1, step, tuple(entries))
-        self._written.update(self._flushed)
-        self._pending.clear()
-        self._flushed = None
+        with self._counts:
+            self._index = Index(self._index.sequence + 1, step, tuple(entries))
+            self._written.update(self._flushed)
+            self._pending.clear()
+            self._flushed = None
         try:
             offset = self.layout.index_offset(self._index.sequence % 2)
             _write_pages(self._files[0], offset, self._index.encode())

@@ -49,11 +49,19 @@ class TailTimes:
 
     @classmethod
     def measured(
-        cls, forward: float, tail: float, *, blocks: int, num_held: int, held_share: float
+        cls,
+        forward: float,
+        tail: float,
+        *,
+        blocks: int,
+        num_held: int,
+        held_share: float,
+        num_done: int = 0,
     ) -> TailTimes:
-        """`tail`: of one that had `num_held` of its blocks done before, of each of which it moved
-        `held_share` of a block's traffic."""
-        share = (blocks - num_held + held_share * num_held) / blocks if blocks else 0.0
+        """`tail`: of one that had `num_held` of its blocks updated before, of each of which it
+        moved `held_share` of a block's traffic; but nothing of the `num_done` among them."""
+        moved = blocks - num_held + held_share * (num_held - num_done)
+        share = moved / blocks if blocks else 0.0
         return cls(forward, tail / share if share else float("inf"))
 
     @property

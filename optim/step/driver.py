@@ -142,6 +142,11 @@ class TargetStep:
         return len(self._early.held)
 
     @property
+    def num_done(self) -> int:
+        """Of these, such as nothing is left to do for."""
+        return len(self._early.done)
+
+    @property
     def has_more(self) -> bool:
         """Whether a block is to be prepared."""
         nvme = self._tiered_state.nvme

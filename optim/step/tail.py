@@ -25,7 +25,7 @@ from optim.rules.report import Behind
 from optim.state.held_signals import SignalsBehind
 from optim.state.space import Block
 
-from .driver import TargetStep, alone
+from .driver import Stage, TargetStep, alone
 
 
 class Gate:
@@ -160,8 +160,10 @@ class Tail:
         error: BaseException | None = None
         started = time.perf_counter()
         try:
-            for block in self._step.stages:
-                self._step.prepare_next()
+            stages = self._step.stages
+            for block in stages:
+                if stages[block] is not Stage.PREPARED:  # before the step
+                    self._step.prepare_next()
                 self._watcher.updated(block)
             self._step.settle()
         except BaseException as raised:

@@ -1,10 +1,12 @@
 """Blocks on real files: round trips, versions, faults."""
 
+import errno
 import faulthandler
 import multiprocessing
 import os
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -15,6 +17,7 @@ from nvme import BlockStore, BufferPool, StoreLayout, WriteMeter
 from nvme.files.file import file_system
 from tests.nvme.common import ENGINES, engine_or_skip
 from tests.nvme.common import read as read_payload
+from tests.support.disks.faults import failing
 
 SIZES = [1, 4096, 5000, 3 << 20, (4 << 20) + 4096, (9 << 20) + 1]
 
@@ -359,3 +362,55 @@ def test_space_of_forgotten_blocks_is_given_back_and_nobody_reads_them(
         assert found.block(3)[:1] == b"\x09"
         with pytest.raises(nvme.ChecksumError):
             found.block(2)
+
+
+def test_what_is_about_to_count_is_read_as_it_was_written_last(store, pool):
+    """Beside a commit: of a block that was not written, or could not be, the committed version."""
+
+    def latest(block):
+        buffer = pool.take()
+        store.read_latest(block, buffer.view).wait()
+        found = buffer.view[0]
+        pool.give(buffer)
+        return found
+
+    for block in (0, 1, 2):
+        write(store, pool, block, 1)
+    store.commit(1)
+    write(store, pool, 0, 2)
+    assert [latest(block) for block in (0, 1)] == [2, 1]
+    with failing("pwritev", errno.EIO, times=1), pytest.raises(nvme.TransferError):
+        write(store, pool, 2, 2)
+    assert latest(2) == 1
+    store.rollback()
+    assert latest(0) == 1
+    write(store, pool, 0, 3)
+    store.commit(2)
+    assert latest(0) == 3
+
+
+def test_a_block_is_read_while_another_thread_lets_its_write_count(store, pool):
+    """Whichever comes first: never its version before."""
+    wrong, done, byte = [], threading.Event(), 1
+    other = BufferPool(1, max(SIZES))
+    write(store, pool, 0, byte)
+    store.commit(1)
+    written = [byte]
+
+    def look():
+        buffer = other.take()
+        while not done.is_set():
+            least = written[0]
+            store.read_latest(0, buffer.view).wait()
+            if buffer.view[0] < least:
+                wrong.append((buffer.view[0], least))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    for byte in range(2, 120):
+        write(store, pool, 0, byte)
+        written[0] = byte
+        store.commit(byte)
+    done.set()
+    thread.join()
+    assert wrong == []

@@ -11,11 +11,11 @@ do, where the link leaves it no time for them; but for updates by the host besid
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 
 from gemini.placement.cost import StepCost, Walk
-from gemini.placement.plan import Plan, UpdatePath
+from gemini.placement.plan import Move, MoveKind, Plan, UpdatePath
 from gemini.placement.sizes import UNLIMITED, Bandwidths
 from gemini.placement.tiers import Tier
 from gemini.units import BlockId, ChunkId
@@ -59,11 +59,12 @@ def said(update_seconds: float, waited_seconds: float) -> str:
 
 def homes_against_tail(plan: Plan) -> str | None:
     """What in a plan's homes is against a tail; None: they let a step have one."""
-    shards, on_host = plan.shards, plan.blocks_on(Tier.HOST)
+    on_host = plan.blocks_on(Tier.HOST)
     found = {
         "all state is on the device": not (on_host or plan.blocks_on(Tier.NVME)),
-        "parameters are on NVMe": any(shard.param_home is Tier.NVME for shard in shards),
-        "gradients are on NVMe": any(shard.grad_home is Tier.NVME for shard in shards),
+        "the device has memory of its own, and parameters or gradients are on NVMe": (
+            plan.has_host_tier and _has_files(plan)
+        ),
         "the device has memory of its own, and state is only on NVMe": (
             plan.has_host_tier and not on_host
         ),
@@ -71,16 +72,26 @@ def homes_against_tail(plan: Plan) -> str | None:
     return next((reason for reason, holds in found.items() if holds), None)
 
 
+def _has_files(plan: Plan) -> bool:
+    """Whether some parameters or gradients live there."""
+    return any(Tier.NVME in (shard.param_home, shard.grad_home) for shard in plan.shards)
+
+
 NO_ROOM = "gradients that live into a forward have no room on the device"
+NO_BUFFERS = "its budget has no room for blocks of files under way"
 
 
-def against_tail(plan: Plan, totals: Sequence[int], calls: Calls, backward: int) -> str | None:
+def against_tail(
+    plan: Plan, totals: Sequence[int], calls: Calls, backward: int, *, has_buffers: bool
+) -> str | None:
     """What in a plan is against a tail; None: nothing.
 
-    totals: bytes of the device that its budget is for, at every moment. The rest as of
-    `price_tail`.
+    totals: bytes of the device that its budget is for, at every moment. has_buffers: there is room
+    for a thread's own, for parameters and gradients in files. The rest as of `price_tail`.
     """
     reason = homes_against_tail(plan)
+    if reason is None and _has_files(plan) and not has_buffers:
+        return NO_BUFFERS
     if reason is not None or plan.budgets.device >= UNLIMITED:
         return reason
     held = _held_at_most(plan, calls, backward)
@@ -126,18 +137,34 @@ def price_tail(
     is_known = any(compute_seconds[:backward])
     if plan.kind != "train" or not is_known or homes_against_tail(plan) is not None:
         return None
-    bare = Walk(plan, bandwidths)
+    bare = Walk(_of_pass(plan), bandwidths)
     begins = 0.0
     for moment in range(plan.num_trace_moments):
         if moment == backward:
             begins = bare.now
-        bare.exchange(moment, {})
+        bare.exchange(moment, bare.move(moment))
         bare.reach(moment)
         bare.compute(compute_seconds[moment])
     bare.reach(plan.num_trace_moments)
-    update = _update(plan, Walk(plan, bandwidths, begins - bare.now, done), disk_busy)
+    of_step = _with_moves(plan, lambda move: not _is_of_pass(plan, move))
+    update = _update(plan, Walk(of_step, bandwidths, begins - bare.now, done), disk_busy)
     seconds, held = _beside(plan, bandwidths, compute_seconds, calls, backward, update)
     return TailCost(serial.seconds, seconds, update.walk.now, seconds - bare.end, held)
+
+
+def _of_pass(plan: Plan) -> Plan:
+    """With nothing but what forward and backward move between a CPU's memory and its files."""
+    return _with_moves(plan, lambda move: _is_of_pass(plan, move))
+
+
+def _is_of_pass(plan: Plan, move: Move) -> bool:
+    in_files = not plan.has_host_tier and move.kind in (MoveKind.PARAM, MoveKind.GRAD)
+    return in_files and move.begin < plan.num_trace_moments
+
+
+def _with_moves(plan: Plan, keep: Callable[[Move], bool]) -> Plan:
+    moves = tuple(move for move in plan.forecast.moves if keep(move))
+    return replace(plan, forecast=replace(plan.forecast, moves=moves))
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +233,7 @@ def _beside(
     after the other."""
     ready, held = update.ready, []
     on_device = {shard.chunk for shard in plan.shards if shard.grad_home is Tier.DEVICE}
-    walk = Walk(plan, bandwidths)
+    walk = Walk(_of_pass(plan), bandwidths)
     walk.wait(update.returned)
     shared = 0.0 if plan.off_device is UpdatePath.CPU else update.walk.busy["update"]
     gathers: dict[int, list[ChunkId]] = {}
@@ -214,10 +241,13 @@ def _beside(
         gathers.setdefault(gather.begin, []).append(gather.chunk)
     for moment in range(plan.num_trace_moments):
         if moment == backward:
-            walk.wait(max(update.walk.now, walk.busy["compute"] + shared))
+            disk = walk.busy["nvme"]
+            if disk:  # the one that the update has, but for what was read in the backward before
+                disk += min(update.walk.now, update.walk.busy["nvme"])
+            walk.wait(max(update.walk.now, walk.busy["compute"] + shared, disk))
         for chunk in gathers.get(moment, ()):
             walk.wait(ready.get(chunk, 0.0))
-        walk.exchange(moment, {})
+        walk.exchange(moment, walk.move(moment))
         walk.reach(moment)
         if moment < backward:
             late = [chunk for chunk, at in ready.items() if at > walk.now and chunk in on_device]

@@ -59,7 +59,9 @@ class ShardStorage:
         self.host_gradients: HostGradients | None = None
         # what is written for a step to come does not count
         self.before_change: Callable[[], None] = lambda: None
-        self.early: HasStaging | None = None  # what writes it
+        self.beside: HasStaging | None = None  # what writes it, or what a step behind its caller
+        self._goes_on = False  # the last one does
+        self._forgets = False  # gradients in files, which that may still read
 
     # ChunkFiles of `gemini.chunk.storage`
 
@@ -135,10 +137,27 @@ class ShardStorage:
 
     def forget_gradients(self) -> None:
         """Those in files were dropped, or could not be written."""
-        if self.gradient_files is not None:
+        self._forgets = self._goes_on
+        if self.gradient_files is not None and not self._goes_on:
             self.before_change()
             for files in self.gradient_files.files:
                 files.rollback()
+
+    def step_goes_on(self, beside: HasStaging) -> None:
+        """Behind its caller: parameters are read as it writes them."""
+        self.beside, self._goes_on = beside, True
+        if self.params is not None:
+            self.params.reads_latest = True
+
+    def step_has_ended(self) -> None:
+        """It counts, or is about to be undone."""
+        if not self._goes_on:
+            return
+        self.beside, self._goes_on = None, False
+        if self.params is not None:
+            self.params.reads_latest = False
+        if self._forgets:
+            self.forget_gradients()
 
     def serve(self, block_numel: int, depth: int, meter: WriteMeter | None) -> None:
         """An optimizer is there: read ahead as far as it does, and count what files write, and have
@@ -167,8 +186,8 @@ class ShardStorage:
 
     @property
     def staging_bytes(self) -> int:
-        early = 0 if self.early is None else self.early.staging_bytes
-        return early + sum(files.staging_bytes for files in self.files)
+        beside = 0 if self.beside is None else self.beside.staging_bytes
+        return beside + sum(files.staging_bytes for files in self.files)
 
     def traffic(self) -> Traffic:
         """Bytes moved since the files there are were made."""

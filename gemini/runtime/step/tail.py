@@ -43,24 +43,25 @@ from .weights import after_step
 @dataclass(frozen=True, slots=True)
 class _UnderWay:
     tail: Tail
+    step: TargetStep
     state: TieredState
     signals: SignalsBehind
     taken: Sequence[ParamId]
     forget: Callable[[], None]  # what was counted when `step()` returned
     gates: _Gates
-    blocks: tuple[int, int]  # on disk, and how many of them were prepared before the step
-    held_share: float  # of a block's traffic, what one of these still moves
+    num_blocks: int  # on disk
+    held_share: float  # of a block's traffic, what one still moves that was updated before the step
     began: float = field(default_factory=time.perf_counter)
 
     def times(self, asked: float) -> TailTimes:
         """It has ended, and somebody waited for that from then on."""
-        num_blocks, num_held = self.blocks
         forward = asked - self.began - self.gates.waited_seconds
         return TailTimes.measured(
             forward,
             self.tail.seconds,
-            blocks=num_blocks,
-            num_held=num_held,
+            blocks=self.num_blocks,
+            num_held=self.step.num_held,
+            num_done=self.step.num_done,
             held_share=self.held_share,
         )
 
@@ -121,6 +122,8 @@ class StepTail:
         """
         parts = self._parts
         gates = _Gates(tiered_state, chunks, views)
+        if views.files is not None:
+            parts.storage.step_goes_on(views.files)
         parts.updating.begin(gates.of_chunk)
         assert parts.beside is not None
         vote, in_memory = Vote(parts.beside, raise_failures), None
@@ -128,10 +131,9 @@ class StepTail:
             in_memory = Vote(parts.beside, raise_what_tore)
         tail = Tail(step, vote, gates, signals, in_memory)
 
-        blocks = len(step.stages), step.num_held
         share = 0.0 if tiered_state.nvme is None else tiered_state.nvme.held_share
         self._under_way = _UnderWay(
-            tail, tiered_state, signals, taken, forget, gates, blocks, share
+            tail, step, tiered_state, signals, taken, forget, gates, len(step.stages), share
         )
         parts.manager.ledger.held_bytes = lambda: views.held_bytes
         parts.updating.behind = tail.behind
@@ -193,6 +195,7 @@ class StepTail:
     def _ended(self) -> None:
         self._under_way = self.beside = None
         self._parts.updating.end()
+        self._parts.storage.step_has_ended()
         self._parts.manager.ledger.held_bytes = int
 
     def _undo(self, under_way: _UnderWay) -> None:

@@ -44,6 +44,7 @@ from .agreement import AgreedStep, carry_out, raise_what_any_rank_raised
 from .ahead.early_views import EarlyShardViews
 from .ahead.speculation import Assumed, StepSpeculation
 from .executors import planned_staging
+from .files_beside import FilesBeside
 from .gradients import StepGradients, check_any
 from .state.saved_state import SavedShards, group_of
 from .state.shard_state import StepCalls
@@ -163,7 +164,7 @@ class ShardTarget(SavedShards):
             return self.skipped(f"{self._names[param]} on rank {rank}")
         step = self.agreed_step(hypers, pending.clip, agreement)
         agree = partial(raise_what_any_rank_raised, self._parts, uses_disk=self._uses_disk)
-        if self._has_tail and not isinstance(self._executor, TritonStep):
+        if self._has_thread:
             return self._begin_tail(step, agree)
         return self._with_behind(carry_out([step], agree, self._in_memory(step.step, step.views)))
 
@@ -210,6 +211,11 @@ class ShardTarget(SavedShards):
     @property
     def _has_tail(self) -> bool:
         return self.joint is None and self._tail.applies
+
+    @property
+    def _has_thread(self) -> bool:
+        """Whether steps have a tail that one carries out."""
+        return self._has_tail and not isinstance(self._executor, TritonStep)
 
     def _begin_tail(
         self, agreed: AgreedStep, agree: Callable[[BaseException | None], None]
@@ -344,6 +350,7 @@ class ShardTarget(SavedShards):
             self._parts.backend,
             staging=self._executor.staging,
             merges=self._executor.merges_parameters,
+            files=FilesBeside(self._parts.storage) if self._has_thread else None,
         )
 
     def clip(self, clip: Clip) -> Tensor | None:
@@ -358,7 +365,8 @@ class ShardTarget(SavedShards):
     def _new_step(
         self, updater: Updater, views: ShardViews, early: Early | None = None
     ) -> TargetStep:
-        files, number = self._parts.storage.params, self._num_steps + 1
+        number = self._num_steps + 1
+        files = self._parts.storage.params if views.files is None else views.files.params
         # the first blocks of the order are read ahead, and their gradients the last to be final
         in_order = self._has_tail or (self._speculation is not None and self._speculation.applies)
         return TargetStep(

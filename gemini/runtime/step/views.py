@@ -20,6 +20,7 @@ from gemini.runtime.memory.gradient_homes import (
     HostGradients,
 )
 from gemini.runtime.memory.shard_storage import ShardStorage
+from gemini.runtime.step.files_beside import FilesBeside
 from gemini.tickets import CopyTicket
 from gemini.units import BlockId, ChunkId, align_up
 from optim.rules.state_layout import MASTER, REMAINDER, WEIGHT
@@ -61,7 +62,7 @@ class _Loan:
 class Held:
     """Of one shard: what a step needs that goes on behind its caller."""
 
-    shard: Tensor  # [S] where it lives
+    shard: Tensor | None  # [S] where it lives, if that is memory
     grad: Tensor | None  # [S] on the device
     offloaded: torch.dtype | None = None  # of the gradient, if it waits elsewhere
 
@@ -83,10 +84,12 @@ class ShardViews:
         *,
         staging: DeviceStaging | None,
         merges: bool,
+        files: FilesBeside | None = None,
     ) -> None:
         """`hyper[param]` is None where the step leaves a parameter alone; `steps` count from 1.
 
         staging: of the device whose kernels update, and reach no host memory; None: the host does.
+        files: where blocks are updated in another thread than the one that trains, its own.
         """
         self._chunks = chunks
         self._hyper = hyper
@@ -95,6 +98,7 @@ class ShardViews:
         self._memory = memory
         self._staging = staging
         self._merges = merges
+        self.files = files
         self._coming: list[Block] = []  # whose gradients are to be read, the next one last
         self._read: set[BlockId] = set()  # of these, blocks that did not wait for their turn
         self._ahead: dict[BlockId, GradientBlock] = {}
@@ -110,12 +114,14 @@ class ShardViews:
 
     def hold(self) -> None:
         """The step goes on behind its caller, who may drop gradients: keep those there are now, and
-        ask no chunk any more. All shards and gradients are in memory."""
+        ask no chunk any more."""
         self.signature()
-        self._held = [
-            Held(chunk.shard_memory, chunk.grad, chunk.gradient.offloaded_dtype)
-            for chunk in self._chunks
-        ]
+        self._held = [self._kept(chunk) for chunk in self._chunks]
+
+    @staticmethod
+    def _kept(chunk: Chunk) -> Held:
+        here = None if chunk.files is not None else chunk.shard_memory
+        return Held(here, chunk.grad, chunk.gradient.offloaded_dtype)
 
     def let_go(self, shard: int) -> None:
         """Of its gradient: nothing of it is updated any more."""
@@ -231,11 +237,15 @@ class ShardViews:
 
     @property
     def _param_files(self) -> FileBlocks:
-        assert self._storage.params is not None
-        return self._storage.params
+        files = self._storage.params if self.files is None else self.files.params
+        assert files is not None
+        return files
 
     def _write_param(self, block: Block, staged: Staged) -> None:
-        self._param_files.write_block(*self._place(block), staged)
+        if self.files is not None:
+            self.files.write_param(block.id, self._place(block), staged)
+        else:
+            self._param_files.write_block(*self._place(block), staged)
 
     def _return(self, chunk: Chunk, block: Block, param: Tensor) -> None:
         """To the shard in host memory; a few blocks may be on their way."""
@@ -339,15 +349,23 @@ class ShardViews:
                 return
             dtype = self._offloaded(shard)
             assert dtype is not None
-            if not self._home_of(self._chunks[shard].gradient).can_read_ahead(dtype):
+            if not self._can_read_ahead(self._coming[-1], dtype):
                 return
             block = self._coming.pop()
             self._ahead[block.id] = self._begin_grad(block)
+
+    def _can_read_ahead(self, block: Block, dtype: torch.dtype) -> bool:
+        home = self._home_of(self._chunks[block.shard].gradient)
+        if self.files is not None and isinstance(home, GradientFiles):
+            return self.files.can_read_grad(self._place(block), dtype)
+        return home.can_read_ahead(dtype)
 
     def _begin_grad(self, block: Block) -> GradientBlock:
         dtype = self._offloaded(block.shard)
         assert dtype is not None
         home = self._home_of(self._chunks[block.shard].gradient)
+        if self.files is not None and isinstance(home, GradientFiles):
+            return self.files.read_grad(self._place(block), dtype)
         return home.read_block(*self._place(block), dtype)
 
     def _home_of(self, gradient: ChunkGradient) -> GradientHome:
@@ -377,11 +395,16 @@ class ShardViews:
 
     def _memory_of(self, shard: int) -> Tensor:
         """[S] where it lives, in memory."""
-        return self._held[shard].shard if self._held else self._chunks[shard].shard_memory
+        if not self._held:
+            return self._chunks[shard].shard_memory
+        memory = self._held[shard].shard
+        assert memory is not None
+        return memory
 
     def _shard_of(self, block: Block) -> Tensor:
-        shard = self._held[block.shard].shard if self._held else self._chunks[block.shard].shard
-        return self._part_of(shard, block)
+        if self._held:
+            return self._part_of(self._memory_of(block.shard), block)
+        return self._part_of(self._chunks[block.shard].shard, block)
 
     @staticmethod
     def _part_of(shard: Tensor, block: Block) -> Tensor:

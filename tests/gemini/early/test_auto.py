@@ -7,6 +7,7 @@ import pytest
 from bench.shared.workers import run_ranks
 from gemini import AutoPlacement
 from gemini.placement.draft import PlanResult
+from gemini.placement.timetable.tail import NO_BUFFERS
 from gemini.placement.timetable.updates import BEHIND, IN_BACKWARD, UPDATES, best_update
 from tests.support.loops.early import Sometimes, patient
 from tests.support.loops.tails import SCHEDULES, absent, differences, everything, run
@@ -77,7 +78,7 @@ def test_a_rule_is_above_the_choice(monkeypatch):
     monkeypatch.setattr(PlanResult, "best_update", "both")
     found, tails, early, _, said = automatic(PLAIN, placement_policy=LEAST)
     assert not any(tails) and not any(early)
-    assert said == "update: serial, as parameters are on NVMe"
+    assert said == f"update: serial, as {NO_BUFFERS}"
     assert differences(found, serial(PLAIN, placement_policy=LEAST)) == []
 
 

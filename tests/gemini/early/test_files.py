@@ -2,7 +2,6 @@
 
 import dataclasses
 import errno
-import functools
 import time
 import warnings
 from unittest import mock
@@ -15,7 +14,7 @@ from torch import nn
 
 import gemini
 import nvme
-from bench.shared.models import Tower, token_loss
+from bench.shared.models import token_loss
 from bench.shared.workers import run_ranks
 from gemini import AutoPlacement, BudgetWarning
 from gemini.memtracer.monitor import ProcessMonitor
@@ -24,6 +23,7 @@ from optim.state.nvme_state import NvmeState
 from optim.step.speculation import Speculation
 from optim.update.updaters import CpuUpdater
 from tests.support.disks.faults import failing
+from tests.support.loops.budgets import MIXED, MOST_IN_FILES, SHARED, in_files, stores, within
 from tests.support.loops.early import (
     BETWEEN,
     HELD_BY,
@@ -49,9 +49,6 @@ from tests.support.loops.tails import (
     wrapped,
 )
 
-BUDGET = "280KiB"  # most parameters in files, and some of the gradients
-MIXED = "300KiB"  # some of both
-SHARED = "500KiB"  # by two ranks
 STEPS = 2  # behind which blocks are updated in backward
 
 
@@ -61,49 +58,31 @@ def model_data_alone(monkeypatch):
     monkeypatch.setattr(ProcessMonitor, "period", lambda monitor: 0)
 
 
-@functools.cache
-def of_an_iteration():
-    """With what activations take, so that nothing is left to an assumption."""
-    ids = batches(1)[0]
-    return gemini.trace(Tower(), (ids,), loss=lambda logits: logits.float().sum())
-
-
-def options(budget=BUDGET):
-    return {"placement_policy": AutoPlacement(budget), "trace": of_an_iteration()}
-
-
-def in_files(model):
-    """How many shards, and how many gradients."""
-    shards = model.engine.planning.plan.shards
-    params = sum(shard.param_home is Tier.NVME for shard in shards)
-    return params, sum(shard.grad_home is Tier.NVME for shard in shards)
-
-
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("budget, update", [(BUDGET, "speculate"), (MIXED, "both")])
+@pytest.mark.parametrize("budget, update", [(MOST_IN_FILES, "speculate"), (MIXED, "both")])
 def test_every_schedule_has_the_bits_of_serial_steps(name, budget, update):
-    for reports in same(SCHEDULES[name], updates=[update], **options(budget)):
+    for reports in same(SCHEDULES[name], updates=[update], **within(budget)):
         assert reports[0].speculated == 0
         assert (sum(r.held for r in reports) > 0) == (name not in ("clips", "writes"))
 
 
 def test_parameters_and_gradients_are_in_files_and_in_memory():
     """Or these tests would be of nothing."""
-    with run(SCHEDULES["plain"], "speculate", **options()) as (model, *_):
+    with run(SCHEDULES["plain"], "speculate", **within()) as (model, *_):
         assert in_files(model) == (6, 2)
-    with run(SCHEDULES["plain"], "both", **options(MIXED)) as (model, *_):
+    with run(SCHEDULES["plain"], "both", **within(MIXED)) as (model, *_):
         assert in_files(model) == (3, 1)
 
 
 def test_all_blocks_but_those_that_were_read_ahead_are_updated_in_backward():
-    with patient(), run(SCHEDULES["plain"], "speculate", **options()) as (_, optimizer, _):
+    with patient(), run(SCHEDULES["plain"], "speculate", **within()) as (_, optimizer, _):
         found = optimizer.last_report.speculation
         assert found.speculated == found.held == num_early(optimizer) > 20
 
 
 def test_a_block_whose_parameters_are_in_a_file_leaves_the_step_nothing():
     """It is not brought again; parameters are written, and gradients read, once."""
-    model, optimizer = wrapped("speculate", **options(MIXED))
+    model, optimizer = wrapped("speculate", **within(MIXED))
     with patient():
         for batch in batches(STEPS):
             one_step(model, optimizer, batch)
@@ -127,7 +106,7 @@ def test_a_block_whose_parameters_are_in_a_file_leaves_the_step_nothing():
 
 @pytest.mark.parametrize("name", BETWEEN)
 def test_what_a_user_does_between_backward_and_step_counts(name):
-    (reports,) = same(interrupted(BETWEEN[name]), updates=["speculate"], **options())
+    (reports,) = same(interrupted(BETWEEN[name]), updates=["speculate"], **within())
     touched = [r for step, r in enumerate(reports) if step % 2]
     if name in HELD_BY:
         assert [r.redone for r in touched] == [0, 0] and all(r.held for r in touched)
@@ -149,7 +128,7 @@ def test_only_the_blocks_of_a_gradient_that_was_changed_in_its_file_are_done_aga
         assert chunk.gradient.offloaded_dtype is not None
         CHANGES[name](model.module.get_parameter("layers.3.3.weight"))
 
-    ((_, found, *_),) = same(interrupted(between), updates=["speculate"], **options())
+    ((_, found, *_),) = same(interrupted(between), updates=["speculate"], **within())
     assert 0 < found.redone < found.held
 
 
@@ -175,23 +154,23 @@ def test_parameters_without_a_gradient_keep_their_bits_and_counts():
 @given(st.lists(iterations, min_size=3, max_size=7), st.booleans())
 @settings(max_examples=6, suppress_health_check=[HealthCheck.too_slow])
 def test_every_program_has_the_bits_of_serial_steps(drawn, hurried):
-    same(program([Iteration(), *drawn]), updates=["speculate"], hurried=hurried, **options())
+    same(program([Iteration(), *drawn]), updates=["speculate"], hurried=hurried, **within())
 
 
 @pytest.mark.slow
 @given(st.lists(iterations, min_size=3, max_size=9), st.sampled_from(UPDATES),
-       st.booleans(), st.sampled_from(["245KiB", BUDGET, MIXED]))  # fmt: skip
+       st.booleans(), st.sampled_from(["245KiB", MOST_IN_FILES, MIXED]))  # fmt: skip
 @settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 def test_very_many_programs_have_the_bits_of_serial_steps(drawn, update, hurried, budget):
     turns = program([Iteration(), *drawn])
-    same(turns, updates=[update], hurried=hurried, **options(budget))
+    same(turns, updates=[update], hurried=hurried, **within(budget))
 
 
 # -- memory --
 
 
 def test_buffers_of_these_updates_are_in_the_plan_and_pass_no_budget():
-    model, optimizer = wrapped("speculate", **options())
+    model, optimizer = wrapped("speculate", **within())
     ledger, plan = model.engine.manager.ledger, model.engine.planning
     most = 0
     with patient(), warnings.catch_warnings():
@@ -222,7 +201,7 @@ def test_a_budget_without_room_for_them_has_serial_steps():
 @pytest.mark.parametrize("lacks", [0, 1])
 def test_a_write_budget_has_room_for_what_is_written_twice(lacks):
     """Of parameters, too."""
-    model, optimizer = wrapped("speculate", **options())
+    model, optimizer = wrapped("speculate", **within())
     with patient():
         for batch in batches(STEPS):
             one_step(model, optimizer, batch)
@@ -243,17 +222,12 @@ def test_a_write_budget_has_room_for_what_is_written_twice(lacks):
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])
 def test_a_transfer_that_fails_is_told_and_loses_nothing(call, kind):
     """By the pass or by the step; then all can be done again."""
-    before, again = serially(batches(STEPS + 1), **options())
-    model, optimizer = wrapped("speculate", **options())
+    before, again = serially(batches(STEPS + 1), **within())
+    model, optimizer = wrapped("speculate", **within())
     for batch in batches(STEPS):
         one_step(model, optimizer, batch)
     everything(model, optimizer)
-    storage, third = model.engine.storage, batches(STEPS + 1)[STEPS]
-    store = {
-        "parameters": storage.params.store,
-        "gradients": storage.gradient_files.files[0].store,
-        "state": optimizer.targets[0].tiered_state.nvme.store,
-    }[kind]
+    third, store = batches(STEPS + 1)[STEPS], stores(model, optimizer)[kind]
     name, half = store.paths[0].name, store.layout.num_blocks // 2
     for number in (0, half - 1, half):
         fails, told = (
@@ -278,7 +252,7 @@ def on_ranks(rank):
     found = {}
     cases = {**SCHEDULES, **{n: interrupted(BETWEEN[n]) for n in ("scales one", "drops one")}}
     for name, schedule in cases.items():
-        policy = options(SHARED)
+        policy = within(SHARED)
         with run(schedule, "serial", **policy) as (model, optimizer, _):
             serial, there = everything(model, optimizer), in_files(model)
         got, reports = reported(schedule, "speculate", **policy)
@@ -298,7 +272,7 @@ def test_two_ranks_have_the_bits_of_serial_steps():
 
 def test_a_weight_that_is_replaced_behind_a_backward_is_alone():
     """Its file counts at once, and nothing that a step may yet take back counts with it."""
-    model, optimizer = wrapped("speculate", **options())
+    model, optimizer = wrapped("speculate", **within())
     with patient():
         for batch in batches(STEPS):
             one_step(model, optimizer, batch)
@@ -316,7 +290,7 @@ def test_a_weight_that_is_replaced_behind_a_backward_is_alone():
 
 def test_a_gradient_in_a_file_is_changed_when_nobody_reads_it():
     """Updates under way end first: what they read is written over."""
-    model, optimizer = wrapped("speculate", **options())
+    model, optimizer = wrapped("speculate", **within())
     for batch in batches(STEPS):
         one_step(model, optimizer, batch)
     running, ended = [], []

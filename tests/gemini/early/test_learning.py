@@ -81,6 +81,11 @@ def test_a_tail_that_had_blocks_done_before_is_measured_as_a_whole_one():
     assert TailTimes.measured(1.0, 3.0, blocks=12, num_held=0, held_share=1 / 6).disk == 3.0
     half = TailTimes.measured(1.0, 3.0, blocks=12, num_held=6, held_share=1 / 6)
     assert half.disk == pytest.approx(3 * 12 / 7)
+    # two of the six were done, and four moved a sixth of what a block does
+    done = TailTimes.measured(1.0, 3.0, blocks=12, num_held=6, num_done=2, held_share=1 / 6)
+    assert done.disk == pytest.approx(3.0 * 12 / (6 + 4 / 6))
+    every = TailTimes.measured(1.0, 0.0, blocks=12, num_held=12, num_done=12, held_share=1 / 6)
+    assert not every.tail_hides_disk
     nothing = TailTimes.measured(1.0, 0.0, blocks=0, num_held=0, held_share=0.0)
     assert not nothing.tail_hides_disk
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from bench.shared.models import Choosy, Tower, token_loss
 from gemini import AutoPlacement, trace
-from gemini.placement.timetable.tail import said
+from gemini.placement.timetable.tail import NO_BUFFERS, said
 from gemini.placement.timetable.updates import priced_in_words
 from gemini.runtime.memory.backend import SimBackend
 from optim import LossScale
@@ -123,7 +123,7 @@ def test_a_run_that_was_saved_and_resumed_in_its_middle_has_the_same_bits(tmp_pa
 LEAST = AutoPlacement("130KiB")
 SERIAL = {
     "all state is on the device": lambda: {"fraction": 0.0},
-    "parameters are on NVMe": lambda: {
+    NO_BUFFERS: lambda: {
         "fraction": 0.0,
         "placement_policy": LEAST,
     },

@@ -111,8 +111,6 @@ def test_a_gather_over_ranks_waits_for_its_chunk():
 REASONS = {
     "all state is on the device": {"nvme_state_frac": 0.0},
     "the device has memory of its own, and state is only on NVMe": {"has_host_tier": True},
-    "gradients are on NVMe": {"budgets": Budgets(250 * BLOCK)},
-    "parameters are on NVMe": {"budgets": Budgets(120 * BLOCK)},
 }
 
 
@@ -218,7 +216,8 @@ def test_a_plan_without_room_for_gradients_that_live_into_a_forward_has_no_tail(
     most = max(planned.profile.total(Tier.DEVICE)[:20]) + activations
     totals = [0] * 18 + [most] * 2  # at the last call
     plan = replace(planned.plan, budgets=Budgets(most + gradient - lacks))
-    assert against_tail(plan, totals, calls, 20) == (NO_ROOM if lacks else None)
+    found = against_tail(plan, totals, calls, 20, has_buffers=False)
+    assert found == (NO_ROOM if lacks else None)
 
 
 def test_a_budget_is_no_reason_where_the_plan_has_room():
@@ -227,6 +226,32 @@ def test_a_budget_is_no_reason_where_the_plan_has_room():
     planned = make_plan(asked(TEN, 1.0, **ON_HOST, budgets=Budgets(150 * BLOCK)), policy)
     assert planned.plan.blocks_on(Tier.HOST)
     assert planned.against_tail is None and planned.tail is not None
+
+
+# -- parameters in files --
+
+PARAM_READ, PARAM_WRITE = READ / 6, WRITE / 6  # of a block: 2 bytes of 12
+
+
+@pytest.mark.parametrize("forward, backward_begins", [(40.0, 400 + PARAM_READ), (4.0, None)])
+def test_the_disk_brings_parameters_beside_what_a_tail_writes(forward, backward_begins):
+    """All blocks but the two of the backward before are read, and all are written with their
+    parameters; every call of a forward reads its own."""
+    tail = priced(TEN, forward, fixed_params=(Tier.NVME,) * 10)
+    update = 8 * READ + 10 * (WRITE + PARAM_WRITE)
+    assert tail.update_seconds == pytest.approx(update)
+    assert tail.serial_seconds == pytest.approx(PARAM_READ + 10 * forward + 100 + update)
+    begins = backward_begins or update + 10 * PARAM_READ
+    assert tail.seconds == pytest.approx(begins + 100)
+
+
+def test_parameters_in_files_beside_a_device_are_against_a_tail():
+    plan = make_plan(asked(TEN, 1.0, **ON_HOST), StaticPlacement(offload_optim_frac=1.0)).plan
+    assert homes_against_tail(plan) is None
+    reason = "the device has memory of its own, and parameters or gradients are on NVMe"
+    for home in ({"param_home": Tier.NVME}, {"grad_home": Tier.NVME}):
+        shards = tuple(replace(shard, **home) for shard in plan.shards)
+        assert homes_against_tail(replace(plan, shards=shards)) == reason
 
 
 # -- updates in backward --

@@ -77,7 +77,10 @@ class FileBlocks:
     versioned block that is written is not read before it counts.
 
     versioned: reads see what was committed; else what was written.
+    reads_latest: of what is versioned, what was written and is to count.
     """
+
+    reads_latest = False
 
     def __init__(
         self, places: Places, store: BlockStore, pool: BufferPool, *, versioned: bool
@@ -128,6 +131,12 @@ class FileBlocks:
         self._writes.reap()
         return self._pool.num_free > 1
 
+    @property
+    def has_buffer(self) -> bool:
+        """Whether `read_block` would find one."""
+        self._writes.reap()
+        return self._pool.num_free > 0
+
     def end_writes(self) -> None:
         """Wait for them, whatever becomes of them: who makes them count is told."""
         self._writes.abandon()
@@ -136,11 +145,45 @@ class FileBlocks:
         """Forget what was written to a block since the last commit. Waits until that has ended."""
         self.store.take_back(self._places.id_of(chunk, index))
 
+    # -- versions; see `optim.step.driver.Versions` --
+
+    @property
+    def written_bytes_per_step(self) -> int:
+        """Where every tensor is written once."""
+        return sum(map(self._written_bytes, self._places.tensors))
+
+    def check_step(self, also_bytes: int) -> None:
+        """Raise WriteBudgetError where a step must not begin that writes every tensor once, and so
+        many bytes more."""
+        self.store.check_step(self.written_bytes_per_step + also_bytes)
+
+    def flush(self) -> None:
+        """Wait for all writes. Raises what went wrong."""
+        self._writes.drain()
+        self.store.flush()
+
+    def commit(self, step: int) -> None:
+        """What was written counts. Raises only what `flush` would have."""
+        self.flush()
+        self.store.commit(step)
+
+    def rollback(self) -> None:
+        """Forget what was written since the last commit."""
+        self._writes.abandon()
+        self.store.rollback()
+
+    def _written_bytes(self, chunk: ChunkId) -> int:
+        return sum(map(self.store.buffer_nbytes, self._places.ids_of(chunk)))
+
+    # -- inside --
+
     def _make_room(self) -> None:
         """Free a buffer where none is, and none is on its way to disk."""
 
     def _begin_read(self, block: BlockId, buffer: Buffer) -> Ticket[None]:
         view = buffer.view[: self.store.buffer_nbytes(block)]
+        if self.reads_latest:
+            return self.store.read_latest(block, view)
         if self._versioned:
             return self.store.read(block, view)
         return self.store.read_uncommitted(block, view)

@@ -154,33 +154,6 @@ class TensorFiles(FileBlocks):
             self.rollback()
             raise
 
-    @property
-    def written_bytes_per_step(self) -> int:
-        """Where every tensor is written once."""
-        return sum(map(self._written_bytes, self))
-
-    # -- versions; see `optim.step.driver.Versions` --
-
-    def check_step(self, also_bytes: int) -> None:
-        """Raise WriteBudgetError where a step must not begin that writes every tensor once, and so
-        many bytes more."""
-        self.store.check_step(self.written_bytes_per_step + also_bytes)
-
-    def flush(self) -> None:
-        """Wait for all writes. Raises what went wrong."""
-        self._writes.drain()
-        self.store.flush()
-
-    def commit(self, step: int) -> None:
-        """What was written counts. Raises only what `flush` would have."""
-        self.flush()
-        self.store.commit(step)
-
-    def rollback(self) -> None:
-        """Forget what was written since the last commit."""
-        self._writes.abandon()
-        self.store.rollback()
-
     def close(self) -> None:
         """Wait for transfers and remove the file."""
         if self.store.is_ours:
@@ -189,9 +162,6 @@ class TensorFiles(FileBlocks):
                 settle(staged.ticket)
             self._reads.clear()
         self.store.close()
-
-    def _written_bytes(self, chunk: ChunkId) -> int:
-        return sum(map(self.store.buffer_nbytes, self._places.ids_of(chunk)))
 
     # -- transfers under way --
 

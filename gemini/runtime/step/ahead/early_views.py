@@ -9,17 +9,14 @@ import torch
 from torch import Tensor
 
 from gemini.chunk.storage import Chunk
-from gemini.runtime.memory.files.blocks import FileBlocks, Staged
-from gemini.runtime.memory.gradient_homes import GradientBlock
 from gemini.runtime.memory.shard_storage import ShardStorage
+from gemini.runtime.step.files_beside import FilesBeside
 from gemini.runtime.step.views import Held, ShardViews
 from nvme import Buffer
 from optim.rules.state_layout import WEIGHT
 from optim.state.memory import Memory, copy_alone
 from optim.state.pieces import Planes
 from optim.state.space import Block
-
-from .early_files import EarlyFiles
 
 
 class EarlyShardViews(ShardViews):
@@ -30,6 +27,8 @@ class EarlyShardViews(ShardViews):
     weight or from its master. Those of a shard in a file are written beside its last version. So no
     payload and no shard changes before the step.
     """
+
+    files: FilesBeside
 
     def __init__(
         self,
@@ -42,11 +41,12 @@ class EarlyShardViews(ShardViews):
         merges: bool,
     ) -> None:
         """As `ShardViews`."""
-        super().__init__(chunks, hyper, steps, storage, memory, staging=None, merges=merges)
-        self.files = EarlyFiles(storage)
+        files = FilesBeside(storage)
+        super().__init__(
+            chunks, hyper, steps, storage, memory, staging=None, merges=merges, files=files
+        )
         self._buffer: Buffer | None = None
-        self._nothing = torch.empty(0)
-        self._held = [Held(self._nothing, None) for _ in chunks]
+        self._held = [Held(None, None) for _ in chunks]
 
     def lend(self, buffer: Buffer | None) -> None:
         """New weights of shards in memory go there, and nowhere else."""
@@ -60,9 +60,7 @@ class EarlyShardViews(ShardViews):
         """The gradient of this one is final, and kept; False where it has been seen."""
         if self.has_seen(shard):
             return False
-        chunk = self._chunks[shard]
-        here = self._nothing if chunk.files is not None else chunk.shard_memory
-        self._held[shard] = Held(here, chunk.grad, chunk.gradient.offloaded_dtype)
+        self._held[shard] = self._kept(self._chunks[shard])
         return True
 
     def has_seen(self, shard: int) -> bool:
@@ -74,25 +72,12 @@ class EarlyShardViews(ShardViews):
         if self._offloaded(block.shard) is not None:
             self._ahead[block.id] = self._begin_grad(block)
 
-    def _begin_grad(self, block: Block) -> GradientBlock:
-        dtype = self._offloaded(block.shard)
-        assert dtype is not None
-        return self.files.read_grad(self._place(block), dtype)
-
     def _param_of(self, block: Block, planes: Planes) -> Tensor:
         if self._chunks[block.shard].files is not None:
             return super()._param_of(block, planes)
         if WEIGHT in planes:
-            copy_alone(planes[WEIGHT], self._part_of(self._held[block.shard].shard, block))
+            copy_alone(planes[WEIGHT], self._part_of(self._memory_of(block.shard), block))
             return planes[WEIGHT]
         assert self._buffer is not None
         dtype = self._chunks[block.shard].dtype
         return torch.frombuffer(self._buffer.view, dtype=dtype, count=block.numel)
-
-    @property
-    def _param_files(self) -> FileBlocks:
-        assert self.files.params is not None
-        return self.files.params
-
-    def _write_param(self, block: Block, staged: Staged) -> None:
-        self.files.write_param(block.id, self._place(block), staged)

@@ -133,7 +133,7 @@ class StepSpeculation:
         scale = parts.control_vector.read().scale
         bound = Bound(assumed.updater, scale, self.learned.max_norm)
         self._views, self._before = assumed.views, self._tiered_state.traffic()
-        parts.storage.early = assumed.views.files
+        parts.storage.beside = assumed.views.files
         self._blocks = self._blocks_by_chunk()
         self._under_way = Speculation(nvme, assumed.updater, assumed.views, bound.is_passed_by)
 
@@ -215,7 +215,7 @@ class StepSpeculation:
             assert self._views is not None
             self._views.files.end()
             self._under_way, self._views, self._blocks = None, None, {}  # and with them gradients
-            self._parts.storage.early = None
+            self._parts.storage.beside = None
             self._num_speculated += len(run.assumed)
             self._moved += self._tiered_state.traffic() - self._before
         return run

@@ -1,4 +1,4 @@
-"""Gradients and parameters in files, for updates before their step: in the thread of these."""
+"""Gradients and parameters in files, for updates in another thread than the one that trains."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from optim.step.speculation import BUFFERS_AHEAD
 Place = tuple[ChunkId, int]  # a chunk, and which block of it
 
 
-class EarlyFiles:
-    """Through staging buffers of its own; whoever trains reads other gradients, and parameters as
-    the last step left them.
+class FilesBeside:
+    """Before a step or behind it, through staging buffers of its own; whoever trains has others.
 
-    New parameters are written beside those: whether they count is the step's to say. So a block
-    that is held has nothing left to do.
+    New parameters are written beside those of the last step: whether they count is the step's to
+    say. So a block that was updated before its step, and is held, has nothing left to do.
 
     written: blocks of state whose new parameters are, or are on their way.
+    params: None where none live in files; versions as of `optim.step.driver.Versions`.
     """
 
     def __init__(self, storage: ShardStorage) -> None:
@@ -38,9 +38,12 @@ class EarlyFiles:
 
     def read_grad(self, place: Place, dtype: torch.dtype) -> GradientBlock:
         """Begin to read a block, of at most `BUFFERS_AHEAD` at once."""
-        assert self._gradients is not None
-        blocks = self._of(self._gradients.files_of(place[0], dtype))
+        blocks = self._gradients_of(place, dtype)
         return FileBlock(blocks, blocks.read_block(*place))
+
+    def can_read_grad(self, place: Place, dtype: torch.dtype) -> bool:
+        """Whether there is a buffer for one more."""
+        return self._gradients_of(place, dtype).has_buffer
 
     def write_param(self, block: BlockId, place: Place, staged: Staged) -> None:
         """Begin to write the parameters of a block of state."""
@@ -60,6 +63,10 @@ class EarlyFiles:
                 assert self.params is not None
                 self.params.take_back(*place)
         self.written.clear()
+
+    def _gradients_of(self, place: Place, dtype: torch.dtype) -> FileBlocks:
+        assert self._gradients is not None
+        return self._of(self._gradients.files_of(place[0], dtype))
 
     def _of(self, files: TensorFiles) -> FileBlocks:
         if files not in self._blocks:
