@@ -1,12 +1,13 @@
 """A model larger than memory: `examples/train_gpt.py` under a hard limit of resident memory.
 
     python -m bench.capacity --rss-limit 6GiB --json PATH
-    python -m bench.capacity --update serial             all in step(), and nothing in backward
+    python -m bench.capacity --update serial             all in step()
 
 The child process may not allocate more than the limit (RLIMIT_DATA: its heap and private mappings),
 and its VmHWM is checked beside it. `device_budget` is the limit less `SLACK_BYTES` for the process
 itself: interpreter, libraries, threads, text and what operators allocate and no trace sees.
-Blocks are updated in backward where the last steps were not clipped: see `--max-norm`.
+Blocks are updated in backward where the last steps were not clipped (see `--max-norm`), and the
+others behind the next forward.
 
 disk_bound_seconds: a step's bytes over the disk's mixed speed. core_bound_seconds: its seconds on a
 processor over the number of cores, which is what it takes where nothing waits for the disk.
@@ -103,7 +104,7 @@ def main() -> int:
     parser.add_argument("--model", default="gpt2-xl")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--rss-limit", action="append", help="as in 6GiB; may be given twice")
-    parser.add_argument("--update", choices=[*UPDATES, AUTO], default="speculate")
+    parser.add_argument("--update", choices=[*UPDATES, AUTO], default="both")
     parser.add_argument("--max-norm", type=float, default=1.0, help="gradients are clipped to it")
     parser.add_argument("--nvme-dir", type=Path, help="default: a temporary folder on a disk")
     parser.add_argument("--json", type=Path, help="write what was measured")
