@@ -77,11 +77,21 @@ def test_what_a_user_does_between_backward_and_step_counts(name):
     same(interrupted(BETWEEN[name]), **within())
 
 
+def last_weight(model):
+    return model.module.get_parameter("layers.3.3.weight")
+
+
+def drops_and_assigns(model):
+    model.zero_grad()
+    last_weight(model).grad = torch.full_like(last_weight(model), 0.01)
+
+
 BEHIND = {
-    "scales one": lambda m: m.module.get_parameter("layers.3.3.weight").grad.mul_(0.5),
-    "drops one": lambda m: setattr(m.module.get_parameter("layers.3.3.weight"), "grad", None),
-    "reads one": lambda m: m.module.get_parameter("layers.3.3.weight").grad.sum().item(),
+    "scales one": lambda m: last_weight(m).grad.mul_(0.5),
+    "drops one": lambda m: setattr(last_weight(m), "grad", None),
+    "reads one": lambda m: last_weight(m).grad.sum().item(),
     "drops all": lambda m: m.zero_grad(),
+    "drops all and assigns one": drops_and_assigns,
 }
 
 
