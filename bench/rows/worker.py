@@ -69,7 +69,8 @@ def serve(job: Job, answers: TextIO) -> None:
     from bench.support import matmul
     from bench.support.machine import peak_rss_mib
 
-    matmul.use_fp32()
+    if job.device == "cpu":
+        matmul.use_fp32()
     torch.set_num_threads(job.threads)
     model = make_model(job)
     batches = torch.load(job.batches)
