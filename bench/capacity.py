@@ -86,7 +86,7 @@ def summary(result: dict[str, Any], limit: int, gb_per_s: float) -> dict[str, An
 
     def median(key: str) -> float:
         """But for the first step, which has no tail before it and has learned nothing."""
-        return statistics.median(result[key][1:] or result[key])
+        return float(statistics.median(result[key][1:] or result[key]))
 
     read, written = int(median("bytes_read")), int(median("bytes_written"))
     return {

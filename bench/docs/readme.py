@@ -15,6 +15,7 @@ from typing import Any
 
 from bench.demo import table as demo_table
 from bench.rows import summary
+from bench.support.matmul import NATIVE
 from gemini.units import format_bytes
 
 from . import doc_tables, supported
@@ -45,16 +46,22 @@ def _where(result: dict[str, Any]) -> str:
     machine, versions = result["machine"], result["versions"]
     now_in = squashed().get(versions["commit"])
     commit = versions["commit"] + (f", which is in {now_in} now" if now_in else "")
+    products = machine.get("bf16_products", NATIVE)
     return (
         f"{machine['cores']} cores of {machine['cpu']}, {machine['memory_gib']} GiB; "
-        f"torch {versions['torch']}, Python {versions['python']}, commit {commit}."
+        + (f"bf16 products {products}; " if products != NATIVE else "")
+        + f"torch {versions['torch']}, Python {versions['python']}, commit {commit}."
         + (f" Made by `{result['command']}`." if "command" in result else "")
     )
 
 
 def _capacity(result: dict[str, Any]) -> str:
+    update = ""
+    if "update" in result:
+        update = f', `update="{result["update"]}"`, gradients clipped to {result["max_norm"]:g}'
     header = (
-        f"{result['model']}, {result['num_params'] / 1e6:.0f} M parameters, batch 1 x 128.\n\n"
+        f"{result['model']}, {result['num_params'] / 1e6:.0f} M parameters, batch 1 x 128"
+        f"{update}.\n\n"
         "| limit, MiB | peak RSS, MiB | step, s | bound by the disk, s | by the cores "
         "| read a step, GB | written a step, GB | on disk, GB | loss, first and last |\n"
         "|---:|---:|---:|---:|---:|---:|---:|---:|---|"
