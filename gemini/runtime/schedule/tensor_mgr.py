@@ -275,7 +275,8 @@ class StatefulTensorMgr:
         carries them from one iteration to the next."""
         if self.ledger.storage is not None:
             self.ledger.storage.all_leave()
-        self.release_all(keep=self._carried)
+        # an evaluation before the step, whose weights stay the same, carries trained ones, too
+        self.release_all(keep=[c for c in self._carried if not self._chunks[c].spec.trainable])
 
     # -- inside --
 

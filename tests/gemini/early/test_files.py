@@ -37,6 +37,7 @@ from tests.support.loops.early import (
     program,
     reported,
     same,
+    serial,
 )
 from tests.support.loops.endings import one_step, serially
 from tests.support.loops.tails import (
@@ -314,3 +315,13 @@ def test_a_gradient_in_a_file_is_changed_when_nobody_reads_it():
         assert ended == [True]
     optimizer.step()
     optimizer.close()
+
+
+def test_an_evaluation_before_a_step_leaves_no_weights_of_before_it():
+    """The second one is planned, and keeps what it gathers for the next; the step changes that."""
+    turns = program([Iteration(between="evaluates") for _ in range(4)])
+    want = serial(turns)
+    for update in ("serial", "tail", *UPDATES):
+        found = reported(turns, update, **within("245KiB"))[0]
+        weights = {name: want[name] for name in found if "/" not in name}
+        assert differences({name: found[name] for name in weights}, weights) == []
