@@ -29,6 +29,7 @@ from typing import Any
 
 import psutil
 
+from bench.support import matmul
 from bench.support.disk import mixed_gb_per_s
 from bench.support.machine import write_result
 from bench.support.models import build
@@ -38,7 +39,6 @@ from nvme import default_folder
 from nvme.files.file import free_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
-MATMUL = "bench.support.matmul"  # what runs it, with bf16 products that every processor has
 SLACK_BYTES = 3 << 29
 LEARNING_RATE = "1e-5"  # the first step of Adam is as long as the rate: more overshoots
 ENVIRONMENT = {
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace, limit: int, folder: Path) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "run.json"
         command = [
-            sys.executable, "-m", MATMUL, str(ROOT / "examples/train_gpt.py"),
+            sys.executable, "-m", matmul.__name__, str(ROOT / "examples/train_gpt.py"),
             "--model", args.model, "--steps", str(args.steps), "--batch", "1", "--seq", "128",
             "--device", "cpu",
             "--lean", "--lr", LEARNING_RATE, "--device-budget", str(limit - SLACK_BYTES),

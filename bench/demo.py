@@ -20,12 +20,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from bench.support import matmul
 from bench.support.disk import mixed_gb_per_s
 from bench.support.machine import MALLOC_ENVIRONMENT, write_result
 from nvme import default_folder
 
 ROOT = Path(__file__).resolve().parent.parent
-MATMUL = "bench.support.matmul"  # what runs it, with bf16 products that every processor has
 RUNS: dict[str, list[str]] = {
     "baseline": ["--baseline"],
     "floor": ["--floor"],
@@ -42,8 +42,8 @@ def run(name: str, flags: list[str], args: argparse.Namespace, folder: Path) -> 
     """One training in a fresh process; what `train_gpt.py --json` wrote."""
     out = args.out / f"{name}.json"
     command = [
-        sys.executable, "-m", MATMUL, str(ROOT / "examples/train_gpt.py"), "--model", args.model,
-        "--steps", str(args.steps), "--batch", "4", "--seq", "128", "--device", "cpu",
+        sys.executable, "-m", matmul.__name__, str(ROOT / "examples/train_gpt.py"),
+        "--model", args.model, "--steps", str(args.steps), "--batch", "4", "--seq", "128", "--device", "cpu",
         "--nvme-dir", str(folder), "--json", str(out), *flags,
     ]  # fmt: skip
     path = os.pathsep.join([str(ROOT), str(ROOT / "io"), os.environ.get("PYTHONPATH", "")])

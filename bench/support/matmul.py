@@ -22,6 +22,7 @@ from torch import Tensor
 
 MAX_NUMEL = 1 << 21  # of what is held in fp32 of one operand or result: 8 MiB
 NATIVE, IN_FP32 = "native", "in fp32, rounded"
+_libraries: list[torch.library.Library] = []
 
 
 @functools.cache
@@ -42,7 +43,7 @@ def use_fp32(*, always: bool = False) -> None:
         return
     torch.backends.cuda.enable_flash_sdp(False)  # the switch of the CPU's attention, too
     library = torch.library.Library("aten", "IMPL")
-    use_fp32.library = library  # type: ignore[attr-defined]  # as long as the process lives
+    _libraries.append(library)  # it lives as long as the process
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a kernel is replaced
         library.impl("mm", _mm, "CPU")
