@@ -43,7 +43,8 @@ def run(name: str, flags: list[str], args: argparse.Namespace, folder: Path) -> 
     out = args.out / f"{name}.json"
     command = [
         sys.executable, "-m", matmul.__name__, str(ROOT / "examples/train_gpt.py"),
-        "--model", args.model, "--steps", str(args.steps), "--batch", "4", "--seq", "128", "--device", "cpu",
+        "--model", args.model, "--steps", str(args.steps), "--batch", "4", "--seq", "128",
+        "--device", "cpu",
         "--nvme-dir", str(folder), "--json", str(out), *flags,
     ]  # fmt: skip
     path = os.pathsep.join([str(ROOT), str(ROOT / "io"), os.environ.get("PYTHONPATH", "")])
