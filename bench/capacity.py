@@ -1,22 +1,25 @@
 """A model larger than memory: `examples/train_gpt.py` under a hard limit of resident memory.
 
-    python -m bench.capacity --rss-limit 6GiB --json PATH
+    python -m bench.capacity --json PATH                 6 and 4 GiB, clipped in each step and not
+    python -m bench.capacity --rss-limit 6GiB --max-norm 1
     python -m bench.capacity --update serial             all in step()
 
 The child process may not allocate more than the limit (RLIMIT_DATA: its heap and private mappings),
 and its VmHWM is checked beside it. `device_budget` is the limit less `SLACK_BYTES` for the process
 itself: interpreter, libraries, threads, text and what operators allocate and no trace sees.
-Blocks are updated in backward where the last steps were not clipped (see `--max-norm`), and the
-others behind the next forward.
+Blocks are updated in backward where the last steps were not clipped, and the others behind the next
+forward.
 
-disk_bound_seconds: a step's bytes over the disk's mixed speed. core_bound_seconds: its seconds on a
-processor over the number of cores, which is what it takes where nothing waits for the disk.
+disk_bound_seconds: a step's bytes over the disk's mixed speed. compute_seconds: forward and
+backward of the same example where all is in memory, without limit and without an optimizer.
+core_bound_seconds: a step's seconds on a processor over the number of cores.
 Exit status 1 where the limit was passed or the loss does not fall, 2 where there is no room to run.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import resource
@@ -24,6 +27,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +44,7 @@ from nvme.files.file import free_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 SLACK_BYTES = 3 << 29
+NEVER_CLIPS = 1000.0  # norms of a new model are below 100
 LEARNING_RATE = "1e-5"  # the first step of Adam is as long as the rate: more overshoots
 ENVIRONMENT = {
     # every tensor of more than a page run is given back to the system when it dies
@@ -58,17 +63,22 @@ def disk_needed(num_params: int) -> int:
     return num_params * DISK_BYTES_PER_PARAMETER
 
 
-def run(args: argparse.Namespace, limit: int, folder: Path) -> dict[str, Any]:
+def run(args: argparse.Namespace, limit: int, max_norm: float, folder: Path) -> dict[str, Any]:
     """Train in a child process under `limit` bytes. Raises CalledProcessError where it dies."""
+    return _train(
+        args, limit, "--lean", "--lr", LEARNING_RATE, "--device-budget", str(limit - SLACK_BYTES),
+        "--nvme-dir", str(folder), "--update", args.update, "--max-norm", str(max_norm),
+    )  # fmt: skip
+
+
+def _train(args: argparse.Namespace, limit: int, *options: str) -> dict[str, Any]:
+    """The example, with these options."""
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "run.json"
         command = [
             sys.executable, "-m", matmul.__name__, str(ROOT / "examples/train_gpt.py"),
             "--model", args.model, "--steps", str(args.steps), "--batch", "1", "--seq", "128",
-            "--device", "cpu",
-            "--lean", "--lr", LEARNING_RATE, "--device-budget", str(limit - SLACK_BYTES),
-            "--nvme-dir", str(folder), "--json", str(out),
-            "--update", args.update, "--max-norm", str(args.max_norm),
+            "--device", "cpu", "--json", str(out), *options,
         ]  # fmt: skip
         path = os.pathsep.join([str(ROOT), str(ROOT / "io"), os.environ.get("PYTHONPATH", "")])
         subprocess.run(
@@ -81,24 +91,28 @@ def run(args: argparse.Namespace, limit: int, folder: Path) -> dict[str, Any]:
         return result
 
 
-def summary(result: dict[str, Any], limit: int, gb_per_s: float) -> dict[str, Any]:
+def median(values: Sequence[float]) -> float:
+    """But for the first step, which has no tail before it and has learned nothing."""
+    return float(statistics.median(values[1:] or values))
+
+
+def summary(
+    result: dict[str, Any], limit: int, gb_per_s: float, compute_seconds: float
+) -> dict[str, Any]:
     """What is asked of a run; bytes and seconds are those of a step, the median."""
-
-    def median(key: str) -> float:
-        """But for the first step, which has no tail before it and has learned nothing."""
-        return float(statistics.median(result[key][1:] or result[key]))
-
-    read, written = int(median("bytes_read")), int(median("bytes_written"))
+    read, written = int(median(result["bytes_read"])), int(median(result["bytes_written"]))
     return {
+        "max_norm": float(result["arguments"]["max_norm"]),
         "peak_rss_mib": round(result["final_peak_rss_mib"], 1),
         "rss_limit_mib": limit >> 20,
         "losses": result["train_loss"],
         "val_loss": result["val_loss"],
         "bytes_read": read,
         "bytes_written": written,
-        "step_seconds": median("step_seconds"),
+        "step_seconds": median(result["step_seconds"]),
         "disk_bound_seconds": (read + written) / (gb_per_s * 1e9),
-        "core_bound_seconds": median("cpu_seconds") / len(os.sched_getaffinity(0)),
+        "compute_seconds": compute_seconds,
+        "core_bound_seconds": median(result["cpu_seconds"]) / len(os.sched_getaffinity(0)),
         "nvme_bytes": result["nvme_bytes"],
     }
 
@@ -109,11 +123,14 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--rss-limit", action="append", help="as in 6GiB; may be given twice")
     parser.add_argument("--update", choices=[*UPDATES, AUTO], default="both")
-    parser.add_argument("--max-norm", type=float, default=1.0, help="gradients are clipped to it")
+    parser.add_argument(
+        "--max-norm", action="append", type=float, help="gradients are clipped to it; as above"
+    )
     parser.add_argument("--nvme-dir", type=Path, help="default: a temporary folder on a disk")
     parser.add_argument("--json", type=Path, help="write what was measured")
     args = parser.parse_args()
     limits = [parse_bytes(limit) for limit in args.rss_limit or ["6GiB", "4GiB"]]
+    max_norms = args.max_norm or [1.0, NEVER_CLIPS]
     folder = args.nvme_dir or default_folder()
     num_params = sum(param.numel() for param in build(args.model).parameters())
     needed, free = disk_needed(num_params), free_bytes(folder)
@@ -124,14 +141,16 @@ def main() -> int:
         )
         return 2
     gb_per_s = mixed_gb_per_s(folder)
+    compute_seconds = median(_train(args, resource.RLIM_INFINITY, "--floor")["step_seconds"])
     rows = []
-    for limit in limits:
-        rows.append(summary(run(args, limit, folder), limit, gb_per_s))
+    for limit, max_norm in itertools.product(limits, max_norms):
+        result = run(args, limit, max_norm, folder)
+        rows.append(summary(result, limit, gb_per_s, compute_seconds))
         print(json.dumps(rows[-1]), flush=True)
         if args.json is not None:
             written = {
                 **rows[0], "runs": rows, "model": args.model, "num_params": num_params,
-                "update": args.update, "max_norm": args.max_norm,
+                "update": args.update,
                 "mixed_disk_gb_per_s": gb_per_s,
                 "physical_memory_gib": psutil.virtual_memory().total / 2**30,
             }  # fmt: skip

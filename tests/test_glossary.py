@@ -43,7 +43,7 @@ RETIRED = {
     "Look": "StateVisitor, RunVisitor",
     "Source": "StateSource, CheckpointSource",
     "Put": "RunFiller",
-    "Fill": "RunWalk, ReadTicket",
+    "Fill": "RunWalk, _TensorFill",
     "_Filling": "_ChunkBuilder, _BoxReader, _OpenUnit",
     "Together": "TicketGroup, PipelineOwner, PipelineVote",
     "ShardPart": "ShardSegment",

@@ -55,8 +55,10 @@ class ChunkLinks(ReduceLinks, Protocol):
 class ShardFiles(Protocol):
     """Shards that live in files; see `gemini.runtime.memory.files.tensor_files`."""
 
-    def read(self, chunk: ChunkId, into: Tensor) -> Ticket[None]:
-        """Begin to fill [S] with a shard."""
+    def read(
+        self, chunk: ChunkId, into: Tensor, behind: Ticket[None] | None = None
+    ) -> Ticket[None]:
+        """Begin to fill [S] with a shard, as an update makes it that ends with `behind`."""
         ...
 
     def replace(self, chunk: ChunkId, values: Tensor) -> None:
@@ -215,10 +217,9 @@ class Chunk:
         return copy
 
     def _read_file(self, into: Tensor) -> Ticket[None]:
-        """Begin to fill [S] with the shard, as the last step has made it."""
+        """Begin to fill [S] with the shard, as the last step makes it."""
         assert self.files is not None
-        self.wait_updated()
-        return self.files.read(self.spec.id, into)
+        return self.files.read(self.spec.id, into, self.updating)
 
     def store_shard(self, values: Tensor) -> None:
         """Make [S] `values` of any dtype the shard."""

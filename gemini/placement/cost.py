@@ -198,11 +198,14 @@ class Walk:
         """When all that was begun has ended."""
         return max(self.now, *self._free_at.values())
 
-    def move(self, moment: int) -> dict[ChunkId, float]:
-        """Begin the transfers of a moment; by chunk, when the last of them ends."""
+    def move(
+        self, moment: int, ready: Mapping[ChunkId, float] | None = None
+    ) -> dict[ChunkId, float]:
+        """Begin the transfers of a moment; by chunk, when the last of them ends. ready: when there
+        is something to move, where that is later."""
         arrived: dict[ChunkId, float] = {}
         for move in self._moves_at.get(moment, ()):
-            start = self.now
+            start = max(self.now, (ready or {}).get(move.chunk, self.now))
             spent = link_seconds(
                 move.src, move.dst, move.nbytes, self._bandwidths, self._plan.has_host_tier
             )

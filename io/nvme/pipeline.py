@@ -41,7 +41,11 @@ def read_ahead(
             while pool.num_free:
                 for item in coming:
                     buffer = pool.take()
-                    ahead.append((item, buffer, begin(item, buffer)))
+                    try:
+                        ahead.append((item, buffer, begin(item, buffer)))
+                    except BaseException:
+                        pool.give(buffer)
+                        raise
                     break
                 else:
                     break

@@ -151,14 +151,17 @@ class NvmeState:
             )
 
     def initialise(self, fill: Callable[[Block, Planes], None]) -> None:
-        """Write every block's first version. `fill` gets zeroed planes."""
-        for block in self._order:
+        """Write every block's first version. `fill` gets zeroed planes.
+
+        The first step begins with the first block, which may have a tail, and finds it in memory.
+        """
+        for block in reversed(self._order):
             staged = Staged(block, self._take(), None)
             for plane in self.planes_of(staged).values():
                 plane.zero_()
             self._forms.change(staged.buffer, block, fill)
             self._submit_write(staged, with_undo=False)
-        self.commit(step=0)
+        self.commit(step=0, in_order=True)
 
     def prefetch(self) -> None:
         """Begin to read the next blocks, as far as buffers allow. Never waits."""

@@ -31,12 +31,16 @@ from .driver import Stage, TargetStep, alone
 class Gate:
     """A ticket that ends when another thread opens it.
 
+    waited_seconds: of the thread that has made it, if it asked before it was open. Another one's
+    keep nobody from going on.
+
     A signal's handler may run while it is waited for, and nothing that it does keeps it shut.
     """
 
     def __init__(self) -> None:
-        self.waited_seconds = 0.0  # by who asked before it was open
+        self.waited_seconds = 0.0
         self._is_open = False
+        self._made_by = threading.get_ident()
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._lock.acquire()
@@ -62,7 +66,8 @@ class Gate:
         started = time.perf_counter()
         with self._lock:
             pass
-        self.waited_seconds += time.perf_counter() - started
+        if threading.get_ident() == self._made_by:
+            self.waited_seconds += time.perf_counter() - started
 
 
 class Ended:

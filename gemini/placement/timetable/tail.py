@@ -228,10 +228,15 @@ def _beside(
     backward: int,
     update: _Update,
 ) -> tuple[float, tuple[int, ...]]:
-    """Seconds of a pass whose calls and gathers wait for their chunks, and whose backward waits for
-    all; and gradients that live into it. A call of many chunks, as of a whole module, uses them one
-    after the other."""
+    """Seconds of a pass whose calls wait for their chunks, as gathers do but for those of files
+    alone, and whose backward waits for all; and gradients that live into it. A call of many chunks,
+    as of a whole module, uses them one after the other."""
     ready, held = update.ready, []
+    read = {
+        shard.chunk
+        for shard in plan.shards
+        if shard.param_home is Tier.NVME and plan.chunks[shard.chunk].num_shards == 1
+    }
     on_device = {shard.chunk for shard in plan.shards if shard.grad_home is Tier.DEVICE}
     walk = Walk(_of_pass(plan), bandwidths)
     walk.wait(update.returned)
@@ -246,8 +251,9 @@ def _beside(
                 disk += min(update.walk.now, update.walk.busy["nvme"])
             walk.wait(max(update.walk.now, walk.busy["compute"] + shared, disk))
         for chunk in gathers.get(moment, ()):
-            walk.wait(ready.get(chunk, 0.0))
-        walk.exchange(moment, walk.move(moment))
+            if chunk not in read:
+                walk.wait(ready.get(chunk, 0.0))
+        walk.exchange(moment, walk.move(moment, ready))
         walk.reach(moment)
         if moment < backward:
             late = [chunk for chunk, at in ready.items() if at > walk.now and chunk in on_device]

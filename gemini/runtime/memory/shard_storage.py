@@ -65,9 +65,11 @@ class ShardStorage:
 
     # ChunkFiles of `gemini.chunk.storage`
 
-    def read(self, chunk: ChunkId, into: Tensor) -> Ticket[None]:
+    def read(
+        self, chunk: ChunkId, into: Tensor, behind: Ticket[None] | None = None
+    ) -> Ticket[None]:
         assert self.params is not None
-        return self.params.read(chunk, into)
+        return self.params.read(chunk, into, behind)
 
     def replace(self, chunk: ChunkId, values: Tensor) -> None:
         assert self.params is not None

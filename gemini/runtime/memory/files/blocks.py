@@ -111,7 +111,8 @@ class FileBlocks:
     def read_block(self, chunk: ChunkId, index: int) -> Staged:
         """Begin to read one block."""
         staged = self.block_to_fill(chunk, index)
-        staged.ticket = self._begin_read(self._places.id_of(chunk, index), staged.buffer)
+        block = self._places.id_of(chunk, index)
+        staged.ticket = self._begin_read(block, staged.buffer, latest=self.reads_latest)
         return staged
 
     def write_block(self, chunk: ChunkId, index: int, staged: Staged) -> None:
@@ -178,11 +179,11 @@ class FileBlocks:
     # -- inside --
 
     def _make_room(self) -> None:
-        """Free a buffer where none is, and none is on its way to disk."""
+        """End what has the buffers, but for writes."""
 
-    def _begin_read(self, block: BlockId, buffer: Buffer) -> Ticket[None]:
+    def _begin_read(self, block: BlockId, buffer: Buffer, *, latest: bool) -> Ticket[None]:
         view = buffer.view[: self.store.buffer_nbytes(block)]
-        if self.reads_latest:
+        if latest:
             return self.store.read_latest(block, view)
         if self._versioned:
             return self.store.read(block, view)

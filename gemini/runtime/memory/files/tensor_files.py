@@ -7,9 +7,10 @@ Memory of the device is not page-aligned, as direct I/O wants it, hence the stag
 from __future__ import annotations
 
 import hashlib
-from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,19 +20,19 @@ from gemini.tickets import Ticket
 from gemini.units import BLOCK_NUMEL, BlockId, ChunkId
 from nvme import (
     BlockStore,
+    Buffer,
     BufferPool,
-    NvmeError,
     Pin,
     StoreLayout,
     WriteBehind,
     WriteMeter,
     check_folder,
     default_folder,
-    settle,
+    read_ahead,
 )
 from optim.state.memory import copy_alone
 
-from .blocks import FileBlocks, Flat, Places, Staged
+from .blocks import FileBlocks, Flat, Places
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,27 +51,62 @@ class FileConfig:
         return check_folder(self.folder) if self.folder is not None else default_folder()
 
 
+@dataclass(frozen=True, slots=True)
 class ReadTicket:
-    """A ticket: a tensor is being read. It is in place when `wait` returns."""
+    """A ticket: a tensor is being read, by another thread. It is in place when `wait` returns, and
+    left alone from then on, also where `wait` was interrupted."""
 
-    def __init__(self, files: TensorFiles, num_blocks: int) -> None:
-        self._files = files
-        self.blocks_left = num_blocks
-        self.error: NvmeError | None = None
+    future: Future[None]
+    behind: Ticket[None] | None
 
     def ready(self) -> bool:
-        self._files.pump()
-        return self.blocks_left == 0
+        return self.future.done()
 
     def wait(self) -> None:
-        while self.blocks_left:
-            self._files.finish_read()
-        if self.error is not None:
-            raise self.error
+        try:
+            if self.behind is not None:  # it counts who waits for it
+                self.behind.wait()
+            self.future.result()
+        finally:
+            wait([self.future])
+
+
+@dataclass(frozen=True, slots=True)
+class _TensorFill:
+    """A tensor to be filled from a file, as if by the thread that asks: in its inference mode, and
+    behind what it has given a device until now."""
+
+    blocks: Sequence[BlockId]
+    parts: Sequence[Tensor]  # [n] each
+    behind: Ticket[None] | None  # an update of these blocks
+    in_inference: bool
+    stream: torch.cuda.Stream | None  # of the device that `parts` are on
+
+    @staticmethod
+    def of(
+        blocks: Sequence[BlockId], into: Tensor, block_numel: int, behind: Ticket[None] | None
+    ) -> _TensorFill:
+        parts = into.detach().split(block_numel)
+        stream = torch.cuda.current_stream(into.device) if into.is_cuda else None
+        return _TensorFill(blocks, parts, behind, torch.is_inference_mode_enabled(), stream)
+
+    def run(self, pool: BufferPool, begin: Callable[[BlockId, Buffer], Ticket[None]]) -> None:
+        """As many reads are under way as there are buffers. Raises NvmeError; then none is."""
+        parts = iter(self.parts)
+        if self.behind is not None:
+            self.behind.wait()
+        with torch.inference_mode(self.in_inference), torch.cuda.stream(self.stream):
+            for _, buffer, _ in read_ahead(pool, self.blocks, begin):
+                there = next(parts)
+                dtype, count = there.dtype, there.numel()
+                copy_alone(there, torch.frombuffer(buffer.view, dtype=dtype, count=count))
 
 
 class TensorFiles(FileBlocks):
     """Tensors by chunk, each written whole or by block. One thread at a time; see `beside`.
+
+    A thread of its own reads whole tensors, one after the other, through the buffers that blocks
+    pass through else: so what comes behind a read, and asks for a buffer, waits for all of them.
 
     versioned: a write counts at `commit` and reads see the last commit; else it counts at once,
         and is gone after `rollback`.
@@ -90,8 +126,8 @@ class TensorFiles(FileBlocks):
         self._pin = config.pin
         pool = BufferPool(config.depth + 2, max(nbytes), config.pin)
         super().__init__(places, store, pool, versioned=versioned)
-        self._queue: deque[tuple[ReadTicket, BlockId, Tensor]] = deque()  # without a buffer yet
-        self._reads: deque[tuple[ReadTicket, Staged, Tensor]] = deque()
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="files")  # starts when it is used
+        self._reads: list[Future[None]] = []
 
     def serve(self, depth: int, meter: WriteMeter | None) -> None:
         """Blocks are read so far ahead from now on, and what is written, and was, counts there."""
@@ -99,14 +135,14 @@ class TensorFiles(FileBlocks):
             meter.written_bytes += self.store.meter.written_bytes
             self.store.meter = meter
         if depth + 2 != self._pool.count:
-            while self._reads or self._queue:
-                self.finish_read()
+            self._end_reads()
             self._writes.drain()
             self._pool = BufferPool(depth + 2, self._pool.buffer_nbytes, self._pin)
             self._writes = WriteBehind(self._pool)
 
     def rest(self) -> None:
-        """End writes, and give the memory of staging back until it is used again."""
+        """End what is under way, and give the memory of staging back until it is used again."""
+        self._end_reads()
         self._writes.drain()
         self._pool.empty()
 
@@ -118,6 +154,7 @@ class TensorFiles(FileBlocks):
 
     def forget(self, chunks: Collection[ChunkId]) -> None:
         """These tensors live elsewhere from now on: give their space on disk back."""
+        self._end_reads()
         for chunk in chunks:
             self.store.forget(self._places.ids_of(chunk))
             del self._places.tensors[chunk], self._places.first[chunk]
@@ -128,14 +165,21 @@ class TensorFiles(FileBlocks):
 
     # -- whole tensors --
 
-    def read(self, chunk: ChunkId, into: Tensor) -> Ticket[None]:
-        """Begin to fill `into`, which must be left alone until the ticket is done."""
-        parts = into.detach().split(self._places.block_numel)
-        fill = ReadTicket(self, len(parts))
-        blocks = self._places.ids_of(chunk)
-        self._queue.extend((fill, block, part) for block, part in zip(blocks, parts, strict=True))
-        self.pump()
-        return fill
+    def read(
+        self, chunk: ChunkId, into: Tensor, behind: Ticket[None] | None = None
+    ) -> Ticket[None]:
+        """Begin to fill `into`, which must be left alone until the ticket is done.
+
+        behind: an update by another thread, of what is read then.
+        """
+        self.store.check_process()  # the thread that reads is not in a forked child
+        self._writes.drain()
+        self._reads = [read for read in self._reads if not read.done()]
+        places = self._places
+        fill = _TensorFill.of(places.ids_of(chunk), into, places.block_numel, behind)
+        begin = partial(self._begin_read, latest=self.reads_latest)
+        self._reads.append(self._reader.submit(fill.run, self._pool, begin))
+        return ReadTicket(self._reads[-1], behind)
 
     def write(self, chunk: ChunkId, values: Tensor) -> None:
         """Write a whole tensor; `values` is free on return. Raises WriteBudgetError first."""
@@ -157,53 +201,16 @@ class TensorFiles(FileBlocks):
     def close(self) -> None:
         """Wait for transfers and remove the file."""
         if self.store.is_ours:
-            self._queue.clear()
-            for _, staged, _ in self._reads:
-                settle(staged.ticket)
-            self._reads.clear()
+            self._end_reads()
+            self._reader.shutdown()
         self.store.close()
 
-    # -- transfers under way --
-
-    def pump(self) -> None:
-        """Take over reads that have ended and begin those that wait. Never waits."""
-        while self._reads and self._reads[0][1].is_ready:
-            self._finish_head()
-        self._writes.reap()
-        while self._queue and self._pool.num_free:
-            self._begin_next()
-
-    def finish_read(self) -> None:
-        """Wait for the oldest read."""
-        if not self._reads:
-            if not self._pool.num_free:
-                self._writes.end_oldest()
-            self._begin_next()
-        self._finish_head()
-        self.pump()
-
-    def _begin_next(self) -> None:
-        fill, block, part = self._queue.popleft()
-        buffer = self._pool.take()
-        values = torch.frombuffer(buffer.view, dtype=part.dtype, count=part.numel())
-        staged = Staged(buffer, values, None)
-        try:
-            staged.ticket = self._begin_read(block, buffer)
-        except NvmeError as error:
-            fill.error = fill.error or error
-        self._reads.append((fill, staged, part))
-
-    def _finish_head(self) -> None:
-        fill, staged, part = self._reads.popleft()
-        try:
-            values = staged.wait()
-            if fill.error is None:
-                copy_alone(part, values)
-        except NvmeError as error:
-            fill.error = fill.error or error
-        self._pool.give(staged.buffer)
-        fill.blocks_left -= 1
+    # -- inside --
 
     def _make_room(self) -> None:
-        while not (self._pool.num_free or self._writes):
-            self.finish_read()
+        self._end_reads()
+
+    def _end_reads(self) -> None:
+        """Wait for them, whatever becomes of them."""
+        wait(self._reads)
+        self._reads.clear()
