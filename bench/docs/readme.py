@@ -59,12 +59,14 @@ def _capacity(result: dict[str, Any]) -> str:
     header = (
         f"{result['model']}, {result['num_params'] / 1e6:.0f} M parameters, batch 1 x 128, "
         f'`update="{result["update"]}"`.\n\n'
-        "| limit, MiB | norm at most | peak RSS, MiB | step, s | bound by the disk, s | by compute | by the cores "
-        "| read a step, GB | written a step, GB | on disk, GB | loss, first and last |\n"
+        "| limit, MiB | norm at most | peak RSS, MiB | step, s | bound by the disk, s | by compute "
+        "| by the cores | read a step, GB | written a step, GB | on disk, GB "
+        "| loss, first and last |\n"
         "|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|"
     )
     rows = [
-        f"| {r['rss_limit_mib']} | {r['max_norm']:g} | {r['peak_rss_mib']:.0f} | {r['step_seconds']:.1f} "
+        f"| {r['rss_limit_mib']} | {r['max_norm']:g} "
+        f"| {r['peak_rss_mib']:.0f} | {r['step_seconds']:.1f} "
         f"| {r['disk_bound_seconds']:.1f} | {r['compute_seconds']:.1f} "
         f"| {r['core_bound_seconds']:.1f} "
         f"| {r['bytes_read'] / 1e9:.1f} | {r['bytes_written'] / 1e9:.1f} "

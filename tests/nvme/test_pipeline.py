@@ -114,3 +114,18 @@ def test_an_outcome_that_no_longer_matters_is_waited_for():
     assert events == ["waited a"]
     with pytest.raises(KeyError):
         settle(Slow(events, "b", KeyError()))
+
+
+def test_a_transfer_that_cannot_begin_costs_no_buffer():
+    """As of a block whose write has failed meanwhile."""
+    pool, events = BufferPool(2, 1), []
+    begin = reads(events)
+
+    def begins(item, buffer):
+        if item == 3:
+            raise NvmeError("on purpose")
+        return begin(item, buffer)
+
+    with pytest.raises(NvmeError, match="on purpose"):
+        list(read_ahead(pool, range(5), begins))
+    assert events[-1] == "waited 2" and pool.num_free == 2

@@ -245,6 +245,15 @@ def test_the_disk_brings_parameters_beside_what_a_tail_writes(forward, backward_
     assert tail.seconds == pytest.approx(begins + 100)
 
 
+@pytest.mark.parametrize("forward", [0.1, 10.0])
+def test_a_parameter_is_read_ahead_behind_its_update(forward):
+    """The last one, which a forward asks for as soon as it begins: nothing waits but its call."""
+    homes = (*[Tier.DEVICE] * 9, Tier.NVME)
+    tail = priced(TEN, [forward] * 9 + [40.0], fixed_params=homes)
+    ready = 8 * READ + 7 * WRITE + PARAM_READ  # the last three writes are under way
+    assert tail.seconds == pytest.approx(max(9 * forward, ready) + 40 + 100)
+
+
 def test_parameters_in_files_beside_a_device_are_against_a_tail():
     plan = make_plan(asked(TEN, 1.0, **ON_HOST), StaticPlacement(offload_optim_frac=1.0)).plan
     assert homes_against_tail(plan) is None

@@ -72,6 +72,42 @@ def test_a_forward_waits_for_what_it_reads_of_a_file():
         assert in_files(model) == (6, 2)
 
 
+def asked_for_early(model):
+    """The last chunk in a file that a forward begins to gather before a module uses it."""
+    plan = model.engine.planning.plan
+    early = [gather for gather in plan.gathers if gather.begin < gather.use]
+    return max(g.chunk for g in early if plan.shards[g.chunk].param_home is Tier.NVME)
+
+
+def owner_of(model, chunk):
+    """The module that is called with its parameters."""
+    param = model.engine.params[model.engine.chunks[chunk].spec.slots[0].param]
+    return next(m for m in model.modules() if any(p is param for p in m.parameters(recurse=False)))
+
+
+def test_a_forward_goes_on_while_what_it_reads_ahead_is_updated():
+    """Its update does not begin before the module is called that needs it."""
+
+    def ahead(model, optimizer):
+        handle = None
+        with held_updates() as held:
+            held.go_on()
+            for batch in batches(4):
+                token_loss(model, batch).backward()
+                if handle is not None:
+                    handle.remove()
+                chunk = asked_for_early(model)  # all are trained, so it is a shard's number, too
+                held.hold()
+                held.go_on(but=chunk)
+                owner = owner_of(model, chunk)
+                handle = owner.register_forward_pre_hook(lambda *_: held.go_on(), prepend=True)
+                optimizer.step()
+                optimizer.zero_grad()
+                yield
+
+    assert same(ahead, serially=SCHEDULES["plain"], **within()) == [True] * 4
+
+
 @pytest.mark.parametrize("name", BETWEEN)
 def test_what_a_user_does_between_backward_and_step_counts(name):
     same(interrupted(BETWEEN[name]), **within())

@@ -1,10 +1,17 @@
 """TensorFiles by itself: flat tensors in blocks, versions, and few staging buffers."""
 
+import errno
+import threading
+import time
+
 import pytest
 import torch
 
 from gemini.runtime.memory.files.blocks import Flat
 from gemini.runtime.memory.files.tensor_files import FileConfig, TensorFiles
+from nvme import TransferError
+from optim.step.tail import Gate
+from tests.support.disks.faults import failing
 
 BLOCK = 1024  # elements
 SHAPES = {
@@ -70,6 +77,121 @@ def test_many_reads_at_once_need_no_more_than_the_staging(files):
         assert ticket.ready()
     assert all(torch.equal(into, values_of(chunk)) for chunk, into in places)
     assert files.staging_bytes == staging
+
+
+LONG = {1: Flat(40 * BLOCK + 3, torch.float32)}  # ten times the staging
+
+
+@pytest.fixture
+def long_file(tmp_path):
+    found = TensorFiles(LONG, FileConfig(str(tmp_path), block_numel=BLOCK), versioned=True)
+    found.write(1, torch.arange(LONG[1].numel, dtype=torch.float32))
+    found.commit(1)
+    yield found
+    found.close()
+
+
+def test_a_read_goes_on_while_nobody_asks_for_it(long_file):
+    """As a prefetch does while a module computes."""
+    into = torch.full((LONG[1].numel,), float("nan"))
+    ticket = long_file.read(1, into)
+    deadline = time.monotonic() + 60
+    while into[-1].isnan() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert torch.equal(into, torch.arange(LONG[1].numel, dtype=torch.float32))
+    ticket.wait()
+
+
+def test_a_read_is_of_what_comes_before_its_gate_opens_and_keeps_nobody_waiting(long_file):
+    gate = Gate()
+    long_file.reads_latest = True
+    into = torch.zeros(LONG[1].numel)
+    ticket = long_file.read(1, into, behind=gate)
+    beside = long_file.beside(2)
+    staged = beside.block_to_fill(1, 0)
+    staged.values.fill_(7.0)
+    beside.write_block(1, 0, staged)
+    time.sleep(0.05)
+    assert not ticket.ready()
+    opens = threading.Timer(0.1, gate.open)
+    opens.start()
+    ticket.wait()
+    assert (into[:BLOCK] == 7.0).all() and into[-1] == LONG[1].numel - 1
+    assert gate.waited_seconds > 0, "it was asked for before the gate was open"
+    beside.end_writes()
+    opens.join()
+
+
+def test_a_thread_that_reads_ahead_is_not_counted_as_waiting(long_file):
+    gate = Gate()
+    ticket = long_file.read(1, torch.zeros(LONG[1].numel), behind=gate)
+    time.sleep(0.05)
+    gate.open()
+    while not ticket.ready():
+        time.sleep(0.001)
+    ticket.wait()
+    assert gate.waited_seconds == 0
+
+
+class _Interrupted:
+    """A ticket that is interrupted in the thread which waits for a read, and opens later."""
+
+    def __init__(self):
+        self.opens = threading.Event()
+
+    def ready(self):
+        return False
+
+    def wait(self):
+        if threading.current_thread() is threading.main_thread():
+            threading.Timer(0.1, self.opens.set).start()
+            raise KeyboardInterrupt
+        self.opens.wait()
+
+
+def test_who_is_interrupted_has_the_memory_to_himself_again(long_file):
+    """A payload whose gather has failed is freed."""
+    into = torch.full((LONG[1].numel,), -1.0)
+    ticket = long_file.read(1, into, behind=_Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        ticket.wait()
+    assert ticket.ready()
+    into.zero_()
+    time.sleep(0.05)
+    assert not into.any()
+
+
+def test_a_read_that_fails_is_told_and_the_next_one_has_all_buffers(long_file):
+    with failing("preadv", errno.EIO, after=6, times=1):
+        ticket = long_file.read(1, torch.zeros(LONG[1].numel))
+        for _ in range(2):
+            with pytest.raises(TransferError):
+                ticket.wait()
+    assert torch.equal(read_long(long_file), torch.arange(LONG[1].numel, dtype=torch.float32))
+
+
+def read_long(files):
+    into = torch.zeros(LONG[1].numel)
+    files.read(1, into).wait()
+    return into
+
+
+@pytest.mark.parametrize("inference", [True, False])
+def test_a_tensor_is_filled_in_the_mode_of_who_asks(files, inference):
+    written(files)
+    with torch.inference_mode(inference):
+        assert torch.equal(read(files, 3), values_of(3))
+
+
+def test_a_block_is_asked_for_behind_the_tensors_that_are_being_read(long_file):
+    """They share the buffers."""
+    into = torch.zeros(LONG[1].numel)
+    ticket = long_file.read(1, into)
+    staged = [long_file.read_block(1, index) for index in range(4)]
+    assert ticket.ready()
+    for index, block in enumerate(staged):
+        assert block.wait()[0] == index * BLOCK
+        long_file.give(block)
 
 
 def test_what_was_not_committed_is_seen_only_where_it_counts_at_once(files):

@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import nvme
 from bench.shared.models import Tower, token_batches, token_loss
 from gemini import GeminiDDP
 from optim import HybridAdam, NvmeConfig
+from optim.state.nvme_state import NvmeState
 from optim.update.updaters import CpuUpdater
 from tests.nvme.common import ENGINES, engine_or_skip
 from tests.support.disks.faults import file_size_limit, flip
@@ -78,6 +80,22 @@ def test_buffers_are_at_most_depth_plus_two_blocks(depth, tmp_path):
     train(params, optimizer, 2)
     block_bytes = BLOCK * (8 + 4)  # two moments, and what the parameters were
     assert state_of(optimizer).staging_bytes == (depth + 2) * block_bytes
+    optimizer.close()
+
+
+def test_the_first_step_begins_with_the_first_block_which_is_in_memory(tmp_path):
+    """Its tail is to be ahead of the forward."""
+    seen, begin_step = [], NvmeState.begin_step
+
+    def begun(state, *args):
+        seen.append((state.order == state.blocks, state.store.traffic.read_bytes))
+        begin_step(state, *args)
+
+    params = make_params()
+    optimizer = make_optimizer(params, tmp_path, 1.0, depth=1)
+    with mock.patch.object(NvmeState, "begin_step", begun):
+        train(params, optimizer, 1)
+    assert seen == [(True, 0)]
     optimizer.close()
 
 
