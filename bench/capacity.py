@@ -10,8 +10,9 @@ itself: interpreter, libraries, threads, text and what operators allocate and no
 Blocks are updated in backward where the last steps were not clipped, and the others behind the next
 forward.
 
-disk_bound_seconds: a step's bytes over the disk's mixed speed. compute_seconds: forward and
-backward of the same example where all is in memory, without limit and without an optimizer.
+disk_bound_seconds: a step's bytes over the disk's mixed speed, which is measured before and behind
+every run. compute_seconds: forward and backward of the same example where all is in memory, without
+limit and without an optimizer.
 core_bound_seconds: a step's seconds on a processor over the number of cores.
 Exit status 1 where the limit was passed or the loss does not fall, 2 where there is no room to run.
 """
@@ -65,13 +66,13 @@ def disk_needed(num_params: int) -> int:
 
 def run(args: argparse.Namespace, limit: int, max_norm: float, folder: Path) -> dict[str, Any]:
     """Train in a child process under `limit` bytes. Raises CalledProcessError where it dies."""
-    return _train(
+    return train(
         args, limit, "--lean", "--lr", LEARNING_RATE, "--device-budget", str(limit - SLACK_BYTES),
         "--nvme-dir", str(folder), "--update", args.update, "--max-norm", str(max_norm),
     )  # fmt: skip
 
 
-def _train(args: argparse.Namespace, limit: int, *options: str) -> dict[str, Any]:
+def train(args: argparse.Namespace, limit: int, *options: str) -> dict[str, Any]:
     """The example, with these options."""
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "run.json"
@@ -107,6 +108,7 @@ def summary(
         "rss_limit_mib": limit >> 20,
         "losses": result["train_loss"],
         "val_loss": result["val_loss"],
+        "mixed_disk_gb_per_s": gb_per_s,
         "bytes_read": read,
         "bytes_written": written,
         "step_seconds": median(result["step_seconds"]),
@@ -140,18 +142,19 @@ def main() -> int:
             f"{format_bytes(free)} free; name another folder with --nvme-dir"
         )
         return 2
-    gb_per_s = mixed_gb_per_s(folder)
-    compute_seconds = median(_train(args, resource.RLIM_INFINITY, "--floor")["step_seconds"])
+    speeds = [mixed_gb_per_s(folder)]
+    compute_seconds = median(train(args, resource.RLIM_INFINITY, "--floor")["step_seconds"])
     rows = []
     for limit, max_norm in itertools.product(limits, max_norms):
         result = run(args, limit, max_norm, folder)
-        rows.append(summary(result, limit, gb_per_s, compute_seconds))
+        speeds.append(mixed_gb_per_s(folder))
+        rows.append(summary(result, limit, statistics.mean(speeds[-2:]), compute_seconds))
         print(json.dumps(rows[-1]), flush=True)
         if args.json is not None:
             written = {
                 **rows[0], "runs": rows, "model": args.model, "num_params": num_params,
                 "update": args.update,
-                "mixed_disk_gb_per_s": gb_per_s,
+                "mixed_disk_gb_per_s": statistics.median(speeds),
                 "physical_memory_gib": psutil.virtual_memory().total / 2**30,
             }  # fmt: skip
             write_result(args.json, written)
