@@ -98,11 +98,12 @@ def test_a_read_goes_on_while_nobody_asks_for_it(long_file):
     deadline = time.monotonic() + 60
     while into[-1].isnan() and time.monotonic() < deadline:
         time.sleep(0.001)
-    assert torch.equal(into, torch.arange(LONG[1].numel, dtype=torch.float32))
+    assert not into[-1].isnan()
     ticket.wait()
+    assert torch.equal(into, torch.arange(LONG[1].numel, dtype=torch.float32))
 
 
-def test_a_read_is_of_what_comes_before_its_gate_opens_and_keeps_nobody_waiting(long_file):
+def test_a_read_is_of_what_was_written_before_its_gate_opened(long_file):
     gate = Gate()
     long_file.reads_latest = True
     into = torch.zeros(LONG[1].numel)
@@ -113,7 +114,7 @@ def test_a_read_is_of_what_comes_before_its_gate_opens_and_keeps_nobody_waiting(
     beside.write_block(1, 0, staged)
     time.sleep(0.05)
     assert not ticket.ready()
-    opens = threading.Timer(0.1, gate.open)
+    opens = threading.Timer(0.5, gate.open)
     opens.start()
     ticket.wait()
     assert (into[:BLOCK] == 7.0).all() and into[-1] == LONG[1].numel - 1

@@ -29,10 +29,6 @@ class Staged:
     values: Tensor  # [n], a view of the buffer
     ticket: Ticket[object] | None
 
-    @property
-    def is_ready(self) -> bool:
-        return self.ticket is None or self.ticket.ready()
-
     def wait(self) -> Tensor:
         if self.ticket is not None:
             self.ticket.wait()

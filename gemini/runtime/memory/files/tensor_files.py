@@ -173,7 +173,7 @@ class TensorFiles(FileBlocks):
         behind: an update by another thread, of what is read then.
         """
         self.store.check_process()  # the thread that reads is not in a forked child
-        self._writes.drain()
+        self._writes.drain()  # it has the buffers to itself
         self._reads = [read for read in self._reads if not read.done()]
         places = self._places
         fill = _TensorFill.of(places.ids_of(chunk), into, places.block_numel, behind)
