@@ -36,7 +36,7 @@ import psutil
 
 from bench.support import matmul
 from bench.support.disk import mixed_gb_per_s
-from bench.support.machine import write_result
+from bench.support.machine import MALLOC_ENVIRONMENT, write_result
 from bench.support.models import build
 from gemini.placement.timetable.updates import AUTO, UPDATES
 from gemini.units import format_bytes, parse_bytes
@@ -48,8 +48,7 @@ SLACK_BYTES = 3 << 29
 NEVER_CLIPS = 1000.0  # norms of a new model are below 100
 LEARNING_RATE = "1e-5"  # the first step of Adam is as long as the rate: more overshoots
 ENVIRONMENT = {
-    # every tensor of more than a page run is given back to the system when it dies
-    "MALLOC_MMAP_THRESHOLD_": "65536",
+    **MALLOC_ENVIRONMENT,
     "MALLOC_ARENA_MAX": "2",
     # a thread of a product that waits for the other gives its core to who updates, and what it
     # waits is no second of a processor

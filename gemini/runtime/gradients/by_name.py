@@ -12,7 +12,8 @@ from gemini.chunk.storage import params_in
 from gemini.runtime.meetings import Meetings
 from gemini.runtime.parts import Parts
 
-from .waiting import Gradients, clipped_by, reduce_what_is_left
+from .values import reduce_what_is_left
+from .waiting import Gradients, clipped_by
 
 
 def named_gradients(

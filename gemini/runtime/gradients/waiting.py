@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -20,6 +20,8 @@ from gemini.tickets import Done, Ticket
 from gemini.units import ParamId
 from optim.rules.clipping import Clip
 
+from .values import GradientValues, norm_of, own_parts
+
 
 class Gradients:
     """`.grad` of the parameters of one engine; see `gemini.chunk.gradient_view`.
@@ -32,17 +34,13 @@ class Gradients:
     def __init__(self, parts: Parts, meetings: Meetings, dropped: Callable[[], None]) -> None:
         """dropped: called when all gradients were."""
         self._parts = parts
-        self._meetings = meetings
+        self._values = GradientValues(parts, meetings)
         self._dropped = dropped
         self._views: dict[ParamId, GradientView] = {}
         self._edits: dict[ParamId, Edit] = {}
-        self._norms: dict[float, Tensor] = {}  # fp64 [P], before edits; by order
         self._changes: set[str] = set()  # by this rank, since the last vote
         # int32 [P]: how many ranks had a gradient when they were reduced last
         self._somewhere: tuple[Ticket[None], Tensor] = (Done(None), torch.zeros(0))
-        self._read: dict[ParamId, Tensor] = {}  # what `read` has brought
-        meetings.answer("gradient", self._bring)
-        meetings.answer("norm", self._bring_norms)
 
     # -- what there is --
 
@@ -132,7 +130,8 @@ class Gradients:
         """Whatever is known of their values."""
         self._parts.broken.clear()
         self._parts.pending_clip = None
-        for known in (self._norms, self._edits, self._views, self._changes):
+        self._values.have_changed()
+        for known in (self._edits, self._views, self._changes):
             known.clear()
         self._somewhere = (Done(None), torch.zeros(0))
 
@@ -170,7 +169,7 @@ class Gradients:
 
     def clamp(self, param: ParamId, low: float, high: float) -> None:
         self._check(param)
-        if self._is_local:
+        if self._values.are_local:
             raise RuntimeError(
                 "gradients are not reduced inside no_sync(); clamp them behind the last backward"
             )
@@ -205,7 +204,7 @@ class Gradients:
             flat = flat * parts.control_vector.scale.float()
         self._spell_out_clip()
         self._edits.pop(param, None)
-        self._norms.clear()
+        self._values.have_changed()
         chunk, slot = self._place_of(param)
         if chunk.gradient.exists:
             self._note(param, f"assigns values of sum {float(flat.double().sum())!r} to")
@@ -216,7 +215,7 @@ class Gradients:
         parts.present[param] = True
 
     def _put(self, shard: Tensor, chunk: Chunk, param: ParamId, flat: Tensor) -> None:
-        for at, first in self._own_parts(chunk, param):
+        for at, first in own_parts(self._parts, chunk, param):
             shard[at].copy_(flat[first : first + at.stop - at.start])
 
     def _drop(self, param: ParamId) -> None:
@@ -251,7 +250,7 @@ class Gradients:
         """
         if any(edit.limits for edit in self._edits.values()):
             self._parts.reducer.reduce_put_off()
-        self._norms.clear()
+        self._values.have_changed()
         for param in list(self._edits):
             self._carry_out(param)
 
@@ -291,7 +290,7 @@ class Gradients:
         if pending is None:
             return
         self._parts.pending_clip = None
-        self._norms.clear()
+        self._values.have_changed()
         clip = pending.clip
         factor: float | Tensor = 1.0 if clip.fixed_factor is None else clip.fixed_factor
         if pending.norm is not None and clip.max_norm > 0:
@@ -314,13 +313,13 @@ class Gradients:
         chunk, slot = self._place_of(param)
 
         def change(shard: Tensor) -> None:
-            for at, _ in self._own_parts(chunk, param):
+            for at, _ in own_parts(self._parts, chunk, param):
                 do(shard[at])
 
-        if chunk.gradient.exists and any(self._own_parts(chunk, param)):
+        if chunk.gradient.exists and any(own_parts(self._parts, chunk, param)):
             chunk.gradient.change(change, wide=wide)
         chunk.gradient.change_local(slot, do, wide=wide)
-        self._norms.clear()
+        self._values.have_changed()
 
     def _note(self, param: ParamId, does: str) -> None:
         if self._parts.comm.world_size > 1:
@@ -331,12 +330,6 @@ class Gradients:
         parts = self._parts
         return parts.chunks[parts.chunk_of[param]], parts.slot_of[param]
 
-    def _own_parts(self, chunk: Chunk, param: ParamId) -> Iterator[tuple[slice, int]]:
-        """Where this rank's shard has a parameter, and with which of its elements it begins."""
-        for part in self._parts.layout.shard_segments(chunk.spec, chunk.rank):
-            if part.param == param:
-                yield slice(part.offset, part.offset + part.numel), part.param_offset
-
     # -- values --
 
     def values(self, param: ParamId) -> Tensor:
@@ -345,12 +338,11 @@ class Gradients:
         parts, spec = self._parts, self._parts.layout.params[param]
         chunk, slot = self._place_of(param)
         local = chunk.gradient.local(slot)
-        if parts.comm.world_size == 1 or (self._is_local and not chunk.gradient.exists):
-            total = self._assembled(param, lone=True)
+        if parts.comm.world_size == 1 or (self._values.are_local and not chunk.gradient.exists):
+            total = self._values.of_this_rank(param)
         else:
-            self._meetings.read({f"gradient {param}": f"the gradient of {spec.name}"})
-            total = self._read.pop(param)
-            local = local if self._is_local else None
+            total = self._values.read(param)
+            local = local if self._values.are_local else None
         if local is not None:
             total = total.add_(local)
         factor, limit = clipped_by(parts)
@@ -363,77 +355,17 @@ class Gradients:
         parts = self._parts
         if self._edits.get(param, Edit()).limits:
             if parts.reducer.has_put_off:  # ranks ask for norms in orders of their own
-                return _norm(self.values(param), order)
+                return norm_of(self.values(param), order)
             self.settle()
-        if self._is_local and not parts.reducer.synchronise:
-            return _norm(self.values(param), order)
+        if self._values.are_local and not parts.reducer.synchronise:
+            return norm_of(self.values(param), order)
         if order <= 0:  # no sum of powers over ranks
-            return _norm(self.values(param), order)
-        if order not in self._norms:
-            self._meetings.read({f"norm {order}": f"a norm of order {order} of the gradients"})
+            return norm_of(self.values(param), order)
+        total = self._values.norm(param, order)
         factor, limit = clipped_by(parts)
         if limit < math.inf:
-            return _norm(self.values(param), order)
-        return self._norms[order][param] * (abs(self._edits.get(param, Edit()).factor) * factor)
-
-    def _bring(self, names: Sequence[str], wanted: Container[str]) -> None:
-        """All ranks: give gradients to those that read them."""
-        for name in names:
-            param = ParamId(int(name))
-            total = self._assembled(param, lone=False)
-            if f"gradient {name}" in wanted:
-                self._read[param] = total
-
-    def _bring_norms(self, orders: Sequence[str], wanted: Container[str]) -> None:
-        for order in orders:
-            self._measure(float(order))
-
-    @torch.no_grad()
-    def _measure(self, order: float) -> None:
-        """All ranks: the norms of all gradients, in one all-reduce."""
-        parts, comm = self._parts, self._parts.comm
-        reduce_what_is_left(parts)
-        sums = torch.zeros(len(parts.params), dtype=torch.float64, device=parts.backend.device)
-        for chunk in parts.chunks:
-            if not chunk.gradient.exists or not chunk.counts:
-                continue
-            shard = chunk.gradient.load()
-            for part in parts.layout.shard_segments(chunk.spec, chunk.rank):
-                run = shard[part.offset : part.offset + part.numel]
-                norm = _norm(run, order)
-                if math.isinf(order):
-                    sums[part.param] = torch.maximum(sums[part.param], norm)
-                else:
-                    sums[part.param] += norm**order
-        sums = sums.to(comm.device)
-        comm.all_reduce(sums, largest=math.isinf(order)).wait()
-        sums = sums.to(parts.backend.device)
-        self._norms[order] = sums if math.isinf(order) else sums ** (1 / order)
-
-    @torch.no_grad()
-    def _assembled(self, param: ParamId, *, lone: bool) -> Tensor:
-        """What is reduced, fp32 and flat, with its loss scale; of this rank alone where `lone`."""
-        parts = self._parts
-        if not lone and not self._is_local:
-            reduce_what_is_left(parts)
-        chunk, _ = self._place_of(param)
-        numel = math.prod(parts.layout.params[param].shape)
-        total = torch.zeros(numel, dtype=torch.float32, device=parts.backend.device)
-        if chunk.gradient.exists and (lone or chunk.counts):
-            shard = chunk.gradient.load()
-            for at, first in self._own_parts(chunk, param):
-                total[first : first + at.stop - at.start] = shard[at]
-        if not lone:
-            there = total.to(parts.comm.device)
-            parts.comm.all_reduce(there).wait()
-            total = there.to(parts.backend.device)
-        return total
-
-    @property
-    def _is_local(self) -> bool:
-        """The last backward was not reduced: as in DDP, what is there is this rank's own."""
-        reducer = self._parts.reducer
-        return self._parts.comm.world_size > 1 and reducer.unsynchronised and reducer.leftover
+            return norm_of(self.values(param), order)
+        return total * (abs(self._edits.get(param, Edit()).factor) * factor)
 
     def _check(self, param: ParamId) -> None:
         """Raise RuntimeError where there is nothing to look at."""
@@ -460,28 +392,6 @@ class Gradients:
             raise RuntimeError(
                 "gradients are not reduced before a backward has ended; look at them behind it"
             )
-
-
-def reduce_what_is_left(parts: Parts) -> Sequence[bool]:
-    """Reduce what `no_sync` or a late gradient has left; which parameters have one. Collective."""
-    said = torch.tensor([*parts.present, parts.reducer.leftover], dtype=torch.float64)
-    said = said.to(parts.comm.device)
-    parts.comm.all_reduce(said).wait()
-    *there, leftover = (count > 0 for count in said.tolist())
-    if leftover:
-        parts.reducer.reduce_leftovers()
-    return there
-
-
-_STRIP_NUMEL = 2**18  # on a CPU torch makes an fp64 copy of all that it takes a norm of
-
-
-def _norm(values: Tensor, order: float) -> Tensor:
-    """fp64 0-d. A norm of norms, strip by strip: that is the norm of all, but of order 0."""
-    strips = values.reshape(-1).split(_STRIP_NUMEL) if order else (values,)
-    norms = [torch.linalg.vector_norm(strip, order, dtype=torch.float64) for strip in strips]
-    whole: Tensor = torch.linalg.vector_norm(torch.stack(norms), order) if norms[1:] else norms[0]
-    return whole
 
 
 def clipped_by(parts: Parts) -> tuple[Tensor, float]:

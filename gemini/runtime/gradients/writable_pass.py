@@ -11,7 +11,8 @@ from gemini.chunk.storage import Chunk
 from gemini.runtime.meetings import Meetings
 from gemini.runtime.parts import Parts
 
-from .waiting import Gradients, reduce_what_is_left
+from .values import reduce_what_is_left
+from .waiting import Gradients
 
 ChangeGradient = Callable[[str, Tensor], Tensor | None]  # of (parameter's name, flat fp32 part)
 

@@ -1,0 +1,144 @@
+"""Values of an engine's gradients between backward and step, as all ranks read them together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from gemini.chunk.storage import Chunk
+from gemini.runtime.meetings import Meetings
+from gemini.runtime.parts import Parts
+from gemini.units import ParamId
+
+
+class GradientValues:
+    """What is reduced, with its loss scale, before any clip or edit of the user."""
+
+    def __init__(self, parts: Parts, meetings: Meetings) -> None:
+        self._parts = parts
+        self._meetings = meetings
+        self._norms: dict[float, Tensor] = {}  # fp64 [P]; by order
+        self._read: dict[ParamId, Tensor] = {}  # what `read` has brought
+        meetings.answer("gradient", self._bring)
+        meetings.answer("norm", self._bring_norms)
+
+    def have_changed(self) -> None:
+        """Norms that are known are not theirs any more."""
+        self._norms.clear()
+
+    @property
+    def are_local(self) -> bool:
+        """The last backward was not reduced: as in DDP, what is there is this rank's own."""
+        reducer = self._parts.reducer
+        return self._parts.comm.world_size > 1 and reducer.unsynchronised and reducer.leftover
+
+    def read(self, param: ParamId) -> Tensor:
+        """A copy, fp32 and flat. All ranks ask, of this parameter or of another."""
+        name = self._parts.layout.params[param].name
+        self._meetings.read({f"gradient {param}": f"the gradient of {name}"})
+        return self._read.pop(param)
+
+    def norm(self, param: ParamId, order: float) -> Tensor:
+        """fp64 0-d, of an order above 0. All ranks ask for one, as of `read`."""
+        if order not in self._norms:
+            self._meetings.read({f"norm {order}": f"a norm of order {order} of the gradients"})
+        return self._norms[order][param]
+
+    @torch.no_grad()
+    def of_this_rank(self, param: ParamId) -> Tensor:
+        """A copy, fp32 and flat: what is in its own shard, and zeros. Nobody else is asked."""
+        chunk = self._parts.chunks[self._parts.chunk_of[param]]
+        total = self._zeros(param)
+        if chunk.gradient.exists:
+            self._add_shard(total, chunk, param)
+        return total
+
+    # -- inside --
+
+    def _bring(self, names: Sequence[str], wanted: Container[str]) -> None:
+        """All ranks: give gradients to those that read them."""
+        for name in names:
+            param = ParamId(int(name))
+            total = self._assembled(param)
+            if f"gradient {name}" in wanted:
+                self._read[param] = total
+
+    @torch.no_grad()
+    def _assembled(self, param: ParamId) -> Tensor:
+        parts = self._parts
+        if not self.are_local:
+            reduce_what_is_left(parts)
+        chunk = parts.chunks[parts.chunk_of[param]]
+        total = self._zeros(param)
+        if chunk.gradient.exists and chunk.counts:
+            self._add_shard(total, chunk, param)
+        there = total.to(parts.comm.device)
+        parts.comm.all_reduce(there).wait()
+        return there.to(parts.backend.device)
+
+    def _zeros(self, param: ParamId) -> Tensor:
+        numel = math.prod(self._parts.layout.params[param].shape)
+        return torch.zeros(numel, dtype=torch.float32, device=self._parts.backend.device)
+
+    def _add_shard(self, total: Tensor, chunk: Chunk, param: ParamId) -> None:
+        shard = chunk.gradient.load()
+        for at, first in own_parts(self._parts, chunk, param):
+            total[first : first + at.stop - at.start] = shard[at]
+
+    def _bring_norms(self, orders: Sequence[str], wanted: Container[str]) -> None:
+        for order in orders:
+            self._measure(float(order))
+
+    @torch.no_grad()
+    def _measure(self, order: float) -> None:
+        """All ranks: the norms of all gradients, in one all-reduce."""
+        parts, comm = self._parts, self._parts.comm
+        reduce_what_is_left(parts)
+        sums = torch.zeros(len(parts.params), dtype=torch.float64, device=parts.backend.device)
+        for chunk in parts.chunks:
+            if not chunk.gradient.exists or not chunk.counts:
+                continue
+            shard = chunk.gradient.load()
+            for part in parts.layout.shard_segments(chunk.spec, chunk.rank):
+                run = shard[part.offset : part.offset + part.numel]
+                norm = norm_of(run, order)
+                if math.isinf(order):
+                    sums[part.param] = torch.maximum(sums[part.param], norm)
+                else:
+                    sums[part.param] += norm**order
+        sums = sums.to(comm.device)
+        comm.all_reduce(sums, largest=math.isinf(order)).wait()
+        sums = sums.to(parts.backend.device)
+        self._norms[order] = sums if math.isinf(order) else sums ** (1 / order)
+
+
+def own_parts(parts: Parts, chunk: Chunk, param: ParamId) -> Iterator[tuple[slice, int]]:
+    """Where this rank's shard has a parameter, and with which of its elements it begins."""
+    for part in parts.layout.shard_segments(chunk.spec, chunk.rank):
+        if part.param == param:
+            yield slice(part.offset, part.offset + part.numel), part.param_offset
+
+
+def reduce_what_is_left(parts: Parts) -> Sequence[bool]:
+    """Reduce what `no_sync` or a late gradient has left; which parameters have one. Collective."""
+    said = torch.tensor([*parts.present, parts.reducer.leftover], dtype=torch.float64)
+    said = said.to(parts.comm.device)
+    parts.comm.all_reduce(said).wait()
+    *there, leftover = (count > 0 for count in said.tolist())
+    if leftover:
+        parts.reducer.reduce_leftovers()
+    return there
+
+
+_STRIP_NUMEL = 2**18  # on a CPU torch makes an fp64 copy of all that it takes a norm of
+
+
+def norm_of(values: Tensor, order: float) -> Tensor:
+    """fp64 0-d. A norm of norms, strip by strip: that is the norm of all, but of order 0."""
+    strips = values.reshape(-1).split(_STRIP_NUMEL) if order else (values,)
+    norms = [torch.linalg.vector_norm(strip, order, dtype=torch.float64) for strip in strips]
+    whole: Tensor = torch.linalg.vector_norm(torch.stack(norms), order) if norms[1:] else norms[0]
+    return whole
