@@ -1,5 +1,6 @@
 """Torch functions as C++ loops: the bits of torch, and what is refused."""
 
+import math
 import threading
 import time
 from pathlib import Path
@@ -179,9 +180,9 @@ def lateness(stop, found):
 @needs_compiler
 @pytest.mark.slow
 def test_a_thread_beside_an_update_runs_on_time():
-    """Within 1 ms in the quietest of ten updates: other processes take the cores from whoever has
-    the lock just then, but only a kernel that holds it through its call makes the thread late in
-    each of them, by the rest of the call or the 5 ms after which Python hands the lock on."""
+    """Within 1 ms in an update that is quiet: other processes take the cores from whoever has the
+    lock just then, but a kernel that holds it through its call makes the thread late in every
+    update, by the rest of the call or the 5 ms after which Python hands the lock on."""
     numel = 1 << 25
     compiled, workers = CompiledUpdate(AdamRule(), [(BF16, BF16, True)]), CpuWorkers(1)
     group = {
@@ -192,16 +193,15 @@ def test_a_thread_beside_an_update_runs_on_time():
     planes = (torch.zeros(numel), torch.zeros(numel))
     hyper = AdamRule().hyper(group)
     piece = Piece(weight, weight.clone(), torch.ones(numel), planes, hyper, 1, 0)
-    latest, ticks = [], []
-    for _ in range(10):
+    latest = []
+    while len(latest) < 300 and (not latest or latest[-1] >= 1e-3):
         stop, found = threading.Event(), []
         thread = threading.Thread(target=lateness, args=(stop, found))
         thread.start()
         compiled.update(workers, [piece], NOTHING_CHANGED)
         stop.set()
         thread.join()
-        latest.append(max(found))
-        ticks.append(len(found))
+        # fewer ticks are those of before and behind an update
+        latest.append(max(found) if len(found) >= 5 else math.inf)
     workers.close()
-    assert max(ticks) >= 5  # it ran while an update did
-    assert min(latest) < 1e-3, latest
+    assert latest[-1] < 1e-3, latest
