@@ -63,7 +63,7 @@ EVERYTHING = (
     ),
     Result("checkpoint-cpu", ("bench.checkpoint",), 10, ("bench.checkpoint", "--layers", "2")),
     Result("demo", ("bench.demo",), 10),
-    Result("train-cpu", ("bench.train", "--rounds", "2", "--steps", "6"), 25),
+    Result("train-cpu", ("bench.train", "--rounds", "2", "--steps", "10"), 20),
     Result(
         "meshes-cpu",
         (
