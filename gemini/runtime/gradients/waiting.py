@@ -361,11 +361,11 @@ class Gradients:
             return norm_of(self.values(param), order)
         if order <= 0:  # no sum of powers over ranks
             return norm_of(self.values(param), order)
-        total = self._values.norm(param, order)
+        norm = self._values.norm(param, order)
         factor, limit = clipped_by(parts)
         if limit < math.inf:
             return norm_of(self.values(param), order)
-        return total * (abs(self._edits.get(param, Edit()).factor) * factor)
+        return norm * (abs(self._edits.get(param, Edit()).factor) * factor)
 
     def _check(self, param: ParamId) -> None:
         """Raise RuntimeError where there is nothing to look at."""
