@@ -76,7 +76,7 @@ test-oldest: .venv-oldest/ok
 		tests/kernels_triton tests/optim tests/gemini/chunk
 
 # Ranks, and updates beside a pass, wait half of the time.
-SLOW := (dist or nvme or slow) and not gpu
+SLOW := ci and not gpu
 RANKS := tests/dist tests/integrations tests/borrowed tests/gemini/early tests/gemini/tail
 test-slow: .venv/ok
 	$(MAKE) -j2 --output-sync=target slow-ranks slow-others

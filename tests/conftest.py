@@ -9,6 +9,7 @@ import os
 import random
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
@@ -21,6 +22,7 @@ from hypothesis import settings
 from bench.shared.workers import poison_memory
 from tests.support.disks import own_folder
 
+DEEP = Path(__file__).parent / "deep"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 poison_memory()
 own_folder.make()  # before anything asks for a temporary folder
@@ -50,7 +52,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--shuffle", type=int, metavar="SEED", help="run tests in another order")
 
 
+@pytest.hookimpl(tryfirst=True)  # before marks select
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if DEEP in item.path.parents:
+            item.add_marker(pytest.mark.deep)
     seed = config.getoption("--shuffle")
     if seed is not None:
         random.Random(seed).shuffle(items)

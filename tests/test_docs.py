@@ -93,7 +93,7 @@ def test_what_explain_prints_is_what_the_page_shows(on_disk):
     names["optimizer"].close()
 
 
-@pytest.mark.dist
+@pytest.mark.ci
 def test_the_tutorials_script_runs_under_torchrun(on_disk):
     losses = {}
     (on_disk / "train.py").write_text(files_of("docs/tutorial.md")["train.py"])
@@ -192,7 +192,7 @@ def test_every_make_target_that_is_named_exists():
             assert name in targets, f"{page.name}: make {name}"
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_every_command_that_is_shown_knows_its_flags():
     shown = {}
     for page in PAGES:

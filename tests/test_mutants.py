@@ -64,7 +64,7 @@ sys.exit(run.main(["--jobs", "1"]))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_what_no_test_notices_survives_and_fails_the_run():
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'io'}"}
     done = subprocess.run(

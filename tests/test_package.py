@@ -89,7 +89,7 @@ def run_there(python, *arguments, **environment):
     )  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_the_wheel_in_a_clean_environment_trains_a_step(installed, tmp_path):
     done = run_there(installed, "-W", "error:::gemini", "-c", ONE_STEP, HERE=str(tmp_path))
     if "which is RAM" in done.stderr:
@@ -99,7 +99,7 @@ def test_the_wheel_in_a_clean_environment_trains_a_step(installed, tmp_path):
     assert done.returncode == 0 and '"ok": true' in done.stdout, done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_type_checker_sees_the_types_of_the_wheel(installed, tmp_path):
     (tmp_path / "user.py").write_text(USER_CODE)
     done = subprocess.run(
@@ -135,7 +135,7 @@ print(*times)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_importing_takes_less_than_1_2_times_what_importing_torch_takes():
     environment = _environment()
     environment.pop("PYTHONDONTWRITEBYTECODE", None)  # else all is compiled in every process
@@ -165,7 +165,7 @@ OPTIMIZED = (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_nothing_depends_on_asserts(tmp_path):
     """The steps, the store and its faults under `python -O`, where an `assert` is not run.
 
@@ -188,7 +188,7 @@ def test_a_warning_from_our_own_code_is_an_error_in_tests(module):
         warnings.warn_explicit("old", DeprecationWarning, "x.py", 1, module=module)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_importing_everything_warns_of_nothing():
     code = (
         "import importlib, pkgutil, gemini, optim, nvme, kernels_triton\n"

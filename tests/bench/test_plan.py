@@ -195,7 +195,7 @@ def test_trace_of_few_layers_grows_into_the_trace_of_all(config, question):
     assert [m.non_model_bytes for m in grown.moments] == [m.non_model_bytes for m in whole.moments]
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("name", ["gpt2", "bert-base", "vit-base"])
 def test_known_models_traces_grow_into_the_traces_of_all_layers(name):
     """Byte for byte, at a batch that was traced and at one that was not."""
@@ -210,7 +210,7 @@ def test_known_models_traces_grow_into_the_traces_of_all_layers(name):
         ]
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("name", "world_size"), [("llama-7b", 1), ("llama-70b", 64), ("mixtral-8x7b", 8)]
 )

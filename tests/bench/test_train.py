@@ -330,7 +330,7 @@ def whole_rows(place, *peers):
     return found, printed
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_rows_of_one_rank_are_written_whole(place):
     ours = ("ours/resident", "ours/half-nvme", "ours/nvme", "ours/nvme-tail")
     found, printed = whole_rows(place, "torch/adamw", *ours, "ours/auto")
@@ -343,8 +343,8 @@ def test_rows_of_one_rank_are_written_whole(place):
     assert "s a step of the tail are hidden" in printed and "every step counts" in printed
 
 
-@pytest.mark.slow
-@pytest.mark.dist
+@pytest.mark.ci
+@pytest.mark.ci
 def test_rows_of_two_ranks_are_written_whole(place):
     named = ("torch/adamw-autocast", "fsdp2/w2", "fsdp2/w2-keep", "ours/w2", "ours/zero1",
              "ours/zero2")  # fmt: skip
@@ -352,8 +352,8 @@ def test_rows_of_two_ranks_are_written_whole(place):
     assert found.keys() == {*named, "ddp/zero1"}
 
 
-@pytest.mark.slow
-@pytest.mark.dist
+@pytest.mark.ci
+@pytest.mark.ci
 def test_rows_on_meshes_have_the_losses_of_one_rank(place):
     (place / "llama.json").write_text(json.dumps(TINY_LLAMA))
     named = ["fsdp2/mesh-tp2", "ours/mesh-tp2"]
@@ -369,7 +369,7 @@ def test_rows_on_meshes_have_the_losses_of_one_rank(place):
     assert {ratio["row"] for ratio in result["ratios"]} == {"ours/mesh-tp2"}
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_missing_peer_costs_its_own_row(place):
     (place / "modules/deepspeed.py").write_text("raise ImportError('deepspeed is not here')\n")
     code, printed = run(
@@ -383,7 +383,7 @@ def test_missing_peer_costs_its_own_row(place):
     assert "deepspeed is not here" in printed
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_peer_that_crashes_costs_its_own_row(place):
     (place / "modules/deepspeed.py").write_text(STAND_IN)
     code, printed = run(place, "--force", "--peers", "deepspeed/zero3", "torch/adamw-bf16")
@@ -394,7 +394,7 @@ def test_peer_that_crashes_costs_its_own_row(place):
     assert not workers(place) and not list((place / "disk").iterdir())
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupt_leaves_no_file_process_or_folder(place, number):
     (place / "out.json").write_text("before")

@@ -15,7 +15,7 @@ import torch
 from bench.shared.workers import run_ranks
 from tests.integrations.cases import accelerate_runs
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.ci
 SCRIPTS = "accelerate.test_utils.scripts"
 ACCUMULATES = [(a, b, c) for a in (True, False) for b in (True, False) for c in (True, False)]
 

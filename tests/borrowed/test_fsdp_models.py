@@ -16,7 +16,7 @@ from bench.shared.workers import run_ranks
 from gemini import GeminiDDP, StaticPlacement
 from optim import HybridAdam
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.ci
 
 STEPS = 4
 ADAM = {"lr": 0.005, "eps": 1e-2, "weight_decay": 0.01}

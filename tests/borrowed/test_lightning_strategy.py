@@ -14,7 +14,7 @@ from torch import nn
 
 from bench.shared.workers import run_ranks
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.ci
 
 CLASSES, WIDTH, ROWS = 3, 32, 96
 

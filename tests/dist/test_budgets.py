@@ -16,7 +16,7 @@ from gemini.runtime.memory.backend import SimBackend
 from optim import HybridAdam, NvmeConfig
 from tests.support.spilled import BLOCKS, SMALL, homes, wrapped
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.ci
 
 N = Tier.NVME
 

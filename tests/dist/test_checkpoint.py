@@ -15,7 +15,7 @@ from gemini.checkpoint import CheckpointError
 from optim import HybridAdam
 from tests.support.checkpoints import ADAM, assert_same, batches, make, train, whole
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.ci
 
 
 def save_after(rank, path, steps, options):

@@ -13,7 +13,7 @@ from optim import HybridAdam, NvmeConfig
 from tests.support.disks.faults import failing, file_size_limit
 from tests.support.spilled import wrapped
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.ci
 
 
 def train(rank, precision, failing_step, limit, folder):

@@ -20,7 +20,7 @@ from gemini import AutoPlacement, GeminiDDP, StaticPlacement
 from gemini.runtime.comm.collective_log import SequenceError
 from optim import HybridAdam, HybridSGD
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.ci
 
 SMALL = {"min_chunk_size_m": 0.004}
 ADAM = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.01}

@@ -37,7 +37,7 @@ assert threads()  # the model is still there
 """
 
 
-@pytest.mark.dist
+@pytest.mark.ci
 def test_a_group_that_was_destroyed_has_no_threads_when_python_ends(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

@@ -11,7 +11,7 @@ from tests.support.loops.cases import BUILDS, LOOPS
 from tests.support.loops.programs import run_many
 from tests.support.loops.sides import Net, difference
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.ci
 
 BOUNDS = {"clip by norm 1": 1e-5}  # torch adds the magnitudes of a tensor up in fp32
 # of 24 layers: where plain torch's own updates move by 2e-5 and 7e-6 when its gradients are rounded

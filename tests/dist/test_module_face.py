@@ -18,7 +18,7 @@ from gemini import GeminiDDP
 from optim import HybridAdam
 from tests.support.loops.sides import ADAM, SMALL, Net, batch, difference, loss_of, plain, wrapped
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.ci
 
 
 def step(model, optimizer, seed=0):

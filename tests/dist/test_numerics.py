@@ -14,7 +14,7 @@ from bench.shared.workers import run_ranks
 from gemini import GeminiDDP
 from optim import HybridAdam, HybridSGD, LossScale
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.ci
 SMALL = {"min_chunk_size_m": 0.004}
 
 

@@ -20,7 +20,7 @@ from gemini import GeminiDDP
 from gemini.runtime.comm.collective_log import SequenceError
 from optim import HybridAdam
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.ci
 
 DEADLINE_SECONDS = 1.0
 

@@ -12,7 +12,7 @@ import torch
 from bench.shared.workers import run_ranks
 from tests.integrations.cases import accelerate_runs, trainer_runs
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.ci
 TRAINER = {
     "as it is": {},
     "everything gathered": {"gemini": {"shard": 0.0}},

@@ -11,7 +11,7 @@ from bench.shared.workers import run_ranks
 from gemini import GeminiDDP, StaticPlacement
 from optim import HybridAdam, NvmeConfig
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.ci
 
 SMALL = {"min_chunk_size_m": 0.004}
 ADAM = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.01}

@@ -21,7 +21,7 @@ from gemini.placement.tiers import Tier
 from gemini.runtime.memory.backend import SimBackend
 from optim import HybridAdam, HybridSGD
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.ci
 
 SMALL = {"min_chunk_size_m": 0.004}
 ADAM = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.01}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-MORE = [pytest.param(target, marks=pytest.mark.slow) for target in ("sm_80", "sm_100")]
+MORE = [pytest.param(target, marks=pytest.mark.ci) for target in ("sm_80", "sm_100")]
 
 
 @pytest.fixture(scope="module", params=["sm_90", "gfx942", *MORE])

@@ -178,7 +178,7 @@ def test_a_plain_module_can_be_updated_by_triton(monkeypatch, tmp_path):
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 @pytest.mark.skipif(not is_interpreted(), reason="compares the interpreter")
 def test_the_interpreter_gives_the_bits_of_the_compiled_path():

@@ -121,5 +121,5 @@ class Tree:
 
 
 def _marks(tests: Sequence[str]) -> str:
-    """Slow ones where they are named alone, and not with their module."""
-    return "not gpu" if all("::" in test for test in tests) else "not gpu and not slow"
+    """Those of `make ci` where they are named alone, and not with their module."""
+    return "not gpu" if all("::" in test for test in tests) else "not gpu and not ci"

@@ -101,7 +101,7 @@ def test_a_power_loss_leaves_the_last_commit_whole(kind, tmp_path):
     assert explored > (20 if kind == "many blocks" else 150)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_a_power_loss_leaves_the_last_commit_whole_in_any_of_thousands_of_states(kind, tmp_path):
     folder = tmp_path / "disk"

@@ -175,7 +175,7 @@ def thin(fd, buffers, offset):
     return os.pwritev(fd, buffers, offset)
 
 
-@pytest.mark.nvme
+@pytest.mark.ci
 def test_a_block_of_more_than_2_gib_round_trips(tmp_path, monkeypatch):
     """Random bytes round every boundary where a length could overflow, zeros between."""
     monkeypatch.setattr(nvme.files.calls, "allocate", lambda fd, offset, n: os.ftruncate(fd, n))

@@ -18,7 +18,7 @@ from optim import HybridAdam, NvmeConfig
 from tests.support.meshes import ADAM, PARTS, STAGES, STEPS
 
 pytestmark = [
-    pytest.mark.dist,
+    pytest.mark.ci,
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),  # one process reads
 ]
 BOUND = 2e-6  # the issue's: fp32, where sums have another order
@@ -371,7 +371,7 @@ def mixtral_update(rank):
     return groups, [found[name] for name, _ in mixtral().named_parameters() if found]
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_experts_that_transformers_has_split_train_as_in_one_process():
     pytest.importorskip("transformers.distributed.expert_parallel")
     groups, found = run_ranks(mixtral_update, 4)[0]

@@ -16,7 +16,7 @@ from bench.shared.workers import run_ranks
 from gemini import AutoPlacement, GeminiDDP, StaticPlacement
 from optim import HybridAdam
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.ci
 PAGE = Path(__file__).resolve().parents[3] / "docs/meshes.md"
 COLUMNS = {
     "replicas": ("replicate", "shard"),

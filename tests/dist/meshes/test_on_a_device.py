@@ -21,7 +21,7 @@ from gemini.runtime.memory.sim import SimBackend
 from optim import HybridAdam
 from tests.support.meshes import ADAM
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.ci
 SHAPES = {
     "replicas": ("replicate", "shard"),
     "split": ("dp", "tp"),

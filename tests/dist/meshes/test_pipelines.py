@@ -40,7 +40,7 @@ from tests.support.pipelines import (
     update_error,
 )
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.ci
 
 ZERO_2, ZERO_3 = 0.0, 1.0
 # fp32 sums of other orders: micro-batches, ranks, and stages in the norm. One process differs from

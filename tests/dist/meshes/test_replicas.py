@@ -21,7 +21,7 @@ from optim import HybridAdam, NvmeConfig
 from tests.support.meshes import ADAM, PARTS, STAGES, STEPS
 
 pytestmark = [
-    pytest.mark.dist,
+    pytest.mark.ci,
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),  # one process reads
 ]
 SMALL = {"min_chunk_size_m": 0.004}

@@ -111,7 +111,7 @@ def test_a_module_whose_inputs_have_no_gradient_is_in_use_until_the_backward_end
 BARS = {"forward": (60, 12), "backward": (80, 12)}
 
 
-@pytest.mark.parametrize("mode", ["resident", pytest.param("gathered", marks=pytest.mark.dist)])
+@pytest.mark.parametrize("mode", ["resident", pytest.param("gathered", marks=pytest.mark.ci)])
 def test_a_layer_costs_few_calls_in_few_files(mode):
     for row in calls.per_layer(mode):
         if row["phase"] in BARS:

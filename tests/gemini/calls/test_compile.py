@@ -35,7 +35,7 @@ def unchanged(module):
     return module
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("device", ["cpu", "sim"])
 @pytest.mark.parametrize(
     ("below", "around"),

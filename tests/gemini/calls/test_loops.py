@@ -41,11 +41,11 @@ def cases():
             if name.startswith("thawed") and place == "files":  # see test_thaw.py
                 continue
             waits = place in TURNS and "place" not in name and place != TURNS[i % len(TURNS)]
-            yield pytest.param(name, place, marks=[pytest.mark.slow] if waits else [])
+            yield pytest.param(name, place, marks=[pytest.mark.ci] if waits else [])
         for place in BESIDE:
             # kernels of the interpreter take a second a loop
             if "place" not in name and (place not in IN_KERNELS or i % 6 == 0):
-                yield pytest.param(name, place, marks=pytest.mark.slow)
+                yield pytest.param(name, place, marks=pytest.mark.ci)
 
 
 @pytest.mark.parametrize(("name", "place"), list(cases()))

@@ -17,7 +17,7 @@ def test_drawn_programs_have_the_updates_of_torch_or_are_refused(part):
     assert report.ran > 0.9 * count and report.ran + sum(report.refused.values()) == count
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_drawn_programs_where_kernels_update_beside_the_pass():
     report = run_many(0, 0, 60, IN_KERNELS)
     assert report.wrong == () and report.ran > 54

@@ -71,7 +71,7 @@ def resume_at(index, folder, placement):
     return everything(model, optimizer)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("placement", ["resident", "host", "nvme", "mixed"])
 def test_a_fresh_process_resumes_at_any_step_with_the_same_bits(placement, tmp_path):
     from bench.shared.workers import run_processes

@@ -152,7 +152,7 @@ def test_a_power_loss_after_another_process_went_on_deleting_leaves_whole_checkp
     assert explore(log, tmp_path / "after", check, samples=1, most=6) > 50
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_power_loss_while_saving_leaves_whole_checkpoints_in_any_of_thousands_of_states(tmp_path):
     folder = tmp_path / "disk"
     folder.mkdir()

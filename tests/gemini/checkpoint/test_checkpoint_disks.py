@@ -189,7 +189,7 @@ def fail_late(folder):
     shutil.rmtree(folder)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_process_of_multiprocessing_whose_save_failed_says_so_in_its_exit_status(tmp_path):
     process = start_process(fail_late, str(tmp_path / "gone"))
     process.join(60)

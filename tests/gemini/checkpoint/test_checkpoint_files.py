@@ -154,7 +154,7 @@ print(saving / block, loading / block, optimizer.nvme_bytes)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("fraction", [0.0, 1.0])
 @pytest.mark.parametrize("how", ["wrapped", "plain"])
 def test_a_save_and_a_load_take_a_few_blocks_of_memory(how, fraction, tmp_path):

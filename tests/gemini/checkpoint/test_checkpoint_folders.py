@@ -189,7 +189,7 @@ def seconds_of_save(number, latest, process):
         time.sleep(0.002)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_kill_at_any_moment_of_saving_leaves_a_checkpoint_that_loads(tmp_path):
     """100 times, at seeded moments of the first five saves, however long these take: `latest` is
     complete, and every file of it verifies."""

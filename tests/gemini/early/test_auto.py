@@ -87,7 +87,7 @@ def on_ranks(rank):
     return differences(found, serial(PLAIN)), tails, planned.best_update, said
 
 
-@pytest.mark.dist
+@pytest.mark.ci
 def test_ranks_whose_passes_nobody_timed_do_both():
     for different, tails, best, said in run_ranks(on_ranks, 2):
         assert different == [] and all(tails) and best == "both"

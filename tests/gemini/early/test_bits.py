@@ -57,7 +57,7 @@ def test_in_every_precision(options):
     same(SCHEDULES["skips"], updates=["both"], **options)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("options", PRECISIONS.values(), ids=PRECISIONS)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_in_every_precision(name, options):
@@ -90,7 +90,7 @@ def test_what_a_user_does_between_backward_and_step_counts(name):
             assert sum(r.redone for r in touched) > 0
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("name", BETWEEN)
 def test_and_where_the_rest_is_done_in_the_step(name):
     same(interrupted(BETWEEN[name]), updates=["speculate"])
@@ -214,7 +214,7 @@ def test_every_program_has_the_bits_of_serial_steps(drawn, update, hurried):
     same(program([Iteration(), *drawn]), updates=[update], hurried=hurried)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @given(st.lists(iterations, min_size=3, max_size=9), st.sampled_from(UPDATES),
        st.booleans())  # fmt: skip
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])

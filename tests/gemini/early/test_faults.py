@@ -79,13 +79,13 @@ def test_a_transfer_that_fails_undoes_the_step_and_is_told():
         assert fail_one_by_one("both", every=9) == {"step", "backward"}
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_every_transfer_that_fails_undoes_the_step():
     with patient():
         assert fail_one_by_one("both", every=1) == {"step", "backward"}
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_every_transfer_that_fails_in_backward_or_in_a_step_undoes_it():
     model, optimizer = stepped("speculate", STEPS)
     state = optimizer.targets[0].tiered_state.nvme
@@ -198,8 +198,8 @@ def test_a_kill_in_backward_leaves_a_whole_step(tmp_path):
     assert max(kills("both", tmp_path, range(2))) > 0
 
 
-@pytest.mark.nvme
-@pytest.mark.slow
+@pytest.mark.ci
+@pytest.mark.ci
 def test_a_hundred_kills_leave_whole_steps(tmp_path):
     steps = kills("both", tmp_path, range(100, 200))
     assert len(set(steps)) > 5, steps

@@ -158,7 +158,7 @@ def test_every_program_has_the_bits_of_serial_steps(drawn, hurried):
     same(program([Iteration(), *drawn]), updates=["speculate"], hurried=hurried, **within())
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @given(st.lists(iterations, min_size=3, max_size=9), st.sampled_from(UPDATES),
        st.booleans(), st.sampled_from(["245KiB", MOST_IN_FILES, MIXED]))  # fmt: skip
 @settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
@@ -261,7 +261,7 @@ def on_ranks(rank):
     return found
 
 
-@pytest.mark.dist
+@pytest.mark.ci
 def test_two_ranks_have_the_bits_of_serial_steps():
     for found in run_ranks(on_ranks, 2):
         assert {name: different for name, (different, *_) in found.items() if different} == {}

@@ -31,7 +31,7 @@ from tests.support.loops.tails import (
     wrapped,
 )
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.ci
 
 CASES = {
     **{name: (schedule, {}) for name, schedule in SCHEDULES.items()},
@@ -134,7 +134,7 @@ def test_a_disk_that_fails_on_one_rank_undoes_the_step_on_all():
     check_faults(every=4)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_every_transfer_that_fails_on_one_rank_undoes_the_step_on_all():
     check_faults(every=1)
 

@@ -15,7 +15,7 @@ from gemini.runtime.memory.sim import SimBackend
 from optim import HybridAdam, HybridLion, NvmeConfig
 from optim.rules.state_layout import StateLayout
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.ci
 
 ZERO3, ZERO2 = StaticPlacement(1.0), StaticPlacement(0.0)
 ADAM = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.01}

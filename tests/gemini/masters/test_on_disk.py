@@ -104,7 +104,7 @@ def test_every_schedule_has_the_bits_of_whole_masters(name):
     check_same(SCHEDULES[name], updates=("serial", "both"))
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_and_whatever_is_done_behind_a_step_and_before_it(name):
     check_same(SCHEDULES[name], updates=("tail", "speculate"))

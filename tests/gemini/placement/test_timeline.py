@@ -82,7 +82,7 @@ def test_picture_is_a_png(timeline, tmp_path):
         write_timeline(timeline, tmp_path / "t.gif")
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
 def test_browser_draws_the_bars(timeline, tmp_path):
     image = pytest.importorskip("matplotlib.image")

@@ -68,7 +68,7 @@ def test_in_every_precision(options):
     assert differences(tail, serial) == []
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("options", PRECISIONS.values(), ids=PRECISIONS)
 @pytest.mark.parametrize("fraction", [1.0, 0.4], ids=["all on disk", "partly"])
 @pytest.mark.parametrize("name", SCHEDULES)

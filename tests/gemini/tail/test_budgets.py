@@ -48,7 +48,7 @@ def on_ranks(rank):
     return found
 
 
-@pytest.mark.dist
+@pytest.mark.ci
 def test_ranks_that_share_a_budget_have_the_bits_of_serial_steps():
     """What they gather waits, and is released while blocks are updated."""
     for found in run_ranks(on_ranks, 2):

@@ -57,7 +57,7 @@ def test_a_transfer_that_fails_undoes_the_step_and_the_next_backward_says_so():
     fail_one_by_one(PRECISIONS["bf16"], every=7)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("options", PRECISIONS.values(), ids=PRECISIONS)
 def test_every_transfer_that_fails_undoes_the_step(options):
     fail_one_by_one(options, every=1)
@@ -233,8 +233,8 @@ def test_a_kill_in_a_tail_leaves_a_whole_step(tmp_path):
     assert max(kills("tail", tmp_path, range(3))) > 0
 
 
-@pytest.mark.nvme
-@pytest.mark.slow
+@pytest.mark.ci
+@pytest.mark.ci
 def test_a_hundred_kills_leave_whole_steps(tmp_path):
     steps = kills("tail", tmp_path, range(100, 200))
     assert len(set(steps)) > 5, steps

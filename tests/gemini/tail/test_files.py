@@ -186,7 +186,7 @@ def test_every_program_has_the_bits_of_serial_steps(drawn, update):
     same(program([Iteration(), *drawn]), update, **within())
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @given(st.lists(iterations, min_size=3, max_size=9), st.sampled_from(["tail", "both"]),
        st.sampled_from(["245KiB", MOST_IN_FILES, MIXED]))  # fmt: skip
 @settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
@@ -281,7 +281,7 @@ def faults(options, guilty, every=1):
     return said, wrong
 
 
-@pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.ci)])
 def test_a_transfer_that_fails_undoes_the_step_and_who_asks_next_is_told(every):
     said, wrong = faults(within(), lambda number: True, every)
     assert wrong == [] and len(said) > 8
@@ -320,7 +320,7 @@ def on_ranks(rank):
     return found
 
 
-@pytest.mark.dist
+@pytest.mark.ci
 def test_two_ranks_have_the_bits_of_serial_steps():
     for found in run_ranks(on_ranks, 2):
         assert {name: different for name, (different, *_) in found.items() if different} == {}
@@ -331,7 +331,7 @@ def on_ranks_with_faults(rank, budget):
     return faults(within(budget), lambda number: number % 2 == rank, every=2)
 
 
-@pytest.mark.dist
+@pytest.mark.ci
 @pytest.mark.parametrize("budget", [SHARED, "420KiB"])
 def test_a_disk_that_fails_on_one_rank_undoes_the_step_on_all(budget):
     check_told(run_ranks(on_ranks_with_faults, 2, budget))

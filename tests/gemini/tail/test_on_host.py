@@ -91,20 +91,20 @@ def test_and_in_every_precision(options):
 FEW = ["state and parameters", "and a part on disk"]
 
 
-@pytest.mark.parametrize("homes", [h if h in FEW else pytest.param(h, marks=pytest.mark.slow)
+@pytest.mark.parametrize("homes", [h if h in FEW else pytest.param(h, marks=pytest.mark.ci)
                                    for h in HOMES])  # fmt: skip
 def test_updates_by_kernels_have_the_bits_of_serial_steps(homes):
     check_bits(short(absent, 4), "stream", homes, module=Sometimes)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("name, homes", list(zip(SCHEDULES, cycle(HOMES), strict=False)))
 def test_whatever_happens_between_updates_by_kernels(name, homes):
     count = 6 if name in ("accumulates", "skips") else 3
     check_bits(short(SCHEDULES[name], count), "stream", homes)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("options", PRECISIONS.values(), ids=PRECISIONS)
 def test_updates_by_kernels_in_every_precision(options):
     check_bits(short(SCHEDULES["skips"], 3), "stream", "state and parameters", **options)
@@ -156,7 +156,7 @@ def test_drawn_programs_have_the_bits_of_serial_steps(drawn, homes):
     check_program(drawn, "cpu", homes)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @given(st.lists(iterations, min_size=2, max_size=3), st.sampled_from(list(HOMES)))
 @settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_drawn_programs_on_a_device_whose_kernels_update(drawn, homes):
@@ -195,7 +195,7 @@ def stepped(update, path, **homes):
 @pytest.mark.parametrize(
     "path, params",
     [("cpu", False), ("cpu", True), ("stream", True),
-     pytest.param("stream", False, marks=pytest.mark.slow)],
+     pytest.param("stream", False, marks=pytest.mark.ci)],
 )  # fmt: skip
 def test_a_forward_waits_for_what_it_reads_and_for_no_more(path, params):
     losses = []
@@ -269,7 +269,7 @@ def test_who_looks_at_what_kernels_update_sees_what_the_step_made(name):
     looked("stream", LOOKS[name])
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("name", ["data", "optimizer's", "evaluation"])
 def test_whoever_looks_at_what_kernels_update(name):
     looked("stream", LOOKS[name])

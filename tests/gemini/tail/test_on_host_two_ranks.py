@@ -20,7 +20,7 @@ from tests.support.loops.tails import (
     wrapped,
 )
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.ci
 
 HOMES = {
     "state": {},

@@ -397,7 +397,7 @@ atexit.register(lambda: print("committed", optimizer.last_report.committed))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_program_that_ends_behind_a_step_ends_it_first(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM.format(folder=str(tmp_path))],

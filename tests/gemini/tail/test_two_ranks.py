@@ -22,7 +22,7 @@ from tests.support.loops.tails import (
     wrapped,
 )
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.ci
 
 CASES = {
     **{name: (schedule, {}) for name, schedule in SCHEDULES.items()},

@@ -88,7 +88,7 @@ def test_a_power_loss_in_a_step_leaves_weights_and_state_of_one_step(tmp_path):
     assert explored > 150
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_power_loss_in_a_step_leaves_one_step_in_any_of_thousands_of_states(tmp_path):
     folder = tmp_path / "disk"
     folder.mkdir()

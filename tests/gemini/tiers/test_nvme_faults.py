@@ -212,8 +212,8 @@ def has_begun(folder):
     return True
 
 
-@pytest.mark.nvme
-@pytest.mark.slow
+@pytest.mark.ci
+@pytest.mark.ci
 def test_a_kill_at_any_point_leaves_a_step_whole_in_all_files(tmp_path):
     """Every chunk's parameters are on disk, so all of them are compared with their masters."""
     assert homes(wrapped(LEAST)[0])[0] == {N} == homes(wrapped(LEAST)[0])[2]

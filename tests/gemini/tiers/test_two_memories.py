@@ -177,7 +177,7 @@ def test_wherever_model_data_lives_the_bits_are_those_of_the_resident_run(homes)
     check(homes, "bf16", by_triton=True)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("by_triton", [True, False], ids=["triton", "cpu"])
 @pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize("homes", HOMES[1:], ids=NAMES[1:])

@@ -12,7 +12,7 @@ from gemini.runtime.memory.backend import SimBackend
 from optim import HybridAdam, HybridSGD, LossScale, NvmeConfig
 
 SMALL = {"min_chunk_size_m": 0.004}
-SLOW = pytest.mark.slow
+SLOW = pytest.mark.ci
 BOUNDS = {"fp32": 1e-6, "bf16": 5e-3, "fp16": 1e-2}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -98,7 +98,7 @@ def test_clipping_by_value_clips_every_element(precision):
     assert relative_error(weights(model) - start, -0.1 * want) < 1e-5
 
 
-@pytest.mark.slow  # the interpreter
+@pytest.mark.ci  # the interpreter
 @pytest.mark.parametrize("norm_type", [1, 2, 2.5, math.inf])
 def test_the_device_clips_as_the_cpu_does(norm_type):
     results = []
@@ -133,7 +133,7 @@ def test_a_norm_below_the_limit_changes_nothing():
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
-@pytest.mark.slow  # the interpreter
+@pytest.mark.ci  # the interpreter
 def test_a_norm_below_the_limit_changes_nothing_on_the_device():
     results = []
     for limit in (None, 1e9):

@@ -80,7 +80,7 @@ def test_a_wrapped_module_is_updated_as_by_torch(case, tmp_path):
         assert torch.equal(other, found[0])
 
 
-@pytest.mark.dist
+@pytest.mark.ci
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_are_updated_as_by_torch(case, tmp_path):
     found = [run_ranks(train, 2, case, p, tmp_path)[0] for p in ("resident", "mixed")]

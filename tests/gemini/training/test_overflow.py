@@ -73,7 +73,7 @@ def test_the_first_parameter_that_is_not_finite_is_named(names):
     assert one_step(model, optimizer, batch[0]).nonfinite == f"{names[-1]} on rank 0"
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("triton", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("triton", marks=pytest.mark.ci)])
 def test_the_loss_scale_follows_its_schedule(device):
     options = LossScale(initial_scale=2.0**10, growth_interval=2, hysteresis=2)
     backend = SimBackend(updates_by_triton=True) if device == "triton" else "cpu"
@@ -141,7 +141,7 @@ def test_counters_and_scale_survive_a_checkpoint():
     assert resumed_optimizer.state_dict()["counters"] == optimizer.state_dict()["counters"]
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_failing_disk_on_the_device_path_leaves_counts_and_scale(tmp_path):
     from tests.support.disks.faults import spoil_block
 

@@ -335,7 +335,7 @@ def test_stochastic_rounding_follows_fp32_masters_where_nearest_stands_still(tmp
     assert got.unique().numel() > 3
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_the_triton_path_rounds_by_the_same_noise(tmp_path):
     """Not the same bits: Adam's two paths differ by ulps, and a draw turns on one once in a while.
 

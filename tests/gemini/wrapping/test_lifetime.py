@@ -104,7 +104,7 @@ def build_and_destroy(index, folder, cycles, closes):
     return rows
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("closes", [True, False], ids=["closed", "dropped"])
 def test_fifty_engines_leave_no_thread_file_descriptor_or_memory(closes, tmp_path):
     (rows,) = run_processes(build_and_destroy, 1, str(tmp_path), 50, closes)

@@ -20,7 +20,7 @@ def test_there_is_one_for_each_plugin():
     assert {imported.search(script.read_text())[1] for script in SCRIPTS} == plugins
 
 
-@pytest.mark.dist
+@pytest.mark.ci
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_the_loss_falls(script):
     path = os.pathsep.join([str(ROOT), str(ROOT / "io")])

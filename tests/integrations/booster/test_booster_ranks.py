@@ -21,7 +21,7 @@ def runs(tmp_path_factory):
     return found
 
 
-@pytest.mark.dist
+@pytest.mark.ci
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("name", NAMES)
 def test_losses_are_those_of_ddp(runs, name, world_size):
@@ -31,7 +31,7 @@ def test_losses_are_those_of_ddp(runs, name, world_size):
     assert wanted[-1] < 0.9 * wanted[0]  # it trains, so that a wrong update shows
 
 
-@pytest.mark.dist
+@pytest.mark.ci
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("name", NAMES)
 def test_training_resumes_from_another_plugin_at_another_world_size(runs, name, world_size):

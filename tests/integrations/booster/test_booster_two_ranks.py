@@ -133,7 +133,7 @@ def results(tmp_path_factory):
     return run_ranks(work, 2, str(tmp_path_factory.mktemp("ranks")))
 
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.ci
 
 
 def test_ranks_see_different_data_and_all_of_it(results):

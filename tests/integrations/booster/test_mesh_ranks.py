@@ -14,7 +14,7 @@ from tests.integrations.cases.meshed import (
     splittable,
 )
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.ci
 
 WORLD_SIZES = (1, 2, 4)
 # fp32, and sums over ranks and micro-batches in another order than DDP's

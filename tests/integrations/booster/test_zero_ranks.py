@@ -17,7 +17,7 @@ from gemini.integrations import Booster, HybridParallelPlugin, LowLevelZeroPlugi
 from gemini.integrations.classic import ShardedModelV2, ShardedOptimizerV2
 from gemini.runtime.memory.sim import SimBackend
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.ci
 
 WORLD, STEPS, K = 2, 3, 2
 # eps so large that an update shows the gradient and not its sign alone

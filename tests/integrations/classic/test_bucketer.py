@@ -101,7 +101,7 @@ def test_one_rank_gets_what_it_gave():
     check(1, examples(60))
 
 
-@pytest.mark.dist
+@pytest.mark.ci
 @pytest.mark.hypothesis
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_results_are_those_of_one_reduce_scatter_a_call(world_size):

@@ -104,7 +104,7 @@ def _by_starter(rank, starter, port, folder):
     return was_there, float(total), alone, ends
 
 
-@pytest.mark.dist
+@pytest.mark.ci
 @pytest.mark.parametrize("starter", ["slurm", "openmpi"])
 def test_ranks_join_by_their_starter_and_one_goes_first(starter, tmp_path):
     results = run_processes(_by_starter, 2, starter, _free_port(), str(tmp_path))
@@ -158,7 +158,7 @@ def gemini_run(tmp_path, *arguments, path=""):
     )  # fmt: skip
 
 
-@pytest.mark.dist
+@pytest.mark.ci
 def test_run_starts_all_ranks_and_ends_with_the_first_error(tmp_path):
     done = gemini_run(tmp_path, "--nproc_per_node", "2", "well")
     assert done.returncode == 0, done.stderr
@@ -172,7 +172,7 @@ def test_run_starts_all_ranks_and_ends_with_the_first_error(tmp_path):
     assert done.returncode == 1 and "SIGKILL" in done.stderr
 
 
-@pytest.mark.dist
+@pytest.mark.ci
 def test_run_reaches_hosts_by_ssh_and_ends_all_where_one_fails(tmp_path):
     ssh = tmp_path / "bin" / "ssh"
     ssh.parent.mkdir()

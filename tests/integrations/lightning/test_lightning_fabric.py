@@ -12,7 +12,7 @@ from torch import nn
 
 from bench.shared.workers import run_ranks
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.ci
 
 WORLDS = (1, 2, 4)
 STEPS, SAVED_AT, ACCUMULATE = 4, 2, 2

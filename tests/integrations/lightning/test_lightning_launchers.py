@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.ci
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = """

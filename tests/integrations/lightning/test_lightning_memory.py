@@ -5,7 +5,7 @@ import torch
 
 from bench.shared.workers import run_ranks
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.ci
 
 LAYERS, WIDTH = 24, 1024
 CHUNK_BYTES = 4 * WIDTH * (WIDTH + 1)  # fp32: a layer each

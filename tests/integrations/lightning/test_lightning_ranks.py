@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from bench.shared.workers import run_ranks
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.ci
 
 WORLDS = (1, 2, 4)
 LATE = {"overlap_allgather": True, "communication_dtype": "fp32"}

@@ -10,7 +10,7 @@ from bench.shared.workers import run_ranks
 from gemini.integrations import Booster, GeminiPlugin, HybridParallelPlugin
 
 transformers = pytest.importorskip("transformers")
-pytestmark = [pytest.mark.dist, pytest.mark.slow]
+pytestmark = pytest.mark.ci
 
 STEPS, ROWS, TIME = 4, 4, 10
 # eps so large that an update shows the gradient and not its sign alone

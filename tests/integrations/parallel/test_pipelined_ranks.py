@@ -9,7 +9,7 @@ from torch import nn
 from bench.shared.workers import run_ranks
 from gemini.integrations import Booster, HybridParallelPlugin
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.ci
 
 # fp32, and sums over micro-batches
 TOLERANCE = 1e-5

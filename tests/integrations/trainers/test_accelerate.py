@@ -56,7 +56,7 @@ def test_outputs_of_mixed_precision_are_fp32():
     assert model(torch.ones(2, 9)).dtype is torch.float32
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_compiled_model_trains_as_an_eager_one():
     """By dynamo's backend that compiles nothing: what is tested is where the graph begins."""
     want = runs.loop(runs.plain())

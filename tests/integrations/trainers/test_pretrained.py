@@ -133,7 +133,7 @@ def test_what_does_not_fit_is_refused(saved, tmp_path):
         load_pretrained(tmp_path / "empty")
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_trainer_takes_what_is_loaded(saved, tmp_path):
     from gemini.integrations.transformers import GeminiTrainer
 
@@ -177,7 +177,7 @@ print(loading, peak - before, sum(p.numel() for p in model.parameters()))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_loading_and_saving_take_no_second_copy(tmp_path):
     """bf16 weights and fp32 originals are 6 bytes a parameter; a chunk on its way is 6 more, and
     a whole one of 2**20 elements that is written is 4 and its copy 4.
@@ -212,7 +212,7 @@ def adapted():
     return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", fan_in_fan_out=True, **LORA))
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_lora_trains_saves_and_resumes_as_in_plain_trainer(tmp_path):
     """1e-5: rounding in another order; the adapter alone has state, and is what is saved."""
     from peft import PeftModel
@@ -248,7 +248,7 @@ def test_another_adapter_is_refused(tmp_path):
         load_adapter(tmp_path, GeminiDDP(get_peft_model(model_and_data()[0], other)))
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_trainer_of_trl_takes_the_mixin(tmp_path):
     """SFTTrainer over rows of token ids, and over text by a tokenizer of its own."""
     import datasets

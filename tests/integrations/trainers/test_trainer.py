@@ -21,7 +21,7 @@ from tests.integrations.cases.trainer_runs import (
     weights_of,
 )
 
-pytestmark = pytest.mark.slow  # tests/borrowed/test_trainer.py is in every run
+pytestmark = pytest.mark.ci  # tests/borrowed/test_trainer.py is in every run
 
 
 def trainer():

@@ -8,7 +8,7 @@ import pytest
 from bench.shared.workers import run_ranks
 from tests.integrations.cases import trainer_runs
 
-pytestmark = pytest.mark.dist
+pytestmark = pytest.mark.ci
 
 WIDTH, LAYERS = 512, 8
 CHUNK_NUMEL = 4 * WIDTH**2  # the largest weight

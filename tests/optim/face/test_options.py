@@ -108,7 +108,7 @@ def test_sgds_options_update_as_torchs_by_triton(options):
     assert update_error(got, want, small_params()) < 1e-6
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 def test_options_update_as_torchs_by_the_compiled_path():
     for options in ADAM:

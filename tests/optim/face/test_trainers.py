@@ -7,7 +7,7 @@ from torch import nn
 from optim import HybridAdam
 from tests.support.plain_training import update_error
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ci
 ADAM = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.1}
 STEPS = 4
 

@@ -15,7 +15,7 @@ import nvme
 from bench.shared.workers import run_processes, start_process
 from optim import HybridAdam, NvmeConfig
 
-pytestmark = [pytest.mark.nvme, pytest.mark.slow]
+pytestmark = pytest.mark.ci
 
 NUMEL, BLOCK = 9 * (1 << 13), 1 << 13
 MAX_STEPS = 400

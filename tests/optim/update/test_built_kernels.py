@@ -108,7 +108,7 @@ def test_without_a_compiler_auto_is_eager_and_says_so_once(
         large_tower("compile")
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_the_last_lines_of_a_compiler_that_fails_are_told(
     cache, tmp_path, monkeypatch, caplog, every_model_is_large
 ):
@@ -149,8 +149,8 @@ def without_compiler_on_rank_1(rank):
 
 
 @NEEDS_COMPILER
-@pytest.mark.dist
-@pytest.mark.slow
+@pytest.mark.ci
+@pytest.mark.ci
 def test_if_one_rank_cannot_compile_none_does():
     found = run_ranks(without_compiler_on_rank_1, 2)
     assert [path for path, _ in found] == ["cpu", "cpu"]
@@ -332,7 +332,7 @@ def environment(**more):
 
 
 @NEEDS_COMPILER
-@pytest.mark.slow
+@pytest.mark.ci
 def test_two_processes_build_once_as_ranks_and_whatever_their_settings(tmp_path):
     odd = {
         "XDG_CACHE_HOME": str(tmp_path), "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1",
@@ -370,7 +370,7 @@ assert "torch._inductor" not in sys.modules and "torch._dynamo" not in sys.modul
 
 
 @NEEDS_COMPILER
-@pytest.mark.slow
+@pytest.mark.ci
 def test_loading_takes_no_compiler_into_the_process():
     for _ in range(2):  # built by the first one, if nobody did before
         done = subprocess.run(

@@ -23,7 +23,7 @@ from optim.update.cpu_update import NORM_TILE_NUMEL, CpuWorkers, StepInputs, sum
 from optim.update.kernel_specs import TILE_NUMEL
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.ci,
     pytest.mark.skipif(compiler() is None, reason="no C++ compiler"),
 ]
 
@@ -201,7 +201,7 @@ def train_on_a_rank(rank):
     return train(model, optimizer, [parts[rank:] for parts in token_batches(2, 2)])
 
 
-@pytest.mark.dist
+@pytest.mark.ci
 def test_ranks_share_one_library_and_agree():
     (norm, weights), (its_norm, its_weights) = run_ranks(train_on_a_rank, 2)
     assert norm == its_norm

@@ -178,7 +178,7 @@ def lateness(stop, found):
 
 
 @needs_compiler
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_thread_beside_an_update_runs_on_time():
     """Within 1 ms in an update that is quiet: other processes take the cores from whoever has the
     lock just then, but a kernel that holds it through its call makes the thread late in every

@@ -160,7 +160,7 @@ def test_the_kernel_has_the_bits_of_whole_masters(rule, numel):
     assert_same(*both)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 @RULES
 @pytest.mark.parametrize("numel", [1, 17, kernel_specs.TILE_NUMEL + 100_003])
