@@ -16,8 +16,8 @@ define torch_in
 		else cat constraints.txt; fi > $(1)/constraints.txt
 endef
 
-.PHONY: demo test test-engine test-others test-oldest ci check fmt test-slow slow-ranks slow-others test-gpu gpu fuzz mutate \
-	mutate-promises results readme-tables readme-picture peers
+.PHONY: demo quick test ci deep tests tests-ci test-oldest check fmt test-gpu gpu results readme-tables \
+	readme-picture peers
 
 .venv/demo: pyproject.toml constraints.txt
 	$(call torch_in,.venv)
@@ -40,22 +40,39 @@ fmt: .venv/ok
 	.venv/bin/ruff check --fix .
 	.venv/bin/ruff format .
 
-# Without a GPU where there is one: the interpreter's tests are of CPU tensors.
-PYTEST := CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 $(PY) -m pytest -q
-test: check
-	$(PYTEST) $(COSTS)
-	$(MAKE) -j2 --output-sync=target test-engine test-others
+# Without a GPU where there is one: the interpreter's tests are of CPU tensors. A worker a core, each
+# with the files of tests that are next: threads of operators would only be in each other's way.
+WORKERS ?= logical
+PYTEST := CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PY) -m pytest -q
+SPREAD := -n $(WORKERS) --maxprocesses 8 --dist loadfile
 
-# What measures time runs by itself. Else two runs at once, here and below: threads of operators would
-# only be in each other's way.
-COSTS := tests/gemini/wrapping/test_costs.py tests/bench/test_host_time.py
-test-engine test-others slow-ranks slow-others: export OMP_NUM_THREADS := 1
+# While editing: the tests nearest to what differs from BASE.
+quick: BASE := HEAD
+quick: .venv/ok
+	@tests=$$($(PY) -m tests.near $(BASE)) && test -z "$$tests" && echo "no test is near" || \
+		$(PYTEST) -x $(SPREAD) $$tests
 
-test-engine:
-	$(PYTEST) tests/gemini $(addprefix --ignore=,$(COSTS))
+# Before a commit.
+test: .venv/ok
+	$(MAKE) -j2 check tests
 
-test-others:
-	$(PYTEST) $(addprefix --ignore=,tests/gemini $(COSTS))
+tests: .venv/ok
+	$(PYTEST) $(SPREAD)
+
+# To land.
+ci: .venv/ok
+	$(MAKE) -j2 check tests-ci
+	$(PY) -m tests.mutate --promises --unchecked
+
+tests-ci: .venv/ok
+	$(PYTEST) $(SPREAD) -m "not deep and not gpu"
+
+# Searches without an end, and what reads a clock: before a release, or where it is the work at hand.
+# DEEP names areas (python -m tests.deep --list); what it finds is kept in tests/corpus/, what it has
+# searched in tests/deep/ledger.toml. It goes on where it was stopped.
+DEEP ?=
+deep: .venv/ok
+	$(PY) -m tests.deep $(DEEP)
 
 # Kernels, optimizers and chunks with the oldest torch and Triton that pyproject.toml allows, in an
 # environment of their own; Triton 3.6's interpreter wants NumPy below 2.4. The plain build where pip
@@ -74,40 +91,6 @@ OLDEST := .venv-oldest/bin/python
 test-oldest: .venv-oldest/ok
 	CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 $(OLDEST) -m pytest -q \
 		tests/kernels_triton tests/optim tests/gemini/chunk
-
-# Ranks, and updates beside a pass, wait half of the time.
-SLOW := ci and not gpu
-RANKS := tests/dist tests/integrations tests/borrowed tests/gemini/early tests/gemini/tail
-test-slow: .venv/ok
-	$(MAKE) -j2 --output-sync=target slow-ranks slow-others
-
-slow-ranks:
-	$(PYTEST) -m "$(SLOW)" $(RANKS)
-
-slow-others:
-	$(PYTEST) -m "$(SLOW)" $(addprefix --ignore=,$(RANKS))
-
-# New examples for the tests of properties; those of `make test` are always the same. In 20 rounds
-# more than 10 000 files of checkpoints and stores are changed, and read. Then programs of public calls
-# are drawn from a new seed, and run on torch and wrapped.
-ROUNDS ?= 20
-PROGRAMS ?= 2000
-SEED ?= $(shell date +%s)
-fuzz: .venv/ok
-	for round in $$(seq $(ROUNDS)); do \
-		$(PYTEST) -x -m "hypothesis and not gpu" --hypothesis-profile=new || exit 1; \
-	done
-	$(PY) -m tests.support.loops.programs --count $(PROGRAMS) --seed $(SEED)
-	$(PY) -m tests.support.loops.programs --count $$(($(PROGRAMS) / 4)) --seed $(SEED) --ranks 2
-
-# Breaks the code in one place after the other, in copies of it: a test must notice. Those places that
-# hold a promise of README.md in some minutes, all of them in half an hour.
-JOBS ?= 2
-mutate: .venv/ok
-	$(PY) -m tests.mutate --jobs $(JOBS)
-
-mutate-promises: .venv/ok
-	$(PY) -m tests.mutate --promises --jobs $(JOBS)
 
 test-gpu:
 	python3 -m pytest -q -m gpu
@@ -139,5 +122,3 @@ readme-tables: .venv/ok
 
 readme-picture: .venv/ok
 	$(PY) -m bench.docs.picture
-
-ci: test test-slow mutate-promises

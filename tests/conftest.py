@@ -20,15 +20,17 @@ import pytest
 from hypothesis import settings
 
 from bench.shared.workers import poison_memory
+from tests.support import work
 from tests.support.disks import own_folder
 
 DEEP = Path(__file__).parent / "deep"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 poison_memory()
+work.install()
 own_folder.make()  # before anything asks for a temporary folder
 # A loaded machine is no failure; the same examples every time, so that a failure is the change's.
 settings.register_profile("same", deadline=None, derandomize=True)
-settings.register_profile("new", deadline=None)  # `make fuzz`
+settings.register_profile("new", deadline=None)  # `make deep`
 settings.load_profile("same")
 
 
@@ -50,6 +52,11 @@ def _same_signal_handlers() -> Iterator[None]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--shuffle", type=int, metavar="SEED", help="run tests in another order")
+    parser.addoption("--work", action="store_true", help="print the dearest tests of each tier")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(work.Budget())
 
 
 @pytest.hookimpl(tryfirst=True)  # before marks select

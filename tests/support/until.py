@@ -14,6 +14,6 @@ _never = threading.Event()
 
 
 def until(condition: Callable[[], object]) -> None:
-    """Return once `condition()` is true. Raise in it what ends the waiting (a dead process, say)."""
+    """Return once `condition()` is true. What ends the waiting (a dead process) it raises."""
     while not condition():
         _never.wait(_PAUSE_SECONDS)
