@@ -201,7 +201,7 @@ def test_tests_and_benches_ask_by_public_names():
 
 
 CLOCKS = re.compile(
-    r"\b(perf_counter|monotonic|process_time|thread_time|cpu_seconds|time\.time|sleep|getrusage|"
+    r"(?<!\")\b(perf_counter|monotonic|process_time|thread_time|cpu_seconds|time\.time|sleep|getrusage|"
     r"ru_maxrss|memory_info|VmHWM|VmRSS)(_ns)?\b|\btimeout=\d"
 )
 READ_CLOCKS = ("tests/deep/", "tests/mutate/", "tests/test_structure.py")
