@@ -7,7 +7,7 @@ that hold it go on working. It carries one attribute: the handle to its engine.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol, cast
 
@@ -193,6 +193,13 @@ def take_gradient(param: Tensor) -> Tensor | None:
         grad: Tensor | None = _GET_GRAD(param)
         _SET_GRAD(param, None)
     return grad
+
+
+def clear_gradients(params: Iterable[Tensor]) -> None:
+    """What autograd left in `.grad`, where an error came before the hook that takes it."""
+    with torch._C.DisableTorchFunctionSubclass():
+        for param in params:
+            _SET_GRAD(param, None)
 
 
 def handle_of(param: Tensor) -> ParamHandle | None:

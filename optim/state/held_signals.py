@@ -65,7 +65,8 @@ class SignalsBehind:
     """Holds Ctrl-C and SIGTERM back from `hold`, in the main thread, to `release`, in any thread.
 
     They are delivered to the main thread, whatever it does then, as `HeldSignals` does. `put_back`:
-    the handlers are those of before; in the main thread, behind `release`.
+    the handlers are those of before, after `release`. Only the main thread may set handlers; False
+    in another, where the next signal still gets to who is to have it.
     """
 
     def __init__(self) -> None:
@@ -87,10 +88,13 @@ class SignalsBehind:
         for number in self._take():
             os.kill(os.getpid(), number)
 
-    def put_back(self) -> None:
+    def put_back(self) -> bool:
+        if threading.current_thread() is not threading.main_thread():
+            return False
         for number, handler in self._handlers.items():
             if signal.getsignal(number) == self._note:  # else the user has set another since
                 signal.signal(number, _own(handler, number))
+        return True
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number not in self._came:

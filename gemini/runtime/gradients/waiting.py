@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gemini.chunk.gradient_view import GradientView
+from gemini.chunk.parameter import clear_gradients
 from gemini.chunk.storage import Chunk
 from gemini.memtracer.module_calls import in_backward
 from gemini.mesh.roles import WORLD
@@ -112,6 +113,7 @@ class Gradients:
     def zero_all(self) -> None:
         """They become zeros, which a step takes as gradients."""
         self.notice_broken_backward()
+        clear_gradients(self._parts.params)
         self._forget()
         for chunk in self._parts.chunks:
             chunk.gradient.zero()
@@ -119,6 +121,7 @@ class Gradients:
     def drop(self) -> None:
         """There are none from now on."""
         parts = self._parts
+        clear_gradients(parts.params)
         self._forget()
         parts.carried_scale = None
         parts.reducer.drop_gradients()
@@ -145,6 +148,9 @@ class Gradients:
 
     def clear_but(self, spared: Sequence[int], set_to_none: bool) -> None:
         """Drop the others, or make them zeros."""
+        self.notice_broken_backward()
+        params = self._parts.params
+        clear_gradients(param for i, param in enumerate(params) if i not in spared)
         for param in map(ParamId, range(len(self._parts.params))):
             if param not in spared and self.exists(param):
                 self._drop(param) if set_to_none else self.zero(param)

@@ -13,6 +13,7 @@ then nothing counts anywhere, and a rank whose disk failed goes on, so that nobo
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,7 +46,6 @@ class _UnderWay:
     tail: Tail
     step: TargetStep
     state: TieredState
-    signals: SignalsBehind
     taken: Sequence[ParamId]
     forget: Callable[[], None]  # what was counted when `step()` returned
     gates: _Gates
@@ -98,6 +98,8 @@ class StepTail:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._under_way: _UnderWay | None = None
+        self._ending = threading.RLock()  # an undo settles; an evaluation may run in another thread
+        self._signals: SignalsBehind | None = None  # held, or to be put back by the main thread
         self.beside: Beside | None = None  # of a step that no thread carries out
         self.times = TailTimes()  # of the last one
 
@@ -133,8 +135,9 @@ class StepTail:
 
         share = 0.0 if tiered_state.nvme is None else tiered_state.nvme.held_share
         self._under_way = _UnderWay(
-            tail, step, tiered_state, signals, taken, forget, gates, len(step.stages), share
+            tail, step, tiered_state, taken, forget, gates, len(step.stages), share
         )
+        self._signals = signals
         parts.manager.ledger.held_bytes = lambda: views.held_bytes
         parts.updating.behind = tail.behind
         tail.start()
@@ -160,17 +163,25 @@ class StepTail:
         parts.updating.behind = self.beside.behind
 
     def settle(self) -> None:
-        """Wait until the last step counts. Raises what ended it; then it is undone."""
+        """Wait until the last step counts. Raises what ended it; then it is undone.
+
+        From any thread; of several that wait, one ends the step and raises.
+        """
+        with self._ending:
+            self._settle()
+
+    def _settle(self) -> None:
         if self.beside is not None:
             self.beside.order()
             self._ended()
         under_way = self._under_way
         if under_way is None:
+            self._put_signals_back()
             return
         asked = time.perf_counter()
         under_way.tail.behind.wait()
         self.times = under_way.times(asked)
-        under_way.signals.put_back()
+        self._put_signals_back()
         with HeldSignals():
             self._ended()
             error = under_way.tail.error
@@ -183,14 +194,20 @@ class StepTail:
 
     def end(self) -> None:
         """Wait for it, whatever has come of it: what it works on goes."""
-        if self.beside is not None:
-            self.beside.order()
-            self._ended()
-        under_way = self._under_way
-        if under_way is not None:
-            under_way.tail.behind.wait()
-            under_way.signals.put_back()
-            self._ended()
+        with self._ending:
+            if self.beside is not None:
+                self.beside.order()
+                self._ended()
+            under_way = self._under_way
+            if under_way is not None:
+                under_way.tail.behind.wait()
+                self._ended()
+            self._put_signals_back()
+
+    def _put_signals_back(self) -> None:
+        """Those of the last step that was begun; in the main thread, whoever waited for it."""
+        if self._signals is not None and self._signals.put_back():
+            self._signals = None
 
     def _ended(self) -> None:
         self._under_way = self.beside = None
