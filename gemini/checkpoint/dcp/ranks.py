@@ -101,7 +101,8 @@ class Ranks:
                 planner=planner,
                 process_group=group,
                 no_dist=self.world_size == 1,
-            )
+            ),
+            self.rank,
         )
 
     def load(self, state: dict[str, Any], reader: Reader) -> None:
@@ -114,7 +115,8 @@ class Ranks:
                 planner=SafePlanner(),
                 process_group=group,
                 no_dist=self.world_size == 1,
-            )
+            ),
+            self.rank,
         )
 
     def group(self) -> Any:
@@ -130,14 +132,18 @@ class Ranks:
         return _gloo_groups[parent]
 
 
-def in_dcp(work: Callable[[], Any]) -> None:
-    """Run what calls DCP. Its errors become one CheckpointError, of their kind."""
+def in_dcp(work: Callable[[], Any], rank: int = 0) -> None:
+    """Run what calls DCP. Its errors become one CheckpointError, of their kind; what is none on
+    this rank (KeyboardInterrupt, SystemExit) stays what it is."""
     try:
         with warnings.catch_warnings():
             # that there is no process group is no news
             warnings.filterwarnings("ignore", message=".*torch.distributed is disabled.*")
             work()
     except CheckpointException as error:
+        own = error.failures.get(rank)
+        if own is not None and not isinstance(own[0], Exception):
+            raise own[0] from error
         failed = {rank: (_kind_of(one), _text_of(one)) for rank, (one, _) in error.failures.items()}
         raise _together(failed) from error
 

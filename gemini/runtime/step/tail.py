@@ -18,12 +18,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from gemini.chunk.storage import Chunk
 from gemini.mesh.roles import WORLD
 from gemini.placement.tiers import Tier
 from gemini.placement.timetable.updates import AUTO, BEHIND
 from gemini.runtime.comm.communicator import Communicator
+from gemini.runtime.comm.leaving import ask_at_the_end, was_asked
 from gemini.runtime.parts import Parts
 from gemini.tickets import Ticket
 from gemini.units import BlockId, ChunkId, ParamId
@@ -138,6 +140,7 @@ class StepTail:
             tail, step, tiered_state, taken, forget, gates, len(step.stages), share
         )
         self._signals = signals
+        ask_at_the_end(id(self), partial(_error_of, tail))
         parts.manager.ledger.held_bytes = lambda: views.held_bytes
         parts.updating.behind = tail.behind
         tail.start()
@@ -211,6 +214,7 @@ class StepTail:
 
     def _ended(self) -> None:
         self._under_way = self.beside = None
+        was_asked(id(self))
         self._parts.updating.end()
         self._parts.storage.step_has_ended()
         self._parts.manager.ledger.held_bytes = int
@@ -227,6 +231,12 @@ class StepTail:
         finally:
             parts.user_writes.stepped(under_way.taken)
             after_step(parts)
+
+
+def _error_of(tail: Tail) -> str:
+    """For a program that ends behind a step."""
+    tail.behind.wait()
+    return "" if tail.error is None else f"the last step failed, and does not count: {tail.error}"
 
 
 class _Gates:

@@ -1,10 +1,15 @@
-"""Errors and Ctrl-C in a backward: what it left goes with zero_grad(), and the next is whole."""
+"""Errors and Ctrl-C: what they leave is whole, and who should be told is told."""
+
+import subprocess
+import sys
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
-from gemini import GeminiDDP
+from gemini import GeminiDDP, load_checkpoint, save_checkpoint
+from nvme.files import calls
 from optim import HybridAdam
 
 
@@ -55,3 +60,50 @@ def test_a_gradient_that_an_error_left_behind_goes_with_the_others(clear, error)
     plain(other).square().mean().backward()
     for name, param in plain.named_parameters():
         torch.testing.assert_close(model.get_parameter(name).grad.clone(), param.grad)
+
+
+FAILS = """
+import errno
+import torch
+from optim import HybridAdam
+from gemini import GeminiDDP
+from tests.support.disks.faults import failing
+
+model = GeminiDDP(torch.nn.Linear(64, 64), update="tail", precision="fp32")
+optimizer = HybridAdam(model.parameters(), nvme_offload_fraction=1.0, nvme_offload_dir={folder!r})
+for last in (False, True):
+    model(torch.ones(2, 64)).sum().backward()
+    if last:
+        full = failing("pwritev", errno.ENOSPC, times=1)
+        full.__enter__()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.ci
+def test_a_program_whose_last_step_failed_unasked_says_so_and_has_an_exit_status(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", FAILS.format(folder=str(tmp_path))],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 120 and "Traceback" not in done.stderr, done.stderr
+    assert "the last step failed, and does not count" in done.stderr and "ENOSPC" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("call", ["pwritev", "fsync", "rename"])
+def test_ctrl_c_in_a_save_stays_what_it_is_and_leaves_no_half(call, tmp_path):
+    model = GeminiDDP(Net(), precision="fp32")
+    optimizer = HybridAdam(model.parameters())
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with mock.patch.object(calls, call, interrupted), pytest.raises(KeyboardInterrupt):
+        save_checkpoint(tmp_path / "one", model, optimizer)
+    assert not (tmp_path / "one").exists()
+    save_checkpoint(tmp_path / "one", model, optimizer)
+    load_checkpoint(tmp_path / "one", model, optimizer)
