@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -10,10 +11,11 @@ from torch import Tensor
 
 from gemini.runtime.parts import Parts
 from gemini.runtime.step.executors import make_executor, run_of
-from gemini.runtime.step.weights import after_step
+from gemini.runtime.step.weights import after_step, write_back_changes
+from gemini.units import ChunkId
 from optim.rules.config import StateConfig
 from optim.rules.rule import UpdateRule
-from optim.rules.state_layout import Plane
+from optim.rules.state_layout import MASTER, Plane
 from optim.state.pieces import Planes
 from optim.state.space import Block
 from optim.state.state_stream import (
@@ -32,6 +34,8 @@ from optim.target import Group
 from .full_state import gather_state, scatter_state
 from .shard_blocks import Shards
 from .shard_state import ShardState, StepCalls
+
+log = logging.getLogger("gemini")
 
 
 class SavedShards(ShardState):
@@ -135,7 +139,7 @@ class SavedShards(ShardState):
 
     @torch.no_grad()
     def load_state(self, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
-        """Rank 0's whole planes and step counts. Collective."""
+        """Rank 0's whole planes and step counts; no weight changes. Collective."""
         comm = self._parts.comm
         if self.untouched and not comm.gather_objects(bool(state))[0]:
             return
@@ -167,25 +171,47 @@ class SavedShards(ShardState):
             {name: {k for k in planes if k != "step"} for name, planes in by_name.items()}
         )[0]
 
-        followers = Shards(self._chunks)
+        write_back_changes(parts)
+        other = self._of_other_weights(shards, {n for n, keys in given.items() if MASTER in keys})
 
         def fill(block: Block, planes: Planes) -> None:
             chunk = self._chunks[block.shard].spec.id
             for part in block.segments:
                 at = slice(block.shard_offset + part.offset, None)
-                for name in given.get(self._names[part.param], ()):
-                    if name in planes:
+                param = self._names[part.param]
+                for name in given.get(param, ()):
+                    if name in planes and not (name == MASTER and param in other):
                         planes[name][inside(part)] = shards[chunk, name][at][: part.numel]
-            followers.follow_master(block, planes)
 
-        parts.manager.release_all()
-        try:
-            tiered_state = self.tiered_state
-            with self.shards_with_masters():
-                tiered_state.overwrite(fill)
-            followers.end()
-        finally:
-            after_step(parts)
+        self.tiered_state.overwrite(fill)
+
+    def _of_other_weights(
+        self, planes: Mapping[tuple[ChunkId, str], Tensor], given: Set[str]
+    ) -> Set[str]:
+        """Names of `given` whose masters in `planes` do not round to the weights that are there, on
+        any rank: they are left out, since state moves no weight. Collective; rank 0 says so."""
+        parts, found = self._parts, set[str]()
+        if not (given and self.has_master):
+            return found
+        for chunk in self._chunks:
+            masters = planes.get((chunk.spec.id, MASTER))
+            if masters is None:
+                continue
+            weights = chunk.load_shard()
+            differs = masters.to(weights.device, weights.dtype) != weights
+            for part in parts.layout.shard_segments(chunk.spec, chunk.rank):
+                if differs[part.offset : part.offset + part.numel].any():
+                    found.add(self._names[part.param])
+        found = set[str]().union(*parts.comm.gather_objects(found)) & given
+        if found and parts.comm.rank == 0:
+            log.warning(
+                "optimizer.load_state_dict(): fp32 masters of %d parameters do not round to the "
+                "weights that are there (%s is the first), and are left out; load the weights that "
+                "were saved with this state first",
+                len(found),
+                min(found),
+            )
+        return found
 
 
 def group_of(parts: Parts, groups: Sequence[Group]) -> list[int | None]:
