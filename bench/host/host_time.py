@@ -1,8 +1,8 @@
 """`python -m bench.host.host_time`: what a step asks of the host, on a device that does nothing.
 
-Launches, waits for the device, and CPU seconds of the thread, of a step whose state is resident, of
-one whose state streams from host memory, of two ranks that do either, and of one that hosts agree
-on. Copies take no time here: CUDA's own calls to begin them come on top.
+Launches, waits for the device, calls of ours and CPU seconds of the thread, of a step whose state
+is resident, of one whose state streams from host memory, of two ranks that do either, and of one
+that hosts agree on. Copies take no time here: CUDA's own calls to begin them come on top.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from . import launches
 import torch
 from torch import Tensor, nn
 
+from bench.host.calls import counted
 from bench.shared.threads import run_threads
 from gemini import GeminiDDP, StaticPlacement
 from gemini.runtime.memory.sim import SimBackend
@@ -67,7 +68,8 @@ class Waited(Copied):
 
 
 def step_of(case: str, num_layers: int, steps: int, rank: int = 0) -> dict[str, Any]:
-    """Of the last steps: median and least seconds, launches, and waits of the host."""
+    """Of the last steps: median and least seconds, launches, and waits of the host; and the calls
+    of ours of one step more, which is not timed."""
     torch.manual_seed(0)
     layers = [nn.Linear(WIDTH, 4 * WIDTH, bias=False) for _ in range(num_layers)]
     module = nn.ModuleList(layers)
@@ -82,9 +84,13 @@ def step_of(case: str, num_layers: int, steps: int, rank: int = 0) -> dict[str, 
     target.device_may_decide = case != "agreed"
     seconds: list[float] = []
     launched, read, waits = {}, {}, 0
-    for _ in range(steps):
+
+    def give_gradients() -> None:
         for param in model.module.parameters():
             param.grad = torch.ones_like(param) if param.grad is None else param.grad.fill_(1)
+
+    for _ in range(steps):
+        give_gradients()
         before = backend.host_waits
         launches.counted().clear()
         with ExitStack() as stack:
@@ -96,11 +102,16 @@ def step_of(case: str, num_layers: int, steps: int, rank: int = 0) -> dict[str, 
         read = {name: count for name, count in found.items() if count}
         # gradients stay where they are, as tables are kept for addresses; ranks reduce new ones
         optimizer.zero_grad(set_to_none=case.startswith("ranks"))
+    calls = 0
+    if not case.startswith("ranks"):  # one that waits for another calls as often as it looks
+        give_gradients()
+        calls = counted(optimizer.step).calls
     blocks = sum(len(shard.state_homes) for shard in model.engine.planning.plan.shards)
     return {
         "blocks": blocks,
         "seconds": statistics.median(seconds[1:]),
         "least_seconds": min(seconds[1:]),
+        "calls": calls,
         "launches": launched,
         "reads": read,
         "host_waits": waits,
@@ -117,6 +128,16 @@ def step_of_ranks(case: str, num_layers: int, steps: int, ranks: int) -> dict[st
     return found
 
 
+def found_in(cases: Sequence[str], num_layers: int, steps: int) -> dict[str, dict[str, Any]]:
+    """By case, on a device that is always behind."""
+    launches.install()
+    DeviceOutcome.ready = lambda self: False  # type: ignore[method-assign]
+    return {
+        case: step_of_ranks(case, num_layers, steps, 1 + case.startswith("ranks"))
+        for case in sorted(cases, key=CASES.index)
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--layers", type=int, default=1000 // BLOCKS_PER_LAYER)
@@ -124,16 +145,13 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    launches.install()
-    DeviceOutcome.ready = lambda self: False  # type: ignore[method-assign]  # the device is behind
-    found = {}
-    for case in sorted(args.cases, key=CASES.index):
-        found[case] = step_of_ranks(case, args.layers, args.steps, 1 + case.startswith("ranks"))
-        row = found[case]
+    found = found_in(args.cases, args.layers, args.steps)
+    for case, row in found.items():
         per_block = row["seconds"] / row["blocks"]
         print(
             f"{case:12s} {row['blocks']:5d} blocks {row['seconds'] * 1e3:8.2f} ms a step "
-            f"{per_block * 1e6:7.1f} us a block  launches {sum(row['launches'].values()):5d}  "
+            f"{per_block * 1e6:7.1f} us a block  {row['calls']:6d} calls  "
+            f"launches {sum(row['launches'].values()):5d}  "
             f"reads {sum(row['reads'].values()):3d}  host waits {row['host_waits']}"
         )
     if args.json is not None:

@@ -8,12 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gemini
-from bench.host.calls import cpu_seconds
 from gemini.chunk.layout import ChunkLayout, ParamSpec
 from gemini.chunk.sizing.packing import COLLECTIVE_BYTES, Sizes, exact_fits, pack
 from gemini.chunk.sizing.repeated_layers import repeated_blocks
 from gemini.chunk.sizing.search import search_chunk_configuration
-from tests.support.timing import within
+from tests.support.counting import LINEAR, growth, lines, python_bytes
 
 MIB = 1 << 20
 
@@ -241,11 +240,22 @@ def test_the_three_lines_name_their_units():
     assert third == "total wasted percentage is 0.00%"
 
 
-def test_thousands_of_parameters_are_searched_in_time():
-    specs = stack(48, [2 * MIB + 64 * i for i in range(96)])  # experts, say
-    found = search_chunk_configuration(specs)
-    assert within(5, lambda: cpu_seconds(lambda: search_chunk_configuration(specs)))
+def experts(num_blocks):
+    return stack(num_blocks, [2 * MIB + 64 * i for i in range(96)])
+
+
+def test_thousands_of_parameters_are_searched():
+    found = search_chunk_configuration(experts(48))
     assert found.num_chunks >= 8 and found.gathered_waste_fraction <= 0.01
+
+
+@pytest.mark.parametrize("count", [lines, python_bytes])
+def test_a_search_costs_no_more_than_twice_for_twice_the_parameters(count):
+    def search(num_blocks):
+        specs = experts(num_blocks)
+        return lambda: search_chunk_configuration(specs)
+
+    assert growth(search, 4, count) < LINEAR
 
 
 @pytest.mark.parametrize(
