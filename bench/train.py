@@ -28,7 +28,7 @@ import signal
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -62,16 +62,16 @@ class Measured:
     reason: str | None = None
 
 
-def main() -> int:
-    args = parse()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    busy = busy_fraction()
+def main(argv: Sequence[str] | None = None, load: Callable[[], float] = busy_fraction) -> int:
+    args = parse(argv)
+    busy = load()
     if busy > BUSY_FRACTION and not args.force:
         print(
             f"the machine is busy: {busy:.0%} of its cores' time (load average "
             f"{os.getloadavg()[0]:.1f}); wait until it is quiet, or measure with --force"
         )
         return 2
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     numel = sum(param.numel() for param in build(args.model).parameters())
     every = rows(args.device, args.budgets or default_budgets(numel))
     try:

@@ -26,7 +26,7 @@ def test_a_section_that_hangs_or_fails_costs_only_itself(tmp_path, monkeypatch):
 
     monkeypatch.setattr(gpu, "DRY_SECONDS", 3)
     chosen = [
-        section("hangs", "import time; time.sleep(100)"), section("fails", "exit(3)"),
+        section("hangs", "import threading; threading.Event().wait()"), section("fails", "exit(3)"),
         section("works", "print('done')"),
     ]  # fmt: skip
     summary = gpu.run_all(chosen, tmp_path, minutes=5, dry=True)

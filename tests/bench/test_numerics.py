@@ -36,6 +36,7 @@ def every_tier():
     return found
 
 
+@pytest.mark.ci
 def test_there_is_one_digest_of_every_schedule_wherever_and_whenever_state_is_updated(every_tier):
     found = {(c.tier, c.update, c.schedule): c for c in every_tier}
     assert len(every_tier) == 4 * 4 * 5 + 1 == len(found)
@@ -44,6 +45,7 @@ def test_there_is_one_digest_of_every_schedule_wherever_and_whenever_state_is_up
     assert len(on_host) == 5  # what happens in a run changes its bits
 
 
+@pytest.mark.ci
 def test_where_less_is_hidden_than_was_asked_for_the_rule_is_said(every_tier):
     rules = {(c.tier, c.update): c.less_as for c in every_tier}
     for (tier, update), rule in rules.items():
@@ -60,6 +62,7 @@ def test_where_less_is_hidden_than_was_asked_for_the_rule_is_said(every_tier):
     )
 
 
+@pytest.mark.ci
 def test_blocks_on_disk_are_updated_in_backward_where_that_was_asked_for(every_tier):
     speculated = {}
     for one in every_tier:
@@ -70,18 +73,38 @@ def test_blocks_on_disk_are_updated_in_backward_where_that_was_asked_for(every_t
     assert set(speculated.values()) == {0}
 
 
-def test_a_digest_that_differs_is_named(every_tier):
+@pytest.mark.parametrize("schedule", [digests.accumulate, digests.skip])
+def test_some_tiers_have_one_digest(schedule):
+    """Every tier and every update once; all of them with each other in the slower test."""
+    found = [
+        digests.cell("bf16", tier, update, schedule)
+        for tier, update in zip(digests.TIERS, digests.UPDATES, strict=True)
+    ]
+    assert digests.different(found) == []
+
+
+def made_up():
+    """What runs say where all is well."""
+    return [
+        digests.Cell("bf16", tier, update, name, f"{name} {name == 'clip' and tier == 'stream'}")
+        for name in digests.SCHEDULES for tier in digests.TIERS for update in digests.UPDATES
+    ] + [digests.Cell("bf16", "resident", "serial", "whole", "resume False")]  # fmt: skip
+
+
+def test_a_digest_that_differs_is_named():
+    assert digests.different(made_up()) == []
     for at, name in ((3, "clip"), (-1, "resume")):
-        wrong = [*every_tier]
+        wrong = made_up()
         wrong[at] = replace(wrong[at], sha256="another")
         assert digests.different(wrong) == [f"bf16 {name}"]
 
 
-def test_only_what_is_clipped_may_differ_where_it_streams(every_tier):
+def test_only_what_is_clipped_may_differ_where_it_streams():
     """By the last bits of a norm."""
-    streams = [i for i, c in enumerate(every_tier) if c.tier == "stream"]
-    for name, at in {every_tier[i].schedule: i for i in streams}.items():
-        wrong = [*every_tier]
+    cells = made_up()
+    streams = [i for i, c in enumerate(cells) if c.tier == "stream"]
+    for name, at in {cells[i].schedule: i for i in streams}.items():
+        wrong = made_up()
         for i in streams:
             if wrong[i].schedule == name:
                 wrong[i] = replace(wrong[i], sha256="another")

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from importlib import import_module
 from pathlib import Path
 
@@ -14,12 +13,12 @@ import pytest
 from bench import train
 from bench.peers import deepspeed_zero
 from bench.rows.job import Job, number_of_settings
-from bench.rows.processes import PeerError, Ranks
+from bench.rows.processes import PeerError, Ranks, prepare
 from bench.rows.summary import ratios, summary, table
 from bench.rows.table import chosen, default_budgets, rows
+from tests.support.until import until
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-HANGS_AFTER_SECONDS = 500  # a row starts processes that import torch: 20 s on two busy slow cores
 NAMES = [
     "torch/adamw-bf16", "torch/adamw-autocast", "fsdp2/w1", "fsdp2/w2", "fsdp2/w2-keep",
     "ddp/zero1", "deepspeed/zero3", "deepspeed/zero3-cpu", "deepspeed/zero3-nvme", "ours/resident",
@@ -86,7 +85,7 @@ def start(place, *flags):
 
 def run(place, *flags):
     process = start(place, *flags)
-    printed, _ = process.communicate(timeout=HANGS_AFTER_SECONDS)
+    printed, _ = process.communicate()
     return process.returncode, printed
 
 
@@ -299,29 +298,25 @@ def test_bad_arguments_are_refused(flags):
 
 
 def test_worker_that_says_nothing_ends_and_is_the_rows_reason(place, monkeypatch):
-    (place / "modules/silent.py").write_text("import time\ntime.sleep(600)\n")
+    (place / "modules/silent.py").write_text("import threading\nthreading.Event().wait()\n")
     monkeypatch.setenv("PYTHONPATH", str(place / "modules"))
     monkeypatch.setattr("bench.rows.processes.WORKER", "silent")
     job = Job("silent", "", "", str(place / "disk"))
-    started = time.monotonic()
     with pytest.raises(PeerError, match="no answer in 1 s"):
         Ranks(sys.executable, [job, Job("silent", "", "", str(place / "disk"), rank=1)], 1.0)
-    assert time.monotonic() - started < 20
 
 
 def whole_rows(place, *peers):
-    """Of a run, by name; what it printed; its result."""
+    """Rows of a run that have figures, by name; what it printed."""
     code, printed = run(place, "--force", "--peers", *peers)
     assert code == 0, printed
     result = json.loads((place / "out.json").read_text())
-    found = {row["name"]: row for row in result["rows"]}
+    found = {row["name"]: row for row in result["rows"] if "losses" in row}
     for row in found.values():
         assert row.keys() > KEYS, row
         parts = ("forward_seconds", "backward_seconds", "optimizer_seconds")
         assert all(row[part] > 0 for part in parts)
-        least = {part: row["spread"][part][0] for part in (*parts, "step_seconds")}
-        assert sum(least[part] for part in parts) < 1.5 * least["step_seconds"]  # of ranks, each
-        assert row["peak_rss_mib"] > 100 and row["startup_seconds"] > 0.1
+        assert row["peak_rss_mib"] > 0 and row["startup_seconds"] > 0
         # one rank or two, and wherever the state is, within bf16's rounding
         assert row["losses"] == pytest.approx(found["torch/adamw-autocast"]["losses"], rel=5e-3)
     assert result["machine"]["load_average"] and result["versions"]["torch"]
@@ -331,29 +326,37 @@ def whole_rows(place, *peers):
 
 
 @pytest.mark.ci
-def test_rows_of_one_rank_are_written_whole(place):
-    ours = ("ours/resident", "ours/half-nvme", "ours/nvme", "ours/nvme-tail")
-    found, printed = whole_rows(place, "torch/adamw", *ours, "ours/auto")
-    assert found.keys() == {"torch/adamw-bf16", "torch/adamw-autocast", *ours, "ours/auto-0.25GiB"}
-    on_disk = [found[f"ours/{name}"]["nvme_bytes"] for name in ("resident", "half-nvme", "nvme")]
-    assert 0 == on_disk[0] < on_disk[1] <= on_disk[2]
-    assert found["ours/resident"]["losses"] == found["ours/nvme"]["losses"]
-    assert found["ours/nvme"]["losses"] == found["ours/nvme-tail"]["losses"]
+def test_rows_are_written_whole_and_a_peer_that_crashes_costs_its_own(place):
+    (place / "modules/deepspeed.py").write_text(STAND_IN)
+    ours = ["ours/nvme-tail", "ours/w2"]
+    found, printed = whole_rows(place, "torch/adamw-autocast", *ours, "deepspeed/zero3")
+    assert found.keys() == {"torch/adamw-autocast", *ours}
     assert [name for name, row in found.items() if "hidden_seconds" in row] == ["ours/nvme-tail"]
     assert "s a step of the tail are hidden" in printed and "every step counts" in printed
+    (lost,) = json.loads((place / "out.json").read_text())["rows"][-1:]
+    assert lost["name"] == "deepspeed/zero3" and lost["reason"] == "killed by SIGKILL"
+    assert not workers(place)
 
 
-@pytest.mark.ci
-@pytest.mark.ci
-def test_rows_of_two_ranks_are_written_whole(place):
-    named = ("torch/adamw-autocast", "fsdp2/w2", "fsdp2/w2-keep", "ours/w2", "ours/zero1",
-             "ours/zero2")  # fmt: skip
-    found, _ = whole_rows(place, *named, "ddp")
-    assert found.keys() == {*named, "ddp/zero1"}
+@pytest.mark.deep
+def test_all_rows_are_written_whole(place):
+    ours = ("ours/resident", "ours/half-nvme", "ours/nvme", "ours/nvme-tail")
+    two = ("fsdp2/w2", "fsdp2/w2-keep", "ours/w2", "ours/zero1", "ours/zero2")
+    found, _ = whole_rows(place, "torch/adamw", *ours, "ours/auto", *two, "ddp")
+    single = {"torch/adamw-bf16", "torch/adamw-autocast", *ours, "ours/auto-0.25GiB"}
+    assert found.keys() == {*single, *two, "ddp/zero1"}
+    on_disk = [found[f"ours/{name}"]["nvme_bytes"] for name in ("resident", "half-nvme", "nvme")]
+    assert 0 == on_disk[0] < on_disk[1] <= on_disk[2]
+    for row in found.values():
+        parts = ("forward_seconds", "backward_seconds", "optimizer_seconds", "step_seconds")
+        *least, whole = (row["spread"][part][0] for part in parts)
+        assert sum(least) < 1.5 * whole  # of ranks, each
+        assert row["peak_rss_mib"] > 100 and row["startup_seconds"] > 0.1
+    assert found["ours/resident"]["losses"] == found["ours/nvme"]["losses"]
+    assert found["ours/nvme"]["losses"] == found["ours/nvme-tail"]["losses"]
 
 
-@pytest.mark.ci
-@pytest.mark.ci
+@pytest.mark.deep
 def test_rows_on_meshes_have_the_losses_of_one_rank(place):
     (place / "llama.json").write_text(json.dumps(TINY_LLAMA))
     named = ["fsdp2/mesh-tp2", "ours/mesh-tp2"]
@@ -369,44 +372,53 @@ def test_rows_on_meshes_have_the_losses_of_one_rank(place):
     assert {ratio["row"] for ratio in result["ratios"]} == {"ours/mesh-tp2"}
 
 
+def test_missing_peer_costs_its_own_rows(monkeypatch, tmp_path):
+    def prepare(python, peer, *rest):
+        if peer == "deepspeed_zero":
+            raise PeerError("exit 1: ImportError: deepspeed is not here")
+        return {"versions": {peer: "1"}}
+
+    monkeypatch.setattr(train, "prepare", prepare)
+    some = chosen(rows("cpu", []), ["deepspeed/zero3", "torch/adamw-bf16"])
+    monkeypatch.setattr(train, "write_batches", lambda args, folder: folder / "batches.pt")
+    played = []
+    monkeypatch.setattr(train, "play", lambda group, *rest: played.extend(group))
+    measured, versions = train.run(some, train.parse(["--device", "cpu"]), tmp_path, 1000)
+    assert {one.row.name: one.reason for one in measured} == {
+        "torch/adamw-bf16": None,
+        "deepspeed/zero3": "exit 1: ImportError: deepspeed is not here",
+    }
+    assert {row.name for row in played} == {"torch/adamw-bf16"} and len(versions) == 1
+
+
 @pytest.mark.ci
-def test_missing_peer_costs_its_own_row(place):
+def test_a_peer_that_cannot_be_imported_says_so(place, monkeypatch):
     (place / "modules/deepspeed.py").write_text("raise ImportError('deepspeed is not here')\n")
-    code, printed = run(
-        place, "--force", "--peers", "deepspeed/zero3", "deepspeed/zero3-nvme", "torch/adamw-bf16"
-    )
-    assert code == 0, printed
-    found = {r["name"]: r for r in json.loads((place / "out.json").read_text())["rows"]}
-    for name in ("deepspeed/zero3", "deepspeed/zero3-nvme"):
-        assert found[name]["reason"] == "exit 1: ImportError: deepspeed is not here"
-    assert found["torch/adamw-bf16"]["step_seconds"] > 0
-    assert "deepspeed is not here" in printed
+    monkeypatch.setenv("PYTHONPATH", f"{place / 'modules'}:{ROOT}:{ROOT / 'io'}")
+    with pytest.raises(PeerError, match="exit 1: ImportError: deepspeed is not here"):
+        prepare(sys.executable, "deepspeed_zero", place, 600.0)
 
 
-@pytest.mark.ci
-def test_peer_that_crashes_costs_its_own_row(place):
-    (place / "modules/deepspeed.py").write_text(STAND_IN)
-    code, printed = run(place, "--force", "--peers", "deepspeed/zero3", "torch/adamw-bf16")
-    assert code == 0, printed
-    found = {r["name"]: r for r in json.loads((place / "out.json").read_text())["rows"]}
-    assert found["deepspeed/zero3"]["reason"] == "killed by SIGKILL"
-    assert found["torch/adamw-bf16"]["step_seconds"] > 0
-    assert not workers(place) and not list((place / "disk").iterdir())
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGINT, marks=pytest.mark.ci),
+        pytest.param(signal.SIGTERM, marks=pytest.mark.deep),
+    ],
+)
 def test_interrupt_leaves_no_file_process_or_folder(place, number):
     (place / "out.json").write_text("before")
-    process = start(place, "--force", "--steps", "5000", "--peers", "ours/nvme", "ours/w2")
+    process = start(place, "--force", "--steps", "5000", "--peers", "ours/nvme")
     try:
-        deadline = time.monotonic() + 120
-        while not list((place / "disk").glob("bench-train-*/*/state/*")):
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.05)
+
+        def has_state():
+            assert process.poll() is None
+            return list((place / "disk").glob("bench-train-*/*/state/*"))
+
+        until(has_state)
         assert workers(place)
         process.send_signal(number)
-        printed, _ = process.communicate(timeout=60)
+        printed, _ = process.communicate()
     finally:
         process.kill()
     assert process.returncode == 128 + number, printed
@@ -415,16 +427,8 @@ def test_interrupt_leaves_no_file_process_or_folder(place, number):
     assert (place / "out.json").read_text() == "before"
 
 
-def test_busy_machine_is_refused(place):
-    spin = [
-        subprocess.Popen([sys.executable, "-c", "while True: pass"])
-        for _ in range(len(os.sched_getaffinity(0)))
-    ]
-    try:
-        code, printed = run(place)
-    finally:
-        for process in spin:
-            process.kill()
-            process.wait()
-    assert code == 2 and "the machine is busy" in printed and "--force" in printed
+def test_busy_machine_is_refused(place, capsys):
+    code = train.main(["--device", "cpu", "--json", str(place / "out.json")], load=lambda: 0.9)
+    printed = capsys.readouterr().out
+    assert code == 2 and "the machine is busy: 90%" in printed and "--force" in printed
     assert not (place / "out.json").exists()

@@ -1,22 +1,22 @@
 """Work that is counted and not timed, so that it is the same on every machine, however busy.
 
 Lines of ours that ran on this thread; bytes that Python was asked for, which show the loops that
-run in C (a copy of a list is one line); bytes of the tensors that operators made.
+run in C (a copy of a list is one line); bytes that torch's allocator gave and took back.
 """
 
 from __future__ import annotations
 
 import gc
+import itertools
 import sys
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.profiler import ProfilerActivity, profile
 
 _ROOT = Path(__file__).resolve().parents[2]
 _OURS = tuple(f"{_ROOT / part}/" for part in ("gemini", "optim", "kernels_triton", "io/nvme"))
@@ -89,35 +89,33 @@ def growth(
     return count(whole) / count(half)
 
 
-class Made(TorchDispatchMode):
-    """Bytes of the tensors that operators make, in all; in place and as a view they make none."""
+@dataclass(frozen=True)
+class Allocated:
+    """Bytes of torch's allocator of the CPU, beyond what there was before: at most, and at last."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.nbytes: int = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        given = {_storage(tensor) for tensor in _tensors((args, kwargs))}
-        out = func(*args, **(kwargs or {}))
-        for tensor in _tensors(out):
-            if _storage(tensor) not in given:
-                self.nbytes += tensor.untyped_storage().nbytes()
-        return out
+    peak: int
+    left: int
 
 
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def _storage(tensor: Tensor) -> int:
-    address: int = tensor.untyped_storage()._cdata
-    return address
-
-
-def tensor_bytes(work: Callable[[], object]) -> int:
-    with Made() as made:
+def allocated(work: Callable[[], object]) -> Allocated:
+    """What kernels make for themselves is counted, too."""
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False) as seen:
         work()
-    nbytes: int = made.nbytes
-    return nbytes
+        gc.collect()
+    result: Any = seen.profiler
+    sizes = [
+        event.extra_fields.alloc_size
+        for event in sorted(
+            _all(result.kineto_results.experimental_event_tree()), key=lambda e: e.start_time_ns
+        )
+        if event.tag.name == "Allocation"
+    ]
+    sums = [0, *itertools.accumulate(sizes)]
+    return Allocated(max(sums), sums[-1])
+
+
+def _all(events: Any) -> Iterator[Any]:
+    for event in events:
+        yield event
+        yield from _all(event.children)

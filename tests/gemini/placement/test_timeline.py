@@ -91,7 +91,7 @@ def test_browser_draws_the_bars(timeline, tmp_path):
         [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
          f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1300,1000",
          f"--screenshot={tmp_path / 't.png'}", (tmp_path / "t.html").as_uri()],
-        check=True, capture_output=True, timeout=120,
+        check=True, capture_output=True,
     )  # fmt: skip
     pixels = (image.imread(tmp_path / "t.png")[..., :3] * 255).round().astype(int)
     for kind in KINDS:

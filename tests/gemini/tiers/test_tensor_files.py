@@ -2,16 +2,18 @@
 
 import errno
 import threading
-import time
+from queue import SimpleQueue
 
 import pytest
 import torch
 
+from gemini.runtime.memory.files import tensor_files
 from gemini.runtime.memory.files.blocks import Flat
 from gemini.runtime.memory.files.tensor_files import FileConfig, TensorFiles
 from nvme import TransferError
 from optim.step.tail import Gate
 from tests.support.disks.faults import failing
+from tests.support.until import until
 
 BLOCK = 1024  # elements
 SHAPES = {
@@ -95,41 +97,61 @@ def test_a_read_goes_on_while_nobody_asks_for_it(long_file):
     """As a prefetch does while a module computes."""
     into = torch.full((LONG[1].numel,), float("nan"))
     ticket = long_file.read(1, into)
-    deadline = time.monotonic() + 60
-    while into[-1].isnan() and time.monotonic() < deadline:
-        time.sleep(0.001)
-    assert not into[-1].isnan()
+    until(lambda: not into[-1].isnan())
     ticket.wait()
     assert torch.equal(into, torch.arange(LONG[1].numel, dtype=torch.float32))
 
 
+class Told(Gate):
+    """A gate that says which threads have come to it, and wait."""
+
+    def __init__(self):
+        super().__init__()
+        self.came = SimpleQueue()
+        self._lock = _ToldLock(self._lock, self.came)
+
+
+class _ToldLock:
+    def __init__(self, lock, came):
+        self._lock, self._came = lock, came
+        self.release = lock.release
+
+    def __enter__(self):
+        self._came.put(threading.get_ident())
+        self._lock.acquire()
+
+    def __exit__(self, *args):
+        self._lock.release()
+
+
 def test_a_read_is_of_what_was_written_before_its_gate_opened(long_file):
-    gate = Gate()
+    gate = Told()
     long_file.reads_latest = True
     into = torch.zeros(LONG[1].numel)
     ticket = long_file.read(1, into, behind=gate)
+    assert gate.came.get() != threading.get_ident()
     beside = long_file.beside(2)
     staged = beside.block_to_fill(1, 0)
     staged.values.fill_(7.0)
     beside.write_block(1, 0, staged)
-    time.sleep(0.05)
     assert not ticket.ready()
-    opens = threading.Timer(0.5, gate.open)
+    came = []
+    opens = threading.Thread(target=lambda: (came.append(gate.came.get()), gate.open()))
     opens.start()
     ticket.wait()
     assert (into[:BLOCK] == 7.0).all() and into[-1] == LONG[1].numel - 1
-    assert gate.waited_seconds > 0, "it was asked for before the gate was open"
+    assert came == [threading.get_ident()], "it was asked for before the gate was open"
+    assert gate.waited_seconds > 0
     beside.end_writes()
     opens.join()
 
 
 def test_a_thread_that_reads_ahead_is_not_counted_as_waiting(long_file):
-    gate = Gate()
+    gate = Told()
     ticket = long_file.read(1, torch.zeros(LONG[1].numel), behind=gate)
-    time.sleep(0.05)
+    gate.came.get()
     gate.open()
-    while not ticket.ready():
-        time.sleep(0.001)
+    until(ticket.ready)
     ticket.wait()
     assert gate.waited_seconds == 0
 
@@ -145,21 +167,27 @@ class _Interrupted:
 
     def wait(self):
         if threading.current_thread() is threading.main_thread():
-            threading.Timer(0.1, self.opens.set).start()
             raise KeyboardInterrupt
         self.opens.wait()
 
 
-def test_who_is_interrupted_has_the_memory_to_himself_again(long_file):
+def test_who_is_interrupted_has_the_memory_to_himself_again(long_file, monkeypatch):
     """A payload whose gather has failed is freed."""
-    into = torch.full((LONG[1].numel,), -1.0)
-    ticket = long_file.read(1, into, behind=_Interrupted())
+    behind = _Interrupted()
+    ended = tensor_files.wait
+
+    def wait(futures):
+        behind.opens.set()
+        ended(futures)
+
+    monkeypatch.setattr(tensor_files, "wait", wait)
+    ticket = long_file.read(1, torch.zeros(LONG[1].numel), behind=behind)
     with pytest.raises(KeyboardInterrupt):
         ticket.wait()
-    assert ticket.ready()
-    into.zero_()
-    time.sleep(0.05)
-    assert not into.any()
+    try:
+        assert ticket.ready()
+    finally:
+        behind.opens.set()
 
 
 def test_a_read_that_fails_is_told_and_the_next_one_has_all_buffers(long_file):
