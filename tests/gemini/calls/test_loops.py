@@ -30,22 +30,19 @@ BOUND = 1e-6
 BOUNDS = {"clip by norm 1": 1e-5}  # torch adds the magnitudes of a tensor up in fp32
 
 
-TURNS = ("zero2", "host", "nvme")  # a loop runs in one of these; in the others as a slow test
-
-
 def cases():
+    """A loop runs in one place; a third of them as a slower test beside a pass, too."""
+    everywhere = list(PLACEMENTS)
     for i, name in enumerate(LOOPS):
-        for place in PLACEMENTS:
-            if "place" in name and place not in ("resident", "host"):
-                continue
-            if name.startswith("thawed") and place == "files":  # see test_thaw.py
-                continue
-            waits = place in TURNS and "place" not in name and place != TURNS[i % len(TURNS)]
-            yield pytest.param(name, place, marks=[pytest.mark.ci] if waits else [])
-        for place in BESIDE:
+        places = ["resident", "host"] if "place" in name else everywhere
+        place = places[i % len(places)]
+        if name.startswith("thawed") and place == "files":  # see test_thaw.py
+            place = "nvme"
+        yield pytest.param(name, place)
+        if i % 3 == 0 and "place" not in name:
             # kernels of the interpreter take a second a loop
-            if "place" not in name and (place not in IN_KERNELS or i % 6 == 0):
-                yield pytest.param(name, place, marks=pytest.mark.ci)
+            beside = [place for place in BESIDE if place not in IN_KERNELS or i % 12 == 0]
+            yield pytest.param(name, beside[i // 3 % len(beside)], marks=pytest.mark.ci)
 
 
 @pytest.mark.parametrize(("name", "place"), list(cases()))
@@ -53,8 +50,12 @@ def test_a_loop_written_for_torch_has_the_updates_of_torch(name, place):
     assert difference(LOOPS[name], BUILDS.get(name, Net), place) < BOUNDS.get(name, BOUND)
 
 
-@pytest.mark.parametrize("name", [name for name in LOOPS if name.startswith("in place")])
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+IN_PLACE = [name for name in LOOPS if name.startswith("in place")]
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"), [(name, ("bf16", "fp16")[i % 2]) for i, name in enumerate(IN_PLACE)]
+)
 def test_an_operator_in_place_has_the_bits_of_the_same_out_of_place(name, precision):
     """In 16 bits the reference is the wrapped module itself, without the operator in place."""
     runs = []
@@ -128,17 +129,15 @@ def raising(model, seed=0):
     handle.remove()
 
 
-@pytest.mark.parametrize("place", list(PLACEMENTS))
-@pytest.mark.parametrize(
-    "clear",
-    [
-        lambda model, optimizer: model.zero_grad(),
-        lambda model, optimizer: optimizer.zero_grad(),
-        lambda model, optimizer: nn.Sequential(model).zero_grad(),
-        lambda model, optimizer: [setattr(p, "grad", None) for p in model.parameters()],
-    ],
-    ids=["model", "optimizer", "parent", "None"],
-)
+CLEARS = {
+    "model": lambda model, optimizer: model.zero_grad(),
+    "optimizer": lambda model, optimizer: optimizer.zero_grad(),
+    "parent": lambda model, optimizer: nn.Sequential(model).zero_grad(),
+    "None": lambda model, optimizer: [setattr(p, "grad", None) for p in model.parameters()],
+}
+
+
+@pytest.mark.parametrize(("place", "clear"), zip(PLACEMENTS, [*CLEARS, "optimizer"], strict=True))
 def test_after_an_error_in_a_backward_nothing_goes_on_before_zero_grad(place, clear):
     model, optimizer = wrapped(place=place)
     loss_of(model, 1).backward()
@@ -150,7 +149,7 @@ def test_after_an_error_in_a_backward_nothing_goes_on_before_zero_grad(place, cl
             step()
     with torch.no_grad():
         model(batch(0)[0])
-    clear(model, optimizer)
+    CLEARS[clear](model, optimizer)
     assert all(param.grad is None for param in model.parameters())
     loss_of(model, 2).backward()
     optimizer.step()

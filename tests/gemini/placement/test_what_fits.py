@@ -21,6 +21,7 @@ from gemini.runtime.memory.backend import SimBackend
 from gemini.units import BLOCK_NUMEL, MIN_BLOCK_NUMEL, STREAMED_BLOCK_NUMEL
 from optim import HybridAdam, NvmeConfig
 from tests.support.checkpoints import train
+from tests.support.pairs import pairs
 from tests.support.spilled import BLOCKS, SMALL, assert_same, homes, wrapped
 
 D, H, N = Tier.DEVICE, Tier.HOST, Tier.NVME
@@ -47,8 +48,20 @@ def test_a_model_that_fits_is_not_refused_for_activations_that_nobody_measured(k
     assert_same(run, free)
 
 
-@pytest.mark.parametrize("kib", range(100, 700, 50))
-@pytest.mark.parametrize("ratio", [0.0, 0.8, 0.99])
+CI = pytest.mark.ci
+
+
+def first(count, rows):
+    """The others as slower tests."""
+    return [row if i < count else pytest.param(*row, marks=CI) for i, row in enumerate(rows)]
+
+
+RATIOS = [0.0, 0.8, 0.99]
+
+
+@pytest.mark.parametrize(
+    ("kib", "ratio"), first(5, [(100 + 50 * (5 * i % 12), RATIOS[i % 3]) for i in range(12)])
+)
 def test_what_fits_with_a_trace_fits_without(kib, ratio):
     policy = AutoPlacement(kib << 10, warmup_non_model_data_ratio=ratio)
     try:
@@ -58,9 +71,11 @@ def test_what_fits_with_a_trace_fits_without(kib, ratio):
     made(policy)
 
 
-@pytest.mark.parametrize("kib", [1, 20, 100, 118])
-@pytest.mark.parametrize("traced", [False, True])
-@pytest.mark.parametrize("options", [{}, {"precision": "fp32"}, {"master_weights": False}])
+@pytest.mark.parametrize(
+    ("kib", "options", "traced"),
+    first(4, pairs([1, 20, 100, 118], [{}, {"precision": "fp32"}, {"master_weights": False}],
+                   [False, True])),
+)  # fmt: skip
 def test_a_budget_that_is_refused_lacks_what_it_is_said_to(kib, traced, options):
     with pytest.raises(BudgetError, match=r"device_budget of .* too small") as info:
         made(AutoPlacement(kib << 10), traced, **options)
@@ -137,9 +152,10 @@ def test_a_device_that_streams_is_given_its_block_by_nobody_but_the_user():
     assert made(StaticPlacement(), nvme=NvmeConfig())[0].engine.planning.block_numel == 1 << 20
 
 
-@pytest.mark.parametrize("block_numel", [1024, 2048, 8192])
-@pytest.mark.parametrize("kib", [125, 150, 180, 210])
-@pytest.mark.parametrize("depth", [1, 4])
+@pytest.mark.parametrize(
+    ("kib", "block_numel", "depth"),
+    first(4, pairs([125, 150, 180, 210], [1024, 2048, 8192], [1, 4])),
+)
 def test_what_an_optimizer_lacks_is_enough_for_it_and_its_module(block_numel, kib, depth):
     nvme = NvmeConfig(block_numel=block_numel, depth=depth)
     try:

@@ -140,8 +140,17 @@ PRECISIONS = {
 }
 
 
-@pytest.mark.parametrize("precision", list(PRECISIONS))
-@pytest.mark.parametrize("homes", HOMES, ids=NAMES)
+def homes_in_turn():
+    """Every one in one precision; in another as a slower test."""
+    kinds = list(PRECISIONS)
+    for number, homes in enumerate(HOMES):
+        yield pytest.param(homes, kinds[number % len(kinds)])
+        yield pytest.param(
+            homes, kinds[(number + 1 + number // 4) % len(kinds)], marks=pytest.mark.ci
+        )
+
+
+@pytest.mark.parametrize(("homes", "precision"), list(homes_in_turn()))
 def test_a_wrapped_module_stays_on_its_devices_wherever_model_data_lives(homes, precision, walking):
     """Absent gradients, a clip by norm, everything that is read between steps."""
     params, _, state = homes
