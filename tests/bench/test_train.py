@@ -328,13 +328,13 @@ def whole_rows(place, *peers):
 @pytest.mark.ci
 def test_rows_are_written_whole_and_a_peer_that_crashes_costs_its_own(place):
     (place / "modules/deepspeed.py").write_text(STAND_IN)
-    ours = ["ours/nvme-tail", "ours/w2"]
-    found, printed = whole_rows(place, "torch/adamw-autocast", *ours, "deepspeed/zero3")
-    assert found.keys() == {"torch/adamw-autocast", *ours}
+    found, printed = whole_rows(place, "torch/adamw-autocast", "ours/nvme-tail", "deepspeed/zero3")
+    assert found.keys() == {"torch/adamw-autocast", "ours/nvme-tail"}
     assert [name for name, row in found.items() if "hidden_seconds" in row] == ["ours/nvme-tail"]
     assert "s a step of the tail are hidden" in printed and "every step counts" in printed
-    (lost,) = json.loads((place / "out.json").read_text())["rows"][-1:]
-    assert lost["name"] == "deepspeed/zero3" and lost["reason"] == "killed by SIGKILL"
+    rows = json.loads((place / "out.json").read_text())["rows"]
+    reasons = {row["name"]: row.get("reason") for row in rows}
+    assert reasons["deepspeed/zero3"] == "killed by SIGKILL"
     assert not workers(place)
 
 

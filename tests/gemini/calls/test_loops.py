@@ -137,7 +137,9 @@ CLEARS = {
 }
 
 
-@pytest.mark.parametrize(("place", "clear"), zip(PLACEMENTS, [*CLEARS, "optimizer"], strict=True))
+@pytest.mark.parametrize(
+    ("place", "clear"), [*zip(PLACEMENTS, [*CLEARS, "optimizer"], strict=True)]
+)
 def test_after_an_error_in_a_backward_nothing_goes_on_before_zero_grad(place, clear):
     model, optimizer = wrapped(place=place)
     loss_of(model, 1).backward()

@@ -195,15 +195,32 @@ def compare(module, batches, precision, devices):
         assert len(model.engine.chunks) >= 4
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
+def in_turn(makes, values, tested=()):
+    """Every model with one of the values; those that are not `tested` as slower tests."""
+    for number, make in enumerate(makes):
+        marks = [] if make in tested else [pytest.mark.ci]
+        value = values[number % len(values)]
+        yield pytest.param(make, value, marks=marks, id=f"{make.__name__}-{value}")
+
+
+@pytest.mark.parametrize(
+    ("make", "precision"),
+    [*in_turn(MODELS, ["fp32", "bf16"], MODELS), *in_turn(MODELS, ["bf16", "fp32"])],
+)
 def test_updates_are_those_of_torch(make, precision):
     batches = [MODELS[make](step) for step in range(STEPS)]
-    compare(made(make), batches, precision, [SimBackend(1), "cpu"])
+    compare(made(make), batches, precision, [SimBackend(1)])
 
 
-@pytest.mark.parametrize("reentrant", [False, True], ids=["graph", "reentrant"])
-@pytest.mark.parametrize("make", [gpt2, llama, t5, mixtral, llama_lora], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_updates_on_one_memory_are_those_of_torch(precision):
+    compare(made(gpt2), [causal_batch(step) for step in range(STEPS)], precision, ["cpu"])
+
+
+@pytest.mark.parametrize(
+    ("make", "reentrant"),
+    [*in_turn([gpt2, llama, t5, llama_lora, mixtral], [False, True], [gpt2, llama_lora])],
+)
 def test_updates_with_gradient_checkpointing(make, reentrant):
     module = made(make)
     module.train()
@@ -231,9 +248,9 @@ def test_gradient_checkpointing_may_be_enabled_on_the_wrapped_model():
     assert torch.equal(*results)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
-    "make", [gpt2, llama, opt, mixtral, t5, llama_lora], ids=lambda m: m.__name__
+    ("make", "precision"),
+    [*in_turn([gpt2, llama, opt, mixtral, t5, llama_lora], ["fp32", "bf16"], [gpt2, mixtral, t5])],
 )
 def test_generates_what_the_plain_model_does(make, precision):
     module = made(make).eval()

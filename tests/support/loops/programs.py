@@ -4,17 +4,21 @@
 
 A program is a list of public calls, as any loop may make them. Both sides run it; the updates are
 the same, or the wrapped side refuses a call with words. What differs without an error is a defect:
-the program is cut down to the calls that it needs, and printed.
+the program is cut down to the calls that it needs, and kept in tests/corpus/programs, where tests
+run it every time.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import random
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +34,7 @@ IN_KERNELS = ("stream, both",)  # of the interpreter, which takes a second a pro
 BOUND = 1e-4  # of updates and outputs; fp32 sums in another order differ by 1e-6 an operation
 MAX_CALLS = 18
 LAYERS = 3
+FOUND = Path(__file__).resolve().parents[2] / "corpus" / "programs"
 # what GeminiDDP refuses by design, with words
 REFUSALS = (RuntimeError, ValueError)
 
@@ -336,7 +341,7 @@ def build_of(program: list[Call]) -> Callable[..., nn.Module]:
 def run_program(program: list[Call], place: str) -> Outcome:
     """Both sides, call by call."""
     build = build_of(program)
-    torch_model, torch_optimizer = plain(build)
+    torch_model, torch_optimizer = plain(build, place)
     want = Run(torch_model, torch_optimizer)
     model, optimizer = wrapped(build, place)
     got = Run(model, optimizer)
@@ -350,7 +355,7 @@ def run_program(program: list[Call], place: str) -> Outcome:
                     raise AssertionError(f"torch refuses {name}{args}, and we do not: {theirs}")
                 said = f"{name}: {ours}"
                 break
-        ours, theirs = updates(model), updates(torch_model)
+        ours, theirs = updates(model, build, place), updates(torch_model, build, place)
         if ours is None or theirs is None:
             return Outcome(_apart(want.seen, got.seen), said)
         moved = 0.0 if said else float((ours - theirs).norm() / theirs.norm().clamp(min=1e-3))
@@ -393,6 +398,53 @@ def smallest(program: list[Call], place: str) -> list[Call]:
     return program
 
 
+# -- what was found ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Found:
+    """A program that was wrong once, where it was, and how."""
+
+    name: str
+    why: str
+    places: tuple[str, ...]
+    program: list[Call]
+
+    @staticmethod
+    def read(path: Path) -> Found:
+        said = json.loads(path.read_text())
+        program = [(name, tuple(args)) for name, args in said["program"]]
+        return Found(path.stem, said["why"], tuple(said["places"]), program)
+
+
+def all_found(folder: Path = FOUND) -> list[Found]:
+    return [Found.read(path) for path in sorted(folder.glob("*.json"))]
+
+
+def keep(why: str, place: str, program: list[Call], folder: Path = FOUND) -> Path:
+    """Write it for tests to run; the same program has one file."""
+    text = json.dumps(program)
+    path = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"
+    places = Found.read(path).places if path.exists() else ()
+    said = {"why": why, "places": sorted({*places, place}), "program": program}
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(said, indent=1) + "\n")
+    return path
+
+
+def found_again(rank: int, places: Sequence[str]) -> list[str]:
+    """What of all that was found is wrong at these places, on every rank of a run."""
+    torch.set_num_threads(1)
+    said = [
+        (found.name, place, is_wrong(found.program, place))
+        for found in all_found() for place in places
+    ]  # fmt: skip
+    return [f"{name} at {place}: {wrong}" for name, place, wrong in said if wrong]
+
+
+# -- many --------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Report:
     """Of many programs: how many ran to their end, what was refused, and what was wrong."""
@@ -400,28 +452,29 @@ class Report:
     ran: int
     refused: dict[str, int]
     wrong: tuple[str, ...]
+    numbers: tuple[int, ...]  # of what was wrong
 
 
 def run_many(rank: int, seed: int, count: int, places: Sequence[str] = PLACES) -> Report:
     """Programs `seed` to `seed + count`, each at one of the places."""
     torch.set_num_threads(1)
-    ran, refused, wrong = 0, {}, []
+    ran, refused, wrong = 0, {}, {}
     for number in range(seed, seed + count):
         rng = random.Random(number)
         program, place = draw(rng), places[number % len(places)]
         try:
             outcome = run_program(program, place)
         except AssertionError as error:
-            wrong.append(f"program {number} at {place}: {error}")
+            wrong[number] = f"program {number} at {place}: {error}"
             continue
         if not outcome.difference < BOUND:
-            wrong.append(f"program {number} at {place}: {outcome}")
+            wrong[number] = f"program {number} at {place}: {outcome}"
         elif outcome.said is None:
             ran += 1
         else:
             said = outcome.said[:90]
             refused[said] = refused.get(said, 0) + 1
-    return Report(ran, refused, tuple(wrong))
+    return Report(ran, refused, tuple(wrong.values()), tuple(wrong))
 
 
 def main() -> None:
@@ -451,8 +504,11 @@ def main() -> None:
     for report in reports:
         for said, times in report.refused.items():
             refused[said] = refused.get(said, 0) + times
-        for text in report.wrong:
-            print(text)
+        for number, text in zip(report.numbers, report.wrong, strict=True):
+            program, place = draw(random.Random(number)), args.places[number % len(args.places)]
+            if args.ranks == 1:
+                program = smallest(program, place)
+            print(text, "is kept in", keep(f"{text}, {args.ranks} ranks", place, program))
     print(f"{sum(r.ran for r in reports)} ran to their end, {sum(refused.values())} were refused")
     for said, times in sorted(refused.items(), key=lambda item: -item[1]):
         print(f"{times:6} {said}")
