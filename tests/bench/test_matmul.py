@@ -6,6 +6,9 @@ import json
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.ci  # processes that import torch
 SCRIPT = """
 import json, sys, threading
 import torch

@@ -46,6 +46,7 @@ def on(question, **changes):
     return replace(question, machine=replace(question.machine, **sizes))
 
 
+@pytest.mark.ci
 def test_command_writes_its_answer_and_exits_with_it(config, tmp_path, capsys):
     out, picture = tmp_path / "plan.json", tmp_path / "t.html"
     flags = ["--model", str(config), "--seq", "64", "--json", str(out)]

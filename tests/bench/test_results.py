@@ -52,6 +52,7 @@ def test_only_commits_that_results_name_are_said_to_be_in_another():
     assert remake.squashed().keys() <= {read(r.name)["commit"] for r in EVERYTHING}
 
 
+@pytest.mark.ci
 def test_what_is_written_names_how_it_was_made(tmp_path):
     path = tmp_path / "r.json"
     code = (

@@ -110,7 +110,7 @@ def check_held(model, tier):
 
 
 @pytest.mark.parametrize("tier", [H, N], ids=str)
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.ci)])
 def test_what_is_planned_is_held_before_and_behind_a_thaw(world_size, tier, tmp_path):
     """Of a simulated device, whose memory is not the host's. To files under a host budget that
     has no room for them."""
