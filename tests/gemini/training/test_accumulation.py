@@ -10,16 +10,12 @@ from bench.shared.reference import flat, relative_error, train_reference
 from gemini import GeminiDDP
 from gemini.runtime.memory.backend import SimBackend
 from optim import HybridAdam, HybridSGD, LossScale, NvmeConfig
+from tests.support.towers import weights
 
 SMALL = {"min_chunk_size_m": 0.004}
 SLOW = pytest.mark.ci
 BOUNDS = {"fp32": 1e-6, "bf16": 5e-3, "fp16": 1e-2}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def weights(model):
-    state = model.state_dict()
-    return flat([state[name] for name, _ in Tower().named_parameters()])
 
 
 @pytest.mark.parametrize(

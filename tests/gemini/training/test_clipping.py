@@ -10,32 +10,23 @@ from bench.shared.models import Tower, token_batches, token_loss
 from bench.shared.reference import flat, relative_error
 from gemini import GeminiDDP
 from gemini.runtime.memory.backend import SimBackend
-from optim import HybridAdam, HybridSGD, NvmeConfig
+from optim import HybridAdam, HybridSGD
+from tests.support import towers
 from tests.support.counting import allocated
+from tests.support.towers import weights
 
 SMALL = {"min_chunk_size_m": 0.004}
 
 
-def wrapped(precision="fp32", device="cpu", folder=None, fraction=0.0, lr=0.1, **options):
-    model = GeminiDDP(Tower(), device, precision=precision, **SMALL, **options)
-    optimizer = HybridSGD(
-        model.parameters(),
-        lr=lr,
-        nvme_offload_fraction=fraction,
-        nvme_offload_dir=folder,
-        nvme=NvmeConfig(block_numel=4096),
+def wrapped(precision="fp32", device="cpu", folder=None, fraction=0.0, **options):
+    return towers.wrapped(
+        precision, device, folder, fraction, kind=HybridSGD, rule={"lr": 0.1}, **options
     )
-    return model, optimizer
 
 
 def backward(model, times=1, seed=1):
     for (part,) in token_batches(times, 1, seed):
         token_loss(model, part).backward()
-
-
-def weights(model):
-    state = model.state_dict()
-    return flat([state[name] for name, _ in Tower().named_parameters()])
 
 
 def fp64_norm(gradients, norm_type):

@@ -7,28 +7,11 @@ from bench.shared.models import Tower, token_batches
 from bench.shared.reference import flat, relative_error
 from gemini import GeminiDDP
 from gemini.runtime.memory.backend import SimBackend
-from optim import HybridAdam, NvmeConfig
+from optim import HybridAdam
 from tests.support.checkpoints import train
+from tests.support.towers import ADAM, weights, wrapped
 
 SMALL = {"min_chunk_size_m": 0.004}
-ADAM = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.01}
-
-
-def wrapped(precision="fp32", device="cpu", folder=None, fraction=0.0, groups=list):
-    model = GeminiDDP(Tower(), device, precision=precision, **SMALL)
-    optimizer = HybridAdam(
-        groups(model.parameters()),
-        **ADAM,
-        nvme_offload_fraction=fraction,
-        nvme_offload_dir=folder,
-        nvme=NvmeConfig(block_numel=4096),
-    )
-    return model, optimizer
-
-
-def weights(model):
-    state = model.state_dict()
-    return flat([state[name] for name, _ in Tower().named_parameters()])
 
 
 def test_it_is_keyed_by_name_and_has_every_plane():

@@ -5,26 +5,17 @@ import math
 
 import pytest
 
-from bench.shared.models import Tower, token_batches, token_loss
+from bench.shared.models import token_batches, token_loss
 from bench.shared.reference import everything, same
-from gemini import GeminiDDP
 from gemini.runtime.memory.backend import SimBackend
-from optim import HybridAdam, LossScale, NonFiniteGradientError, NvmeConfig
+from optim import LossScale, NonFiniteGradientError
+from tests.support import towers
 
 SMALL = {"min_chunk_size_m": 0.004}
 
 
-def wrapped(precision="bf16", device="cpu", folder=None, fraction=0.0, **options):
-    model = GeminiDDP(Tower(), device, precision=precision, **SMALL, **options)
-    optimizer = HybridAdam(
-        model.parameters(),
-        lr=1e-2,
-        eps=1e-3,
-        nvme_offload_fraction=fraction,
-        nvme_offload_dir=folder,
-        nvme=NvmeConfig(block_numel=4096),
-    )
-    return model, optimizer
+def wrapped(precision="bf16", *args, **options):
+    return towers.wrapped(precision, *args, rule={"lr": 1e-2, "eps": 1e-3}, **options)
 
 
 def one_step(model, optimizer, part, spoil=None, value=math.nan, clip=False):

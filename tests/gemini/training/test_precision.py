@@ -11,15 +11,9 @@ from bench.shared.reference import flat, relative_error, train_reference
 from gemini import GeminiAdamOptimizer, GeminiDDP, GeminiOptimizer
 from gemini.runtime.memory.backend import SimBackend
 from optim import HybridAdam, HybridSGD, LossScale, NvmeConfig
+from tests.support.towers import ADAM, weights
 
 SMALL = {"min_chunk_size_m": 0.004}
-ADAM = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.01}
-
-
-def weights(model):
-    """fp32, of everything."""
-    state = model.state_dict()
-    return flat([state[name] for name, _ in model.module.named_parameters()])
 
 
 def train(model, optimizer, batches):
