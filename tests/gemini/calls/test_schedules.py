@@ -236,7 +236,7 @@ def test_values_are_the_last_updates_and_bytes_stay_in_the_limit(schedule):
     run(schedule)
 
 
-@pytest.mark.ci
+@pytest.mark.deep
 @settings(max_examples=10_000, deadline=None, suppress_health_check=list(HealthCheck))
 @given(schedules)
 def test_ten_thousand_schedules(schedule):
