@@ -12,6 +12,7 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.ci  # a process that compiles kernels
 FOUND = """
 import json
 from bench.host.host_time import CASES, found_in

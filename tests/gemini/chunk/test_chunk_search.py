@@ -255,7 +255,7 @@ def test_a_search_costs_no_more_than_twice_for_twice_the_parameters(count):
         specs = experts(num_blocks)
         return lambda: search_chunk_configuration(specs)
 
-    assert growth(search, 4, count) < LINEAR
+    assert growth(search, 2, count) < LINEAR
 
 
 @pytest.mark.parametrize(

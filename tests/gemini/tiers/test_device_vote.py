@@ -20,7 +20,7 @@ from optim import HybridAdam, NvmeConfig
 from tests.support.apart import Apart
 
 HOMES = [(False, False, False), (False, True, False), (True, True, True)]
-CI = pytest.mark.ci
+pytestmark = pytest.mark.ci  # the interpreter on every rank
 
 
 class Forked(nn.Module):
@@ -101,18 +101,14 @@ def check(world_size, sharded, every_home, settings):
             assert repr(same_said) == repr(said)
 
 
-@pytest.mark.parametrize(
-    "homes", [HOMES[2], *(pytest.param(h, marks=CI) for h in HOMES[:2])], ids=str
-)
+@pytest.mark.parametrize("homes", HOMES, ids=str)
 def test_what_devices_tell_each_other_gives_the_bits_of_hosts_that_agree(homes):
     check(2, 1.0, [homes], ["device"])
 
 
-@pytest.mark.ci
 def test_three_ranks_tell_each_other_through_the_store():
     check(3, 1.0, HOMES[:1], ["device", "store"])
 
 
-@pytest.mark.ci
 def test_one_rank_may_have_no_gradient_of_a_parameter():
     check(2, 0.0, HOMES[:1], ["device", "store"])

@@ -59,6 +59,7 @@ class Layer(nn.Module):
         return x + self.b(torch.tanh(self.a(x)))
 
 
+@pytest.mark.ci  # the interpreter
 def test_what_a_step_leaves_alone_keeps_its_bits_where_weights_are_in_files():
     torch.manual_seed(0)
     module = nn.Sequential(*[Layer() for _ in range(6)])
@@ -173,7 +174,7 @@ def check(homes, kind, by_triton):
     assert same(got, resident(kind, by_triton))
 
 
-@pytest.mark.parametrize("name", ["hhd", "dhh"])
+@pytest.mark.parametrize("name", ["hhd", pytest.param("dhh", marks=pytest.mark.ci)])
 def test_wherever_model_data_lives_the_bits_are_those_of_the_resident_run(name):
     check(HOMES[NAMES.index(name)], "bf16", by_triton=True)
 

@@ -39,8 +39,10 @@ def wrapped(backend="cpu", module=None, folder=None, **options):
     return model, optimizer
 
 
-@pytest.mark.parametrize("stage", ["built", "trained", "after a forward", "after an error"])
-@pytest.mark.parametrize("backend", ["cpu", "sim"])
+@pytest.mark.parametrize(
+    ("stage", "backend"),
+    [("built", "cpu"), ("trained", "sim"), ("after a forward", "cpu"), ("after an error", "sim")],
+)
 def test_everything_dies_with_the_last_name(backend, stage, tmp_path):
     model, optimizer = wrapped(SimBackend() if backend == "sim" else backend, folder=tmp_path)
     (batch,) = token_batches(1, 1)
