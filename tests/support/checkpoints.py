@@ -9,7 +9,6 @@ import numpy
 import torch
 import torch.distributed as dist
 
-import gemini
 from bench.shared.models import Tower, token_batches, token_loss
 from bench.shared.reference import flat
 from gemini import GeminiDDP, StaticPlacement
@@ -112,20 +111,6 @@ def assert_same(got: Any, want: Any, where: str = "") -> None:
         assert torch.equal(got, want), where
     else:
         assert got == want, (where, got, want)
-
-
-def killed_while_saving(folder: str, seed: int) -> None:
-    """Save checkpoint after checkpoint until somebody ends this process."""
-    torch.set_num_threads(1)
-    model, optimizer = make("mixed")
-    gemini.save_checkpoint(f"{folder}/first", model, optimizer, extra=0)
-    k = 0
-    while True:
-        train(model, optimizer, batches(k % 4, k % 4 + 1))
-        k += 1
-        gemini.save_checkpoint(
-            f"{folder}/k{k % 3}", model, optimizer, extra=k, async_save=bool(seed % 2), keep_last=2
-        ).wait()
 
 
 def masters_of(model, optimizer):

@@ -5,20 +5,17 @@ import fcntl
 import logging
 import os
 import shutil
-import time
 from contextlib import contextmanager
 
 import pytest
-import torch
 
 import gemini
-from bench.shared.workers import start_process
 from gemini.checkpoint import CheckpointError, FormatError
 from gemini.checkpoint.__main__ import main
 from gemini.checkpoint.format.folder import remove_dead
 from gemini.checkpoint.format.unfinished import LOCK
 from nvme.files import calls
-from tests.support.checkpoints import assert_same, batches, killed_while_saving, make, train, whole
+from tests.support.checkpoints import assert_same, batches, make, train, whole
 from tests.support.disks.faults import failing
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -172,48 +169,6 @@ def test_a_deletion_that_is_interrupted_is_gone_on_with(tmp_path):
     assert names(tmp_path) == [".a.deleting", "b", "latest"]
     gemini.save_checkpoint(tmp_path / "c", model, optimizer)
     assert names(tmp_path) == ["b", "c", "latest"]
-
-
-def seconds_of_save(number, latest, process):
-    """How long it took, when `latest` is of this one; they count from 0."""
-    seen, began = set(), time.monotonic()
-    while True:
-        assert process.is_alive()
-        if latest.exists():
-            status, now = latest.lstat(), time.monotonic()
-            if (status.st_ino, status.st_mtime_ns) not in seen:
-                seen.add((status.st_ino, status.st_mtime_ns))
-                if len(seen) > number:
-                    return now - began if number else 0.1  # the first began with the process
-                began = now
-        time.sleep(0.002)
-
-
-@pytest.mark.ci
-def test_a_kill_at_any_moment_of_saving_leaves_a_checkpoint_that_loads(tmp_path):
-    """100 times, at seeded moments of the first five saves, however long these take: `latest` is
-    complete, and every file of it verifies."""
-    generator = torch.Generator().manual_seed(0)
-    model, optimizer = make("resident")
-    found, partial = [], 0
-    for seed in range(100):
-        folder = tmp_path / str(seed)
-        folder.mkdir()
-        process = start_process(killed_while_saving, str(folder), seed)
-        seconds = seconds_of_save(seed % 5, folder / "latest", process)
-        time.sleep(seconds * float(torch.rand((), generator=generator)))
-        process.kill()
-        process.join()
-        partial += any(path.name.startswith(".k") for path in folder.iterdir())
-        extra = gemini.load_checkpoint(folder, model, optimizer)
-        assert main(["verify", str(folder)]) == 0
-        assert set(optimizer.targets[0].step_counts) == {extra}, "all is of one save"
-        found.append(extra)
-        gemini.save_checkpoint(folder / "next", model, optimizer)
-        left = [path for path in folder.iterdir() if path.name.startswith(".")]
-        assert not [path for path in left if path.is_symlink() or any(path.iterdir())]
-        shutil.rmtree(folder)
-    assert partial > 10 and len(set(found)) > 3, "kills were not spread over saves"
 
 
 def test_a_folder_with_something_else_in_it_is_not_replaced(tmp_path):

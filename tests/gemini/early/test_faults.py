@@ -11,7 +11,6 @@ from tests.support.disks.faults import failing, flip
 from tests.support.disks.waiting import waiting
 from tests.support.loops.early import UPDATES, patient
 from tests.support.loops.endings import one_step
-from tests.support.loops.kills import kills
 from tests.support.loops.tails import batches, differences, everything, wrapped
 
 STEPS = 2  # behind which blocks are updated in backward
@@ -192,14 +191,3 @@ def test_an_optimizer_is_closed_while_blocks_are_updated_in_backward():
         disk.answer_in(0.03)
         optimizer.close()
     assert not path.exists()
-
-
-def test_a_kill_in_backward_leaves_a_whole_step(tmp_path):
-    assert max(kills("both", tmp_path, range(2))) > 0
-
-
-@pytest.mark.ci
-@pytest.mark.ci
-def test_a_hundred_kills_leave_whole_steps(tmp_path):
-    steps = kills("both", tmp_path, range(100, 200))
-    assert len(set(steps)) > 5, steps

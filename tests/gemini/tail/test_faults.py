@@ -10,7 +10,6 @@ from bench.shared.models import token_loss
 from optim import LossScale
 from tests.support.disks.faults import failing, spoil_block
 from tests.support.disks.waiting import waiting
-from tests.support.loops.kills import kills
 from tests.support.loops.tails import (
     batches,
     differences,
@@ -224,17 +223,3 @@ def test_closing_without_masters_waits_for_the_tail():
         disk.answer_in(0.03)
         optimizer.close(keep_masters=False)
     assert optimizer.last_report.committed
-
-
-# -- kills --
-
-
-def test_a_kill_in_a_tail_leaves_a_whole_step(tmp_path):
-    assert max(kills("tail", tmp_path, range(3))) > 0
-
-
-@pytest.mark.ci
-@pytest.mark.ci
-def test_a_hundred_kills_leave_whole_steps(tmp_path):
-    steps = kills("tail", tmp_path, range(100, 200))
-    assert len(set(steps)) > 5, steps

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.support.corpus import Find
 from tests.support.disks.recording import ROOT, Log, Names, Note, Op, Resize, Sync, Write
 
 SECTOR = 512
@@ -77,8 +78,7 @@ def _apply(
             del data[change.nbytes :]
         data.extend(bytes(max(0, change.nbytes - len(data))))
         return
-    sectors = range(num_sectors(change)) if part is True else part
-    for sector in sectors:
+    for sector in range(num_sectors(change)) if part is True else part:
         start = sector * SECTOR
         piece = change.data[start : start + SECTOR]
         at = change.offset + start
@@ -148,7 +148,7 @@ def explore(
     """
     rng = random.Random(seed)
     disk, notes, seen = Disk(), [], set()
-    for op in log.ops:
+    for at, op in enumerate(log.ops):
         disk.do(op)
         if isinstance(op, Note):
             notes.append(op.text)
@@ -156,19 +156,45 @@ def explore(
             continue
         ways = list(choices(disk.pending, rng, samples))
         for kept in ways if len(ways) <= most else rng.sample(ways, most):
-            files, folders = disk.after(kept)
-            tree = dict(_tree(log, files, folders, ROOT, ""))
+            tree = _tree_after(log, disk, kept)
             name = _digest(tree, len(notes))
             if name in seen:
                 continue
             seen.add(name)
-            _lay_out(tree, scratch)
             try:
-                check(Crash(scratch, tuple(notes)))
+                _check(check, tree, scratch, notes)
             except BaseException as error:
                 error.add_note(f"after {op!r:.200}, with {kept!r:.400} of {disk.pending!r:.800}")
-                raise
+                raise Find(at=at, kept=kept) from error
     return len(seen)
+
+
+def replay(log: Log, scratch: Path, check: Callable[[Crash], None], at: int, kept: Kept) -> None:
+    """`check` what `explore` found after the call number `at`. Where less is pending by now, the
+    rest of `kept` is of nothing; what it does not speak of is there."""
+    disk, ops = Disk(), log.ops[: at + 1]
+    for op in ops:
+        disk.do(op)
+    kept = [
+        [sector for sector in part if sector < num_sectors(change)]
+        if isinstance(part, list) and isinstance(change, Write)
+        else bool(part)
+        for part, change in zip([*kept, *[True] * len(disk.pending)], disk.pending, strict=False)
+    ]
+    notes = [op.text for op in ops if isinstance(op, Note)]
+    _check(check, _tree_after(log, disk, kept), scratch, notes)
+
+
+def _check(
+    check: Callable[[Crash], None], tree: dict[str, Any], scratch: Path, notes: list[Any]
+) -> None:
+    _lay_out(tree, scratch)
+    check(Crash(scratch, tuple(notes)))
+
+
+def _tree_after(log: Log, disk: Disk, kept: Kept) -> dict[str, Any]:
+    files, folders = disk.after(kept)
+    return dict(_tree(log, files, folders, ROOT, ""))
 
 
 def _tree(
@@ -223,8 +249,7 @@ def check_recording(log: Log) -> None:
     disk = Disk()
     for op in log.ops:
         disk.do(op)
-    files, folders = disk.after((True,) * len(disk.pending))
-    tree = dict(_tree(log, files, folders, ROOT, ""))
+    tree = _tree_after(log, disk, (True,) * len(disk.pending))
     there = {
         str(path.relative_to(log.root)): path
         for path in log.root.rglob("*")

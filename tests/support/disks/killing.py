@@ -1,87 +1,108 @@
-"""Processes that end at a call on their disk, as one that is killed does: nothing is tidied up.
+"""Processes that end at the n-th call of `nvme.files.calls` that changes a file or a name.
 
-What was asked of a disk is `nvme.files.calls`. The n-th of these calls is not made.
+A kill leaves all that the system was told before it, synced or not: between two such calls there is
+one moment, and a run has as many as it makes calls. So every moment can be had, and is the same one
+however busy the machine is.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
-import nvme
-from bench.shared.models import token_batches
-from bench.shared.workers import start_process
-from gemini import AutoPlacement
+from bench.shared.workers import run_processes, start_process
 from nvme.files import calls
-from tests.support.checkpoints import train
-from tests.support.spilled import LEAST, N, homes, wrapped
+from tests.support.corpus import Find
+from tests.support.disks.faults import path_of
 
-KILLED = 77  # exit status
-CHANGES = (
-    "open_file", "close", "pwritev", "allocate", "truncate", "punch", "fsync", "fdatasync",
-    "mkdir", "rmdir", "unlink", "rename", "exchange", "symlink",
-)  # fmt: skip
+CHANGES = ("open_file", "pwritev", "allocate", "truncate", "punch", "mkdir", "rmdir", "unlink",
+           "rename", "exchange", "symlink")  # fmt: skip
+KILLED = 9  # exit status
 
 
-def die_at(number: int) -> None:
-    """This process ends at that call from now on, counted from 0 over all threads."""
-    lock, seen = threading.Lock(), [0]
+class Changes:
+    """How many there were of files with `part` in their path; the process ends in place of the one
+    behind `last`."""
 
-    def double(real: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with lock:
-                if seen[0] == number:
+    def __init__(self, last: int | None, part: str) -> None:
+        self.count, self._last, self._part = 0, last, part
+        self._lock = threading.Lock()
+
+    def of(self, name: str) -> Callable[..., Any]:
+        real = getattr(calls, name)
+
+        def call(*args: Any) -> Any:
+            only_opens = name == "open_file" and not args[1] & os.O_CREAT
+            if only_opens or self._part not in path_of(args[name == "symlink"]):
+                return real(*args)
+            with self._lock:  # nobody else changes a thing while this process ends
+                if self.count == self._last:
                     os._exit(KILLED)
-                seen[0] += 1
-            return real(*args, **kwargs)
+                self.count += 1
+                return real(*args)
 
         return call
 
-    for name in CHANGES:
-        setattr(calls, name, double(getattr(calls, name)))
+
+@contextmanager
+def counted(last: int | None, part: str) -> Iterator[Changes]:
+    """Changes while this lasts; `last`: of them, the ones that are made before the process ends."""
+    changes = Changes(last, part)
+    with mock.patch.multiple(calls, **{name: changes.of(name) for name in CHANGES}):
+        yield changes
 
 
-def two_steps(folder: str, number: int) -> None:
-    """Of a model whose parameters and state are in files, behind one that counts."""
+def kill_at(
+    points: int | Iterable[int] | None,
+    check: Callable[[Path], None],
+    folder: Path,
+    work: Callable[..., int],
+    *args: Any,
+) -> None:
+    """`check` what runs leave that are killed: at that many moments of all that there are, the same
+    distance apart; at these; at every one (None).
+
+    `work(last, folder, *args)`, in a process of its own, answers how many changes it makes.
+    """
+    whole = folder / "whole"
+    whole.mkdir()
+    (count,) = run_processes(_first_alone, 1, work, None, str(whole), *args)
+    shutil.rmtree(whole)
+    assert count > 10
+    for last in _moments(count, points):
+        left = folder / str(last)
+        left.mkdir()
+        process = start_process(_alone, work, last, str(left), *args)
+        process.join()
+        assert process.exitcode == KILLED, f"change {last}: exit status {process.exitcode}"
+        try:
+            check(left)
+        except Exception as error:
+            raise Find(change=last) from error
+        shutil.rmtree(left)
+
+
+def _moments(count: int, points: int | Iterable[int] | None) -> list[int]:
+    if points is None:
+        return list(range(count))
+    if not isinstance(points, int):  # of code that made more changes: the last one
+        return sorted({min(point, count - 1) for point in points})
+    return sorted({round(i * (count - 1) / (points - 1)) for i in range(points)})
+
+
+def _alone(work: Callable[..., Any], *args: Any) -> Any:
     torch.set_num_threads(1)
-    batches = token_batches(3, 1)
-    model, optimizer = wrapped(AutoPlacement(LEAST.device_budget, nvme_dir=folder))
-    assert homes(model)[0] == {N} == homes(model)[2]
-    train(model, optimizer, batches[:1])
-    die_at(number)
-    train(model, optimizer, batches[1:])
-    os._exit(0)  # files are left as they are in a run that goes on
+    return work(*args)
 
 
-def left_by_kill(folder: Path, number: int) -> int | None:
-    """The step that is whole in all files after a kill there; None where the run ends before it."""
-    folder.mkdir()
-    process = start_process(two_steps, str(folder), number)
-    process.join()
-    assert process.exitcode in (0, KILLED)
-    step, parameters, masters = masters_and_parameters(folder)
-    assert torch.equal(parameters, masters), (number, step)
-    return step if process.exitcode else None
+def _first_alone(index: int, work: Callable[..., Any], *args: Any) -> Any:
+    return _alone(work, *args)
 
-
-def masters_and_parameters(folder: Path) -> tuple[int, torch.Tensor, torch.Tensor]:
-    """16-bit parameters and rounded fp32 masters of the last step that both files have."""
-    (params,) = folder.glob("*parameters*")
-    (state,) = (p for p in folder.iterdir() if "parameters" not in p.name and
-                "gradients" not in p.name)  # fmt: skip
-    with nvme.recover([params]) as mine, nvme.recover([state]) as other:
-        step = min(mine.index.step, other.index.step)
-        assert mine.index.step - step <= 1 and other.index.step == step
-    with nvme.recover([params], step) as mine, nvme.recover([state], step) as other:
-        shards = [mine.block(i) for i in range(mine.layout.num_blocks)]
-        masters = [other.block(i) for i in range(other.layout.num_blocks)]
-    values = [torch.frombuffer(bytearray(b), dtype=torch.bfloat16) for b in shards]
-    rounded = [
-        torch.frombuffer(bytearray(b), dtype=torch.float32)[: len(b) // 12].bfloat16()
-        for b in masters
-    ]
-    return step, torch.cat(values), torch.cat(rounded)

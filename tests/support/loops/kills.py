@@ -1,94 +1,224 @@
-"""Processes that are killed while they train, and what their files then hold."""
+"""Processes that are killed while they train or save, and what is left of them.
+
+Every run takes the folder of a test and the moments, as `kill_at` does.
+"""
 
 from __future__ import annotations
 
-import random
-import shutil
-import time
-from collections.abc import Iterable
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
+import gemini
 import nvme
 from bench.shared.models import token_loss
-from bench.shared.workers import run_processes, start_process
+from bench.shared.workers import run_processes
+from gemini.checkpoint.__main__ import main
+from optim import HybridAdam, NvmeConfig
+from tests.support.checkpoints import make, train
+from tests.support.disks.killing import counted, kill_at
 from tests.support.loops.tails import batches, has_tail, wrapped
 
-MAX_STEPS = 60
+Moments = int | Iterable[int] | None
+STEPS = 6  # of a run whose changes are counted
+ENDED = "ended"  # a file beside what a run makes
 
 
-def digests(paths: Any, step: int | None = None) -> tuple[int, list[Any]]:
-    """The last step that counts in a store's files, and its blocks."""
-    with nvme.recover(paths, step) as found:
-        return found.index.step, [found.block(i) for i in range(found.layout.num_blocks)]
+def ended(folder: str, count: int) -> None:
+    """So much of a run has ended, whenever another thread ends the process."""
+    new = Path(folder, f"{ENDED}.new")
+    new.write_text(str(count))
+    new.replace(Path(folder, ENDED))
 
 
-def after_every_step(index: int, folder: str, count: int) -> dict[int, list[Any]]:
+def num_ended(folder: Path) -> int:
+    path = folder / ENDED
+    return int(path.read_text()) if path.exists() else 0
+
+
+def digests(paths: Any, num_blocks: int | None = None) -> tuple[int, list[bytes]]:
+    """The last step that counts in a store's files, and its first blocks."""
+    with nvme.recover(paths) as found:
+        count = num_blocks or found.layout.num_blocks
+        return found.index.step, [digest(found.block(i)) for i in range(count)]
+
+
+def digest(block: bytes) -> bytes:
+    return hashlib.blake2b(block, digest_size=8).digest()
+
+
+# -- steps of a wrapped module --------------------------------------------------------------------
+
+
+def after_every_step(index: int, folder: str) -> dict[int, list[bytes]]:
     """What is in the file after each step of a run without kills, stepped serially."""
     torch.set_num_threads(1)
     model, optimizer = wrapped("serial", folder=folder)
     optimizer.bind()
     paths = optimizer.targets[0].tiered_state.nvme.store.paths
-    found = {0: digests(paths)[1]}
-    for batch in batches(count):
+    found = [digests(paths)]
+    for batch in batches(2 * STEPS):
         token_loss(model, batch).backward()
         optimizer.step()
         optimizer.zero_grad()
-        step, blocks = digests(paths)
-        found[step] = blocks
+        found.append(digests(paths))
     optimizer.close()
-    return found
+    return dict(found)
 
 
-def train_until_killed(update: str, folder: str, count: int) -> None:
-    """On a disk that takes its time, so that kills fall into updates."""
-    torch.set_num_threads(1)
-    from nvme.files import calls
-
-    write = calls.pwritev
-
-    def slow(*args: Any) -> int:
-        time.sleep(0.001)
-        return write(*args)
-
-    calls.pwritev = slow
-    model, optimizer = wrapped(update, folder=folder)
-    for batch in batches(count):
-        token_loss(model, batch).backward()
-        if update != "tail":
-            time.sleep(0.01)  # in which blocks are updated
-        optimizer.step()
-        optimizer.zero_grad()
-    assert has_tail(optimizer)
-    time.sleep(60)
+def train_until_killed(last: int | None, folder: str, update: str) -> int:
+    files = f"{folder}/files"
+    Path(files).mkdir()
+    model, optimizer = wrapped(update, folder=files)
+    optimizer.bind()  # its file holds step 0
+    with counted(last, files) as changes:
+        # one that is killed trains on until it made so many, whichever were early
+        for step, batch in enumerate(batches(STEPS if last is None else 2 * STEPS), start=1):
+            token_loss(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            ended(folder, step)
+        assert has_tail(optimizer)
+    optimizer.close(keep_masters=False)
+    return changes.count
 
 
-def kill(update: str, folder: Path, seed: int, expected: dict[int, list[Any]]) -> int:
-    """One run; the step that is left, whole."""
-    rng = random.Random(seed)
-    folder.mkdir()
-    process = start_process(train_until_killed, update, str(folder), MAX_STEPS)
-    deadline = time.monotonic() + 60
-    while True:
-        assert process.is_alive() and time.monotonic() < deadline
-        try:
-            digests(list(folder.iterdir()))
-            break
-        except (ValueError, nvme.NvmeError):  # no file, or none that holds a commit
-            time.sleep(0.005)
-    time.sleep(1.2 * rng.random())
-    process.kill()
-    process.join()
-    step, blocks = digests(list(folder.iterdir()))
-    assert blocks == expected[step], (seed, step)
-    shutil.rmtree(folder)
-    return step
-
-
-def kills(update: str, folder: Path, seeds: Iterable[int]) -> list[int]:
-    """The steps that are left, each with the bits of a serial run."""
+def kill_training(update: str, folder: Path, moments: Moments) -> None:
+    """What is left is a step with the bits of a serial run, no further behind than by the tail that
+    was under way."""
     (folder / "serial").mkdir()
-    (expected,) = run_processes(after_every_step, 1, str(folder / "serial"), MAX_STEPS)
-    return [kill(update, folder / str(seed), seed, expected) for seed in seeds]
+    (expected,) = run_processes(after_every_step, 1, str(folder / "serial"))
+
+    def check(left: Path) -> None:
+        step, blocks = digests(list((left / "files").iterdir()))
+        assert blocks == expected[step], step
+        assert abs(step - num_ended(left)) <= 1, (step, num_ended(left))
+
+    kill_at(moments, check, folder, train_until_killed, update)
+
+
+# -- steps of a plain parameter -------------------------------------------------------------------
+
+BLOCK, NUM_BLOCKS = 1 << 10, 9
+NOTES = ("gemini-mine.blocks", b"a person's notes")
+
+
+def stepped(folders: Any, steps: int) -> Iterator[tuple[int, HybridAdam]]:
+    """(step, optimizer) after each of them; state in `folders`, in memory without."""
+    generator = torch.Generator().manual_seed(0)
+    param = nn.Parameter(torch.randn(NUM_BLOCKS * BLOCK, generator=generator))
+    optimizer = HybridAdam(
+        [param],
+        nvme_offload_fraction=float(folders is not None),
+        nvme_offload_dir=folders,
+        nvme=NvmeConfig(block_numel=BLOCK, engine="threads"),
+    )
+    for step in range(1, steps + 1):
+        param.grad = torch.randn(len(param), generator=generator)
+        optimizer.step()
+        yield step, optimizer
+
+
+def blocks_of(optimizer: HybridAdam) -> list[bytes]:
+    """Digests of both planes of each, as its file has them."""
+    state = optimizer.state_dict()["state"][0]
+    planes = [state[name].view(-1, BLOCK) for name in ("exp_avg", "exp_avg_sq")]
+    return [digest(torch.cat(both).numpy().tobytes()) for both in zip(*planes, strict=True)]
+
+
+def step_until_killed(last: int | None, folder: str, num_folders: int) -> int:
+    folders = [f"{folder}/files{i}" for i in range(num_folders)]
+    for name in folders:
+        Path(name).mkdir()
+        Path(name, NOTES[0]).write_bytes(NOTES[1])
+    with counted(last, "gemini-plain-") as changes:  # not those that measure two folders
+        for step, optimizer in stepped(folders, STEPS):
+            ended(folder, step)
+    optimizer.close()  # which removes the files, one after the other
+    return changes.count
+
+
+def kill_steps(num_folders: int, folder: Path, moments: Moments) -> None:
+    """The last step that ended is left, or the next one. Another run steps right, and leaves it
+    where it is; when it is removed, files of others are there."""
+    expected = {step: blocks_of(optimizer) for step, optimizer in stepped(None, STEPS)}
+    expected[0] = [digest(bytes(8 * BLOCK))] * NUM_BLOCKS
+
+    def check(left: Path) -> None:
+        folders = sorted(left.glob("files*"))
+
+        def orphans() -> list[Path]:
+            return [path for folder in folders for path in nvme.orphans(folder)]
+
+        def recovered() -> int:
+            try:
+                step, blocks = digests(orphans(), NUM_BLOCKS)
+            except nvme.FormatError:  # before the first filling was committed
+                return 0
+            assert blocks == expected[step], step
+            return step
+
+        files, step = orphans(), recovered()
+        assert step in (num_ended(left), num_ended(left) + 1), (step, num_ended(left))
+        for number, optimizer in stepped([str(path) for path in folders], 2):
+            assert blocks_of(optimizer) == expected[number], number
+        assert orphans() == (files if step else [])  # a first filling is no step
+        assert not step or recovered() == step
+        optimizer.close()
+        for path in folders:
+            nvme.remove_orphans(path)
+            assert [(file.name, file.read_bytes()) for file in path.iterdir()] == [NOTES]
+
+    kill_at(moments, check, folder, step_until_killed, num_folders)
+
+
+# -- saves ----------------------------------------------------------------------------------------
+
+SAVES = "abac"  # new; new, and `first` is deleted; replaced; new, and `b` is deleted
+
+
+def save_until_killed(last: int | None, folder: str, async_save: bool) -> int:
+    model, optimizer = make("mixed")
+    runs = f"{folder}/runs"
+    gemini.save_checkpoint(f"{runs}/first", model, optimizer, extra=0)
+    with counted(last, runs) as changes:
+        for k, (name, batch) in enumerate(zip(SAVES, batches(len(SAVES)), strict=True), start=1):
+            train(model, optimizer, [[batch]])
+            gemini.save_checkpoint(
+                f"{runs}/{name}", model, optimizer, extra=k, async_save=async_save, keep_last=2
+            ).wait()
+            ended(folder, k)
+    return changes.count
+
+
+def kill_saves(async_save: bool, folder: Path, moments: Moments) -> None:
+    """`latest` is of the last save that ended or of the next one, whole; what the dead one left is
+    in nobody's way."""
+    model, optimizer = make("resident")
+
+    def check(left: Path) -> None:
+        runs = left / "runs"
+        k = gemini.load_checkpoint(runs, model, optimizer)
+        assert main(["verify", str(runs)]) == 0
+        assert k in (num_ended(left), num_ended(left) + 1), (k, num_ended(left))
+        assert set(optimizer.targets[0].step_counts) == {k}, "all is of one save"
+        gemini.save_checkpoint(runs / "next", model, optimizer)
+        rest = [path for path in runs.iterdir() if path.name.startswith(".")]
+        assert not [path for path in rest if path.is_symlink() or any(path.iterdir())]
+
+    kill_at(moments, check, folder, save_until_killed, async_save)
+
+
+RUNS: dict[str, Callable[[Path, Moments], None]] = {
+    "training with a tail": partial(kill_training, "tail"),
+    "training in backward": partial(kill_training, "both"),
+    "steps in one folder": partial(kill_steps, 1),
+    "steps in two folders": partial(kill_steps, 2),
+    "saves": partial(kill_saves, False),
+    "saves in the background": partial(kill_saves, True),
+}
