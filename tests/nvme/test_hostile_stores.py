@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import nvme
 from nvme import BlockStore, BufferPool, StoreLayout
 from nvme.layout import Index, IndexEntry
-from tests.support.memory import MOST, peak_bytes
+from tests.support.disks.hostile import assert_takes_little
 
 FUZZ = settings(max_examples=100, suppress_health_check=list(HealthCheck), deadline=None)
 SIZES = [5000, 1, 9000]
@@ -63,8 +63,7 @@ def read(path):
             nvme.orphans(path.parent)
             nvme.files.orphan_files.remove_stepless([path.parent])
 
-    nbytes = path.stat().st_size
-    assert peak_bytes(attempt) < nbytes + MOST
+    assert_takes_little(attempt, path)
 
 
 GREEDY = {
@@ -95,7 +94,7 @@ def test_a_header_may_lie_about_everything(kind, whole, tmp_path):
         with pytest.raises(nvme.FormatError, match="gemini-x"), nvme.recover([path]):
             pass
 
-    assert peak_bytes(attempt) < len(whole) + MOST
+    assert_takes_little(attempt, path)
 
 
 @pytest.mark.parametrize("text", [b"[]", b"5", b"{}", b"[" * 500_000, b"{", b"\xff",
@@ -108,7 +107,7 @@ def test_a_header_may_be_any_text(text, whole, tmp_path):
         with pytest.raises(nvme.FormatError), nvme.recover([path]):
             pass
 
-    assert peak_bytes(attempt) < path.stat().st_size + MOST
+    assert_takes_little(attempt, path)
 
 
 def test_an_index_of_other_blocks_is_none(whole, tmp_path):

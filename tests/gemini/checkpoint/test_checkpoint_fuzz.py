@@ -18,9 +18,8 @@ from hypothesis import strategies as st
 import gemini
 from gemini.checkpoint import CheckpointError
 from gemini.checkpoint.__main__ import main
-from tests.support.disks.hostile import nbytes_of, small
+from tests.support.disks.hostile import assert_takes_little, small
 from tests.support.disks.sealed import manifest_of, put_manifest, put_metadata, seal, seal_text
-from tests.support.memory import MOST, peak_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -56,7 +55,7 @@ def survives(work, path):
         except CheckpointError:
             return
 
-    assert peak_bytes(attempt) < nbytes_of(path) + MOST
+    assert_takes_little(attempt, path)
 
 
 def read(folder, pair):

@@ -14,8 +14,7 @@ import gemini
 from gemini.checkpoint import CheckpointError, CorruptError, FormatError
 from gemini.checkpoint import save as save_module
 from gemini.checkpoint.model.extras import encode
-from tests.support.disks.hostile import change, refused, small
-from tests.support.memory import MOST, peak_bytes
+from tests.support.disks.hostile import assert_takes_little, change, refused, small
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -169,4 +168,4 @@ def test_an_index_that_is_no_json_or_too_long_is_refused_in_words(tmp_path):
             with pytest.raises((FormatError, CorruptError), match=r"index\.json"):
                 gemini.checkpoint.import_safetensors(tmp_path / "out", model)
 
-        assert peak_bytes(load) < len(text) + MOST
+        assert_takes_little(load, path)
