@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import tempfile
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from bench.shared.workers import run_processes
 from nvme import BlockStore, BufferPool, StoreLayout
 from tests.nvme.common import ENGINES, engine_or_skip, expected, mounted, read, write
 from tests.support.disks.faults import failing, file_size_limit, short
+from tests.support.until import until
 
 SIZES = [5000, 3 << 20, (4 << 20) + 4096]
 ONE = StoreLayout.plan("d", [5000])
@@ -303,25 +303,28 @@ def test_without_checksums_a_changed_byte_goes_unseen_and_a_short_file_does_not(
 # -- other processes ------------------------------------------------------------------------------
 
 
-def open_and_close_often(index, folder, seconds):
+def open_and_close_often(index, folder):
     """Every construction looks for orphans in a folder where others are just being born."""
-    deadline, count = time.monotonic() + seconds, 0
+    meeting = Path(folder) / "meeting"
+    (meeting / str(index)).touch()
+    until(lambda: len(list(meeting.iterdir())) == SHARERS)
     pool = BufferPool(1, 5000)
-    while time.monotonic() < deadline:
+    for count in range(30):
         store = BlockStore([folder], ONE)
         write(store, pool, 0, count)
         store.commit(1)
         with nvme.recover(store.paths) as found:  # it still has its name: nobody removed it
             assert found.block(0) == expected(store, 0, count)
         store.close()
-        count += 1
-    return count
+
+
+SHARERS = 3
 
 
 def test_processes_share_a_folder(tmp_path):
-    counts = run_processes(open_and_close_often, 3, str(tmp_path), 1.0)
-    assert min(counts) > 5
-    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "meeting").mkdir()
+    run_processes(open_and_close_often, SHARERS, str(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["meeting"]
 
 
 def use_in_a_child(store, pool):

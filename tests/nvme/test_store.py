@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -18,6 +17,7 @@ from nvme.files.file import file_system
 from tests.nvme.common import ENGINES, engine_or_skip
 from tests.nvme.common import read as read_payload
 from tests.support.disks.faults import failing
+from tests.support.until import until
 
 SIZES = [1, 4096, 5000, 3 << 20, (4 << 20) + 4096, (9 << 20) + 1]
 
@@ -306,10 +306,7 @@ def test_a_store_that_is_dropped_ends_its_threads_and_removes_its_files(engine, 
     write(store, pool, 0, 3)
     del store
     gc.collect()
-    deadline = time.monotonic() + 10
-    while set(threading.enumerate()) - before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not set(threading.enumerate()) - before
+    until(lambda: not set(threading.enumerate()) - before)
     assert not list(tmp_path.iterdir())
 
 

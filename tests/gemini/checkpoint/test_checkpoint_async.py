@@ -1,32 +1,40 @@
 """Asynchronous saves: training goes on, and what is saved is what was there when the save began."""
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import gemini
+import nvme
 from gemini.checkpoint import background
 from tests.support.checkpoints import assert_same, batches, make, train, whole
+from tests.support.until import until
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
-def test_a_step_waits_for_the_block_that_it_would_overwrite(tmp_path):
+def test_a_step_waits_for_the_block_that_it_would_overwrite(tmp_path, monkeypatch):
     """The saved version of every block stays until it was read, however far training goes."""
-    import threading
+    blocked, done = threading.Event(), []
 
+    class Watched(threading.Condition):
+        def wait(self, timeout=None):
+            blocked.set()
+            return super().wait(timeout)
+
+    monkeypatch.setattr(nvme.pinned, "threading", SimpleNamespace(Condition=Watched))
     model, optimizer = make("nvme")
     train(model, optimizer, batches(0, 2))
     want = whole(model, optimizer)
     target = model.engine.target
     snapshot = target.snapshot_state()
-    done = []
     thread = threading.Thread(
         target=lambda: (train(model, optimizer, batches(2, 5)), done.append(True))
     )
     thread.start()
-    thread.join(1.0)
+    until(lambda: blocked.is_set() or not thread.is_alive())
     assert not done and max(target.step_counts) == 3  # one step went by, the next one waits
     got = {}
 
@@ -35,8 +43,8 @@ def test_a_step_waits_for_the_block_that_it_would_overwrite(tmp_path):
 
     snapshot.visit_disk(keep)
     snapshot.close()
-    thread.join(30)
-    assert done and target.pinned_seconds > 0.5
+    thread.join()
+    assert done and target.pinned_seconds
     for key, runs in got.items():
         name, plane = key.split("/")
         values = torch.cat([runs[start] for start in sorted(runs)])
@@ -44,33 +52,36 @@ def test_a_step_waits_for_the_block_that_it_would_overwrite(tmp_path):
         assert torch.equal(values, want[key].reshape(-1)), key
 
 
+@pytest.fixture
+def held(monkeypatch):
+    """Saves in the background do not begin before it is set."""
+    goes_on, start = threading.Event(), background.start
+    monkeypatch.setattr(
+        background, "start", lambda path, work: start(path, lambda: (goes_on.wait(), work()))
+    )
+    yield goes_on
+    goes_on.set()
+
+
 @pytest.mark.parametrize("placement", ["resident", "nvme"])
-def test_a_save_in_the_background_holds_what_was_there_when_it_began(
-    placement, tmp_path, monkeypatch
-):
+def test_a_save_in_the_background_holds_what_was_there_when_it_began(placement, tmp_path, held):
     model, optimizer = make(placement)
     train(model, optimizer, batches(0, 1))
     want = dict(model.state_dict())
-    stepped, start = threading.Event(), background.start
-    monkeypatch.setattr(
-        background, "start", lambda path, work: start(path, lambda: (stepped.wait(), work()))
-    )
     ticket = gemini.save_checkpoint(tmp_path / "a", model, optimizer, async_save=True)
     train(model, optimizer, batches(1, 2))  # both versions of a block on disk have their place
-    stepped.set()
+    held.set()
     ticket.wait()
     assert any(not torch.equal(want[name], value) for name, value in model.state_dict().items())
     gemini.load_checkpoint(tmp_path / "a", model, optimizer)
     assert_same(dict(model.state_dict()), want)
 
 
-def test_a_second_save_while_one_is_under_way_is_refused(tmp_path):
+def test_a_second_save_while_one_is_under_way_is_refused(tmp_path, held):
     model, optimizer = make("nvme")
     ticket = gemini.save_checkpoint(tmp_path / "a", model, optimizer, async_save=True)
-    try:
-        if not ticket.ready():
-            with pytest.raises(gemini.checkpoint.CheckpointError, match="is under way; wait"):
-                gemini.save_checkpoint(tmp_path / "b", model, optimizer)
-    finally:
-        ticket.wait()
+    with pytest.raises(gemini.checkpoint.CheckpointError, match="is under way; wait"):
+        gemini.save_checkpoint(tmp_path / "b", model, optimizer)
+    held.set()
+    ticket.wait()
     gemini.save_checkpoint(tmp_path / "b", model, optimizer)

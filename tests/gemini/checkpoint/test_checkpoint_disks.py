@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -16,6 +15,7 @@ from nvme.files import calls
 from tests.nvme.common import mounted
 from tests.support.checkpoints import batches, make, train
 from tests.support.disks.faults import failing, file_size_limit
+from tests.support.until import until
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -162,8 +162,7 @@ def test_an_error_in_the_background_is_raised_by_the_next_call(tmp_path):
     gone = tmp_path / "gone"
     ticket = gemini.save_checkpoint(gone / "a", model, optimizer, async_save=True)
     shutil.rmtree(gone, ignore_errors=True)
-    while not ticket.ready():
-        time.sleep(0.01)
+    until(ticket.ready)
     with pytest.raises(CheckpointError, match=r"asynchronous save to .* failed"):
         gemini.save_checkpoint(tmp_path / "b", model, optimizer)
     gemini.save_checkpoint(tmp_path / "b", model, optimizer)  # said once
@@ -192,5 +191,5 @@ def fail_late(folder):
 @pytest.mark.ci
 def test_a_process_of_multiprocessing_whose_save_failed_says_so_in_its_exit_status(tmp_path):
     process = start_process(fail_late, str(tmp_path / "gone"))
-    process.join(60)
+    process.join()
     assert process.exitcode == 1

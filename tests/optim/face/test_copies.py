@@ -157,7 +157,7 @@ def forked(kind, fraction, folder):
     done = subprocess.run(
         [sys.executable, "-c", FORK, kind, str(fraction), str(folder)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True, text=True, timeout=120,
+        capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return dict(line.split(" ", 1) for line in done.stdout.splitlines())

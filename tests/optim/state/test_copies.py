@@ -13,10 +13,11 @@ from optim.state.memory import copy_alone
 def test_copies_beside_a_disk_start_no_threads_of_torch_and_count_as_changes(tmp_path):
     """In a process of its own: torch starts its team at the first operator that takes one."""
     code = """
-import os, time, torch
+import os, torch
 from pathlib import Path
 from gemini.checkpoint.format.data_file import UnitWriter
 from optim.state.memory import copy_alone
+from tests.support.until import until
 torch.set_num_threads(4)
 threads = lambda: len(os.listdir("/proc/self/task"))
 values, there, before = torch.empty(1 << 20), torch.empty(1 << 20), threads()
@@ -24,9 +25,7 @@ copy_alone(there, values)
 writer = UnitWriter(Path("units"))
 writer.append(b"header", values)
 writer.finish()
-deadline = time.monotonic() + 5  # threads that have ended leave the list a moment later
-while threads() > before and time.monotonic() < deadline:
-    time.sleep(0.01)
+until(lambda: threads() <= before)  # one that has ended leaves the list a moment later
 assert threads() == before, (before, threads())
 assert there._version == 1
 there.copy_(values)

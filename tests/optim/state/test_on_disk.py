@@ -4,7 +4,6 @@ import faulthandler
 import os
 import shutil
 import signal
-import time
 from unittest import mock
 
 import pytest
@@ -28,6 +27,8 @@ from tests.support.disks.stepped import (
     same,
     train,
 )
+from tests.support.disks.taken import Made
+from tests.support.until import until
 
 
 def state_of(optimizer):
@@ -125,10 +126,7 @@ def test_reads_of_the_next_step_begin_when_a_step_ends(tmp_path):
     assert order[0] == last  # the order alternates
     kept = 3 - len(since_commit)
     assert since_commit == order[kept:3] and kept > 0  # the first never left memory
-    deadline = time.monotonic() + 10
-    while not all(ticket.ready() for ticket in tickets):
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    until(lambda: all(ticket.ready() for ticket in tickets))
     moved = optimizer.last_report.traffic
     assert moved.nvme_read < sum(block.numel for block in state.blocks) * 8
     begun.clear()
@@ -338,4 +336,19 @@ def test_a_signal_inside_a_step_is_a_failed_step(case, at, tmp_path, monkeypatch
     completed = 2 if at < 25 else 3  # after the last block there is nothing left to stop
     assert same(copies(params), in_memory(completed))
     assert same(train(params, optimizer, 1, first=completed), in_memory(completed + 1))
+    optimizer.close()
+
+
+def test_a_state_dict_is_never_held_twice(tmp_path):
+    """Saving makes the copy that it answers; loading makes step counts."""
+    params = make_params()
+    optimizer = make_optimizer(params, tmp_path)
+    train(params, optimizer, 1)
+    with Made() as made:
+        saved = optimizer.state_dict()
+    total = sum(t.nbytes for planes in saved["state"].values() for t in planes.values())
+    assert 2 * 4 * sum(p.numel() for p in params) <= made.nbytes <= total
+    with Made() as made:
+        optimizer.load_state_dict(saved)
+    assert made.nbytes < 100
     optimizer.close()

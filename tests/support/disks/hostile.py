@@ -5,23 +5,20 @@ from __future__ import annotations
 import base64
 import os
 import pickle
-import tracemalloc
 import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 import gemini
 from gemini.checkpoint import CheckpointError
 from gemini.checkpoint.__main__ import main
 from tests.support.checkpoints import make
 from tests.support.disks.sealed import put_metadata
+from tests.support.disks.taken import taken_bytes
 
 MOST = 64 << 20  # bytes that reading a file may take beside what it has
 
@@ -37,41 +34,6 @@ def packed(data: bytes) -> str:
 
 def unpacked(text: str) -> bytes:
     return zlib.decompress(base64.b85decode(text))
-
-
-class _Made(TorchDispatchMode):
-    """Counts the bytes of storages that operators make."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.nbytes = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        given = {_storage_of(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        made = {_storage_of(t) for t in tree_leaves(out) if isinstance(t, Tensor)} - given
-        self.nbytes += sum(nbytes for _, nbytes in made)
-        return out
-
-
-def _storage_of(tensor: Tensor) -> tuple[int, int]:
-    if tensor.layout is not torch.strided or tensor.is_meta:
-        return 0, 0
-    return tensor.untyped_storage()._cdata, tensor.untyped_storage().nbytes()
-
-
-def taken_bytes(work: Callable[[], object]) -> int:
-    """Bytes of Python's objects that `work` has at once, and of all storages that operators make in
-    it. What C++ takes beside them is seen in `tests/deep`."""
-    tracemalloc.start()
-    try:
-        with _Made() as made:
-            work()
-        return tracemalloc.get_traced_memory()[1] + made.nbytes
-    finally:
-        tracemalloc.stop()
 
 
 def assert_takes_little(work: Callable[[], object], path: Path) -> None:
