@@ -219,16 +219,17 @@ def finish_norm(
     at_sum: int,
     at_bad: int,
     norm_type: float,
+    at_once: int = FINISH_AT_ONCE,
 ) -> None:
-    """The tiles' sums to fp64 `out[at_sum]`, in a fixed order, and 1 + the first counter that is
-    not finite to `out[at_bad]`."""
+    """The tiles' sums to fp64 `out[at_sum]`, `at_once` of them at a time in a fixed order, and 1 +
+    the first counter that is not finite to `out[at_bad]`."""
     _check("segments", segments, torch.int64, NUM_COLUMNS)
     _check("out", out, torch.float64, None)
     _check_device(tiles=tiles, segments=segments, sums=sums, bad=bad, out=out)
     with on(out.device):
         finish_kernel[(1,)](
             tiles, segments, sums, bad, tiles.shape[0], out[at_sum:], out[at_bad:],
-            _norm_code(norm_type), FINISH_AT_ONCE, **_EXACT,
+            _norm_code(norm_type), at_once, **_EXACT,
         )  # fmt: skip
 
 

@@ -54,7 +54,7 @@ pieces_of = st.lists(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(pieces_of, st.integers(0, 3), st.floats(0.0, 0.5), st.booleans())
 def test_any_mix_of_sizes_dtypes_and_groups_is_updated_by_the_formula(
     wanted, unalignment, weight_decay, adamw_mode
@@ -153,7 +153,7 @@ def test_a_plain_module_can_be_updated_by_triton(monkeypatch, tmp_path):
     from optim.plain.executor import on_device
     from tests.support.plain_training import make_params, train, update_error
 
-    shapes = [(1,), (3,), (17,), (1023,), (1025,), (151, 977), (7, 11, 13)]
+    shapes = [(1,), (3,), (17,), (1023,), (1025,), (37, 977), (7, 11, 13)]
     start, theirs = make_params(shapes=shapes), make_params(shapes=shapes)
     want = train(theirs, torch.optim.AdamW(theirs, lr=1e-2, weight_decay=0.1), 5)
     if is_interpreted():
@@ -167,7 +167,7 @@ def test_a_plain_module_can_be_updated_by_triton(monkeypatch, tmp_path):
         ours = [torch.nn.Parameter(p.detach().to(DEVICE)) for p in make_params(shapes=shapes)]
         optimizer = HybridAdam(
             ours, lr=1e-2, weight_decay=0.1, nvme_offload_fraction=fraction,
-            nvme_offload_dir=tmp_path, nvme=NvmeConfig(block_numel=1 << 15),
+            nvme_offload_dir=tmp_path, nvme=NvmeConfig(block_numel=1 << 13),
         )  # fmt: skip
         results.append([p.cpu() for p in train(ours, optimizer, 5)])
         assert optimizer.last_report.update_path == "triton"

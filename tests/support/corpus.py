@@ -1,7 +1,7 @@
-"""What searches have found: `tests/corpus/AREA/*.json`, one find a file. `make test` replays them.
+"""What searches have found: `tests/corpus/AREA/*.json`, a find a file. `make test` replays them.
 
-A search raises `Find` where something fails; `tests/deep` keeps it. What is kept is what to do again,
-not what came of it: a number of a call is one moment of a run, whatever the run does by then.
+A search raises `Find` where something fails; `tests/deep` keeps it. What is kept is what to do
+again, not what came of it: a number of a call is a moment of a run, whatever the run does by then.
 """
 
 from __future__ import annotations

@@ -138,9 +138,8 @@ def step_until_killed(last: int | None, folder: str, num_folders: int) -> int:
         Path(name).mkdir()
         Path(name, NOTES[0]).write_bytes(NOTES[1])
     with counted(last, f"{folder}/files") as changes:
-        for step, optimizer in stepped(folders, STEPS):
+        for step, _optimizer in stepped(folders, STEPS):
             ended(folder, step)
-    optimizer.close()  # which removes the files, one after the other
     return changes.count
 
 
