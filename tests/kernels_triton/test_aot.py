@@ -8,10 +8,14 @@ from pathlib import Path
 
 import pytest
 
-MORE = [pytest.param(target, marks=pytest.mark.ci) for target in ("sm_80", "sm_100")]
+TARGETS = {"sm_90": "ci", "gfx942": "ci", "sm_80": "deep", "sm_100": "deep"}
 
 
-@pytest.fixture(scope="module", params=["sm_90", "gfx942", *MORE])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(target, marks=getattr(pytest.mark, mark))
+            for target, mark in TARGETS.items()],
+)  # fmt: skip
 def report(request):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     out = subprocess.run(
