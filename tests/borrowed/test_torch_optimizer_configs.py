@@ -135,7 +135,7 @@ def test_the_table_is_that_of_the_installed_torch(tmp_path):
 
 
 def configurations(found, name):
-    """What ours are to take, each once: torch's arguments without those that are refused and off."""
+    """What ours are to take, each once: torch's arguments without refused ones that are off."""
     seen = set()
     for desc, kwargs in found[name]["inputs"]:
         if not any(kwargs.get(option) for option in REFUSED):

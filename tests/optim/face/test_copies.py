@@ -126,50 +126,41 @@ def test_a_closed_optimizer_and_one_that_is_parked_are_refused():
 FORK = r"""
 import os, sys
 import torch
-from optim import HybridAdam, HybridSGD, NvmeConfig
+from optim import HybridAdam, HybridSGD
 from tests.support.plain_training import make_params, train
 
 torch.set_num_threads(1)  # what torch needs in a process that is forked
-kind, fraction, folder = sys.argv[1:]
-cls = {"adam": HybridAdam, "sgd": HybridSGD}[kind]
-params = make_params(shapes=[(3,), (1201, 977)])
-optimizer = cls(params, lr=1e-2, nvme_offload_fraction=float(fraction), nvme_offload_dir=folder)
-train(params, optimizer, 2)
-child = os.fork()
-name = "parent" if child else "child"
-try:
-    optimizer.clip_grad_norm_(1.0)
-    moved = train(params, optimizer, 2, first=2)
-    said = sum(float(p.double().sum()) for p in moved)
-except Exception as error:
-    said = f"{type(error).__name__} {error}"
-os.write(1, f"{name} {said}\n".encode())  # a line at once: both write to one pipe
-if child:
-    os.waitpid(child, 0)
-else:
+kinds = {"adam": (HybridAdam, 0.0), "sgd": (HybridSGD, 0.0), "nvme": (HybridAdam, 1.0)}
+for kind, (cls, fraction) in kinds.items():
+    params = make_params(shapes=[(3,), (1201, 97)])
+    optimizer = cls(params, lr=1e-2, nvme_offload_fraction=fraction, nvme_offload_dir=sys.argv[1])
+    train(params, optimizer, 2)
+    child = os.fork()
+    try:
+        optimizer.clip_grad_norm_(1.0)
+        moved = train(params, optimizer, 2, first=2)
+        said = sum(float(p.double().sum()) for p in moved)
+    except Exception as error:
+        said = f"{type(error).__name__} {error}"
+    who = "parent" if child else "child"
+    os.write(1, f"{kind} {who}: {said}\n".encode())  # a line at once: both write to one pipe
     optimizer.close()
-    os._exit(0)
+    if not child:
+        os._exit(0)
+    os.waitpid(child, 0)
 """
 
 
-def forked(kind, fraction, folder):
-    """What the two processes say, by their name."""
+def test_a_forked_child_steps_too_and_leaves_state_on_disk_to_its_parent(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-c", FORK, kind, str(fraction), str(folder)],
+        [sys.executable, "-c", FORK, str(tmp_path)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    return dict(line.split(" ", 1) for line in done.stdout.splitlines())
-
-
-@pytest.mark.parametrize("kind", ["adam", "sgd"])
-def test_a_forked_child_of_a_process_that_has_stepped_steps_too(kind, tmp_path):
-    said = forked(kind, 0.0, tmp_path)
-    assert float(said["parent"]) == float(said["child"])
-
-
-def test_a_forked_child_leaves_state_on_disk_to_its_parent(tmp_path):
-    said = forked("adam", 1.0, tmp_path)
-    assert "Make the optimizer in the process that trains" in said["child"]
-    assert float(said["parent"]) == float(forked("adam", 0.0, tmp_path)["parent"])
+    said = dict(line.split(": ", 1) for line in done.stdout.splitlines())
+    assert len(said) == 6
+    for kind in ("adam", "sgd"):
+        assert float(said[f"{kind} parent"]) == float(said[f"{kind} child"])
+    assert "Make the optimizer in the process that trains" in said["nvme child"]
+    assert float(said["nvme parent"]) == float(said["adam parent"])

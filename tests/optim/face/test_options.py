@@ -34,7 +34,7 @@ SGD = [
 
 
 def small_params():
-    return make_params(shapes=[(1,), (3,), (17,), (1023,), (1025,), (65, 77), (5, 3, 7)])
+    return make_params(shapes=[(1,), (3,), (17,), (1023,), (1025,), (33, 41), (5, 3, 7)])
 
 
 def late(step):
@@ -130,7 +130,7 @@ def test_options_give_the_same_bits_wherever_the_state_is(kind, options, path, t
         request.getfixturevalue("on_triton")
     make, cls = {"adam": (run_adam, HybridAdam), "sgd": (run_sgd, HybridSGD)}[kind]
     want, _ = make(cls, options)
-    for fraction in (0.4, 1.0):
+    for fraction in (0.4, 1.0) if path == "cpu" else (0.4,):
         nvme = {"nvme_offload_fraction": fraction, "nvme_offload_dir": tmp_path, "nvme": SMALL}
         got, optimizer = make(cls, options, **nvme)
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
