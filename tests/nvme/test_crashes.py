@@ -2,9 +2,11 @@
 
 import pytest
 
-from tests.support.disks.crashes import explore
+from tests.support import corpus
+from tests.support.disks.crashes import explore, replay
 from tests.support.disks.lives import LAYOUTS, MANY, of_interest, recorded_life
 
+FOUND = corpus.read("crashes")
 KINDS = pytest.mark.parametrize("kind", LAYOUTS)
 
 
@@ -24,3 +26,12 @@ def test_a_power_loss_leaves_the_last_commit_whole_in_any_of_hundreds_of_states(
     after = of_interest(kind)
     explored = explore(log, tmp_path / "after", check, samples=20, most=40, after=after)
     assert explored > (50 if kind == MANY else 400)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("name", FOUND)
+def test_what_a_power_loss_once_left_is_whole(name, tmp_path):
+    """Of stores and of checkpoints."""
+    find = FOUND[name]
+    log, check = recorded_life(tmp_path, *find["life"])
+    replay(log, tmp_path / "after", check, find["at"], find["kept"])

@@ -20,7 +20,8 @@ from torch.distributed.checkpoint.metadata import (
 import gemini
 from gemini.checkpoint import CheckpointError, CorruptError, FormatError
 from gemini.checkpoint.untrusted.metadata import read_metadata
-from tests.support.disks.hostile import change, refused, small
+from tests.support import corpus
+from tests.support.disks.hostile import change, refused, small, unpacked
 from tests.support.disks.sealed import manifest_of, put_manifest, put_metadata, seal, seal_text
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -77,18 +78,7 @@ def called(module, name, arguments=pickle.EMPTY_TUPLE):
 START = b"\x80\x04"
 NUMBERS = b"(" + b"".join(b"J" + struct.pack("<i", i) for i in range(20_000)) + b"t\x94"
 FIELDS = b"}\x94(" + b"".join(text(f"k{i}") + b"N" for i in range(5_000)) + b"u"
-GREEDY = {
-    "a memo": START + b"Nr" + struct.pack("<I", 200_000_000) + b".",
-    "a memo by number": START + b"Np200000000\n.",
-    "a text": START + b"X" + struct.pack("<I", 1 << 31) + b"a.",
-    "a long text": START + b"\x8d" + struct.pack("<Q", 1 << 40) + b"a.",
-    "bytes": START + b"\x8e" + struct.pack("<Q", 1 << 33) + b".",
-    "a bytearray": START + b"\x96" + struct.pack("<Q", 1 << 33) + b".",
-    "a frame": START + b"\x95" + struct.pack("<Q", 1 << 33) + b"N.",
-    "a number": START + b"\x8b" + struct.pack("<i", 1 << 30) + b".",
-    "sets": START + b"\x8f" * 2_000_000 + b".",
-    "dicts": START + b"}" * 8_000_000 + b".",
-    "marks": START + b"(" * 8_000_000 + b".",
+GREEDY = {find["why"]: unpacked(find["data"]) for find in corpus.read("hostile").values()} | {
     "copies of a size": START + NUMBERS + b"0" + b"".join(
         called("torch", "Size", b"h\0\x85") for _ in range(50_000)) + b".",
     "copies of a dict": START + FIELDS + b"0" + b"".join(

@@ -2,11 +2,18 @@
 
 import pytest
 
+from tests.support import corpus
 from tests.support.loops.kills import RUNS
 
+FOUND = corpus.read("kills").values()
 
 @pytest.mark.ci
 @pytest.mark.parametrize("run", RUNS)
 def test_a_kill_at_any_moment_leaves_the_last_step_or_save_whole(run, tmp_path):
     """At ten moments; `tests/deep` has all."""
     RUNS[run](tmp_path, 10)
+
+
+@pytest.mark.parametrize("run", sorted({find["run"] for find in FOUND}))
+def test_what_a_kill_once_left_is_whole(run, tmp_path):
+    RUNS[run](tmp_path, [find["change"] for find in FOUND if find["run"] == run])
