@@ -64,7 +64,7 @@ def test_a_transfer_that_stops_is_an_error_that_says_after_how_much(call, tmp_pa
     store.close()
 
 
-@pytest.mark.parametrize("num_threads", range(1, 9))
+@pytest.mark.parametrize("num_threads", [1, 2, 7])
 def test_many_transfers_at_a_time(num_threads, tmp_path):
     sizes = [(5 << 20) + 77 * i for i in range(7)]
     store = BlockStore(

@@ -50,7 +50,7 @@ def test_a_full_file_system_leaves_the_last_checkpoint_and_nothing_else(tmp_path
         gemini.load_checkpoint(folder, model, optimizer)
 
 
-@pytest.mark.parametrize("async_save", [False, True])
+@pytest.mark.parametrize("async_save", [False, pytest.param(True, marks=pytest.mark.ci)])
 @pytest.mark.parametrize("call, part, code", [
     ("mkdir", ".b.saving", errno.EACCES),
     ("mkdir", ".b.saving", errno.EROFS),
@@ -150,6 +150,7 @@ shutil.rmtree(folder)
 """
 
 
+@pytest.mark.ci
 def test_an_error_in_the_background_is_seen_when_the_process_ends_and_in_its_exit_status(tmp_path):
     folder = tmp_path / "gone"
     done = in_python(DIE_LATE, folder)
@@ -176,6 +177,7 @@ gemini.save_checkpoint(sys.argv[1], model, optimizer, extra=7, async_save=True)
 """
 
 
+@pytest.mark.ci
 def test_a_program_that_ends_while_it_saves_has_saved(tmp_path):
     done = in_python(END_EARLY, tmp_path / "a")
     assert done.returncode == 0, done.stderr

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from allpairspy import AllPairs
 from torch import nn
 
 import gemini
@@ -66,10 +67,10 @@ def one_by_one_in_a_view(model):
 WRITES = [ema, through_data, given_data, foreach, one_by_one_in_a_view]
 
 
-@pytest.mark.parametrize("write", WRITES, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("fraction", [0.0, 1.0])
-@pytest.mark.parametrize("summon", [True, False])
+@pytest.mark.parametrize(
+    ("write", "device", "fraction", "summon"),
+    AllPairs([WRITES, DEVICES, [0.0, 1.0], [True, False]]),
+)
 def test_what_is_written_to_parameters_reaches_shards_and_masters(
     write, device, fraction, summon, tmp_path
 ):

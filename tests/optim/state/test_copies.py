@@ -10,6 +10,7 @@ import torch
 from optim.state.memory import copy_alone
 
 
+@pytest.mark.ci
 def test_copies_beside_a_disk_start_no_threads_of_torch_and_count_as_changes(tmp_path):
     """In a process of its own: torch starts its team at the first operator that takes one."""
     code = """
