@@ -1,7 +1,6 @@
 """Peaks of resident memory, each in a process of its own: what counting in a process does not see,
 as C++ takes it."""
 
-
 import pytest
 import torch
 from torch import nn

@@ -12,7 +12,6 @@ from bench.shared.models import token_batches, token_loss
 from gemini import AutoPlacement
 from tests.support.checkpoints import train
 from tests.support.disks.faults import failing, file_size_limit, flip
-from tests.support.disks.killing import left_by_kill
 from tests.support.spilled import LEAST, assert_same, wrapped
 
 BATCHES = token_batches(3, 1)
@@ -170,11 +169,3 @@ def test_a_folder_that_is_removed_costs_nothing(tmp_path):
 def test_a_folder_that_does_not_exist_is_refused(tmp_path):
     with pytest.raises(nvme.FolderError, match="does not exist"):
         wrapped(AutoPlacement("130KiB", nvme_dir=str(tmp_path / "none")))
-
-
-@pytest.mark.ci
-def test_a_kill_leaves_a_step_whole_in_all_files(tmp_path):
-    """All parameters are on disk, so all are compared with their masters. At every call:
-    tests/deep/test_killed_steps.py."""
-    steps = [left_by_kill(tmp_path / str(number), number) for number in range(0, 144, 18)]
-    assert set(steps) == {1, 2}

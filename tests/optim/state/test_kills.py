@@ -7,6 +7,7 @@ from tests.support.loops.kills import RUNS
 
 FOUND = corpus.read("kills").values()
 
+
 @pytest.mark.ci
 @pytest.mark.parametrize("run", RUNS)
 def test_a_kill_at_any_moment_leaves_the_last_step_or_save_whole(run, tmp_path):

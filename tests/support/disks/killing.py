@@ -105,4 +105,3 @@ def _alone(work: Callable[..., Any], *args: Any) -> Any:
 
 def _first_alone(index: int, work: Callable[..., Any], *args: Any) -> Any:
     return _alone(work, *args)
-

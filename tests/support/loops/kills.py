@@ -16,10 +16,12 @@ from torch import nn
 
 import gemini
 import nvme
-from bench.shared.models import token_loss
+from bench.shared.models import token_batches, token_loss
 from bench.shared.workers import run_processes
+from gemini import AutoPlacement
 from gemini.checkpoint.__main__ import main
 from optim import HybridAdam, NvmeConfig
+from tests.support import spilled
 from tests.support.checkpoints import make, train
 from tests.support.disks.killing import counted, kill_at
 from tests.support.loops.tails import batches, has_tail, wrapped
@@ -177,6 +179,43 @@ def kill_steps(num_folders: int, folder: Path, moments: Moments) -> None:
     kill_at(moments, check, folder, step_until_killed, num_folders)
 
 
+# -- steps of a module whose parameters are in files ----------------------------------------------
+
+
+def step_in_files_until_killed(last: int | None, folder: str) -> int:
+    """Two steps behind one that counts."""
+    three = token_batches(3, 1)
+    model, optimizer = spilled.wrapped(AutoPlacement(spilled.LEAST.device_budget, nvme_dir=folder))
+    assert spilled.homes(model)[0] == {spilled.N} == spilled.homes(model)[2]
+    train(model, optimizer, three[:1])
+    with counted(last, folder) as changes:
+        train(model, optimizer, three[1:])
+    return changes.count
+
+
+def kill_steps_in_files(folder: Path, moments: Moments) -> None:
+    """16-bit parameters are the fp32 masters, rounded, of the last step that both files have."""
+
+    def check(left: Path) -> None:
+        (params,) = left.glob("*parameters*")
+        (state,) = (p for p in left.iterdir() if "parameters" not in p.name and
+                    "gradients" not in p.name)  # fmt: skip
+        with nvme.recover([params]) as mine, nvme.recover([state]) as other:
+            step = min(mine.index.step, other.index.step)
+            assert mine.index.step - step <= 1 and other.index.step == step and step in (1, 2)
+        with nvme.recover([params], step) as mine, nvme.recover([state], step) as other:
+            shards = [mine.block(i) for i in range(mine.layout.num_blocks)]
+            masters = [other.block(i) for i in range(other.layout.num_blocks)]
+        values = [torch.frombuffer(bytearray(b), dtype=torch.bfloat16) for b in shards]
+        rounded = [
+            torch.frombuffer(bytearray(b), dtype=torch.float32)[: len(b) // 12].bfloat16()
+            for b in masters
+        ]
+        assert torch.equal(torch.cat(values), torch.cat(rounded)), step
+
+    kill_at(moments, check, folder, step_in_files_until_killed)
+
+
 # -- saves ----------------------------------------------------------------------------------------
 
 SAVES = "abac"  # new; new, and `first` is deleted; replaced; new, and `b` is deleted
@@ -219,6 +258,7 @@ RUNS: dict[str, Callable[[Path, Moments], None]] = {
     "training in backward": partial(kill_training, "both"),
     "steps in one folder": partial(kill_steps, 1),
     "steps in two folders": partial(kill_steps, 2),
+    "steps of parameters in files": kill_steps_in_files,
     "saves": partial(kill_saves, False),
     "saves in the background": partial(kill_saves, True),
 }
