@@ -146,7 +146,7 @@ def _on_a_rank(rank: int, mode: str) -> list[tuple[dict[str, Counter], int]]:
 def per_layer(mode: str) -> list[dict[str, Any]]:
     """A row for every phase: calls of one more layer (or block) and the files of all of it."""
     if mode == "gathered":
-        found = run_ranks(_on_a_rank, 2, mode)[0]
+        found = run_ranks(_on_a_rank, 2, mode, processes=True)[0]
     else:
         found = [phases_of(layers, mode) for layers in LAYERS]
     (few, few_blocks), (many, many_blocks) = found

@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+_drawing = threading.RLock()
+
+
+@contextmanager
+def seeded(seed: int = 0) -> Iterator[None]:
+    """What is drawn inside depends on `seed` alone, and nothing outside on it.
+
+    Threads have one generator of torch's between them, so they take turns. No collective inside.
+    """
+    with _drawing, torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
 
 
 class Tower(nn.Module):
@@ -14,14 +30,14 @@ class Tower(nn.Module):
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
-        torch.manual_seed(seed)
-        self.embed = nn.Embedding(97, 33)
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(33), nn.Linear(33, 77), nn.GELU(), nn.Linear(77, 33))
-            for _ in range(4)
-        )
-        self.head = nn.Linear(33, 97, bias=False)
-        self.head.weight = self.embed.weight
+        with seeded(seed):
+            self.embed = nn.Embedding(97, 33)
+            self.layers = nn.ModuleList(
+                nn.Sequential(nn.LayerNorm(33), nn.Linear(33, 77), nn.GELU(), nn.Linear(77, 33))
+                for _ in range(4)
+            )
+            self.head = nn.Linear(33, 97, bias=False)
+            self.head.weight = self.embed.weight
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
@@ -51,9 +67,9 @@ class Choosy(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.body = nn.Linear(5, 7)
-        self.heads = nn.ModuleList(nn.Linear(7, 3) for _ in range(3))
+        with seeded(0):
+            self.body = nn.Linear(5, 7)
+            self.heads = nn.ModuleList(nn.Linear(7, 3) for _ in range(3))
 
     def forward(self, x: Tensor, head: int) -> Tensor:
         out: Tensor = self.heads[head](self.body(x))
@@ -90,13 +106,13 @@ class Splittable(nn.Module):
 
     def __init__(self, seed: int = 0, *, biases: bool = True, tied: bool = False) -> None:
         super().__init__()
-        torch.manual_seed(seed)
-        self.embed = nn.Embedding(97, 32)
-        self.blocks = nn.ModuleList(Block(biases) for _ in range(2))
-        self.norm = nn.LayerNorm(32)
-        self.head = nn.Linear(32, 97, bias=False)
-        if tied:
-            self.head.weight = self.embed.weight
+        with seeded(seed):
+            self.embed = nn.Embedding(97, 32)
+            self.blocks = nn.ModuleList(Block(biases) for _ in range(2))
+            self.norm = nn.LayerNorm(32)
+            self.head = nn.Linear(32, 97, bias=False)
+            if tied:
+                self.head.weight = self.embed.weight
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
@@ -193,11 +209,11 @@ class Mixture(nn.Module):
 
     def __init__(self, seed: int = 0, count: int = 4) -> None:
         super().__init__()
-        torch.manual_seed(seed)
-        self.embed = nn.Embedding(97, 32)
-        self.layers = nn.ModuleList(Routed(count) for _ in range(2))
-        self.rare = Routed(count)
-        self.head = nn.Linear(32, 97, bias=False)
+        with seeded(seed):
+            self.embed = nn.Embedding(97, 32)
+            self.layers = nn.ModuleList(Routed(count) for _ in range(2))
+            self.rare = Routed(count)
+            self.head = nn.Linear(32, 97, bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids).flatten(0, 1)

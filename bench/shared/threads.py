@@ -1,63 +1,137 @@
-"""A world of several ranks in one process: threads of torch's own process group for them."""
+"""A world of several ranks in one process: a thread each, over gloo as processes have it."""
 
 from __future__ import annotations
 
 import gc
+import os
+import socket
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 from triton.runtime.interpreter import GridExecutor
 
+GRACE_SECONDS = 60.0  # for the others, once a rank has failed: their connections to it are closed
 
-def run_threads(work: Callable[[int], Any], world_size: int) -> list[Any]:
-    """`work(rank)` on every rank; their results, or the first error.
 
-    Kernels run in Triton's interpreter, one at a time.
+def run_threads(
+    work: Callable[[int], Any], world_size: int, *, backend: str = "threaded"
+) -> list[Any]:
+    """`work(rank)` on every rank; their results, or an error that names the ranks that failed.
+
+    backend: `gloo`, with all that processes have, or torch's `threaded`, which takes tensors of any
+    device and whose collectives have ended when they return. Kernels run in Triton's interpreter,
+    one at a time.
     """
     results: list[Any] = [None] * world_size
-    errors: list[str] = []
+    errors: dict[int, str] = {}  # by rank, in the order in which they failed
+    groups: list[Any] = []  # the end of one waits for what is under way in it
+    others = _sockets()
+    store = dist.HashStore()  # type: ignore[attr-defined]
+
+    def run(rank: int) -> None:
+        try:
+            torch.set_num_threads(1)
+            dist.init_process_group(backend, rank=rank, world_size=world_size, store=store)
+            results[rank] = work(rank)
+        except BaseException as error:
+            if not (errors and isinstance(error, SystemExit)):  # `threaded` ends the others so
+                errors[rank] = traceback.format_exc()
+            threaded.ProcessLocalGroup.exception_handle(error)
+            traceback.clear_frames(error.__traceback__)
+            del error
+            groups.extend(dist.distributed_c10d._world.pg_map)
+            gc.collect()  # what leaves a meeting tells the others, who else wait for this rank
+            _shut(_sockets() - others)
+        finally:
+            if dist.is_initialized():
+                groups.extend(dist.distributed_c10d._world.pg_map)
+                dist.destroy_process_group()
+
+    threads = [
+        threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True)
+        for rank in range(world_size)
+    ]
+    with _one_world_a_thread(world_size):
+        for thread in threads:
+            thread.start()
+        try:
+            for thread in threads:
+                while thread.is_alive() and not errors:
+                    thread.join(0.1)
+            for thread in threads:
+                thread.join(GRACE_SECONDS)
+        except BaseException as error:  # pytest's time-out
+            error.add_note(_unfinished(threads))
+            threaded.ProcessLocalGroup.exception_handle(error)
+            raise
+        finally:
+            _shut(_sockets() - others)
+            groups.clear()
+    if errors or _unfinished(threads):
+        said = [f"rank {rank}: {text}" for rank, text in errors.items()]
+        raise AssertionError("\n".join(["of threads:", *said, _unfinished(threads)]))
+    return results
+
+
+def _sockets() -> set[int]:
+    """Descriptors of this process that are sockets."""
+    found = set()
+    for path in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):
+            if str(path.readlink()).startswith("socket:"):
+                found.add(int(path.name))
+    return found
+
+
+def _shut(descriptors: set[int]) -> None:
+    """End the connections between ranks, as the end of a process does: nobody waits in them."""
+    for descriptor in descriptors:
+        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+            connection.getpeername()  # gloo aborts where what listens is shut
+            connection.shutdown(socket.SHUT_RDWR)
+
+
+def _unfinished(threads: list[threading.Thread]) -> str:
+    names = [thread.name for thread in threads if thread.is_alive()]
+    return f"did not end: {', '.join(names)}" if names else ""
+
+
+@contextmanager
+def _one_world_a_thread(world_size: int) -> Iterator[None]:
+    """What ranks share while they are threads; all as it was behind it."""
     launch, lock = GridExecutor.__call__, threading.Lock()
 
     def one_at_a_time(*args: Any, **kwargs: Any) -> None:  # the interpreter's grid is global
         with lock:
             launch(*args, **kwargs)
 
-    GridExecutor.__call__ = one_at_a_time
-    c10d: Any = torch._C._distributed_c10d
-    isolate = c10d._set_thread_isolation_mode
+    isolate: Any = torch._C._distributed_c10d._set_thread_isolation_mode
+    drawn, num_threads = torch.get_rng_state(), torch.get_num_threads()
     isolate(True)
-    world = threaded._install_threaded_pg()
-    store = dist.HashStore()  # type: ignore[attr-defined]
-
-    def run(rank: int) -> None:
-        try:
-            dist.init_process_group("threaded", rank=rank, world_size=world_size, store=store)
-            results[rank] = work(rank)
-        except BaseException as error:
-            errors.append(traceback.format_exc())
-            threaded.ProcessLocalGroup.exception_handle(error)
-            del error
-            gc.collect()  # what leaves a meeting tells the others, who else wait for this rank
-        finally:
-            if world.default_pg is not None:
-                dist.destroy_process_group()
-
+    threaded._install_threaded_pg()
     try:
-        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with (
+            patch.object(GridExecutor, "__call__", one_at_a_time),
+            patch.dict(os.environ, LOCAL_WORLD_SIZE=str(world_size)),
+        ):
+            yield
+        if not torch.equal(drawn, torch.get_rng_state()):
+            raise AssertionError(
+                "a rank drew from torch's own generator, which all threads share: what it drew "
+                "depends on the others; expected a generator of its own, or"
+                " `bench.shared.models.seeded`"
+            )
     finally:
+        torch.set_rng_state(drawn)
+        torch.set_num_threads(num_threads)
         threaded._uninstall_threaded_pg()
         threaded.ProcessLocalGroup.reset()
         isolate(False)
-        GridExecutor.__call__ = launch
-    if errors:
-        raise AssertionError("in a thread:\n" + "\n".join(errors))
-    return results

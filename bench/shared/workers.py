@@ -1,4 +1,5 @@
-"""Several ranks for a test: processes from a forkserver that has torch loaded."""
+"""Several ranks for a test: threads of this process, or processes from a forkserver that has torch
+loaded."""
 
 from __future__ import annotations
 
@@ -13,6 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from bench.shared.threads import run_threads
 
 _context = multiprocessing.get_context("forkserver")
 _preloaded = [
@@ -35,11 +38,21 @@ def poison_memory() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
 
 
-def run_ranks(work: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
-    """`work(rank, *args)` on every rank of a gloo group; their results, or the first error."""
-    with tempfile.TemporaryDirectory() as folder:
-        store = f"file://{folder}/store"
-        return run_processes(_rank, world_size, world_size, store, work, args)
+def run_ranks(
+    work: Callable[..., Any], world_size: int, *args: Any, processes: bool = False
+) -> list[Any]:
+    """`work(rank, *args)` on every rank of a gloo group; their results, or an error that names the
+    ranks that failed.
+
+    Ranks are threads. processes: each is a process, for what is of one (its end, environment,
+    signals, limits, generator, a library that has one state a process, a function that a rank
+    replaces), and for what is measured.
+    """
+    if processes:
+        with tempfile.TemporaryDirectory() as folder:
+            store = f"file://{folder}/store"
+            return run_processes(_rank, world_size, world_size, store, work, args)
+    return run_threads(lambda rank: _by_value(work(rank, *args)), world_size, backend="gloo")
 
 
 def run_processes(work: Callable[..., Any], count: int, *args: Any) -> list[Any]:
@@ -64,9 +77,9 @@ def run_processes(work: Callable[..., Any], count: int, *args: Any) -> list[Any]
             if process.is_alive():
                 process.kill()
                 process.join()
-    errors = [error for _, error in results if error is not None]
+    errors = [f"{i}: {error}" for i, (_, error) in enumerate(results) if error is not None]
     if errors:
-        raise AssertionError("in a worker:\n" + "\n".join(errors))
+        raise AssertionError("of processes:\n" + "\n".join(errors))
     return [value for value, _ in results]
 
 
@@ -83,9 +96,18 @@ def _guarded(sender: Connection, work: Callable[..., Any], index: int, *args: An
         result = (work(index, *args), None)
     except BaseException:
         result = (None, traceback.format_exc())
-    data = io.BytesIO()  # tensors by value: this process is gone when they are looked at
-    torch.save(result, data)
-    sender.send_bytes(data.getvalue())
+    sender.send_bytes(_saved(result))
+
+
+def _saved(value: Any) -> bytes:
+    data = io.BytesIO()
+    torch.save(value, data)
+    return data.getvalue()
+
+
+def _by_value(value: Any) -> Any:
+    """Tensors by value: their rank, and what it has freed, is gone when they are looked at."""
+    return torch.load(io.BytesIO(_saved(value)), weights_only=False)
 
 
 def _rank(

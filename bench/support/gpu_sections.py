@@ -223,7 +223,7 @@ def ranks(runs: Runs) -> Found:
     tensor parallelism.
     """
     alone = _of_rank(runs, 0.0, None)
-    together = run_ranks(_of_all, 2, runs)[0]
+    together = run_ranks(_of_all, 2, runs, processes=True)[0]
     found = {name: float((moved - alone).norm() / alone.norm()) for name, moved in together.items()}
     assert max(found.values()) < 1e-4, found
     return {"relative difference": found}

@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 
-from bench.shared.models import Tower, token_batches, token_loss
+from bench.shared.models import Tower, seeded, token_batches, token_loss
 from bench.shared.workers import run_ranks
 from gemini import AutoPlacement, ConstPlacement, GeminiDDP
 from gemini.chunk.sizing.model_specs import specs_of
@@ -43,16 +43,16 @@ def work(rank, budgets, world_size):
 
 def settled(rank, mib):
     """Two ranks, homes for an assumption and then for what was measured: plans, homes, weights."""
-    torch.manual_seed(0)
-    layers = [torch.nn.Linear(512, 512) for _ in range(12)]
+    with seeded():
+        layers = [torch.nn.Linear(512, 512) for _ in range(12)]
     policy = "cuda" if mib is None else AutoPlacement(2 * mib << 20)
     model = GeminiDDP(torch.nn.Sequential(*layers), None, policy, min_chunk_size_m=0.3)
     optimizer = HybridAdam(model.parameters(), lr=1e-2, nvme=NvmeConfig(block_numel=1 << 16))
     found = []
     for step in range(3):
-        torch.manual_seed(10 * step + rank)
+        generator = torch.Generator().manual_seed(10 * step + rank)
         found.append((model.engine.planning.plan.digest(), set.union(*homes(model))))
-        model(torch.randn(4, 512)).square().mean().backward()
+        model(torch.randn(4, 512, generator=generator)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     return found, model.state_dict()
@@ -102,7 +102,6 @@ def measured(rank, world_size):
     """No trace is given: what all ranks measured in the first iteration is planned with."""
     found = []
     for placement in (AutoPlacement(f"{world_size * 256}MiB"), "cuda"):
-        torch.manual_seed(0)
         model = GeminiDDP(Tower(), placement_policy=placement, **SMALL)
         optimizer = HybridAdam(model.parameters(), lr=1e-2, nvme=BLOCKS)
         for parts in token_batches(4, world_size):
@@ -192,13 +191,12 @@ def measured_twice(rank, _):
 
 
 def wrapped_without_a_trace(placement):
-    torch.manual_seed(0)
     model = GeminiDDP(Tower(), placement_policy=placement, **SMALL)
     return model, HybridAdam(model.parameters(), lr=1e-2, nvme=BLOCKS)
 
 
 def test_ranks_say_together_that_an_iteration_fits_nowhere():
-    for counts, lines in run_ranks(measured_twice, 2, None):
+    for counts, lines in run_ranks(measured_twice, 2, None, processes=True):
         assert counts == [0, 1, 1]
         (line,) = lines
         assert "device_budget of 200.00 MiB" in line and "each of 2 ranks" in line

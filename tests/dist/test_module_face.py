@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import threading
 from contextlib import nullcontext
 
 import pytest
@@ -13,8 +14,10 @@ from torch.distributed._composable.replicate import replicate
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from bench.shared.models import seeded
 from bench.shared.workers import run_ranks
 from gemini import GeminiDDP
+from gemini.runtime.memory import machine
 from optim import HybridAdam
 from tests.support.loops.sides import ADAM, SMALL, Net, batch, difference, loss_of, plain, wrapped
 
@@ -33,9 +36,9 @@ def step(model, optimizer, seed=0):
 class Normed(nn.Module):
     def __init__(self):
         super().__init__()
-        torch.manual_seed(0)
-        self.body = nn.Linear(24, 24)
-        self.norm = nn.BatchNorm1d(24)
+        with seeded():
+            self.body = nn.Linear(24, 24)
+            self.norm = nn.BatchNorm1d(24)
 
     def forward(self, x):
         return self.norm(self.body(x))
@@ -151,7 +154,9 @@ def test_what_cannot_leave_is_refused_with_words():
 
 def inside_ddp(rank):
     model = GeminiDDP(Net(), precision="fp32", **SMALL)
-    for module in (model, nn.Sequential(nn.Linear(24, 24), nn.ModuleList([model]))):
+    with seeded():
+        parent = nn.Sequential(nn.Linear(24, 24), nn.ModuleList([model]))
+    for module in (model, parent):
         for around in (DistributedDataParallel, FullyShardedDataParallel, replicate, fully_shard):
             with pytest.raises(RuntimeError, match=around.__name__):
                 around(module)
@@ -176,18 +181,15 @@ def test_a_wrapped_module_inside_torchs_own_wrappers_is_refused():
 # -- the way out, and what changes after wrapping --------------------------------------------
 
 
-def unwrapped(rank, precision):
-    from gemini.runtime.memory import machine
-
+def unwrapped(rank, precision, poor):
     model, optimizer = wrapped(precision=precision)
     for seed in range(2):
         step(model, optimizer, seed)
     saved = model.state_dict()
-    left = machine.memory_left
-    machine.memory_left = (lambda: 0) if rank == 1 else left
+    poor.add(threading.get_ident() if rank == 1 else None)
     with pytest.raises(MemoryError, match="expected room"):  # on both
         model.unwrap()
-    machine.memory_left = left
+    poor.discard(threading.get_ident())
     module = model.unwrap()
     same = [n for n, v in saved.items() if torch.equal(v, module.state_dict()[n])]
     whole = {type(p) for p in module.parameters()} == {nn.Parameter}
@@ -201,8 +203,12 @@ def unwrapped(rank, precision):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_unwrap_gives_every_rank_the_plain_module(precision):
-    (same, whole, total), (_, other_whole, other) = run_ranks(unwrapped, 2, precision)
+def test_unwrap_gives_every_rank_the_plain_module(precision, monkeypatch):
+    left, poor = machine.memory_left, set()  # threads that have no memory left
+    monkeypatch.setattr(
+        machine, "memory_left", lambda: 0 if threading.get_ident() in poor else left()
+    )
+    (same, whole, total), (_, other_whole, other) = run_ranks(unwrapped, 2, precision, poor)
     assert same and whole and other_whole and torch.equal(total, other)
 
 
@@ -295,8 +301,8 @@ class Heads(nn.Module):
 
     def __init__(self):
         super().__init__()
-        torch.manual_seed(0)
-        self.heads = nn.ModuleList(nn.Linear(24, 24) for _ in range(3))
+        with seeded():
+            self.heads = nn.ModuleList(nn.Linear(24, 24) for _ in range(3))
 
     def forward(self, x, head):
         return self.heads[head](x)

@@ -1,12 +1,11 @@
 """Ranks that read parameters in different orders, or of which one does something alone.
 
 Wherever nothing else puts ranks in order they meet first: they read what they asked for, or all of
-them end in an error that names both, within the deadline. No process ends by a signal.
+them end in an error that names both. Nothing ends by a signal.
 """
 
 import gc
 import os
-import time
 from contextlib import nullcontext
 from itertools import pairwise
 
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 
 import gemini
+from bench.shared.models import seeded
 from bench.shared.workers import run_ranks
 from gemini import GeminiDDP
 from gemini.runtime.comm.collective_log import SequenceError
@@ -22,7 +22,7 @@ from optim import HybridAdam
 
 pytestmark = pytest.mark.ci
 
-DEADLINE_SECONDS = 1.0
+DEADLINE_SECONDS = 0.05  # then ranks compare what they do; one that is late is still waited for
 
 
 class Layers(nn.Module):
@@ -30,9 +30,9 @@ class Layers(nn.Module):
 
     def __init__(self, widths=(24,) * 7):
         super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(a, b, bias=False) for a, b in pairwise(widths))
-        self.order = list(range(len(self.layers)))
+        with seeded():
+            self.layers = nn.ModuleList(nn.Linear(a, b, bias=False) for a, b in pairwise(widths))
+            self.order = list(range(len(self.layers)))
 
     def forward(self, x):
         for i in self.order:
@@ -113,22 +113,25 @@ def test_a_penalty_over_weights_in_another_order_on_every_rank_has_the_updates_o
         assert float((got - want).norm() / want.norm()) < 1e-6  # fp32 sums in another order
 
 
-def save_pretrained(rank, folder, chunk_m):
-    from transformers import GPT2Config, GPT2LMHeadModel
+def save_pretrained(rank, folder, chunk_m, config):
+    from transformers import GPT2LMHeadModel
 
-    torch.manual_seed(0)
-    config = GPT2Config(n_embd=48, n_layer=3, n_head=4, vocab_size=131, n_positions=32)
-    plain = GPT2LMHeadModel(config)
+    with seeded():
+        plain = GPT2LMHeadModel(config)
     want = {name: value.clone() for name, value in plain.state_dict().items()}
     model = GeminiDDP(plain, precision="fp32", min_chunk_size_m=chunk_m, search_range_m=0)
     model.save_pretrained(folder)
-    again = GPT2LMHeadModel.from_pretrained(folder).state_dict()
+    with seeded():  # it draws what it then reads
+        again = GPT2LMHeadModel.from_pretrained(folder).state_dict()
     return [name for name, value in want.items() if not torch.equal(again[name], value)]
 
 
 @pytest.mark.parametrize("chunk_m", [1e-6, 0.01, 0.05])
 def test_save_pretrained_of_a_wrapped_model_writes_its_weights(tmp_path, chunk_m):
-    assert run_ranks(save_pretrained, 2, str(tmp_path), chunk_m) == [[], []]
+    from transformers import GPT2Config, GPT2LMHeadModel  # noqa: F401 (once, before the threads)
+
+    config = GPT2Config(n_embd=48, n_layer=3, n_head=4, vocab_size=131, n_positions=32)
+    assert run_ranks(save_pretrained, 2, str(tmp_path), chunk_m, config) == [[], []]
 
 
 # -- passes that differ ----------------------------------------------------------------------
@@ -189,7 +192,7 @@ def evaluate_odd(rank):
 
 
 def alone(rank, folder, what):
-    """Rank 0 does something alone, between steps; what every rank was told, and when."""
+    """Rank 0 does something alone, between steps; what every rank was told."""
     model = wrapped(Layers())
     optimizer = HybridAdam(model.parameters(), lr=0.1)
     train(model, optimizer)
@@ -206,15 +209,14 @@ def alone(rank, folder, what):
         "named_gradients()": lambda: list(model.named_gradients()),
         "layers.2.weight": lambda: model.module.layers[2].weight.norm().item(),
     }
-    start = time.monotonic()
     try:
         if rank == 0:
             calls[what]()
         train(model, optimizer)
         train(model, optimizer)
     except SequenceError as error:
-        return str(error), time.monotonic() - start
-    return "nothing", 0.0
+        return str(error)
+    return "nothing"
 
 
 @pytest.mark.parametrize(
@@ -223,9 +225,7 @@ def alone(rank, folder, what):
      "model.digest()", "summon_full_params()", "named_gradients()", "layers.2.weight"],
 )  # fmt: skip
 def test_what_one_rank_does_alone_ends_in_an_error_that_names_it(tmp_path, what):
-    for said, seconds in run_ranks(alone, 2, str(tmp_path), what):
-        assert what in said
-        assert seconds < 10 * DEADLINE_SECONDS
+    assert all(what in said for said in run_ranks(alone, 2, str(tmp_path), what))
 
 
 def last_of_all(rank):
@@ -269,5 +269,5 @@ def _what_a_forked_child_is_told(rank):
 
 
 def test_a_forked_child_of_a_rank_is_refused_and_the_ranks_go_on():
-    for said in run_ranks(_what_a_forked_child_is_told, 2):
+    for said in run_ranks(_what_a_forked_child_is_told, 2, processes=True):
         assert [text.count("wrap the module in the process that trains") for text in said] == [1, 1]

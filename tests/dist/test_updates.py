@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from bench.shared.models import Choosy, Tower, token_batches, token_loss
+from bench.shared.models import Choosy, Tower, seeded, token_batches, token_loss
 from bench.shared.reference import flat, relative_error, train_reference
 from bench.shared.workers import run_ranks
 from gemini import GeminiDDP, StaticPlacement
@@ -141,7 +141,8 @@ def test_parameters_unused_on_all_ranks_stay_and_on_some_are_updated():
 
 
 def another_model(rank):
-    module = nn.Linear(3, 3) if rank == 0 else nn.Linear(3, 4)
+    with seeded():
+        module = nn.Linear(3, 3) if rank == 0 else nn.Linear(3, 4)
     try:
         GeminiDDP(module)
     except ValueError as error:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import gemini
-from bench.shared.models import Choosy, Tower, token_batches, token_loss
+from bench.shared.models import Choosy, Tower, seeded, token_batches, token_loss
 from bench.shared.reference import relative_error
 from bench.shared.workers import run_ranks
 from gemini import GeminiDDP, StaticPlacement
@@ -210,7 +210,8 @@ def lora(rank, world_size, placement):
     import peft
 
     adapters = peft.LoraConfig(r=3, target_modules=r"layers\.\d\.[13]", bias="none")
-    module = peft.get_peft_model(Tower(), adapters)
+    with seeded():
+        module = peft.get_peft_model(Tower(), adapters)
     model = GeminiDDP(module, placement_policy=placement, **SMALL)
     wire = Wire(model)
     optimizer = HybridAdam(model.parameters(), **ADAM)
@@ -318,7 +319,6 @@ def saved_and_parked(rank, world_size, folder):
 
 
 def group_of_cases(rank, world_size, group, folder):
-    torch.manual_seed(0)
     both = ("zero1", "zero2")
     found = {}
     if group == "measured":

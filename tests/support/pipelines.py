@@ -19,6 +19,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
+from bench.shared.models import seeded
 from bench.shared.reference import flat, train_reference
 from gemini import GeminiDDP, StaticPlacement
 from gemini.pipeline import GeminiStage
@@ -52,10 +53,10 @@ class Whole(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleDict({str(i): Block() for i in range(LAYERS)})
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        with seeded():
+            self.embed = nn.Embedding(VOCABULARY, WIDTH)
+            self.layers = nn.ModuleDict({str(i): Block() for i in range(LAYERS)})
+            self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.embed(x)

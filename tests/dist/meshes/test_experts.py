@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import gemini
-from bench.shared.models import Mixture, token_batches, token_loss
+from bench.shared.models import Mixture, seeded, token_batches, token_loss
 from bench.shared.reference import everything, flat, relative_error, same, train_reference
 from bench.shared.workers import run_ranks
 from gemini import GeminiDDP
@@ -112,7 +112,6 @@ def in_order(state, count=4):
 
 
 def update(rank, case):
-    torch.manual_seed(rank)  # what differs between ranks counts for nothing
     sizes = dict(zip(NAMES[len(case.shape)], case.shape, strict=True))
     is_first = rank < sizes["ep"] * case.tp  # of the ranks that have the same experts
     model, optimizer = wrapped(case, seed=0 if is_first else 5)
@@ -335,13 +334,13 @@ def test_a_checkpoint_is_of_whole_tensors_and_loads_at_any_ep(tmp_path):
 def mixtral():
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    torch.manual_seed(0)
     config = MixtralConfig(
         vocab_size=97, hidden_size=32, intermediate_size=24, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
         max_position_embeddings=32, experts_implementation="eager",
     )  # fmt: skip
-    return MixtralForCausalLM(config).train()
+    with seeded():
+        return MixtralForCausalLM(config).train()
 
 
 def logits_loss(model, ids):

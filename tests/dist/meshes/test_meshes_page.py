@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import gemini
-from bench.shared.models import Routed
+from bench.shared.models import Routed, seeded
 from bench.shared.workers import run_ranks
 from gemini import AutoPlacement, GeminiDDP, StaticPlacement
 from optim import HybridAdam
@@ -28,18 +28,18 @@ COLUMNS = {
 class Two(nn.Module):
     def __init__(self, device=None):
         super().__init__()
-        torch.manual_seed(0)
-        self.norm = nn.LayerNorm(16, device=device)
-        self.up = nn.Linear(16, 36, device=device)
-        self.down = nn.Linear(36, 16, device=device)
+        with seeded():
+            self.norm = nn.LayerNorm(16, device=device)
+            self.up = nn.Linear(16, 36, device=device)
+            self.down = nn.Linear(36, 16, device=device)
 
     def forward(self, x):
         return self.down(self.up(self.norm(x)).relu())
 
 
 def plain(column):
-    torch.manual_seed(0)
-    return Routed(4, 16, 36) if column == "experts" else Two()
+    with seeded():
+        return Routed(4, 16, 36) if column == "experts" else Two()
 
 
 class Maker:
@@ -208,7 +208,6 @@ ROWS = {
 
 
 def tried(rank, folder):
-    torch.manual_seed(0)
     table = []
     for name, row in ROWS.items():
         cells = []

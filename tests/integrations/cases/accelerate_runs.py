@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bench.shared.models import seeded
+
 RATE, CLIP = 0.1, 0.2
 SMALL = {"min_chunk_size_m": 100 / 2**20, "search_range_m": 100 / 2**20}
 
@@ -17,9 +19,9 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(9, 9) for _ in range(3))
-        self.head = nn.Linear(9, 3)
+        with seeded():
+            self.layers = nn.ModuleList(nn.Linear(9, 9) for _ in range(3))
+            self.head = nn.Linear(9, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:

@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from bench.shared.models import seeded
 from gemini.integrations.lightning import GeminiStrategy
 
 WIDTH = 24
@@ -29,15 +30,15 @@ class Net(LightningModule):
     def __init__(self, width: int = WIDTH, **adam: float) -> None:
         super().__init__()
         self.save_hyperparameters()
-        torch.manual_seed(0)
-        self.body = nn.Sequential(nn.Linear(width, 37), nn.Tanh(), nn.Linear(37, 31), nn.Tanh())
-        self.head = nn.Linear(31, 5)
-        self.adam = {**ADAM, **adam}
-        self.losses: list[float] = []
-        self.norms: list[float] = []
-        self.rates: list[float] = []
-        self.evals: list[float] = []
-        self.rows: list[int] = []
+        with seeded():
+            self.body = nn.Sequential(nn.Linear(width, 37), nn.Tanh(), nn.Linear(37, 31), nn.Tanh())
+            self.head = nn.Linear(31, 5)
+            self.adam = {**ADAM, **adam}
+            self.losses: list[float] = []
+            self.norms: list[float] = []
+            self.rates: list[float] = []
+            self.evals: list[float] = []
+            self.rows: list[int] = []
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.body(x))

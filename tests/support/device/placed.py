@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bench.shared.models import seeded
 from gemini import GeminiDDP, StaticPlacement
 from gemini.placement.sizes import UNLIMITED
 from gemini.placement.tiers import Tier
@@ -25,9 +26,9 @@ class Forked(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = nn.Linear(33, 77), nn.Linear(77, 33)
-        self.spare = nn.Linear(33, 33)
+        with seeded():
+            self.first, self.second = nn.Linear(33, 77), nn.Linear(77, 33)
+            self.spare = nn.Linear(33, 33)
 
     def forward(self, x: Tensor, uses_spare: bool = True) -> Tensor:
         x = x + self.second(torch.tanh(self.first(x)))

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
-from bench.shared.models import token_loss
+from bench.shared.models import seeded, token_loss
 from optim.rules.report import Speculated
 from optim.step.speculation import Speculation
 from tests.support.loops.tails import Schedule, batches, differences, everything, run
@@ -90,10 +90,10 @@ class Sometimes(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(5, 257)
-        self.last = nn.Linear(257, 17)
-        self.norm = nn.LayerNorm(17)  # in one chunk with the bias of `last`
+        with seeded():
+            self.first = nn.Linear(5, 257)
+            self.last = nn.Linear(257, 17)
+            self.norm = nn.LayerNorm(17)  # in one chunk with the bias of `last`
 
     def forward(self, x: Tensor, call: int) -> Tensor:
         x = self.last(self.first(x))

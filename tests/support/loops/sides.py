@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from bench.shared.models import seeded
 from gemini import AutoPlacement, GeminiDDP, StaticPlacement
 from gemini.chunk.sizing.model_specs import specs_of
 from gemini.memtracer.trace import sequential_trace
@@ -29,8 +30,8 @@ class Net(nn.Module):
 
     def __init__(self, depth: int = 3) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(depth))
+        with seeded():
+            self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(depth))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
