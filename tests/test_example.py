@@ -25,7 +25,7 @@ def run(folder, *flags, ranks=1):
         "--device", "cpu", "--nvme-dir", str(folder), "--json", str(out), *flags,
     ]  # fmt: skip
     path = os.pathsep.join([str(ROOT), str(ROOT / "io")])
-    subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": path}, timeout=240)
+    subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": path})
     return json.loads(out.read_text())
 
 

@@ -1,8 +1,7 @@
-"""What is installed: the wheel, its types, how long an import takes, and -O and -W error."""
+"""What is installed: the wheel, its types, what an import imports, and -O and -W error."""
 
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import sysconfig
@@ -85,7 +84,7 @@ def run_there(python, *arguments, **environment):
     inherited = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "MYPYPATH")}
     return subprocess.run(
         [python, *arguments], env={**inherited, **environment}, cwd=python.parent,
-        capture_output=True, text=True, timeout=240,
+        capture_output=True, text=True,
     )  # fmt: skip
 
 
@@ -123,36 +122,30 @@ def test_every_package_is_in_the_wheel_and_says_that_it_is_typed():
 
 
 IMPORTED = """
-import time
-times = [time.process_time()]
+import sys
 import torch
-times.append(time.process_time())
+before = set(sys.modules)
 import gemini, optim
-times.append(time.process_time())
+imported = set(sys.modules) - before
 gemini.GeminiDDP, optim.HybridAdam
-times.append(time.process_time())
-print(*times)
+wrapping = set(sys.modules) - before
+print(*imported, "|", *wrapping)
 """
+OURS = {"gemini", "optim", "nvme", "kernels_triton"}
+LIGHT = {"isal", "numpy", "decimal", "_decimal", "fractions", "statistics", "_statistics", "secrets",
+         "hmac", "html"}  # fmt: skip
 
 
 @pytest.mark.ci
-def test_importing_takes_less_than_1_2_times_what_importing_torch_takes():
-    environment = _environment()
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # else all is compiled in every process
-    ours, in_use = [], []
-    for turn in range(8):
-        done = subprocess.run(
-            [sys.executable, "-c", IMPORTED], check=True, env=environment, stdout=subprocess.PIPE
-        )
-        began, torch, gemini, wrapping = map(
-            float, done.stdout.split()
-        )  # CPU time: others may be busy
-        if turn:  # the first one compiles
-            ours.append((gemini - torch) / (torch - began))
-            in_use.append((wrapping - torch) / (torch - began))
-    assert statistics.median(ours) < 0.2, ours
-    # what wrapping needs is 0.2 s of our own, and one collection of torch's objects (0.1 s)
-    assert statistics.median(in_use) < 0.3, in_use
+def test_importing_is_ours_alone_and_wrapping_needs_nothing_heavy_beside_torch():
+    """What `import torch` has not imported already. Seconds: tests/deep/test_import_times.py."""
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTED], check=True, env=_environment(), stdout=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
+    imported, wrapping = (set(part.split()) for part in done.stdout.split("|"))
+    assert imported == {"gemini", "optim"}
+    assert {name.partition(".")[0] for name in wrapping} <= OURS | LIGHT
 
 
 OPTIMIZED = (

@@ -33,6 +33,7 @@ def run_threads(
     results: list[Any] = [None] * world_size
     errors: dict[int, str] = {}  # by rank, in the order in which they failed
     groups: list[Any] = []  # the end of one waits for what is under way in it
+    over: list[bool] = []  # nobody waits any more for ranks that are left
     others = _sockets()
     store = dist.HashStore()  # type: ignore[attr-defined]
 
@@ -49,7 +50,8 @@ def run_threads(
             del error
             groups.extend(dist.distributed_c10d._world.pg_map)
             gc.collect()  # what leaves a meeting tells the others, who else wait for this rank
-            _shut(_sockets() - others)
+            if not over:
+                _shut(_sockets() - others)
         finally:
             if dist.is_initialized():
                 groups.extend(dist.distributed_c10d._world.pg_map)
@@ -73,6 +75,7 @@ def run_threads(
             threaded.ProcessLocalGroup.exception_handle(error)
             raise
         finally:
+            over.append(True)
             _shut(_sockets() - others)
             groups.clear()
     if errors or _unfinished(threads):
@@ -113,13 +116,28 @@ def _one_world_a_thread(world_size: int) -> Iterator[None]:
         with lock:
             launch(*args, **kwargs)
 
-    isolate: Any = torch._C._distributed_c10d._set_thread_isolation_mode
+    start, of_thread = threading.Thread.start, threaded.ThreadLocalWorld._world
+
+    def start_in_world(thread: threading.Thread) -> None:  # a rank's own threads are of its world
+        world, run = getattr(of_thread, "world", None), thread.run
+
+        def run_in_world() -> None:
+            of_thread.world = world
+            run()
+
+        if world is not None:
+            thread.run = run_in_world  # type: ignore[method-assign]
+        start(thread)
+
+    c10d: Any = torch._C._distributed_c10d
+    isolate = c10d._set_thread_isolation_mode
     drawn, num_threads = torch.get_rng_state(), torch.get_num_threads()
     isolate(True)
     threaded._install_threaded_pg()
     try:
         with (
             patch.object(GridExecutor, "__call__", one_at_a_time),
+            patch.object(threading.Thread, "start", start_in_world),
             patch.dict(os.environ, LOCAL_WORLD_SIZE=str(world_size)),
         ):
             yield

@@ -105,7 +105,7 @@ def all_checks(rank, world_size):
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_accelerates_checks_pass_or_are_refused(world_size):
-    for failed, refused in run_ranks(at_rank, world_size, all_checks, world_size):
+    for failed, refused in run_ranks(at_rank, world_size, all_checks, world_size, processes=True):
         assert failed == []
         for _, name, size, words, _ in REFUSED:
             if size == world_size:
@@ -144,4 +144,4 @@ def bf16_part(rank, world_size):
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_its_bf16_run_computes_in_bf16_and_unwraps_to_fp32(world_size):
-    run_ranks(at_rank, world_size, bf16_part, world_size)
+    run_ranks(at_rank, world_size, bf16_part, world_size, processes=True)

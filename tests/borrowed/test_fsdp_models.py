@@ -127,6 +127,6 @@ def compared(rank, frac):
 @pytest.mark.parametrize("frac", [1.0, 0.0], ids=["zero3", "zero2"])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_models_of_fsdps_tests_train_as_under_ddp(world_size, frac):
-    for found in run_ranks(compared, world_size, frac):
+    for found in run_ranks(compared, world_size, frac, processes=True):
         assert len(found) == 10
         assert {name: worst for name, worst in found.items() if not worst < BOUND} == {}

@@ -240,7 +240,7 @@ def work(rank, folder):
 @functools.cache
 def results():
     with tempfile.TemporaryDirectory() as folder:
-        return run_ranks(work, 2, folder)
+        return run_ranks(work, 2, folder, processes=True)
 
 
 def of_all(name):

@@ -1,7 +1,5 @@
 """Checkpoints over ranks: any world size to any other, FSDP2 both ways, errors on every rank."""
 
-import time
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,6 +12,7 @@ from gemini import GeminiDDP, StaticPlacement
 from gemini.checkpoint import CheckpointError
 from optim import HybridAdam
 from tests.support.checkpoints import ADAM, assert_same, batches, make, train, whole
+from tests.support.until import until
 
 pytestmark = pytest.mark.ci
 
@@ -205,8 +204,7 @@ def full_disk_on_one_rank(rank, folder):
     large = torch.ones(1 << 20)
     found = [said(lambda: gemini.save_checkpoint(folder / "bad", model, optimizer, extra=large))]
     ticket = gemini.save_checkpoint(folder / "bad", model, optimizer, extra=large, async_save=True)
-    while not ticket.ready():
-        time.sleep(0.01)
+    until(ticket.ready)
     found.append(said(lambda: gemini.save_checkpoint(folder / "next", model, optimizer)))
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     other, its_optimizer = make(seed=3)
@@ -215,7 +213,7 @@ def full_disk_on_one_rank(rank, folder):
 
 
 def test_a_full_disk_on_one_rank_is_said_on_all_and_the_last_checkpoint_stays(tmp_path):
-    results = run_ranks(full_disk_on_one_rank, 2, tmp_path)
+    results = run_ranks(full_disk_on_one_rank, 2, tmp_path, processes=True)
     assert results[0][0] == results[1][0]
     for _, text in results[0][0]:
         assert "rank 1" in text and "EFBIG" in text

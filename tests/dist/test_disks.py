@@ -50,9 +50,9 @@ def train(rank, precision, failing_step, limit, folder):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_every_rank_is_told_where_and_why_and_goes_on_from_the_last_step(precision, tmp_path):
     """The last blocks are the ones whose write is waited for at the end of the step."""
-    clean = run_ranks(train, 2, precision, None, 0, str(tmp_path))
+    clean = run_ranks(train, 2, precision, None, 0, str(tmp_path), processes=True)
     for limit in (1 << 12, 300 << 10):
-        failed = run_ranks(train, 2, precision, 2, limit, str(tmp_path))
+        failed = run_ranks(train, 2, precision, 2, limit, str(tmp_path), processes=True)
         assert failed[1][1].startswith("FullTransferError: write of")
         assert "disks of ranks [1] failed" in failed[0][1]
         for _, said in failed:
@@ -87,8 +87,8 @@ def train_spilled(rank, failing_step, folder):
 
 def test_a_parameter_file_that_fails_at_its_last_write_fails_the_step_on_every_rank(tmp_path):
     """Nobody has counted the step when it is known, so nobody's weights are one step ahead."""
-    clean = run_ranks(train_spilled, 2, None, str(tmp_path))
-    failed = run_ranks(train_spilled, 2, 1, str(tmp_path))
+    clean = run_ranks(train_spilled, 2, None, str(tmp_path), processes=True)
+    failed = run_ranks(train_spilled, 2, 1, str(tmp_path), processes=True)
     assert failed[1][1].startswith("TransferError: write of") and "parameters" in failed[1][1]
     assert failed[0][1].startswith("RuntimeError: the disks of ranks [1] failed")
     for rank in range(2):

@@ -41,17 +41,18 @@ def all_loops(rank, place, names):
 def test_loops_written_for_torch_have_the_updates_of_torch(world_size, place, bound):
     of_operators = (world_size, place) == (2, "resident")
     names = [name for name in LOOPS if of_operators or "place" not in name]
+    if not of_operators:  # two of the other five cases for each loop
+        case = CASES.index((world_size, place, bound))
+        names = [name for i, name in enumerate(names) if (i + case) % 5 < 2]
     if place == "files":  # in one process: tests/gemini/training/test_thaw.py
         names = [name for name in names if not name.startswith("thawed")]
-    found = {}
-    for begin in range(0, len(names), 12):  # processes anew: one that fails names its loop
-        found |= run_ranks(all_loops, world_size, place, names[begin : begin + 12])[0]
+    found = run_ranks(all_loops, world_size, place, names)[0]
     bounds = BOUNDS | DEEP if place == "files" else BOUNDS
     wrong = {name: error for name, error in found.items() if error > bounds.get(name, bound)}
     assert len(found) == len(names) and not wrong
 
 
-@pytest.mark.parametrize(("world_size", "first", "count"), [(2, 0, 120), (3, 500, 60)])
+@pytest.mark.parametrize(("world_size", "first", "count"), [(2, 0, 40), (3, 500, 20)])
 def test_drawn_programs_have_the_updates_of_torch_or_are_refused(world_size, first, count):
     for report in run_ranks(run_many, world_size, first, count):
         assert report.wrong == ()

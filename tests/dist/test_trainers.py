@@ -35,7 +35,7 @@ def at_rank(rank, work, *args):
 
 
 def at_ranks(work, world_size, *args):
-    return run_ranks(at_rank, world_size, work, *args)
+    return run_ranks(at_rank, world_size, work, *args, processes=True)
 
 
 def trains(rank, folder, names):

@@ -201,7 +201,7 @@ def folder_of(world_size):
 
 @cache
 def ran(world_size):
-    return run_ranks(on_every_rank, world_size, folder_of(world_size).name)
+    return run_ranks(on_every_rank, world_size, folder_of(world_size).name, processes=True)
 
 
 @cache
@@ -382,7 +382,7 @@ def refusals(rank):
 
 
 def test_what_cannot_be_is_refused_by_name():
-    for said in run_ranks(refusals, 2):
+    for said in run_ranks(refusals, 2, processes=True):
         assert "of 4 already, and cannot be stage" in said["one module, two stages"]
         assert "dw_builder gives gradients" in said["dw_builder"]
         assert 'a dimension "pp"' in said["plain"]

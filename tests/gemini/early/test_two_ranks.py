@@ -127,7 +127,7 @@ def faults(rank, update, every):
 
 
 def check_faults(every):
-    check_told(run_ranks(faults, 2, "both", every))
+    check_told(run_ranks(faults, 2, "both", every, processes=True))
 
 
 def test_a_disk_that_fails_on_one_rank_undoes_the_step_on_all():

@@ -132,7 +132,7 @@ def all_cases(rank, folder):
 
 
 def test_split_masters_have_the_bits_of_whole_ones_wherever_they_are(tmp_path):
-    assert run_ranks(all_cases, 2, str(tmp_path)) == [True, True]
+    assert run_ranks(all_cases, 2, str(tmp_path), processes=True) == [True, True]
 
 
 def sizes(rank):
@@ -147,7 +147,7 @@ def sizes(rank):
 
 
 def test_state_takes_10_bytes_a_parameter_where_shards_are_apart():
-    for found, shards, planned in run_ranks(sizes, 2):
+    for found, shards, planned in run_ranks(sizes, 2, processes=True):
         each = [nbytes // numel for nbytes, numel, _ in found]
         assert each == [10, 8, 12, 12]
         assert [first for *_, first in found] == [{"remainder"}, *[{"master"}] * 3]

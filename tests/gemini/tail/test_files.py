@@ -334,7 +334,7 @@ def on_ranks_with_faults(rank, budget):
 @pytest.mark.ci
 @pytest.mark.parametrize("budget", [SHARED, "420KiB"])
 def test_a_disk_that_fails_on_one_rank_undoes_the_step_on_all(budget):
-    check_told(run_ranks(on_ranks_with_faults, 2, budget))
+    check_told(run_ranks(on_ranks_with_faults, 2, budget, processes=True))
 
 
 # -- what is read while it is written --

@@ -96,7 +96,7 @@ def tears(rank, folder):
 
 
 def test_an_update_that_ends_in_its_middle_is_told_to_all_ranks(tmp_path):
-    (torn, wrong), (other, wrong_there) = run_ranks(tears, 2, tmp_path / "saved")
+    (torn, wrong), (other, wrong_there) = run_ranks(tears, 2, tmp_path / "saved", processes=True)
     assert wrong == wrong_there == []
     assert [said.split(":")[0] for said in torn] == [
         "stepped", "stepped", "MemoryError", "RuntimeError", "stepped"

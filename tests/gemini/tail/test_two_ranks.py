@@ -98,7 +98,7 @@ def faults(rank, options):
 @pytest.mark.parametrize("options", [{}, {"fraction": 0.4, "precision": "fp32"}],
                          ids=["all on disk", "partly"])  # fmt: skip
 def test_a_disk_that_fails_on_one_rank_undoes_the_step_on_all(options):
-    check_told(run_ranks(faults, 2, options))
+    check_told(run_ranks(faults, 2, options, processes=True))
 
 
 def slow_rank(rank):
@@ -122,7 +122,7 @@ def slow_rank(rank):
 
 
 def test_a_step_counts_when_it_does_on_every_rank():
-    assert run_ranks(slow_rank, 2) == [(False, True)] * 2
+    assert run_ranks(slow_rank, 2, processes=True) == [(False, True)] * 2
 
 
 def asks(rank):
@@ -155,7 +155,7 @@ def asks(rank):
 
 
 def test_all_ranks_are_told_by_what_they_ask_first():
-    assert run_ranks(asks, 2) == [["TransferError"] * 5, ["RuntimeError"] * 5]
+    assert run_ranks(asks, 2, processes=True) == [["TransferError"] * 5, ["RuntimeError"] * 5]
 
 
 def zero_stages(rank):

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from bench.shared.models import Tower, token_batches, token_loss
+from bench.shared.models import Tower, seeded, token_batches, token_loss
 from bench.shared.workers import run_ranks
 from gemini.integrations import Booster, GeminiPlugin, LowLevelZeroPlugin, TorchFSDPPlugin
 from gemini.integrations.classic import (
@@ -87,8 +87,8 @@ def lora(rank, folder):
 
 def fsdp_options(rank, folder):
     """Meta parameters that `param_init_fn` makes, and rank 0's values where that is asked for."""
-    torch.manual_seed(rank)
-    module = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 2))
+    with seeded(rank):
+        module = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 2))
     booster = Booster(plugin=TorchFSDPPlugin(sync_module_states=True))
     model, *_ = booster.boost(module, torch.optim.SGD(module.parameters(), lr=0.1))
     synchronised = float(model(torch.ones(1, 6)).sum())

@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import gemini.ddp
@@ -125,7 +126,6 @@ def work(rank):
         "ddp": update_of_ddp(rank),
         "sharded": [sharded(rank, is_fp32) for is_fp32 in (False, True)],
     }
-    gemini.ddp.make_backend = lambda device: SimBackend(rank)  # with a host memory of its own
     for stage in STAGES:
         for case in OPTIONS:
             found[stage, case] = boosted(rank, stage, case)
@@ -134,7 +134,9 @@ def work(rank):
 
 @pytest.fixture(scope="module")
 def results():
-    return run_ranks(work, WORLD)
+    with pytest.MonkeyPatch.context() as patch:  # a device with a host memory of its own
+        patch.setattr(gemini.ddp, "make_backend", lambda device: SimBackend(dist.get_rank()))
+        return run_ranks(work, WORLD)
 
 
 @pytest.mark.parametrize("case", OPTIONS)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bench.shared.models import Block, Splittable
+from bench.shared.models import Block, Splittable, seeded
 from gemini.integrations import Booster, GeminiPlugin, HybridParallelPlugin
 from tests.integrations.cases.boosted import (
     ADAM,
@@ -98,8 +98,8 @@ def pipeline(**options: Any) -> HybridParallelPlugin:
 
 
 def sequential(name: str) -> Made:
-    torch.manual_seed(0)
-    layers = [nn.Embedding(97, 32), *(Block(True) for _ in range(4)), nn.Linear(32, 97)]
+    with seeded():
+        layers = [nn.Embedding(97, 32), *(Block(True) for _ in range(4)), nn.Linear(32, 97)]
     return _with_optimizer(nn.Sequential(*layers))
 
 

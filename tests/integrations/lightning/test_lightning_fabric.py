@@ -115,7 +115,7 @@ def work(rank, folder):
 @functools.cache
 def results(world_size):
     with tempfile.TemporaryDirectory() as folder:
-        return run_ranks(work, world_size, folder)
+        return run_ranks(work, world_size, folder, processes=True)
 
 
 def close(got, want, rtol=1e-5):
@@ -176,7 +176,9 @@ def refused(rank, folder):
 
 
 def test_what_a_folder_cannot_hold_is_refused(tmp_path):
-    for two, filtered, saved, nothing, more, option in run_ranks(refused, 2, str(tmp_path)):
+    for two, filtered, saved, nothing, more, option in run_ranks(
+        refused, 2, str(tmp_path), processes=True
+    ):
         assert "a, b: a sharded checkpoint holds one model" in two
         assert 'strategy with checkpoint="full"' in filtered
         assert saved == "" and "expected the model that takes it" in nothing

@@ -53,14 +53,13 @@ def started(folder, how):
     )  # fmt: skip
 
 
-def ended(process, seconds=200):
+def ended(process):
     """Its exit code and all that it said."""
     try:
-        said, _ = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # and the ranks that it started
         said, _ = process.communicate()
-        raise AssertionError(f"still running after {seconds} s:\n{said}") from None
+    except BaseException:  # pytest's time-out
+        os.killpg(process.pid, signal.SIGKILL)  # and the ranks that it started
+        raise
     return process.returncode, said
 
 

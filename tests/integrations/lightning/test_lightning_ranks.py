@@ -212,7 +212,7 @@ def shared_folder():
 
 @functools.cache
 def results(world_size, work=trained):
-    return run_ranks(work, world_size, shared_folder().name)
+    return run_ranks(work, world_size, shared_folder().name, processes=True)
 
 
 def close(got, want, rtol=1e-5):
@@ -310,7 +310,7 @@ def test_weight_averages_are_those_of_ddp(world_size, kind):
 @pytest.mark.parametrize(("saved_by", "world_size"), [(1, 2), (2, 1), (2, 4)])
 def test_a_fit_goes_on_at_another_world_size(saved_by, world_size):
     results(saved_by, more)
-    for want, got in run_ranks(go_on, world_size, shared_folder().name, saved_by):
+    for want, got in run_ranks(go_on, world_size, shared_folder().name, saved_by, processes=True):
         for name in ("losses", "norms", "rates"):
             close(got[name], want[name])
 

@@ -111,7 +111,7 @@ def work(rank, folder):
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved")
-    return folder, run_ranks(work, 2, str(folder))
+    return folder, run_ranks(work, 2, str(folder), processes=True)
 
 
 @pytest.mark.parametrize("name", CASES)

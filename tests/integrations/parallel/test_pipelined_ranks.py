@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from bench.shared.models import seeded
 from bench.shared.workers import run_ranks
 from gemini.integrations import Booster, HybridParallelPlugin
 
@@ -16,8 +17,8 @@ TOLERANCE = 1e-5
 
 
 def made():
-    torch.manual_seed(0)
-    layers = [nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 3)]
+    with seeded():
+        layers = [nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 3)]
     return nn.Sequential(*layers)
 
 
@@ -100,7 +101,7 @@ def work(rank, folder):
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pipeline")
-    return folder, run_ranks(work, 2, str(folder))
+    return folder, run_ranks(work, 2, str(folder), processes=True)
 
 
 def test_batches_of_any_number_of_rows_give_what_the_model_gives(results):

@@ -149,7 +149,7 @@ def without_compiler_on_rank_1(rank):
 @pytest.mark.ci
 @pytest.mark.ci
 def test_if_one_rank_cannot_compile_none_does():
-    found = run_ranks(without_compiler_on_rank_1, 2)
+    found = run_ranks(without_compiler_on_rank_1, 2, processes=True)
     assert [path for path, _ in found] == ["cpu", "cpu"]
     assert all("rank 1: no C++ compiler" in error for _, error in found)
 

@@ -203,7 +203,7 @@ def train_on_a_rank(rank):
 
 @pytest.mark.ci
 def test_ranks_share_one_library_and_agree():
-    (norm, weights), (its_norm, its_weights) = run_ranks(train_on_a_rank, 2)
+    (norm, weights), (its_norm, its_weights) = run_ranks(train_on_a_rank, 2, processes=True)
     assert norm == its_norm
     assert all(torch.equal(a, b) for a, b in zip(weights, its_weights, strict=True))
 

@@ -1,11 +1,8 @@
 """What a sharded save through the Trainer takes on a rank: a chunk, whatever the model."""
 
-import pytest
 import torch
 
 from bench.shared.workers import run_ranks
-
-pytestmark = pytest.mark.ci
 
 LAYERS, WIDTH = 24, 1024
 CHUNK_BYTES = 4 * WIDTH * (WIDTH + 1)  # fp32: a layer each
@@ -56,5 +53,5 @@ def saved(rank, folder):
 
 def test_a_save_at_two_ranks_takes_a_chunk_and_no_more(tmp_path):
     assert MODEL_BYTES > 2 * (CHUNK_BYTES + SLACK_BYTES)  # else a whole copy would pass
-    for nbytes in run_ranks(saved, 2, str(tmp_path)):
+    for nbytes in run_ranks(saved, 2, str(tmp_path), processes=True):
         assert nbytes <= CHUNK_BYTES + SLACK_BYTES
