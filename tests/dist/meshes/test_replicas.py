@@ -346,17 +346,18 @@ def data_bytes(path):
 
 
 def test_a_save_writes_each_element_once_and_loads_at_any_replicas_and_shards(tmp_path):
-    # a process has one save beside training
+    # a process has one save beside training, and one generator that a load sets
     saved, digest = run_ranks(saves, 4, (2, 2), str(tmp_path / "meshed"), processes=True)[0]
     run_ranks(saves, 2, (1, 2), str(tmp_path / "plain"), processes=True)
     # files of two more ranks have only their headers and random numbers
     assert data_bytes(tmp_path / "meshed") < 1.05 * data_bytes(tmp_path / "plain") + 2 * 20_000
     assert data_bytes(tmp_path / "meshed-later") == data_bytes(tmp_path / "meshed")
+    folder = str(tmp_path / "meshed")
     for shapes, world_size in (([(2, 2), None, (4, 1)], 4), ([None, (2, 1)], 2), ([None], 1)):
-        loaded = run_ranks(loads, world_size, shapes, str(tmp_path / "meshed"))
+        loaded = run_ranks(loads, world_size, shapes, folder, processes=True)
         assert {name for found in loaded for _, name in found} == {digest}
         assert all(same(values, saved) for values, _ in loaded[0])
-    from_fsdp2 = run_ranks(fsdp2_saves, 4, str(tmp_path / "fsdp2"))[0]
+    from_fsdp2 = run_ranks(fsdp2_saves, 4, str(tmp_path / "fsdp2"), processes=True)[0]
     assert same(from_fsdp2, dict(Tower(3).state_dict()))
     weights_alone = {name: torch.empty_like(value) for name, value in Tower().state_dict().items()}
     dcp_state = {"model": weights_alone}

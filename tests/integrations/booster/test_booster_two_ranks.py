@@ -130,7 +130,7 @@ CHECKS = (data, worker_seeds, copies, handled, lora, fsdp_options, alone)
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    return run_ranks(work, 2, str(tmp_path_factory.mktemp("ranks")))
+    return run_ranks(work, 2, str(tmp_path_factory.mktemp("ranks")), processes=True)
 
 
 pytestmark = pytest.mark.ci

@@ -71,8 +71,8 @@ def _with_optimizer(model: nn.Module) -> Made:
     return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
 
 
-def split_runs(rank: int, here: str, before: str | None) -> Any:
-    return all_runs(rank, list(SPLIT), here, before, Kit(splittable, SPLIT))
+def split_runs(rank: int, names: list[str], here: str, before: str | None) -> Any:
+    return all_runs(rank, names, here, before, Kit(splittable, SPLIT))
 
 
 # -- pipelines --

@@ -1,4 +1,4 @@
-"""GeminiStrategy at 1, 2 and 4 ranks beside Lightning's own DDP, in the same processes.
+"""GeminiStrategy at 2 ranks, some of it at 4, beside Lightning's own DDP, in the same processes.
 
 In fp32 the two differ by the order of sums in reductions and norms: 1e-5, relative.
 """
@@ -15,7 +15,7 @@ from bench.shared.workers import run_ranks
 
 pytestmark = pytest.mark.ci
 
-WORLDS = (1, 2, 4)
+FOUR = ("accumulated, norm clipped", "value clipped", "zero2, gathered late")
 LATE = {"overlap_allgather": True, "communication_dtype": "fp32"}
 # trainer options by case; the strategy's beside them
 CASES = {
@@ -164,7 +164,10 @@ def trained(rank, folder):
     as_torchrun(rank)
     found = {"reductions": counted(folder, 4), "late": gathered_late(folder)}
     for case, (options, given) in CASES.items():
-        found[case] = fit(folder, "ddp", **options), fit(folder, strategy(given), **options)
+        if dist.get_world_size() == 2 or case in FOUR:
+            found[case] = fit(folder, "ddp", **options), fit(folder, strategy(given), **options)
+    if dist.get_world_size() > 2:
+        return found
     for case, precision in MIXED.items():
         own = {} if precision else {"precision": "fp16"}
         found[case] = found["plain"][0], fit(folder, strategy({}, **own), precision=precision)
@@ -220,8 +223,9 @@ def close(got, want, rtol=1e-5):
     torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=rtol, atol=1e-7)
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize(
+    ("world_size", "case"), [*((2, case) for case in CASES), *((4, case) for case in FOUR)]
+)
 def test_losses_norms_rates_and_evaluation_are_those_of_ddp(world_size, case):
     for found in results(world_size):
         want, got = found[case]
@@ -232,56 +236,51 @@ def test_losses_norms_rates_and_evaluation_are_those_of_ddp(world_size, case):
             assert type(got["weights"][name]) is torch.Tensor
 
 
-@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("world_size", [2, 4])
 def test_ranks_see_the_rows_that_ddp_shows_them(world_size):
-    found = [rank["plain"] for rank in results(world_size)]
+    found = [rank["value clipped"] for rank in results(world_size)]
     seen = [set(got["rows"]) for _, got in found]
     assert [got["rows"] for _, got in found] == [want["rows"] for want, _ in found]
     assert len(set.union(*seen)) == sum(map(len, seen))
 
 
-@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("world_size", [2, 4])
 def test_an_accumulation_reduces_each_chunk_once(world_size):
     for found in results(world_size):
         chunks, reductions = found["reductions"]
-        assert reductions == chunks and (chunks > 1 or world_size == 1)
+        assert reductions == chunks > 1
 
 
-@pytest.mark.parametrize("world_size", WORLDS)
-def test_weights_are_on_their_way_behind_a_step_where_that_is_asked_for(world_size):
-    for found in results(world_size):
-        assert found["late"] == [(world_size > 1, "bfloat16")] * 2
+def test_weights_are_on_their_way_behind_a_step_where_that_is_asked_for():
+    for found in results(2):
+        assert found["late"] == [(True, "bfloat16")] * 2
 
 
 @pytest.mark.parametrize("case", MIXED)
-@pytest.mark.parametrize("world_size", WORLDS)
-def test_16_bits_train_as_fp32_does_to_their_precision(world_size, case):
+def test_16_bits_train_as_fp32_does_to_their_precision(case):
     """2**-8 of a weight in bf16, through three layers."""
-    for found in results(world_size):
+    for found in results(2):
         want, got = found[case]
         close(got["losses"], want["losses"], rtol=0.02)
         close(got["evals"], want["evals"], rtol=0.02)
         assert got["losses"] != want["losses"]
 
 
-@pytest.mark.parametrize("world_size", WORLDS)
-def test_validation_test_and_prediction_need_no_fit(world_size):
-    for found in results(world_size, more):
+def test_validation_test_and_prediction_need_no_fit():
+    for found in results(2, more):
         want, got = found["evaluations"]
         close(got, want)
 
 
-@pytest.mark.parametrize("world_size", WORLDS)
-def test_manual_optimization_and_a_finder_of_the_rate_are_those_of_ddp(world_size):
-    for found in results(world_size, more):
+def test_manual_optimization_and_a_finder_of_the_rate_are_those_of_ddp():
+    for found in results(2, more):
         want, got = found["other loops"]
         close(got, want)
 
 
-@pytest.mark.parametrize("world_size", WORLDS)
-def test_a_fit_goes_on_from_the_middle_of_an_accumulation(world_size):
+def test_a_fit_goes_on_from_the_middle_of_an_accumulation():
     """As DDP's does: what was accumulated is not saved, by neither."""
-    for found in results(world_size, more):
+    for found in results(2, more):
         want, got = found["resumed"]
         assert len(got[1]["losses"]) == MICRO_STEPS - SAVED_AT
         for i in range(2):
@@ -289,17 +288,15 @@ def test_a_fit_goes_on_from_the_middle_of_an_accumulation(world_size):
                 close(got[i][name], want[i][name])
 
 
-@pytest.mark.parametrize("world_size", WORLDS)
-def test_a_file_of_either_strategy_goes_on_with_the_other(world_size):
-    for found in results(world_size, more):
+def test_a_file_of_either_strategy_goes_on_with_the_other():
+    for found in results(2, more):
         for losses in found["crossed"].values():
             close(losses, found["crossed"]["ddp", "ddp"])
 
 
 @pytest.mark.parametrize("kind", ["swa", "ema"])
-@pytest.mark.parametrize("world_size", WORLDS)
-def test_weight_averages_are_those_of_ddp(world_size, kind):
-    for found in results(world_size, more):
+def test_weight_averages_are_those_of_ddp(kind):
+    for found in results(2, more):
         want, got = found[kind]
         close(got["losses"], want["losses"])
         close(got["evals"], want["evals"])
@@ -307,7 +304,7 @@ def test_weight_averages_are_those_of_ddp(world_size, kind):
             torch.testing.assert_close(got["weights"][name], value, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("saved_by", "world_size"), [(1, 2), (2, 1), (2, 4)])
+@pytest.mark.parametrize(("saved_by", "world_size"), [(2, 1), (2, 4)])
 def test_a_fit_goes_on_at_another_world_size(saved_by, world_size):
     results(saved_by, more)
     for want, got in run_ranks(go_on, world_size, shared_folder().name, saved_by, processes=True):
