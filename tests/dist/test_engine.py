@@ -1,6 +1,6 @@
 """Chunks over ranks: order of collectives, accumulation, whole state, and what ranks may differ in.
 
-Ranks are processes on gloo. World size 3 pads every shard.
+World size 3 pads every shard.
 """
 
 import os
@@ -91,7 +91,7 @@ def test_accumulation_equals_one_process_over_all_parts(placement, how):
             assert torch.equal(seen, results[0][1]) and norm == results[0][2]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_twenty_steps_at_other_world_sizes(world_size):
     start = flat(list(Tower().state_dict().values()))
     want = train_reference(

@@ -21,8 +21,6 @@ from gemini.runtime.memory import machine
 from optim import HybridAdam
 from tests.support.loops.sides import ADAM, SMALL, Net, batch, difference, loss_of, plain, wrapped
 
-pytestmark = pytest.mark.ci
-
 
 def step(model, optimizer, seed=0):
     loss_of(model, seed).backward()

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.ci
 SMALL = {"min_chunk_size_m": 0.004}
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_clipping_accumulation_and_placement_together(precision, world_size):
     """K = 1..4, with and without no_sync, in four placements, ZeRO-2 and -3; always clipped."""
