@@ -1,5 +1,6 @@
 """The list of `make mutate`: every mutation still applies, and names tests that exist."""
 
+import ast
 import os
 import re
 import subprocess
@@ -8,17 +9,14 @@ from collections import Counter
 
 import pytest
 
-from tests.mutate import listed
+from tests.mutate import history, listed, sites
 from tests.mutate.listed import ROOT, Mutant
 
 MUTANTS = listed.everything()
 
 
-def test_every_mutation_applies_to_its_file_once_and_leaves_it_python():
+def test_every_mutation_applies_to_its_function_once_and_leaves_it_python():
     assert listed.do_not_apply(MUTANTS) == []
-    for mutant in MUTANTS:
-        text = mutant.applied_to((ROOT / mutant.file).read_text())
-        compile(text, mutant.file, "exec")
 
 
 def test_there_are_enough_and_each_has_a_name_of_its_own():
@@ -42,10 +40,52 @@ def test_the_promises_are_those_of_the_readme():
     assert [m.title for m in held if m.promise not in promises or m.equivalent] == []
 
 
-def test_a_text_that_is_not_there_once_is_said():
-    mutant = Mutant("area", "a name", "README.md", "no such text", "")
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("a + b", "a - b if c else d", "return ((a - b if c else d)) * c"),
+        ("x = f('y')\nx += 1", "if a:\n    x = 2", "    if a:\n        x = 2\n    if a:\n"),
+        ("if b:", "if True:", "elif True:\n        return 1"),
+        ("def g(self, x=1):", "def g(self, x=2):", "def g(self, x=2):\n        return x"),
+    ],
+)  # fmt: skip
+def test_a_site_is_found_by_what_it_means_in_its_own_function(old, new, expected):
+    scopes = sites.scopes(ast.parse(TEXT), "C.g" if "def" in old else "h")
+    assert expected in sites.replaced(TEXT, scopes, old, new)
+
+
+TEXT = """
+class C:
+    def g(self, x = 1):  # one
+        return x
+
+def h(a, b, c, d):
+    def g():
+        return a + b
+    x = f( "y" )  # a comment
+    x += 1
+    if a:
+        return x
+    elif b:
+        return 1
+    return (a
+        + b) * c
+"""
+
+
+@pytest.mark.parametrize(("old", "nth", "times"), [("a - b", 0, 0), ("a", 0, 2), ("a", 3, 2)])
+def test_a_site_that_is_not_there_once_is_said(old, nth, times):
+    scopes = sites.scopes(ast.parse(TEXT), "h")
+    with pytest.raises(ValueError, match=f"it occurs {times} times, expected {nth or 'once'}"):
+        sites.replaced(TEXT, scopes, old, "d", nth)
+    assert "((d)\n        + b) * c" in sites.replaced(TEXT, scopes, "a", "d", 2)
+
+
+def test_what_has_moved_is_found_by_its_name_and_what_is_nowhere_is_said():
+    assert listed.file_of("gemini.old:ShardTarget.step") == "gemini/runtime/step/target.py"
+    mutant = Mutant("area", "a name", "gemini.ddp:no_such", "a", "b")
     assert listed.do_not_apply([mutant]) == [
-        "area: a name: README.md has its text 0 times, expected once"
+        "area: a name: gemini.ddp:no_such: not in its module, and 0 others have its name"
     ]
 
 
@@ -54,11 +94,11 @@ import sys
 from tests.mutate import __main__ as run, listed
 
 tests = ("tests/optim/state/test_space.py::test_fraction_on_nvme_is_met_within_one_block",)
-old = "    assert 0 <= fraction <= 1"
+old, place = "assert 0 <= fraction <= 1", "optim.state.space:blocks_on_nvme"
 listed.areas = lambda: ["area"]
 listed.read = lambda area: [
-    listed.Mutant(area, "seen", "optim/state/space.py", old, "    return frozenset()", tests),
-    listed.Mutant(area, "unseen", "optim/state/space.py", old, "    assert fraction <= 1", tests),
+    listed.Mutant(area, "seen", place, old, "return frozenset()", killed_by=tests),
+    listed.Mutant(area, "unseen", place, old, "assert fraction <= 1", killed_by=tests),
 ]
 sys.exit(run.main(["--jobs", "1"]))
 """
@@ -73,3 +113,42 @@ def test_what_no_test_notices_survives_and_fails_the_run():
     assert done.returncode == 1, done.stderr
     assert "area: seen: tests/optim/state/test_space.py" in done.stdout
     assert "1 of 2 killed" in done.stdout and "survived: area: unseen" in done.stdout
+
+
+def test_a_ledger_knows_the_verdicts_of_its_commit(tmp_path, monkeypatch):
+    commit = ["one"]
+    monkeypatch.setattr(history, "_git", lambda verb, *_: commit[0] if verb == "rev-parse" else "")
+    path = tmp_path / "ledger.toml"
+    history.Ledger(path).add("b: second", "survived")
+    history.Ledger(path).add("a: first", "tests/test_x.py::test_y")
+    known = {"a: first": "tests/test_x.py::test_y", "b: second": "survived"}
+    assert history.Ledger(path).known == known
+    commit[0] = "two"
+    history.Ledger(path).add("b: second", "equivalent")
+    assert history.Ledger(path).known == {"b: second": "equivalent"}
+    assert path.read_text() == (
+        '"a: first" = ["one", "tests/test_x.py::test_y"]\n"b: second" = ["two", "equivalent"]\n'
+    )
+
+
+def test_a_change_asks_for_the_mutants_of_functions_and_tests_that_it_changed(monkeypatch):
+    function, test = "def f():\n    return 1 + 1\n", "def test_f():\n    assert f() == 2\n"
+    texts = {"f.py": function, "t.py": test, "tests/mutate/area.toml": '["a"]'}
+    now = {file: ast.parse(text) for file, text in texts.items() if file.endswith(".py")}
+    monkeypatch.setattr(history, "_git", lambda *asked: texts[asked[1].partition(":")[2]])
+    monkeypatch.setattr(history, "tree_of", now.__getitem__)
+    monkeypatch.setattr(listed, "file_of", lambda where: "f.py")
+    mutant = Mutant("area", "a", "f:f", "1 + 1", "1", killed_by=("t.py::test_f",))
+
+    def changed(**others):
+        texts.update({file.replace("_", "."): text for file, text in others.items()})
+        history._tree_at.cache_clear()
+        history._text_at.cache_clear()
+        return history._differs("base", mutant) or history._is_new("base", mutant)
+
+    assert not changed(f_py=f"# a comment\n{function}\ndef g(): ...\n")
+    assert changed(f_py=function.replace("1 + 1", "2"))
+    assert changed(f_py=function, t_py=test.replace("2", "3"))
+    assert not changed(t_py=test)
+    texts["tests/mutate/area.toml"] = ""
+    assert changed()

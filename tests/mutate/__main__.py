@@ -1,9 +1,10 @@
 """Break the code in one place after the other, and see that a test notices.
 
-    python -m tests.mutate [--promises] [--area AREA ...] [--name TEXT] [--jobs 2]
+    python -m tests.mutate [--promises] [--changed BASE] [--area AREA ...] [--name TEXT]
+                           [--ledger FILE] [--jobs 2]
 
 Prints what survives. Fails where a mutation does not apply, its tests do not pass without it, or
-fewer than 95 % of mutants die (with --promises: one lives).
+fewer than 95 % of mutants die (with --promises or --changed: one lives).
 """
 
 from __future__ import annotations
@@ -11,19 +12,20 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from tests.mutate import listed
+from tests.mutate.history import Ledger, changed_since
 from tests.mutate.listed import ROOT, Mutant
-from tests.mutate.trees import Outcome, Tree, warm_up
+from tests.mutate.trees import Outcome, Tree, next_outcome, warm_up
 from tests.support.disks import own_folder
 
 LEAST_KILLED = 0.95  # of those that are no equivalents
-LIMIT_SECONDS = 150.0  # of the tests of one mutant: they take a few
-WHOLE_LIMIT_SECONDS = 1800.0  # of all of them, unchanged
+LIMIT_SECONDS = 300  # of the tests of one mutant, that hang: they take a few
+WHOLE_LIMIT_SECONDS = 3600  # of all of them, unchanged
+NO_VERDICT = (4, 5)  # of pytest: a test that is not there, or is left out
 T = TypeVar("T")
 
 
@@ -31,40 +33,60 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = _parser().parse_args(arguments)
     mutants = [
         mutant for area in asked.area or listed.areas() for mutant in listed.read(area)
-        if asked.name in mutant.title and (mutant.promise or not asked.promises)
+        if asked.name in mutant.title
     ]  # fmt: skip
     wrong = listed.do_not_apply(mutants)
     if wrong:
         print("\n".join(wrong))
         return 1
-    to_run = [mutant for mutant in mutants if not mutant.equivalent]
-    own_folder.make()
-    warm_up()
-    folder = Path(tempfile.mkdtemp())
-    trees = [Tree(ROOT, folder / str(i)) for i in range(asked.jobs)]
-    try:
-        if not asked.unchecked and not _pass_unchanged(to_run, trees):
-            return 1
-        survivors = _survivors(to_run, trees)
-    finally:
-        for tree in trees:
-            tree.close()
-    killed = len(to_run) - len(survivors)
-    print(f"{killed} of {len(to_run)} killed, {len(mutants) - len(to_run)} equivalent")
+    if asked.promises or asked.changed:
+        changed = changed_since(asked.changed, mutants) if asked.changed else []
+        mutants = [each for each in mutants if (asked.promises and each.promise) or each in changed]
+    ledger = Ledger(asked.ledger)
+    for mutant in mutants:
+        if mutant.equivalent:
+            ledger.add(mutant.title, "equivalent")
+    to_run = [mutant for mutant in mutants if mutant.title not in ledger.known]
+    if to_run and not _run(to_run, ledger, asked.jobs, unchecked=asked.unchecked):
+        return 1
+    verdicts = [ledger.known[mutant.title] for mutant in mutants if not mutant.equivalent]
+    survivors = [each for each in mutants if ledger.known[each.title] == "survived"]
+    killed = len(verdicts) - len(survivors)
+    print(f"{killed} of {len(verdicts)} killed, {len(mutants) - len(verdicts)} equivalent")
     for mutant in survivors:
         print(f"survived: {mutant.title} ({mutant.file})")
-    least = 1.0 if asked.promises else LEAST_KILLED
-    return int(killed < least * len(to_run))
+    least = 1.0 if asked.promises or asked.changed else LEAST_KILLED
+    return int(killed < least * len(verdicts))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.mutate")
     parser.add_argument("--promises", action="store_true", help="those that hold one of README.md")
+    parser.add_argument("--changed", metavar="BASE", help="those that a commit does not have, or "
+                        "whose function or tests are others there")  # fmt: skip
     parser.add_argument("--area", nargs="*", choices=listed.areas())
     parser.add_argument("--name", default="", help="those whose title has this")
+    parser.add_argument("--ledger", type=Path, help="where verdicts are kept: one that is there "
+                        "for this commit is not asked again")  # fmt: skip
     parser.add_argument("--jobs", type=int, default=2, help="at a time")
     parser.add_argument("--unchecked", action="store_true", help="trust the tests to pass as it is")
     return parser
+
+
+def _run(mutants: Sequence[Mutant], ledger: Ledger, jobs: int, *, unchecked: bool) -> bool:
+    """Whether their tests pass without a mutation."""
+    own_folder.make()
+    warm_up()
+    folder = Path(tempfile.mkdtemp())
+    trees = [Tree(ROOT, folder / str(i)) for i in range(min(jobs, len(mutants)))]
+    try:
+        if not unchecked and not _pass_unchanged(mutants, trees):
+            return False
+        _find_verdicts(mutants, trees, ledger)
+    finally:
+        for tree in trees:
+            tree.close()
+    return True
 
 
 def _pass_unchanged(mutants: Sequence[Mutant], trees: Sequence[Tree]) -> bool:
@@ -84,39 +106,31 @@ def _pass_unchanged(mutants: Sequence[Mutant], trees: Sequence[Tree]) -> bool:
     return passed
 
 
-def _survivors(mutants: Sequence[Mutant], trees: Sequence[Tree]) -> list[Mutant]:
-    survivors = []
-    original = {mutant.file: (ROOT / mutant.file).read_text() for mutant in mutants}
-    changed: dict[Tree, Mutant] = {}
+def _find_verdicts(mutants: Sequence[Mutant], trees: Sequence[Tree], ledger: Ledger) -> None:
+    changed: dict[Tree, str] = {}
 
     def mutate(tree: Tree, mutant: Mutant) -> Sequence[str]:
         if tree in changed:
-            before = changed.pop(tree).file
-            (tree.root / before).write_text(original[before])
-        (tree.root / mutant.file).write_text(mutant.applied_to(original[mutant.file]))
-        changed[tree] = mutant
+            before = changed.pop(tree)
+            (tree.root / before).write_text((ROOT / before).read_text())
+        (tree.root / mutant.file).write_text(mutant.applied())
+        changed[tree] = mutant.file
         return mutant.killed_by
 
     for mutant, outcome in _run_all(trees, mutants, mutate, LIMIT_SECONDS):
-        lives = outcome.code == 0
-        said = "SURVIVED" if lives else outcome.failed or _unnamed(outcome)
-        print(f"{outcome.seconds:5.1f} s  {mutant.title}: {said}", flush=True)
-        if lives:
-            survivors.append(mutant)
-    return survivors
-
-
-def _unnamed(outcome: Outcome) -> str:
-    if outcome.code is None:
-        return "did not end"
-    return f"ended with {outcome.code}: {outcome.output[-300:]}"
+        lives = outcome.code in (0, *NO_VERDICT)
+        verdict = "survived" if lives else outcome.failed or f"ended with {outcome.code}"
+        ledger.add(mutant.title, verdict)
+        print(f"{outcome.seconds:5.1f} s  {mutant.title}: {verdict}", flush=True)
+        if outcome.code and not outcome.failed:
+            print(outcome.output[-300:])
 
 
 def _run_all(
     trees: Sequence[Tree],
     items: Sequence[T],
     tests_of: Callable[[Tree, T], Sequence[str]],
-    limit_seconds: float,
+    limit_seconds: int,
 ) -> Iterator[tuple[T, Outcome]]:
     """Every item in the next tree that is free."""
     waiting, running, free = list(items)[::-1], dict[Tree, T](), list(trees)
@@ -125,12 +139,9 @@ def _run_all(
             tree, item = free.pop(), waiting.pop()
             tree.begin(tests_of(tree, item), limit_seconds)
             running[tree] = item
-        time.sleep(0.02)
-        for tree in list(running):
-            outcome = tree.outcome()
-            if outcome is not None:
-                free.append(tree)
-                yield running.pop(tree), outcome
+        tree, outcome = next_outcome(list(running))
+        free.append(tree)
+        yield running.pop(tree), outcome
 
 
 if __name__ == "__main__":

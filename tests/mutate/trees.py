@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import atexit
 import compileall
+import faulthandler
 import os
 import re
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,8 +31,8 @@ _OPTIONS = ("-x", "-q", "--tb=line", "-p", "no:cacheprovider")
 class Outcome:
     """Of one run of tests."""
 
-    code: int | None  # of pytest: 0 all passed, 1 one failed, others are no verdict; None: no end
-    seconds: float
+    code: int  # of pytest: 0 all passed, 1 one failed or did not end, others are no verdict
+    seconds: float  # of CPU, with what it waited for
     failed: str  # the first test that did
     output: str
 
@@ -55,50 +55,41 @@ class Tree:
                 root / folder, quiet=2, invalidation_mode=PycInvalidationMode.CHECKED_HASH
             )
         self._log = root.with_suffix(".log")
-        self._pid = 0
-        self._began = self._limit = 0.0
+        self.pid = 0
 
-    def begin(self, tests: Sequence[str], limit_seconds: float) -> None:
+    def begin(self, tests: Sequence[str], limit_seconds: int) -> None:
         """Run tests up to the first that fails."""
-        assert not self._pid
+        assert not self.pid
         sys.stdout.flush()
-        self._began, self._limit = time.monotonic(), limit_seconds
-        self._pid = os.fork()
-        if self._pid == 0:
-            self._run(tests)
+        self.pid = os.fork()
+        if self.pid == 0:
+            self._run(tests, limit_seconds)
 
-    def outcome(self) -> Outcome | None:
-        """None while tests run. One that passes its limit is killed, with all that it started."""
-        pid, status = os.waitpid(self._pid, os.WNOHANG)
-        seconds = time.monotonic() - self._began
-        if not pid and seconds < self._limit:
-            return None
-        if not pid:
-            self._kill()
-            os.waitpid(self._pid, 0)
-        code = os.waitstatus_to_exitcode(status) if pid else None
+    def ended(self, status: int, seconds: float) -> Outcome:
         self._kill()  # what a test left running
-        self._pid = 0
+        self.pid = 0
         output = self._log.read_text(errors="replace")
         failed = _FAILED.search(output)
+        code = os.waitstatus_to_exitcode(status)
         return Outcome(code, seconds, failed.group(1) if failed else "", output)
 
     def close(self) -> None:
-        if self._pid:
+        if self.pid:
             self._kill()
-            os.waitpid(self._pid, 0)
+            os.waitpid(self.pid, 0)
 
     def _kill(self) -> None:
         """The session that the child is the first process of."""
         try:
-            os.killpg(self._pid, signal.SIGKILL)
+            os.killpg(self.pid, signal.SIGKILL)
         except ProcessLookupError:
             return
 
-    def _run(self, tests: Sequence[str]) -> None:
+    def _run(self, tests: Sequence[str], limit_seconds: int) -> None:
         code = 70
         try:
             os.setsid()
+            faulthandler.dump_traceback_later(limit_seconds, exit=True, file=sys.__stderr__)
             log = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
             os.dup2(log, 1)
             os.dup2(log, 2)
@@ -118,6 +109,13 @@ class Tree:
         finally:
             sys.stdout.flush()
             os._exit(code)
+
+
+def next_outcome(running: Sequence[Tree]) -> tuple[Tree, Outcome]:
+    """Of the first run that ends."""
+    pid, status, used = os.wait4(-1, 0)
+    tree = next(tree for tree in running if tree.pid == pid)
+    return tree, tree.ended(status, used.ru_utime + used.ru_stime)
 
 
 def _marks(tests: Sequence[str]) -> str:
