@@ -83,6 +83,8 @@ def norms(rank, precision):
         whole = flat([grad for _, grad in model.named_gradients()])
         local = sum(grad.numel() for _, grad in model.named_gradients(full=False))
         want = float(torch.linalg.vector_norm(whole, norm_type))
+        read = torch.stack([p.grad.norm(norm_type).double() for p in model.parameters()])
+        assert float(torch.linalg.vector_norm(read, norm_type)) == pytest.approx(want, rel=1e-6)
         found.append((float(optimizer.clip_grad_norm_(0.5, norm_type)), want, local))
         optimizer.step()
         assert optimizer.last_report.grad_norm == found[-1][0]

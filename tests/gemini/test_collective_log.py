@@ -1,6 +1,7 @@
 """What ranks compare of what they did."""
 
 from gemini.runtime.comm.collective_log import Entry, SequenceLog, explain, first_difference
+from gemini.runtime.comm.meeting import Wish
 
 
 def log_of(*done):
@@ -37,4 +38,11 @@ def test_what_two_ranks_wait_for_may_be_their_own_but_for_calls():
         return SequenceLog.decode(log.encode())
 
     assert first_difference([waiting("reads", "a"), waiting("reads", "b")]) is None
-    assert first_difference([waiting("calls", "a"), waiting("calls", "b")]) is not None
+    found = first_difference([waiting("calls", "a"), waiting("calls", "b")])
+    assert "All ranks must call a; take it out" in str(explain(found, str))
+
+
+def test_wishes_that_no_one_deed_meets_differ():
+    reads, calls = ([Wish(kind, {name: name}) for name in "ab"] for kind in ("reads", "calls"))
+    assert not reads[0].differs_from(reads[1]) and not calls[0].differs_from(calls[0])
+    assert calls[0].differs_from(calls[1]) and reads[0].differs_from(calls[0])

@@ -100,6 +100,8 @@ def test_what_is_returned_twice_is_one_tensor_with_one_gradient():
         optimizer.step()
 
     assert difference(loop, Twice) < BOUND
+    a, b = wrapped(Twice, precision="fp16")[0](batch(0)[0])  # where each output is another tensor
+    assert a is b
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])

@@ -122,7 +122,8 @@ def test_trace_leaves_the_module_alone_and_takes_meta_modules():
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     here = trace(model, (IDS,))
     assert all(torch.equal(p, before[n]) and p.grad is None for n, p in model.named_parameters())
-    token_loss(model, IDS).backward()  # no hook is left behind
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    token_loss(model, IDS).backward()
     with torch.device("meta"):
         meta = Tower()
     assert untimed(trace(meta, (IDS,))) == untimed(here)
@@ -166,7 +167,7 @@ def test_larger_batch_needs_more_and_evaluation_less():
     large = trace(Layers(), (torch.ones(50, 64),)).peak_non_model_bytes
     evaluation = trace(Layers(), (torch.ones(50, 64),), kind="eval")
     assert small < large
-    assert evaluation.peak_non_model_bytes < large
+    assert evaluation.peak_non_model_bytes == 2 * 50 * 64 * 2 < large  # of one layer, in and out
     assert {m.phase for m in evaluation.moments} == {"forward"}
 
 
