@@ -23,8 +23,7 @@ from tests.mutate.trees import Outcome, Tree, next_outcome, warm_up
 from tests.support.disks import own_folder
 
 LEAST_KILLED = 0.95  # of those that are no equivalents
-LIMIT_SECONDS = 300  # of the tests of one mutant, that hang: they take a few
-WHOLE_LIMIT_SECONDS = 3600  # of all of them, unchanged
+LIMIT_SECONDS = 300  # of the tests of one mutant, where they hang: they take a few
 NO_VERDICT = (4, 5)  # of pytest: a test that is not there, or is left out
 T = TypeVar("T")
 
@@ -98,7 +97,7 @@ def _pass_unchanged(mutants: Sequence[Mutant], trees: Sequence[Tree]) -> bool:
     shares = [list(by_module.values())[i :: len(trees)] for i in range(len(trees))]
     runs = [[test for tests in share for test in tests] for share in shares if share]
     passed = True
-    for tests, outcome in _run_all(trees, runs, lambda tree, tests: tests, WHOLE_LIMIT_SECONDS):
+    for tests, outcome in _run_all(trees, runs, lambda tree, tests: tests):
         print(f"{len(tests)} tests without mutations: {outcome.seconds:.0f} s", flush=True)
         if outcome.code != 0:
             print(outcome.output[-4000:])
@@ -119,7 +118,7 @@ def _find_verdicts(mutants: Sequence[Mutant], trees: Sequence[Tree], ledger: Led
 
     for mutant, outcome in _run_all(trees, mutants, mutate, LIMIT_SECONDS):
         lives = outcome.code in (0, *NO_VERDICT)
-        verdict = "survived" if lives else outcome.failed or f"ended with {outcome.code}"
+        verdict = "survived" if lives else outcome.failed or outcome.end
         ledger.add(mutant.title, verdict)
         print(f"{outcome.seconds:5.1f} s  {mutant.title}: {verdict}", flush=True)
         if outcome.code and not outcome.failed:
@@ -130,7 +129,7 @@ def _run_all(
     trees: Sequence[Tree],
     items: Sequence[T],
     tests_of: Callable[[Tree, T], Sequence[str]],
-    limit_seconds: int,
+    limit_seconds: int | None = None,
 ) -> Iterator[tuple[T, Outcome]]:
     """Every item in the next tree that is free."""
     waiting, running, free = list(items)[::-1], dict[Tree, T](), list(trees)

@@ -22,6 +22,7 @@ from py_compile import PycInvalidationMode
 OURS = ("gemini", "optim", "nvme", "kernels_triton", "bench", "tests")
 SOURCES = ("gemini", "optim", "kernels_triton", "io/nvme")
 _LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "runs", "build", "dist.egg-info")
+_TIMEOUT = "Timeout (0:"  # as faulthandler says it
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", re.MULTILINE)
 
 _OPTIONS = ("-x", "-q", "--tb=line", "-p", "no:cacheprovider")
@@ -35,6 +36,11 @@ class Outcome:
     seconds: float  # of CPU, with what it waited for
     failed: str  # the first test that did
     output: str
+
+    @property
+    def end(self) -> str:
+        """How it ended, where no test failed."""
+        return "did not end" if _TIMEOUT in self.output else f"ended with {self.code}"
 
 
 def warm_up() -> None:
@@ -57,7 +63,7 @@ class Tree:
         self._log = root.with_suffix(".log")
         self.pid = 0
 
-    def begin(self, tests: Sequence[str], limit_seconds: int) -> None:
+    def begin(self, tests: Sequence[str], limit_seconds: int | None) -> None:
         """Run tests up to the first that fails."""
         assert not self.pid
         sys.stdout.flush()
@@ -85,11 +91,12 @@ class Tree:
         except ProcessLookupError:
             return
 
-    def _run(self, tests: Sequence[str], limit_seconds: int) -> None:
+    def _run(self, tests: Sequence[str], limit_seconds: int | None) -> None:
         code = 70
         try:
             os.setsid()
-            faulthandler.dump_traceback_later(limit_seconds, exit=True, file=sys.__stderr__)
+            if limit_seconds is not None:
+                faulthandler.dump_traceback_later(limit_seconds, exit=True, file=sys.__stderr__)
             log = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
             os.dup2(log, 1)
             os.dup2(log, 2)

@@ -1,6 +1,7 @@
 """What a Booster saves is what others read: formats, places, and a thread that writes."""
 
 import json
+import threading
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from gemini.integrations import (
     LowLevelZeroPlugin,
     TorchDDPPlugin,
 )
+from gemini.integrations.booster import files
 from gemini.integrations.booster.optimizer_state import scale_of
 from optim import HybridAdam
 
@@ -74,6 +76,17 @@ def test_weights_load_into_plain_and_boosted_modules(trained, tmp_path, kind, us
         assert same(torch.load(path, weights_only=True), wanted)
     if kind == "safetensors":
         assert torch.equal(load_file(path)["embed.weight"], wanted["embed.weight"])
+
+
+def test_a_save_beside_training_has_the_weights_of_its_call(tmp_path, monkeypatch):
+    go, write, module = threading.Event(), files.write_file, nn.Linear(3, 2)
+    monkeypatch.setattr(files, "write_file", lambda *given: go.wait() and write(*given))
+    wanted = {name: value.clone() for name, value in module.state_dict().items()}
+    saved = Booster().save_model(module, tmp_path / "weights", use_async=True)
+    nn.init.zeros_(module.weight)
+    go.set()
+    saved.wait()
+    assert same(torch.load(tmp_path / "weights", weights_only=True), wanted)
 
 
 @pytest.mark.parametrize(
@@ -207,6 +220,9 @@ def test_what_is_no_such_file_is_said(tmp_path, trained):
     _, small, *_ = other.boost(module, torch.optim.AdamW(module.parameters()))
     with pytest.raises(MismatchError, match="over the same parameters"):
         other.load_optimizer(small, tmp_path / "state")
+    torch.save({"state": {}, "param_groups": [{"params": [5]}]}, tmp_path / "plain")
+    with pytest.raises(MismatchError, match="state of a parameter 5, and the optimizer has 2"):
+        other.load_optimizer(small, tmp_path / "plain")
 
 
 def test_options_that_would_be_swallowed_are_refused(tmp_path, trained):

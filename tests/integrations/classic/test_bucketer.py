@@ -121,7 +121,7 @@ def order(rank):
         refused.append(str(error))
     bucketer.flush()
     bucketer.free()
-    for given_ in ([], [torch.ones(2), torch.ones(3)]):
+    for given_ in ([], [torch.ones(2)] * 2):
         try:
             bucketer.reduce_scatter_async(given_)
         except ValueError as error:
@@ -134,3 +134,9 @@ def test_large_inputs_come_first_and_nothing_that_waits_is_lost():
     assert said == ["big", "small", "small2"]
     assert "call flush() before free()" in refused[0]
     assert all("expected one for each" in text for text in refused[1:]) and len(refused) == 3
+
+
+def test_tensors_of_one_call_are_alike(monkeypatch):
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
+    with pytest.raises(ValueError, match="expected tensors that are alike"):
+        ReduceScatterBucketer().reduce_scatter_async([torch.ones(2), torch.ones(3)])

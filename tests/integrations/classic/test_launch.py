@@ -140,7 +140,7 @@ def test_hosts_are_chosen_by_name(tmp_path):
     for wrong in (
         {"include": "a"}, {"hostfile": file, "include": "z"}, {"host": "a", "hostfile": file},
         {"host": "a", "nnodes": 2}, {"hostfile": file, "exclude": "a,b,c"},
-        {"hostfile": file, "include": "a", "exclude": "b"},
+        {"hostfile": file, "include": "a", "exclude": "b"}, {"hostfile": file, "exclude": "z"},
     ):  # fmt: skip
         with pytest.raises(ValueError, match="expected"):
             hosts(**wrong)

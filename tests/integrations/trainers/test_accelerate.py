@@ -91,7 +91,7 @@ def test_the_unwrapped_model_is_the_inner_one_and_saves_fp32(tmp_path):
     accelerator = runs.ours(mixed_precision="bf16")
     model, _ = accelerator.prepare(*runs.net_and_optimizer())
     assert isinstance(model, GeminiDDP) and accelerator.unwrap_model(model) is model.module
-    assert accelerator.prepare(model) is model
+    assert accelerator.prepare(model) is model and len(accelerator._models) == 1
     state = accelerator.get_state_dict(model)
     accelerator.save_model(model, tmp_path, max_shard_size=400)
     plain, _ = runs.net_and_optimizer()
