@@ -115,7 +115,7 @@ class Speculation:
             if self._is_running:
                 return
             self._is_running = True
-        self._wait()  # the last thread puts its buffers away
+        self.wait()  # the last thread puts its buffers away
         gate = Gate()
         thread = threading.Thread(target=self._run, args=(gate,), name="optim-early")
         self._last = thread, gate
@@ -125,8 +125,9 @@ class Speculation:
             self._last = None
             self._goes_on(stop=True)
 
-    def _wait(self) -> None:
-        """For the last thread, if it ever began: an interrupt may have come first."""
+    def wait(self) -> None:
+        """Until all that came is done, or nothing more is begun. The last thread may never have
+        begun: an interrupt came first."""
         if self._last is not None and self._last[0].ident is not None:
             self._last[1].wait()
 
@@ -140,7 +141,7 @@ class Speculation:
         with self._lock:
             self._is_stopped = True
             self._coming.clear()
-        self._wait()
+        self.wait()
 
     @torch.no_grad()
     def _run(self, gate: Gate) -> None:

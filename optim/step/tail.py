@@ -13,9 +13,9 @@ from __future__ import annotations
 import concurrent.futures.thread  # noqa: F401 - registers the end of its pools, before ours
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from time import perf_counter as clock
 from typing import Protocol
 
 import torch
@@ -63,11 +63,11 @@ class Gate:
                 "behind a step, and has only some of them; read a parameter before you fork, which "
                 "waits for all"
             )
-        started = time.perf_counter()
+        started = clock()
         with self._lock:
             pass
         if threading.get_ident() == self._made_by:
-            self.waited_seconds += time.perf_counter() - started
+            self.waited_seconds += clock() - started
 
 
 class Ended:
@@ -129,7 +129,7 @@ class Tail:
         self._watcher = watcher
         self._signals = signals
         self._before = step.moved()
-        self._began = time.perf_counter()
+        self._began = clock()
         self.behind = Ended(watcher.gates)
 
     def start(self) -> None:
@@ -154,7 +154,7 @@ class Tail:
             self.error is None,
             traffic - self._before[0],
             stalled - self._before[1],
-            time.perf_counter() - self._began,
+            clock() - self._began,
         )
         self._watcher.ended()
         self._signals.release()
@@ -163,7 +163,7 @@ class Tail:
 
     def _carry_out(self) -> None:
         error: BaseException | None = None
-        started = time.perf_counter()
+        started = clock()
         try:
             stages = self._step.stages
             for block in stages:
@@ -173,7 +173,7 @@ class Tail:
             self._step.settle()
         except BaseException as raised:
             error = raised
-        self.seconds = time.perf_counter() - started
+        self.seconds = clock() - started
         if error is not None:
             self._watcher.ended()  # the vote may take a while, and nobody leaves a pass for it
         self._agree(error)

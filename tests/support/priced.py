@@ -1,14 +1,21 @@
-"""Modules whose iteration is planned and priced by hand: round seconds of a disk, and of calls."""
+"""Seconds by hand: of a disk and of calls, for which modules are planned; of a clock."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 from gemini.chunk.layout import ChunkLayout, ParamSpec
 from gemini.memtracer.trace import sequential_trace
 from gemini.placement.planner import PlanInputs
 from gemini.placement.sizes import Bandwidths, StateBytes
+from gemini.runtime.step import tail as engine_tail
+from optim.step import tail
+from tests.support.disks.waiting import when_waited
+from tests.support.loops.tails import HeldUpdates
 
 ADAM = StateBytes(12, True)
 BLOCK = 1 << 10
@@ -39,3 +46,42 @@ def asked(
             "has_host_tier": False, "nvme_state_frac": 1.0, "block_numel": BLOCK, **changes,
         }
     )  # fmt: skip
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._then: Callable[[], object] | None = None
+
+    def behind_next(self, then: Callable[[], object]) -> None:
+        """This, once it was read again."""
+        self._then = then
+
+    def __call__(self) -> float:
+        now, then, self._then = self.seconds, self._then, None
+        if then is not None:
+            then()
+        return now
+
+
+@contextmanager
+def given_clock() -> Iterator[Clock]:
+    """What steps with a tail, and who waits for them, take for the time."""
+    clock = Clock()
+    with mock.patch.object(engine_tail, "clock", clock), mock.patch.object(tail, "clock", clock):
+        yield clock
+
+
+@contextmanager
+def late_for(clock: Clock, held: HeldUpdates, seconds: float) -> Iterator[None]:
+    """Updates go on when this thread has waited for them for so long."""
+    left = [seconds]
+
+    def go_on() -> None:
+        clock.seconds += left.pop() if left else 0.0
+        held.go_on()
+
+    with when_waited(lambda: clock.behind_next(go_on)):
+        yield

@@ -14,11 +14,11 @@ then nothing counts anywhere, and a rank whose disk failed goes on, so that nobo
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
+from time import perf_counter as clock
 
 from gemini.chunk.storage import Chunk
 from gemini.mesh.roles import WORLD
@@ -53,7 +53,7 @@ class _UnderWay:
     gates: _Gates
     num_blocks: int  # on disk
     held_share: float  # of a block's traffic, what one still moves that was updated before the step
-    began: float = field(default_factory=time.perf_counter)
+    began: float
 
     def times(self, asked: float) -> TailTimes:
         """It has ended, and somebody waited for that from then on."""
@@ -137,7 +137,7 @@ class StepTail:
 
         share = 0.0 if tiered_state.nvme is None else tiered_state.nvme.held_share
         self._under_way = _UnderWay(
-            tail, step, tiered_state, taken, forget, gates, len(step.stages), share
+            tail, step, tiered_state, taken, forget, gates, len(step.stages), share, clock()
         )
         self._signals = signals
         ask_at_the_end(id(self), partial(_error_of, tail))
@@ -181,7 +181,7 @@ class StepTail:
         if under_way is None:
             self._put_signals_back()
             return
-        asked = time.perf_counter()
+        asked = clock()
         under_way.tail.behind.wait()
         self.times = under_way.times(asked)
         self._put_signals_back()

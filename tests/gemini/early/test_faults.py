@@ -1,111 +1,50 @@
 """Disks that fail in backward or behind it: the step is undone, told, and can be taken again."""
 
 import errno
-import time
 
 import pytest
 
 import nvme
 from bench.shared.models import token_loss
 from tests.support.disks.faults import failing, flip
-from tests.support.disks.waiting import waiting
+from tests.support.disks.waiting import waiting, when_waited
+from tests.support.loops.budgets import stores
 from tests.support.loops.early import UPDATES, patient
-from tests.support.loops.endings import one_step
-from tests.support.loops.tails import batches, differences, everything, wrapped
+from tests.support.loops.endings import behind_steps, faults
+from tests.support.loops.tails import batches, differences, everything, one_step, stepped
 
 STEPS = 2  # behind which blocks are updated in backward
 
 
-def stepped(update, steps, **options):
-    model, optimizer = wrapped(update, **options)
-    for batch in batches(steps):
-        one_step(model, optimizer, batch)
-    everything(model, optimizer)
-    return model, optimizer
-
-
-def wait(*args):
-    """Until the step asks."""
-    time.sleep(0.02)
-
-
-def serial(steps, **options):
-    model, optimizer = stepped("serial", steps, **options)
-    found = everything(model, optimizer)
-    optimizer.close()
-    return found
-
-
-def fail_one_by_one(update, every):
-    """Each transfer of a step in turn; of what its backward, itself and what is behind it say."""
-    model, optimizer = stepped(update, STEPS)
-    state = optimizer.targets[0].tiered_state.nvme
-    name, blocks, ahead = state.store.paths[0].name, len(state.blocks), state.num_reads_begun
-    before, again = serial(STEPS), serial(STEPS + 1)
-    third, fourth = batches(STEPS + 2)[STEPS:]
-    # read to be updated, and again where they are held; written once each
-    cases = [("preadv", i) for i in range(2 * (blocks - ahead))]
-    parts = state.store.layout.num_blocks  # planes and weights
-    cases += [("pwritev", i) for i in range(parts)] + [("fdatasync", 0)]
-    told_by = set()
-    for call, number in cases[::-every]:
-        with failing(call, errno.EIO, name, after=number, times=1) as failed:
-            token_loss(model, third).backward()
-            try:
-                optimizer.step()
-            except nvme.TransferError as error:
-                assert "EIO" in str(error)
-                told_by.add("step")
-            else:
-                told_by.add("backward")
-                optimizer.zero_grad()
-                loss = token_loss(model, fourth)
-                with pytest.raises(nvme.TransferError, match=f"{name}.*EIO"):
-                    loss.backward()
-        assert len(failed) == 1, (call, number)
-        optimizer.zero_grad()
-        assert differences(everything(model, optimizer), before) == [], (call, number)
-    one_step(model, optimizer, third)
-    assert optimizer.last_report.speculation.held > 10
-    assert differences(everything(model, optimizer), again) == []
-    optimizer.close()
-    return told_by
-
-
 def test_a_transfer_that_fails_undoes_the_step_and_is_told():
     """Some of the reads and writes of a step that begins in backward, one after the other."""
-    with patient():
-        assert fail_one_by_one("both", every=9) == {"step", "backward"}
+    found = faults("both", every=9)
+    assert found.wrong == [] and found.all_told and set(found.told_by) == {"step", "backward"}
+
+
+def some_of_each_kind(model, optimizer, update):
+    """Reads and writes of parameters, gradients and state: the first, and one in the middle."""
+    return [
+        (store.paths[0].name, call, number)
+        for store in stores(model, optimizer).values()
+        for call in ("preadv", "pwritev")
+        for number in (0, store.layout.num_blocks // 2)
+    ]
+
+
+def test_a_transfer_of_files_that_fails_is_told_and_loses_nothing():
+    """By the pass or by the step; then all can be done again."""
+    found = faults("speculate", "files", cases=some_of_each_kind)
+    assert found.wrong == [] and found.all_told and len(found.said) == 12
+    assert set(found.told_by) == {"backward before it", "step"}
 
 
 @pytest.mark.ci
-def test_every_transfer_that_fails_undoes_the_step():
-    with patient():
-        assert fail_one_by_one("both", every=1) == {"step", "backward"}
-
-
-@pytest.mark.ci
-def test_every_transfer_that_fails_in_backward_or_in_a_step_undoes_it():
-    model, optimizer = stepped("speculate", STEPS)
-    state = optimizer.targets[0].tiered_state.nvme
-    name, blocks, ahead = state.store.paths[0].name, len(state.blocks), state.num_reads_begun
-    before, again = serial(STEPS), serial(STEPS + 1)
-    third = batches(STEPS + 1)[STEPS]
-    cases = [("preadv", i) for i in range(2 * (blocks - ahead))]
-    parts = state.store.layout.num_blocks  # planes and weights
-    cases += [("pwritev", i) for i in range(parts)] + [("fdatasync", 0)]
-    with patient():
-        for call, number in cases:
-            with failing(call, errno.EIO, name, after=number, times=1) as failed:
-                token_loss(model, third).backward()
-                with pytest.raises(nvme.TransferError, match=f"{name}.*EIO"):
-                    optimizer.step()
-            assert len(failed) == 1, (call, number)
-            optimizer.zero_grad()
-            assert differences(everything(model, optimizer), before) == [], (call, number)
-    one_step(model, optimizer, third)
-    assert differences(everything(model, optimizer), again) == []
-    optimizer.close()
+@pytest.mark.parametrize("update", UPDATES)
+def test_every_transfer_that_fails_undoes_the_step(update):
+    found = faults(update)
+    assert found.wrong == [] and found.all_told
+    assert set(found.told_by) == {"step", *(["backward"] if update == "both" else [])}
 
 
 @pytest.mark.parametrize("update", UPDATES)
@@ -120,19 +59,22 @@ def test_gradients_are_there_for_the_step_taken_again(call, update):
             optimizer.step()
     optimizer.step()
     assert optimizer.last_report.speculation.held == 0
-    assert differences(everything(model, optimizer), serial(STEPS + 1)) == []
+    assert differences(everything(model, optimizer), behind_steps(STEPS + 1)) == []
     optimizer.close()
 
 
 @pytest.mark.parametrize("update", UPDATES)
-def test_a_disk_that_writes_slowly_and_fails_costs_no_buffer(update):
+def test_a_disk_that_fails_costs_no_buffer(update):
     """A step reads what was written before it, and is told there that it never was."""
     model, optimizer = stepped(update, STEPS)
     state = optimizer.targets[0].tiered_state.nvme
     name, in_use = state.store.paths[0].name, state.num_in_use
     for batch in batches(STEPS + 4)[STEPS:]:
-        slow_failure = failing("pwritev", errno.EIO, name, after=20, first=wait)
-        with patient(), slow_failure, pytest.raises(nvme.TransferError, match="EIO"):
+        fails, told = (
+            failing("pwritev", errno.EIO, name, after=20),
+            pytest.raises(nvme.TransferError),
+        )
+        with patient(), fails, told:
             token_loss(model, batch).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -141,7 +83,7 @@ def test_a_disk_that_writes_slowly_and_fails_costs_no_buffer(update):
         everything(model, optimizer)
         assert state.num_in_use <= in_use
     one_step(model, optimizer, batches(STEPS + 1)[STEPS])
-    assert differences(everything(model, optimizer), serial(STEPS + 1)) == []
+    assert differences(everything(model, optimizer), behind_steps(STEPS + 1)) == []
     optimizer.close()
 
 
@@ -163,9 +105,12 @@ def test_a_weight_or_master_that_does_not_read_back_undoes_the_step(precision):
     with pytest.raises(nvme.ChecksumError, match=f"offset {written.offset} "):
         token_loss(model, second).backward()
     optimizer.zero_grad()
-    assert differences(everything(model, optimizer), serial(STEPS, precision=precision)) == []
+    assert differences(everything(model, optimizer), behind_steps(STEPS, precision=precision)) == []
     one_step(model, optimizer, first)
-    assert differences(everything(model, optimizer), serial(STEPS + 1, precision=precision)) == []
+    assert (
+        differences(everything(model, optimizer), behind_steps(STEPS + 1, precision=precision))
+        == []
+    )
     optimizer.close()
 
 
@@ -178,16 +123,16 @@ def test_an_error_of_what_nobody_needs_is_nobodys():
         optimizer.zero_grad()
     assert len(failed) == 1
     one_step(model, optimizer, batches(STEPS + 1)[STEPS])
-    assert differences(everything(model, optimizer), serial(STEPS + 1)) == []
+    assert differences(everything(model, optimizer), behind_steps(STEPS + 1)) == []
     optimizer.close()
 
 
 def test_an_optimizer_is_closed_while_blocks_are_updated_in_backward():
     model, optimizer = stepped("both", STEPS)
     path = optimizer.targets[0].tiered_state.nvme.store.paths[0]
-    with waiting("pwritev", "gemini-") as disk:
+    with waiting("pwritev", "gemini-") as disk, when_waited(disk.answer) as waited:
         token_loss(model, batches(1)[0]).backward()
         disk.until_asked()
-        disk.answer_in(0.03)
         optimizer.close()
+    assert waited
     assert not path.exists()

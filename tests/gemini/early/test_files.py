@@ -1,70 +1,44 @@
 """Updates in backward where parameters and gradients are in files: under budgets of RAM."""
 
 import dataclasses
-import errno
-import time
 import warnings
 from unittest import mock
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 import gemini
-import nvme
 from bench.shared.models import token_loss
-from bench.shared.workers import run_ranks
 from gemini import AutoPlacement, BudgetWarning
-from gemini.memtracer.monitor import ProcessMonitor
 from gemini.placement.tiers import Tier
 from optim.state.nvme_state import NvmeState
 from optim.step.speculation import Speculation
-from optim.update.updaters import CpuUpdater
-from tests.support.disks.faults import failing
-from tests.support.loops.budgets import MIXED, MOST_IN_FILES, SHARED, in_files, stores, within
+from tests.support.disks.waiting import when_waited
+from tests.support.loops.budgets import MIXED, in_files, within
 from tests.support.loops.early import (
-    BETWEEN,
-    HELD_BY,
     UPDATES,
-    Iteration,
     Sometimes,
     interrupted,
-    iterations,
     num_early,
+    outcome,
     patient,
-    program,
-    reported,
     same,
     serial,
 )
-from tests.support.loops.endings import one_step, serially
 from tests.support.loops.tails import (
     SCHEDULES,
     absent,
     batches,
     differences,
-    everything,
+    held_updates,
+    one_step,
     run,
+    stepped,
     wrapped,
 )
 
 STEPS = 2  # behind which blocks are updated in backward
-
-
-@pytest.fixture(autouse=True)
-def model_data_alone(monkeypatch):
-    """What libraries allocate once in a process does not decide what is in files."""
-    monkeypatch.setattr(ProcessMonitor, "period", lambda monitor: 0)
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("budget, update", [(MOST_IN_FILES, "speculate"), (MIXED, "both")])
-def test_every_schedule_has_the_bits_of_serial_steps(name, budget, update):
-    for reports in same(SCHEDULES[name], updates=[update], **within(budget)):
-        assert reports[0].speculated == 0
-        assert (sum(r.held for r in reports) > 0) == (name not in ("clips", "writes"))
 
 
 def test_parameters_and_gradients_are_in_files_and_in_memory():
@@ -105,16 +79,6 @@ def test_a_block_whose_parameters_are_in_a_file_leaves_the_step_nothing():
     optimizer.close()
 
 
-@pytest.mark.parametrize("name", BETWEEN)
-def test_what_a_user_does_between_backward_and_step_counts(name):
-    (reports,) = same(interrupted(BETWEEN[name]), updates=["speculate"], **within())
-    touched = [r for step, r in enumerate(reports) if step % 2]
-    if name in HELD_BY:
-        assert [r.redone for r in touched] == [0, 0] and all(r.held for r in touched)
-    else:
-        assert sum(r.redone for r in touched) > 0
-
-
 CHANGES = {
     "scales": lambda param: param.grad.mul_(0.5),
     "drops": lambda param: setattr(param, "grad", None),
@@ -122,15 +86,22 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_only_the_blocks_of_a_gradient_that_was_changed_in_its_file_are_done_again(name):
-    def between(model, optimizer):
-        chunk = model.engine.chunks[-1]
-        assert chunk.gradient.offloaded_dtype is not None
-        CHANGES[name](model.module.get_parameter("layers.3.3.weight"))
+def changes_in_turn(model, optimizer):
+    """A gradient in a file, in every other step."""
+    for step, batch in enumerate(batches(2 * len(CHANGES) + 1)):
+        token_loss(model, batch).backward()
+        if step % 2:
+            assert model.engine.chunks[-1].gradient.offloaded_dtype is not None
+            changed = model.module.get_parameter("layers.3.3.weight")
+            list(CHANGES.values())[step // 2](changed)
+        optimizer.step()
+        optimizer.zero_grad()
+        yield
 
-    ((_, found, *_),) = same(interrupted(between), updates=["speculate"], **within())
-    assert 0 < found.redone < found.held
+
+def test_only_the_blocks_of_a_gradient_that_was_changed_in_its_file_are_done_again():
+    found = same(changes_in_turn, "speculate", "files").early
+    assert all(0 < report.redone < report.held for report in found[1::2])
 
 
 class Deep(Sometimes):
@@ -145,26 +116,10 @@ class Deep(Sometimes):
 def test_parameters_without_a_gradient_keep_their_bits_and_counts():
     inputs = torch.zeros(4, 5), 1
     traced = gemini.trace(Deep(), inputs, loss=lambda out: out.float().sum())
-    beside = {"module": Deep, "trace": traced, "placement_policy": AutoPlacement("200KiB")}
-    found = same(absent, **beside)
-    assert all(sum(r.redone for r in reports) > 0 for reports in found)
-    with run(absent, "speculate", **beside) as (model, *_):
-        assert in_files(model)[0] > 0
-
-
-@given(st.lists(iterations, min_size=3, max_size=7), st.booleans())
-@settings(max_examples=6, suppress_health_check=[HealthCheck.too_slow])
-def test_every_program_has_the_bits_of_serial_steps(drawn, hurried):
-    same(program([Iteration(), *drawn]), updates=["speculate"], hurried=hurried, **within())
-
-
-@pytest.mark.ci
-@given(st.lists(iterations, min_size=3, max_size=9), st.sampled_from(UPDATES),
-       st.booleans(), st.sampled_from(["245KiB", MOST_IN_FILES, MIXED]))  # fmt: skip
-@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
-def test_very_many_programs_have_the_bits_of_serial_steps(drawn, update, hurried, budget):
-    turns = program([Iteration(), *drawn])
-    same(turns, updates=[update], hurried=hurried, **within(budget))
+    policy = AutoPlacement("200KiB")
+    for update in UPDATES:
+        found = same(absent, update, module=Deep, trace=traced, placement_policy=policy)
+        assert found.redone > 0 < found.in_files[0]
 
 
 # -- memory --
@@ -190,11 +145,12 @@ def test_buffers_of_these_updates_are_in_the_plan_and_pass_no_budget():
 
 def test_a_budget_without_room_for_them_has_serial_steps():
     tight = {"placement_policy": AutoPlacement("130KiB")}
-    for reports in same(SCHEDULES["plain"], **tight):
-        assert [r.speculated for r in reports] == [0] * 4
-    with run(SCHEDULES["plain"], "speculate", **tight) as (model, *_):
-        lines = model.explain("layers.0.1.weight").splitlines()
-        assert model.engine.planning.result.speculation is None
+    found = same(SCHEDULES["plain"], "both", **tight)
+    assert [report.speculated for report in found.early] == [0] * 4
+    model, optimizer = wrapped("speculate", **tight)
+    lines = model.explain("layers.0.1.weight").splitlines()
+    assert model.engine.planning.result.speculation is None
+    optimizer.close()
     because = "its budget has no room for blocks under way"
     assert f"update: in step(), and none in backward, as {because}" in lines
 
@@ -216,67 +172,13 @@ def test_a_write_budget_has_room_for_what_is_written_twice(lacks):
     optimizer.close()
 
 
-# -- faults --
-
-
-@pytest.mark.parametrize("kind", ["parameters", "gradients", "state"])
-@pytest.mark.parametrize("call", ["preadv", "pwritev"])
-def test_a_transfer_that_fails_is_told_and_loses_nothing(call, kind):
-    """By the pass or by the step; then all can be done again."""
-    before, again = serially(batches(STEPS + 1), **within())
-    model, optimizer = wrapped("speculate", **within())
-    for batch in batches(STEPS):
-        one_step(model, optimizer, batch)
-    everything(model, optimizer)
-    third, store = batches(STEPS + 1)[STEPS], stores(model, optimizer)[kind]
-    name, half = store.paths[0].name, store.layout.num_blocks // 2
-    for number in (0, half - 1, half):
-        fails, told = (
-            failing(call, errno.EIO, name, after=number, times=1),
-            pytest.raises(nvme.TransferError, match="EIO"),
-        )
-        with patient(), fails as failed, told:
-            token_loss(model, third).backward()
-            optimizer.step()
-        assert len(failed) == 1
-        optimizer.zero_grad()
-        assert differences(everything(model, optimizer), before) == [], number
-    one_step(model, optimizer, third)
-    assert differences(everything(model, optimizer), again) == []
-    optimizer.close()
-
-
-# -- ranks --
-
-
-def on_ranks(rank):
-    found = {}
-    cases = {**SCHEDULES, **{n: interrupted(BETWEEN[n]) for n in ("scales one", "drops one")}}
-    for name, schedule in cases.items():
-        policy = within(SHARED)
-        with run(schedule, "serial", **policy) as (model, optimizer, _):
-            serial, there = everything(model, optimizer), in_files(model)
-        got, reports = reported(schedule, "speculate", **policy)
-        found[name] = differences(got, serial), sum(r.held for r in reports), there
-    return found
-
-
-@pytest.mark.ci
-def test_two_ranks_have_the_bits_of_serial_steps():
-    for found in run_ranks(on_ranks, 2):
-        assert {name: different for name, (different, *_) in found.items() if different} == {}
-        assert found["plain"][1] > 0 and found["plain"][2][0] > 0
-
-
 # -- who changes what is read or written --
 
 
 def test_a_weight_that_is_replaced_behind_a_backward_is_alone():
     """Its file counts at once, and nothing that a step may yet take back counts with it."""
-    model, optimizer = wrapped("speculate", **within())
+    model, optimizer = stepped("speculate", STEPS, **within())
     with patient():
-        for batch in batches(STEPS):
-            one_step(model, optimizer, batch)
         storage = model.engine.storage
         chunks = {c: model.engine.chunks[c] for c in storage.params}
         before = {c: chunk.load_shard() for c, chunk in chunks.items()}
@@ -291,37 +193,29 @@ def test_a_weight_that_is_replaced_behind_a_backward_is_alone():
 
 def test_a_gradient_in_a_file_is_changed_when_nobody_reads_it():
     """Updates under way end first: what they read is written over."""
-    model, optimizer = wrapped("speculate", **within())
-    for batch in batches(STEPS):
-        one_step(model, optimizer, batch)
-    running, ended = [], []
-    update, stop = CpuUpdater.update_staged, Speculation.stop
-
-    def slowly(self, *args):
-        running.append(self)
-        time.sleep(0.02)
-        return update(self, *args)
+    model, optimizer = stepped("speculate", STEPS, **within())
+    ended, stop = [], Speculation.stop
 
     def told(self):
-        stop(self)
+        with when_waited(held.go_on):
+            stop(self)
         ended.append(self.is_idle)
 
-    slow = mock.patch.object(CpuUpdater, "update_staged", slowly)
-    with slow, mock.patch.object(Speculation, "stop", told):
+    with held_updates() as held, mock.patch.object(Speculation, "stop", told):
         token_loss(model, batches(STEPS + 1)[-1]).backward()
         chunk = next(c for c in reversed(model.engine.chunks) if c.gradient.offloaded_dtype)
-        assert running and not ended
+        assert not ended
         chunk.gradient.change(lambda grad: grad.mul_(0.5), wide=False)
         assert ended == [True]
     optimizer.step()
     optimizer.close()
 
 
-def test_an_evaluation_before_a_step_leaves_no_weights_of_before_it():
+@pytest.mark.parametrize("update", ["serial", "tail", *UPDATES])
+def test_an_evaluation_before_a_step_leaves_no_weights_of_before_it(update):
     """The second one is planned, and keeps what it gathers for the next; the step changes that."""
-    turns = program([Iteration(between="evaluates") for _ in range(4)])
-    want = serial(turns)
-    for update in ("serial", "tail", *UPDATES):
-        found = reported(turns, update, **within("245KiB"))[0]
-        weights = {name: want[name] for name in found if "/" not in name}
-        assert differences({name: found[name] for name in weights}, weights) == []
+    turns = interrupted(*["evaluates"] * 2)
+    want = serial(turns).values
+    found = outcome(turns, update, **within("245KiB")).values
+    weights = {name: want[name] for name in found if "/" not in name}
+    assert differences({name: found[name] for name in weights}, weights) == []

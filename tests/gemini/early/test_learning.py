@@ -2,7 +2,6 @@
 
 import gc
 import os
-import time
 import weakref
 from dataclasses import replace
 from unittest import mock
@@ -13,10 +12,22 @@ import torch
 from bench.shared.models import token_loss
 from optim.rules.report import QUIET_STEPS, Speculated
 from optim.rules.speculation import BlockInputs, Habit, Learned, TailTimes, held
-from tests.support.disks.waiting import waiting
+from tests.support.disks.waiting import waiting, when_waited
 from tests.support.loops.early import UPDATES, num_early, patient
-from tests.support.loops.endings import one_step
-from tests.support.loops.tails import SCHEDULES, batches, differences, everything, run, wrapped
+from tests.support.loops.endings import behind_steps
+from tests.support.loops.tails import (
+    SCHEDULES,
+    batches,
+    differences,
+    everything,
+    held_updates,
+    one_step,
+    run,
+    stepped,
+    wrapped,
+)
+from tests.support.priced import given_clock, late_for
+from tests.support.until import until
 
 HELD = Speculated(9, 9, 0)
 HIDDEN, EXPOSED = TailTimes(2.0, 1.0), TailTimes(1.0, 2.0)
@@ -126,45 +137,36 @@ def test_updates_stop_where_the_norm_is_sure_to_be_clipped():
         assert 0 < found.speculated == found.redone < num_early(optimizer)
 
 
-def test_a_forward_that_hides_the_tail_leaves_nothing_to_do_in_backward():
-    model, optimizer = with_habit("both", Habit())
-    with patient():
-        for batch in batches(2):
-            token_loss(model, batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            optimizer.last_report.behind.wait()
-            time.sleep(0.3)
-    assert optimizer.last_report.speculation.speculated == 0
-    optimizer.close()
-
-
-def test_a_disk_that_a_forward_waits_for_is_relieved_in_backward():
-    model, optimizer = with_habit("both", Habit())
+@pytest.mark.parametrize("waited, forward, hides", [(0.0, 6.0, True), (5.0, 1.0, False)])
+def test_a_disk_that_a_forward_waits_for_is_relieved_in_backward(waited, forward, hides):
+    """It takes 5 s. A forward of 6 s, which waits for none of them, hides it; one of a second, and
+    the 5 that it waits, which are no work of its own, does not."""
     first, second = batches(2)
-    token_loss(model, first).backward()
-    with waiting("pwritev", "gemini-") as disk:
+    with given_clock() as clock, held_updates() as held, patient():
+        model, optimizer = with_habit("both", Habit())
+        token_loss(model, first).backward()
         optimizer.step()
         optimizer.zero_grad()
-        timer = disk.answer_in(0.5)
-        loss = token_loss(model, second)  # waits so long, and that is no work of its own
-        timer.join()
-        time.sleep(0.1)
-    with patient():
+        if not waited:
+            clock.seconds += 5.0
+            held.go_on()
+            optimizer.last_report.behind.wait()
+        with late_for(clock, held, waited):
+            loss = token_loss(model, second)
+        clock.seconds += forward - (0.0 if waited else 5.0)
         loss.backward()
         optimizer.step()
-    assert optimizer.last_report.speculation.held > 0
+        assert (optimizer.last_report.speculation.speculated == 0) == hides
+        assert (optimizer.last_report.speculation.held == 0) == hides
     optimizer.close()
 
 
 def test_without_a_tail_there_is_nothing_that_could_hide_the_disk():
-    model, optimizer = with_habit("speculate", Habit())
-    with patient():
+    with given_clock() as clock, patient():
+        model, optimizer = with_habit("speculate", Habit())
         for batch in batches(2):
-            token_loss(model, batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            time.sleep(0.05)
+            one_step(model, optimizer, batch)
+            clock.seconds += 9.0
     assert optimizer.last_report.speculation.held > 0
     optimizer.close()
 
@@ -174,12 +176,8 @@ def test_without_a_tail_there_is_nothing_that_could_hide_the_disk():
 
 def begun(update):
     """Two steps, and a third backward whose blocks are updated."""
-    model, optimizer = wrapped(update)
-    for step, batch in enumerate(batches(3)):
-        token_loss(model, batch).backward()
-        if step < 2:
-            optimizer.step()
-            optimizer.zero_grad()
+    model, optimizer = stepped(update, 2)
+    token_loss(model, batches(3)[2]).backward()
     return model, optimizer
 
 
@@ -230,23 +228,13 @@ def test_who_saves_between_backward_and_step_has_the_state_of_the_last_step():
         assert optimizer.last_report.speculation.redone == num_early(optimizer)
         after = everything(model, optimizer)
         optimizer.close()
-    for steps, got in ((2, found), (3, after)):
-        serial = wrapped("serial")
-        for batch in batches(steps):
-            token_loss(serial[0], batch).backward()
-            serial[1].step()
-            serial[1].zero_grad()
-        assert differences(got, everything(*serial)) == []
-        serial[1].close()
+    assert differences(found, behind_steps(2)) == []
+    assert differences(after, behind_steps(3)) == []
 
 
 def stepped_once():
     """A module and its optimizer when a first step counts, and the batch of the second."""
-    model, optimizer = wrapped("both")
-    first, second = batches(2)
-    one_step(model, optimizer, first)
-    everything(model, optimizer)
-    return model, optimizer, second
+    return *stepped("both", 1), batches(2)[1]
 
 
 def test_a_step_does_not_wait_for_what_was_not_begun():
@@ -255,9 +243,8 @@ def test_a_step_does_not_wait_for_what_was_not_begun():
     with waiting("pwritev", "gemini-") as disk:
         token_loss(model, second).backward()
         disk.until_asked()
-        timer = disk.answer_in(0.05)
-        optimizer.step()
-        timer.join()
+        with when_waited(disk.answer):  # for one block
+            optimizer.step()
     assert 0 < optimizer.last_report.speculation.speculated < num_early(optimizer)
     optimizer.close()
 
@@ -270,12 +257,8 @@ def test_what_is_dropped_while_blocks_are_updated_goes_when_they_are():
         token_loss(model, second).backward()
         disk.until_asked()
         del model, optimizer
-    for _ in range(200):
-        gc.collect()
-        if died() is None and not any(path.exists() for path in paths):
-            break
-        time.sleep(0.01)
-    assert died() is None and not any(path.exists() for path in paths)
+    until(lambda: gc.collect() >= 0 and died() is None)
+    until(lambda: not any(path.exists() for path in paths))
 
 
 def test_a_forked_child_does_not_wait_for_a_thread_that_it_has_not():

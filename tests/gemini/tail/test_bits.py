@@ -1,21 +1,37 @@
-"""A step that goes on behind the next forward has the bits of one that does not."""
+"""Whatever goes on behind the next forward or in backward, the bits are those of serial steps.
 
-import threading
-import time
+One matrix: what a loop does, when blocks are updated, where model data is, and its precision.
+"""
+
+from itertools import islice, product
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import nn
 
+import gemini
 from bench.shared.models import Choosy, Tower, token_loss
 from gemini import AutoPlacement, trace
 from gemini.placement.timetable.tail import NO_BUFFERS, said
 from gemini.placement.timetable.updates import priced_in_words
 from gemini.runtime.memory.backend import SimBackend
 from optim import LossScale
-from optim.step.driver import Stage, TargetStep
-from optim.step.tail import Gate
-from tests.support.loops.endings import one_step, resumed
+from tests.support.loops.early import (
+    BEHIND,
+    BETWEEN,
+    CHANGING,
+    HOMES,
+    IN_BACKWARD,
+    UPDATES,
+    Sometimes,
+    interrupted,
+    patient,
+    same,
+    second_backwards,
+    serial,
+)
+from tests.support.loops.endings import resumed
 from tests.support.loops.tails import (
     SCHEDULES,
     absent,
@@ -23,69 +39,116 @@ from tests.support.loops.tails import (
     differences,
     everything,
     has_tail,
+    held_updates,
+    one_step,
     run,
+    stepped,
     wrapped,
 )
+from tests.support.priced import given_clock, late_for
+from tests.support.until import until
 
-SCALE = LossScale(initial_scale=2.0**10, growth_interval=1)  # another one behind every step
 PRECISIONS = {
-    "bf16": {"precision": "bf16"},
-    "clipped": {"precision": "bf16", "max_norm": 0.1},
+    "bf16": {},
+    "clipped": {"max_norm": 0.1},
     "fp32": {"precision": "fp32"},  # no masters: what undoes a step goes to disk with it
-    "rounded": {"precision": "bf16", "master_weights": False},
-    "fp16": {
+    "rounded": {"master_weights": False},
+    "fp16": {  # another scale behind every step
         "precision": "fp16",
         "loss_scale": LossScale(initial_scale=2.0**10, growth_interval=1),
     },
 }
+WHAT = {
+    **SCHEDULES,
+    "second backwards": second_backwards,
+    "absent": absent,
+    "interrupted": interrupted(*BETWEEN),
+}
 
 
-def both(schedule, **options):
-    found = []
-    for update in ("serial", "tail"):
-        with run(schedule, update, **options) as (model, optimizer, tails):
-            skipped = optimizer.skipped_steps
-            assert sum(tails) == (len(tails) - skipped if update == "tail" else 0)
-            found.append(everything(model, optimizer))
-    return found
+UPDATED = ("tail", *UPDATES, CHANGING)
+IN_TURN = ("bf16", "clipped", "bf16", "fp32", "bf16", "rounded", "fp16")
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_every_schedule_has_the_bits_of_serial_steps(name):
-    serial, tail = both(SCHEDULES[name])
-    assert differences(tail, serial) == []
+class Row(NamedTuple):
+    what: str
+    home: str
+    update: str
+    precision: str
 
 
-@pytest.mark.parametrize("name", ["skips", "writes"])
-def test_with_a_part_of_the_state_in_memory(name):
-    serial, tail = both(SCHEDULES[name], fraction=0.4)
-    assert differences(tail, serial) == []
+def is_possible(row):
+    if row.precision == "clipped" and row.what in ("clips", "interrupted"):
+        return False  # the engine clips, and refuses to clip twice
+    if "files" in row.home:  # budgets of a `Tower` in two bytes, and a choice that a step keeps
+        return row.what != "absent" and row.update != CHANGING and row.precision != "fp32"
+    return True
 
 
-@pytest.mark.parametrize("options", PRECISIONS.values(), ids=PRECISIONS)
-def test_in_every_precision(options):
-    serial, tail = both(SCHEDULES["skips"], **options)
-    assert differences(tail, serial) == []
+def rows():
+    """Every schedule everywhere; then updates and precisions so that there are all pairs of two."""
+    for i, what in enumerate(WHAT):
+        for j, home in enumerate(HOMES):
+            tried = (
+                Row(what, home, UPDATED[(i + j + k) % 4], IN_TURN[(i + 2 * j + k) % 7])
+                for k in range(28)
+            )
+            yield from islice(filter(is_possible, tried), 1)
+    yield from (Row("clips", "disk", "both", "fp16"), Row("plain", "files", "tail", "rounded"))
+    yield Row("evaluates", "disk", "tail", "fp32")
+
+
+ROWS = list(rows())
+FEW = ROWS[1::5]
+
+
+def check(row):
+    options = dict(PRECISIONS[row.precision])
+    if row.what == "absent":
+        options["module"] = Sometimes
+    found = same(WHAT[row.what], row.update, row.home, **options)
+    if row.update == CHANGING or row.home == "rising":
+        return  # steps change with their plan
+    has_tails = row.update in ("tail", "both") and row.home in BEHIND
+    # where the host updates, a step that is skipped has none
+    assert sum(found.tails) == has_tails * (len(found.tails) - found.skipped_steps)
+    may = row.update in UPDATES and row.home in IN_BACKWARD and row.precision in ("bf16", "fp16")
+    if row.what == "clips" or not may:  # or the norm is sure to be clipped
+        assert found.held == 0
+    elif row.what != "writes":  # who writes a weight drops what was done
+        assert found.early[0].speculated == 0  # how many backwards a step has is not known yet
+        assert found.held > 0
+
+
+@pytest.mark.parametrize("row", FEW, ids=" | ".join)
+def test_every_schedule_has_the_bits_of_serial_steps(row):
+    check(row)
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("options", PRECISIONS.values(), ids=PRECISIONS)
-@pytest.mark.parametrize("fraction", [1.0, 0.4], ids=["all on disk", "partly"])
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_every_schedule_in_every_precision_wherever_the_state_is(name, fraction, options):
-    if name == "clips" and "max_norm" in options:
-        return  # the engine clips, and refuses to clip twice
-    serial, tail = both(SCHEDULES[name], fraction=fraction, **options)
-    assert differences(tail, serial) == []
+def test_all_pairs_of_schedule_home_update_and_precision():
+    for row in (row for row in ROWS if row not in FEW):
+        print(row, flush=True)
+        check(row)
 
 
-def test_parameters_without_a_gradient_keep_their_bits_and_counts():
-    found = []
-    for update in ("serial", "tail"):
-        with run(absent, update, module=Choosy()) as (model, optimizer, _):
-            found.append(everything(model, optimizer))
-    assert differences(found[1], found[0]) == []
-    assert sorted(set(found[0]["steps"])) == [2.0, 6.0]
+def test_the_rows_have_all_pairs_and_a_few_of_them_every_value():
+    factors = [WHAT, HOMES, UPDATED, PRECISIONS]
+    for i, values in enumerate(factors):
+        assert {row[i] for row in FEW} == set(values)
+        for j in range(i):
+            missing = set(product(factors[j], values)) - {(row[j], row[i]) for row in ROWS}
+            impossible = {("clips", "clipped"), ("interrupted", "clipped")}
+            impossible |= {("absent", home) for home in HOMES if "files" in home}
+            impossible |= {
+                (home, x) for home in HOMES if "files" in home for x in (CHANGING, "fp32")
+            }
+            assert missing <= impossible
+
+
+def test_parameters_without_a_gradient_keep_their_counts():
+    found = same(absent, "tail", module=Choosy)
+    assert sorted(set(found.values["steps"])) == [2.0, 6.0]
 
 
 def test_a_view_that_is_read_behind_a_step_is_that_of_the_step():
@@ -101,46 +164,38 @@ def test_a_view_that_is_read_behind_a_step_is_that_of_the_step():
     assert torch.equal(*found)
 
 
-def saved_in_the_middle(update, tmp_path):
-    """Two steps, a checkpoint, two more in another module that was loaded from it."""
-    import gemini
-
-    folder = tmp_path / update
-    steps = SCHEDULES["plain"](*(first := wrapped(update)))
-    next(steps), next(steps)
-    gemini.save_checkpoint(folder, *first)
-    first[1].close()
-    return resumed(update, folder, batches(4)[2:])
-
-
-def test_a_run_that_was_saved_and_resumed_in_its_middle_has_the_same_bits(tmp_path):
-    with run(SCHEDULES["plain"], "serial") as (model, optimizer, _):
-        want = everything(model, optimizer)
-    for update in ("serial", "tail"):
-        assert differences(saved_in_the_middle(update, tmp_path), want) == []
+@pytest.mark.parametrize(
+    "update, at", [("tail", "step"), ("speculate", "backward"), ("both", "backward")]
+)
+def test_a_run_that_was_saved_and_resumed_has_the_same_bits(update, at, tmp_path):
+    """Behind a step, or a backward; and two more in another module that was loaded from it."""
+    with patient():
+        model, optimizer = stepped(update, 2)
+        if at == "backward":
+            token_loss(model, batches(3)[2]).backward()
+        gemini.save_checkpoint(tmp_path / "saved", model, optimizer)
+        optimizer.close()
+        found = resumed(update, tmp_path / "saved", batches(4)[2:])
+    assert differences(found, serial(SCHEDULES["plain"]).values) == []
 
 
-LEAST = AutoPlacement("130KiB")
 SERIAL = {
     "all state is on the device": lambda: {"fraction": 0.0},
-    NO_BUFFERS: lambda: {
-        "fraction": 0.0,
-        "placement_policy": LEAST,
-    },
+    NO_BUFFERS: lambda: {"fraction": 0.0, "placement_policy": AutoPlacement("130KiB")},
     "the device has memory of its own, and state is only on NVMe": lambda: {"device": SimBackend()},
 }
 
 
 @pytest.mark.parametrize("reason", SERIAL)
 def test_steps_are_serial_where_a_tail_would_not_be_safe_or_of_use(reason):
-    make = SERIAL[reason]
-    with run(SCHEDULES["plain"], "tail", **make()) as (model, optimizer, tails):
-        assert tails == [False] * 4
-        assert optimizer.last_report.committed
-        assert f"update: serial, as {reason}" in model.explain("layers.0.1.weight")
-        found = everything(model, optimizer)
-    with run(SCHEDULES["plain"], "serial", **make()) as (model, optimizer, _):
-        assert differences(found, everything(model, optimizer)) == []
+    found = []
+    for update in ("tail", "serial"):
+        with run(SCHEDULES["plain"], update, **SERIAL[reason]()) as (model, optimizer, tails):
+            assert tails == [False] * 4 and optimizer.last_report.committed
+            if update == "tail":
+                assert f"update: serial, as {reason}" in model.explain("layers.0.1.weight")
+            found.append(everything(model, optimizer))
+    assert differences(*found) == []
 
 
 def test_a_tail_is_said_where_there_is_one_and_what_it_hides():
@@ -174,30 +229,25 @@ def test_a_forward_on_fake_tensors_predicts_nothing():
         assert lines[-1].startswith("measured of the last update: ")
 
 
-def test_what_a_pass_waits_for_is_in_the_report_of_its_tail(monkeypatch):
-    """A tail that begins 0.1 s after it was asked for; and one that had ended before."""
-    model, optimizer = wrapped("tail")
-    asked, wait, prepare_next = threading.Event(), Gate.wait, TargetStep.prepare_next
-
-    def late(step):
-        if asked.wait(60):
-            time.sleep(0 if Stage.PREPARED in step.stages.values() else 0.1)
-        return prepare_next(step)
-
-    monkeypatch.setattr(Gate, "wait", lambda gate: asked.set() or wait(gate))
-    monkeypatch.setattr(TargetStep, "prepare_next", late)
-    token_loss(model, batches(1)[0]).backward()
-    for is_late in (True, False):
-        optimizer.step()
-        optimizer.zero_grad()
-        while not is_late and not optimizer.last_report.committed:
-            time.sleep(0.01)
-        token_loss(model, batches(1)[0]).backward()
-        behind = optimizer.last_report.behind.wait()
-        if is_late:  # it may be late to say when it began to wait
-            assert 0.05 < behind.waited_seconds <= behind.seconds
-        else:
-            assert behind.waited_seconds == 0 < behind.seconds
+def test_what_a_pass_waits_for_is_in_the_report_of_its_tail():
+    """A forward that waits for 3 s; and one that comes when a tail of 2 s has ended."""
+    with given_clock() as clock, held_updates() as held:
+        held.go_on()
+        model, optimizer = stepped("tail", 1)
+        for waited in (3.0, 0.0):
+            token_loss(model, batches(1)[0]).backward()
+            held.hold()
+            optimizer.step()
+            optimizer.zero_grad()
+            if not waited:
+                clock.seconds += 2.0
+                held.go_on()
+                until(lambda: optimizer.last_report.committed)
+            with late_for(clock, held, waited):
+                token_loss(model, batches(1)[0])
+            behind = optimizer.last_report.behind.wait()
+            assert (behind.waited_seconds, behind.seconds) == (waited, waited or 2.0)
+            held.go_on()
     optimizer.close()
 
 

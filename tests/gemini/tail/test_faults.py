@@ -9,83 +9,27 @@ import nvme
 from bench.shared.models import token_loss
 from optim import LossScale
 from tests.support.disks.faults import failing, spoil_block
-from tests.support.disks.waiting import waiting
-from tests.support.loops.tails import (
-    batches,
-    differences,
-    everything,
-    wrapped,
-)
-
-PRECISIONS = {
-    "bf16": {"precision": "bf16", "max_norm": 0.1},
-    "fp32": {"precision": "fp32"},
-    "partly": {"precision": "bf16", "fraction": 0.4},
-}
+from tests.support.disks.waiting import waiting, when_waited
+from tests.support.loops.endings import behind_steps, faults
+from tests.support.loops.tails import batches, differences, everything, stepped
 
 
-def stepped(update, steps, **options):
-    model, optimizer = wrapped(update, **options)
-    for batch in batches(steps):
-        token_loss(model, batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    everything(model, optimizer)
-    return model, optimizer
-
-
-def serial(steps, **options):
-    model, optimizer = stepped("serial", steps, **options)
-    found = everything(model, optimizer)
-    optimizer.close()
-    return found
-
-
-def transfers(optimizer):
-    """Every call of a step that may fail: reads, writes and the sync of data."""
-    nvme_state = optimizer.targets[0].tiered_state.nvme
-    blocks, ahead = len(nvme_state.blocks), nvme_state.num_reads_begun
-    writes = nvme_state.store.layout.num_blocks
-    yield from (("preadv", i) for i in range(blocks - ahead))
-    yield from (("pwritev", i) for i in range(writes))
-    yield "fdatasync", 0
-
-
-def test_a_transfer_that_fails_undoes_the_step_and_the_next_backward_says_so():
+@pytest.mark.parametrize("home", ["disk", "files"])
+def test_a_transfer_that_fails_undoes_the_step_and_the_next_backward_says_so(home):
     """Some of the reads and writes of a tail, one after the other."""
-    fail_one_by_one(PRECISIONS["bf16"], every=7)
+    found = faults("tail", home, every=7)
+    assert found.wrong == [] and found.all_told
+    assert set(found.told_by) == {"backward"} or home == "files"
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("options", PRECISIONS.values(), ids=PRECISIONS)
-def test_every_transfer_that_fails_undoes_the_step(options):
-    fail_one_by_one(options, every=1)
-
-
-def fail_one_by_one(options, every):
-    model, optimizer = stepped("tail", 1, **options)
-    name = optimizer.targets[0].tiered_state.nvme.store.paths[0].name
-    before, again = serial(1, **options), serial(2, **options)
-    assert differences(everything(model, optimizer), before) == []
-    second, third = batches(3)[1:]
-    calls = list(transfers(optimizer))[::-every]
-    assert len(calls) > 4
-    for call, number in calls:
-        token_loss(model, second).backward()
-        with failing(call, errno.EIO, name, after=number, times=1) as failed:
-            optimizer.step()
-            report = optimizer.last_report
-            optimizer.zero_grad()
-            loss = token_loss(model, third)  # it may be of weights of any kind
-            with pytest.raises(nvme.TransferError, match=f"{name}.*EIO"):
-                loss.backward()
-        assert len(failed) == 1 and not report.committed, (call, number)
-        optimizer.zero_grad()
-        assert differences(everything(model, optimizer), before) == [], (call, number)
-    token_loss(model, second).backward()  # the step taken again
-    optimizer.step()
-    assert differences(everything(model, optimizer), again) == []
-    optimizer.close()
+@pytest.mark.parametrize("home, options", [
+    ("disk", {"max_norm": 0.1}), ("disk", {"precision": "fp32"}), ("partly on disk", {}),
+    ("files", {}),
+])  # fmt: skip
+def test_every_transfer_that_fails_undoes_the_step(home, options):
+    found = faults("tail", home, **options)
+    assert found.wrong == [] and found.all_told
 
 
 def test_the_graph_of_weights_that_were_undone_has_no_backward():
@@ -138,10 +82,10 @@ def test_whoever_asks_first_is_told_and_what_was_asked_is_not_done(ask):
         with pytest.raises(nvme.TransferError, match="EIO"):
             ask(model, optimizer)
     optimizer.zero_grad()
-    assert differences(everything(model, optimizer), serial(1)) == []
+    assert differences(everything(model, optimizer), behind_steps(1)) == []
     token_loss(model, batches(2)[1]).backward()
     optimizer.step()
-    assert differences(everything(model, optimizer), serial(2)) == []
+    assert differences(everything(model, optimizer), behind_steps(2)) == []
     optimizer.close()
 
 
@@ -154,7 +98,7 @@ def test_gradients_that_nobody_dropped_are_there_for_the_step_taken_again():
         with pytest.raises(nvme.TransferError, match="EIO"):
             optimizer.step()
     optimizer.step()
-    assert differences(everything(model, optimizer), serial(2)) == []
+    assert differences(everything(model, optimizer), behind_steps(2)) == []
     optimizer.close()
 
 
@@ -186,7 +130,7 @@ def test_a_block_that_does_not_verify_undoes_the_step():
         token_loss(model, batches(2)[1]).backward()
     put_back()
     optimizer.zero_grad()
-    assert differences(everything(model, optimizer), serial(1)) == []
+    assert differences(everything(model, optimizer), behind_steps(1)) == []
     optimizer.close()
 
 
@@ -200,7 +144,7 @@ def test_a_budget_that_is_used_up_is_told_by_the_step_itself(tmp_path):
         optimizer.step()
     store.meter.budget = None
     optimizer.step()
-    assert differences(everything(model, optimizer), serial(2)) == []
+    assert differences(everything(model, optimizer), behind_steps(2)) == []
     optimizer.close()
 
 
@@ -218,8 +162,7 @@ def test_an_optimizer_is_closed_whatever_its_last_step_came_to():
 def test_closing_without_masters_waits_for_the_tail():
     model, optimizer = stepped("tail", 1)
     token_loss(model, batches(2)[1]).backward()
-    with waiting("pwritev", "gemini-") as disk:
+    with waiting("pwritev", "gemini-") as disk, when_waited(disk.answer):
         optimizer.step()
-        disk.answer_in(0.03)
         optimizer.close(keep_masters=False)
     assert optimizer.last_report.committed

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import weakref
 
 import pytest
@@ -18,9 +17,10 @@ from torch import nn
 import gemini
 from bench.shared.models import token_loss
 from optim import NvmeConfig
-from tests.support.disks.waiting import waiting
-from tests.support.loops.endings import one_step
+from tests.support.disks.waiting import waiting, when_waited
 from tests.support.loops.tails import batches, differences, everything, wrapped
+from tests.support.loops.tails import stepped as behind
+from tests.support.until import until
 
 IDS = torch.arange(36).reshape(4, 9)
 HELD = (signal.SIGINT, signal.SIGTERM)
@@ -40,11 +40,8 @@ def _leaves_no_handler():
 
 def stepped(update, **options):
     """One whole step, and a second one that waits for its disk where it has a tail."""
-    model, optimizer = wrapped(update, **options)
-    first, second = batches(2)
-    one_step(model, optimizer, first)
-    everything(model, optimizer)
-    token_loss(model, second).backward()
+    model, optimizer = behind(update, 1, **options)
+    token_loss(model, batches(2)[1]).backward()
     return model, optimizer
 
 
@@ -97,24 +94,27 @@ def written(model):
     return list(model.state_dict().values())
 
 
-LOOKS = {
-    "parameters": lambda m, o, t: copies(m.parameters()),
-    "data": lambda m, o, t: [p.data.clone() for p in m.parameters()],
-    "all at once": lambda m, o, t: torch._foreach_mul(list(m.parameters()), 2.0),
-    "elements": lambda m, o, t: [p[:1].sum() for p in m.parameters()],
-    "copies": lambda m, o, t: copies(copy.deepcopy(p) for p in m.parameters()),
-    "pickles": lambda m, o, t: copies(pickle.loads(pickle.dumps(p)) for p in m.parameters()),
-    "state_dict": lambda m, o, t: list(m.state_dict().values()),
-    "optimizer's": lambda m, o, t: [
+LOOKS = {  # what changes nothing
+    "parameters": lambda m, o: copies(m.parameters()),
+    "data": lambda m, o: [p.data.clone() for p in m.parameters()],
+    "all at once": lambda m, o: torch._foreach_mul(list(m.parameters()), 2.0),
+    "elements": lambda m, o: [p[:1].sum() for p in m.parameters()],
+    "copies": lambda m, o: copies(copy.deepcopy(p) for p in m.parameters()),
+    "pickles": lambda m, o: copies(pickle.loads(pickle.dumps(p)) for p in m.parameters()),
+    "state_dict": lambda m, o: list(m.state_dict().values()),
+    "optimizer's": lambda m, o: [
         value for planes in o.state_dict()["state"].values() for value in planes.values()
     ],
-    "step counts": lambda m, o, t: [state["step"].clone() for state in o.state.values()],
+    "step counts": lambda m, o: [state["step"].clone() for state in o.state.values()],
+    "visit_state": lambda m, o: visited(o),
+    "salvage": lambda m, o: list(m.salvage().values()),
+    "digest": lambda m, o: [m.digest()],
+    "evaluation": lambda m, o: evaluated(m),
+    "a submodule": lambda m, o: [m.module.layers[3](torch.ones(2, 33, dtype=torch.bfloat16))],
+    "gradients": lambda m, o: [grad.clone() for _, grad in m.named_gradients()],
+}
+DOES = {
     "summon": lambda m, o, t: summoned(m),
-    "visit_state": lambda m, o, t: visited(o),
-    "salvage": lambda m, o, t: list(m.salvage().values()),
-    "digest": lambda m, o, t: m.digest(),
-    "evaluation": lambda m, o, t: evaluated(m),
-    "a submodule": lambda m, o, t: [m.module.layers[3](torch.ones(2, 33, dtype=torch.bfloat16))],
     "save": lambda m, o, t: saved(m, o, t),
     "save in the background": lambda m, o, t: saved(m, o, t, async_save=True),
     "parked": lambda m, o, t: parked(m, o),
@@ -122,30 +122,52 @@ LOOKS = {
     "written in place": lambda m, o, t: written(m),
     "unwrap": lambda m, o, t: list(m.unwrap().state_dict().values()),
     "close": lambda m, o, t: o.close() or list(m.state_dict().values()),
-    "gradients": lambda m, o, t: [grad for _, grad in m.named_gradients()],
 }
+WAIT_FOR_NOTHING = ("step counts", "gradients")
 
 
-@pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
-def test_who_looks_behind_a_step_sees_what_it_made(look, tmp_path):
+def are_same(ones, others):
+    assert len(ones) == len(others) > 0
+    for one, other in zip(ones, others, strict=True):
+        same = torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+        assert same
+
+
+def test_who_looks_behind_a_step_sees_what_it_made():
+    """The disk answers when somebody waits for the step; each look is behind one of its own."""
+    serial, tail = behind("serial", 1), behind("tail", 1)
+    for (name, look), batch in zip(LOOKS.items(), batches(len(LOOKS)), strict=True):
+        for model, optimizer in (serial, tail):
+            optimizer.zero_grad()
+            token_loss(model, batch).backward()
+        serial[1].step()
+        with waiting("pwritev", "gemini-") as disk:
+            tail[1].step()
+            assert not tail[1].last_report.committed
+            with when_waited(disk.answer) as waited:
+                seen = look(*tail)
+            assert waited or name in WAIT_FOR_NOTHING, name
+        are_same(look(*serial), seen)
+        for model, _ in (serial, tail):
+            model.state_dict()  # what may have been written by who looked is in the state
+    serial[1].close(), tail[1].close()
+
+
+@pytest.mark.parametrize("does", DOES.values(), ids=DOES)
+def test_who_does_something_behind_a_step_does_it_to_what_that_made(does, tmp_path):
     found = []
     for update in ("serial", "tail"):
         model, optimizer = stepped(update)
-        with waiting("pwritev", "gemini-") as disk:
+        (tmp_path / update).mkdir()
+        with waiting("pwritev", "gemini-") as disk, when_waited(disk.answer) as waited:
             if update == "serial":
                 disk.answer()
             optimizer.step()
             assert optimizer.last_report.committed == (update == "serial")
-            timer = disk.answer_in(0.03)
-            (tmp_path / update).mkdir()
-            seen = look(model, optimizer, tmp_path / update)
-            timer.join()
-        found.append([seen] if isinstance(seen, str) else seen)
+            found.append(does(model, optimizer, tmp_path / update))
+            assert bool(waited) == (update == "tail")
         optimizer.close()
-    assert len(found[0]) == len(found[1]) > 0
-    for serial, tail in zip(*found, strict=True):
-        same = torch.equal(serial, tail) if isinstance(serial, torch.Tensor) else serial == tail
-        assert same
+    are_same(*found)
 
 
 def test_gradients_live_until_their_blocks_are_updated_whoever_drops_them():
@@ -180,10 +202,10 @@ def test_a_gradient_that_is_changed_behind_a_step_waits_for_it():
             if update == "serial":
                 disk.answer()
             optimizer.step()
-            timer = disk.answer_in(0.05)
-            for param in model.parameters():
-                param.grad.zero_()
-            timer.join()
+            with when_waited(disk.answer):
+                for param in model.parameters():
+                    param.grad.zero_()
+            disk.answer()
         found.append(everything(model, optimizer))
         optimizer.close()
     assert differences(found[1], found[0]) == []
@@ -245,10 +267,9 @@ def test_an_update_is_whole_before_the_next_backward_begins():
     with waiting("pwritev", "gemini-") as disk:
         optimizer.step()
         optimizer.zero_grad()
-        disk.answer_in(0.03)
-        loss = token_loss(model, batches(3)[2])
-        loss.backward()
-        assert optimizer.last_report.committed
+        with when_waited(disk.answer) as waited:
+            token_loss(model, batches(3)[2]).backward()
+        assert waited and optimizer.last_report.committed
     optimizer.close()
 
 
@@ -305,8 +326,7 @@ def test_ctrl_c_waits_until_the_tail_has_ended_and_finds_the_step_whole():
         assert not optimizer.last_report.committed  # and nothing was raised
         with pytest.raises(KeyboardInterrupt):
             disk.answer()
-            for _ in range(1000):
-                time.sleep(0.01)
+            until(lambda: False)
     assert optimizer.last_report.committed
     assert signal.getsignal(signal.SIGINT) is before
     serial = stepped("serial")
@@ -372,12 +392,7 @@ def test_what_is_dropped_with_a_tail_under_way_goes_when_it_has_ended():
     died = weakref.ref(model.engine)
     del model, optimizer
     assert behind.wait().committed
-    for _ in range(100):
-        gc.collect()
-        if died() is None:
-            break
-        time.sleep(0.01)
-    assert died() is None
+    until(lambda: gc.collect() >= 0 and died() is None)
     assert not any(path.exists() for path in paths)
     for number, handler in handlers.items():
         signal.signal(number, handler)
@@ -401,7 +416,7 @@ atexit.register(lambda: print("committed", optimizer.last_report.committed))
 def test_a_program_that_ends_behind_a_step_ends_it_first(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM.format(folder=str(tmp_path))],
-        capture_output=True, text=True, check=False, timeout=120,
+        capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0 and "Error" not in done.stderr, done.stderr
     assert done.stdout.splitlines()[-1] == "committed True"
@@ -431,8 +446,8 @@ def test_a_module_that_has_a_parameter_of_another_waits_for_it():
             if update == "serial":
                 disk.answer()
             optimizer.step()
-            timer = disk.answer_in(0.03)
-            found.append(model(x).detach())
-            timer.join()
+            with when_waited(disk.answer) as waited:
+                found.append(model(x).detach())
+            assert bool(waited) == (update == "tail")
         optimizer.close()
     assert torch.equal(*found)

@@ -1,45 +1,35 @@
-"""A disk that does not answer until a test says so."""
+"""A disk that does not answer until a test says so, and who waits meanwhile."""
 
 from __future__ import annotations
 
-import errno
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 from nvme.files import calls
+from optim.step.tail import Gate
 from tests.support.disks.faults import path_of
-
-PATIENCE_SECONDS = 20.0  # then the disk fails, and so does the test
 
 
 class Waiting:
-    """`waits`: calls that have come and were not answered. `answer`: they are, and all others."""
+    """`answer`: calls that have come are answered, and all others."""
 
     def __init__(self) -> None:
         self._answers = threading.Event()
         self._came = threading.Semaphore(0)
-        self.waits = 0
 
     def answer(self) -> None:
         self._answers.set()
 
-    def answer_in(self, seconds: float) -> threading.Timer:
-        timer = threading.Timer(seconds, self.answer)
-        timer.start()
-        return timer
-
     def until_asked(self) -> None:
         """Wait until a call does."""
-        assert self._came.acquire(timeout=PATIENCE_SECONDS), "nobody asked the disk"
+        self._came.acquire()
 
     def wait(self) -> None:
-        self.waits += 1
         self._came.release()
-        if not self._answers.wait(PATIENCE_SECONDS):
-            raise OSError(errno.ETIMEDOUT, "the test never let the disk answer")
+        self._answers.wait()
 
 
 @contextmanager
@@ -62,3 +52,19 @@ def waiting(call: str, part: str = "", *, after: int = 0) -> Iterator[Waiting]:
             yield disk
         finally:
             disk.answer()
+
+
+@contextmanager
+def when_waited(then: Callable[[], object]) -> Iterator[list[Gate]]:
+    """`then` is called where this thread begins to wait for what is updated beside it; for what."""
+    waited: list[Gate] = []
+    wait, thread = Gate.wait, threading.get_ident()
+
+    def watched(gate: Gate) -> None:
+        if threading.get_ident() == thread and not gate.ready():
+            waited.append(gate)
+            then()
+        wait(gate)
+
+    with mock.patch.object(Gate, "wait", watched):
+        yield waited

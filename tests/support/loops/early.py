@@ -1,29 +1,67 @@
-"""Schedules in which something happens between backward and step, and updates that are not cut off.
+"""Every schedule with every update, wherever model data is, beside what serial steps come to.
 
-Drawn programs, too: what one iteration does, as a value.
+Schedules in which something happens between backward and step, too, and drawn programs: what one
+iteration does, as a value.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 from bench.shared.models import seeded, token_loss
+from gemini import AutoPlacement
+from gemini.placement.draft import PlanResult
+from gemini.placement.timetable.updates import AUTO
 from optim.rules.report import Speculated
 from optim.step.speculation import Speculation
-from tests.support.loops.tails import Schedule, batches, differences, everything, run
+from tests.support.loops.budgets import MIXED, in_files, within
+from tests.support.loops.tails import (
+    Schedule,
+    batches,
+    differences,
+    everything,
+    has_tail,
+    on_host,
+    rank,
+    run,
+)
 
 UPDATES = ("speculate", "both")
-PATIENCE_SECONDS = 20.0
+CHANGING = "changing"  # another update whenever somebody asks: in a backward, a step, behind it
+CHANGES = ("serial", "both", "both", "tail", "both", "speculate", "speculate")
+ENOUGH, RISING = "2MiB", "400KiB"  # with the second, parameters rise from files when traced
+
+# Where model data is: by name, the options of `tests.support.loops.tails.wrapped`
+HOMES: dict[str, Callable[[], dict[str, Any]]] = {
+    "resident": lambda: {"fraction": 0.0},
+    "disk": dict,
+    "partly on disk": lambda: {"fraction": 0.4},
+    "enough": lambda: {"placement_policy": AutoPlacement(ENOUGH)},
+    "rising": lambda: {"placement_policy": AutoPlacement(RISING)},
+    "files": within,
+    "some files": lambda: within(MIXED),
+    "host": lambda: on_host("cpu"),
+    "host, parameters": lambda: on_host("cpu", params=1.0),
+    "host, some parameters": lambda: on_host("cpu", params=0.5),
+    "host, gradients": lambda: on_host("cpu", grads=True),
+    "partly host": lambda: on_host("cpu", state=0.6),
+    "host and disk": lambda: on_host("cpu", state=0.8, disk=0.4),
+}
+ON_HOST = frozenset(home for home in HOMES if "host" in home)
+BEHIND = frozenset(HOMES) - {"resident"}  # where a tail goes on behind the next forward
+IN_BACKWARD = BEHIND - ON_HOST  # where blocks are updated in backward
 
 
 @contextmanager
@@ -33,50 +71,87 @@ def patient() -> Iterator[None]:
 
     def wait(self: Speculation, *args: Any) -> None:
         add(self, *args)
-        until = time.monotonic() + PATIENCE_SECONDS
-        while not self.is_idle and time.monotonic() < until:
-            time.sleep(0.0002)
+        self.wait()
 
     with mock.patch.object(Speculation, "add", wait):
         yield
 
 
-def reported(
-    schedule: Schedule, update: str, *, hurried: bool = False, **options: Any
-) -> tuple[Any, list[Speculated]]:
-    """What a schedule comes to, and what each of its steps says of updates in backward.
+@dataclass(frozen=True)
+class Outcome:
+    """What a schedule comes to. tails: of its steps, which had one. early: what each says of
+    updates in backward."""
 
-    hurried: nobody waits for these, and most are cut off by the step.
-    """
-    reports: list[Speculated] = []
+    values: dict[str, Any]
+    tails: list[bool]
+    early: list[Speculated]
+    skipped_steps: int
+    in_files: tuple[int, int]
+
+    @property
+    def held(self) -> int:
+        return sum(report.held for report in self.early)
+
+    @property
+    def redone(self) -> int:
+        return sum(report.redone for report in self.early)
+
+
+def outcome(
+    schedule: Schedule, update: str, home: str = "disk", *, hurried: bool = False, **options: Any
+) -> Outcome:
+    """hurried: nobody waits for updates in backward, and most are cut off by the step."""
+    tails: list[bool] = []
+    early: list[Speculated] = []
+    placed = {**HOMES[home](), **options}
 
     def told(model: Any, optimizer: Any) -> Iterator[None]:
         for _ in schedule(model, optimizer):
-            reports.append(optimizer.last_report.speculation)
+            tails.append(has_tail(optimizer))
+            early.append(optimizer.last_report.speculation)
             yield
 
-    waits = nullcontext() if hurried else patient()
-    with waits, run(told, update, **options) as (model, optimizer, _):
-        return everything(model, optimizer), reports
+    with ExitStack() as doubles:
+        if not hurried:
+            doubles.enter_context(patient())
+        if update == CHANGING:
+            best = cycle(CHANGES)
+            changes = property(lambda _: next(best))
+            doubles.enter_context(mock.patch.object(PlanResult, "best_update", changes))
+            update = AUTO
+        model, optimizer, _ = doubles.enter_context(run(told, update, **placed))
+        values = everything(model, optimizer)
+        if "device" in placed:
+            placed["device"].check()
+        return Outcome(values, tails, early, optimizer.skipped_steps, in_files(model))
 
 
-def serial(schedule: Schedule, **options: Any) -> dict[str, Any]:
-    """What it comes to with serial steps."""
-    with run(schedule, "serial", **options) as (model, optimizer, _):
-        return everything(model, optimizer)
+def serial(schedule: Schedule, home: str = "disk", **options: Any) -> Outcome:
+    """Of serial steps: once for each schedule, home and rank."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    return _serial(schedule, home, tuple(sorted(options.items())), (rank(), world))
+
+
+@functools.lru_cache(256)
+def _serial(schedule: Schedule, home: str, options: Any, place: tuple[int, int]) -> Outcome:
+    return outcome(schedule, "serial", home, **dict(options))
 
 
 def same(
-    schedule: Schedule, updates: Sequence[str] = UPDATES, hurried: bool = False, **options: Any
-) -> list[list[Speculated]]:
-    """What each step of each update says of updates in backward; the bits are those of serial."""
-    want, found = serial(schedule, **options), []
-    for update in updates:
-        got, reports = reported(schedule, update, hurried=hurried, **options)
-        assert differences(got, want) == [], update
-        assert all(r.speculated == r.held + r.redone for r in reports)
-        found.append(reports)
-    return found
+    schedule: Schedule,
+    update: str,
+    home: str = "disk",
+    *,
+    serially: Schedule | None = None,
+    hurried: bool = False,
+    **options: Any,
+) -> Outcome:
+    """The bits are those of serial steps. serially: the schedule of these, where it is another."""
+    want = serial(serially or schedule, home, **options)
+    got = outcome(schedule, update, home, hurried=hurried, **options)
+    assert differences(got.values, want.values) == []
+    assert all(report.speculated == report.held + report.redone for report in got.early)
+    return got
 
 
 def num_early(optimizer: Any) -> int:
@@ -88,11 +163,11 @@ def num_early(optimizer: Any) -> int:
 class Sometimes(nn.Module):
     """Two layers, and a norm behind them that every third call leaves out. Returns [n, 17]."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 257) -> None:
         super().__init__()
         with seeded():
-            self.first = nn.Linear(5, 257)
-            self.last = nn.Linear(257, 17)
+            self.first = nn.Linear(5, width)
+            self.last = nn.Linear(width, 17)
             self.norm = nn.LayerNorm(17)  # in one chunk with the bias of `last`
 
     def forward(self, x: Tensor, call: int) -> Tensor:
@@ -157,19 +232,32 @@ BETWEEN = {
 HELD_BY = {"evaluates", "reads weights"}  # what changes nothing that an update follows from
 
 
-def interrupted(between: Any) -> Schedule:
-    """In every other step, behind one without."""
+@functools.cache
+def interrupted(*names: str) -> Schedule:
+    """Each in turn, in every other step, behind one without."""
 
     def schedule(model: Any, optimizer: Any) -> Iterator[None]:
-        for step, batch in enumerate(batches(5)):
+        for step, batch in enumerate(batches(2 * len(names) + 1)):
             token_loss(model, batch).backward()
             if step % 2:
-                between(model, optimizer)
+                BETWEEN[names[step // 2]](model, optimizer)
             optimizer.step()
             optimizer.zero_grad()
             yield
 
     return schedule
+
+
+def second_backwards(model: Any, optimizer: Any) -> Iterator[None]:
+    """Of the same graph, and not in every step."""
+    for step, batch in enumerate(batches(6)):
+        loss = token_loss(model, batch)
+        loss.backward(retain_graph=step % 3 == 1)
+        if step % 3 == 1:
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield
 
 
 # -- drawn programs --

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import errno
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any
 
@@ -10,13 +13,17 @@ from torch import Tensor
 
 import gemini
 from bench.shared.models import token_loss
-from tests.support.loops.tails import everything, wrapped
-
-
-def one_step(model: Any, optimizer: Any, batch: Tensor) -> None:
-    token_loss(model, batch).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+from tests.support.disks.faults import failing
+from tests.support.loops.budgets import stores
+from tests.support.loops.early import HOMES, patient
+from tests.support.loops.tails import (
+    batches,
+    differences,
+    everything,
+    one_step,
+    stepped,
+    wrapped,
+)
 
 
 def resumed(update: str, folder: PathLike[str], data: Sequence[Tensor]) -> dict[str, Any]:
@@ -42,12 +49,104 @@ def serially(data: Sequence[Tensor], **options: Any) -> tuple[dict[str, Any], di
     return before, after
 
 
-def check_told(found: Sequence[tuple[list[str], list[str]]]) -> None:
-    """(what was said of each fault, what was wrong behind it) of two ranks, guilty in turn: the
-    guilty one has its disk's error, the other one that names it, and nothing was wrong."""
-    assert [wrong for _, wrong in found] == [[], []]
-    assert len(found[0][0]) > 8
-    for number, said in enumerate(zip(*(said for said, _ in found), strict=True)):
+@functools.cache
+def behind_steps(count: int, **options: Any) -> dict[str, Any]:
+    """What so many serial steps come to, on a disk."""
+    model, optimizer = stepped("serial", count, **options)
+    found = everything(model, optimizer)
+    optimizer.close()
+    return found
+
+
+def transfers(model: Any, optimizer: Any, update: str) -> list[tuple[str, str, int]]:
+    """Every call of a step that may fail: part of the path, the call, and its number."""
+    named, state = stores(model, optimizer), optimizer.targets[0].tiered_state.nvme
+    # what was read ahead is not read again; what is updated early is, where it is held
+    reads = (1 if update == "tail" else 2) * (len(state.blocks) - state.num_reads_begun)
+    counts = {
+        ("state", "preadv"): reads,
+        ("state", "pwritev"): named["state"].layout.num_blocks,
+        ("state", "fdatasync"): 1,
+    }
+    if "parameters" in named:
+        counts["parameters", "pwritev"] = named["parameters"].layout.num_blocks
+        counts["parameters", "fdatasync"] = 1
+    if "gradients" in named:
+        counts["gradients", "preadv"] = 2  # one is read before the step returns
+    return [
+        (named[kind].paths[0].name, call, at)
+        for (kind, call), count in counts.items()
+        for at in range(count)
+    ]
+
+
+@dataclass
+class Faults:
+    """Of each: what was said, in which call, and what was wrong then."""
+
+    said: list[str] = field(default_factory=list)
+    told_by: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+
+    @property
+    def all_told(self) -> bool:
+        told = [text.startswith("TransferError:") and "EIO" in text for text in self.said]
+        return all(told) and len(told) > 4
+
+
+def faults(
+    update: str,
+    home: str = "disk",
+    *,
+    every: int = 1,
+    guilty: Callable[[int], bool] = lambda number: True,
+    cases: Callable[..., list[tuple[str, str, int]]] = transfers,
+    **options: Any,
+) -> Faults:
+    """Transfers of a step fail, one after the other: it is undone, and can be taken again.
+
+    guilty: of a fault's number, whether it is on this rank.
+    """
+    steps = 1 if update == "tail" else 2  # behind which blocks are updated in backward
+    placed = {**HOMES[home](), **options}
+    *_, coming, other = batches(steps + 2)
+    before, after = serially(batches(steps + 1), **{**HOMES[home](), **options})
+    model, optimizer = stepped(update, steps, **placed)
+    found = Faults(wrong=differences(everything(model, optimizer), before))
+    for number, (part, call, at) in enumerate(cases(model, optimizer, update)[::-every]):
+        part, where = part if guilty(number) else "of no file", "backward before it"
+        with patient(), failing(call, errno.EIO, part, after=at, times=1) as failed:
+            try:
+                token_loss(model, coming).backward()
+                where = "step"
+                optimizer.step()
+                report = optimizer.last_report
+                optimizer.zero_grad()
+                where = "forward"
+                loss = token_loss(model, other)  # it may be of weights of any kind
+                where = "backward"
+                loss.backward()
+                found.said.append("nothing")
+            except Exception as error:
+                found.said.append(f"{type(error).__name__}: {error}")
+        found.told_by.append(where)
+        fault = f"{part} {call} {at}"
+        if len(failed) != guilty(number) or (where == "backward" and report.committed):
+            found.wrong.append(f"{fault}: {len(failed)} failed")
+        optimizer.zero_grad()
+        found.wrong += [f"{fault}: {n}" for n in differences(everything(model, optimizer), before)]
+    one_step(model, optimizer, coming)
+    found.wrong += differences(everything(model, optimizer), after)
+    optimizer.close()
+    return found
+
+
+def check_told(found: Sequence[Faults]) -> None:
+    """Of two ranks, guilty in turn: the guilty one has its disk's error, the other one that names
+    it, and nothing was wrong."""
+    assert [one.wrong for one in found] == [[], []]
+    assert len(found[0].said) > 8
+    for number, said in enumerate(zip(*(one.said for one in found), strict=True)):
         guilty = number % 2
         assert said[guilty].startswith("TransferError:"), said
         assert said[1 - guilty].startswith(f"RuntimeError: the disks of ranks [{guilty}] failed")

@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from bench.shared.models import Tower, token_batches, token_loss
 from gemini import GeminiDDP, StaticPlacement
@@ -22,6 +22,7 @@ from optim import HybridAdam, NvmeConfig
 from optim.rules.speculation import Habit
 from optim.update.triton_update import TritonUpdater
 from optim.update.updaters import CpuUpdater
+from tests.support.disks.waiting import when_waited
 
 SMALL = {"min_chunk_size_m": 0.004}  # 4194 elements: several chunks
 BLOCK = 2048  # masters of such a block are split on disk; those of a chunk's last one may be whole
@@ -36,9 +37,9 @@ def wrapped(
     **options: Any,
 ) -> tuple[Any, Any]:
     """`update` updates in backward whenever it may, whatever it has learned."""
-    if module is None or isinstance(module, type):
+    if not isinstance(module, nn.Module):  # what makes one
         module = (module or Tower)()
-    model = GeminiDDP(module, update=update, **SMALL, **options)
+    model = GeminiDDP(module, update=update, **{**SMALL, **options})
     optimizer = HybridAdam(
         model.parameters(),
         lr=1e-2,
@@ -77,32 +78,29 @@ class HeldUpdates:
     """Updates of blocks in host memory, which do not begin before a test says so."""
 
     def __init__(self, fails_at: int | None) -> None:
-        self._goes_on = threading.Event()
-        self._free: Callable[[int], bool] = lambda shard: False
+        self._changed = threading.Condition()
+        self._free: Callable[[int], bool] = lambda shard: fails_at is not None
         self._fails_at, self._count = fails_at, 0
-        if fails_at is not None:
-            self._goes_on.set()
 
     def go_on(self, but: int | None = None) -> None:
         """All, or all but those of one shard."""
-        if but is None:
-            self._goes_on.set()
-        else:
-            self._free = lambda shard: shard != but
+        self._let(lambda shard: shard != but)
 
     def hold(self) -> None:
         """Those to come wait again."""
-        self._goes_on.clear()
+        self._let(lambda shard: False)
+
+    def _let(self, free: Callable[[int], bool]) -> None:
+        with self._changed:
+            self._free = free
+            self._changed.notify_all()
 
     def begin(self, block: Any) -> None:
-        """Waits by looking, so that what it waits for may change."""
         self._count += 1
         if self._fails_at is not None and self._count > self._fails_at:
             raise MemoryError("no room")
-        for _ in range(20_000):
-            if self._free(block.shard) or self._goes_on.wait(0.001):
-                return
-        raise TimeoutError("the test never let updates go on")
+        with self._changed:
+            self._changed.wait_for(lambda: self._free(block.shard))
 
 
 @contextmanager
@@ -131,13 +129,14 @@ def held_updates(fails_at: int | None = None) -> Iterator[HeldUpdates]:
             found.go_on()
 
 
-def late_updates(model: Any, optimizer: Any, count: int) -> Iterator[None]:
-    """Yields behind every step. Behind all but the first, updates begin so late that a forward
-    which does not wait for them is over."""
+def late_updates(model: Any, optimizer: Any, count: int = 4) -> Iterator[None]:
+    """Yields behind every step. Behind all but the first, updates begin when somebody waits for
+    them: a forward that does not computes with weights of before."""
     with held_updates() as held:
         held.go_on()
         for step, batch in enumerate(batches(count)):
-            loss = token_loss(model, batch)
+            with when_waited(held.go_on):
+                loss = token_loss(model, batch)
             held.go_on()
             loss.backward()
             if step:
@@ -145,10 +144,6 @@ def late_updates(model: Any, optimizer: Any, count: int) -> Iterator[None]:
             optimizer.step()
             optimizer.zero_grad()
             yield
-            if step:  # one behind a step that nothing holds would let the next one's go on
-                timer = threading.Timer(0.2, held.go_on)
-                timer.start()
-        timer.join()
 
 
 def state_of(visit: Callable[[Callable[[Any], None]], object]) -> dict[str, Tensor]:
@@ -198,14 +193,27 @@ def has_tail(optimizer: Any) -> bool:
     return not isinstance(optimizer.last_report.behind, Done)
 
 
+def one_step(model: Any, optimizer: Any, batch: Tensor) -> None:
+    token_loss(model, batch).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def stepped(update: str, steps: int, **options: Any) -> tuple[Any, Any]:
+    """A pair behind so many steps, which count."""
+    model, optimizer = wrapped(update, **options)
+    for batch in batches(steps):
+        one_step(model, optimizer, batch)
+    everything(model, optimizer)
+    return model, optimizer
+
+
 # -- schedules: each yields behind every step --
 
 
 def plain(model: Any, optimizer: Any) -> Iterator[None]:
     for batch in batches(4):
-        token_loss(model, batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        one_step(model, optimizer, batch)
         yield
 
 
@@ -300,9 +308,7 @@ def schedules_rates(model: Any, optimizer: Any) -> Iterator[None]:
 def writes(model: Any, optimizer: Any) -> Iterator[None]:
     """The user changes weights behind a step, in place and by `.data`."""
     for step, batch in enumerate(batches(4)):
-        token_loss(model, batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        one_step(model, optimizer, batch)
         weight = model.module.get_parameter("layers.2.1.weight")
         with torch.no_grad():
             weight.mul_(1 + step / 8) if step % 2 else weight.data.mul_(0.75)
