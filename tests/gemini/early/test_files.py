@@ -18,11 +18,12 @@ from tests.support.disks.waiting import when_waited
 from tests.support.loops.budgets import MIXED, in_files, within
 from tests.support.loops.early import (
     UPDATES,
+    Iteration,
     Sometimes,
-    interrupted,
     num_early,
     outcome,
     patient,
+    program,
     same,
     serial,
 )
@@ -211,11 +212,13 @@ def test_a_gradient_in_a_file_is_changed_when_nobody_reads_it():
     optimizer.close()
 
 
+EVALUATIONS = program([Iteration(between="evaluates")] * 4)
+
+
 @pytest.mark.parametrize("update", ["serial", "tail", *UPDATES])
 def test_an_evaluation_before_a_step_leaves_no_weights_of_before_it(update):
     """The second one is planned, and keeps what it gathers for the next; the step changes that."""
-    turns = interrupted(*["evaluates"] * 2)
-    want = serial(turns).values
-    found = outcome(turns, update, **within("245KiB")).values
+    want = serial(EVALUATIONS).values
+    found = outcome(EVALUATIONS, update, **within("245KiB")).values
     weights = {name: want[name] for name in found if "/" not in name}
     assert differences({name: found[name] for name in weights}, weights) == []

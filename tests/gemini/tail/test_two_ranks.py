@@ -1,120 +1,137 @@
-"""The tail at two ranks: gathers wait, all ranks learn of a disk that fails, and undo the step."""
+"""Steps with a tail, or that begin in backward, at two ranks: gathers wait, each rank decides alone
+what it does in backward, all learn of a disk that fails, and undo the step."""
 
 import errno
+from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from bench.shared.models import Choosy, token_loss
+from bench.shared.models import token_loss
 from bench.shared.workers import run_ranks
+from gemini import AutoPlacement
+from optim.rules.speculation import Habit
 from tests.support.disks.faults import failing
 from tests.support.disks.waiting import waiting
-from tests.support.loops.endings import check_told, one_step, serially
+from tests.support.loops.budgets import SHARED, within
+from tests.support.loops.early import (
+    UPDATES,
+    Iteration,
+    Sometimes,
+    interrupted,
+    num_early,
+    patient,
+    program,
+    same,
+)
+from tests.support.loops.endings import behind_steps, check_told, faults
 from tests.support.loops.tails import (
     SCHEDULES,
     absent,
     batches,
     differences,
     everything,
-    has_tail,
-    run,
+    one_step,
+    stepped,
     wrapped,
 )
 
 pytestmark = pytest.mark.ci
 
-CASES = {
-    **{name: (schedule, {}) for name, schedule in SCHEDULES.items()},
-    "partly": (SCHEDULES["clips"], {"fraction": 0.4}),
-    "fp32": (SCHEDULES["skips"], {"precision": "fp32", "max_norm": 0.1}),
-    "rounded": (SCHEDULES["plain"], {"master_weights": False}),
-    "absent": (absent, {"module": Choosy}),
-    "replicas": (SCHEDULES["plain"], {"mesh": 1}),
+PART = ("scales one", "clips by hand", "drops one", "writes a weight", "reads state")
+DRAWN = (
+    Iteration(), Iteration(), Iteration(2), Iteration(2, synced=False), Iteration(stepless=True),
+    Iteration(), Iteration(skipped=True), Iteration(),
+)  # fmt: skip
+WHAT = {
+    **SCHEDULES,
+    "absent": absent,
+    "interrupted": interrupted(*PART),
+    "drawn": program(DRAWN),
 }
 
 
-def options_of(options):
-    made = dict(options)
-    if "module" in made:
-        made["module"] = made["module"]()
-    if "mesh" in made:
+def placed(home):
+    """Options of `outcome`."""
+    if home == "files":  # of a budget that ranks share
+        return within(SHARED)
+    if home == "budget":
+        return {"placement_policy": AutoPlacement("4MiB")}
+    if home == "replicas":
         names = ("replicate", "shard")
-        made["mesh"] = init_device_mesh("cpu", (2, 1), mesh_dim_names=names)
-    return made
+        return {"mesh": init_device_mesh("cpu", (2, 1), mesh_dim_names=names)}
+    return {"home": home}
+
+
+def rows():
+    """Every schedule on a disk with two updates, in files with one, and elsewhere with one."""
+    others = ("partly on disk", "host", "budget", "host, parameters", "host, gradients")
+    for i, what in enumerate(WHAT):
+        for k, home in enumerate(("disk", "disk", "files", others[i % len(others)])):
+            if not (home == "files" and what == "absent"):
+                yield what, ("tail", *UPDATES)[(i + k) % 3], home
+    yield "plain", "tail", "replicas"
+    yield "plain", "auto", "disk"  # passes that nobody timed
 
 
 def every_schedule(rank):
     found = {}
-    for name, (schedule, options) in CASES.items():
-        serial_and_tail = []
-        for update in ("serial", "tail"):
-            with run(schedule, update, **options_of(options)) as (model, optimizer, tails):
-                assert any(tails) == (update == "tail"), (name, tails)
-                serial_and_tail.append(everything(model, optimizer))
-        found[name] = differences(serial_and_tail[1], serial_and_tail[0])
+    for what, update, home in rows():
+        options = {**placed(home), **({"module": Sometimes} if what == "absent" else {})}
+        got = same(WHAT[what], update, **options)
+        found[what, update, home] = any(got.tails), got.held, got.redone, got.in_files[0]
+    precise = {"fp32": {"precision": "fp32", "max_norm": 0.1}, "rounded": {"master_weights": False}}
+    for name, options in precise.items():
+        assert all(same(SCHEDULES["evaluates"], "tail", **options).tails), name
     return found
 
 
 def test_every_schedule_has_the_bits_of_serial_steps_on_every_rank():
-    for found in run_ranks(every_schedule, 2):
-        assert found == {name: [] for name in CASES}
+    ranks = run_ranks(every_schedule, 2)
+    for found in ranks:
+        for (what, update, home), (has_tail, held, redone, in_files) in found.items():
+            case = what, update, home
+            if home != "budget":
+                assert has_tail == (update != "speculate"), case
+            assert (in_files > 0) == (home == "files"), case
+            # what is clipped is left to the step, who writes state drops all
+            if home in ("disk", "partly on disk") and what not in ("clips", "writes"):
+                assert (held > 0) == (update != "tail"), case
+            if (what, home) == ("plain", "disk"):
+                assert redone == 0
+    # of what is absent one rank has nothing
+    assert any(found[row][2] for found in ranks for row in found if row[0] == "absent")
 
 
-def faults(rank, options):
-    """Every call of a tail fails on each rank in turn. What was said, and what differed."""
-    first, second, third = batches(3)
-    before, after = serially([first, second], **options)
-    model, optimizer = wrapped("tail", **options)
-    one_step(model, optimizer, first)
-    state = optimizer.targets[0].tiered_state.nvme
-    store, ahead = state.store, state.num_reads_begun
-    cases = [("preadv", i) for i in range(len(state.blocks) - ahead)]
-    cases += [("pwritev", i) for i in range(store.layout.num_blocks)] + [("fdatasync", 0)]
-    said, wrong = [], []
-    for number, (call, at) in enumerate(cases):
-        guilty = number % 2
-        part = store.paths[0].name if rank == guilty else "of no file"
-        token_loss(model, second).backward()
-        with failing(call, errno.EIO, part, after=at, times=1):
-            optimizer.step()
-            assert has_tail(optimizer)
-            optimizer.zero_grad()
-            loss = token_loss(model, third)
-            try:
-                loss.backward()
-                said.append("nothing")
-            except Exception as error:
-                said.append(f"{type(error).__name__}: {error}")
-        wrong += [] if not optimizer.last_report.committed else [f"{call} {at} is committed"]
-        optimizer.zero_grad()
-        wrong += differences(everything(model, optimizer), before)
-    one_step(model, optimizer, second)
-    wrong += differences(everything(model, optimizer), after)
-    optimizer.close()
-    return said, wrong
+def disks_fail(rank, update, home, every, options):
+    """Transfers of a step fail on each rank in turn."""
+    where = {**placed(home), **options}
+    return faults(update, every=every, guilty=lambda number: number % 2 == rank, **where)
 
 
-@pytest.mark.parametrize("options", [{}, {"fraction": 0.4, "precision": "fp32"}],
-                         ids=["all on disk", "partly"])  # fmt: skip
-def test_a_disk_that_fails_on_one_rank_undoes_the_step_on_all(options):
-    check_told(run_ranks(faults, 2, options, processes=True))
+@pytest.mark.parametrize("update, home, every, options", [
+    ("tail", "disk", 2, {}), ("tail", "partly on disk", 1, {"precision": "fp32"}),
+    ("both", "disk", 2, {}), ("tail", "files", 3, {}),
+    ("tail", "files", 3, {"placement_policy": AutoPlacement("420KiB")}),
+])  # fmt: skip
+def test_a_disk_that_fails_on_one_rank_undoes_the_step_on_all(update, home, every, options):
+    ranks = run_ranks(disks_fail, 2, update, home, every, options, processes=True)
+    check_told(ranks)
 
 
 def slow_rank(rank):
-    """Rank 1's disk waits: rank 0's gathers wait for nobody, and its step counts when both do."""
-    model, optimizer = wrapped("tail")
+    """Rank 1's disk waits until both have looked: a step counts when it does on every rank."""
+    model, optimizer = stepped("tail", 1)
     first, second = batches(2)
-    one_step(model, optimizer, first)
-    everything(model, optimizer)
     token_loss(model, second).backward()
     dist.barrier()
     with waiting("pwritev", "gemini-" if rank else "of no file") as disk:
         optimizer.step()
         early = optimizer.last_report.committed
         optimizer.zero_grad()
-        if rank == 1:
-            disk.answer_in(0.2)
+        dist.barrier()
+        disk.answer()
         token_loss(model, first).backward()
         late = optimizer.last_report.committed
     optimizer.close()
@@ -135,10 +152,8 @@ def asks(rank):
         lambda m, o: m.digest(),
         lambda m, o: list(m.named_parameters())[-1][1].sum(),
     ):
-        model, optimizer = wrapped("tail")
-        first, second = batches(2)
-        one_step(model, optimizer, first)
-        before = everything(model, optimizer)
+        model, optimizer = stepped("tail", 1)
+        before, second = everything(model, optimizer), batches(2)[1]
         name = optimizer.targets[0].tiered_state.nvme.store.paths[0].name
         token_loss(model, second).backward()
         with failing("pwritev", errno.EIO, name if rank == 0 else "of no file", after=5, times=1):
@@ -160,13 +175,8 @@ def test_all_ranks_are_told_by_what_they_ask_first():
 
 def zero_stages(rank):
     """What is kept gathered would be gathered again by the step: it stays serial."""
-    found = []
-    for policy in ("zero1", "zero2"):
-        with run(SCHEDULES["plain"], "tail", placement_policy=policy) as (model, optimizer, tails):
-            found.append((tails, everything(model, optimizer)))
-        with run(SCHEDULES["plain"], "serial", placement_policy=policy) as (model, optimizer, _):
-            assert differences(everything(model, optimizer), found[-1][1]) == []
-    return [tails for tails, _ in found]
+    policies = ("zero1", "zero2")
+    return [same(SCHEDULES["plain"], "tail", placement_policy=policy).tails for policy in policies]
 
 
 def test_zero_1_and_2_step_serially():
@@ -199,3 +209,43 @@ def groups(rank):
     _, optimizer = wrapped("tail")
     optimizer.close()
     return before, count()
+
+
+def alone(rank):
+    """Rank 1 has learned that it should not."""
+    model, optimizer = wrapped("both")
+    if rank:
+        speculation = model.engine.speculation
+        speculation.learned = replace(speculation.learned, habit=Habit(100))
+    with patient():
+        for batch in batches(3):
+            one_step(model, optimizer, batch)
+    found, early = optimizer.last_report.speculation.held, num_early(optimizer)
+    got = everything(model, optimizer)
+    optimizer.close()
+    return found / early, differences(got, behind_steps(3))
+
+
+def test_each_rank_decides_alone():
+    assert run_ranks(alone, 2) == [(1.0, []), (0.0, [])]
+
+
+def sequences(rank):
+    found = {}
+    for update in ("serial", "speculate"):
+        model, optimizer = wrapped(update)
+        found[update] = []
+        for batch in batches(3):
+            token_loss(model, batch).backward()
+            found[update].append(model.engine.comm.log.digest)
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.close()
+    return found
+
+
+def test_other_collectives_than_those_of_serial_steps_are_not_issued():
+    """What a rank does in backward is its own affair; there is one group more for the tail."""
+    found = run_ranks(sequences, 2)
+    assert found[0] == found[1]
+    assert found[0]["speculate"] == found[0]["serial"]
