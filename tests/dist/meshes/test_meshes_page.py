@@ -232,7 +232,7 @@ def run_page(folder):
 
 
 def test_the_table_of_the_page_is_what_happens_and_its_blocks_run(tmp_path):
-    results = run_ranks(tried, 4, str(tmp_path))
+    results = run_ranks(tried, 4, str(tmp_path), processes=True)
     assert all(table == results[0] for table in results)
     lines = [f"| | {' | '.join(COLUMNS)} |", "|---" * (len(COLUMNS) + 1) + "|"]
     for name, cells in results[0]:
