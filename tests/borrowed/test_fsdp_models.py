@@ -3,7 +3,7 @@
 Source: torch.testing._internal.common_fsdp (the models are imported, the check is written here from
 the meaning of FSDP's `test_fsdp_core.py`: losses and weights after some steps are those of DDP).
 
-Not run, and why: `ModuleWithDelay` and `NestedWrappedModuleWithDelay` sleep on a CUDA stream;
+Not run, and why: `ModuleWithDelay` and `NestedWrappedModuleWithDelay` wait on a CUDA stream;
 `MixtureOfExperts` has other weights on every rank, which a wrapped module broadcasts.
 """
 

@@ -321,8 +321,8 @@ def late_rank(rank, compared):
     model = GeminiDDP(Tower(), **SMALL)
     comm = model.engine.comm
     comm.deadline_seconds = SOON
-    published = comm._published_logs
-    comm._published_logs = lambda: (compared.set(), published())[1]
+    published = comm.published_logs
+    comm.published_logs = lambda: (compared.set(), published())[1]
     optimizer = HybridAdam(model.parameters())
     for step, parts in enumerate(token_batches(3, 2)):
         if rank == 1 and step == 1:

@@ -306,7 +306,7 @@ class Communicator:
     def _await_others(self, meeting: MeetingPoint, wish: Wish) -> None:
         seconds, started = self.deadline_seconds, time.monotonic()
         while not meeting.is_complete(seconds):
-            difference = first_difference(self._published_logs())
+            difference = first_difference(self.published_logs())
             if difference is not None:
                 raise explain(difference, self.describe)
             gone = self._meeting.gone()
@@ -342,7 +342,7 @@ class Communicator:
             failure = error if work.is_completed() else None
         patience = time.monotonic() + GRACE_SECONDS
         while failure is None or time.monotonic() < patience:
-            difference = first_difference(self._published_logs())
+            difference = first_difference(self.published_logs())
             if difference is not None:
                 raise explain(difference, self.describe) from failure
             if failure is not None:
@@ -356,7 +356,7 @@ class Communicator:
                     failure, patience = error, time.monotonic() + GRACE_SECONDS
         raise failure
 
-    def _published_logs(self) -> list[list[Entry]]:
+    def published_logs(self) -> list[list[Entry]]:
         """Publish this rank's log and read those that were published."""
         store = self._store
         store.set(str(self.rank), self.log.encode())

@@ -171,9 +171,9 @@ class StepTail:
         From any thread; of several that wait, one ends the step and raises.
         """
         with self._ending:
-            self._settle()
+            self._settle_held()
 
-    def _settle(self) -> None:
+    def _settle_held(self) -> None:
         if self.beside is not None:
             self.beside.order()
             self._ended()
