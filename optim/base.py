@@ -161,9 +161,9 @@ class TieredOptimizer(BoundOptimizer):
 
         What it lacks begins anew, as in torch. Moments stay in fp32, also for 16-bit parameters.
         No weight changes: an fp32 master that does not round to the weight that is there is left
-        out, which a warning says. Under GeminiDDP rank 0's values count, and every rank must call it. Raises ValueError,
-        before anything is changed, for groups that differ from this optimizer's, and for options
-        that it does not have.
+        out, which a warning says. Under GeminiDDP rank 0's values count, and every rank must call
+        it. Raises ValueError, before anything is changed, for groups that differ from this
+        optimizer's, and for options that it does not have.
         """
         self._refuse_unusable()
         names = self._names()

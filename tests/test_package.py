@@ -138,7 +138,7 @@ LIGHT |= {"secrets", "hmac", "html"}
 
 @pytest.mark.ci
 def test_importing_is_ours_alone_and_wrapping_needs_nothing_heavy_beside_torch():
-    """What `import torch` has not imported already. Seconds: tests/deep/test_import_times.py."""
+    """What `import torch` has not imported already. Seconds: tests/deep/clock/."""
     done = subprocess.run(
         [sys.executable, "-c", IMPORTED], check=True, env=_environment(), stdout=subprocess.PIPE,
         text=True,
