@@ -8,7 +8,7 @@ import pytest
 from bench import gpu
 
 
-@pytest.mark.ci
+@pytest.mark.deep  # minutes, and every section has a limit in seconds
 @pytest.mark.timeout(900)
 def test_every_section_runs_dry(tmp_path):
     chosen = gpu.sections(tmp_path, dry=True)
