@@ -144,7 +144,7 @@ EVERYWHERE = ["disk", "files", "some files"]
 
 @given(st.lists(iterations, min_size=3, max_size=7), st.sampled_from(["tail", *UPDATES]),
        st.sampled_from(EVERYWHERE), st.booleans())  # fmt: skip
-@settings(max_examples=12, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=6, suppress_health_check=[HealthCheck.too_slow])
 def test_every_program_has_the_bits_of_serial_steps(drawn, update, home, hurried):
     same(program([Iteration(), *drawn]), update, home, hurried=hurried)
 
