@@ -196,8 +196,11 @@ def test_trace_of_few_layers_grows_into_the_trace_of_all(config, question):
     assert [m.non_model_bytes for m in grown.moments] == [m.non_model_bytes for m in whole.moments]
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("name", ["gpt2", "bert-base", "vit-base"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("gpt2", marks=pytest.mark.ci),
+     *(pytest.param(name, marks=pytest.mark.deep) for name in ("bert-base", "vit-base"))],
+)  # fmt: skip
 def test_known_models_traces_grow_into_the_traces_of_all_layers(name):
     """Byte for byte, at a batch that was traced and at one that was not."""
     model = models.build(name)
@@ -211,10 +214,12 @@ def test_known_models_traces_grow_into_the_traces_of_all_layers(name):
         ]
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize(
-    ("name", "world_size"), [("llama-7b", 1), ("llama-70b", 64), ("mixtral-8x7b", 8)]
-)
+    ("name", "world_size"),
+    [pytest.param("llama-7b", 1, marks=pytest.mark.ci),
+     pytest.param("llama-70b", 64, marks=pytest.mark.deep),
+     pytest.param("mixtral-8x7b", 8, marks=pytest.mark.deep)],
+)  # fmt: skip
 def test_gathers_are_within_5_percent_of_the_lower_bound(name, world_size):
     for device_mem in ("40GiB", "80GiB"):
         args = plan.parse(

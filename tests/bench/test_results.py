@@ -84,7 +84,7 @@ def test_the_list_says_how_long_everything_takes(capsys):
     assert lines[-1].split()[0] == str(sum(r.minutes for r in EVERYTHING))
 
 
-@pytest.mark.ci
+@pytest.mark.deep
 def test_small_versions_run(tmp_path, capfd):
     small = ["gathers", "adam-cpu"]  # of those that need no fio
     assert remake.main(["--smoke", str(tmp_path), "--only", *small]) == 0, capfd.readouterr().out

@@ -5,11 +5,9 @@ hosts read it and agree.
 """
 
 import copy
-from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
 
 from bench.shared.reference import everything, same
 from bench.shared.threads import run_threads
@@ -18,26 +16,13 @@ from gemini.placement.tiers import Tier
 from gemini.runtime.memory.sim import SimBackend
 from optim import HybridAdam, NvmeConfig
 from tests.support.apart import Apart
+from tests.support.device.placed import Forked, place_gradients
 
 HOMES = [(False, False, False), (False, True, False), (True, True, True)]
 pytestmark = pytest.mark.ci  # the interpreter on every rank
 
 
-class Forked(nn.Module):
-    """Layers of odd sizes, and a spare one that not every call uses."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = nn.Linear(17, 61), nn.Linear(61, 17)
-        self.spare = nn.Linear(17, 17)
-
-    def forward(self, x, uses_spare):
-        x = x + self.second(torch.tanh(self.first(x)))
-        return x + self.spare(x) if uses_spare else x
-
-
-START = Forked()  # threads have one generator of random numbers
+START = Forked(17, 61)  # threads have one generator of random numbers
 
 
 def wrapped(backend, homes, sharded, **options):
@@ -48,10 +33,7 @@ def wrapped(backend, homes, sharded, **options):
     )  # fmt: skip
     optimizer = HybridAdam(model.parameters(), lr=1e-2, eps=1e-3,
                            nvme=NvmeConfig(block_numel=1024))  # fmt: skip
-    plan = model.engine.planning.plan
-    home = Tier.HOST if grads else Tier.DEVICE
-    shards = tuple(replace(shard, grad_home=home) for shard in plan.shards)
-    model.engine.storage.place_gradients(replace(plan, shards=shards), model.engine.chunks)
+    place_gradients(model, Tier.HOST if grads else Tier.DEVICE)
     return model, optimizer
 
 

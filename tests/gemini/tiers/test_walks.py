@@ -4,9 +4,6 @@ Every operator refuses tensors of two devices, so a table, a gradient or a scala
 the host and given to the device's shows without a GPU.
 """
 
-import itertools
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -20,6 +17,7 @@ from gemini.placement.tiers import Tier
 from kernels_triton import ops
 from optim import HybridAdam, HybridLion, HybridSGD, NvmeConfig
 from optim.plain.views import Order
+from tests.support.device.placed import HOMES, NAMES, Forked, place_gradients
 from tests.support.walking import META, MetaBackend, Walk
 
 
@@ -59,19 +57,6 @@ def test_strides_of_dimensions_of_one_element_are_no_other_order():
 # -- wrapped modules --
 
 
-class Forked(nn.Module):
-    """Layers of odd sizes, and a spare one that not every call uses."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(33, 77), nn.Linear(77, 33)
-        self.spare = nn.Linear(33, 33)
-
-    def forward(self, x, uses_spare):
-        x = x + self.second(torch.tanh(self.first(x)))
-        return x + self.spare(x) if uses_spare else x
-
-
 @pytest.fixture
 def walking(monkeypatch):
     """Kernels look at the devices of what they are given, and do nothing."""
@@ -100,11 +85,9 @@ def wrapped(placement, homes, make=HybridAdam, **options):
         module = Forked()
     model = GeminiDDP(module, MetaBackend(), placement, min_chunk_size_m=1500 / 2**20, **options)
     optimizer = make(model.parameters(), lr=1e-3, nvme=NvmeConfig(block_numel=1024))
-    plan = model.engine.planning.plan
     params, grads, state = homes
-    home = Tier.HOST if grads else Tier.DEVICE
-    shards = tuple(replace(shard, grad_home=home) for shard in plan.shards)
-    model.engine.storage.place_gradients(replace(plan, shards=shards), model.engine.chunks)
+    place_gradients(model, Tier.HOST if grads else Tier.DEVICE)
+    plan = model.engine.planning.plan
     found = {(s.param_home is Tier.HOST, set(s.state_homes) == {Tier.HOST})
              for s in plan.shards}  # fmt: skip
     assert found == {(params, state)}
@@ -130,8 +113,6 @@ def look_at_everything(model, optimizer):
             param.fill_(0.5)
 
 
-HOMES = list(itertools.product((False, True), repeat=3))  # parameters, gradients, state on the host
-NAMES = ["".join("dh"[on_host] for on_host in homes) for homes in HOMES]
 PRECISIONS = {
     "bf16": {"precision": "bf16"},
     "fp32": {"precision": "fp32"},

@@ -24,11 +24,11 @@ NAMES = ["".join("dh"[on_host] for on_host in homes) for homes in HOMES]
 class Forked(nn.Module):
     """Layers of odd sizes, and a spare one that not every call uses."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 33, inner: int = 77) -> None:
         super().__init__()
         with seeded():
-            self.first, self.second = nn.Linear(33, 77), nn.Linear(77, 33)
-            self.spare = nn.Linear(33, 33)
+            self.first, self.second = nn.Linear(width, inner), nn.Linear(inner, width)
+            self.spare = nn.Linear(width, width)
 
     def forward(self, x: Tensor, uses_spare: bool = True) -> Tensor:
         x = x + self.second(torch.tanh(self.first(x)))

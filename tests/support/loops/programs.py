@@ -426,10 +426,16 @@ def keep(why: str, place: str, program: list[Call], folder: Path = FOUND) -> Pat
     text = json.dumps(program)
     path = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"
     places = Found.read(path).places if path.exists() else ()
-    said = {"why": why, "places": sorted({*places, place}), "program": program}
     folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(said, indent=1) + "\n")
+    path.write_text(in_json(why, sorted({*places, place}), program))
     return path
+
+
+def in_json(why: str, places: Sequence[str], program: list[Call]) -> str:
+    """A line a call."""
+    calls = ",\n  ".join(map(json.dumps, program))
+    head = f'{{\n "why": {json.dumps(why)},\n "places": {json.dumps(list(places))},\n'
+    return f'{head} "program": [\n  {calls}\n ]\n}}\n'
 
 
 def found_again(rank: int, places: Sequence[str]) -> list[str]:
