@@ -13,7 +13,7 @@ from optim.update.built_kernels import compiler
 from tests.support import corpus
 from tests.support.disks.hostile import MOST, small, unpacked
 from tests.support.disks.sealed import put_metadata
-from tests.support.memory import peak_bytes
+from tests.support.memory import peak_bytes, resident_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -38,6 +38,29 @@ def test_a_state_dict_is_never_held_twice(tmp_path):
     ((total, saving, loading),) = run_processes(save_and_load, 1, str(tmp_path))
     assert total >= 256 << 20
     assert saving < total + (24 << 20) and loading < 24 << 20  # a block is 8 MiB
+
+
+def park(index, folder, fraction):
+    """Bytes that parking frees, and by how much there are more after it."""
+    torch.set_num_threads(1)
+    param = nn.Parameter(torch.ones(12 << 20))
+    optimizer = HybridAdam([param], nvme_offload_fraction=fraction, nvme_offload_dir=folder)
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    before = resident_bytes()
+    with optimizer.parked("nvme"):
+        parked = resident_bytes()
+    after = resident_bytes()
+    optimizer.close()
+    return before - parked, after - before
+
+
+@pytest.mark.parametrize(("fraction", "freed"), [(0.0, 4 * 48), (1.0, 2 * 48 + 3 * 12)])
+def test_parking_on_disk_frees_memory(fraction, freed, tmp_path):
+    """Parameter and gradient and what is resident of two moments, 48 MiB each; used staging."""
+    ((gain, growth),) = run_processes(park, 1, str(tmp_path), fraction)
+    assert gain > 0.9 * freed * (1 << 20)
+    assert growth < 8 << 20
 
 
 def load(index, folder):

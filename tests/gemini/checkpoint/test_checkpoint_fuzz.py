@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 # 20 rounds of `make fuzz` are 2000 examples of each of the six tests here, and two more of stores
 FUZZ = settings(
-    max_examples=40 if settings.default.derandomize else 100,
+    max_examples=25 if settings.default.derandomize else 100,
     suppress_health_check=list(HealthCheck),
     deadline=None,
 )

@@ -1,16 +1,11 @@
 """`with optimizer.parked(...)`: memory is given back, and every bit returns."""
 
-import gc
-import os
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
 
 import nvme
 from bench.shared.models import Tower, token_batches, token_loss
-from bench.shared.workers import run_processes
 from gemini import GeminiDDP
 from optim import HybridAdam, NvmeConfig
 from tests.support.disks.faults import file_size_limit
@@ -161,31 +156,3 @@ def test_a_storage_that_cannot_be_freed_stays(tmp_path):
     with optimizer.parked("nvme"):
         assert param.untyped_storage().nbytes() == 4000
     optimizer.close()
-
-
-def resident_mib():
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
-
-
-def measure_parking(index, folder, fraction):
-    torch.set_num_threads(1)
-    param = nn.Parameter(torch.ones(12 << 20))
-    optimizer = HybridAdam([param], nvme_offload_fraction=fraction, nvme_offload_dir=folder)
-    param.grad = torch.ones_like(param)
-    optimizer.step()
-    gc.collect()
-    before = resident_mib()
-    with optimizer.parked("nvme"):
-        parked = resident_mib()
-    after = resident_mib()
-    optimizer.close()
-    return before - parked, after - before
-
-
-@pytest.mark.parametrize(("fraction", "freed"), [(0.0, 4 * 48), (1.0, 2 * 48 + 3 * 12)])
-def test_parking_on_disk_frees_memory(fraction, freed, tmp_path):
-    """Parameter and gradient and what is resident of two moments, 48 MiB each; used staging."""
-    ((gain, growth),) = run_processes(measure_parking, 1, str(tmp_path), fraction)
-    assert gain > 0.9 * freed
-    assert growth < 8
