@@ -59,10 +59,10 @@ test: .venv/ok
 tests: .venv/ok
 	$(PYTEST) $(SPREAD)
 
-# To land.
+# To land. With BASE, a commit, also mutants of what differs from it.
 ci: .venv/ok
 	$(MAKE) -j2 check tests-ci
-	$(PY) -m tests.mutate --promises --unchecked
+	$(PY) -m tests.mutate --promises --unchecked $(addprefix --changed ,$(BASE))
 
 tests-ci: .venv/ok
 	$(PYTEST) $(SPREAD) -m "not deep and not gpu"

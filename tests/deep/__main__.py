@@ -54,13 +54,15 @@ def jobs() -> Iterator[Job]:
     for path in sorted(FOLDER.glob("*/test_*.py")):
         file = str(path.relative_to(ROOT))
         yield Job(path.parent.name, path.stem.removeprefix("test_"), (*PYTEST, "-m", "", file))
+    yield Job("cases", "of other tests", (*PYTEST, "-m", "deep", "tests", f"--ignore={FOLDER}"))
     for number in range(ROUNDS):
         new = ("-x", "-m", "hypothesis and not gpu", "--hypothesis-profile=new")
         yield Job("fuzz", f"new examples, round {number + 1}", (*PYTEST, *new))
     for ranks, count in PROGRAMS.items():
         drawn = ("-m", "tests.support.loops.programs", f"--ranks={ranks}", f"--count={count}")
         yield Job("fuzz", f"programs at {ranks} ranks", drawn, count)
-    yield Job("mutants", "all", ("-m", "tests.mutate"))
+    mutants = ("-m", "tests.mutate", "--ledger", str(FOLDER / "mutants.toml"))
+    yield Job("mutants", "all", mutants)
     yield Job("oldest", "torch and Triton", ("make", "test-oldest"))
 
 

@@ -8,7 +8,6 @@ whose fp32 square root is correctly rounded (torch's on the CPU is not).
 import numpy as np
 import pytest
 import torch
-from allpairspy import AllPairs
 
 from kernels_triton import ops
 from kernels_triton.control_fields import LOSS_SCALE, NUM_CONTROL
@@ -16,6 +15,7 @@ from kernels_triton.launch import is_interpreted
 from kernels_triton.tiles import SegmentRow, choose_launch, segment_table, tile_table
 from kernels_triton.update.frame import NUM_COEFFICIENTS, NUM_HYPER
 from optim.rules.formulas import adam_coefficients
+from tests.support.pairs import pairs
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LARGE = 4096  # in the interpreter a tile
@@ -116,7 +116,7 @@ DTYPES = [
 
 
 @pytest.mark.parametrize(
-    ("dtypes", "adamw_mode", "unaligned"), AllPairs([DTYPES, [True, False], [False, True]])
+    ("dtypes", "adamw_mode", "unaligned"), pairs(DTYPES, [True, False], [False, True])
 )
 def test_adam_kernel_gives_the_bits_of_the_formula(dtypes, adamw_mode, unaligned):
     param_dtype, grad_dtype, has_master = dtypes

@@ -34,7 +34,9 @@ class Ledger:
         if path is None:
             return
         others = f":!{path.resolve().relative_to(ROOT)}" if ROOT in path.resolve().parents else "."
-        if _git("status", "--porcelain", "--untracked-files=no", "--", ".", others):
+        other_ledgers = ":!tests/deep/*.toml"
+        asked = ("status", "--porcelain", "--untracked-files=no", "--", ".", others, other_ledgers)
+        if _git(*asked):
             raise SystemExit("a ledger is of a commit: commit what you have changed")
         self._commit = _git("rev-parse", "HEAD").strip()
         if path.exists():

@@ -322,7 +322,9 @@ def test_modules_train_as_in_torch(make):
     compare(make)
 
 
-@pytest.mark.parametrize("make", [Reused, Checkpointed, x_at_p_t, Attention], ids=str)
+@pytest.mark.parametrize(
+    "make", [Reused, Checkpointed, x_at_p_t, Attention], ids=lambda m: m.__name__
+)
 def test_evaluation_in_inference_mode(make):
     torch.manual_seed(0)
     module = make() if isinstance(make, type) else uses(make)()

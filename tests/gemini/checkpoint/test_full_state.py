@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from allpairspy import AllPairs
 from torch import nn
 
 import gemini
@@ -17,6 +16,7 @@ from gemini.runtime.wrap.module_check import ModuleChanged
 from gemini.runtime.wrap.precision import DTYPE_OF
 from optim import HybridAdam, NvmeConfig
 from tests.support.checkpoints import masters_of, train, weights
+from tests.support.pairs import pairs
 from tests.support.spilled import SMALL
 
 DEVICES = ["cpu", "sim"]
@@ -69,7 +69,7 @@ WRITES = [ema, through_data, given_data, foreach, one_by_one_in_a_view]
 
 @pytest.mark.parametrize(
     ("write", "device", "fraction", "summon"),
-    AllPairs([WRITES, DEVICES, [0.0, 1.0], [True, False]]),
+    pairs(WRITES, DEVICES, [0.0, 1.0], [True, False]),
 )
 def test_what_is_written_to_parameters_reaches_shards_and_masters(
     write, device, fraction, summon, tmp_path
