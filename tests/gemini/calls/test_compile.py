@@ -35,8 +35,10 @@ def unchanged(module):
     return module
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("device", ["cpu", "sim"])
+@pytest.mark.parametrize(
+    "device",
+    [pytest.param("sim", marks=pytest.mark.ci), pytest.param("cpu", marks=pytest.mark.deep)],
+)
 @pytest.mark.parametrize(
     ("below", "around"),
     [
