@@ -152,7 +152,7 @@ def test_every_program_has_the_bits_of_serial_steps(drawn, update, home, hurried
 @pytest.mark.ci
 @given(st.lists(iterations, min_size=3, max_size=9), st.sampled_from(["tail", *UPDATES]),
        st.sampled_from(EVERYWHERE), st.booleans())  # fmt: skip
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 def test_very_many_programs_have_the_bits_of_serial_steps(drawn, update, home, hurried):
     same(program([Iteration(), *drawn]), update, home, hurried=hurried)
 
