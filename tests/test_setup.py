@@ -82,7 +82,7 @@ def test_a_plain_build_that_cannot_be_had_ends_the_make(make):
     assert not any("bench.demo" in call for call in calls)
 
 
-@pytest.mark.parametrize("target", ["test", "slow-ranks", "slow-others", "fuzz", "test-oldest"])
+@pytest.mark.parametrize("target", ["quick", "tests", "tests-ci", "test-oldest"])
 def test_where_there_is_a_gpu_the_tests_of_the_interpreter_do_not_see_it(target):
     """CPU tensors would meet kernels that are compiled, and modules would be wrapped on the GPU."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("MAKE")}

@@ -234,7 +234,7 @@ LIGHTNING = (
     Row(
         "memory of a save",
         "a chunk, on every rank",
-        "integrations/lightning/test_lightning_memory.py::test_a_save_at_two_ranks_takes_a_chunk_and_no_more",
+        "deep/clock/test_lightning_memory.py::test_a_save_at_two_ranks_takes_a_chunk_and_no_more",
     ),
     Row(
         "`trainer.save_checkpoint` after `fit`",

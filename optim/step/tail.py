@@ -71,10 +71,14 @@ class Gate:
 
 
 class Ended:
-    """A ticket for what a tail did. It keeps nothing of it but the gates of its watcher."""
+    """A ticket for what a tail did. It keeps nothing of it but the gates of its watcher.
+
+    failure: what has ended the tail before it was done, in words; empty where nothing has.
+    """
 
     def __init__(self, gates: Sequence[Gate]) -> None:
         self.gate = Gate()
+        self.failure = ""
         self.value = Behind()
         self._gates = (*gates, self.gate)
 
@@ -148,7 +152,7 @@ class Tail:
         try:
             self._carry_out()
         except BaseException as error:  # who settles the tail raises it
-            self.error = error
+            self.error, self.behind.failure = error, str(error)
         traffic, stalled = self._step.moved()
         self.behind.value = Behind(
             self.error is None,

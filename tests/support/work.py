@@ -33,22 +33,27 @@ _counts: Counter[str] = Counter()
 _lock = threading.Lock()  # ranks are threads
 
 
-def _counting(owner: Any, name: str, kind: str) -> None:
-    """Have every call of `owner.name` counted as one of `kind`."""
+def _counting(owner: Any, name: str, kind: str | Callable[..., str]) -> None:
+    """Have every call of `owner.name` counted as one of `kind`, which may ask its arguments."""
     inner: Callable[..., Any] = getattr(owner, name)
 
     @functools.wraps(inner)
     def counted(*args: Any, **kwargs: Any) -> Any:
         with _lock:
-            _counts[kind] += 1
+            _counts[kind if isinstance(kind, str) else kind(*args, **kwargs)] += 1
         return inner(*args, **kwargs)
 
     setattr(owner, name, counted)
 
 
+def _kind_of_process(process: object, args: Any, *_: Any, **__: Any) -> str:
+    first = args if isinstance(args, str) else str(next(iter(args), ""))
+    return "process" if "python" in Path(first).name else "command"
+
+
 def install() -> None:
     """Count from now on."""
-    _counting(subprocess.Popen, "__init__", "process")
+    _counting(subprocess.Popen, "__init__", _kind_of_process)
     _counting(multiprocessing.process.BaseProcess, "start", "forked")
     _counting(calls, "fsync", "sync")
     _counting(calls, "fdatasync", "sync")

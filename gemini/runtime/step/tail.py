@@ -36,7 +36,7 @@ from optim.state.space import Block
 from optim.state.tiered_state import TieredState
 from optim.step.beside import Beside
 from optim.step.driver import TargetStep
-from optim.step.tail import Gate, Tail
+from optim.step.tail import Ended, Gate, Tail
 
 from .agreement import raise_failures, raise_what_tore
 from .views import ShardViews
@@ -140,7 +140,7 @@ class StepTail:
             tail, step, tiered_state, taken, forget, gates, len(step.stages), share, clock()
         )
         self._signals = signals
-        ask_at_the_end(id(self), partial(_error_of, tail))
+        ask_at_the_end(id(self), partial(_failure_of, tail.behind))
         parts.manager.ledger.held_bytes = lambda: views.held_bytes
         parts.updating.behind = tail.behind
         tail.start()
@@ -233,10 +233,11 @@ class StepTail:
             after_step(parts)
 
 
-def _error_of(tail: Tail) -> str:
-    """For a program that ends behind a step."""
-    tail.behind.wait()
-    return "" if tail.error is None else f"the last step failed, and does not count: {tail.error}"
+def _failure_of(behind: Ended) -> str:
+    """For a program that ends behind a step; it keeps nothing of an engine that was dropped."""
+    behind.wait()
+    failure = behind.failure
+    return f"the last step failed, and does not count: {failure}" if failure else ""
 
 
 class _Gates:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import gemini
-from bench.shared.models import token_loss
+from bench.shared.models import seeded, token_loss
 from gemini import AutoPlacement, BudgetWarning
 from gemini.placement.tiers import Tier
 from optim.state.nvme_state import NvmeState
@@ -110,8 +110,9 @@ class Deep(Sometimes):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Sequential(nn.Linear(5, 65), *(nn.Linear(65, 65) for _ in range(12)))
-        self.last = nn.Linear(65, 17)
+        with seeded():
+            self.first = nn.Sequential(nn.Linear(5, 65), *(nn.Linear(65, 65) for _ in range(12)))
+            self.last = nn.Linear(65, 17)
 
 
 @pytest.mark.parametrize("update", ["speculate", pytest.param("both", marks=pytest.mark.ci)])

@@ -41,7 +41,7 @@ def every_schedule(rank):
 
 
 def test_every_schedule_has_the_bits_of_serial_steps_on_every_rank():
-    for found in run_ranks(every_schedule, 2):
+    for found in run_ranks(every_schedule, 2, processes=True):
         assert found == {homes: [] for homes in HOMES}
 
 

@@ -88,7 +88,7 @@ def every_schedule(rank):
 
 
 def test_every_schedule_has_the_bits_of_serial_steps_on_every_rank():
-    ranks = run_ranks(every_schedule, 2)
+    ranks = run_ranks(every_schedule, 2, processes=True)
     for found in ranks:
         for (what, update, home), (has_tail, held, redone, in_files) in found.items():
             case = what, update, home
@@ -180,7 +180,7 @@ def zero_stages(rank):
 
 
 def test_zero_1_and_2_step_serially():
-    assert run_ranks(zero_stages, 2) == [[[False] * 4] * 2] * 2
+    assert run_ranks(zero_stages, 2, processes=True) == [[[False] * 4] * 2] * 2
 
 
 def refused(rank):
@@ -192,11 +192,12 @@ def refused(rank):
 
 
 def test_ranks_that_ask_for_different_updates_are_refused():
-    assert all("tail" in said and "serial" in said for said in run_ranks(refused, 2))
+    ranks = run_ranks(refused, 2, processes=True)
+    assert all("tail" in said and "serial" in said for said in ranks)
 
 
 def test_a_world_without_a_tail_makes_no_group():
-    assert run_ranks(groups, 2) == [(1, 2)] * 2
+    assert run_ranks(groups, 2, processes=True) == [(1, 2)] * 2
 
 
 def groups(rank):
@@ -227,7 +228,7 @@ def alone(rank):
 
 
 def test_each_rank_decides_alone():
-    assert run_ranks(alone, 2) == [(1.0, []), (0.0, [])]
+    assert run_ranks(alone, 2, processes=True) == [(1.0, []), (0.0, [])]
 
 
 def sequences(rank):
@@ -246,6 +247,6 @@ def sequences(rank):
 
 def test_other_collectives_than_those_of_serial_steps_are_not_issued():
     """What a rank does in backward is its own affair; there is one group more for the tail."""
-    found = run_ranks(sequences, 2)
+    found = run_ranks(sequences, 2, processes=True)
     assert found[0] == found[1]
     assert found[0]["speculate"] == found[0]["serial"]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from bench.shared.models import seeded
 from bench.shared.reference import everything, same
 from bench.shared.threads import run_threads
 from gemini import AutoPlacement, GeminiDDP
@@ -192,7 +193,8 @@ def test_gradients_that_leave_stall_no_backward_and_travel_once_each_way(world_s
     def train(rank):
         backend = device(by_triton=True)
         with Apart(backend):
-            layers = nn.Sequential(*[nn.Linear(33, 33) for _ in range(6)])
+            with seeded():
+                layers = nn.Sequential(*[nn.Linear(33, 33) for _ in range(6)])
             model, optimizer = wrapped(
                 layers, backend, (False, True, False), max_norm=0.1, precision="bf16"
             )

@@ -44,18 +44,6 @@ def test_a_resumed_run_has_the_same_bits_in_another_placement(precision, tmp_pat
     assert torch.equal(weights(other), weights(model))
 
 
-def test_loading_masters_changes_the_weights_with_them():
-    """A state dict alone: the 16-bit weights are never others than the rounded masters."""
-    model, optimizer = wrapped("bf16")
-    train(model, optimizer, token_batches(2, 1))
-    other, other_optimizer = wrapped("bf16")
-    other_optimizer.load_state_dict(optimizer.state_dict())
-    (batch,) = token_batches(1, 1, seed=5)
-    with torch.no_grad():
-        assert torch.equal(other(batch[0]), model(batch[0]))
-    assert torch.equal(weights(other), weights(model))
-
-
 def test_it_interchanges_with_torch_both_ways():
     plain = Tower()
     torch_optimizer = torch.optim.AdamW(plain.parameters(), **ADAM, foreach=False)

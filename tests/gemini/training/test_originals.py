@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from bench.shared.models import seeded
 from bench.shared.threads import run_threads
 from gemini import AutoPlacement, GeminiDDP, StaticPlacement
 from gemini.chunk.layout import ChunkLayout, ParamSpec
@@ -32,11 +33,12 @@ class Adapted(nn.Module):
 
     def __init__(self):
         super().__init__()
-        torch.manual_seed(0)
-        self.up, self.down = nn.Linear(33, 77), nn.Linear(77, 33)
-        self.requires_grad_(False)
-        self.a = nn.Linear(33, 5, bias=False)
-        self.b = nn.Linear(5, 33, bias=False)
+        with seeded():
+            self.up, self.down = nn.Linear(33, 77), nn.Linear(77, 33)
+            self.a = nn.Linear(33, 5, bias=False)
+            self.b = nn.Linear(5, 33, bias=False)
+        self.up.requires_grad_(False)
+        self.down.requires_grad_(False)
 
     def forward(self, x):
         return x + self.down(torch.tanh(self.up(x))) + self.b(self.a(x))
