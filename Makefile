@@ -49,8 +49,8 @@ SPREAD := -n $(WORKERS) --maxprocesses 8 --dist loadfile
 # While editing: the tests nearest to what differs from BASE.
 quick: BASE := HEAD
 quick: .venv/ok
-	@tests=$$($(PY) -m tests.near $(BASE)) && test -z "$$tests" && echo "no test is near" || \
-		$(PYTEST) -x $(SPREAD) $$tests
+	@tests=$$($(PY) -m tests.near $(BASE)) || exit 1; \
+	if [ -z "$$tests" ]; then echo "no test is near"; else $(PYTEST) -x $(SPREAD) $$tests; fi
 
 # Before a commit.
 test: .venv/ok

@@ -205,8 +205,8 @@ class SavedShards(ShardState):
         found = set[str]().union(*parts.comm.gather_objects(found)) & given
         if found and parts.comm.rank == 0:
             log.warning(
-                "optimizer.load_state_dict() left fp32 masters out that do not round to the weights "
-                "that are there; load the weights that were saved with this state first "
+                "optimizer.load_state_dict() left fp32 masters out that do not round to the "
+                "weights that are there; load the weights that were saved with this state first "
                 "(%d parameters, %s the first)",
                 len(found),
                 min(found),
