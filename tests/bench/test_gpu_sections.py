@@ -20,6 +20,7 @@ def test_every_section_runs_dry(tmp_path):
         assert json.loads((tmp_path / f"{name}.json").read_text())
 
 
+@pytest.mark.ci
 def test_a_section_that_hangs_or_fails_costs_only_itself(tmp_path):
     def section(name, code, seconds=600):
         return gpu.Section(name, (sys.executable, "-c", code), seconds)

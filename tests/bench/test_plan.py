@@ -59,6 +59,7 @@ def test_command_writes_its_answer_and_exits_with_it(config, tmp_path, capsys):
     assert not json.loads(out.read_text())["fits"]
 
 
+@pytest.mark.ci
 def test_every_byte_of_model_data_has_a_home(question):
     numel = sum(spec.numel for spec in question.layout.params)
     for machine in ({}, {"device_mem": 200}, {"device_mem": 150, "host_mem": 80}):
@@ -112,6 +113,7 @@ def test_less_memory_moves_more_bytes_and_takes_longer(question):
     )
 
 
+@pytest.mark.ci
 def test_what_a_tail_hides_is_said_or_what_is_against_one(question):
     """On a CPU whose disk and processor take about as long: all that the forward has time for."""
     links = replace(plan.TYPICAL["cpu"], nvme_read=1e9, nvme_write=1e9)

@@ -297,6 +297,7 @@ def test_bad_arguments_are_refused(flags):
 # -- processes --
 
 
+@pytest.mark.ci
 def test_worker_that_says_nothing_ends_and_is_the_rows_reason(place, monkeypatch):
     (place / "modules/silent.py").write_text("import threading\nthreading.Event().wait()\n")
     monkeypatch.setenv("PYTHONPATH", str(place / "modules"))

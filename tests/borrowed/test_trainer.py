@@ -50,7 +50,7 @@ def run(folder, model, data, optimizer, **options):
     )
 
 
-@pytest.mark.parametrize("fraction", [0.0, 1.0])
+@pytest.mark.parametrize("fraction", [0.0, pytest.param(1.0, marks=pytest.mark.ci)])
 def test_trainer_trains_a_wrapped_model_as_the_plain_one(tmp_path, fraction):
     plain, data = model_and_data()
     model = GeminiDDP(copy.deepcopy(plain), precision="fp32", min_chunk_size_m=0.004)

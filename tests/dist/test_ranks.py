@@ -35,6 +35,7 @@ def waits(rank, where):
         model.digest()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("where", ["a collective", "a meeting"])
 def test_a_rank_that_fails_is_named_and_ends_the_others(where):
     before = state()

@@ -54,6 +54,7 @@ pieces_of = st.lists(
 )
 
 
+@pytest.mark.ci
 @settings(max_examples=12, deadline=None)
 @given(pieces_of, st.integers(0, 3), st.floats(0.0, 0.5), st.booleans())
 def test_any_mix_of_sizes_dtypes_and_groups_is_updated_by_the_formula(

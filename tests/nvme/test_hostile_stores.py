@@ -147,6 +147,7 @@ VALUES = st.none() | st.integers() | st.text(max_size=3) | st.lists(
 ) | st.sampled_from([[[1, 1 << 40]], [[4096, 3]], 0, 2, 1 << 62])  # fmt: skip
 
 
+@pytest.mark.ci
 @FUZZ
 @given(st.data())
 def test_a_header_may_say_anything(whole, data):

@@ -85,6 +85,7 @@ def test_files_of_a_striped_store_are_kept_or_removed_together(commits, tmp_path
     assert [path.exists() for path in paths] == [commits > 0] * 2
 
 
+@pytest.mark.ci
 def test_files_that_are_damaged_or_of_another_version_are_kept(tmp_path, caplog):
     for place in (8, 30, 4096 + 24):  # the version, the header, both slots of the index
         (path,) = die(tmp_path)
@@ -185,6 +186,7 @@ def test_a_store_that_was_cut_is_refused_wherever_it_was_cut(tmp_path):
             pass
 
 
+@pytest.mark.ci
 def test_files_of_a_store_must_all_be_there_in_order(tmp_path):
     folders = [tmp_path / name for name in "ab"]
     for folder in folders:

@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,10 +64,10 @@ def messages() -> Iterator[Message]:
             yield Message(f"{path}:{node.lineno}", kind, max(texts, key=len, default=""))
 
 
-def _trees(packages: tuple[str, ...]) -> Iterator[tuple[str, ast.Module]]:
-    for package in packages:
-        for path in sorted((ROOT / package).rglob("*.py")):
-            yield str(path.relative_to(ROOT)), ast.parse(path.read_text())
+@cache
+def _trees(packages: tuple[str, ...]) -> list[tuple[str, ast.Module]]:
+    paths = [path for package in packages for path in sorted((ROOT / package).rglob("*.py"))]
+    return [(str(path.relative_to(ROOT)), ast.parse(path.read_text())) for path in paths]
 
 
 def _text(node: ast.expr) -> str:

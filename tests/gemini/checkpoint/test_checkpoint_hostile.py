@@ -307,6 +307,7 @@ def test_sealing_what_was_not_changed_changes_nothing(saved, original):
     assert gemini.load_checkpoint(saved, *small()) == [1, "two"]
 
 
+@pytest.mark.ci
 def test_a_long_list_of_small_tensors_is_read(tmp_path):
     """Objects take more memory than their pickle has bytes; that is no attack."""
     count = 20_000

@@ -117,6 +117,7 @@ def test_tensors_have_bytes_for_all_of_their_elements(tmp_path):
         refused(tmp_path / f"{number}.pt", FormatError)
 
 
+@pytest.mark.ci
 def test_nesting_ends(tmp_path):
     """A dict in a dict, and one that is its children's two children."""
     deep = wide = {"a": torch.zeros(1)}

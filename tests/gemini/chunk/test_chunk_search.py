@@ -249,6 +249,7 @@ def test_thousands_of_parameters_are_searched():
     assert found.num_chunks >= 8 and found.gathered_waste_fraction <= 0.01
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("count", [lines, python_bytes])
 def test_a_search_costs_no_more_than_twice_for_twice_the_parameters(count):
     def search(num_blocks):

@@ -142,6 +142,7 @@ def test_a_group_that_is_added_between_backward_and_step_is_updated():
 EVERYWHERE = ["disk", "files", "some files"]
 
 
+@pytest.mark.ci
 @given(st.lists(iterations, min_size=3, max_size=7), st.sampled_from(["tail", *UPDATES]),
        st.sampled_from(EVERYWHERE), st.booleans())  # fmt: skip
 @settings(max_examples=6, suppress_health_check=[HealthCheck.too_slow])

@@ -115,6 +115,7 @@ class Deep(Sometimes):
             self.last = nn.Linear(65, 17)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("update", ["speculate", pytest.param("both", marks=pytest.mark.ci)])
 def test_parameters_without_a_gradient_keep_their_bits_and_counts(update):
     inputs = torch.zeros(4, 5), 1

@@ -143,6 +143,7 @@ def test_whatever_happens_between_updates_by_kernels(name, homes, precision):
     check_bits(short(SCHEDULES[name], count), "stream", homes, module=deep, **PRECISIONS[precision])
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("path", ["cpu", "stream"])
 def test_a_call_waits_for_parameters_that_are_there_beside_others_that_come(path):
     """Nothing is gathered for those on the device."""
@@ -308,6 +309,7 @@ def test_whoever_looks_at_what_kernels_update():
     check_looks("stream", ["data", "optimizer's", "evaluation"])
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("path", ["cpu", "stream"])
 def test_gradients_live_until_their_blocks_are_updated_and_are_counted(path):
     model, optimizer = stepped("tail", path)

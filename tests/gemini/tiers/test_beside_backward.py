@@ -71,6 +71,7 @@ def under_budget(kib, backend):
     return model, HybridAdam(model.parameters(), lr=1e-2, nvme=NvmeConfig(block_numel=1024))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("kib", "steps"), [(60, 2), pytest.param(70, 4, marks=pytest.mark.ci)], ids=["60", "70"]
 )
@@ -119,6 +120,7 @@ def of_two_ranks(homes, backends):
     return run_threads(train, 2)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "by_triton", [False, pytest.param(True, marks=pytest.mark.ci)], ids=["cpu", "triton"]
 )

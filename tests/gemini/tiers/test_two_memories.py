@@ -175,6 +175,7 @@ def check(homes, kind, by_triton):
     assert same(got, resident(kind, by_triton))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", ["hhd", pytest.param("dhh", marks=pytest.mark.ci)])
 def test_wherever_model_data_lives_the_bits_are_those_of_the_resident_run(name):
     check(HOMES[NAMES.index(name)], "bf16", by_triton=True)

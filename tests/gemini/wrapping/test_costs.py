@@ -42,6 +42,7 @@ def plan_inputs(num_modules, budget=None):
     )
 
 
+@pytest.mark.ci
 def test_the_steps_of_a_schedule():
     def steps(num_calls):
         calls = [(i,) if edge else None for i in range(num_calls // 2) for edge in (True, False)]
@@ -51,6 +52,7 @@ def test_the_steps_of_a_schedule():
     assert growth(steps, 250, python_bytes) < LINEAR
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("budget", [None, 2000], ids=["resident", "spilled"])
 def test_a_plan(budget):
     def plan(num_modules):
@@ -79,6 +81,7 @@ class Waiting(HostGradients):
         pass
 
 
+@pytest.mark.ci
 def test_gradients_that_wait_elsewhere_for_the_step():
     gradient = SimpleNamespace(
         shard=None, exists=True, offloaded_dtype=torch.float32, offload=Waiting()
@@ -122,6 +125,7 @@ class Loop:
 SIZES = {"one chunk": 32, "a chunk a module": 0.001}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("size", SIZES)
 def test_wrapping_and_the_first_iteration(size):
     def first(num_params):

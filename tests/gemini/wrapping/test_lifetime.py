@@ -121,6 +121,7 @@ def test_engines_leave_no_thread_file_descriptor_or_memory(closes, tmp_path):
     assert set(left[2:]) == {0}
 
 
+@pytest.mark.ci
 def test_memory_is_flat_after_the_first_steps():
     module = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(6)))
     model, optimizer = wrapped(Releasing(), module, min_chunk_size_m=128 * 128 / MIB)

@@ -87,6 +87,7 @@ def test_any_order_of_prepare(order):
     assert runs.difference(got, want) < 1e-5
 
 
+@pytest.mark.ci
 def test_the_unwrapped_model_is_the_inner_one_and_saves_fp32(tmp_path):
     accelerator = runs.ours(mixed_precision="bf16")
     model, _ = accelerator.prepare(*runs.net_and_optimizer())

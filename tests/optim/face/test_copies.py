@@ -151,6 +151,7 @@ for kind, (cls, fraction) in kinds.items():
 """
 
 
+@pytest.mark.ci
 def test_a_forked_child_steps_too_and_leaves_state_on_disk_to_its_parent(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", FORK, str(tmp_path)],

@@ -20,6 +20,7 @@ def recorder():
     return log, pin
 
 
+@pytest.mark.ci
 def test_it_has_its_size_and_lives_as_long_as_its_last_view():
     log, pin = recorder()
     tensor = pinning.pinned(1001, torch.float32, pin)

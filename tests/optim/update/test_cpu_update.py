@@ -133,6 +133,7 @@ def test_random_bits_are_those_of_an_element_whatever_tile_it_is_in(workers, mon
     assert torch.equal(rounded[0].param, rounded[1].param)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("cut", [64, 4096, TILE_NUMEL, 3 * TILE_NUMEL + 192])
 def test_cutting_a_piece_changes_no_bit(workers, cut):
     whole = make_piece(4 * TILE_NUMEL, torch.bfloat16, True)
