@@ -33,6 +33,7 @@ def run_threads(
     results: list[Any] = [None] * world_size
     errors: dict[int, str] = {}  # by rank, in the order in which they failed
     groups: list[Any] = []  # the end of one waits for what is under way in it
+    running = set(range(world_size))
     over: list[bool] = []  # nobody waits any more for ranks that are left
     others = _sockets()
     store = dist.HashStore()  # type: ignore[attr-defined]
@@ -56,6 +57,7 @@ def run_threads(
             if dist.is_initialized():
                 groups.extend(dist.distributed_c10d._world.pg_map)
                 dist.destroy_process_group()
+            running.discard(rank)
 
     threads = [
         threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True)
@@ -68,20 +70,26 @@ def run_threads(
             for thread in threads:
                 while thread.is_alive() and not errors:
                     thread.join(0.1)
-            for thread in threads:
-                thread.join(GRACE_SECONDS)
+            for index, thread in enumerate(threads):
+                thread.join(0 if running & set(range(index)) else GRACE_SECONDS)
         except BaseException as error:  # pytest's time-out
-            error.add_note(_unfinished(threads))
+            error.add_note(_said(errors, running))
             threaded.ProcessLocalGroup.exception_handle(error)
             raise
         finally:
             over.append(True)
             _shut(_sockets() - others)
             groups.clear()
-    if errors or _unfinished(threads):
-        said = [f"rank {rank}: {text}" for rank, text in errors.items()]
-        raise AssertionError("\n".join(["of threads:", *said, _unfinished(threads)]))
+    if errors or running:
+        raise AssertionError(_said(errors, running))
     return results
+
+
+def _said(errors: dict[int, str], running: set[int]) -> str:
+    said = [f"rank {rank}: {text}" for rank, text in errors.items()]
+    if running:
+        said.append(f"did not end: {', '.join(f'rank {rank}' for rank in sorted(running))}")
+    return "\n".join(["of threads:", *said])
 
 
 def _sockets() -> set[int]:
@@ -100,11 +108,6 @@ def _shut(descriptors: set[int]) -> None:
         with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
             connection.getpeername()  # gloo aborts where what listens is shut
             connection.shutdown(socket.SHUT_RDWR)
-
-
-def _unfinished(threads: list[threading.Thread]) -> str:
-    names = [thread.name for thread in threads if thread.is_alive()]
-    return f"did not end: {', '.join(names)}" if names else ""
 
 
 @contextmanager
