@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from bench.host.calls import counted
+from bench.shared.models import seeded
 from bench.shared.threads import run_threads
 from gemini import GeminiDDP, StaticPlacement
 from gemini.runtime.memory.sim import SimBackend
@@ -70,8 +71,8 @@ class Waited(Copied):
 def step_of(case: str, num_layers: int, steps: int, rank: int = 0) -> dict[str, Any]:
     """Of the last steps: median and least seconds, launches, and waits of the host; and the calls
     of ours of one step more, which is not timed."""
-    torch.manual_seed(0)
-    layers = [nn.Linear(WIDTH, 4 * WIDTH, bias=False) for _ in range(num_layers)]
+    with seeded():
+        layers = [nn.Linear(WIDTH, 4 * WIDTH, bias=False) for _ in range(num_layers)]
     module = nn.ModuleList(layers)
     backend = Instant()
     placement = StaticPlacement(1.0, float(case.endswith("stream")), 0.0)
