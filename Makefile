@@ -40,11 +40,12 @@ fmt: .venv/ok
 	.venv/bin/ruff check --fix .
 	.venv/bin/ruff format .
 
-# Without a GPU where there is one: the interpreter's tests are of CPU tensors. A worker a core, each
-# with the files of tests that are next: threads of operators would only be in each other's way.
-WORKERS ?= logical
+# Without a GPU where there is one: the interpreter's tests are of CPU tensors. A worker a core, and
+# one more, as ranks and disks are waited for; each takes the file of tests that is next. Threads of
+# operators would only be in each other's way.
+WORKERS ?= $(shell expr $$(nproc) + 1)
 PYTEST := CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PY) -m pytest -q
-SPREAD := -n $(WORKERS) --maxprocesses 8 --dist loadfile
+SPREAD := -n $(WORKERS) --maxprocesses 9 --dist loadfile
 
 # While editing: the tests nearest to what differs from BASE.
 quick: BASE := HEAD
@@ -65,7 +66,7 @@ ci: .venv/ok
 	$(PY) -m tests.mutate --promises --unchecked $(addprefix --changed ,$(BASE))
 
 tests-ci: .venv/ok
-	$(PYTEST) $(SPREAD) -m "not deep and not gpu"
+	$(PYTEST) $(SPREAD) --work -m "not deep and not gpu"
 
 # Searches without an end, and what reads a clock: before a release, or where it is the work at hand.
 # DEEP names areas (python -m tests.deep --list); what it finds is kept in tests/corpus/, what it has

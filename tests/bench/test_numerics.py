@@ -73,6 +73,7 @@ def test_blocks_on_disk_are_updated_in_backward_where_that_was_asked_for(every_t
     assert set(speculated.values()) == {0}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("schedule", [digests.accumulate, digests.skip])
 def test_some_tiers_have_one_digest(schedule):
     """Every tier and every update once; all of them with each other in the slower test."""

@@ -147,6 +147,7 @@ def test_ops_declare_what_they_change():
         torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
 
 
+@pytest.mark.ci
 def test_a_plain_module_can_be_updated_by_triton(monkeypatch, tmp_path):
     """The path of CUDA parameters, here on CPU tensors in the interpreter; state on disk too."""
     import optim.plain.target

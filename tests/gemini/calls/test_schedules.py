@@ -230,6 +230,7 @@ def test_the_layout_has_chunks_of_one_and_of_several_parameters():
     assert {len(chunk.slots) for chunk in LAYOUT.chunks} >= {1, 2}
 
 
+@pytest.mark.ci
 @settings(max_examples=300, deadline=None)
 @given(schedules)
 def test_values_are_the_last_updates_and_bytes_stay_in_the_limit(schedule):

@@ -217,6 +217,7 @@ def fitted(inputs, policy):
     return fit(inputs, policy, is_measured=False, least_block_numel=MIN_BLOCK_NUMEL)
 
 
+@pytest.mark.ci
 @settings(max_examples=150, deadline=None)
 @given(begun())
 def test_an_assumption_refuses_nothing_and_what_is_refused_is_said_exactly(case):

@@ -300,6 +300,7 @@ def test_who_looks_behind_a_step_sees_what_it_made():
     check_looks("cpu", LOOKS)
 
 
+@pytest.mark.ci
 def test_who_looks_at_what_kernels_update_sees_what_the_step_made():
     check_looks("stream", ["gradients"])
 
