@@ -40,12 +40,12 @@ fmt: .venv/ok
 	.venv/bin/ruff check --fix .
 	.venv/bin/ruff format .
 
-# Without a GPU where there is one: the interpreter's tests are of CPU tensors. A worker a core, and
-# one more, as ranks and disks are waited for; each takes the file of tests that is next. Threads of
-# operators would only be in each other's way.
-WORKERS ?= $(shell expr $$(nproc) + 1)
+# Without a GPU where there is one: the interpreter's tests are of CPU tensors. A worker a core (one
+# more gains nothing), each with the file of tests that is next: threads of operators would only be in
+# each other's way.
+WORKERS ?= logical
 PYTEST := CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PY) -m pytest -q
-SPREAD := -n $(WORKERS) --maxprocesses 9 --dist loadfile
+SPREAD := -n $(WORKERS) --maxprocesses 8 --dist loadfile
 
 # While editing: the tests nearest to what differs from BASE.
 quick: BASE := HEAD

@@ -205,7 +205,7 @@ CLOCKS = re.compile(
     r"(?<!\")\b(perf_counter|monotonic|process_time|thread_time|cpu_seconds|time\.time|sleep|getrusage|"
     r"ru_maxrss|memory_info|VmHWM|VmRSS)(_ns)?\b|\btimeout=\d"
 )
-READ_CLOCKS = ("tests/deep/", "tests/mutate/", "tests/test_structure.py")
+READ_CLOCKS = ("tests/deep/", "tests/test_structure.py")
 
 
 def test_no_verdict_depends_on_how_busy_the_machine_is():
