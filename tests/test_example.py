@@ -12,39 +12,59 @@ ROOT = Path(__file__).resolve().parent.parent
 pytestmark = pytest.mark.ci
 
 
-def run(folder, *flags, ranks=1):
-    out = folder / "out.json"
-    launcher = [sys.executable]
-    if ranks > 1:
-        launcher = [
-            sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks),
-            "--master_port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0",
-        ]  # fmt: skip
-    command = [
-        *launcher, str(ROOT / "examples/train_gpt.py"), "--model", "tiny", "--steps", "6",
-        "--device", "cpu", "--nvme-dir", str(folder), "--json", str(out), *flags,
+TRAIN = str(ROOT / "examples/train_gpt.py")
+TORCHRUN = [
+    "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0",
+    "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0",
+]  # fmt: skip
+# One after the other in one process: most of each is the import of torch.
+IN_TURN = """
+import json, runpy, sys
+for arguments in json.loads(sys.argv[1]):
+    sys.argv = arguments
+    runpy.run_path(arguments[0], run_name="__main__")
+"""
+
+
+def arguments(folder, out, *flags):
+    return [
+        TRAIN, "--model", "tiny", "--steps", "6", "--device", "cpu", "--nvme-dir", str(folder),
+        "--json", str(out), *flags,
     ]  # fmt: skip
+
+
+def started(*command):
     path = os.pathsep.join([str(ROOT), str(ROOT / "io")])
-    subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": path})
-    return json.loads(out.read_text())
+    subprocess.run([sys.executable, *command], check=True, env={**os.environ, "PYTHONPATH": path})
 
 
 def test_two_ranks_have_the_losses_of_one_process_at_the_same_global_batch(tmp_path):
-    one, two = run(tmp_path), run(tmp_path, ranks=2)
+    outs = [tmp_path / "1.json", tmp_path / "2.json"]
+    started(*arguments(tmp_path, outs[0]))
+    started(*TORCHRUN, *arguments(tmp_path, outs[1]))
+    one, two = (json.loads(out.read_text()) for out in outs)
     assert one["train_loss"] == pytest.approx(two["train_loss"], rel=1e-3)
     assert one["val_loss"] == pytest.approx(two["val_loss"], rel=1e-3)
     assert one["val_loss"] < one["train_loss"][0] - 0.3
 
 
 def test_every_way_of_running_it_ends_with_a_loss_and_leaves_nothing(tmp_path):
-    resident = run(tmp_path, "--plot", str(tmp_path / "p.png"))
-    assert (tmp_path / "p.png").stat().st_size > 1000
-    on_disk = run(tmp_path, "--nvme-fraction", "1.0")
-    assert on_disk["train_loss"] == resident["train_loss"] and on_disk["nvme_bytes"] > 0
-    assert run(tmp_path, "--device-budget", "60MiB")["train_loss"] == resident["train_loss"]
-    for flag in ("--baseline", "--plain", "--floor"):
-        assert run(tmp_path, flag)["val_loss"] > 0
     data = tmp_path / "text.txt"
     data.write_text("the quick brown fox " * 2000)
-    assert run(tmp_path, "--data", str(data), "--precision", "fp32")["val_loss"] < 5.5
+    ways = [
+        ("--plot", str(tmp_path / "p.png")),
+        ("--nvme-fraction", "1.0"),
+        ("--device-budget", "60MiB"),
+        *((flag,) for flag in ("--baseline", "--plain", "--floor")),
+        ("--data", str(data), "--precision", "fp32"),
+    ]
+    outs = [tmp_path / f"{number}.json" for number in range(len(ways))]
+    each = [arguments(tmp_path, out, *way) for way, out in zip(ways, outs, strict=True)]
+    started("-c", IN_TURN, json.dumps(each))
+    resident, on_disk, within, *others, of_text = (json.loads(out.read_text()) for out in outs)
+    assert (tmp_path / "p.png").stat().st_size > 1000
+    assert on_disk["train_loss"] == resident["train_loss"] and on_disk["nvme_bytes"] > 0
+    assert within["train_loss"] == resident["train_loss"]
+    assert all(other["val_loss"] > 0 for other in others)
+    assert of_text["val_loss"] < 5.5
     assert [p for p in tmp_path.iterdir() if p.suffix == ".blocks"] == []

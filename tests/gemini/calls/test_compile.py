@@ -1,4 +1,4 @@
-"""torch.compile below and around a wrapped module, by inductor on the CPU."""
+"""torch.compile below and around a wrapped module."""
 
 import pytest
 import torch
@@ -15,42 +15,47 @@ ADAM = {"lr": 1e-2, "eps": 1e-3}
 STEPS = 4
 
 
-def blocks_compiled(module):
+def blocks_compiled(module, by):
     for i, layer in enumerate(module.layers):
-        module.layers[i] = torch.compile(layer)
+        module.layers[i] = torch.compile(layer, backend=by)
     return module
 
 
-def blocks_compiled_in_place(module):
+def blocks_compiled_in_place(module, by):
     for layer in module.layers:
-        layer.compile()
+        layer.compile(backend=by)
     return module
 
 
-def all_compiled(module):
-    return torch.compile(module)
+def all_compiled(module, by):
+    return torch.compile(module, backend=by)
 
 
-def unchanged(module):
+def unchanged(module, by):
     return module
 
 
+# Hooks and gradients go with "aot_eager" as with "inductor", which takes seconds a graph and is all
+# in `deep`.
+WAYS = [
+    (blocks_compiled, unchanged),
+    (blocks_compiled_in_place, unchanged),
+    (all_compiled, unchanged),
+    (unchanged, all_compiled),  # the graph breaks at every hook
+    (blocks_compiled, all_compiled),
+]
+CI = [(*way, "sim", "aot_eager") for way in WAYS] + [(*WAYS[0], "sim", "inductor")]
+DEEP = [(*way, device, "inductor") for way in WAYS for device in ("sim", "cpu")]
+DEEP.remove(CI[-1])
+
+
 @pytest.mark.parametrize(
-    "device",
-    [pytest.param("sim", marks=pytest.mark.ci), pytest.param("cpu", marks=pytest.mark.deep)],
+    ("below", "around", "device", "by"),
+    [pytest.param(*case, marks=pytest.mark.ci) for case in CI]
+    + [pytest.param(*case, marks=pytest.mark.deep) for case in DEEP],
+    ids=lambda value: getattr(value, "__name__", value),
 )
-@pytest.mark.parametrize(
-    ("below", "around"),
-    [
-        (blocks_compiled, unchanged),
-        (blocks_compiled_in_place, unchanged),
-        (all_compiled, unchanged),
-        (unchanged, all_compiled),  # the graph breaks at every hook
-        (blocks_compiled, all_compiled),
-    ],
-    ids=lambda f: f.__name__,
-)
-def test_a_compiled_module_trains_and_evaluates_as_an_eager_one(below, around, device):
+def test_a_compiled_module_trains_and_evaluates_as_an_eager_one(below, around, device, by):
     torch._dynamo.reset()
     batches = token_batches(STEPS, 1)
     start = flat(list(Tower().parameters()))
@@ -58,8 +63,8 @@ def test_a_compiled_module_trains_and_evaluates_as_an_eager_one(below, around, d
     want = train_reference(plain, lambda ps: torch.optim.AdamW(ps, **ADAM, weight_decay=0.0),
                            batches, token_loss)  # fmt: skip
     backend = SimBackend(1) if device == "sim" else device
-    model = GeminiDDP(below(Tower()), backend, precision="fp32", **SMALL)
-    called = around(model)
+    model = GeminiDDP(below(Tower(), by), backend, precision="fp32", **SMALL)
+    called = around(model, by)
     optimizer = HybridAdam(model.parameters(), **ADAM)
     for (batch,) in batches:
         loss = token_loss(called, batch)

@@ -20,9 +20,8 @@ CI = pytest.mark.ci
 FOUND = [(found, place) for found in all_found() for place in found.places]
 
 
-@pytest.mark.parametrize(
-    ("first", "count"), [(0, 50), pytest.param(50, 125, marks=CI), pytest.param(175, 125, marks=CI)]
-)
+# What more of them found is in the corpus; `deep` draws on.
+@pytest.mark.parametrize(("first", "count"), [(0, 50), pytest.param(50, 100, marks=CI)])
 def test_drawn_programs_have_the_updates_of_torch_or_are_refused(first, count):
     report = run_many(0, first, count)
     assert report.wrong == ()
@@ -31,8 +30,8 @@ def test_drawn_programs_have_the_updates_of_torch_or_are_refused(first, count):
 
 @pytest.mark.ci
 def test_drawn_programs_where_kernels_update_beside_the_pass():
-    report = run_many(0, 0, 30, IN_KERNELS)
-    assert report.wrong == () and report.ran > 27
+    report = run_many(0, 0, 10, IN_KERNELS)
+    assert report.wrong == () and report.ran > 8
 
 
 @pytest.mark.parametrize(("found", "place"), FOUND, ids=[f"{f.name}-{place}" for f, place in FOUND])
