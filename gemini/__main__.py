@@ -1,10 +1,11 @@
-"""python -m gemini doctor | check | run | benchmark"""
+"""python -m gemini doctor | check | run | clean | benchmark"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+import time
 from collections.abc import Sequence
 
 _BENCHMARK = (
@@ -33,6 +34,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     runner = commands.add_parser("run", help="a script on all ranks: torchrun on every host")
     run.add_arguments(runner)
+    cleaner = commands.add_parser("clean", help="files that processes left when they were killed")
+    cleaner.add_argument(
+        "folders", nargs="*", metavar="FOLDER", help="by default where files go by default"
+    )
+    cleaner.add_argument("--remove", action="store_true", help="remove them, with their steps")
     commands.add_parser("benchmark", help="where to measure")
     options = parser.parse_args(arguments)
     if options.command == "run":
@@ -40,10 +46,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return run.run(options)
         except ValueError as error:
             runner.error(str(error))
+    if options.command == "clean":
+        return _clean(options.folders, options.remove)
     if options.command == "benchmark":
         sys.stderr.write(_BENCHMARK)
         return 2
     return _doctor(options)
+
+
+def _clean(folders: Sequence[str], remove: bool) -> int:
+    """List what dead processes of this user left, or remove it."""
+    import nvme
+    from gemini.units import format_bytes
+
+    for folder in folders or [str(nvme.default_folder())]:
+        left = nvme.left_in(folder)
+        for one in left:
+            step = "an unknown step" if one.step is None else f"step {one.step}"
+            hours = (time.time() - one.written) / 3600
+            sys.stdout.write(
+                f"{one.path}: {step if one.step != 0 else 'no step'}, {format_bytes(one.nbytes)}, "
+                f"last written {hours:.1f} hours ago\n"
+            )
+        if remove:
+            nvme.remove_orphans(folder)
+        nbytes = format_bytes(sum(one.nbytes for one in left))
+        sys.stdout.write(f"{folder}: {nbytes} {'removed' if remove else 'to remove (--remove)'}\n")
+    return 0
 
 
 def _doctor(options: argparse.Namespace) -> int:

@@ -237,6 +237,7 @@ class GeminiDDP(ModuleFace):
             backend,
             connections,
             planning,
+            name=type(module).__name__,
             max_prefetch=max_prefetch,
             precision_settings=precision_settings,
             overlap_allgather=overlap_allgather,

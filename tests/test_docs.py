@@ -61,6 +61,7 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("one_thread")
 def test_the_tutorial_runs_from_top_to_bottom(on_disk, capsys):
     names = run_blocks("docs/tutorial.md", {"__name__": "tutorial"})

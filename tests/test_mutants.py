@@ -15,6 +15,7 @@ from tests.mutate.listed import ROOT, Mutant
 MUTANTS = listed.everything()
 
 
+@pytest.mark.ci
 def test_every_mutation_applies_to_its_function_once_and_leaves_it_python():
     assert listed.do_not_apply(MUTANTS) == []
 

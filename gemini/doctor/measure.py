@@ -119,6 +119,7 @@ def _folder(folder: str | os.PathLike[str], seconds: float) -> FolderFacts:
     return FolderFacts(
         path=str(path), file_system=file_system(path), free_bytes=free_bytes(path), direct=direct,
         engine=best.engine, read=best.read, write=best.write, refused=probe.refused,
+        left_bytes=sum(left.nbytes for left in nvme.left_in(path)),
     )  # fmt: skip
 
 

@@ -47,6 +47,7 @@ class FolderFacts:
     read: float = 0.0
     write: float = 0.0
     refused: tuple[tuple[str, str], ...] = ()  # (engine, reason)
+    left_bytes: int = 0  # in files of processes that died
 
     @property
     def mixed(self) -> float:
@@ -245,6 +246,12 @@ def _folder(folder: FolderFacts) -> Iterator[Finding]:
             f"{folder.path} reads and writes {_speed(folder.mixed)}: {seconds:.0f} s a step for "
             "each 10**9 parameters whose state is there",
             "name a faster disk, or several of them (nvme_offload_dir takes a list)",
+        )
+    if folder.left_bytes:
+        yield Finding(
+            "note",
+            f"{folder.path} has {format_bytes(folder.left_bytes)} in files of processes that died",
+            f"python -m gemini clean {folder.path} lists them",
         )
     if folder.free_bytes < SMALL_DISK:
         yield Finding(

@@ -76,6 +76,7 @@ class Engine(Parts):
         connections: Connections,
         planning: Planning,
         *,
+        name: str,
         max_prefetch: int,
         precision_settings: PrecisionSettings,
         overlap_allgather: bool = False,
@@ -84,7 +85,7 @@ class Engine(Parts):
     ) -> None:
         comm, links = connections.comm, connections.links
         files = FileConfig(
-            planning.nvme_folder, planning.inputs.block_numel, label=f"rank{comm.rank}-",
+            planning.nvme_folder, planning.inputs.block_numel, label=f"{name}-rank{comm.rank}-",
             pin=backend.pin,
         )  # fmt: skip
         storage = ShardStorage(layout, planning.plan, backend, files)

@@ -4,7 +4,7 @@ Imported as `nvme`; `io/` is a source root, not a package (docs/adr/0001). No to
 """
 
 from nvme.files.file import OpenFile, check_folder, create_direct, default_folder, open_direct
-from nvme.files.orphan_files import orphans, remove_orphans
+from nvme.files.orphan_files import Left, left_in, orphans, remove_orphans
 from nvme.files.recovery import Recovered, recover
 
 from .checksum import PIECE_BYTES, checksum_of
@@ -41,6 +41,7 @@ __all__ = [
     "Engine",
     "FolderError",
     "FormatError",
+    "Left",
     "NvmeError",
     "OpenFile",
     "Pin",
@@ -62,6 +63,7 @@ __all__ = [
     "checksum_of",
     "create_direct",
     "default_folder",
+    "left_in",
     "make_engine",
     "open_direct",
     "orphans",

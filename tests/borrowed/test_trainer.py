@@ -50,6 +50,7 @@ def run(folder, model, data, optimizer, **options):
     )
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("fraction", [0.0, pytest.param(1.0, marks=pytest.mark.ci)])
 def test_trainer_trains_a_wrapped_model_as_the_plain_one(tmp_path, fraction):
     plain, data = model_and_data()

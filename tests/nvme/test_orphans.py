@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import nvme
+from gemini.__main__ import main
 from nvme import BlockStore, StoreLayout
 from nvme.files import calls
 from tests.support.disks.faults import failing
@@ -48,7 +49,7 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_step_of_a_killed_process_outlives_every_store_made_after_it(tmp_path, caplog):
+def test_a_step_of_a_killed_process_outlives_every_store_made_after_it(tmp_path, caplog, capsys):
     (path,) = die(tmp_path)
     with caplog.at_level(logging.WARNING, "gemini.nvme"):
         for _ in range(2):
@@ -60,7 +61,11 @@ def test_a_step_of_a_killed_process_outlives_every_store_made_after_it(tmp_path,
     with nvme.recover([path]) as found:
         assert found.index.step == 4
         assert [found.block(i) for i in range(4)] == [b"\4" * 5000] * 4
-    assert nvme.remove_orphans(tmp_path) and names(tmp_path) == []
+    (left,) = nvme.left_in(tmp_path)
+    assert (left.path, left.step) == (path, 4) and left.nbytes >= 4 * 2 * 5000
+    for flags, after in (((), [path.name]), (("--remove",), [])):
+        assert main(["clean", *flags, str(tmp_path)]) == 0
+        assert f"{path}: step 4, " in capsys.readouterr().out and names(tmp_path) == after
 
 
 @pytest.mark.parametrize("kind", ["never committed", "filled, not stepped", "of one version"])
@@ -109,7 +114,7 @@ def test_files_of_others_and_live_files_are_left_alone(tmp_path):
     alive = BlockStore([tmp_path], ONE)
     before = names(tmp_path)
     BlockStore([tmp_path], ONE).close()
-    assert nvme.remove_orphans(tmp_path) == () == nvme.orphans(tmp_path)
+    assert nvme.remove_orphans(tmp_path) == () == nvme.orphans(tmp_path) == nvme.left_in(tmp_path)
     assert names(tmp_path) == before and foreign.read_text() == "this is somebody's file"
     alive.close()
 

@@ -26,7 +26,7 @@ from nvme.errors import (
 )
 
 from . import calls
-from .orphan_files import PREFIX, SUFFIX, orphaned_bytes
+from .orphan_files import PREFIX, SUFFIX, left_in
 
 log = logging.getLogger("gemini.nvme")
 
@@ -161,12 +161,12 @@ def _create(path: Path, nbytes: int) -> OpenFile:
 
 
 def _said_of_orphans(folder: Path) -> str:
-    nbytes = orphaned_bytes(folder)
+    nbytes = sum(left.nbytes for left in left_in(folder))
     if not nbytes:
         return ""
     return (
         f", and {format_bytes(nbytes)} in files of processes that died, which "
-        f"nvme.remove_orphans({str(folder)!r}) removes"
+        f"python -m gemini clean --remove {folder} removes"
     )
 
 

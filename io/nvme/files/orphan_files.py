@@ -37,6 +37,16 @@ _said: set[Path] = set()  # kept files that this process has spoken of
 
 
 @dataclass(frozen=True, slots=True)
+class Left:
+    """A file of ours whose process died."""
+
+    path: Path  # its name begins with that of the model
+    step: int | None  # the last one that it holds, 0 for none; None: this process cannot tell
+    nbytes: int  # on disk
+    written: float  # seconds since the epoch
+
+
+@dataclass(frozen=True, slots=True)
 class _Orphan:
     path: Path
     fd: int  # holds the lock
@@ -76,6 +86,22 @@ def orphans(folder: Path) -> tuple[Path, ...]:
         return tuple(orphan.path for orphan in found)
 
 
+def left_in(folder: str | os.PathLike[str]) -> tuple[Left, ...]:
+    """What is in each of `orphans`."""
+    with _locked([Path(folder)]) as found:
+        return _left(found)
+
+
+def _left(found: list[_Orphan]) -> tuple[Left, ...]:
+    steps = [orphan.last_step() for orphan in found]
+    known = {o.store: step for o, step in zip(found, steps, strict=True) if step is not None}
+    facts = [os.fstat(orphan.fd) for orphan in found]
+    return tuple(
+        Left(orphan.path, known.get(orphan.store), fact.st_blocks * 512, fact.st_mtime)
+        for orphan, fact in zip(found, facts, strict=True)
+    )
+
+
 def remove_orphans(folder: str | os.PathLike[str]) -> tuple[Path, ...]:
     """Remove all that dead processes of this user left in `folder`, with the steps that it holds.
 
@@ -95,12 +121,10 @@ def remove_orphans(folder: str | os.PathLike[str]) -> tuple[Path, ...]:
 def remove_stepless(folders: Iterable[Path]) -> None:
     """Remove what dead processes left and holds no step; says what is kept ([Note: kept files])."""
     with _locked(dict.fromkeys(folders)) as found:
-        steps = {orphan.path: orphan.last_step() for orphan in found}
-        known = {orphan.store: step for orphan in found if (step := steps[orphan.path]) is not None}
-        for orphan in reversed(found):  # the file that knows the step of its store goes last
-            step = known.get(orphan.store)
+        # the file that knows the step of its store goes last
+        for orphan, left in zip(reversed(found), reversed(_left(found)), strict=True):
             try:
-                if step == 0:
+                if left.step == 0:
                     _remove(orphan)
                     continue
             except OSError as error:
@@ -110,18 +134,12 @@ def remove_stepless(folders: Iterable[Path]) -> None:
                 _said.add(orphan.path)
                 log.warning(
                     "kept %s (%s), left by a process that died: it holds %s; nvme.recover reads "
-                    "it, nvme.remove_orphans(%s) removes it",
+                    "it, python -m gemini clean --remove %s removes it",
                     orphan.path,
-                    format_bytes(os.fstat(orphan.fd).st_blocks * 512),
-                    f"step {step}" if step else "what this process cannot read",
-                    repr(str(orphan.path.parent)),
+                    format_bytes(left.nbytes),
+                    f"step {left.step}" if left.step else "what this process cannot read",
+                    orphan.path.parent,
                 )
-
-
-def orphaned_bytes(folder: Path) -> int:
-    """Bytes on disk in files that dead processes left in `folder`."""
-    with _locked([folder]) as found:
-        return sum(os.fstat(orphan.fd).st_blocks * 512 for orphan in found)
 
 
 def _remove(orphan: _Orphan) -> None:

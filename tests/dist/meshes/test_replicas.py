@@ -92,13 +92,12 @@ def all_updates(rank, cases):
 
 
 def cases_of_updates():
-    for precision in BOUNDS:
-        for stage in STAGES:
-            for shape in ((2, 2), (4, 1), (1, 4), None):
-                yield Case(shape, stage, precision)
-            yield Case((2, 2), stage, precision, no_sync=True)
-            if precision == "fp32":
-                yield Case((4, 1), stage, precision, no_sync=True)
+    for stage in STAGES:
+        for shape in ((2, 2), (4, 1), (1, 4), None):
+            yield Case(shape, stage, "fp32")
+        for shape in ((2, 2), (4, 1)):
+            yield Case(shape, stage, "fp32", no_sync=True)
+        yield Case((2, 2), stage, "bf16", no_sync=stage == 2)
 
 
 def test_updates_agree_with_one_process_and_all_ranks_have_the_same():
@@ -121,11 +120,11 @@ def test_updates_agree_with_one_process_and_all_ranks_have_the_same():
             assert relative_error(got - start, want - start) < bound, case
             assert len({digest for _, digest, _ in (found[i] for found in results)}) == 1, case
             assert len({tuple(norms) for *_, norms in (found[i] for found in results)}) == 1, case
-        for stage in STAGES:  # (1, W) is W, bit for bit
-            meshed, plain = (
-                results[0][cases.index(Case(shape, stage, precision))] for shape in ((1, 4), None)
-            )
-            assert torch.equal(meshed[0], plain[0]) and meshed[1:] == plain[1:]
+    for stage in STAGES:  # (1, W) is W, bit for bit
+        meshed, plain = (
+            results[0][cases.index(Case(shape, stage, "fp32"))] for shape in ((1, 4), None)
+        )
+        assert torch.equal(meshed[0], plain[0]) and meshed[1:] == plain[1:]
 
 
 # -- what goes with it --

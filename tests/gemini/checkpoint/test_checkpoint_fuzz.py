@@ -186,6 +186,7 @@ ODD = JSON | st.sampled_from([
 ])  # fmt: skip
 
 
+@pytest.mark.ci
 @FUZZ
 @given(data=st.data())
 def test_metadata_may_say_anything(base, pair, folder, data):
@@ -206,6 +207,7 @@ def test_metadata_may_say_anything(base, pair, folder, data):
     read(folder, pair)
 
 
+@pytest.mark.ci
 @FUZZ
 @given(data=st.data())
 def test_values_may_have_any_bytes(base, pair, folder, data):

@@ -90,7 +90,8 @@ GREEDY = {find["why"]: unpacked(find["data"]) for find in corpus.read("hostile")
 
 
 @pytest.mark.parametrize("kind", GREEDY)
-@pytest.mark.parametrize("sealed", [True, pytest.param(False, marks=pytest.mark.ci)])
+@pytest.mark.parametrize("sealed", [True, False])
+@pytest.mark.ci
 def test_a_pickle_takes_no_memory_that_its_files_do_not_have(kind, sealed, saved):
     put_metadata(saved, GREEDY[kind])
     if not sealed:

@@ -142,19 +142,11 @@ def test_a_group_that_is_added_between_backward_and_step_is_updated():
 EVERYWHERE = ["disk", "files", "some files"]
 
 
-@pytest.mark.ci
-@given(st.lists(iterations, min_size=3, max_size=7), st.sampled_from(["tail", *UPDATES]),
-       st.sampled_from(EVERYWHERE), st.booleans())  # fmt: skip
-@settings(max_examples=6, suppress_health_check=[HealthCheck.too_slow])
-def test_every_program_has_the_bits_of_serial_steps(drawn, update, home, hurried):
-    same(program([Iteration(), *drawn]), update, home, hurried=hurried)
-
-
-@pytest.mark.ci
+@pytest.mark.ci  # `deep` draws new ones
 @given(st.lists(iterations, min_size=3, max_size=9), st.sampled_from(["tail", *UPDATES]),
        st.sampled_from(EVERYWHERE), st.booleans())  # fmt: skip
-@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
-def test_very_many_programs_have_the_bits_of_serial_steps(drawn, update, home, hurried):
+@settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow])
+def test_every_program_has_the_bits_of_serial_steps(drawn, update, home, hurried):
     same(program([Iteration(), *drawn]), update, home, hurried=hurried)
 
 

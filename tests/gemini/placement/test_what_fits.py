@@ -244,6 +244,7 @@ def test_an_assumption_refuses_nothing_and_what_is_refused_is_said_exactly(case)
                 least_block_numel=MIN_BLOCK_NUMEL)  # fmt: skip
 
 
+@pytest.mark.ci
 @settings(max_examples=100, deadline=None)
 @given(
     begun(), st.sampled_from([1024, 4096, 1 << 14]), st.integers(1, 5), st.sampled_from([0.0, 1.0])

@@ -120,9 +120,10 @@ def of_two_ranks(homes, backends):
     return run_threads(train, 2)
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize(
-    "by_triton", [False, pytest.param(True, marks=pytest.mark.ci)], ids=["cpu", "triton"]
+    "by_triton",
+    [pytest.param(False, marks=pytest.mark.ci), pytest.param(True, marks=pytest.mark.deep)],
+    ids=["cpu", "triton"],
 )
 def test_shards_in_host_memory_are_on_their_way_before_their_chunk_is_used(by_triton, monkeypatch):
     """No collective ends before it is waited for, and the device waits for no copy that it could

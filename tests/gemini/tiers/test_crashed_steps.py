@@ -79,6 +79,7 @@ def checker(names, expected):
     return check
 
 
+@pytest.mark.ci
 def test_a_power_loss_in_a_step_leaves_weights_and_state_of_one_step(tmp_path):
     folder = tmp_path / "disk"
     folder.mkdir()
@@ -91,7 +92,7 @@ def test_a_power_loss_in_a_step_leaves_weights_and_state_of_one_step(tmp_path):
 @pytest.mark.parametrize(
     ("count", "samples", "most", "least"),
     [
-        pytest.param(3, 3, 12, 1500, marks=pytest.mark.ci),
+        pytest.param(3, 3, 12, 1500, marks=pytest.mark.deep),
         pytest.param(4, 10, 40, 6000, marks=pytest.mark.deep),
     ],
     ids=["hundreds", "thousands"],

@@ -54,6 +54,7 @@ def test_a_good_machine_has_no_findings():
         ({"devices": (replace(GPU, device_to_host=3e9),)}, "slow", "from the device run at 3.00"),
         ({"folders": (FolderFacts("/x", error="/x is a file"),)}, "error", "/x is a file"),
         ({"folders": (replace(DISK, direct=False),)}, "slow", "refuses O_DIRECT"),
+        ({"folders": (replace(DISK, left_bytes=3 << 30),)}, "note", "has 3.00 GiB in files of"),
         ({"folders": (replace(DISK, read=0.5e9, write=0.5e9),)}, "slow", "44 s a step"),
         ({"folders": (replace(DISK, free_bytes=2_400_000_000),)}, "slow", "100 million"),
     ],

@@ -121,7 +121,7 @@ def test_options_update_as_torchs_by_the_compiled_path():
         assert update_error(got, want, small_params()) < 1e-6
 
 
-@pytest.mark.parametrize("path", ["cpu", "triton"])
+@pytest.mark.parametrize("path", ["cpu", pytest.param("triton", marks=pytest.mark.ci)])
 @pytest.mark.parametrize(
     ("kind", "options"), [("adam", ADAM[2]), ("sgd", SGD[4]), ("sgd", SGD[6])], ids=str
 )

@@ -78,7 +78,7 @@ class ShardState:
             on_host=self._planned_on(Tier.HOST, plan, space),
             nvme=disk,
             memory=parts.backend,
-            label=f"rank{parts.comm.rank}-",
+            label=parts.storage.config.label,
             num_ahead=planning.inputs.num_ahead,
             split=ShardMasters(self._chunks, state),
         )
