@@ -189,7 +189,7 @@ class _Differences:
                 name: planes for name, planes in by_name.items()
                 if any(plane in runs.tensors for plane in planes)
             }  # fmt: skip
-            if not any(key.startswith(optims) for key in sizes):
+            if not keys.groups(sizes) and not any(key.startswith(optims) for key in sizes):
                 self.texts.append("it has no optimizer state")
                 trained = {}
             for name, planes in trained.items():

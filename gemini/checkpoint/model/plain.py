@@ -93,7 +93,8 @@ def load_plain(
     if weights:
         set_model_state_dict(model, state["model"], options=StateDictOptions(strict=strict))
     if optimizer is not None:
-        set_optimizer_state_dict(model, optimizer, state["optim"])
+        # a rule that keeps nothing has no state to flatten, and torch asks for the key
+        set_optimizer_state_dict(model, optimizer, {"state": {}, **state["optim"]})
 
 
 def _fits(source: CheckpointSource, key: str, value: Any) -> bool:

@@ -174,6 +174,25 @@ def test_an_optimizers_state_goes_from_plugin_to_plugin_bit_for_bit(tmp_path, sh
     assert all(same(found[name], wanted[name]) for name in wanted)
 
 
+@pytest.mark.parametrize("shard", [False, True])
+@pytest.mark.parametrize("plugin", [None, TorchDDPPlugin(), GeminiPlugin(precision="bf16")])
+def test_groups_are_saved_of_a_rule_that_keeps_nothing(tmp_path, shard, plugin):
+    """Plain SGD, as the tutorials have it: its rate is all there is to go on with."""
+
+    def plain_sgd(plugin, lr):
+        module = Tower()
+        booster = Booster(plugin=plugin)
+        return booster, *booster.boost(module, torch.optim.SGD(module.parameters(), lr=lr))[:2]
+
+    booster, model, optimizer = plain_sgd(TorchDDPPlugin(), 0.5)
+    booster.backward(token_loss(model, IDS), optimizer)
+    optimizer.step()
+    booster.save_optimizer(optimizer, tmp_path / "state", shard)
+    there, _, other = plain_sgd(plugin, 0.1)
+    there.load_optimizer(other, tmp_path / "state")
+    assert other.param_groups[0]["lr"] == 0.5
+
+
 def test_an_optimizers_files_leave_the_weights_alone(tmp_path):
     booster, model, optimizer = boosted(GeminiPlugin(precision="bf16"))
     booster.save_optimizer(optimizer, tmp_path / "state", shard=True)
