@@ -37,6 +37,7 @@ import torch.distributed as dist
 from torch import nn
 
 import gemini
+from bench.support import fio
 from bench.support.machine import MALLOC_ENVIRONMENT, write_result
 from gemini import GeminiDDP
 from gemini.units import BLOCK_NUMEL
@@ -182,6 +183,7 @@ class Fio:
         return float(json.loads(done.stdout)["jobs"][0][kind]["runtime"]) / 1e3
 
 
+FIO = "fio/write"
 Form = Ours | TorchSave | Fsdp | Fio
 
 
@@ -237,7 +239,7 @@ def measure(layers: int, folder: Path) -> dict[str, Any]:
         "ours/nvme": nvme,
         "torch/save-gather": TorchSave(layers, folder),
         "fsdp2/dcp": Fsdp(layers, folder),
-        "fio/write": Fio(-(-nbytes // PIECE_BYTES) * PIECE_BYTES, folder),
+        FIO: Fio(-(-nbytes // PIECE_BYTES) * PIECE_BYTES, folder),
     }
     save: dict[str, list[float]] = {name: [] for name in forms}
     load: dict[str, list[float]] = {name: [] for name in forms}
@@ -269,6 +271,13 @@ def measure(layers: int, folder: Path) -> dict[str, Any]:
         "rows": rows,
         "async_stall_fraction": stall / sync,
         "async_stall_seconds": stall,
+        "over_fio": {  # speeds, round by round
+            f"{name} {kind} over fio's": statistics.median(
+                theirs / ours for ours, theirs in zip(seconds[name], seconds[FIO], strict=True)
+            )
+            for kind, seconds in (("save", save), ("load", load))
+            for name in ("ours", "ours/nvme")
+        },
         "extra_ram_blocks": statistics.median(ram) / (BLOCK_NUMEL * STATE_ITEMSIZE),
         "gigabytes": nbytes / 1e9,
     }
@@ -280,6 +289,9 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="on the disk to measure; default: temporary")
     parser.add_argument("--layers", type=int, default=24, help="of 4 Mi parameters, 50 MB each")
     args = parser.parse_args()
+    why_not = fio.available()
+    if why_not is not None:
+        raise SystemExit(why_not)
     if any(name not in os.environ for name in MALLOC_ENVIRONMENT):
         os.environ.update(MALLOC_ENVIRONMENT)
         os.execv(sys.executable, [sys.executable, "-m", "bench.checkpoint", *sys.argv[1:]])
@@ -292,6 +304,7 @@ def main() -> None:
         f"stall of an asynchronous save: {result['async_stall_fraction']:.1%} of a synchronous one"
     )
     print(f"extra RAM of a synchronous save: {result['extra_ram_blocks']:.2f} blocks")
+    fio.check_ceilings(result["over_fio"])
     if args.json is not None:
         write_result(args.json, result)
 

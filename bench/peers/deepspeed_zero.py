@@ -43,7 +43,16 @@ def prepare() -> None:
     from deepspeed.accelerator import get_accelerator
 
     for name in OPERATORS:
-        get_accelerator().create_op_builder(name).load(verbose=False)
+        try:
+            get_accelerator().create_op_builder(name).load(verbose=False)
+        except RuntimeError as error:
+            if name != "AsyncIOBuilder":
+                raise
+            why = str(error).strip().splitlines()[-1:]
+            raise SystemExit(
+                "DeepSpeed's AsyncIO was not built; is libaio installed (Debian: apt install "
+                f"libaio-dev)? {' '.join(why)}"
+            ) from None
 
 
 def settings(job: Job) -> dict[str, Any]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from nvme import PIECE_BYTES  # what we split transfers into
 
 DEPTH = 4  # transfers at a time
+BEYOND = 1.05  # of a ceiling: what is faster by more shows that it is none
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,17 @@ class FioRun:
 def available() -> str | None:
     """Why fio cannot be used, or None."""
     return None if shutil.which("fio") else "fio is not installed (Debian: apt install fio)"
+
+
+def check_ceilings(ratios: Mapping[str, float]) -> None:
+    """Raises SystemExit where something is faster than what the disk can do, as these say: then fio
+    was held up by what ran beside it, or ran otherwise than we do."""
+    found = [f"{name} is {ratio:.2f}" for name, ratio in ratios.items() if ratio > BEYOND]
+    if found:
+        raise SystemExit(
+            f"no ceiling: {', '.join(found)}; nothing was written. Measure again on a machine that "
+            "does nothing else"
+        )
 
 
 def run(engine: str, kind: str, path: Path, nbytes: int) -> FioRun:
