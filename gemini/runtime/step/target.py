@@ -144,7 +144,8 @@ class ShardTarget(SavedShards):
 
     def reported(self, report: StepReport) -> StepReport:
         """Log it. Raises NonFiniteGradientError where that was asked for."""
-        self._log.add(report)
+        if self._parts.comm.rank == 0:  # ranks skip together
+            self._log.add(report)
         if self._parts.precision_settings.on_nonfinite == "raise" and report.skipped:
             raise NonFiniteGradientError(
                 f"the gradient of {report.nonfinite} is not finite (loss scale "

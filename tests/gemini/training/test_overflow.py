@@ -7,6 +7,7 @@ import pytest
 
 from bench.shared.models import token_batches, token_loss
 from bench.shared.reference import everything, same
+from bench.shared.workers import run_ranks
 from gemini.runtime.memory.backend import SimBackend
 from optim import LossScale, NonFiniteGradientError
 from tests.support import towers
@@ -99,6 +100,18 @@ def test_a_burst_is_logged_once_and_the_next_one_again(caplog):
             one_step(model, optimizer, batch[0], "head.weight" if bad else None)
     said = [r.getMessage() for r in caplog.records if "step skipped" in r.getMessage()]
     assert len(said) == 2 and all("embed.weight on rank 0" in text for text in said)
+
+
+def skipped(rank, _):
+    model, optimizer = wrapped()
+    (parts,) = token_batches(1, 2)
+    return one_step(model, optimizer, parts[rank], "head.weight").skipped
+
+
+@pytest.mark.ci
+def test_ranks_that_skip_together_say_so_once(caplog):
+    assert run_ranks(skipped, 2, None) == [True, True]
+    assert len([r for r in caplog.records if "step skipped" in r.getMessage()]) == 1
 
 
 def test_raising_instead_changes_nothing_either():
