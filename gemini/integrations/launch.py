@@ -22,6 +22,21 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+def _config_first(launcher: Callable[P, None]) -> Callable[P, None]:
+    """Old scripts begin with a configuration, which is to be empty."""
+
+    @functools.wraps(launcher)
+    def launched(*args: P.args, **kwargs: P.kwargs) -> None:
+        if args and isinstance(args[0], Mapping):
+            _refuse_config(args[0])
+            launched(*args[1:], **kwargs)
+        else:
+            launcher(*args, **kwargs)
+
+    return launched
+
+
+@_config_first
 def launch(
     rank: int,
     world_size: int,
@@ -39,6 +54,7 @@ def launch(
     local_rank: number of the CUDA device; None is LOCAL_RANK, else `rank` modulo the devices.
     seed: of all random numbers, the same on every rank.
 
+    An empty configuration may come first, as in old scripts: `launch({}, rank, ...)`.
     A second call for the same rank and world size does nothing. Raises RuntimeError for others,
     ValueError for a `config` that is not empty.
     """
@@ -49,18 +65,14 @@ def launch(
     _join(backend, local_rank, seed, verbose, rank, world_size, init_method=method)
 
 
+@_config_first
 def launch_from_torch(
-    backend: str | Mapping[str, Any] | None = None,
+    backend: str | None = None,
     seed: int = 1024,
     verbose: bool = True,
     config: Mapping[str, Any] | None = None,
 ) -> None:
-    """As `launch`, from what torchrun has set; without that, a group of this process alone.
-
-    `launch_from_torch({})`, with an empty configuration, is what old scripts say.
-    """
-    if isinstance(backend, Mapping):
-        config, backend = backend, None
+    """As `launch`, from what torchrun has set; without that, a group of this process alone."""
     _refuse_config(config)
     there = "RANK" in os.environ
     rank, world_size = (int(os.environ.get(name, or_)) for name, or_ in _TORCHRUN)
@@ -75,6 +87,7 @@ def launch_from_torch(
 _TORCHRUN = (("RANK", "0"), ("WORLD_SIZE", "1"))
 
 
+@_config_first
 def launch_from_slurm(
     host: str,
     port: int,
@@ -89,6 +102,7 @@ def launch_from_slurm(
     launch(rank, size, host, port, backend, local, seed, verbose, config)
 
 
+@_config_first
 def launch_from_openmpi(
     host: str,
     port: int,

@@ -6,6 +6,8 @@ from optim.adam import CPUAdam as CPUAdam
 from optim.adam import HybridAdam as HybridAdam
 
 from .bucketer import ReduceScatterBucketer as ReduceScatterBucketer
+from .checkpoints import load_checkpoint as load_checkpoint
+from .checkpoints import save_checkpoint as save_checkpoint
 from .handlers import GRADIENT_HANDLER as GRADIENT_HANDLER
 from .handlers import BaseGradientHandler as BaseGradientHandler
 from .sharded_v2 import ShardedModelV2 as ShardedModelV2

@@ -13,6 +13,11 @@ from torch import nn
 ROOT = Path(__file__).resolve().parents[3]
 ROW = re.compile(r"^\| `(colossalai[\w.]*)` \| `(gemini[\w.]*)` \|$", re.MULTILINE)
 TABLE = dict(ROW.findall((ROOT / "docs/from-colossal.md").read_text()))
+WRITTEN = re.findall(
+    r"^\| `\w+ = .+` \| `(\w+ = .+)` \|$",
+    (ROOT / "docs/from-colossal.md").read_text(),
+    re.MULTILINE,
+)
 SCALE = (
     "min_scale=1, growth_factor=2, backoff_factor=0.5, growth_interval=1000, hysteresis=2, "
     "max_scale=4294967296"
@@ -108,6 +113,31 @@ def test_every_right_hand_side_is_there(name):
     there = found_at(TABLE[name])
     assert there.__doc__, f"{TABLE[name]} does not say what it is"
     assert name.rpartition(".")[2] in (TABLE[name].rpartition(".")[2], "MemStats")
+
+
+LINES = (
+    "save_checkpoint('xxx.pt', epoch, model)",
+    "assert load_checkpoint('xxx.pt', model) == epoch",
+    "save_checkpoint('all.pt', epoch, model, optimizer, lr_scheduler)",
+    "assert load_checkpoint('all.pt', model, optimizer, lr_scheduler) == epoch",
+    "assert ChunkManager.search_chunk_size(model, 64 * 1024**2, 32)",
+    *WRITTEN,
+)
+
+
+def test_lines_of_old_documents_run(tmp_path, monkeypatch):
+    """And what the page says to write in place of those that do not."""
+    monkeypatch.chdir(tmp_path)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    names = {
+        "model": model, "optimizer": optimizer, "epoch": 3, "device": torch.device("cpu"),
+        "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1),
+    }  # fmt: skip
+    names |= {name.rpartition(".")[2]: found_at(place) for name, place in TABLE.items()}
+    assert WRITTEN
+    for line in LINES:
+        exec(line, names)
 
 
 @pytest.mark.parametrize("name", SIGNATURES)

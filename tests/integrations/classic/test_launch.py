@@ -51,6 +51,20 @@ def test_without_torchrun_a_process_is_a_group_of_one(alone):
     assert not dist.is_initialized()
 
 
+@pytest.mark.parametrize("starter", ["", "_from_slurm", "_from_openmpi"])
+def test_the_empty_configuration_of_old_scripts_comes_first(alone, starter, monkeypatch):
+    """As their documents write it, by position."""
+    for name in ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+    for name in ("SLURM_NPROCS", "OMPI_COMM_WORLD_SIZE"):
+        monkeypatch.setenv(name, "1")
+    place = ("localhost", _free_port(), "gloo")
+    getattr(doors, f"launch{starter}")({}, *(() if starter else (0, 1)), *place)
+    assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 1, "gloo")
+    with pytest.raises(ValueError, match="configuration files are gone"):
+        getattr(doors, f"launch{starter}")({"fp16": 1}, *place)
+
+
 def test_configurations_and_strangers_are_refused(alone, monkeypatch):
     with pytest.raises(ValueError, match="configuration files are gone"):
         doors.launch_from_torch(config="./config.py")
