@@ -26,12 +26,13 @@ LOSS_SCALE = (
 )  # fmt: skip
 
 
-def accept(option: str, why: str) -> None:
-    """An option that changes nothing here: say so, once in a process."""
-    text = f"{option} changes nothing here: {why}"
-    if text not in said_already:
-        said_already.add(text)
-        log.info("%s", text)
+def accept(options: Mapping[str, str]) -> None:
+    """Options that change nothing here, each with why: said in one line, once, by rank 0."""
+    new = [name for name in options if name not in said_already]
+    said_already.update(new)
+    if new and rank() == 0:
+        why = "; ".join(f"{name} ({options[name]})" for name in new)
+        log.warning("options that change nothing here: %s", why)
 
 
 def refuse_others(given: Mapping[str, Any], usual: Mapping[str, Any], remedy: str) -> None:

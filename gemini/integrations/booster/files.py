@@ -235,16 +235,16 @@ def _deep_copied(value: Any) -> Any:
 
 def check_gathers(gather_dtensor: bool) -> None:
     if not gather_dtensor:
-        accept("gather_dtensor=False", "nothing is gathered that need not be")
+        accept({"gather_dtensor=False": "nothing is gathered that need not be"})
 
 
 def check_reading(low_cpu_mem_mode: bool, num_threads: int) -> None:
     if num_threads < 1:
         raise ValueError(f"num_threads={num_threads}; expected 1 or more")
     if not low_cpu_mem_mode:
-        accept("low_cpu_mem_mode=False", "values are read one by one, from mapped files")
+        accept({"low_cpu_mem_mode=False": "values are read one by one, from mapped files"})
     if num_threads > 1:
-        accept("num_threads", "ranks read what they keep, from mapped files")
+        accept({"num_threads": "ranks read what they keep, from mapped files"})
 
 
 def check_optimizer_files(prefix: str | None, size_per_shard: int) -> None:

@@ -74,9 +74,9 @@ class ShardedModelV2(GeminiDDP):
                 f"reduce_scatter_bucket_size_mb={reduce_scatter_bucket_size_mb} must be positive"
             )
         if use_memory_tracer:
-            accept("use_memory_tracer", "what iterations take is always kept")
+            accept({"use_memory_tracer": "what iterations take is always kept"})
         if reuse_fp16_shard:
-            accept("reuse_fp16_shard", "gradients are freed by chunks")
+            accept({"reuse_fp16_shard": "gradients are freed by chunks"})
         offload = 0.0 if offload_config is None else 1.0
         super().__init__(
             module,

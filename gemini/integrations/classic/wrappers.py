@@ -55,7 +55,7 @@ def ColoInitContext(
             f"dtype={dtype}; expected torch.float: give precision= to what wraps the module"
         )
     if device is not None:
-        accept("device of ColoInitContext", "values are made where the wrapper computes")
+        accept({"device of ColoInitContext": "values are made where the wrapper computes"})
     with init_empty():
         yield
 
@@ -84,10 +84,11 @@ def GeminiDDP(
 
     options: others of `gemini.GeminiDDP`. Raises ValueError for `"const"`, which has no bytes.
     """
-    if pin_memory:
-        accept("pin_memory", "what is staged is always pinned")
-    if strict_ddp_mode:
-        accept("strict_ddp_mode", "there is data parallelism alone")
+    said = (
+        ("pin_memory", pin_memory, "what is staged is always pinned"),
+        ("strict_ddp_mode", strict_ddp_mode, "there is data parallelism alone"),
+    )
+    accept({name: why for name, set_, why in said if set_})
     if isinstance(device, int):
         device = torch.device("cuda", device)
     return ddp.GeminiDDP(
@@ -214,7 +215,7 @@ def LowLevelZeroOptimizer(
     )
     refuse_others(given, usual, "what wraps the module decides; LowLevelZeroPlugin has the options")
     if overlap_communication:
-        accept("overlap_communication", "the stage says when gradients are reduced")
+        accept({"overlap_communication": "the stage says when gradients are reduced"})
     scale = LossScale(
         initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis,
         max_scale,

@@ -21,7 +21,13 @@ from optim.rules.loss_scale import LossScale
 from .plugin import Plugin, check_over
 from .precision import MixedPrecision
 
-TORCH_DOES = "torch's SDPA, fused norms and torch.compile do this already"
+# options of kernels, and what there is of them
+KERNELS = {
+    "enable_flash_attention": "models that call torch's scaled_dot_product_attention have it",
+    "enable_fused_normalization": "norms are the model's own; torch.compile fuses them",
+    "enable_jit_fused": "nothing is compiled; call .compile() on the blocks of the model",
+    "enable_all_optimization": "it stands for the three others, and no more",
+}
 
 
 class EnginePlugin(Plugin):

@@ -14,7 +14,7 @@ from gemini.integrations.parts import accept, check_sizes, refuse_absent, refuse
 from gemini.memtracer.trace import Trace
 from gemini.placement.policy import AutoPlacement, Placement, StaticPlacement
 
-from .engine_plugin import TORCH_DOES, EnginePlugin, parse_named
+from .engine_plugin import KERNELS, EnginePlugin, parse_named
 
 SEARCH_RANGE_M = 32  # the seeds' default, which here means: search freely
 
@@ -122,7 +122,7 @@ class GeminiPlugin(EnginePlugin):
         self._say_what_is_accepted()
 
     def _say_what_is_accepted(self) -> None:
-        for name, set_, why in (
+        said = (
             ("chunk_init_device", self.chunk_init_device is not None,
              "chunks are filled one by one where they are computed with"),
             ("enable_gradient_accumulation", self.enable_gradient_accumulation,
@@ -134,13 +134,9 @@ class GeminiPlugin(EnginePlugin):
              "placement_policy='auto' fills what the first iteration leaves"),
             ("enable_async_reduce=False", not self.enable_async_reduce,
              "reductions always overlap the backward"),
-            ("enable_all_optimization", self.enable_all_optimization, TORCH_DOES),
-            ("enable_fused_normalization", self.enable_fused_normalization, TORCH_DOES),
-            ("enable_flash_attention", self.enable_flash_attention, TORCH_DOES),
-            ("enable_jit_fused", self.enable_jit_fused, TORCH_DOES),
-        ):  # fmt: skip
-            if set_:
-                accept(name, why)
+            *((name, getattr(self, name), why) for name, why in KERNELS.items()),
+        )  # fmt: skip
+        accept({name: why for name, set_, why in said if set_})
 
     def placement(self) -> Placement:
         """The policy that the options say. Raises ValueError for those of another one."""

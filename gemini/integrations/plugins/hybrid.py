@@ -22,7 +22,7 @@ from gemini.integrations.parts import (
     refuse_others,
 )
 
-from .engine_plugin import TORCH_DOES, EnginePlugin
+from .engine_plugin import KERNELS, EnginePlugin
 from .precision import BF16MixedPrecision, MixedPrecision, ScaledFP16
 from .stages import wrap_stages
 from .torch_plugins import TorchDDPPlugin
@@ -146,12 +146,7 @@ class HybridParallelPlugin(EnginePlugin):
         self._check_pipeline()
         self._check_stage()
         self.loss_scale()
-        for name in (
-            "enable_all_optimization", "enable_fused_normalization", "enable_flash_attention",
-            "enable_jit_fused",
-        ):  # fmt: skip
-            if getattr(self, name):
-                accept(name, TORCH_DOES)
+        accept({name: why for name, why in KERNELS.items() if getattr(self, name)})
 
     def _check_tensor_parallel(self) -> None:
         if self.tp_size > 1 and self.pp_size > 1:
@@ -202,9 +197,9 @@ class HybridParallelPlugin(EnginePlugin):
                 "there"
             )
         if not self.parallel_output:
-            accept("parallel_output=False", "outputs are whole where the plan gathers them")
+            accept({"parallel_output=False": "outputs are whole where the plan gathers them"})
         if self.make_vocab_size_divisible_by != 64:
-            accept("make_vocab_size_divisible_by", "a vocabulary is split as it is, unevenly")
+            accept({"make_vocab_size_divisible_by": "a vocabulary is split as it is, unevenly"})
 
     def _check_pipeline(self) -> None:
         if self.pp_size == 1:
@@ -228,14 +223,12 @@ class HybridParallelPlugin(EnginePlugin):
                 "gathered once for all micro-batches"
             )
         if self.zero_stage == 0:
-            accept(
-                f"zero_stage=0 with pp_size={self.pp_size}",
-                "updates are those of zero_stage=1, whose state is sharded",
-            )
+            why = "updates are those of zero_stage=1, whose state is sharded"
+            accept({f"zero_stage=0 with pp_size={self.pp_size}": why})
         if not self.enable_metadata_cache:
-            accept("enable_metadata_cache=False", "shapes are found when they change")
+            accept({"enable_metadata_cache=False": "shapes are found when they change"})
         if not self.overlap_p2p:
-            accept("overlap_p2p=False", "torch's schedules wait for a message when they need it")
+            accept({"overlap_p2p=False": "torch's schedules wait for a message when they need it"})
 
     def _check_stage(self) -> None:
         is_ddp = self.zero_stage == 0 and not self._is_engines

@@ -69,7 +69,7 @@ class LowLevelZeroPlugin(EnginePlugin):
         self.loss_scale()
         if not self.overlap_communication:
             when = "once a step, when gradients are asked for", "always while a backward runs"
-            accept("overlap_communication=False", f"reductions are {when[self.stage - 1]}")
+            accept({"overlap_communication=False": f"reductions are {when[self.stage - 1]}"})
 
     def _travels_as(self) -> str | None:
         dtype = self.communication_dtype

@@ -207,11 +207,29 @@ def test_an_option_without_a_meaning_here_is_refused_by_name(plugin, options, er
 )  # fmt: skip
 def test_an_option_that_changes_nothing_is_said_once(plugin, options, caplog, monkeypatch):
     monkeypatch.setattr(parts, "said_already", set())
-    with caplog.at_level(logging.INFO, "gemini"):
-        plugin(**options)
-        plugin(**options)
-    said = [r.message for r in caplog.records if "changes nothing here" in r.message]
-    assert len(said) == 1 and any(name in said[0] for name in options)
+    plugin(**options)
+    plugin(**options)
+    said = [r for r in caplog.records if "change nothing here" in r.message]
+    assert [r.levelno for r in said] == [logging.WARNING]
+    assert any(name in said[0].message for name in options)
+
+
+def test_all_options_that_change_nothing_are_in_one_line_of_rank_0(caplog, monkeypatch):
+    given = {
+        "pin_memory": True, "strict_ddp_mode": True, "enable_gradient_accumulation": True,
+        "chunk_init_device": torch.device("cpu"), "enable_async_reduce": False,
+        "gpu_margin_mem_ratio": 0.1, "placement_policy": "auto", "enable_all_optimization": True,
+        "enable_fused_normalization": True, "enable_flash_attention": True,
+        "enable_jit_fused": True,
+    }  # fmt: skip
+    for rank, lines in ((1, 0), (0, 1)):
+        caplog.clear()
+        monkeypatch.setattr(parts, "said_already", set())
+        monkeypatch.setattr(parts, "rank", lambda rank=rank: rank)
+        GeminiPlugin(**given)
+        said = [r.message for r in caplog.records if "change nothing here" in r.message]
+        assert len(said) == lines
+    assert all(name in said[0] for name in given if name != "placement_policy")
 
 
 def test_every_option_of_the_two_large_plugins_is_read():
