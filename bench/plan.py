@@ -271,6 +271,7 @@ def _lines(result: dict[str, Any], question: Question) -> Iterator[str]:
     else:
         yield f"does not fit: {result['missing']}"
         yield "what follows is of the least that would do"
+    yield f"of a rank with {question.batch} x {question.seq} a step, in bf16 under Adam"
     yield f"{'a rank':10s} {'peak':>12s} {'budget':>12s}   at the peak"
     for tier in Tier:
         parts = result["peaks_by_kind"][tier.value]

@@ -66,7 +66,7 @@ def activations_of(model: nn.Module, specs: Sequence[ParamSpec], seq: int) -> Ac
     depth = _depth(model)
     traced, num_layers = model, 0
     if depth is not None and depth > _TRACED_LAYERS:
-        traced, num_layers = _shallow(model), depth
+        traced, num_layers = _shallow(model, depth), depth
     found = []
     for batch in (1, 2, 3):
         one = trace(traced, example_inputs(traced, batch, seq))
@@ -113,16 +113,24 @@ def _depth(model: nn.Module) -> int | None:
     return next((getattr(config, n) for n in _DEPTH_NAMES if hasattr(config, n)), None)
 
 
-def _shallow(model: nn.Module) -> nn.Module:
-    config: Any = copy.deepcopy(model.config)
-    for name in _DEPTH_NAMES:
-        if hasattr(config, name):
-            setattr(config, name, _TRACED_LAYERS)
-            break
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:_TRACED_LAYERS]
-    with torch.device("meta"):
-        return type(model)(config)
+def _shallow(model: nn.Module, depth: int) -> nn.Module:
+    """A copy with four layers, of which what was done to the model holds: checkpointing, say."""
+    shallow = copy.deepcopy(model)
+    for parent in list(shallow.modules()):
+        for name, child in parent.named_children():
+            if isinstance(child, nn.ModuleList) and len(child) == depth:
+                setattr(parent, name, child[:_TRACED_LAYERS])
+                config: Any = shallow.config
+                for key in _DEPTH_NAMES:
+                    if hasattr(config, key):
+                        setattr(config, key, _TRACED_LAYERS)
+                if getattr(config, "layer_types", None):
+                    config.layer_types = config.layer_types[:_TRACED_LAYERS]
+                return shallow
+    raise ValueError(
+        f"{type(model).__name__} has no list of its {depth} layers; give --activation-bytes, the "
+        "bytes of a batch of 1"
+    )
 
 
 def _deepened(

@@ -159,7 +159,15 @@ def _from_config(path: Path) -> Callable[[], Any]:
     transformers = importlib.import_module("transformers")
     fields = json.loads(path.read_text())
     config = transformers.AutoConfig.for_model(**fields)
-    for name in fields.get("architectures") or ():
-        if hasattr(transformers, name):
-            return lambda: getattr(transformers, name)(config)
-    return lambda: transformers.AutoModelForCausalLM.from_config(config)
+    named = next((n for n in fields.get("architectures") or () if hasattr(transformers, n)), None)
+
+    def make() -> Any:
+        if named is None:
+            model = transformers.AutoModelForCausalLM.from_config(config)
+        else:
+            model = getattr(transformers, named)(config)
+        dtype = config.dtype  # of the weights that lie beside it
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        return model if dtype is None else model.to(dtype)
+
+    return make

@@ -1,7 +1,9 @@
 """bench.plan: what it says is what planning with those numbers gives."""
 
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +14,7 @@ from gemini.chunk.sizing.model_specs import specs_of
 from gemini.memtracer.collector import trace
 from gemini.placement.timetable.updates import best_update
 
+ROOT = Path(__file__).resolve().parents[2]
 KEYS = {
     "fits", "peaks", "bytes_moved_per_step", "step_seconds", "bound_by", "largest_batch",
     "suggestion",
@@ -196,6 +199,33 @@ def test_trace_of_few_layers_grows_into_the_trace_of_all(config, question):
     grown = question.activations.at(3)
     assert whole.deviation_of(grown) is None
     assert [m.non_model_bytes for m in grown.moments] == [m.non_model_bytes for m in whole.moments]
+
+
+def test_what_was_done_to_a_model_holds_in_the_trace_of_few_layers(config, question):
+    """By a factory, say: checkpointing is no field of a configuration."""
+    model = models.build(str(config))
+    model.gradient_checkpointing_enable()
+    specs = specs_of(model, "bfloat16")
+    grown = activations_of(model, specs, 64).at(3)
+    whole = trace(model, example_inputs(model, 3, 64))
+    assert whole.deviation_of(grown) is None
+    assert [m.non_model_bytes for m in grown.moments] == [m.non_model_bytes for m in whole.moments]
+    assert grown.peak_non_model_bytes < question.activations.at(3).peak_non_model_bytes
+    assert len(model.model.layers) == model.config.num_hidden_layers == 7
+
+
+@pytest.mark.ci
+def test_the_example_of_the_page_fits():
+    page = (ROOT / "docs/memory.md").read_text()
+    (command,) = re.findall(r"^    python -m bench\.plan (.+)$", page, re.MULTILINE)
+    assert plan.ask(plan.parse(command.split())).fits()
+
+
+def test_a_base_that_lies_there_in_bf16_has_no_originals(config, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**FIELDS, "torch_dtype": "bfloat16"}))
+    flags = ["--lora", "4", "--activation-bytes", "10MiB"]
+    asked = plan.ask(plan.parse(["--model", str(tmp_path / "config.json"), *flags]))
+    assert "originals" not in plan.homes(asked.planned())
 
 
 @pytest.mark.parametrize(
