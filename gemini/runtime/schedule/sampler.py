@@ -60,17 +60,16 @@ class Sampler:
         self._traced = traced
         self._key: tuple[Kind, str] | None = None  # of the iteration that began last
         self._stale: set[tuple[Kind, str]] = set()  # iterations of these left their plan
-        monitor = _monitor(backend)
-        self.measures = monitor is not None
-        self._tracker: ForwardTracker | None = None
-        monitors: list[Monitor] = [] if monitor is None else [monitor]
-        if backend.device.type == "cpu":
-            # what the allocator had left over from before does not show in what is resident
-            self._tracker = ForwardTracker()
-            monitors.append(self._tracker)
-        on_gpu = backend.device.type == "cuda"  # whose allocator does not see the host
-        counted = ledger.device_bytes if on_gpu else ledger.memory_bytes
-        overruns.noise_bytes = 0 if on_gpu else PROCESS_NOISE_BYTES
+        self._tracker = ForwardTracker() if backend.device.type == "cpu" else None
+        # what the allocator had left over from before does not show in what is resident, and a
+        # simulated device has no memory but what operators count
+        is_simulated = self._tracker is not None and backend.has_host_tier
+        monitor = None if is_simulated else _monitor(backend)
+        self.measures = is_simulated or monitor is not None
+        monitors: list[Monitor] = [m for m in (monitor, self._tracker) if m is not None]
+        apart = backend.has_host_tier  # host memory is no memory of the device
+        counted = ledger.device_bytes if apart else ledger.memory_bytes
+        overruns.noise_bytes = 0 if apart else PROCESS_NOISE_BYTES
         self.collector = MemStatsCollector(specs, monitors, counted, self._look)
         self.collector.deviations = overruns.found
 

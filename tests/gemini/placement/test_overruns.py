@@ -196,6 +196,19 @@ def test_what_a_process_grows_by_is_known_to_some_mebibytes(process, caplog, no_
     assert "an iteration needs more memory than was left for it" in caplog.text
 
 
+def test_homes_on_a_simulated_device_follow_what_operators_made_and_not_the_process(process):
+    found = []
+    for grown in (0, 300 << 20):
+        placement = AutoPlacement("250KiB", "2MiB")
+        model = GeminiDDP(Tower(), SimBackend(0), placement, **SMALL)
+        optimizer = HybridAdam(model.parameters(), nvme=BLOCKS)
+        before = homes(model)
+        iterate(model, optimizer, process, grown)
+        assert model.engine.planning.has_trace and homes(model) != before
+        found.append(homes(model))
+    assert found[0] == found[1]
+
+
 def test_the_allocator_of_a_gpu_does_not_see_what_the_host_holds():
     model, optimizer = wrapped(AutoPlacement("90KiB", "2MiB"), device=SimBackend(0))
     train(model, optimizer, token_batches(1, 1))
