@@ -65,10 +65,10 @@ class GeminiDDP(ModuleFace):
     module: on the CPU or on `device`; wrapped once.
     device: where modules compute; None is the CUDA device of this process, else the CPU. A
         `gemini.runtime.memory.backend.Backend` is taken as it is.
-    placement_policy: `"auto"` (what fits `AutoPlacement.device_budget` on the device, optimizer
-        state that does not on NVMe), `"static"` or `"cuda"` (everything on the device), or a
-        placement dataclass. Parameters are sharded as in ZeRO-3 but for `"zero1"`, `"zero2"` and
-        `StaticPlacement(shard_param_frac)`.
+    placement_policy: `"auto"` (what fits `AutoPlacement.device_budget`, by default what is left, on
+        the device, payloads until backward too; optimizer state that does not on NVMe),
+        `"static"` or `"cuda"` (everything on the device), or a placement dataclass. Parameters are
+        sharded as in ZeRO-3 but for `"zero1"`, `"zero2"` and `StaticPlacement(shard_param_frac)`.
     precision: `"bf16"`, `"fp16"` or `"fp32"`: dtype of parameters, activations and gradients.
         Floating inputs are cast to it; buffers keep theirs. fp16 has a dynamic loss scale, and its
         outputs are raised to fp32.

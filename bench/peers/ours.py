@@ -39,7 +39,8 @@ def settings(job: Job) -> dict[str, Any]:
         given["StaticPlacement"] = {"offload_optim_frac": 1.0}
     if "stage" in options:
         given["GeminiDDP"]["placement_policy"] = f"zero{options['stage']}"
-        given["GeminiDDP"]["overlap_allgather"] = True
+        if options["stage"] < 3:
+            given["GeminiDDP"]["overlap_allgather"] = True
     if "update" in options:
         given["GeminiDDP"]["update"] = options["update"]
     if "nvme_fraction" in options:

@@ -52,8 +52,7 @@ def rows(device: str, budgets: Sequence[str]) -> tuple[Row, ...]:
             for update in ("tail", "speculate", "both")
         ),
         Row("ours/w2", ours, "ranks", world_size=2),
-        Row("ours/zero1", ours, "ranks", {"stage": 1}, 2),
-        Row("ours/zero2", ours, "ranks", {"stage": 2}, 2),
+        *(Row(f"ours/zero{n}", ours, "ranks", {"stage": n}, 2) for n in (1, 2, 3)),
         *(
             Row(f"ours/auto-{budget}", ours, "offload", {"device_budget": budget})
             for budget in budgets

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from gemini.placement.homes.budgets import given_budgets
 from gemini.placement.plan import UpdatePath
 from gemini.placement.planner import PlanInputs, PlanResult, make_plan
 from gemini.placement.policy import AutoPlacement, Placement
 from gemini.placement.problem import DEVICE_BUFFERS
-from gemini.placement.sizes import UNLIMITED, BudgetError, StateBytes
+from gemini.placement.sizes import UNLIMITED, BudgetError, StateBytes, chunk_bytes
 from gemini.placement.tiers import Tier
 from gemini.units import BLOCK_NUMEL, MIN_BLOCK_NUMEL, STREAMED_BLOCK_NUMEL, Bytes
 
@@ -38,11 +39,26 @@ def usual_block_numel(inputs: PlanInputs) -> int:
 
 
 def assume(inputs: PlanInputs, policy: Placement) -> PlanInputs:
-    """With what the policy leaves to activations that nobody has measured."""
+    """With what the policy leaves to activations that nobody has measured.
+
+    Nothing is put below the device for them where it is what there is, and the model fits twice.
+    """
     nbytes = 0
-    if isinstance(policy, AutoPlacement) and inputs.budgets.device < UNLIMITED:
-        nbytes = round(inputs.budgets.device * policy.warmup_non_model_data_ratio)
+    if isinstance(policy, AutoPlacement):
+        device = inputs.budgets.device
+        given = given_budgets(policy, has_host_tier=inputs.has_host_tier).device < UNLIMITED
+        if given or 2 * _model_bytes(inputs) > device:
+            nbytes = round(device * policy.warmup_non_model_data_ratio)
     return _assuming(inputs, nbytes)
+
+
+def _model_bytes(inputs: PlanInputs) -> int:
+    """Parameters, gradients, state and originals of one rank."""
+    chunks = chunk_bytes(inputs.layout, inputs.state, with_originals=inputs.with_originals)
+    return sum(
+        chunk.shard_bytes * (1 + chunk.trainable) + chunk.state_bytes + chunk.original_bytes
+        for chunk in chunks
+    )
 
 
 def fit(

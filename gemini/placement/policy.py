@@ -61,9 +61,10 @@ class StaticPlacement:
 class AutoPlacement:
     """What saves most time stays on the device, the rest goes to the host, the rest of it to NVMe.
 
-    device_budget, host_budget, nvme_budget: bytes, or `"8GiB"`; None is what there is. Host and
-        NVMe are a node's, divided among its ranks; so is the device where ranks compute on the CPU:
-        there both are RAM, and the lower budget holds.
+    device_budget, host_budget, nvme_budget: bytes, or `"8GiB"`; None is nine tenths of what
+        is left of the device and of RAM, and all of the disk. Host and NVMe are a node's, divided
+        among its ranks; so is the device where ranks compute on the CPU: there both are RAM, and
+        the lower budget holds.
     nvme_dir: where files go; None is a temporary folder.
     warmup_non_model_data_ratio: share of the device budget left to activations and temporaries
         when homes are chosen and no iteration was traced; less, where model data would not fit: it

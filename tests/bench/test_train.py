@@ -23,7 +23,7 @@ NAMES = [
     "torch/adamw-bf16", "torch/adamw-autocast", "fsdp2/w1", "fsdp2/w2", "fsdp2/w2-keep",
     "ddp/zero1", "deepspeed/zero3", "deepspeed/zero3-cpu", "deepspeed/zero3-nvme", "ours/resident",
     "ours/half-nvme", "ours/nvme", "ours/nvme-tail", "ours/nvme-speculate",
-    "ours/nvme-both", "ours/w2", "ours/zero1", "ours/zero2",
+    "ours/nvme-both", "ours/w2", "ours/zero1", "ours/zero2", "ours/zero3",
     "ours/auto-1.5GiB",
     "torch/accelerate", "ours/accelerate", "torch/trainer", "ours/trainer", "torch/lightning",
     "ours/lightning",
@@ -172,6 +172,16 @@ def test_medians_leave_the_first_steps_out_and_ratios_are_paired_by_round():
     assert found["step_seconds"]["ratio"] == 0.5 and found["step_seconds"]["met"]
     assert found["peak_rss_mib"]["ratio"] == 0.5
     assert found["startup_seconds"]["ratio"] == 0.75 and not found["startup_seconds"]["met"]
+
+
+def test_the_default_is_held_to_the_best_placement_that_a_user_could_name():
+    default = row_of("ours/w2", [life(1.5, 100)])
+    named = [row_of(f"ours/zero{n}", [life(step, 100)]) for n, step in ((1, 4.0), (2, 2.0))]
+    (found,) = ratios([default, *named])
+    assert (found["row"], found["ratio"], found["at_most"]) == ("ours/w2", 0.75, 1.02)
+    (found,) = ratios([default, *named, row_of("ours/zero3", [life(1.0, 100)])])
+    assert found["ratio"] == 1.5 and not found["met"]
+    assert ratios([default]) == []
 
 
 def test_a_step_that_follows_a_rest_is_not_counted():
@@ -342,7 +352,7 @@ def test_rows_are_written_whole_and_a_peer_that_crashes_costs_its_own(place):
 @pytest.mark.deep
 def test_all_rows_are_written_whole(place):
     ours = ("ours/resident", "ours/half-nvme", "ours/nvme", "ours/nvme-tail")
-    two = ("fsdp2/w2", "fsdp2/w2-keep", "ours/w2", "ours/zero1", "ours/zero2")
+    two = ("fsdp2/w2", "fsdp2/w2-keep", "ours/w2", "ours/zero1", "ours/zero2", "ours/zero3")
     found, _ = whole_rows(place, "torch/adamw", *ours, "ours/auto", *two, "ddp")
     single = {"torch/adamw-bf16", "torch/adamw-autocast", *ours, "ours/auto-0.25GiB"}
     assert found.keys() == {*single, *two, "ddp/zero1"}

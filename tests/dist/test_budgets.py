@@ -12,7 +12,9 @@ from gemini.chunk.sizing.model_specs import specs_of
 from gemini.memtracer.trace import sequential_trace
 from gemini.placement.sizes import BudgetError
 from gemini.placement.tiers import Tier
+from gemini.runtime.memory import machine
 from gemini.runtime.memory.backend import SimBackend
+from gemini.runtime.schedule import sampler
 from optim import HybridAdam, NvmeConfig
 from tests.support.spilled import BLOCKS, SMALL, homes, wrapped
 
@@ -134,6 +136,34 @@ def test_ranks_plan_with_what_all_of_them_measured(world_size):
     assert all(torch.equal(value, cuda[5][name]) for name, value in auto[5].items())
 
 
+def gathers_of(rank, placement):
+    """Gathers of four iterations of twelve layers, a chunk each, and the weights after them."""
+    with seeded():
+        layers = [torch.nn.Linear(32, 32) for _ in range(12)]
+    model = GeminiDDP(torch.nn.Sequential(*layers), None, placement, min_chunk_size_m=0.001)
+    optimizer = HybridAdam(model.parameters(), lr=1e-2)
+    found = []
+    for step in range(4):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        before = model.engine.manager.gathers
+        model(torch.randn(4, 32, generator=generator)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(model.engine.manager.gathers - before)
+    return found, model.state_dict()
+
+
+def test_the_default_gathers_once_where_the_machine_has_room(monkeypatch):
+    """Of what is left of the machine; ZeRO-3 by name gathers again for backward."""
+    monkeypatch.setattr(machine, "memory_left", lambda: 1 << 30)
+    monkeypatch.setattr(sampler.ProcessMonitor, "period", lambda self: 0)
+    twice = run_ranks(gathers_of, 2, "zero3")
+    once = run_ranks(gathers_of, 2, "auto")
+    for (gathers, weights), (fewer, same) in zip(twice, once, strict=True):
+        assert gathers == [22] * 4 and fewer[1:] == [12] * 3
+        assert all(torch.equal(value, same[name]) for name, value in weights.items())
+
+
 def held(rank, kib):
     """The most model data of one rank, of two that share the bytes of a CPU."""
     model, optimizer = wrapped(ConstPlacement(kib << 10))
@@ -175,8 +205,6 @@ def test_what_ranks_that_share_a_device_lack_is_said_for_all_of_them():
 
 def measured_twice(rank, _):
     """The notes of two ranks whose iterations need more than there is."""
-    from gemini.runtime.schedule import sampler
-
     sampler.ProcessMonitor.period = lambda self: 300 << 20
     model, optimizer = wrapped_without_a_trace(AutoPlacement("200MiB"))
     found = []

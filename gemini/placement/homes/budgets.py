@@ -27,23 +27,27 @@ class Machine:
         return self.ranks_per_device if tier is Tier.DEVICE else self.ranks_per_node
 
 
-def resolve(policy: Placement, machine: Machine, model_bytes: int) -> Budgets:
+def resolve(policy: Placement, machine: Machine) -> Budgets:
     """Bytes that one rank may hold on each tier.
 
     Every pool is divided among the ranks that share it. Device and RAM for which nothing is given
-    have no limit, unless `model_bytes` of one rank may not fit what is left of them.
+    have what the machine has left of them; fractions of `StaticPlacement` are met whatever that is.
     """
-    given = _given(policy, machine)
+    given = given_budgets(policy, has_host_tier=machine.has_host_tier)
     budgets = given.divided(machine.ranks_per_node, machine.ranks_per_device)
     if isinstance(policy, StaticPlacement):
         return budgets
-    left = machine.device_bytes_left // machine.ranks_per_device
-    if given.device >= UNLIMITED and 2 * model_bytes > left:
-        budgets = replace(budgets, device=Bytes(round(USABLE * left)))
-    left = machine.host_bytes_left // machine.ranks_per_node
-    if given.host >= UNLIMITED and machine.has_host_tier and 2 * model_bytes > left:
-        budgets = replace(budgets, host=Bytes(round(USABLE * left)))
+    if given.device >= UNLIMITED:
+        left = machine.device_bytes_left
+        budgets = replace(budgets, device=_usable(left, machine.ranks_per_device))
+    if given.host >= UNLIMITED and machine.has_host_tier:
+        left = machine.host_bytes_left
+        budgets = replace(budgets, host=_usable(left, machine.ranks_per_node))
     return budgets
+
+
+def _usable(left: int, ranks: int) -> Bytes:
+    return Bytes(left if left >= UNLIMITED else int(USABLE * left) // ranks)
 
 
 def in_words_of(policy: Placement, machine: Machine, error: BudgetError) -> BudgetError:
@@ -51,7 +55,7 @@ def in_words_of(policy: Placement, machine: Machine, error: BudgetError) -> Budg
     if error.tier is None:
         return error
     name, ranks = _name(policy, machine, error.tier), machine.ranks_on(error.tier)
-    given = _given(policy, machine).of(error.tier)
+    given = given_budgets(policy, has_host_tier=machine.has_host_tier).of(error.tier)
     missing = ranks * (error.budget_bytes + error.missing_bytes) - given
     if given >= UNLIMITED:  # it was what the machine has left
         given, missing = Bytes(ranks * error.budget_bytes), ranks * error.missing_bytes
@@ -60,10 +64,10 @@ def in_words_of(policy: Placement, machine: Machine, error: BudgetError) -> Budg
     return BudgetError.missing(error.tier, missing, given, error.what + shared, knob, name)
 
 
-def _given(policy: Placement, machine: Machine) -> Budgets:
-    """Of a node, what bounds each pool."""
+def given_budgets(policy: Placement, *, has_host_tier: bool) -> Budgets:
+    """Of a node, what the policy bounds each pool by."""
     given = policy.budgets()
-    if machine.has_host_tier:
+    if has_host_tier:
         return given
     return replace(given, device=min(given.device, given.host))  # both are RAM
 

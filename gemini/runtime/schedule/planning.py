@@ -35,6 +35,7 @@ from gemini.placement.policy import (
     ConstPlacement,
     Placement,
     StaticPlacement,
+    has_budgets,
     never_released,
 )
 from gemini.placement.sizes import (
@@ -44,7 +45,6 @@ from gemini.placement.sizes import (
     BudgetError,
     Budgets,
     StateBytes,
-    chunk_bytes,
     least_bandwidths,
     least_budgets,
 )
@@ -196,10 +196,9 @@ class Planning:
 
         Collective. `trace`: of this rank; None where it has none. Ranks that ran other sequences
         keep the plan they have. The inputs of one rank need not be those of another: the plan is
-        for all. Where the device has no budget there is nothing to keep to: payloads are freed
-        behind their use, as ZeRO-3 does.
+        for all.
         """
-        if isinstance(self.policy, StaticPlacement) or self.inputs.budgets.device >= UNLIMITED:
+        if isinstance(self.policy, StaticPlacement):
             return False
         traces = [found for found in self.comm.gather_objects(trace) if found is not None]
         if len(traces) < self.comm.world_size:
@@ -366,7 +365,7 @@ def begin_planning(
     nbytes = ASSUMED_STATE_BYTES + (FP32_BYTES if has_master else 0)
     state = StateBytes(nbytes, has_master, split_on_disk=split)
     machine = look_at_machine(backend, ranks_per_node or ranks_here(comm))
-    budgets = resolve(policy, machine, _model_bytes(layout, state, with_originals))
+    budgets = resolve(policy, machine)
     bandwidths = USUAL if backend.has_host_tier else replace(USUAL, device_memory=CPU_MEMORY)
     gathered = comm.gather_objects((trace, budgets, bandwidths))
     traces, limits, links = zip(*gathered, strict=True)
@@ -374,15 +373,15 @@ def begin_planning(
     if 0 < len(without) < comm.world_size:
         raise ValueError(f"ranks {without} have no trace= and others do; expected all or none")
     budgets, bandwidths = least_budgets(limits), least_bandwidths(links)
+    fixed = None
+    if backend.shards_start_on_host and not has_budgets(policy):
+        fixed, budgets = tuple(Tier.HOST for _ in layout.chunks), Budgets()
+        if not isinstance(policy, StaticPlacement):
+            policy = StaticPlacement()
     if without:
         used = sequential_trace(layout.params, overlap=budgets.device < UNLIMITED)
     else:
         used = reduce_traces(traces)
-    fixed = None
-    if backend.shards_start_on_host and budgets == Budgets():
-        fixed = tuple(Tier.HOST for _ in layout.chunks)
-        if not isinstance(policy, StaticPlacement):
-            policy = StaticPlacement()
     beside_device = backend.has_host_tier and not backend.updates_by_triton
     inputs = PlanInputs(
         layout=layout, trace=used, state=state, budgets=budgets, bandwidths=bandwidths,
@@ -394,13 +393,3 @@ def begin_planning(
     if trace is None:
         inputs = assume(inputs, policy)
     return Planning(comm, policy, inputs, trace is not None, machine)
-
-
-def _model_bytes(
-    layout: ChunkLayout, state: StateBytes, with_originals: Collection[ChunkId]
-) -> int:
-    """Parameters, gradients, state and originals of one rank."""
-    return sum(
-        chunk.shard_bytes * (1 + chunk.trainable) + chunk.state_bytes + chunk.original_bytes
-        for chunk in chunk_bytes(layout, state, with_originals=with_originals)
-    )

@@ -14,7 +14,7 @@ from gemini import AutoPlacement, GeminiDDP, StaticPlacement
 from gemini.chunk.layout import ChunkLayout, ParamSpec
 from gemini.chunk.sizing.model_specs import specs_of
 from gemini.memtracer.trace import sequential_trace
-from gemini.placement.sizes import UNLIMITED, BudgetError, Budgets
+from gemini.placement.sizes import BudgetError
 from gemini.placement.tiers import Tier
 from gemini.runtime.inspect.weights import weights_without_master
 from gemini.runtime.memory.files.tensor_files import FileConfig
@@ -262,11 +262,12 @@ def test_masters_that_are_given_back_take_no_memory_of_a_device_that_is_full():
 
 
 def test_a_machine_with_too_little_memory_left_is_a_budget_for_them_too(monkeypatch):
-    """Twice what a rank needs must be left, or there is a budget: of the rest."""
+    """Nobody gave one: files have what there is no room for."""
     from gemini.runtime.memory import machine
 
     found = []
-    for left in (1 << 30, 60_000):
+    for left in (1 << 30, 34_200):
         monkeypatch.setattr(machine, "memory_left", lambda left=left: left)
-        found.append(wrapped("auto")[0].engine.planning.inputs.budgets)
-    assert found[0] == Budgets() and found[1].device < UNLIMITED
+        found.append(wrapped("auto")[0].engine.planning)
+    assert [planning.inputs.budgets.device for planning in found] == [966367641, 30780]
+    assert [planning.plan.original_home for planning in found] == [Tier.DEVICE, Tier.NVME]
