@@ -26,12 +26,11 @@ def _config_first(launcher: Callable[P, None]) -> Callable[P, None]:
     """Old scripts begin with a configuration, which is to be empty."""
 
     @functools.wraps(launcher)
-    def launched(*args: P.args, **kwargs: P.kwargs) -> None:
+    def launched(*args: Any, **kwargs: Any) -> None:
         if args and isinstance(args[0], Mapping):
             _refuse_config(args[0])
-            launched(*args[1:], **kwargs)
-        else:
-            launcher(*args, **kwargs)
+            args = args[1:]
+        launcher(*args, **kwargs)
 
     return launched
 
