@@ -260,14 +260,31 @@ def _compute(
         chunks = owner.fetch(params)
         if chunks:
             fetched.append((owner, chunks))
-    if func in _GIVES_MEMORY_AWAY and used:  # whoever gets it cannot be asked to wait
-        args = (args[0].clone(), *args[1:])
-    result = func(*args, **kwargs)
+    if func in _GIVES_MEMORY_AWAY and used:
+        result = _given_away(func, args, kwargs)
+    else:
+        result = func(*args, **kwargs)
     if used or gives_views:
         for handle in handles:
             result = _mark_views(result, handle)
     for owner, chunks in fetched:
         owner.fetched(chunks, (args, kwargs), result)
+    return result
+
+
+def _given_away(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A copy of values that are released: whoever gets memory cannot be asked to wait.
+
+    So what is written to it would reach no weight: it cannot be written to.
+    """
+    if func == Tensor.__dlpack__ and not kwargs.get("copy"):
+        raise BufferError(
+            "a parameter that is released and gathered again cannot share its memory, and what is "
+            "written to a copy would be lost; give p.detach().clone() away, and write with torch"
+        )
+    result = func(args[0].clone(), *args[1:], **kwargs)
+    if func != Tensor.__dlpack__ and not result.flags.owndata:  # else torch gives a copy, too
+        result.flags.writeable = False
     return result
 
 

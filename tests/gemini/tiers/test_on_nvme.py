@@ -1,7 +1,9 @@
 """Parameters, gradients and state on NVMe: the same bits as in memory."""
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from bench.shared.models import Tower, token_batches, token_loss
 from gemini import AutoPlacement, GeminiDDP, init_empty
@@ -119,6 +121,39 @@ def test_what_the_user_writes_to_a_parameter_on_nvme_is_kept():
     for run in runs:
         train(*run, token_batches(2, 1))
     assert_same(*runs)
+
+
+@pytest.mark.parametrize(
+    "update", ["serial", *(pytest.param(u, marks=pytest.mark.ci) for u in ("tail", "both"))]
+)
+def test_what_numpy_would_write_to_a_parameter_on_nvme_is_refused_and_not_lost(update):
+    """Where it is resident numpy has its memory."""
+    (spilled, _), (resident, _) = runs = [wrapped(LEAST, update=update), wrapped()]
+    for run in runs:
+        train(*run, token_batches(1, 1))
+    mine, other = (model.get_parameter("layers.2.1.weight") for model in (spilled, resident))
+    for give in (lambda p: p.data, Tensor.detach):
+        array = give(mine).view(torch.int16).numpy()
+        assert np.array_equal(array, np.asarray(give(other).view(torch.int16)))
+        with pytest.raises(ValueError, match="read-only"):
+            array[:4] = 0
+        with pytest.raises(ValueError, match="read-only"):
+            np.asarray(give(mine).view(torch.int16))[:4] = 0
+    other.data.view(torch.int16).numpy()[:4] = 0
+    mine.data.view(torch.int16)[:4] = 0
+    for run in runs:
+        train(*run, token_batches(1, 1, seed=7))
+    assert_same(*runs)
+
+
+def test_a_parameter_on_nvme_gives_its_memory_to_nobody():
+    param = wrapped(LEAST)[0].get_parameter("layers.2.1.weight")
+    for give in (torch.from_dlpack, lambda p: torch.from_dlpack(p.detach())):
+        with pytest.raises(BufferError, match="clone"):
+            give(param.data)
+    assert torch.equal(torch.from_dlpack(param.detach().clone()), param)
+    widened = np.asarray(param.detach().float())  # memory of its own, as it is with torch
+    widened[:] = 0
 
 
 def test_evaluation_and_training_with_parameters_on_nvme():
