@@ -9,7 +9,7 @@ W world size · S numel of a shard · payload [S * W] in the compute dtype
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from gemini.dtypes import DTYPES
 from gemini.tickets import CopyTicket, Ticket
 from gemini.units import ChunkId, ParamId
+from optim.state.held_signals import HeldSignals
 
 from .account import Account
 from .gradient import ChunkGradient, GradientOffload, ReduceLinks
@@ -291,28 +292,34 @@ class Chunk:
         """Begin to make the whole payload; `wait_gathered` ends it. Nothing if it is there."""
         if self.gathered:
             return
-        self._memory.refill(self.payload)
-        self.gathered = True
-        self.account.payloads += self.payload.nbytes
+        with HeldSignals():  # Ctrl-C finds it begun, with its ticket, or released
+            self._memory.refill(self.payload)
+            self.gathered = True
+            self.account.payloads += self.payload.nbytes
+            try:
+                self.pending = self._begin_gather()
+            except BaseException:
+                self._free()
+                raise
+
+    def _begin_gather(self) -> Ticket[None]:
         alone = self._links.world_size == 1
         own = self.payload if alone else self.own_part(self.payload)
         if self.files is not None:
-            self.pending = self._read_file(own)
-            if not alone:
-                self.wait_gathered()
-                self.pending = self._links.shards.all_gather(self.payload, own, self.spec.id)
-        elif not self.shard_on_host:
-            self.pending = self._links.shards.all_gather(
-                self.payload, self.shard_memory, self.spec.id
-            )
-        else:
-            brought = self._memory.copy(own, self.shard_memory)
-            self.is_copied(brought)
-            self.pending = brought
-            if not alone:
-                with self._memory.behind_copies():
-                    gather = self._links.shards.all_gather(self.payload, own, self.spec.id)
-                self.pending = _Sent(brought, gather)
+            read = self._read_file(own)
+            if alone:
+                return read
+            read.wait()
+            return self._links.shards.all_gather(self.payload, own, self.spec.id)
+        if not self.shard_on_host:
+            return self._links.shards.all_gather(self.payload, self.shard_memory, self.spec.id)
+        brought = self._memory.copy(own, self.shard_memory)
+        self.is_copied(brought)
+        if alone:
+            return brought
+        with self._memory.behind_copies():
+            gather = self._links.shards.all_gather(self.payload, own, self.spec.id)
+        return _Sent(brought, gather)
 
     def gather_again(self) -> None:
         """Begin to gather a payload that is never released: the shards have changed."""
@@ -333,6 +340,9 @@ class Chunk:
             pending.wait()
         except BaseException:
             if not self.in_payload:
+                if self._links.world_size == 1:  # Ctrl-C may have come before it waited
+                    with suppress(Exception):
+                        pending.wait()
                 self._free()
             raise
 
@@ -344,6 +354,6 @@ class Chunk:
         self._free()
 
     def _free(self) -> None:
-        self._memory.free(self.payload)
-        self.account.payloads -= self.payload.nbytes
         self.gathered = False
+        self.account.payloads -= self.payload.nbytes
+        self._memory.free(self.payload)

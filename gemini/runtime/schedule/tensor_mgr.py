@@ -376,8 +376,8 @@ class StatefulTensorMgr:
     def _gather(self, chunk: ChunkId) -> None:
         """Of a chunk that is released."""
         self._overdue.pop(chunk, None)
-        self._chunks[chunk].gather()
         self._recent[chunk] = None
+        self._chunks[chunk].gather()
         self.gathers += 1
 
     def _release(self, chunk: ChunkId) -> bool:

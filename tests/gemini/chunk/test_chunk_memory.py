@@ -1,6 +1,8 @@
 """One chunk on one of two ranks: its gradients as they are packed and reduced, its payload."""
 
+import signal
 from contextlib import contextmanager
+from unittest import mock
 
 import pytest
 import torch
@@ -177,6 +179,56 @@ def test_a_payload_that_could_not_be_read_is_not_there():
     with pytest.raises(OSError, match="bad"):
         chunk.wait_gathered()
     assert not chunk.gathered and memory.log[-1] == "free"
+
+
+def test_a_payload_that_could_not_begin_to_be_read_is_not_there():
+    memory, files = Memory(), Files()
+    chunk = Chunk(spec_of("float32", 1), memory, Links(1), files=files)
+    chunk.release()
+    with mock.patch.object(files, "read", side_effect=OSError), pytest.raises(OSError):
+        chunk.gather()
+    assert not chunk.gathered and memory.log[-1] == "free"
+    chunk.gather()
+    chunk.wait_gathered()
+    assert chunk.payload.tolist() == [7.0] * S
+
+
+class Reading(Files):
+    """Ctrl-C comes while a read is begun, or before it is waited for."""
+
+    def __init__(self, before_wait):
+        super().__init__()
+        self.before_wait, self.is_over = before_wait, False
+
+    def read(self, chunk, into, behind=None):
+        into.fill_(7)
+        self.signals = [signal.SIGINT]
+        if not self.before_wait:
+            self.come()
+        return self
+
+    def come(self):
+        while self.signals:
+            signal.raise_signal(self.signals.pop())
+
+    def wait(self):
+        self.come()
+        self.is_over = True
+
+
+@pytest.mark.parametrize("before_wait", [False, True])
+def test_a_payload_is_not_freed_under_a_read_that_ctrl_c_came_into(before_wait):
+    memory, files = Memory(), Reading(before_wait)
+    chunk = Chunk(spec_of("float32", 1), memory, Links(1), files=files)
+    chunk.release()
+    free, over = memory.free, []
+    memory.free = lambda tensor: (over.append(files.is_over), free(tensor))
+    with pytest.raises(KeyboardInterrupt):
+        chunk.gather()
+        chunk.wait_gathered()
+    if chunk.gathered:
+        chunk.release()
+    assert over == [True] and not chunk.gathered
 
 
 def test_a_shard_of_the_host_is_sent_behind_its_copy_and_both_are_waited_for_later():

@@ -1,6 +1,7 @@
 """TensorFiles by itself: flat tensors in blocks, versions, and few staging buffers."""
 
 import errno
+import signal
 import threading
 from queue import SimpleQueue
 
@@ -169,6 +170,22 @@ class _Interrupted:
         if threading.current_thread() is threading.main_thread():
             raise KeyboardInterrupt
         self.opens.wait()
+
+
+def test_ctrl_c_in_a_write_loses_no_staging_buffer(files, monkeypatch):
+    room = files.block_to_fill
+
+    def filled(chunk, index):
+        found = room(chunk, index)
+        signal.raise_signal(signal.SIGINT)
+        return found
+
+    for step in range(2 * files.staging_bytes // (4 * BLOCK)):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(files, "block_to_fill", filled)
+            files.write(3, values_of(3))
+        count(files, step + 1)
+    assert torch.equal(read(files, 3), values_of(3))
 
 
 def test_who_is_interrupted_has_the_memory_to_himself_again(long_file, monkeypatch):

@@ -30,6 +30,7 @@ from nvme import (
     default_folder,
     read_ahead,
 )
+from optim.state.held_signals import HeldSignals
 from optim.state.memory import copy_alone
 
 from .blocks import FileBlocks, Flat, Places
@@ -184,10 +185,11 @@ class TensorFiles(FileBlocks):
     def write(self, chunk: ChunkId, values: Tensor) -> None:
         """Write a whole tensor; `values` is free on return. Raises WriteBudgetError first."""
         self.store.check_step(self._written_bytes(chunk), "a tensor that leaves memory")
-        for i, part in enumerate(values.detach().split(self._places.block_numel)):
-            staged = self.block_to_fill(chunk, i)
-            copy_alone(staged.values, part)
-            self.write_block(chunk, i, staged)
+        with HeldSignals():  # else Ctrl-C may lose a staging buffer
+            for i, part in enumerate(values.detach().split(self._places.block_numel)):
+                staged = self.block_to_fill(chunk, i)
+                copy_alone(staged.values, part)
+                self.write_block(chunk, i, staged)
 
     def replace(self, chunk: ChunkId, values: Tensor) -> None:
         """Write a whole tensor, and let it count."""
