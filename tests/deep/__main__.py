@@ -18,6 +18,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.support.lines import PLACES
+
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parent.parent
 LEDGER = FOLDER / "ledger.toml"
@@ -61,6 +63,8 @@ def jobs() -> Iterator[Job]:
     for ranks, count in PROGRAMS.items():
         drawn = ("-m", "tests.support.loops.programs", f"--ranks={ranks}", f"--count={count}")
         yield Job("fuzz", f"programs at {ranks} ranks", drawn, count)
+    for place in PLACES:
+        yield Job("lines", place, ("-m", "tests.support.lines", place))
     mutants = ("-m", "tests.mutate", "--ledger", str(FOLDER / "mutants.toml"))
     yield Job("mutants", "all", mutants)
     yield Job("oldest", "torch and Triton", ("make", "test-oldest"))
