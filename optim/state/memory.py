@@ -95,6 +95,8 @@ class DeviceMemory:
     pin: Pin | None = None
 
     def __init__(self, device: torch.device) -> None:
+        if device.type == "cuda" and device.index is None:  # tensors have one, and are compared
+            device = torch.device("cuda", torch.cuda.current_device())
         self.device = device
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from optim.state.memory import CudaMemory
+from optim.state.memory import CudaMemory, DeviceMemory
 
 DEVICE = torch.device("cuda", 0)
 
@@ -74,6 +74,13 @@ def gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "stream", current)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     return log, streams, CudaMemory(DEVICE)
+
+
+def test_a_gpu_without_an_index_is_the_current_one(monkeypatch):
+    """As tensors say it, which are compared with it."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert DeviceMemory(torch.device("cuda")).device == torch.device("cuda", 3)
+    assert DeviceMemory(torch.device("cuda", 1)).device == torch.device("cuda", 1)
 
 
 def ends(gpu, *, to_host):
