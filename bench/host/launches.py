@@ -23,6 +23,7 @@ from triton.runtime import driver
 TARGET = GPUTarget("cuda", 90, 32)
 # by which the host reads what is on the device, and so waits for it
 READS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__")
+SETS = "__setitem__"  # waits too where it is given a number, which torch copies to the device
 _counts: defaultdict[int, Counter[str]] = defaultdict(Counter)  # by thread
 
 
@@ -101,16 +102,17 @@ def reads() -> Iterator[Counter[str]]:
     """Calls of this thread, in here, by which the host would wait for a device."""
     found: Counter[str] = Counter()
     thread = threading.get_ident()
-    before = {name: getattr(Tensor, name) for name in READS}
+    before = {name: getattr(Tensor, name) for name in (*READS, SETS)}
 
     def counting(name: str) -> Callable[..., Any]:
         def call(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-            found[name] += threading.get_ident() == thread
+            waits = name != SETS or not isinstance(args[1], Tensor)
+            found[name] += waits and threading.get_ident() == thread
             return before[name](self, *args, **kwargs)
 
         return call
 
-    for name in READS:
+    for name in before:
         setattr(Tensor, name, counting(name))
     try:
         yield found

@@ -1,6 +1,7 @@
 """The control vector of one target: loss scale, its counters, and what kernels leave there.
 
-fp64, where gradients are: on the device the kernels change it and the host never has to look.
+fp64, where gradients are: on the device the kernels change it and the host never has to look. It is
+written by `fill_`: `tensor[field] = number` copies a tensor of the host, and waits for the device.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ class ControlVector:
     ) -> None:
         self.active = options is not None
         self.tensor = torch.zeros(fields.NUM_CONTROL, dtype=torch.float64, device=device)
-        self.tensor[fields.SEED] = float(rounding_seed)
+        self.tensor[fields.SEED].fill_(float(rounding_seed))
         self.configure(options or UNSCALED)
 
     def configure(self, options: LossScale) -> None:
         """Start again with other options."""
         self.options = options
         for field, name in _OPTIONS.items():
-            self.tensor[field] = float(getattr(options, name))
+            self.tensor[field].fill_(float(getattr(options, name)))
         self._write(options.start())
 
     @property
@@ -72,7 +73,7 @@ class ControlVector:
         """The host decided whether a step counts: move the schedule on."""
         self.used.copy_(self.scale)
         if overflow:
-            self.tensor[fields.SKIPPED_STEPS] += 1
+            self.tensor[fields.SKIPPED_STEPS].add_(1)
         if self.active:
             self._write(self.options.after(self.read(), overflow))
 
@@ -89,7 +90,7 @@ class ControlVector:
 
     def load_state_dict(self, counters: Mapping[str, Any]) -> None:
         """A scale that was saved without one, or the other way round, leaves the scale as it is."""
-        self.tensor[fields.SKIPPED_STEPS] = float(counters.get("skipped_steps", 0))
+        self.tensor[fields.SKIPPED_STEPS].fill_(float(counters.get("skipped_steps", 0)))
         if self.active and "scale" in counters:
             self._write(
                 ScaleState(
@@ -100,6 +101,6 @@ class ControlVector:
             )
 
     def _write(self, state: ScaleState) -> None:
-        self.tensor[fields.LOSS_SCALE] = state.scale
-        self.tensor[fields.GOOD_STEPS] = float(state.good_steps)
-        self.tensor[fields.HYSTERESIS_LEFT] = float(state.hysteresis_left)
+        self.tensor[fields.LOSS_SCALE].fill_(state.scale)
+        self.tensor[fields.GOOD_STEPS].fill_(float(state.good_steps))
+        self.tensor[fields.HYSTERESIS_LEFT].fill_(float(state.hysteresis_left))

@@ -101,8 +101,8 @@ class TritonUpdater:
     def set_limits(self, clip: Clip) -> None:
         """What the next steps clip to."""
         self.norm_type = clip.norm_type
-        self.control[MAX_NORM] = clip.max_norm
-        self.control[MAX_VALUE] = 0.0 if math.isinf(clip.max_value) else clip.max_value
+        self.control[MAX_NORM].fill_(clip.max_norm)
+        self.control[MAX_VALUE].fill_(0.0 if math.isinf(clip.max_value) else clip.max_value)
 
     def set_present(self, counters: Sequence[int]) -> None:
         """Which parameters have a gradient; the others keep their state and their count."""
@@ -163,8 +163,8 @@ class TritonUpdater:
     def set_measure(self, power_sum: float) -> None:
         """What all ranks agreed on, in place of what this rank measured."""
         self._norm_tiles, self._votes = [], None
-        self.control[SUM] = power_sum
-        self.control[BAD] = 0.0
+        self.control[SUM].fill_(power_sum)
+        self.control[BAD].zero_()
 
     def set_amp(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
         """What torch.amp.GradScaler found, in place of a measure; nothing is waited for."""
