@@ -6,7 +6,7 @@ import os
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -249,6 +249,12 @@ class Communicator:
         if dist.get_backend(self._group) == "nccl":
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
+
+    def numbers(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
+        """They, where this group's backend wants them; the host does not wait for a device."""
+        on_gpu = self.device.type == "cuda"
+        here = torch.tensor(values, dtype=dtype, pin_memory=on_gpu)
+        return here.to(self.device, non_blocking=on_gpu)
 
     # -- meetings: what is not part of a pass, whose order all ranks know --
 

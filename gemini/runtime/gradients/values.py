@@ -124,8 +124,7 @@ def own_parts(parts: Parts, chunk: Chunk, param: ParamId) -> Iterator[tuple[slic
 
 def reduce_what_is_left(parts: Parts) -> Sequence[bool]:
     """Reduce what `no_sync` or a late gradient has left; which parameters have one. Collective."""
-    said = torch.tensor([*parts.present, parts.reducer.leftover], dtype=torch.float64)
-    said = said.to(parts.comm.device)
+    said = parts.comm.numbers([*parts.present, parts.reducer.leftover], torch.float64)
     parts.comm.all_reduce(said).wait()
     *there, leftover = (count > 0 for count in said.tolist())
     if leftover:

@@ -69,7 +69,7 @@ class Gradients:
         """A backward was reduced: begin to tell the others which parameters have a gradient."""
         parts = self._parts
         if parts.comm.world_size > 1:
-            counts = torch.tensor(parts.present, dtype=torch.int32).to(parts.comm.device)
+            counts = parts.comm.numbers(parts.present, torch.int32)
             self._somewhere = (parts.comm.all_reduce(counts), counts)
 
     # -- all of them --

@@ -6,19 +6,19 @@ goldens anew: look at the difference before it is committed.
 
 import json
 import os
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bench.shared.models import Experts, Mixture, Splittable, token_loss
 from gemini import GeminiDDP, StaticPlacement
 from gemini.runtime.comm import communicator as module
-from gemini.runtime.comm.communicator import Communicator
 from optim import HybridAdam
+from tests.support.alike import one_of_many
 
 GOLDENS = Path(__file__).parent / "goldens"
 MESHES = {
@@ -34,38 +34,11 @@ MESHES = {
 }
 
 
-class Alike:
-    """A meeting of ranks that all want what this one wants."""
-
-    def __init__(self, store, rank, world_size):
-        self._world_size = world_size
-
-    def arrive(self, wants):
-        self._wants = wants
-
-    def is_complete(self, seconds):
-        return True
-
-    def said(self):
-        return [self._wants] * self._world_size
-
-    def leave(self):
-        pass
-
-
 @pytest.fixture
-def ranks(monkeypatch):
+def ranks():
     """Begins as one rank of many; every rank says what this one says."""
-    monkeypatch.setattr(
-        Communicator, "gather_objects", lambda comm, value: [value] * comm.world_size
-    )
-    monkeypatch.setattr(module, "MeetingPoint", Alike)
-
-    def begin(world_size, rank):
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-
-    yield begin
-    dist.destroy_process_group()
+    with ExitStack() as stack:
+        yield lambda world_size, rank: stack.enter_context(one_of_many(world_size, rank))
 
 
 @pytest.fixture
