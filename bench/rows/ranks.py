@@ -18,11 +18,14 @@ def join_group(job: Job) -> None:
         WORLD_SIZE=str(job.world_size), LOCAL_WORLD_SIZE=str(job.world_size),
     )  # fmt: skip
     cuda = torch.device(job.device).type == "cuda"
+    device = None
     if cuda:  # else all of them take device 0
-        torch.cuda.set_device(job.rank % torch.cuda.device_count())
+        device = torch.device("cuda", job.rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
     dist.init_process_group(
         "nccl" if cuda else "gloo",
         init_method=f"file://{Path(job.folder) / 'store'}",
         rank=job.rank,
         world_size=job.world_size,
+        device_id=device,
     )

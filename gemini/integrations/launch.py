@@ -245,9 +245,12 @@ def _join(
     cuda = torch.cuda.is_available()
     if cuda:
         local = int(os.environ.get("LOCAL_RANK", rank)) if local_rank is None else local_rank
-        torch.cuda.set_device(local % torch.cuda.device_count())
+        device = torch.device("cuda", local % torch.cuda.device_count())
+        torch.cuda.set_device(device)
     if backend is None or (backend == "nccl" and not cuda):
         backend = "nccl" if cuda else "gloo"
+    if backend == "nccl":
+        meeting["device_id"] = device
     dist.init_process_group(backend, rank=rank, world_size=world_size, **meeting)
     seed_all(seed)
     if verbose and rank == 0:

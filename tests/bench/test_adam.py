@@ -29,13 +29,16 @@ def test_the_fused_step_finds_its_count_where_it_runs(kind, where, monkeypatch):
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_every_rank_of_a_row_takes_a_device_of_its_own(rank, monkeypatch, tmp_path):
-    """Before its group is made; else all of them take the first."""
+    """Before its group is made; else all of them take the first. The group is told which."""
     did = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: did.append(("device", device)))
     monkeypatch.setattr(
-        torch.distributed, "init_process_group", lambda backend, **_: did.append(("group", backend))
+        torch.distributed,
+        "init_process_group",
+        lambda backend, device_id, **_: did.append((backend, device_id)),
     )
     monkeypatch.setattr(os, "environ", {})
     ranks.join_group(Job("ours", "gpt2", "", str(tmp_path), device="cuda", rank=rank, world_size=3))
-    assert did == [("device", rank % 2), ("group", "nccl")]
+    own = torch.device("cuda", rank % 2)
+    assert did == [("device", own), ("nccl", own)]

@@ -65,6 +65,21 @@ def test_the_empty_configuration_of_old_scripts_comes_first(alone, starter, monk
         getattr(doors, f"launch{starter}")({"fp16": 1}, *place)
 
 
+@pytest.mark.parametrize(("backend", "gpu"), [("nccl", True), (None, True), ("gloo", False)])
+def test_nccl_is_told_which_gpu_is_whose(backend, gpu, monkeypatch):
+    """Else it connects at the first collective, and guesses at a barrier."""
+    did = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: did.append(device))
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda backend, **given: did.append(given.get("device_id"))
+    )
+    doors.launch(5, 8, "localhost", 29500, backend, local_rank=3, verbose=False)
+    own = torch.device("cuda", 1)
+    assert did == [own, own if gpu else None]
+
+
 def test_configurations_and_strangers_are_refused(alone, monkeypatch):
     with pytest.raises(ValueError, match="configuration files are gone"):
         doors.launch_from_torch(config="./config.py")
