@@ -17,6 +17,7 @@ from .tiles import T_COLUMNS, T_COUNTER, T_GRAD, T_NUMEL, T_PARAM
 
 NORM_BLOCK = 4096  # elements read at once
 NORM_ROUNDS = 8  # of them, one after the other, in a tile
+NORM_WARPS = 8  # with 4, ptxas keeps two rounds in flight: 179 registers, 2 tiles a multiprocessor
 FINISH_AT_ONCE = 1024
 
 

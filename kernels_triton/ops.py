@@ -28,6 +28,7 @@ from .norm import (
     FINISH_AT_ONCE,
     NORM_BLOCK,
     NORM_ROUNDS,
+    NORM_WARPS,
     finish_kernel,
     norm_kernel,
     tally_kernel,
@@ -205,7 +206,7 @@ def grad_norm(
         norm_kernel[(tiles.shape[0],)](
             tiles, segments, sums, bad, exponent, exponent,
             TRITON_DTYPES[grad_dtype], TRITON_DTYPES[grad_dtype], _norm_code(norm_type),
-            False, True, NORM_BLOCK, NORM_ROUNDS, **_EXACT,
+            False, True, NORM_BLOCK, NORM_ROUNDS, num_warps=NORM_WARPS, **_EXACT,
         )  # fmt: skip
 
 
@@ -277,7 +278,7 @@ def pack(
         norm_kernel[(tiles.shape[0],)](
             tiles, segments, sums, bad, scale, scale,
             TRITON_DTYPES[source_dtype], TRITON_DTYPES[destination_dtype], 2,
-            True, with_sums, NORM_BLOCK, NORM_ROUNDS, **_EXACT,
+            True, with_sums, NORM_BLOCK, NORM_ROUNDS, num_warps=NORM_WARPS, **_EXACT,
         )  # fmt: skip
 
 

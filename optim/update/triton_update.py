@@ -119,7 +119,7 @@ class TritonUpdater:
 
         `key`: where it is that of the last measure, so are the pieces.
         """
-        launch = Launch(ops.NORM_TILE, num_warps=4)
+        launch = Launch(ops.NORM_TILE, ops.NORM_WARPS)
         tables = self._table("norm", pieces, None, lambda _: launch, key)
         num_tiles = tables.tiles.shape[0]
         if self._sums.numel() < num_tiles:

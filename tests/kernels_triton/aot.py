@@ -22,6 +22,7 @@ from kernels_triton.norm import (
     FINISH_AT_ONCE,
     NORM_BLOCK,
     NORM_ROUNDS,
+    NORM_WARPS,
     finish_kernel,
     norm_kernel,
     tally_kernel,
@@ -90,7 +91,7 @@ def sources():
                 "WRITES": writes, "SUMS": True, "BLOCK": NORM_BLOCK, "ROUNDS": NORM_ROUNDS,
             }  # fmt: skip
             name = f"{'pack' if writes else 'norm'}-{norm}"
-            yield name, source(norm_kernel, pointers, constants), 4
+            yield name, source(norm_kernel, pointers, constants), NORM_WARPS
         pointers = {
             "tiles": "*i32", "segments": "*i64", "sums": "*fp32", "bad": "*i32", "num_tiles": "i32",
             "out_sum": "*fp64", "out_bad": "*fp64",

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import triton
 
 TARGETS = {"sm_90": "ci", "gfx942": "ci", "sm_80": "deep", "sm_100": "deep"}
 
@@ -42,22 +43,36 @@ def test_full_tiles_are_read_and_written_128_bits_at_a_time(report):
             assert any(kind in access for access in accesses), (name, kind, accesses)
 
 
-# by target: registers of Adam's update, 128 threads a tile (64-wide waves of gfx942: 256). 80 leave
-# room for 6 tiles on a multiprocessor of 65536 registers (37 % of its warps on sm_90), 96 for 5;
-# before, 155 left 3. Triton 3.6 takes 72 where 3.9 takes 64 on sm_80: 7 tiles and not 8
+# Registers of 128 threads a tile, of 256 for norm and pack (waves of gfx942: twice as many).
+# Columns: sm_80 and later targets with this Triton, any of them with Triton 3.6, gfx942; rows:
+# the first name that a kernel's begins with. 80 leave room for 6 tiles on a multiprocessor of
+# 65536 registers (37 % of its warps on sm_90), 96 for 5; 64 for 4 of norm's (50 %), where 179 of
+# 128 threads left 2
 ADAMS = ("update-adam-bf16-bf16", "update-adam-bf16-bf16-split")
 REGISTERS = {
-    "sm_80": (72, 72, 72), "sm_90": (80, 80, 96), "sm_100": (80, 80, 96), "gfx942": (64, 64, 64)
-}  # fmt: skip
+    "update-adam-bf16-bf16-stochastic": (80, 115, 96, 64),
+    "update-adam-bf16-bf16-split": (72, 80, 90, 64),
+    "update-adam-fp32-fp32": (72, 89, 72, 64),
+    "update-adam": (72, 80, 72, 64),
+    "update-amsgrad": (96, 124, 112, 64),
+    "update": (64, 64, 56, 64),
+    "pack": (123, 124, 160, 80),
+    "norm--1": (61, 87, 80, 64),
+    "": (64, 64, 64, 64),  # norm, prologue, finish, tally
+}
+
+
+def most_registers(target, kernel):
+    column = 3 if target == "gfx942" else 2 if triton.__version__ < "3.7" else target != "sm_80"
+    return next(most[column] for name, most in REGISTERS.items() if kernel.startswith(name))
 
 
 def test_registers_leave_room_for_enough_tiles_on_a_multiprocessor(report):
     for name, entry in report.items():
         target, kernel = name.split("/")
-        if target in REGISTERS and kernel in (*ADAMS, "update-adam-fp32-fp32"):
-            most = REGISTERS[target][[*ADAMS, kernel].index(kernel)]
-            used = entry["resources"]
-            assert used["REG" if "REG" in used else "vgpr_count"] <= most, (name, used)
+        used = entry["resources"]
+        registers = used["REG" if "REG" in used else "vgpr_count"]
+        assert registers <= most_registers(target, kernel), (name, used)
 
 
 def test_planes_and_gradients_are_read_4_elements_at_a_time(report):
