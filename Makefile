@@ -16,7 +16,7 @@ define torch_in
 		else cat constraints.txt; fi > $(1)/constraints.txt
 endef
 
-.PHONY: demo quick test ci deep tests tests-ci test-oldest check fmt test-gpu gpu results readme-tables \
+.PHONY: demo quick test ci deep tests tests-ci test-oldest test-cuda check fmt test-gpu gpu results readme-tables \
 	readme-picture peers
 
 .venv/demo: pyproject.toml constraints.txt
@@ -86,12 +86,29 @@ OLDEST := .venv-oldest/bin/python
 		$(OLDEST) -m pip install -q torch==$(OLDEST_TORCH)
 	sed '/^triton==/d; /^numpy==/d; /^scipy==/d' constraints.txt > .venv-oldest/constraints.txt
 	$(OLDEST) -m pip install -q -c .venv-oldest/constraints.txt "triton==3.6.*" "numpy<2.4" scipy \
-		psutil safetensors isal pytest pytest-timeout hypothesis expecttest
+		psutil safetensors isal pytest pytest-timeout hypothesis expecttest allpairspy
 	touch .venv-oldest/ok
 
 test-oldest: .venv-oldest/ok
 	CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 $(OLDEST) -m pytest -q \
 		tests/kernels_triton tests/optim tests/gemini/chunk
+
+# Without a GPU, on torch's CUDA build over a stub of CUDA (tests/cuda_stub), in an environment of its
+# own, of which 2.6 GiB are to download; needs g++. `steps` without `--check` writes
+# tests/cuda_stub/golden.json anew.
+CUDA := .venv-cuda/bin/python
+.venv-cuda/ok: pyproject.toml constraints.txt
+	python3 -m venv .venv-cuda
+	$(CUDA) -m pip install -q torch==$(OLDEST_TORCH)
+	sed '/^triton==/d; /^numpy==/d; /^scipy==/d' constraints.txt > .venv-cuda/constraints.txt
+	$(CUDA) -m pip install -q -c .venv-cuda/constraints.txt "numpy<2.4" scipy \
+		psutil safetensors isal pytest pytest-timeout hypothesis expecttest allpairspy
+	touch .venv-cuda/ok
+
+test-cuda: .venv-cuda/ok
+	$(CUDA) -m tests.cuda_stub pytest -q -m "gpu and not values" tests/kernels_triton tests/optim/update
+	$(CUDA) -m tests.cuda_stub bench.adam --device cuda --numel 16384 --rounds 1 --launch 1024/4
+	$(CUDA) -m tests.cuda_stub tests.cuda_stub.steps --check
 
 test-gpu:
 	python3 -m pytest -q -m gpu

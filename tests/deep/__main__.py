@@ -68,6 +68,7 @@ def jobs() -> Iterator[Job]:
     mutants = ("-m", "tests.mutate", "--ledger", str(FOLDER / "mutants.toml"))
     yield Job("mutants", "all", mutants)
     yield Job("oldest", "torch and Triton", ("make", "test-oldest"))
+    yield Job("cuda", "over a stub of it", ("make", "test-cuda"))
 
 
 def read(ledger: Path = LEDGER) -> dict[str, Entry]:

@@ -20,7 +20,7 @@ OPTIONS = {
     "dampening": 0.0, "nesterov": False, "adamw_mode": True, "bias_correction": True,
     "amsgrad": False, "maximize": False,
 }  # fmt: skip
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DEVICE = torch.empty(0, device="cuda" if torch.cuda.is_available() else "cpu").device
 pytestmark = [] if launch.is_interpreted() else [pytest.mark.gpu]
 
 
@@ -40,6 +40,7 @@ def step(rule, grad, max_norm=None):
     return piece.param, slabs
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("rule", [AdamRule(), LionRule(), SGDRule()], ids=lambda r: r.name)
 def test_a_gradient_that_is_no_number_shows_in_the_state_as_on_the_cpu(rule):
     """A plain module is measured by nobody; a clamp that drops NaN would step by its limit."""

@@ -13,7 +13,7 @@ from kernels_triton.tiles import SegmentRow, segment_table, tile_table
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NUMELS = [1, 3, 0, 1023, 32768, 65537, 64]
 
-pytestmark = [] if is_interpreted() else [pytest.mark.gpu]
+pytestmark = [] if is_interpreted() else [pytest.mark.gpu, pytest.mark.values]
 
 
 def tables(sources, destinations=None):

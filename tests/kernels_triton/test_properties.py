@@ -28,7 +28,7 @@ from optim.update.triton_update import TritonUpdater
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 RULE = AdamRule()
 
-pytestmark = [] if is_interpreted() else [pytest.mark.gpu]
+pytestmark = [] if is_interpreted() else [pytest.mark.gpu, pytest.mark.values]
 
 
 def hyper(lr, weight_decay, adamw_mode):

@@ -22,7 +22,7 @@ LARGE = 4096  # in the interpreter a tile
 NUMELS = [1, 3, 17, 0, 1023, 1025, 64, LARGE, LARGE + 1, 10_003 if is_interpreted() else 100_003]
 LR, BETAS, EPS, DECAY = 1e-2, (0.9, 0.999), 1e-8, 0.1
 
-pytestmark = [] if is_interpreted() else [pytest.mark.gpu]
+pytestmark = [] if is_interpreted() else [pytest.mark.gpu, pytest.mark.values]
 
 
 class Slabs:

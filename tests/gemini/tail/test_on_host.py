@@ -363,6 +363,7 @@ def test_what_was_moved_behind_a_step_is_in_its_report():
 
 
 @pytest.mark.gpu
+@pytest.mark.values
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("params", [0.0, 1.0])
 def test_on_a_gpu_memory_is_not_handed_on_before_updates_beside_have_read_it(params):

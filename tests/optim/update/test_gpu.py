@@ -57,11 +57,8 @@ def test_a_step_on_a_plain_module_never_waits(no_synchronisation):
         optimizer.step()
 
 
-@pytest.mark.parametrize(("precision", "max_norm"), [("bf16", 1.0), ("fp16", 1.0), ("fp16", 0.0)])
-def test_a_step_of_an_engine_never_waits_and_its_report_is_read_later(
-    no_synchronisation, precision, max_norm
-):
-    """With the loss scale too, and with a clip that is called for each step."""
+def steps_without_a_wait(precision, max_norm):
+    """The report of the last one."""
     torch.cuda.set_sync_debug_mode("default")
     model = GeminiDDP(
         nn.Sequential(nn.Linear(64, 999), nn.Linear(999, 64)),
@@ -78,7 +75,25 @@ def test_a_step_of_an_engine_never_waits_and_its_report_is_read_later(
         optimizer.step()
         optimizer.zero_grad()
     torch.cuda.set_sync_debug_mode("default")
-    assert optimizer.last_report.grad_norm > 0 and not optimizer.last_report.skipped
+    return optimizer.last_report
+
+
+PRECISIONS = pytest.mark.parametrize(
+    ("precision", "max_norm"), [("bf16", 1.0), ("fp16", 1.0), ("fp16", 0.0)]
+)
+
+
+@PRECISIONS
+def test_a_step_of_an_engine_never_waits(no_synchronisation, precision, max_norm):
+    """With the loss scale too, and with a clip that is called for each step."""
+    steps_without_a_wait(precision, max_norm)
+
+
+@pytest.mark.values
+@PRECISIONS
+def test_the_report_of_a_step_is_read_later(no_synchronisation, precision, max_norm):
+    report = steps_without_a_wait(precision, max_norm)
+    assert report.grad_norm > 0 and not report.skipped
 
 
 def pieces_and_slabs(numels=(1000, 4096, 100_003)):
@@ -93,6 +108,7 @@ def pieces_and_slabs(numels=(1000, 4096, 100_003)):
     return pieces, slabs
 
 
+@pytest.mark.values
 def test_a_step_is_captured_in_a_graph_and_replayed():
     runs = []
     for captured in (False, True):
@@ -122,6 +138,7 @@ def test_a_step_is_captured_in_a_graph_and_replayed():
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
+@pytest.mark.values  # the profiler asks the device
 def test_norm_clip_and_update_of_500_tensors_are_at_most_three_launches():
     """Sums of tiles; the prologue, which finishes them; the update."""
     pieces, slabs = pieces_and_slabs([1 + 37 * i for i in range(500)])
@@ -140,6 +157,7 @@ def test_norm_clip_and_update_of_500_tensors_are_at_most_three_launches():
     assert len(ours) <= 2 * 3
 
 
+@pytest.mark.values
 def test_memcheck_is_clean():
     tool = shutil.which("compute-sanitizer")
     if tool is None:

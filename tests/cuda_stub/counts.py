@@ -1,0 +1,55 @@
+"""What this process asks of CUDA, as the stub that is preloaded counts it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+OURS = tuple(f"{ROOT / folder}{os.sep}" for folder in ("gemini", "optim", "kernels_triton", "io"))
+FRAMES = 2  # of ours, in the place of a wait
+
+
+@dataclass
+class Asked:
+    """Launches, copies, bytes, events and waits, by what each is. `waits`: by function of ours."""
+
+    counts: dict[str, int] = field(default_factory=dict)
+    waits: Counter[str] = field(default_factory=Counter)
+
+
+@contextmanager
+def asked() -> Iterator[Asked]:
+    """All that is asked for in here, by any thread."""
+    stub, found = ctypes.CDLL(None), Asked()
+    stub.stub_counts.restype = ctypes.c_char_p
+
+    @ctypes.CFUNCTYPE(None, ctypes.c_char_p)
+    def observer(what: bytes) -> None:
+        found.waits[f"{what.decode()} in {_place()}"] += 1
+
+    stub.stub_reset()
+    stub.stub_observe(observer)
+    try:
+        yield found
+    finally:
+        stub.stub_observe(None)
+    lines = stub.stub_counts().decode().splitlines()
+    found.counts = {what: int(times) for what, times in (line.split("\t") for line in lines)}
+
+
+def _place() -> str:
+    """The innermost functions of ours; not their lines, which move."""
+    frame, names = sys._getframe(1), []
+    while frame is not None and len(names) < FRAMES:
+        file = frame.f_code.co_filename
+        if file.startswith(OURS):
+            names.append(f"{Path(file).relative_to(ROOT)} {frame.f_code.co_qualname}")
+        frame = frame.f_back
+    return " < ".join(names) or "no function of ours"

@@ -1,0 +1,137 @@
+"""What a steady iteration asks of CUDA: python -m tests.cuda_stub tests.cuda_stub.steps [--check]
+
+Writes `golden.json`, or compares with it: by home of model data, the launches,
+copies, events and waits of one forward, backward, step and zero_grad. Whoever asks whether a copy
+has ended hears that it has; who waits without asking is counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from bench.host import launches
+from bench.support.gpu_sections import Stack
+from gemini import GeminiDDP, StaticPlacement
+from gemini.runtime.comm.communicator import Communicator
+from optim import HybridAdam, NvmeConfig
+from tests.cuda_stub.counts import asked
+from tests.support.alike import one_of_many
+
+GOLDEN = Path(__file__).parent / "golden.json"
+WIDTH, DEPTH, WARM = 64, 8, 4
+GPU = torch.device("cuda", 0)
+Found = dict[str, Any]
+
+
+@contextmanager
+def over_nccl() -> Iterator[None]:
+    """One rank of two, whose collectives take tensors of a GPU and do nothing."""
+    with one_of_many(2), patch.object(Communicator, "device", GPU):
+        yield
+
+
+@dataclass(frozen=True)
+class Case:
+    """Where model data is, and among whom."""
+
+    policy: StaticPlacement
+    options: dict[str, Any] = field(default_factory=dict)  # of the optimizer
+    group: Callable[[], AbstractContextManager[None]] = nullcontext
+    disk: bool = False
+
+
+RESIDENT, STATE, ALL = (StaticPlacement(1.0, s, p) for s, p in ((0, 0), (1, 0), (1, 1)))
+PARAMS = StaticPlacement(1.0, 0.0, 1.0)
+CASES = {
+    "resident": Case(RESIDENT),
+    "state on the host": Case(STATE),
+    "parameters on the host": Case(PARAMS),
+    "all on the host": Case(ALL),
+    "resident, two ranks": Case(RESIDENT, group=over_nccl),
+    "state on the host, two ranks": Case(STATE, group=over_nccl),
+    "state on NVMe": Case(RESIDENT, {"nvme_offload_fraction": 1.0}, disk=True),
+}
+
+
+def iteration_of(case: Case) -> Found:
+    with case.group():
+        model = GeminiDDP(
+            Stack(WIDTH, DEPTH), GPU, case.policy, precision="bf16", max_norm=1.0,
+            min_chunk_size_m=WIDTH * (WIDTH + 1) / 2**20,
+        )  # fmt: skip
+        optimizer = HybridAdam(
+            model.parameters(), lr=1e-3, nvme=NvmeConfig(block_numel=1024), **case.options
+        )
+        # hosts that agree divide by it, and no kernel wrote it
+        model.engine.control_vector.scale.copy_(torch.tensor(1.0))
+        x = torch.randn(4, WIDTH, device=GPU, dtype=torch.bfloat16)
+
+        def iteration() -> None:
+            model(x).float().pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for _ in range(WARM):
+            iteration()
+        launches.counted().clear()
+        with asked() as found:
+            iteration()
+        triton = dict(sorted(launches.counted().items()))
+        optimizer.close()
+    return found.counts | {"launches": triton, "waits": dict(sorted(found.waits.items()))}
+
+
+def in_a_process(name: str) -> Found:
+    """Of its own: what kernels should have written are zeros, where memory is fresh."""
+    command = [
+        sys.executable,
+        "-m",
+        "tests.cuda_stub.over",
+        "tests.cuda_stub.steps",
+        "--case",
+        name,
+    ]
+    out = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    found: Found = json.loads(out.splitlines()[-1])
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.cuda_stub tests.cuda_stub.steps")
+    parser.add_argument("--case", choices=CASES, help="print this one, and no more")
+    parser.add_argument("--check", action="store_true", help="write nothing; 1 where they differ")
+    parser.add_argument("--json", type=Path, default=GOLDEN)
+    args = parser.parse_args()
+    if args.case:
+        print(json.dumps(iteration_of(CASES[args.case])))
+        return 0
+    found = {name: in_a_process(name) for name in CASES}
+    waiting = {
+        name: row["waits"] for name, row in found.items() if row["waits"] and not CASES[name].disk
+    }
+    if waiting:
+        print("the host waits in an iteration without a disk:", json.dumps(waiting, indent=1))
+        return 1
+    if not args.check:
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
+        return 0
+    golden = json.loads(args.json.read_text())
+    differ = [name for name, row in found.items() if row != golden.get(name)]
+    for name in differ:
+        print(f"{name}: {json.dumps(found[name], indent=1)}")
+    return int(bool(differ))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
