@@ -133,19 +133,3 @@ def test_gradients_that_a_module_comes_with_count(device):
         optimizer.step()
     got, want = updates(model), updates(plain)
     assert float((got - want).norm() / want.norm()) < 1e-6
-
-
-@pytest.mark.parametrize("fraction", [0.0, 1.0])
-def test_state_dicts_before_the_first_step_move_nothing(fraction, tmp_path):
-    model = GeminiDDP(Net(), **SMALL)
-    optimizer = HybridAdam(
-        model.parameters(), nvme_offload_fraction=fraction, nvme_offload_dir=tmp_path
-    )
-    target = optimizer.targets[0]
-    visited = []
-    target.visit_state = lambda look: visited.append(look)
-    moved = target.nvme_bytes, target.tiered_state.traffic()
-    saved = optimizer.state_dict()
-    assert saved["state"] == {}
-    optimizer.load_state_dict(saved)
-    assert visited == [] and moved == (target.nvme_bytes, target.tiered_state.traffic())

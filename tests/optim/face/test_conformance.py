@@ -66,34 +66,6 @@ def test_a_scheduler_drives_it_as_it_drives_torch(name):
     assert update_error(*results, make_params()[:5]) < 1e-6
 
 
-@pytest.mark.parametrize("cls", [HybridAdam, HybridSGD])
-def test_state_dicts_of_torch_load_unchanged(cls):
-    """Groups too: nothing is patched by hand."""
-    theirs_cls = torch.optim.AdamW if cls is HybridAdam else torch.optim.SGD
-    options = {"lr": 1e-2, "weight_decay": 0.01}
-    options |= {} if cls is HybridAdam else {"momentum": 0.9}
-    theirs = make_params()
-    torch_optimizer = theirs_cls(theirs, foreach=False, **options)
-    train(theirs, torch_optimizer, 3)
-    ours = [nn.Parameter(p.detach().clone()) for p in theirs]
-    optimizer = cls(ours, lr=0.5)
-    optimizer.load_state_dict(torch_optimizer.state_dict())
-    assert optimizer.param_groups[0]["lr"] == 1e-2
-    start = [p.detach().clone() for p in ours]
-    assert update_error(train(ours, optimizer, 3), train(theirs, torch_optimizer, 3), start) < 1e-6
-
-
-def test_torch_loads_our_state_dicts_unchanged():
-    ours = make_params()
-    optimizer = HybridAdam(ours, lr=1e-2, weight_decay=0.01)
-    train(ours, optimizer, 3)
-    back = [nn.Parameter(p.detach().clone()) for p in ours]
-    torch_back = torch.optim.AdamW(back, foreach=False, lr=0.5)
-    torch_back.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # else they share
-    start = [p.detach().clone() for p in ours]
-    assert update_error(train(ours, optimizer, 3), train(back, torch_back, 3), start) < 1e-6
-
-
 def test_l2_adam_stays_l2_over_a_state_dict_of_torch():
     theirs = make_params()
     torch_optimizer = torch.optim.Adam(theirs, weight_decay=0.1)

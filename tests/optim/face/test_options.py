@@ -7,9 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from kernels_triton.launch import is_interpreted
 from optim import FusedAdam, HybridAdam, HybridLion, HybridSGD, NvmeConfig
-from optim.plain.executor import on_device
 from optim.update.built_kernels import compiler
 from tests.support.plain_training import give_gradients, make_params, train, update_error
 
@@ -57,18 +55,6 @@ def run_sgd(cls, options, **more):
     params = small_params()
     optimizer = cls(params, lr=0.1, **options, **more)
     return train(params, optimizer, 6, late), optimizer
-
-
-@pytest.fixture
-def on_triton(monkeypatch):
-    """The path of CUDA parameters for those of the CPU, in the interpreter."""
-    if not is_interpreted():
-        pytest.skip("needs Triton's interpreter")
-
-    def triton_executor(rule, config, group_of, params):
-        return on_device(rule, group_of, params[0].device)
-
-    monkeypatch.setattr("optim.plain.target.make_executor", triton_executor)
 
 
 @pytest.mark.parametrize("adamw_mode", [True, False])
@@ -121,13 +107,10 @@ def test_options_update_as_torchs_by_the_compiled_path():
         assert update_error(got, want, small_params()) < 1e-6
 
 
-@pytest.mark.parametrize("path", ["cpu", pytest.param("triton", marks=pytest.mark.ci)])
 @pytest.mark.parametrize(
     ("kind", "options"), [("adam", ADAM[2]), ("sgd", SGD[4]), ("sgd", SGD[6])], ids=str
 )
-def test_options_give_the_same_bits_wherever_the_state_is(kind, options, path, tmp_path, request):
-    if path == "triton":
-        request.getfixturevalue("on_triton")
+def test_options_give_the_same_bits_wherever_the_state_is(kind, options, path, tmp_path):
     make, cls = {"adam": (run_adam, HybridAdam), "sgd": (run_sgd, HybridSGD)}[kind]
     want, _ = make(cls, options)
     for fraction in (0.4, 1.0) if path == "cpu" else (0.4,):
@@ -175,11 +158,9 @@ def run_two_groups(cls, **more):
     return train(params, optimizer, 6, shrink=SHRINK), optimizer
 
 
-@pytest.mark.parametrize("path", ["cpu", "triton"])
+@pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("fraction", [0.0, 1.0])
-def test_groups_may_differ_in_amsgrad(fraction, path, tmp_path, request):
-    if path == "triton":
-        request.getfixturevalue("on_triton")
+def test_groups_may_differ_in_amsgrad(fraction, tmp_path):
     nvme = {"nvme_offload_fraction": fraction, "nvme_offload_dir": tmp_path, "nvme": SMALL}
     got, _ = run_two_groups(HybridAdam, **nvme)
     want, _ = run_two_groups(torch.optim.AdamW, foreach=False)
@@ -272,23 +253,6 @@ def test_betas_of_tensors_are_numbers():
     for cls in (HybridAdam, torch.optim.AdamW):
         params = small_params()
         results.append(train(params, cls(params, lr=1e-2, betas=pair, weight_decay=0.0), 4))
-    assert update_error(*results, small_params()) < 1e-6
-
-
-@pytest.mark.parametrize("cls", [HybridAdam, HybridSGD])
-def test_a_learning_rate_that_is_a_tensor_follows_its_schedule(cls):
-    theirs_cls = torch.optim.AdamW if cls is HybridAdam else torch.optim.SGD
-    results = []
-    for each in (cls, theirs_cls):
-        params = small_params()
-        optimizer = each(params, lr=torch.tensor(1e-2), weight_decay=0.0)
-        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-        for step in range(4):
-            give_gradients(params, step)
-            optimizer.step()
-            schedule.step()
-        assert isinstance(optimizer.param_groups[0]["lr"], torch.Tensor)
-        results.append(params)
     assert update_error(*results, small_params()) < 1e-6
 
 

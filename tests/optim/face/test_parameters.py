@@ -8,9 +8,7 @@ import torch
 from torch import nn
 
 from gemini import GeminiDDP
-from kernels_triton.launch import is_interpreted
 from optim import HybridAdam
-from optim.plain.executor import on_device
 from tests.support.plain_training import (
     BY_CLASS,
     ON_DISK,
@@ -21,21 +19,6 @@ from tests.support.plain_training import (
     train,
     update_error,
 )
-
-
-@pytest.fixture(params=["cpu", "triton"])
-def path(request, monkeypatch):
-    """Of updates; Triton's in the interpreter."""
-    if request.param == "triton":
-        if not is_interpreted():
-            pytest.skip("needs Triton's interpreter")
-
-        def triton_executor(rule, config, group_of, params):
-            return on_device(rule, group_of, params[0].device)
-
-        monkeypatch.setattr("optim.plain.target.make_executor", triton_executor)
-    return request.param
-
 
 # -- gaps ----------------------------------------------------------------------------------------
 
@@ -149,11 +132,6 @@ def test_a_parameter_of_another_shape_is_refused():
     param.grad = torch.ones(16)
     with pytest.raises(ValueError, match=r"has shape \(16,\); expected \(8,\)"):
         optimizer.step()
-
-
-def test_elements_that_share_memory_are_refused():
-    with pytest.raises(ValueError, match="clone it before"):
-        HybridAdam([nn.Parameter(torch.randn(1, 3).expand(5, 3))])
 
 
 # -- no elements ---------------------------------------------------------------------------------

@@ -1,15 +1,10 @@
 """HybridAdam and its like on a plain CPU module."""
 
-import copy
-import os
-import signal
-
 import pytest
 import torch
 from torch import nn
 
 from optim import CPUAdam, HybridAdam, HybridLion, HybridSGD, NvmeConfig
-from optim.update.updaters import CpuUpdater
 from tests.support.disks.faults import spoil_block
 from tests.support.plain_training import give_gradients, make_params, train, update_error
 
@@ -38,14 +33,6 @@ def test_adam_without_bias_correction_is_the_plain_formula():
         torch.testing.assert_close((p0 - p).double(), want, rtol=2e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_sgd_gives_the_bits_of_torch(momentum):
-    ours, theirs = make_params(), make_params()
-    got = train(ours, HybridSGD(ours, lr=0.1, momentum=momentum))
-    want = train(theirs, torch.optim.SGD(theirs, lr=0.1, momentum=momentum, foreach=False))
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-
-
 @pytest.mark.parametrize("make", [HybridAdam, HybridSGD, HybridLion])
 def test_state_on_disk_gives_the_same_bits(make, tmp_path):
     results = []
@@ -64,18 +51,6 @@ def test_state_on_disk_gives_the_same_bits(make, tmp_path):
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_parameter_that_joins_late_has_its_own_bias_correction():
-    start, ours, theirs = (make_params() for _ in range(3))
-
-    def skip(step):
-        return (5,) if step < 3 else ()
-
-    got = train(ours, HybridAdam(ours, lr=1e-2), 6, skip)
-    want = train(theirs, torch.optim.AdamW(theirs, lr=1e-2, weight_decay=0), 6, skip)
-    assert update_error(got, want, start) < 1e-6
-    assert torch.equal(train(make_params(), HybridAdam(ours), 0)[5], start[5])
 
 
 def test_param_groups_have_their_own_hyperparameters(tmp_path):
@@ -108,83 +83,6 @@ def test_16_bit_parameters_keep_fp32_moments():
     assert all(torch.equal(a, b.bfloat16()) for a, b in zip(params, fp32, strict=True))
 
 
-def test_a_transposed_parameter_is_updated_like_a_contiguous_one():
-    a = nn.Parameter(torch.randn(33, 65).t())
-    b = nn.Parameter(a.detach().contiguous())
-    a.grad = torch.randn(65, 33)
-    b.grad = a.grad.clone()
-    for p in (a, b):
-        HybridAdam([p], lr=0.1).step()
-    torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
-
-
-@pytest.mark.parametrize("fraction", [0.0, 0.6])
-def test_state_dict_interchanges_with_torch_both_ways(fraction, tmp_path):
-    options = {"lr": 1e-2, "weight_decay": 0.01}
-    nvme = {"nvme_offload_fraction": fraction, "nvme_offload_dir": tmp_path, "nvme": SMALL}
-    theirs = make_params()
-    torch_optimizer = torch.optim.AdamW(theirs, foreach=False, **options)
-    train(theirs, torch_optimizer, 3)
-    ours = [nn.Parameter(p.detach().clone()) for p in theirs]
-    optimizer = HybridAdam(ours, **options, **nvme)
-    optimizer.load_state_dict(
-        {**torch_optimizer.state_dict(), "param_groups": optimizer.state_dict()["param_groups"]}
-    )
-    start = [p.detach().clone() for p in ours]
-    got, want = train(ours, optimizer, 3), train(theirs, torch_optimizer, 3)
-    assert update_error(got, want, start) < 1e-6
-
-    back = torch.optim.AdamW([nn.Parameter(p.detach().clone()) for p in ours], foreach=False)
-    state = optimizer.state_dict()
-    back.load_state_dict({**state, "param_groups": back.state_dict()["param_groups"]})
-    for mine, his in zip(
-        optimizer.state_dict()["state"].values(), back.state.values(), strict=True
-    ):
-        assert torch.equal(mine["exp_avg_sq"], his["exp_avg_sq"]) and his["step"] == 6
-
-
-def test_resume_from_a_state_dict_is_bit_exact(tmp_path):
-    nvme = {"nvme_offload_fraction": 0.5, "nvme_offload_dir": tmp_path, "nvme": SMALL}
-    params = make_params()
-    optimizer = HybridAdam(params, **nvme)
-    train(params, optimizer, 3)
-    saved, weights = copy.deepcopy(optimizer.state_dict()), [p.detach().clone() for p in params]
-    want = train(params, optimizer, 3)
-    resumed = [nn.Parameter(p) for p in weights]
-    other = HybridAdam(resumed, **nvme)
-    other.load_state_dict(saved)
-    assert all(torch.equal(a, b) for a, b in zip(train(resumed, other, 3), want, strict=True))
-
-
-def test_lr_schedulers_hooks_and_closures_work():
-    params = make_params()
-    optimizer = HybridAdam(params, lr=1.0)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    calls = []
-    optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
-    optimizer.register_step_post_hook(lambda *_: calls.append("post"))
-
-    def closure():
-        optimizer.zero_grad()
-        loss = sum((p * p).sum() for p in params)
-        loss.backward()
-        return loss
-
-    assert optimizer.step(closure).item() > 0
-    schedule.step()
-    assert calls == ["pre", "post"] and optimizer.param_groups[0]["lr"] == 0.5
-
-
-def test_add_param_group_after_a_step():
-    first, second = make_params()[:3], make_params()[3:]
-    optimizer = HybridAdam(first, lr=1e-2)
-    train(first, optimizer, 2)
-    optimizer.add_param_group({"params": second, "lr": 1e-3})
-    before = [p.detach().clone() for p in second]
-    train([*first, *second], optimizer, 1)
-    assert all(not torch.equal(a, b) for a, b in zip(before, second, strict=True))
-
-
 BAD_HYPERPARAMETERS = {
     "lr": [-1.0, float("nan")],
     "betas": [(0.9, 1.0), (-0.1, 0.9), (float("nan"), 0.9)],
@@ -200,18 +98,6 @@ BAD_HYPERPARAMETERS = {
 def test_bad_hyperparameters_are_named(name, value):
     with pytest.raises(ValueError, match=name):
         HybridAdam(make_params(), **{name: value})
-
-
-def test_a_hyperparameter_that_turns_bad_changes_nothing():
-    params = make_params()
-    optimizer = HybridAdam(params)
-    train(params, optimizer, 1)
-    before = [p.detach().clone() for p in params]
-    optimizer.param_groups[0]["lr"] = float("nan")
-    give_gradients(params, 1)
-    with pytest.raises(ValueError, match="lr"):
-        optimizer.step()
-    assert all(torch.equal(a, b) for a, b in zip(before, params, strict=True))
 
 
 def test_bad_parameters_are_refused():
@@ -262,31 +148,6 @@ def test_a_failed_step_leaves_weights_and_state_at_the_last_one(dtype, tmp_path)
     train(others, clean, 2)
     want = train(others, clean, 3)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-
-
-def test_an_interrupt_in_a_step_undoes_it(tmp_path, monkeypatch):
-    params, optimizer = on_disk(torch.float32, tmp_path, 1.0)
-    train(params, optimizer, 2)
-    before = [p.detach().clone() for p in params]
-    give_gradients(params, 2)
-    updated = []
-    original = CpuUpdater.update_staged
-
-    def interrupt_at_the_third(self, block, planes, views):
-        updated.append(block.id)
-        if len(updated) == 3:
-            os.kill(os.getpid(), signal.SIGINT)
-        return original(self, block, planes, views)
-
-    monkeypatch.setattr(CpuUpdater, "update_staged", interrupt_at_the_third)
-    before_us = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background
-    try:  # ignores it
-        with pytest.raises(KeyboardInterrupt):
-            optimizer.step()
-    finally:
-        signal.signal(signal.SIGINT, before_us)
-    assert 3 <= len(updated) < 17
-    assert all(torch.equal(a, b) for a, b in zip(before, params, strict=True))
 
 
 def test_a_write_budget_ends_training_before_it_is_passed(tmp_path):

@@ -127,12 +127,14 @@ def moves(monkeypatch):
     return called
 
 
-def test_shards_that_took_no_step_do_not_travel(moves):
-    model, optimizer = wrapped()
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+def test_shards_that_took_no_step_do_not_travel(moves, fraction, tmp_path):
+    model, optimizer = wrapped(nvme_offload_fraction=fraction, nvme_offload_dir=tmp_path)
+    moved = optimizer.targets[0].tiered_state.traffic()
     saved = optimizer.state_dict()
     assert saved["state"] == {} and saved["param_groups"][0]["params"][0] == "embed.weight"
     optimizer.load_state_dict(saved)
-    assert moves == []
+    assert moves == [] and moved == optimizer.targets[0].tiered_state.traffic()
     assert same(steps(model, optimizer, 0, 2), steps(*wrapped(), 0, 2))
 
 
