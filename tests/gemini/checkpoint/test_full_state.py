@@ -310,9 +310,3 @@ def test_conversions_that_change_something_are_refused():
     for convert in (model.half, model.double, lambda: model.to("meta")):
         with pytest.raises(ValueError, match=r"stays in torch\.bfloat16 on cpu"):
             convert()
-
-
-def test_a_wrapped_module_is_not_copied():
-    model = GeminiDDP(Tower(), SimBackend(), **SMALL)
-    with pytest.raises(TypeError, match="cannot be copied"):
-        copy.deepcopy(model)

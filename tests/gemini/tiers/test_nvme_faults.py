@@ -23,19 +23,6 @@ def trained(steps):
     return run
 
 
-def test_a_write_that_fails_in_a_step_undoes_it_and_it_can_be_taken_again():
-    model, optimizer = trained(1)
-    before = model.state_dict()
-    token_loss(model, BATCHES[1][0]).backward()
-    with file_size_limit(20 << 10), pytest.raises(nvme.NvmeError):
-        optimizer.step()
-    after = model.state_dict()
-    assert all(torch.equal(value, after[name]) for name, value in before.items())
-    optimizer.step()  # the gradients are still there
-    optimizer.zero_grad()
-    assert_same((model, optimizer), trained(2))
-
-
 def files_of(model):
     """The stores of parameters and of state, and what their files are called."""
     target = model.engine.target

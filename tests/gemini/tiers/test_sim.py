@@ -7,25 +7,15 @@ from bench.shared.models import Tower, token_batches
 from bench.shared.reference import flat, relative_error
 from gemini import GeminiDDP
 from gemini.runtime.memory.backend import SimBackend
-from optim import HybridAdam, NvmeConfig
+from optim import HybridAdam
+from tests.support import towers
 from tests.support.apart import Apart
 from tests.support.checkpoints import train, weights
 from tests.support.spilled import SMALL
 
-FEW_BLOCKS = NvmeConfig(block_numel=4096)  # the interpreter takes its time for each
-
 
 def trained(device, precision="bf16", fraction=0.0, folder=None, steps=4, **options):
-    model = GeminiDDP(Tower(), device, precision=precision, max_norm=0.3, **SMALL, **options)
-    optimizer = HybridAdam(
-        model.parameters(),
-        lr=1e-2,
-        eps=1e-3,
-        weight_decay=0.01,
-        nvme_offload_fraction=fraction,
-        nvme_offload_dir=folder,
-        nvme=FEW_BLOCKS,
-    )
+    model, optimizer = towers.wrapped(precision, device, folder, fraction, max_norm=0.3, **options)
     train(model, optimizer, token_batches(steps, 1))
     report = optimizer.last_report
     model.engine.manager.prepare(tuple(chunk.spec.id for chunk in model.engine.chunks))

@@ -5,12 +5,12 @@ import contextlib
 import pytest
 import torch
 
-from bench.shared.models import Tower, token_batches, token_loss
+from bench.shared.models import Choosy, Tower, token_batches, token_loss
 from bench.shared.reference import flat, relative_error, train_reference
 from gemini import GeminiDDP
 from gemini.runtime.memory.backend import SimBackend
-from optim import HybridAdam, HybridSGD, LossScale, NvmeConfig
-from tests.support.towers import weights
+from optim import HybridAdam, HybridSGD, LossScale
+from tests.support.towers import weights, wrapped
 
 SMALL = {"min_chunk_size_m": 0.004}
 SLOW = pytest.mark.ci
@@ -29,14 +29,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def test_k_backwards_are_one_step_of_their_sum(precision, num_parts, no_sync, tmp_path):
     """On a simulated device with half of the state on disk, clipping on."""
     batches = token_batches(3, num_parts)
-    model = GeminiDDP(Tower(), SimBackend(), precision=precision, max_norm=0.4, **SMALL)
-    optimizer = HybridSGD(
-        model.parameters(),
-        lr=0.1,
-        momentum=0.9,
-        nvme_offload_fraction=0.5,
-        nvme_offload_dir=tmp_path,
-        nvme=NvmeConfig(block_numel=4096),
+    rule = {"lr": 0.1, "momentum": 0.9}
+    model, optimizer = wrapped(
+        precision, SimBackend(), tmp_path, 0.5, HybridSGD, rule=rule, max_norm=0.4
     )
     for parts in batches:
         for i, part in enumerate(parts):
@@ -48,7 +43,7 @@ def test_k_backwards_are_one_step_of_their_sum(precision, num_parts, no_sync, tm
     start = flat(list(Tower().parameters()))
     want = train_reference(
         Tower(),
-        lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9),
+        lambda ps: torch.optim.SGD(ps, **rule),
         batches,
         token_loss,
         DTYPES[precision],
@@ -58,33 +53,7 @@ def test_k_backwards_are_one_step_of_their_sum(precision, num_parts, no_sync, tm
     assert relative_error(weights(model) - start, want - start) < BOUNDS[precision]
 
 
-def test_k_backwards_equal_one_batch_of_k_times_the_size():
-    (parts,) = token_batches(1, 4)
-    results = []
-    for whole in (False, True):
-        model = GeminiDDP(Tower(), precision="fp32", **SMALL)
-        optimizer = HybridSGD(model.parameters(), lr=1.0)
-        if whole:
-            token_loss(model, torch.cat(parts)).backward()
-        else:
-            for part in parts:
-                (token_loss(model, part) / 4).backward()
-        optimizer.step()
-        results.append(weights(model) - flat(list(Tower().parameters())))
-    assert relative_error(results[0], results[1]) < 1e-6
-
-
 def test_a_parameter_that_some_parts_do_not_use_gets_the_others_gradients():
-    class Choosy(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.body = torch.nn.Linear(5, 7)
-            self.heads = torch.nn.ModuleList(torch.nn.Linear(7, 3) for _ in range(3))
-
-        def forward(self, x, head):
-            return self.heads[head](self.body(x)).float().pow(2).sum()
-
     torch.manual_seed(1)
     parts = [(torch.randn(2, 5), head) for head in (0, 1, 1, 0)]
     for precision in ("fp32", "fp16"):
@@ -93,8 +62,8 @@ def test_a_parameter_that_some_parts_do_not_use_gets_the_others_gradients():
         optimizer = HybridSGD(model.parameters(), lr=0.1, weight_decay=0.1)
         plain = Choosy()
         for x, head in parts:
-            model(x, head).backward()
-            plain(x, head).backward()
+            for some in (model, plain):
+                some(x, head).float().pow(2).sum().backward()
         names = {name for name, _ in model.named_gradients()}
         assert names == {n for n, p in plain.named_parameters() if p.grad is not None}
         torch.optim.SGD(plain.parameters(), lr=0.1, weight_decay=0.1).step()

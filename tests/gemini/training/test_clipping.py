@@ -59,22 +59,6 @@ def test_the_norm_is_that_of_fp64_and_the_update_is_clipped_by_it(
     assert relative_error(update, -0.1 * shown) < 1e-5
 
 
-def test_torch_clips_to_the_same_update():
-    model, optimizer = wrapped()
-    plain = Tower()
-    torch_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    start = weights(model)
-    for some, step in ((model, optimizer), (plain, torch_optimizer)):
-        backward(some)
-        if some is model:
-            model.clip_grad_norm_(0.7)
-        else:
-            torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.7)
-        step.step()
-    want = flat(list(plain.parameters()))
-    assert relative_error(weights(model) - start, want - start) < 1e-6
-
-
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_clipping_by_value_clips_every_element(precision):
     model, optimizer = wrapped(precision)

@@ -12,7 +12,7 @@ from gemini import GeminiDDP, StaticPlacement
 from gemini.checkpoint import MismatchError
 from gemini.runtime.memory.backend import SimBackend
 from optim import HybridAdam, HybridSGD, NvmeConfig
-from tests.support.checkpoints import PLACEMENTS
+from tests.support.checkpoints import PLACEMENTS, batches, train
 
 ADAM = {"lr": 1e-2, "eps": 1e-3, "betas": (0.9, 0.9)}
 SGD = {"lr": 0.1, "momentum": 0.9}
@@ -40,7 +40,7 @@ def wrapped(case, placement="resident", folder=None, groups=list, precision="fp3
     return model, cls(params, **options, **nvme, nvme=NvmeConfig(block_numel=1024))
 
 
-def train(rank, case, placement, folder):
+def trained(rank, case, placement, folder):
     """fp32 weights, flat."""
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     model, optimizer = wrapped(case, placement, folder)
@@ -55,14 +55,14 @@ def train(rank, case, placement, folder):
 
 def reference(case, world_size):
     _, cls, options = CASES[case]
-    batches = [
+    shrinking = [
         [(part, 0.3**step) for part in parts]
         for step, parts in enumerate(token_batches(STEPS, world_size))
     ]
     return train_reference(
         Tower(),
         lambda params: cls(params, **options),
-        batches,
+        shrinking,
         lambda module, part: token_loss(module, part[0]) * part[1],
         divisor=world_size,
     )
@@ -73,7 +73,7 @@ START = flat(list(Tower().parameters()))
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_wrapped_module_is_updated_as_by_torch(case, tmp_path):
-    found = [train(0, case, placement, tmp_path) for placement in PLACEMENTS]
+    found = [trained(0, case, placement, tmp_path) for placement in PLACEMENTS]
     want = reference(case, 1)
     assert relative_error(found[0] - START, want - START) < 1e-6
     for other in found[1:]:
@@ -83,7 +83,7 @@ def test_a_wrapped_module_is_updated_as_by_torch(case, tmp_path):
 @pytest.mark.ci
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_are_updated_as_by_torch(case, tmp_path):
-    found = [run_ranks(train, 2, case, p, tmp_path)[0] for p in ("resident", "mixed")]
+    found = [run_ranks(trained, 2, case, p, tmp_path)[0] for p in ("resident", "mixed")]
     want = reference(case, 2)
     assert relative_error(found[0] - START, want - START) < 1e-6
     assert torch.equal(*found)
@@ -140,22 +140,17 @@ def test_a_group_with_amsgrad_is_refused_where_shards_have_no_plane_for_it():
 
 
 def test_a_checkpoint_with_amsgrad_goes_on_with_the_same_bits_and_fits_no_other(tmp_path):
-    def go_on(model, optimizer, first, last):
-        for (batch,) in token_batches(last, 1)[first:last]:
-            token_loss(model, batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return model.state_dict()
-
     model, optimizer = wrapped("amsgrad")
-    go_on(model, optimizer, 0, 2)
+    train(model, optimizer, batches(0, 2))
     gemini.save_checkpoint(tmp_path / "a", model, optimizer)
-    want = go_on(model, optimizer, 2, 4)
+    train(model, optimizer, batches(2, 4))
+    want = model.state_dict()
     folder = tmp_path / "state"
     folder.mkdir()
     other = wrapped("amsgrad", "mixed", folder)
     gemini.load_checkpoint(tmp_path / "a", *other)
-    got = go_on(*other, 2, 4)
+    train(*other, batches(2, 4))
+    got = other[0].state_dict()
     assert all(torch.equal(got[name], want[name]) for name in want)
     with pytest.raises(MismatchError, match="make the optimizer with amsgrad=True"):
         gemini.load_checkpoint(tmp_path / "a", *wrapped("maximize"))
@@ -168,22 +163,16 @@ def test_a_checkpoint_of_torchs_sgd_goes_on_with_its_dampening(tmp_path):
     """It has buffers and no step counts: the next step is not the first."""
     _, cls, options = CASES["dampening"]
 
-    def go_on(module, optimizer, first, last):
-        for (batch,) in token_batches(last, 1)[first:last]:
-            token_loss(module, batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
     module = Tower()
     optimizer = cls(module.parameters(), **options)
-    go_on(module, optimizer, 0, 2)
+    train(module, optimizer, batches(0, 2))
     state = {"model": module.state_dict(), "optimizer": optimizer.state_dict()}
     torch.save(state, tmp_path / "a")
     model, its_optimizer = wrapped("dampening")
     gemini.load_checkpoint(tmp_path / "a", model, its_optimizer)
     start = flat(list(module.parameters()))
-    go_on(module, optimizer, 2, 4)
-    go_on(model, its_optimizer, 2, 4)
+    for pair in ((module, optimizer), (model, its_optimizer)):
+        train(*pair, batches(2, 4))
     weights = model.state_dict()
     got = flat([weights[name] for name, _ in Tower().named_parameters()])
     assert relative_error(got - start, flat(list(module.parameters())) - start) < 1e-6

@@ -326,24 +326,6 @@ def test_a_group_that_is_added_later_begins_to_count_then():
             assert float(error) < 1e-6, name
 
 
-@pytest.mark.parametrize("rounded", [False, True])
-def test_frozen_weights_that_rounding_keeps_have_no_second_copy(rounded):
-    module = Net()
-    with torch.no_grad():
-        for param in module.layers[0].requires_grad_(False).parameters():
-            param.copy_(param.bfloat16())
-        module.layers[0].weight[-1, -1] += 1e-6 * rounded
-    before = {name: value.clone() for name, value in module.state_dict().items()}
-    model = GeminiDDP(module, precision="bf16", **SMALL)
-    HybridAdam(model.parameters())
-    (tier,) = model.engine.originals.memory_bytes
-    held, profile = model.engine.originals.memory_bytes[tier], model.engine.planning.result.profile
-    assert bool(held) == rounded
-    assert set(profile.rows[tier, "originals"]) == {held}  # nobody plans for what is not there
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, before[name])
-
-
 @pytest.mark.parametrize("place", HOMES)
 @pytest.mark.parametrize("of", ["parameters", "inputs"])
 def test_autograd_grad_gives_what_torch_gives(place, of):

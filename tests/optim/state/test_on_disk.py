@@ -10,12 +10,11 @@ import pytest
 import torch
 
 import nvme
-from bench.shared.models import Tower, token_batches, token_loss
-from gemini import GeminiDDP
-from optim import HybridAdam, NvmeConfig
+from bench.shared.models import token_batches, token_loss
 from optim.state.nvme_state import NvmeState
 from optim.update.updaters import CpuUpdater
 from tests.nvme.common import ENGINES, engine_or_skip
+from tests.support import checkpoints
 from tests.support.disks.faults import file_size_limit, flip
 from tests.support.disks.stepped import (
     BLOCK,
@@ -28,6 +27,7 @@ from tests.support.disks.stepped import (
     train,
 )
 from tests.support.disks.taken import Made
+from tests.support.towers import wrapped
 from tests.support.until import until
 
 
@@ -211,21 +211,12 @@ def test_a_file_changed_between_steps_is_said_and_no_weight_changes(fault, dtype
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_an_emptied_file_leaves_the_weights_of_an_engine(precision, tmp_path):
     """16-bit weights are restored from masters; those read before the file was lost, from RAM."""
-    model = GeminiDDP(Tower(), precision=precision, min_chunk_size_m=0.004)
-    optimizer = HybridAdam(
-        model.parameters(),
-        nvme_offload_fraction=1.0,
-        nvme_offload_dir=tmp_path,
-        nvme=NvmeConfig(block_numel=1024),
-    )
-    batches = [parts[0] for parts in token_batches(3, 1)]
-    for ids in batches[:2]:
-        token_loss(model, ids).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    model, optimizer = wrapped(precision, folder=tmp_path, fraction=1.0)
+    batches = token_batches(3, 1)
+    checkpoints.train(model, optimizer, batches[:2])
     before = [chunk.shard.clone() for chunk in model.engine.chunks]
     os.truncate(state_of(optimizer).store.paths[0], 0)
-    token_loss(model, batches[2]).backward()
+    token_loss(model, batches[2][0]).backward()
     with pytest.raises((nvme.TransferError, nvme.ChecksumError)):  # writes may have made it longer
         optimizer.step()
     assert same([chunk.shard for chunk in model.engine.chunks], before)

@@ -5,9 +5,8 @@ import torch
 from torch import nn
 
 import nvme
-from bench.shared.models import Tower, token_batches, token_loss
-from gemini import GeminiDDP
-from optim import HybridAdam, NvmeConfig
+from bench.shared.models import token_batches, token_loss
+from optim import HybridAdam
 from tests.support.disks.faults import file_size_limit
 from tests.support.disks.stepped import (
     copies,
@@ -17,6 +16,7 @@ from tests.support.disks.stepped import (
     same,
     train,
 )
+from tests.support.towers import wrapped
 
 
 def gradients(params):
@@ -66,13 +66,7 @@ def test_on_a_cpu_parking_in_host_memory_moves_nothing(tmp_path):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_an_engine_is_parked_between_backward_and_step(precision, tmp_path):
     def run(park):
-        model = GeminiDDP(Tower(), precision=precision, min_chunk_size_m=0.004)
-        optimizer = HybridAdam(
-            model.parameters(),
-            nvme_offload_fraction=0.4,
-            nvme_offload_dir=tmp_path,
-            nvme=NvmeConfig(block_numel=1024),
-        )
+        model, optimizer = wrapped(precision, folder=tmp_path, fraction=0.4)
         for parts in token_batches(3, 1):
             token_loss(model, parts[0]).backward()
             if park:

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from bench.shared.models import Tower, token_batches, token_loss
+from bench.shared.models import Tower
 from gemini import GeminiDDP
 from gemini.runtime.step.state import saved_state
 from optim import HybridAdam, HybridSGD, NvmeConfig
+from tests.support import checkpoints
 from tests.support.plain_training import make_params, train
 
 SMALL = NvmeConfig(block_numel=1024)
@@ -101,10 +102,7 @@ def wrapped(seed=0, **options):
 
 
 def steps(model, optimizer, first, last):
-    for (batch,) in token_batches(last, 1)[first:last]:
-        token_loss(model, batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    checkpoints.train(model, optimizer, checkpoints.batches(first, last))
     return model.state_dict()
 
 
