@@ -19,6 +19,7 @@ from bench.shared.workers import run_ranks
 from gemini import AutoPlacement, GeminiDDP, StaticPlacement
 from gemini.runtime.comm.collective_log import SequenceError
 from optim import HybridAdam, HybridSGD
+from tests.support.said import said
 
 pytestmark = pytest.mark.ci
 
@@ -89,21 +90,6 @@ def test_accumulation_equals_one_process_over_all_parts(placement, how):
         assert relative_error(got - start, want - start) < bound
         for _, seen, norm in results:
             assert torch.equal(seen, results[0][1]) and norm == results[0][2]
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_twenty_steps_at_other_world_sizes(world_size):
-    start = flat(list(Tower().state_dict().values()))
-    want = train_reference(
-        Tower(),
-        lambda ps: torch.optim.AdamW(ps, **ADAM),
-        token_batches(20, 3 * world_size),
-        token_loss,
-        max_norm=0.3,
-    )
-    want = torch.cat([want, want[: 97 * 33]])
-    got = run_ranks(accumulate, world_size, ZERO_3, "fp32", "sync", 20)[0][0]
-    assert relative_error(got - start, want - start) < 1e-6
 
 
 # -- what is on the wire ---------------------------------------------------------------------
@@ -273,21 +259,21 @@ def different_modules(rank):
     model.engine.comm.deadline_seconds = SOON
     optimizer = HybridSGD(model.parameters(), lr=0.1)
     before = [chunk.shard.clone() for chunk in model.engine.chunks]
-    try:
+
+    def step():
         model(torch.ones(2, 40), rank == 0).backward()
         optimizer.step()
-    except SequenceError as error:
-        shards = [chunk.shard for chunk in model.engine.chunks]
-        same = all(torch.equal(a, b) for a, b in zip(shards, before, strict=True))
-        return str(error), same
-    return "", False
+
+    text = said(step, error=SequenceError)
+    shards = [chunk.shard for chunk in model.engine.chunks]
+    return text, all(torch.equal(a, b) for a, b in zip(shards, before, strict=True))
 
 
 def test_different_modules_on_ranks_are_an_error_with_names():
     """Equal sizes: without the watch this is swapped data, and no error."""
-    for said, same in run_ranks(different_modules, 2):
-        assert "rank 0 asks to gather chunk" in said and "rank 1 asks to gather chunk" in said
-        assert "a.weight" in said and "b.weight" in said
+    for text, same in run_ranks(different_modules, 2):
+        assert "rank 0 asks to gather chunk" in text and "rank 1 asks to gather chunk" in text
+        assert "a.weight" in text and "b.weight" in text
         assert same
 
 
@@ -313,7 +299,7 @@ def one_rank_evaluates(rank, budget):
 @pytest.mark.parametrize("budget", [None, "64MiB"])  # with one, ranks agree on a trace too
 def test_an_evaluation_on_one_rank_alone_does_not_hang(budget):
     results = run_ranks(one_rank_evaluates, 2, budget)
-    assert any(name == "SequenceError" and "rank 1" in said for name, said in results), results
+    assert any(name == "SequenceError" and "rank 1" in text for name, text in results), results
     assert all(name for name, _ in results)
 
 
@@ -340,39 +326,29 @@ def test_a_rank_that_is_late_is_waited_for():
 
 
 def other_options(rank):
-    said = []
-    for options in ({"max_norm": float(rank)}, {"min_chunk_size_m": 0.004 + 0.01 * rank}):
-        try:
-            GeminiDDP(Tower(), **{"min_chunk_size_m": 0.004, **options})
-        except ValueError as error:
-            said.append(str(error))
-    return said
+    return [
+        said(lambda options=options: GeminiDDP(Tower(), **{**SMALL, **options}))
+        for options in ({"max_norm": float(rank)}, {"min_chunk_size_m": 0.004 + 0.01 * rank})
+    ]
 
 
 def test_ranks_with_other_options_are_told_so():
-    for said in run_ranks(other_options, 2):
-        assert len(said) == 2 and all("the same everywhere" in text for text in said)
+    for texts in run_ranks(other_options, 2):
+        assert all("the same everywhere" in text for text in texts)
 
 
 def other_world(rank):
     model = GeminiDDP(Tower(), **SMALL)
     (part,) = token_batches(1, 1)[0]
     model(part)
-    said = []
     dist.destroy_process_group()
-    try:
-        model(part)
-    except RuntimeError as error:
-        said.append(str(error))
+    gone = said(model, part, error=RuntimeError)
     alone = GeminiDDP(Tower(), **SMALL)
     alone(part)
     dist.init_process_group("gloo", init_method=os.environ["STORE"] + "2", rank=rank, world_size=2)
-    try:
-        alone(part)
-    except RuntimeError as error:
-        said.append(str(error))
+    late = said(alone, part, error=RuntimeError)
     dist.barrier()  # the new group ends when both have it
-    return said
+    return gone, late
 
 
 def test_a_world_that_changes_under_us_is_an_error():
@@ -383,46 +359,32 @@ def test_a_world_that_changes_under_us_is_an_error():
 
 def no_gradient_anywhere(rank):
     model = GeminiDDP(Tower(), **SMALL)
-    optimizer = HybridAdam(model.parameters())
-    try:
-        optimizer.step()
-    except RuntimeError as error:
-        return str(error)
-    return ""
+    return said(HybridAdam(model.parameters()).step)
 
 
 def test_step_without_backward_is_refused_on_every_rank():
-    assert all("without a gradient" in said for said in run_ranks(no_gradient_anywhere, 2))
+    assert all("without a gradient" in text for text in run_ranks(no_gradient_anywhere, 2))
 
 
-def backward_fails(rank):
+def a_step(rank, fails_first):
     model = GeminiDDP(Tower(), **SMALL)
     optimizer = HybridSGD(model.parameters(), lr=0.1)
     (parts,) = token_batches(1, 2)
-    handle = model.layers[1][1].weight.register_hook(lambda grad: 1 / 0)
-    try:
-        token_loss(model, parts[rank]).backward()
-    except ZeroDivisionError:
+    if fails_first:
+        handle = model.layers[1][1].weight.register_hook(lambda grad: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            token_loss(model, parts[rank]).backward()
         handle.remove()
-    with pytest.raises(RuntimeError, match="a backward ended in an error"):
-        optimizer.step()
-    optimizer.zero_grad()
-    token_loss(model, parts[rank]).backward()
-    optimizer.step()
-    return whole(model)
-
-
-def good_step(rank):
-    model = GeminiDDP(Tower(), **SMALL)
-    optimizer = HybridSGD(model.parameters(), lr=0.1)
-    (parts,) = token_batches(1, 2)
+        with pytest.raises(RuntimeError, match="a backward ended in an error"):
+            optimizer.step()
+        optimizer.zero_grad()
     token_loss(model, parts[rank]).backward()
     optimizer.step()
     return whole(model)
 
 
 def test_a_good_step_after_a_backward_that_raised():
-    got, want = run_ranks(backward_fails, 2), run_ranks(good_step, 2)
+    got, want = run_ranks(a_step, 2, True), run_ranks(a_step, 2, False)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 

@@ -8,7 +8,6 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -19,14 +18,18 @@ from bench.shared.workers import run_ranks
 from gemini import GeminiDDP
 from gemini.runtime.memory import machine
 from optim import HybridAdam
-from tests.support.loops.sides import ADAM, SMALL, Net, batch, difference, loss_of, plain, wrapped
-
-
-def step(model, optimizer, seed=0):
-    loss_of(model, seed).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
+from tests.support.loops.sides import (
+    ADAM,
+    SMALL,
+    Net,
+    batch,
+    difference,
+    loss_of,
+    plain,
+    wrapped,
+)
+from tests.support.loops.sides import full_step as step
+from tests.support.said import said
 
 # -- buffers ---------------------------------------------------------------------------------
 
@@ -100,26 +103,21 @@ def test_buffers_that_are_broadcast_are_those_of_ddp():
 # -- copies, and what may not be -------------------------------------------------------------
 
 
-def copies(rank):
-    model, optimizer = wrapped()
-    step(model, optimizer)
-    want = model.unwrap().state_dict() if rank < 0 else None
-    file = io.BytesIO()
-    torch.save(model.module.state_dict(), file)
-    file.seek(0)
-    found = [torch.load(file, weights_only=True), copy.deepcopy(model.module.state_dict())]
-    found.append({n: pickle.loads(pickle.dumps(p)).detach() for n, p in model.named_parameters()})
-    found.append({n: p.detach().cpu() for n, p in model.named_parameters()})
-    found[-1] = torch.load(_saved(found[-1]), weights_only=True)
-    want = dict(model.unwrap().state_dict())
-    return [name for other in found for name in want if not torch.equal(other[name], want[name])]
-
-
-def _saved(state):
+def through_a_file(state):
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
-    return file
+    return torch.load(file, weights_only=True)
+
+
+def copies(rank):
+    model, optimizer = wrapped()
+    step(model, optimizer)
+    found = [through_a_file(model.module.state_dict()), copy.deepcopy(model.module.state_dict())]
+    found.append({n: pickle.loads(pickle.dumps(p)).detach() for n, p in model.named_parameters()})
+    found.append(through_a_file({n: p.detach().cpu() for n, p in model.named_parameters()}))
+    want = dict(model.unwrap().state_dict())
+    return [name for other in found for name in want if not torch.equal(other[name], want[name])]
 
 
 def test_what_is_copied_or_pickled_has_the_values():
@@ -128,24 +126,19 @@ def test_what_is_copied_or_pickled_has_the_values():
 
 def refusals(rank):
     model, _ = wrapped()
-    said = []
-    for use in (
-        model.share_memory,
-        model.module.share_memory,
-        lambda: copy.deepcopy(model.module),
-        lambda: [p.data_ptr() for p in model.parameters()],
-    ):
-        try:
-            use()
-            said.append("nothing")
-        except (RuntimeError, TypeError) as error:
-            said.append(str(error))
-    return said
+    return [
+        said(use)
+        for use in (
+            model.share_memory,
+            model.module.share_memory,
+            lambda: copy.deepcopy(model.module),
+            lambda: [p.data_ptr() for p in model.parameters()],
+        )
+    ]
 
 
 def test_what_cannot_leave_is_refused_with_words():
-    for said in run_ranks(refusals, 2):
-        shared, inner, copied, address = said
+    for shared, inner, copied, address in run_ranks(refusals, 2):
         assert "shared memory" in shared and "shared memory" in inner
         assert "cannot be copied" in copied and "summon_full_params" in address
 
@@ -210,15 +203,6 @@ def test_unwrap_gives_every_rank_the_plain_module(precision, monkeypatch):
     assert same and whole and other_whole and torch.equal(total, other)
 
 
-def staged(model, optimizer):
-    """A discriminator that is frozen for every other step, and layers that thaw one by one."""
-    layers = getattr(model, "module", model).layers
-    for seed in range(6):
-        layers[1].requires_grad_(seed % 2 == 0)
-        layers[0].weight.requires_grad_(seed != 3)
-        step(model, optimizer, seed)
-
-
 def taken_out(model, optimizer):
     for seed in range(3):
         x = batch(seed)[0].requires_grad_()
@@ -242,14 +226,13 @@ def of_parameters(rank):
     return worst
 
 
-def loops(rank, name):
-    return difference({"staged": staged, "taken out": taken_out}[name])
+def loop(rank):
+    return difference(taken_out)
 
 
-@pytest.mark.parametrize("name", ["staged", "taken out"])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_freezing_and_autograd_grad_leave_the_updates_of_torch(name, world_size):
-    assert max(run_ranks(loops, world_size, name)) < 2e-6  # a third is no fp32 number
+def test_autograd_grad_leaves_the_updates_of_torch(world_size):
+    assert max(run_ranks(loop, world_size)) < 2e-6  # a third is no fp32 number
 
 
 def test_gradients_of_parameters_that_autograd_takes_out_are_this_ranks():
@@ -294,39 +277,10 @@ def test_gradients_between_micro_batches_are_those_of_ddp():
             assert torch.allclose(mine, want, rtol=1e-5, atol=1e-7)
 
 
-class Heads(nn.Module):
-    """A call uses one of its heads."""
-
-    def __init__(self):
-        super().__init__()
-        with seeded():
-            self.heads = nn.ModuleList(nn.Linear(24, 24) for _ in range(3))
-
-    def forward(self, x, head):
-        return self.heads[head](x)
-
-
-def one_head_each(rank):
-    """Head 2 is used by nobody: its gradient is None on every rank, and the others' are not."""
-    model = GeminiDDP(
-        Heads(), precision="fp32", placement_policy="static", gather_whole=lambda m: True
-    )
-    model(batch(0)[0], rank).pow(2).mean().backward()
-    there = [p.grad is not None for p in model.parameters()]
-    total = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
-    return there, float(total)
-
-
-def test_a_gradient_of_another_rank_is_there_on_all():
-    results = run_ranks(one_head_each, 2)
-    assert [there for there, _ in results] == [[True] * 4 + [False] * 2] * 2
-    assert results[0][1] == results[1][1] > 0
-
-
 @pytest.mark.parametrize("what", ["drop", "scale", "assign"])
 def test_ranks_that_change_gradients_differently_are_told_so(what):
-    for said in run_ranks(changed_by_one, 2, what):
-        assert "gradient" in said and "rank 0" in said and "rank 1" in said, said
+    for text in run_ranks(changed_by_one, 2, what):
+        assert "gradient" in text and "rank 0" in text and "rank 1" in text, text
 
 
 def changed_by_one(rank, what):
@@ -339,9 +293,4 @@ def changed_by_one(rank, what):
             param.grad *= 0.5 + rank
         elif what == "assign":
             param.grad = torch.full_like(param.grad.clone(), float(rank))
-    try:
-        optimizer.step()
-    except RuntimeError as error:
-        return str(error)
-    dist.barrier()
-    return "nothing"
+    return said(optimizer.step)

@@ -13,6 +13,7 @@ from bench.shared.reference import everything, flat, same
 from bench.shared.workers import run_ranks
 from gemini import GeminiDDP
 from optim import HybridAdam, HybridSGD, LossScale
+from tests.support.checkpoints import train
 
 pytestmark = pytest.mark.ci
 SMALL = {"min_chunk_size_m": 0.004}
@@ -106,20 +107,14 @@ def resumes(rank, from_state):
     batches = token_batches(4, dist.get_world_size())
     model = GeminiDDP(Tower(), precision="bf16", **SMALL)
     optimizer = HybridAdam(model.parameters(), lr=1e-2)
-    for parts in batches[:2]:
-        token_loss(model, parts[rank]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    train(model, optimizer, batches[:2])
     if from_state:
         weights, saved = model.state_dict(), optimizer.state_dict()
         model = GeminiDDP(Tower(seed=9), precision="bf16", min_chunk_size_m=0.01)
         optimizer = HybridAdam(model.parameters(), lr=0.5)
         model.load_state_dict(weights)
         optimizer.load_state_dict(saved)
-    for parts in batches[2:]:
-        token_loss(model, parts[rank]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    train(model, optimizer, batches[2:])
     return everything(model, optimizer)
 
 

@@ -19,6 +19,7 @@ from bench.shared.workers import run_ranks
 from gemini import GeminiDDP
 from gemini.runtime.comm.collective_log import SequenceError
 from optim import HybridAdam
+from tests.support.said import said
 
 pytestmark = pytest.mark.ci
 
@@ -145,12 +146,7 @@ def evaluate_in_orders(rank, widths, warm, grad, order):
             model(torch.ones(2, 24))
         if rank == 1:
             model.order[:] = order
-        try:
-            for _ in range(2):
-                model(torch.ones(2, 24))
-        except SequenceError as error:
-            return str(error)
-    return "returned"
+        return said(lambda: [model(torch.ones(2, 24)) for _ in range(2)], error=SequenceError)
 
 
 @pytest.mark.parametrize("order", [[5, 4, 3, 2, 1, 0], [0, 1, 3, 2, 4, 5], [0, 1, 2]])
@@ -158,13 +154,13 @@ def evaluate_in_orders(rank, widths, warm, grad, order):
 @pytest.mark.parametrize("warm", [0, 3])
 def test_an_evaluation_in_which_ranks_differ_returns_on_no_rank(warm, grad, order):
     """Also in the first one, where no rank knows what comes."""
-    for said in run_ranks(evaluate_in_orders, 2, (24,) * 7, warm, grad, order):
-        assert "rank 0" in said and "rank 1" in said, said
+    for text in run_ranks(evaluate_in_orders, 2, (24,) * 7, warm, grad, order):
+        assert "rank 0" in text and "rank 1" in text, text
 
 
 def test_an_evaluation_with_other_sizes_ends_in_an_error_and_not_in_a_signal():
-    for said in run_ranks(evaluate_odd, 2):
-        assert "layers.1.weight" in said and "layers.2.weight" in said
+    for text in run_ranks(evaluate_odd, 2):
+        assert "layers.1.weight" in text and "layers.2.weight" in text
 
 
 class Parallel(Layers):
@@ -181,11 +177,7 @@ def evaluate_odd(rank):
             model(torch.ones(2, 24))
         if rank == 1:
             model.order[1:3] = [2, 1]
-        try:
-            model(torch.ones(2, 24))
-        except SequenceError as error:
-            return str(error)
-    return "returned"
+        return said(model, torch.ones(2, 24), error=SequenceError)
 
 
 # -- one rank alone --------------------------------------------------------------------------
@@ -209,14 +201,14 @@ def alone(rank, folder, what):
         "named_gradients()": lambda: list(model.named_gradients()),
         "layers.2.weight": lambda: model.module.layers[2].weight.norm().item(),
     }
-    try:
+
+    def goes_on():
         if rank == 0:
             calls[what]()
         train(model, optimizer)
         train(model, optimizer)
-    except SequenceError as error:
-        return str(error)
-    return "nothing"
+
+    return said(goes_on, error=SequenceError)
 
 
 @pytest.mark.parametrize(
@@ -225,7 +217,7 @@ def alone(rank, folder, what):
      "model.digest()", "summon_full_params()", "named_gradients()", "layers.2.weight"],
 )  # fmt: skip
 def test_what_one_rank_does_alone_ends_in_an_error_that_names_it(tmp_path, what):
-    assert all(what in said for said in run_ranks(alone, 2, str(tmp_path), what))
+    assert all(what in text for text in run_ranks(alone, 2, str(tmp_path), what))
 
 
 def last_of_all(rank):
@@ -250,24 +242,22 @@ def _what_a_forked_child_is_told(rank):
     model = wrapped(Layers())
     optimizer = HybridAdam(model.parameters())
     train(model, optimizer)
-    said = []
+    texts = []
     for use in (lambda: model(torch.ones(2, 24)), model.state_dict):
         reader, writer = os.pipe()
         child = os.fork()
         if not child:
-            try:
-                use()
-            except RuntimeError as error:
-                os.write(writer, str(error).encode())
+            os.write(writer, said(use).encode())
             os._exit(0)
         os.close(writer)
         os.waitpid(child, 0)
         with os.fdopen(reader) as pipe:
-            said.append(pipe.read())
+            texts.append(pipe.read())
     train(model, optimizer)
-    return said
+    return texts
 
 
 def test_a_forked_child_of_a_rank_is_refused_and_the_ranks_go_on():
-    for said in run_ranks(_what_a_forked_child_is_told, 2, processes=True):
-        assert [text.count("wrap the module in the process that trains") for text in said] == [1, 1]
+    for texts in run_ranks(_what_a_forked_child_is_told, 2, processes=True):
+        told = "wrap the module in the process that trains"
+        assert [text.count(told) for text in texts] == [1, 1]
