@@ -11,23 +11,10 @@ import torch
 
 from gemini import GeminiDDP
 from optim import HybridAdam
+from tests.integrations.cases.trainer_runs import model_and_data
 
 STEPS = 6
 ADAM = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.01}
-
-
-def model_and_data():
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
-        n_embd=24, n_layer=2, n_head=2, vocab_size=97, n_positions=16,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = GPT2LMHeadModel(config)
-    generator = torch.Generator().manual_seed(1)
-    rows = [torch.randint(97, (16,), generator=generator) for _ in range(40)]
-    return model, [{"input_ids": row, "labels": row, "ignored": 1} for row in rows]
 
 
 def run(folder, model, data, optimizer, **options):
@@ -39,6 +26,7 @@ def run(folder, model, data, optimizer, **options):
         lr_scheduler_type="linear", use_cpu=True, disable_tqdm=True, seed=3,
         dataloader_pin_memory=False, **options,
     )  # fmt: skip
+    data = [{**row, "ignored": 1} for row in data]
     trainer = Trainer(
         model, args, train_dataset=data, eval_dataset=data[:6], optimizers=(optimizer, None)
     )

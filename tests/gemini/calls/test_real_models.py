@@ -31,6 +31,7 @@ from bench.shared.reference import flat, relative_error, train_reference
 from gemini import GeminiDDP
 from gemini.runtime.memory.backend import SimBackend
 from optim import HybridAdam
+from tests.support.one_thread import one_thread as one_thread
 
 transformers.logging.set_verbosity_error()
 STEPS = 3
@@ -40,15 +41,6 @@ BOUNDS = {"fp32": 1e-6, "bf16": 5e-3}  # bf16: a master off by an ulp may round 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 VOCABULARY = 67
 ENDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """Nothing here is large enough for two, which wait for each other on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def gpt2():

@@ -13,6 +13,7 @@ from optim import HybridAdam, NvmeConfig
 from tests.support.loops.early import (
     BETWEEN,
     HELD_BY,
+    HOMES,
     UPDATES,
     Iteration,
     Sometimes,
@@ -39,8 +40,8 @@ CI = pytest.mark.ci
 
 
 def test_all_blocks_but_those_that_were_read_ahead_are_updated_in_backward():
-    for update in UPDATES:
-        with patient(), run(SCHEDULES["plain"], update) as (_, optimizer, _):
+    for update, home in (*((update, "disk") for update in UPDATES), ("speculate", "files")):
+        with patient(), run(SCHEDULES["plain"], update, **HOMES[home]()) as (_, optimizer, _):
             found = optimizer.last_report.speculation
             assert found.speculated == found.held == num_early(optimizer) > 10
             assert found.quiet_steps == 8

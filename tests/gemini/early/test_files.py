@@ -20,7 +20,6 @@ from tests.support.loops.early import (
     UPDATES,
     Iteration,
     Sometimes,
-    num_early,
     outcome,
     patient,
     program,
@@ -48,12 +47,6 @@ def test_parameters_and_gradients_are_in_files_and_in_memory():
         assert in_files(model) == (6, 2)
     with run(SCHEDULES["plain"], "both", **within(MIXED)) as (model, *_):
         assert in_files(model) == (3, 1)
-
-
-def test_all_blocks_but_those_that_were_read_ahead_are_updated_in_backward():
-    with patient(), run(SCHEDULES["plain"], "speculate", **within()) as (_, optimizer, _):
-        found = optimizer.last_report.speculation
-        assert found.speculated == found.held == num_early(optimizer) > 20
 
 
 def test_a_block_whose_parameters_are_in_a_file_leaves_the_step_nothing():

@@ -16,7 +16,6 @@ from gemini import AutoPlacement, trace
 from gemini.placement.timetable.tail import NO_BUFFERS, said
 from gemini.placement.timetable.updates import priced_in_words
 from gemini.runtime.memory.backend import SimBackend
-from optim import LossScale
 from tests.support.loops.early import (
     BEHIND,
     BETWEEN,
@@ -33,6 +32,7 @@ from tests.support.loops.early import (
 )
 from tests.support.loops.endings import resumed
 from tests.support.loops.tails import (
+    PRECISIONS,
     SCHEDULES,
     absent,
     batches,
@@ -48,16 +48,6 @@ from tests.support.loops.tails import (
 from tests.support.priced import given_clock, late_for
 from tests.support.until import until
 
-PRECISIONS = {
-    "bf16": {},
-    "clipped": {"max_norm": 0.1},
-    "fp32": {"precision": "fp32"},  # no masters: what undoes a step goes to disk with it
-    "rounded": {"master_weights": False},
-    "fp16": {  # another scale behind every step
-        "precision": "fp16",
-        "loss_scale": LossScale(initial_scale=2.0**10, growth_interval=1),
-    },
-}
 WHAT = {
     **SCHEDULES,
     "second backwards": second_backwards,

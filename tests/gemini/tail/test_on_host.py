@@ -20,11 +20,12 @@ from torch import nn
 import gemini
 from bench.shared.models import token_loss
 from gemini import GeminiDDP, StaticPlacement
-from optim import HybridAdam, LossScale, NvmeConfig
+from optim import HybridAdam, NvmeConfig
 from tests.support.apart import Apart
 from tests.support.disks.waiting import when_waited
 from tests.support.loops.early import BETWEEN, Iteration, Sometimes, program
 from tests.support.loops.tails import (
+    PRECISIONS,
     SCHEDULES,
     absent,
     batches,
@@ -47,16 +48,6 @@ HOMES = {
     "state, parameters and gradients": {"params": 1.0, "grads": True},
     "a part of the state": {"state": 0.6},
     "and a part on disk": {"state": 0.8, "disk": 0.4},
-}
-PRECISIONS = {
-    "bf16": {},
-    "fp32": {"precision": "fp32"},
-    "rounded": {"master_weights": False},
-    "fp16": {
-        "precision": "fp16",
-        "loss_scale": LossScale(initial_scale=2.0**10, growth_interval=1),
-    },
-    "clipped": {"max_norm": 0.1},
 }
 
 

@@ -22,17 +22,27 @@ def no_sync(model):
     return model.no_sync() if hasattr(model, "no_sync") else nullcontext()
 
 
-def accumulating(part):
-    """A loop of `STEPS` steps with `PARTS` backwards each: `part(model, seed)` gives the loss."""
+def stepping(backwards, steps=STEPS):
+    """A loop of steps: `backwards(model, step)` makes the gradients of one."""
 
     def loop(model, optimizer):
-        for step in range(STEPS):
-            for k in range(PARTS):
-                part(model, step + 10 * k).backward()
+        for step in range(steps):
+            backwards(model, step)
             optimizer.step()
             optimizer.zero_grad()
 
     return loop
+
+
+def accumulating(part, change=lambda model, step: None):
+    """`PARTS` backwards a step: `part(model, seed)` gives the loss; then `change(model, step)`."""
+
+    def backwards(model, step):
+        for k in range(PARTS):
+            part(model, step + 10 * k).backward()
+        change(model, step)
+
+    return stepping(backwards)
 
 
 # -- operators in place on what the wrapper returned -----------------------------------------
@@ -81,11 +91,6 @@ def _added(t):
     return t
 
 
-def _relu(t):
-    t.relu_()
-    return t
-
-
 def _scaled_twice(t):
     t.mul_(2).div_(7)
     return t
@@ -126,12 +131,12 @@ def inner_module(model, seed):
 def from_a_hook(model, optimizer):
     seen = {}
     unwrapped(model).layers[1].register_forward_hook(lambda m, a, out: seen.update(h=out))
-    for step in range(STEPS):
-        for k in range(PARTS):
-            model(batch(step + 10 * k)[0])
-            seen["h"].pow(2).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+
+    def part(model, seed):
+        model(batch(seed)[0])
+        return seen["h"].pow(2).mean()
+
+    accumulating(part)(model, optimizer)
 
 
 class Out:
@@ -151,67 +156,53 @@ def own_output(model, seed):
     return (model(x).value.float() - y).pow(2).mean()
 
 
-def submodule_first(model, optimizer):
-    for step in range(STEPS):
-        x, _ = batch(step)
-        unwrapped(model).layers[0](x).pow(2).mean().backward()
-        loss_of(model, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+def of_submodule(model, layer, step):
+    return unwrapped(model).layers[layer](batch(step)[0]).pow(2).mean()
 
 
-def submodule_last(model, optimizer):
-    for step in range(STEPS):
-        x, _ = batch(step)
-        loss_of(model, step).backward()
-        unwrapped(model).layers[2](x).pow(2).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+def submodule_first(model, step):
+    of_submodule(model, 0, step).backward()
+    loss_of(model, step).backward()
 
 
-def submodule_alone(model, optimizer):
+def submodule_last(model, step):
+    loss_of(model, step).backward()
+    of_submodule(model, 2, step).backward()
+
+
+def submodule_alone(model, step):
     """The other parameters have no gradient, and stay."""
-    for step in range(STEPS):
-        unwrapped(model).layers[1](batch(step)[0]).pow(2).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    of_submodule(model, 1, step).backward()
 
 
 def both_in_one(model, seed):
-    x, _ = batch(seed)
-    return loss_of(model, seed) + unwrapped(model).layers[1](x).pow(2).mean()
+    return loss_of(model, seed) + of_submodule(model, 1, seed)
 
 
-def penalty_first(model, optimizer):
-    for step in range(STEPS):
-        (0.05 * sum(p.pow(2).sum() for p in model.parameters())).backward()
-        loss_of(model, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+def penalty(model):
+    return 0.05 * sum(p.pow(2).sum() for p in model.parameters())
+
+
+def penalty_first(model, step):
+    penalty(model).backward()
+    loss_of(model, step).backward()
 
 
 def penalty_beside(model, seed):
-    return loss_of(model, seed) + 0.05 * sum(p.pow(2).sum() for p in model.parameters())
-
-
-def penalty_alone(model, optimizer):
-    for _ in range(STEPS):
-        (0.05 * sum(p.pow(2).sum() for p in model.parameters())).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    return loss_of(model, seed) + penalty(model)
 
 
 LOOPS |= {
     "inner module": accumulating(inner_module),
     "from a hook": from_a_hook,
     "an output of the user's own": accumulating(own_output),
-    "submodule first": submodule_first,
-    "submodule last": submodule_last,
-    "submodule alone": submodule_alone,
+    "submodule first": stepping(submodule_first),
+    "submodule last": stepping(submodule_last),
+    "submodule alone": stepping(submodule_alone),
     "submodule and root in one": accumulating(both_in_one),
-    "penalty first": penalty_first,
+    "penalty first": stepping(penalty_first),
     "penalty beside": accumulating(penalty_beside),
-    "penalty alone": penalty_alone,
+    "penalty alone": stepping(lambda model, step: penalty(model).backward()),
 }
 BUILDS["an output of the user's own"] = OwnOutput
 
@@ -221,16 +212,7 @@ BUILDS["an output of the user's own"] = OwnOutput
 
 def every(change):
     """`change(model, step)` between the last backward and the step."""
-
-    def loop(model, optimizer):
-        for step in range(STEPS):
-            for k in range(PARTS):
-                loss_of(model, step + 10 * k).backward()
-            change(model, step)
-            optimizer.step()
-            optimizer.zero_grad()
-
-    return loop
+    return accumulating(loss_of, change)
 
 
 def none_for_all(model, optimizer):
@@ -249,13 +231,10 @@ def none_for_one(model, step):
     unwrapped(model).layers[step].weight.grad = None
 
 
-def none_between(model, optimizer):
-    for step in range(STEPS):
-        loss_of(model, step).backward()
-        unwrapped(model).layers[1].weight.grad = None
-        loss_of(model, step + 10).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+def none_between(model, step):
+    loss_of(model, step).backward()
+    unwrapped(model).layers[1].weight.grad = None
+    loss_of(model, step + 10).backward()
 
 
 def deleted(model, step):
@@ -267,15 +246,12 @@ def assigned(model, step):
         p.grad = p.grad.sign() * 0.1
 
 
-def assigned_to_what_has_none(model, optimizer):
-    for step in range(STEPS):
-        for i, p in enumerate(model.parameters()):
-            generator = torch.Generator().manual_seed(100 * step + i)
-            p.grad = torch.randn(p.shape, generator=generator)
-        if step == 1:
-            loss_of(model, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+def assigned_to_what_has_none(model, step):
+    for i, p in enumerate(model.parameters()):
+        generator = torch.Generator().manual_seed(100 * step + i)
+        p.grad = torch.randn(p.shape, generator=generator)
+    if step == 1:
+        loss_of(model, step).backward()
 
 
 def scaled(model, step):
@@ -293,14 +269,11 @@ def scaled_apart(model, step):
         p.grad.div_(i + 1)
 
 
-def scaled_between(model, optimizer):
-    for step in range(STEPS):
-        loss_of(model, step).backward()
-        for p in model.parameters():
-            p.grad *= 0.5
-        loss_of(model, step + 10).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+def scaled_between(model, step):
+    loss_of(model, step).backward()
+    for p in model.parameters():
+        p.grad *= 0.5
+    loss_of(model, step + 10).backward()
 
 
 def noisy(model, step):
@@ -346,23 +319,17 @@ def by_hand(model, step):
         p.grad.data.mul_(min(1.0, 0.2 / (norm + 1e-6)))
 
 
-def accumulated_quietly(model, optimizer):
-    for step in range(STEPS):
-        with no_sync(model):
-            loss_of(model, step).backward()
-        loss_of(model, step + 10).backward()
-        clip_grad_norm_(model.parameters(), 0.3)
-        optimizer.step()
-        optimizer.zero_grad()
+def accumulated_quietly(model, step):
+    with no_sync(model):
+        loss_of(model, step).backward()
+    loss_of(model, step + 10).backward()
+    clip_grad_norm_(model.parameters(), 0.3)
 
 
-def only_quietly(model, optimizer):
-    for step in range(STEPS):
-        with no_sync(model):
-            loss_of(model, step).backward()
-        clip_grad_norm_(model.parameters(), 0.3)
-        optimizer.step()
-        optimizer.zero_grad()
+def only_quietly(model, step):
+    with no_sync(model):
+        loss_of(model, step).backward()
+    clip_grad_norm_(model.parameters(), 0.3)
 
 
 def own_descent(model, optimizer):
@@ -386,55 +353,40 @@ class HalfFrozen(Net):
         self.layers[:-1].requires_grad_(False)
 
 
-def thawed_one_by_one(model, optimizer):
+def thawed_one_by_one(model, step):
     """The optimizer has all parameters from the beginning."""
-    layers = unwrapped(model).layers
-    for step in range(2 * STEPS):
-        if step in (2, 4):
-            layers[2 - step // 2].requires_grad_(True)
-        loss_of(model, step).backward()
-        clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 0.3)
-        optimizer.step()
-        optimizer.zero_grad()
+    if step in (2, 4):
+        unwrapped(model).layers[2 - step // 2].requires_grad_(True)
+    loss_of(model, step).backward()
+    clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 0.3)
 
 
-def thawed_between_micro_batches(model, optimizer):
-    layers = unwrapped(model).layers
-    for step in range(2 * STEPS):
-        loss_of(model, step).backward()
-        layers[0].weight.requires_grad_(step >= 2)
-        loss_of(model, step + 10).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+def thawed_between_micro_batches(model, step):
+    loss_of(model, step).backward()
+    unwrapped(model).layers[0].weight.requires_grad_(step >= 2)
+    loss_of(model, step + 10).backward()
 
 
-def thawed_for_a_submodule(model, optimizer):
-    layers = unwrapped(model).layers
-    for step in range(STEPS):
-        loss_of(model, step).backward()
-        layers[0].requires_grad_(True)
-        layers[0](batch(step)[0]).pow(2).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+def thawed_for_a_submodule(model, step):
+    loss_of(model, step).backward()
+    unwrapped(model).layers[0].requires_grad_(True)
+    of_submodule(model, 0, step).backward()
 
 
-def adversaries(model, optimizer):
+def adversaries(model, step):
     """Halves of a model that are frozen in turn."""
     layers = unwrapped(model).layers
-    for step in range(2 * STEPS):
-        layers[0].requires_grad_(step % 2 == 0)
-        layers[2].requires_grad_(step % 2 == 1)
-        loss_of(model, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    layers[0].requires_grad_(step % 2 == 0)
+    layers[2].requires_grad_(step % 2 == 1)
+    loss_of(model, step).backward()
 
 
 _THAWED = {
-    "thawed one by one": thawed_one_by_one,
-    "thawed between micro-batches": thawed_between_micro_batches,
-    "thawed for a submodule": thawed_for_a_submodule,
+    "thawed one by one": stepping(thawed_one_by_one, 2 * STEPS),
+    "thawed between micro-batches": stepping(thawed_between_micro_batches, 2 * STEPS),
+    "thawed for a submodule": stepping(thawed_for_a_submodule),
 }
-LOOPS |= _THAWED | {"adversaries": adversaries}
+LOOPS |= _THAWED | {"adversaries": stepping(adversaries, 2 * STEPS)}
 BUILDS |= dict.fromkeys(_THAWED, HalfFrozen)
 
 LOOPS |= {
@@ -450,19 +402,19 @@ LOOPS |= {
     "clip, clamp and scale": every(clipped_and_scaled),
     "None for all": none_for_all,
     "None for one": every(none_for_one),
-    "None between backwards": none_between,
+    "None between backwards": stepping(none_between),
     "grad deleted": every(deleted),
     "grad assigned": every(assigned),
-    "grad assigned to what has none": assigned_to_what_has_none,
+    "grad assigned to what has none": stepping(assigned_to_what_has_none),
     "grad scaled": every(scaled),
     "grad scaled up": every(scaled_up),
     "grads scaled apart": every(scaled_apart),
-    "grads scaled between backwards": scaled_between,
+    "grads scaled between backwards": stepping(scaled_between),
     "grads with noise": every(noisy),
     "grads cleaned": every(cleaned),
     "grad zeroed": every(zeroed),
     "grads not finite, and cleared": every(spoilt_and_cleared),
-    "no_sync, then clip": accumulated_quietly,
-    "no_sync alone, then clip": only_quietly,
+    "no_sync, then clip": stepping(accumulated_quietly),
+    "no_sync alone, then clip": stepping(only_quietly),
     "a descent by hand": own_descent,
 }

@@ -18,13 +18,23 @@ from gemini import GeminiDDP, StaticPlacement
 from gemini.placement.timetable.updates import AUTO, IN_BACKWARD
 from gemini.runtime.memory.sim import SimBackend
 from gemini.tickets import Done
-from optim import HybridAdam, NvmeConfig
+from optim import HybridAdam, LossScale, NvmeConfig
 from optim.rules.speculation import Habit
 from optim.update.triton_update import TritonUpdater
 from optim.update.updaters import CpuUpdater
 from tests.support.disks.waiting import when_waited
 
 SMALL = {"min_chunk_size_m": 0.004}  # 4194 elements: several chunks
+PRECISIONS = {
+    "bf16": {},
+    "fp32": {"precision": "fp32"},  # no masters: what undoes a step goes to disk with it
+    "rounded": {"master_weights": False},
+    "fp16": {  # another scale behind every step
+        "precision": "fp16",
+        "loss_scale": LossScale(initial_scale=2.0**10, growth_interval=1),
+    },
+    "clipped": {"max_norm": 0.1},
+}
 BLOCK = 2048  # masters of such a block are split on disk; those of a chunk's last one may be whole
 
 
