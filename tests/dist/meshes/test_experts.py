@@ -11,11 +11,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import gemini
 from bench.shared.models import Mixture, seeded, token_batches, token_loss
-from bench.shared.reference import everything, flat, relative_error, same, train_reference
+from bench.shared.reference import everything, flat, relative_error, same
 from bench.shared.workers import run_ranks
 from gemini import GeminiDDP
-from optim import HybridAdam, NvmeConfig
-from tests.support.meshes import ADAM, PARTS, STAGES, STEPS
+from optim import HybridAdam
+from tests.support.meshes import ADAM, MAX_NORM, PARTS, STAGES, STEPS, own_parts, reference
+from tests.support.plain_training import on_disk as state_on_disk
 
 pytestmark = [
     pytest.mark.ci,
@@ -66,7 +67,7 @@ def wrapped(case, seed=0, adam=ADAM, **options):
     module = Mixture(seed, case.count)
     split(module, mesh)
     model = GeminiDDP(
-        module, placement_policy=STAGES[case.stage], precision=case.precision, max_norm=0.3,
+        module, placement_policy=STAGES[case.stage], precision=case.precision, max_norm=MAX_NORM,
         mesh=mesh, min_chunk_size_m=0.004, **options,
     )  # fmt: skip
     return model, HybridAdam(model.parameters(), **adam)
@@ -80,11 +81,6 @@ def batches(count, num_parts, seed=1):
             if step == 1 or (step == 2 and i > 0):
                 parts[i] = part % Mixture.RARE
     return found
-
-
-def own_parts(parts, tp=1):
-    place, count = dist.get_rank() // tp, len(parts) * tp // dist.get_world_size()
-    return parts[place * count : (place + 1) * count]
 
 
 def train(model, optimizer, case, steps=STEPS):
@@ -125,20 +121,13 @@ def update(rank, case):
     return weights, digest, norms, rare, chunks, gathered, said
 
 
-def reference(case):
-    return train_reference(
-        Mixture(count=case.count),
-        lambda ps: torch.optim.AdamW(ps, **ADAM),
-        batches(STEPS, PARTS * 4 // case.tp),
-        token_loss,
-        max_norm=0.3,
-    )
-
-
 def updates(rank, cases):
     got = [update(rank, case) for case in cases]
-    wanted = {(case.tp, case.count): case for case in cases}
-    return got, {key: reference(wanted[key]) for key in sorted(wanted)[rank::4]}
+    wanted = {(case.tp, case.count) for case in cases}
+    return got, {
+        (tp, count): reference(Mixture(count=count), batches(STEPS, PARTS * 4 // tp))
+        for tp, count in sorted(wanted)[rank::4]
+    }
 
 
 CASES = [
@@ -212,13 +201,7 @@ def on_disk(rank, folder):
     """State on NVMe, parked in the middle: the same bits."""
     found, case = [], Case(precision="bf16")
     for disk in (False, True):
-        adam = ADAM
-        if disk:
-            adam = dict(
-                ADAM, nvme_offload_fraction=1.0, nvme_offload_dir=folder,
-                nvme=NvmeConfig(block_numel=1024),
-            )  # fmt: skip
-        model, optimizer = wrapped(case, adam=adam)
+        model, optimizer = wrapped(case, adam=ADAM | state_on_disk(folder, float(disk)))
         train(model, optimizer, case, steps=1)
         if disk:
             with optimizer.parked("nvme"):
@@ -374,10 +357,7 @@ def mixtral_update(rank):
 def test_experts_that_transformers_has_split_train_as_in_one_process():
     pytest.importorskip("transformers.distributed.expert_parallel")
     groups, found = run_ranks(mixtral_update, 4)[0]
-    want = train_reference(
-        mixtral(), lambda ps: torch.optim.AdamW(ps, **ADAM), token_batches(2, 4), logits_loss,
-        max_norm=0.3,
-    )  # fmt: skip
+    want = reference(mixtral(), token_batches(2, 4), loss_of=logits_loss)
     start = flat(list(mixtral().parameters()))
     assert groups == {"world", "ep"}
     assert relative_error(flat(found) - start, want - start) < BOUND

@@ -11,20 +11,21 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import gemini
 from bench.shared.models import Tower, token_batches, token_loss
-from bench.shared.reference import everything, flat, relative_error, same, train_reference
+from bench.shared.reference import everything, flat, relative_error, same
 from bench.shared.workers import run_ranks
 from gemini import AutoPlacement, GeminiDDP
 from gemini.integrations.booster.booster import Booster
 from gemini.integrations.plugins.gemini_plugins import GeminiPlugin
 from gemini.runtime.comm.ballot import ReplicaError
-from optim import HybridAdam, NvmeConfig
-from tests.support.meshes import ADAM, PARTS, STAGES, STEPS
+from optim import HybridAdam
+from tests.support.meshes import ADAM, MAX_NORM, PARTS, STAGES, STEPS, own_parts, reference
+from tests.support.plain_training import on_disk as state_on_disk
+from tests.support.said import said
 
 pytestmark = [
     pytest.mark.ci,
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),  # one process reads
 ]
-SMALL = {"min_chunk_size_m": 0.004}
 # the issue's: sums in fp32 in another order; bf16 gradients are rounded before they are summed
 BOUNDS = {"fp32": 2e-6, "bf16": 3e-3}
 
@@ -43,23 +44,18 @@ def mesh_of(shape):
     return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
 
 
-def wrapped(case, seed=0, **options):
+def wrapped(case, seed=0, policy=None, **adam):
     model = GeminiDDP(
-        Tower(seed),
-        placement_policy=STAGES[case.stage],
-        precision=case.precision,
-        max_norm=0.3,
-        mesh=mesh_of(case.shape),
-        **SMALL,
-        **options,
-    )
-    return model, HybridAdam(model.parameters(), **ADAM)
+        Tower(seed), placement_policy=policy or STAGES[case.stage], precision=case.precision,
+        max_norm=MAX_NORM, mesh=mesh_of(case.shape), min_chunk_size_m=0.004,
+    )  # fmt: skip
+    return model, HybridAdam(model.parameters(), **ADAM, **adam)
 
 
 def train(rank, model, optimizer, no_sync=False, steps=STEPS):
     norms = []
     for parts in token_batches(steps, PARTS * dist.get_world_size()):
-        mine = parts[PARTS * rank : PARTS * (rank + 1)]
+        mine = own_parts(parts)
         for part in mine[:-1] if no_sync else ():
             with model.no_sync():
                 (token_loss(model, part) / PARTS).backward()
@@ -105,14 +101,7 @@ def test_updates_agree_with_one_process_and_all_ranks_have_the_same():
     results = run_ranks(all_updates, 4, cases)
     start = flat(list(Tower().parameters()))
     for precision, bound in BOUNDS.items():
-        want = train_reference(
-            Tower(),
-            lambda ps: torch.optim.AdamW(ps, **ADAM),
-            token_batches(STEPS, PARTS * 4),
-            token_loss,
-            torch.float32 if precision == "fp32" else torch.bfloat16,
-            0.3,
-        )
+        want = reference(Tower(), token_batches(STEPS, PARTS * 4), precision)
         for i, case in enumerate(cases):
             if case.precision != precision:
                 continue
@@ -134,15 +123,7 @@ def on_disk(rank, folder):
     """bf16, state on NVMe, parked in the middle: the same bits as in memory."""
     found = []
     for fraction in (0.0, 1.0):
-        case = Case((2, 2), 3, "bf16")
-        model = GeminiDDP(
-            Tower(), placement_policy=STAGES[3], precision="bf16", max_norm=0.3,
-            mesh=mesh_of(case.shape), **SMALL,
-        )  # fmt: skip
-        optimizer = HybridAdam(
-            model.parameters(), **ADAM, nvme_offload_fraction=fraction, nvme_offload_dir=folder,
-            nvme=NvmeConfig(block_numel=1024),
-        )  # fmt: skip
+        model, optimizer = wrapped(Case((2, 2), 3, "bf16"), **state_on_disk(folder, fraction))
         train(rank, model, optimizer, steps=2)
         if fraction:
             with optimizer.parked("nvme"):
@@ -159,16 +140,12 @@ def on_disk(rank, folder):
 def budgeted(rank, folder):
     """Under a budget with every tier; the ranks of all replicas share the node."""
     policy = AutoPlacement(device_budget="600KiB", nvme_dir=folder)
-    model = GeminiDDP(
-        Tower(), placement_policy=policy, precision="bf16", max_norm=0.3, mesh=mesh_of((2, 2)),
-        **SMALL,
-    )  # fmt: skip
-    optimizer = HybridAdam(model.parameters(), **ADAM)
+    model, optimizer = wrapped(Case((2, 2), 3, "bf16"), policy=policy)
     train(rank, model, optimizer, steps=2)
     ranks = model.engine.planning.machine.ranks_per_node
-    said = str(model.memory_report()), model.explain("layers.1.1.weight")
+    texts = str(model.memory_report()), model.explain("layers.1.1.weight")
     optimizer.close()
-    return ranks, said
+    return ranks, texts
 
 
 def readers(rank):
@@ -232,12 +209,12 @@ def goes_with_it(rank, folder):
 
 def test_state_on_disk_budgets_readers_and_state_dicts_go_with_replicas(tmp_path):
     results = run_ranks(goes_with_it, 4, str(tmp_path))
-    for disk, (ranks, said), read, _ in results:
+    for disk, (ranks, texts), read, _ in results:
         (memory, *_), (nvme, norms, digest, files) = disk
         assert same(memory, nvme) and files >= 4  # one of each rank, in one folder
         assert norms == results[0][0][1][1] and digest == results[0][0][1][2]
         assert ranks == 4
-        assert "replicas: 2, which sum" in said[1] and "total" in said[0]
+        assert "replicas: 2, which sum" in texts[1] and "total" in texts[0]
         for got, want in zip(read[2, 2][:4], read[None][:4], strict=True):
             if isinstance(got, dict):
                 assert got.keys() == want.keys()
@@ -270,12 +247,7 @@ def strayed(rank, shape, stage, wrong):
         bits = chunk.gradient.shard.view(torch.int32)
         at = int(bits.ne(0).nonzero()[0])
         bits[at] ^= 1
-    try:
-        optimizer.step()
-    except ReplicaError as error:
-        said = str(error)
-    else:
-        said = ""
+    text = said(optimizer.step, error=ReplicaError)
     unchanged = model.digest() == before
     optimizer.zero_grad()
     train(rank, model, optimizer, steps=1)  # the run goes on
@@ -284,7 +256,7 @@ def strayed(rank, shape, stage, wrong):
             chunk.shard[at] += 1
     digest = model.digest()
     optimizer.close()
-    return said, unchanged, digest
+    return text, unchanged, digest
 
 
 def strays(rank):

@@ -11,11 +11,12 @@ from torch.utils.checkpoint import checkpoint
 
 import gemini
 from bench.shared.models import Splittable, token_batches, token_loss
-from bench.shared.reference import everything, flat, relative_error, same, train_reference
+from bench.shared.reference import everything, flat, relative_error, same
 from bench.shared.workers import run_ranks
 from gemini import GeminiDDP
-from optim import HybridAdam, NvmeConfig
-from tests.support.meshes import ADAM, PARTS, STAGES, STEPS
+from optim import HybridAdam
+from tests.support.meshes import ADAM, MAX_NORM, PARTS, STAGES, STEPS, own_parts, reference
+from tests.support.plain_training import on_disk as state_on_disk
 
 pytestmark = [
     pytest.mark.ci,
@@ -75,7 +76,7 @@ def wrapped(case, seed=0, adam=ADAM, **options):
     module = Splittable(seed, tied=case.tied)
     split(module, mesh["tp"], case.plan)
     model = GeminiDDP(
-        module, placement_policy=STAGES[case.stage], precision=case.precision, max_norm=0.3,
+        module, placement_policy=STAGES[case.stage], precision=case.precision, max_norm=MAX_NORM,
         mesh=mesh, min_chunk_size_m=0.004, **options,
     )  # fmt: skip
     return model, HybridAdam(model.parameters(), **adam)
@@ -84,11 +85,6 @@ def wrapped(case, seed=0, adam=ADAM, **options):
 def batches(count, num_parts, seed=1):
     """int64 [4, 8]: a sequence that two ranks can share."""
     return [[part[:, :8] for part in parts] for parts in token_batches(count, num_parts, seed)]
-
-
-def own_parts(parts, tp):
-    dp, count = dist.get_rank() // tp, len(parts) * tp // dist.get_world_size()
-    return parts[dp * count : (dp + 1) * count]
 
 
 def train(model, optimizer, case, steps=STEPS, loss=token_loss):
@@ -140,21 +136,13 @@ def fsdp2_update(case):
     return flat([p.full_tensor() for p in module.parameters()])
 
 
-def reference(case):
-    return train_reference(
-        Splittable(tied=case.tied),
-        lambda ps: torch.optim.AdamW(ps, **ADAM),
-        batches(STEPS, PARTS * 2),
-        token_loss,
-        torch.float32 if case.precision == "fp32" else torch.bfloat16,
-        0.3,
-    )
-
-
 def updates(rank, cases):
     got = [update(rank, case) for case in cases]
-    wanted = {(c.tied, c.precision): c for c in cases}
-    mine = {key: reference(wanted[key]) for key in sorted(wanted)[rank::4]}
+    data, wanted = batches(STEPS, PARTS * 2), {(c.tied, c.precision) for c in cases}
+    mine = {
+        (tied, precision): reference(Splittable(tied=tied), data, precision)
+        for tied, precision in sorted(wanted)[rank::4]
+    }
     return got, fsdp2_update(cases[-1]), mine
 
 
@@ -239,13 +227,7 @@ def on_disk(rank, folder):
     """State on NVMe, parked in the middle, blocks recomputed: the same bits."""
     found, case = [], Case("vocabulary", 3, "bf16")
     for disk in (False, True):
-        adam = ADAM
-        if disk:
-            adam = dict(
-                ADAM, nvme_offload_fraction=1.0, nvme_offload_dir=folder,
-                nvme=NvmeConfig(block_numel=1024),
-            )  # fmt: skip
-        model, optimizer = wrapped(case, adam=adam)
+        model, optimizer = wrapped(case, adam=ADAM | state_on_disk(folder, float(disk)))
         if disk:
             model.module.__class__ = Recomputed
         train(model, optimizer, case, steps=1)
