@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from bench.shared.workers import run_ranks
 from gemini.integrations.classic import ReduceScatterBucketer
+from tests.support.said import said
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
@@ -109,29 +110,22 @@ def test_results_are_those_of_one_reduce_scatter_a_call(world_size):
 
 
 def order(rank):
-    bucketer, said = ReduceScatterBucketer(bucket_size_mb=1), []
+    bucketer, back = ReduceScatterBucketer(bucket_size_mb=1), []
     small, big = [torch.ones(4)], [torch.ones(2**19)]
-    bucketer.reduce_scatter_async(small, callback_fn=lambda result: said.append("small"))
-    bucketer.reduce_scatter_async(big, callback_fn=lambda result: said.append("big"))
-    bucketer.reduce_scatter_async(small, callback_fn=lambda result: said.append("small2"))
-    refused = []
-    try:
-        bucketer.free()
-    except RuntimeError as error:
-        refused.append(str(error))
+    bucketer.reduce_scatter_async(small, callback_fn=lambda result: back.append("small"))
+    bucketer.reduce_scatter_async(big, callback_fn=lambda result: back.append("big"))
+    bucketer.reduce_scatter_async(small, callback_fn=lambda result: back.append("small2"))
+    refused = [said(bucketer.free, error=RuntimeError)]
     bucketer.flush()
     bucketer.free()
-    for given_ in ([], [torch.ones(2)] * 2):
-        try:
-            bucketer.reduce_scatter_async(given_)
-        except ValueError as error:
-            refused.append(str(error))
-    return said, refused
+    wrong = ([], [torch.ones(2)] * 2)
+    refused += [said(bucketer.reduce_scatter_async, each, error=ValueError) for each in wrong]
+    return back, refused
 
 
 def test_large_inputs_come_first_and_nothing_that_waits_is_lost():
-    ((said, refused),) = run_ranks(order, 1)
-    assert said == ["big", "small", "small2"]
+    ((back, refused),) = run_ranks(order, 1)
+    assert back == ["big", "small", "small2"]
     assert "call flush() before free()" in refused[0]
     assert all("expected one for each" in text for text in refused[1:]) and len(refused) == 3
 

@@ -9,6 +9,7 @@ from torch import nn
 from bench.shared.models import seeded
 from bench.shared.workers import run_ranks
 from gemini.integrations import Booster, HybridParallelPlugin
+from tests.support.said import said
 
 pytestmark = pytest.mark.ci
 
@@ -63,35 +64,31 @@ def shapes(rank, folder):
 
 def refusals(rank, folder):
     booster, model, optimizer = boosted()
-    said = {}
-
-    def refused(name, work):
-        try:
-            work()
-        except (ValueError, RuntimeError) as error:
-            said[name] = str(error)
 
     def run(data, *rest):
         return lambda: booster.execute_pipeline(iter([data]), model, criterion, *rest)
 
-    refused("rows", run(batch(7), optimizer))
-    refused("form", run({"x": batch(4)[0]}, optimizer))
-    refused("other rows", run((batch(4)[0], batch(3)[1]), optimizer))
-    refused("no optimizer", run(batch(4)))
-    refused("called", lambda: model(batch(4)[0]))
-    refused("state", model.state_dict)
-    refused("one file", lambda: booster.save_optimizer(optimizer, folder / "optimizer"))
     tied = nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7))
     tied[1].weight = tied[0].weight
-    refused("tied", lambda: booster.boost(tied))
     module = made()
     of_one = torch.optim.SGD(module[0].parameters(), lr=0.1)
-    refused("one stage's", lambda: booster.boost(module, of_one))
-    refused("layers", lambda: boosted(num_layers_per_stage=[1, 1]))
-    refused("ranks", lambda: boosted(pp_size=3))
+    refused = {
+        "rows": run(batch(7), optimizer),
+        "form": run({"x": batch(4)[0]}, optimizer),
+        "other rows": run((batch(4)[0], batch(3)[1]), optimizer),
+        "no optimizer": run(batch(4)),
+        "called": lambda: model(batch(4)[0]),
+        "state": model.state_dict,
+        "one file": lambda: booster.save_optimizer(optimizer, folder / "optimizer"),
+        "tied": lambda: booster.boost(tied),
+        "one stage's": lambda: booster.boost(module, of_one),
+        "layers": lambda: boosted(num_layers_per_stage=[1, 1]),
+        "ranks": lambda: boosted(pp_size=3),
+    }
+    texts = {name: said(work) for name, work in refused.items()}
     booster.execute_pipeline(iter([batch(4)]), model, criterion, optimizer)
     optimizer.step()  # what was refused has changed nothing
-    return said
+    return texts
 
 
 def work(rank, folder):
@@ -130,15 +127,15 @@ def test_batches_of_any_number_of_rows_give_what_the_model_gives(results):
 
 
 def test_what_cannot_be_run_is_refused_by_name(results):
-    for _, said in results[1]:
-        assert "a batch of 7 rows with microbatch_size=2; expected" in said["rows"]
-        assert "the batch has a dict; expected a tensor, or a tuple that" in said["form"]
-        assert "the batch has 4 rows, and a tensor of shape (3, 3); expected" in said["other rows"]
-        assert "expected it, or torch.no_grad() around" in said["no optimizer"]
-        assert "call booster.execute_pipeline(data_iter, model" in said["called"]
-        assert "call booster.save_model(model, ...)" in said["state"]
-        assert "of a pipeline in one file; expected shard=True" in said["one file"]
-        assert "0.weight is used by stages 0 and 1" in said["tied"]
-        assert "no parameter of the stages of place 1 in" in said["one stage's"]
-        assert "num_layers_per_stage=[1, 1] for 5 layers in 2 stages" in said["layers"]
-        assert "pp_size=3 for 2 ranks; expected sizes" in said["ranks"]
+    for _, texts in results[1]:
+        assert "a batch of 7 rows with microbatch_size=2; expected" in texts["rows"]
+        assert "the batch has a dict; expected a tensor, or a tuple that" in texts["form"]
+        assert "the batch has 4 rows, and a tensor of shape (3, 3); expected" in texts["other rows"]
+        assert "expected it, or torch.no_grad() around" in texts["no optimizer"]
+        assert "call booster.execute_pipeline(data_iter, model" in texts["called"]
+        assert "call booster.save_model(model, ...)" in texts["state"]
+        assert "of a pipeline in one file; expected shard=True" in texts["one file"]
+        assert "0.weight is used by stages 0 and 1" in texts["tied"]
+        assert "no parameter of the stages of place 1 in" in texts["one stage's"]
+        assert "num_layers_per_stage=[1, 1] for 5 layers in 2 stages" in texts["layers"]
+        assert "pp_size=3 for 2 ranks; expected sizes" in texts["ranks"]
