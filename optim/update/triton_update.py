@@ -31,6 +31,7 @@ from kernels_triton.control_fields import (
     USED_SCALE,
 )
 from kernels_triton.launch import is_interpreted
+from kernels_triton.norm import NORM_WARPS
 from kernels_triton.tiles import Launch, choose_launch
 from kernels_triton.update.frame import NUM_COEFFICIENTS, NUM_HYPER
 from optim.rules.clipping import Clip
@@ -119,7 +120,7 @@ class TritonUpdater:
 
         `key`: where it is that of the last measure, so are the pieces.
         """
-        launch = Launch(ops.NORM_TILE, ops.NORM_WARPS)
+        launch = Launch(ops.NORM_TILE, NORM_WARPS)
         tables = self._table("norm", pieces, None, lambda _: launch, key)
         num_tiles = tables.tiles.shape[0]
         if self._sums.numel() < num_tiles:
