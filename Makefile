@@ -41,11 +41,11 @@ fmt: .venv/ok
 	.venv/bin/ruff format .
 
 # Without a GPU where there is one: the interpreter's tests are of CPU tensors. A worker a core (one
-# more gains nothing), which takes the other's last tests when its own have ended: threads of operators
-# would only be in each other's way.
+# more gains nothing), each with the file of tests that is next: threads of operators would only be in
+# each other's way.
 WORKERS ?= logical
 PYTEST := CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PY) -m pytest -q
-SPREAD := -n $(WORKERS) --maxprocesses 8 --dist worksteal
+SPREAD := -n $(WORKERS) --maxprocesses 8 --dist loadfile
 
 # While editing: the tests nearest to what differs from BASE.
 quick: BASE := HEAD

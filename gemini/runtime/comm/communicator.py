@@ -316,6 +316,8 @@ class Communicator:
             if difference is not None:
                 raise explain(difference, self.describe)
             gone = self._meeting.gone()
+            if gone and meeting.is_complete(POLL_SECONDS):
+                return  # they came, and then left
             if gone or time.monotonic() - started > PATIENCE_SECONDS:
                 who = f"rank {gone[0]} has ended" if gone else "others do not come"
                 raise SequenceError(

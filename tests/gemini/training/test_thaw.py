@@ -11,7 +11,7 @@ from gemini import AutoPlacement, GeminiDDP
 from gemini.placement.sizes import BudgetError
 from gemini.placement.tiers import Tier
 from optim import HybridAdam, NvmeConfig
-from tests.support.loops.cases import HalfFrozen, thawed_one_by_one
+from tests.support.loops.cases import LOOPS, HalfFrozen
 from tests.support.loops.sides import ADAM, FILES_DEPTH, SMALL, Net, loss_of, updates, wrapped
 
 BLOCKS = NvmeConfig(block_numel=1024)
@@ -31,6 +31,9 @@ def budgeted(budget, build=HalfFrozen, **options):
     return model, HybridAdam(model.parameters(), nvme=BLOCKS, **ADAM)
 
 
+one_by_one = LOOPS["thawed one by one"]
+
+
 def state_homes(model):
     return [set(shard.state_homes) for shard in model.engine.planning.plan.shards]
 
@@ -39,12 +42,12 @@ def test_state_of_thawed_weights_goes_where_a_budget_leaves_room():
     """To files, where memory is full; and the updates are those of torch."""
     model, optimizer = budgeted("110KiB")
     before = state_homes(model)
-    thawed_one_by_one(model, optimizer)
+    one_by_one(model, optimizer)
     after = state_homes(model)
     grown = [homes for old, homes in zip(before, after, strict=True) if homes and not old]
     assert len(grown) == 2  # chunks of a layer each
     plain = HalfFrozen(FILES_DEPTH)
-    thawed_one_by_one(plain, torch.optim.AdamW(plain.parameters(), foreach=False, **ADAM))
+    one_by_one(plain, torch.optim.AdamW(plain.parameters(), foreach=False, **ADAM))
     start = Net(FILES_DEPTH)
     got, want = model.state_dict(), plain.state_dict()
     moved = [(got[n] - p.detach(), want[n] - p.detach()) for n, p in start.named_parameters()]

@@ -177,7 +177,7 @@ print(loading, peak - before, sum(p.numel() for p in model.parameters()))
 """
 
 
-@pytest.mark.ci
+@pytest.mark.deep  # reads a memory peak
 def test_loading_and_saving_take_no_second_copy(tmp_path):
     """bf16 weights and fp32 originals are 6 bytes a parameter; a chunk on its way is 6 more, and
     a whole one of 2**20 elements that is written is 4 and its copy 4.
