@@ -25,6 +25,8 @@ from tests.support.disks import own_folder
 
 DEEP = Path(__file__).parent / "deep"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 poison_memory()
 work.install()
 own_folder.make()  # before anything asks for a temporary folder
