@@ -47,31 +47,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except ValueError as error:
             runner.error(str(error))
     if options.command == "clean":
-        return _clean(options.folders, options.remove)
+        return _clean(cleaner, options.folders, options.remove)
     if options.command == "benchmark":
         sys.stderr.write(_BENCHMARK)
         return 2
     return _doctor(options)
 
 
-def _clean(folders: Sequence[str], remove: bool) -> int:
+def _clean(parser: argparse.ArgumentParser, folders: Sequence[str], remove: bool) -> int:
     """List what dead processes of this user left, or remove it."""
     import nvme
     from gemini.units import format_bytes
 
-    for folder in folders or [str(nvme.default_folder())]:
-        left = nvme.left_in(folder)
-        for one in left:
-            step = "an unknown step" if one.step is None else f"step {one.step}"
-            hours = (time.time() - one.written) / 3600
-            sys.stdout.write(
-                f"{one.path}: {step if one.step != 0 else 'no step'}, {format_bytes(one.nbytes)}, "
-                f"last written {hours:.1f} hours ago\n"
-            )
-        if remove:
-            nvme.remove_orphans(folder)
-        nbytes = format_bytes(sum(one.nbytes for one in left))
-        sys.stdout.write(f"{folder}: {nbytes} {'removed' if remove else 'to remove (--remove)'}\n")
+    try:
+        for folder in folders or [nvme.default_folder()]:
+            left = nvme.left_in(folder)
+            for one in left:
+                step = "an unknown step" if one.step is None else f"step {one.step}"
+                hours = (time.time() - one.written) / 3600
+                sys.stdout.write(
+                    f"{one.path}: {'no step' if one.step == 0 else step}, "
+                    f"{format_bytes(one.nbytes)}, last written {hours:.1f} hours ago\n"
+                )
+            if remove:
+                nvme.remove_orphans(folder)
+            nbytes = format_bytes(sum(one.nbytes for one in left))
+            done = "removed" if remove else "to remove (--remove)"
+            sys.stdout.write(f"{folder}: {nbytes} {done}\n")
+    except nvme.NvmeError as error:
+        parser.error(str(error))
     return 0
 
 

@@ -203,7 +203,7 @@ def test_tests_and_benches_ask_by_public_names():
 
 CLOCKS = re.compile(
     r"(?<!\")\b(perf_counter|monotonic|process_time|thread_time|cpu_seconds|time\.time|sleep|getrusage|"
-    r"ru_maxrss|memory_info|VmHWM|VmRSS|extra_ram)(_ns)?\b|\btimeout=\d"
+    r"ru_maxrss|memory_info|VmHWM|VmRSS|RssAnon|extra_ram)(_ns)?\b|\btimeout=\d"
 )
 READ_CLOCKS = ("tests/deep/", "tests/test_structure.py")
 

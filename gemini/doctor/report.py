@@ -5,6 +5,7 @@ Speeds are bytes a second, sizes are bytes. A figure that could not be had is No
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -251,7 +252,7 @@ def _folder(folder: FolderFacts) -> Iterator[Finding]:
         yield Finding(
             "note",
             f"{folder.path} has {format_bytes(folder.left_bytes)} in files of processes that died",
-            f"python -m gemini clean {folder.path} lists them",
+            f"python -m gemini clean {shlex.quote(folder.path)} lists them",
         )
     if folder.free_bytes < SMALL_DISK:
         yield Finding(

@@ -6,6 +6,7 @@ Calls of forward and backward come in through `Calls`, which meets the other ran
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -59,6 +60,7 @@ from .parts import Parts, in_pass
 from .step import weights
 from .step.state.shard_state import StepCalls
 
+LABEL_CHARACTERS = 40  # of a model's name in names of files
 MAX_AGREEMENTS = 3  # steps at which ranks try to agree on a trace
 
 
@@ -84,8 +86,9 @@ class Engine(Parts):
         update: str = "serial",
     ) -> None:
         comm, links = connections.comm, connections.links
+        of_model = re.sub(r"\W", "_", name)[:LABEL_CHARACTERS]  # a class may be called anything
         files = FileConfig(
-            planning.nvme_folder, planning.inputs.block_numel, label=f"{name}-rank{comm.rank}-",
+            planning.nvme_folder, planning.inputs.block_numel, label=f"{of_model}-rank{comm.rank}-",
             pin=backend.pin,
         )  # fmt: skip
         storage = ShardStorage(layout, planning.plan, backend, files)

@@ -66,6 +66,9 @@ def test_a_step_of_a_killed_process_outlives_every_store_made_after_it(tmp_path,
     for flags, after in (((), [path.name]), (("--remove",), [])):
         assert main(["clean", *flags, str(tmp_path)]) == 0
         assert f"{path}: step 4, " in capsys.readouterr().out and names(tmp_path) == after
+    with pytest.raises(SystemExit):
+        main(["clean", str(tmp_path / "none")])
+    assert "none is no folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["never committed", "filled, not stepped", "of one version"])

@@ -251,7 +251,7 @@ class Communicator:
         return torch.device("cpu")
 
     def numbers(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
-        """They, where this group's backend wants them; the host does not wait for a device."""
+        """A tensor [len(values)] where this group's backend takes one; no wait for a device."""
         on_gpu = self.device.type == "cuda"
         here = torch.tensor(values, dtype=dtype, pin_memory=on_gpu)
         return here.to(self.device, non_blocking=on_gpu)

@@ -8,6 +8,7 @@ import fcntl
 import logging
 import os
 import secrets
+import shlex
 import stat
 import tempfile
 from collections.abc import Sequence
@@ -166,7 +167,7 @@ def _said_of_orphans(folder: Path) -> str:
         return ""
     return (
         f", and {format_bytes(nbytes)} in files of processes that died, which "
-        f"python -m gemini clean --remove {folder} removes"
+        f"python -m gemini clean --remove {shlex.quote(str(folder))} removes"
     )
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import shlex
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -80,14 +81,15 @@ class _Orphan:
         return max(Index.step_in(slot, header.num_blocks) or 0 for slot in slots)
 
 
-def orphans(folder: Path) -> tuple[Path, ...]:
+def orphans(folder: str | os.PathLike[str]) -> tuple[Path, ...]:
     """Our files in `folder` whose process is dead, by name order."""
-    with _locked([folder]) as found:
-        return tuple(orphan.path for orphan in found)
+    return tuple(left.path for left in left_in(folder))
 
 
 def left_in(folder: str | os.PathLike[str]) -> tuple[Left, ...]:
-    """What is in each of `orphans`."""
+    """Our files in `folder` whose process is dead, by name. Raises FolderError without one."""
+    if not Path(folder).is_dir():
+        raise FolderError(f"{folder} is no folder")
     with _locked([Path(folder)]) as found:
         return _left(found)
 
@@ -138,7 +140,7 @@ def remove_stepless(folders: Iterable[Path]) -> None:
                     orphan.path,
                     format_bytes(left.nbytes),
                     f"step {left.step}" if left.step else "what this process cannot read",
-                    orphan.path.parent,
+                    shlex.quote(str(orphan.path.parent)),
                 )
 
 

@@ -89,21 +89,12 @@ def test_a_power_loss_in_a_step_leaves_weights_and_state_of_one_step(tmp_path):
     assert explored > 150
 
 
-@pytest.mark.parametrize(
-    ("count", "samples", "most", "least"),
-    [
-        pytest.param(3, 3, 12, 1500, marks=pytest.mark.deep),
-        pytest.param(4, 10, 40, 6000, marks=pytest.mark.deep),
-    ],
-    ids=["hundreds", "thousands"],
-)
-def test_a_power_loss_in_a_step_leaves_one_step_in_any_of_many_states(
-    count, samples, most, least, tmp_path
-):
+@pytest.mark.deep
+def test_a_power_loss_in_a_step_leaves_one_step_in_any_of_thousands_of_states(tmp_path):
     folder = tmp_path / "disk"
     folder.mkdir()
-    log, names, expected = steps(folder, count)
+    log, names, expected = steps(folder, 4)
     check = checker(names, expected)
-    explored = explore(log, tmp_path / "after", check, samples=samples, most=most)
+    explored = explore(log, tmp_path / "after", check, samples=10, most=40)
     print(f"{explored} states of parameters and state on disk")
-    assert explored > least
+    assert explored > 6000
