@@ -26,13 +26,13 @@ from torch import Tensor
 from bench.support.ceilings import memory_ceilings
 from bench.support.machine import write_result
 from bench.support.timing import interleaved, median_ratio
-from optim.adam import AdamRule
-from optim.rules.config import UpdateFacts
-from optim.state.pieces import Piece
-from optim.update.built_kernels import compiler
-from optim.update.compiled_update import Mix
-from optim.update.cpu_update import CpuWorkers
-from optim.update.updaters import cpu_updater
+from gemini.optim.adam import AdamRule
+from gemini.optim.rules.config import UpdateFacts
+from gemini.optim.state.pieces import Piece
+from gemini.optim.update.built_kernels import compiler
+from gemini.optim.update.compiled_update import Mix
+from gemini.optim.update.cpu_update import CpuWorkers
+from gemini.optim.update.updaters import cpu_updater
 
 HYPER: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 RULE = AdamRule()
@@ -158,8 +158,8 @@ def cuda_variants(
     tensors: Tensors, device: torch.device, launch: tuple[int, int] | None = None
 ) -> Variants:
     """`launch`: elements of a tile and warps; None is what `choose_launch` answers."""
-    from kernels_triton.tiles import Launch
-    from optim.update.triton_update import TritonUpdater
+    from gemini.kernels_triton.tiles import Launch
+    from gemini.optim.update.triton_update import TritonUpdater
 
     variants: Variants = {}
     for name, dtype in (

@@ -40,9 +40,9 @@ import gemini
 from bench.support import fio
 from bench.support.machine import MALLOC_ENVIRONMENT, write_result
 from gemini import GeminiDDP
+from gemini.nvme import PIECE_BYTES, default_folder
+from gemini.optim import HybridAdam
 from gemini.units import BLOCK_NUMEL
-from nvme import PIECE_BYTES, default_folder
-from optim import HybridAdam
 
 STATE_ITEMSIZE = 12
 WIDTH = 2048

@@ -23,7 +23,7 @@ from typing import Any
 from bench.support import matmul
 from bench.support.disk import mixed_gb_per_s
 from bench.support.machine import MALLOC_ENVIRONMENT, write_result
-from nvme import default_folder
+from gemini.nvme import default_folder
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNS: dict[str, list[str]] = {

@@ -35,8 +35,8 @@ from bench.shared.workers import run_ranks
 from bench.support import digests as every_tier
 from bench.support.machine import write_result
 from gemini import GeminiDDP, StaticPlacement
+from gemini.optim import HybridAdam, LossScale, NvmeConfig
 from gemini.runtime.memory.backend import SimBackend
-from optim import HybridAdam, LossScale, NvmeConfig
 
 ADAM: dict[str, Any] = {
     "lr": 1e-2,

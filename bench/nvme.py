@@ -25,9 +25,7 @@ from torch import Tensor, nn
 
 from bench.support.machine import write_result
 from gemini import GeminiDDP
-from gemini.tickets import Ticket
-from gemini.units import parse_bytes
-from nvme import (
+from gemini.nvme import (
     PIECE_BYTES,
     BufferPool,
     Engine,
@@ -37,8 +35,10 @@ from nvme import (
     check_folder,
     default_folder,
 )
-from nvme.files.file import OpenFile
-from optim import HybridAdam
+from gemini.nvme.files.file import OpenFile
+from gemini.optim import HybridAdam
+from gemini.tickets import Ticket
+from gemini.units import parse_bytes
 
 from .support import fio
 

@@ -42,7 +42,7 @@ from bench.support.machine import MALLOC_ENVIRONMENT, peak_rss_mib, write_result
 from bench.support.timing import interleaved, median_ratio
 from gemini import GeminiDDP
 from gemini.integrations import Booster, GeminiPlugin
-from optim import HybridAdam
+from gemini.optim import HybridAdam
 
 LAYERS, WIDTH, ROWS = 128, 64, 4
 BATCH, SEQ = 4, 128

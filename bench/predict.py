@@ -98,7 +98,7 @@ def measure(case: Case) -> list[dict[str, str | int | float]]:
     from gemini import GeminiDDP
     from gemini.memtracer.collector import trace
     from gemini.memtracer.monitor import peak_rss_bytes, reset_peak_rss
-    from optim import HybridAdam
+    from gemini.optim import HybridAdam
 
     from .support import models
 

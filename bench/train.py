@@ -43,7 +43,7 @@ from bench.rows.summary import WARMUP_STEPS, draw, ratio_table, ratios, summary,
 from bench.rows.table import Row, chosen, default_budgets, rows
 from bench.support.machine import busy_fraction, write_result
 from bench.support.models import build
-from nvme import check_folder, default_folder
+from gemini.nvme import check_folder, default_folder
 
 BUSY_FRACTION = 0.25  # of all cores, above which the machine is not quiet
 STEPS_A_TURN = 3  # the first is not counted

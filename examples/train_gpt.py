@@ -27,7 +27,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from gemini import AutoPlacement, GeminiDDP, init_empty, trace
 from gemini.memtracer.monitor import process_peak_rss_bytes
-from optim import HybridAdam, StepReport
+from gemini.optim import HybridAdam, StepReport
 
 # no dropout in the tiny one: then any number of ranks has the same losses
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}

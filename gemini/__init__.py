@@ -10,6 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gemini.chunk.sizing.search import search_chunk_configuration as search_chunk_configuration
+    from gemini.optim import CPUAdam as CPUAdam
+    from gemini.optim import FusedAdam as FusedAdam
+    from gemini.optim import HybridAdam as HybridAdam
+    from gemini.optim import HybridLion as HybridLion
+    from gemini.optim import HybridSGD as HybridSGD
+    from gemini.optim import LossScale as LossScale
+    from gemini.optim import NvmeConfig as NvmeConfig
     from gemini.runtime.schedule.tensor_mgr import StatefulTensorMgr as StatefulTensorMgr
     from gemini.runtime.wrap.materialise import init_empty as init_empty
 
@@ -29,15 +36,23 @@ if TYPE_CHECKING:
     from .placement.policy import ConstPlacement as ConstPlacement
     from .placement.policy import StaticPlacement as StaticPlacement
 
+__version__ = "0.1.0"
 _HOME = {
     "AutoPlacement": "gemini.placement.policy",
     "BudgetWarning": "gemini.placement.overruns",
+    "CPUAdam": "gemini.optim",
     "ChunkSearch": "gemini.options",
     "ConstPlacement": "gemini.placement.policy",
+    "FusedAdam": "gemini.optim",
     "GeminiAdamOptimizer": "gemini.optimizer",
     "GeminiDDP": "gemini.ddp",
     "GeminiOptimizer": "gemini.optimizer",
+    "HybridAdam": "gemini.optim",
+    "HybridLion": "gemini.optim",
+    "HybridSGD": "gemini.optim",
+    "LossScale": "gemini.optim",
     "MemStatsCollector": "gemini.memtracer.collector",
+    "NvmeConfig": "gemini.optim",
     "PrecisionPolicy": "gemini.options",
     "export_safetensors": "gemini.checkpoint.export",
     "init_empty": "gemini.runtime.wrap.materialise",
@@ -49,26 +64,7 @@ _HOME = {
     "search_chunk_configuration": "gemini.chunk.sizing.search",
     "trace": "gemini.memtracer.collector",
 }
-__all__ = [
-    "AutoPlacement",
-    "BudgetWarning",
-    "ChunkSearch",
-    "ConstPlacement",
-    "GeminiAdamOptimizer",
-    "GeminiDDP",
-    "GeminiOptimizer",
-    "MemStatsCollector",
-    "PrecisionPolicy",
-    "StatefulTensorMgr",
-    "StaticPlacement",
-    "export_safetensors",
-    "init_empty",
-    "load_checkpoint",
-    "load_pretrained",
-    "save_checkpoint",
-    "search_chunk_configuration",
-    "trace",
-]
+__all__ = [*_HOME, "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -56,11 +56,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _clean(parser: argparse.ArgumentParser, folders: Sequence[str], remove: bool) -> int:
     """List what dead processes of this user left, or remove it."""
-    import nvme
+    from gemini import nvme
     from gemini.units import format_bytes
 
     try:
-        for folder in folders or [nvme.default_folder()]:
+        for folder in folders or [str(nvme.default_folder())]:
             left = nvme.left_in(folder)
             for one in left:
                 step = "an unknown step" if one.step is None else f"step {one.step}"

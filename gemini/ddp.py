@@ -19,6 +19,9 @@ from gemini.chunk.sizing.search import ChunkConfiguration, search_chunk_configur
 from gemini.memtracer.collector import MemStatsCollector
 from gemini.memtracer.module_calls import GatherWhole, has_experts
 from gemini.memtracer.trace import Trace
+from gemini.optim.rules.clipping import asked_norm
+from gemini.optim.rules.loss_scale import LossScale
+from gemini.optim.step.speculation import BUFFERS_AHEAD
 from gemini.placement.policy import Placement, has_budgets, parse_placement
 from gemini.placement.sizes import wider_chunks
 from gemini.placement.timetable.updates import AUTO, BEHIND, UPDATES
@@ -45,9 +48,6 @@ from gemini.runtime.wrap.materialise import InitFn, Materialiser
 from gemini.runtime.wrap.module_check import ModuleCheck
 from gemini.runtime.wrap.precision import PrecisionSettings, as_loss_scale, check_travelling
 from gemini.runtime.wrap.specs import check_module, check_split, collect_params, padded
-from optim.rules.clipping import asked_norm
-from optim.rules.loss_scale import LossScale
-from optim.step.speculation import BUFFERS_AHEAD
 
 from .dtypes import DTYPES
 from .module_face import ModuleFace, face_of

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from optim.adam import HybridAdam
-from optim.base import TieredOptimizer
-from optim.rules.loss_scale import LossScale
+from gemini.optim.adam import HybridAdam
+from gemini.optim.base import TieredOptimizer
+from gemini.optim.rules.loss_scale import LossScale
 
 from .ddp import GeminiDDP
 

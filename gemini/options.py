@@ -13,9 +13,9 @@ from dataclasses import dataclass, fields
 from functools import wraps
 from typing import Any, ParamSpec
 
+from gemini.optim.rules.loss_scale import LossScale
 from gemini.runtime.wrap.keep_fp32 import KeepFp32
 from gemini.runtime.wrap.precision import PrecisionSettings, as_loss_scale
-from optim.rules.loss_scale import LossScale
 
 P = ParamSpec("P")
 

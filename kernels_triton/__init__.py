@@ -8,3 +8,8 @@ adam.py, sgd.py, lion.py   two small functions each
 norm.py      norm, overflow check, pack
 ops.py       what the rest of the project calls: checked wrappers, registered with torch
 """
+
+if __name__ == "kernels_triton":
+    from gemini import names
+
+    names.is_long(__name__)

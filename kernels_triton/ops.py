@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels_triton.update.adam import ADAM, AMSGRAD
-from kernels_triton.update.frame import (
+from gemini.kernels_triton.update.adam import ADAM, AMSGRAD
+from gemini.kernels_triton.update.frame import (
     COUNTERS_AT_ONCE,
     NUM_COEFFICIENTS,
     NUM_HYPER,
@@ -19,8 +19,8 @@ from kernels_triton.update.frame import (
     prologue_kernel,
     update_kernel,
 )
-from kernels_triton.update.lion import LION
-from kernels_triton.update.sgd import SGD
+from gemini.kernels_triton.update.lion import LION
+from gemini.kernels_triton.update.sgd import SGD
 
 from .control_fields import NUM_CONTROL
 from .launch import on

@@ -8,33 +8,36 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from optim.rules.config import NvmeConfig as NvmeConfig
-    from optim.rules.loss_scale import LossScale as LossScale
-    from optim.rules.report import NonFiniteGradientError as NonFiniteGradientError
-    from optim.rules.report import StepReport as StepReport
+if __name__ == "optim":
+    from gemini import names
 
-    from .adam import CPUAdam as CPUAdam
-    from .adam import FusedAdam as FusedAdam
-    from .adam import HybridAdam as HybridAdam
-    from .lion import HybridLion as HybridLion
-    from .sgd import HybridSGD as HybridSGD
+    names.is_long(__name__)
+if TYPE_CHECKING:
+    from gemini.optim.adam import CPUAdam as CPUAdam
+    from gemini.optim.adam import FusedAdam as FusedAdam
+    from gemini.optim.adam import HybridAdam as HybridAdam
+    from gemini.optim.lion import HybridLion as HybridLion
+    from gemini.optim.rules.config import NvmeConfig as NvmeConfig
+    from gemini.optim.rules.loss_scale import LossScale as LossScale
+    from gemini.optim.rules.report import NonFiniteGradientError as NonFiniteGradientError
+    from gemini.optim.rules.report import StepReport as StepReport
+    from gemini.optim.sgd import HybridSGD as HybridSGD
 
 _HOME = {
-    "CPUAdam": "optim.adam",
-    "FusedAdam": "optim.adam",
-    "HybridAdam": "optim.adam",
-    "HybridLion": "optim.lion",
-    "HybridSGD": "optim.sgd",
-    "LossScale": "optim.rules.loss_scale",
-    "NvmeConfig": "optim.rules.config",
-    "NonFiniteGradientError": "optim.rules.report",
-    "StepReport": "optim.rules.report",
+    "CPUAdam": "gemini.optim.adam",
+    "FusedAdam": "gemini.optim.adam",
+    "HybridAdam": "gemini.optim.adam",
+    "HybridLion": "gemini.optim.lion",
+    "HybridSGD": "gemini.optim.sgd",
+    "LossScale": "gemini.optim.rules.loss_scale",
+    "NvmeConfig": "gemini.optim.rules.config",
+    "NonFiniteGradientError": "gemini.optim.rules.report",
+    "StepReport": "gemini.optim.rules.report",
 }
 __all__ = list(_HOME)
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        raise AttributeError(f"module 'optim' has no attribute {name!r}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_HOME[name]), name)

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optim.rules.config import NvmeConfig
-from optim.rules.formulas import AdamCoefficients, adam, adam_coefficients, amsgrad
-from optim.rules.rule import UpdateRule, betas, number
-from optim.rules.state_layout import Plane, StateLayout
+from gemini.optim.rules.config import NvmeConfig
+from gemini.optim.rules.formulas import AdamCoefficients, adam, adam_coefficients, amsgrad
+from gemini.optim.rules.rule import UpdateRule, betas, number
+from gemini.optim.rules.state_layout import Plane, StateLayout
 
 from .base import Folders, TieredOptimizer
 

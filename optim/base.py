@@ -12,14 +12,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from optim.plain.target import PlainTarget, clip_together, step_together
-from optim.rules.clipping import Clip, asked_norm
-from optim.rules.report import NonFiniteGradientError
-from optim.rules.state_layout import MASTER
-from optim.state.held_signals import HeldSignals
-from optim.state.parking import Where, park
-from optim.state.saved_state import filled_up, with_steps
-from optim.state.state_stream import StateRun, StateSource, StateVisitor
+from gemini.optim.plain.target import PlainTarget, clip_together, step_together
+from gemini.optim.rules.clipping import Clip, asked_norm
+from gemini.optim.rules.report import NonFiniteGradientError
+from gemini.optim.rules.state_layout import MASTER
+from gemini.optim.state.held_signals import HeldSignals
+from gemini.optim.state.parking import Where, park
+from gemini.optim.state.saved_state import filled_up, with_steps
+from gemini.optim.state.state_stream import StateRun, StateSource, StateVisitor
 
 from .binding import BoundOptimizer
 from .binding import Folders as Folders

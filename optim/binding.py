@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gemini.nvme import WriteMeter, check_folder
+from gemini.optim.plain.target import PlainTarget, alike
+from gemini.optim.plain.views import check_plain
+from gemini.optim.rules.config import NvmeConfig, StateConfig
+from gemini.optim.rules.report import StepReport
+from gemini.optim.rules.rule import UpdateRule
 from gemini.units import parse_bytes
-from nvme import WriteMeter, check_folder
-from optim.plain.target import PlainTarget, alike
-from optim.plain.views import check_plain
-from optim.rules.config import NvmeConfig, StateConfig
-from optim.rules.report import StepReport
-from optim.rules.rule import UpdateRule
 
 from .target import ParameterOwner, Target, owner_of, speaker_of
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from optim.rules.config import NvmeConfig
-from optim.rules.formulas import lion
-from optim.rules.rule import betas, number
-from optim.rules.state_layout import Plane, StateLayout
+from gemini.optim.rules.config import NvmeConfig
+from gemini.optim.rules.formulas import lion
+from gemini.optim.rules.rule import betas, number
+from gemini.optim.rules.state_layout import Plane, StateLayout
 
 from .base import Folders, TieredOptimizer
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from optim.rules.config import NvmeConfig
-from optim.rules.formulas import SGDCoefficients, sgd, sgd_coefficients
-from optim.rules.rule import number
-from optim.rules.state_layout import Plane, StateLayout
+from gemini.optim.rules.config import NvmeConfig
+from gemini.optim.rules.formulas import SGDCoefficients, sgd, sgd_coefficients
+from gemini.optim.rules.rule import number
+from gemini.optim.rules.state_layout import Plane, StateLayout
 
 from .base import Folders, TieredOptimizer
 

@@ -8,13 +8,13 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from optim.rules.clipping import Clip
-from optim.rules.config import StateConfig
-from optim.rules.control_vector import ControlVector
-from optim.rules.report import StepReport
-from optim.rules.rule import UpdateRule
-from optim.rules.state_layout import Plane
-from optim.state.state_stream import RunSpec, StateSnapshot, StateSource, StateVisitor
+from gemini.optim.rules.clipping import Clip
+from gemini.optim.rules.config import StateConfig
+from gemini.optim.rules.control_vector import ControlVector
+from gemini.optim.rules.report import StepReport
+from gemini.optim.rules.rule import UpdateRule
+from gemini.optim.rules.state_layout import Plane
+from gemini.optim.state.state_stream import RunSpec, StateSnapshot, StateSource, StateVisitor
 
 Group = dict[str, Any]  # a torch.optim param group
 

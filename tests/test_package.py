@@ -11,21 +11,24 @@ from pathlib import Path
 
 import pytest
 
+from gemini import names
+
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PUBLIC = {
     "gemini": "gemini",
-    "optim": "optim",
-    "nvme": "io/nvme",
-    "kernels_triton": "kernels_triton",
+    "gemini.optim": "optim",
+    "gemini.nvme": "io/nvme",
+    "gemini.kernels_triton": "kernels_triton",
 }
+SHORT = {"optim", "nvme", "kernels_triton"}
 SOURCES = ("gemini", "optim", "io", "kernels_triton", "pyproject.toml", "README.md")
 
 ONE_STEP = """
 import os, sys
 import torch
 import gemini, nvme, optim
-for module in (gemini, nvme, optim):
+for module in (gemini, nvme, optim,):
     if not module.__file__.startswith(sys.prefix):
         raise SystemExit(f"{module.__name__} is not the installed one: {module.__file__}")
 torch.manual_seed(0)
@@ -65,7 +68,8 @@ def installed(tmp_path_factory):
     for name in SOURCES:  # a copy: building in place leaves `build/`, and takes stale files from it
         path = ROOT / name
         if path.is_dir():
-            shutil.copytree(path, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+            left_out = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(path, source / name, symlinks=True, ignore=left_out)
         else:
             shutil.copy(path, source / name)
     pip = [sys.executable, "-m", "pip"]
@@ -98,6 +102,38 @@ def test_the_wheel_in_a_clean_environment_trains_a_step(installed, tmp_path):
     assert done.returncode == 0 and '"ok": true' in done.stdout, done.stderr
 
 
+OWN = {"optim/__init__.py": "", "bench/__init__.py": "", "nvme.py": "", "kernels_triton.py": ""}
+OF_OURS = ONE_STEP.replace("gemini, nvme, optim", "gemini").replace("optim.H", "gemini.H")
+
+
+@pytest.mark.ci
+def test_a_user_has_names_of_our_folders(installed, tmp_path):
+    own = tmp_path / "own"
+    for name, text in OWN.items():
+        (own / name).parent.mkdir(parents=True, exist_ok=True)
+        (own / name).write_text(text)
+    (own / "script.py").write_text("import bench, kernels_triton, nvme, optim" + OF_OURS)
+    done = run_there(installed, own / "script.py", HERE=str(tmp_path))
+    if "which is RAM" in done.stderr:
+        pytest.skip("the folder for temporary files is in RAM")
+    assert done.returncode == 0, done.stderr
+    said = run_there(installed, "-m", "gemini", "doctor", "--dir", tmp_path, PYTHONPATH=str(own))
+    for name in ("optim", "nvme", "kernels_triton"):
+        assert f"import {name} finds {own}" in said.stdout, said.stdout
+
+
+def test_a_short_name_is_the_same_module():
+    import gemini.nvme.files.calls
+    import gemini.optim.rules.clipping
+    import nvme.files.calls
+    import optim.rules.clipping
+
+    assert optim.rules.clipping is gemini.optim.rules.clipping
+    assert nvme.files.calls is gemini.nvme.files.calls and nvme is gemini.nvme
+    assert optim.rules.clipping.__spec__.name == "gemini.optim.rules.clipping"
+    assert gemini.HybridAdam is optim.HybridAdam and names.shadowed() == {}
+
+
 @pytest.mark.ci
 def test_a_type_checker_sees_the_types_of_the_wheel(installed, tmp_path):
     (tmp_path / "user.py").write_text(USER_CODE)
@@ -118,7 +154,7 @@ def test_every_package_is_in_the_wheel_and_says_that_it_is_typed():
         assert (ROOT / place / "py.typed").exists()
         for init in (ROOT / place).rglob("__init__.py"):
             found.add(".".join((name, *init.parent.relative_to(ROOT / place).parts)))
-    assert listed == found
+    assert listed == found | SHORT
 
 
 IMPORTED = """
@@ -133,7 +169,7 @@ print(*imported, "|", *wrapping)
 """
 OURS = {"gemini", "optim", "nvme", "kernels_triton"}
 LIGHT = {"isal", "numpy", "decimal", "_decimal", "fractions", "statistics", "_statistics"}
-LIGHT |= {"secrets", "hmac", "html"}
+LIGHT |= {"secrets", "hmac", "html", "shlex"}
 
 
 @pytest.mark.ci
@@ -144,7 +180,7 @@ def test_importing_is_ours_alone_and_wrapping_needs_nothing_heavy_beside_torch()
         text=True,
     )  # fmt: skip
     imported, wrapping = (set(part.split()) for part in done.stdout.split("|"))
-    assert imported == {"gemini", "optim"}
+    assert imported == {"gemini", "gemini.names", "gemini.optim", "optim"}
     torchs = {name for name in wrapping if name.startswith("torch.")}
     assert all(name.startswith("torch.distributed._composable") for name in torchs)
     assert {name.partition(".")[0] for name in wrapping - torchs} <= OURS | LIGHT
@@ -177,7 +213,7 @@ def test_nothing_depends_on_asserts(tmp_path):
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("module", ["gemini.runtime.x", "optim.x", "nvme", "bench.x"])
+@pytest.mark.parametrize("module", ["gemini.runtime.x", "gemini.optim.x", "bench.x"])
 def test_a_warning_from_our_own_code_is_an_error_in_tests(module):
     with pytest.raises(DeprecationWarning):
         warnings.warn_explicit("old", DeprecationWarning, "x.py", 1, module=module)

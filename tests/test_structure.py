@@ -6,14 +6,20 @@ from collections import defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = {"gemini": ROOT, "optim": ROOT, "nvme": ROOT / "io", "kernels_triton": ROOT}
+PACKAGES = {
+    "gemini": ROOT / "gemini",
+    "gemini.optim": ROOT / "optim",
+    "gemini.nvme": ROOT / "io/nvme",
+    "gemini.kernels_triton": ROOT / "kernels_triton",
+}
+TOPS = {"gemini", "optim", "nvme", "kernels_triton"}  # with their short names
 TAKE_NAMES = {"getattr", "setattr", "hasattr", "delattr", "patch", "object"}
 MOST_PRIVATE_USES = 10  # of our packages, in tests and benches
 
 MODULES = {
-    ".".join(path.relative_to(base).with_suffix("").parts).removesuffix(".__init__"): path
+    ".".join((name, *path.relative_to(base).with_suffix("").parts)).removesuffix(".__init__"): path
     for name, base in PACKAGES.items()
-    for path in (base / name).rglob("*.py")
+    for path in base.rglob("*.py")
 }
 
 
@@ -168,7 +174,7 @@ def private_uses(tree, names):
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and not is_own(node):
             found = [node.attr]
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in PACKAGES:
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in TOPS:
             found = [name.name for name in node.names]
         elif isinstance(node, ast.Call) and called(node) in TAKE_NAMES:
             texts = [arg.value for arg in node.args if isinstance(arg, ast.Constant)]

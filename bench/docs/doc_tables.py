@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from gemini.chunk.layout import ChunkLayout, ParamSpec
 from gemini.memtracer.trace import sequential_trace
+from gemini.optim.adam import AdamRule, AmsgradRule
+from gemini.optim.lion import LionRule
+from gemini.optim.rules.state_layout import StateLayout
+from gemini.optim.sgd import SGDRule
 from gemini.placement.planner import PlanInputs, PlanResult, make_plan
 from gemini.placement.policy import AutoPlacement
 from gemini.placement.sizes import NUM_VERSIONS, Bandwidths, Budgets, StateBytes
 from gemini.placement.tiers import Tier
 from gemini.units import MIB, format_bytes
-from optim.adam import AdamRule, AmsgradRule
-from optim.lion import LionRule
-from optim.rules.state_layout import StateLayout
-from optim.sgd import SGDRule
 
 OPTIMIZERS: dict[str, StateLayout] = {
     "Adam, AdamW": AdamRule.layout,

@@ -20,10 +20,10 @@ import torch
 from bench.support import models
 from bench.support.machine import write_result
 from gemini import AutoPlacement, GeminiDDP, trace
+from gemini.nvme import default_folder
+from gemini.optim import HybridAdam
 from gemini.placement.timeline import COLOURS
 from gemini.units import parse_bytes
-from nvme import default_folder
-from optim import HybridAdam
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 3

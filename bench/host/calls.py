@@ -36,9 +36,9 @@ from bench.support.machine import write_result
 from gemini import GeminiDDP, StaticPlacement
 from gemini.chunk.layout import ParamSpec
 from gemini.memtracer.trace import sequential_trace
+from gemini.optim import HybridAdam, NvmeConfig
 from gemini.placement.timetable.gathers import gather_steps
 from gemini.runtime.memory.backend import SimBackend
-from optim import HybridAdam, NvmeConfig
 
 _SOURCES = Path(__file__).resolve().parents[2]
 _OURS = tuple(f"{_SOURCES / part}/" for part in ("gemini", "optim", "kernels_triton", "io/nvme"))

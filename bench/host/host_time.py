@@ -27,10 +27,10 @@ from bench.host.calls import counted
 from bench.shared.models import seeded
 from bench.shared.threads import run_threads
 from gemini import GeminiDDP, StaticPlacement
+from gemini.optim import HybridAdam, NvmeConfig
+from gemini.optim.update.triton_update import DeviceOutcome
 from gemini.runtime.memory.sim import SimBackend
 from gemini.tickets import Copied, CopyTicket
-from optim import HybridAdam, NvmeConfig
-from optim.update.triton_update import DeviceOutcome
 
 BLOCK_NUMEL = 1024
 WIDTH = 64

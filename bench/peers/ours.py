@@ -12,7 +12,7 @@ from bench.rows.meshes import make_mesh, mesh_settings
 def load() -> None:
     """Names, not only packages: `gemini` imports what is behind a name when it is asked for."""
     from gemini import AutoPlacement, GeminiDDP, StaticPlacement  # noqa: F401
-    from optim import HybridAdam  # noqa: F401
+    from gemini.optim import HybridAdam  # noqa: F401
 
 
 def prepare() -> None:
@@ -20,8 +20,8 @@ def prepare() -> None:
     from torch import nn
 
     from gemini import GeminiDDP
-    from optim import HybridAdam
-    from optim.update.kernel_cache import KernelBuildError
+    from gemini.optim import HybridAdam
+    from gemini.optim.update.kernel_cache import KernelBuildError
 
     with suppress(KernelBuildError):
         HybridAdam(GeminiDDP(nn.Linear(64, 64), "cpu").parameters(), cpu_path="compile").close()
@@ -52,7 +52,7 @@ def settings(job: Job) -> dict[str, Any]:
 def wrap(model: Any, job: Job, given: dict[str, Any]) -> Trainer:
     import gemini
     from bench.rows.ranks import join_group
-    from optim import HybridAdam
+    from gemini.optim import HybridAdam
 
     if job.world_size > 1:
         join_group(job)

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 
 import gemini
 from gemini import GeminiDDP, StaticPlacement
+from gemini.optim import HybridAdam, LossScale, NvmeConfig, StepReport
 from gemini.placement.timetable.updates import BEHIND, IN_BACKWARD, UPDATES
 from gemini.runtime.memory.backend import SimBackend
 from gemini.runtime.step.ahead.speculation import against_speculation
 from gemini.runtime.step.tail import against_tail
-from optim import HybridAdam, LossScale, NvmeConfig, StepReport
 
 PAUSE_SECONDS = 0.03  # in which blocks are updated that so short a backward would leave to the step
 NUM_STEPS = 4

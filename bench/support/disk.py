@@ -7,8 +7,8 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+from gemini.nvme import BlockStore, BufferPool, StoreLayout
 from gemini.units import BlockId
-from nvme import BlockStore, BufferPool, StoreLayout
 
 BLOCK_BYTES = 12 << 20
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from nvme import PIECE_BYTES  # what we split transfers into
+from gemini.nvme import PIECE_BYTES  # what we split transfers into
 
 DEPTH = 4  # transfers at a time
 BEYOND = 1.05  # of a ceiling: what is faster by more shows that it is none

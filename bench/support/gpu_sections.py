@@ -26,12 +26,12 @@ from torch.distributed.tensor.parallel import (
 
 from bench.shared.workers import run_ranks
 from gemini import GeminiDDP, StaticPlacement
+from gemini.optim import HybridAdam, NvmeConfig
 from gemini.placement.sizes import UNLIMITED
 from gemini.placement.tiers import Tier
 from gemini.runtime.memory.backend import Backend, make_backend
 from gemini.runtime.memory.sim import SimBackend
 from gemini.units import BLOCK_NUMEL
-from optim import HybridAdam, NvmeConfig
 
 Found = dict[str, Any]
 # of two ranks: the dimensions of their mesh, and of its name

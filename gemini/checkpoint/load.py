@@ -22,7 +22,7 @@ from gemini.checkpoint.model.plain import load_plain
 from gemini.checkpoint.model.stages import parts_of
 from gemini.checkpoint.model.state import RunState, first_names, names_of
 from gemini.ddp import GeminiDDP
-from optim.base import TieredOptimizer
+from gemini.optim.base import TieredOptimizer
 
 from . import background
 from .save import raise_pending, runs_of

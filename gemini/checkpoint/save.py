@@ -37,9 +37,9 @@ from gemini.checkpoint.model.plain_runs import PlainRuns, can_be_runs
 from gemini.checkpoint.model.stages import StagesState, parts_of
 from gemini.checkpoint.model.state import RunState, ShardedState, first_names
 from gemini.ddp import GeminiDDP
+from gemini.optim.base import TieredOptimizer
 from gemini.tickets import Done, Ticket
 from gemini.units import parse_bytes
-from optim.base import TieredOptimizer
 
 from . import background
 

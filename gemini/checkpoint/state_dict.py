@@ -20,7 +20,7 @@ from gemini.checkpoint.format.boxes import Region
 from gemini.checkpoint.format.keys import Keys
 from gemini.checkpoint.model.state import ShardedState
 from gemini.ddp import GeminiDDP
-from optim.base import TieredOptimizer
+from gemini.optim.base import TieredOptimizer
 
 from .save import content_of
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from gemini.checkpoint.format.errors import CheckpointError, on_disk
 from gemini.checkpoint.format.manifest import is_plain_name
 from gemini.checkpoint.untrusted.lazy_tensors import DTYPE_NAMES, INDEX, TORCH_INDEX, TensorSpec
-from nvme.files import calls
+from gemini.nvme.files import calls
 
 from .format import unfinished
 

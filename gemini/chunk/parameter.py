@@ -14,8 +14,8 @@ from typing import Any, NoReturn, Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from gemini.optim.target import OWNER_ATTRIBUTE
 from gemini.units import ChunkId, ParamId
-from optim.target import OWNER_ATTRIBUTE
 
 from .gradient_view import works_in_place
 from .local import local_of

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from gemini.dtypes import DTYPES
+from gemini.optim.state.held_signals import HeldSignals
 from gemini.tickets import CopyTicket, Ticket
 from gemini.units import ChunkId, ParamId
-from optim.state.held_signals import HeldSignals
 
 from .account import Account
 from .gradient import ChunkGradient, GradientOffload, ReduceLinks

@@ -18,12 +18,12 @@ import psutil
 import torch
 from torch import Tensor
 
-import nvme
+from gemini import names, nvme
+from gemini.nvme.files.file import create_files, file_system, free_bytes, remove_files
+from gemini.optim.update.built_kernels import compiler
 from gemini.runtime.memory.backend import Backend, make_backend
 from gemini.runtime.memory.machine import memory_left
 from gemini.units import PAGE_BYTES
-from nvme.files.file import create_files, file_system, free_bytes, remove_files
-from optim.update.built_kernels import compiler
 
 from .report import NEEDED, DeviceFacts, Facts, FolderFacts
 
@@ -62,6 +62,7 @@ def examine(
         c_compiler=os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"),
         cxx_compiler=compiler(),
         io_uring_refused=_io_uring_refused(),
+        shadowed=names.shadowed(),
         malloc_tuned="MALLOC_MMAP_THRESHOLD_" in os.environ,
         devices=tuple(_device(i, copy_bytes) for i in range(torch.cuda.device_count())),
         folders=tuple(_folder(f, probe_seconds) for f in folders or _default_folders()),

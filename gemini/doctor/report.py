@@ -73,6 +73,7 @@ class Facts:
     c_compiler: str | None
     cxx_compiler: str | None
     io_uring_refused: str | None  # why the kernel does not have it
+    shadowed: dict[str, str]  # short names of ours, and where an import finds others
     malloc_tuned: bool  # MALLOC_MMAP_THRESHOLD_ is set
     devices: tuple[DeviceFacts, ...]
     folders: tuple[FolderFacts, ...]
@@ -143,6 +144,12 @@ def _software(facts: Facts) -> Iterator[Finding]:
     for name in NEEDED:
         if versions.get(name) is None:
             yield Finding("error", f"{name} is not installed", f"pip install {name}")
+    for name, place in facts.shadowed.items():
+        yield Finding(
+            "note",
+            f"import {name} finds {place} here, which is not ours",
+            f"write gemini.{name}, as everything of ours does",
+        )
     if facts.devices and facts.c_compiler is None:
         yield Finding(
             "error",

@@ -16,8 +16,8 @@ from gemini.checkpoint.load import load_checkpoint
 from gemini.checkpoint.pretrained import write_weights
 from gemini.checkpoint.save import save_checkpoint
 from gemini.ddp import GeminiDDP
-from optim.base import TieredOptimizer
-from optim.rules.loss_scale import LossScale
+from gemini.optim.base import TieredOptimizer
+from gemini.optim.rules.loss_scale import LossScale
 
 from .torch_optimizers import convert
 

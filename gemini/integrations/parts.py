@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from gemini.dtypes import DTYPES
+from gemini.optim.rules.loss_scale import LossScale
 from gemini.runtime.wrap.precision import DTYPE_OF
-from optim.rules.loss_scale import LossScale
 
 log = logging.getLogger("gemini")
 said_already: set[str] = set()

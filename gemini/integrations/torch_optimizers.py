@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from optim import HybridAdam, HybridLion, HybridSGD
-from optim.base import TieredOptimizer
+from gemini.optim import HybridAdam, HybridLion, HybridSGD
+from gemini.optim.base import TieredOptimizer
 
 log = logging.getLogger("gemini")
 

@@ -14,7 +14,7 @@ from gemini.checkpoint.export import import_safetensors
 from gemini.checkpoint.load import load_checkpoint
 from gemini.checkpoint.save import save_checkpoint
 from gemini.ddp import GeminiDDP
-from optim import HybridLion
+from gemini.optim import HybridLion
 
 try:
     from transformers import Trainer

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from gemini.optim.rules.clipping import Clip
 from gemini.runtime.comm.ballot import Agreement
-from optim.rules.clipping import Clip
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,13 @@ from gemini.chunk.parameter import ParamHandle, take_gradient, wrap_in_place
 from gemini.dtypes import DTYPES
 from gemini.memtracer.module_calls import in_backward
 from gemini.memtracer.trace import Trace
+from gemini.optim.binding import waiting_for
+from gemini.optim.rules.clipping import Clip
+from gemini.optim.rules.config import StateConfig
+from gemini.optim.rules.control_vector import ControlVector
+from gemini.optim.rules.loss_scale import LossScale
+from gemini.optim.rules.rule import UpdateRule
+from gemini.optim.target import Group
 from gemini.placement.tiers import Tier
 from gemini.runtime.autograd.calls import Calls
 from gemini.runtime.comm.communicator import Communicator
@@ -47,13 +54,6 @@ from gemini.runtime.wrap.materialise import Materialiser
 from gemini.runtime.wrap.other_optimizers import refuse_other_optimizers
 from gemini.runtime.wrap.precision import PrecisionSettings
 from gemini.units import ParamId
-from optim.binding import waiting_for
-from optim.rules.clipping import Clip
-from optim.rules.config import StateConfig
-from optim.rules.control_vector import ControlVector
-from optim.rules.loss_scale import LossScale
-from optim.rules.rule import UpdateRule
-from optim.target import Group
 
 from .meetings import Meetings, describe
 from .parts import Parts, in_pass

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from gemini.chunk.layout import ChunkLayout
 from gemini.chunk.storage import Chunk
 from gemini.memtracer.module_calls import in_backward
+from gemini.optim.rules.control_vector import ControlVector
 from gemini.placement.plan import Plan
 from gemini.runtime.comm.ballot import Scope
 from gemini.runtime.comm.communicator import Communicator
@@ -29,7 +30,6 @@ from gemini.runtime.schedule.updating import Updating
 from gemini.runtime.wrap.module_check import ModuleCheck
 from gemini.runtime.wrap.precision import PrecisionSettings
 from gemini.units import ChunkId, ParamId
-from optim.rules.control_vector import ControlVector
 
 
 class Attached(Protocol):

@@ -1,16 +1,17 @@
 """Blocks of optimizer state on NVMe: direct I/O, two versions of every block, checksums.
 
-Imported as `nvme`; `io/` is a source root, not a package (docs/adr/0001). No torch in here.
+Imported as `gemini.nvme`, or `nvme`; `io/` is a source root, not a package (docs/adr/0001). No
+torch in here.
 """
 
-from nvme.files.file import OpenFile, check_folder, create_direct, default_folder, open_direct
-from nvme.files.orphan_files import Left, left_in, orphans, remove_orphans
-from nvme.files.recovery import Recovered, recover
+if __name__ == "nvme":
+    from gemini import names
 
-from .checksum import PIECE_BYTES, checksum_of
-from .engine import Engine, Transfer
-from .engines.threads import ThreadEngine
-from .errors import (
+    names.is_long(__name__)
+from gemini.nvme.checksum import PIECE_BYTES, checksum_of
+from gemini.nvme.engine import Engine, Transfer
+from gemini.nvme.engines.threads import ThreadEngine
+from gemini.nvme.errors import (
     ChecksumError,
     DiskFullError,
     FolderError,
@@ -21,13 +22,22 @@ from .errors import (
     cause_of,
     transfer_error,
 )
-from .files import calls
-from .layout import FORMAT_VERSION, FormatError, StoreLayout
-from .pinned import PinnedVersions
-from .pipeline import WriteBehind, read_ahead, settle
-from .pool import Buffer, BufferPool, Pin
-from .probe import CANDIDATES, Probe, Speed, make_engine, probe
-from .store import BlockStore, WriteMeter
+from gemini.nvme.files import calls
+from gemini.nvme.files.file import (
+    OpenFile,
+    check_folder,
+    create_direct,
+    default_folder,
+    open_direct,
+)
+from gemini.nvme.files.orphan_files import Left, left_in, orphans, remove_orphans
+from gemini.nvme.files.recovery import Recovered, recover
+from gemini.nvme.layout import FORMAT_VERSION, FormatError, StoreLayout
+from gemini.nvme.pinned import PinnedVersions
+from gemini.nvme.pipeline import WriteBehind, read_ahead, settle
+from gemini.nvme.pool import Buffer, BufferPool, Pin
+from gemini.nvme.probe import CANDIDATES, Probe, Speed, make_engine, probe
+from gemini.nvme.store import BlockStore, WriteMeter
 
 __all__ = [
     "CANDIDATES",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from gemini.nvme.files.file import OpenFile
 from gemini.tickets import Ticket
-from nvme.files.file import OpenFile
 
 
 @dataclass(frozen=True, slots=True)

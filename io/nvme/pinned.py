@@ -12,9 +12,9 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from gemini.nvme.files.file import OpenFile
 from gemini.tickets import Ticket
 from gemini.units import BlockId
-from nvme.files.file import OpenFile
 
 from .engine import Engine, Transfer
 from .engines.threads import ThreadEngine

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from gemini.nvme.files.file import OpenFile, check_folder, create_files, remove_files
 from gemini.tickets import Ticket
-from nvme.files.file import OpenFile, check_folder, create_files, remove_files
 
 from .engine import Engine, Transfer
 from .engines.tensornvme import TensorNvmeEngine

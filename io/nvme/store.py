@@ -21,10 +21,10 @@ from dataclasses import dataclass, replace
 from multiprocessing.util import Finalize
 from pathlib import Path
 
+from gemini.nvme.files.file import OpenFile, check_folder, create_files
+from gemini.nvme.files.orphan_files import remove_stepless
 from gemini.tickets import Ticket
 from gemini.units import PAGE_BYTES, BlockId, align_up, format_bytes
-from nvme.files.file import OpenFile, check_folder, create_files
-from nvme.files.orphan_files import remove_stepless
 
 from .engine import Engine, Transfer
 from .engines.threads import ThreadEngine

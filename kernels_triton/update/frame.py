@@ -18,7 +18,7 @@ import numpy
 import triton
 import triton.language as tl
 
-from kernels_triton.control import (
+from gemini.kernels_triton.control import (
     C_BACKOFF_FACTOR,
     C_BAD,
     C_BAD_RANK,
@@ -40,11 +40,19 @@ from kernels_triton.control import (
     C_SUM,
     C_USED_SCALE,
 )
-from kernels_triton.launch import check_interpreter, is_interpreted
-from kernels_triton.norm import finish_tiles, tally_votes
-from kernels_triton.rounding import load, noise, pointer, store, store_stochastic
-from kernels_triton.split_master import join_master, load_bits, store_low, with_tie
-from kernels_triton.tiles import T_COLUMNS, T_COUNTER, T_FIRST, T_GRAD, T_NUMEL, T_PARAM, T_STATE
+from gemini.kernels_triton.launch import check_interpreter, is_interpreted
+from gemini.kernels_triton.norm import finish_tiles, tally_votes
+from gemini.kernels_triton.rounding import load, noise, pointer, store, store_stochastic
+from gemini.kernels_triton.split_master import join_master, load_bits, store_low, with_tie
+from gemini.kernels_triton.tiles import (
+    T_COLUMNS,
+    T_COUNTER,
+    T_FIRST,
+    T_GRAD,
+    T_NUMEL,
+    T_PARAM,
+    T_STATE,
+)
 
 NUM_HYPER = 10  # fp64 columns of the hyperparameter table
 # fp32 columns of the coefficient table: the rule's 10, then 1 where active, then the bits of the

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from optim.rules.config import StateConfig, UpdateFacts
-from optim.rules.control_vector import ControlVector
-from optim.rules.rule import UpdateRule
-from optim.state.memory import memory_of
-from optim.step.cpu_step import CpuStep
-from optim.step.executor import Executor
-from optim.step.triton_step import TritonStep
-from optim.update.compiled_update import Mix
-from optim.update.updaters import cpu_updater
+from gemini.optim.rules.config import StateConfig, UpdateFacts
+from gemini.optim.rules.control_vector import ControlVector
+from gemini.optim.rules.rule import UpdateRule
+from gemini.optim.state.memory import memory_of
+from gemini.optim.step.cpu_step import CpuStep
+from gemini.optim.step.executor import Executor
+from gemini.optim.step.triton_step import TritonStep
+from gemini.optim.update.compiled_update import Mix
+from gemini.optim.update.updaters import cpu_updater
 
 
 def make_executor(

@@ -11,18 +11,16 @@ import torch
 from torch import Tensor
 
 from gemini.dtypes import DTYPES
-from gemini.tickets import Done, Ticket
-from gemini.units import BLOCK_NUMEL
-from optim.rules.clipping import Clip
-from optim.rules.config import StateConfig
-from optim.rules.control_vector import ControlVector
-from optim.rules.report import Outcome, SkipLog, StepReport
-from optim.rules.rule import UpdateRule
-from optim.rules.state_layout import Plane
-from optim.state.held_signals import HeldSignals
-from optim.state.memory import memory_of
-from optim.state.space import StateSpace, blocks_on_nvme
-from optim.state.state_stream import (
+from gemini.optim.rules.clipping import Clip
+from gemini.optim.rules.config import StateConfig
+from gemini.optim.rules.control_vector import ControlVector
+from gemini.optim.rules.report import Outcome, SkipLog, StepReport
+from gemini.optim.rules.rule import UpdateRule
+from gemini.optim.rules.state_layout import Plane
+from gemini.optim.state.held_signals import HeldSignals
+from gemini.optim.state.memory import memory_of
+from gemini.optim.state.space import StateSpace, blocks_on_nvme
+from gemini.optim.state.state_stream import (
     RunSpec,
     StateRun,
     StateSnapshot,
@@ -32,9 +30,11 @@ from optim.state.state_stream import (
     list_runs,
     visit_runs,
 )
-from optim.state.tiered_state import TieredState
-from optim.step.driver import TargetStep, take
-from optim.target import AmpInputs, Group, Target
+from gemini.optim.state.tiered_state import TieredState
+from gemini.optim.step.driver import TargetStep, take
+from gemini.optim.target import AmpInputs, Group, Target
+from gemini.tickets import Done, Ticket
+from gemini.units import BLOCK_NUMEL
 
 from .executor import make_executor
 from .views import Order, PlainViews, dense_grad

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optim.state.pieces import Piece, Planes
-from optim.state.space import Block, BlockSegment
+from gemini.optim.state.pieces import Piece, Planes
+from gemini.optim.state.space import Block, BlockSegment
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from gemini.nvme import WriteMeter
 from gemini.units import check_block_numel
-from nvme import WriteMeter
 
 CPU_PATHS = ("auto", "eager", "compile")
 COMPILED_FROM_NUMEL = 1 << 26  # a step gains 50 ms there on 2 cores: 100 of them pay for the build

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels_triton import control_fields as fields
+from gemini.kernels_triton import control_fields as fields
 
 from .loss_scale import LossScale, ScaleState
 

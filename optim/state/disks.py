@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nvme import CANDIDATES, Engine, make_engine, probe
-from optim.rules.config import NvmeConfig
+from gemini.nvme import CANDIDATES, Engine, make_engine, probe
+from gemini.optim.rules.config import NvmeConfig
 
 log = logging.getLogger("gemini.nvme")
 

@@ -28,9 +28,7 @@ import torch
 from torch import Tensor
 
 from gemini.dtypes import DTYPES
-from gemini.tickets import Ticket
-from gemini.units import BlockId, format_bytes
-from nvme import (
+from gemini.nvme import (
     BlockStore,
     Buffer,
     BufferPool,
@@ -43,8 +41,10 @@ from nvme import (
     default_folder,
     settle,
 )
-from optim.rules.config import NvmeConfig
-from optim.rules.state_layout import WEIGHT, StateLayout
+from gemini.optim.rules.config import NvmeConfig
+from gemini.optim.rules.state_layout import WEIGHT, StateLayout
+from gemini.tickets import Ticket
+from gemini.units import BlockId, format_bytes
 
 from .disk.forms import BlockForms
 from .disk.pinned_state import PinnedState

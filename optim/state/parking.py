@@ -15,9 +15,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor, UntypedStorage
 
-from gemini.tickets import Ticket
-from gemini.units import PAGE_BYTES, BlockId, align_up
-from nvme import (
+from gemini.nvme import (
     BlockStore,
     Buffer,
     BufferPool,
@@ -27,7 +25,9 @@ from nvme import (
     default_folder,
     read_ahead,
 )
-from optim.rules.config import NvmeConfig
+from gemini.optim.rules.config import NvmeConfig
+from gemini.tickets import Ticket
+from gemini.units import PAGE_BYTES, BlockId, align_up
 
 from .disks import measure_disks
 from .pinning import pages_of

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from gemini.optim.rules.report import Traffic
 from gemini.tickets import CopyTicket
-from optim.rules.report import Traffic
 
 from .space import Block
 

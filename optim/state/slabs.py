@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from gemini.dtypes import DTYPES
+from gemini.optim.rules.state_layout import StateLayout
 from gemini.units import BlockId
-from optim.rules.state_layout import StateLayout
 
 from .memory import Memory
 from .pieces import Planes

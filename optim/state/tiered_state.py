@@ -14,12 +14,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from gemini.optim.rules.config import NvmeConfig
+from gemini.optim.rules.report import Traffic
+from gemini.optim.rules.split_master import remainder_of, shown, take, tie_sign
+from gemini.optim.rules.state_layout import MASTER, StateLayout
 from gemini.tickets import CopyTicket
 from gemini.units import BlockId
-from optim.rules.config import NvmeConfig
-from optim.rules.report import Traffic
-from optim.rules.split_master import remainder_of, shown, take, tie_sign
-from optim.rules.state_layout import MASTER, StateLayout
 
 from .disk.pinned_state import PinnedState
 from .memory import Memory

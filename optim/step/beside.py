@@ -13,10 +13,10 @@ from typing import Protocol
 
 import torch
 
+from gemini.optim.rules.report import Behind, Traffic
+from gemini.optim.state.memory import Memory
+from gemini.optim.state.space import Block
 from gemini.tickets import BesideTicket
-from optim.rules.report import Behind, Traffic
-from optim.state.memory import Memory
-from optim.state.space import Block
 
 
 class Holding(Protocol):

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gemini.optim.rules.clipping import Clip, combined
+from gemini.optim.rules.control_vector import ControlVector
+from gemini.optim.rules.report import Outcome
+from gemini.optim.state.pieces import Updater
+from gemini.optim.target import AmpInputs
+from gemini.optim.update.cpu_update import StepInputs
+from gemini.optim.update.staging import Reserved
+from gemini.optim.update.updaters import CpuUpdater
 from gemini.tickets import Done
 from gemini.units import ParamId
-from optim.rules.clipping import Clip, combined
-from optim.rules.control_vector import ControlVector
-from optim.rules.report import Outcome
-from optim.state.pieces import Updater
-from optim.target import AmpInputs
-from optim.update.cpu_update import StepInputs
-from optim.update.staging import Reserved
-from optim.update.updaters import CpuUpdater
 
 from .executor import step_counts
 from .gradients import Bits, GradientRun, Measured, bits_of, checksum

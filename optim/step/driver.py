@@ -23,13 +23,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from gemini.optim.rules.report import StepReport, Traffic
+from gemini.optim.rules.state_layout import MASTER, WEIGHT
+from gemini.optim.state.held_signals import HeldSignals
+from gemini.optim.state.pieces import Planes, Updater
+from gemini.optim.state.space import Block
+from gemini.optim.state.tiered_state import BlockViews, TieredState
 from gemini.units import BlockId
-from optim.rules.report import StepReport, Traffic
-from optim.rules.state_layout import MASTER, WEIGHT
-from optim.state.held_signals import HeldSignals
-from optim.state.pieces import Planes, Updater
-from optim.state.space import Block
-from optim.state.tiered_state import BlockViews, TieredState
 
 
 class Stage(Enum):

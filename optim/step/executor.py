@@ -12,13 +12,13 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from gemini.optim.rules.clipping import Clip
+from gemini.optim.rules.control_vector import ControlVector
+from gemini.optim.rules.report import Outcome
+from gemini.optim.state.pieces import Updater
+from gemini.optim.target import AmpInputs
+from gemini.optim.update.staging import DeviceStaging, Reserved
 from gemini.tickets import Ticket
-from optim.rules.clipping import Clip
-from optim.rules.control_vector import ControlVector
-from optim.rules.report import Outcome
-from optim.state.pieces import Updater
-from optim.target import AmpInputs
-from optim.update.staging import DeviceStaging, Reserved
 
 from .gradients import GradientRun, Measured
 

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from gemini.optim.state.pieces import GradSegment
 from gemini.units import ParamId
-from optim.state.pieces import GradSegment
 
 Bits = tuple[int, Tensor]  # of a run's gradient: its id, the sum of its words; int64 0-d
 

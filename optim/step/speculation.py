@@ -18,14 +18,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from gemini.nvme import Buffer
+from gemini.optim.rules.speculation import BlockInputs
+from gemini.optim.state.disk.transfers import Staged
+from gemini.optim.state.nvme_state import NvmeState
+from gemini.optim.state.pieces import SteppedViews
+from gemini.optim.state.space import Block
+from gemini.optim.update.updaters import CpuUpdater
 from gemini.units import READS_AHEAD, BlockId
-from nvme import Buffer
-from optim.rules.speculation import BlockInputs
-from optim.state.disk.transfers import Staged
-from optim.state.nvme_state import NvmeState
-from optim.state.pieces import SteppedViews
-from optim.state.space import Block
-from optim.update.updaters import CpuUpdater
 
 from .tail import Gate
 

@@ -20,10 +20,10 @@ from typing import Protocol
 
 import torch
 
+from gemini.optim.rules.report import Behind
+from gemini.optim.state.held_signals import SignalsBehind
+from gemini.optim.state.space import Block
 from gemini.units import BlockId
-from optim.rules.report import Behind
-from optim.state.held_signals import SignalsBehind
-from optim.state.space import Block
 
 from .driver import Stage, TargetStep, alone
 

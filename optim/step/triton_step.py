@@ -14,20 +14,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kernels_triton.control_fields import BAD, LOSS_SCALE, SUM
-from optim.rules.clipping import Clip
-from optim.rules.control_vector import ControlVector
-from optim.rules.rule import UpdateRule
-from optim.state.memory import Memory
-from optim.state.pieces import Updater
-from optim.target import AmpInputs
-from optim.update.staging import DeviceStaging, Reserved
+from gemini.kernels_triton.control_fields import BAD, LOSS_SCALE, SUM
+from gemini.optim.rules.clipping import Clip
+from gemini.optim.rules.control_vector import ControlVector
+from gemini.optim.rules.rule import UpdateRule
+from gemini.optim.state.memory import Memory
+from gemini.optim.state.pieces import Updater
+from gemini.optim.target import AmpInputs
+from gemini.optim.update.staging import DeviceStaging, Reserved
 
 from .gradients import Bits, GradientRun, Measured, bits_of, checksum
 
 if TYPE_CHECKING:
-    from optim.update.grad_tiles import GradTiles
-    from optim.update.triton_update import DeviceOutcome, TritonUpdater
+    from gemini.optim.update.grad_tiles import GradTiles
+    from gemini.optim.update.triton_update import DeviceOutcome, TritonUpdater
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,9 @@ class TritonStep:
         stochastic: bool = False,
     ) -> None:
         """`runs`: those to be measured. `names`: of the counters; None where others measure."""
-        from optim.update.triton_update import TritonUpdater  # Triton is imported where it is used
+        from gemini.optim.update.triton_update import (
+            TritonUpdater,  # Triton is imported where it is used
+        )
 
         self._updater = TritonUpdater(
             rule,
@@ -164,7 +166,7 @@ class TritonStep:
     def _tiles(self) -> GradTiles:
         """Runs of one dtype are measured in one launch."""
         if self._made_tiles is None:
-            from optim.update.grad_tiles import GradTiles
+            from gemini.optim.update.grad_tiles import GradTiles
 
             runs = sorted(self._runs.values(), key=lambda run: run.dtype)
             self._made_tiles = GradTiles({run.id: run.parts for run in runs}, self._memory)
@@ -213,7 +215,7 @@ class TritonStep:
 
     def outcome(self) -> DeviceOutcome:
         """Nothing is waited for before a field is read."""
-        from optim.update.triton_update import DeviceOutcome
+        from gemini.optim.update.triton_update import DeviceOutcome
 
         return DeviceOutcome(self._updater, self._names)
 

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from optim.rules.rule import UpdateRule
-from optim.state.pieces import Piece
+from gemini.optim.rules.rule import UpdateRule
+from gemini.optim.state.pieces import Piece
 
 from .built_kernels import Kernel, Rows, kernels
 from .cpu_update import (

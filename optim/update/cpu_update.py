@@ -21,12 +21,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from optim.rules.clipping import combined
-from optim.rules.rounding import noise, round_stochastic
-from optim.rules.rule import UpdateRule
-from optim.rules.split_master import SIGN, TIE, TIE_MASK
-from optim.state.held_signals import wait_all
-from optim.state.pieces import Piece
+from gemini.optim.rules.clipping import combined
+from gemini.optim.rules.rounding import noise, round_stochastic
+from gemini.optim.rules.rule import UpdateRule
+from gemini.optim.rules.split_master import SIGN, TIE, TIE_MASK
+from gemini.optim.state.held_signals import wait_all
+from gemini.optim.state.pieces import Piece
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -12,10 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels_triton import ops
-from kernels_triton.tiles import GRAD, SegmentRow, segment_table, tile_table
-from optim.state.memory import Memory
-from optim.state.pieces import GradSegment
+from gemini.kernels_triton import ops
+from gemini.kernels_triton.tiles import GRAD, SegmentRow, segment_table, tile_table
+from gemini.optim.state.memory import Memory
+from gemini.optim.state.pieces import GradSegment
 
 
 class _Place(NamedTuple):

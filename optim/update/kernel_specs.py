@@ -8,9 +8,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from optim.rules.rule import UpdateRule
-from optim.rules.split_master import join, remainder_of, tie_sign
-from optim.rules.state_layout import StateLayout
+from gemini.optim.rules.rule import UpdateRule
+from gemini.optim.rules.split_master import join, remainder_of, tie_sign
+from gemini.optim.rules.state_layout import StateLayout
 
 from .cpp_loops import element_type, library, traced_tile, widened
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels_triton.tiles import Launch, SegmentRow, segment_table, tile_table
-from optim.state.memory import Memory
-from optim.state.pieces import Piece
+from gemini.kernels_triton.tiles import Launch, SegmentRow, segment_table, tile_table
+from gemini.optim.state.memory import Memory
+from gemini.optim.state.pieces import Piece
 
 Dtypes = tuple[torch.dtype, torch.dtype]  # of parameter and gradient
 

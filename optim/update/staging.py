@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from optim.state.memory import Memory
-from optim.state.pieces import Planes
+from gemini.optim.state.memory import Memory
+from gemini.optim.state.pieces import Planes
 
 SETS = 3  # one travels in, one is updated, one travels out
 

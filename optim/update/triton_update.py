@@ -18,10 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from gemini.tickets import CopyTicket
-from gemini.units import ParamId
-from kernels_triton import ops
-from kernels_triton.control_fields import (
+from gemini.kernels_triton import ops
+from gemini.kernels_triton.control_fields import (
     BAD,
     BAD_RANK,
     MAX_NORM,
@@ -30,17 +28,19 @@ from kernels_triton.control_fields import (
     SUM,
     USED_SCALE,
 )
-from kernels_triton.launch import is_interpreted
-from kernels_triton.norm import NORM_WARPS
-from kernels_triton.tiles import Launch, choose_launch
-from kernels_triton.update.frame import NUM_COEFFICIENTS, NUM_HYPER
-from optim.rules.clipping import Clip
-from optim.rules.control_vector import ControlVector
-from optim.rules.report import Outcome, Traffic
-from optim.rules.rule import UpdateRule
-from optim.state.memory import Memory, memory_of
-from optim.state.pieces import Piece, Planes, Resident, SteppedViews
-from optim.state.space import Block
+from gemini.kernels_triton.launch import is_interpreted
+from gemini.kernels_triton.norm import NORM_WARPS
+from gemini.kernels_triton.tiles import Launch, choose_launch
+from gemini.kernels_triton.update.frame import NUM_COEFFICIENTS, NUM_HYPER
+from gemini.optim.rules.clipping import Clip
+from gemini.optim.rules.control_vector import ControlVector
+from gemini.optim.rules.report import Outcome, Traffic
+from gemini.optim.rules.rule import UpdateRule
+from gemini.optim.state.memory import Memory, memory_of
+from gemini.optim.state.pieces import Piece, Planes, Resident, SteppedViews
+from gemini.optim.state.space import Block
+from gemini.tickets import CopyTicket
+from gemini.units import ParamId
 
 from .launch_tables import LaunchTables, segments_of
 from .staging import DeviceStaging, Reserved

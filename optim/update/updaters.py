@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from gemini.optim.rules.config import UpdateFacts, wants_compiled
+from gemini.optim.rules.report import Traffic
+from gemini.optim.rules.rule import UpdateRule
+from gemini.optim.state.pieces import Piece, Planes, Resident, SteppedViews
+from gemini.optim.state.space import Block
 from gemini.tickets import CopyTicket
-from optim.rules.config import UpdateFacts, wants_compiled
-from optim.rules.report import Traffic
-from optim.rules.rule import UpdateRule
-from optim.state.pieces import Piece, Planes, Resident, SteppedViews
-from optim.state.space import Block
 
 from . import cpu_update
 from .compiled_update import CompiledUpdate, Mix

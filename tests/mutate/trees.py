@@ -54,7 +54,7 @@ class Tree:
 
     def __init__(self, source: Path, root: Path) -> None:
         self.root = root
-        shutil.copytree(source, root, ignore=_LEFT_OUT)
+        shutil.copytree(source, root, symlinks=True, ignore=_LEFT_OUT)
         for folder in SOURCES:
             # by content: a mutation may be as long and as old as what it takes the place of
             compileall.compile_dir(

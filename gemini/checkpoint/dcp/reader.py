@@ -24,7 +24,7 @@ from gemini.checkpoint.format.data_file import UnitReader
 from gemini.checkpoint.format.errors import CorruptError, said_plainly
 from gemini.checkpoint.format.manifest import Manifest
 from gemini.checkpoint.untrusted.torch_files import FileSlice, safe_load
-from nvme import cause_of
+from gemini.nvme import cause_of
 
 from .sharded import FlatRuns, can_be_raw
 

@@ -14,9 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gemini.tickets import Ticket
-from gemini.units import BLOCK_NUMEL, PAGE_BYTES, align_up
-from nvme import (
+from gemini.nvme import (
     Buffer,
     BufferPool,
     Engine,
@@ -31,8 +29,10 @@ from nvme import (
     settle,
     transfer_error,
 )
-from nvme.files import calls
-from optim.state.memory import copy_alone
+from gemini.nvme.files import calls
+from gemini.optim.state.memory import copy_alone
+from gemini.tickets import Ticket
+from gemini.units import BLOCK_NUMEL, PAGE_BYTES, align_up
 
 from .errors import CorruptError
 from .manifest import DataFile, Unit

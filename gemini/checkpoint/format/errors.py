@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from nvme import cause_of
+from gemini.nvme import cause_of
 
 
 class CheckpointError(RuntimeError):

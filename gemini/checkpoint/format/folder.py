@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from nvme.files import calls
+from gemini.nvme.files import calls
 
 from . import unfinished
 from .errors import CheckpointError, FormatError, on_disk

@@ -6,7 +6,7 @@ import os
 import stat
 from pathlib import Path
 
-from nvme import cause_of
+from gemini.nvme import cause_of
 
 from .errors import CorruptError
 from .manifest import NAME, Manifest

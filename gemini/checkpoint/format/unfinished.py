@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
-from nvme.files import calls
+from gemini.nvme.files import calls
 
 from .errors import CheckpointError
 from .manifest import NAME

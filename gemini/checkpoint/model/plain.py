@@ -19,7 +19,7 @@ from gemini.checkpoint.dcp.ranks import Ranks
 from gemini.checkpoint.dcp.sources import CheckpointSource
 from gemini.checkpoint.format.errors import MismatchError
 from gemini.checkpoint.format.keys import Keys
-from optim.base import TieredOptimizer
+from gemini.optim.base import TieredOptimizer
 
 from .state import names_of
 

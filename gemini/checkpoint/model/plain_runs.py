@@ -13,9 +13,9 @@ from gemini.checkpoint.dcp.sharded import can_be_raw
 from gemini.checkpoint.format.errors import CheckpointError
 from gemini.checkpoint.format.keys import Keys
 from gemini.module_face import saved_buffers
+from gemini.optim.base import TieredOptimizer
+from gemini.optim.plain.target import PlainTarget
 from gemini.units import BLOCK_NUMEL
-from optim.base import TieredOptimizer
-from optim.plain.target import PlainTarget
 
 from .state import RunState, RunVisitor, StatePart, WeightRun, names_of
 

@@ -17,8 +17,8 @@ from gemini.checkpoint.dcp.sharded import FlatRuns
 from gemini.checkpoint.format.errors import CheckpointError
 from gemini.checkpoint.format.keys import Keys
 from gemini.ddp import GeminiDDP
+from gemini.optim.base import TieredOptimizer
 from gemini.runtime.pipeline.joint_target import JointTarget
-from optim.base import TieredOptimizer
 
 from .state import RunState, RunVisitor, ShardedState, Snapshot
 

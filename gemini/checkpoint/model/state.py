@@ -23,12 +23,12 @@ from gemini.chunk.local import region_of
 from gemini.chunk.storage import Chunk
 from gemini.ddp import GeminiDDP
 from gemini.dtypes import DTYPES
+from gemini.optim.base import TieredOptimizer
+from gemini.optim.rules.state_layout import MASTER
+from gemini.optim.state.state_stream import RunSpec, StateRun, StateSnapshot
+from gemini.optim.target import Target
 from gemini.runtime.inspect.weights import set_without_master, weights_without_master
 from gemini.units import BLOCK_NUMEL
-from optim.base import TieredOptimizer
-from optim.rules.state_layout import MASTER
-from optim.state.state_stream import RunSpec, StateRun, StateSnapshot
-from optim.target import Target
 
 RunVisitor = Callable[[str, Region, int, Tensor], None]  # (key, region, first element of it, [n])
 WeightRun = tuple[str, int, int]  # (parameter's name, first element, number of elements)

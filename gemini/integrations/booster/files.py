@@ -23,8 +23,8 @@ from gemini.integrations.parallel import gathered
 from gemini.integrations.parallel.pipelined import Pipelined
 from gemini.integrations.parts import accept, inner_of
 from gemini.integrations.plugins import fsdp
+from gemini.nvme.files import calls
 from gemini.tickets import Done, Ticket
-from nvme.files import calls
 
 from .optimizer_state import full_state, load_full_state, scale_of, set_scale
 

@@ -20,8 +20,8 @@ from gemini.checkpoint.model.state import first_names
 from gemini.checkpoint.untrusted.torch_files import first_line, load_mapped
 from gemini.ddp import GeminiDDP
 from gemini.integrations.plugins.optimizers import Boosted
-from optim.base import TieredOptimizer
-from optim.rules.loss_scale import ScaleState
+from gemini.optim.base import TieredOptimizer
+from gemini.optim.rules.loss_scale import ScaleState
 
 State = dict[str, Any]
 

@@ -1,9 +1,9 @@
 """Names of Colossal-AI: wrappers by ZeRO stage, ShardedModelV2, bucketers, handlers."""
 
+from gemini.optim.adam import CPUAdam as CPUAdam
+from gemini.optim.adam import HybridAdam as HybridAdam
 from gemini.optimizer import GeminiAdamOptimizer as GeminiAdamOptimizer
 from gemini.optimizer import GeminiOptimizer as GeminiOptimizer
-from optim.adam import CPUAdam as CPUAdam
-from optim.adam import HybridAdam as HybridAdam
 
 from .bucketer import ReduceScatterBucketer as ReduceScatterBucketer
 from .checkpoints import load_checkpoint as load_checkpoint

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from gemini.ddp import GeminiDDP
+from gemini.optim.base import TieredOptimizer
 from gemini.runtime.gradients.writable_pass import ChangeGradient
-from optim.base import TieredOptimizer
 
 Handler = TypeVar("Handler", bound="type[BaseGradientHandler]")
 

@@ -16,11 +16,11 @@ from gemini.chunk.storage import params_in
 from gemini.ddp import GeminiDDP
 from gemini.integrations.parts import accept
 from gemini.integrations.torch_optimizers import convert
+from gemini.optim.base import TieredOptimizer
+from gemini.optim.rules.loss_scale import LossScale
 from gemini.placement.policy import StaticPlacement
 from gemini.runtime.inspect.full_parameters import full_parameters
 from gemini.runtime.inspect.weights import full_chunk
-from optim.base import TieredOptimizer
-from optim.rules.loss_scale import LossScale
 
 _FP16_BYTES = 2
 

@@ -18,13 +18,13 @@ from gemini.chunk.sizing.search import ChunkConfiguration, search_chunk_configur
 from gemini.integrations.parts import accept, refuse_others, this_device
 from gemini.integrations.plugins.engine_plugin import parse_named, print_search, print_skips
 from gemini.integrations.torch_optimizers import convert
+from gemini.optim.base import TieredOptimizer
+from gemini.optim.rules.loss_scale import LossScale
 from gemini.placement.policy import Placement, StaticPlacement
 from gemini.runtime.wrap.keep_fp32 import find_fp32_modules, param_dtypes
 from gemini.runtime.wrap.materialise import init_empty
 from gemini.runtime.wrap.precision import DTYPE_OF
 from gemini.runtime.wrap.specs import collect_params
-from optim.base import TieredOptimizer
-from optim.rules.loss_scale import LossScale
 
 from .sharded_v2 import static_copy
 

@@ -17,8 +17,8 @@ from torch import nn
 from gemini.checkpoint.load import load_checkpoint
 from gemini.checkpoint.save import save_checkpoint
 from gemini.ddp import GeminiDDP
-from optim.base import TieredOptimizer
-from optim.rules.state_layout import MASTER
+from gemini.optim.base import TieredOptimizer
+from gemini.optim.rules.state_layout import MASTER
 
 from .shared import inner
 

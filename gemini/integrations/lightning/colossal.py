@@ -11,8 +11,8 @@ import torch
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 
+from gemini.optim.rules.loss_scale import LossScale
 from gemini.placement.policy import Placement, StaticPlacement
-from optim.rules.loss_scale import LossScale
 
 from .trainer import GeminiStrategy
 

@@ -21,9 +21,9 @@ from torch.distributed.constants import default_pg_timeout
 
 from gemini.ddp import GeminiDDP
 from gemini.integrations.torch_optimizers import convert
+from gemini.optim.base import TieredOptimizer
 from gemini.placement.policy import Placement
 from gemini.runtime.wrap.materialise import init_empty
-from optim.base import TieredOptimizer
 
 from .checkpoint import decoded, full_optimizer_state, full_weights, load_folder, pop, save_folder
 from .shared import Asked, GeminiFabricPrecision, StepCasts, inner, precision_of

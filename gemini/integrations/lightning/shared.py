@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from gemini.ddp import GeminiDDP
 from gemini.dtypes import DTYPES
+from gemini.optim.base import TieredOptimizer
+from gemini.optim.rules.loss_scale import LossScale
 from gemini.placement.policy import Placement, parse_placement
 from gemini.runtime.wrap.precision import DTYPE_OF
 from gemini.trees import map_tensors
-from optim.base import TieredOptimizer
-from optim.rules.loss_scale import LossScale
 
 # Lightning's name -> ours. Masters are fp32, so "true" and "mixed" bf16 are one thing here.
 PRECISIONS = {"32-true": "fp32", "bf16-mixed": "bf16", "bf16-true": "bf16", "16-mixed": "fp16"}

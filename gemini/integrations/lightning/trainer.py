@@ -20,9 +20,9 @@ from torch.distributed.constants import default_pg_timeout
 from gemini.checkpoint.format.folder import LATEST
 from gemini.ddp import GeminiDDP
 from gemini.integrations.torch_optimizers import convert
+from gemini.optim.base import TieredOptimizer
 from gemini.placement.policy import Placement
 from gemini.runtime.wrap.materialise import init_empty
-from optim.base import TieredOptimizer
 
 from .checkpoint import (
     Streamed,

@@ -14,9 +14,9 @@ from gemini.integrations import parts
 from gemini.integrations.parallel.plans import TensorParallel, split
 from gemini.integrations.parts import LOSS_SCALE, loss_scale_of
 from gemini.integrations.torch_optimizers import TAKEN, convert
+from gemini.optim.base import TieredOptimizer
+from gemini.optim.rules.loss_scale import LossScale
 from gemini.placement.policy import Placement, parse_placement
-from optim.base import TieredOptimizer
-from optim.rules.loss_scale import LossScale
 
 from .plugin import Plugin, check_over
 from .precision import MixedPrecision

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from optim.base import TieredOptimizer
-from optim.binding import show_steps
-from optim.rules.clipping import asked_norm
+from gemini.optim.base import TieredOptimizer
+from gemini.optim.binding import show_steps
+from gemini.optim.rules.clipping import asked_norm
 
 from .precision import Scaling
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gemini.optim.rules.loss_scale import LossScale
 from gemini.trees import map_tensors
-from optim.rules.loss_scale import LossScale
 
 log = logging.getLogger("gemini")
 

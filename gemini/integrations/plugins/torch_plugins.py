@@ -16,7 +16,7 @@ from torch.distributed.fsdp.api import BackwardPrefetch
 
 from gemini.ddp import GeminiDDP
 from gemini.integrations.parts import refuse_absent
-from optim.base import TieredOptimizer
+from gemini.optim.base import TieredOptimizer
 
 from .fsdp import fully_sharded, sync_off
 from .optimizers import Extras, give_extras

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from gemini.integrations.parts import accept, precision_of, refuse_absent
+from gemini.optim.rules.loss_scale import LossScale
 from gemini.placement.policy import StaticPlacement
-from optim.rules.loss_scale import LossScale
 
 from .engine_plugin import EnginePlugin
 from .lora import add_lora_params

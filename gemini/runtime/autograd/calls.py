@@ -29,6 +29,7 @@ from gemini.memtracer.module_calls import (
     gets_gradient,
     in_backward,
 )
+from gemini.nvme import NvmeError
 from gemini.runtime.gradients.waiting import Gradients
 from gemini.runtime.meetings import Meetings
 from gemini.runtime.parts import Parts, in_pass, settle
@@ -36,7 +37,6 @@ from gemini.runtime.step.promotion import Promotion
 from gemini.runtime.thaw import thaw
 from gemini.trees import tensors_in
 from gemini.units import ChunkId, ParamId
-from nvme import NvmeError
 
 from .refusals import refuse_double_backward, refuse_unscaled, say_what_is_left
 

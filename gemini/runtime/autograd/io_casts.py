@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gemini.optim.rules.control_vector import ControlVector
 from gemini.trees import map_tensors, tensors_in
-from optim.rules.control_vector import ControlVector
 
 DEPTH = 4  # of objects inside objects that are opened
 

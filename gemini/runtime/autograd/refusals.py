@@ -6,9 +6,9 @@ from contextlib import suppress
 from typing import NoReturn
 
 from gemini.chunk.layout import ChunkLayout
+from gemini.nvme import NvmeError
 from gemini.runtime.parts import Parts
 from gemini.units import ParamId
-from nvme import NvmeError
 
 
 def refuse_double_backward() -> NoReturn:

@@ -14,12 +14,12 @@ from gemini.chunk.parameter import clear_gradients
 from gemini.chunk.storage import Chunk
 from gemini.memtracer.module_calls import in_backward
 from gemini.mesh.roles import WORLD
+from gemini.optim.rules.clipping import Clip
 from gemini.runtime.edits import Edit, PendingClip
 from gemini.runtime.meetings import Meetings
 from gemini.runtime.parts import Parts, in_pass
 from gemini.tickets import Done, Ticket
 from gemini.units import ParamId
-from optim.rules.clipping import Clip
 
 from .values import GradientValues, norm_of, own_parts
 

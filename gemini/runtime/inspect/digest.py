@@ -27,7 +27,7 @@ def digest(parts: Parts) -> str:
     split parameters.
     """
     write_back_changes(parts)
-    from kernels_triton.digest import digest_on_device, digest_reference
+    from gemini.kernels_triton.digest import digest_on_device, digest_reference
 
     def by_kernel(words: Tensor, first: int, salt: int) -> Tensor:
         parts.backend.address(words)  # raises for what no kernel reaches

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from optim.state.memory import CpuMemory, CudaMemory, Memory
+from gemini.optim.state.memory import CpuMemory, CudaMemory, Memory
 
 from .sim import SimBackend
 

@@ -10,9 +10,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from gemini.optim.state.memory import Memory
 from gemini.tickets import CopyTicket, Ticket
 from gemini.units import ChunkId
-from optim.state.memory import Memory
 
 from .backend import Backend
 from .files.blocks import FileBlocks, Flat, Staged

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 
 from gemini.chunk.account import Account
 from gemini.chunk.storage import Chunk
+from gemini.optim.state.tiered_state import TieredState
 from gemini.placement.overruns import Overruns
 from gemini.placement.tiers import Tier
-from optim.state.tiered_state import TieredState
 
 from .shard_storage import ShardStorage
 

@@ -11,12 +11,12 @@ from torch import Tensor
 from gemini.chunk.layout import ChunkLayout, ChunkSpec
 from gemini.chunk.storage import Chunk
 from gemini.dtypes import DTYPES
+from gemini.nvme import WriteMeter
+from gemini.optim.rules.report import Traffic
 from gemini.placement.plan import Plan
 from gemini.placement.tiers import Tier
 from gemini.tickets import Ticket
 from gemini.units import ChunkId
-from nvme import WriteMeter
-from optim.rules.report import Traffic
 
 from .backend import Backend
 from .files.blocks import Flat

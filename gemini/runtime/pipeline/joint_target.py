@@ -10,17 +10,17 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from gemini.chunk.storage import Chunk
+from gemini.optim.rules.clipping import Clip
+from gemini.optim.rules.control_vector import ControlVector
+from gemini.optim.rules.report import StepReport
+from gemini.optim.rules.state_layout import Plane
+from gemini.optim.state.state_stream import RunSpec, StateSnapshot, StateSource, StateVisitor
+from gemini.optim.target import OWNER_ATTRIBUTE, AmpInputs, Group, ParameterOwner
 from gemini.runtime.comm.ballot import Ballot
 from gemini.runtime.edits import PendingClip
 from gemini.runtime.parts import Parts
 from gemini.runtime.step.agreement import carry_out, heard
 from gemini.runtime.step.target import ShardTarget
-from optim.rules.clipping import Clip
-from optim.rules.control_vector import ControlVector
-from optim.rules.report import StepReport
-from optim.rules.state_layout import Plane
-from optim.state.state_stream import RunSpec, StateSnapshot, StateSource, StateVisitor
-from optim.target import OWNER_ATTRIBUTE, AmpInputs, Group, ParameterOwner
 
 from .seats import Agreed, Seats
 

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gemini.optim.rules.config import StateConfig
+from gemini.optim.rules.rule import UpdateRule
+from gemini.optim.target import OWNER_ATTRIBUTE, Group, ParameterOwner
 from gemini.runtime.comm.ballot import Ballot
 from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.memory.machine import ranks_here
 from gemini.runtime.parts import Parts
 from gemini.runtime.step.target import ShardTarget
-from optim.rules.config import StateConfig
-from optim.rules.rule import UpdateRule
-from optim.target import OWNER_ATTRIBUTE, Group, ParameterOwner
 
 from .joint_target import JointTarget, share
 from .seats import Agreed, Part, Seats

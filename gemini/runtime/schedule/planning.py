@@ -17,6 +17,7 @@ from gemini.memtracer.trace import (
     reduce_traces,
     sequential_trace,
 )
+from gemini.optim.rules.state_layout import WEIGHT_DTYPE
 from gemini.placement.fit import (
     Fitted,
     StateRequest,
@@ -54,7 +55,6 @@ from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.memory.backend import Backend
 from gemini.runtime.memory.machine import look_at_machine, ranks_here
 from gemini.units import ChunkId
-from optim.rules.state_layout import WEIGHT_DTYPE
 
 log = logging.getLogger("gemini")
 

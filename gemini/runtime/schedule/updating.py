@@ -8,9 +8,9 @@ from torch import nn
 
 from gemini.chunk.parameter import unwatch, watch
 from gemini.chunk.storage import Chunk
+from gemini.optim.rules.report import Behind
 from gemini.tickets import Done, Ticket
 from gemini.units import ChunkId
-from optim.rules.report import Behind
 
 
 class Updating:

@@ -8,15 +8,15 @@ from typing import Protocol
 
 import torch
 
+from gemini.optim.rules.report import Outcome, StepReport, Traffic
+from gemini.optim.state.held_signals import HeldSignals
+from gemini.optim.step.driver import InMemory, TargetStep, at_once, take
+from gemini.optim.step.executor import Executor
 from gemini.runtime.comm.ballot import Agreement, Ballot
 from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.parts import Parts
 from gemini.tickets import Done
 from gemini.units import ParamId
-from optim.rules.report import Outcome, StepReport, Traffic
-from optim.state.held_signals import HeldSignals
-from optim.step.driver import InMemory, TargetStep, at_once, take
-from optim.step.executor import Executor
 
 from .views import ShardViews
 from .weights import after_step

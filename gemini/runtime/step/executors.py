@@ -10,21 +10,21 @@ import torch
 from gemini.chunk.layout import ChunkLayout
 from gemini.chunk.storage import Chunk
 from gemini.mesh.roles import WORLD
+from gemini.optim.rules.config import UpdateFacts
+from gemini.optim.rules.rule import UpdateRule
+from gemini.optim.rules.state_layout import StateLayout
+from gemini.optim.state.pieces import GradSegment
+from gemini.optim.step.cpu_step import CpuStep
+from gemini.optim.step.executor import Executor
+from gemini.optim.step.gradients import GradientRun
+from gemini.optim.step.triton_step import TritonStep
+from gemini.optim.update.compiled_update import Mix
+from gemini.optim.update.staging import Reserved
+from gemini.optim.update.updaters import cpu_updater
 from gemini.placement.plan import Plan, UpdatePath
 from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.memory.backend import Backend
 from gemini.runtime.parts import Parts
-from optim.rules.config import UpdateFacts
-from optim.rules.rule import UpdateRule
-from optim.rules.state_layout import StateLayout
-from optim.state.pieces import GradSegment
-from optim.step.cpu_step import CpuStep
-from optim.step.executor import Executor
-from optim.step.gradients import GradientRun
-from optim.step.triton_step import TritonStep
-from optim.update.compiled_update import Mix
-from optim.update.staging import Reserved
-from optim.update.updaters import cpu_updater
 
 
 def updated_by_kernels(plan: Plan, backend: Backend) -> bool:

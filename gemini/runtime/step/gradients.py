@@ -8,13 +8,13 @@ from functools import partial
 from torch import Tensor
 
 from gemini.chunk.storage import Chunk
+from gemini.optim.rules.clipping import Clip
+from gemini.optim.step.executor import Executor
+from gemini.optim.step.gradients import GradientRun, Measured
+from gemini.optim.step.triton_step import TritonStep
 from gemini.runtime.comm.ballot import Agreement, Ballot
 from gemini.runtime.edits import PendingClip
 from gemini.runtime.parts import Parts
-from optim.rules.clipping import Clip
-from optim.step.executor import Executor
-from optim.step.gradients import GradientRun, Measured
-from optim.step.triton_step import TritonStep
 
 from .agreement import exchange, heard
 from .executors import run_of

@@ -22,6 +22,14 @@ from time import perf_counter as clock
 
 from gemini.chunk.storage import Chunk
 from gemini.mesh.roles import WORLD
+from gemini.optim.rules.report import Behind
+from gemini.optim.rules.speculation import TailTimes
+from gemini.optim.state.held_signals import HeldSignals, SignalsBehind
+from gemini.optim.state.space import Block
+from gemini.optim.state.tiered_state import TieredState
+from gemini.optim.step.beside import Beside
+from gemini.optim.step.driver import TargetStep
+from gemini.optim.step.tail import Ended, Gate, Tail
 from gemini.placement.tiers import Tier
 from gemini.placement.timetable.updates import AUTO, BEHIND
 from gemini.runtime.comm.communicator import Communicator
@@ -29,14 +37,6 @@ from gemini.runtime.comm.leaving import ask_at_the_end, was_asked
 from gemini.runtime.parts import Parts
 from gemini.tickets import Ticket
 from gemini.units import BlockId, ChunkId, ParamId
-from optim.rules.report import Behind
-from optim.rules.speculation import TailTimes
-from optim.state.held_signals import HeldSignals, SignalsBehind
-from optim.state.space import Block
-from optim.state.tiered_state import TieredState
-from optim.step.beside import Beside
-from optim.step.driver import TargetStep
-from optim.step.tail import Ended, Gate, Tail
 
 from .agreement import raise_failures, raise_what_tore
 from .views import ShardViews

@@ -22,23 +22,23 @@ import torch
 from torch import Tensor
 
 from gemini.chunk.storage import Chunk
+from gemini.optim.rules.clipping import Clip
+from gemini.optim.rules.config import StateConfig
+from gemini.optim.rules.control_vector import ControlVector
+from gemini.optim.rules.report import NonFiniteGradientError, Outcome, SkipLog, StepReport, Traffic
+from gemini.optim.rules.rule import UpdateRule
+from gemini.optim.state.held_signals import SignalsBehind
+from gemini.optim.state.pieces import Updater
+from gemini.optim.step.cpu_step import CpuStep
+from gemini.optim.step.driver import Early, InMemory, TargetStep, at_once
+from gemini.optim.step.executor import Executor
+from gemini.optim.step.triton_step import TritonStep
+from gemini.optim.target import AmpInputs, Group, Target
 from gemini.placement.timetable.updates import AUTO, IN_BACKWARD
 from gemini.runtime.comm.ballot import Agreement
 from gemini.runtime.parts import Parts
 from gemini.tickets import Done
 from gemini.units import ParamId
-from optim.rules.clipping import Clip
-from optim.rules.config import StateConfig
-from optim.rules.control_vector import ControlVector
-from optim.rules.report import NonFiniteGradientError, Outcome, SkipLog, StepReport, Traffic
-from optim.rules.rule import UpdateRule
-from optim.state.held_signals import SignalsBehind
-from optim.state.pieces import Updater
-from optim.step.cpu_step import CpuStep
-from optim.step.driver import Early, InMemory, TargetStep, at_once
-from optim.step.executor import Executor
-from optim.step.triton_step import TritonStep
-from optim.target import AmpInputs, Group, Target
 
 from .agreement import AgreedStep, carry_out, raise_what_any_rank_raised
 from .ahead.early_views import EarlyShardViews

@@ -12,6 +12,11 @@ from torch import Tensor
 
 from gemini.chunk.gradient import ChunkGradient
 from gemini.chunk.storage import Chunk
+from gemini.optim.rules.state_layout import MASTER, REMAINDER, WEIGHT
+from gemini.optim.state.memory import Memory, copy_alone
+from gemini.optim.state.pieces import Piece, Planes
+from gemini.optim.state.space import Block
+from gemini.optim.update.staging import DeviceStaging
 from gemini.runtime.memory.files.blocks import FileBlocks, Staged
 from gemini.runtime.memory.gradient_homes import (
     GradientBlock,
@@ -23,11 +28,6 @@ from gemini.runtime.memory.shard_storage import ShardStorage
 from gemini.runtime.step.files_beside import FilesBeside
 from gemini.tickets import CopyTicket
 from gemini.units import BlockId, ChunkId, align_up
-from optim.rules.state_layout import MASTER, REMAINDER, WEIGHT
-from optim.state.memory import Memory, copy_alone
-from optim.state.pieces import Piece, Planes
-from optim.state.space import Block
-from optim.update.staging import DeviceStaging
 
 _NO_STATE = (MASTER, REMAINDER, WEIGHT)  # of the rule
 BLOCKS_LEAVING = 2  # parameters of so many may be on their way to host memory

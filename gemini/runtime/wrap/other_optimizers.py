@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from optim.base import TieredOptimizer
-from optim.target import owner_of
+from gemini.optim.base import TieredOptimizer
+from gemini.optim.target import owner_of
 
 
 @functools.cache

@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 
 from gemini.chunk.layout import ITEMSIZE
+from gemini.optim.rules.clipping import Clip
+from gemini.optim.rules.loss_scale import LossScale
 from gemini.placement.sizes import Budgets
-from optim.rules.clipping import Clip
-from optim.rules.loss_scale import LossScale
 
 DTYPE_OF = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 MAX_SEED = 2**53  # it travels in an fp64 table

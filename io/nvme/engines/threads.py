@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
+from gemini.nvme.files import calls
 from gemini.tickets import Ticket
-from nvme.files import calls
 
 from ..checksum import PIECE_BYTES, combine, crc32
 from ..engine import Transfer

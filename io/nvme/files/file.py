@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gemini.units import format_bytes
-from nvme.errors import (
+from gemini.nvme.errors import (
     FULL_ERRNOS,
     DiskFullError,
     FolderError,
@@ -25,6 +24,7 @@ from nvme.errors import (
     cause_of,
     transfer_error,
 )
+from gemini.units import format_bytes
 
 from . import calls
 from .orphan_files import PREFIX, SUFFIX, left_in

@@ -24,9 +24,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from gemini.nvme.errors import FolderError, cause_of
+from gemini.nvme.layout import HEADER_LIMIT, MAGIC, NUM_VERSIONS, FormatError, Header, Index
 from gemini.units import format_bytes
-from nvme.errors import FolderError, cause_of
-from nvme.layout import HEADER_LIMIT, MAGIC, NUM_VERSIONS, FormatError, Header, Index
 
 from . import calls
 

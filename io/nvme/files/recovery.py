@@ -8,9 +8,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from nvme.checksum import checksum_of
-from nvme.errors import ChecksumError, cause_of
-from nvme.layout import HEADER_LIMIT, NUM_VERSIONS, Extent, FormatError, Header, Index, StoreLayout
+from gemini.nvme.checksum import checksum_of
+from gemini.nvme.errors import ChecksumError, cause_of
+from gemini.nvme.layout import (
+    HEADER_LIMIT,
+    NUM_VERSIONS,
+    Extent,
+    FormatError,
+    Header,
+    Index,
+    StoreLayout,
+)
 
 from . import calls
 

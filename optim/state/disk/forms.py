@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from gemini.dtypes import DTYPES
+from gemini.nvme import Buffer
+from gemini.optim.rules.split_master import shown, take
+from gemini.optim.rules.state_layout import WEIGHT, WEIGHT_DTYPE, StateLayout
+from gemini.optim.state.pieces import Planes
+from gemini.optim.state.space import Block
 from gemini.units import PAGE_BYTES, BlockId, align_up
-from nvme import Buffer
-from optim.rules.split_master import shown, take
-from optim.rules.state_layout import WEIGHT, WEIGHT_DTYPE, StateLayout
-from optim.state.pieces import Planes
-from optim.state.space import Block
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from gemini.nvme import Buffer, BufferPool, PinnedVersions, read_ahead
+from gemini.optim.state.pieces import Planes
+from gemini.optim.state.space import Block
 from gemini.tickets import Ticket, TicketGroup
-from nvme import Buffer, BufferPool, PinnedVersions, read_ahead
-from optim.state.pieces import Planes
-from optim.state.space import Block
 
 from .forms import BlockForms
 

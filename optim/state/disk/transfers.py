@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from gemini.nvme import BlockStore, Buffer, checksum_of
+from gemini.optim.rules.state_layout import WEIGHT, StateLayout
+from gemini.optim.state.pieces import Planes
+from gemini.optim.state.space import Block
 from gemini.tickets import Ticket, TicketGroup
 from gemini.units import PAGE_BYTES, BlockId, align_up
-from nvme import BlockStore, Buffer, checksum_of
-from optim.rules.state_layout import WEIGHT, StateLayout
-from optim.state.pieces import Planes
-from optim.state.space import Block
 
 from .forms import BlockForms
 

@@ -22,7 +22,7 @@ GOOD = Facts(
     ram_copy_bytes_per_s=30e9, cpu_flops={"bf16": 4e11, "fp32": 2e11}, memlock_bytes=None,
     huge_pages="madvise",
     temporary_file_system="ext4", c_compiler="/usr/bin/gcc", cxx_compiler="/usr/bin/g++",
-    io_uring_refused=None, malloc_tuned=True, devices=(GPU,), folders=(DISK,),
+    io_uring_refused=None, shadowed={}, malloc_tuned=True, devices=(GPU,), folders=(DISK,),
 )  # fmt: skip
 
 
@@ -43,6 +43,7 @@ def test_a_good_machine_has_no_findings():
         ({"ram_copy_bytes_per_s": 2e9}, "slow", "RAM copies at 2.00 GB/s"),
         ({"huge_pages": "never"}, "slow", "huge pages are off"),
         ({"malloc_tuned": False, "devices": ()}, "note", "8 to 14 %"),
+        ({"shadowed": {"optim": "/user/optim.py"}}, "note", "import optim finds /user/optim.py"),
         ({"temporary_file_system": "tmpfs"}, "note", "which is RAM"),
         ({"devices": ()}, "note", "no CUDA device"),
         (

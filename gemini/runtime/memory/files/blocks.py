@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gemini.nvme import BlockStore, Buffer, BufferPool, WriteBehind, settle
 from gemini.tickets import Ticket
 from gemini.units import BlockId, ChunkId
-from nvme import BlockStore, Buffer, BufferPool, WriteBehind, settle
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gemini.tickets import Ticket
-from gemini.units import BLOCK_NUMEL, BlockId, ChunkId
-from nvme import (
+from gemini.nvme import (
     BlockStore,
     Buffer,
     BufferPool,
@@ -30,8 +28,10 @@ from nvme import (
     default_folder,
     read_ahead,
 )
-from optim.state.held_signals import HeldSignals
-from optim.state.memory import copy_alone
+from gemini.optim.state.held_signals import HeldSignals
+from gemini.optim.state.memory import copy_alone
+from gemini.tickets import Ticket
+from gemini.units import BLOCK_NUMEL, BlockId, ChunkId
 
 from .blocks import FileBlocks, Flat, Places
 

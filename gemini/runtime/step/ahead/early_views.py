@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from gemini.chunk.storage import Chunk
+from gemini.nvme import Buffer
+from gemini.optim.rules.state_layout import WEIGHT
+from gemini.optim.state.memory import Memory, copy_alone
+from gemini.optim.state.pieces import Planes
+from gemini.optim.state.space import Block
 from gemini.runtime.memory.shard_storage import ShardStorage
 from gemini.runtime.step.files_beside import FilesBeside
 from gemini.runtime.step.views import Held, ShardViews
-from nvme import Buffer
-from optim.rules.state_layout import WEIGHT
-from optim.state.memory import Memory, copy_alone
-from optim.state.pieces import Planes
-from optim.state.space import Block
 
 
 class EarlyShardViews(ShardViews):

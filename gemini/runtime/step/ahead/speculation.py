@@ -16,21 +16,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gemini.chunk.storage import Chunk
+from gemini.optim.rules.clipping import Clip
+from gemini.optim.rules.report import Speculated, Traffic
+from gemini.optim.rules.speculation import BlockInputs, Learned, held
+from gemini.optim.state.pieces import Updater
+from gemini.optim.state.space import Block
+from gemini.optim.state.tiered_state import TieredState
+from gemini.optim.step.driver import Early
+from gemini.optim.step.speculation import Bound, Speculation
+from gemini.optim.update.updaters import CpuUpdater
 from gemini.placement.tiers import Tier
 from gemini.placement.timetable.updates import IN_BACKWARD
 from gemini.runtime.parts import Parts
 from gemini.runtime.step.tail import StepTail, against_overlap, update_of
 from gemini.runtime.step.views import ShardViews
 from gemini.units import ChunkId, ParamId
-from optim.rules.clipping import Clip
-from optim.rules.report import Speculated, Traffic
-from optim.rules.speculation import BlockInputs, Learned, held
-from optim.state.pieces import Updater
-from optim.state.space import Block
-from optim.state.tiered_state import TieredState
-from optim.step.driver import Early
-from optim.step.speculation import Bound, Speculation
-from optim.update.updaters import CpuUpdater
 
 from .early_views import EarlyShardViews
 

@@ -16,12 +16,12 @@ from gemini.chunk.layout import ChunkLayout
 from gemini.chunk.local import full_tensor_of
 from gemini.chunk.storage import Chunk, params_in
 from gemini.dtypes import DTYPES
+from gemini.optim.state.pieces import Planes
+from gemini.optim.state.space import Block
+from gemini.optim.state.tiered_state import TieredState
 from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.comm.links import Links
 from gemini.units import ChunkId
-from optim.state.pieces import Planes
-from optim.state.space import Block
-from optim.state.tiered_state import TieredState
 
 from .given_values import given_part
 

@@ -9,16 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gemini.runtime.parts import Parts
-from gemini.runtime.step.executors import make_executor, run_of
-from gemini.runtime.step.weights import after_step, write_back_changes
-from gemini.units import ChunkId
-from optim.rules.config import StateConfig
-from optim.rules.rule import UpdateRule
-from optim.rules.state_layout import MASTER, Plane
-from optim.state.pieces import Planes
-from optim.state.space import Block
-from optim.state.state_stream import (
+from gemini.optim.rules.config import StateConfig
+from gemini.optim.rules.rule import UpdateRule
+from gemini.optim.rules.state_layout import MASTER, Plane
+from gemini.optim.state.pieces import Planes
+from gemini.optim.state.space import Block
+from gemini.optim.state.state_stream import (
     RunSpec,
     StateSnapshot,
     StateSource,
@@ -28,8 +24,12 @@ from optim.state.state_stream import (
     list_runs,
     visit_runs,
 )
-from optim.step.executor import Executor, step_counts
-from optim.target import Group
+from gemini.optim.step.executor import Executor, step_counts
+from gemini.optim.target import Group
+from gemini.runtime.parts import Parts
+from gemini.runtime.step.executors import make_executor, run_of
+from gemini.runtime.step.weights import after_step, write_back_changes
+from gemini.units import ChunkId
 
 from .full_state import gather_state, scatter_state
 from .shard_blocks import Shards

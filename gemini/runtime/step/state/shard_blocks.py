@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from gemini.chunk.storage import Chunk
+from gemini.optim.rules.state_layout import MASTER
+from gemini.optim.state.pieces import Planes
+from gemini.optim.state.space import Block
+from gemini.optim.state.tiered_state import SplitMasters
 from gemini.placement.sizes import StateBytes, moves_less_split
-from optim.rules.state_layout import MASTER
-from optim.state.pieces import Planes
-from optim.state.space import Block
-from optim.state.tiered_state import SplitMasters
 
 
 class Shards:

@@ -11,8 +11,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-import nvme
+from gemini import nvme
 from gemini.chunk.storage import Chunk
+from gemini.optim.rules.config import StateConfig
+from gemini.optim.rules.state_layout import MASTER, StateLayout
+from gemini.optim.state.pieces import Planes
+from gemini.optim.state.space import Block, Segment, StateSpace
+from gemini.optim.state.tiered_state import TieredState
 from gemini.placement.fit import StateRequest
 from gemini.placement.plan import Plan
 from gemini.placement.sizes import StateBytes
@@ -23,11 +28,6 @@ from gemini.runtime.parts import Parts
 from gemini.runtime.step.ahead.speculation import StepSpeculation
 from gemini.runtime.step.tail import StepTail
 from gemini.units import BlockId, ChunkId
-from optim.rules.config import StateConfig
-from optim.rules.state_layout import MASTER, StateLayout
-from optim.state.pieces import Planes
-from optim.state.space import Block, Segment, StateSpace
-from optim.state.tiered_state import TieredState
 
 from .shard_blocks import ShardMasters, Shards
 
