@@ -9,9 +9,9 @@ import time
 from collections.abc import Sequence
 
 _BENCHMARK = (
-    "There is no benchmark of tensor parallelism, because there is none yet. From a clone,\n"
+    "This package has no benchmark of the ways to split a matrix product. From a clone,\n"
     "python -m bench.plan says whether a model fits and how fast it would be, and\n"
-    "python -m bench.train measures steps beside its peers.\n"
+    "python -m bench.train measures steps, tensor-parallel ones too, together with its peers'.\n"
 )
 
 

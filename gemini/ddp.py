@@ -53,6 +53,11 @@ from .dtypes import DTYPES
 from .module_face import ModuleFace, face_of
 from .options import ChunkSearch, PrecisionPolicy, takes_groups
 
+NO_GRAPH = (
+    "GeminiDDP gathers parameters between calls of modules, which no graph holds: compile what is "
+    "called between (for block in model.blocks: block.compile(fullgraph=True)), and not the wrapper"
+)
+
 
 class GeminiDDP(ModuleFace):
     """Shards a module over ranks and places its model data, behind the module's own interface.
@@ -271,6 +276,8 @@ class GeminiDDP(ModuleFace):
         """The inner module's. Raises RuntimeError after `unwrap()`."""
         if self.engine.is_unwrapped:
             raise RuntimeError("this module was unwrapped; use model.module, or wrap it again")
+        if torch.compiler.is_compiling():
+            torch._dynamo.graph_break(msg=NO_GRAPH)
         if self.broadcast_buffers:
             self.engine.meetings.come_together()
             self._broadcast_buffers()

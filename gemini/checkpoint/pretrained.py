@@ -135,7 +135,7 @@ def _empty_module(folder: Path, model_class: type[nn.Module] | None, config: Any
         import transformers
     except ImportError as error:
         raise ImportError(
-            "gemini.load_pretrained needs transformers; pip install gemini-memory[transformers]"
+            "gemini.load_pretrained needs transformers; pip install transformers"
         ) from error
     if config is None:
         config = transformers.AutoConfig.from_pretrained(folder)

@@ -95,11 +95,17 @@ class WeightsWriter:
     ) -> None:
         """target: a new or empty folder. limit: bytes of tensors in a file.
 
-        Raises CheckpointError for a folder that is not empty, and for a prefix that is no name.
+        Raises CheckpointError for a folder that is not empty or is named as a file is, and for a
+        prefix that is no name.
         """
         before = f"{prefix}." if prefix else ""
         if before and not is_plain_name(before):
             raise CheckpointError(f"cannot export with prefix={prefix!r}; expected no slash in it")
+        if target.suffix == kind.suffix:
+            raise CheckpointError(
+                f"cannot export to {target}: that names a file; expected a folder, where files of "
+                "weights, their index and a config go"
+            )
         self._index_name = f"{before}{kind.index}"
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
             raise CheckpointError(f"cannot export to {target}: it exists; give a new folder")

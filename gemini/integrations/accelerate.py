@@ -27,7 +27,7 @@ try:
     from accelerate.utils import DistributedType, DynamoBackend
 except ImportError as error:
     raise ImportError(
-        "gemini.integrations.accelerate needs accelerate; pip install gemini-memory[accelerate]"
+        "gemini.integrations.accelerate needs accelerate; pip install accelerate"
     ) from error
 
 # what shards or scales by itself, and cannot do so around this

@@ -24,7 +24,7 @@ try:
 except ImportError as error:
     raise ImportError(
         "gemini.integrations.transformers needs transformers and accelerate; "
-        "pip install gemini-memory[transformers]"
+        "pip install transformers accelerate"
     ) from error
 
 from gemini.checkpoint.pretrained import write_weights

@@ -125,4 +125,4 @@ def user_stacklevel() -> int:
 
 
 def _is_ours(module: str) -> bool:
-    return module.partition(".")[0] in ("gemini", "optim", "nvme", "torch", "contextlib")
+    return module.partition(".")[0] in ("gemini", "torch", "contextlib")

@@ -47,8 +47,8 @@ def ColoInitContext(
     """
     if default_pg is not None or default_dist_spec is not None:
         raise ValueError(
-            "default_pg and default_dist_spec split parameters by tensor parallelism, which is not "
-            "there yet; expected None"
+            "default_pg and default_dist_spec split parameters by tensor parallelism; expected "
+            "None: HybridParallelPlugin(tp_size=) splits them, or torch's parallelize_module"
         )
     if dtype != torch.float:
         raise ValueError(

@@ -14,7 +14,7 @@ try:
 except ImportError as error:
     raise ImportError(
         "gemini.integrations.lightning is for the package lightning (and not pytorch_lightning "
-        "alone), which is not there: pip install 'gemini-memory[lightning]'"
+        "alone), which is not there: pip install lightning"
     ) from error
 
 from .colossal import ColossalAIStrategy

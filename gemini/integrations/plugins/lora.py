@@ -109,5 +109,5 @@ def _peft() -> Any:
     try:
         import peft
     except ImportError as error:
-        raise ImportError("LoRA needs peft: pip install gemini-memory[lora]") from error
+        raise ImportError("LoRA needs peft: pip install peft") from error
     return peft

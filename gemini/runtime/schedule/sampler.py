@@ -135,6 +135,8 @@ class Sampler:
         """Around the forward that `begin` announced. Compiled code is left alone."""
         if self._tracker is None or not self.collector.collecting:
             return nullcontext()
+        if torch.compiler.is_compiling():
+            return nullcontext()
         if any(is_compiled(inner) for inner in module.modules()):
             return nullcontext()
         self._tracker.ignore((*model_data(), *module.buffers()))

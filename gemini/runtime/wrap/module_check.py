@@ -83,5 +83,6 @@ def _join(*names: str) -> str:
 def _changed(name: str, what: str) -> ModuleChanged:
     return ModuleChanged(
         f"the module changed after wrapping: parameter {name} {what}; "
-        "make all changes before GeminiDDP, or copy new values into the parameter in place"
+        "make all changes before GeminiDDP, or copy new values into the parameter in place; "
+        "torch.func.functional_call takes a plain module (unwrap() gives one)"
     )

@@ -74,8 +74,9 @@ def _check(name: str, param: nn.Parameter, meshed: bool) -> None:
         _check_split(name, param, meshed)
     elif type(param) is not nn.Parameter:
         raise ValueError(
-            f"parameter {name} is a {type(param).__name__}; expected a plain torch.nn.Parameter "
-            "(wrap a module before other libraries replace its parameters)"
+            f"parameter {name} is a {type(param).__name__}; expected a plain torch.nn.Parameter. "
+            "Quantised weights are not taken yet: load the base in bf16 and freeze it, which may "
+            "be on the host or on NVMe, or keep quantised modules outside of what is wrapped"
         )
     if not param.is_floating_point():
         raise ValueError(

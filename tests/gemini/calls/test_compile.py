@@ -7,6 +7,7 @@ from torch import nn
 from bench.shared.models import Tower, token_batches, token_loss
 from bench.shared.reference import flat, relative_error, train_reference
 from gemini import GeminiDDP
+from gemini.ddp import NO_GRAPH
 from gemini.runtime.memory.backend import SimBackend
 from optim import HybridAdam
 
@@ -47,6 +48,19 @@ WAYS = [
 CI = [(*way, "sim", "aot_eager") for way in WAYS] + [(*WAYS[0], "sim", "inductor")]
 DEEP = [(*way, device, "inductor") for way in WAYS for device in ("sim", "cpu")]
 DEEP.remove(CI[-1])
+
+
+@pytest.mark.ci
+def test_a_compiled_wrapper_breaks_its_graph_once_and_a_whole_graph_is_refused():
+    torch._dynamo.reset()
+    model = GeminiDDP(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), "cpu", precision="fp32")
+    torch._dynamo.utils.counters.clear()
+    torch.compile(model, backend="eager")(torch.ones(2, 3)).sum().backward()
+    reasons = list(torch._dynamo.utils.counters["graph_break"])
+    assert reasons and all(NO_GRAPH in r or "marked" in r for r in reasons), reasons
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="compile what is called between"):
+        torch.compile(model, backend="eager", fullgraph=True)(torch.ones(2, 3))
 
 
 @pytest.mark.parametrize(

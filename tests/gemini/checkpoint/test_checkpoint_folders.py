@@ -120,6 +120,13 @@ def test_a_folder_that_no_save_made_is_left_whatever_its_name(name, tmp_path):
         )
 
 
+def test_an_export_goes_to_a_folder(tmp_path):
+    model, _ = make()
+    with pytest.raises(CheckpointError, match=r"x\.safetensors: that names a file; expected a fol"):
+        gemini.export_safetensors(tmp_path / "x.safetensors", model)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("content", ["nothing", "an empty lock", "a lock and data"])
 def test_what_a_save_left_that_died_at_its_beginning_is_in_nobodys_way(content, tmp_path):
     model, optimizer = make()

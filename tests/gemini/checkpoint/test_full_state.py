@@ -297,6 +297,10 @@ def test_a_module_that_changed_after_wrapping_is_refused_by_name():
     with pytest.raises(ModuleChanged, match=r"layers\.2\.1\.gain is new"):
         model(ids)
     model = fresh()
+    weights = {name: value.clone() for name, value in Tower().named_parameters()}
+    with pytest.raises(ModuleChanged, match="functional_call takes a plain module"):
+        torch.func.functional_call(model, weights, (ids,))
+    model = fresh()
     with pytest.raises(ValueError, match=r"layers\.0\.1\.bias of shape \(77,\) cannot be given"):
         model.layers[0][1].bias.data = torch.zeros(5)
     model = fresh()

@@ -216,6 +216,6 @@ def test_lora_without_peft_names_the_extra(monkeypatch):
     from gemini.integrations import Booster
 
     monkeypatch.setitem(__import__("sys").modules, "peft", None)
-    with pytest.raises(ImportError, match=r"pip install gemini-memory\[lora\]"):
+    with pytest.raises(ImportError, match=r"pip install peft"):
         Booster().enable_lora(nn.Linear(2, 2), lora_config=object())
     assert 'lora = ["peft"]' in (ROOT / "pyproject.toml").read_text()

@@ -119,4 +119,4 @@ def test_without_lightning_the_extra_is_named():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "ImportError: gemini.integrations.lightning is for the package lightning" in done.stderr
-    assert "pip install 'gemini-memory[lightning]'" in done.stderr
+    assert "pip install lightning" in done.stderr
