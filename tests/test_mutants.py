@@ -118,40 +118,31 @@ def test_what_no_test_notices_survives_and_fails_the_run():
     assert "1 of 2 killed" in done.stdout and "survived: area: unseen" in done.stdout
 
 
-def test_a_ledger_knows_the_verdicts_of_its_commit(tmp_path, monkeypatch):
-    commit = ["one"]
-    monkeypatch.setattr(history, "_git", lambda verb, *_: commit[0] if verb == "rev-parse" else "")
-    path = tmp_path / "ledger.toml"
-    history.Ledger(path).add("b: second", "survived")
-    history.Ledger(path).add("a: first", "tests/test_x.py::test_y")
-    known = {"a: first": "tests/test_x.py::test_y", "b: second": "survived"}
-    assert history.Ledger(path).known == known
-    commit[0] = "two"
-    history.Ledger(path).add("b: second", "equivalent")
-    assert history.Ledger(path).known == {"b: second": "equivalent"}
-    assert path.read_text() == (
-        '"a: first" = ["one", "tests/test_x.py::test_y"]\n"b: second" = ["two", "equivalent"]\n'
+def test_a_ledger_knows_verdicts_until_a_function_or_its_test_changes(tmp_path, monkeypatch):
+    first, second = (
+        Mutant("a", name, f"m:{name}", "x", "y", killed_by=("t.py::t",)) for name in "fg"
     )
+    now = {"m.py": "def f(): 1\ndef g(): 2\n", "t.py": "def t(): f()\n"}
+    at = {"one": {**now, "tests/mutate/a.toml": "f and g"}}
 
+    def git(verb, *arguments):
+        if verb == "show":
+            commit, _, file = arguments[0].partition(":")
+            return at[commit][file]
+        return "one" if verb == "rev-parse" else ""
 
-def test_a_change_asks_for_the_mutants_of_functions_and_tests_that_it_changed(monkeypatch):
-    function, test = "def f():\n    return 1 + 1\n", "def test_f():\n    assert f() == 2\n"
-    texts = {"f.py": function, "t.py": test, "tests/mutate/area.toml": '["a"]'}
-    now = {file: ast.parse(text) for file, text in texts.items() if file.endswith(".py")}
-    monkeypatch.setattr(history, "_git", lambda *asked: texts[asked[1].partition(":")[2]])
-    monkeypatch.setattr(history, "tree_of", now.__getitem__)
-    monkeypatch.setattr(listed, "file_of", lambda where: "f.py")
-    mutant = Mutant("area", "a", "f:f", "1 + 1", "1", killed_by=("t.py::test_f",))
-
-    def changed(**others):
-        texts.update({file.replace("_", "."): text for file, text in others.items()})
-        history._tree_at.cache_clear()
-        history._text_at.cache_clear()
-        return history._differs("base", mutant) or history._is_new("base", mutant)
-
-    assert not changed(f_py=f"# a comment\n{function}\ndef g(): ...\n")
-    assert changed(f_py=function.replace("1 + 1", "2"))
-    assert changed(f_py=function, t_py=test.replace("2", "3"))
-    assert not changed(t_py=test)
-    texts["tests/mutate/area.toml"] = ""
-    assert changed()
+    monkeypatch.setattr(history, "_git", git)
+    monkeypatch.setattr(history, "_text_at", lambda base, file: git("show", f"{base}:{file}"))
+    monkeypatch.setattr(history, "_tree_at", lambda base, file: ast.parse(at[base][file]))
+    monkeypatch.setattr(history, "tree_of", lambda file: ast.parse(now[file]))
+    monkeypatch.setattr(listed, "file_of", lambda where: "m.py")
+    path = tmp_path / "ledger.toml"
+    ledger = history.Ledger(path)
+    ledger.add("a: g", "survived")
+    ledger.add("a: f", "t.py::t")
+    assert path.read_text() == '"a: f" = ["one", "t.py::t"]\n"a: g" = ["one", "survived"]\n'
+    assert history.Ledger(path, [first, second]).known == {"a: f": "t.py::t", "a: g": "survived"}
+    now["m.py"] = "def f(): 1\ndef g(): 3\n"
+    assert history.Ledger(path, [first, second]).known == {"a: f": "t.py::t"}
+    now["t.py"] = "def t(): pass\n"
+    assert history.Ledger(path, [first, second]).known == {}

@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if asked.promises or asked.changed:
         changed = changed_since(asked.changed, mutants) if asked.changed else []
         mutants = [each for each in mutants if (asked.promises and each.promise) or each in changed]
-    ledger = Ledger(asked.ledger)
+    ledger = Ledger(asked.ledger, mutants)
     for mutant in mutants:
         if mutant.equivalent:
             ledger.add(mutant.title, "equivalent")
@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--area", nargs="*", choices=listed.areas())
     parser.add_argument("--name", default="", help="those whose title has this")
     parser.add_argument("--ledger", type=Path, help="where verdicts are kept: one that is there "
-                        "for this commit is not asked again")  # fmt: skip
+                        "is asked again where its function or tests are others now")  # fmt: skip
     parser.add_argument("--jobs", type=int, default=2, help="at a time")
     parser.add_argument("--unchecked", action="store_true", help="trust the tests to pass as it is")
     return parser

@@ -23,11 +23,12 @@ def changed_since(base: str, mutants: Sequence[Mutant]) -> list[Mutant]:
 class Ledger:
     """Verdicts by title, in a file of lines `title = [commit, verdict]`; in memory without one.
 
-    A verdict is the test that failed, `survived`, `equivalent`, or how the tests ended instead.
-    Those of another commit are not `known`, and stay in the file until there are new ones.
+    A verdict is the test that failed, `survived`, `equivalent`, or how the tests ended instead. It
+    is `known` as long as the mutated function and the tests that kill it are as they were at its
+    commit; others stay in the file until there are new ones.
     """
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, mutants: Sequence[Mutant] = ()) -> None:
         self.known: dict[str, str] = {}
         self._path = path
         self._all: dict[str, list[str]] = {}
@@ -41,7 +42,10 @@ class Ledger:
         self._commit = _git("rev-parse", "HEAD").strip()
         if path.exists():
             self._all = tomllib.loads(path.read_text())
-        self.known = {name: said for name, (at, said) in self._all.items() if at == self._commit}
+        for mutant in mutants:
+            at, said = self._all.get(mutant.title, ("", ""))
+            if at and not (_is_new(at, mutant) or _differs(at, mutant)):
+                self.known[mutant.title] = said
 
     def add(self, title: str, verdict: str) -> None:
         self.known[title] = verdict
