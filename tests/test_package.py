@@ -22,7 +22,8 @@ PUBLIC = {
     "gemini.kernels_triton": "kernels_triton",
 }
 SHORT = {"optim", "nvme", "kernels_triton"}
-SOURCES = ("gemini", "optim", "io", "kernels_triton", "pyproject.toml", "README.md")
+SOURCES = ("gemini", "optim", "io", "kernels_triton", "pyproject.toml", "README.md", "LICENSE")
+SDIST = "from setuptools import build_meta; print(build_meta.build_sdist('.'))"
 
 ONE_STEP = """
 import os, sys
@@ -57,7 +58,7 @@ nvme.probe(3)
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """Python of a clean environment with the wheel, and with our dependencies and nothing of ours.
+    """Python of a clean environment with the wheel of an sdist, our dependencies, nothing of ours.
 
     The other packages come from the environment of the tests, by a path line: its own `.pth`
     files, and so an editable install of this project, are not read.
@@ -73,7 +74,10 @@ def installed(tmp_path_factory):
         else:
             shutil.copy(path, source / name)
     pip = [sys.executable, "-m", "pip"]
-    subprocess.run([*pip, "wheel", "-q", "--no-deps", "-w", folder, source], check=True)
+    sdist = subprocess.run(
+        [sys.executable, "-c", SDIST], check=True, cwd=source, capture_output=True, text=True
+    ).stdout.split()[-1]
+    subprocess.run([*pip, "wheel", "-q", "--no-deps", "-w", folder, source / sdist], check=True)
     (wheel,) = folder.glob("*.whl")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
     python = folder / "venv/bin/python"
@@ -100,6 +104,23 @@ def test_the_wheel_in_a_clean_environment_trains_a_step(installed, tmp_path):
     assert done.returncode == 0, done.stderr
     done = run_there(installed, "-m", "gemini", "doctor", "--json", "--dir", str(tmp_path))
     assert done.returncode == 0 and '"ok": true' in done.stdout, done.stderr
+    (licence,) = (installed.parent.parent / "lib").glob(
+        "*/site-packages/gemini_memory-*/**/LICENSE"
+    )
+    assert "Apache License" in licence.read_text()
+
+
+@pytest.mark.ci
+def test_a_cpu_needs_no_triton(tmp_path):
+    blocked = "import sys; sys.modules['triton'] = None\n"
+    code = blocked + ONE_STEP.replace("module.__file__.startswith(sys.prefix)", "True")
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**_environment(), "HERE": str(tmp_path)},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    if "which is RAM" in done.stderr:
+        pytest.skip("the folder for temporary files is in RAM")
+    assert done.returncode == 0, done.stderr
 
 
 OWN = {"optim/__init__.py": "", "bench/__init__.py": "", "nvme.py": "", "kernels_triton.py": ""}

@@ -27,7 +27,7 @@ from gemini.units import PAGE_BYTES
 
 from .report import NEEDED, DeviceFacts, Facts, FolderFacts
 
-PACKAGES = ("gemini-memory", *NEEDED, "liburing", "transformers")
+PACKAGES = ("gemini-memory", *NEEDED, "triton", "liburing", "transformers")
 COPY_BYTES = 256 << 20
 MATRIX = 256  # rows and columns
 ROUNDS = 5

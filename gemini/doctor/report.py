@@ -12,7 +12,7 @@ from typing import Any
 
 from gemini.units import GIB, MIB, format_bytes
 
-NEEDED = ("torch", "triton", "numpy", "psutil", "safetensors")
+NEEDED = ("torch", "numpy", "psutil", "safetensors")
 STATE_BYTES_MOVED = 22  # an element and step of Adam on NVMe: 10 read, 12 written (ADR 0014)
 SLOW_DISK = 1.0e9  # mixed; below it a step of 10**9 parameters takes 22 s and more
 SLOW_BF16 = 0.5  # of the speed of fp32: a processor without instructions for it has 0.01
@@ -144,6 +144,9 @@ def _software(facts: Facts) -> Iterator[Finding]:
     for name in NEEDED:
         if versions.get(name) is None:
             yield Finding("error", f"{name} is not installed", f"pip install {name}")
+    if versions.get("triton") is None:
+        level = "error" if facts.devices else "note"
+        yield Finding(level, "triton is not installed, which a GPU needs", "pip install triton")
     for name, place in facts.shadowed.items():
         yield Finding(
             "note",

@@ -16,8 +16,9 @@ DISK = FolderFacts(
     read=4e9, write=2e9,
 )  # fmt: skip
 GPU = DeviceFacts("a GPU", "9.0", 80 << 30, 70 << 30, 3e12, 50e9, 40e9)
+NO_TRITON = tuple((name, "1") for name in ("torch", "numpy", "psutil", "safetensors"))
 GOOD = Facts(
-    versions=tuple((n, "1") for n in ("torch", "triton", "numpy", "psutil", "safetensors")),
+    versions=(*NO_TRITON, ("triton", "3")),
     cores=8, load_average=0.5, ram_bytes=64 << 30, ram_left_bytes=60 << 30,
     ram_copy_bytes_per_s=30e9, cpu_flops={"bf16": 4e11, "fp32": 2e11}, memlock_bytes=None,
     huge_pages="madvise",
@@ -34,7 +35,8 @@ def test_a_good_machine_has_no_findings():
 @pytest.mark.parametrize(
     ("change", "level", "words"),
     [
-        ({"versions": (("torch", "2"),)}, "error", "triton is not installed"),
+        ({"versions": NO_TRITON}, "error", "triton is not installed"),
+        ({"versions": NO_TRITON, "devices": ()}, "note", "triton is not installed"),
         ({"c_compiler": None}, "error", "no C compiler"),
         ({"cxx_compiler": None}, "note", "no C++ compiler"),
         ({"io_uring_refused": "Operation not permitted"}, "note", "Operation not permitted"),
