@@ -15,7 +15,7 @@ import multiprocessing
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -284,21 +284,32 @@ def main() -> None:
         ours = cuda_variants(tensors, device, args.launch)
         paths = dict.fromkeys(ours, "triton")
     variants = {**stock_variants(tensors, device), **ours}
-    seconds = interleaved(variants, args.rounds, device)
-    rows = []
-    for name, times in seconds.items():
-        median = statistics.median(times)
-        speed = BYTES_PER_ELEMENT[name] * args.numel / median / 1e9
-        rows.append(
-            {
-                "name": name,
-                "numel": args.numel,
-                "ms": median * 1e3,
-                "gb_per_s": speed,
-                "fraction_of_ceiling": speed / ceilings["copy_gb_per_s"],
-                **({"path": paths[name]} if name in paths else {}),
-            }
-        )
+
+    def rows_of(seconds: Mapping[str, list[float]]) -> list[dict[str, Any]]:
+        rows = []
+        for name, times in seconds.items():
+            median = statistics.median(times)
+            speed = BYTES_PER_ELEMENT[name] * args.numel / median / 1e9
+            rows.append(
+                {
+                    "name": name,
+                    "numel": args.numel,
+                    "ms": median * 1e3,
+                    "gb_per_s": speed,
+                    "fraction_of_ceiling": speed / ceilings["copy_gb_per_s"],
+                    **({"path": paths[name]} if name in paths else {}),
+                }
+            )
+        return rows
+
+    def keep(seconds: Mapping[str, list[float]]) -> None:
+        """A run that is stopped leaves the rounds that it had."""
+        if args.json is not None:
+            rounds = len(seconds[next(iter(seconds))])
+            write_result(args.json, {"rows": rows_of(seconds), "rounds": rounds})
+
+    seconds = interleaved(variants, args.rounds, device, keep)
+    rows = rows_of(seconds)
     for row in rows:
         print(
             f"{row['name']:28s} {row['ms']:9.2f} ms {row['gb_per_s']:8.1f} GB/s "

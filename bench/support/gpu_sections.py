@@ -9,7 +9,7 @@ import argparse
 import itertools
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from gemini.runtime.memory.backend import Backend, make_backend
 from gemini.runtime.memory.sim import SimBackend
 from gemini.units import BLOCK_NUMEL
 
-Found = dict[str, Any]
+Rows = Iterator[tuple[str, Any]]  # names and what was found, as it is found
 # of two ranks: the dimensions of their mesh, and of its name
 MESHES: dict[str, tuple[tuple[int, int], tuple[str, str]]] = {
     "replicas": ((2, 1), ("replicate", "shard")),
@@ -110,11 +110,11 @@ class Runs:
             torch.cuda.synchronize()
 
 
-def places(runs: Runs) -> Found:
+def places(runs: Runs) -> Rows:
     """Whether bits of weights and state are those of the resident run, wherever they live."""
     width = 515 if runs.is_real else 35
     want: dict[str, Tensor] = {}
-    found: Found = {}
+    others = []
     for params, grads, state in itertools.product((0.0, 1.0), repeat=3):
         for precision, master, update in (
             ("bf16", True, "serial"), ("fp32", True, "serial"), ("bf16", False, "serial"),
@@ -130,12 +130,14 @@ def places(runs: Runs) -> Found:
             name = f"{precision}{'' if master else ' without master'}"
             first = want.setdefault(name, got)
             homes = f"parameters {params:g}, gradients {grads:g}, state {state:g} on the host"
-            found[f"{name}, {homes}, {update}"] = torch.equal(got, first)
-    assert all(found.values()), found
-    return found
+            is_same = torch.equal(got, first)
+            yield f"{name}, {homes}, {update}", is_same
+            if not is_same:
+                others.append(f"{name}, {homes}, {update}")
+    assert not others, others
 
 
-def ahead(runs: Runs) -> Found:
+def ahead(runs: Runs) -> Rows:
     """Memory that the allocator takes while the host runs ahead of the device."""
     width, depth = (4096, 48) if runs.is_real else (35, 4)
     model, optimizer = runs.wrapped(width, depth, params=1.0)
@@ -143,22 +145,20 @@ def ahead(runs: Runs) -> Found:
     if not runs.is_real:
         backend = model.engine.backend
         assert isinstance(backend, SimBackend)
-        return {"peak_device_bytes": backend.peak_device_bytes}
+        yield "peak_device_bytes", backend.peak_device_bytes
+        return
     torch.cuda.reset_peak_memory_stats()
     runs.step(model, optimizer, width)
     runs.synchronise()
-    return {
-        "allocated": torch.cuda.max_memory_allocated(),
-        "reserved": torch.cuda.max_memory_reserved(),
-        "payload": model.engine.chunks[0].payload.nbytes,
-        "payloads": len(model.engine.chunks),
-    }
+    yield "allocated", torch.cuda.max_memory_allocated()
+    yield "reserved", torch.cuda.max_memory_reserved()
+    yield "payload", model.engine.chunks[0].payload.nbytes
+    yield "payloads", len(model.engine.chunks)
 
 
-def stream(runs: Runs) -> Found:
+def stream(runs: Runs) -> Rows:
     """Seconds of a step per 1e9 parameters, by what the host has and by block, with traces."""
     width, depth = (8192, 14) if runs.is_real else (35, 3)
-    found: Found = {}
     for name, params, grads, state, block_numel in (
         ("resident", 0, 0, 0, None),
         ("state", 0, 0, 1, None),
@@ -187,13 +187,12 @@ def stream(runs: Runs) -> Found:
                 runs.synchronise()
                 seconds.append(time.perf_counter() - started)
             optimizer.zero_grad()
-        found[name] = {"seconds_per_1e9": min(seconds) * 1e9 / numel, "numel": numel}
+        yield name, {"seconds_per_1e9": min(seconds) * 1e9 / numel, "numel": numel}
         optimizer.close()
         del model, optimizer
-    return found
 
 
-def races(runs: Runs) -> Found:
+def races(runs: Runs) -> Rows:
     """What the user writes is kept, while the device is behind; a NaN shows."""
     width = 2051 if runs.is_real else 35
     model, optimizer = runs.wrapped(width, 3, params=1.0, state=1.0)
@@ -202,7 +201,7 @@ def races(runs: Runs) -> Found:
         for param in model.module.parameters():
             param.fill_(0.5)
     values = model.state_dict().values()
-    found: Found = {"written": all(bool((value == 0.5).all()) for value in values)}
+    found = {"written": all(bool((value == 0.5).all()) for value in values)}
     digest = model.digest()
     runs.step(model, optimizer, width)
     found["digest changes"] = model.digest() != digest
@@ -212,11 +211,11 @@ def races(runs: Runs) -> Found:
     hook.remove()
     report = optimizer.last_report
     found["skipped"] = report is not None and report.skipped
+    yield from found.items()
     assert all(found.values()), found
-    return found
 
 
-def ranks(runs: Runs) -> Found:
+def ranks(runs: Runs) -> Rows:
     """Two ranks over gloo, on one GPU where there is one: as far from one rank as rounding goes.
 
     Without a mesh, parameters on either side; with meshes of replicas, of shards, and of torch's
@@ -225,8 +224,8 @@ def ranks(runs: Runs) -> Found:
     alone = _of_rank(runs, 0.0, None)
     together = run_ranks(_of_all, 2, runs, processes=True)[0]
     found = {name: float((moved - alone).norm() / alone.norm()) for name, moved in together.items()}
+    yield "relative difference", found
     assert max(found.values()) < 1e-4, found
-    return {"relative difference": found}
 
 
 def _of_all(rank: int, runs: Runs) -> dict[str, Tensor]:
@@ -257,7 +256,7 @@ def _of_rank(runs: Runs, params: float, mesh_name: str | None) -> Tensor:
                      [torch.zeros(0)])  # fmt: skip
 
 
-SECTIONS: dict[str, Callable[[Runs], Found]] = {
+SECTIONS: dict[str, Callable[[Runs], Rows]] = {
     "places": places, "ahead": ahead, "stream": stream, "races": races, "ranks": ranks,
 }  # fmt: skip
 
@@ -268,9 +267,11 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "sim"), default="cuda")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    found = SECTIONS[args.name](Runs(args.device, args.out))
-    print(json.dumps(found, indent=1))
-    (args.out / f"{args.name}.json").write_text(json.dumps(found, indent=1))
+    found = {}
+    for name, value in SECTIONS[args.name](Runs(args.device, args.out)):
+        found[name] = value
+        print(f"{name}: {value}", flush=True)
+        (args.out / f"{args.name}.json").write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

@@ -10,15 +10,23 @@ import torch
 
 
 def interleaved(
-    variants: Mapping[str, Callable[[], object]], rounds: int, device: torch.device
+    variants: Mapping[str, Callable[[], object]],
+    rounds: int,
+    device: torch.device,
+    after_round: Callable[[Mapping[str, list[float]]], None] = lambda _: None,
 ) -> dict[str, list[float]]:
-    """Seconds of every variant in every round, after one round that does not count."""
+    """Seconds of every variant in every round, after one round that does not count.
+
+    after_round: is given what there is so far.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     for turn in range(rounds + 1):
         for name, run in variants.items():
             spent = _timed(run, device)
             if turn:
                 seconds[name].append(spent)
+        if turn:
+            after_round(seconds)
     return seconds
 
 

@@ -21,6 +21,17 @@ def test_every_section_runs_dry(tmp_path):
 
 
 @pytest.mark.ci
+def test_nothing_follows_a_gate_that_failed(tmp_path):
+    chosen = [
+        gpu.Section("fails", (sys.executable, "-c", "exit(3)"), 600),
+        gpu.Section("gate", (sys.executable, "-c", "exit(1)"), 600, is_gate=True),
+        gpu.Section("after", (sys.executable, "-c", ""), 600),
+    ]
+    summary = gpu.run_all(chosen, tmp_path, minutes=60, dry=False)
+    assert [entry["ended"] for entry in summary.values()] == [3, 1, "left out: gate failed"]
+
+
+@pytest.mark.ci
 def test_a_section_that_hangs_or_fails_costs_only_itself(tmp_path):
     def section(name, code, seconds=600):
         return gpu.Section(name, (sys.executable, "-c", code), seconds)
