@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,6 +19,7 @@ PROCESS_NOISE_BYTES = 32 << 20  # what libraries and malloc may keep of an itera
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _STATUS = Path("/proc/self/status")
 _HIGHEST = b"VmHWM:"
+ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _RESET_PEAK = "5"  # man 5 proc: resets VmHWM
 
 
@@ -155,8 +157,9 @@ class ProcessMonitor:
 class CudaMonitor:
     """The CUDA allocator's statistics of one device; reading them does not synchronise it.
 
-    What the allocator holds in part-used blocks is counted by `margin`: the share of inactive split
-    bytes, which a period's peak may not be able to use.
+    `margin` counts what the allocator holds in part-used blocks since the start, which a period's
+    peak may not be able to use; in expandable segments all of it can be used. Every period begins
+    the device's peak statistics anew, those that `torch.cuda.max_memory_allocated()` shows.
     """
 
     includes_model_data = True
@@ -164,11 +167,13 @@ class CudaMonitor:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._base = 0
+        self._base_split = 0
         self.certain_bytes = 0
 
     def start(self) -> None:
         torch.cuda.reset_peak_memory_stats(self._device)
         self._base = torch.cuda.memory_allocated(self._device)
+        self._base_split = self._split_bytes(torch.cuda.memory_stats(self._device))
 
     def stop(self) -> None:
         return
@@ -176,10 +181,16 @@ class CudaMonitor:
     def period(self) -> int:
         statistics = torch.cuda.memory_stats(self._device)
         peak = int(statistics["allocated_bytes.all.peak"])
-        margin = int(statistics["inactive_split_bytes.all.current"])
+        margin = max(0, self._split_bytes(statistics) - self._base_split)
         torch.cuda.reset_peak_memory_stats(self._device)
         self.certain_bytes = max(0, peak - self._base)
         return max(0, peak + margin - self._base)
+
+    def _split_bytes(self, statistics: Mapping[str, int]) -> int:
+        asked = (os.environ.get(name, "") for name in ALLOCATOR_SETTINGS)
+        if any("expandable_segments:True" in settings for settings in asked):
+            return 0
+        return int(statistics["inactive_split_bytes.all.current"])
 
 
 _highest_bytes = 0  # before resets

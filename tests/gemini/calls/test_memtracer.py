@@ -15,7 +15,7 @@ from gemini import GeminiDDP, StaticPlacement
 from gemini.chunk.layout import ChunkLayout
 from gemini.chunk.sizing.model_specs import specs_of
 from gemini.memtracer.collector import MemStatsCollector, Moments, input_signature, listening, trace
-from gemini.memtracer.monitor import ProcessMonitor, StorageTracker
+from gemini.memtracer.monitor import CudaMonitor, ProcessMonitor, StorageTracker
 from gemini.memtracer.trace import Trace, TraceError, model_digest, reduce_traces
 from gemini.runtime.memory.backend import SimBackend
 from gemini.runtime.schedule import sampler
@@ -312,3 +312,18 @@ def test_memory_that_the_allocator_had_left_counts_as_well(monkeypatch):
     backward = [m.non_model_bytes for m in found.moments if m.phase == "backward"]
     assert backward[0] > 0.5 * max(got) > backward[-1]  # what forward left, as it dies
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+
+
+@pytest.mark.parametrize(("settings", "above"), [("", 800), ("expandable_segments:True", 500)])
+def test_a_devices_monitor_counts_what_the_allocator_split_since_the_start(
+    settings, above, monkeypatch
+):
+    now = {"allocated_bytes.all.peak": 0, "inactive_split_bytes.all.current": 70}
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: dict(now))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1000)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", settings)
+    monitor = CudaMonitor(torch.device("cuda:0"))
+    monitor.start()
+    now |= {"allocated_bytes.all.peak": 1500, "inactive_split_bytes.all.current": 370}
+    assert monitor.period() == above and monitor.certain_bytes == 500
