@@ -106,6 +106,8 @@ def build_and_destroy(index, folder, cycles, closes):
     rows = []
     for _ in range(cycles):
         left = allocated(cycle).left
+        for thread in set(threading.enumerate()) - {threading.current_thread()}:
+            thread.join(60)  # those of what was dropped end by themselves
         threads, fds = threading.active_count(), psutil.Process().num_fds()
         rows.append((threads, fds, left, len(list(Path(folder).iterdir()))))
     return rows
@@ -117,7 +119,7 @@ def test_engines_leave_no_thread_file_descriptor_or_memory(closes, tmp_path):
     (rows,) = run_processes(build_and_destroy, 1, str(tmp_path), 12, closes)
     threads, fds, left, files = zip(*rows, strict=True)
     assert set(files) == {0}
-    assert threads[-1] == threads[5] and fds[-1] == fds[5]
+    assert set(threads) == {1} and fds[-1] == fds[5]
     assert set(left[2:]) == {0}
 
 
