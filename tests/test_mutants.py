@@ -36,8 +36,8 @@ def test_tests_that_are_named_exist_and_one_is_in_ci():
             assert not name or re.search(rf"^def {name}\(", text, re.MULTILINE), mutant.title
 
 
-def test_the_promises_are_those_of_the_readme():
-    promises = " ".join((ROOT / "README.md").read_text().split())
+def test_the_promises_are_those_of_the_guarantees():
+    promises = " ".join((ROOT / "docs/guarantees.md").read_text().split())
     held = [mutant for mutant in MUTANTS if mutant.promise]
     assert len(held) >= 40
     assert [m.title for m in held if m.promise not in promises or m.equivalent] == []

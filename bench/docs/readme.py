@@ -23,6 +23,12 @@ from .remake import squashed
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench/results"
+OF = {"headline": "capacity-cpu", "comparison": "train-cpu"}  # results of tables with other names
+COMPARED = {  # peers, and ours that does the same
+    "torch/adamw-bf16": "ours/resident",
+    "fsdp2/w2": "ours/w2",
+    "deepspeed/zero3-nvme": "ours/nvme",
+}
 
 
 def _demo(result: dict[str, Any]) -> str:
@@ -92,11 +98,57 @@ def _picture(result: dict[str, Any]) -> str:
     )
 
 
+def _headline(result: dict[str, Any]) -> str:
+    run = min(result["runs"], key=lambda run: run["rss_limit_mib"])
+    return (
+        f"**{result['model']}, {result['num_params'] / 1e6:.0f} M parameters, trains with at most "
+        f"{run['peak_rss_mib']:.0f} MiB of resident memory (its limit: {run['rss_limit_mib']}), "
+        f"{run['step_seconds']:.1f} s a step of 128 tokens**, on "
+        f"{_where(result)} With everything in memory it takes 16 bytes a parameter, "
+        f"{16 * result['num_params'] / 2**20:.0f} MiB. On a GPU it was not measured yet."
+    )
+
+
+def _compared(result: dict[str, Any]) -> dict[str, Any]:
+    """The rows of README's table and chart."""
+    rows = {row["name"]: row for row in result["rows"] if "reason" not in row}
+    return {**result, "rows": [rows[name] for pair in COMPARED.items() for name in pair]}
+
+
+def _comparison(result: dict[str, Any]) -> str:
+    rows = [
+        "| run | step, s | peak RSS, MiB | on disk, GB | settings |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    compared = {row["name"]: row for row in _compared(result)["rows"]}
+    for name, row in compared.items():
+        rows.append(
+            f"| {name} | {summary.with_spread(row, 'step_seconds', 2)} "
+            f"| {summary.with_spread(row, 'peak_rss_mib', 0)} | {row['nvme_bytes'] / 1e9:.2f} "
+            f"| {row['settings']} |"
+        )
+    alike = [
+        f"{ours} and {peer}"
+        for peer, ours in COMPARED.items()
+        if _overlap(compared[ours], compared[peer])
+    ]
+    said = f"Ranges of the step overlap, and show none to be faster: {'; '.join(alike)}."
+    what = f"{result['model']} in bf16, batch {result['batch']} x {result['seq']}. "
+    return "\n".join([*rows, "", *([said, ""] if alike else []), what + _where(result)])
+
+
+def _overlap(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    (low, high), (least, most) = (row["spread"]["step_seconds"] for row in (one, other))
+    return bool(low <= most and least <= high)
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "demo": _demo,
     "train-cpu": _train,
     "meshes-cpu": _meshes,
     "capacity-cpu": _capacity,
+    "headline": _headline,
+    "comparison": _comparison,
     "picture": _picture,
 }
 COMPUTED: dict[str, Callable[[], str]] = {
@@ -123,7 +175,7 @@ def render(text: str) -> str:
             return match[0]
         if name in COMPUTED:
             return f"<!-- table {name} -->\n{COMPUTED[name]()}\n<!-- end -->"
-        result = json.loads((RESULTS / f"{name}.json").read_text())
+        result = json.loads((RESULTS / f"{OF.get(name, name)}.json").read_text())
         return f"<!-- table {name} -->\n{TABLES[name](result)}\n<!-- end -->"
 
     return re.sub(r"<!-- table ([\w-]+) -->\n.*?<!-- end -->", one, text, flags=re.DOTALL)
@@ -132,3 +184,5 @@ def render(text: str) -> str:
 if __name__ == "__main__":
     for page in pages():
         page.write_text(render(page.read_text()))
+    trained = json.loads((RESULTS / "train-cpu.json").read_text())
+    summary.draw(_compared(trained), ROOT / "docs/comparison.svg")

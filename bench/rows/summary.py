@@ -146,13 +146,13 @@ def table(result: dict[str, Any]) -> str:
             continue
         cells = [
             row["name"],
-            _with_spread(row, "step_seconds", 2),
+            with_spread(row, "step_seconds", 2),
             *(f"{row[part]:.2f}" for part in PARTS[1:]),
-            _with_spread(row, "peak_rss_mib", 0),
-            *([_with_spread(row, "peak_device_mib", 0)] if cuda else []),
+            with_spread(row, "peak_rss_mib", 0),
+            *([with_spread(row, "peak_device_mib", 0)] if cuda else []),
             f"{row['nvme_bytes'] / 1e9:.2f}",
             f"{row['loss']:.4f}",
-            _with_spread(row, "startup_seconds", 1),
+            with_spread(row, "startup_seconds", 1),
             str(row["settings"]),
         ]
         lines.append("| " + " | ".join(cells) + " |")
@@ -184,7 +184,7 @@ def _beside(row: dict[str, Any]) -> str:
     return "; ".join([*said, "every step counts" if counts else "NOT EVERY STEP COUNTS"])
 
 
-def _with_spread(row: dict[str, Any], key: str, digits: int) -> str:
+def with_spread(row: dict[str, Any], key: str, digits: int) -> str:
     low, high = row["spread"][key]
     return f"{row[key]:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
@@ -201,7 +201,7 @@ def ratio_table(result: dict[str, Any]) -> str:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Step time and peak memory of every row; whole or not at all."""
+    """Step time and peak memory of every row, with their ranges; whole or not at all."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -215,16 +215,31 @@ def draw(result: dict[str, Any], path: Path) -> None:
         seconds = [row[part] for row in rows]
         left.barh(names, seconds, left=before, label=part.removesuffix("_seconds"))
         before = [a + b for a, b in zip(before, seconds, strict=True)]
+    left.errorbar(before, names, xerr=_around(rows, "step_seconds", before), fmt="none", color="k")
     left.set_xlabel("seconds a step")
     left.legend()
     peak = "peak_rss_mib" if result["device"] == "cpu" else "peak_device_mib"
-    right.barh(names, [row[peak] for row in rows])
+    peaks = [row[peak] for row in rows]
+    right.barh(names, peaks, xerr=_around(rows, peak, peaks))
     right.set_xlabel("peak resident memory, MiB" if peak == "peak_rss_mib" else "peak device, MiB")
     figure.suptitle(f"{result['model']}, {result['batch']} x {result['seq']}")
     figure.tight_layout()
     part_file = path.with_name(path.name + ".part")
     try:
-        figure.savefig(part_file, dpi=120, format=path.suffix.removeprefix(".") or "png")
+        undated = {"metadata": {"Date": None}} if path.suffix == ".svg" else {}
+        with matplotlib.rc_context({"svg.hashsalt": result["model"]}):
+            figure.savefig(
+                part_file, dpi=120, format=path.suffix.removeprefix(".") or "png", **undated
+            )
         part_file.replace(path)
     finally:
         part_file.unlink(missing_ok=True)
+
+
+def _around(rows: Sequence[dict[str, Any]], key: str, at: Sequence[float]) -> list[list[float]]:
+    """How far the least and the largest are from what is drawn."""
+    spreads = [row["spread"][key] for row in rows]
+    return [
+        [max(0.0, here - low) for here, (low, _) in zip(at, spreads, strict=True)],
+        [max(0.0, high - here) for here, (_, high) in zip(at, spreads, strict=True)],
+    ]

@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.mutate")
-    parser.add_argument("--promises", action="store_true", help="those that hold one of README.md")
+    parser.add_argument("--promises", action="store_true", help="those of docs/guarantees.md")
     parser.add_argument("--changed", metavar="BASE", help="those that a commit does not have, or "
                         "whose function or tests are others there")  # fmt: skip
     parser.add_argument("--area", nargs="*", choices=listed.areas())

@@ -7,7 +7,7 @@ nth = 2                            # where they occur more often
 new = "what they are replaced by"  # else `pass`
 killed_by = "a test that must fail"                 # or several, of which one must; or, of none:
 equivalent = "why nobody could tell the two apart"
-promise = "a sentence of README.md that it holds"   # of those that `make ci` runs
+promise = "a sentence of docs/guarantees.md that it holds"   # of those that `make ci` runs
 
 What has moved to another module is found there by its name.
 """
