@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -15,16 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX, _IncompatibleKeys
 
+from gemini.callers import torchs_wrapper, wants_dtensors
 from gemini.chunk.parameter import handle_of
 from gemini.runtime.engine import Engine
 from gemini.runtime.inspect.full_parameters import (
+    cut_parameters,
     full_parameters,
     load_full_parameters,
     salvageable,
 )
-
-MAX_FRAMES = 20  # between torch's DDP and a module below it
-_TORCHS_OWN = ("DistributedDataParallel", "FullyShardedDataParallel", "replicate", "fully_shard")
 
 
 class ModuleFace(nn.Module):
@@ -77,6 +75,8 @@ class ModuleFace(nn.Module):
 
         All ranks call. Parameters are the fp32 masters, in the dtype they had before wrapping, on
         the CPU; they are gathered a chunk at a time. `keep_vars` is not possible.
+        `get_model_state_dict` of torch.distributed.checkpoint is given DTensors on every rank, in
+        the masters' own dtype.
         """
         if keep_vars:
             raise ValueError("keep_vars=True: whole parameters are copies, and not variables")
@@ -85,20 +85,25 @@ class ModuleFace(nn.Module):
         if state is None:
             state = OrderedDict()
             state._metadata = OrderedDict()  # type: ignore[attr-defined]
-        values = dict(full_parameters(self.engine))
+        cuts = wants_dtensors()
+        values = dict((cut_parameters if cuts else full_parameters)(self.engine))
         before = set(state)
         # torch's own walk, with extra state and hooks; parameters themselves stand for their values
         self.module.state_dict(destination=state, prefix=prefix, keep_vars=True)
         for name in [name for name in state if name not in before]:
             value = state[name]
             handle = handle_of(value) if isinstance(value, Tensor) else None
-            if self.engine.comm.rank != 0:
+            if self.engine.comm.rank != 0 and not cuts:
                 del state[name]
             elif handle is not None:
                 state[name] = values[self.engine.layout.params[handle.param].name]
             elif isinstance(value, Tensor):
                 state[name] = value.detach()
         return state
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Asked by torch.distributed.checkpoint: the attribute `module` is in no name."""
+        return {"": "module"}
 
     def save_pretrained(self, save_directory: str | Path, **options: Any) -> None:
         """As Hugging Face's models do, with the fp32 masters. All ranks call; rank 0 writes.
@@ -134,9 +139,10 @@ class ModuleFace(nn.Module):
         """Take rank 0's values, with the inner module's names; all ranks call.
 
         Shards and fp32 masters follow, whether the optimizer is there already or not; its moments
-        stay. Buffers and extra state become rank 0's on every rank. Raises RuntimeError, before
-        anything is changed, for missing and unexpected names (`strict`), ValueError for another
-        shape; `assign` is not possible.
+        stay. Buffers and extra state become rank 0's on every rank. Of a DTensor every rank gives
+        its part. Raises RuntimeError, before anything is changed, for missing and unexpected names
+        (`strict`), ValueError for another shape, and for what is a DTensor on some ranks only;
+        `assign` is not possible.
         """
         _refuse_assign(assign)
         self.engine.call("model.load_state_dict()")
@@ -189,7 +195,9 @@ class ModuleFace(nn.Module):
     def _take(self, state_dict: Mapping[str, Any]) -> None:
         """Rank 0's values, for what they name."""
         comm = self.engine.comm
-        load_full_parameters(self.engine, state_dict)
+        # `set_model_state_dict` fills up what it was not given with the parameters themselves
+        own = {id(param) for param in self.engine.params}
+        load_full_parameters(self.engine, {n: v for n, v in state_dict.items() if id(v) not in own})
         buffers = dict(self.saved_buffers())
         for name in comm.gather_objects([name for name in buffers if name in state_dict])[0]:
             if comm.rank == 0:
@@ -230,20 +238,13 @@ def _refuse_torchs_own() -> None:
 
     DDP and FSDP send and flatten the memory of parameters, released or not.
     """
-    frame = sys._getframe(1)
-    for _ in range(MAX_FRAMES):
-        name, _, method = frame.f_code.co_qualname.partition(".")
-        if name == "contract" and method.endswith("wrapper"):  # around replicate and fully_shard
-            name, method = getattr(frame.f_locals.get("func"), "__name__", ""), "__init__"
-        if method == "__init__" and name in _TORCHS_OWN:
-            raise RuntimeError(
-                f"a GeminiDDP inside torch's {name}: both reduce gradients over ranks; use the "
-                "GeminiDDP alone, and in a loop of Hugging Face's use GeminiTrainer or "
-                "GeminiAccelerator"
-            )
-        if frame.f_back is None:
-            return
-        frame = frame.f_back
+    name = torchs_wrapper()
+    if name is not None:
+        raise RuntimeError(
+            f"a GeminiDDP inside torch's {name}: both reduce gradients over ranks; use the "
+            "GeminiDDP alone, and in a loop of Hugging Face's use GeminiTrainer or "
+            "GeminiAccelerator"
+        )
 
 
 _FACES: weakref.WeakKeyDictionary[type, dict[type, type]] = weakref.WeakKeyDictionary()

@@ -12,18 +12,19 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from gemini.callers import flat_optimizer_state, wants_dtensors
 from gemini.optim.plain.target import PlainTarget, clip_together, step_together
 from gemini.optim.rules.clipping import Clip, asked_norm
 from gemini.optim.rules.report import NonFiniteGradientError
 from gemini.optim.rules.state_layout import MASTER
 from gemini.optim.state.held_signals import HeldSignals
 from gemini.optim.state.parking import Where, park
-from gemini.optim.state.saved_state import filled_up, with_steps
+from gemini.optim.state.saved_state import filled_up, unflattened, with_steps
 from gemini.optim.state.state_stream import StateRun, StateSource, StateVisitor
 
 from .binding import BoundOptimizer
 from .binding import Folders as Folders
-from .groups import merged_groups
+from .groups import as_torchs, merged_groups
 from .target import AmpInputs, Target
 
 T = TypeVar("T")
@@ -134,23 +135,28 @@ class TieredOptimizer(BoundOptimizer):
         Before the first step there is no state in it, and none is made or moved for it. Under
         GeminiDDP it is keyed by parameter name, whole on rank 0 (elsewhere only step counts), and
         has the `counters` of the loss scale. Every rank must call it.
+        `get_optimizer_state_dict` of torch.distributed.checkpoint is given DTensors on every rank,
+        without fp32 masters, which are the weights of its `get_model_state_dict`.
         """
         self._refuse_unusable()
         names = self._names()
+        cut = names is not None and wants_dtensors()
         live = self.state
-        self.state = self._full_state()
+        self.state = self._full_state(cut=cut)
         try:
             found = super().state_dict()
         finally:
             self.state = live
         if names is not None:
-            keys = [names[id(param)] for param in self._flat_params()]
+            params = self._flat_params()
+            keys = list(range(len(params))) if cut else [names[id(param)] for param in params]
             found["state"] = {
                 keys[i]: {**planes, "step": planes["step"].cpu().clone()}
                 for i, planes in found["state"].items()
             }
             for group in found["param_groups"]:
                 group["params"] = [keys[i] for i in group["params"]]
+                group.update(as_torchs(group) if cut else {})
         for target in self._targets:
             if target.counters is not None:
                 found["counters"] = target.counters.state_dict()
@@ -172,7 +178,11 @@ class TieredOptimizer(BoundOptimizer):
         by_id = dict(zip(saved, self._flat_params(), strict=True))
         if names is not None:
             by_id |= {names[id(param)]: param for param in self._flat_params()}
-        state = {by_id[i]: values for i, values in state_dict["state"].items()}
+        flat, found = flat_optimizer_state(), state_dict["state"]
+        if flat is not None:
+            every = {plane.name for target in self._targets for plane in target.planes}
+            found = unflattened(flat, found, every)
+        state = {by_id[i]: values for i, values in found.items()}
         if state:
             self._bind()
         for target in self._targets:
@@ -180,7 +190,7 @@ class TieredOptimizer(BoundOptimizer):
             given = with_steps(state, planes)
             params = () if target.untouched else self._flat_params()
             target.load_state(filled_up(given, params, planes))
-            if target.counters is not None:
+            if target.counters is not None and not wants_dtensors():
                 target.counters.load_state_dict(state_dict.get("counters", {}))
 
     def check_param_groups(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

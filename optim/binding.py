@@ -197,14 +197,14 @@ class BoundOptimizer(torch.optim.Optimizer):
             self.state.update(target.shown_state())
         self._bound.update({id(param): rule for param, _ in new})
 
-    def _full_state(self) -> defaultdict[Tensor, Any]:
-        """What `self.state` shows, and copies of the rest."""
+    def _full_state(self, *, cut: bool = False) -> defaultdict[Tensor, Any]:
+        """What `self.state` shows, and copies of the rest; see `Target.offloaded_state`."""
         whole: defaultdict[Tensor, Any] = defaultdict(dict)
-        if any(target.untouched for target in self._targets):
+        if any(target.untouched for target in self._targets) and not cut:
             return whole
         whole.update({param: dict(state) for param, state in self.state.items()})
         for target in self._targets:
-            for param, planes in target.offloaded_state().items():
+            for param, planes in target.offloaded_state(cut).items():
                 whole[param].update(planes)
         return whole
 

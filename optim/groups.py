@@ -13,6 +13,24 @@ _ABSENT = {"amsgrad": False, "maximize": False, "nesterov": False, "dampening": 
 # how torch computes it, which is not ours to take over
 _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
 
+# options of torch.optim's optimizers that ours have at one value; torch asks for them by name
+_TORCH_OPTIONS = {
+    "amsgrad": False,
+    "maximize": False,
+    "foreach": None,
+    "capturable": False,
+    "differentiable": False,
+    "fused": None,
+}
+
+
+def as_torchs(group: Group) -> dict[str, Any]:
+    """A saved group with what torch's own optimizers ask for."""
+    found = {**_TORCH_OPTIONS, **group}
+    if "adamw_mode" in group:
+        found["decoupled_weight_decay"] = group["adamw_mode"]
+    return found
+
 
 def merged_groups(
     mine: Sequence[Group],

@@ -86,8 +86,11 @@ class Target(Protocol):
         """Replace this process's state run by run."""
         ...
 
-    def offloaded_state(self) -> Mapping[Tensor, dict[str, Tensor]]:
-        """Copies of the state that `optimizer.state` does not show, shaped like the parameters."""
+    def offloaded_state(self, cut: bool) -> Mapping[Tensor, dict[str, Tensor]]:
+        """Copies of the state that `optimizer.state` does not show, shaped like the parameters.
+
+        cut: of a wrapped module every rank has its parts, as DTensors; else rank 0 has all.
+        """
         ...
 
     def load_state(self, state: Mapping[Tensor, Mapping[str, Any]]) -> None:

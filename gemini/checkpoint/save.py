@@ -38,6 +38,7 @@ from gemini.checkpoint.model.stages import StagesState, parts_of
 from gemini.checkpoint.model.state import RunState, ShardedState, first_names
 from gemini.ddp import GeminiDDP
 from gemini.optim.base import TieredOptimizer
+from gemini.optim.groups import as_torchs
 from gemini.tickets import Done, Ticket
 from gemini.units import parse_bytes
 
@@ -45,15 +46,6 @@ from . import background
 
 log = logging.getLogger("gemini")
 
-# options of torch.optim's optimizers that ours have at one value; torch asks for them by name
-_TORCH_OPTIONS = {
-    "amsgrad": False,
-    "maximize": False,
-    "foreach": None,
-    "capturable": False,
-    "differentiable": False,
-    "fused": None,
-}
 _SHARE_OF_FREE_MEMORY = 0.5  # of an asynchronous save's copies, over all ranks of this machine
 
 
@@ -293,10 +285,8 @@ def _groups(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[
     groups = []
     for group in optimizer.param_groups:
         options = {key: value for key, value in group.items() if key != "params"}
-        if "adamw_mode" in options:
-            options["decoupled_weight_decay"] = options["adamw_mode"]
         params = [names[id(param)] for param in group["params"]]
-        groups.append({**_TORCH_OPTIONS, **options, "params": params})
+        groups.append({**as_torchs(options), "params": params})
     return groups
 
 

@@ -68,7 +68,7 @@ def local_gradient(param: Tensor, grad: Tensor) -> Tensor:
 def rebind(param: nn.Parameter, local: Tensor) -> None:
     """Make `local` what this rank has of a DTensor, whose identity stays."""
     with torch.no_grad():
-        made = nn.Parameter(_split_like(param, local), requires_grad=param.requires_grad)
+        made = nn.Parameter(split_like(param, local), requires_grad=param.requires_grad)
     torch.utils.swap_tensors(param, made)
 
 
@@ -78,7 +78,7 @@ def full_tensor_of(param: Tensor, local: Tensor) -> Tensor:
         return local
     device = torch.device(_any(param).device_mesh.device_type)
     with torch.no_grad():
-        whole: Tensor = _any(_split_like(param, local.to(device))).full_tensor()
+        whole: Tensor = _any(split_like(param, local.to(device))).full_tensor()
     return whole
 
 
@@ -89,7 +89,7 @@ def own_part(param: Tensor, whole: Tensor) -> Tensor:
     return whole[box] if box else whole
 
 
-def _split_like(param: Tensor, local: Tensor) -> Tensor:
+def split_like(param: Tensor, local: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     like = _any(param)

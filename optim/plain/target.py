@@ -213,7 +213,8 @@ class PlainTarget:
             if param.grad is not None and clip.max_value != math.inf:
                 param.grad.clamp_(-clip.max_value, clip.max_value)
 
-    def offloaded_state(self) -> Mapping[Tensor, dict[str, Tensor]]:
+    def offloaded_state(self, cut: bool) -> Mapping[Tensor, dict[str, Tensor]]:
+        """`cut` changes nothing: no other process has a part of it."""
         shown = {
             self._names[segment.param]
             for segment in self._tiered_state.space.segments

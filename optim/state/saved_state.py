@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 State = Mapping[Tensor, Mapping[str, Any]]
+
+
+def unflattened(
+    flat: Mapping[str, Any], names: Iterable[str], planes: Iterable[str]
+) -> dict[str, dict[str, Any]]:
+    """State by name out of `{"state.NAME.PLANE": value}`."""
+    found: dict[str, dict[str, Any]] = {}
+    for name in names:
+        keys = {plane: f"state.{name}.{plane}" for plane in (*planes, "step")}
+        found[name] = {plane: flat[key] for plane, key in keys.items() if key in flat}
+    return found
 
 
 def with_steps(state: State, planes: Sequence[str]) -> State:

@@ -11,11 +11,12 @@ from gemini.chunk.local import full_tensor_of
 from gemini.chunk.storage import params_in
 from gemini.mesh.roles import WORLD
 from gemini.runtime.parts import Parts, settle
+from gemini.runtime.step.state.dtensors import dtensor_of, dtensors_in, full_value
 from gemini.runtime.step.state.given_values import given_part
 from gemini.runtime.step.weights import after_step, write_back_changes
 from gemini.units import ParamId
 
-from .weights import master_of, set_master
+from .weights import exact_dtype, full_chunk, master_of, set_master
 
 
 def full_parameters(parts: Parts) -> Iterator[tuple[str, Tensor]]:
@@ -35,6 +36,21 @@ def full_parameters(parts: Parts) -> Iterator[tuple[str, Tensor]]:
             if parts.comm.rank != 0:  # other parts of what is split were asked for
                 continue
             value = value.to(parts.original_dtypes[param], copy=True)
+            for name in parts.layout.params[param].names:
+                yield name, value
+
+
+def cut_parameters(parts: Parts) -> Iterator[tuple[str, Tensor]]:
+    """(name, DTensor) of every parameter on every rank, on the CPU; all ranks iterate.
+
+    As exact as values are known: fp32 where there are masters or originals, else in the compute
+    dtype. Tied parameters come under each of their names, as one tensor.
+    """
+    write_back_changes(parts)
+    for chunk in parts.chunks:
+        links, dtype = parts.links[chunk.spec.group], exact_dtype(parts, chunk)
+        for param, mine in params_in(parts.layout, chunk.spec, full_chunk(parts, chunk)):
+            value = dtensor_of(links, parts.params[param], mine.to(dtype))
             for name in parts.layout.params[param].names:
                 yield name, value
 
@@ -63,10 +79,12 @@ def salvageable(parts: Parts) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_full_parameters(parts: Parts, values: Mapping[str, Tensor]) -> None:
-    """Rank 0's `values` for the parameters they name; all ranks call, the others' are ignored.
+    """Rank 0's `values` for the parameters they name, and every rank's part of what is a DTensor;
+    all ranks call, other values of theirs are ignored.
 
     Shards and fp32 masters take them, moments and step counts stay. What is not named stays.
-    Raises ValueError on every rank, before anything is changed, where a shape differs.
+    Raises ValueError on every rank, before anything is changed, where a shape differs, or ranks
+    differ in what is a DTensor.
     """
     write_back_changes(parts)
     known = [
@@ -83,6 +101,7 @@ def load_full_parameters(parts: Parts, values: Mapping[str, Tensor]) -> None:
     if wrong:
         raise ValueError("the state dict does not fit: " + "; ".join(wrong))
     given, is_first = set(named), parts.comm.rank == 0
+    split = dtensors_in(parts.comm, values) & given
     for chunk in parts.chunks:
         name_of = {
             slot.param: name
@@ -92,12 +111,13 @@ def load_full_parameters(parts: Parts, values: Mapping[str, Tensor]) -> None:
         }
         if not name_of:
             continue
+        wholes = {p: full_value(values[name]) for p, name in name_of.items() if name in split}
         mine, links = master_of(parts, chunk), parts.links[chunk.spec.group]
         payload = links.gather(mine)
         if payload is not None:
             for param, place in params_in(parts.layout, chunk.spec, payload):
                 if param in name_of:
-                    whole = values[name_of[param]] if is_first else None
+                    whole = wholes.get(param, values.get(name_of[param])) if is_first else None
                     value = given_part(links, parts.params[param], whole, torch.float32)
                     place.copy_(value.reshape(place.shape))
         links.scatter(payload, mine)

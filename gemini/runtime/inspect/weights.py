@@ -29,6 +29,14 @@ def set_master(parts: Parts, chunk: Chunk, values: Tensor) -> None:
         set_without_master(parts, chunk, values)
 
 
+def exact_dtype(parts: Parts, chunk: Chunk) -> torch.dtype:
+    """In which nothing of a chunk's weights is lost."""
+    trained = parts.target is not None and chunk.spec.trainable
+    has_master = trained and parts.precision_settings.master_weights
+    in_fp32 = has_master or chunk.spec.id in parts.storage.originals
+    return torch.float32 if in_fp32 else chunk.dtype
+
+
 def full_chunk(parts: Parts, chunk: Chunk) -> Tensor:
     """[S * W] fp32: every rank's masters of one chunk, where collectives are. Collective."""
     mine = master_of(parts, chunk).to(parts.comm.device)

@@ -177,8 +177,8 @@ class JointTarget:
     def shown_state(self) -> Mapping[Tensor, dict[str, Tensor]]:
         return {p: state for m in self.members for p, state in m.shown_state().items()}
 
-    def offloaded_state(self) -> Mapping[Tensor, dict[str, Tensor]]:
-        return {p: state for m in self.members for p, state in m.offloaded_state().items()}
+    def offloaded_state(self, cut: bool) -> Mapping[Tensor, dict[str, Tensor]]:
+        return {p: state for m in self.members for p, state in m.offloaded_state(cut).items()}
 
     def visit_state(self, look: StateVisitor) -> None:
         for member in self.members:

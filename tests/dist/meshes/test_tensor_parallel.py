@@ -358,3 +358,31 @@ def test_a_checkpoint_is_of_whole_tensors_and_loads_at_any_size(tmp_path):
     gemini.load_checkpoint(path, model, optimizer)
     assert same(everything(model, optimizer), saved)
     optimizer.close()
+
+
+def through_torchs_state_dicts(rank, shape):
+    """What is there, what torch's functions make whole of it, and a model that was given it."""
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_model_state_dict,
+        get_state_dict,
+        set_state_dict,
+    )
+
+    case = Case("vocabulary", 3, "bf16", shape=shape)
+    model, optimizer = wrapped(case)
+    train(model, optimizer, case, steps=1)
+    weights, state = get_state_dict(model, optimizer)
+    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    other, its_optimizer = wrapped(case, seed=5)
+    set_state_dict(other, its_optimizer, model_state_dict=weights, optim_state_dict=state)
+    found = everything(model, optimizer), dict(model.state_dict()), full
+    again = everything(other, its_optimizer)
+    optimizer.close(), its_optimizer.close()
+    return *found, again
+
+
+def test_torchs_own_state_dicts_have_what_is_split_on_its_mesh():
+    for shape in ((2, 2), (2, 1, 2)):
+        want, weights, full, again = run_ranks(through_torchs_state_dicts, 4, shape)[0]
+        assert same(again, want) and same(full, weights)

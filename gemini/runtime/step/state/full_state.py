@@ -1,4 +1,4 @@
-"""Optimizer state of an engine as whole tensors on rank 0, and from there back to all shards.
+"""Optimizer state of an engine as whole tensors on rank 0, or as DTensors, and back to all shards.
 
 For `optimizer.state_dict()`: rank 0 holds all of it in host memory, other ranks their own shards
 for as long as it takes. What is larger is streamed (`ShardTarget.visit_state`).
@@ -16,6 +16,7 @@ from gemini.chunk.layout import ChunkLayout
 from gemini.chunk.local import full_tensor_of
 from gemini.chunk.storage import Chunk, params_in
 from gemini.dtypes import DTYPES
+from gemini.optim.rules.state_layout import MASTER
 from gemini.optim.state.pieces import Planes
 from gemini.optim.state.space import Block
 from gemini.optim.state.tiered_state import TieredState
@@ -23,6 +24,7 @@ from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.comm.links import Links
 from gemini.units import ChunkId
 
+from .dtensors import dtensor_of, dtensors_in, full_value
 from .given_values import given_part
 
 FullState = dict[str, dict[str, Tensor]]  # parameter name -> plane -> the parameter's shape, host
@@ -35,8 +37,12 @@ def gather_state(
     layout: ChunkLayout,
     links: Mapping[str, Links],
     params: Sequence[Tensor],
+    cut: bool,
 ) -> FullState:
-    """All state on rank 0; of no use on other ranks. Collective."""
+    """All state on rank 0; of no use on other ranks. Collective.
+
+    cut: as DTensors on every rank; without masters, which are the weights.
+    """
     shards: dict[Key, Tensor] = {}
 
     def keep(block: Block, planes: Planes) -> None:
@@ -51,11 +57,18 @@ def gather_state(
     whole: FullState = {}
     for chunk in chunks:
         for plane in tiered_state.layout.planes:
-            shard = shards.pop((chunk.spec.id, plane.name))
-            payload = links[chunk.spec.group].gather(shard)
+            shard, group = shards.pop((chunk.spec.id, plane.name)), links[chunk.spec.group]
+            payload = None
+            if not cut:
+                payload = group.gather(shard)
+            elif plane.name != MASTER:
+                payload = group.gather_for_all(shard.to(group.shards.device), chunk.spec.id)
             if payload is not None:
                 for param, mine in params_in(layout, chunk.spec, payload):
-                    values = full_tensor_of(params[param], mine.cpu().clone()).cpu()
+                    if cut:
+                        values = dtensor_of(group, params[param], mine)
+                    else:
+                        values = full_tensor_of(params[param], mine.cpu().clone()).cpu()
                     whole.setdefault(layout.params[param].name, {})[plane.name] = values
     return whole
 
@@ -69,26 +82,32 @@ def scatter_state(
     params: Sequence[Tensor],
     comm: Communicator,
 ) -> dict[Key, Tensor]:
-    """This rank's [S] of every plane that rank 0's `state` has, host. Collective.
+    """This rank's [S] of every plane that rank 0's `state` has, host; of a DTensor every rank
+    gives its part. Collective.
 
     Elements of parameters that the state does not name keep what `tiered_state` holds.
     """
     given = {name: [p.name for p in tiered_state.layout.planes if p.name in state.get(name, {})]
              for name in (spec.name for spec in layout.params)}  # fmt: skip
     given = comm.gather_objects(given)[0]
+    flat = {f"{n}.{k}": v for n, planes in state.items() for k, v in planes.items()}
+    split = dtensors_in(comm, flat)
     shards: dict[Key, Tensor] = {}
     for chunk in chunks:
         names = [layout.params[slot.param].name for slot in chunk.spec.slots]
         for plane in tiered_state.layout.planes:
             if not any(plane.name in given[name] for name in names):
                 continue
+            keys = [f"{name}.{plane.name}" for name in names]
+            wholes = {key: full_value(flat[key]) for key in keys if key in split}
             payload, dtype, group = None, DTYPES[plane.dtype], links[chunk.spec.group]
             if group.is_first:
                 payload = torch.zeros(chunk.spec.payload_numel, dtype=dtype)
                 for param, mine in params_in(layout, chunk.spec, payload):
                     name = layout.params[param].name
                     if plane.name in given[name]:
-                        value = state[name][plane.name] if comm.rank == 0 else None
+                        key = f"{name}.{plane.name}"
+                        value = wholes.get(key, flat.get(key)) if comm.rank == 0 else None
                         values = given_part(group, params[param], value, dtype)
                         mine.copy_(values.reshape(mine.shape))
             shard = torch.empty(chunk.spec.shard_numel, dtype=dtype)

@@ -124,17 +124,19 @@ class SavedShards(ShardState):
             if self._group_of[i] is not None
         }
 
-    def offloaded_state(self) -> Mapping[Tensor, dict[str, Tensor]]:
-        """Whole planes of parameters in groups on rank 0, nothing elsewhere. Collective."""
+    def offloaded_state(self, cut: bool) -> Mapping[Tensor, dict[str, Tensor]]:
+        """Whole planes of parameters in groups on rank 0, nothing elsewhere; or DTensors on every
+        rank. Collective."""
         parts = self._parts
         self._calls.meet("optimizer.state_dict()")
         whole = gather_state(
-            self.tiered_state, self._chunks, parts.layout, parts.links, parts.params
+            self.tiered_state, self._chunks, parts.layout, parts.links, parts.params, cut
         )
+        has_all = cut or parts.comm.rank == 0
         return {
             param: whole[self._names[i]]
             for i, param in enumerate(parts.params)
-            if self._group_of[i] is not None and self._names[i] in whole and parts.comm.rank == 0
+            if self._group_of[i] is not None and self._names[i] in whole and has_all
         }
 
     @torch.no_grad()
