@@ -183,9 +183,13 @@ class ChunkGradient:
     def add(self, slot: int, grad: Tensor) -> None:
         """Pack one parameter's gradient. One that arrives again in the same backward is added.
 
-        A gradient that fills the chunk becomes the buffer itself: the caller gives it away.
+        A gradient that fills the chunk becomes the buffer itself: the caller gives it away. A
+        sparse one becomes dense, with torch's own sum of what is there twice.
         """
-        grad = grad.reshape(-1)
+        try:
+            grad = grad.reshape(-1)
+        except RuntimeError:  # of sparse ones; to ask each for its layout costs every step
+            grad = grad.to_dense().reshape(-1)
         alone, num_means = self._links.is_alone, self._links.num_means
         if alone and self.exists and self.buffer is None and not self.apart:
             shard = self._widened(self._taken_back())

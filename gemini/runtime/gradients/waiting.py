@@ -205,7 +205,7 @@ class Gradients:
             raise RuntimeError(f"{spec.name} is frozen, and cannot be given a gradient")
         parts.broken.discard(param)
         self._check_time()
-        flat = values.detach().to(parts.backend.device, torch.float32).reshape(-1)
+        flat = values.detach().to_dense().to(parts.backend.device, torch.float32).reshape(-1)
         if parts.control_vector.active:
             flat = flat * parts.control_vector.scale.float()
         self._spell_out_clip()
