@@ -43,6 +43,7 @@ from gemini.runtime.wrap.keep_fp32 import (
     cast_at_boundary,
     find_fp32_modules,
     param_dtypes,
+    spectral_buffers,
 )
 from gemini.runtime.wrap.materialise import InitFn, Materialiser
 from gemini.runtime.wrap.module_check import ModuleCheck
@@ -75,8 +76,8 @@ class GeminiDDP(ModuleFace):
         `"static"` or `"cuda"` (everything on the device), or a placement dataclass. Parameters are
         sharded as in ZeRO-3 but for `"zero1"`, `"zero2"` and `StaticPlacement(shard_param_frac)`.
     precision: `"bf16"`, `"fp16"` or `"fp32"`: dtype of parameters, activations and gradients.
-        Floating inputs are cast to it; buffers keep theirs. fp16 has a dynamic loss scale, and its
-        outputs are raised to fp32.
+        Floating inputs are cast to it; buffers keep theirs, but for those of spectral norms. fp16
+        has a dynamic loss scale, and its outputs are raised to fp32.
     keep_fp32: true for (qualified name, module) of modules that stay in fp32 with all below them;
         what they take and return is cast. Batch norms always do, but with `cast_buffers`.
     cast_buffers: floating buffers are cast to the precision too.
@@ -260,9 +261,11 @@ class GeminiDDP(ModuleFace):
             cast_inputs=cast_inputs,
         )
         in_fp32 = {id(buffer) for inner in fp32_modules.values() for buffer in inner.buffers()}
+        always = spectral_buffers(module)
         self._buffer_dtypes = {id(buffer): buffer.dtype for buffer in module.buffers()}
         for buffer in module.buffers():
-            casts = cast_buffers and buffer.is_floating_point() and id(buffer) not in in_fp32
+            casts = cast_buffers or id(buffer) in always
+            casts = casts and buffer.is_floating_point() and id(buffer) not in in_fp32
             buffer.data = buffer.data.to(backend.device, self._dtype if casts else buffer.dtype)
         for inner in fp32_modules.values():
             self.engine.hook_handles += cast_at_boundary(inner, self._dtype)

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils.hooks import RemovableHandle
 
 from gemini.trees import map_tensors
@@ -54,6 +56,19 @@ def param_dtypes(root: nn.Module, fp32_modules: dict[str, nn.Module], dtype: str
                 "fp32, and is itself outside; keep both or none"
             )
     return dtypes
+
+
+def spectral_buffers(root: nn.Module) -> set[int]:
+    """ids of the vectors of torch's two spectral norms, which are multiplied with a weight and so
+    have its dtype."""
+    found: set[int] = set()
+    for module in root.modules():
+        if isinstance(module, _SpectralNorm):
+            found |= {id(buffer) for buffer in module.buffers(recurse=False)}
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, SpectralNorm):
+                found |= {id(getattr(module, f"{hook.name}_{end}")) for end in "uv"}
+    return found
 
 
 def cast_at_boundary(module: nn.Module, dtype: torch.dtype) -> list[RemovableHandle]:

@@ -5,8 +5,9 @@ import dataclasses
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations
 
-from bench.shared.models import Tower, token_batches, token_loss
+from bench.shared.models import Tower, seeded, token_batches, token_loss
 from bench.shared.reference import flat, relative_error, train_reference
 from gemini import GeminiAdamOptimizer, GeminiDDP, GeminiOptimizer
 from gemini.runtime.memory.backend import SimBackend
@@ -405,3 +406,49 @@ def test_the_compiled_cpu_path_refuses_to_round_at_random():
     model = GeminiDDP(Tower(), master_weights=False)
     with pytest.raises(ValueError, match='cpu_path="compile"'):
         HybridAdam(model.parameters(), cpu_path="compile")
+
+
+# -- spectral norms ------------------------------------------------------------------------------
+
+
+class Spectral(nn.Module):
+    def __init__(self, normed):
+        super().__init__()
+        with seeded():
+            self.body = nn.Sequential(normed(nn.Linear(8, 16)), nn.Tanh())
+            self.head = normed(nn.Linear(16, 4))
+
+    def forward(self, x):
+        return self.head(self.body(x)).float().square().mean()
+
+
+@pytest.mark.parametrize("normed", [nn.utils.spectral_norm, parametrizations.spectral_norm])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_spectral_norms_are_torchs_of_that_precision(normed, precision):
+    """Their vectors have the dtype of the weights that they are multiplied with; bit for bit."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    plain, x = Spectral(normed).to(dtype), torch.linspace(-1, 1, 40).view(5, 8)
+    options = {"loss_scale": 1.0} if precision == "fp16" else {}
+    model = GeminiDDP(Spectral(normed), precision=precision, **options, **SMALL)
+    optimizer = HybridSGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        got, want = model(x), plain(x.to(dtype))
+        assert torch.equal(got, want)
+        got.backward()
+        want.backward()
+    grads = dict(plain.named_parameters())
+    for name, grad in model.named_gradients():  # ours are summed in fp32
+        assert relative_error(grad, grads[name].grad.float()) < 2 * torch.finfo(dtype).eps, name
+    optimizer.step()
+    model.eval()
+    assert torch.isfinite(model(x))
+    assert {buffer.dtype for buffer in model.unwrap().buffers()} == {torch.float32}
+
+
+def test_a_spectral_norm_that_stays_in_fp32_does_with_its_vectors():
+    module = Spectral(nn.utils.spectral_norm)
+    model = GeminiDDP(module, keep_fp32=lambda name, _: name == "head", **SMALL)
+    dtypes = {name: buffer.dtype for name, buffer in model.named_buffers()}
+    assert dtypes["head.weight_u"] == dtypes["head.weight_v"] == torch.float32
+    assert dtypes["body.0.weight_u"] == torch.bfloat16
+    model(torch.ones(2, 8)).backward()
