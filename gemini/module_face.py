@@ -213,6 +213,10 @@ class ModuleFace(nn.Module):
         """(name, buffer) of the inner module's buffers that a state dict has."""
         return saved_buffers(self.module)
 
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Raise TypeError: the engine cannot be copied or pickled."""
+        self.engine.__reduce_ex__(protocol)
+
     def share_memory(self) -> NoReturn:
         """Raise RuntimeError: chunks free and refill their memory."""
         next(self.parameters()).share_memory_()

@@ -192,10 +192,12 @@ class Engine(Parts):
             if grad is not None:
                 self.gradients.assign(param_id, grad)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """What copies and pickles of a wrapped module come to."""
         raise TypeError(
-            "a wrapped module cannot be copied; copy it before it is wrapped, or load "
-            "model.state_dict() into a plain one"
+            "a wrapped module cannot be copied or pickled; copy it before it is wrapped, load "
+            "model.state_dict() into a plain one, save that or gemini.export_safetensors(...), or "
+            "make it plain with model.unwrap()"
         )
 
     # -- the optimizer --

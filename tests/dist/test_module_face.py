@@ -132,15 +132,18 @@ def refusals(rank):
             model.share_memory,
             model.module.share_memory,
             lambda: copy.deepcopy(model.module),
+            lambda: torch.save(model.module, io.BytesIO()),
             lambda: [p.data_ptr() for p in model.parameters()],
         )
     ]
 
 
 def test_what_cannot_leave_is_refused_with_words():
-    for shared, inner, copied, address in run_ranks(refusals, 2):
+    for shared, inner, copied, pickled, address in run_ranks(refusals, 2):
         assert "shared memory" in shared and "shared memory" in inner
-        assert "cannot be copied" in copied and "summon_full_params" in address
+        assert (
+            "cannot be copied or pickled" in copied == pickled and "summon_full_params" in address
+        )
 
 
 def inside_ddp(rank):

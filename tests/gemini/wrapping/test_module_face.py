@@ -187,11 +187,12 @@ def test_parameters_are_pickled_and_copied_as_plain_tensors(place):
             assert type(found) is torch.Tensor and torch.equal(found, want[name]), name
 
 
-def test_a_wrapped_module_is_not_copied_or_shared():
+def test_a_wrapped_module_is_not_copied_pickled_or_shared():
     model, _ = wrapped()
-    for make in (lambda: copy.deepcopy(model), lambda: copy.deepcopy(model.module)):
-        with pytest.raises(TypeError, match="copy it before it is wrapped"):
-            make()
+    for module in (model, model.module, nn.Sequential(model)):
+        for make in (copy.deepcopy, pickle.dumps, lambda module: torch.save(module, io.BytesIO())):
+            with pytest.raises(TypeError, match=r"load model.state_dict\(\) into a plain one"):
+                make(module)
     for share in (model.share_memory, model.module.share_memory):
         with pytest.raises(RuntimeError, match="cannot be moved to shared memory"):
             share()
