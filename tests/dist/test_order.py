@@ -7,6 +7,7 @@ them end in an error that names both. Nothing ends by a signal.
 import gc
 import os
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -18,6 +19,7 @@ from bench.shared.models import seeded
 from bench.shared.workers import run_ranks
 from gemini import GeminiDDP
 from gemini.runtime.comm.collective_log import SequenceError
+from gemini.runtime.comm.communicator import Communicator
 from optim import HybridAdam
 from tests.support.said import said
 
@@ -178,6 +180,35 @@ def evaluate_odd(rank):
         if rank == 1:
             model.order[1:3] = [2, 1]
         return said(model, torch.ones(2, 24), error=SequenceError)
+
+
+# -- a rank that is late ---------------------------------------------------------------------
+
+
+class EndsAtTheDeadline:
+    """A collective that ends between the end of a wait for it and the question whether it did."""
+
+    def __init__(self, work):
+        self._work = work
+
+    def wait(self, timeout=None):
+        self._work.wait()
+        if timeout is not None:
+            raise RuntimeError("Operation timed out!")
+
+    def is_completed(self):
+        return self._work.is_completed()
+
+
+def sum_that_is_late(rank):
+    total = torch.ones(1)
+    ticket = Communicator().all_reduce(total)
+    replace(ticket, work=EndsAtTheDeadline(ticket.work)).wait()
+    return total.item()
+
+
+def test_a_collective_that_ends_at_the_deadline_has_not_failed():
+    assert run_ranks(sum_that_is_late, 2) == [2, 2]
 
 
 # -- one rank alone --------------------------------------------------------------------------

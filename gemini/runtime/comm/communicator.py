@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 import uuid
@@ -343,13 +344,13 @@ class Communicator:
         if self._whole is not None:
             self._whole.wait(work)
             return
+        failure, patience = None, math.inf
         try:
-            work.wait(timedelta(seconds=self.deadline_seconds))
-            return
+            if _ends(work, self.deadline_seconds):
+                return
         except RuntimeError as error:
-            failure = error if work.is_completed() else None
-        patience = time.monotonic() + GRACE_SECONDS
-        while failure is None or time.monotonic() < patience:
+            failure, patience = error, time.monotonic() + GRACE_SECONDS
+        while time.monotonic() < patience:
             difference = first_difference(self.published_logs())
             if difference is not None:
                 raise explain(difference, self.describe) from failure
@@ -357,11 +358,11 @@ class Communicator:
                 time.sleep(POLL_SECONDS)
                 continue
             try:
-                work.wait(timedelta(seconds=POLL_SECONDS))
-                return
+                if _ends(work, POLL_SECONDS):
+                    return
             except RuntimeError as error:
-                if work.is_completed():
-                    failure, patience = error, time.monotonic() + GRACE_SECONDS
+                failure, patience = error, time.monotonic() + GRACE_SECONDS
+        assert failure is not None
         raise failure
 
     def published_logs(self) -> list[list[Entry]]:
@@ -372,6 +373,17 @@ class Communicator:
             SequenceLog.decode(store.get(str(rank)).decode()) if store.check([str(rank)]) else []
             for rank in range(self.world_size)
         ]
+
+
+def _ends(work: Any, seconds: float) -> bool:
+    """Whether a collective ends within this time. Raises RuntimeError where it failed."""
+    try:
+        work.wait(timedelta(seconds=seconds))
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+        work.wait()  # it may have ended between the two
+    return True
 
 
 def _leave(meeting: MeetingPoint) -> None:
