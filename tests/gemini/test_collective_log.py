@@ -42,6 +42,17 @@ def test_what_two_ranks_wait_for_may_be_their_own_but_for_calls():
     assert "All ranks must call a; take it out" in str(explain(found, str))
 
 
+def test_a_rank_that_waited_for_what_the_others_met_for_does_not_differ():
+    """What it published meanwhile is still there when another wait is late."""
+    late, others, alone = SequenceLog(), SequenceLog(), log_of(("gathers", 1))
+    late.wait("reads", "a")
+    others.record("reads", "a and b", met=True)
+    entries = [SequenceLog.decode(log.encode()) for log in (late, others, alone)]
+    assert first_difference(entries[:2]) is None
+    assert first_difference(entries[1::-1]) is None
+    assert first_difference([entries[0], entries[2]]) is not None
+
+
 def test_wishes_that_no_one_deed_meets_differ():
     reads, calls = ([Wish(kind, {name: name}) for name in "ab"] for kind in ("reads", "calls"))
     assert not reads[0].differs_from(reads[1]) and not calls[0].differs_from(calls[0])

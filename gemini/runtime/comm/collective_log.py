@@ -28,17 +28,21 @@ class Entry:
     kind: `"gathers"` or `"reduces"`, of a chunk; `"calls"`, a method; else what ranks meet for.
     subject: a chunk's id, or words.
     waits: this rank waits for the others to meet it; what it wants of them may be its own.
+    met: all ranks have, and know what each wanted.
     """
 
     number: int
     kind: str
     subject: int | str
     waits: bool = False
+    met: bool = False
 
     def differs_from(self, other: Entry) -> bool:
         """Whether two ranks that did these under one number did different things."""
         if self.waits and other.waits and self.kind == other.kind != "calls":
             return False
+        if self.waits != other.waits and (self.met or other.met):
+            return False  # what it said while it waited stays to be read
         return (self.kind, self.subject) != (other.kind, other.subject)
 
 
@@ -56,8 +60,8 @@ class SequenceLog:
         """The number of the next entry."""
         return self._count
 
-    def record(self, kind: str, subject: int | str) -> None:
-        entry = Entry(self._count, kind, subject)
+    def record(self, kind: str, subject: int | str, *, met: bool = False) -> None:
+        entry = Entry(self._count, kind, subject, met=met)
         self._count += 1
         self._waiting = None
         self._entries.append(entry)
@@ -76,7 +80,7 @@ class SequenceLog:
 
     def encode(self) -> str:
         entries = self._entries if self._waiting is None else [*self._entries, self._waiting]
-        return json.dumps([[e.number, e.kind, e.subject, e.waits] for e in entries])
+        return json.dumps([[e.number, e.kind, e.subject, e.waits, e.met] for e in entries])
 
     @staticmethod
     def decode(text: str) -> list[Entry]:

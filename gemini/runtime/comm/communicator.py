@@ -307,7 +307,8 @@ class Communicator:
                 first = Entry(self.log.count, said[0].kind, said[0].words)
                 there = Entry(self.log.count, other.kind, other.words)
                 raise explain((0, first, rank, there), self.describe)
-        self.log.record(wish.kind, " and ".join(sorted({other.words for other in said})))
+        said_words = " and ".join(sorted({other.words for other in said}))
+        self.log.record(wish.kind, said_words, met=True)
         return said
 
     def _await_others(self, meeting: MeetingPoint, wish: Wish) -> None:
