@@ -7,6 +7,8 @@ for the others, and two collectives that are not the same never meet.
 
 from __future__ import annotations
 
+import json
+import zlib
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
@@ -33,7 +35,15 @@ class Meetings:
         self.reads_outside = False
         if parts.comm.world_size > 1:
             parts.manager.agree = partial(self.agree, "asks to gather")
-            parts.reducer.agree = partial(self.agree, "asks to reduce")
+            parts.manager.has_others = True
+            parts.reducer.agree = self.reduce_now
+
+    def reduce_now(self, chunks: Sequence[ChunkId]) -> list[ChunkId]:
+        """Of these those that all ranks reduce now."""
+        words = self.in_words(chunks)
+        agreed = self._parts.comm.propose(words)
+        self._has_met()
+        return [chunk for chunk, name in zip(chunks, words, strict=True) if name in agreed]
 
     def agree(self, does: str, chunks: Sequence[ChunkId]) -> None:
         """Before collectives in a pass that no steps say: all ranks are about to do the same."""
@@ -41,7 +51,8 @@ class Meetings:
         words = self.in_words(chunks)
         if manager.deviated:
             was_next, came = (self.in_words(call).values() for call in manager.left_steps)
-            where = f", having come to {'; '.join(came)} where {'; '.join(was_next)} was next"
+            expected = "; ".join(was_next) or "no other chunk"
+            where = f", having come to {'; '.join(came)} where {expected} was next"
             words = {chunk: said + where for chunk, said in words.items()}
         self._parts.comm.agree(does, words)
         self._has_met()
@@ -49,12 +60,25 @@ class Meetings:
     def come_together(self) -> None:
         """Before collectives that follow a pass: every rank has come to its end.
 
-        Ranks that have followed their steps to the end need not be asked.
+        Ranks that have followed their steps to the end need not be asked. Those that are ask what
+        is next where they come again: the same calls, and the places of reductions among them.
         """
         self.end_reading()
-        if self._is_ahead():
-            self._parts.comm.agree("ends", {"a pass": "a pass"})
-            self._has_met()
+        parts, manager, reducer = self._parts, self._parts.manager, self._parts.reducer
+        if parts.all_gathered:
+            return
+        if manager.follow_to_end() and not manager.owes_meeting and not reducer.is_learning:
+            return
+        backward = manager.calls, reducer.num_calls_before
+        kind = [zlib.crc32(repr(backward).encode())]
+        found = sorted(reducer.found(manager.last_calls()).items())
+        said = [json.loads(text) for text in parts.comm.end_pass(json.dumps([kind, found]))]
+        self._has_met()
+        manager.owes_meeting = False
+        if all(other == kind for other, _ in said):
+            reducer.learn(backward, [dict(found) for _, found in said])
+        else:
+            manager.ranks_differ = True
 
     def begin_cycle(self) -> None:
         """A forward begins that is not part of the cycle before."""
@@ -102,11 +126,11 @@ class Meetings:
         parts, manager = self._parts, self._parts.manager
         if parts.comm.world_size == 1 or parts.all_gathered:
             return False
-        followed = manager.followed_steps or self._num_agreed == manager.num_calls
+        followed = manager.follow_to_end() or self._num_agreed == manager.num_calls
         return manager.owes_meeting or not followed
 
     def _has_met(self) -> None:
-        self._parts.manager.owes_meeting = False
+        self._parts.manager.owes_meeting = self._parts.reducer.is_learning
         self._num_agreed = self._parts.manager.num_calls
 
 

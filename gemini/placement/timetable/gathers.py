@@ -10,12 +10,18 @@ Invariants, of steps that are followed from one iteration to the next:
    its own step, or there from the begin;
 3. what is there at any moment is what the schedule counted into that moment's room;
 4. a step frees before it gathers, and first gathers what its own call needs.
+
+[Note: repeated calls] Ranks may differ in how often one call follows another that needs the same
+chunks: heads of several depths in one chunk, of which each rank uses its own. So calls are told
+apart where what they need changes, and a rank that repeats a call more or less often than its steps
+still issues their gathers in their order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from gemini.placement.plan import Gather
 from gemini.units import ChunkId
@@ -39,11 +45,13 @@ class GatherSteps:
 
     steps: tuple[GatherStep, ...]
     carried: frozenset[ChunkId]  # payloads that stay from one iteration to the next, or always
-    # what must be the same in the next iteration, for these steps to be followed
+    # what must be the same in the next iteration, for these steps to be followed: no call twice in
+    # succession
     needs: tuple[Call, ...] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "needs", tuple(step.needs for step in self.steps))
+        needs = tuple(call for call, _ in groupby(step.needs for step in self.steps))
+        object.__setattr__(self, "needs", needs)
 
 
 def gather_steps(

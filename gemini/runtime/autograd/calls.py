@@ -194,8 +194,9 @@ class Calls:
         self._gradients.check_complete()
 
     def _start_backward(self) -> None:
-        parts = self._parts
-        self._reducer.begin()
+        parts, manager = self._parts, self._manager
+        self._reducer.begin(manager.calls if manager.follows_steps else (), manager.num_calls)
+        manager.owes_meeting |= self._reducer.is_learning
         self._gradients.begin_backward()
         if parts.speculation is not None:
             parts.speculation.begin()
@@ -389,6 +390,7 @@ class Calls:
         self._gather(chunks, in_cycle=not self._manager.holds)
 
     def _gather(self, chunks: tuple[ChunkId, ...], *, in_cycle: bool) -> None:
+        manager = self._manager
         if self._parts.regather.arriving:
             self._parts.regather.arrive(chunks)
         if self._parts.updating.coming:
@@ -396,10 +398,10 @@ class Calls:
         measured = self._collector.collecting
         if measured:
             self._collector.before_change()
-        if in_cycle and torch._C._current_graph_task_id() != -1:
-            self._reducer.reduce_due(self._manager.follows_steps)
+        if in_cycle and manager.come_to(chunks) and torch._C._current_graph_task_id() != -1:
+            self._reducer.reduce_due(manager.num_calls, manager.follows_steps)
         try:
-            self._manager.prepare(chunks, in_cycle)
+            manager.prepare(chunks, in_cycle)
         except NvmeError as error:
             say_what_is_left(self._parts, error)
             raise

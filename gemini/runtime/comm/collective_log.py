@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+PROPOSAL = "asks to reduce"  # which waits, where other ranks mean something else
 MAX_ENTRIES = 4096  # an evaluation may go on for long without an agreement
 
 
@@ -39,7 +40,8 @@ class Entry:
 
     def differs_from(self, other: Entry) -> bool:
         """Whether two ranks that did these under one number did different things."""
-        if self.waits and other.waits and self.kind == other.kind != "calls":
+        may_meet = self.kind == other.kind != "calls" or PROPOSAL in (self.kind, other.kind)
+        if self.waits and other.waits and may_meet:
             return False
         if self.waits != other.waits and (self.met or other.met):
             return False  # what it said while it waited stays to be read

@@ -20,7 +20,7 @@ from torch import Tensor
 from gemini.tickets import Done, Ticket
 
 from . import leaving
-from .collective_log import Entry, SequenceError, SequenceLog, explain, first_difference
+from .collective_log import PROPOSAL, Entry, SequenceError, SequenceLog, explain, first_difference
 from .meeting import MeetingPoint, Wish
 
 # torch 2.13 renames both; keep one shim
@@ -276,6 +276,20 @@ class Communicator:
         said = self._meet(Wish("reads", subjects))
         return sorted({name for wish in said for name in wish.subjects})
 
+    def propose(self, subjects: Mapping[str, str]) -> set[str]:
+        """Of what this rank may reduce, what all ranks reduce now; nothing, where one is about to
+        do something else. Raises SequenceError as `call`."""
+        said = self._meet(Wish(PROPOSAL, subjects))
+        return set.intersection(*(other.proposed for other in said))
+
+    def end_pass(self, found: str) -> list[str]:
+        """All ranks have come to the end of a pass: what each found in it, by rank.
+
+        Raises SequenceError as `call`.
+        """
+        said = self._meet(Wish("ends", {found: "a pass"}))
+        return [text for other in said for text in other.subjects]
+
     def agree(self, kind: str, subjects: Mapping[str, str]) -> None:
         """Raise SequenceError on every rank where another names other subjects."""
         for rank, said in enumerate(self._meet(Wish(kind, subjects))):
@@ -298,17 +312,25 @@ class Communicator:
         same."""
         if self.world_size == 1:
             return [wish]
+        said = self._round(wish)
+        while wish.kind != PROPOSAL and any(other.kind == PROPOSAL for other in said):
+            said = self._round(wish)  # who proposed has gone on, and will be as far
+        return said
+
+    def _round(self, wish: Wish) -> list[Wish]:
         self._meeting.arrive(wish.encode())
         self.log.wait(wish.kind, wish.words)
         self._await_others(self._meeting, wish)
         said = [Wish.decode(text) for text in self._meeting.said()]
+        proposals = [other for other in said if other.kind == PROPOSAL]
         for rank, other in enumerate(said):
-            if other.differs_from(said[0]):
+            if other.differs_from(said[0]) and not proposals:
                 first = Entry(self.log.count, said[0].kind, said[0].words)
                 there = Entry(self.log.count, other.kind, other.words)
                 raise explain((0, first, rank, there), self.describe)
-        said_words = " and ".join(sorted({other.words for other in said}))
-        self.log.record(wish.kind, said_words, met=True)
+        found = proposals or said
+        said_words = " and ".join(sorted({other.words for other in found}))
+        self.log.record(found[0].kind, said_words, met=True)
         return said
 
     def _await_others(self, meeting: MeetingPoint, wish: Wish) -> None:

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import NamedTuple, Protocol
 
+from .collective_log import PROPOSAL
+
 
 class Store(Protocol):
     """The part of `torch.distributed.Store` that rounds need."""
@@ -39,6 +41,11 @@ class Wish(NamedTuple):
     def differs_from(self, other: Wish) -> bool:
         """Whether the two cannot be met by doing one thing on both ranks."""
         return self.kind != other.kind or (self.kind == "calls" and self.words != other.words)
+
+    @property
+    def proposed(self) -> set[str]:
+        """What may be reduced now."""
+        return set(self.subjects) if self.kind == PROPOSAL else set()
 
     def encode(self) -> str:
         return json.dumps([self.kind, list(self.subjects.items())])

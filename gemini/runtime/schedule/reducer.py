@@ -2,9 +2,13 @@
 
 [Note: canonical order] Two collectives of equal size that are swapped between ranks give wrong
 data and no error, so nothing that differs between ranks may decide when one is issued. Where
-chunks are gathered in backward too, a reduction has its place among the gathers: at the first
-moment by which every call of the chunk's modules that the traced backward had has begun and
-ended. What has not arrived by then (a parameter that this rank did not use) counts as zero; what
+chunks are gathered in backward too, a reduction has its place among the gathers, which ranks agree
+on at the end of a backward, for all that follow the same calls: behind the last call that needs the
+chunk, and the last gradient of it on any rank. In a backward whose places are not known, and where
+calls are others than expected, ranks meet before each collective; a chunk whose calls have ended is
+reduced when all ranks propose it. What is left then is reduced at the end, in one order.
+
+What has not arrived by its reduction (a parameter that this rank did not use) counts as zero; what
 arrives later makes the ranks agree on a second reduction, before the step. Where nothing is
 gathered, a chunk is reduced as soon as it and those before it are complete. Experts whose tokens
 come from other ranks are reduced behind the others, when the backward has ended: until then a rank
@@ -19,14 +23,20 @@ on all ranks: which backwards there were, and not what arrived in them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
 
 from gemini.chunk.storage import Chunk
+from gemini.placement.timetable.gathers import Call
 from gemini.placement.timetable.steps import MAX_UNDER_WAY
 from gemini.units import ChunkId
+
+MAX_LEARNED = 16  # kinds of backwards
+
+# The calls of a cycle, and how many of them are before the backward
+Backward = tuple[Sequence[Call], int]
 
 
 class Reducer:
@@ -40,11 +50,11 @@ class Reducer:
         at_end: Container[ChunkId] = (),
     ) -> None:
         """`puts_off`, and `at_end` where readiness decides: see the notes."""
-        # with the other ranks, to reduce chunks now; raises where they do not
-        self.agree: Callable[[Sequence[ChunkId]], None] = lambda chunks: None
+        # those of these chunks that the other ranks reduce now, too
+        self.agree: Callable[[Sequence[ChunkId]], Sequence[ChunkId]] = lambda chunks: chunks
         # told of every chunk whose reduction has begun in a backward, and again when it has ended
         self.is_final: Callable[[Chunk], None] | None = None
-        # backward runs through the layout from its end, until a trace says otherwise
+        # as backward runs through the layout
         self._order = [chunk for chunk in reversed(chunks) if chunk.spec.trainable]
         self._by_moment = by_moment
         self._at_end = at_end
@@ -60,24 +70,36 @@ class Reducer:
         self._announced: Counter[ChunkId] = Counter()  # calls whose backward is to come
         self._opened: Counter[ChunkId] = Counter()  # calls whose backward has begun
         self._open: Counter[ChunkId] = Counter()  # those that have not ended
-        self._last_opened: dict[ChunkId, None] = {}  # in the order of their last begin
-        self._traced: Counter[ChunkId] | None = None  # `_opened` of the last whole backward
+        # the number of the call behind which a chunk is reduced, in order: all ranks have the same
+        self._known: dict[Backward, tuple[tuple[int, ChunkId], ...]] = {}
+        self._places: tuple[tuple[int, ChunkId], ...] | None = None  # of this backward
+        self._num_placed = 0  # of those, that are behind us
+        self.num_calls_before = 0  # of its cycle, before this backward
+        self._moment = 0  # the number of the call that came last
+        self._arrived_at: dict[ChunkId, int] = {}  # when its last gradient did
         self._arrivals: Counter[tuple[ChunkId, int]] = Counter()  # of this backward
         self._usual: Counter[tuple[ChunkId, int]] = Counter()  # of the last one, if more than one
-        self._waiting: list[Chunk] = []
+        self._waiting: dict[ChunkId, Chunk] = {}
         self._begun: list[Chunk] = []  # not waited for, in the order of beginning
         self.reset()
 
     def add(self, chunks: Sequence[Chunk]) -> None:
         """These have gradients from now on; between backwards."""
         self._order += chunks
-        self._traced = None
+        self._known.clear()
         self.reset()
 
-    def begin(self) -> None:
-        """A backward begins."""
+    def begin(self, calls: Sequence[Call] = (), num_calls: int = 0) -> None:
+        """A backward begins. calls: that are expected of its cycle; num_calls: of those so far."""
         self.active = True
         self._reduces = self.synchronise and (not self._puts_off or self._follows_no_sync)
+        self._places = self._known.get((calls, num_calls))
+        self.num_calls_before = self._moment = num_calls
+
+    @property
+    def is_learning(self) -> bool:
+        """Whether the places of reductions in the backward under way are not known."""
+        return self.active and self._reduces and self._by_moment and self._places is None
 
     @property
     def reduces(self) -> bool:
@@ -113,32 +135,59 @@ class Reducer:
         for chunk in chunks:
             self._opened[chunk] += 1
             self._open[chunk] += not whole
-            self._last_opened.pop(chunk, None)
-            self._last_opened[chunk] = None
 
     def closed(self, chunks: Iterable[ChunkId], whole: bool) -> None:
         if not whole:
             self._open.subtract(chunks)
 
-    def reduce_due(self, follows_steps: bool) -> None:
+    def reduce_due(self, num_calls: int, follows_steps: bool) -> None:
         """Before a backward gather: reduce the chunks whose turn it is.
 
-        follows_steps: so do all ranks; else they agree first.
+        num_calls: of this cycle so far, with the one that gathers. follows_steps: so do all ranks.
         """
+        self._moment = num_calls
         if not self._reduces or not self._by_moment:
             return
-        while self._waiting and self._is_due(self._waiting[0].spec.id):
-            if not follows_steps:
-                self.agree([self._waiting[0].spec.id])
-            self._begin(self._waiting.pop(0))
+        if self._places is None or not follows_steps:
+            due = [chunk for chunk in self._waiting if self._is_due(chunk)]
+            for chunk in self.agree(due) if due else ():
+                self._begin(self._waiting.pop(chunk))
+            return
+        while self._num_placed < len(self._places):
+            behind, chunk = self._places[self._num_placed]
+            if behind >= num_calls:
+                break
+            self._num_placed += 1
+            self._begin(self._waiting.pop(chunk))
 
     def _is_due(self, chunk: ChunkId) -> bool:
         if self._open[chunk]:
             return False
-        if self._traced is not None:
-            return self._opened[chunk] >= self._traced[chunk]
-        announced = self._announced[chunk]
-        return 0 < announced <= self._opened[chunk]
+        return 0 < self._announced[chunk] <= self._opened[chunk]
+
+    def found(self, last_calls: Mapping[ChunkId, int]) -> dict[ChunkId, int]:
+        """By chunk the number of the call behind which it may be reduced.
+
+        last_calls: by chunk the number of the last call that needs it.
+        """
+        found = {}
+        for chunk in (chunk.spec.id for chunk in self._order):
+            numbers = [at[chunk] for at in (last_calls, self._arrived_at) if chunk in at]
+            if numbers:
+                found[chunk] = max(numbers)
+        return found
+
+    def learn(self, backward: Backward, found: Sequence[Mapping[ChunkId, int]]) -> None:
+        """What every rank has found in a backward; all ranks call it with the same."""
+        places: dict[ChunkId, int] = {}
+        for one in found:
+            for chunk, number in one.items():
+                places[chunk] = max(number, places.get(chunk, 0))
+        self._known.pop(backward, None)
+        in_order = sorted(places.items(), key=lambda place: (place[1], -place[0]))
+        self._known[backward] = tuple((number, chunk) for chunk, number in in_order)
+        if len(self._known) > MAX_LEARNED:
+            del self._known[next(iter(self._known))]
 
     # -- gradients --
 
@@ -147,13 +196,16 @@ class Reducer:
         chunk.gradient.add(slot, grad)
         key = chunk.spec.id, slot
         self._arrivals[key] = self._arrivals.get(key, 0) + 1  # Counter's own way is in Python
+        self._arrived_at[key[0]] = self._moment
         if self._by_moment or not self._reduces:
             return
         # before the last of its parameters has a gradient, no chunk has become complete
         if chunk.gradient.num_arrived < len(chunk.spec.slots):
             return
-        while self._waiting and self._is_complete(self._waiting[0]):
-            self._begin(self._waiting.pop(0))
+        for first in list(self._waiting.values()):
+            if not self._is_complete(first):
+                break
+            self._begin(self._waiting.pop(first.spec.id))
 
     def _begin(self, chunk: Chunk) -> None:
         """Begin to reduce it, and end the one before the last: a ticket keeps a whole payload."""
@@ -181,7 +233,7 @@ class Reducer:
     def finish(self) -> None:
         """The backward has ended: reduce the rest in order, and wait for all."""
         if self._reduces:
-            for chunk in self._waiting:
+            for chunk in self._waiting.values():
                 chunk.gradient.begin_reduce()
             for chunk in self._order:
                 self._end(chunk)
@@ -192,22 +244,19 @@ class Reducer:
             self.has_put_off |= self.synchronise
             self._follows_no_sync |= not self.synchronise
         self.unsynchronised = not self.synchronise
-        self._learn()
+        # the next backward is expected to be like this one
+        self._usual = Counter({key: n for key, n in self._arrivals.items() if n > 1})
         self._announced.clear()
         self.reset()
-
-    def _learn(self) -> None:
-        """The next backward is expected to be like this one."""
-        if self._by_moment:
-            self._traced = self._opened.copy()
-            last = {chunk: i for i, chunk in enumerate(self._last_opened)}
-            self._order.sort(key=lambda chunk: last.get(chunk.spec.id, len(last)))
-        self._usual = Counter({key: n for key, n in self._arrivals.items() if n > 1})
 
     @property
     def leftover(self) -> bool:
         """Gradients that no reduction has: they came late, under `no_sync`, or were put off."""
         return any(chunk.gradient.num_arrived for chunk in self._order)
+
+    def forget_places(self) -> None:
+        """Gradients came behind them; all ranks call it."""
+        self._known.clear()
 
     def reduce_leftovers(self) -> None:
         """One more reduction of every chunk; all ranks call it when any has a leftover."""
@@ -242,9 +291,10 @@ class Reducer:
         self.reset()
 
     def reset(self) -> None:
-        self._waiting = list(self._order)
+        self._waiting = {chunk.spec.id: chunk for chunk in self._order}
         for counter in (self._opened, self._open, self._arrivals):
             counter.clear()
-        self._last_opened.clear()
+        self._arrived_at.clear()
+        self._places, self._num_placed = None, 0
         self._begun.clear()
         self.active = False

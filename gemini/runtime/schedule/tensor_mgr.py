@@ -3,8 +3,8 @@
 It follows the `GatherSteps` of the plan for this kind of iteration and these inputs, where there is
 one and its calls are those that come: then the bytes moved are the plan's. Other cycles (two
 forwards before one backward, evaluations of several ranks) get steps of their own from what they
-needed last, in the room that the plan leaves at its fullest moment. At a call that differs it falls
-back to gathering on demand and releasing the least recently used, within that room.
+needed last, in the room that the plan leaves at its fullest moment. At a call that needs other
+chunks it falls back to gathering on demand and releasing the least recently used, within that room.
 """
 
 from __future__ import annotations
@@ -68,21 +68,25 @@ class StatefulTensorMgr:
         self._steps_for = steps_for
         self.agree: Callable[[Sequence[ChunkId]], None] = lambda chunks: None
         self.owes_meeting = False
+        self.has_others = False  # ranks, which follow the same steps
         self._users: dict[ChunkId, int] = dict.fromkeys(self._nbytes, 0)
         self._computing = [0] * len(layout.params)  # calls that use a parameter now
         self._pinned: dict[ChunkId, None] = {}  # borrowed, or seen in an output: until the end
         self._recent: dict[ChunkId, None] = {}  # gathered, least recently used first
         self._overdue: dict[ChunkId, None] = {}  # to be released, and still in use
-        self._seen: list[Call] = []  # needs of this cycle's calls so far
+        self._seen: list[Call] = []  # needs of this cycle's calls so far, none twice in succession
         self._cycle: Cycle = ("train", "", 0)
         self._learned: dict[Cycle, GatherSteps] = {}  # most recently used last
         self._steps: GatherSteps | None = None  # that this cycle follows
+        self._place = 0  # there: of the next step
+        self._step: GatherStep | None = None  # of the call that came last
         self._carried: frozenset[ChunkId] = frozenset()  # by the plan, through a step
         self._behind: list[tuple[ChunkId, ...]] = []  # to release at the next ends of calls
         self._largest_need = 0
         self.holds = False  # all is gathered, and stays so to the end of a schedule
         self.fills_room = False  # payloads stay as long as there is room
         self.deviated = False  # this cycle left its steps
+        self.ranks_differ = False  # they came to the end of this cycle by other calls
         # there: the call that was next, and that came
         self.left_steps: tuple[Call, Call] = ((), ())
         self.gathers = 0  # payloads made so far
@@ -95,7 +99,7 @@ class StatefulTensorMgr:
 
     @property
     def num_calls(self) -> int:
-        """Calls of this cycle so far."""
+        """Calls of this cycle so far that needed other chunks than the one before."""
         return len(self._seen)
 
     @property
@@ -104,10 +108,21 @@ class StatefulTensorMgr:
         return self._steps is not None and not self.deviated
 
     @property
-    def followed_steps(self) -> bool:
-        """The steps of this cycle were followed, and none is left."""
+    def calls(self) -> tuple[Call, ...]:
+        """What the calls of this cycle need, none twice in succession: by its steps, or so far."""
         steps = self._steps
-        return steps is not None and not self.deviated and len(self._seen) == len(steps.steps)
+        return tuple(self._seen) if steps is None or self.deviated else steps.needs
+
+    def last_calls(self) -> dict[ChunkId, int]:
+        """By chunk the number of the last call so far that needed it."""
+        return {chunk: i for i, call in enumerate(self._seen, 1) for chunk in call}
+
+    def follow_to_end(self) -> bool:
+        """Whether the steps of this cycle were followed, and no other call is left."""
+        if self._steps is None or self.deviated:
+            return False
+        self._end_repeats(self._steps.steps)
+        return self._place == len(self._steps.steps)
 
     def state_of(self, param: ParamId) -> TensorState:
         """Where a parameter is in its cycle."""
@@ -150,10 +165,24 @@ class StatefulTensorMgr:
 
     # -- calls --
 
+    def come_to(self, chunks: Call) -> bool:
+        """A call of a cycle begins, and `prepare` follows: carry out what is left of the steps
+        before it. Whether it needs other chunks than the call before."""
+        is_other = not self._seen or self._seen[-1] != chunks
+        if is_other:
+            self._seen.append(chunks)
+            needed = 0
+            for chunk in chunks:
+                needed += self._nbytes.get(chunk, 0)
+            self._largest_need = max(self._largest_need, needed)
+        self._step = self._next_step(chunks, is_other)
+        return is_other
+
     def prepare(self, chunks: Call, in_cycle: bool = True) -> None:
         """A call begins: make `chunks` gathered, and release and prefetch what its step says.
 
-        `in_cycle`: this is a call of a cycle, and not of a module that was called by itself.
+        `in_cycle`: this is a call of a cycle, which has come, and not of a module that was called
+        by itself.
         """
         storage = self.ledger.storage
         if storage is not None and storage.host_gradients is not None:
@@ -162,7 +191,7 @@ class StatefulTensorMgr:
         for chunk in chunks:
             if chunk in self._nbytes:
                 wanted.append(chunk)
-        step = self._next_step(chunks) if in_cycle else None
+        step = self._step if in_cycle else None
         if step is None:
             if in_cycle:
                 self._ask(wanted)
@@ -183,7 +212,11 @@ class StatefulTensorMgr:
         if storage is not None and storage.host_gradients is not None:
             storage.host_gradients.moment(begins=False)
         if self._behind:
-            self._release_planned(self._behind.pop(0))
+            rows = self._behind.pop(0)
+            kept = self._kept_for_repeats(rows)
+            self._release_planned([chunk for chunk in rows if chunk not in kept])
+            if kept:
+                self._behind.append(kept)
 
     def begin_use(self, chunks: Iterable[ChunkId], params: Sequence[ParamId]) -> None:
         """A call begins to use these: its chunks may not be released."""
@@ -241,18 +274,21 @@ class StatefulTensorMgr:
 
     def begin_cycle(self, kind: Kind, signature: str = "") -> None:
         """A root forward begins that is not part of the cycle before."""
-        seen = tuple(self._seen)
+        seen = () if self.ranks_differ else tuple(self._seen)
         if seen:
             self._learn(self._cycle, seen)
         self._cycle = (kind, signature, hash(seen))
         planned = self._steps_for(kind, signature)
         learned = self._learned.get(self._cycle)
         self._steps = planned if learned is None else learned
+        if self.ranks_differ:  # and so may what they expect
+            self._steps = None
         self._carried = planned.carried if planned and self._steps is planned else frozenset()
         self._seen = []
+        self._place = 0
         self._behind = []
         self._overdue.clear()
-        self.deviated = False
+        self.deviated = self.ranks_differ = False
         if self._steps is not None:  # what an earlier cycle left here has no place in the steps
             self._release_planned([c for c in self._recent if c not in self._steps.carried])
 
@@ -280,22 +316,41 @@ class StatefulTensorMgr:
 
     # -- inside --
 
-    def _next_step(self, chunks: Call) -> GatherStep | None:
-        position = len(self._seen)
-        self._seen.append(chunks)
-        needed = 0
-        for chunk in chunks:
-            needed += self._nbytes.get(chunk, 0)
-        self._largest_need = max(self._largest_need, needed)
+    def _next_step(self, chunks: Call, is_other: bool) -> GatherStep | None:
+        """That is followed at this call. None: it repeats one whose steps are done, or has left
+        them, or there are none."""
         if self._steps is None or self.deviated:
             return None
         steps = self._steps.steps
-        if position >= len(steps) or steps[position].needs != chunks:
-            self.deviated = True
-            self.left_steps = (steps[position].needs if position < len(steps) else (), chunks)
-            self._behind = []
-            return None
-        return steps[position]
+        if not self._is_next(steps, chunks):
+            if not is_other and all(self._chunks[c].gathered for c in chunks if c in self._nbytes):
+                return None
+            self._end_repeats(steps)
+            if not is_other or not self._is_next(steps, chunks):
+                self.deviated = True
+                was_next = steps[self._place].needs if self._place < len(steps) else ()
+                self.left_steps = (was_next, chunks)
+                self._behind = []
+                return None
+        self._place += 1
+        return steps[self._place - 1]
+
+    def _is_next(self, steps: Sequence[GatherStep], chunks: Call) -> bool:
+        return self._place < len(steps) and steps[self._place].needs == chunks
+
+    def _end_repeats(self, steps: Sequence[GatherStep]) -> None:
+        """Carry out the next steps that need what the one before them did."""
+        while self._place > 0 and self._is_next(steps, steps[self._place - 1].needs):
+            self._place += 1
+            self._follow(steps[self._place - 1], ())
+
+    def _kept_for_repeats(self, rows: Sequence[ChunkId]) -> tuple[ChunkId, ...]:
+        """Of what is to be released that which this rank, and no other, may come to again at once:
+        no other would gather it. Where there is no room for it, that is an error."""
+        there = sum(self._nbytes[chunk] for chunk in self._recent)
+        if not self.has_others or there > self.payload_room_bytes:
+            return ()
+        return tuple(chunk for chunk in rows if chunk in self._seen[-1])
 
     def _follow(self, step: GatherStep, wanted: Sequence[ChunkId]) -> None:
         for rows in self._behind:  # ends that did not come

@@ -70,6 +70,7 @@ class StepGradients:
         agreement = self._vote(chunks, norm_type)
         if agreement.deviated:  # a gradient came late on some rank: reduce once more, everywhere
             self._parts.reducer.reduce_leftovers()
+            self._parts.reducer.forget_places()
             agreement = self._vote(self._present(), norm_type)
         return agreement
 

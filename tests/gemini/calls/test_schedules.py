@@ -15,6 +15,9 @@ from torch import nn
 from gemini.chunk.layout import ChunkLayout, ParamSpec
 from gemini.chunk.state import TensorState
 from gemini.chunk.storage import Chunk
+from gemini.placement.plan import Gather
+from gemini.placement.sizes import UNLIMITED
+from gemini.placement.timetable.gathers import gather_steps
 from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.comm.links import Links
 from gemini.runtime.memory.backend import SimBackend
@@ -179,6 +182,7 @@ class Driver:
 
     def _moment(self, needs):
         before = self._gathered_bytes()
+        self.manager.come_to(needs)
         self.manager.prepare(needs)
         for chunk in needs:
             assert torch.equal(self.chunks[chunk].payload, self.want[chunk])
@@ -242,3 +246,51 @@ def test_values_are_the_last_updates_and_bytes_stay_in_the_limit(schedule):
 @given(schedules)
 def test_ten_thousand_schedules(schedule):
     run(schedule)
+
+
+# -- calls that are repeated -------------------------------------------------------------------
+
+
+def in_steps(gathers, calls, **options):
+    """A manager at the begin of a cycle with these steps."""
+    chunks = Driver(Schedule((), 1, (0, 0, ("cycle", 0)), 0, frozenset(), 0)).chunks
+    steps = gather_steps(calls, gathers)
+    manager = StatefulTensorMgr(
+        LAYOUT, chunks, (), 1, steps_for=lambda kind, signature: steps, **options
+    )
+    manager.begin_cycle("train")
+    return manager, chunks
+
+
+def call(manager, needs):
+    manager.come_to(needs)
+    manager.prepare(needs)
+    manager.begin_use(needs, ())
+    manager.end_use(needs, (), TensorState.HOLD)
+    manager.call_ended()
+
+
+def test_who_repeats_a_call_less_often_gathers_what_was_ahead_of_it_first():
+    """So what is reduced at the next call has one place among gathers."""
+    gathers = [Gather(0, 0, 0, 4), Gather(1, 2, 4, 6)]
+    manager, chunks = in_steps(gathers, [(0,), None, (0,), None, (1,), None])
+    call(manager, (0,))
+    assert not chunks[1].gathered
+    assert manager.come_to((1,)) and chunks[1].gathered
+    manager.prepare((1,))
+    assert manager.follow_to_end() and manager.gathers == 2
+
+
+@pytest.mark.parametrize("room", [UNLIMITED, 0])
+def test_who_repeats_a_call_more_often_finds_its_chunk_where_there_is_room(room):
+    gathers = [Gather(0, 0, 0, 1), Gather(1, 2, 2, 3)]
+    calls = [(0,), None, (1,), None]
+    manager, chunks = in_steps(gathers, calls, payload_room_bytes=room)
+    manager.has_others = True
+    call(manager, (0,))
+    assert chunks[0].gathered == bool(room)
+    call(manager, (0,))
+    assert manager.deviated == (not room)
+    if room:
+        call(manager, (1,))
+        assert not chunks[0].gathered and not manager.deviated

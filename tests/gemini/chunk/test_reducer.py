@@ -43,10 +43,10 @@ def test_a_chunk_waits_for_the_end_of_every_call_that_uses_it(chunks, log):
     reducer.announce([0, 1])
     reducer.begin()
     reducer.opened([1], whole=False)
-    reducer.reduce_due(True)
+    reducer.reduce_due(2, False)
     assert log == []
     reducer.closed([1], whole=False)
-    reducer.reduce_due(True)
+    reducer.reduce_due(2, False)
     assert log == [1]
     reducer.finish()
     assert log == [1, 0]
@@ -86,3 +86,47 @@ def test_nothing_is_reduced_under_no_sync(chunks, log):
     reducer.arrived(chunks[1], 0, torch.ones(1))
     reducer.finish()
     assert log == [] and reducer.unsynchronised
+
+
+CALLS = ((0,), (1,), (0,))  # of which backward begins behind two, in the second again
+
+
+def test_a_chunk_has_its_place_behind_the_last_call_and_gradient_of_any_rank(chunks, log):
+    reducer = Reducer(chunks, by_moment=True)
+    reducer.begin(CALLS, 2)
+    reducer.arrived(chunks[1], 0, torch.ones(1))
+    assert reducer.is_learning and reducer.found({0: 1, 1: 2}) == {0: 1, 1: 2}
+    reducer.reduce_due(3, True)
+    reducer.arrived(chunks[1], 0, torch.ones(1))
+    found = reducer.found({0: 3, 1: 2})
+    assert found == {0: 3, 1: 3} and log == []
+    reducer.learn((CALLS, 2), [found, {0: 4}])
+    reducer.finish()
+    log.clear()
+    reducer.agree = lambda chunks: pytest.fail("all ranks know")
+    reducer.begin(CALLS, 2)
+    assert not reducer.is_learning
+    begun = []
+    for num_calls in (3, 4, 5):
+        reducer.reduce_due(num_calls, True)
+        begun.append(list(log))
+    assert begun == [[], [1], [1, 0]]
+    reducer.reset()
+    reducer.forget_places()
+    reducer.begin(CALLS, 2)
+    assert reducer.is_learning
+
+
+def test_what_another_rank_does_not_propose_is_reduced_at_the_end(chunks, log):
+    reducer = Reducer(chunks, by_moment=True)
+    reducer.announce([0, 1])
+    reducer.begin()
+    reducer.opened([0, 1], whole=False)
+    reducer.closed([0, 1], whole=False)
+    proposed, answers = [], iter([[], [0], []])
+    reducer.agree = lambda chunks: proposed.append(chunks) or next(answers)
+    for num_calls in (3, 4, 5):
+        reducer.reduce_due(num_calls, False)
+    assert proposed == [[1, 0], [1, 0], [1]] and log == [0]
+    reducer.finish()
+    assert log == [0, 1]

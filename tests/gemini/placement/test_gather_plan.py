@@ -1,5 +1,7 @@
 """Schedules of gathers, carried out step by step."""
 
+from itertools import groupby
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -60,7 +62,7 @@ def test_steps_move_what_the_schedule_says_within_the_room_of_every_moment(
     problem = CacheProblem(tuple(needs), tuple(nbytes.values()), tuple(room), ends)
     assert moved == best_schedule(problem).bytes_moved
     assert all(used <= limit for used, limit in zip(held, room, strict=True))
-    assert found.needs == tuple(needs)
+    assert found.needs == tuple(call for call, _ in groupby(needs))
     assert not (ends_with_a_step and found.carried)
 
 
