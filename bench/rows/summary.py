@@ -226,7 +226,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     figure.tight_layout()
     part_file = path.with_name(path.name + ".part")
     try:
-        undated = {"metadata": {"Date": None}} if path.suffix == ".svg" else {}
+        undated: dict[str, Any] = {"metadata": {"Date": None}} if path.suffix == ".svg" else {}
         with matplotlib.rc_context({"svg.hashsalt": result["model"]}):
             figure.savefig(
                 part_file, dpi=120, format=path.suffix.removeprefix(".") or "png", **undated
