@@ -47,6 +47,9 @@ class GeminiTrainerMixin(_Base):  # type: ignore[misc]
 
     gemini, adam: as in `GeminiAccelerator`.
 
+    model: also a `GeminiDDP`. What the trainer does to it, such as another forward, it does to the
+        inner module.
+
     Raises ValueError for an `args.optim` that has no sharded form, for `save_on_each_node`, and as
     `GeminiAccelerator` does.
     """
@@ -59,15 +62,17 @@ class GeminiTrainerMixin(_Base):  # type: ignore[misc]
 
     def __init__(
         self,
+        model: Any = None,
         *args: Any,
         gemini: Mapping[str, Any] | None = None,
         adam: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         self._asked = (gemini, adam)
-        super().__init__(*args, **kwargs)
-        if isinstance(self.model, GeminiDDP):
-            self._shard()
+        wrapped = model if isinstance(model, GeminiDDP) else None
+        super().__init__(model if wrapped is None else wrapped.module, *args, **kwargs)
+        if wrapped is not None:
+            self.model_wrapped = self.accelerator.prepare_model(wrapped)
 
     def create_accelerator_and_postprocess(self) -> None:
         _check_arguments(self.args)
@@ -75,6 +80,9 @@ class GeminiTrainerMixin(_Base):  # type: ignore[misc]
             self.args._n_gpu = 1  # one process has one device, and no DataParallel
         super().create_accelerator_and_postprocess()
         GeminiAccelerator.of(self.accelerator, *self._asked)
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """It need not fit there: wrapping places it, shard by shard."""
 
     @property
     def _sharded(self) -> GeminiDDP | None:
@@ -87,7 +95,7 @@ class GeminiTrainerMixin(_Base):  # type: ignore[misc]
     def _shard(self) -> GeminiDDP:
         """The model, wrapped now if it is not yet. `self.model` is the inner one from then on."""
         wrapped = self._sharded
-        if wrapped is None or self.model is wrapped:
+        if wrapped is None:
             wrapped = self.model_wrapped = self.accelerator.prepare_model(self.model)
             self.model = wrapped.module
         assert isinstance(wrapped, GeminiDDP)

@@ -144,6 +144,34 @@ def test_a_trainer_takes_what_is_loaded(saved, tmp_path):
         run(tmp_path, load_pretrained(folder, precision="fp32"), cls=GeminiTrainer, bf16=True)
 
 
+@pytest.mark.ci
+def test_what_a_trainer_does_to_its_model_it_does_to_the_inner_one(saved, tmp_path):
+    """trl replaces `forward`: on the wrapper no iteration would ever begin."""
+    from transformers import Trainer
+
+    from gemini.integrations.transformers import GeminiTrainerMixin
+
+    class Patching(Trainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            model = self.model
+
+            def forward(input_ids, labels, **_):
+                hidden = model.transformer(input_ids=input_ids).last_hidden_state
+                return {"loss": model.loss_function(model.lm_head(hidden), labels, vocab_size=97)}
+
+            model.forward = forward
+
+    class Replaces(GeminiTrainerMixin, Patching):
+        pass
+
+    folder, _ = saved
+    budget = gemini.AutoPlacement(device_budget="1GiB")  # with one, iterations are sampled
+    loaded = load_pretrained(folder, placement_policy=budget, precision="fp32", **SMALL)
+    got = run(tmp_path, loaded, cls=Replaces)
+    assert got.trainer.model_wrapped.memory_stats.traces
+
+
 LORA = {"r": 3, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": ["c_attn"]}
 
 

@@ -190,6 +190,17 @@ def test_several_devices_of_one_process_are_one(tmp_path):
     assert one.args.n_gpu == 1 and one._train_batch_size == args.per_device_train_batch_size
 
 
+def test_a_model_is_not_moved_to_the_device_before_it_is_wrapped(tmp_path, monkeypatch):
+    """It need not fit there."""
+    from transformers import TrainingArguments
+
+    model, _ = model_and_data()
+    moved = []
+    monkeypatch.setattr(type(model), "to", lambda self, *args, **_: moved.append(args) or self)
+    trainer()(model, TrainingArguments(str(tmp_path), report_to=[], use_cpu=True))
+    assert moved == []
+
+
 def test_training_twice_goes_on(tmp_path):
     want, got = run(tmp_path), run(tmp_path, cls=trainer())
     for one in (want, got):
