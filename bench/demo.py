@@ -153,6 +153,10 @@ def main() -> None:
     draw(results, rows, args.out)
     print("\n" + table(rows, mixed))
     print(f"\nwritten: {path}; {args.out}/loss.png, memory.png")
+    print(
+        "next, a model of yours: python -m gemini train --model FOLDER_OR_HUB_ID "
+        "--data text.jsonl --out runs/1 (docs/train.md)"
+    )
 
 
 if __name__ == "__main__":

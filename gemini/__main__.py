@@ -1,4 +1,4 @@
-"""python -m gemini doctor | check | run | clean | benchmark"""
+"""python -m gemini doctor | check | run | train | clean | benchmark"""
 
 from __future__ import annotations
 
@@ -17,6 +17,11 @@ _BENCHMARK = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status 1 where something is missing without which it does not run."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] == ["train"]:  # its flags are a schema of its own
+        from gemini.train.run import main as train
+
+        return train(given[1:])
     parser = argparse.ArgumentParser(prog="python -m gemini")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, says in (
@@ -34,13 +39,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     runner = commands.add_parser("run", help="a script on all ranks: torchrun on every host")
     run.add_arguments(runner)
+    commands.add_parser("train", help="fine-tune a model of Hugging Face's", add_help=False)
     cleaner = commands.add_parser("clean", help="files that processes left when they were killed")
     cleaner.add_argument(
         "folders", nargs="*", metavar="FOLDER", help="by default where files go by default"
     )
     cleaner.add_argument("--remove", action="store_true", help="remove them, with their steps")
     commands.add_parser("benchmark", help="where to measure")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(given)
     if options.command == "run":
         try:
             return run.run(options)

@@ -1,6 +1,6 @@
 """Runs a script as `python SCRIPT` does; an error that ends it is left where `run` finds it.
 
-python -m gemini.integrations.recorded SCRIPT ARGUMENTS, under torchrun
+python -m gemini.integrations.recorded [-m] SCRIPT ARGUMENTS, under torchrun; -m: it is a module
 """
 
 from __future__ import annotations
@@ -15,11 +15,15 @@ from pathlib import Path
 
 
 def main() -> None:
-    script, *arguments = sys.argv[1:]
+    is_module = sys.argv[1] == "-m"
+    script, *arguments = sys.argv[1 + is_module :]
     sys.argv = [script, *arguments]
-    sys.path[0] = str(Path(script).resolve().parent)
     try:
-        runpy.run_path(script, run_name="__main__")
+        if is_module:
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = str(Path(script).resolve().parent)
+            runpy.run_path(script, run_name="__main__")
     except SystemExit as end:
         if end.code not in (None, 0):
             _leave(f"SystemExit: {end.code}")

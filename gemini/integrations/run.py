@@ -36,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--master_port", "--master-port", type=int, default=29500)
     parser.add_argument("--ssh-port", type=int)
     parser.add_argument("--node_rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("-m", dest="module", action="store_true", help="the script is a module")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
 
@@ -109,6 +110,7 @@ def _torchrun(options: argparse.Namespace, node: int, nodes: int, logs: str) -> 
         *command,
         "-m",
         "gemini.integrations.recorded",
+        *(["-m"] if options.module else []),
         options.script,
         *options.arguments,
     ]
@@ -227,7 +229,8 @@ def _over_ssh(options: argparse.Namespace, host: str, node: int, nodes: int) -> 
     again = [
         sys.executable, "-m", "gemini", "run", f"--nproc_per_node={options.nproc_per_node}",
         f"--nnodes={nodes}", f"--node_rank={node}", f"--master_addr={options.master_addr}",
-        f"--master_port={options.master_port}", options.script, *options.arguments,
+        f"--master_port={options.master_port}", *(["-m"] if options.module else []),
+        options.script, *options.arguments,
     ]  # fmt: skip
     variables = [f"{name}={os.environ[name]}" for name in _SHARED if name in os.environ]
     there = f"cd {shlex.quote(str(Path.cwd()))} && exec env {shlex.join([*variables, *again])}"

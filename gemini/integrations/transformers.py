@@ -105,19 +105,11 @@ class GeminiTrainerMixin(_Base):  # type: ignore[misc]
         """The trainer's own, over the wrapped model; a Lion is this project's from the start."""
         self._shard()
         if self.optimizer is None and self.optimizer_cls_and_kwargs is None:
-            self._check_optim()
+            check_optim(str(self.args.optim.value))
             if str(self.args.optim.value) in _LIONS:
                 return self._create_lion()
         found: torch.optim.Optimizer = super().create_optimizer(self.model)
         return found
-
-    def _check_optim(self) -> None:
-        name = str(self.args.optim.value)
-        if name not in (*_TORCH_OPTIMIZERS, *_LIONS):
-            raise ValueError(
-                f"args.optim={name!r} has no form whose state is sharded; expected one of "
-                f"{', '.join((*_TORCH_OPTIMIZERS, *_LIONS))}, or optimizers=(...)"
-            )
 
     def _create_lion(self) -> torch.optim.Optimizer:
         args = self.args
@@ -194,6 +186,15 @@ class GeminiTrainerMixin(_Base):  # type: ignore[misc]
 
 class GeminiTrainer(GeminiTrainerMixin, Trainer):  # type: ignore[misc]
     """`transformers.Trainer(model, args, ...)` with `gemini=` and `adam=`; see the mixin."""
+
+
+def check_optim(name: str) -> None:
+    """Raises ValueError for an `args.optim` that has no sharded form."""
+    if name not in (*_TORCH_OPTIMIZERS, *_LIONS):
+        raise ValueError(
+            f"args.optim={name!r} has no form whose state is sharded; expected one of "
+            f"{', '.join((*_TORCH_OPTIMIZERS, *_LIONS))}, or optimizers=(...)"
+        )
 
 
 def _check_arguments(args: Any) -> None:

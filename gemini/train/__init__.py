@@ -1,0 +1,1 @@
+"""`python -m gemini train`: fine-tunes models of Hugging Face's. trl trains; this puts together."""

@@ -1,0 +1,170 @@
+"""What a run of `python -m gemini train` is: flags and YAML are one schema."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from gemini.units import parse_bytes
+
+NOT_YET = ("quantize",)  # known by name, refused until their feature is there
+# May differ when a run goes on: where and how it computes, and not what
+OF_THE_MACHINE = (
+    "out", "device_mem", "host_mem", "nvme", "checkpointing", "save_every", "keep", "log_every",
+    "samples", "sample_tokens", "report_to",
+)  # fmt: skip
+
+
+def _says(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """What one run is: its fields are the flags, and the keys of a YAML file.
+
+    Raises ValueError for values that cannot be.
+    """
+
+    model: str = _says("", "a folder that from_pretrained reads, or an id on the hub")
+    data: str = _says("", "JSONL with text, prompt and completion, or messages; a file or a glob")
+    out: str = _says("", "a folder: checkpoints, report.html, and at the end the model")
+    device_mem: str | None = _says(None, "22GiB, of each device; by default most of what is left")
+    host_mem: str | None = _says(None, "48GiB, of each node; by default most of what is left")
+    nvme: str | None = _says(None, "a folder on a fast disk; without one nothing goes to files")
+    lora: int = _says(0, "rank of LoRA adapters on all linear layers; 0 trains the whole model")
+    quantize: str | None = _says(None, "dtype of the frozen weights under LoRA")
+    optim: str = _says("adamw_torch", "adamw_torch, sgd or lion_32bit, as Trainer's optim")
+    seq: int = _says(2048, "most tokens of a sequence; longer ones are cut, or packed")
+    batch: int = _says(8, "sequences of a forward, on all ranks together")
+    accumulate: int = _says(1, "forwards and backwards before a step")
+    packing: bool = _says(False, "sequences fill all of --seq, one after another")
+    checkpointing: bool = _says(True, "activations are computed again in backward, not kept")
+    epochs: float = _says(1.0, "passes over the data")
+    steps: int = _says(0, "optimizer steps, in place of --epochs")
+    lr: float = _says(2e-5, "learning rate")
+    schedule: str = _says("cosine", "of the learning rate, as Trainer's lr_scheduler_type")
+    warmup: int = _says(0, "steps in which the learning rate rises")
+    weight_decay: float = _says(0.0, "decoupled")
+    max_norm: float = _says(1.0, "gradients are clipped to it; 0 does not")
+    seed: int = _says(0, "of the order of the data, of the split and of new weights")
+    eval_data: str | None = _says(None, "held-out data, in place of --held-out")
+    held_out: float = _says(0.02, "share of --data that is held out; 0 evaluates nothing")
+    save_every: int = _says(200, "steps between checkpoints, with an evaluation")
+    keep: int = _says(2, "checkpoints that stay")
+    log_every: int = _says(10, "steps between lines of the log and points of the report")
+    samples: int = _says(3, "prompts of the held-out data that are continued at the end")
+    sample_tokens: int = _says(64, "most tokens of a continuation")
+    report_to: str = _says("none", "tensorboard, wandb, ... as Trainer's report_to")
+
+    def __post_init__(self) -> None:
+        for name in ("lora", "steps", "warmup", "samples", "held_out", "max_norm", "weight_decay"):
+            _check(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
+        for name in (
+            "seq", "batch", "accumulate", "save_every", "keep", "log_every", "sample_tokens",
+        ):  # fmt: skip
+            _check(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
+        _check(self.held_out < 1, "held_out", self.held_out, "a share below 1")
+        _check(self.epochs > 0, "epochs", self.epochs, "more than 0")
+        _check(self.lr > 0, "lr", self.lr, "more than 0")
+        for name in ("device_mem", "host_mem"):
+            if getattr(self, name) is not None:
+                parse_bytes(getattr(self, name))
+
+    def changed_from(self, other: TrainConfig) -> list[str]:
+        """Names of fields that make it another run."""
+        mine, others = asdict(self), asdict(other)
+        return [k for k in mine if k not in OF_THE_MACHINE and mine[k] != others[k]]
+
+
+def _check(holds: bool, name: str, value: Any, expected: str) -> None:
+    if not holds:
+        raise ValueError(f"{_flag(name)} {value}; expected {expected}")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def parser() -> Any:
+    """Of the command line, an `argparse.ArgumentParser`."""
+    from transformers.hf_argparser import HfArgumentParser
+
+    kind: Any = TrainConfig
+    made = HfArgumentParser(
+        kind, prog="python -m gemini train", allow_abbrev=False,
+        description="Fine-tunes a model within the memory that is given; goes on where it was "
+        "killed. Ranks: python -m gemini run --nproc_per_node N -m gemini train ...",
+    )  # fmt: skip
+    made.add_argument("config", nargs="?", metavar="config.yaml", help="flags as keys; flags win")
+    made.add_argument("--print-config", action="store_true", help="all of it as YAML, and end")
+    return made
+
+
+def parse(arguments: Sequence[str]) -> tuple[TrainConfig, bool]:
+    """A run, and whether it shall only be printed. Raises ValueError for what is no run.
+
+    Ends the process, as argparse does, for a flag that is none.
+    """
+    made = parser()
+    file = made.parse_args(arguments).config
+    given = [] if file is None else _as_flags(Path(file))
+    config, rest = made.parse_args_into_dataclasses([*given, *arguments])
+    return config, rest.print_config
+
+
+def check(config: TrainConfig) -> None:
+    """Raises ValueError for what is missing, and for what has not landed."""
+    for name in ("model", "data", "out"):
+        if not getattr(config, name):
+            raise ValueError(f"no {_flag(name)}; expected it as a flag, or as a key in the YAML")
+    for name in NOT_YET:
+        if getattr(config, name) is not None:
+            raise ValueError(
+                f"{_flag(name)} {getattr(config, name)} is not there yet; leave it away: --lora "
+                "trains adapters beside weights in 16 bits"
+            )
+
+
+def _as_flags(path: Path) -> list[str]:
+    """Of a YAML file. So its values are read as those of flags are."""
+    return [f"{_flag(name)}={value}" for name, value in _read(path).items()]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """What a YAML file gives. Raises ValueError for a key that is none."""
+    import yaml
+
+    try:
+        found = yaml.safe_load(path.read_text()) or {}
+    except (OSError, yaml.YAMLError) as error:
+        raise ValueError(f"{path} cannot be read as YAML: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is a {type(found).__name__}; expected flags as keys")
+    names = [one.name for one in fields(TrainConfig)]
+    for name, value in found.items():
+        if name not in names:
+            near = difflib.get_close_matches(str(name), names, n=1)
+            also = f"; did you mean {near[0]}?" if near else f"; expected one of {', '.join(names)}"
+            raise ValueError(f"{path} has the key {name!r}, which is no flag{also}")
+        if isinstance(value, (dict, list)):
+            raise ValueError(f"{path} has a {type(value).__name__} as {name}; expected one value")
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def read_config(path: Path) -> TrainConfig:
+    """One that `write_config` wrote. Raises ValueError."""
+    (config,) = parser().parse_args_into_dataclasses(_as_flags(path))[:1]
+    assert isinstance(config, TrainConfig)
+    return config
+
+
+def as_yaml(config: TrainConfig) -> str:
+    """All of it, as `config.yaml` takes it."""
+    import yaml
+
+    text: str = yaml.safe_dump(asdict(config), sort_keys=False)
+    return text

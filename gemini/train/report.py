@@ -1,0 +1,117 @@
+"""`report.html`: what a run did, with pictures in it; nothing is fetched to read it."""
+
+from __future__ import annotations
+
+import html
+import io
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Log = Sequence[Mapping[str, Any]]  # of Trainer's state: one entry each time that it logs
+_PAGE = """<!doctype html><meta charset="utf-8"><title>{title}</title>
+<style>body {{ font: 16px sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em }}
+pre {{ background: #f4f4f4; padding: 1em; overflow-x: auto; white-space: pre-wrap }}
+svg {{ max-width: 100%; height: auto }}</style>
+<h1>{title}</h1>
+"""
+_PARTS = {
+    "seconds_passes": "forward and backward",
+    "seconds_update": "step",
+    "seconds_between": "between: data, evaluation, saving",
+}
+_TIERS = ("device", "host", "nvme")
+
+
+def write_report(
+    path: Path, log: Log, *, title: str, plan: str, config: str, samples: Sequence[tuple[str, str]]
+) -> None:
+    """All of a run: its plan, pictures of its log, its samples and its config."""
+    parts = [_PAGE.format(title=html.escape(title)), _text("As planned", plan)]
+    for name, draw in PICTURES.items():
+        svg = _drawn(draw, log)
+        if svg is not None:
+            parts.append(f"<h2>{name}</h2>\n{svg}")
+    if samples:
+        said = "\n\n".join(f"{prompt}\n--> {answer}" for prompt, answer in samples)
+        parts.append(_text("Continuations of held-out data", said))
+    parts.append(_text("config.yaml", config))
+    path.write_text("\n".join(parts))
+
+
+def _text(title: str, text: str) -> str:
+    return f"<h2>{title}</h2>\n<pre>{html.escape(text)}</pre>"
+
+
+def _drawn(draw: Callable[[Any, Log], None], log: Log) -> str | None:
+    """As SVG; None where there is nothing to see."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.5), layout="constrained")
+    axes = figure.subplots()
+    draw(axes, log)
+    lines: list[Any] = list(axes.lines)
+    if not any(len(line.get_xdata()) for line in lines):
+        return None
+    axes.set_xlabel("step")
+    axes.grid(alpha=0.3)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend()
+    out = io.StringIO()
+    figure.savefig(out, format="svg", metadata={"Date": None})
+    text = out.getvalue()
+    return text[text.index("<svg") :]
+
+
+def _points(log: Log, key: str) -> tuple[list[int], list[float]]:
+    """Steps, and what the log has of them."""
+    found = [(entry["step"], entry[key]) for entry in log if key in entry]
+    return [step for step, _ in found], [value for _, value in found]
+
+
+def _loss(axes: Any, log: Log) -> None:
+    for key, label in (("loss", "trained on"), ("eval_loss", "held out")):
+        steps, values = _points(log, key)
+        if steps:
+            axes.plot(steps, values, "o-" if key == "eval_loss" else "-", label=label)
+    axes.set_ylabel("loss, nats a token")
+
+
+def _rate(axes: Any, log: Log) -> None:
+    axes.plot(*_points(log, "learning_rate"))
+    axes.set_ylabel("learning rate")
+
+
+def _seconds(axes: Any, log: Log) -> None:
+    axes.plot(*_points(log, "seconds"))
+    axes.set_ylabel("seconds a step")
+    axes.set_ylim(bottom=0)
+
+
+def _memory(axes: Any, log: Log) -> None:
+    for tier, colour in zip(_TIERS, ("C0", "C1", "C2"), strict=True):
+        for kind, style in (("predicted", "--"), ("measured", "-")):
+            steps, values = _points(log, f"{tier}_{kind}")
+            if any(values):
+                gib = [value / 2**30 for value in values]
+                axes.plot(steps, gib, style, color=colour, label=f"{tier}, {kind}")
+    axes.set_ylabel("GiB of a rank at its peak")
+    axes.set_ylim(bottom=0)
+
+
+def _where(axes: Any, log: Log) -> None:
+    columns = {label: _points(log, key) for key, label in _PARTS.items()}
+    steps = next(iter(columns.values()))[0]
+    if steps:
+        axes.stackplot(steps, [values for _, values in columns.values()], labels=list(columns))
+        axes.plot(*_points(log, "stalled"), "k:", label="of the step, waiting for the disk")
+    axes.set_ylabel("seconds a step")
+
+
+PICTURES: dict[str, Callable[[Any, Log], None]] = {
+    "Loss": _loss,
+    "Learning rate": _rate,
+    "Seconds of a step": _seconds,
+    "Memory, as predicted and as measured": _memory,
+    "Where time went": _where,
+}

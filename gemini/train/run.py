@@ -1,0 +1,182 @@
+"""A run from its flags to the folder that `from_pretrained` reads: this puts the parts together."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gemini.placement.sizes import BudgetError
+from gemini.runtime.comm.communicator import Communicator
+from gemini.runtime.comm.connect import everyone
+
+from .config import TrainConfig, as_yaml, check, parse, parser, read_config
+
+CONFIG, REPORT = "config.yaml", "report.html"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """`python -m gemini train`. The exit status is 2 for a run that is refused."""
+    try:
+        config, shown = parse(arguments)
+        if shown:
+            sys.stdout.write(as_yaml(config))
+            return 0
+        check(config)
+        warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|trl|peft")
+        job = prepare(config)
+    except ImportError as error:
+        parser().error(f"{error}; pip install gemini-memory[train]")
+    except ValueError as error:
+        parser().error(str(error))
+    job.run()
+    return 0
+
+
+@dataclass
+class Job:
+    """A run that has not been refused."""
+
+    config: TrainConfig
+    trainer: Any
+    data: Any
+    tokenizer: Any
+    plan: str
+    resumed_from: Path | None
+    comm: Communicator
+
+    @property
+    def out(self) -> Path:
+        return Path(self.config.out)
+
+    def run(self) -> None:
+        """Train, and leave the model in `out` with its report. All ranks call."""
+        trainer = self.trainer
+        resumed = None if self.resumed_from is None else str(self.resumed_from)
+        trainer.train(resume_from_checkpoint=resumed)
+        log, step = trainer.state.log_history, trainer.state.global_step
+        if self.data.held_out is not None and not any(
+            "eval_loss" in entry and entry["step"] == step for entry in log
+        ):
+            trainer.evaluate()
+        trainer.save_model(self.config.out)
+        samples = self._samples()
+        if self.comm.rank:
+            return
+        for prompt, answer in samples:
+            sys.stdout.write(f"\n{prompt}\n--> {answer}\n")
+        self.report(samples)
+        sys.stdout.write(f"\nwritten: {self.out} (from_pretrained reads it), {self.out / REPORT}\n")
+
+    def report(self, samples: Sequence[tuple[str, str]] = ()) -> None:
+        from .report import write_report
+
+        write_report(
+            self.out / REPORT, self.trainer.state.log_history,
+            title=f"{self.config.model} on {self.config.data}", plan=self.plan,
+            config=as_yaml(self.config), samples=samples,
+        )  # fmt: skip
+
+    @torch.no_grad()
+    def _samples(self) -> list[tuple[str, str]]:
+        """Prompts of held-out data, and how the model goes on. All ranks call, with the same."""
+        model = self.trainer.model_wrapped.eval()
+        found = []
+        for ids in self.data.prompts(self.tokenizer, self.config.samples):
+            given = torch.tensor([ids], device=self.trainer.args.device)
+            out = model.generate(
+                input_ids=given, attention_mask=torch.ones_like(given), do_sample=False,
+                max_new_tokens=self.config.sample_tokens,
+            )[0]  # fmt: skip
+            found.append((self.tokenizer.decode(ids), self.tokenizer.decode(out[len(ids) :])))
+        return found
+
+
+def prepare(config: TrainConfig) -> Job:
+    """Plan a run, print the plan, and load what it needs. All ranks call.
+
+    Raises ValueError for a run that is refused: what does not fit, with the cheapest change.
+    """
+    from transformers import AutoTokenizer
+
+    from gemini.integrations.transformers import check_optim
+
+    from .data import load
+    from .models import folder_of, loaded_model
+    from .plan import Planner, placement_of
+    from .trainer import TuningTrainer, arguments, last_checkpoint
+
+    out = Path(config.out)
+    resumed_from = last_checkpoint(out)
+    if resumed_from is not None:
+        check_same_run(config, out)
+    on_cpu = not torch.cuda.is_available()
+    world_size = _world_size()
+    if config.batch % world_size:
+        raise ValueError(
+            f"--batch {config.batch} on {world_size} ranks; expected a multiple of them"
+        )
+    args = arguments(config, world_size, on_cpu=on_cpu)  # ranks are connected from here on
+    optim: Any = args.optim
+    check_optim(str(optim.value))
+    comm = everyone(None, None)
+    folder = folder_of(config.model)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    with args.main_process_first():  # which leaves its rows to the others
+        data = load(config, tokenizer)
+    planner = Planner(folder, comm, torch.device(args.device))
+    try:
+        planned = planner.predict(config)
+    except BudgetError as error:
+        raise ValueError(planner.refusal(config, error)) from None
+    plan = "\n".join([*planned.lines(comm.world_size, str(args.device)),
+                      *planner.cheaper(planned)])  # fmt: skip
+    if comm.rank == 0:
+        going_on = "" if resumed_from is None else f"goes on from {resumed_from}\n"
+        sys.stdout.write(f"{plan}\n{going_on}")
+        sys.stdout.flush()
+        out.mkdir(parents=True, exist_ok=True)
+        (out / CONFIG).write_text(as_yaml(config))
+    options = {"placement_policy": placement_of(config), "trace": planned.trace}
+    model = loaded_model(folder, config, options)
+    trainer = TuningTrainer(
+        model, args, train_dataset=data.train, eval_dataset=data.held_out,
+        processing_class=tokenizer, gemini=options if config.lora else None,
+    )  # fmt: skip
+    job = Job(config, trainer, data, tokenizer, plan, resumed_from, comm)
+    if comm.rank == 0:
+        trainer.add_callback(_reports(job))
+    return job
+
+
+def check_same_run(config: TrainConfig, out: Path) -> None:
+    """Raises ValueError where `out` has checkpoints of another run."""
+    before = read_config(out / CONFIG)
+    changed = config.changed_from(before)
+    if changed:
+        listed = ", ".join(f"{n} was {getattr(before, n)}" for n in changed)
+        raise ValueError(
+            f"{out} has checkpoints of another run: {listed}; expected the same, or another --out"
+        )
+
+
+def _world_size() -> int:
+    """As torchrun says it; Trainer is given the batch of a rank before it connects them."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def _reports(job: Job) -> Any:
+    """A report with every checkpoint: of a run that is killed, there is one too."""
+    from transformers import TrainerCallback
+
+    class Reports(TrainerCallback):  # type: ignore[misc]
+        def on_save(self, *_: Any, **__: Any) -> None:
+            job.report()
+
+    return Reports()

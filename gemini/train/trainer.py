@@ -1,0 +1,137 @@
+"""trl's trainer over a sharded model, with what steps took in its log."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from trl.trainer.sft_config import SFTConfig
+from trl.trainer.sft_trainer import SFTTrainer
+
+from gemini.integrations.transformers import CHECKPOINT, GeminiTrainerMixin
+
+from .config import TrainConfig
+
+PADDED_PARTS = 8  # sequences are padded to so many lengths, each of which is planned once
+
+
+class Clock(TrainerCallback):  # type: ignore[misc]
+    """Where the seconds of steps go, since it was asked last."""
+
+    def __init__(self) -> None:
+        self._at = time.perf_counter()
+        self._seconds = dict.fromkeys(("passes", "update", "between"), 0.0)
+        self._steps = 0
+
+    def _lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self._seconds[name] += now - self._at
+        self._at = now
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self._at = time.perf_counter()
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self._lap("between")
+
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        self._lap("passes")
+
+    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+        self._lap("update")
+        self._steps += 1
+
+    def take(self) -> dict[str, float]:
+        """Seconds of a step, by what they went to."""
+        steps = max(1, self._steps)
+        found = {f"seconds_{name}": value / steps for name, value in self._seconds.items()}
+        self._seconds, self._steps = dict.fromkeys(self._seconds, 0.0), 0
+        return found
+
+
+class TuningTrainer(GeminiTrainerMixin, SFTTrainer):  # type: ignore[misc]
+    """`SFTTrainer` as the mixin has it. Its log also says seconds and memory."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._clock = Clock()
+        super().__init__(*args, callbacks=[self._clock], **kwargs)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs:
+            seconds = self._clock.take()
+            logs["seconds"] = sum(seconds.values())
+        super().log(logs, start_time)
+        if "loss" in logs:  # for the report, and not for the screen
+            self.state.log_history[-1].update(**seconds, **self._memory())
+
+    def _memory(self) -> dict[str, float]:
+        """Bytes of every tier, as predicted and measured, and seconds that waited for the disk."""
+        step = self.optimizer.optimizer.last_report
+        found = {"stalled": 0.0 if step is None else step.stalled_seconds}
+        for row in self.model_wrapped.memory_report().rows:
+            if row.kind == "total":
+                found[f"{row.tier}_predicted"] = row.predicted_bytes
+                if row.measured_bytes is not None:
+                    found[f"{row.tier}_measured"] = row.measured_bytes
+        return found
+
+
+def arguments(config: TrainConfig, world_size: int, *, on_cpu: bool) -> SFTConfig:
+    """A run as trl's."""
+    evaluates = bool(config.held_out or config.eval_data)
+    return SFTConfig(
+        output_dir=str(Path(config.out) / "checkpoints"),
+        per_device_train_batch_size=config.batch // world_size,
+        per_device_eval_batch_size=config.batch // world_size,
+        gradient_accumulation_steps=config.accumulate,
+        max_length=config.seq,
+        packing=config.packing,
+        packing_strategy="wrapped",  # all of one length
+        pad_to_multiple_of=-(-config.seq // PADDED_PARTS),
+        gradient_checkpointing=config.checkpointing,
+        gradient_checkpointing_kwargs={"use_reentrant": False} if config.checkpointing else None,
+        num_train_epochs=config.epochs,
+        max_steps=config.steps or -1,
+        learning_rate=config.lr,
+        lr_scheduler_type=config.schedule,
+        warmup_steps=config.warmup,
+        weight_decay=config.weight_decay,
+        max_grad_norm=config.max_norm,
+        optim=config.optim,
+        bf16=True,
+        use_cpu=on_cpu,
+        seed=config.seed,
+        logging_steps=config.log_every,
+        logging_first_step=True,
+        save_strategy="steps",
+        save_steps=config.save_every,
+        save_total_limit=config.keep,
+        eval_strategy="steps" if evaluates else "no",
+        eval_steps=config.save_every,
+        report_to=config.report_to,
+        dataloader_pin_memory=not on_cpu,
+    )
+
+
+def last_checkpoint(out: Path) -> Path | None:
+    """The newest that was written to its end: one that a kill cut short has no state of Trainer's,
+    which is written last."""
+    found = [
+        (int(path.name.rpartition("-")[2]), path)
+        for path in (out / "checkpoints").glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+        if path.name.rpartition("-")[2].isdigit() and _is_whole(path)
+    ]
+    return max(found)[1] if found else None
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        json.loads((path / TRAINER_STATE_NAME).read_text())
+    except (OSError, ValueError):
+        return False
+    return (path / CHECKPOINT).is_dir()

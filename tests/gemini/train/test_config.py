@@ -1,0 +1,99 @@
+"""Flags and YAML of `python -m gemini train` are one schema."""
+
+from dataclasses import fields
+
+import pytest
+
+from gemini.train import run
+from gemini.train.config import (
+    OF_THE_MACHINE,
+    TrainConfig,
+    as_yaml,
+    check,
+    parse,
+    read_config,
+)
+
+
+def test_a_flag_wins_over_the_yaml_and_the_yaml_over_defaults(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text("model: m\nlr: 1e-4\npacking: true\nlora: 3\ncheckpointing: false\n")
+    config, shown = parse([str(file), "--lora", "5", "--device-mem", "22GiB"])
+    assert config == TrainConfig(
+        model="m", lr=1e-4, packing=True, lora=5, checkpointing=False, device_mem="22GiB"
+    )
+    assert not shown
+
+
+def test_the_config_that_is_printed_is_the_run(tmp_path, capsys):
+    flags = ["--model", "m", "--no-checkpointing", "--lr", "3e-06", "--nvme", "/fast disk"]
+    assert run.main([*flags, "--print-config"]) == 0
+    text = capsys.readouterr().out
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+    assert read_config(file) == parse(flags)[0]
+    assert as_yaml(read_config(file)) == text
+
+
+WRONG = {
+    "modell: m": "has the key 'modell', which is no flag; did you mean model",
+    "zzz: 1": "no flag; expected one of model, data",
+    "data: [a, b]": "has a list as data; expected one value",
+    "- model": "is a list; expected flags as keys",
+    "model: [": "cannot be read as YAML",
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_a_yaml_that_is_none_is_refused(tmp_path, text):
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=WRONG[text]):
+        parse([str(file)])
+    with pytest.raises(ValueError, match="cannot be read as YAML"):
+        parse([str(tmp_path / "none.yaml")])
+
+
+@pytest.mark.parametrize("flags", [["--modell", "m"], ["--lora", "1.5"], ["--mod", "m"]])
+def test_a_flag_that_is_none_ends_with_the_usage(flags, capsys):
+    with pytest.raises(SystemExit) as end:
+        parse(flags)
+    assert end.value.code == 2 and "usage: python -m gemini train" in capsys.readouterr().err
+
+
+IMPOSSIBLE = {
+    "batch": 0, "held_out": 1.0, "lr": 0.0, "lora": -1, "epochs": 0.0, "device_mem": "much",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_values_that_cannot_be_are_refused(name):
+    with pytest.raises(ValueError, match="expected"):
+        TrainConfig(**{name: IMPOSSIBLE[name]})
+
+
+def test_what_is_missing_and_what_has_not_landed_is_named():
+    with pytest.raises(ValueError, match="no --data; expected it as a flag"):
+        check(TrainConfig(model="m"))
+    whole = {"model": "m", "data": "d", "out": "o"}
+    check(TrainConfig(**whole))
+    with pytest.raises(ValueError, match="--quantize nf4 is not there yet; leave it away"):
+        check(TrainConfig(**whole, quantize="nf4"))
+
+
+def test_a_run_goes_on_with_other_memory_and_with_no_other_rate(tmp_path):
+    before = TrainConfig(model="m", out=str(tmp_path))
+    (tmp_path / run.CONFIG).write_text(as_yaml(before))
+    moved = TrainConfig(model="m", out=str(tmp_path), device_mem="8GiB", checkpointing=False)
+    run.check_same_run(moved, tmp_path)
+    changed = TrainConfig(model="m", out=str(tmp_path), lr=1e-3)
+    with pytest.raises(ValueError, match="of another run: lr was 2e-05; expected the same, or"):
+        run.check_same_run(changed, tmp_path)
+    assert set(OF_THE_MACHINE) < {field.name for field in fields(TrainConfig)}
+
+
+def test_a_refused_run_says_so_and_ends(capsys):
+    with pytest.raises(SystemExit) as end:
+        run.main(["--model", "m"])
+    assert end.value.code == 2
+    assert "python -m gemini train: error: no --data" in capsys.readouterr().err

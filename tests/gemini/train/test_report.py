@@ -1,0 +1,33 @@
+"""`report.html`: pictures in it, and nothing that is fetched."""
+
+import re
+
+from gemini.train.report import PICTURES, write_report
+
+LOG = [
+    {
+        "step": step, "loss": 3.0 / step, "learning_rate": 0.1, "seconds": 2.0, "stalled": 0.1,
+        "seconds_passes": 1.0, "seconds_update": 0.5, "seconds_between": 0.5,
+        "device_predicted": 2**30, "device_measured": 2**29, "nvme_predicted": 0,
+    }
+    for step in (1, 2, 3)
+]  # fmt: skip
+
+
+def written(tmp_path, log):
+    path = tmp_path / "report.html"
+    write_report(path, log, title="m on <d>", plan="a plan", config="lr: 1", samples=[("a", "<b>")])
+    return path.read_text()
+
+
+def test_a_report_has_every_picture_and_fetches_nothing(tmp_path):
+    text = written(tmp_path, [*LOG, {"step": 3, "eval_loss": 1.5}])
+    assert text.count("<svg") == len(PICTURES) == 5
+    assert re.findall(r"(?:src|href)=\"?(?!#)[\w/:]", text) == []
+    for part in ("m on &lt;d&gt;", "a plan", "lr: 1", "&lt;b&gt;"):
+        assert part in text
+    assert "<d>" not in text and "<b>" not in text
+
+
+def test_a_run_that_logged_nothing_has_a_report(tmp_path):
+    assert "<svg" not in written(tmp_path, [])

@@ -1,0 +1,151 @@
+"""A run of `python -m gemini train`, whole: planned, killed, gone on with, written; and refused."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import nvme
+from gemini.train import run
+from tests.support.model_folder import make_folder, rows, write_rows
+
+pytestmark = pytest.mark.ci  # trl alone takes seconds to import
+ROOT = Path(__file__).resolve().parents[3]
+# A rank that dies in its third step, after the checkpoint of the second
+DIES = """
+import os, signal, sys
+from gemini.train import run, trainer
+
+logged = trainer.TuningTrainer.log
+def log(self, *args):
+    if self.state.global_step == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    logged(self, *args)
+trainer.TuningTrainer.log = log
+sys.exit(run.main(sys.argv[1:]))
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model, and rows of every kind."""
+    made = tmp_path_factory.mktemp("given")
+    for kind in ("text", "prompt", "chat"):
+        write_rows(made / f"{kind}.jsonl", rows(kind))
+    make_folder(made / "model")
+    return made
+
+
+@pytest.fixture(autouse=True)
+def cached_here(tmp_path, monkeypatch):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+def flags(folder, out, *more, data="text"):
+    return [
+        "--model", str(folder / "model"), "--data", str(folder / f"{data}.jsonl"),
+        "--out", str(out), "--seq", "32", "--batch", "2", "--accumulate", "2", "--steps", "4",
+        "--save-every", "2", "--log-every", "1", "--lr", "1e-3", "--held-out", "0.1",
+        "--sample-tokens", "4", *more,
+    ]  # fmt: skip
+
+
+def losses(out):
+    (state,) = (out / "checkpoints/checkpoint-4").glob("trainer_state.json")
+    log = json.loads(state.read_text())["log_history"]
+    return [entry["loss"] for entry in log if "loss" in entry]
+
+
+def generated(out):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
+    return model.generate(**tokenizer("A chunk", return_tensors="pt"), max_new_tokens=3)
+
+
+def test_a_run_that_was_killed_goes_on_at_another_world_size(folder, tmp_path, capsys):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert run.main(flags(folder, whole, "--packing")) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"^device +\S+ \wiB", said, re.MULTILINE) and "s a step, bound by" in said
+    (tmp_path / "job.py").write_text(DIES)
+    command = [
+        sys.executable, "-m", "gemini", "run", "--nproc_per_node", "2", str(tmp_path / "job.py"),
+        *flags(folder, killed, "--packing"),
+    ]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "io")])}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode != 0 and str(signal.SIGKILL.value) in done.stderr, done.stderr
+    assert (killed / run.REPORT).exists() and not (killed / "model.safetensors").exists()
+    (killed / "checkpoints/checkpoint-3").mkdir()  # of a save that was cut short
+    assert run.main(flags(folder, killed, "--packing")) == 0
+    assert f"goes on from {killed}/checkpoints/checkpoint-2" in capsys.readouterr().out
+    # bf16 gradients that were added up in another order, twice
+    assert losses(killed) == pytest.approx(losses(whole), rel=1e-3) and len(losses(whole)) == 4
+    assert losses(whole)[-1] < losses(whole)[0]
+    assert generated(killed).shape[1] > 3
+    with pytest.raises(SystemExit):
+        run.main(flags(folder, killed, "--packing", "--seed", "1"))
+    assert "of another run: seed was 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("data", ["prompt", "chat"])
+def test_adapters_are_trained_with_a_folder_for_files_and_come_back(folder, tmp_path, capsys, data):
+    try:
+        nvme.check_folder(tmp_path)
+    except nvme.FolderError as error:
+        pytest.skip(str(error))
+    out = tmp_path / "out"
+    given = flags(folder, out, "--lora", "2", "--nvme", str(tmp_path), data=data)
+    assert run.main(given) == 0
+    assert "of them trained" in capsys.readouterr().out
+    assert (out / "adapter_model.safetensors").exists()
+    assert not (out / "model.safetensors").exists()
+    assert generated(out).shape[1] > 3
+    assert list(tmp_path.glob("*.blocks")) == []
+
+
+def test_what_does_not_fit_is_refused_with_a_change_that_does(folder, tmp_path, capsys):
+    given = flags(folder, tmp_path / "out", "--no-checkpointing", "--device-mem", "3MiB")
+    with pytest.raises(SystemExit) as end:
+        run.main(given)
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and "it does not fit: --device-mem 3.00 MiB lacks" in said
+    change = re.search(r"cheapest change: (.*)", said)[1].replace("FOLDER", str(tmp_path)).split()
+    assert not (tmp_path / "out").exists()
+    assert run.main([*given, *change, "--steps", "1"]) == 0
+
+
+def test_an_optimizer_without_a_sharded_form_is_refused(folder, tmp_path, capsys):
+    for name in ("adamw_bnb_8bit", "adafactor"):
+        with pytest.raises(SystemExit):
+            run.main(flags(folder, tmp_path / "out", "--optim", name))
+        assert f"args.optim='{name}' has no form whose state is sharded" in capsys.readouterr().err
+
+
+def test_a_module_is_run_on_all_ranks(tmp_path):
+    (tmp_path / "job.py").write_text("import os, sys; print(os.environ['RANK'], sys.argv[1:])")
+    command = [sys.executable, "-m", "gemini", "run", "--nproc_per_node", "2", "-m", "job", "--x"]
+    path = os.pathsep.join([str(ROOT), str(ROOT / "io")])
+    done = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True,
+        text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "0 ['--x']" in done.stdout and "1 ['--x']" in done.stdout
+
+
+def test_the_doctor_imports_no_trainer():
+    code = (
+        "import sys, gemini.__main__, gemini.doctor.measure, gemini.integrations.run\n"
+        "sys.exit('transformers' in sys.modules or 'trl' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

@@ -1,0 +1,71 @@
+"""A folder that `from_pretrained` reads, with a tokenizer and rows to train on; random weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+TEXT = (Path(__file__).resolve().parents[2] / "docs/glossary.md").read_text()
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def make_tokenizer(*, template: str | None = TEMPLATE) -> Any:
+    """Bytes, and pieces that the glossary has often."""
+    import transformers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    pieces = Tokenizer(models.BPE())
+    pieces.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    pieces.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet
+    )
+    pieces.train_from_iterator([TEXT], trainer)
+    made = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=pieces, bos_token="<s>", eos_token="</s>", pad_token="</s>"
+    )
+    made.chat_template = template
+    return made
+
+
+def make_folder(folder: Path) -> Path:
+    """A Llama of two layers with its tokenizer, in bf16."""
+    import torch
+    import transformers
+
+    tokenizer = make_tokenizer()
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, vocab_size=len(tokenizer), max_position_embeddings=64,
+        bos_token_id=0, eos_token_id=1, pad_token_id=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def rows(kind: str, count: int = 40) -> list[dict[str, Any]]:
+    """Of `gemini.train.data.KINDS`."""
+    found: list[dict[str, Any]] = []
+    for i in range(count):
+        first, second = TEXT[100 * i : 100 * i + 30], TEXT[100 * i + 30 : 100 * i + 90]
+        if kind == "text":
+            found.append({"text": first + second})
+        elif kind == "prompt":
+            found.append({"prompt": first, "completion": second})
+        else:
+            said = [("user", first), ("assistant", second)]
+            found.append({"messages": [{"role": r, "content": text} for r, text in said]})
+    return found
+
+
+def write_rows(path: Path, given: list[dict[str, Any]]) -> Path:
+    """As JSONL."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in given))
+    return path
