@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
         warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|trl|peft")
         job = prepare(config)
     except ImportError as error:
-        parser().error(f"{error}; pip install gemini-memory[train]")
+        parser().error(f"{error}; pip install trl peft datasets matplotlib")
     except ValueError as error:
         parser().error(str(error))
     job.run()
