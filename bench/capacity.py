@@ -37,10 +37,10 @@ import psutil
 from bench.support import matmul
 from bench.support.disk import mixed_gb_per_s
 from bench.support.machine import MALLOC_ENVIRONMENT, write_result
-from bench.support.models import build
 from gemini.nvme import default_folder
 from gemini.nvme.files.file import free_bytes
 from gemini.placement.timetable.updates import AUTO, UPDATES
+from gemini.plan.models import build
 from gemini.units import format_bytes, parse_bytes
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -21,9 +21,8 @@ from gemini.chunk.sizing.search import (
     GroupChoice,
     search_chunk_configuration,
 )
+from gemini.plan import models
 from gemini.units import MIB, format_bytes
-
-from .support import models
 
 STATE_BYTES = 12  # an element: master, exp_avg and exp_avg_sq in fp32
 SHOWN = 8  # candidates in the table

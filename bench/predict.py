@@ -21,13 +21,13 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from bench.plan import TYPICAL
 from bench.support.machine import write_result
 from gemini.memtracer.trace import Trace
 from gemini.placement.planner import PlanInputs, PlanResult, make_plan
 from gemini.placement.policy import AutoPlacement
 from gemini.placement.sizes import wider_chunks
 from gemini.placement.tiers import Tier
+from gemini.plan.machine import TYPICAL
 
 ROOT = Path(__file__).resolve().parent.parent
 EXACT_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536"}
@@ -38,7 +38,7 @@ STEPS = 3  # the first is not measured: it warms up
 class Case:
     """One process."""
 
-    model: str  # of bench.support.models
+    model: str  # of gemini.plan.models
     batch: int = 4
     seq: int = 128
     lora: int | None = None
@@ -94,13 +94,12 @@ def measure(case: Case) -> list[dict[str, str | int | float]]:
     """Predict, then train some steps in this process. The device is RAM."""
     import torch
 
-    from bench.support.activations import example_inputs
     from gemini import GeminiDDP
     from gemini.memtracer.collector import trace
     from gemini.memtracer.monitor import peak_rss_bytes, reset_peak_rss
     from gemini.optim import HybridAdam
-
-    from .support import models
+    from gemini.plan import models
+    from gemini.plan.activations import example_inputs
 
     torch.manual_seed(0)
     model = models.build(case.model)

@@ -42,8 +42,8 @@ from bench.rows.processes import PeerError, Ranks, peers_python, prepare
 from bench.rows.summary import WARMUP_STEPS, draw, ratio_table, ratios, summary, table
 from bench.rows.table import Row, chosen, default_budgets, rows
 from bench.support.machine import busy_fraction, write_result
-from bench.support.models import build
 from gemini.nvme import check_folder, default_folder
+from gemini.plan.models import build
 
 BUSY_FRACTION = 0.25  # of all cores, above which the machine is not quiet
 STEPS_A_TURN = 3  # the first is not counted
@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None, load: Callable[[], float] = busy_fra
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--peers", nargs="+", help="rows, or peers (torch, ours, ...); all")
-    parser.add_argument("--model", default="gpt2", help="see bench.support.models")
+    parser.add_argument("--model", default="gpt2", help="see gemini.plan.models")
     parser.add_argument("--batch", type=int, default=4, help="sequences a step, over all ranks")
     parser.add_argument("--seq", type=int, default=128)
     parser.add_argument("--steps", type=int, default=6, help="of each process")

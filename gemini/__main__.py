@@ -1,4 +1,4 @@
-"""python -m gemini doctor | check | run | train | clean | benchmark"""
+"""python -m gemini doctor | check | plan | train | run | clean | benchmark"""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import time
 from collections.abc import Sequence
 
 _BENCHMARK = (
-    "This package has no benchmark of the ways to split a matrix product. From a clone,\n"
-    "python -m bench.plan says whether a model fits and how fast it would be, and\n"
+    "This package has no benchmark of the ways to split a matrix product.\n"
+    "python -m gemini plan says whether a model fits and how fast it would be. From a clone,\n"
     "python -m bench.train measures steps, tensor-parallel ones too, together with its peers'.\n"
 )
 
@@ -22,6 +22,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from gemini.train.run import main as train
 
         return train(given[1:])
+    if given[:1] == ["plan"]:
+        from gemini.plan.command import main as plan
+
+        return plan(given[1:])
     parser = argparse.ArgumentParser(prog="python -m gemini")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, says in (
@@ -45,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "folders", nargs="*", metavar="FOLDER", help="by default where files go by default"
     )
     cleaner.add_argument("--remove", action="store_true", help="remove them, with their steps")
+    commands.add_parser("plan", help="does a model fit, and how fast: on any machine")
     commands.add_parser("benchmark", help="where to measure")
     options = parser.parse_args(given)
     if options.command == "run":

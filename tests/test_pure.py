@@ -28,6 +28,8 @@ PURE = [
     "gemini.placement.predict",
     "gemini.placement.timeline",
     "gemini.doctor.report",
+    "gemini.plan.machine",
+    "gemini.plan.words",
     "gemini.runtime.comm.ballot",
     "optim.rules.loss_scale",
     "optim.rules.clipping",

@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from bench.support import models
 from bench.support.machine import write_result
 from gemini import AutoPlacement, GeminiDDP, trace
 from gemini.nvme import default_folder
 from gemini.optim import HybridAdam
 from gemini.placement.timeline import COLOURS
+from gemini.plan import models
 from gemini.units import parse_bytes
 
 ROOT = Path(__file__).resolve().parents[2]

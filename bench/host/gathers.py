@@ -13,7 +13,6 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from bench.support import models
 from bench.support.machine import write_result
 from gemini.chunk.layout import ChunkLayout
 from gemini.chunk.sizing.search import search_chunk_configuration
@@ -28,6 +27,7 @@ from gemini.placement.timetable.belady import (
     filled,
     intervals_of,
 )
+from gemini.plan import models
 
 WORLD_SIZE = 2  # chunks and needs hardly depend on it
 SHARES = (0.3, 0.45, 0.6, 0.8)

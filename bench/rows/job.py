@@ -23,7 +23,7 @@ class Job:
     """One rank of one row."""
 
     peer: str  # module of bench.peers
-    model: str  # see bench.support.models.build
+    model: str  # see gemini.plan.models.build
     batches: str  # file of int64 [steps, batch, seq]
     folder: str  # of this row; what is on disk is measured below it
     options: dict[str, Any] = field(default_factory=dict)  # of the row, read by the peer's module

@@ -103,7 +103,7 @@ def make_model(job: Job) -> Any:
     import torch
     from torch import nn
 
-    from bench.support.models import maker
+    from gemini.plan.models import maker
 
     torch.manual_seed(job.seed)
     model = maker(job.model)()

@@ -103,7 +103,7 @@ class Report:
     def bandwidths(self) -> dict[str, float]:
         """What was measured, by the names of `gemini.placement.sizes.Bandwidths`.
 
-        Of several devices or folders, the slowest. `python -m bench.plan --bandwidths` reads it.
+        Of several devices or folders, the slowest. `python -m gemini plan --machine` reads it.
         """
         facts = self.facts
         found = {"host_memory": facts.ram_copy_bytes_per_s}

@@ -5,9 +5,9 @@ import pytest
 from torch import nn
 
 from bench import chunk_search
-from bench.support import models
 from gemini.chunk.sizing.repeated_layers import repeated_blocks
 from gemini.chunk.sizing.search import search_chunk_configuration
+from gemini.plan import models
 
 MUST_REACH = [
     "gpt2", "gpt2-xl", "bert-large", "t5-large", "opt-6.7b", "llama-7b", "llama-70b", "mixtral-8x7b"
@@ -102,7 +102,7 @@ def test_unknown_models_and_factories_are_refused(monkeypatch, capsys):
     with pytest.raises(ValueError, match="no model 'gpt5'; expected one of gpt2"):
         models.build("gpt5")
     with pytest.raises(ValueError, match="no callable 'nothing'"):
-        models.build("bench.support.models:nothing")
+        models.build("gemini.plan.models:nothing")
     with pytest.raises(SystemExit):
         run(monkeypatch, "--model", "gpt5")
     assert "no model 'gpt5'" in capsys.readouterr().err

@@ -222,7 +222,7 @@ def test_check_is_the_doctor_and_benchmark_says_where_to_measure(capsys, tmp_pat
     assert main(["check", "-i", "--dir", str(tmp_path)]) in (0, 1)
     assert "torch" in capsys.readouterr().out
     assert main(["benchmark"]) == 2
-    assert "bench.plan" in capsys.readouterr().err
+    assert "gemini plan" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["run", "--include", "h", "script.py"])
     assert "expected it beside them" in capsys.readouterr().err

@@ -1,20 +1,26 @@
-"""bench.plan: what it says is what planning with those numbers gives."""
+"""gemini plan: what it says is what planning with those numbers gives."""
 
 import json
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from bench import plan
-from bench.support import models
-from bench.support.activations import activations_of, example_inputs
+from gemini.__main__ import main
 from gemini.chunk.sizing.model_specs import specs_of
 from gemini.memtracer.collector import trace
 from gemini.placement.timetable.updates import best_update
+from gemini.plan import command, models, words
+from gemini.plan.activations import activations_of, example_inputs
+from gemini.plan.ask import ask, plan_for
+from gemini.plan.machine import CARDS, TYPICAL, machine_of
+from gemini.plan.question import homes
+from gemini.plan.words import answer
+from gemini.units import GIB, format_bytes
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 KEYS = {
     "fits", "peaks", "bytes_moved_per_step", "step_seconds", "bound_by", "largest_batch",
     "suggestion",
@@ -38,7 +44,11 @@ def config(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def question(config):
-    return plan.ask(plan.parse(["--model", str(config), "--seq", "64"]))
+    return ask(str(config), machine_of({}), seq=64)
+
+
+def report(plan):
+    return "\n".join([*words.five_lines("it", plan), *words.all_lines(plan)])
 
 
 def on(question, **changes):
@@ -53,12 +63,14 @@ def on(question, **changes):
 def test_command_writes_its_answer_and_exits_with_it(config, tmp_path, capsys):
     out, picture = tmp_path / "plan.json", tmp_path / "t.html"
     flags = ["--model", str(config), "--seq", "64", "--json", str(out)]
-    assert plan.main([*flags, "--timeline", str(picture)]) == 0
+    assert command.main([*flags, "--timeline", str(picture)]) == 0
     result = json.loads(out.read_text())
     assert result["fits"] and result["suggestion"] is None and result.keys() > KEYS
     assert "bound by" in capsys.readouterr().out
     assert picture.stat().st_size > 10_000
-    assert plan.main([*flags, "--device-mem", "100MiB", "--host-mem", "10MiB", "--nvme", "0"]) == 1
+    assert (
+        command.main([*flags, "--device-mem", "100MiB", "--host-mem", "10MiB", "--nvme", "0"]) == 1
+    )
     assert not json.loads(out.read_text())["fits"]
 
 
@@ -66,9 +78,9 @@ def test_command_writes_its_answer_and_exits_with_it(config, tmp_path, capsys):
 def test_every_byte_of_model_data_has_a_home(question):
     numel = sum(spec.numel for spec in question.layout.params)
     for machine in ({}, {"device_mem": 200}, {"device_mem": 150, "host_mem": 80}):
-        result, _ = plan.answer(on(question, **machine))
+        homes = answer(on(question, **machine)).homes
         for kind, nbytes in (("parameters", 2), ("gradients", 2), ("state", 12)):
-            total = sum(result["homes"][kind].values())
+            total = sum(homes[kind].values())
             assert nbytes * numel <= total < 1.01 * nbytes * numel
 
 
@@ -83,9 +95,9 @@ def test_every_byte_of_model_data_has_a_home(question):
 )
 def test_change_that_is_suggested_makes_it_fit_and_less_does_not(question, short):
     asked = on(question, **short)
-    result, _ = plan.answer(asked)
-    assert not result["fits"] and result["largest_batch"] == 0
-    flags = result["suggestion"].split()
+    plan = answer(asked)
+    assert not plan.fits and plan.largest_batch == 0
+    flags = plan.change.split()
     assert len(flags) == 2
     name = flags[0].removeprefix("--").replace("-", "_")
     mib = int(flags[1].removesuffix("MiB"))
@@ -95,15 +107,16 @@ def test_change_that_is_suggested_makes_it_fit_and_less_does_not(question, short
 
 def test_smaller_batch_is_the_cheapest_change(question):
     asked = replace(on(question, device_mem=200), batch=4096)
-    result, _ = plan.answer(asked)
-    batch = result["largest_batch"]
-    assert 1 <= batch < 4096 and result["suggestion"] == f"--batch {batch}"
+    plan = answer(asked)
+    batch = plan.largest_batch
+    assert 1 <= batch < 4096 and plan.change == f"--batch {batch}"
+    assert plan.change_in_words == f"a batch of {batch} rather than 4096"
     assert replace(asked, batch=batch).fits() and not replace(asked, batch=batch + 1).fits()
 
 
 def test_less_memory_moves_more_bytes_and_takes_longer(question):
     results = [
-        plan.answer(on(replace(question), device="cpu", device_mem=size))[0]
+        words.as_json(answer(on(question, device="cpu", device_mem=size)))
         for size in (600, 400, 200)
     ]
     moved = [r["bytes_moved_per_step"] for r in results]
@@ -119,9 +132,10 @@ def test_less_memory_moves_more_bytes_and_takes_longer(question):
 @pytest.mark.ci
 def test_what_a_tail_hides_is_said_or_what_is_against_one(question):
     """On a CPU whose disk and processor take about as long: all that the forward has time for."""
-    links = replace(plan.TYPICAL["cpu"], nvme_read=1e9, nvme_write=1e9)
+    links = replace(TYPICAL["cpu"], nvme_read=1e9, nvme_write=1e9)
     here = replace(on(question, device="cpu", device_mem=900, bandwidths=links), batch=16)
-    result, planned = plan.answer(replace(here, nvme_frac=1.0))
+    plan = answer(replace(here, nvme_frac=1.0))
+    result, planned = words.as_json(plan), plan.result
     tail = result["tail"]
     assert result["homes"]["state"].keys() == {"nvme"} and planned.tail.serial_seconds > 0
     assert tail["serial_seconds"] == result["step_seconds"]
@@ -136,34 +150,36 @@ def test_what_a_tail_hides_is_said_or_what_is_against_one(question):
     assert (seconds["serial"], seconds["tail"]) == (tail["serial_seconds"], tail["seconds"])
     assert seconds["both"] == ahead.tail.seconds and 0 < ahead.num_ahead < ahead.num_blocks
     assert result["best_update"] == best_update(seconds) == "both"
-    said = plan.report(result, here)
+    said = report(plan)
     assert "hidden behind the next forward" in said and 'best is update="both"' in said
     assert f'with update="both", in backward: {ahead.num_ahead} of {ahead.num_blocks} ' in said
-    result, _ = plan.answer(here)
-    assert result["tail"] is None
-    assert "update: serial, as all state is on the device" in plan.report(result, here)
-    result, _ = plan.answer(replace(question, nvme_frac=1.0))
-    assert result["tail"] is None and result["homes"]["state"].keys() == {"nvme"}
+    plan = answer(here)
+    assert plan.result.tail is None
+    assert "update: serial, as all state is on the device" in report(plan)
+    plan = answer(replace(question, nvme_frac=1.0))
+    assert plan.result.tail is None and plan.homes["state"].keys() == {"nvme"}
     said = "update: serial, as the device has memory of its own, and state is only on NVMe"
-    assert said in plan.report(result, question)
+    assert said in report(plan)
 
 
 def test_computing_is_priced_by_operations_at_every_batch(question):
     """And not by how long fake tensors took, which depends on the machine that asks."""
     for batch in (1, 2):
         assert all(m.seconds == 0 for m in question.activations.at(batch).moments)
-    one, two = (plan.answer(replace(question, batch=b))[0]["busy_seconds"] for b in (1, 2))
+    one, two = (answer(replace(question, batch=b)).result.cost.busy for b in (1, 2))
     assert two["compute"] == pytest.approx(2 * one["compute"])
 
 
 def test_measured_bandwidths_replace_the_typical_ones(tmp_path):
     links = tmp_path / "links.json"
     links.write_text('{"nvme_read": 1e6}')
-    read = plan.read_bandwidths(links, "cpu")
-    assert read == replace(plan.TYPICAL["cpu"], nvme_read=1e6)
+    machine = machine_of({}, device="cpu", speeds=links)
+    assert machine.bandwidths == replace(TYPICAL["cpu"], nvme_read=1e6)
+    said = list(machine.assumptions({"nvme_read": "reads", "nvme_write": "writes"}))
+    assert said == [f"reads: 0.001 GB/s ({links})", "writes: 2 GB/s (assumed)"]
     links.write_text('{"disk": 1}')
     with pytest.raises(ValueError, match=r"\['disk'\] are unknown"):
-        plan.read_bandwidths(links, "cpu")
+        machine_of({}, speeds=links)
 
 
 def test_ranks_share_a_nodes_memory(question):
@@ -183,14 +199,14 @@ def test_ranks_share_a_nodes_memory(question):
 )
 def test_bad_arguments_are_refused(flags):
     with pytest.raises(SystemExit) as refused:
-        plan.parse(flags)
+        command.main(["gpt2", *flags])
     assert refused.value.code == 2
 
 
 def test_model_without_a_config_needs_its_activations_said():
     with pytest.raises(SystemExit, match="--activation-bytes"):
-        plan.main(["--model", "bench.shared.models:Tower"])
-    assert plan.main(["--model", "bench.shared.models:Tower", "--activation-bytes", "1MiB"]) == 0
+        command.main(["bench.shared.models:Tower"])
+    assert command.main(["bench.shared.models:Tower", "--activation-bytes", "1MiB"]) == 0
 
 
 def test_trace_of_few_layers_grows_into_the_trace_of_all(config, question):
@@ -217,15 +233,14 @@ def test_what_was_done_to_a_model_holds_in_the_trace_of_few_layers(config, quest
 @pytest.mark.ci
 def test_the_example_of_the_page_fits():
     page = (ROOT / "docs/memory.md").read_text()
-    (command,) = re.findall(r"^    python -m bench\.plan (.+)$", page, re.MULTILINE)
-    assert plan.ask(plan.parse(command.split())).fits()
+    (arguments,) = re.findall(r"^    python -m gemini plan (.+)$", page, re.MULTILINE)
+    assert main(["plan", *arguments.split()]) == 0
 
 
 def test_a_base_that_lies_there_in_bf16_has_no_originals(config, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**FIELDS, "torch_dtype": "bfloat16"}))
-    flags = ["--lora", "4", "--activation-bytes", "10MiB"]
-    asked = plan.ask(plan.parse(["--model", str(tmp_path / "config.json"), *flags]))
-    assert "originals" not in plan.homes(asked.planned())
+    plan = plan_for(str(tmp_path), machine_of({}), lora=4, activation_bytes=10 << 20)
+    assert plan.fits and "originals" not in plan.homes
 
 
 @pytest.mark.parametrize(
@@ -253,26 +268,128 @@ def test_known_models_traces_grow_into_the_traces_of_all_layers(name):
      pytest.param("mixtral-8x7b", 8, marks=pytest.mark.deep)],
 )  # fmt: skip
 def test_gathers_are_within_5_percent_of_the_lower_bound(name, world_size):
-    for device_mem in ("40GiB", "80GiB"):
-        args = plan.parse(
-            ["--model", name, "--world-size", str(world_size), "--seq", "512", "--host-mem", "2TB",
-             "--device-mem", device_mem]
-        )  # fmt: skip
-        result, _ = plan.answer(plan.ask(args))
-        assert result["fits"] and result["gather_gap"] <= 0.05
+    for device_mem in (40 * GIB, 80 * GIB):
+        sizes = {"host_mem": 2 * 10**12, "device_mem": device_mem}
+        machine = machine_of(sizes, world_size=world_size, ranks_per_node=min(8, world_size))
+        plan = plan_for(name, machine, seq=512)
+        assert plan.fits and plan.result.plan.forecast.gather_gap <= 0.05
 
 
 def test_fp32_originals_of_a_frozen_base_are_planned_and_named(config):
     """26 M parameters, of which the adapter's alone are trained: 104 MB in RAM, or on disk."""
-    flags = ["--model", str(config), "--lora", "4", "--activation-bytes", "10MiB"]
-    asked = plan.ask(plan.parse(flags))
+    asked = ask(str(config), machine_of({}), lora=4, activation_bytes=10 << 20)
     frozen = sum(4 * c.shard_numel for c in asked.layout.chunks if not c.trainable)
     assert frozen > 4 * 25e6
     for machine, tier in (({}, "host"), ({"host_mem": 50}, "nvme"), ({"device": "cpu"}, "device")):
         planned = on(asked, **machine).planned()
-        assert plan.homes(planned)["originals"] == {tier: frozen}
+        assert homes(planned)["originals"] == {tier: frozen}
         assert planned.profile.peaks()[tier]["originals"] == pytest.approx(frozen, rel=1e-3)
     short = on(asked, host_mem=50, nvme=50)
-    result, _ = plan.answer(short)
-    assert not result["fits"] and "load frozen weights in the dtype" in result["missing"]
-    assert f"originals: {plan.format_bytes(frozen)} on " in plan.report(result, short)
+    plan = answer(short)
+    assert not plan.fits and "load frozen weights in the dtype" in plan.why
+    assert f"originals: {format_bytes(frozen)} on " in report(plan)
+
+
+def test_checkpointing_is_the_cheapest_change_where_it_is_enough(config):
+    asked = ask(str(config), machine_of({"device_mem": 140 << 20}), seq=512)
+    plan = answer(asked)
+    assert not plan.fits and plan.change == "--checkpointing"
+    assert answer(asked.lighter()).fits and asked.lighter().lighter is None
+    assert plan.asked.flops_per_token * 3 == asked.flops_per_token * 4
+    said = list(words.five_lines("it", plan))
+    assert said[1].startswith("cheapest change: activations that are computed again in backward")
+    assert words.train_arguments(plan, 0, False).endswith("--seq 512 --batch 1 --checkpointing")
+
+
+def test_checkpointing_and_adapters_hold_in_the_trace_of_few_layers(config):
+    model = models.add_lora(models.checkpointed(models.build(str(config))), 4)
+    grown = activations_of(model, specs_of(model, "bfloat16"), 64).at(3)
+    whole = trace(model, example_inputs(model, 3, 64))
+    assert whole.deviation_of(grown) is None
+    assert [m.non_model_bytes for m in grown.moments] == [m.non_model_bytes for m in whole.moments]
+
+
+@pytest.mark.parametrize(
+    ("options", "of_param", "of_state"),
+    [({"precision": "fp32"}, 4, 8), ({"precision": "fp16", "optimizer": "lion"}, 2, 8),
+     ({"optimizer": "sgd"}, 2, 8)],
+)  # fmt: skip
+def test_bytes_follow_precision_and_optimizer(config, question, options, of_param, of_state):
+    numel = sum(spec.numel for spec in question.layout.params)
+    plan = plan_for(str(config), machine_of({}), activation_bytes=1 << 20, **options)
+    for kind, nbytes in (("parameters", of_param), ("state", of_state)):
+        assert nbytes * numel <= sum(plan.homes[kind].values()) < 1.01 * nbytes * numel
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [(("--state", "8bit"), "--state 8bit is not there yet; expected fp32"),
+     (("--quantize", "nf4"), "--quantize nf4 is not there yet; leave it away"),
+     (("--model", "gpt2"), "expected one model")],
+)  # fmt: skip
+def test_what_is_not_there_yet_is_refused_by_name(flags, said, capsys):
+    with pytest.raises(SystemExit):
+        command.main(["gpt2", *flags])
+    assert said in capsys.readouterr().err
+
+
+REPORT = {
+    "ram_bytes": 70 << 30, "ram_left_bytes": 60 << 30, "bandwidths": {"nvme_read": 7e9},
+    "devices": [{"free_bytes": 22 << 30}, {"free_bytes": 23 << 30}],
+    "folders": [
+        {"path": "/a", "error": None, "free_bytes": 1 << 40},
+        {"path": "/b", "error": "in RAM", "free_bytes": 2 << 40},
+    ],
+}  # fmt: skip
+
+
+def test_a_number_is_what_was_given_else_measured_else_of_the_card_else_assumed(tmp_path):
+    file = tmp_path / "doctor.json"
+    file.write_text(json.dumps(REPORT))
+    machine = machine_of({"host_mem": 8 << 30}, gpu="h100", report=file)
+    assert (machine.device_mem, machine.nvme, machine.folder) == (22 << 30, 1 << 40, "/a")
+    names = ("host_mem", "device_mem", "nvme_read", "host_to_device", "nvme_write")
+    assert [line.partition(": ")[2] for line in machine.assumptions(dict.fromkeys(names, "x"))] == [
+        "8.00 GiB (given)", f"22.00 GiB (measured, {file})", f"7 GB/s (measured, {file})",
+        "50 GB/s (data sheet of h100)", "3 GB/s (assumed)",
+    ]  # fmt: skip
+    file.write_text("{}")
+    with pytest.raises(ValueError, match="is no report; expected that of"):
+        machine_of({}, report=file)
+    with pytest.raises(ValueError, match="--gpu tpu with --device cuda; expected"):
+        machine_of({}, gpu="tpu")
+    assert machine_of({}, gpu="h100").device_mem == CARDS["h100"].usable_bytes == 79 * GIB
+
+
+def test_a_name_that_nobody_knows_and_an_absent_package_are_said(monkeypatch):
+    with pytest.raises(ValueError, match=r"no model 'gpt5'; expected one of .*, a hub id"):
+        models.build("gpt5")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ValueError, match="pip install transformers"):
+        models.build("gpt2")
+
+
+def test_a_hub_id_that_cannot_be_had_names_the_sizes_that_are_known(monkeypatch):
+    huggingface_hub = pytest.importorskip("huggingface_hub")
+
+    def refuse(*_):
+        raise OSError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", refuse)
+    with pytest.raises(ValueError, match=r"no network; expected qwen2\.5-32b, whose sizes"):
+        models.build("Qwen/Qwen2.5-32B-Instruct")
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("name", "numel", "used"),
+    [("llama-3.2-1b", 1_235_814_400, 1), ("llama-3.1-8b", 8_030_261_248, 1),
+     ("qwen2.5-0.5b", 494_032_768, 1), ("qwen2.5-7b", 7_615_616_512, 1),
+     ("qwen3-8b", 8_190_735_360, 1), ("gemma-2-2b", 2_614_341_888, 1),
+     ("mistral-7b", 7_248_023_552, 1), ("mixtral-8x7b", 46_702_792_704, 0.276),
+     ("deepseek-v2-lite", 15_706_484_224, 0.17), ("qwen3-30b-a3b", 30_532_122_624, 0.11)],
+)  # fmt: skip
+def test_named_models_have_as_many_parameters_as_published(name, numel, used):
+    model = models.build(name)
+    assert sum(param.numel() for param in model.parameters()) == numel
+    assert models.used_numel(model) / numel == pytest.approx(used, rel=0.02)

@@ -108,7 +108,7 @@ def example_inputs(model: nn.Module, batch: int, seq: int) -> Mapping[str, Any]:
 def _depth(model: nn.Module) -> int | None:
     """Layers of a model of one stack; None for any other."""
     config: Any = model.config
-    if getattr(config, "is_encoder_decoder", False) or hasattr(model, "peft_config"):
+    if getattr(config, "is_encoder_decoder", False):
         return None
     return next((getattr(config, n) for n in _DEPTH_NAMES if hasattr(config, n)), None)
 

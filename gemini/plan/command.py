@@ -1,0 +1,120 @@
+"""`python -m gemini plan`: arguments, and what is printed and written."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from gemini.placement.timeline import planned_timeline, write_timeline
+from gemini.units import parse_bytes
+
+from .machine import CARDS, TYPICAL, Machine, machine_of
+
+NOT_YET = {"state": "fp32", "quantize": None}  # options that are known by name, and what there is
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "what", nargs="?", metavar="MODEL",
+        help="a name, a hub id, a folder, a config.json or package.module:factory",
+    )  # fmt: skip
+    parser.add_argument("--model", help="the same")
+    parser.add_argument("--batch", type=int, default=1, help="of a rank")
+    parser.add_argument("--seq", type=int, default=1024)
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK")
+    parser.add_argument(
+        "--checkpointing", action="store_true",
+        help="activations are computed again in backward",
+    )  # fmt: skip
+    parser.add_argument("--precision", choices=("bf16", "fp16", "fp32"), default="bf16")
+    parser.add_argument("--optimizer", choices=("adamw", "lion", "sgd"), default="adamw")
+    parser.add_argument("--state", default="fp32", help="dtype of the optimizer's state: fp32")
+    parser.add_argument("--quantize", help="dtype of frozen weights: not yet")
+    parser.add_argument("--gpu", choices=CARDS, help="memory and speeds of a data sheet")
+    parser.add_argument(
+        "--machine", type=Path, metavar="FILE", help="what python -m gemini doctor --json prints"
+    )
+    parser.add_argument("--world-size", type=int, default=1)
+    parser.add_argument("--ranks-per-node", type=int, help="default: at most 8")
+    parser.add_argument("--device", choices=sorted(TYPICAL), default="cuda")
+    parser.add_argument("--device-mem", type=parse_bytes, help="of each device")
+    parser.add_argument("--host-mem", type=parse_bytes, help="RAM of each node")
+    parser.add_argument("--nvme", type=parse_bytes, help="disk of each node")
+    parser.add_argument(
+        "--nvme-fraction", type=float, default=0.0, help="of the state, at least, on NVMe"
+    )
+    parser.add_argument("--bandwidths", type=Path, help="JSON, bytes a second; see Bandwidths")
+    parser.add_argument("--activation-bytes", type=parse_bytes, help="of a batch of 1; not traced")
+    parser.add_argument("--verbose", action="store_true", help="every kind, tier and link")
+    parser.add_argument(
+        "--print-args", action="store_true", help="only arguments of python -m gemini train"
+    )
+    parser.add_argument("--timeline", type=Path, help=".html, .png or .json")
+    parser.add_argument("--json", type=Path)
+
+
+def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Ends the process for what cannot be, as argparse does."""
+    for name, there in NOT_YET.items():
+        if getattr(args, name) != there:
+            also = f"expected {there}" if there else "leave it away"
+            parser.error(f"--{name} {getattr(args, name)} is not there yet; {also}")
+    if (args.what is None) == (args.model is None):
+        parser.error("expected one model")
+    for name, least in (("world_size", 1), ("batch", 1), ("seq", 1), ("lora", 0)):
+        if getattr(args, name) < least:
+            parser.error(f"--{name.replace('_', '-')} must be at least {least}")
+    if not 0 <= args.nvme_fraction <= 1:
+        parser.error("--nvme-fraction must be from 0 to 1")
+    args.ranks_per_node = args.ranks_per_node or min(8, args.world_size)
+    if not 1 <= args.ranks_per_node <= args.world_size:
+        parser.error("--ranks-per-node must be at least 1 and at most --world-size")
+
+
+def machine_from(args: argparse.Namespace) -> Machine:
+    """Raises ValueError for files and cards that are none."""
+    sizes = {name: getattr(args, name) for name in ("device_mem", "host_mem", "nvme")}
+    return machine_of(
+        {name: size for name, size in sizes.items() if size is not None},
+        device=args.device, world_size=args.world_size, ranks_per_node=args.ranks_per_node,
+        gpu=args.gpu, report=args.machine, speeds=args.bandwidths,
+    )  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status 1: it does not fit."""
+    parser = argparse.ArgumentParser(
+        prog="python -m gemini plan",
+        description="Does a model fit, where does everything go, how long does a step take: asked "
+        "on any machine, without weights and without a GPU. Exit status 1: it does not fit.",
+    )
+    add_arguments(parser)
+    args = parser.parse_args(argv)
+    check(parser, args)
+    from . import words
+    from .ask import plan_for
+
+    name = args.what or args.model
+    try:
+        plan = plan_for(
+            name, machine_from(args), batch=args.batch, seq=args.seq, lora=args.lora,
+            checkpointing=args.checkpointing, precision=args.precision, optimizer=args.optimizer,
+            nvme_fraction=args.nvme_fraction, activation_bytes=args.activation_bytes,
+        )  # fmt: skip
+    except (ValueError, OSError) as error:
+        sys.exit(f"gemini plan: {error}")
+    if args.print_args:
+        lines = [words.train_arguments(plan, args.lora, args.checkpointing)]
+    else:
+        lines = [*words.five_lines(name, plan), *(words.all_lines(plan) if args.verbose else ())]
+    sys.stdout.write("\n".join(lines) + "\n")
+    if args.json is not None:
+        args.json.write_text(json.dumps({"model": name, **words.as_json(plan)}, indent=1))
+    if args.timeline is not None:
+        result = plan.result
+        picture = planned_timeline(result.plan, result.profile, plan.asked.activations.one)
+        write_timeline(picture, args.timeline)
+    return 0 if plan.fits else 1

@@ -1,0 +1,179 @@
+"""Machines that are asked about: cards by name, a doctor's report, and what is assumed. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from gemini.placement.sizes import Bandwidths, Budgets
+from gemini.units import GIB, format_bytes
+
+# Where nothing was measured: an accelerator on PCIe 4, one disk; and a desktop's cores
+TYPICAL = {
+    "cuda": Bandwidths(
+        host_to_device=24e9, device_to_host=24e9, nvme_read=5e9, nvme_write=3e9, collective=40e9,
+        device_memory=1.4e12, host_memory=120e9, flops=120e12,
+    ),
+    "cpu": Bandwidths(
+        nvme_read=2e9, nvme_write=2e9, collective=2e9, device_memory=20e9, host_memory=20e9,
+        flops=3e11,
+    ),
+}  # fmt: skip
+PCIE = {4: 24e9, 5: 50e9}  # a way, x16
+USABLE_FLOPS = 0.4  # of a data sheet's, in forward and backward
+CONTEXT_BYTES = GIB  # of a card's memory, for CUDA's own
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A GPU's data sheet."""
+
+    gib: int
+    bytes_per_s: float
+    flops: float  # dense bf16, sums in fp32
+    pcie: int
+
+    @property
+    def usable_bytes(self) -> int:
+        return self.gib * GIB - CONTEXT_BYTES
+
+    @property
+    def speeds(self) -> dict[str, float]:
+        """By names of `Bandwidths`."""
+        link = PCIE[self.pcie]
+        return {
+            "host_to_device": link, "device_to_host": link, "device_memory": self.bytes_per_s,
+            "flops": USABLE_FLOPS * self.flops,
+        }  # fmt: skip
+
+
+CARDS = {
+    "rtx4080": Card(16, 717e9, 97e12, 4),
+    "rtx3090": Card(24, 936e9, 71e12, 4),
+    "rtx4090": Card(24, 1008e9, 165e12, 4),
+    "l4": Card(24, 300e9, 121e12, 4),
+    "rtx5090": Card(32, 1792e9, 209e12, 5),
+    "a100-40g": Card(40, 1555e9, 312e12, 4),
+    "l40s": Card(48, 864e9, 362e12, 4),
+    "a100": Card(80, 2039e9, 312e12, 4),
+    "h100": Card(80, 3350e9, 989e12, 5),
+    "h200": Card(141, 4800e9, 989e12, 5),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What is asked about; memory and disk are of one device and of one node.
+
+    sources: where a number comes from, by its name here or in `Bandwidths`; others are assumed.
+    """
+
+    world_size: int
+    ranks_per_node: int
+    device_mem: int
+    host_mem: int
+    nvme: int
+    bandwidths: Bandwidths
+    device: str = "cuda"
+    sources: tuple[tuple[str, str], ...] = ()
+    folder: str = "."  # of files
+
+    def budgets(self) -> Budgets:
+        """Of one rank. On `cpu` the device is the node's RAM, and there is no host tier."""
+        if self.device == "cpu":
+            node = Budgets.parse(min(self.device_mem, self.host_mem), 0, self.nvme)
+            return node.divided(self.ranks_per_node, self.ranks_per_node)
+        node = Budgets.parse(self.device_mem, self.host_mem, self.nvme)
+        return node.divided(self.ranks_per_node)
+
+    def assumptions(self, what: Mapping[str, str]) -> Iterator[str]:
+        """Each number with its source. what: of the numbers that mattered, name to words."""
+        sources = dict(self.sources)
+        for name, words in what.items():
+            if name in ("device_mem", "host_mem", "nvme"):
+                number = format_bytes(getattr(self, name))
+            else:
+                speed = getattr(self.bandwidths, name)
+                number = f"{speed / 1e12:.3g} TFLOP/s" if name == "flops" else _per_second(speed)
+            yield f"{words}: {number} ({sources.get(name, 'assumed')})"
+
+
+def _per_second(speed: float) -> str:
+    return f"{speed / 1e9:.3g} GB/s"
+
+
+def machine_of(
+    given: Mapping[str, int],
+    *,
+    device: str = "cuda",
+    world_size: int = 1,
+    ranks_per_node: int = 1,
+    gpu: str | None = None,
+    report: Path | None = None,
+    speeds: Path | None = None,
+) -> Machine:
+    """What is `given` (device_mem, host_mem, nvme), else in files, else the card's, else assumed.
+
+    report: what `python -m gemini doctor --json` printed. speeds: JSON, by names of `Bandwidths`.
+    Raises ValueError for a card that is not known and for files that are neither.
+    """
+    if gpu is not None and (gpu not in CARDS or device == "cpu"):
+        raise ValueError(
+            f"--gpu {gpu} with --device {device}; expected cuda, of {', '.join(CARDS)}"
+        )
+    found: dict[str, Any] = {"device_mem": 24 * GIB, "host_mem": 64 * GIB, "nvme": 10**12}
+    links: dict[str, float] = {}
+    sources: dict[str, str] = {}
+    folder = "."
+    if gpu is not None:
+        found["device_mem"] = CARDS[gpu].usable_bytes
+        links |= CARDS[gpu].speeds
+        sources |= dict.fromkeys(("device_mem", *links), f"data sheet of {gpu}")
+        sources["flops"] = f"{USABLE_FLOPS:g} of the data sheet of {gpu}"
+    if report is not None:
+        told = _read(report)
+        sizes, measured, folder = _of_report(told, report)
+        found |= sizes
+        links |= measured
+        sources |= dict.fromkeys((*sizes, *measured), f"measured, {report}")
+    if speeds is not None:
+        said = {name: float(value) for name, value in _speeds(_read(speeds)).items()}
+        links |= said
+        sources |= dict.fromkeys(said, f"{speeds}")
+    found |= given
+    sources |= dict.fromkeys(given, "given")
+    return Machine(
+        world_size, ranks_per_node, found["device_mem"], found["host_mem"], found["nvme"],
+        replace(TYPICAL[device], **links), device, tuple(sources.items()), folder,
+    )  # fmt: skip
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read as JSON; {error}") from None
+
+
+def _speeds(told: Any) -> dict[str, float]:
+    Bandwidths.from_json(told)  # refuses unknown names
+    return dict(told)
+
+
+def _of_report(told: Any, path: Path) -> tuple[dict[str, int], dict[str, float], str]:
+    """Sizes, speeds, and the folder with most room."""
+    if not isinstance(told, dict) or not {"bandwidths", "ram_bytes"} <= told.keys():
+        raise ValueError(f"{path} is no report; expected that of python -m gemini doctor --json")
+    sizes = {"host_mem": told["ram_left_bytes"], "nvme": 0}
+    if told["devices"]:
+        sizes["device_mem"] = min(one["free_bytes"] for one in told["devices"])
+    else:
+        sizes["device_mem"] = told["ram_left_bytes"]
+    usable = [one for one in told["folders"] if one["error"] is None]
+    nowhere: dict[str, Any] = {"free_bytes": 0, "path": "."}
+    most = max(usable, key=lambda one: one["free_bytes"], default=nowhere)
+    sizes["nvme"] = most["free_bytes"]
+    return sizes, _speeds(told["bandwidths"]), str(most["path"])

@@ -1,0 +1,237 @@
+"""Models without weights: on the meta device, from their published sizes.
+
+`build` takes a name, a hub id, a folder, a `config.json`, or `package.module:factory`.
+transformers is imported where a configuration is needed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+# class of the configuration, class of the model, and what differs from the class's defaults
+_Entry = tuple[str, str, dict[str, Any]]
+_FIELDS = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "vocab_size",
+)  # fmt: skip
+
+
+def _decoder(family: str, *sizes: int, **more: Any) -> _Entry:
+    """Of a family with llama's names; sizes as in `_FIELDS`, the last ones may be the defaults."""
+    config = "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config"
+    fields = dict(zip(_FIELDS, sizes, strict=False))
+    return config, f"{family}ForCausalLM", {**fields, **more}
+
+
+def _gpt2(**fields: int) -> _Entry:
+    return "GPT2Config", "GPT2LMHeadModel", fields
+
+
+_TIED = {"tie_word_embeddings": True}
+_OPT = {"num_attention_heads": 32}
+
+MODELS: dict[str, _Entry] = {
+    "gpt2": _gpt2(),
+    "gpt2-medium": _gpt2(n_embd=1024, n_layer=24, n_head=16),
+    "gpt2-large": _gpt2(n_embd=1280, n_layer=36, n_head=20),
+    "gpt2-xl": _gpt2(n_embd=1600, n_layer=48, n_head=25),
+    "bert-base": ("BertConfig", "BertForPreTraining", {}),
+    "bert-large": (
+        "BertConfig", "BertForPreTraining",
+        dict(zip(_FIELDS, (1024, 4096, 24, 16), strict=False)),
+    ),
+    "t5-small": ("T5Config", "T5ForConditionalGeneration", {}),
+    "t5-large": (
+        "T5Config", "T5ForConditionalGeneration",
+        {"d_model": 1024, "d_ff": 4096, "d_kv": 64, "num_layers": 24, "num_heads": 16},
+    ),
+    "opt-1.3b": _decoder(
+        "OPT", hidden_size=2048, ffn_dim=8192, num_hidden_layers=24, word_embed_proj_dim=2048,
+        **_OPT,
+    ),
+    "opt-6.7b": _decoder(
+        "OPT", hidden_size=4096, ffn_dim=16384, num_hidden_layers=32, word_embed_proj_dim=4096,
+        **_OPT,
+    ),
+    "llama-150m": _decoder("Llama", 768, 2304, 12, 12),
+    "llama-7b": _decoder("Llama", 4096, 11008),
+    "llama-13b": _decoder("Llama", 5120, 13824, 40, 40),
+    "llama-70b": _decoder("Llama", 8192, 28672, 80, 64, 8),
+    "llama-3.2-1b": _decoder("Llama", 2048, 8192, 16, 32, 8, 128256, **_TIED),
+    "llama-3.2-3b": _decoder("Llama", 3072, 8192, 28, 24, 8, 128256, **_TIED),
+    "llama-3.1-8b": _decoder("Llama", 4096, 14336, 32, 32, 8, 128256),
+    "llama-3.3-70b": _decoder("Llama", 8192, 28672, 80, 64, 8, 128256),
+    "llama-3.1-405b": _decoder("Llama", 16384, 53248, 126, 128, 8, 128256),
+    "qwen2.5-0.5b": _decoder("Qwen2", 896, 4864, 24, 14, 2, 151936, **_TIED),
+    "qwen2.5-1.5b": _decoder("Qwen2", 1536, 8960, 28, 12, 2, 151936, **_TIED),
+    "qwen2.5-3b": _decoder("Qwen2", 2048, 11008, 36, 16, 2, 151936, **_TIED),
+    "qwen2.5-7b": _decoder("Qwen2", 3584, 18944, 28, 28, 4, 152064),
+    "qwen2.5-14b": _decoder("Qwen2", 5120, 13824, 48, 40, 8, 152064),
+    "qwen2.5-32b": _decoder("Qwen2", 5120, 27648, 64, 40, 8, 152064),
+    "qwen2.5-72b": _decoder("Qwen2", 8192, 29568, 80, 64, 8, 152064),
+    "qwen3-0.6b": _decoder("Qwen3", 1024, 3072, 28, 16, 8, 151936, head_dim=128, **_TIED),
+    "qwen3-1.7b": _decoder("Qwen3", 2048, 6144, 28, 16, 8, 151936, head_dim=128, **_TIED),
+    "qwen3-4b": _decoder("Qwen3", 2560, 9728, 36, 32, 8, 151936, head_dim=128, **_TIED),
+    "qwen3-8b": _decoder("Qwen3", 4096, 12288, 36, 32, 8, 151936, head_dim=128),
+    "qwen3-14b": _decoder("Qwen3", 5120, 17408, 40, 40, 8, 151936, head_dim=128),
+    "qwen3-32b": _decoder("Qwen3", 5120, 25600, 64, 64, 8, 151936, head_dim=128),
+    "qwen3-30b-a3b": _decoder(
+        "Qwen3Moe", 2048, 6144, 48, 32, 4, 151936, head_dim=128, moe_intermediate_size=768,
+        num_experts=128, num_experts_per_tok=8,
+    ),
+    "gemma-2-2b": _decoder("Gemma2", 2304, 9216, 26, 8, 4, 256000, head_dim=256),
+    "gemma-2-9b": _decoder("Gemma2", 3584, 14336, 42, 16, 8, 256000, head_dim=256),
+    "gemma-2-27b": _decoder("Gemma2", 4608, 36864, 46, 32, 16, 256000, head_dim=128),
+    "gemma-3-1b": _decoder("Gemma3", 1152, 6912, 26, 4, 1, 262144, head_dim=256),
+    "mistral-7b": _decoder("Mistral", 4096, 14336, 32, 32, 8, 32768),
+    "mistral-nemo-12b": _decoder("Mistral", 5120, 14336, 40, 32, 8, 131072, head_dim=128),
+    "mistral-small-24b": _decoder("Mistral", 5120, 32768, 40, 32, 8, 131072, head_dim=128),
+    "mixtral-8x7b": _decoder("Mixtral"),
+    "mixtral-8x22b": _decoder("Mixtral", 6144, 16384, 56, 48, 8, 32768),
+    "deepseek-v2-lite": _decoder(
+        "DeepseekV2", 2048, 10944, 27, 16, 16, 102400, moe_intermediate_size=1408,
+        n_routed_experts=64, n_shared_experts=2, num_experts_per_tok=6, first_k_dense_replace=1,
+        kv_lora_rank=512, q_lora_rank=None, qk_nope_head_dim=128, qk_rope_head_dim=64,
+        v_head_dim=128,
+    ),
+    "vit-base": ("ViTConfig", "ViTForImageClassification", {"num_labels": 1000}),
+}  # fmt: skip
+
+
+def build(what: str) -> nn.Module:
+    """A model on the meta device. Raises ValueError for what is not known."""
+    return _meta(maker(what))
+
+
+def maker(what: str) -> Callable[[], Any]:
+    """What makes the model, with random weights. Raises ValueError for what is not known."""
+    if ":" in what and not what.endswith(".json"):
+        return _factory(what)
+    path = Path(what).expanduser()
+    if what.endswith(".json") or path.is_dir():
+        return _from_config(path if what.endswith(".json") else path / "config.json")
+    if what.lower() in MODELS:
+        what = what.lower()
+    elif "/" in what:
+        return _from_config(_of_hub(what))
+    else:
+        raise ValueError(
+            f"no model {what!r}; expected one of {', '.join(MODELS)}, a hub id, a folder, "
+            "the path of a config.json, or package.module:factory"
+        )
+    config_class, model_class, changes = MODELS[what]
+    transformers = _transformers()
+    config = getattr(transformers, config_class)(**changes)
+    return lambda: getattr(transformers, model_class)(config)
+
+
+def add_lora(model: nn.Module, rank: int) -> nn.Module:
+    """The model with PEFT's LoRA adapters of `rank` on its usual layers, all else frozen."""
+    try:
+        import peft
+    except ImportError as error:
+        raise ValueError("LoRA needs the package peft; pip install peft") from error
+    config = peft.LoraConfig(r=rank, lora_alpha=2 * rank)
+    return _meta(lambda: peft.get_peft_model(model, config))
+
+
+def checkpointed(model: nn.Module) -> nn.Module:
+    """The model, which computes activations again in backward. Before `add_lora`."""
+    for name in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):
+        enable = getattr(model, name, None)
+        if enable is not None:
+            enable({"use_reentrant": False})
+            return model
+    raise ValueError(
+        f"{type(model).__name__} has no gradient_checkpointing_enable; expected a model of "
+        "transformers, or a factory that checkpoints"
+    )
+
+
+def used_numel(model: nn.Module) -> int:
+    """Elements that compute with a token: of experts, as many as it is sent to."""
+    config: Any = getattr(model, "config", None)
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    experts = next((getattr(config, n) for n in names if getattr(config, n, None)), 1)
+    share = getattr(config, "num_experts_per_tok", experts) / experts if experts > 1 else 1.0
+    return sum(
+        round(param.numel() * (share if ".experts." in name else 1))
+        for name, param in model.named_parameters()
+    )
+
+
+def itemsizes(model: nn.Module) -> list[int]:
+    """Bytes an element of every parameter, in registration order."""
+    return [param.dtype.itemsize for param in model.parameters()]
+
+
+def _meta(make: Callable[[], Any]) -> nn.Module:
+    with torch.device("meta"):
+        model = make()
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"expected a module, got a {type(model).__name__}")
+    on_others = [name for name, param in model.named_parameters() if not param.is_meta]
+    if on_others:
+        raise ValueError(f"parameter {on_others[0]} was not made on the meta device")
+    return model
+
+
+def _factory(what: str) -> Callable[[], Any]:
+    """`package.module:factory`, called without arguments."""
+    module, _, name = what.partition(":")
+    factory = getattr(importlib.import_module(module), name, None)
+    if not callable(factory):
+        raise ValueError(f"{module} has no callable {name!r}")
+    return factory  # type: ignore[no-any-return]
+
+
+def _transformers() -> Any:
+    try:
+        return importlib.import_module("transformers")
+    except ImportError as error:
+        raise ValueError(
+            "a model by its name or configuration needs the package transformers; "
+            "pip install transformers"
+        ) from error
+
+
+def _of_hub(what: str) -> Path:
+    """A config.json, downloaded unless it is in the cache."""
+    _transformers()
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(what, "config.json"))
+    except (OSError, ValueError) as error:  # what the hub raises is one of these
+        said = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        near = what.rpartition("/")[2].lower().removesuffix("-instruct")
+        also = f"; expected {near}, whose sizes are known here" if near in MODELS else ""
+        raise ValueError(
+            f"{what} is no folder here, and the hub does not give its config.json: {said}{also}"
+        ) from None
+
+
+def _from_config(path: Path) -> Callable[[], Any]:
+    """The class that a config.json names as its architecture, else a causal language model."""
+    transformers = _transformers()
+    fields = json.loads(path.read_text())
+    config = transformers.AutoConfig.for_model(**fields)
+    named = next((n for n in fields.get("architectures") or () if hasattr(transformers, n)), None)
+
+    def make() -> Any:
+        if named is None:
+            model = transformers.AutoModelForCausalLM.from_config(config)
+        else:
+            model = getattr(transformers, named)(config)
+        dtype = config.dtype  # of the weights that lie beside it
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        return model if dtype is None else model.to(dtype)
+
+    return make

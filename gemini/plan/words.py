@@ -1,0 +1,204 @@
+"""Answers in words: five lines and what was assumed, all there is, arguments of a run. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from gemini.placement.planner import PlanResult
+from gemini.placement.sizes import UNLIMITED, BudgetError
+from gemini.placement.tiers import Tier
+from gemini.placement.timetable.updates import priced_in_words
+from gemini.units import format_bytes
+
+from .machine import Machine
+from .question import Question, cheapest, homes, largest_batch
+
+_WHERE = {Tier.DEVICE: "device", Tier.HOST: "RAM", Tier.NVME: "disk"}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a run would take. Bytes are of one rank; where it does not fit, after `change`.
+
+    homes: bytes that live on each tier, by kind (parameters, gradients, state, originals).
+    peaks: by tier, at the moment when it holds most: also staging and activations.
+    seconds: of a step: forward, backward and update, with the best `update=`.
+    change: flags of the cheapest change with which it fits; None where it does.
+    why: what is missing; None where it fits.
+    """
+
+    fits: bool
+    homes: Mapping[str, Mapping[str, int]]
+    peaks: Mapping[str, int]
+    budgets: Mapping[str, int]
+    seconds: float
+    bound_by: str
+    best_update: str
+    largest_batch: int
+    change: str | None
+    change_in_words: str | None
+    why: str | None
+    assumptions: tuple[str, ...]
+    asked: Question  # as it was planned, so after the change
+    result: PlanResult
+
+
+def answer(question: Question, assumed: tuple[str, ...] = ()) -> Plan:
+    """Plan it, or the cheapest change of it. assumed: what is true of model and batch, in words."""
+    why, change, asked = None, None, question
+    try:
+        result = question.planned()
+        batch = largest_batch(question)
+    except BudgetError as error:
+        why, batch = str(error), largest_batch(question)
+        change = cheapest(question, batch)
+        asked = change.asked
+        result = asked.planned()
+    best = result.best_update
+    seconds = result.seconds_by_update.get(best, result.cost.seconds)
+    budgets = asked.machine.budgets()
+    return Plan(
+        why is None, homes(result), {t.value: result.profile.peak(t) for t in Tier},
+        {t.value: budgets.of(t) for t in Tier}, seconds, result.cost.bound_by, best,
+        batch, change.flags if change else None, change.words if change else None, why,
+        (*assumed, *question.machine.assumptions(_mattered(asked.machine, result))), asked, result,
+    )  # fmt: skip
+
+
+def _mattered(machine: Machine, result: PlanResult) -> dict[str, str]:
+    """Numbers of the machine that the answer depends on."""
+    what = {"device_mem": "device memory", "host_mem": "RAM", "nvme": "disk", "flops": "computing"}
+    if machine.device == "cpu":
+        del what["device_mem"]
+    links = {(src, dst) for (src, dst), n in result.plan.bytes_moved().items() if n}
+    if any(Tier.NVME in link for link in links):
+        what |= {"nvme_read": "disk reads", "nvme_write": "disk writes"}
+    if any(Tier.HOST in link for link in links):
+        what |= {"host_to_device": "RAM to device", "device_to_host": "device to RAM"}
+    if machine.world_size > 1:
+        what["collective"] = "between ranks"
+    return what
+
+
+def five_lines(name: str, plan: Plan) -> Iterator[str]:
+    """Does it fit, where is what, how long, what else; then what was assumed."""
+    machine, asked = plan.asked.machine, plan.asked
+    ranks = f"{machine.world_size} ranks of " if machine.world_size > 1 else ""
+    yield f"{name} {'fits' if plan.fits else f'does not fit: {plan.why}'}"
+    if plan.fits:
+        yield f"largest batch of a rank: {plan.largest_batch}"
+    else:
+        yield f"cheapest change: {plan.change_in_words} ({plan.change}); with it:"
+    places = []
+    for tier in Tier:
+        kinds = [kind for kind, tiers in plan.homes.items() if tiers.get(tier.value)]
+        if plan.peaks[tier.value]:
+            limit = plan.budgets[tier.value]
+            of = "" if limit >= UNLIMITED else f" of {format_bytes(limit)}"
+            held = f" ({', '.join(kinds)})" if kinds else ""
+            places.append(f"{_WHERE[tier]} {format_bytes(plan.peaks[tier.value])}{of}{held}")
+    yield f"at the peak: {'; '.join(places)}"
+    tokens = machine.world_size * asked.batch * asked.seq
+    yield (
+        f"a step: {plan.seconds:.3g} s for {ranks}{asked.batch} x {asked.seq} tokens, "
+        f"{tokens / plan.seconds:,.0f} tokens/s"
+    )
+    yield f'bound by {plan.bound_by.replace("_", " ")}; fastest with update="{plan.best_update}"'
+    yield "assumptions:"
+    yield from (f"  {one}" for one in plan.assumptions)
+
+
+def train_arguments(plan: Plan, lora: int, checkpointing: bool) -> str:
+    """What `python -m gemini train` takes, so that it plans the same; after the change, if any."""
+    machine, asked = plan.asked.machine, plan.asked
+    device = machine.device_mem
+    if machine.device == "cpu":
+        device = min(device, machine.host_mem)
+    given = [f"--device-mem {device}"]
+    if machine.device != "cpu":
+        given.append(f"--host-mem {machine.host_mem}")
+    if plan.peaks[Tier.NVME.value]:
+        given.append(f"--nvme {machine.folder}")
+    if lora:
+        given.append(f"--lora {lora}")
+    given += [f"--seq {asked.seq}", f"--batch {machine.world_size * asked.batch}"]
+    is_light = checkpointing or plan.change == "--checkpointing"
+    return " ".join([*given, "--checkpointing" if is_light else "--no-checkpointing"])
+
+
+def update_in_words(planned: PlanResult) -> str:
+    """What a tail hides of it, or what is against one."""
+    tail = planned.tail
+    if tail is None:
+        return f"serial, as {planned.against_tail or 'nothing is computed'}"
+    where = "" if planned.plan.has_host_tier else "where no budget is given, "
+    return (
+        f'with update="tail", {where}{tail}: {tail.seconds:.2f} s a step, and '
+        f"{tail.serial_seconds:.2f} s without"
+    )
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """Plain values."""
+    planned = plan.result
+    moved = planned.plan.bytes_moved()
+    ahead = planned.speculation
+    return {
+        "fits": plan.fits,
+        "peaks": dict(plan.peaks),
+        "bytes_moved_per_step": sum(moved.values()),
+        "step_seconds": planned.cost.seconds,
+        "bound_by": plan.bound_by,
+        "tail": None if planned.tail is None else asdict(planned.tail),
+        "update": update_in_words(planned),
+        "seconds_by_update": planned.seconds_by_update,
+        "best_update": plan.best_update,
+        "updated_in_backward": None if ahead is None else str(ahead),
+        "largest_batch": plan.largest_batch,
+        "suggestion": plan.change,
+        "missing": plan.why,
+        "homes": plan.homes,
+        "peaks_by_kind": planned.profile.peaks(),
+        "bytes_by_link": {f"{src.value} to {dst.value}": n for (src, dst), n in moved.items()},
+        "bytes_gathered_per_step": sum(
+            planned.plan.chunks[g.chunk].payload_bytes for g in planned.plan.gathers
+        ),
+        "gather_gap": planned.plan.forecast.gather_gap,
+        "stall_seconds": planned.cost.stall_seconds,
+        "busy_seconds": planned.cost.busy,
+        "num_chunks": len(plan.asked.layout.chunks),
+        "assumptions": list(plan.assumptions),
+    }
+
+
+def all_lines(plan: Plan) -> Iterator[str]:
+    """Every kind on every tier and link."""
+    told, asked = as_json(plan), plan.asked
+    yield f"of a rank with {asked.batch} x {asked.seq} a step"
+    yield f"{'a rank':10s} {'peak':>12s} {'budget':>12s}   at the peak"
+    for tier in Tier:
+        parts = told["peaks_by_kind"][tier.value]
+        listed = ", ".join(
+            f"{kind} {format_bytes(n)}" for kind, n in parts.items() if n and kind != "total"
+        )
+        budget = plan.budgets[tier.value]
+        limit = "-" if budget >= UNLIMITED else format_bytes(budget)
+        yield f"{tier.value:10s} {format_bytes(parts['total']):>12s} {limit:>12s}   {listed}"
+    for kind, tiers in plan.homes.items():
+        places = ", ".join(f"{format_bytes(n)} on {tier}" for tier, n in tiers.items())
+        yield f"{kind}: {places}"
+    for link, nbytes in told["bytes_by_link"].items():
+        yield f"moved a step, {link}: {format_bytes(nbytes)}"
+    yield f"gathered a step: {format_bytes(told['bytes_gathered_per_step'])}"
+    yield (
+        f"step: {told['step_seconds']:.2f} s, of which {told['stall_seconds']:.2f} s waiting; "
+        f"bound by {plan.bound_by}"
+    )
+    yield f"update: {told['update']}"
+    if plan.result.tail is not None:
+        yield priced_in_words(plan.result.seconds_by_update)
+    if told["updated_in_backward"]:
+        yield f'with update="both", in backward: {told["updated_in_backward"]}'
+    yield f"{told['num_chunks']} chunks"
