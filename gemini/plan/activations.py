@@ -182,4 +182,4 @@ def _first(moments: Sequence[TraceMoment], layer: int) -> int:
         match = _LAYER.search(moment.module)
         if match and int(match[1]) == layer:
             return i
-    raise ValueError(f"layer {layer} is not in the trace")
+    raise ValueError(f"layer {layer} is not in the trace; give --activation-bytes")

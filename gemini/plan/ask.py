@@ -82,6 +82,8 @@ def ask(
     if lora:
         model = models.add_lora(model, lora)
         itemsizes = models.itemsizes(model)
+    if isinstance(what, str) and what.lower() in models.MODELS:
+        itemsizes = [2] * len(itemsizes)  # published weights are in 16 bits
     dtype = DTYPES[precision]
     found = search_chunk_configuration(model, dtype=dtype, world_size=machine.world_size)
     layout = training_layout(found.layout.params, found.capacities, machine.world_size)

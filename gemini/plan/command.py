@@ -15,6 +15,11 @@ from .machine import CARDS, TYPICAL, Machine, machine_of
 
 NOT_YET = {"state": "fp32", "quantize": None}  # options that are known by name, and what there is
 
+OF_ONE_MACHINE = (
+    "gpu", "machine", "world_size", "ranks_per_node", "device", "device_mem", "host_mem", "nvme",
+    "nvme_fraction", "bandwidths", "verbose", "print_args", "timeline", "json",
+)  # fmt: skip
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
@@ -52,6 +57,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--print-args", action="store_true", help="only arguments of python -m gemini train"
     )
+    parser.add_argument(
+        "--fits", type=Path, metavar="FOLDER",
+        help="write what-fits.md and what-fits.html there: MODEL, or the usual ones, on many cards",
+    )  # fmt: skip
     parser.add_argument("--timeline", type=Path, help=".html, .png or .json")
     parser.add_argument("--json", type=Path)
 
@@ -62,7 +71,11 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         if getattr(args, name) != there:
             also = f"expected {there}" if there else "leave it away"
             parser.error(f"--{name} {getattr(args, name)} is not there yet; {also}")
-    if (args.what is None) == (args.model is None):
+    for name in OF_ONE_MACHINE if args.fits is not None else ():
+        if getattr(args, name) not in (None, False, 0.0, parser.get_default(name)):
+            flag = name.replace("_", "-")
+            parser.error(f"--{flag} beside --fits, which has machines of its own; leave it away")
+    if (args.what is None) == (args.model is None) and not (args.fits and args.what is None):
         parser.error("expected one model")
     for name, least in (("world_size", 1), ("batch", 1), ("seq", 1), ("lora", 0)):
         if getattr(args, name) < least:
@@ -94,6 +107,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_arguments(parser)
     args = parser.parse_args(argv)
     check(parser, args)
+    if args.fits is not None:
+        return _write_fits(args)
     from . import words
     from .ask import plan_for
 
@@ -118,3 +133,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         picture = planned_timeline(result.plan, result.profile, plan.asked.activations.one)
         write_timeline(picture, args.timeline)
     return 0 if plan.fits else 1
+
+
+def _write_fits(args: argparse.Namespace) -> int:
+    """Two files, of all parameters and of LoRA; after each model, so that an end loses little."""
+    from . import table
+    from .ask import ask
+
+    name = args.what or args.model
+    args.fits.mkdir(parents=True, exist_ok=True)
+    found: list[table.Row] = []
+    for model in [name] if name else table.MODELS:
+        for training, lora in (("all parameters", 0), ("LoRA adapters", args.lora or 16)):
+            question = ask(
+                model, machine_from(args), args.batch, args.seq, lora, True, args.precision,
+                args.optimizer, activation_bytes=args.activation_bytes,
+            )  # fmt: skip
+            found += table.rows(model, training, question)
+        title = (
+            f"One card, {args.batch} x {args.seq} tokens, {args.precision} under {args.optimizer} "
+            "with fp32 state, activations computed again in backward. Planned, not measured: "
+            "speeds of data sheets, an assumed disk."
+        )
+        (args.fits / "what-fits.md").write_text(table.markdown(found, title))
+        (args.fits / "what-fits.html").write_text(table.page(found, title))
+    return 0

@@ -179,7 +179,9 @@ def _meta(make: Callable[[], Any]) -> nn.Module:
         raise ValueError(f"expected a module, got a {type(model).__name__}")
     on_others = [name for name, param in model.named_parameters() if not param.is_meta]
     if on_others:
-        raise ValueError(f"parameter {on_others[0]} was not made on the meta device")
+        raise ValueError(
+            f"parameter {on_others[0]} was not made there; expected all on the meta device"
+        )
     return model
 
 
@@ -188,7 +190,7 @@ def _factory(what: str) -> Callable[[], Any]:
     module, _, name = what.partition(":")
     factory = getattr(importlib.import_module(module), name, None)
     if not callable(factory):
-        raise ValueError(f"{module} has no callable {name!r}")
+        raise ValueError(f"{module} has no callable {name!r}; expected a factory")
     return factory  # type: ignore[no-any-return]
 
 
@@ -214,7 +216,7 @@ def _of_hub(what: str) -> Path:
         near = what.rpartition("/")[2].lower().removesuffix("-instruct")
         also = f"; expected {near}, whose sizes are known here" if near in MODELS else ""
         raise ValueError(
-            f"{what} is no folder here, and the hub does not give its config.json: {said}{also}"
+            f"{what} is no folder here, and the hub does not give its config.json; {said}{also}"
         ) from None
 
 

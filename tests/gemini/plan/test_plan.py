@@ -12,7 +12,7 @@ from gemini.__main__ import main
 from gemini.chunk.sizing.model_specs import specs_of
 from gemini.memtracer.collector import trace
 from gemini.placement.timetable.updates import best_update
-from gemini.plan import command, models, words
+from gemini.plan import command, models, table, words
 from gemini.plan.activations import activations_of, example_inputs
 from gemini.plan.ask import ask, plan_for
 from gemini.plan.machine import CARDS, TYPICAL, machine_of
@@ -243,6 +243,12 @@ def test_a_base_that_lies_there_in_bf16_has_no_originals(config, tmp_path):
     assert plan.fits and "originals" not in plan.homes
 
 
+@pytest.mark.ci
+def test_a_named_base_is_one_of_16_bits():
+    asked = ask("llama-150m", machine_of({}), lora=4, activation_bytes=10 << 20)
+    assert not asked.with_originals
+
+
 @pytest.mark.parametrize(
     "name",
     [pytest.param("gpt2", marks=pytest.mark.ci),
@@ -325,6 +331,7 @@ def test_bytes_follow_precision_and_optimizer(config, question, options, of_para
     ("flags", "said"),
     [(("--state", "8bit"), "--state 8bit is not there yet; expected fp32"),
      (("--quantize", "nf4"), "--quantize nf4 is not there yet; leave it away"),
+     (("--fits", "x", "--gpu", "h100"), "--gpu beside --fits, which has machines of its own"),
      (("--model", "gpt2"), "expected one model")],
 )  # fmt: skip
 def test_what_is_not_there_yet_is_refused_by_name(flags, said, capsys):
@@ -393,3 +400,22 @@ def test_named_models_have_as_many_parameters_as_published(name, numel, used):
     model = models.build(name)
     assert sum(param.numel() for param in model.parameters()) == numel
     assert models.used_numel(model) / numel == pytest.approx(used, rel=0.02)
+
+
+@pytest.mark.ci
+def test_table_has_the_first_host_that_does_and_the_page_all(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(table, "CARD_NAMES", ("rtx4080",))
+    monkeypatch.setattr(table, "HOSTS", ((0, 0), (1, 0)))
+    monkeypatch.setitem(CARDS, "rtx4080", replace(CARDS["rtx4080"], gib=1))
+    monkeypatch.setattr("gemini.plan.machine.CONTEXT_BYTES", 824 << 20)
+    flags = ["--fits", str(tmp_path), "--seq", "64", "--activation-bytes", "1MiB"]
+    assert command.main([str(config), *flags]) == 0
+    page = (tmp_path / "what-fits.html").read_text()
+    said = json.loads(re.search(r"const rows = (\[.*?\]), cards", page)[1])
+    whole = [row["seconds"] for row in said if row["training"] == "all parameters"]
+    assert whole[0] is None and whole[1] > 0
+    lora = [row["seconds"] for row in said if row["training"] == "LoRA adapters"]
+    assert len(said) == 4 and lora[1] < whole[1]
+    (row,) = re.findall(r"^\| /.*", (tmp_path / "what-fits.md").read_text(), re.M)[:1]
+    assert row == f"| {config} | 1 GiB: {whole[1]:.2g} s |"
+    assert "http" not in page

@@ -1,0 +1,131 @@
+"""What fits where: models on cards, with the least RAM and disk; as Markdown and as a page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+
+from gemini.placement.sizes import BudgetError
+from gemini.placement.tiers import Tier
+from gemini.units import GIB
+
+from .machine import CARDS, machine_of
+from .question import Question
+
+CARD_NAMES = ("rtx4080", "rtx4090", "rtx5090", "l40s", "h100", "h200")
+HOSTS = ((32, 0), (64, 1), (128, 2), (256, 4), (1024, 8))  # GiB, TB; each has more of both
+MODELS = (
+    "llama-3.2-1b", "gemma-2-2b", "qwen3-4b", "llama-3.1-8b", "qwen3-14b", "deepseek-v2-lite",
+    "mistral-small-24b", "qwen3-32b", "mixtral-8x7b", "llama-3.3-70b",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One model on one machine. seconds: of a step; None where it does not fit."""
+
+    model: str
+    training: str  # "all parameters", "LoRA"
+    card: str
+    ram_gib: int
+    disk_tb: int
+    seconds: float | None
+    tokens: int
+
+
+def rows(model: str, training: str, question: Question) -> Iterator[Row]:
+    """On every card with every host."""
+    for card in CARD_NAMES:
+        seconds: float | None = None
+        needs_more = True
+        for ram, disk in HOSTS:
+            if needs_more:
+                machine = machine_of({"host_mem": ram * GIB, "nvme": disk * 10**12}, gpu=card)
+                try:
+                    result = replace(question, machine=machine).planned()
+                except BudgetError:
+                    pass
+                else:
+                    seconds = result.seconds_by_update.get(result.best_update, result.cost.seconds)
+                    needs_more = result.profile.peak(Tier.NVME) > 0  # else more changes nothing
+            yield Row(model, training, card, ram, disk, seconds, question.batch * question.seq)
+
+
+def markdown(found: Sequence[Row], title: str) -> str:
+    """For each card the first host that does, with seconds of a step."""
+    hosts = ", ".join(f"{ram} GiB{f' + {disk} TB' if disk else ''}" for ram, disk in HOSTS)
+    parts = [
+        "# What fits", "", title, "",
+        "A cell has the first host with which it fits, RAM and disk, and seconds of a step. Hosts:",
+        f"{hosts}.", "`python -m gemini plan --fits FOLDER` writes this page, and beside it "
+        "`what-fits.html`,", "where card, host and training are chosen.",
+    ]  # fmt: skip
+    for training in dict.fromkeys(row.training for row in found):
+        heads = [f"{name}, {CARDS[name].gib} GB" for name in CARD_NAMES]
+        parts += ["", f"## Training {training}", "", f"| model | {' | '.join(heads)} |"]
+        parts.append("|---" * (1 + len(heads)) + "|")
+        for model in dict.fromkeys(row.model for row in found):
+            mine = [row for row in found if (row.model, row.training) == (model, training)]
+            cells = [_cell([row for row in mine if row.card == card]) for card in CARD_NAMES]
+            parts.append(f"| {model} | {' | '.join(cells)} |")
+    return "\n".join(parts) + "\n"
+
+
+def _cell(mine: Sequence[Row]) -> str:
+    first = next((row for row in mine if row.seconds is not None), None)
+    if first is None:
+        return "no"
+    disk = f" + {first.disk_tb} TB" if first.disk_tb else ""
+    return f"{first.ram_gib} GiB{disk}: {first.seconds:.2g} s"
+
+
+def page(found: Sequence[Row], title: str) -> str:
+    """One HTML file that asks nothing of a network."""
+    shown = [asdict(row) for row in found]
+    sizes = {name: CARDS[name].gib for name in CARD_NAMES}
+    return _PAGE.replace("TITLE", title).replace("ROWS", json.dumps(shown)).replace(
+        "CARDS", json.dumps(sizes)
+    )  # fmt: skip
+
+
+_PAGE = """<!doctype html>
+<meta charset="utf-8"><title>What fits</title>
+<style>
+body { font: 15px sans-serif; margin: 2em; max-width: 50em }
+td, th { text-align: left; padding: .2em 1em; border-bottom: 1px solid #ccc }
+.no { color: #888 }
+</style>
+<h1>What fits</h1><p>TITLE</p>
+<p id="choices"></p><table><thead><tr><th>model<th>seconds a step<th>tokens a second</thead>
+<tbody id="body"></tbody></table>
+<script>
+const rows = ROWS, cards = CARDS;
+const choices = {
+  card: ["card", v => `${v}, ${cards[v]} GB`], host: ["host", v => v],
+  training: ["training", v => v],
+};
+for (const row of rows)
+  row.host = `${row.ram_gib} GiB RAM, ${row.disk_tb ? row.disk_tb + " TB disk" : "no disk"}`;
+const picked = {};
+for (const [key, [name, words]] of Object.entries(choices)) {
+  const box = document.createElement("select");
+  for (const value of new Set(rows.map(row => row[key]))) box.add(new Option(words(value), value));
+  box.onchange = show;
+  picked[key] = box;
+  document.getElementById("choices").append(` ${name}: `, box);
+}
+function show() {
+  const body = document.getElementById("body");
+  body.replaceChildren();
+  for (const row of rows.filter(r => Object.keys(picked).every(k => r[k] === picked[k].value))) {
+    const line = body.insertRow(), fits = row.seconds !== null;
+    const speed = fits ? Math.round(row.tokens / row.seconds) : "";
+    for (const text of [row.model, fits ? row.seconds.toPrecision(2) : "does not fit", speed])
+      line.insertCell().textContent = text;
+    line.className = fits ? "" : "no";
+  }
+}
+show();
+</script>
+"""
