@@ -13,9 +13,9 @@ from gemini.placement.sizes import StateBytes, wider_chunks
 
 from . import models
 from .activations import activations_of, constant_activations
-from .machine import Machine
+from .machine import Hardware
 from .question import Question
-from .words import Plan, answer
+from .words import Answer, answer
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 MOMENTS = {"adamw": 8, "lion": 4, "sgd": 4}  # bytes an element of state, beside masters
@@ -24,7 +24,7 @@ MASTER = 4
 
 def plan_for(
     model: str | nn.Module,
-    machine: Machine,
+    machine: Hardware,
     *,
     batch: int = 1,
     seq: int = 1024,
@@ -34,7 +34,7 @@ def plan_for(
     optimizer: str = "adamw",
     nvme_fraction: float = 0.0,
     activation_bytes: int | None = None,
-) -> Plan:
+) -> Answer:
     """What training would take on a machine, or the cheapest change with which it fits.
 
     model: what `models.build` takes; or a module on the meta device, which gets the adapters and
@@ -64,7 +64,7 @@ def plan_for(
 
 def ask(
     what: str | nn.Module,
-    machine: Machine,
+    machine: Hardware,
     batch: int = 1,
     seq: int = 1024,
     lora: int = 0,

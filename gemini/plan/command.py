@@ -11,7 +11,7 @@ from pathlib import Path
 from gemini.placement.timeline import planned_timeline, write_timeline
 from gemini.units import parse_bytes
 
-from .machine import CARDS, TYPICAL, Machine, machine_of
+from .machine import CARDS, TYPICAL, Hardware, machine_of
 
 NOT_YET = {"state": "fp32", "quantize": None}  # options that are known by name, and what there is
 
@@ -87,7 +87,7 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error("--ranks-per-node must be at least 1 and at most --world-size")
 
 
-def machine_from(args: argparse.Namespace) -> Machine:
+def machine_from(args: argparse.Namespace) -> Hardware:
     """Raises ValueError for files and cards that are none."""
     sizes = {name: getattr(args, name) for name in ("device_mem", "host_mem", "nvme")}
     return machine_of(

@@ -65,7 +65,7 @@ CARDS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class Hardware:
     """What is asked about; memory and disk are of one device and of one node.
 
     sources: where a number comes from, by its name here or in `Bandwidths`; others are assumed.
@@ -114,7 +114,7 @@ def machine_of(
     gpu: str | None = None,
     report: Path | None = None,
     speeds: Path | None = None,
-) -> Machine:
+) -> Hardware:
     """What is `given` (device_mem, host_mem, nvme), else in files, else the card's, else assumed.
 
     report: what `python -m gemini doctor --json` printed. speeds: JSON, by names of `Bandwidths`.
@@ -145,7 +145,7 @@ def machine_of(
         sources |= dict.fromkeys(said, f"{speeds}")
     found |= given
     sources |= dict.fromkeys(given, "given")
-    return Machine(
+    return Hardware(
         world_size, ranks_per_node, found["device_mem"], found["host_mem"], found["nvme"],
         replace(TYPICAL[device], **links), device, tuple(sources.items()), folder,
     )  # fmt: skip

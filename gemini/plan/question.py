@@ -15,7 +15,7 @@ from gemini.placement.sizes import BudgetError, StateBytes
 from gemini.placement.tiers import Tier
 from gemini.units import BLOCK_NUMEL, ChunkId, format_bytes
 
-from .machine import Machine
+from .machine import Hardware
 
 if TYPE_CHECKING:  # which needs torch
     from .activations import Activations
@@ -30,7 +30,7 @@ class Question:
 
     layout: ChunkLayout
     activations: Activations
-    machine: Machine
+    machine: Hardware
     batch: int
     seq: int
     nvme_frac: float = 0.0  # of the optimizer's state, at least, on NVMe
@@ -101,7 +101,7 @@ def enough(question: Question) -> tuple[Question, PlanResult]:
             machine = _with_more(machine, error)
 
 
-def _with_more(machine: Machine, error: BudgetError) -> Machine:
+def _with_more(machine: Hardware, error: BudgetError) -> Hardware:
     ranks = machine.ranks_per_node
     if error.tier is Tier.NVME:
         return replace(machine, nvme=machine.nvme + ranks * error.missing_bytes)
@@ -153,7 +153,7 @@ _CHANGES = (
 _IN_WORDS = {"nvme": "of disk", "host_mem": "of RAM", "device_mem": "on the device"}
 
 
-def _more(machine: Machine, changed: Machine, asked: Question) -> Change:
+def _more(machine: Hardware, changed: Hardware, asked: Question) -> Change:
     sizes = [
         (name, getattr(machine, name), getattr(changed, name))
         for name in ("nvme", "host_mem", "device_mem")

@@ -12,14 +12,14 @@ from gemini.placement.tiers import Tier
 from gemini.placement.timetable.updates import priced_in_words
 from gemini.units import format_bytes
 
-from .machine import Machine
+from .machine import Hardware
 from .question import Question, cheapest, homes, largest_batch
 
 _WHERE = {Tier.DEVICE: "device", Tier.HOST: "RAM", Tier.NVME: "disk"}
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Answer:
     """What a run would take. Bytes are of one rank; where it does not fit, after `change`.
 
     homes: bytes that live on each tier, by kind (parameters, gradients, state, originals).
@@ -45,7 +45,7 @@ class Plan:
     result: PlanResult
 
 
-def answer(question: Question, assumed: tuple[str, ...] = ()) -> Plan:
+def answer(question: Question, assumed: tuple[str, ...] = ()) -> Answer:
     """Plan it, or the cheapest change of it. assumed: what is true of model and batch, in words."""
     why, change, asked = None, None, question
     try:
@@ -59,7 +59,7 @@ def answer(question: Question, assumed: tuple[str, ...] = ()) -> Plan:
     best = result.best_update
     seconds = result.seconds_by_update.get(best, result.cost.seconds)
     budgets = asked.machine.budgets()
-    return Plan(
+    return Answer(
         why is None, homes(result), {t.value: result.profile.peak(t) for t in Tier},
         {t.value: budgets.of(t) for t in Tier}, seconds, result.cost.bound_by, best,
         batch, change.flags if change else None, change.words if change else None, why,
@@ -67,7 +67,7 @@ def answer(question: Question, assumed: tuple[str, ...] = ()) -> Plan:
     )  # fmt: skip
 
 
-def _mattered(machine: Machine, result: PlanResult) -> dict[str, str]:
+def _mattered(machine: Hardware, result: PlanResult) -> dict[str, str]:
     """Numbers of the machine that the answer depends on."""
     what = {"device_mem": "device memory", "host_mem": "RAM", "nvme": "disk", "flops": "computing"}
     if machine.device == "cpu":
@@ -82,7 +82,7 @@ def _mattered(machine: Machine, result: PlanResult) -> dict[str, str]:
     return what
 
 
-def five_lines(name: str, plan: Plan) -> Iterator[str]:
+def five_lines(name: str, plan: Answer) -> Iterator[str]:
     """Does it fit, where is what, how long, what else; then what was assumed."""
     machine, asked = plan.asked.machine, plan.asked
     ranks = f"{machine.world_size} ranks of " if machine.world_size > 1 else ""
@@ -110,7 +110,7 @@ def five_lines(name: str, plan: Plan) -> Iterator[str]:
     yield from (f"  {one}" for one in plan.assumptions)
 
 
-def train_arguments(plan: Plan, lora: int, checkpointing: bool) -> str:
+def train_arguments(plan: Answer, lora: int, checkpointing: bool) -> str:
     """What `python -m gemini train` takes, so that it plans the same; after the change, if any."""
     machine, asked = plan.asked.machine, plan.asked
     device = machine.device_mem
@@ -140,7 +140,7 @@ def update_in_words(planned: PlanResult) -> str:
     )
 
 
-def as_json(plan: Plan) -> dict[str, Any]:
+def as_json(plan: Answer) -> dict[str, Any]:
     """Plain values."""
     planned = plan.result
     moved = planned.plan.bytes_moved()
@@ -173,7 +173,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def all_lines(plan: Plan) -> Iterator[str]:
+def all_lines(plan: Answer) -> Iterator[str]:
     """Every kind on every tier and link."""
     told, asked = as_json(plan), plan.asked
     yield f"of a rank with {asked.batch} x {asked.seq} a step"
