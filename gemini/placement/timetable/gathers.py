@@ -50,8 +50,12 @@ class GatherSteps:
     needs: tuple[Call, ...] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        needs = tuple(call for call, _ in groupby(step.needs for step in self.steps))
-        object.__setattr__(self, "needs", needs)
+        object.__setattr__(self, "needs", told_apart(step.needs for step in self.steps))
+
+
+def told_apart(calls: Iterable[Call]) -> tuple[Call, ...]:
+    """Calls without those that need what the one before them needed."""
+    return tuple(call for call, _ in groupby(calls))
 
 
 def gather_steps(

@@ -50,7 +50,7 @@ from gemini.placement.sizes import (
     least_budgets,
 )
 from gemini.placement.tiers import Tier
-from gemini.placement.timetable.gathers import GatherSteps
+from gemini.placement.timetable.gathers import GatherSteps, told_apart
 from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.memory.backend import Backend
 from gemini.runtime.memory.machine import look_at_machine, ranks_here
@@ -176,7 +176,8 @@ class Planning:
             return False
         known = self._result_for(trace.kind, trace.signature)
         calls = trace.calls(self.inputs.layout.chunk_of())
-        if known is not None and known.steps.needs == tuple(c for c in calls if c is not None):
+        needs = told_apart(call for call in calls if call is not None)
+        if known is not None and known.steps.needs == needs:
             return False
         inputs = replace(self.inputs, trace=trace)
         try:

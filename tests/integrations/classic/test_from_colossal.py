@@ -166,10 +166,10 @@ def test_the_engine_imports_no_door():
     """Read from the source, so that no import inside a function is missed."""
     packages = ("gemini", "optim", "io", "kernels_triton")
     paths = [path for package in packages for path in (ROOT / package).rglob("*.py")]
-    doors = ROOT / "gemini/integrations"
+    doors, above = ROOT / "gemini/integrations", ROOT / "gemini/train"  # a run, over Trainer's door
     checked = 0
     for path in paths:
-        if doors in path.parents or path == ROOT / "gemini/__main__.py":
+        if {doors, above} & {*path.parents} or path == ROOT / "gemini/__main__.py":
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             names = []
@@ -218,4 +218,4 @@ def test_lora_without_peft_names_the_extra(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "peft", None)
     with pytest.raises(ImportError, match=r"pip install peft"):
         Booster().enable_lora(nn.Linear(2, 2), lora_config=object())
-    assert 'lora = ["peft"]' in (ROOT / "pyproject.toml").read_text()
+    assert 'lora = ["peft>=' in (ROOT / "pyproject.toml").read_text()
