@@ -15,7 +15,7 @@ from gemini import GeminiDDP, StaticPlacement
 from gemini.chunk.layout import ChunkLayout
 from gemini.chunk.sizing.model_specs import specs_of
 from gemini.memtracer.collector import MemStatsCollector, Moments, input_signature, listening, trace
-from gemini.memtracer.monitor import CudaMonitor, ProcessMonitor, StorageTracker
+from gemini.memtracer.monitor import CudaMonitor, StorageTracker
 from gemini.memtracer.trace import Trace, TraceError, model_digest, reduce_traces
 from gemini.runtime.memory.backend import SimBackend
 from gemini.runtime.schedule import sampler
@@ -286,16 +286,6 @@ def test_ranks_traces_are_reduced_to_the_most_of_each_period():
     other = replace(two, moments=tuple(moments[:-1]))
     with pytest.raises(TraceError, match="rank 1 ran another sequence"):
         reduce_traces([one, other])
-
-
-def test_process_monitor_sees_what_a_period_touched():
-    monitor = ProcessMonitor()
-    monitor.start()
-    monitor.period()
-    torch.ones(16 << 20).sum()  # 64 MiB, freed at once
-    first, second = monitor.period(), monitor.period()
-    assert 60 << 20 < first < 100 << 20
-    assert second < 32 << 20
 
 
 def test_memory_that_the_allocator_had_left_counts_as_well(monkeypatch):
