@@ -67,7 +67,10 @@ class Meetings:
         parts, manager, reducer = self._parts, self._parts.manager, self._parts.reducer
         if parts.all_gathered:
             return
-        if manager.follow_to_end() and not manager.owes_meeting and not reducer.is_learning:
+        followed = manager.follow_to_end()
+        if parts.comm.world_size == 1:  # what is due is reduced then: no place is agreed on
+            return
+        if followed and not manager.owes_meeting and not reducer.is_learning:
             return
         backward = manager.calls, reducer.num_calls_before
         kind = [zlib.crc32(repr(backward).encode())]

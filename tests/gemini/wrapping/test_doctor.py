@@ -97,7 +97,7 @@ def test_a_real_machine_is_measured_and_nothing_is_left(tmp_path):
         assert "which is RAM" in here.error
     assert "does not exist" in missing.error
     assert list(tmp_path.iterdir()) == []
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert set(os.listdir("/proc/self/fd")) <= before  # threads of what other tests dropped end
 
 
 def test_a_folder_in_ram_is_refused():
