@@ -29,9 +29,6 @@ class Alike:
     def said(self) -> list[str]:
         return [self._wants] * self._world_size
 
-    def waiting(self) -> None:
-        pass
-
     def leave(self) -> None:
         pass
 
