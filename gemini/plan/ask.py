@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -22,89 +22,85 @@ MOMENTS = {"adamw": 8, "lion": 4, "sgd": 4}  # bytes an element of state, beside
 MASTER = 4
 
 
-def plan_for(
-    model: str | nn.Module,
-    machine: Hardware,
-    *,
-    batch: int = 1,
-    seq: int = 1024,
-    lora: int = 0,
-    checkpointing: bool = False,
-    precision: str = "bf16",
-    optimizer: str = "adamw",
-    nvme_fraction: float = 0.0,
-    activation_bytes: int | None = None,
-) -> Answer:
-    """What training would take on a machine, or the cheapest change with which it fits.
+@dataclass(frozen=True, slots=True)
+class Training:
+    """How a model is trained.
 
-    model: what `models.build` takes; or a module on the meta device, which gets the adapters and
-        the checkpointing that are asked for.
-    machine: see `machine_of`.
     batch, seq: sequences of a rank in one forward, and their tokens.
     lora: rank of adapters; 0 trains the whole model.
     precision: of `DTYPES`. optimizer: of `MOMENTS`.
     nvme_fraction: of the optimizer's state, at least, on NVMe.
     activation_bytes: of one sample, where nothing can be traced.
+    """
+
+    batch: int = 1
+    seq: int = 1024
+    lora: int = 0
+    checkpointing: bool = False
+    precision: str = "bf16"
+    optimizer: str = "adamw"
+    nvme_fraction: float = 0.0
+    activation_bytes: int | None = None
+
+    def in_words(self) -> tuple[str, str]:
+        trained = f"LoRA of rank {self.lora}" if self.lora else "all parameters trained"
+        kept = "computed again in backward" if self.checkpointing else "kept for backward"
+        return (
+            f"batch of a rank {self.batch}, {self.seq} tokens, {self.precision}, "
+            f"{self.optimizer} with fp32 state, {trained} (as asked)",
+            f"activations: {kept} ({'traced' if self.activation_bytes is None else 'given'})",
+        )
+
+
+def plan_for(model: str | nn.Module, machine: Hardware, training: Training) -> Answer:
+    """What training would take on a machine, or the cheapest change with which it fits.
+
+    model: what `models.build` takes; or a module on the meta device, which gets the adapters and
+        the checkpointing that are asked for.
+    machine: see `machine_of`.
 
     Nothing is allocated, and no GPU is touched. Raises ValueError for a model that is not known or
     cannot be traced; a model that does not fit is an answer.
     """
-    assumed = (
-        f"batch of a rank {batch}, {seq} tokens, {precision}, {optimizer} with fp32 state, "
-        f"{f'LoRA of rank {lora}' if lora else 'all parameters trained'} (as asked)",
-        f"activations: {'computed again in backward' if checkpointing else 'kept for backward'} "
-        f"({'traced' if activation_bytes is None else 'given'})",
-    )
-    question = ask(
-        model, machine, batch, seq, lora, checkpointing, precision, optimizer, nvme_fraction,
-        activation_bytes,
-    )  # fmt: skip
-    return answer(question, assumed)
+    return answer(ask(model, machine, training), training.in_words())
 
 
-def ask(
-    what: str | nn.Module,
-    machine: Hardware,
-    batch: int = 1,
-    seq: int = 1024,
-    lora: int = 0,
-    checkpointing: bool = False,
-    precision: str = "bf16",
-    optimizer: str = "adamw",
-    nvme_fraction: float = 0.0,
-    activation_bytes: int | None = None,
-) -> Question:
+def ask(what: str | nn.Module, machine: Hardware, training: Training) -> Question:
     """Search the model's chunks and trace it; see `plan_for`."""
     model = models.build(what) if isinstance(what, str) else what
     itemsizes = models.itemsizes(model)
-    if checkpointing:
+    if training.checkpointing:
         model = models.checkpointed(model)
-    if lora:
-        model = models.add_lora(model, lora)
+    if training.lora:
+        model = models.add_lora(model, training.lora)
         itemsizes = models.itemsizes(model)
     if isinstance(what, str) and what.lower() in models.MODELS:
         itemsizes = [2] * len(itemsizes)  # published weights are in 16 bits
-    dtype = DTYPES[precision]
+    dtype = DTYPES[training.precision]
     found = search_chunk_configuration(model, dtype=dtype, world_size=machine.world_size)
     layout = training_layout(found.layout.params, found.capacities, machine.world_size)
-    if activation_bytes is None:
-        activations = activations_of(model, layout.params, seq)
+    if training.activation_bytes is None:
+        activations = activations_of(model, layout.params, training.seq)
     else:
-        activations = constant_activations(sequential_trace(layout.params), activation_bytes)
+        order = sequential_trace(layout.params)
+        activations = constant_activations(order, training.activation_bytes)
     trained = sum(spec.numel for spec in layout.params if spec.trainable)
     used = models.used_numel(model)
-    gradients = trained if lora else used  # those of inputs are computed either way
+    gradients = trained if training.lora else used  # those of inputs are computed either way
+    has_master = training.precision != "fp32"
     question = Question(
-        layout, activations, machine, batch, seq, nvme_fraction, wider_chunks(layout, itemsizes),
-        StateBytes(MOMENTS[optimizer] + MASTER * (precision != "fp32"), precision != "fp32"),
-        float(2 * (2 + checkpointing) * used + 2 * gradients),
+        layout, activations, machine, training.batch, training.seq, training.nvme_fraction,
+        wider_chunks(layout, itemsizes),
+        StateBytes(MOMENTS[training.optimizer] + MASTER * has_master, has_master),
+        float(2 * (2 + training.checkpointing) * used + 2 * gradients),
     )  # fmt: skip
-    if checkpointing or activation_bytes is not None or not isinstance(what, str):
+    has_lighter = not training.checkpointing and training.activation_bytes is None
+    if not has_lighter or not isinstance(what, str):
         return question
 
     def lighter() -> Question:
         try:
-            return ask(what, machine, batch, seq, lora, True, precision, optimizer, nvme_fraction)
+            return ask(what, machine, replace(training, checkpointing=True))
         except ValueError:  # a model without checkpointing stays as it is
             return question
 

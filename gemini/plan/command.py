@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 from gemini.placement.timeline import planned_timeline, write_timeline
@@ -110,14 +111,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.fits is not None:
         return _write_fits(args)
     from . import words
-    from .ask import plan_for
+    from .ask import Training, plan_for
 
     name = args.what or args.model
     try:
         plan = plan_for(
-            name, machine_from(args), batch=args.batch, seq=args.seq, lora=args.lora,
-            checkpointing=args.checkpointing, precision=args.precision, optimizer=args.optimizer,
-            nvme_fraction=args.nvme_fraction, activation_bytes=args.activation_bytes,
+            name, machine_from(args), Training(**{f.name: getattr(args, f.name)
+                                                  for f in fields(Training)}),
         )  # fmt: skip
     except (ValueError, OSError) as error:
         sys.exit(f"gemini plan: {error}")
@@ -138,17 +138,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _write_fits(args: argparse.Namespace) -> int:
     """Two files, of all parameters and of LoRA; after each model, so that an end loses little."""
     from . import table
-    from .ask import ask
+    from .ask import Training, ask
 
     name = args.what or args.model
     args.fits.mkdir(parents=True, exist_ok=True)
     found: list[table.Row] = []
     for model in [name] if name else table.MODELS:
         for training, lora in (("all parameters", 0), ("LoRA adapters", args.lora or 16)):
-            question = ask(
-                model, machine_from(args), args.batch, args.seq, lora, True, args.precision,
-                args.optimizer, activation_bytes=args.activation_bytes,
+            asked = Training(
+                args.batch, args.seq, lora, True, args.precision, args.optimizer,
+                activation_bytes=args.activation_bytes,
             )  # fmt: skip
+            question = ask(model, machine_from(args), asked)
             found += table.rows(model, training, question)
         title = (
             f"One card, {args.batch} x {args.seq} tokens, {args.precision} under {args.optimizer} "

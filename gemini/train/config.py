@@ -74,6 +74,14 @@ class TrainConfig:
             if getattr(self, name) is not None:
                 parse_bytes(getattr(self, name))
 
+    def batch_of_rank(self, world_size: int) -> int:
+        """Raises ValueError for ranks that cannot share a batch."""
+        if self.batch % world_size:
+            raise ValueError(
+                f"--batch {self.batch} on {world_size} ranks; expected a multiple of them"
+            )
+        return self.batch // world_size
+
     def changed_from(self, other: TrainConfig) -> list[str]:
         """Names of fields that make it another run."""
         mine, others = asdict(self), asdict(other)
@@ -156,7 +164,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def read_config(path: Path) -> TrainConfig:
-    """One that `write_config` wrote. Raises ValueError."""
+    """Of a file that `as_yaml` gave. Raises ValueError."""
     (config,) = parser().parse_args_into_dataclasses(_as_flags(path))[:1]
     assert isinstance(config, TrainConfig)
     return config

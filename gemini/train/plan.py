@@ -21,6 +21,7 @@ from gemini.placement.planner import PlanResult, plan_within
 from gemini.placement.policy import AutoPlacement
 from gemini.placement.sizes import UNLIMITED, Bandwidths, BudgetError, Budgets
 from gemini.placement.tiers import Tier
+from gemini.plan.question import format_bytes_up
 from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.memory.backend import make_backend
 from gemini.runtime.schedule.planning import USUAL, begin_planning
@@ -99,12 +100,9 @@ class Planner:
         Homes are those that wrapping chooses; seconds are from speeds that are measured here.
         """
         world_size = self._comm.world_size
-        if config.batch % world_size:
-            raise ValueError(
-                f"--batch {config.batch} on {world_size} ranks; expected a multiple of them"
-            )
+        batch = config.batch_of_rank(world_size)
         key = replace(
-            KEY, batch=config.batch // world_size, seq=config.seq, lora=config.lora,
+            KEY, batch=batch, seq=config.seq, lora=config.lora,
             checkpointing=config.checkpointing,
         )  # fmt: skip
         model, found = self._traced(key)
@@ -120,7 +118,7 @@ class Planner:
         trained = sum(spec.numel for spec in specs if spec.trainable)
         num_params = sum(spec.numel for spec in specs)
         passes = 2 * (2 + config.checkpointing) * num_params + 2 * trained
-        tokens = config.batch // world_size * config.seq
+        tokens = batch * config.seq
         has_files = planning.result.profile.peak(Tier.NVME) > 0
         inputs = replace(
             planning.inputs,
@@ -146,7 +144,7 @@ class Planner:
         return model, trace(model, {**inputs, "use_cache": False, "fused_lm_head": True})
 
     def _measure(self, folder: str | None) -> Bandwidths:
-        """The slowest rank's speeds."""
+        """Rank 0's speeds, on all ranks."""
         speeds = replace(USUAL, flops=_flops(self._device))
         if folder is not None and self._comm.rank == 0:
             best = nvme.probe(folder, seconds=_PROBE_SECONDS).best
@@ -163,8 +161,8 @@ class Planner:
                 yield f"with {words} a step takes about {found.seconds:.3g} s"
         if base.on_disk and config.host_mem is not None:
             more = parse_bytes(config.host_mem) + base.on_disk * self._comm.world_size
-            words = f"--host-mem {_up(more)}"
-            found = self._try(replace(config, host_mem=_up(more)))
+            words = f"--host-mem {format_bytes_up(more)}"
+            found = self._try(replace(config, host_mem=format_bytes_up(more)))
             if found is not None and found.seconds < WORTH_SAYING * base.seconds:
                 yield f"with {words} a step takes about {found.seconds:.3g} s"
 
@@ -220,7 +218,7 @@ class Planner:
                          *(["host_mem"] if on_cpu or not of_device else [])]  # fmt: skip
                 given = {name: getattr(config, name) for name in names}
                 more: dict[str, Any] = {
-                    name: _up(parse_bytes(size) + error.missing_bytes)
+                    name: format_bytes_up(parse_bytes(size) + error.missing_bytes)
                     for name, size in given.items()
                     if size is not None
                 }
@@ -254,11 +252,6 @@ def _faster(config: TrainConfig) -> Iterator[Change]:
 def _batch(batch: int, accumulate: int) -> Change:
     words = f"--batch {batch} --accumulate {accumulate}"
     return words, {"batch": batch, "accumulate": accumulate}
-
-
-def _up(nbytes: int) -> str:
-    """As an argument, rounded up."""
-    return f"{-(-nbytes // (1 << 20))}MiB"
 
 
 def _flops(device: torch.device) -> float:

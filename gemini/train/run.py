@@ -118,10 +118,6 @@ def prepare(config: TrainConfig) -> Job:
         check_same_run(config, out)
     on_cpu = not torch.cuda.is_available()
     world_size = _world_size()
-    if config.batch % world_size:
-        raise ValueError(
-            f"--batch {config.batch} on {world_size} ranks; expected a multiple of them"
-        )
     args = arguments(config, world_size, on_cpu=on_cpu)  # ranks are connected from here on
     optim: Any = args.optim
     check_optim(str(optim.value))

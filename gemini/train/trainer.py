@@ -82,12 +82,13 @@ class TuningTrainer(GeminiTrainerMixin, SFTTrainer):  # type: ignore[misc]
 
 
 def arguments(config: TrainConfig, world_size: int, *, on_cpu: bool) -> SFTConfig:
-    """A run as trl's."""
+    """A run as trl's. Raises ValueError for ranks that cannot share a batch."""
+    batch = config.batch_of_rank(world_size)
     evaluates = bool(config.held_out or config.eval_data)
     return SFTConfig(
         output_dir=str(Path(config.out) / "checkpoints"),
-        per_device_train_batch_size=config.batch // world_size,
-        per_device_eval_batch_size=config.batch // world_size,
+        per_device_train_batch_size=batch,
+        per_device_eval_batch_size=batch,
         gradient_accumulation_steps=config.accumulate,
         max_length=config.seq,
         packing=config.packing,

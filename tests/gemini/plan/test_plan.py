@@ -14,7 +14,7 @@ from gemini.memtracer.collector import trace
 from gemini.placement.timetable.updates import best_update
 from gemini.plan import command, models, table, words
 from gemini.plan.activations import activations_of, example_inputs
-from gemini.plan.ask import ask, plan_for
+from gemini.plan.ask import Training, ask, plan_for
 from gemini.plan.machine import CARDS, TYPICAL, machine_of
 from gemini.plan.question import homes
 from gemini.plan.words import answer
@@ -44,7 +44,7 @@ def config(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def question(config):
-    return ask(str(config), machine_of({}), seq=64)
+    return ask(str(config), machine_of({}), Training(seq=64))
 
 
 def report(plan):
@@ -239,13 +239,13 @@ def test_the_example_of_the_page_fits():
 
 def test_a_base_that_lies_there_in_bf16_has_no_originals(config, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**FIELDS, "torch_dtype": "bfloat16"}))
-    plan = plan_for(str(tmp_path), machine_of({}), lora=4, activation_bytes=10 << 20)
+    plan = plan_for(str(tmp_path), machine_of({}), Training(lora=4, activation_bytes=10 << 20))
     assert plan.fits and "originals" not in plan.homes
 
 
 @pytest.mark.ci
 def test_a_named_base_is_one_of_16_bits():
-    asked = ask("llama-150m", machine_of({}), lora=4, activation_bytes=10 << 20)
+    asked = ask("llama-150m", machine_of({}), Training(lora=4, activation_bytes=10 << 20))
     assert not asked.with_originals
 
 
@@ -277,13 +277,13 @@ def test_gathers_are_within_5_percent_of_the_lower_bound(name, world_size):
     for device_mem in (40 * GIB, 80 * GIB):
         sizes = {"host_mem": 2 * 10**12, "device_mem": device_mem}
         machine = machine_of(sizes, world_size=world_size, ranks_per_node=min(8, world_size))
-        plan = plan_for(name, machine, seq=512)
+        plan = plan_for(name, machine, Training(seq=512))
         assert plan.fits and plan.result.plan.forecast.gather_gap <= 0.05
 
 
 def test_fp32_originals_of_a_frozen_base_are_planned_and_named(config):
     """26 M parameters, of which the adapter's alone are trained: 104 MB in RAM, or on disk."""
-    asked = ask(str(config), machine_of({}), lora=4, activation_bytes=10 << 20)
+    asked = ask(str(config), machine_of({}), Training(lora=4, activation_bytes=10 << 20))
     frozen = sum(4 * c.shard_numel for c in asked.layout.chunks if not c.trainable)
     assert frozen > 4 * 25e6
     for machine, tier in (({}, "host"), ({"host_mem": 50}, "nvme"), ({"device": "cpu"}, "device")):
@@ -297,7 +297,7 @@ def test_fp32_originals_of_a_frozen_base_are_planned_and_named(config):
 
 
 def test_checkpointing_is_the_cheapest_change_where_it_is_enough(config):
-    asked = ask(str(config), machine_of({"device_mem": 140 << 20}), seq=512)
+    asked = ask(str(config), machine_of({"device_mem": 140 << 20}), Training(seq=512))
     plan = answer(asked)
     assert not plan.fits and plan.change == "--checkpointing"
     assert answer(asked.lighter()).fits and asked.lighter().lighter is None
@@ -322,7 +322,7 @@ def test_checkpointing_and_adapters_hold_in_the_trace_of_few_layers(config):
 )  # fmt: skip
 def test_bytes_follow_precision_and_optimizer(config, question, options, of_param, of_state):
     numel = sum(spec.numel for spec in question.layout.params)
-    plan = plan_for(str(config), machine_of({}), activation_bytes=1 << 20, **options)
+    plan = plan_for(str(config), machine_of({}), Training(activation_bytes=1 << 20, **options))
     for kind, nbytes in (("parameters", of_param), ("state", of_state)):
         assert nbytes * numel <= sum(plan.homes[kind].values()) < 1.01 * nbytes * numel
 
