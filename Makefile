@@ -95,7 +95,7 @@ test-oldest: .venv-oldest/ok
 
 # Without a GPU, on torch's CUDA build over a stub of CUDA (tests/cuda_stub), in an environment of its
 # own, of which 2.6 GiB are to download; needs g++. `steps` without `--check` writes
-# tests/cuda_stub/golden.json anew.
+# bench/results/cuda-stub.json anew.
 CUDA := .venv-cuda/bin/python
 .venv-cuda/ok: pyproject.toml constraints.txt
 	python3 -m venv .venv-cuda

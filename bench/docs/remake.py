@@ -32,6 +32,7 @@ class Result:
     arguments: tuple[str, ...]
     minutes: int
     smoke: tuple[str, ...] = ()  # of a small version; none: there is none
+    environment: str = ""  # the folder of another one than this Python's; `make FOLDER/ok` makes it
 
     @property
     def path(self) -> str:
@@ -41,6 +42,10 @@ class Result:
     def command(self) -> str:
         """As the file names it."""
         return shlex.join(["python", "-m", *self.arguments, "--json", self.path])
+
+    @property
+    def python(self) -> str:
+        return str(ROOT / self.environment / "bin/python") if self.environment else sys.executable
 
 
 # what draws comes last: a drawing is a file of the commit
@@ -73,6 +78,9 @@ EVERYTHING = (
         5,
     ),
     Result("capacity-cpu", ("bench.capacity",), 15),
+    Result(
+        "cuda-stub", ("tests.cuda_stub", "tests.cuda_stub.steps"), 2, environment=".venv-cuda"
+    ),
     Result("picture", ("bench.docs.picture",), 3),
 )  # fmt: skip
 
@@ -91,8 +99,13 @@ def run(result: Result, arguments: Sequence[str], path: str) -> bool:
     file = ROOT / path
     before = file.read_bytes() if file.exists() else None
     file.unlink(missing_ok=True)
-    done = subprocess.run([sys.executable, "-m", *arguments, "--json", path], cwd=ROOT)
-    made = done.returncode == 0 and file.exists()
+    try:
+        done = subprocess.run([result.python, "-m", *arguments, "--json", path], cwd=ROOT)
+    except FileNotFoundError:
+        print(f"there is no {result.environment}: make {result.environment}/ok")
+        made = False
+    else:
+        made = done.returncode == 0 and file.exists()
     if not made and before is not None:
         file.write_bytes(before)
     seconds = time.perf_counter() - started

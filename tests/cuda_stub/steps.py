@@ -1,6 +1,6 @@
 """What a steady iteration asks of CUDA: python -m tests.cuda_stub tests.cuda_stub.steps [--check]
 
-Writes `golden.json`, or compares with it: by home of model data, the launches,
+Writes `bench/results/cuda-stub.json`, or compares with it: by home of model data, the launches,
 copies, events and waits of one forward, backward, step and zero_grad. Whoever asks whether a copy
 has ended hears that it has; who waits without asking is counted.
 """
@@ -22,13 +22,14 @@ import torch
 
 from bench.host import launches
 from bench.support.gpu_sections import Stack
+from bench.support.machine import write_result
 from gemini import GeminiDDP, StaticPlacement
 from gemini.runtime.comm.communicator import Communicator
 from optim import HybridAdam, NvmeConfig
 from tests.cuda_stub.counts import asked
 from tests.support.alike import one_of_many
 
-GOLDEN = Path(__file__).parent / "golden.json"
+GOLDEN = Path("bench/results/cuda-stub.json")
 WIDTH, DEPTH, WARM = 64, 8, 4
 GPU = torch.device("cuda", 0)
 Found = dict[str, Any]
@@ -124,9 +125,9 @@ def main() -> int:
         print("the host waits in an iteration without a disk:", json.dumps(waiting, indent=1))
         return 1
     if not args.check:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+        write_result(args.json, {"iterations": found})
         return 0
-    golden = json.loads(args.json.read_text())
+    golden = json.loads(args.json.read_text())["iterations"]
     differ = [name for name, row in found.items() if row != golden.get(name)]
     for name in differ:
         print(f"{name}: {json.dumps(found[name], indent=1)}")
