@@ -68,8 +68,6 @@ class Meetings:
         if parts.all_gathered:
             return
         followed = manager.follow_to_end()
-        if parts.comm.world_size == 1:  # what is due is reduced then: no place is agreed on
-            return
         if followed and not manager.owes_meeting and not reducer.is_learning:
             return
         backward = manager.calls, reducer.num_calls_before

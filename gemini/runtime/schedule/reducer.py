@@ -3,10 +3,10 @@
 [Note: canonical order] Two collectives of equal size that are swapped between ranks give wrong
 data and no error, so nothing that differs between ranks may decide when one is issued. Where
 chunks are gathered in backward too, a reduction has its place among the gathers, which ranks agree
-on at the end of a backward, for all that follow the same calls: behind the last call that needs the
-chunk, and the last gradient of it on any rank. In a backward whose places are not known, and where
-calls are others than expected, ranks meet before each collective; a chunk whose calls have ended is
-reduced when all ranks propose it. What is left then is reduced at the end, in one order.
+on at the end of a backward, for all that follow the same calls: after the end of the last call that
+needs the chunk, and its last gradient, on all ranks. In a backward whose places are not known, and
+where calls are others than expected, ranks meet before each collective; a chunk whose calls have
+ended is reduced when all ranks propose it. What is left then is reduced at the end, in one order.
 
 What has not arrived by its reduction (a parameter that this rank did not use) counts as zero; what
 arrives later makes the ranks agree on a second reduction, before the step. Where nothing is
@@ -77,6 +77,7 @@ class Reducer:
         self.num_calls_before = 0  # of its cycle, before this backward
         self._moment = 0  # the number of the call that came last
         self._arrived_at: dict[ChunkId, int] = {}  # when its last gradient did
+        self._closed_at: dict[ChunkId, int] = {}  # when its last call ended, as plans reckon
         self._arrivals: Counter[tuple[ChunkId, int]] = Counter()  # of this backward
         self._usual: Counter[tuple[ChunkId, int]] = Counter()  # of the last one, if more than one
         self._waiting: dict[ChunkId, Chunk] = {}
@@ -139,6 +140,7 @@ class Reducer:
     def closed(self, chunks: Iterable[ChunkId], whole: bool) -> None:
         if not whole:
             self._open.subtract(chunks)
+            self._closed_at.update((chunk, self._moment) for chunk in chunks)
 
     def reduce_due(self, num_calls: int, follows_steps: bool) -> None:
         """Before a backward gather: reduce the chunks whose turn it is.
@@ -172,7 +174,8 @@ class Reducer:
         """
         found = {}
         for chunk in (chunk.spec.id for chunk in self._order):
-            numbers = [at[chunk] for at in (last_calls, self._arrived_at) if chunk in at]
+            moments = (last_calls, self._arrived_at, self._closed_at)
+            numbers = [at[chunk] for at in moments if chunk in at]
             if numbers:
                 found[chunk] = max(numbers)
         return found
@@ -295,6 +298,7 @@ class Reducer:
         for counter in (self._opened, self._open, self._arrivals):
             counter.clear()
         self._arrived_at.clear()
+        self._closed_at.clear()
         self._places, self._num_placed = None, 0
         self._begun.clear()
         self.active = False
