@@ -7,12 +7,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from gemini.callers import flat_optimizer_state, wants_dtensors
+from gemini.nvme import BlockStore
 from gemini.optim.plain.target import PlainTarget, clip_together, step_together
 from gemini.optim.rules.clipping import Clip, asked_norm
 from gemini.optim.rules.report import NonFiniteGradientError
@@ -38,6 +40,10 @@ class TieredOptimizer(BoundOptimizer):
     """
 
     _step_supports_amp_scaling = True  # what torch.amp.GradScaler looks for
+    # of a run of several processes, for checkpoints: steps of all before what stores of this one
+    # count, and those of the stores that the others left, by name
+    steps_before = 0
+    left_stores: Mapping[str, int] = MappingProxyType({})
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One update; returns the closure's loss. `last_report` says what it did."""
@@ -233,7 +239,12 @@ class TieredOptimizer(BoundOptimizer):
     @property
     def nvme_bytes(self) -> int:
         """Bytes that this optimizer's state takes on disk, both versions of every block."""
-        return sum(target.nvme_bytes for target in self._targets)
+        return sum(store.file_bytes for store in self.stores)
+
+    @property
+    def stores(self) -> list[BlockStore]:
+        """What is on disk, of this optimizer and of the module that it updates."""
+        return [store for target in self._targets for store in target.stores]
 
     def close(self, *, keep_masters: bool = True) -> None:
         """Remove the files and threads. The optimizer cannot step any more.

@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from gemini.nvme import BlockStore
 from gemini.optim.rules.clipping import Clip
 from gemini.optim.rules.config import StateConfig
 from gemini.optim.rules.control_vector import ControlVector
@@ -102,8 +103,8 @@ class Target(Protocol):
         ...
 
     @property
-    def nvme_bytes(self) -> int:
-        """Bytes on disk, both versions of every block."""
+    def stores(self) -> Sequence[BlockStore]:
+        """What is on disk."""
         ...
 
     def close(self, keep_masters: bool = True) -> None:

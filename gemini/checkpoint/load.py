@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from gemini.checkpoint.model.state import RunState, first_names, names_of
 from gemini.ddp import GeminiDDP
 from gemini.optim.base import TieredOptimizer
 
-from . import background
+from . import background, earlier_files
 from .save import raise_pending, runs_of
 
 log = logging.getLogger("gemini")
@@ -256,6 +257,9 @@ def _load_extras(
             set_random_state(own["random"])
 
     ranks.together(lambda: _as_corrupt(put_back, source))
+    if isinstance(optimizer, TieredOptimizer):
+        take_over = partial(earlier_files.take_over, common.get("files", {}), optimizer)
+        ranks.together(lambda: _as_corrupt(take_over, source))
     if scheduler is not None and common["scheduler"] is not None:
         scheduler.load_state_dict(common["scheduler"])
     if same_world:

@@ -42,7 +42,7 @@ from gemini.optim.groups import as_torchs
 from gemini.tickets import Done, Ticket
 from gemini.units import parse_bytes
 
-from . import background
+from . import background, earlier_files
 
 log = logging.getLogger("gemini")
 
@@ -94,8 +94,9 @@ def save_checkpoint(
     folder = ranks.together(lambda: SaveFolder(target) if ranks.rank == 0 else None)
     file: RankFile | None = None
     try:
+        files = earlier_files.known(optimizer, ranks) if weights else {}
         content = ranks.together(
-            lambda: _content(model, optimizer, scheduler, extra, ranks, weights)
+            lambda: _content(model, optimizer, scheduler, extra, ranks, weights, files)
         )
         if ranks.is_pipeline and optimizer is not None:
             content.state["optim"].pop("param_groups", None)
@@ -196,9 +197,11 @@ def _content(
     extra: Any,
     ranks: Ranks,
     weights: bool,
+    files: Mapping[str, Any],
 ) -> Content:
     own = {"random": random_state(), "extra": extra, "buffers": {}}
     common: dict[str, Any] = {"scheduler": None if scheduler is None else scheduler.state_dict()}
+    common["files"] = files
     runs = runs_of(model, optimizer, ranks.world_size, Keys(), weights, once=True)
     if runs is not None:
         content = content_of(runs, model, optimizer, first=ranks.first)

@@ -30,7 +30,13 @@ from gemini.nvme.files.file import (
     default_folder,
     open_direct,
 )
-from gemini.nvme.files.orphan_files import Left, left_in, orphans, remove_orphans
+from gemini.nvme.files.orphan_files import (
+    Left,
+    left_in,
+    orphans,
+    remove_orphans,
+    remove_superseded,
+)
 from gemini.nvme.files.recovery import Recovered, recover
 from gemini.nvme.layout import FORMAT_VERSION, FormatError, StoreLayout
 from gemini.nvme.pinned import PinnedVersions
@@ -81,6 +87,7 @@ __all__ = [
     "read_ahead",
     "recover",
     "remove_orphans",
+    "remove_superseded",
     "settle",
     "transfer_error",
 ]

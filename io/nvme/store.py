@@ -22,7 +22,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 
 from gemini.nvme.files.file import OpenFile, check_folder, create_files
-from gemini.nvme.files.orphan_files import remove_stepless
+from gemini.nvme.files.orphan_files import remove_stepless, store_name
 from gemini.tickets import Ticket
 from gemini.units import PAGE_BYTES, BlockId, align_up, format_bytes
 
@@ -179,6 +179,11 @@ class BlockStore:
     def files(self) -> tuple[OpenFile, ...]:
         """In the order of `paths`; `close` ends them."""
         return self._files
+
+    @property
+    def name(self) -> str:
+        """What the names of its files begin with, and those of no other store."""
+        return store_name(self.paths[0])
 
     @property
     def committed_step(self) -> int:

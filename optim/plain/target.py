@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gemini.dtypes import DTYPES
+from gemini.nvme import BlockStore
 from gemini.optim.rules.clipping import Clip
 from gemini.optim.rules.config import StateConfig
 from gemini.optim.rules.control_vector import ControlVector
@@ -255,8 +256,8 @@ class PlainTarget:
         return [*(param.data for param in self._params), *grads, *self._tiered_state.movable()]
 
     @property
-    def nvme_bytes(self) -> int:
-        return self._tiered_state.nvme_bytes
+    def stores(self) -> Sequence[BlockStore]:
+        return self._tiered_state.stores
 
     @property
     def tiered_state(self) -> TieredState:

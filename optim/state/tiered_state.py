@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from gemini.nvme import BlockStore
 from gemini.optim.rules.config import NvmeConfig
 from gemini.optim.rules.report import Traffic
 from gemini.optim.rules.split_master import remainder_of, shown, take, tie_sign
@@ -408,9 +409,13 @@ class TieredState:
         return self.nvme.stalled_seconds if self.nvme is not None else 0.0
 
     @property
+    def stores(self) -> tuple[BlockStore, ...]:
+        return () if self.nvme is None else (self.nvme.store,)
+
+    @property
     def nvme_bytes(self) -> int:
         """Bytes allocated on disk."""
-        return self.nvme.store.file_bytes if self.nvme is not None else 0
+        return sum(store.file_bytes for store in self.stores)
 
     def close(self) -> None:
         if self.nvme is not None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gemini.chunk.layout import ChunkSpec
+from gemini.nvme import BlockStore
 from gemini.placement.plan import Plan
 from gemini.placement.tiers import Tier
 from gemini.units import ChunkId
@@ -114,13 +115,17 @@ class Originals:
         return frozenset(self._memory) | self._in_file
 
     @property
+    def stores(self) -> list[BlockStore]:
+        return [file.store for file in self._files]
+
+    @property
     def file_bytes(self) -> int:
-        return sum(file.file_bytes for file in self._files)
+        return sum(store.file_bytes for store in self.stores)
 
     @property
     def written_bytes(self) -> int:
         """To files that are still there."""
-        return sum(file.store.traffic.written_bytes for file in self._files)
+        return sum(store.traffic.written_bytes for store in self.stores)
 
     def clear(self) -> None:
         """Give memory and files back."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from gemini.chunk.layout import ChunkLayout, ChunkSpec
 from gemini.chunk.storage import Chunk
 from gemini.dtypes import DTYPES
-from gemini.nvme import WriteMeter
+from gemini.nvme import BlockStore, WriteMeter
 from gemini.optim.rules.report import Traffic
 from gemini.placement.plan import Plan
 from gemini.placement.tiers import Tier
@@ -200,8 +200,12 @@ class ShardStorage:
         )
 
     @property
+    def stores(self) -> list[BlockStore]:
+        return [*(files.store for files in self.files), *self.originals.stores]
+
+    @property
     def file_bytes(self) -> int:
-        return sum(files.file_bytes for files in self.files) + self.originals.file_bytes
+        return sum(store.file_bytes for store in self.stores)
 
 
 def _flat(spec: ChunkSpec) -> Flat:

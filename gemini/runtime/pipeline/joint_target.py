@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from gemini.chunk.storage import Chunk
+from gemini.nvme import BlockStore
 from gemini.optim.rules.clipping import Clip
 from gemini.optim.rules.control_vector import ControlVector
 from gemini.optim.rules.report import StepReport
@@ -204,8 +205,8 @@ class JointTarget:
         return [tensor for member in self.members for tensor in member.movable()]
 
     @property
-    def nvme_bytes(self) -> int:
-        return sum(member.nvme_bytes for member in self.members)
+    def stores(self) -> Sequence[BlockStore]:
+        return [store for member in self.members for store in member.stores]
 
     def close(self, keep_masters: bool = True) -> None:
         for member in self.members:

@@ -19,7 +19,7 @@ import logging
 import os
 import shlex
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,8 +54,7 @@ class _Orphan:
 
     @property
     def store(self) -> str:
-        """What the names of all files of one store begin with."""
-        return self.path.name.rpartition("-")[0]
+        return store_name(self.path)
 
     def last_step(self) -> int | None:
         """The last committed step; 0 where there is none, None where this file cannot say."""
@@ -79,6 +78,11 @@ class _Orphan:
             for slot in range(NUM_VERSIONS)
         ]
         return max(Index.step_in(slot, header.num_blocks) or 0 for slot in slots)
+
+
+def store_name(path: Path) -> str:
+    """What the names of all files of one store begin with."""
+    return path.name.rpartition("-")[0]
 
 
 def orphans(folder: str | os.PathLike[str]) -> tuple[Path, ...]:
@@ -144,6 +148,30 @@ def remove_stepless(folders: Iterable[Path]) -> None:
                 )
 
 
+def remove_superseded(folders: Iterable[Path], last: Mapping[str, int]) -> frozenset[str]:
+    """Remove what stores left when their processes died, where it holds no step after their `last`.
+
+    last: by name of the store. Returns the names of those with files left, also of processes that
+    live; what cannot be removed is left, which a warning says.
+    """
+    folders = tuple(dict.fromkeys(folders))
+    with _locked(folders) as found:
+        # the file that knows the step of its store goes last
+        for orphan, left in zip(reversed(found), reversed(_left(found)), strict=True):
+            if left.step is not None and left.step <= last.get(orphan.store, -1):
+                try:
+                    _remove(orphan)
+                except OSError as error:
+                    log.warning("%s was not removed: %s", orphan.path, cause_of(error.errno))
+    there = {store_name(path) for folder in folders for path in _ours_in(folder)}
+    return frozenset(there.intersection(last))
+
+
+def _ours_in(folder: Path) -> list[Path]:
+    """By their names."""
+    return sorted(folder.glob(f"{PREFIX}*{SUFFIX}"))
+
+
 def _remove(orphan: _Orphan) -> None:
     try:
         calls.unlink(orphan.path)
@@ -158,7 +186,7 @@ def _locked(folders: Iterable[Path]) -> Iterator[list[_Orphan]]:
     with ExitStack() as stack:
         found = []
         for folder in folders:
-            for path in sorted(folder.glob(f"{PREFIX}*{SUFFIX}")):
+            for path in _ours_in(folder):
                 fd = _lock(path)
                 if fd is not None:
                     stack.callback(calls.close, fd)

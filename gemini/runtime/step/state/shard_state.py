@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gemini import nvme
 from gemini.chunk.storage import Chunk
+from gemini.nvme import BlockStore
 from gemini.optim.rules.config import StateConfig
 from gemini.optim.rules.state_layout import MASTER, StateLayout
 from gemini.optim.state.pieces import Planes
@@ -207,8 +208,8 @@ class ShardState:
         return found
 
     @property
-    def nvme_bytes(self) -> int:
-        return self._tiered_state.nvme_bytes + self._parts.storage.file_bytes
+    def stores(self) -> Sequence[BlockStore]:
+        return [*self._tiered_state.stores, *self._parts.storage.stores]
 
     # -- masters --
 
