@@ -66,12 +66,19 @@ def test_a_later_checkpoint_removes_what_every_process_before_it_left(kind, disk
     assert set(nvme.orphans(disk)) == of_another_run | of_first  # step 3 is in no checkpoint
     run_for(second, 2, 4)
     save_checkpoint(tmp_path / "at 4", *second)
-    killed(second[1])
+    run_for(second, 4, 5)
+    of_second = killed(second[1])
 
     third = begin()
     load_checkpoint(tmp_path / "at 4", *third)
+    assert set(nvme.orphans(disk)) == of_another_run | of_second  # its third step, the run's fifth
+    save_checkpoint(tmp_path / "at 5", *run_for(third, 4, 5))
+    killed(third[1])
+
+    fourth = begin()
+    load_checkpoint(tmp_path / "at 5", *fourth)
     assert set(nvme.orphans(disk)) == of_another_run
-    third[1].close()
+    fourth[1].close()
 
 
 def test_the_optimizer_alone_is_not_all_that_files_of_a_run_hold(disk, tmp_path):
