@@ -140,7 +140,8 @@ class Reducer:
     def closed(self, chunks: Iterable[ChunkId], whole: bool) -> None:
         if not whole:
             self._open.subtract(chunks)
-            self._closed_at.update((chunk, self._moment) for chunk in chunks)
+            for chunk in chunks:
+                self._closed_at[chunk] = self._moment
 
     def reduce_due(self, num_calls: int, follows_steps: bool) -> None:
         """Before a backward gather: reduce the chunks whose turn it is.
