@@ -13,6 +13,7 @@ import json
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -56,7 +57,8 @@ def main() -> None:
         num_attention_heads=given.width // 32, num_key_value_heads=given.width // 32,
         vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=1, pad_token_id=1,
     )  # fmt: skip
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(given.folder)
+    model: Any = LlamaForCausalLM(config)
+    model.to(torch.bfloat16).save_pretrained(given.folder)
     tokenizer().save_pretrained(given.folder)
     rows = (json.dumps({"text": text}) + "\n" for text in texts())
     (given.folder / "text.jsonl").write_text("".join(rows))

@@ -67,7 +67,7 @@ def test_the_tutorial_runs_from_top_to_bottom(on_disk, capsys):
     names = run_blocks("docs/tutorial.md", {"__name__": "tutorial"})
     assert names["on_disk"] == names["resident"] == names["under_budget"]
     assert "too small" in capsys.readouterr().out
-    assert (on_disk / "timeline.html").stat().st_size > 1000
+    assert (on_disk / "timeline.json").stat().st_size > 1000
     names.clear()  # parameters that are in files go with their module
     gc.collect()
     assert list(on_disk.glob("*.blocks")) == []

@@ -3,15 +3,12 @@
     python -m bench.docs.picture --model gpt2 --device-budget 1280MiB
 
 Trains a few steps under a budget and draws what `model.memory_timeline` knows of an iteration:
-the plan, made from its trace. The drawing is the `<svg>` of its page, without hover texts; what
-was measured goes to bench/results/picture.json.
+the plan, made from its trace. What was measured goes to bench/results/picture.json.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +18,6 @@ from bench.support.machine import write_result
 from gemini import AutoPlacement, GeminiDDP, trace
 from gemini.nvme import default_folder
 from gemini.optim import HybridAdam
-from gemini.placement.timeline import COLOURS
 from gemini.plan import models
 from gemini.units import parse_bytes
 
@@ -30,35 +26,8 @@ STEPS = 3
 BATCH, SEQ = 4, 128
 
 
-def svg_of(page: str) -> str:
-    """The drawing of a timeline's page as a file of its own, with its style and a legend.
-
-    Raises ValueError for a page that has no drawing.
-    """
-    found = re.search(r"<svg.*</svg>", page, flags=re.DOTALL)
-    style = re.search(r"<style>.*</style>", page, flags=re.DOTALL)
-    if found is None or style is None:
-        raise ValueError("the page has no drawing; expected one of write_timeline's .html files")
-    drawing = re.sub(r"<title>.*?</title>", "", found[0], flags=re.DOTALL)
-    drawing = re.sub(r"></(rect|path)>", "/>", drawing)
-    legend, x = [], 90
-    for kind, colour in COLOURS.items():
-        legend.append(
-            f'<rect x="{x}" y="12" width="12" height="12" fill="{colour}"/>'
-            f'<text x="{x + 18}" y="22">{kind}</text>'
-        )
-        x += 40 + 8 * len(kind)
-    background = '<rect width="100%" height="100%" fill="#fff"/>'
-    head, body = drawing.split(">", 1)
-    sizes = re.search(r'width="(\d+)" height="(\d+)"', head)
-    if sizes is not None:  # scales with the page it is on
-        head += f' viewBox="0 0 {sizes[1]} {sizes[2]}"'
-    shared = style[0].replace("body {", "svg {")
-    return f"{head}>\n{shared}\n{background}\n{''.join(legend)}{body}\n"
-
-
-def train(name: str, budget: str, folder: Path, page: Path) -> dict[str, Any]:
-    """Some steps under `budget`; draws to `page` and returns what was measured."""
+def train(name: str, budget: str, folder: Path, drawing: Path) -> dict[str, Any]:
+    """Some steps under `budget`; draws to `drawing` and returns what was measured."""
     torch.manual_seed(0)
     module = models.build(name)
     ids = torch.zeros(BATCH, SEQ, dtype=torch.long)
@@ -77,7 +46,7 @@ def train(name: str, budget: str, folder: Path, page: Path) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    model.memory_timeline(page)
+    model.memory_timeline(drawing, f"{name}, batch {BATCH} x {SEQ} tokens")
     report = model.memory_report()
     optimizer.close()
     return {
@@ -105,12 +74,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "docs/timeline.svg")
     parser.add_argument("--json", type=Path, default=ROOT / "bench/results/picture.json")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch:
-        page = Path(scratch) / "timeline.html"
-        figures = train(args.model, args.device_budget, args.nvme_dir or default_folder(), page)
-        drawing = svg_of(page.read_text())
-    write_result(args.json, figures)  # first: the drawing is a file of the commit
-    args.out.write_text(drawing)
+    part_file = args.out.with_name(f"part-{args.out.name}")
+    try:
+        folder = args.nvme_dir or default_folder()
+        figures = train(args.model, args.device_budget, folder, part_file)
+        write_result(args.json, figures)  # first: the drawing is a file of the commit
+        part_file.replace(args.out)
+    finally:
+        part_file.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":
