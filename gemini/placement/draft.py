@@ -76,17 +76,19 @@ class PlanInputs:
         """The tier that is the RAM."""
         return Tier.HOST if self.has_host_tier else Tier.DEVICE
 
-    def compute_seconds(self) -> list[float]:
-        """Of every moment of the trace: as it was timed, else as `flops` has it."""
-        weights = [
+    def compute_weights(self) -> list[int]:
+        """Of every moment of the trace: its part of what a pass computes."""
+        return [
             sum(self.layout.params[p].numel for p in m.params) * (1 if m.phase == "forward" else 2)
             if m.edge == "enter"
             else 0
             for m in self.trace.moments
         ]
-        return compute_seconds_of(
-            [m.seconds for m in self.trace.moments], weights, self.flops, self.bandwidths.flops
-        )
+
+    def compute_seconds(self) -> list[float]:
+        """Of every moment of the trace: as it was timed, else as `flops` has it."""
+        timed = [m.seconds for m in self.trace.moments]
+        return compute_seconds_of(timed, self.compute_weights(), self.flops, self.bandwidths.flops)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -85,13 +86,17 @@ def planned_timeline(
     title: str,
     verdict: str = "",
     budgets: Budgets | None = None,
+    pass_seconds: Mapping[str, float] | None = None,
 ) -> Timeline:
     """The timeline of a plan, as it is predicted under `update="serial"`.
 
     budgets: those that were asked for, where the plan was made with others.
+    pass_seconds: of forward and of backward, where the trace of the plan was not timed.
     """
     plan, profile, trace = result.plan, result.profile, inputs.trace
     compute = inputs.compute_seconds()
+    if not any(compute):
+        compute = _spread(inputs, pass_seconds or {})
     walk = RecordedWalk(plan, inputs.bandwidths)
     starts = [*walk.through(compute), walk.end]
     is_timed = sum(compute) > 0
@@ -117,6 +122,18 @@ def planned_timeline(
         transfers=tuple(_transfer(move, starts) for move in plan.forecast.moves),
         is_timed=is_timed,
     )
+
+
+def _spread(inputs: PlanInputs, seconds: Mapping[str, float]) -> list[float]:
+    """Seconds of every moment, of those of its phase."""
+    weights, phases = inputs.compute_weights(), [m.phase for m in inputs.trace.moments]
+    whole = Counter[str]()
+    for phase, weight in zip(phases, weights, strict=True):
+        whole[phase] += weight
+    return [
+        seconds.get(phase, 0.0) * weight / (whole[phase] or 1)
+        for phase, weight in zip(phases, weights, strict=True)
+    ]
 
 
 def _transfer(move: Move, starts: Sequence[float]) -> Transfer:

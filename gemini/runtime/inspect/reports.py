@@ -154,8 +154,12 @@ def memory_timeline(parts: Parts, path: str | Path, title: str | None = None) ->
     ranks = parts.comm.world_size
     of_ranks = f", one of {ranks} ranks" if ranks > 1 else ""
     verdict = "; ".join(planning.overruns.lines()) or "as planned, and no budget was passed"
+    train = [t for (kind, _), t in parts.sampler.collector.traces.items() if kind == "train"]
+    seconds = {"forward": 0.0, "backward": 0.0}
+    for moment in train[-1].moments if train else ():
+        seconds[moment.phase] += moment.seconds
     timeline = planned_timeline(
-        planning.result, planning.inputs, verdict=verdict,
+        planning.result, planning.inputs, verdict=verdict, pass_seconds=seconds,
         title=title or f"{numel / 1e6:.4g} M parameters{of_ranks}",
     )  # fmt: skip
     write_timeline(timeline, path)

@@ -130,6 +130,9 @@ def test_without_speeds_moments_are_equally_wide_and_said_to_be(inputs):
     bare = replace(inputs, bandwidths=Bandwidths(), flops=0.0)
     timeline = planned_timeline(make_plan(bare), bare, title="x")
     assert not timeline.is_timed and timeline.starts[:3] == (0.0, 1.0, 2.0)
+    seconds = {"forward": 2.0, "backward": 3.0}
+    timed = planned_timeline(make_plan(bare), bare, title="x", pass_seconds=seconds)
+    assert [end - begin for _, begin, end in timed.spans()][:2] == pytest.approx([2.0, 3.0])
     labels = [axes.get_xlabel() for axes in draw(timeline).axes]
     assert any("nothing was timed yet" in label for label in labels)
 

@@ -85,6 +85,7 @@ def test_a_timeline_is_drawn(suffix, tmp_path):
     path = tmp_path / f"timeline.{suffix}"
     model.memory_timeline(path)
     assert path.stat().st_size > 1000
+    assert suffix == "json" or ">seconds<" in path.read_text()
     with pytest.raises(ValueError, match="expected one of"):
         model.memory_timeline(tmp_path / "timeline.txt")
 
