@@ -29,11 +29,14 @@ def test_the_demo_says_what_its_disk_allows_and_which_rows_a_result_was_made_wit
 
     before = [row("resident", 1.0, 0), row("nvme", 3.0, 3e9)]
     *_, serial, tail = demo.table(before, 2.0).splitlines()
-    assert serial.startswith("`nvme` takes 1.20 of its bound, 2.50 s: `resident` and its bytes")
+    assert serial == (
+        "`nvme` takes 3.00 s a step, 1.20 of its bound: 2.50 s = `resident`'s step plus its bytes "
+        "at that speed."
+    )
     assert tail.startswith("`nvme-tail` was not measured: this result was made before")
-    for moved, said in ((3e9, "1.20 of its bound, 1.50 s"), (1e9, "1.80 of its bound, 1.00 s")):
+    for moved, said in ((3e9, "1.20 of its bound: 1.50 s"), (1e9, "1.80 of its bound: 1.00 s")):
         text = demo.table([*before, row("nvme-tail", 1.8, moved)], 2.0)
-        assert text.splitlines()[-1].startswith(f"`nvme-tail` takes {said}: `resident` or its")
+        assert f"1.80 s a step, {said} = the larger of `resident`'s" in text.splitlines()[-1]
     assert {"nvme", "nvme-tail"} < demo.RUNS.keys()
 
 

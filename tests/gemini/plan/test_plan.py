@@ -153,7 +153,7 @@ def test_what_a_tail_hides_is_said_or_what_is_against_one(question):
     assert seconds["both"] == ahead.tail.seconds and 0 < ahead.num_ahead < ahead.num_blocks
     assert result["best_update"] == best_update(seconds) == "both"
     said = report(plan)
-    assert "hidden behind the next forward" in said and 'best is update="both"' in said
+    assert "hidden during the next forward" in said and 'best is update="both"' in said
     assert f'with update="both", in backward: {ahead.num_ahead} of {ahead.num_blocks} ' in said
     plan = answer(here)
     assert plan.result.tail is None
