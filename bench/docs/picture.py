@@ -10,6 +10,7 @@ sampled, the first. What was measured goes to bench/results/picture.json.
 from __future__ import annotations
 
 import argparse
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -88,14 +89,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "docs/timeline.svg")
     parser.add_argument("--json", type=Path, default=ROOT / "bench/results/picture.json")
     args = parser.parse_args()
-    part_file = args.out.with_name(f"part-{args.out.name}")
-    try:
-        folder = args.nvme_dir or default_folder()
-        figures = train(args.model, args.device_budget, folder, part_file)
+    with tempfile.TemporaryDirectory() as scratch:
+        drawing = Path(scratch) / args.out.name
+        figures = train(args.model, args.device_budget, args.nvme_dir or default_folder(), drawing)
         write_result(args.json, figures)  # first: the drawing is a file of the commit
-        part_file.replace(args.out)
-    finally:
-        part_file.unlink(missing_ok=True)
+        args.out.write_bytes(drawing.read_bytes())
 
 
 if __name__ == "__main__":
