@@ -17,7 +17,7 @@ define torch_in
 endef
 
 .PHONY: demo quick test ci deep tests tests-ci test-oldest test-cuda check fmt test-gpu gpu results readme-tables \
-	readme-picture peers
+	readme-picture peers docs
 
 .venv/demo: pyproject.toml constraints.txt
 	$(call torch_in,.venv)
@@ -25,7 +25,7 @@ endef
 	touch .venv/demo
 
 .venv/ok: .venv/demo
-	$(PY) -m pip install -q -c .venv/constraints.txt -e .[example,test]
+	$(PY) -m pip install -q -c .venv/constraints.txt -e .[example,test,docs]
 	touch .venv/ok
 
 demo: .venv/demo
@@ -140,3 +140,8 @@ readme-tables: .venv/ok
 
 readme-picture: .venv/ok
 	$(PY) -m bench.docs.picture
+
+# The pages of docs/ as a site, with the reference; a link that leads nowhere is an error. The
+# variable silences news of its makers'.
+docs: .venv/ok
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict

@@ -97,10 +97,11 @@ def bounds(rows: dict[str, dict[str, Any]], mixed: float) -> list[str]:
             continue
         disk = rows[name]["bytes_moved_per_step"] / 1e9 / mixed
         bound = max(least, disk) if has_tail else least + disk
-        took = rows[name]["step_seconds_median"] / bound
+        seconds = rows[name]["step_seconds_median"]
+        of = "the larger of `resident`'s step and" if has_tail else "`resident`'s step plus"
         lines.append(
-            f"`{name}` takes {took:.2f} of its bound, {bound:.2f} s: `resident` "
-            + ("or its bytes at that speed." if has_tail else "and its bytes at that speed.")
+            f"`{name}` takes {seconds:.2f} s a step, {seconds / bound:.2f} of its bound: "
+            f"{bound:.2f} s = {of} its bytes at that speed."
         )
     return lines
 

@@ -386,10 +386,11 @@ class GeminiDDP(ModuleFace):
         """Bytes by tier and kind, predicted beside measured; print it."""
         return memory_report(self.engine)
 
-    def memory_timeline(self, path: str | Path) -> None:
-        """Draw device, host and NVMe over one iteration: `.html` (offline), `.png`, or `.json` in
-        Chrome's trace format. Raises ValueError for another suffix."""
-        memory_timeline(self.engine, path)
+    def memory_timeline(self, path: str | Path, title: str | None = None) -> None:
+        """Draw device, host and NVMe over one iteration: `.svg`, `.png`, `.pdf`, or `.json` in
+        Chrome's trace format. title: model and batch, say; None is the number of parameters.
+        Raises ValueError for another suffix, ImportError without matplotlib."""
+        memory_timeline(self.engine, path, title)
 
     @property
     def memory_stats(self) -> MemStatsCollector:

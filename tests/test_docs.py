@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import nvme
+from gemini.plan import table
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -67,7 +68,7 @@ def test_the_tutorial_runs_from_top_to_bottom(on_disk, capsys):
     names = run_blocks("docs/tutorial.md", {"__name__": "tutorial"})
     assert names["on_disk"] == names["resident"] == names["under_budget"]
     assert "too small" in capsys.readouterr().out
-    assert (on_disk / "timeline.html").stat().st_size > 1000
+    assert (on_disk / "timeline.json").stat().st_size > 1000
     names.clear()  # parameters that are in files go with their module
     gc.collect()
     assert list(on_disk.glob("*.blocks")) == []
@@ -160,6 +161,20 @@ def test_every_link_and_every_named_file_is_there(page):
     for target in re.findall(r"`((?:bench|docs|tests|gemini|optim|io|examples)/[\w/.-]+)`", text):
         if page.parent.name != "adr" and page.stem != "peers":  # of what is not, and of others
             assert (ROOT / target).exists(), target
+
+
+def test_the_page_of_what_fits_has_the_rows_of_the_table():
+    """And its script asks for what is on the page."""
+    text = (ROOT / "docs/what-fits.html").read_text()
+    title = re.search(r"</h1><p>(.*?)</p>", text)[1]
+    shown = [
+        table.Row(**row) for row in json.loads(re.search(r"const rows = (\[.*?\]), ", text)[1])
+    ]
+    assert table.markdown(shown, title) == (ROOT / "docs/what-fits.md").read_text()
+    assert table.page(shown, title) == text
+    asked = re.findall(r"getElementById\(\"(\w+)\"\)", text)
+    assert asked and all(f'id="{name}"' in text for name in asked)
+    assert "://" not in text
 
 
 def links_of(page):

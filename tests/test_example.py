@@ -1,4 +1,4 @@
-"""The main job as people run it."""
+"""The scripts of examples/ as people run them."""
 
 import json
 import os
@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.model_folder import make_folder, rows, write_rows
 
 ROOT = Path(__file__).resolve().parent.parent
 pytestmark = pytest.mark.ci
@@ -68,3 +70,20 @@ def test_every_way_of_running_it_ends_with_a_loss_and_leaves_nothing(tmp_path):
     assert all(other["val_loss"] > 0 for other in others)
     assert of_text["val_loss"] < 5.5
     assert [p for p in tmp_path.iterdir() if p.suffix == ".blocks"] == []
+
+
+def test_scripts_over_trainers_of_others_save_and_go_on(tmp_path, monkeypatch):
+    model, out = make_folder(tmp_path / "model"), tmp_path / "adapter"
+    data = write_rows(tmp_path / "chat.jsonl", rows("chat"))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    examples, folder = ROOT / "examples", tmp_path / "lightning"
+    fit = [str(examples / "lightning_gpt.py"), "--layers", "2", "--seq", "32", "--out", str(folder)]
+    sft = [
+        str(examples / "sft_lora.py"), "--model", str(model), "--data", str(data), "--out",
+        str(out), "--rank", "2", "--seq", "32", "--steps", "2", "--nvme-dir", str(tmp_path),
+    ]  # fmt: skip
+    on_disk = [*fit, "--steps", "10", "--nvme-fraction", "1.0"]
+    started("-c", IN_TURN, json.dumps([sft, on_disk, [*fit, "--steps", "12", "--resume"]]))
+    assert (out / "adapter_model.safetensors").exists() and not (out / "model.safetensors").exists()
+    assert (folder / "last.ckpt").exists()
+    assert not list(tmp_path.rglob("*.blocks"))

@@ -26,7 +26,7 @@ PURE = [
     "gemini.mesh.roles",
     "gemini.placement.overruns",
     "gemini.placement.predict",
-    "gemini.placement.timeline",
+    "gemini.placement.picture",
     "gemini.doctor.report",
     "gemini.plan.machine",
     "gemini.plan.words",

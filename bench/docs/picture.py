@@ -2,16 +2,16 @@
 
     python -m bench.docs.picture --model gpt2 --device-budget 1280MiB
 
-Trains a few steps under a budget and draws what `model.memory_timeline` knows of an iteration:
-the plan, made from its trace. The drawing is the `<svg>` of its page, without hover texts; what
-was measured goes to bench/results/picture.json.
+Trains a few steps under a budget and draws the plan of an iteration as `model.memory_timeline`
+does, but that a pass takes what it took when all was warm, and not in the iteration that was
+sampled, the first. What was measured goes to bench/results/picture.json.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,44 +21,18 @@ from bench.support.machine import write_result
 from gemini import AutoPlacement, GeminiDDP, trace
 from gemini.nvme import default_folder
 from gemini.optim import HybridAdam
-from gemini.placement.timeline import COLOURS
+from gemini.placement.picture import write_timeline
+from gemini.placement.timeline import planned_timeline
 from gemini.plan import models
 from gemini.units import parse_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS = 3
+STEPS = 4
 BATCH, SEQ = 4, 128
 
 
-def svg_of(page: str) -> str:
-    """The drawing of a timeline's page as a file of its own, with its style and a legend.
-
-    Raises ValueError for a page that has no drawing.
-    """
-    found = re.search(r"<svg.*</svg>", page, flags=re.DOTALL)
-    style = re.search(r"<style>.*</style>", page, flags=re.DOTALL)
-    if found is None or style is None:
-        raise ValueError("the page has no drawing; expected one of write_timeline's .html files")
-    drawing = re.sub(r"<title>.*?</title>", "", found[0], flags=re.DOTALL)
-    drawing = re.sub(r"></(rect|path)>", "/>", drawing)
-    legend, x = [], 90
-    for kind, colour in COLOURS.items():
-        legend.append(
-            f'<rect x="{x}" y="12" width="12" height="12" fill="{colour}"/>'
-            f'<text x="{x + 18}" y="22">{kind}</text>'
-        )
-        x += 40 + 8 * len(kind)
-    background = '<rect width="100%" height="100%" fill="#fff"/>'
-    head, body = drawing.split(">", 1)
-    sizes = re.search(r'width="(\d+)" height="(\d+)"', head)
-    if sizes is not None:  # scales with the page it is on
-        head += f' viewBox="0 0 {sizes[1]} {sizes[2]}"'
-    shared = style[0].replace("body {", "svg {")
-    return f"{head}>\n{shared}\n{background}\n{''.join(legend)}{body}\n"
-
-
-def train(name: str, budget: str, folder: Path, page: Path) -> dict[str, Any]:
-    """Some steps under `budget`; draws to `page` and returns what was measured."""
+def train(name: str, budget: str, folder: Path, drawing: Path) -> dict[str, Any]:
+    """Some steps under `budget`; draws to `drawing` and returns what was measured."""
     torch.manual_seed(0)
     module = models.build(name)
     ids = torch.zeros(BATCH, SEQ, dtype=torch.long)
@@ -69,15 +43,24 @@ def train(name: str, budget: str, folder: Path, page: Path) -> dict[str, Any]:
         trace=trace(module, {"input_ids": ids, "labels": ids}),
     )
     optimizer = HybridAdam(model.parameters(), lr=1e-4)
-    losses = []
+    losses, forward, backward = [], [], []
     for _ in range(STEPS):
         ids = torch.randint(0, 256, (BATCH, SEQ))
+        began = time.perf_counter()
         loss = model(input_ids=ids, labels=ids).loss
+        forward.append(time.perf_counter() - began)
         loss.backward()
+        backward.append(time.perf_counter() - began - forward[-1])
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    model.memory_timeline(page)
+    seconds = {"forward": min(forward), "backward": min(backward)}
+    planning = model.engine.planning
+    timeline = planned_timeline(
+        planning.result, planning.inputs, title=f"{name}, batch {BATCH} x {SEQ} tokens",
+        verdict=f"it fits a device budget of {budget}", pass_seconds=seconds,
+    )  # fmt: skip
+    write_timeline(timeline, drawing)
     report = model.memory_report()
     optimizer.close()
     return {
@@ -87,6 +70,7 @@ def train(name: str, budget: str, folder: Path, page: Path) -> dict[str, Any]:
         "seq": SEQ,
         "device_budget_bytes": parse_bytes(budget),
         "losses": losses,
+        "pass_seconds": seconds,
         "rows": [
             {
                 "tier": row.tier, "kind": row.kind,
@@ -106,11 +90,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=ROOT / "bench/results/picture.json")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        page = Path(scratch) / "timeline.html"
-        figures = train(args.model, args.device_budget, args.nvme_dir or default_folder(), page)
-        drawing = svg_of(page.read_text())
-    write_result(args.json, figures)  # first: the drawing is a file of the commit
-    args.out.write_text(drawing)
+        drawing = Path(scratch) / args.out.name
+        figures = train(args.model, args.device_budget, args.nvme_dir or default_folder(), drawing)
+        write_result(args.json, figures)  # first: the drawing is a file of the commit
+        args.out.write_bytes(drawing.read_bytes())
 
 
 if __name__ == "__main__":

@@ -93,7 +93,7 @@ def _picture(result: dict[str, Any]) -> str:
         f"{result['model']}, {result['num_params'] / 1e6:.0f} M parameters, batch "
         f"{result['batch']} x {result['seq']}, under a device budget of "
         f"{format_bytes(result['device_budget_bytes'])} (dashed), with {format_bytes(on_disk)} in "
-        "files; moments of one iteration from left to right, arrows are moves between the tiers. "
+        "files: bytes of every kind over the seconds of one iteration, and when the disk is busy. "
         f"On {_where(result)}"
     )
 

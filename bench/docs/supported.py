@@ -56,7 +56,7 @@ _SCRIPTS = "borrowed/test_accelerate_scripts.py::test_"
 ACCELERATE = (
     Row(
         "`prepare`, in any order",
-        "models become `GeminiDDP`, torch's optimizers go on as this project's; no state travels",
+        "models become `GeminiDDP`, torch's optimizers this project's; no state is copied",
         f"{_ACCELERATE}any_order_of_prepare",
     ),
     Row(
@@ -107,7 +107,7 @@ ACCELERATE = (
         f"{_SCRIPTS}accelerates_checks_pass_or_are_refused",
     ),
     Row(
-        "ranks that accelerate was not started with",
+        "a process group of several ranks that accelerate does not know of",
         "refused: each would train on all data; on CPUs give `cpu=True`",
         f"{_RANKS}ranks_that_accelerate_does_not_know_of_are_refused",
     ),
@@ -248,13 +248,13 @@ LIGHTNING = (
     ),
     Row(
         "the module after a fit",
-        "a plain one on the CPU with fp32 values; no file is left",
+        "a plain module on the CPU, with fp32 values; all files are removed",
         "integrations/lightning/test_lightning_loops.py::test_a_fit_leaves_a_plain_module_and_no_files",
     ),
     Row(
-        "a model that no rank can hold",
-        "`GeminiStrategy(unwrap_at_end=False)` leaves it wrapped, also for the next run; without, "
-        "too little memory is an error that says so",
+        "a model that is larger than the memory of a rank",
+        "`GeminiStrategy(unwrap_at_end=False)` leaves it wrapped, also for the next run; without "
+        "it, the end of the fit is an error that names this option",
         "integrations/lightning/test_lightning_loops.py"
         "::test_a_module_that_stays_wrapped_is_fitted_tested_and_fitted_again",
     ),

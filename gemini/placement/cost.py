@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -240,6 +240,20 @@ class Walk:
         """Wait for what must have ended when a moment comes."""
         self.wait(self._due.pop(moment, self.now))
 
+    def through(self, compute_seconds: Sequence[float], disk_busy: float = 0.0) -> Iterator[float]:
+        """A pass and its step, moment after moment: when each begins. See `predict_step`."""
+        trace = self._plan.num_trace_moments
+        for moment in range(self._plan.num_moments + 1):
+            yield self.now
+            if moment == trace:
+                self.hold_disk(disk_busy)
+            self.exchange(moment, self.move(moment))
+            self.reach(moment)
+            if moment < trace:
+                self.compute(compute_seconds[moment])
+            else:
+                self.update(moment)
+
     def wait(self, until: float) -> None:
         self.now = max(self.now, until)
 
@@ -291,17 +305,25 @@ def predict_step(
     which the disk is busy for so long behind it.
     """
     walk = Walk(plan, bandwidths, done=done)
-    for moment in range(plan.num_moments + 1):
-        if moment == plan.num_trace_moments:
-            walk.hold_disk(disk_busy)
-        walk.exchange(moment, walk.move(moment))
-        walk.reach(moment)
-        if moment < plan.num_trace_moments:
-            walk.compute(compute_seconds[moment])
-        else:
-            walk.update(moment)
+    for _ in walk.through(compute_seconds, disk_busy):
+        pass
     stalled = walk.end - walk.busy["compute"] - walk.busy["update"]
     return StepCost(walk.end, stalled, dict(walk.busy))
+
+
+class RecordedWalk(Walk):
+    """A walk that keeps when every link is busy: `spans[link]` are (begin, end), in order."""
+
+    def __init__(self, plan: Plan, bandwidths: Bandwidths) -> None:
+        super().__init__(plan, bandwidths)
+        self.spans: dict[str, list[tuple[float, float]]] = {link: [] for link in LINKS}
+
+    def _occupy(self, link: str, start: float, seconds: float) -> None:
+        super()._occupy(link, start, seconds)
+        spans = self.spans[link]
+        if spans and start <= spans[-1][1]:
+            start = spans.pop()[0]
+        spans.append((start, self._free_at[link]))
 
 
 def compute_seconds_of(

@@ -76,6 +76,20 @@ class PlanInputs:
         """The tier that is the RAM."""
         return Tier.HOST if self.has_host_tier else Tier.DEVICE
 
+    def compute_weights(self) -> list[int]:
+        """Of every moment of the trace: its part of what a pass computes."""
+        return [
+            sum(self.layout.params[p].numel for p in m.params) * (1 if m.phase == "forward" else 2)
+            if m.edge == "enter"
+            else 0
+            for m in self.trace.moments
+        ]
+
+    def compute_seconds(self) -> list[float]:
+        """Of every moment of the trace: as it was timed, else as `flops` has it."""
+        timed = [m.seconds for m in self.trace.moments]
+        return compute_seconds_of(timed, self.compute_weights(), self.flops, self.bandwidths.flops)
+
 
 @dataclass(frozen=True, slots=True)
 class PlanResult:
@@ -147,15 +161,7 @@ class Draft:
         self.non_model = [m.non_model_bytes for m in trace.moments]
         cap = policy.steady_cap_ratio if isinstance(policy, AutoPlacement) else 1.0
         self.demand = self._demand(cap)
-        weights = [
-            sum(layout.params[p].numel for p in m.params) * (1 if m.phase == "forward" else 2)
-            if m.edge == "enter"
-            else 0
-            for m in trace.moments
-        ]
-        self.compute = compute_seconds_of(
-            [m.seconds for m in trace.moments], weights, inputs.flops, inputs.bandwidths.flops
-        )
+        self.compute = inputs.compute_seconds()
 
     def _demand(self, cap: float) -> Demand:
         """What the device must hold, with the share of the rest that stays free under the cap."""

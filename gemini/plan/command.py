@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from gemini.placement.timeline import planned_timeline, write_timeline
+from gemini.placement.picture import write_timeline
+from gemini.placement.timeline import planned_timeline
 from gemini.units import parse_bytes
 
 from .machine import CARDS, TYPICAL, Hardware, machine_of
@@ -62,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--fits", type=Path, metavar="FOLDER",
         help="write what-fits.md and what-fits.html there: MODEL, or the usual ones, on many cards",
     )  # fmt: skip
-    parser.add_argument("--timeline", type=Path, help=".html, .png or .json")
+    parser.add_argument("--timeline", type=Path, help=".svg, .png, .pdf or .json")
     parser.add_argument("--json", type=Path)
 
 
@@ -115,8 +116,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     name = args.what or args.model
     try:
+        machine = machine_from(args)
         plan = plan_for(
-            name, machine_from(args), Training(**{f.name: getattr(args, f.name)
+            name, machine, Training(**{f.name: getattr(args, f.name)
                                                   for f in fields(Training)}),
         )  # fmt: skip
     except (ValueError, OSError) as error:
@@ -129,9 +131,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.json is not None:
         args.json.write_text(json.dumps({"model": name, **words.as_json(plan)}, indent=1))
     if args.timeline is not None:
-        result = plan.result
-        picture = planned_timeline(result.plan, result.profile, plan.asked.activations.one)
-        write_timeline(picture, args.timeline)
+        picture = planned_timeline(
+            plan.result, plan.asked.inputs(), budgets=machine.budgets(),
+            title=f"{name}, batch {plan.asked.batch} x {plan.asked.seq} tokens of a rank",
+            verdict=words.verdict(plan),
+        )  # fmt: skip
+        try:
+            write_timeline(picture, args.timeline)
+        except (ValueError, ImportError) as error:
+            sys.exit(f"gemini plan: {error}")
     return 0 if plan.fits else 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -108,6 +109,17 @@ def five_lines(name: str, plan: Answer) -> Iterator[str]:
     yield f'bound by {plan.bound_by.replace("_", " ")}; fastest with update="{plan.best_update}"'
     yield "assumptions:"
     yield from (f"  {one}" for one in plan.assumptions)
+
+
+def verdict(plan: Answer) -> str:
+    """Whether it fits, in a line or two."""
+    if plan.fits:
+        return f'it fits; {plan.seconds:.3g} s a step with update="{plan.best_update}"'
+    why = re.sub(r" \(.*?\)", "", plan.why or "").partition(";")[0]
+    return (
+        f"it does not fit: {why}\n"
+        f"drawn with the cheapest change: {plan.change_in_words} ({plan.change})"
+    )
 
 
 def train_arguments(plan: Answer, lora: int, checkpointing: bool) -> str:

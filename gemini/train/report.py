@@ -11,7 +11,7 @@ from typing import Any
 Log = Sequence[Mapping[str, Any]]  # of Trainer's state: one entry each time that it logs
 _PAGE = """<!doctype html><meta charset="utf-8"><title>{title}</title>
 <style>body {{ font: 16px sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em }}
-pre {{ background: #f4f4f4; padding: 1em; overflow-x: auto; white-space: pre-wrap }}
+pre {{ background: #f4f4f4; padding: 1em; overflow: auto; max-height: 40em; white-space: pre-wrap }}
 svg {{ max-width: 100%; height: auto }}</style>
 <h1>{title}</h1>
 """
@@ -21,6 +21,7 @@ _PARTS = {
     "seconds_between": "between: data, evaluation, saving",
 }
 _TIERS = ("device", "host", "nvme")
+_KINDS = {"predicted": "--", "measured": "-"}  # lines
 
 
 def write_report(
@@ -89,13 +90,15 @@ def _seconds(axes: Any, log: Log) -> None:
 
 
 def _memory(axes: Any, log: Log) -> None:
+    most = max((one.get(f"{t}_{k}", 0) for one in log for t in _TIERS for k in _KINDS), default=0)
+    unit, name = (2**30, "GiB") if most >= 2**30 else (2**20, "MiB")
     for tier, colour in zip(_TIERS, ("C0", "C1", "C2"), strict=True):
-        for kind, style in (("predicted", "--"), ("measured", "-")):
+        for kind, style in _KINDS.items():
             steps, values = _points(log, f"{tier}_{kind}")
             if any(values):
-                gib = [value / 2**30 for value in values]
-                axes.plot(steps, gib, style, color=colour, label=f"{tier}, {kind}")
-    axes.set_ylabel("GiB of a rank at its peak")
+                scaled = [value / unit for value in values]
+                axes.plot(steps, scaled, style, color=colour, label=f"{tier}, {kind}")
+    axes.set_ylabel(f"{name} of a rank at its peak")
     axes.set_ylim(bottom=0)
 
 

@@ -5,11 +5,8 @@ import pytest
 
 from bench import demo
 from bench.docs.doc_tables import BUDGETS, LINKS, NON_MODEL_BYTES, NUMEL, placement_example
-from bench.docs.picture import svg_of
 from bench.docs.readme import COMPUTED, TABLES, pages, render
-from gemini.placement.predict import KINDS
 from gemini.placement.tiers import Tier
-from gemini.placement.timeline import Timeline, write_timeline
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -32,31 +29,20 @@ def test_the_demo_says_what_its_disk_allows_and_which_rows_a_result_was_made_wit
 
     before = [row("resident", 1.0, 0), row("nvme", 3.0, 3e9)]
     *_, serial, tail = demo.table(before, 2.0).splitlines()
-    assert serial.startswith("`nvme` takes 1.20 of its bound, 2.50 s: `resident` and its bytes")
+    assert serial == (
+        "`nvme` takes 3.00 s a step, 1.20 of its bound: 2.50 s = `resident`'s step plus its bytes "
+        "at that speed."
+    )
     assert tail.startswith("`nvme-tail` was not measured: this result was made before")
-    for moved, said in ((3e9, "1.20 of its bound, 1.50 s"), (1e9, "1.80 of its bound, 1.00 s")):
+    for moved, said in ((3e9, "1.20 of its bound: 1.50 s"), (1e9, "1.80 of its bound: 1.00 s")):
         text = demo.table([*before, row("nvme-tail", 1.8, moved)], 2.0)
-        assert text.splitlines()[-1].startswith(f"`nvme-tail` takes {said}: `resident` or its")
+        assert f"1.80 s a step, {said} = the larger of `resident`'s" in text.splitlines()[-1]
     assert {"nvme", "nvme-tail"} < demo.RUNS.keys()
 
 
 def test_a_table_that_was_changed_by_hand_is_found():
     text = (ROOT / "README.md").read_text()
     assert render(text.replace("| resident |", "| resident, faster |")) == text
-
-
-def test_the_picture_is_the_drawing_of_a_timeline_without_its_page(tmp_path):
-    rows = {(tier, kind): (3, 7) for tier in Tier for kind in KINDS}
-    timeline = Timeline("a <plan>", (0.0, 1.0, 2.0), ("first", "second"), rows, {Tier.DEVICE: 99})
-    write_timeline(timeline, tmp_path / "t.html")
-    svg = svg_of((tmp_path / "t.html").read_text())
-    root = ElementTree.fromstring(svg)
-    assert root.tag.endswith("svg") and "html" not in svg and "<title>" not in svg
-    bars = [e for e in root.iter() if e.get("class") == "bar"]
-    assert len(bars) == 2 * len(KINDS) * len(Tier)
-    assert [e for e in root.iter() if e.get("class") == "budget"]
-    with pytest.raises(ValueError, match="no drawing"):
-        svg_of("<html></html>")
 
 
 def test_the_committed_picture_is_small_and_a_drawing():

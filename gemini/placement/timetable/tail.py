@@ -49,11 +49,11 @@ class TailCost:
 
 
 def said(update_seconds: float, waited_seconds: float) -> str:
-    """In words, what of an update is hidden and what stays, as predicted or as measured."""
+    """In words, what of an update is hidden and what is waited for, as predicted or as measured."""
     hidden = max(0.0, update_seconds - waited_seconds)
     return (
-        f"{update_seconds:.3g} s, of which {hidden:.3g} s are hidden behind the next forward and "
-        f"{waited_seconds:.3g} s stay"
+        f"{update_seconds:.3g} s: {hidden:.3g} s hidden during the next forward, "
+        f"{waited_seconds:.3g} s waited for"
     )
 
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gemini.mesh.roles import WORLD
+from gemini.placement.picture import write_timeline
 from gemini.placement.predict import KINDS, TIERS
 from gemini.placement.tiers import Tier
-from gemini.placement.timeline import planned_timeline, write_timeline
+from gemini.placement.timeline import planned_timeline
 from gemini.placement.timetable.speculation import blocks_in_words
 from gemini.placement.timetable.tail import said
 from gemini.placement.timetable.updates import BEHIND, IN_BACKWARD, priced_in_words
@@ -146,9 +147,19 @@ def _pinned(total: MemoryRow, predicted_bytes: int, measured_bytes: int) -> Memo
     )
 
 
-def memory_timeline(parts: Parts, path: str | Path) -> None:
-    """Draw the plan of one iteration; see `gemini.placement.timeline.write_timeline`."""
+def memory_timeline(parts: Parts, path: str | Path, title: str | None = None) -> None:
+    """Draw the plan of one iteration; see `gemini.placement.picture.write_timeline`."""
     planning = parts.planning
-    write_timeline(
-        planned_timeline(planning.plan, planning.result.profile, planning.inputs.trace), path
-    )
+    numel = sum(spec.numel for spec in parts.layout.params)
+    ranks = parts.comm.world_size
+    of_ranks = f", one of {ranks} ranks" if ranks > 1 else ""
+    verdict = "; ".join(planning.overruns.lines()) or "as planned, and no budget was passed"
+    train = [t for (kind, _), t in parts.sampler.collector.traces.items() if kind == "train"]
+    seconds = {"forward": 0.0, "backward": 0.0}
+    for moment in train[-1].moments if train else ():
+        seconds[moment.phase] += moment.seconds
+    timeline = planned_timeline(
+        planning.result, planning.inputs, verdict=verdict, pass_seconds=seconds,
+        title=title or f"{numel / 1e6:.4g} M parameters{of_ranks}",
+    )  # fmt: skip
+    write_timeline(timeline, path)

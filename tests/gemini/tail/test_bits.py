@@ -199,7 +199,7 @@ def test_a_tail_is_said_where_there_is_one_and_what_it_hides():
             f"predicted of the update: {cost}",
             f"measured of the last update: {said(last.seconds, last.waited_seconds)}",
         ]
-        assert cost.update_seconds > 0 and "s are hidden behind the next forward" in str(cost)
+        assert cost.update_seconds > 0 and "s hidden during the next forward" in str(cost)
     with run(SCHEDULES["plain"], "serial") as (model, _, _):
         cost = model.engine.planning.result.tail
         assert model.explain("layers.0.1.weight").splitlines()[-2:] == [

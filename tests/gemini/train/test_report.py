@@ -29,5 +29,11 @@ def test_a_report_has_every_picture_and_fetches_nothing(tmp_path):
     assert "<d>" not in text and "<b>" not in text
 
 
+def test_the_memory_of_a_small_run_is_in_mib(tmp_path):
+    assert "<!-- GiB of a rank at its peak -->" in written(tmp_path, LOG)
+    small = [{**entry, "device_predicted": 2**25, "device_measured": 2**24} for entry in LOG]
+    assert "<!-- MiB of a rank at its peak -->" in written(tmp_path, small)
+
+
 def test_a_run_that_logged_nothing_has_a_report(tmp_path):
     assert "<svg" not in written(tmp_path, [])

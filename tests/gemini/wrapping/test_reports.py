@@ -76,15 +76,16 @@ def test_what_is_in_use_is_counted_exactly():
     assert (Tier.DEVICE, "gradients") not in in_use
 
 
-@pytest.mark.parametrize("suffix", ["html", "json", "png"])
+@pytest.mark.parametrize("suffix", ["json", "svg"])
 def test_a_timeline_is_drawn(suffix, tmp_path):
-    if suffix == "png":
+    if suffix == "svg":
         pytest.importorskip("matplotlib")
     model, optimizer = wrapped(LEAST)
     train(model, optimizer, BATCHES)
     path = tmp_path / f"timeline.{suffix}"
     model.memory_timeline(path)
     assert path.stat().st_size > 1000
+    assert suffix == "json" or ">seconds<" in path.read_text()
     with pytest.raises(ValueError, match="expected one of"):
         model.memory_timeline(tmp_path / "timeline.txt")
 
