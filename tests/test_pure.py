@@ -26,6 +26,7 @@ PURE = [
     "gemini.mesh.roles",
     "gemini.placement.overruns",
     "gemini.placement.predict",
+    "gemini.placement.start",
     "gemini.placement.timeline",
     "gemini.doctor.report",
     "gemini.plan.machine",

@@ -33,6 +33,7 @@ from gemini.runtime.autograd.calls import Calls
 from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.comm.connect import Connections
 from gemini.runtime.gradients.waiting import Gradients
+from gemini.runtime.inspect.start import say_start
 from gemini.runtime.memory.backend import Backend
 from gemini.runtime.memory.files.tensor_files import FileConfig
 from gemini.runtime.memory.ledger import MemoryLedger
@@ -162,6 +163,7 @@ class Engine(Parts):
         self.dtype = DTYPES[precision_settings.dtype]
         self.together: PipelineOwner | None = None  # of a pipeline: what attaches optimizers for it
         self._last_trace: Trace | None = None  # of training
+        self._has_said_start = False
         self._agreements_left = 0 if planning.has_trace else MAX_AGREEMENTS
         self.promotion = Promotion(self)
         self.meetings = Meetings(self)
@@ -212,6 +214,9 @@ class Engine(Parts):
             self.begin_step, self.agree_on_trace, self.meetings.call, self.detach, self.gradients
         )
         self.target = ShardTarget(self, calls, groups, rule, config)
+        if not self._has_said_start:
+            self._has_said_start = True
+            say_start(self, config, self.target.executor.path, len(groups))
         return self.target
 
     def detach(self) -> None:

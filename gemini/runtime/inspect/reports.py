@@ -61,7 +61,7 @@ def _update_lines(parts: Parts) -> list[str]:
             return []
         return [f'update: serial; with update="tail" it would be predicted to take {tail}', *prices]
     update = update_of(parts)
-    lines = [f"update: {_when(parts, update)}", *prices]
+    lines = [f"update: {when_updated(parts)}", *prices]
     speculates = update in IN_BACKWARD and against_speculation(parts) is None
     if speculates and parts.speculation is not None:
         lines += [] if ahead is None else [f"predicted in backward: {ahead}"]
@@ -79,8 +79,9 @@ def _update_lines(parts: Parts) -> list[str]:
     return lines
 
 
-def _when(parts: Parts, update: str) -> str:
-    rest, why = "in step()", ""
+def when_updated(parts: Parts) -> str:
+    """What is not on the device, in words, with the rule that is against what was asked for."""
+    update, rest, why = update_of(parts), "in step()", ""
     if update in BEHIND:
         rest, reason = "behind the next forward", against_tail(parts)
         if reason is not None:

@@ -76,7 +76,7 @@ def test_no_state_travels_at_prepare(monkeypatch):
     accelerator = runs.ours()
     model, optimizer = runs.net_and_optimizer()
     _, prepared = accelerator.prepare(model, optimizer)
-    assert prepared.optimizer is optimizer and type(optimizer) is HybridAdam
+    assert prepared.optimizer is optimizer and isinstance(optimizer, HybridAdam)
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 2, 0), (1, 3, 0, 2)])

@@ -50,7 +50,7 @@ def test_losses_norms_rates_and_evaluation_are_plain_trainers(tmp_path, plain, c
     assert len(got.steps) == STEPS and got.steps[0, 1] > 0.5  # it clips
     assert got.differs(plain) < 1e-5
     optimizer = got.trainer.optimizer.optimizer
-    assert type(optimizer) is HybridAdam
+    assert isinstance(optimizer, HybridAdam)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
     assert (optimizer.nvme_bytes > 0) == ("adam" in SAME[case])
 
