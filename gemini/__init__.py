@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .ddp import GeminiDDP as GeminiDDP
     from .memtracer.collector import MemStatsCollector as MemStatsCollector
     from .memtracer.collector import trace as trace
+    from .metrics import Metrics as Metrics
     from .optimizer import GeminiAdamOptimizer as GeminiAdamOptimizer
     from .optimizer import GeminiOptimizer as GeminiOptimizer
     from .options import ChunkSearch as ChunkSearch
@@ -52,6 +53,7 @@ _HOME = {
     "HybridSGD": "gemini.optim",
     "LossScale": "gemini.optim",
     "MemStatsCollector": "gemini.memtracer.collector",
+    "Metrics": "gemini.metrics",
     "NvmeConfig": "gemini.optim",
     "PrecisionPolicy": "gemini.options",
     "export_safetensors": "gemini.checkpoint.export",

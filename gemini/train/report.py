@@ -91,7 +91,7 @@ def _seconds(axes: Any, log: Log) -> None:
 def _memory(axes: Any, log: Log) -> None:
     for tier, colour in zip(_TIERS, ("C0", "C1", "C2"), strict=True):
         for kind, style in (("predicted", "--"), ("measured", "-")):
-            steps, values = _points(log, f"{tier}_{kind}")
+            steps, values = _points(log, f"gemini/{tier}_{kind}_bytes")
             if any(values):
                 gib = [value / 2**30 for value in values]
                 axes.plot(steps, gib, style, color=colour, label=f"{tier}, {kind}")
@@ -104,7 +104,9 @@ def _where(axes: Any, log: Log) -> None:
     steps = next(iter(columns.values()))[0]
     if steps:
         axes.stackplot(steps, [values for _, values in columns.values()], labels=list(columns))
-        axes.plot(*_points(log, "stalled"), "k:", label="of the step, waiting for the disk")
+        axes.plot(
+            *_points(log, "gemini/stalled_seconds"), "k:", label="of the step, waiting for the disk"
+        )
     axes.set_ylabel("seconds a step")
 
 

@@ -39,6 +39,16 @@ class MemoryReport:
     rows: tuple[MemoryRow, ...]
     overruns: tuple[str, ...] = ()
 
+    def as_dict(self) -> dict[str, int]:
+        """Numbers for a log, flat: the peak of every tier, and how many overruns there were."""
+        found = {"overruns": len(self.overruns)}
+        for row in self.rows:
+            if row.kind == "total":
+                found[f"{row.tier}_predicted_bytes"] = row.predicted_bytes
+                if row.measured_bytes is not None:
+                    found[f"{row.tier}_measured_bytes"] = row.measured_bytes
+        return found
+
     def __str__(self) -> str:
         lines = [f"{'tier':<8} {'kind':<12} {'predicted':>12} {'measured':>12}"]
         for row in self.rows:

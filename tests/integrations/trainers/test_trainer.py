@@ -55,6 +55,31 @@ def test_losses_norms_rates_and_evaluation_are_plain_trainers(tmp_path, plain, c
     assert (optimizer.nvme_bytes > 0) == ("adam" in SAME[case])
 
 
+def test_metrics_go_where_the_trainer_logs(tmp_path):
+    from transformers import TrainerCallback
+
+    from gemini.integrations.transformers import MetricsCallback
+
+    class Writer(TrainerCallback):  # as tensorboard's and wandb's
+        rows = ()
+
+        def on_log(self, *_, logs, **__):
+            self.rows = (*self.rows, logs)
+
+    class Measured(trainer()):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            self.add_callback(MetricsCallback(self))
+
+    writer = Writer()
+    adam = {"nvme_offload_fraction": 1.0}
+    done = run(tmp_path, cls=Measured, adam=adam, max_steps=3, given={"callbacks": [writer]})
+    history = [log for log in done.trainer.state.log_history if "gemini/skipped" in log]
+    assert [log["step"] for log in history] == [2, 3]  # of the steps before these
+    assert [row for row in writer.rows if "gemini/skipped" in row]
+    assert all(log["gemini/nvme_write_bytes"] > 0 for log in history)
+
+
 def test_noise_on_embeddings_is_the_same(tmp_path):
     want = run(tmp_path, neftune_noise_alpha=1.0)
     assert run(tmp_path, cls=trainer(), neftune_noise_alpha=1.0).differs(want) < 1e-5
