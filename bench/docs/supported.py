@@ -204,6 +204,12 @@ LIGHTNING = (
         "integrations/lightning/test_lightning_names.py::test_registered_names_place_what_they_say",
     ),
     Row(
+        "a config of LightningCLI",
+        "names the class, which needs no import; Lightning has no entry point for names of strategies",
+        "integrations/lightning/test_lightning_names.py"
+        "::test_a_config_of_lightning_cli_names_the_strategy",
+    ),
+    Row(
         '`GeminiStrategy("zero1", overlap_allgather=True, communication_dtype="bf16")`, `"zero2"`',
         "new weights come while the next forward runs; gradients travel in another dtype",
         "integrations/lightning/test_lightning_ranks.py"
