@@ -205,7 +205,7 @@ LIGHTNING = (
     ),
     Row(
         "a config of LightningCLI",
-        "names the class, which needs no import; Lightning has no entry point for names of strategies",
+        "names the class, which needs no import",
         "integrations/lightning/test_lightning_names.py"
         "::test_a_config_of_lightning_cli_names_the_strategy",
     ),

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from gemini.callers import torch_averages
 from gemini.chunk.layout import ChunkLayout
 from gemini.chunk.local import is_dtensor
 from gemini.chunk.parameter import ParamHandle, take_gradient, wrap_in_place
@@ -196,6 +197,11 @@ class Engine(Parts):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """What copies and pickles of a wrapped module come to."""
+        if torch_averages():
+            raise TypeError(
+                "torch's AveragedModel copies a module whole, and the weights of a wrapped one are "
+                "shards; use gemini.EMA(model, decay=...), which averages them where they are"
+            )
         raise TypeError(
             "a wrapped module cannot be copied or pickled; copy it before it is wrapped, load "
             "model.state_dict() into a plain one, save that or gemini.export_safetensors(...), or "
