@@ -52,8 +52,9 @@ def test_it_has_the_bits_of_torchs_over_fp32_weights(place, precision):
     optimizer.close()
 
 
-def test_an_evaluation_sees_it_and_training_goes_on_as_without_it():
-    (model, optimizer), (alone, other) = wrapped(), wrapped()
+@pytest.mark.parametrize("place", ["resident", "host"])
+def test_an_evaluation_sees_it_and_training_goes_on_as_without_it(place):
+    (model, optimizer), (alone, other) = wrapped(place=place), wrapped(place=place)
     ema = EMA(model, DECAY)
     want = averages(model, optimizer, ema)
     loss_of(model, 0).backward()  # gradients wait for their step while it is swapped in
@@ -83,6 +84,7 @@ def test_what_was_saved_goes_on(home, tmp_path):
     averages(model, optimizer, ema)
     ema.save(tmp_path / "ema")
     again = EMA(model, DECAY)
+    torch.rand(1)
     random = torch.get_rng_state()
     digest = model.digest()
     again.load(tmp_path / "ema")
