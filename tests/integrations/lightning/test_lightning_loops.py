@@ -80,7 +80,7 @@ def test_torchs_sgd_is_converted_and_its_schedule_follows(tmp_path):
         runs[-1].fit(module, loader())
         runs[-1].found = module.numbers()
     want, got = (run.found for run in runs)
-    assert type(runs[1].optimizers[0]) is HybridSGD
+    assert isinstance(runs[1].optimizers[0], HybridSGD)
     assert len(set(want["rates"])) > 2
     assert got["rates"] == want["rates"]
     torch.testing.assert_close(got["losses"], want["losses"], rtol=1e-5, atol=0)

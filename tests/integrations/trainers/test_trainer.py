@@ -88,7 +88,7 @@ def test_noise_on_embeddings_is_the_same(tmp_path):
 def test_sgd_by_name(tmp_path):
     want = run(tmp_path, optim="sgd", max_grad_norm=0.0)
     got = run(tmp_path, cls=trainer(), optim="sgd", max_grad_norm=0.0)
-    assert got.differs(want) < 1e-5 and type(got.trainer.optimizer.optimizer) is HybridSGD
+    assert got.differs(want) < 1e-5 and isinstance(got.trainer.optimizer.optimizer, HybridSGD)
 
 
 def test_lion_by_name_needs_no_other_package(tmp_path):
