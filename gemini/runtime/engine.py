@@ -220,7 +220,7 @@ class Engine(Parts):
             self.begin_step, self.agree_on_trace, self.meetings.call, self.detach, self.gradients
         )
         self.target = ShardTarget(self, calls, groups, rule, config)
-        if not self._has_said_start:
+        if not self._has_said_start and (self.together or self).comm.rank == 0:
             self._has_said_start = True
             say_start(self, config, self.target.executor.path, len(groups))
         return self.target

@@ -1,4 +1,4 @@
-"""What an engine says on rank 0 when its optimizer is made: once, in three lines."""
+"""What an engine says on the first rank when its optimizer is made: once, in three lines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = logging.getLogger("gemini")
 
 def say_start(parts: Parts, config: StateConfig, update_path: str, num_groups: int) -> None:
     """`config` is of the optimizer, `update_path` of what carries out its updates."""
-    if parts.comm.rank == 0 and log.level <= logging.INFO:
+    if log.level <= logging.INFO:
         _say(_start_of(parts, config, update_path, num_groups).lines())
 
 

@@ -79,6 +79,7 @@ def test_a_config_of_lightning_cli_names_the_strategy(tmp_path, caplog, strategy
     assert isinstance(found.trainer.strategy, GeminiStrategy)
     assert found.model.settings.max_norm == norm and len(found.model.losses) == 1
     assert ("state on nvme" in caplog.text) == bool(norm)
+    assert caplog.text.count("gemini optimizer") == 1
 
 
 def test_colossal_ais_strategy_has_the_parameters_that_it_had():

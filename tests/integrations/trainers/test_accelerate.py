@@ -80,7 +80,7 @@ def test_no_state_travels_at_prepare(monkeypatch):
     assert prepared.optimizer is optimizer and isinstance(optimizer, HybridAdam)
 
 
-def test_trackers_are_given_what_steps_moved():
+def test_trackers_are_given_what_steps_moved(caplog):
     class Kept(GeneralTracker):
         name, requires_logging_directory, tracker = "kept", False, None
 
@@ -99,6 +99,7 @@ def test_trackers_are_given_what_steps_moved():
     accelerator.init_trackers("runs")
     model, optimizer, loader, schedule = runs.prepared(accelerator)
     for step in range(2):
+        assert caplog.text.count("gemini update by cpu: state on nvme") == 1
         accelerator.log(accelerator.metrics(), step=step)
         runs.train(accelerator, model, optimizer, loader, schedule)
     accelerator.log({"loss": 1.0, **accelerator.metrics()}, step=2)

@@ -55,7 +55,7 @@ def test_losses_norms_rates_and_evaluation_are_plain_trainers(tmp_path, plain, c
     assert (optimizer.nvme_bytes > 0) == ("adam" in SAME[case])
 
 
-def test_metrics_go_where_the_trainer_logs(tmp_path):
+def test_metrics_go_where_the_trainer_logs(tmp_path, caplog):
     from transformers import TrainerCallback
 
     from gemini.integrations.transformers import MetricsCallback
@@ -74,6 +74,7 @@ def test_metrics_go_where_the_trainer_logs(tmp_path):
     writer = Writer()
     adam = {"nvme_offload_fraction": 1.0}
     done = run(tmp_path, cls=Measured, adam=adam, max_steps=3, given={"callbacks": [writer]})
+    assert caplog.text.count("gemini optimizer HybridAdam in place of torch.optim.AdamW") == 1
     history = [log for log in done.trainer.state.log_history if "gemini/skipped" in log]
     assert [log["step"] for log in history] == [2, 3]  # of the steps before these
     assert [row for row in writer.rows if "gemini/skipped" in row]
