@@ -113,7 +113,7 @@ class EMA:
         """The body sees the average: in modules, state dicts and checkpoints. All ranks enter.
 
         The model's weights are kept in its place, bit for bit, and come back, also when the body
-        raises. Weights that it loads become the average. No step may be taken in it.
+        raises. Weights that it loads become the average; a step is refused.
         """
         self._ready("swapped()")
         self._model.engine.call("ema.swapped()")
@@ -124,7 +124,8 @@ class EMA:
                 self._exchange(chunk)
                 swapped.append(chunk)
             self._follow()
-            yield
+            with self._model.engine.lent():
+                yield
         finally:
             self._model.engine.write_back_changes()
             for chunk in swapped:

@@ -7,8 +7,8 @@ Calls of forward and backward come in through `Calls`, which meets the other ran
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -164,7 +164,7 @@ class Engine(Parts):
         self.dtype = DTYPES[precision_settings.dtype]
         self.together: PipelineOwner | None = None  # of a pipeline: what attaches optimizers for it
         self._last_trace: Trace | None = None  # of training
-        self._has_said_start = False
+        self._has_said_start = self._is_lent = False
         self._agreements_left = 0 if planning.has_trace else MAX_AGREEMENTS
         self.promotion = Promotion(self)
         self.meetings = Meetings(self)
@@ -316,6 +316,15 @@ class Engine(Parts):
         """All chunks are gathered and stay so; then shards follow what was written, or not."""
         return weights.summoned(self, writeback)
 
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Weights are other ones for a while, which no step may change."""
+        before, self._is_lent = self._is_lent, True
+        try:
+            yield
+        finally:
+            self._is_lent = before
+
     def write_back_changes(self) -> None:
         """Shards and masters follow what the user wrote to parameters."""
         weights.write_back_changes(self)
@@ -326,6 +335,8 @@ class Engine(Parts):
         """End what is under way, and let masters follow what the user wrote."""
         if self.is_summoned:
             raise RuntimeError("step() while parameters are summoned; leave the context first")
+        if self._is_lent:
+            raise RuntimeError("step() while the average is swapped in; leave the context first")
         if in_backward():
             raise RuntimeError(
                 "step() inside a backward: other gradients are still to come, and to be reduced "

@@ -130,7 +130,7 @@ def test_frozen_parameters_have_no_average():
 
 
 def test_what_cannot_be_is_refused():
-    model, _ = wrapped()
+    model, optimizer = wrapped()
     with pytest.raises(ValueError, match=r"expected a GeminiDDP.*AveragedModel"):
         EMA(Net())
     with pytest.raises(ValueError, match="expected 0 to 1"):
@@ -138,8 +138,11 @@ def test_what_cannot_be_is_refused():
     with pytest.raises(ValueError, match="expected 'auto', 'host' or 'nvme'"):
         EMA(model, home="device")
     ema = EMA(model)
-    with ema.swapped(), pytest.raises(RuntimeError, match="leave the context first"):
-        ema.update()
+    with ema.swapped():
+        for refused in (ema.update, lambda: full_step(model, optimizer)):
+            with pytest.raises(RuntimeError, match="leave the context first"):
+                refused()
+    full_step(model, optimizer)
     model.unwrap()
     with pytest.raises(RuntimeError, match="unwrapped"):
         ema.update()
