@@ -19,11 +19,14 @@ class Metrics:
             optimizer.step()
             writer.log(metrics.as_dict(), step)
 
+    optimizer: also as accelerate prepares it.
+
     Numbers of steps are those of the step before the last one, whose tail has ended: to log waits
     for nothing.
     """
 
-    def __init__(self, model: GeminiDDP, optimizer: TieredOptimizer) -> None:
+    def __init__(self, model: GeminiDDP, optimizer: TieredOptimizer | Any) -> None:
+        optimizer = getattr(optimizer, "optimizer", optimizer)
         self._model = model
         self._report = optimizer.last_report
         self._began: float | None = None

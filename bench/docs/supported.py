@@ -113,7 +113,7 @@ ACCELERATE = (
     ),
     Row(
         "`log_with=`",
-        "`accelerator.log(accelerator.metrics())`: bytes moved, seconds, peaks",
+        "`accelerator.log(gemini.Metrics(model, optimizer).as_dict())`: bytes, seconds, peaks",
         f"{_ACCELERATE}trackers_are_given_what_steps_moved",
     ),
 )

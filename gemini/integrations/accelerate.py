@@ -16,7 +16,6 @@ from gemini.checkpoint.load import load_checkpoint
 from gemini.checkpoint.pretrained import write_weights
 from gemini.checkpoint.save import save_checkpoint
 from gemini.ddp import GeminiDDP
-from gemini.metrics import Metrics
 from gemini.optim.base import TieredOptimizer
 from gemini.optim.rules.loss_scale import LossScale
 
@@ -123,7 +122,6 @@ class GeminiAccelerator(Accelerator):  # type: ignore[misc]
             raise ValueError(
                 f"mixed_precision={self.mixed_precision!r}; expected 'no', 'bf16' or 'fp16'"
             )
-        self._metrics: dict[int, Metrics] = {}  # by id of the optimizer
         self._gemini = dict(gemini or {})
         self._adam = dict(adam or {})
         own = self._gemini.get("precision", self.mixed_precision)
@@ -214,20 +212,6 @@ class GeminiAccelerator(Accelerator):  # type: ignore[misc]
         prepared._is_accelerate_prepared = True
         self._optimizers.append(prepared)
         return prepared
-
-    def metrics(self) -> dict[str, float]:
-        """`gemini.Metrics` of the sharded models, for `log`: of several as "gemini_0/...", ..."""
-        found: dict[str, float] = {}
-        models = self._sharded()
-        for i, model in enumerate(models):
-            optimizer = self._optimizer_of(model)
-            if optimizer is None:
-                continue
-            if id(optimizer) not in self._metrics:
-                self._metrics[id(optimizer)] = Metrics(model, optimizer)
-            prefix = "gemini/" if len(models) == 1 else f"gemini_{i}/"
-            found |= self._metrics[id(optimizer)].as_dict(prefix)
-        return found
 
     @contextmanager
     def join_uneven_inputs(

@@ -8,7 +8,7 @@ import torch
 from accelerate.tracking import GeneralTracker
 from torch import nn
 
-from gemini import GeminiDDP
+from gemini import GeminiDDP, Metrics
 from optim import HybridAdam
 from tests.integrations.cases import accelerate_runs as runs
 
@@ -98,11 +98,12 @@ def test_trackers_are_given_what_steps_moved(caplog):
     accelerator = runs.ours(adam={"nvme_offload_fraction": 1.0}, log_with=kept)
     accelerator.init_trackers("runs")
     model, optimizer, loader, schedule = runs.prepared(accelerator)
+    metrics = Metrics(model, optimizer)
     for step in range(2):
         assert caplog.text.count("gemini update by cpu: state on nvme") == 1
-        accelerator.log(accelerator.metrics(), step=step)
+        accelerator.log(metrics.as_dict(), step=step)
         runs.train(accelerator, model, optimizer, loader, schedule)
-    accelerator.log({"loss": 1.0, **accelerator.metrics()}, step=2)
+    accelerator.log({"loss": 1.0, **metrics.as_dict()}, step=2)
     (_, before), _, (step, values) = kept.rows
     assert step == 2 and values["loss"] == 1.0 and "gemini/nvme_read_bytes" not in before
     assert values["gemini/nvme_read_bytes"] > 0 and values["gemini/skipped"] == 0
