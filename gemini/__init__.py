@@ -25,8 +25,10 @@ if TYPE_CHECKING:
     from .checkpoint.pretrained import load_pretrained as load_pretrained
     from .checkpoint.save import save_checkpoint as save_checkpoint
     from .ddp import GeminiDDP as GeminiDDP
+    from .ema import EMA as EMA
     from .memtracer.collector import MemStatsCollector as MemStatsCollector
     from .memtracer.collector import trace as trace
+    from .metrics import Metrics as Metrics
     from .optimizer import GeminiAdamOptimizer as GeminiAdamOptimizer
     from .optimizer import GeminiOptimizer as GeminiOptimizer
     from .options import ChunkSearch as ChunkSearch
@@ -42,6 +44,7 @@ _HOME = {
     "BudgetWarning": "gemini.placement.overruns",
     "CPUAdam": "gemini.optim",
     "ChunkSearch": "gemini.options",
+    "EMA": "gemini.ema",
     "ConstPlacement": "gemini.placement.policy",
     "FusedAdam": "gemini.optim",
     "GeminiAdamOptimizer": "gemini.optimizer",
@@ -52,6 +55,7 @@ _HOME = {
     "HybridSGD": "gemini.optim",
     "LossScale": "gemini.optim",
     "MemStatsCollector": "gemini.memtracer.collector",
+    "Metrics": "gemini.metrics",
     "NvmeConfig": "gemini.optim",
     "PrecisionPolicy": "gemini.options",
     "export_safetensors": "gemini.checkpoint.export",

@@ -23,6 +23,11 @@ def torchs_wrapper() -> str | None:
     return None
 
 
+def torch_averages() -> bool:
+    """Whether `torch.optim.swa_utils.AveragedModel` calls, which copies its module."""
+    return any(frame.f_code.co_qualname == "AveragedModel.__init__" for frame in _callers())
+
+
 def wants_dtensors() -> bool:
     """Whether `get_state_dict` or the like of torch.distributed.checkpoint calls: it takes every
     rank's part of a value, and makes whole ones of them itself where it was asked to."""

@@ -8,7 +8,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -37,6 +37,8 @@ class BoundOptimizer(torch.optim.Optimizer):
     take, TypeError for a copy of an optimizer over a wrapped module.
     """
 
+    in_place_of: ClassVar[str] = ""  # another's class: it goes on as this one
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -53,7 +55,8 @@ class BoundOptimizer(torch.optim.Optimizer):
         if nvme_write_budget is not None:
             nvme = replace(nvme, write_budget=parse_bytes(nvme_write_budget))
         nvme = replace(nvme, meter=WriteMeter(nvme.write_budget))
-        self._config = StateConfig(float(nvme_offload_fraction), nvme, cpu_path)
+        name = " in place of ".join(filter(None, (self.own_name(), self.in_place_of)))
+        self._config = StateConfig(float(nvme_offload_fraction), nvme, cpu_path, name)
         if self._config.nvme_fraction > 0:
             for folder in nvme.folders:
                 check_folder(folder, allow_ram=nvme.allow_ram)
@@ -71,6 +74,11 @@ class BoundOptimizer(torch.optim.Optimizer):
         self._closed = False
         self.last_report: StepReport | None = None
         _alive.add(self)
+
+    @classmethod
+    def own_name(cls) -> str:
+        """Of the class that updates, whatever it goes on for."""
+        return cls.__mro__[1 if cls.in_place_of else 0].__name__
 
     def waits_for(self, params: set[int]) -> bool:
         """Whether it is over these parameters (ids), and nothing keeps their state yet."""

@@ -107,6 +107,7 @@ def test_the_tutorials_script_runs_under_torchrun(on_disk):
         ]  # fmt: skip
         done = subprocess.run(command, env=environment, cwd=on_disk, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
+        assert done.stderr.count("gemini optimizer") == 1  # on rank 0
         losses[ranks] = re.search(rf"{ranks} ranks: (\S+) to (\S+)", done.stdout).groups()
     assert float(losses[2][1]) < float(losses[2][0])
     assert list(on_disk.glob("*.blocks")) == []

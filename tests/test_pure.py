@@ -27,6 +27,8 @@ PURE = [
     "gemini.placement.overruns",
     "gemini.placement.predict",
     "gemini.placement.picture",
+    "gemini.placement.start",
+    "gemini.placement.timeline",
     "gemini.doctor.report",
     "gemini.plan.machine",
     "gemini.plan.words",

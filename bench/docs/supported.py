@@ -111,6 +111,11 @@ ACCELERATE = (
         "refused: each would train on all data; on CPUs give `cpu=True`",
         f"{_RANKS}ranks_that_accelerate_does_not_know_of_are_refused",
     ),
+    Row(
+        "`log_with=`",
+        "`accelerator.log(gemini.Metrics(model, optimizer).as_dict())`: bytes, seconds, peaks",
+        f"{_ACCELERATE}trackers_are_given_what_steps_moved",
+    ),
 )
 
 TRANSFORMERS = (
@@ -170,6 +175,11 @@ TRANSFORMERS = (
         f"{_PRETRAINED}a_trainer_of_trl_takes_the_mixin",
     ),
     Row(
+        "`report_to=`",
+        "`MetricsCallback(trainer)` adds bytes moved, seconds, peaks to what the trainer logs",
+        f"{_TRAINER}metrics_go_where_the_trainer_logs",
+    ),
+    Row(
         "plain `Trainer(GeminiDDP(model), ...)`",
         "trains at one rank; at several it is refused, and names `GeminiTrainer`",
         f"{_RANKS}trainer_saves_resumes_and_says_what_plain_trainer_cannot",
@@ -192,6 +202,12 @@ LIGHTNING = (
         '`"gemini"`, `"gemini_nvme"`, `"zero1"`, `"zero2"`',
         "registered with Trainer and Fabric by importing `gemini.integrations.lightning`",
         "integrations/lightning/test_lightning_names.py::test_registered_names_place_what_they_say",
+    ),
+    Row(
+        "a config of LightningCLI",
+        "names the class, which needs no import",
+        "integrations/lightning/test_lightning_names.py"
+        "::test_a_config_of_lightning_cli_names_the_strategy",
     ),
     Row(
         '`GeminiStrategy("zero1", overlap_allgather=True, communication_dtype="bf16")`, `"zero2"`',
@@ -245,6 +261,12 @@ LIGHTNING = (
         "`configure_model`, `configure_sharded_model`, `init_module(empty_init=True)`",
         "with `GeminiStrategy(empty_init=True)` no rank ever holds the model",
         "integrations/lightning/test_lightning_loops.py::test_a_model_that_is_made_late_may_have_no_memory_until_it_is_wrapped",
+    ),
+    Row(
+        "loggers, `LearningRateMonitor`",
+        "`GeminiMetrics()` logs bytes moved, seconds, peaks; `lr-AdamW` keeps its name",
+        "integrations/lightning/test_lightning_loops.py"
+        "::test_loggers_have_metrics_and_rates_by_the_name_that_they_had",
     ),
     Row(
         "the module after a fit",

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gemini.dtypes import DTYPES
+from gemini.ranges import named
 from gemini.tickets import Ticket
 from gemini.units import ChunkId
 
@@ -250,7 +251,8 @@ class ChunkGradient:
         reduced = buffer
         if self._links.world_size > 1:
             reduced = self._memory.allocate(self._spec.shard_numel, buffer.dtype)
-        ticket = self._links.sums.reduce_scatter(reduced, buffer, self._spec.id)
+        with named("reduce", "chunk", self._spec.id):
+            ticket = self._links.sums.reduce_scatter(reduced, buffer, self._spec.id)
         nbytes = reduced.nbytes + (0 if reduced is buffer else buffer.nbytes)
         self._under_way = _UnderWay(ticket, reduced, buffer, dtype, nbytes)
         self.account.gradients += nbytes
@@ -261,7 +263,8 @@ class ChunkGradient:
             return
         done, self._under_way = self._under_way, None
         self.account.gradients -= done.nbytes
-        done.ticket.wait()
+        with named("wait for gradient of", "chunk", self._spec.id):
+            done.ticket.wait()
         self._take_over(self._in_dtype(done.shard, done.dtype))
         if self.offload is not None:
             self._leave()

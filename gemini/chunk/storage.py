@@ -18,6 +18,7 @@ from torch import Tensor
 
 from gemini.dtypes import DTYPES
 from gemini.optim.state.held_signals import HeldSignals
+from gemini.ranges import named
 from gemini.tickets import CopyTicket, Ticket
 from gemini.units import ChunkId, ParamId
 
@@ -190,7 +191,8 @@ class Chunk:
     def wait_updated(self) -> None:
         """The shard is what the last step has made of it."""
         if self.updating is not None:
-            self.updating.wait()
+            with named("wait for update of", "chunk", self.spec.id):
+                self.updating.wait()
             self.updating = None
 
     def is_copied(self, ticket: CopyTicket) -> None:
@@ -292,7 +294,8 @@ class Chunk:
         """Begin to make the whole payload; `wait_gathered` ends it. Nothing if it is there."""
         if self.gathered:
             return
-        with HeldSignals():  # Ctrl-C finds it begun, with its ticket, or released
+        # Ctrl-C finds it begun, with its ticket, or released
+        with named("gather", "chunk", self.spec.id), HeldSignals():
             self._memory.refill(self.payload)
             self.gathered = True
             self.account.payloads += self.payload.nbytes
@@ -337,7 +340,8 @@ class Chunk:
         if pending is None:
             return
         try:
-            pending.wait()
+            with named("wait for", "chunk", self.spec.id):
+                pending.wait()
         except BaseException:
             if not self.in_payload:
                 if self._links.world_size == 1:  # Ctrl-C may have come before it waited

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from gemini.optim import HybridAdam, HybridLion, HybridSGD
 from gemini.optim.base import TieredOptimizer
-
-log = logging.getLogger("gemini")
 
 Group = Mapping[str, Any]
 TAKEN = (
@@ -22,6 +19,30 @@ TAKEN = (
 PLACES = ("nvme_offload_fraction", "nvme_offload_dir", "nvme_write_budget", "nvme", "cpu_path")
 # how others compute it, which changes no update but by rounding
 _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
+
+
+class AdamW(HybridAdam):
+    """One that was torch's, by the name that it had: monitors of rates and dashboards go by it."""
+
+    in_place_of = "torch.optim.AdamW"
+
+
+class Adam(HybridAdam):
+    """One that was torch's, by the name that it had."""
+
+    in_place_of = "torch.optim.Adam"
+
+
+class SGD(HybridSGD):
+    """One that was torch's, by the name that it had."""
+
+    in_place_of = "torch.optim.SGD"
+
+
+class Lion(HybridLion):
+    """One that was a Lion of any library's, by the name that it had."""
+
+    in_place_of = "a Lion"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +86,10 @@ def convert(optimizer: torch.optim.Optimizer, **adam: Any) -> torch.optim.Optimi
         {**own, **kind.read(group)}
         for own, group in zip(labels, optimizer.param_groups, strict=True)
     ]
-    was = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
     ours = kind.ours(groups, **kind.read(optimizer.defaults), **adam)
     if optimizer.state:
         ours.load_state_dict(optimizer.state_dict())
     ours.hand_over_to(optimizer)
-    log.info("%s goes on as %s, with the same groups and options", was, kind.ours.__name__)
     return optimizer
 
 
@@ -108,7 +127,7 @@ def _check_options(optimizer: torch.optim.Optimizer, kind: _Kind, options: Group
         if name not in kind.without or options[name] != kind.without[name]:
             raise ValueError(
                 f"{type(optimizer).__name__} has {name}={options[name]!r}, which "
-                f"{kind.ours.__name__} does not have; expected {sorted(kind.taken)}"
+                f"{kind.ours.own_name()} does not have; expected {sorted(kind.taken)}"
             )
     if kind is _LION and getattr(optimizer, "decoupled_wd", False):
         raise ValueError(
@@ -136,7 +155,7 @@ def _lion(group: Group) -> dict[str, Any]:
 
 
 _ADAM = _Kind(
-    HybridAdam,
+    Adam,
     _adam,
     frozenset(
         {"lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "decoupled_weight_decay"}
@@ -144,19 +163,19 @@ _ADAM = _Kind(
     {},
 )
 _SGD = _Kind(
-    HybridSGD,
+    SGD,
     _sgd,
     frozenset({"lr", "momentum", "weight_decay", "dampening", "nesterov", "maximize"}),
     {},
 )
 _LION = _Kind(
-    HybridLion,
+    Lion,
     _lion,
     frozenset({"lr", "betas", "weight_decay"}),
     {"maximize": False, "caution": False, "corrected_weight_decay": False, "cautious_factor": 1.0},
 )
 _TORCH: dict[type, _Kind] = {
-    torch.optim.AdamW: _ADAM,
+    torch.optim.AdamW: replace(_ADAM, ours=AdamW),
     torch.optim.Adam: _ADAM,
     torch.optim.SGD: _SGD,
 }

@@ -14,10 +14,11 @@ from gemini.checkpoint.export import import_safetensors
 from gemini.checkpoint.load import load_checkpoint
 from gemini.checkpoint.save import save_checkpoint
 from gemini.ddp import GeminiDDP
+from gemini.metrics import Metrics
 from gemini.optim import HybridLion
 
 try:
-    from transformers import Trainer
+    from transformers import Trainer, TrainerCallback
     from transformers.trainer import TRAINING_ARGS_NAME
 
     from .accelerate import GeminiAccelerator
@@ -186,6 +187,24 @@ class GeminiTrainerMixin(_Base):  # type: ignore[misc]
 
 class GeminiTrainer(GeminiTrainerMixin, Trainer):  # type: ignore[misc]
     """`transformers.Trainer(model, args, ...)` with `gemini=` and `adam=`; see the mixin."""
+
+
+class MetricsCallback(TrainerCallback):  # type: ignore[misc]
+    """`trainer.add_callback(MetricsCallback(trainer))`: where the trainer logs a loss, it also logs
+    `gemini.Metrics`, to its history, tensorboard, wandb and whatever `report_to` names."""
+
+    def __init__(self, trainer: GeminiTrainerMixin) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self._metrics = Metrics(self._trainer.model_wrapped, self._trainer.optimizer.optimizer)
+
+    def on_log(self, *_: Any, **given: Any) -> None:
+        if "loss" in given["logs"]:
+            self._trainer.log(self._metrics.as_dict())
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        self._metrics.close()
 
 
 def check_optim(name: str) -> None:

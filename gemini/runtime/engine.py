@@ -7,14 +7,15 @@ Calls of forward and backward come in through `Calls`, which meets the other ran
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from gemini.callers import torch_averages
 from gemini.chunk.layout import ChunkLayout
 from gemini.chunk.local import is_dtensor
 from gemini.chunk.parameter import ParamHandle, take_gradient, wrap_in_place
@@ -33,6 +34,7 @@ from gemini.runtime.autograd.calls import Calls
 from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.comm.connect import Connections
 from gemini.runtime.gradients.waiting import Gradients
+from gemini.runtime.inspect.start import say_start
 from gemini.runtime.memory.backend import Backend
 from gemini.runtime.memory.files.tensor_files import FileConfig
 from gemini.runtime.memory.ledger import MemoryLedger
@@ -162,6 +164,7 @@ class Engine(Parts):
         self.dtype = DTYPES[precision_settings.dtype]
         self.together: PipelineOwner | None = None  # of a pipeline: what attaches optimizers for it
         self._last_trace: Trace | None = None  # of training
+        self._has_said_start = self._is_lent = False
         self._agreements_left = 0 if planning.has_trace else MAX_AGREEMENTS
         self.promotion = Promotion(self)
         self.meetings = Meetings(self)
@@ -194,6 +197,11 @@ class Engine(Parts):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """What copies and pickles of a wrapped module come to."""
+        if torch_averages():
+            raise TypeError(
+                "torch's AveragedModel copies a module whole, and the weights of a wrapped one are "
+                "shards; use gemini.EMA(model, decay=...), which averages them where they are"
+            )
         raise TypeError(
             "a wrapped module cannot be copied or pickled; copy it before it is wrapped, load "
             "model.state_dict() into a plain one, save that or gemini.export_safetensors(...), or "
@@ -212,6 +220,9 @@ class Engine(Parts):
             self.begin_step, self.agree_on_trace, self.meetings.call, self.detach, self.gradients
         )
         self.target = ShardTarget(self, calls, groups, rule, config)
+        if not self._has_said_start and (self.together or self).comm.rank == 0:
+            self._has_said_start = True
+            say_start(self, config, self.target.executor.path, len(groups))
         return self.target
 
     def detach(self) -> None:
@@ -305,6 +316,15 @@ class Engine(Parts):
         """All chunks are gathered and stay so; then shards follow what was written, or not."""
         return weights.summoned(self, writeback)
 
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Weights are other ones for a while, which no step may change."""
+        before, self._is_lent = self._is_lent, True
+        try:
+            yield
+        finally:
+            self._is_lent = before
+
     def write_back_changes(self) -> None:
         """Shards and masters follow what the user wrote to parameters."""
         weights.write_back_changes(self)
@@ -315,6 +335,8 @@ class Engine(Parts):
         """End what is under way, and let masters follow what the user wrote."""
         if self.is_summoned:
             raise RuntimeError("step() while parameters are summoned; leave the context first")
+        if self._is_lent:
+            raise RuntimeError("step() while the average is swapped in; leave the context first")
         if in_backward():
             raise RuntimeError(
                 "step() inside a backward: other gradients are still to come, and to be reduced "

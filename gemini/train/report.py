@@ -90,11 +90,12 @@ def _seconds(axes: Any, log: Log) -> None:
 
 
 def _memory(axes: Any, log: Log) -> None:
-    most = max((one.get(f"{t}_{k}", 0) for one in log for t in _TIERS for k in _KINDS), default=0)
+    names = [f"gemini/{tier}_{kind}_bytes" for tier in _TIERS for kind in _KINDS]
+    most = max((one.get(name, 0) for one in log for name in names), default=0)
     unit, name = (2**30, "GiB") if most >= 2**30 else (2**20, "MiB")
     for tier, colour in zip(_TIERS, ("C0", "C1", "C2"), strict=True):
         for kind, style in _KINDS.items():
-            steps, values = _points(log, f"{tier}_{kind}")
+            steps, values = _points(log, f"gemini/{tier}_{kind}_bytes")
             if any(values):
                 scaled = [value / unit for value in values]
                 axes.plot(steps, scaled, style, color=colour, label=f"{tier}, {kind}")
@@ -107,7 +108,9 @@ def _where(axes: Any, log: Log) -> None:
     steps = next(iter(columns.values()))[0]
     if steps:
         axes.stackplot(steps, [values for _, values in columns.values()], labels=list(columns))
-        axes.plot(*_points(log, "stalled"), "k:", label="of the step, waiting for the disk")
+        axes.plot(
+            *_points(log, "gemini/stalled_seconds"), "k:", label="of the step, waiting for the disk"
+        )
     axes.set_ylabel("seconds a step")
 
 

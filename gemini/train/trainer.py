@@ -14,6 +14,7 @@ from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
 from gemini.integrations.transformers import CHECKPOINT, GeminiTrainerMixin
+from gemini.metrics import Metrics
 
 from .config import TrainConfig
 
@@ -59,6 +60,7 @@ class TuningTrainer(GeminiTrainerMixin, SFTTrainer):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._clock = Clock()
+        self._numbers: Metrics | None = None
         super().__init__(*args, callbacks=[self._clock], **kwargs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -67,18 +69,9 @@ class TuningTrainer(GeminiTrainerMixin, SFTTrainer):  # type: ignore[misc]
             logs["seconds"] = sum(seconds.values())
         super().log(logs, start_time)
         if "loss" in logs:  # for the report, and not for the screen
-            self.state.log_history[-1].update(**seconds, **self._memory())
-
-    def _memory(self) -> dict[str, float]:
-        """Bytes of every tier, as predicted and measured, and seconds that waited for the disk."""
-        step = self.optimizer.optimizer.last_report
-        found = {"stalled": 0.0 if step is None else step.stalled_seconds}
-        for row in self.model_wrapped.memory_report().rows:
-            if row.kind == "total":
-                found[f"{row.tier}_predicted"] = row.predicted_bytes
-                if row.measured_bytes is not None:
-                    found[f"{row.tier}_measured"] = row.measured_bytes
-        return found
+            if self._numbers is None:
+                self._numbers = Metrics(self.model_wrapped, self.optimizer.optimizer)
+            self.state.log_history[-1].update(**seconds, **self._numbers.as_dict())
 
 
 def arguments(config: TrainConfig, world_size: int, *, on_cpu: bool) -> SFTConfig:

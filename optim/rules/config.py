@@ -50,6 +50,7 @@ class StateConfig:
     nvme_fraction: float = 0.0
     nvme: NvmeConfig = NvmeConfig()
     cpu_path: str = "auto"
+    optimizer: str = ""  # its class, and what it stands for: said when its state is made
 
     def __post_init__(self) -> None:
         if not 0 <= self.nvme_fraction <= 1:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from gemini.tickets import Done, Ticket
 
@@ -92,6 +93,27 @@ class StepReport:
     update_path: str = "cpu"  # or "cpu-compiled", or "triton"
     behind: Ticket[Behind] = field(default_factory=lambda: Done(Behind()))
     speculation: Speculated = field(default_factory=Speculated)
+
+    def as_dict(self) -> dict[str, float]:
+        """Numbers for a log, flat: bytes by link, seconds, counts. Waits until all of it has ended.
+
+        A norm that nobody asked for, or that is not finite, is left out.
+        """
+        outcome, behind, ahead = self.outcome.wait(), self.behind.wait(), self.speculation
+        moved = asdict(self.traffic + behind.traffic)
+        norm = outcome.grad_norm
+        return {
+            **{f"{link}_bytes": nbytes for link, nbytes in moved.items()},
+            "stalled_seconds": self.stalled_seconds + behind.stalled_seconds,
+            "tail_seconds": behind.seconds,
+            "hidden_seconds": max(0.0, behind.seconds - behind.waited_seconds),
+            "skipped": int(outcome.skipped),
+            "loss_scale": outcome.loss_scale,
+            "speculated_blocks": ahead.speculated,
+            "held_blocks": ahead.held,
+            "redone_blocks": ahead.redone,
+            **({} if norm is None or not math.isfinite(norm) else {"grad_norm": norm}),
+        }
 
     @property
     def committed(self) -> bool:

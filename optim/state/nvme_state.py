@@ -43,6 +43,7 @@ from gemini.nvme import (
 )
 from gemini.optim.rules.config import NvmeConfig
 from gemini.optim.rules.state_layout import WEIGHT, StateLayout
+from gemini.ranges import named
 from gemini.tickets import Ticket
 from gemini.units import BlockId, format_bytes
 
@@ -194,7 +195,8 @@ class NvmeState:
     def _begin(self, read: Callable[[Staged], Ticket[None]], staged: Staged) -> Staged:
         """Its read, or the buffer is free again: what is read may have failed to be written."""
         try:
-            staged.ticket = read(staged)
+            with named("read", "block", staged.block.id):
+                staged.ticket = read(staged)
         except BaseException:
             self._pool.give(staged.buffer)
             raise
@@ -243,12 +245,7 @@ class NvmeState:
             self._wait_for_a_write()
             self.prefetch()
         current = self._current = self._reads.popleft()
-        if current.ticket is not None:
-            started = time.perf_counter()
-            try:
-                current.ticket.wait()
-            finally:
-                self.stalled_seconds += time.perf_counter() - started
+        self._settle(current)
         block, self._is_touched = current.block, True
         if self._forms.has_undo:
             save(block, partial(self._transfers.beside, current))
@@ -280,7 +277,8 @@ class NvmeState:
     def flush(self) -> None:
         """Wait until all that was taken back is on disk. Raises what went wrong."""
         started = time.perf_counter()
-        self.store.flush()
+        with named("wait for", "writes"):
+            self.store.flush()
         self.stalled_seconds += time.perf_counter() - started
 
     def commit(self, step: int, *, in_order: bool = False) -> None:
@@ -479,7 +477,8 @@ class NvmeState:
         self.store.close()
 
     def _submit_write(self, staged: Staged, *, with_undo: bool) -> None:
-        self._transfers.write(staged, with_undo=with_undo)
+        with named("write", "block", staged.block.id):
+            self._transfers.write(staged, with_undo=with_undo)
         self._writes.append(staged)
 
     def _wait_for_a_write(self) -> None:
@@ -495,7 +494,8 @@ class NvmeState:
         if staged.ticket is not None:
             started = time.perf_counter()
             try:
-                staged.ticket.wait()
+                with named("wait for", "block", staged.block.id):
+                    staged.ticket.wait()
             finally:
                 self.stalled_seconds += time.perf_counter() - started
 

@@ -19,6 +19,7 @@ from gemini.optim.rules.config import NvmeConfig
 from gemini.optim.rules.report import Traffic
 from gemini.optim.rules.split_master import remainder_of, shown, take, tie_sign
 from gemini.optim.rules.state_layout import MASTER, StateLayout
+from gemini.ranges import named
 from gemini.tickets import CopyTicket
 from gemini.units import BlockId
 
@@ -368,7 +369,8 @@ class TieredState:
     def _update_in_memory(self, updater: Updater, views: BlockViews) -> Iterator[Block]:
         views.expect([*views.borrowed(self.resident), *self.host])
         for slab in self.device_slabs:
-            updater.update_resident(slab, views)
+            with named("update", "resident blocks from", slab.blocks[0].id):
+                updater.update_resident(slab, views)
             yield from slab.blocks
         self._leaving = [ticket for ticket in self._leaving if not ticket.ready()]
         for slab in self.host_slabs:

@@ -55,6 +55,10 @@ class CpuStep:
         self.counts = torch.zeros(num_counters, dtype=torch.float32)
         self._used_scale = 1.0  # of the step that was begun last
 
+    @property
+    def path(self) -> str:
+        return self._updater.name
+
     def reserve(self, reserved: Reserved) -> None:
         """Nothing passes through a device."""
 

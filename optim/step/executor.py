@@ -32,6 +32,11 @@ class Executor(Protocol):
     control_vector: ControlVector
 
     @property
+    def path(self) -> str:
+        """As `StepReport.update_path`."""
+        ...
+
+    @property
     def staging(self) -> DeviceStaging | None:
         """Through which passes what the device updates; None where the host updates."""
         ...

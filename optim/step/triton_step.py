@@ -82,6 +82,10 @@ class TritonStep:
         return self._updater
 
     @property
+    def path(self) -> str:
+        return self._updater.name
+
+    @property
     def staging(self) -> DeviceStaging:
         return self._updater.staging
 

@@ -39,6 +39,7 @@ from gemini.optim.rules.rule import UpdateRule
 from gemini.optim.state.memory import Memory, memory_of
 from gemini.optim.state.pieces import Piece, Planes, Resident, SteppedViews
 from gemini.optim.state.space import Block
+from gemini.ranges import named
 from gemini.tickets import CopyTicket
 from gemini.units import ParamId
 
@@ -196,7 +197,8 @@ class TritonUpdater:
     def update_staged(self, block: Block, planes: Planes, views: SteppedViews) -> bool:
         touched = views.touches(block)
         if touched:
-            self._update_from_host(0, block, planes, views).settle()
+            with named("update", "block", block.id):
+                self._update_from_host(0, block, planes, views).settle()
         views.updated(block)
         return touched
 
@@ -211,7 +213,8 @@ class TritonUpdater:
                 if len(leaving) >= self.staging.count:  # whose memory is taken now
                     leaving[-self.staging.count].order()
                 turn = len(leaving) % self.staging.count
-                leaving.append(self._update_from_host(turn, block, planes, views))
+                with named("update", "block", block.id):
+                    leaving.append(self._update_from_host(turn, block, planes, views))
             views.updated(block)
             yield block, leaving[-1] if touched else None
         for ticket in leaving[-self.staging.count :]:

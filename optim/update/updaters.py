@@ -13,6 +13,7 @@ from gemini.optim.rules.report import Traffic
 from gemini.optim.rules.rule import UpdateRule
 from gemini.optim.state.pieces import Piece, Planes, Resident, SteppedViews
 from gemini.optim.state.space import Block
+from gemini.ranges import named
 from gemini.tickets import CopyTicket
 
 from . import cpu_update
@@ -38,7 +39,8 @@ class CpuUpdater:
 
     def update_staged(self, block: Block, planes: Planes, views: SteppedViews) -> bool:
         pieces = views.pieces(block, planes)
-        self.update(pieces)
+        with named("update", "block", block.id):
+            self.update(pieces)
         views.updated(block)
         return bool(pieces)
 

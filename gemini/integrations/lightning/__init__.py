@@ -19,6 +19,7 @@ except ImportError as error:
 
 from .colossal import ColossalAIStrategy
 from .fabric import GeminiFabricStrategy
+from .metrics import GeminiMetrics
 from .shared import GeminiFabricPrecision, GeminiPrecision, register
 from .trainer import GeminiStrategy
 
@@ -26,6 +27,7 @@ __all__ = [
     "ColossalAIStrategy",
     "GeminiFabricPrecision",
     "GeminiFabricStrategy",
+    "GeminiMetrics",
     "GeminiPrecision",
     "GeminiStrategy",
 ]

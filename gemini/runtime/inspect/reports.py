@@ -40,6 +40,16 @@ class MemoryReport:
     rows: tuple[MemoryRow, ...]
     overruns: tuple[str, ...] = ()
 
+    def as_dict(self) -> dict[str, int]:
+        """Numbers for a log, flat: the peak of every tier, and how many overruns there were."""
+        found = {"overruns": len(self.overruns)}
+        for row in self.rows:
+            if row.kind == "total":
+                found[f"{row.tier}_predicted_bytes"] = row.predicted_bytes
+                if row.measured_bytes is not None:
+                    found[f"{row.tier}_measured_bytes"] = row.measured_bytes
+        return found
+
     def __str__(self) -> str:
         lines = [f"{'tier':<8} {'kind':<12} {'predicted':>12} {'measured':>12}"]
         for row in self.rows:
@@ -62,7 +72,7 @@ def _update_lines(parts: Parts) -> list[str]:
             return []
         return [f'update: serial; with update="tail" it would be predicted to take {tail}', *prices]
     update = update_of(parts)
-    lines = [f"update: {_when(parts, update)}", *prices]
+    lines = [f"update: {when_updated(parts)}", *prices]
     speculates = update in IN_BACKWARD and against_speculation(parts) is None
     if speculates and parts.speculation is not None:
         lines += [] if ahead is None else [f"predicted in backward: {ahead}"]
@@ -80,8 +90,9 @@ def _update_lines(parts: Parts) -> list[str]:
     return lines
 
 
-def _when(parts: Parts, update: str) -> str:
-    rest, why = "in step()", ""
+def when_updated(parts: Parts) -> str:
+    """What is not on the device, in words, with the rule that is against what was asked for."""
+    update, rest, why = update_of(parts), "in step()", ""
     if update in BEHIND:
         rest, reason = "behind the next forward", against_tail(parts)
         if reason is not None:

@@ -32,6 +32,7 @@ from gemini.optim.step.driver import TargetStep
 from gemini.optim.step.tail import Ended, Gate, Tail
 from gemini.placement.tiers import Tier
 from gemini.placement.timetable.updates import AUTO, BEHIND
+from gemini.ranges import named
 from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.comm.leaving import ask_at_the_end, was_asked
 from gemini.runtime.parts import Parts
@@ -182,7 +183,8 @@ class StepTail:
             self._put_signals_back()
             return
         asked = clock()
-        under_way.tail.behind.wait()
+        with named("wait for", "tail"):
+            under_way.tail.behind.wait()
         self.times = under_way.times(asked)
         self._put_signals_back()
         with HeldSignals():

@@ -6,9 +6,10 @@ from gemini.train.report import PICTURES, write_report
 
 LOG = [
     {
-        "step": step, "loss": 3.0 / step, "learning_rate": 0.1, "seconds": 2.0, "stalled": 0.1,
+        "step": step, "loss": 3.0 / step, "learning_rate": 0.1, "seconds": 2.0,
         "seconds_passes": 1.0, "seconds_update": 0.5, "seconds_between": 0.5,
-        "device_predicted": 2**30, "device_measured": 2**29, "nvme_predicted": 0,
+        "gemini/device_predicted_bytes": 2**30, "gemini/device_measured_bytes": 2**29,
+        "gemini/nvme_predicted_bytes": 0, "gemini/stalled_seconds": 0.1,
     }
     for step in (1, 2, 3)
 ]  # fmt: skip

@@ -1,14 +1,17 @@
 """What a module says about its memory: explain, the report, the timeline, the collector's dump."""
 
 import json
+import math
 
 import pytest
 
 import gemini
 from bench.shared.models import token_batches
-from gemini import AutoPlacement
+from gemini import AutoPlacement, Metrics
 from gemini.placement.tiers import Tier
 from gemini.runtime.memory.backend import SimBackend
+from gemini.tickets import Done
+from optim.rules.report import Behind, Outcome, Speculated, StepReport, Traffic
 from tests.support.checkpoints import train
 from tests.support.spilled import LEAST, wrapped
 
@@ -48,6 +51,52 @@ def test_the_report_has_predicted_beside_measured_bytes():
     assert staging.measured_bytes <= staging.predicted_bytes
     assert rows["device", "parameters"].measured_bytes > 0
     assert "predicted" in str(model.memory_report())
+
+
+def test_metrics_are_flat_numbers_of_the_step_before_the_last_one():
+    model, optimizer = wrapped(LEAST)
+    metrics = Metrics(model, optimizer)
+    assert "gemini/nvme_read_bytes" not in metrics.as_dict()
+    train(model, optimizer, BATCHES)
+    first = optimizer.last_report
+    train(model, optimizer, BATCHES[:1])
+    found = metrics.as_dict("")
+    json.dumps(found)
+    assert {type(value) for value in found.values()} <= {int, float}
+    assert found.items() >= first.as_dict().items()
+    assert found["nvme_read_bytes"] == first.traffic.nvme_read > 0
+    (total,) = [r for r in model.memory_report().rows if (r.tier, r.kind) == ("nvme", "total")]
+    assert found["nvme_predicted_bytes"] == total.predicted_bytes
+    assert found["nvme_measured_bytes"] == total.measured_bytes
+    assert found["overruns"] == len(model.memory_report().overruns)
+    assert found["share_of_bound"] == found["bound_seconds"] / found["iteration_seconds"] > 0
+    metrics.close()
+    train(model, optimizer, BATCHES[:1])
+    assert metrics.as_dict("").items() >= first.as_dict().items()
+
+
+def test_a_step_says_what_its_tail_did_too():
+    report = StepReport(
+        Done(Outcome(skipped=True, grad_norm=math.inf, loss_scale=8.0)),
+        Traffic(nvme_read=1, host_to_device=2),
+        stalled_seconds=0.25,
+        behind=Done(Behind(True, Traffic(nvme_read=10, nvme_write=5), 0.5, 3.0, 1.0)),
+        speculation=Speculated(4, 3, 1),
+    )
+    assert report.as_dict() == {
+        "nvme_read_bytes": 11,
+        "nvme_write_bytes": 5,
+        "host_to_device_bytes": 2,
+        "device_to_host_bytes": 0,
+        "stalled_seconds": 0.75,
+        "tail_seconds": 3.0,
+        "hidden_seconds": 2.0,
+        "skipped": 1,
+        "loss_scale": 8.0,
+        "speculated_blocks": 4,
+        "held_blocks": 3,
+        "redone_blocks": 1,
+    }
 
 
 def test_what_is_in_use_is_counted_exactly():

@@ -348,12 +348,13 @@ def test_lora_trains_its_layers_alone_and_is_saved(tmp_path):
         booster.save_lora_as_pretrained(Tower(), tmp_path / "none")
 
 
-def test_boosting_adds_nothing_to_a_step_of_gemini():
+def test_boosting_adds_nothing_to_a_step_of_gemini(caplog):
     """The same classes with the same hooks as without a Booster, so the same step."""
     module = Tower()
     optimizer = HybridAdam(module.parameters())
     model, boosted_, *_ = Booster(plugin=GeminiPlugin()).boost(module, optimizer)
     assert type(boosted_) is HybridAdam and "step" not in vars(boosted_)
+    assert caplog.text.count("gemini memory of a rank") == 1
     assert type(model) is type(gemini.GeminiDDP(Tower()))
     assert not boosted_._optimizer_step_pre_hooks and not boosted_._optimizer_step_post_hooks
 

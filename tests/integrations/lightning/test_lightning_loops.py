@@ -1,6 +1,8 @@
 """GeminiStrategy in one process: optimizers, loops, late models, and what a fit leaves."""
 
+import csv
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,10 +13,13 @@ pytest.importorskip("lightning")
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     LearningRateFinder,
+    LearningRateMonitor,
 )
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from gemini import GeminiDDP
+from gemini.integrations.lightning import GeminiMetrics
 from optim import HybridAdam, HybridSGD
 from tests.integrations.cases.lightning_runs import (
     ADAM,
@@ -42,6 +47,21 @@ def test_an_optimizer_of_this_project_is_used_as_it_is(tmp_path):
     assert type(run.optimizers[0]) is HybridAdam
 
 
+def test_loggers_have_metrics_and_rates_by_the_name_that_they_had(tmp_path):
+    logger = CSVLogger(tmp_path)
+    run = trainer(
+        ours(adam={"nvme_offload_fraction": 1.0}), tmp_path, logger=logger, log_every_n_steps=2,
+        callbacks=[GeminiMetrics(), LearningRateMonitor()],
+    )  # fmt: skip
+    run.fit(Net(), loader())
+    rows = list(csv.DictReader((Path(logger.log_dir) / "metrics.csv").open()))
+    assert [row["lr-AdamW"] for row in rows if row["lr-AdamW"]]  # as under DDP
+    found = [row for row in rows if row["gemini/nvme_read_bytes"]]
+    assert [row["step"] for row in found] == ["1", "3"]
+    assert all(float(row["gemini/nvme_read_bytes"]) > 0 for row in found)
+    assert all(float(row["gemini/loss_scale"]) == 1 for row in found)
+
+
 def test_torchs_sgd_is_converted_and_its_schedule_follows(tmp_path):
     class Sgd(Net):
         def configure_optimizers(self):
@@ -60,7 +80,7 @@ def test_torchs_sgd_is_converted_and_its_schedule_follows(tmp_path):
         runs[-1].fit(module, loader())
         runs[-1].found = module.numbers()
     want, got = (run.found for run in runs)
-    assert type(runs[1].optimizers[0]) is HybridSGD
+    assert isinstance(runs[1].optimizers[0], HybridSGD)
     assert len(set(want["rates"])) > 2
     assert got["rates"] == want["rates"]
     torch.testing.assert_close(got["losses"], want["losses"], rtol=1e-5, atol=0)

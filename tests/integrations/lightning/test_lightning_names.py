@@ -31,6 +31,57 @@ SEED = (
 )
 
 
+CONFIG = """
+trainer:
+  accelerator: cpu
+  devices: 1
+  max_steps: 1
+  logger: false
+  enable_progress_bar: false
+  enable_checkpointing: false
+  enable_model_summary: false
+  callbacks:
+    - class_path: gemini.integrations.lightning.GeminiMetrics
+  strategy: {}
+"""
+STRATEGY = """
+    class_path: gemini.integrations.lightning.GeminiStrategy
+    init_args:
+      adam:
+        nvme_offload_fraction: 1.0
+    dict_kwargs:
+      max_norm: 0.5
+"""
+
+
+class Fed(Net):
+    """With data of its own."""
+
+    def __init__(self):
+        super().__init__()
+
+    def train_dataloader(self):
+        return loader()
+
+    def on_train_end(self):
+        self.settings = self.trainer.strategy.model.engine.precision_settings
+
+
+@pytest.mark.parametrize(("strategy", "norm"), [(STRATEGY, 0.5), ("gemini", 0.0)])
+def test_a_config_of_lightning_cli_names_the_strategy(tmp_path, caplog, strategy, norm):
+    """By its class, which imports it; by its name where the config names another class of ours."""
+    pytest.importorskip("jsonargparse")
+    from lightning.pytorch.cli import LightningCLI
+
+    (tmp_path / "config.yaml").write_text(CONFIG.format(strategy))
+    arguments = ["fit", "--config", str(tmp_path / "config.yaml")]
+    found = LightningCLI(Fed, save_config_callback=None, args=arguments)
+    assert isinstance(found.trainer.strategy, GeminiStrategy)
+    assert found.model.settings.max_norm == norm and len(found.model.losses) == 1
+    assert ("state on nvme" in caplog.text) == bool(norm)
+    assert caplog.text.count("gemini optimizer") == 1
+
+
 def test_colossal_ais_strategy_has_the_parameters_that_it_had():
     found = inspect.signature(ColossalAIStrategy)
     bare = [p.replace(annotation=inspect.Parameter.empty) for p in found.parameters.values()]

@@ -5,9 +5,10 @@ import math
 
 import pytest
 import torch
+from accelerate.tracking import GeneralTracker
 from torch import nn
 
-from gemini import GeminiDDP
+from gemini import GeminiDDP, Metrics
 from optim import HybridAdam
 from tests.integrations.cases import accelerate_runs as runs
 
@@ -76,7 +77,36 @@ def test_no_state_travels_at_prepare(monkeypatch):
     accelerator = runs.ours()
     model, optimizer = runs.net_and_optimizer()
     _, prepared = accelerator.prepare(model, optimizer)
-    assert prepared.optimizer is optimizer and type(optimizer) is HybridAdam
+    assert prepared.optimizer is optimizer and isinstance(optimizer, HybridAdam)
+
+
+def test_trackers_are_given_what_steps_moved(caplog):
+    class Kept(GeneralTracker):
+        name, requires_logging_directory, tracker = "kept", False, None
+
+        def __init__(self):
+            super().__init__()
+            self.rows = []
+
+        def store_init_configuration(self, values):
+            pass
+
+        def log(self, values, step=None, **_):
+            self.rows.append((step, values))
+
+    kept = Kept()
+    accelerator = runs.ours(adam={"nvme_offload_fraction": 1.0}, log_with=kept)
+    accelerator.init_trackers("runs")
+    model, optimizer, loader, schedule = runs.prepared(accelerator)
+    metrics = Metrics(model, optimizer)
+    for step in range(2):
+        assert caplog.text.count("gemini update by cpu: state on nvme") == 1
+        accelerator.log(metrics.as_dict(), step=step)
+        runs.train(accelerator, model, optimizer, loader, schedule)
+    accelerator.log({"loss": 1.0, **metrics.as_dict()}, step=2)
+    (_, before), _, (step, values) = kept.rows
+    assert step == 2 and values["loss"] == 1.0 and "gemini/nvme_read_bytes" not in before
+    assert values["gemini/nvme_read_bytes"] > 0 and values["gemini/skipped"] == 0
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 2, 0), (1, 3, 0, 2)])

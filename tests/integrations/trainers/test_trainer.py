@@ -50,9 +50,35 @@ def test_losses_norms_rates_and_evaluation_are_plain_trainers(tmp_path, plain, c
     assert len(got.steps) == STEPS and got.steps[0, 1] > 0.5  # it clips
     assert got.differs(plain) < 1e-5
     optimizer = got.trainer.optimizer.optimizer
-    assert type(optimizer) is HybridAdam
+    assert isinstance(optimizer, HybridAdam)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
     assert (optimizer.nvme_bytes > 0) == ("adam" in SAME[case])
+
+
+def test_metrics_go_where_the_trainer_logs(tmp_path, caplog):
+    from transformers import TrainerCallback
+
+    from gemini.integrations.transformers import MetricsCallback
+
+    class Writer(TrainerCallback):  # as tensorboard's and wandb's
+        rows = ()
+
+        def on_log(self, *_, logs, **__):
+            self.rows = (*self.rows, logs)
+
+    class Measured(trainer()):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            self.add_callback(MetricsCallback(self))
+
+    writer = Writer()
+    adam = {"nvme_offload_fraction": 1.0}
+    done = run(tmp_path, cls=Measured, adam=adam, max_steps=3, given={"callbacks": [writer]})
+    assert caplog.text.count("gemini optimizer HybridAdam in place of torch.optim.AdamW") == 1
+    history = [log for log in done.trainer.state.log_history if "gemini/skipped" in log]
+    assert [log["step"] for log in history] == [2, 3]  # of the steps before these
+    assert [row for row in writer.rows if "gemini/skipped" in row]
+    assert all(log["gemini/nvme_write_bytes"] > 0 for log in history)
 
 
 def test_noise_on_embeddings_is_the_same(tmp_path):
@@ -63,7 +89,7 @@ def test_noise_on_embeddings_is_the_same(tmp_path):
 def test_sgd_by_name(tmp_path):
     want = run(tmp_path, optim="sgd", max_grad_norm=0.0)
     got = run(tmp_path, cls=trainer(), optim="sgd", max_grad_norm=0.0)
-    assert got.differs(want) < 1e-5 and type(got.trainer.optimizer.optimizer) is HybridSGD
+    assert got.differs(want) < 1e-5 and isinstance(got.trainer.optimizer.optimizer, HybridSGD)
 
 
 def test_lion_by_name_needs_no_other_package(tmp_path):

@@ -30,6 +30,7 @@ from gemini.nvme import (
 )
 from gemini.optim.state.held_signals import HeldSignals
 from gemini.optim.state.memory import copy_alone
+from gemini.ranges import named
 from gemini.tickets import Ticket
 from gemini.units import BLOCK_NUMEL, BlockId, ChunkId
 
@@ -77,6 +78,7 @@ class _TensorFill:
     """A tensor to be filled from a file, as if by the thread that asks: in its inference mode, and
     behind what it has given a device until now."""
 
+    chunk: ChunkId
     blocks: Sequence[BlockId]
     parts: Sequence[Tensor]  # [n] each
     behind: Ticket[None] | None  # an update of these blocks
@@ -85,18 +87,22 @@ class _TensorFill:
 
     @staticmethod
     def of(
-        blocks: Sequence[BlockId], into: Tensor, block_numel: int, behind: Ticket[None] | None
+        chunk: ChunkId, places: Places, into: Tensor, behind: Ticket[None] | None
     ) -> _TensorFill:
-        parts = into.detach().split(block_numel)
+        blocks, parts = places.ids_of(chunk), into.detach().split(places.block_numel)
         stream = torch.cuda.current_stream(into.device) if into.is_cuda else None
-        return _TensorFill(blocks, parts, behind, torch.is_inference_mode_enabled(), stream)
+        return _TensorFill(chunk, blocks, parts, behind, torch.is_inference_mode_enabled(), stream)
 
     def run(self, pool: BufferPool, begin: Callable[[BlockId, Buffer], Ticket[None]]) -> None:
         """As many reads are under way as there are buffers. Raises NvmeError; then none is."""
         parts = iter(self.parts)
         if self.behind is not None:
             self.behind.wait()
-        with torch.inference_mode(self.in_inference), torch.cuda.stream(self.stream):
+        with (
+            named("read", "chunk", self.chunk),
+            torch.inference_mode(self.in_inference),
+            torch.cuda.stream(self.stream),
+        ):
             for _, buffer, _ in read_ahead(pool, self.blocks, begin):
                 there = next(parts)
                 dtype, count = there.dtype, there.numel()
@@ -176,8 +182,7 @@ class TensorFiles(FileBlocks):
         self.store.check_process()  # the thread that reads is not in a forked child
         self._writes.drain()  # it has the buffers to itself
         self._reads = [read for read in self._reads if not read.done()]
-        places = self._places
-        fill = _TensorFill.of(places.ids_of(chunk), into, places.block_numel, behind)
+        fill = _TensorFill.of(chunk, self._places, into, behind)
         begin = partial(self._begin_read, latest=self.reads_latest)
         self._reads.append(self._reader.submit(fill.run, self._pool, begin))
         return ReadTicket(self._reads[-1], behind)
@@ -185,7 +190,7 @@ class TensorFiles(FileBlocks):
     def write(self, chunk: ChunkId, values: Tensor) -> None:
         """Write a whole tensor; `values` is free on return. Raises WriteBudgetError first."""
         self.store.check_step(self._written_bytes(chunk), "a tensor that leaves memory")
-        with HeldSignals():  # else Ctrl-C may lose a staging buffer
+        with named("write", "chunk", chunk), HeldSignals():  # else Ctrl-C may lose a staging buffer
             for i, part in enumerate(values.detach().split(self._places.block_numel)):
                 staged = self.block_to_fill(chunk, i)
                 copy_alone(staged.values, part)

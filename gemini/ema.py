@@ -1,0 +1,173 @@
+"""An exponential moving average of weights, sharded as they are.
+
+Each rank averages its own shards, element by element, so the bits are those of
+`torch.optim.swa_utils.AveragedModel` with `get_ema_multi_avg_fn` over fp32 weights, at any world
+size and in any home.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+
+from gemini.checkpoint.load import load_checkpoint
+from gemini.checkpoint.model.extras import random_state, set_random_state
+from gemini.checkpoint.save import save_checkpoint
+from gemini.chunk.storage import Chunk
+from gemini.placement.tiers import Tier
+from gemini.runtime.inspect.weights import master_of, set_master
+from gemini.runtime.memory.originals import Originals, original_homes
+from gemini.runtime.step.weights import after_step
+
+from .ddp import GeminiDDP
+
+HOMES = {"host": Tier.HOST, "nvme": Tier.NVME}
+
+
+class EMA:
+    """The average of a wrapped module's weights.
+
+        ema = EMA(model, decay=0.999)
+        for batch in loader:
+            ...
+            optimizer.step()
+            ema.update()
+        with ema.swapped():
+            evaluate(model)
+
+    decay: share of the average that an update keeps, 0 to 1.
+    home: `"host"`, 4 bytes a parameter of this rank's RAM, which no budget counts; `"nvme"`, a file
+        in the folder of the placement policy; `"auto"`: NVMe where state is there, else host.
+
+    What it averages are the fp32 masters, which an update reads where they live: from the disk for
+    state on NVMe, and behind a tail. Frozen parameters and buffers are the model's own.
+
+    Raises ValueError for a module that is not wrapped, a decay that is none and another home.
+    """
+
+    def __init__(self, model: GeminiDDP, decay: float = 0.999, home: str = "auto") -> None:
+        if not isinstance(model, GeminiDDP):
+            raise ValueError(
+                f"an EMA of a {type(model).__name__}; expected a GeminiDDP: a plain module has "
+                "torch.optim.swa_utils.AveragedModel"
+            )
+        if not 0 <= decay <= 1:
+            raise ValueError(f"decay={decay}; expected 0 to 1")
+        if home not in ("auto", *HOMES):
+            raise ValueError(f"home={home!r}; expected 'auto', 'host' or 'nvme'")
+        self.decay = decay
+        self.num_averaged = 0  # the first update copies, as torch's does
+        self._model = model
+        self._is_swapped = False
+        engine = model.engine
+        specs = [chunk.spec for chunk in engine.chunks]
+        self._chunks = [chunk for chunk in engine.chunks if chunk.spec.trainable]
+        found = original_homes(specs, engine.planning.plan)
+        homes = {c: Tier.NVME if t is Tier.NVME else Tier.HOST for c, t in found.items()}
+        if home != "auto":
+            homes = dict.fromkeys(homes, HOMES[home])
+        config = engine.storage.config
+        self._kept = Originals(
+            specs, homes, torch.device("cpu"), replace(config, label=f"{config.label}ema-")
+        )
+        self._ready("EMA()")
+        self._copy()
+
+    def _ready(self, what: str) -> None:
+        if self._is_swapped:
+            raise RuntimeError(f"{what} while the average is swapped in; leave the context first")
+        if self._model.engine.is_unwrapped:
+            raise RuntimeError("this module was unwrapped; use model.module, or wrap it again")
+        self._model.engine.write_back_changes()
+
+    @torch.no_grad()
+    def _copy(self) -> None:
+        for chunk in self._chunks:
+            self._kept.put(chunk.spec.id, master_of(self._model.engine, chunk))
+        self._kept.rest()
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """After a step: `average + (1 - decay) * (weight - average)`, of this rank's shards.
+
+        Raises RuntimeError inside `swapped`, and what ended the last step.
+        """
+        self._ready("update()")
+        if self.num_averaged:
+            for chunk in self._chunks:
+                average = self._kept.get(chunk.spec.id)
+                assert average is not None
+                average.lerp_(master_of(self._model.engine, chunk), 1 - self.decay)
+                self._kept.put(chunk.spec.id, average)
+            self._kept.rest()
+        else:
+            self._copy()
+        self.num_averaged += 1
+
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        """The body sees the average: in modules, state dicts and checkpoints. All ranks enter.
+
+        The model's weights are kept in its place, bit for bit, and come back, also when the body
+        raises. Weights that it loads become the average; a step is refused.
+        """
+        self._ready("swapped()")
+        self._model.engine.call("ema.swapped()")
+        swapped: list[Chunk] = []
+        self._is_swapped = True
+        try:
+            for chunk in self._chunks:
+                self._exchange(chunk)
+                swapped.append(chunk)
+            self._follow()
+            with self._model.engine.lent():
+                yield
+        finally:
+            self._model.engine.write_back_changes()
+            for chunk in swapped:
+                self._exchange(chunk)
+            self._follow()
+            self._is_swapped = False
+
+    @torch.no_grad()
+    def _exchange(self, chunk: Chunk) -> None:
+        engine = self._model.engine
+        average, weights = self._kept.get(chunk.spec.id), master_of(engine, chunk)
+        assert average is not None
+        set_master(engine, chunk, average.clone())
+        self._kept.put(chunk.spec.id, average.copy_(weights))
+
+    def _follow(self) -> None:
+        """Payloads are those of the shards."""
+        engine = self._model.engine
+        self._kept.rest()
+        engine.manager.release_all()
+        after_step(engine, trained=False)
+        params = [slot.param for chunk in self._chunks for slot in chunk.spec.slots]
+        engine.user_writes.stepped(params)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """A checkpoint of the averaged weights, each rank its shards: `gemini.save_checkpoint`."""
+        with self.swapped():
+            save_checkpoint(path, self._model, extra={"num_averaged": self.num_averaged})
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """What `save` saved, at any world size. Random numbers stay as they are. All ranks call."""
+        random = random_state()
+        with self.swapped():
+            extra = load_checkpoint(path, self._model)
+        set_random_state(random)
+        self.num_averaged = int(extra["num_averaged"])
+
+    @property
+    def nvme_bytes(self) -> int:
+        """Bytes of this rank's average on disk."""
+        return self._kept.file_bytes
+
+    def close(self) -> None:
+        """Give its memory and files back."""
+        self._kept.clear()

@@ -1,0 +1,157 @@
+"""The average of sharded weights has torch's bits, wherever it lives, and swaps without loss."""
+
+import copy
+
+import pytest
+import torch
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from bench.shared.workers import run_ranks
+from gemini import EMA, GeminiDDP, HybridAdam
+from tests.support.loops.sides import SMALL, Net, depth_at, full_step, loss_of, wrapped
+
+DECAY = 0.7
+STEPS = 3
+
+
+def averages(model, optimizer, ema, place="resident", steps=range(STEPS)):
+    """torch's average of what the model's weights are after every step, as it is on rank 0."""
+    plain = Net(depth_at(place))
+    want = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+    for step in steps:
+        full_step(model, optimizer, step)
+        ema.update()
+        state = model.state_dict()
+        if state:
+            plain.load_state_dict(state)
+            want.update_parameters(plain)
+    return want.module
+
+
+def assert_average(model, ema, want):
+    with ema.swapped():
+        found = model.state_dict()
+    for name, value in found.items():
+        assert torch.equal(value, want.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("place", ["resident", "host", "nvme", "files", "nvme, both"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_it_has_the_bits_of_torchs_over_fp32_weights(place, precision):
+    model, optimizer = wrapped(place=place, precision=precision)
+    ema = EMA(model, DECAY)
+    assert (ema.nvme_bytes > 0) == (place in ("nvme", "files", "nvme, both"))
+    want = averages(model, optimizer, ema, place)
+    before, digest = model.state_dict(), model.digest()
+    assert_average(model, ema, want)
+    assert not torch.equal(before["layers.0.weight"], want.layers[0].weight)
+    assert model.digest() == digest
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    ema.close()
+    optimizer.close()
+
+
+@pytest.mark.parametrize("place", ["resident", "host"])
+def test_an_evaluation_sees_it_and_training_goes_on_as_without_it(place):
+    (model, optimizer), (alone, other) = wrapped(place=place), wrapped(place=place)
+    ema = EMA(model, DECAY)
+    want = averages(model, optimizer, ema)
+    loss_of(model, 0).backward()  # gradients wait for their step while it is swapped in
+    with ema.swapped(), torch.no_grad():
+        assert loss_of(model, 9).equal(loss_of(want, 9))
+    optimizer.step()
+    for step in (*range(STEPS), 0):
+        full_step(alone, other, step)
+    assert model.digest() == alone.digest()
+
+
+def test_the_model_comes_back_when_an_evaluation_raises():
+    model, optimizer = wrapped()
+    ema = EMA(model, DECAY)
+    averages(model, optimizer, ema)
+    digest = model.digest()
+    with pytest.raises(KeyError), ema.swapped():
+        raise KeyError
+    assert model.digest() == digest
+
+
+@pytest.mark.parametrize("home", ["host", "nvme"])
+def test_what_was_saved_goes_on(home, tmp_path):
+    model, optimizer = wrapped()
+    ema = EMA(model, DECAY, home)
+    assert bool(ema.nvme_bytes) == (home == "nvme")
+    averages(model, optimizer, ema)
+    ema.save(tmp_path / "ema")
+    again = EMA(model, DECAY)
+    torch.rand(1)
+    random = torch.get_rng_state()
+    digest = model.digest()
+    again.load(tmp_path / "ema")
+    assert torch.equal(torch.get_rng_state(), random) and model.digest() == digest
+    full_step(model, optimizer, STEPS)
+    for one in (ema, again):
+        one.update()
+    with ema.swapped():
+        want = copy.deepcopy(model.state_dict())
+    with again.swapped():
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, want[name]), name
+    assert again.num_averaged == ema.num_averaged == STEPS + 1
+
+
+def sharded(rank, folder):
+    model, optimizer = wrapped()
+    ema = EMA(model, DECAY)
+    assert_average(model, ema, averages(model, optimizer, ema))
+    ema.save(folder)
+    return model.digest()
+
+
+@pytest.mark.ci
+def test_ranks_average_their_shards_and_one_takes_them_over(tmp_path):
+    assert len(set(run_ranks(sharded, 2, tmp_path / "ema"))) == 1
+    model, _ = wrapped()
+    ema = EMA(model, DECAY)
+    ema.load(tmp_path / "ema")
+    before = model.state_dict()
+    with ema.swapped():
+        assert not torch.equal(model.state_dict()["layers.0.weight"], before["layers.0.weight"])
+
+
+def test_frozen_parameters_have_no_average():
+    module = Net()
+    module.layers[0].requires_grad_(False)
+    model = GeminiDDP(module, precision="fp32", **SMALL)
+    optimizer = HybridAdam(model.parameters(), lr=0.1)
+    ema = EMA(model, DECAY)
+    want = averages(model, optimizer, ema)
+    assert_average(model, ema, want)
+
+
+def test_what_cannot_be_is_refused():
+    model, optimizer = wrapped()
+    with pytest.raises(ValueError, match=r"expected a GeminiDDP.*AveragedModel"):
+        EMA(Net())
+    with pytest.raises(ValueError, match="expected 0 to 1"):
+        EMA(model, 1.5)
+    with pytest.raises(ValueError, match="expected 'auto', 'host' or 'nvme'"):
+        EMA(model, home="device")
+    ema = EMA(model)
+    with ema.swapped():
+        for refused in (ema.update, lambda: full_step(model, optimizer)):
+            with pytest.raises(RuntimeError, match="leave the context first"):
+                refused()
+    full_step(model, optimizer)
+    model.unwrap()
+    with pytest.raises(RuntimeError, match="unwrapped"):
+        ema.update()
+
+
+@pytest.mark.parametrize("inner", [False, True])
+def test_torchs_average_of_a_wrapped_module_names_this_one(inner):
+    model, _ = wrapped()
+    with pytest.raises(TypeError, match=r"gemini\.EMA\(model, decay="):
+        AveragedModel(model.module if inner else model)
+    with pytest.raises(TypeError, match="cannot be copied or pickled"):
+        copy.deepcopy(model)
