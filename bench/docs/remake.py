@@ -73,6 +73,10 @@ EVERYTHING = (
         5,
     ),
     Result("capacity-cpu", ("bench.capacity",), 15),
+    Result(
+        "certificate-cpu", ("bench.certificate", "--minutes", "12"), 13,
+        ("bench.certificate", "--draws", "1"),
+    ),
     Result("picture", ("bench.docs.picture",), 3),
 )  # fmt: skip
 

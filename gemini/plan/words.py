@@ -14,7 +14,7 @@ from gemini.units import format_bytes
 
 from . import changes
 from .machine import Hardware
-from .question import Question, homes, largest_batch
+from .question import Question, homes, largest_batch, process_bytes
 
 SERIAL = "serial"
 OPTIM = {"adamw": "adamw_torch", "lion": "lion_32bit", "sgd": "sgd"}  # as `train` names them
@@ -27,6 +27,7 @@ class Answer:
 
     homes: bytes that live on each tier, by kind (parameters, gradients, state, originals).
     peaks: by tier, at the moment when it holds most: also staging and activations.
+    process_bytes: of RAM beyond the peaks: see `question.process_bytes`.
     seconds: of a step: its forwards, backwards and update, with `best_update`.
     best_update: what is asked for; of `auto` the fastest.
     change: flags of the cheapest change with which it fits; None where it does.
@@ -38,6 +39,7 @@ class Answer:
     homes: Mapping[str, Mapping[str, int]]
     peaks: Mapping[str, int]
     budgets: Mapping[str, int]
+    process_bytes: int
     seconds: float
     bound_by: str
     best_update: str
@@ -69,9 +71,10 @@ def answer(question: Question, assumed: tuple[str, ...] = ()) -> Answer:
             result = asked.planned()
     budgets = asked.machine.budgets()
     return Answer(
-        why is None, homes(result), {t.value: result.profile.peak(t) for t in Tier},
-        {t.value: budgets.of(t) for t in Tier}, asked.seconds(result), result.cost.bound_by, best,
-        largest_batch(question), changes.flags(question, asked) if why else None,
+        why is None, homes(result), {t.value: n for t, n in asked.peaks(result).items()},
+        {t.value: budgets.of(t) for t in Tier}, process_bytes(result), asked.seconds(result),
+        result.cost.bound_by, best, largest_batch(question),
+        changes.flags(question, asked) if why else None,
         changes.in_words(question, asked) if why else None,
         tuple((changes.flags(question, one), seconds) for one, seconds in faster), why,
         (*assumed, *question.machine.assumptions(_mattered(asked.machine, result))),
@@ -112,7 +115,8 @@ def five_lines(name: str, plan: Answer) -> Iterator[str]:
             of = "" if limit >= UNLIMITED else f" of {format_bytes(limit)}"
             held = f" ({', '.join(kinds)})" if kinds else ""
             places.append(f"{_WHERE[tier]} {format_bytes(plan.peaks[tier.value])}{of}{held}")
-    yield f"at the peak: {'; '.join(places)}"
+    own = f"; the process itself {format_bytes(plan.process_bytes)} of RAM"
+    yield f"at the peak: {'; '.join(places)}{own}"
     tokens = machine.world_size * asked.accumulate * asked.batch * asked.seq
     times = f"{asked.accumulate} x " if asked.accumulate > 1 else ""
     yield (
@@ -168,6 +172,7 @@ def as_json(plan: Answer) -> dict[str, Any]:
     return {
         "fits": plan.fits,
         "peaks": dict(plan.peaks),
+        "process_bytes": plan.process_bytes,
         "bytes_moved_per_step": sum(moved.values()),
         "step_seconds": planned.cost.seconds,
         "bound_by": plan.bound_by,
