@@ -57,7 +57,7 @@ from gemini.plan import models
 from gemini.plan.ask import Training, ask
 from gemini.plan.changes import enough
 from gemini.plan.machine import machine_of
-from gemini.plan.question import Question, process_bytes
+from gemini.plan.question import Question
 from gemini.units import MIB
 
 STEPS = 3
@@ -171,10 +171,10 @@ def certify(draw: Draw) -> Certificate:
     if asked.update == "auto":
         asked = replace(asked, update=planned.best_update)
         planned = asked.planned()
-    own = process_bytes(planned)
+    own = asked.process_bytes(planned)
     return Certificate(
-        asked.peaks(planned)[Tier.DEVICE] + own, budget + own, is_refused, asked.policy,
-        asked.trace, asked.update, asked.peaks(planned)[Tier.NVME],
+        planned.profile.peak(Tier.DEVICE) + own, budget + own, is_refused, asked.policy,
+        asked.trace, asked.update, planned.profile.peak(Tier.NVME),
     )  # fmt: skip
 
 

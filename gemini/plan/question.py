@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from gemini.chunk.layout import ChunkLayout
@@ -35,7 +34,7 @@ ADAM = StateBytes(per_element=12, has_master=True)
 # A plan tries no smaller blocks than make so many: staging of a few takes 1 % of such a model. A
 # run may use smaller ones where it must.
 MOST_BLOCKS = 1024
-OWN_BYTES, OWN_SHARE, OWN_BYTES_OF_FILES = 4 << 20, 0.01, 8 << 20
+OWN_BYTES, OWN_SHARE, OWN_BYTES_OF_FILES = 10 << 20, 0.01, 8 << 20
 MAX_BATCH = 1 << 16
 DEPTH = 2  # of `NvmeConfig`
 BUFFERS_AHEAD = 2  # as `optim.step.speculation` has them
@@ -144,15 +143,18 @@ class Question:
             return False
         return True
 
-    def peaks(self, result: PlanResult) -> dict[Tier, int]:
-        """Bytes of every tier; of the device with gradients that a tail holds in the forward."""
-        update, ahead = self._update(result), result.speculation
-        tail = result.tail if update == "tail" or ahead is None else ahead.tail
-        found = {tier: int(result.profile.peak(tier)) for tier in Tier}
-        if tail is not None and update in BEHIND:
-            totals = result.profile.total(Tier.DEVICE)
-            held = zip_longest(totals, tail.held_bytes, fillvalue=0)
-            found[Tier.DEVICE] = max(total + more for total, more in held)
+    def process_bytes(self, result: PlanResult) -> int:
+        """RAM that a process takes beyond a plan's peak, at most as a rule.
+
+        What malloc keeps, objects, threads of files, and gradients that updates in a thread still
+        need in the forward. Interpreter and libraries come on top. `bench.certificate` measures it.
+        """
+        peak = result.profile.peak(Tier.HOST if result.plan.has_host_tier else Tier.DEVICE)
+        found = OWN_BYTES + int(OWN_SHARE * peak)
+        if result.profile.peak(Tier.NVME):
+            found += OWN_BYTES_OF_FILES
+        if self._update(result) in BEHIND and not result.plan.has_host_tier:
+            found += homes(result)["gradients"].get(Tier.DEVICE.value, 0)
         return found
 
     def _update(self, result: PlanResult) -> str:
@@ -163,16 +165,6 @@ class Question:
         times, update = result.seconds_by_update, self._update(result)
         more = (self.accumulate - 1) * result.cost.busy["compute"]
         return times.get(update, result.cost.seconds) + more
-
-
-def process_bytes(result: PlanResult) -> int:
-    """RAM that a process takes beyond a plan's peak: what malloc keeps, objects, threads of files.
-
-    Interpreter and libraries come on top. As `bench.certificate` has measured it on a CPU.
-    """
-    peak = result.profile.peak(Tier.HOST if result.plan.has_host_tier else Tier.DEVICE)
-    has_files = result.profile.peak(Tier.NVME) > 0
-    return OWN_BYTES + int(OWN_SHARE * peak) + has_files * OWN_BYTES_OF_FILES
 
 
 def largest_batch(question: Question) -> int:

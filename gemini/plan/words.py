@@ -14,7 +14,7 @@ from gemini.units import format_bytes
 
 from . import changes
 from .machine import Hardware
-from .question import Question, homes, largest_batch, process_bytes
+from .question import Question, homes, largest_batch
 
 SERIAL = "serial"
 OPTIM = {"adamw": "adamw_torch", "lion": "lion_32bit", "sgd": "sgd"}  # as `train` names them
@@ -27,7 +27,7 @@ class Answer:
 
     homes: bytes that live on each tier, by kind (parameters, gradients, state, originals).
     peaks: by tier, at the moment when it holds most: also staging and activations.
-    process_bytes: of RAM beyond the peaks: see `question.process_bytes`.
+    process_bytes: of RAM beyond the peaks: see `Question.process_bytes`.
     seconds: of a step: its forwards, backwards and update, with `best_update`.
     best_update: what is asked for; of `auto` the fastest.
     change: flags of the cheapest change with which it fits; None where it does.
@@ -71,8 +71,8 @@ def answer(question: Question, assumed: tuple[str, ...] = ()) -> Answer:
             result = asked.planned()
     budgets = asked.machine.budgets()
     return Answer(
-        why is None, homes(result), {t.value: n for t, n in asked.peaks(result).items()},
-        {t.value: budgets.of(t) for t in Tier}, process_bytes(result), asked.seconds(result),
+        why is None, homes(result), {t.value: result.profile.peak(t) for t in Tier},
+        {t.value: budgets.of(t) for t in Tier}, asked.process_bytes(result), asked.seconds(result),
         result.cost.bound_by, best, largest_batch(question),
         changes.flags(question, asked) if why else None,
         changes.in_words(question, asked) if why else None,
