@@ -1,12 +1,10 @@
-"""What bench.certificate draws, what it kills, and what it is asked of."""
+"""What bench.certificate draws, and what is asked of it."""
 
 import pytest
 
-from bench import certificate
-from bench.certificate import FAMILIES, Certificate, Draw, is_met, summary
+from bench.certificate import FAMILIES, Draw, is_met, summary
 
-MIB = 1 << 20
-pytestmark = pytest.mark.ci  # imports transformers, and forks
+pytestmark = pytest.mark.ci  # imports transformers
 
 
 def test_draws_are_the_same_for_the_same_numbers_and_have_all_kinds():
@@ -16,24 +14,6 @@ def test_draws_are_the_same_for_the_same_numbers_and_have_all_kinds():
     for name in ("lora", "checkpointing", "nvme_fraction", "budget"):
         assert len({bool(getattr(draw, name)) for draw in draws}) == 2
     assert Draw.of(1, 0) != draws[0]
-
-
-@pytest.mark.parametrize("taken", [5, 60])
-def test_a_process_above_its_answer_is_killed_and_another_is_not(monkeypatch, taken):
-    """Of an answer of 30 MiB. Memory that is given back before it ends counts too."""
-    answer = Certificate(30 * MIB, 0, False, None, None, "serial", 0)
-
-    def train(draw, plan, told):
-        told.send((0, certificate._resident()))
-        told.recv()
-        bytes(taken * MIB)
-        bytearray(b"1") * (taken * MIB)
-        told.send(certificate.peak_rss_bytes())
-
-    monkeypatch.setattr(certificate, "certify", lambda _: answer)
-    monkeypatch.setattr(certificate, "train", train)
-    row = certificate.run(Draw.of(0, 0))
-    assert row["killed"] == (taken > 30) and row["took"] >= 0.9 * taken * MIB
 
 
 def row(took, *, refused=False, killed=False):
