@@ -8,7 +8,8 @@ answers; then a process trains three iterations under a hard limit: the answer, 
 process had before the model was there. That is `idle_bytes` (interpreter and libraries) and
 `library_bytes`: what one layer of the same model left behind when it had been trained and was gone,
 which is what libraries keep for operators of these shapes, whatever the model's size. The plan has
-neither of the two.
+neither of the two. MALLOC_MMAP_THRESHOLD_ is 65536: without it malloc keeps tens of MiB of what was
+freed, of activations of small models.
 
 The parent looks at VmHWM of /proc every 10 ms and kills the process where it is above the limit;
 VmHWM forgets no peak, so one between two looks is found by the next, and by a last look at the end.
@@ -48,6 +49,7 @@ from typing import Any
 import torch
 
 import gemini
+from bench.predict import EXACT_MALLOC
 from bench.support.machine import MALLOC_ENVIRONMENT, commit, write_result
 from gemini.memtracer.monitor import peak_rss_bytes, reset_peak_rss
 from gemini.nvme import default_folder
@@ -65,7 +67,12 @@ LOOKS = 0.01  # seconds between two
 MORE = 1.05  # of a refused budget
 MOST_SECONDS = 120.0
 BARS = {"killed": 0, "median_slack": 0.08, "refused_rightly": 0.9}
-ENVIRONMENT = {**MALLOC_ENVIRONMENT, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+ENVIRONMENT = {
+    **MALLOC_ENVIRONMENT,
+    **EXACT_MALLOC,
+    "OMP_NUM_THREADS": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+}
 ROOMY = {"device_mem": 1 << 50, "host_mem": 1 << 50, "nvme": 1 << 50}
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "adamw": HybridAdam, "lion": HybridLion, "sgd": lambda params, **o: HybridSGD(

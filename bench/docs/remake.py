@@ -74,7 +74,7 @@ EVERYTHING = (
     ),
     Result("capacity-cpu", ("bench.capacity",), 15),
     Result(
-        "certificate-cpu", ("bench.certificate", "--minutes", "9"), 10,
+        "certificate-cpu", ("bench.certificate", "--minutes", "8"), 9,
         ("bench.certificate", "--draws", "1"),
     ),
     Result("picture", ("bench.docs.picture",), 3),

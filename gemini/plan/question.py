@@ -34,7 +34,7 @@ ADAM = StateBytes(per_element=12, has_master=True)
 # A plan tries no smaller blocks than make so many: staging of a few takes 1 % of such a model. A
 # run may use smaller ones where it must.
 MOST_BLOCKS = 1024
-OWN_BYTES, OWN_SHARE, OWN_BYTES_OF_FILES = 10 << 20, 0.01, 8 << 20
+OWN_BYTES, OWN_SHARE, OWN_BYTES_OF_FILES = 4 << 20, 0.01, 8 << 20
 MAX_BATCH = 1 << 16
 DEPTH = 2  # of `NvmeConfig`
 BUFFERS_AHEAD = 2  # as `optim.step.speculation` has them
@@ -146,8 +146,9 @@ class Question:
     def process_bytes(self, result: PlanResult) -> int:
         """RAM that a process takes beyond a plan's peak, at most as a rule.
 
-        What malloc keeps, objects, threads of files, and gradients that updates in a thread still
-        need in the forward. Interpreter and libraries come on top. `bench.certificate` measures it.
+        Objects, threads of files, and gradients that updates in a thread still need in the forward.
+        Interpreter and libraries come on top, and what malloc keeps unless MALLOC_MMAP_THRESHOLD_
+        is set (docs/memory.md). `bench.certificate` measures it.
         """
         peak = result.profile.peak(Tier.HOST if result.plan.has_host_tier else Tier.DEVICE)
         found = OWN_BYTES + int(OWN_SHARE * peak)
