@@ -37,6 +37,7 @@ import random
 import signal
 import statistics
 import sys
+import tempfile
 import time
 import traceback
 from collections import Counter
@@ -222,7 +223,13 @@ def _steps(model: Any, draw: Draw, inputs: dict[str, Any], options: dict[str, An
 
 def run(draw: Draw) -> dict[str, Any]:
     """A row of the result."""
+    with tempfile.TemporaryDirectory(dir=default_folder()) as folder:  # what is killed leaves files
+        return _run(draw, folder)
+
+
+def _run(draw: Draw, folder: str) -> dict[str, Any]:
     plan = _apart(lambda told: told.send(certify(draw)))
+    plan = replace(plan, policy=replace(plan.policy, nvme_dir=folder)) if plan.policy else plan
     row = {**asdict(draw), "needs": plan.needs, "refused": plan.is_refused, "used": plan.update,
            "on_disk": plan.on_disk}  # fmt: skip
     allowed = int(MORE * plan.budget) if plan.is_refused else plan.needs
