@@ -332,6 +332,8 @@ def test_checkpointing_is_the_cheapest_change_where_it_is_enough(config):
     plan = answer(asked)
     assert not plan.fits and plan.change == "--checkpointing"
     assert answer(asked.other(True, 0)).fits
+    more = on(asked, device_mem=101)
+    assert answer(more).asked.machine == more.machine
     assert plan.asked.flops_per_token * 3 == asked.flops_per_token * 4
     said = list(words.five_lines("it", plan))
     assert said[1].startswith("cheapest change: activations that are computed again in backward")
