@@ -10,10 +10,25 @@ from gemini.placement.plan import UpdatePath
 from gemini.placement.planner import PlanInputs, PlanResult, make_plan
 from gemini.placement.policy import AutoPlacement, Placement
 from gemini.placement.problem import DEVICE_BUFFERS
-from gemini.placement.sizes import UNLIMITED, BudgetError, StateBytes, chunk_bytes
+from gemini.placement.sizes import (
+    FP32_BYTES,
+    UNLIMITED,
+    Bandwidths,
+    BudgetError,
+    StateBytes,
+    chunk_bytes,
+)
 from gemini.placement.tiers import Tier
-from gemini.units import BLOCK_NUMEL, MIN_BLOCK_NUMEL, STREAMED_BLOCK_NUMEL, Bytes
+from gemini.units import BLOCK_NUMEL, MIN_BLOCK_NUMEL, STREAMED_BLOCK_NUMEL, Bytes, ChunkId
 
+# Before an optimizer says what it keeps: no rule of `optim` keeps more than Adam
+ASSUMED_STATE_BYTES = 8
+# A usual disk and usual memory, in bytes a second. They order homes; they do not limit anything
+USUAL = Bandwidths(
+    host_to_device=20e9, device_to_host=20e9, nvme_read=1.5e9, nvme_write=1.2e9, collective=10e9,
+    device_memory=500e9, host_memory=20e9, flops=1e12,
+)  # fmt: skip
+CPU_MEMORY = 20e9
 _STAGING_SHARE = 32  # staging of large blocks is at most one part in so many of a device's budget
 _MAX_TRIES = 8
 
@@ -36,6 +51,21 @@ def usual_block_numel(inputs: PlanInputs) -> int:
     if streams and _STAGING_SHARE * staging <= inputs.budgets.device:
         return STREAMED_BLOCK_NUMEL
     return BLOCK_NUMEL
+
+
+def usual_speeds(has_host_tier: bool) -> Bandwidths:
+    """With which a module's homes are chosen when it is wrapped: nobody has timed the machine."""
+    return USUAL if has_host_tier else replace(USUAL, device_memory=CPU_MEMORY)
+
+
+def assumed_state(may_split: frozenset[ChunkId], has_master: bool) -> StateBytes:
+    """Of the optimizer that is yet to come. may_split: chunks whose masters may be split.
+
+    Files and staging may be larger there: planes and weights are whole pages.
+    """
+    split = may_split if has_master else frozenset[ChunkId]()
+    nbytes = ASSUMED_STATE_BYTES + (FP32_BYTES if has_master else 0)
+    return StateBytes(nbytes, has_master, split_on_disk=split)
 
 
 def assume(inputs: PlanInputs, policy: Placement) -> PlanInputs:

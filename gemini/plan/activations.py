@@ -1,9 +1,10 @@
 """What a named model needs besides model data, for any batch, without weights.
 
-The model is traced on fake tensors with batches of 1, 2 and 3; beyond, every period's bytes are
-linear in the batch. Batch 1 is on no line with the others: a dimension of 1 is contiguous in any
-order, so what is a copy elsewhere is a view there. A deep model of one stack of equal layers is
-traced with four of them: what an iteration keeps grows by the same bytes with every further one.
+The model is traced on fake tensors with the batch that is asked about, and with 1, 2 and 3; beyond,
+every period's bytes are linear in the batch. Batch 1 is on no line with the others: a dimension of
+1 is contiguous in any order, so what is a copy elsewhere is a view there. A deep model of one stack
+of equal layers is traced with four of them: what an iteration keeps grows by the same bytes with
+every further one.
 """
 
 from __future__ import annotations
@@ -30,33 +31,38 @@ _LAYER = re.compile(r"(?:^|\.)(\d+)(?=\.|$)")  # the first number in a module's 
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """Traces at batch 1, 2 and 3."""
+    """Traces by batch: at least of 1, 2 and 3."""
 
-    one: Trace
-    two: Trace
-    three: Trace
+    traces: Mapping[int, Trace]
 
     def at(self, batch: int) -> Trace:
         """The trace at another batch. Never below that at batch 2 from there on."""
-        if batch == 1:  # the seconds are those of fake tensors
-            moments = tuple(replace(m, seconds=0.0) for m in self.one.moments)
-            return replace(self.one, moments=moments, signature="batch 1")
+        found = self.traces.get(batch)
+        if found is not None:  # the seconds are those of fake tensors
+            moments = tuple(replace(m, seconds=0.0) for m in found.moments)
+            return replace(found, moments=moments)
+        two, three = self.traces[2], self.traces[3]
         moments = tuple(
             replace(
                 a,
                 non_model_bytes=Bytes(
                     a.non_model_bytes + (batch - 2) * max(0, b.non_model_bytes - a.non_model_bytes)
                 ),
+                seconds=0.0,
             )
-            for a, b in zip(self.two.moments, self.three.moments, strict=True)
+            for a, b in zip(two.moments, three.moments, strict=True)
         )
-        return replace(self.two, moments=moments, signature=f"batch {batch}")
+        return replace(two, moments=moments, signature=f"batch {batch}")
 
 
-def activations_of(model: nn.Module, specs: Sequence[ParamSpec], seq: int) -> Activations:
+def activations_of(
+    model: nn.Module, specs: Sequence[ParamSpec], seq: int, batch: int = 1, *, by_trl: bool = False
+) -> Activations:
     """Trace a transformers model on the meta device. Raises ValueError for one that has no config.
 
-    `specs`: of the whole model.
+    specs: of the whole model.
+    batch: one more that is traced.
+    by_trl: with the loss that trl's `SFTTrainer` computes, which never has all logits.
     """
     if not hasattr(model, "config"):
         raise ValueError(
@@ -67,26 +73,40 @@ def activations_of(model: nn.Module, specs: Sequence[ParamSpec], seq: int) -> Ac
     traced, num_layers = model, 0
     if depth is not None and depth > _TRACED_LAYERS:
         traced, num_layers = _shallow(model, depth), depth
-    found = []
-    for batch in (1, 2, 3):
-        one = trace(traced, example_inputs(traced, batch, seq))
-        found.append(_deepened(one, traced, specs, num_layers) if num_layers else one)
-    return Activations(*found)
+    if by_trl:
+        _fuse_head(traced)
+    found = {}
+    for size in sorted({1, 2, 3, batch}):
+        one = trace(traced, example_inputs(traced, size, seq, by_trl=by_trl))
+        found[size] = _deepened(one, traced, specs, num_layers) if num_layers else one
+    return Activations(found)
+
+
+def _fuse_head(model: nn.Module) -> None:
+    """What `SFTTrainer` does to its model."""
+    try:
+        from trl.trainer.utils import add_fused_lm_head
+    except ImportError as error:
+        raise ValueError("the loss of trl needs the package trl; pip install trl") from error
+    adapted: Any = model
+    base = adapted.get_base_model() if hasattr(model, "get_base_model") else adapted
+    add_fused_lm_head(base, outputs=("log_probs", "entropy", "is_top1"))
 
 
 def constant_activations(events: Trace, nbytes: int) -> Activations:
     """`nbytes` for every sample at every moment, where nothing can be traced."""
-    one, two, three = (
-        replace(
+    return Activations({
+        n: replace(
             events,
             moments=tuple(replace(m, non_model_bytes=Bytes(n * nbytes)) for m in events.moments),
         )
         for n in (1, 2, 3)
-    )
-    return Activations(one, two, three)
+    })  # fmt: skip
 
 
-def example_inputs(model: nn.Module, batch: int, seq: int) -> Mapping[str, Any]:
+def example_inputs(
+    model: nn.Module, batch: int, seq: int, *, by_trl: bool = False
+) -> Mapping[str, Any]:
     """What a transformers model takes to compute a loss: shapes only."""
     config: Any = model.config
     name = getattr(model, "main_input_name", "input_ids")
@@ -96,6 +116,8 @@ def example_inputs(model: nn.Module, batch: int, seq: int) -> Mapping[str, Any]:
         return {name: pixels, "labels": torch.empty(batch, dtype=torch.int64, device="meta")}
     ids = torch.empty(batch, seq, dtype=torch.int64, device="meta")
     inputs: dict[str, Any] = {"input_ids": ids, "labels": ids}
+    if by_trl:
+        return {**inputs, "attention_mask": ids, "use_cache": False, "fused_lm_head": True}
     if type(model).__name__.endswith("ForPreTraining"):
         inputs["next_sentence_label"] = torch.empty(batch, dtype=torch.int64, device="meta")
     if getattr(config, "is_encoder_decoder", False):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 from torch import nn
 
@@ -10,6 +11,7 @@ from gemini.chunk.layout import training_layout
 from gemini.chunk.sizing.search import search_chunk_configuration
 from gemini.memtracer.trace import sequential_trace
 from gemini.placement.sizes import StateBytes, wider_chunks
+from gemini.placement.timetable.updates import AUTO
 
 from . import models
 from .activations import activations_of, constant_activations
@@ -27,10 +29,13 @@ class Training:
     """How a model is trained.
 
     batch, seq: sequences of a rank in one forward, and their tokens.
+    accumulate: forwards and backwards before a step.
     lora: rank of adapters; 0 trains the whole model.
     precision: of `DTYPES`. optimizer: of `MOMENTS`.
     nvme_fraction: of the optimizer's state, at least, on NVMe.
     activation_bytes: of one sample, where nothing can be traced.
+    update: of `GeminiDDP`; `auto` is the fastest as predicted.
+    by_trl: as `python -m gemini train` does it: with trl's loss, a frozen base in 16 bits.
     """
 
     batch: int = 1
@@ -41,14 +46,19 @@ class Training:
     optimizer: str = "adamw"
     nvme_fraction: float = 0.0
     activation_bytes: int | None = None
+    accumulate: int = 1
+    update: str = AUTO
+    by_trl: bool = False
 
     def in_words(self) -> tuple[str, str]:
         trained = f"LoRA of rank {self.lora}" if self.lora else "all parameters trained"
         kept = "computed again in backward" if self.checkpointing else "kept for backward"
+        times = f", {self.accumulate} times a step" if self.accumulate > 1 else ""
+        how = "traced" if self.activation_bytes is None else "given"
         return (
-            f"batch of a rank {self.batch}, {self.seq} tokens, {self.precision}, "
+            f"batch of a rank {self.batch}{times}, {self.seq} tokens, {self.precision}, "
             f"{self.optimizer} with fp32 state, {trained} (as asked)",
-            f"activations: {kept} ({'traced' if self.activation_bytes is None else 'given'})",
+            f"activations: {kept} ({how}{', with the loss of trl' if self.by_trl else ''})",
         )
 
 
@@ -74,34 +84,39 @@ def ask(what: str | nn.Module, machine: Hardware, training: Training) -> Questio
     if training.lora:
         model = models.add_lora(model, training.lora)
         itemsizes = models.itemsizes(model)
-    if isinstance(what, str) and what.lower() in models.MODELS:
+    if training.by_trl or (isinstance(what, str) and what.lower() in models.MODELS):
         itemsizes = [2] * len(itemsizes)  # published weights are in 16 bits
     dtype = DTYPES[training.precision]
     found = search_chunk_configuration(model, dtype=dtype, world_size=machine.world_size)
-    layout = training_layout(found.layout.params, found.capacities, machine.world_size)
+    specs, order = found.layout.params, None
     if training.activation_bytes is None:
-        activations = activations_of(model, layout.params, training.seq)
+        activations = activations_of(
+            model, specs, training.seq, training.batch, by_trl=training.by_trl
+        )
+        order = activations.at(training.batch).param_order(specs)
     else:
-        order = sequential_trace(layout.params)
-        activations = constant_activations(order, training.activation_bytes)
-    trained = sum(spec.numel for spec in layout.params if spec.trainable)
+        activations = constant_activations(sequential_trace(specs), training.activation_bytes)
+    layout = training_layout(specs, found.capacities, machine.world_size, order)
+    trained = sum(spec.numel for spec in specs if spec.trainable)
     used = models.used_numel(model)
     gradients = trained if training.lora else used  # those of inputs are computed either way
     has_master = training.precision != "fp32"
-    question = Question(
-        layout, activations, machine, training.batch, training.seq, training.nvme_fraction,
+
+    @cache
+    def other(checkpointing: bool, lora: int) -> Question | None:
+        if not isinstance(what, str) or training.activation_bytes is not None:
+            return None
+        changed = replace(training, checkpointing=checkpointing, lora=lora)
+        try:
+            return ask(what, machine, changed)
+        except ValueError:  # a model without checkpointing, or without layers for adapters
+            return None
+
+    return Question(
+        layout, activations, machine, training.batch, training.seq, training.accumulate,
+        training.lora, training.checkpointing, training.nvme_fraction,
         wider_chunks(layout, itemsizes),
         StateBytes(MOMENTS[training.optimizer] + MASTER * has_master, has_master),
         float(2 * (2 + training.checkpointing) * used + 2 * gradients),
+        training.update, other,
     )  # fmt: skip
-    has_lighter = not training.checkpointing and training.activation_bytes is None
-    if not has_lighter or not isinstance(what, str):
-        return question
-
-    def lighter() -> Question:
-        try:
-            return ask(what, machine, replace(training, checkpointing=True))
-        except ValueError:  # a model without checkpointing stays as it is
-            return question
-
-    return replace(question, lighter=lighter)

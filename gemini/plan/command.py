@@ -11,6 +11,7 @@ from pathlib import Path
 
 from gemini.placement.picture import write_timeline
 from gemini.placement.timeline import planned_timeline
+from gemini.placement.timetable.updates import AUTO, UPDATES
 from gemini.units import parse_bytes
 
 from .machine import CARDS, TYPICAL, Hardware, machine_of
@@ -31,11 +32,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="the same")
     parser.add_argument("--batch", type=int, default=1, help="of a rank")
     parser.add_argument("--seq", type=int, default=1024)
+    parser.add_argument("--accumulate", type=int, default=1, help="forwards before a step")
     parser.add_argument("--lora", type=int, default=0, metavar="RANK")
     parser.add_argument(
-        "--checkpointing", action="store_true",
+        "--checkpointing", action=argparse.BooleanOptionalAction, default=False,
         help="activations are computed again in backward",
     )  # fmt: skip
+    parser.add_argument(
+        "--by-trl", action="store_true", help="as python -m gemini train does it: trl's loss"
+    )
+    parser.add_argument("--update", choices=[*UPDATES, AUTO], default=AUTO, help="of GeminiDDP")
     parser.add_argument("--precision", choices=("bf16", "fp16", "fp32"), default="bf16")
     parser.add_argument("--optimizer", choices=("adamw", "lion", "sgd"), default="adamw")
     parser.add_argument("--state", default="fp32", help="dtype of the optimizer's state: fp32")
@@ -79,9 +85,12 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
             parser.error(f"--{flag} beside --fits, which has machines of its own; leave it away")
     if (args.what is None) == (args.model is None) and not (args.fits and args.what is None):
         parser.error("expected one model")
-    for name, least in (("world_size", 1), ("batch", 1), ("seq", 1), ("lora", 0)):
+    for name in ("world_size", "batch", "seq", "accumulate", "lora"):
+        least = int(name != "lora")
         if getattr(args, name) < least:
             parser.error(f"--{name.replace('_', '-')} must be at least {least}")
+    if args.print_args and args.precision != "bf16":
+        parser.error(f"--print-args with --precision {args.precision}; train computes in bf16")
     if not 0 <= args.nvme_fraction <= 1:
         parser.error("--nvme-fraction must be from 0 to 1")
     args.ranks_per_node = args.ranks_per_node or min(8, args.world_size)
@@ -117,22 +126,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = args.what or args.model
     try:
         machine = machine_from(args)
-        plan = plan_for(
-            name, machine, Training(**{f.name: getattr(args, f.name)
-                                                  for f in fields(Training)}),
-        )  # fmt: skip
+        training = Training(**{f.name: getattr(args, f.name) for f in fields(Training)})
+        plan = plan_for(name, machine, training)
     except (ValueError, OSError) as error:
         sys.exit(f"gemini plan: {error}")
     if args.print_args:
-        lines = [words.train_arguments(plan, args.lora, args.checkpointing)]
+        lines = [words.train_arguments(plan, args.optimizer)]
     else:
         lines = [*words.five_lines(name, plan), *(words.all_lines(plan) if args.verbose else ())]
     sys.stdout.write("\n".join(lines) + "\n")
     if args.json is not None:
         args.json.write_text(json.dumps({"model": name, **words.as_json(plan)}, indent=1))
     if args.timeline is not None:
+        inputs, result = plan.asked.priced()
         picture = planned_timeline(
-            plan.result, plan.asked.inputs(), budgets=machine.budgets(),
+            result, inputs, budgets=machine.budgets(),
             title=f"{name}, batch {plan.asked.batch} x {plan.asked.seq} tokens of a rank",
             verdict=words.verdict(plan),
         )  # fmt: skip

@@ -80,11 +80,12 @@ class Hardware:
     device: str = "cuda"
     sources: tuple[tuple[str, str], ...] = ()
     folder: str = "."  # of files
+    is_here: bool = False  # measured where it is asked; flags are those of `train`
 
     def budgets(self) -> Budgets:
-        """Of one rank. On `cpu` the device is the node's RAM, and there is no host tier."""
+        """Of one rank. On `cpu` the device is the node's RAM."""
         if self.device == "cpu":
-            node = Budgets.parse(min(self.device_mem, self.host_mem), 0, self.nvme)
+            node = Budgets.parse(min(self.device_mem, self.host_mem), self.host_mem, self.nvme)
             return node.divided(self.ranks_per_node, self.ranks_per_node)
         node = Budgets.parse(self.device_mem, self.host_mem, self.nvme)
         return node.divided(self.ranks_per_node)

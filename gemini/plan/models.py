@@ -133,13 +133,38 @@ def maker(what: str) -> Callable[[], Any]:
 
 
 def add_lora(model: nn.Module, rank: int) -> nn.Module:
-    """The model with PEFT's LoRA adapters of `rank` on its usual layers, all else frozen."""
+    """The model with PEFT's LoRA adapters of `rank`, all else frozen: see `adapted`."""
+    return _meta(lambda: adapted(model, rank))
+
+
+def adapted(model: Any, rank: int) -> Any:
+    """With adapters on all linear layers but the head; not on experts, which are no such layers.
+
+    Of a model that is checkpointed the inputs ask for gradients, as trainers have it.
+    """
     try:
         import peft
     except ImportError as error:
         raise ValueError("LoRA needs the package peft; pip install peft") from error
-    config = peft.LoraConfig(r=rank, lora_alpha=2 * rank)
-    return _meta(lambda: peft.get_peft_model(model, config))
+    config = peft.LoraConfig(
+        r=rank, lora_alpha=2 * rank, lora_dropout=0.0, target_modules=_linear_layers(model),
+        task_type="CAUSAL_LM" if hasattr(model, "generate") else None,
+    )  # fmt: skip
+    found = peft.get_peft_model(model, config)
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        model.enable_input_require_grads()
+    return found
+
+
+def _linear_layers(model: nn.Module) -> list[str] | None:
+    """Last parts of their names; None leaves them to peft, of a model that is not transformers'."""
+    if not hasattr(model, "get_output_embeddings"):
+        return None
+    head: Any = model.get_output_embeddings()  # type: ignore[operator]
+    return sorted(
+        {name.rpartition(".")[2] for name, module in model.named_modules()
+         if type(module).__name__ in ("Linear", "Conv1D") and module is not head}
+    )  # fmt: skip
 
 
 def checkpointed(model: nn.Module) -> nn.Module:

@@ -1,19 +1,29 @@
-"""A model, a machine and a batch: whether it fits, the largest batch, the cheapest change. Pure."""
+"""A model, a machine and a batch: whether it fits, the largest batch, where everything is. Pure."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from gemini.chunk.layout import ChunkLayout
-from gemini.placement.fit import fit, usual_block_numel
-from gemini.placement.planner import PlanInputs, PlanResult
+from gemini.memtracer.trace import Trace
+from gemini.placement.fit import (
+    StateRequest,
+    assumed_state,
+    fit,
+    usual_block_numel,
+    usual_speeds,
+    with_ahead,
+)
+from gemini.placement.planner import PlanInputs, PlanResult, plan_within
 from gemini.placement.policy import AutoPlacement
-from gemini.placement.sizes import BudgetError, StateBytes
+from gemini.placement.sizes import FP32_BYTES, BudgetError, StateBytes
 from gemini.placement.tiers import Tier
-from gemini.units import BLOCK_NUMEL, ChunkId, format_bytes
+from gemini.placement.timetable.updates import AUTO, BEHIND
+from gemini.units import BLOCK_NUMEL, MIN_BLOCK_NUMEL, Bytes, ChunkId
 
 from .machine import Hardware
 
@@ -21,59 +31,145 @@ if TYPE_CHECKING:  # which needs torch
     from .activations import Activations
 
 ADAM = StateBytes(per_element=12, has_master=True)
+# A plan tries no smaller blocks than make so many: staging of a few takes 1 % of such a model. A
+# run may use smaller ones where it must.
+MOST_BLOCKS = 1024
+OWN_BYTES, OWN_SHARE, OWN_BYTES_OF_FILES = 4 << 20, 0.01, 8 << 20
 MAX_BATCH = 1 << 16
+DEPTH = 2  # of `NvmeConfig`
+BUFFERS_AHEAD = 2  # as `optim.step.speculation` has them
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A model, a machine and a batch of each rank."""
+    """A model, a machine and a batch of each rank: all that an answer depends on."""
 
     layout: ChunkLayout
     activations: Activations
     machine: Hardware
     batch: int
     seq: int
+    accumulate: int = 1  # forwards and backwards before a step
+    lora: int = 0
+    checkpointing: bool = False
     nvme_frac: float = 0.0  # of the optimizer's state, at least, on NVMe
     with_originals: frozenset[ChunkId] = frozenset()  # chunks of parameters that came in fp32
     state: StateBytes = ADAM
     flops_per_token: float = 0.0
-    # the same with checkpointing; None where it has that, or where nobody can say
-    lighter: Callable[[], Question] | None = None
+    update: str = AUTO
+    # the same with or without checkpointing, and with adapters of a rank; None where nobody can say
+    other: Callable[[bool, int], Question | None] | None = field(default=None, compare=False)
+
+    @property
+    def policy(self) -> AutoPlacement:
+        """With which a module is wrapped to be placed so."""
+        machine = self.machine
+        return AutoPlacement(machine.device_mem, machine.host_mem, machine.nvme, machine.folder)
+
+    @property
+    def trace(self) -> Trace:
+        """With which a module is wrapped: fp32 sums of gradients are no model data of a plan."""
+        found = self.activations.at(self.batch)
+        if self.accumulate == 1:
+            return found
+        sums = sum(FP32_BYTES * c.shard_numel for c in self.layout.chunks if c.trainable)
+        moments = (
+            replace(m, non_model_bytes=Bytes(m.non_model_bytes + sums)) for m in found.moments
+        )
+        return replace(found, moments=tuple(moments))
 
     def planned(self) -> PlanResult:
-        """Raises BudgetError where it does not fit."""
-        splits = self.state == ADAM
-        split = frozenset(c.id for c in self.layout.chunks if splits and c.dtype == "bfloat16")
-        while True:
-            found = fit(
-                self.inputs(split), AutoPlacement(), is_measured=True, least_block_numel=BLOCK_NUMEL
-            )[1]
-            in_files = {s.chunk for s in found.plan.shards if s.param_home is Tier.NVME}
-            if not split & in_files:
-                return found
-            split -= in_files  # masters are whole there
+        """What a run comes to, as `priced` has it."""
+        return self.priced()[1]
 
-    def inputs(self, split: frozenset[ChunkId] = frozenset()) -> PlanInputs:
-        """split: chunks whose masters on disk are what their parameters lack of them."""
+    def priced(self) -> tuple[PlanInputs, PlanResult]:
+        """What a run comes to, with its time at the machine's speeds; homes are chosen without.
+
+        Raises BudgetError where it does not fit.
+        """
+        inputs, result = self.fitted()
+        flops = self.flops_per_token * self.batch * self.seq
+        priced = replace(inputs, bandwidths=self.machine.bandwidths, flops=flops)
+        return priced, plan_within(result.plan, priced, self.policy)
+
+    def fitted(self) -> tuple[PlanInputs, PlanResult]:
+        """As `GeminiDDP` plans with this trace, and then its optimizer.
+
+        Raises BudgetError where it does not fit.
+        """
+        policy, begun = self.policy, self._begun()
+        may_run_beside = not begun.has_host_tier and self.update != "serial"
+        num_ahead = BUFFERS_AHEAD if may_run_beside and begun.state.has_master else 0
+        numel = sum(c.shard_numel for c in self.layout.chunks)
+        least = max(MIN_BLOCK_NUMEL, 1 << (numel // MOST_BLOCKS).bit_length())
+        least = min(least, BLOCK_NUMEL)
+
+        def fitted(inputs: PlanInputs, ahead: int) -> tuple[PlanInputs, PlanResult]:
+            inputs = replace(inputs, num_ahead=ahead)
+            return fit(inputs, policy, is_measured=True, least_block_numel=least)
+
+        now = with_ahead(partial(fitted, begun), num_ahead)
+        request = StateRequest(self._state(now[1]), self.nvme_frac, None, DEPTH)
+        most, own = request.blocks(policy, *now)
+        least = max(own, least)
+        return with_ahead(partial(fitted, request.inputs(*now, most)), num_ahead)
+
+    def _begun(self) -> PlanInputs:
+        """What there is to plan with when the module is wrapped."""
+        has_host_tier = self.machine.device != "cpu"
         inputs = PlanInputs(
             layout=self.layout,
-            trace=self.activations.at(self.batch),
-            state=replace(self.state, split_on_disk=split),
+            trace=self.trace,
+            state=assumed_state(self._may_split(), self.state.has_master),
             budgets=self.machine.budgets(),
-            bandwidths=self.machine.bandwidths,
-            has_host_tier=self.machine.device != "cpu",
-            flops=self.flops_per_token * self.batch * self.seq,
-            nvme_state_frac=self.nvme_frac,
+            bandwidths=usual_speeds(has_host_tier),
+            has_host_tier=has_host_tier,
             with_originals=self.with_originals,
         )
         return replace(inputs, block_numel=usual_block_numel(inputs))
 
+    def _may_split(self) -> frozenset[ChunkId]:
+        return frozenset(c.id for c in self.layout.chunks if c.dtype == "bfloat16")
+
+    def _state(self, wrapped: PlanResult) -> StateBytes:
+        """With the chunks whose masters are what their parameters lack, as the optimizer says."""
+        if self.state != ADAM:
+            return self.state
+        split = self._may_split()
+        in_files = {s.chunk for s in wrapped.plan.shards if s.param_home is Tier.NVME}
+        apart = frozenset(c.id for c in self.layout.chunks if c.num_shards > 1)
+        return replace(self.state, split_on_disk=split - in_files, split_in_memory=split & apart)
+
     def fits(self) -> bool:
         try:
-            self.planned()
+            self.fitted()
         except BudgetError:
             return False
         return True
+
+    def process_bytes(self, result: PlanResult) -> int:
+        """RAM that a process takes beyond a plan's peak, at most as a rule.
+
+        Objects, threads of files, and gradients that updates in a thread still need in the forward.
+        Interpreter and libraries come on top, and what malloc keeps unless MALLOC_MMAP_THRESHOLD_
+        is set (docs/memory.md). `bench.certificate` measures it.
+        """
+        peak = result.profile.peak(Tier.HOST if result.plan.has_host_tier else Tier.DEVICE)
+        found = OWN_BYTES + int(OWN_SHARE * peak)
+        if result.profile.peak(Tier.NVME):
+            found += OWN_BYTES_OF_FILES
+        if self._update(result) in BEHIND and not result.plan.has_host_tier:
+            found += homes(result)["gradients"].get(Tier.DEVICE.value, 0)
+        return found
+
+    def _update(self, result: PlanResult) -> str:
+        return result.best_update if self.update == AUTO else self.update
+
+    def seconds(self, result: PlanResult) -> float:
+        """Of a step, with all its forwards and backwards."""
+        times, update = result.seconds_by_update, self._update(result)
+        more = (self.accumulate - 1) * result.cost.busy["compute"]
+        return times.get(update, result.cost.seconds) + more
 
 
 def largest_batch(question: Question) -> int:
@@ -88,90 +184,6 @@ def largest_batch(question: Question) -> int:
         else:
             high = middle
     return low
-
-
-def enough(question: Question) -> tuple[Question, PlanResult]:
-    """The same question with as much more of each tier as it takes to fit."""
-    machine = question.machine
-    while True:
-        asked = replace(question, machine=machine)
-        try:
-            return asked, asked.planned()
-        except BudgetError as error:
-            machine = _with_more(machine, error)
-
-
-def _with_more(machine: Hardware, error: BudgetError) -> Hardware:
-    ranks = machine.ranks_per_node
-    if error.tier is Tier.NVME:
-        return replace(machine, nvme=machine.nvme + ranks * error.missing_bytes)
-    if machine.device == "cpu":
-        more = min(machine.device_mem, machine.host_mem) + ranks * error.missing_bytes
-        return replace(machine, device_mem=more, host_mem=more)
-    if error.tier is Tier.HOST:
-        return replace(machine, host_mem=machine.host_mem + ranks * error.missing_bytes)
-    return replace(machine, device_mem=machine.device_mem + error.missing_bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """What makes it fit. flags: of the command; words: the same, with what there was before."""
-
-    flags: str
-    words: str
-    asked: Question
-
-
-def cheapest(question: Question, batch: int) -> Change:
-    """The cheapest change with which it fits, each checked by a plan.
-
-    From cheap to dear: a smaller batch, checkpointing, disk, RAM, both, device memory (with the
-    rest). batch: the largest that fits as it is, or 0.
-    """
-    if batch:
-        words = f"a batch of {batch} rather than {question.batch}"
-        return Change(f"--batch {batch}", words, replace(question, batch=batch))
-    if question.lighter is not None:
-        lighter = question.lighter()
-        lighter = replace(lighter, machine=question.machine, batch=question.batch)
-        if lighter.fits():
-            words = "activations that are computed again in backward, not kept"
-            return Change("--checkpointing", words, lighter)
-    machine, least = question.machine, enough(question)[0].machine
-    for names in _CHANGES:
-        changed = replace(machine, **{name: getattr(least, name) for name in names})
-        asked = replace(question, machine=changed)
-        if changed != machine and asked.fits():
-            break
-    return _more(machine, changed, asked)
-
-
-_CHANGES = (
-    ("nvme",), ("host_mem",), ("nvme", "host_mem"), ("device_mem",),
-    ("nvme", "host_mem", "device_mem"),
-)  # fmt: skip
-_IN_WORDS = {"nvme": "of disk", "host_mem": "of RAM", "device_mem": "on the device"}
-
-
-def _more(machine: Hardware, changed: Hardware, asked: Question) -> Change:
-    sizes = [
-        (name, getattr(machine, name), getattr(changed, name))
-        for name in ("nvme", "host_mem", "device_mem")
-        if getattr(changed, name) != getattr(machine, name)
-    ]
-    return Change(
-        " ".join(f"--{name.replace('_', '-')} {format_bytes_up(n)}" for name, _, n in sizes),
-        " and ".join(
-            f"{format_bytes(n)} {_IN_WORDS[name]} rather than {format_bytes(before)}"
-            for name, before, n in sizes
-        ),
-        asked,
-    )
-
-
-def format_bytes_up(nbytes: int) -> str:
-    """As an argument: whole MiB, rounded up."""
-    return f"{-(-nbytes // (1 << 20))}MiB"
 
 
 def homes(planned: PlanResult) -> dict[str, dict[str, int]]:

@@ -47,7 +47,7 @@ def rows(model: str, training: str, question: Question) -> Iterator[Row]:
                 except BudgetError:
                     pass
                 else:
-                    seconds = result.seconds_by_update.get(result.best_update, result.cost.seconds)
+                    seconds = question.seconds(result)
                     needs_more = result.profile.peak(Tier.NVME) > 0  # else more changes nothing
             yield Row(model, training, card, ram, disk, seconds, question.batch * question.seq)
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from gemini.placement.planner import PlanResult
 from gemini.placement.sizes import UNLIMITED, BudgetError
 from gemini.placement.tiers import Tier
-from gemini.placement.timetable.updates import priced_in_words
+from gemini.placement.timetable.updates import AUTO, priced_in_words
 from gemini.units import format_bytes
 
+from . import changes
 from .machine import Hardware
-from .question import Question, cheapest, homes, largest_batch
+from .question import Question, homes, largest_batch
 
+SERIAL = "serial"
+OPTIM = {"adamw": "adamw_torch", "lion": "lion_32bit", "sgd": "sgd"}  # as `train` names them
 _WHERE = {Tier.DEVICE: "device", Tier.HOST: "RAM", Tier.NVME: "disk"}
 
 
@@ -25,8 +28,11 @@ class Answer:
 
     homes: bytes that live on each tier, by kind (parameters, gradients, state, originals).
     peaks: by tier, at the moment when it holds most: also staging and activations.
-    seconds: of a step: forward, backward and update, with the best `update=`.
+    process_bytes: of RAM beyond the peaks: see `Question.process_bytes`.
+    seconds: of a step: its forwards, backwards and update, with `best_update`.
+    best_update: what is asked for; of `auto` the fastest.
     change: flags of the cheapest change with which it fits; None where it does.
+    faster: flags that take less time, each with its seconds.
     why: what is missing; None where it fits.
     """
 
@@ -34,45 +40,55 @@ class Answer:
     homes: Mapping[str, Mapping[str, int]]
     peaks: Mapping[str, int]
     budgets: Mapping[str, int]
+    process_bytes: int
     seconds: float
     bound_by: str
     best_update: str
     largest_batch: int
     change: str | None
     change_in_words: str | None
+    faster: tuple[tuple[str, float], ...]
     why: str | None
     assumptions: tuple[str, ...]
-    asked: Question  # as it was planned, so after the change
+    asked: Question  # as it was planned, so after the change, and with the update
     result: PlanResult
 
 
 def answer(question: Question, assumed: tuple[str, ...] = ()) -> Answer:
     """Plan it, or the cheapest change of it. assumed: what is true of model and batch, in words."""
-    why, change, asked = None, None, question
+    why, asked = None, question
     try:
         result = question.planned()
-        batch = largest_batch(question)
     except BudgetError as error:
-        why, batch = str(error), largest_batch(question)
-        change = cheapest(question, batch)
-        asked = change.asked
+        why = str(changes.in_flags(error))
+        asked = changes.cheapest(question)
         result = asked.planned()
-    best = result.best_update
-    seconds = result.seconds_by_update.get(best, result.cost.seconds)
+    faster = [] if why else list(changes.faster(asked, result))
+    best = asked.update
+    if best == AUTO:
+        best = result.best_update
+        if best == SERIAL:  # which needs no buffers of a thread's
+            asked = replace(asked, update=best)
+            result = asked.planned()
     budgets = asked.machine.budgets()
     return Answer(
         why is None, homes(result), {t.value: result.profile.peak(t) for t in Tier},
-        {t.value: budgets.of(t) for t in Tier}, seconds, result.cost.bound_by, best,
-        batch, change.flags if change else None, change.words if change else None, why,
-        (*assumed, *question.machine.assumptions(_mattered(asked.machine, result))), asked, result,
+        {t.value: budgets.of(t) for t in Tier}, asked.process_bytes(result), asked.seconds(result),
+        result.cost.bound_by, best, largest_batch(question),
+        changes.flags(question, asked) if why else None,
+        changes.in_words(question, asked) if why else None,
+        tuple((changes.flags(question, one), seconds) for one, seconds in faster), why,
+        (*assumed, *question.machine.assumptions(_mattered(asked.machine, result))),
+        replace(asked, update=best), result,
     )  # fmt: skip
 
 
 def _mattered(machine: Hardware, result: PlanResult) -> dict[str, str]:
     """Numbers of the machine that the answer depends on."""
     what = {"device_mem": "device memory", "host_mem": "RAM", "nvme": "disk", "flops": "computing"}
-    if machine.device == "cpu":
-        del what["device_mem"]
+    if machine.device == "cpu":  # where both are RAM, the lower one holds
+        lower = machine.device_mem < machine.host_mem
+        del what["host_mem" if lower else "device_mem"]
     links = {(src, dst) for (src, dst), n in result.plan.bytes_moved().items() if n}
     if any(Tier.NVME in link for link in links):
         what |= {"nvme_read": "disk reads", "nvme_write": "disk writes"}
@@ -100,13 +116,17 @@ def five_lines(name: str, plan: Answer) -> Iterator[str]:
             of = "" if limit >= UNLIMITED else f" of {format_bytes(limit)}"
             held = f" ({', '.join(kinds)})" if kinds else ""
             places.append(f"{_WHERE[tier]} {format_bytes(plan.peaks[tier.value])}{of}{held}")
-    yield f"at the peak: {'; '.join(places)}"
-    tokens = machine.world_size * asked.batch * asked.seq
+    own = f"; the process itself {format_bytes(plan.process_bytes)} of RAM"
+    yield f"at the peak: {'; '.join(places)}{own}"
+    tokens = machine.world_size * asked.accumulate * asked.batch * asked.seq
+    times = f"{asked.accumulate} x " if asked.accumulate > 1 else ""
     yield (
-        f"a step: {plan.seconds:.3g} s for {ranks}{asked.batch} x {asked.seq} tokens, "
+        f"a step: {plan.seconds:.3g} s for {ranks}{times}{asked.batch} x {asked.seq} tokens, "
         f"{tokens / plan.seconds:,.0f} tokens/s"
     )
     yield f'bound by {plan.bound_by.replace("_", " ")}; fastest with update="{plan.best_update}"'
+    for flags, seconds in plan.faster:
+        yield f"with {flags} a step takes about {seconds:.3g} s"
     yield "assumptions:"
     yield from (f"  {one}" for one in plan.assumptions)
 
@@ -122,7 +142,7 @@ def verdict(plan: Answer) -> str:
     )
 
 
-def train_arguments(plan: Answer, lora: int, checkpointing: bool) -> str:
+def train_arguments(plan: Answer, optimizer: str) -> str:
     """What `python -m gemini train` takes, so that it plans the same; after the change, if any."""
     machine, asked = plan.asked.machine, plan.asked
     device = machine.device_mem
@@ -133,11 +153,15 @@ def train_arguments(plan: Answer, lora: int, checkpointing: bool) -> str:
         given.append(f"--host-mem {machine.host_mem}")
     if plan.peaks[Tier.NVME.value]:
         given.append(f"--nvme {machine.folder}")
-    if lora:
-        given.append(f"--lora {lora}")
-    given += [f"--seq {asked.seq}", f"--batch {machine.world_size * asked.batch}"]
-    is_light = checkpointing or plan.change == "--checkpointing"
-    return " ".join([*given, "--checkpointing" if is_light else "--no-checkpointing"])
+    if asked.lora:
+        given.append(f"--lora {asked.lora}")
+    given += [
+        f"--seq {asked.seq}", f"--batch {machine.world_size * asked.batch}",
+        f"--accumulate {asked.accumulate}", f"--optim {OPTIM[optimizer]}",
+        f"--update {plan.best_update}",
+        "--checkpointing" if asked.checkpointing else "--no-checkpointing",
+    ]  # fmt: skip
+    return " ".join(given)
 
 
 def update_in_words(planned: PlanResult) -> str:
@@ -160,6 +184,7 @@ def as_json(plan: Answer) -> dict[str, Any]:
     return {
         "fits": plan.fits,
         "peaks": dict(plan.peaks),
+        "process_bytes": plan.process_bytes,
         "bytes_moved_per_step": sum(moved.values()),
         "step_seconds": planned.cost.seconds,
         "bound_by": plan.bound_by,
@@ -170,6 +195,7 @@ def as_json(plan: Answer) -> dict[str, Any]:
         "updated_in_backward": None if ahead is None else str(ahead),
         "largest_batch": plan.largest_batch,
         "suggestion": plan.change,
+        "faster": dict(plan.faster),
         "missing": plan.why,
         "homes": plan.homes,
         "peaks_by_kind": planned.profile.peaks(),

@@ -8,13 +8,14 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from gemini.placement.timetable.updates import AUTO, UPDATES
 from gemini.units import parse_bytes
 
 NOT_YET = ("quantize",)  # known by name, refused until their feature is there
 # May differ when a run goes on: where and how it computes, and not what
 OF_THE_MACHINE = (
-    "out", "device_mem", "host_mem", "nvme", "checkpointing", "save_every", "keep", "log_every",
-    "samples", "sample_tokens", "report_to",
+    "out", "device_mem", "host_mem", "nvme", "checkpointing", "update", "save_every", "keep",
+    "log_every", "samples", "sample_tokens", "report_to",
 )  # fmt: skip
 
 
@@ -38,6 +39,9 @@ class TrainConfig:
     lora: int = _says(0, "rank of LoRA adapters on all linear layers; 0 trains the whole model")
     quantize: str | None = _says(None, "dtype of the frozen weights under LoRA")
     optim: str = _says("adamw_torch", "adamw_torch, sgd or lion_32bit, as Trainer's optim")
+    update: str = _says(
+        AUTO, "when blocks are updated, as GeminiDDP's; auto is the fastest as planned"
+    )
     seq: int = _says(2048, "most tokens of a sequence; longer ones are cut, or packed")
     batch: int = _says(8, "sequences of a forward, on all ranks together")
     accumulate: int = _says(1, "forwards and backwards before a step")
@@ -70,6 +74,9 @@ class TrainConfig:
         _check(self.held_out < 1, "held_out", self.held_out, "a share below 1")
         _check(self.epochs > 0, "epochs", self.epochs, "more than 0")
         _check(self.lr > 0, "lr", self.lr, "more than 0")
+        _check(
+            self.update in (*UPDATES, AUTO), "update", self.update, f"{AUTO}, {', '.join(UPDATES)}"
+        )
         for name in ("device_mem", "host_mem"):
             if getattr(self, name) is not None:
                 parse_bytes(getattr(self, name))

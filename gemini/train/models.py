@@ -1,4 +1,4 @@
-"""The model of a run: empty, for the plan, and with its weights."""
+"""The model of a run: its folder, and the model with its weights."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-import gemini
 from gemini.checkpoint.pretrained import load_pretrained
+from gemini.plan.models import adapted
 
 from .config import TrainConfig
 
@@ -31,23 +31,6 @@ def folder_of(model: str) -> str:
     return found
 
 
-def empty_model(folder: str, config: TrainConfig) -> nn.Module:
-    """On the meta device, as it is trained: with its adapters, and with checkpointing."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    with gemini.init_empty():
-        model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-        model.tie_weights()
-        model = adapted(model, config)
-    if config.checkpointing:
-        inner = model.get_base_model() if config.lora else model
-        inner.gradient_checkpointing_enable({"use_reentrant": False})
-        if config.lora:
-            model.enable_input_require_grads()
-    trained: nn.Module = model.train()
-    return trained
-
-
 def loaded_model(folder: str, config: TrainConfig, options: dict[str, Any]) -> nn.Module:
     """With its weights. Wrapped with `options` where all of it is trained: so it is never whole in
     memory; under LoRA it is in the RAM of each rank until the trainer wraps it. All ranks call."""
@@ -57,18 +40,5 @@ def loaded_model(folder: str, config: TrainConfig, options: dict[str, Any]) -> n
 
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     torch.manual_seed(config.seed)  # the same adapters on all ranks
-    return adapted(base, config)
-
-
-def adapted(model: nn.Module, config: TrainConfig) -> nn.Module:
-    """With adapters, where the run has some."""
-    if not config.lora:
-        return model
-    from peft import LoraConfig, get_peft_model
-
-    lora = LoraConfig(
-        r=config.lora, lora_alpha=2 * config.lora, lora_dropout=0.0, target_modules="all-linear",
-        task_type="CAUSAL_LM",
-    )  # fmt: skip
-    found: nn.Module = get_peft_model(model, lora)
+    found: nn.Module = adapted(base, config.lora)
     return found

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from gemini.placement.sizes import BudgetError
+from gemini.plan.ask import plan_for
+from gemini.plan.words import five_lines
 from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.comm.connect import everyone
 
@@ -109,7 +110,7 @@ def prepare(config: TrainConfig) -> Job:
 
     from .data import load
     from .models import folder_of, loaded_model
-    from .plan import Planner, placement_of
+    from .plan import hardware, training_of
     from .trainer import TuningTrainer, arguments, last_checkpoint
 
     out = Path(config.out)
@@ -126,20 +127,19 @@ def prepare(config: TrainConfig) -> Job:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     with args.main_process_first():  # which leaves its rows to the others
         data = load(config, tokenizer)
-    planner = Planner(folder, comm, torch.device(args.device))
-    try:
-        planned = planner.predict(config)
-    except BudgetError as error:
-        raise ValueError(planner.refusal(config, error)) from None
-    plan = "\n".join([*planned.lines(comm.world_size, str(args.device)),
-                      *planner.cheaper(planned)])  # fmt: skip
+    machine = hardware(config, comm, torch.device(args.device))
+    planned = plan_for(folder, machine, training_of(config, comm.world_size))
+    if not planned.fits:
+        raise ValueError(f"it does not fit: {planned.why}; cheapest change: {planned.change}")
+    plan = "\n".join(five_lines(config.model, planned))
     if comm.rank == 0:
         going_on = "" if resumed_from is None else f"goes on from {resumed_from}\n"
         sys.stdout.write(f"{plan}\n{going_on}")
         sys.stdout.flush()
         out.mkdir(parents=True, exist_ok=True)
         (out / CONFIG).write_text(as_yaml(config))
-    options = {"placement_policy": placement_of(config), "trace": planned.trace}
+    asked = planned.asked
+    options = {"placement_policy": asked.policy, "trace": asked.trace, "update": asked.update}
     model = loaded_model(folder, config, options)
     trainer = TuningTrainer(
         model, args, train_dataset=data.train, eval_dataset=data.held_out,

@@ -25,6 +25,7 @@ ROOT = FOLDER.parent.parent
 LEDGER = FOLDER / "ledger.toml"
 PYTEST = ("-m", "pytest", "-q", "--tb=short")
 ROUNDS = 20  # of new examples: 10 000 files of checkpoints and stores that were changed
+CERTIFICATES = 200
 PROGRAMS = {1: 2000, 2: 500}  # drawn, by ranks
 
 
@@ -63,6 +64,8 @@ def jobs() -> Iterator[Job]:
     for ranks, count in PROGRAMS.items():
         drawn = ("-m", "tests.support.loops.programs", f"--ranks={ranks}", f"--count={count}")
         yield Job("fuzz", f"programs at {ranks} ranks", drawn, count)
+    drawn = ("-m", "bench.certificate", f"--draws={CERTIFICATES}")
+    yield Job("certificate", f"{CERTIFICATES} plans", drawn, 1)
     for place in PLACES:
         yield Job("lines", place, ("-m", "tests.support.lines", place))
     mutants = ("-m", "tests.mutate", "--ledger", str(FOLDER / "mutants.toml"))

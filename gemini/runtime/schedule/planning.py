@@ -22,9 +22,11 @@ from gemini.placement.fit import (
     Fitted,
     StateRequest,
     assume,
+    assumed_state,
     block_sizes,
     fit,
     fit_state,
+    usual_speeds,
     with_ahead,
 )
 from gemini.placement.homes.budgets import Machine, in_words_of, resolve
@@ -40,12 +42,9 @@ from gemini.placement.policy import (
     never_released,
 )
 from gemini.placement.sizes import (
-    FP32_BYTES,
     UNLIMITED,
-    Bandwidths,
     BudgetError,
     Budgets,
-    StateBytes,
     least_bandwidths,
     least_budgets,
 )
@@ -57,15 +56,6 @@ from gemini.runtime.memory.machine import look_at_machine, ranks_here
 from gemini.units import ChunkId
 
 log = logging.getLogger("gemini")
-
-# Before an optimizer says what it keeps: no rule of `optim` keeps more than Adam
-ASSUMED_STATE_BYTES = 8
-# A usual disk and usual memory, in bytes a second. They order homes; they do not limit anything
-USUAL = Bandwidths(
-    host_to_device=20e9, device_to_host=20e9, nvme_read=1.5e9, nvme_write=1.2e9, collective=10e9,
-    device_memory=500e9, host_memory=20e9, flops=1e12,
-)  # fmt: skip
-CPU_MEMORY = 20e9
 
 
 @dataclass(slots=True)
@@ -361,13 +351,11 @@ def begin_planning(
     room for them, for blocks that are updated before their step. Raises BudgetError for budgets
     that cannot hold the model.
     """
-    # files and staging may be larger where masters are split: planes and weights are whole pages
-    split = frozenset(c.id for c in layout.chunks if has_master and c.dtype == WEIGHT_DTYPE)
-    nbytes = ASSUMED_STATE_BYTES + (FP32_BYTES if has_master else 0)
-    state = StateBytes(nbytes, has_master, split_on_disk=split)
+    may_split = frozenset(c.id for c in layout.chunks if c.dtype == WEIGHT_DTYPE)
+    state = assumed_state(may_split, has_master)
     machine = look_at_machine(backend, ranks_per_node or ranks_here(comm))
     budgets = resolve(policy, machine)
-    bandwidths = USUAL if backend.has_host_tier else replace(USUAL, device_memory=CPU_MEMORY)
+    bandwidths = usual_speeds(backend.has_host_tier)
     gathered = comm.gather_objects((trace, budgets, bandwidths))
     traces, limits, links = zip(*gathered, strict=True)
     without = [rank for rank, given in enumerate(traces) if given is None]

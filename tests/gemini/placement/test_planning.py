@@ -6,12 +6,12 @@ import pytest
 
 from gemini.chunk.layout import ChunkLayout, ParamSpec
 from gemini.memtracer.trace import TraceMoment, sequential_trace
-from gemini.placement.fit import StateRequest
+from gemini.placement.fit import USUAL, StateRequest
 from gemini.placement.planner import PlanInputs, make_plan
 from gemini.placement.policy import AutoPlacement, StaticPlacement
 from gemini.placement.sizes import Bandwidths, BudgetError, Budgets, StateBytes
 from gemini.placement.tiers import Tier
-from gemini.runtime.schedule.planning import USUAL, Planning
+from gemini.runtime.schedule.planning import Planning
 
 ADAM = StateBytes(per_element=12, has_master=True)
 SPECS = [ParamSpec(f"m{i}.weight", (64, 63 + i), "bfloat16", trainable=True) for i in range(6)]

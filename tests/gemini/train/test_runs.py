@@ -7,12 +7,18 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import nvme
+from gemini.plan import command
+from gemini.plan.ask import plan_for
+from gemini.plan.machine import machine_of
+from gemini.train import plan as train_plan
 from gemini.train import run
+from gemini.train.config import parse
 from tests.support.model_folder import make_folder, rows, write_rows
 
 pytestmark = pytest.mark.ci  # trl alone takes seconds to import
@@ -87,7 +93,7 @@ def test_a_run_that_was_killed_goes_on_at_another_world_size(folder, tmp_path, c
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert run.main(flags(folder, whole, "--packing")) == 0
     said = capsys.readouterr().out
-    assert re.search(r"^device +\S+ \wiB", said, re.MULTILINE) and "s a step, bound by" in said
+    assert "at the peak: device " in said and "bound by " in said
     (tmp_path / "job.py").write_text(DIES)
     command = [
         sys.executable, "-m", "gemini", "run", "--nproc_per_node", "2", str(tmp_path / "job.py"),
@@ -101,7 +107,7 @@ def test_a_run_that_was_killed_goes_on_at_another_world_size(folder, tmp_path, c
     less = ["--packing", "--device-mem", "5000KiB", "--nvme", str(tmp_path)]
     assert run.main(flags(folder, killed, *less)) == 0
     said = capsys.readouterr().out
-    assert re.search(r"^nvme +[1-9]\S+ \wiB", said, re.MULTILINE), said
+    assert re.search(r"at the peak: .*; disk [1-9]\S+ \wiB", said), said
     assert f"goes on from {killed}/checkpoints/checkpoint-2" in said
     gc.collect()  # a process would have ended
     assert list(tmp_path.glob("*.blocks")) == []
@@ -118,7 +124,7 @@ def test_a_run_that_was_killed_goes_on_at_another_world_size(folder, tmp_path, c
 def test_adapters_are_trained_and_come_back(folder, tmp_path, capsys, data):
     out = tmp_path / "out"
     assert run.main(flags(folder, out, "--lora", "2", data=data)) == 0
-    assert "of them trained" in capsys.readouterr().out
+    assert "LoRA of rank 2 (as asked)" in capsys.readouterr().out
     assert (out / "adapter_model.safetensors").exists()
     assert not (out / "model.safetensors").exists()
     assert generated(out).shape[1] > 3
@@ -130,10 +136,43 @@ def test_what_does_not_fit_is_refused_with_a_change_that_does(folder, tmp_path, 
     with pytest.raises(SystemExit) as end:
         run.main(given)
     said = capsys.readouterr().err
-    assert end.value.code == 2 and "it does not fit: --device-mem 3.00 MiB lacks" in said
+    assert end.value.code == 2 and "it does not fit: --device-mem of 3.00 MiB is" in said
     change = re.search(r"cheapest change: (.*)", said)[1].replace("FOLDER", str(tmp_path)).split()
     assert not (tmp_path / "out").exists()
     assert run.main([*given, *change, "--steps", "1"]) == 0
+
+
+@pytest.mark.usefixtures("on_disk")
+@pytest.mark.parametrize(
+    "short", [(), ("--lora", "2"), ("--accumulate", "4", "--no-checkpointing")]
+)
+def test_plan_and_train_give_one_answer_and_the_run_follows_it(
+    folder, tmp_path, capsys, monkeypatch, short
+):
+    """Of the same machine. What `plan --print-args` prints is what `train` is given."""
+    machine = replace(
+        machine_of({"device_mem": 9 << 20, "host_mem": 1 << 30, "nvme": 1 << 30}, device="cpu"),
+        folder=str(tmp_path), is_here=True,
+    )  # fmt: skip
+    monkeypatch.setattr(command, "machine_from", lambda _: machine)
+    monkeypatch.setattr(train_plan, "hardware", lambda *_: machine)
+    model = str(folder / "model")
+    asked = [model, "--by-trl", "--seq", "32", "--batch", "2", "--checkpointing", *short]
+    assert command.main(asked) == 0
+    answer = capsys.readouterr().out
+    assert command.main([*asked, "--print-args"]) == 0
+    given = capsys.readouterr().out.split()
+    config, _ = parse(
+        ["--model", model, "--data", str(folder / "text.jsonl"), "--out", str(tmp_path / "out"),
+         "--steps", "1", "--packing", "--held-out", "0", *given]
+    )  # fmt: skip
+    job = run.prepare(config)
+    assert capsys.readouterr().out == answer
+    planned = plan_for(model, machine, train_plan.training_of(config, 1)).result.plan
+    job.run()
+    wrapped = job.trainer.model_wrapped
+    assert wrapped.engine.planning.plan == planned
+    assert wrapped.engine.update == config.update != "auto"
 
 
 def test_an_optimizer_without_a_sharded_form_is_refused(folder, tmp_path, capsys):

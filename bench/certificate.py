@@ -1,0 +1,373 @@
+"""A plan is a certificate: what it says is enough is enough, and not much more than that.
+
+    python -m bench.certificate --draws 200 --seed 0 --json PATH
+
+Each draw is a model (dense and experts, small), adapters or none, a batch, a sequence,
+checkpointing, an optimizer, a share of state on NVMe, `update=` and a budget of RAM. `gemini plan`
+answers; then a process trains three iterations under a hard limit: the answer, above what the
+process had before the model was there. That is `idle_bytes` (interpreter and libraries) and
+`library_bytes`: what one layer of the same model left behind when it had been trained and was gone,
+which is what libraries keep for operators of these shapes, whatever the model's size. The plan has
+neither of the two. MALLOC_MMAP_THRESHOLD_ is 65536: without it malloc keeps tens of MiB of what was
+freed, of activations of small models.
+
+The parent looks at VmHWM of /proc every 10 ms and kills the process where it is above the limit;
+VmHWM forgets no peak, so one between two looks is found by the next, and by a last look at the end.
+It is no RLIMIT_DATA, which counts stacks of threads that nobody touched, and no cgroup, which needs
+root.
+
+killed: accepted draws that needed more than the answer. Bar: none.
+slack: share of an answer that was not needed. Bar: a median of 8 %.
+refused: trained with as much as the plan asks for, under 1.05 of the budget that was refused. Bar:
+90 % are killed there.
+
+It goes on where it was stopped, by rows of this commit in `--rows`. Exit status 1: a bar is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import math
+import multiprocessing
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import gemini
+from bench.predict import EXACT_MALLOC
+from bench.support.machine import MALLOC_ENVIRONMENT, commit, write_result
+from gemini.memtracer.monitor import peak_rss_bytes, reset_peak_rss
+from gemini.nvme import default_folder
+from gemini.optim import HybridAdam, HybridLion, HybridSGD
+from gemini.placement.tiers import Tier
+from gemini.plan import models
+from gemini.plan.ask import Training, ask
+from gemini.plan.changes import enough
+from gemini.plan.machine import machine_of
+from gemini.plan.question import Question
+from gemini.units import MIB
+
+STEPS = 3
+LOOKS = 0.01  # seconds between two
+MORE = 1.05  # of a refused budget
+MOST_SECONDS = 120.0
+BARS = {"killed": 0, "median_slack": 0.08, "refused_rightly": 0.9}
+ENVIRONMENT = {
+    **MALLOC_ENVIRONMENT,
+    **EXACT_MALLOC,
+    "OMP_NUM_THREADS": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+}
+ROOMY = {"device_mem": 1 << 50, "host_mem": 1 << 50, "nvme": 1 << 50}
+OPTIMIZERS: dict[str, Callable[..., Any]] = {
+    "adamw": HybridAdam, "lion": HybridLion, "sgd": lambda params, **o: HybridSGD(
+        params, lr=1e-3, momentum=0.9, **o),
+}  # fmt: skip
+FAMILIES = ("Llama", "Qwen2", "Qwen3", "Mistral", "GPT2", "Mixtral", "Qwen3Moe")
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """What is trained, and on what. budget: of what all in RAM would take; None: no limit."""
+
+    family: str
+    hidden: int
+    layers: int
+    vocab: int
+    batch: int
+    seq: int
+    lora: int
+    checkpointing: bool
+    optimizer: str
+    nvme_fraction: float
+    update: str
+    budget: float | None
+
+    @classmethod
+    def of(cls, seed: int, number: int) -> Draw:
+        """The same for the same numbers."""
+        dice = random.Random(f"{seed} {number}")
+        return cls(
+            dice.choice(FAMILIES), dice.choice((256, 384, 512)), dice.randint(2, 8),
+            dice.choice((2000, 8000, 16000)), dice.randint(1, 6), dice.choice((32, 64, 128, 256)),
+            dice.choice((0, 0, 4, 16)), dice.random() < 0.5,
+            dice.choice(("adamw", "adamw", "lion", "sgd")),
+            dice.choice((0.0, 0.0, 0.0, 0.5, 1.0)), dice.choice(("auto", "auto", "serial")),
+            dice.choice((None, *(dice.uniform(0.1, 1.1) for _ in range(3)))),
+        )  # fmt: skip
+
+    def model(self) -> Any:
+        """On the meta device, as it is trained."""
+        import transformers
+
+        kind: Any = transformers
+        sizes: dict[str, Any] = {"vocab_size": self.vocab}
+        if self.family == "GPT2":
+            sizes |= {"n_embd": self.hidden, "n_layer": self.layers, "n_head": 4}
+        else:
+            sizes |= {
+                "hidden_size": self.hidden, "intermediate_size": 3 * self.hidden,
+                "num_hidden_layers": self.layers, "num_attention_heads": 8,
+                "num_key_value_heads": 4, "head_dim": self.hidden // 8,
+            }  # fmt: skip
+        if self.family == "Mixtral":
+            sizes |= {"num_local_experts": 4, "intermediate_size": self.hidden}
+        if self.family == "Qwen3Moe":
+            sizes |= {"num_experts": 8, "num_experts_per_tok": 2,
+                      "moe_intermediate_size": self.hidden // 2}  # fmt: skip
+        head = "LMHeadModel" if self.family == "GPT2" else "ForCausalLM"
+        config = getattr(kind, f"{self.family}Config")(**sizes)
+        with torch.device("meta"):
+            return getattr(kind, f"{self.family}{head}")(config)
+
+    def prepared(self) -> Any:
+        """With its checkpointing and its adapters."""
+        model = self.model()
+        if self.checkpointing:
+            model = models.checkpointed(model)
+        return models.add_lora(model, self.lora) if self.lora else model
+
+    def question(self) -> Question:
+        """Of a machine that has room for all of it."""
+        training = Training(
+            self.batch, self.seq, self.lora, self.checkpointing, "bf16", self.optimizer,
+            self.nvme_fraction, update=self.update,
+        )  # fmt: skip
+        machine = replace(machine_of(ROOMY, device="cpu"), folder=str(default_folder()))
+        return ask(self.model(), machine, training)
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """What a plan says of a draw, and how to train it so."""
+
+    needs: int  # bytes of RAM
+    budget: int
+    is_refused: bool
+    policy: Any
+    trace: Any
+    update: str
+    on_disk: int
+
+
+def certify(draw: Draw) -> Certificate:
+    """A refused one is trained with as much as the plan asks for."""
+    question = draw.question()
+    whole = replace(question, nvme_frac=0.0).planned().profile.peak(Tier.DEVICE)
+    budget = ROOMY["device_mem"] if draw.budget is None else int(draw.budget * whole)
+    asked = replace(question, machine=replace(question.machine, device_mem=budget))
+    is_refused = not asked.fits()
+    if is_refused:
+        asked = enough(asked)
+    planned = asked.planned()
+    if asked.update == "auto":
+        asked = replace(asked, update=planned.best_update)
+        planned = asked.planned()
+    own = asked.process_bytes(planned)
+    return Certificate(
+        planned.profile.peak(Tier.DEVICE) + own, budget + own, is_refused, asked.policy,
+        asked.trace, asked.update, planned.profile.peak(Tier.NVME),
+    )  # fmt: skip
+
+
+def train(draw: Draw, plan: Certificate, told: Connection) -> None:
+    """In this process. Tells what it has before the model, waits for a word, and tells its peak."""
+    torch.manual_seed(0)
+    model = draw.prepared()
+    ids = torch.randint(draw.vocab, (draw.batch, draw.seq))
+    inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
+    idle = _resident()
+    placement = replace(plan.policy, device_budget=None)
+    _steps(replace(draw, layers=1).prepared(), draw, inputs, {"placement_policy": placement})
+    told.send((idle, _resident()))
+    told.recv()
+    options = {"placement_policy": plan.policy, "trace": plan.trace, "update": plan.update}
+    _steps(model, draw, inputs, options)
+    told.send(peak_rss_bytes())
+
+
+def _resident() -> int:
+    """Bytes now, with nothing that could be given back; VmHWM begins anew."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    reset_peak_rss()
+    return peak_rss_bytes()
+
+
+def _steps(model: Any, draw: Draw, inputs: dict[str, Any], options: dict[str, Any]) -> None:
+    wrapped = gemini.GeminiDDP(model, device="cpu", **options)
+    trained = [param for param in wrapped.parameters() if param.requires_grad]
+    optimizer = OPTIMIZERS[draw.optimizer](trained, nvme_offload_fraction=draw.nvme_fraction)
+    for _ in range(STEPS):
+        wrapped(**inputs).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.close()
+
+
+def run(draw: Draw) -> dict[str, Any]:
+    """A row of the result."""
+    with tempfile.TemporaryDirectory(dir=default_folder()) as folder:  # what is killed leaves files
+        return _run(draw, folder)
+
+
+def _run(draw: Draw, folder: str) -> dict[str, Any]:
+    plan = _apart(lambda told: told.send(certify(draw)))
+    plan = replace(plan, policy=replace(plan.policy, nvme_dir=folder)) if plan.policy else plan
+    row = {**asdict(draw), "needs": plan.needs, "refused": plan.is_refused, "used": plan.update,
+           "on_disk": plan.on_disk}  # fmt: skip
+    allowed = int(MORE * plan.budget) if plan.is_refused else plan.needs
+    mine, its = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=_told, args=(
+        lambda told: train(draw, plan, told), its))  # fmt: skip
+    process.start()
+    its.close()
+    said = mine.recv()
+    if isinstance(said, str):
+        raise RuntimeError(said)
+    idle, before = said
+    mine.send("go")
+    peak, is_killed, end = 0, False, time.monotonic() + MOST_SECONDS
+    assert process.pid is not None
+    while not mine.poll(LOOKS):
+        peak = max(peak, _high_water(process.pid))
+        if peak > before + allowed or time.monotonic() > end:
+            is_killed = True
+            os.kill(process.pid, signal.SIGKILL)
+            break
+    if not is_killed:
+        said = mine.recv()
+        if isinstance(said, str):
+            raise RuntimeError(said)
+        peak = said
+        is_killed = peak > before + allowed
+    process.join()
+    return {
+        **row, "idle_bytes": idle, "library_bytes": before - idle, "allowed": allowed,
+        "took": peak - before, "killed": is_killed,
+    }  # fmt: skip
+
+
+def _high_water(pid: int) -> int:
+    """VmHWM; 0 of a process that has ended."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+        return int(status.split("VmHWM:")[1].split()[0]) * 1024
+    except (OSError, IndexError):
+        return 0
+
+
+def _told(work: Callable[[Connection], None], told: Connection) -> None:
+    try:
+        work(told)
+    except BaseException:
+        told.send(traceback.format_exc())
+
+
+def _apart(work: Callable[[Connection], None]) -> Any:
+    """What it tells, from a process that is gone then."""
+    mine, its = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=_told, args=(work, its))
+    process.start()
+    its.close()
+    found = mine.recv()
+    process.join()
+    if isinstance(found, str):
+        raise RuntimeError(found)
+    return found
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """What is asked of all draws."""
+    accepted = [row for row in rows if not row["refused"]]
+    refused = [row for row in rows if row["refused"]]
+    slack = [1 - row["took"] / row["needs"] for row in accepted if not row["killed"]]
+    return {
+        "draws": len(rows),
+        "accepted": len(accepted),
+        "killed": sum(row["killed"] for row in accepted),
+        "killed_by_family": dict(Counter(row["family"] for row in accepted if row["killed"])),
+        "most_above": max((row["took"] / row["needs"] - 1 for row in accepted), default=0.0),
+        "median_slack": statistics.median(slack) if slack else math.nan,
+        "refused": len(refused),
+        "refused_rightly": sum(row["killed"] for row in refused) / len(refused) if refused else 1.0,
+        "bars": BARS,
+        "median_library_bytes": statistics.median(row["library_bytes"] for row in rows),
+        "limit": "VmHWM at most idle_bytes + library_bytes + allowed: looked at every 10 ms, and "
+        "at the end; a process above it is killed",
+    }
+
+
+def is_met(found: dict[str, Any]) -> bool:
+    """All bars."""
+    return bool(
+        found["killed"] <= BARS["killed"]
+        and found["median_slack"] <= BARS["median_slack"]
+        and found["refused_rightly"] >= BARS["refused_rightly"]
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--draws", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="no draw begins after")
+    parser.add_argument("--rows", type=Path, help="default: runs/certificate-SEED.jsonl")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    path = args.rows or Path("runs") / f"certificate-{args.seed}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    now = commit()
+    lines = path.read_text().splitlines() if path.exists() else []
+    known = {row["number"]: row for row in map(json.loads, lines) if row["commit"] == now}
+    end = time.monotonic() + 60 * args.minutes
+    with path.open("a") as kept:
+        for number in range(args.draws):
+            if number in known:
+                continue
+            if time.monotonic() > end:
+                break
+            draw = Draw.of(args.seed, number)
+            row = known[number] = {"number": number, "commit": now, **run(draw)}
+            kept.write(json.dumps(row) + "\n")
+            kept.flush()
+            print(f"{number:4d} {_in_words(row)}", flush=True)
+    rows = [known[number] for number in range(args.draws) if number in known]
+    found = summary(rows)
+    print(json.dumps(found, indent=1))
+    if args.json is not None:
+        write_result(args.json, {**found, "rows": rows})
+    return 0 if is_met(found) else 1
+
+
+def _in_words(row: dict[str, Any]) -> str:
+    verdict = "refused" if row["refused"] else f"needs {row['needs'] / MIB:.0f} MiB"
+    said = "killed" if row["killed"] else "lived"
+    names = ("family", "hidden", "layers", "batch", "seq", "lora", "checkpointing", "optimizer",
+             "nvme_fraction", "used", "budget")  # fmt: skip
+    what = " ".join(str(row[name])[:8] for name in names)
+    return (
+        f"{what}: {verdict}, took {row['took'] / MIB:.0f} of {row['allowed'] / MIB:.0f} MiB: {said}"
+    )
+
+
+if __name__ == "__main__":
+    if any(os.environ.get(name) != value for name, value in ENVIRONMENT.items()):
+        os.execve(sys.executable, sys.orig_argv, {**os.environ, **ENVIRONMENT})
+    sys.exit(main())

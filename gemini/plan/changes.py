@@ -1,0 +1,203 @@
+"""What makes a run fit, or faster: one list of changes, each planned itself. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations
+from typing import Any
+
+from gemini.placement.planner import PlanResult
+from gemini.placement.sizes import UNLIMITED, BudgetError
+from gemini.placement.tiers import Tier
+from gemini.units import format_bytes
+
+from .machine import Hardware
+from .question import Question
+
+LORA = 16  # rank of the adapters that are suggested
+WORTH_SAYING = 0.93  # of the seconds: what saves less is not named
+_MIB = 1 << 20
+
+
+def in_flags(error: BudgetError) -> BudgetError:
+    """The same, of the flags that say what there is."""
+    assert error.tier is not None
+    flag = _FLAGS["nvme" if error.tier is Tier.NVME else f"{error.tier.value}_mem"]
+    knob = error.knob.replace(f"{error.tier.value}_budget", flag)
+    return BudgetError.missing(
+        error.tier, error.missing_bytes, error.budget_bytes, error.what, knob, flag
+    )
+
+
+def cheapest(question: Question) -> Question:
+    """The cheapest change with which it fits, each checked by a plan.
+
+    From cheap to dear: the same step in more forwards, checkpointing, a disk, adapters; then more
+    RAM, more device memory.
+    """
+    found = next(asked for asked in _smaller(question) if asked.fits())
+    for name in _FLAGS:
+        found = _least(name, getattr(question.machine, name), found)
+    return found
+
+
+def _least(name: str, before: int, found: Question) -> Question:
+    """With as little of this size as will do, to a MiB or a thousandth."""
+    low, high = before, getattr(found.machine, name)
+    while high - low > max(_MIB, high // 1000):
+        middle = _up((low + high) // 2)
+        changed: dict[str, Any] = {name: middle}
+        asked = replace(found, machine=replace(found.machine, **changed))
+        if asked.fits():
+            found, high = asked, middle
+        else:
+            low = middle
+    return found
+
+
+def _smaller(question: Question) -> Iterator[Question]:
+    """What needs less memory, from cheap to dear. The last one fits."""
+    switches = (_checkpointed, _with_disk, _adapted)
+    for count in range(len(switches) + 1):
+        for chosen in combinations(switches, count):
+            asked: Question | None = question
+            for switch in chosen:
+                asked = switch(asked) if asked is not None else None
+            if asked is not None:
+                yield asked
+                yield from _in_more_forwards(asked)
+    least = enough(question).machine
+    for names in (("host_mem",), ("nvme", "host_mem"), ("device_mem",), ("device_mem", "host_mem")):
+        more = {name: getattr(least, name) for name in names}
+        yield replace(question, machine=replace(question.machine, **more))
+    yield replace(question, machine=least)
+
+
+def _in_more_forwards(question: Question) -> Iterator[Question]:
+    batch = question.batch
+    for times in range(2, batch + 1):
+        if batch % times == 0:
+            accumulate = question.accumulate * times
+            yield replace(question, batch=batch // times, accumulate=accumulate)
+
+
+def _checkpointed(question: Question) -> Question | None:
+    return None if question.checkpointing else _other(question, True, question.lora)
+
+
+def _adapted(question: Question) -> Question | None:
+    return None if question.lora else _other(question, question.checkpointing, LORA)
+
+
+def _other(question: Question, checkpointing: bool, lora: int) -> Question | None:
+    """With what `question` differs in from the one that was asked first."""
+    if question.other is None:
+        return None
+    found = question.other(checkpointing, lora)
+    return found and replace(
+        found, machine=question.machine, batch=question.batch, accumulate=question.accumulate,
+        nvme_frac=question.nvme_frac, update=question.update,
+    )  # fmt: skip
+
+
+def _with_disk(question: Question) -> Question | None:
+    machine = question.machine
+    try:
+        planned = replace(question, machine=replace(machine, nvme=UNLIMITED)).fitted()[1]
+    except BudgetError:
+        return None
+    nvme = _up(machine.ranks_per_node * planned.profile.peak(Tier.NVME))
+    more = replace(machine, nvme=nvme)
+    return replace(question, machine=more) if nvme > machine.nvme else None
+
+
+def enough(question: Question) -> Question:
+    """The same question with as much more of each tier as it takes to fit, in whole MiB."""
+    while True:
+        try:
+            question.fitted()
+            return question
+        except BudgetError as error:
+            question = replace(question, machine=_with_more(question.machine, error))
+
+
+def _with_more(machine: Hardware, error: BudgetError) -> Hardware:
+    of_node = machine.ranks_per_node * error.missing_bytes
+    if error.tier is Tier.NVME:
+        return replace(machine, nvme=_up(machine.nvme + of_node))
+    if machine.device == "cpu":
+        both = _up(min(machine.device_mem, machine.host_mem) + of_node)
+        device_mem, host_mem = max(both, machine.device_mem), max(both, machine.host_mem)
+        return replace(machine, device_mem=device_mem, host_mem=host_mem)
+    if error.tier is Tier.HOST:
+        return replace(machine, host_mem=_up(machine.host_mem + of_node))
+    return replace(machine, device_mem=_up(machine.device_mem + error.missing_bytes))
+
+
+def _up(nbytes: int) -> int:
+    """In whole MiB."""
+    return -(-nbytes // _MIB) * _MIB
+
+
+def faster(question: Question, result: PlanResult) -> Iterator[tuple[Question, float]]:
+    """What takes less time in the same memory, and what a little more would buy; with seconds."""
+    base = question.seconds(result)
+    for asked in _more_at_once(question, result.profile.peak(Tier.NVME)):
+        try:
+            seconds = asked.seconds(asked.planned())
+        except BudgetError:
+            continue
+        if seconds < WORTH_SAYING * base:
+            yield asked, seconds
+
+
+def _more_at_once(question: Question, on_disk: int) -> Iterator[Question]:
+    kept = _other(question, False, question.lora) if question.checkpointing else None
+    if kept is not None:
+        yield kept
+    if question.accumulate % 2 == 0:
+        yield replace(question, batch=2 * question.batch, accumulate=question.accumulate // 2)
+    if on_disk:
+        machine = question.machine
+        tier = Tier.DEVICE if machine.device == "cpu" else Tier.HOST
+        error = BudgetError.missing(tier, on_disk, UNLIMITED, "", "")
+        yield replace(question, machine=_with_more(machine, error))
+
+
+def flags(before: Question, after: Question) -> str:
+    """Of the command, what makes one question the other."""
+    return " ".join(flag for flag, _ in _changes(before, after))
+
+
+def in_words(before: Question, after: Question) -> str:
+    """The same, with what there was before."""
+    return " and ".join(words for _, words in _changes(before, after))
+
+
+_FLAGS = {"nvme": "--nvme", "host_mem": "--host-mem", "device_mem": "--device-mem"}
+_IN_WORDS = {"nvme": "of disk", "host_mem": "of RAM", "device_mem": "on the device"}
+
+
+def _changes(before: Question, after: Question) -> Iterator[tuple[str, str]]:
+    """Flags, and words."""
+    if after.checkpointing != before.checkpointing:
+        kept = "computed again in backward, not kept" if after.checkpointing else "kept"
+        flag = "--checkpointing" if after.checkpointing else "--no-checkpointing"
+        yield flag, f"activations that are {kept}"
+    if after.lora != before.lora:
+        yield f"--lora {after.lora}", f"adapters of rank {after.lora} rather than all parameters"
+    if (after.batch, after.accumulate) != (before.batch, before.accumulate):
+        ranks = after.machine.world_size if after.machine.is_here else 1  # as the command counts
+        yield (
+            f"--batch {ranks * after.batch} --accumulate {after.accumulate}",
+            f"{after.accumulate} forwards of {after.batch} rather than {before.accumulate} of "
+            f"{before.batch}",
+        )
+    for name, flag in _FLAGS.items():
+        old, new = getattr(before.machine, name), getattr(after.machine, name)
+        if new != old and name == "nvme" and after.machine.is_here:
+            yield f"{flag} FOLDER", "files on a disk"
+        elif new != old:
+            words = f"{format_bytes(new)} {_IN_WORDS[name]} rather than {format_bytes(old)}"
+            yield f"{flag} {new // _MIB}MiB", words
