@@ -32,7 +32,10 @@ def test_a_report_has_every_picture_and_fetches_nothing(tmp_path):
 
 def test_the_memory_of_a_small_run_is_in_mib(tmp_path):
     assert "<!-- GiB of a rank at its peak -->" in written(tmp_path, LOG)
-    small = [{**entry, "device_predicted": 2**25, "device_measured": 2**24} for entry in LOG]
+    small = [
+        {**entry, "gemini/device_predicted_bytes": 2**25, "gemini/device_measured_bytes": 2**24}
+        for entry in LOG
+    ]
     assert "<!-- MiB of a rank at its peak -->" in written(tmp_path, small)
 
 
