@@ -6,22 +6,27 @@ them end in an error that names both. Nothing ends by a signal.
 
 import gc
 import os
+import re
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import gemini
 from bench.shared.models import seeded
 from bench.shared.workers import run_ranks
 from gemini import GeminiDDP
+from gemini.runtime.comm import communicator
 from gemini.runtime.comm.collective_log import SequenceError
 from gemini.runtime.comm.communicator import Communicator
+from gemini.runtime.comm.user_calls import UserCalls
 from optim import HybridAdam
 from tests.support.said import said
+from tests.support.until import until
 
 pytestmark = pytest.mark.ci
 
@@ -292,3 +297,55 @@ def test_a_forked_child_of_a_rank_is_refused_and_the_ranks_go_on():
     for texts in run_ranks(_what_a_forked_child_is_told, 2, processes=True):
         told = "wrap the module in the process that trains"
         assert [text.count(told) for text in texts] == [1, 1]
+
+
+# -- collectives of the user's own -----------------------------------------------------------
+
+
+def reads_while_others_wait(rank, deadline_seconds):
+    """Rank 0 reads a parameter, and the others wait for it in torch's own barrier."""
+    communicator.DEADLINE_SECONDS = deadline_seconds
+    model = GeminiDDP(Layers(), precision="fp32", min_chunk_size_m=1 / 2**20, search_range_m=0)
+    if rank == 0:
+        model.module.layers[2].weight.data.norm()
+    dist.barrier()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_rank_that_reads_while_others_are_in_a_barrier_ends_them_all(world_size):
+    """As TRL's server mode does. Every rank is told of the parameter and of both ranks."""
+    with pytest.raises(AssertionError) as raised:
+        run_ranks(reads_while_others_wait, world_size, 1.0, processes=True)
+    texts = dict(re.findall(r"^(\d): (.*?)(?=^\d: |\Z)", str(raised.value), re.M | re.S))
+    for rank in range(1, world_size):
+        want = (
+            f"SequenceError: rank 0 reads chunk 2 (layers.2.weight), and waits for rank {rank}, "
+            "which is in torch.distributed.barrier() and waits for rank 0"
+        )
+        assert want in texts[str(rank)].strip().splitlines()[-1]
+    assert "SequenceError: rank 0 reads" in texts["0"] and "layers.2.weight" in texts["0"]
+
+
+def reads_while_two_others_talk(rank, looks):
+    """Rank 1 waits for rank 2, which comes late; both come to the read then."""
+    model = wrapped(Layers())
+    value = torch.zeros(1)
+    if rank == 1:
+        dist.recv(value, src=2)
+    if rank == 2:
+        until(lambda: looks.count("rank 1") > 4)
+        dist.send(value, dst=1)
+    return model.module.layers[2].weight.data.norm().item()
+
+
+def test_a_rank_that_waits_for_a_third_one_is_late_and_not_lost(monkeypatch):
+    looks, look = [], UserCalls.look
+
+    def counted(self, before):
+        if self.meeting.waiting() is not None:
+            looks.append(f"rank {self.rank}")
+        return look(self, before)
+
+    monkeypatch.setattr(UserCalls, "look", counted)
+    monkeypatch.setattr(communicator, "DEADLINE_SECONDS", DEADLINE_SECONDS)
+    assert len(set(run_ranks(reads_while_two_others_talk, 3, looks))) == 1

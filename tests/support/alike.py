@@ -29,6 +29,9 @@ class Alike:
     def said(self) -> list[str]:
         return [self._wants] * self._world_size
 
+    def waiting(self) -> None:
+        pass
+
     def leave(self) -> None:
         pass
 

@@ -22,6 +22,7 @@ from gemini.tickets import Done, Ticket
 from . import leaving
 from .collective_log import PROPOSAL, Entry, SequenceError, SequenceLog, explain, first_difference
 from .meeting import MeetingPoint, Wish
+from .user_calls import UserCalls, text_of
 
 # torch 2.13 renames both; keep one shim
 all_gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -138,6 +139,19 @@ class Communicator:
         )
         self._told = MeetingPoint(_PrefixStore(f"{name}/told", whole), self.rank, self.world_size)
         weakref.finalize(self, _leave, self._meeting)
+        reference = weakref.ref(self)
+        self._user_calls = UserCalls(
+            self._meeting,
+            self.rank,
+            lambda: comm.deadline_seconds if (comm := reference()) else DEADLINE_SECONDS,
+            lambda group: comm.members_of(group) if (comm := reference()) else [],
+        )
+
+    def members_of(self, group: dist.ProcessGroup | None) -> list[int]:
+        """Ranks of another group by their numbers in this one."""
+        own = dist.get_process_group_ranks(self._group)
+        others = dist.get_process_group_ranks(group)
+        return [rank for rank, number in enumerate(own) if number in others]
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -339,6 +353,11 @@ class Communicator:
             difference = first_difference(self.published_logs())
             if difference is not None:
                 raise explain(difference, self.describe)
+            if meeting is self._meeting:
+                meeting.say_waiting(f"{wish.kind} {wish.words}")
+                call = meeting.user_call()
+                if call is not None:
+                    raise SequenceError(text_of(self.rank, f"{wish.kind} {wish.words}", *call))
             gone = self._meeting.gone()
             if gone and meeting.is_complete(POLL_SECONDS):
                 return  # they came, and then left

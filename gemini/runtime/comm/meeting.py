@@ -96,6 +96,29 @@ class MeetingPoint:
                     said[rank] = self._store.get(key).decode()
         return said
 
+    def say_waiting(self, does: str) -> None:
+        """This rank waits for others in the round that it has come to."""
+        self._store.set("waiting", json.dumps([self._round, self._rank, does]))
+
+    def waiting(self) -> tuple[int, str] | None:
+        """(rank, what it does) of one that waits in a round to which this one has not come."""
+        if not self._store.check(["waiting"]):
+            return None
+        number, rank, does = json.loads(self._store.get("waiting"))
+        return (rank, does) if number == self._round + 1 else None
+
+    def answer(self, call: str) -> None:
+        """This rank comes not to the next round: it is in `call`."""
+        self._store.set(f"in_call/{self._round + 1}", json.dumps([self._rank, call]))
+
+    def user_call(self) -> tuple[int, str] | None:
+        """(rank, its call) of one that said so of this round."""
+        key = f"in_call/{self._round}"
+        if not self._store.check([key]):
+            return None
+        rank, call = json.loads(self._store.get(key))
+        return rank, call
+
     def leave(self) -> None:
         """This rank comes to no round any more: the others need not wait for it."""
         self._store.set(f"gone/{self._rank}", "1")
