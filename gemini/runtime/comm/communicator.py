@@ -22,7 +22,7 @@ from gemini.tickets import Done, Ticket
 from . import leaving
 from .collective_log import PROPOSAL, Entry, SequenceError, SequenceLog, explain, first_difference
 from .meeting import MeetingPoint, Wish
-from .user_calls import UserCalls, text_of
+from .user_calls import Deadline, UserCalls, text_of
 
 # torch 2.13 renames both; keep one shim
 all_gather_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -85,7 +85,7 @@ class Communicator:
         there."""
         self._whole = whole
         self.describe: Callable[[int], str] = lambda chunk: f"chunk {chunk}"
-        self.deadline_seconds = DEADLINE_SECONDS
+        self._deadline = Deadline(DEADLINE_SECONDS)
         self.log: SequenceLog = SequenceLog() if whole is None else whole.log
         self.chunk_bytes = 0  # given to chunk collectives so far, as payloads
         self._group = None
@@ -139,19 +139,17 @@ class Communicator:
         )
         self._told = MeetingPoint(_PrefixStore(f"{name}/told", whole), self.rank, self.world_size)
         weakref.finalize(self, _leave, self._meeting)
-        reference = weakref.ref(self)
-        self._user_calls = UserCalls(
-            self._meeting,
-            self.rank,
-            lambda: comm.deadline_seconds if (comm := reference()) else DEADLINE_SECONDS,
-            lambda group: comm.members_of(group) if (comm := reference()) else [],
-        )
+        ranks = dist.get_process_group_ranks(self._group)
+        self._user_calls = UserCalls(self._meeting, self.rank, ranks, self._deadline)
 
-    def members_of(self, group: dist.ProcessGroup | None) -> list[int]:
-        """Ranks of another group by their numbers in this one."""
-        own = dist.get_process_group_ranks(self._group)
-        others = dist.get_process_group_ranks(group)
-        return [rank for rank, number in enumerate(own) if number in others]
+    @property
+    def deadline_seconds(self) -> float:
+        """Of a wait, before ranks compare what they are doing."""
+        return self._deadline.seconds
+
+    @deadline_seconds.setter
+    def deadline_seconds(self, seconds: float) -> None:
+        self._deadline.seconds = seconds
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:

@@ -7,69 +7,96 @@ whether somebody waits, and says where this rank is. Then both know, and raise.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import PurePath
 from types import FrameType
 from typing import Any
+
+import torch.distributed as dist
 
 from .collective_log import SequenceError
 from .meeting import MeetingPoint
 
 LOOKS_PER_DEADLINE = 4
+JOIN_SECONDS = 5.0  # what one look takes, on a busy machine
+_looking: weakref.WeakKeyDictionary[threading.Thread, threading.Event] = weakref.WeakKeyDictionary()
 _OF_TORCH = ("distributed_c10d.py", "c10d_logger.py")
 _OF_TWO_RANKS = ("send", "recv", "send_object_list", "recv_object_list", "batch_isend_irecv")
 
 
-class UserCalls:
-    """The thread of one rank, and what it says of the rank's own thread: the one that made it.
+@dataclass(slots=True)
+class Deadline:
+    """Of a wait, before ranks compare what they are doing. A thread that looks at it keeps nothing
+    else of who waits."""
 
-    deadline: seconds, asked again before each look. members: ranks of a group of the user's, by
-    their numbers here; None is the default group.
+    seconds: float
+
+
+class UserCalls:
+    """The thread of one rank, and what it says of the rank's own thread: the one that made this.
+
+    ranks: of the group that meets, by their numbers in the default group.
+
+    [Note: what the thread keeps] Nothing of a process group: one whose last reference went in this
+    thread would end gloo's threads here, beside a rank that ends.
     """
 
     def __init__(
-        self,
-        meeting: MeetingPoint,
-        rank: int,
-        deadline: Callable[[], float],
-        members: Callable[[Any], list[int]],
+        self, meeting: MeetingPoint, rank: int, ranks: Sequence[int], deadline: Deadline
     ) -> None:
-        self.meeting, self.rank = meeting, rank
-        self._deadline, self._members = deadline, members
-        self._thread = threading.get_ident()
+        self.meeting, self.rank, self._ranks = meeting, rank, tuple(ranks)
+        self._owner = threading.current_thread()
         stop = threading.Event()
-        weakref.finalize(self, stop.set)
-        work = threading.Thread(
-            target=_look_on, args=(weakref.ref(self), stop), name="gemini-user-calls", daemon=True
+        looks = threading.Thread(
+            target=_look_on,
+            args=(weakref.ref(self), deadline, stop),
+            name="gemini-user-calls",
+            daemon=True,
         )
-        work.start()
-
-    @property
-    def seconds(self) -> float:
-        """Until the next look."""
-        return self._deadline() / LOOKS_PER_DEADLINE
+        weakref.finalize(self, stop.set)  # joins nothing: it may run in a garbage collection
+        _looking[looks] = stop
+        looks.start()
 
     def look(self, before: tuple[int, int] | None) -> tuple[int, int] | None:
         """Where this rank is in a collective of the user's; where it is there still, say so to who
         waits for it, and raise in its own thread once it leaves."""
         waiting = self.meeting.waiting()
-        frame = sys._current_frames().get(self._thread) if waiting is not None else None
+        thread = self._owner.ident
+        if waiting is None or thread is None or not self._owner.is_alive():
+            return None
+        frame = sys._current_frames().get(thread)
         call = None if frame is None else _users_call(frame)
-        if waiting is None or frame is None or call is None:
+        if frame is None or call is None:
             return None
         here = id(frame), frame.f_lasti
         reader, does = waiting
-        if here == before and reader in self._members(call.f_locals.get("group")):
+        if here == before and self._has_member(call.f_locals.get("group"), reader):
             name = f"torch.distributed.{call.f_code.co_name}()"
             # first: the end of the reader may be what ends this rank's call
-            _raise_in(self._thread, text_of(reader, does, self.rank, name))
+            _raise_in(thread, text_of(reader, does, self.rank, name))
             self.meeting.answer(name)
             return None
         return here
+
+    def _has_member(self, group: Any, rank: int) -> bool:
+        """group: the user's, None for the default one."""
+        return self._ranks[rank] in dist.get_process_group_ranks(group)
+
+
+@atexit.register
+def _end_all() -> None:
+    """A thread that is in the store when the interpreter ends would abort the process."""
+    looking = list(_looking.items())
+    for _, stop in looking:
+        stop.set()
+    for thread, _ in looking:
+        thread.join(JOIN_SECONDS)
 
 
 def text_of(reader: int, does: str, rank: int, call: str) -> str:
@@ -80,22 +107,17 @@ def text_of(reader: int, does: str, rank: int, call: str) -> str:
     )
 
 
-def _look_on(reference: weakref.ref[UserCalls], stop: threading.Event) -> None:
+def _look_on(reference: weakref.ref[UserCalls], deadline: Deadline, stop: threading.Event) -> None:
     before = None
-    while True:
+    while not stop.wait(deadline.seconds / LOOKS_PER_DEADLINE):
         user_calls = reference()
         if user_calls is None:
             return
-        seconds = user_calls.seconds
-        del user_calls  # or it would live as long as its thread
-        if stop.wait(seconds):
-            return
-        user_calls = reference()
         try:
-            before = None if user_calls is None else user_calls.look(before)
+            before = user_calls.look(before)
         except (RuntimeError, ValueError):  # the store or the group is gone: all is over
             return
-        del user_calls
+        del user_calls  # or it would live as long as its thread
 
 
 def _users_call(frame: FrameType) -> FrameType | None:
