@@ -6,6 +6,7 @@ import gc
 import os
 import socket
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -50,7 +51,7 @@ def run_threads(
             traceback.clear_frames(error.__traceback__)
             del error
             groups.extend(dist.distributed_c10d._world.pg_map)
-            gc.collect()  # what leaves a meeting tells the others, who else wait for this rank
+            _collect()  # what leaves a meeting tells the others, who else wait for this rank
             if not over:
                 _shut(_sockets() - others)
         finally:
@@ -90,6 +91,22 @@ def _said(errors: dict[int, str], running: set[int]) -> str:
     if running:
         said.append(f"did not end: {', '.join(f'rank {rank}' for rank in sorted(running))}")
     return "\n".join(["of threads:", *said])
+
+
+def _collect() -> None:
+    """Garbage; `gc.collect` does nothing while another thread is at it, in a finalizer say."""
+    own, ran = threading.get_ident(), list[int]()
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        ran.append(threading.get_ident())
+
+    gc.callbacks.append(note)
+    try:
+        while own not in ran:
+            gc.collect()
+            time.sleep(0.001)
+    finally:
+        gc.callbacks.remove(note)
 
 
 def _sockets() -> set[int]:
