@@ -11,9 +11,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
 from gemini.dtypes import DTYPES
-from gemini.ranges import named
+from gemini.ranges import OFF, named
 from gemini.tickets import Ticket
 from gemini.units import ChunkId
 
@@ -251,7 +252,7 @@ class ChunkGradient:
         reduced = buffer
         if self._links.world_size > 1:
             reduced = self._memory.allocate(self._spec.shard_numel, buffer.dtype)
-        with named("reduce", "chunk", self._spec.id):
+        with named("reduce", "chunk", self._spec.id) if profiler._is_profiler_enabled else OFF:
             ticket = self._links.sums.reduce_scatter(reduced, buffer, self._spec.id)
         nbytes = reduced.nbytes + (0 if reduced is buffer else buffer.nbytes)
         self._under_way = _UnderWay(ticket, reduced, buffer, dtype, nbytes)
@@ -263,7 +264,8 @@ class ChunkGradient:
             return
         done, self._under_way = self._under_way, None
         self.account.gradients -= done.nbytes
-        with named("wait for gradient of", "chunk", self._spec.id):
+        profiled = profiler._is_profiler_enabled
+        with named("wait for gradient of", "chunk", self._spec.id) if profiled else OFF:
             done.ticket.wait()
         self._take_over(self._in_dtype(done.shard, done.dtype))
         if self.offload is not None:

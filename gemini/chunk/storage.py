@@ -15,10 +15,11 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
 from gemini.dtypes import DTYPES
 from gemini.optim.state.held_signals import HeldSignals
-from gemini.ranges import named
+from gemini.ranges import OFF, named
 from gemini.tickets import CopyTicket, Ticket
 from gemini.units import ChunkId, ParamId
 
@@ -294,8 +295,9 @@ class Chunk:
         """Begin to make the whole payload; `wait_gathered` ends it. Nothing if it is there."""
         if self.gathered:
             return
-        # Ctrl-C finds it begun, with its ticket, or released
-        with named("gather", "chunk", self.spec.id), HeldSignals():
+        profiled = profiler._is_profiler_enabled
+        shown = named("gather", "chunk", self.spec.id) if profiled else OFF
+        with shown, HeldSignals():  # Ctrl-C finds it begun, with its ticket, or released
             self._memory.refill(self.payload)
             self.gathered = True
             self.account.payloads += self.payload.nbytes
@@ -339,8 +341,9 @@ class Chunk:
         pending, self.pending = self.pending, None
         if pending is None:
             return
+        profiled = profiler._is_profiler_enabled
         try:
-            with named("wait for", "chunk", self.spec.id):
+            with named("wait for", "chunk", self.spec.id) if profiled else OFF:
                 pending.wait()
         except BaseException:
             if not self.in_payload:

@@ -52,8 +52,9 @@ def test_lora_sizes_trainable_chunks_to_the_trainable_parameters():
     name, found = chunk_search.search("llama-7b", 1, 16)
     frozen, trainable = found.groups
     assert name == "llama-7b+lora16"
-    assert trainable.used_numel == 32 * 2 * 16 * (4096 + 4096)  # query and value
-    assert trainable.capacity == trainable.used_numel and trainable.chosen.num_chunks == 1
+    attention, mlp = 4 * (4096 + 4096), 3 * (4096 + 11008)  # all linear layers
+    assert trainable.used_numel == 32 * 16 * (attention + mlp)
+    assert trainable.capacity == 16 * (attention + mlp) and trainable.chosen.num_chunks == 32
     assert frozen.used_numel == NUMELS["llama-7b"]
     assert found.persistent_waste_fraction <= 0.001 and found.gathered_waste_fraction <= 0.01
 

@@ -386,7 +386,7 @@ class Communicator:
             return
         failure, patience = None, math.inf
         try:
-            if _ends(work, self.deadline_seconds):
+            if _ends(work, self._deadline.seconds):
                 return
         except RuntimeError as error:
             failure, patience = error, time.monotonic() + GRACE_SECONDS
