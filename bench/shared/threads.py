@@ -51,7 +51,7 @@ def run_threads(
             traceback.clear_frames(error.__traceback__)
             del error
             groups.extend(dist.distributed_c10d._world.pg_map)
-            _collect()  # what leaves a meeting tells the others, who else wait for this rank
+            collect()  # what leaves a meeting tells the others, who else wait for this rank
             if not over:
                 _shut(_sockets() - others)
         finally:
@@ -93,7 +93,7 @@ def _said(errors: dict[int, str], running: set[int]) -> str:
     return "\n".join(["of threads:", *said])
 
 
-def _collect() -> None:
+def collect() -> None:
     """Garbage; `gc.collect` does nothing while another thread is at it, in a finalizer say."""
     own, ran = threading.get_ident(), list[int]()
 

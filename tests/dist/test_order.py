@@ -4,7 +4,6 @@ Wherever nothing else puts ranks in order they meet first: they read what they a
 them end in an error that names both. Nothing ends by a signal.
 """
 
-import gc
 import os
 import re
 from contextlib import nullcontext
@@ -18,6 +17,7 @@ from torch import nn
 
 import gemini
 from bench.shared.models import seeded
+from bench.shared.threads import collect
 from bench.shared.workers import run_ranks
 from gemini import GeminiDDP
 from gemini.runtime.comm import communicator
@@ -260,7 +260,7 @@ def last_of_all(rank):
     model = wrapped(Layers())
     if rank == 1:
         del model
-        gc.collect()
+        collect()
         return "ended"
     with pytest.raises(SequenceError, match=r"model.state_dict\(\), and rank 1 has ended"):
         model.state_dict()
