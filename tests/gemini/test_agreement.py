@@ -36,6 +36,13 @@ def test_all_ranks_learn_what_each_said_whatever_the_order_of_the_sum(said, rand
     assert Agreement.of(list(map(Ballot.from_text, texts)), Scope(0, w)) == agreed or bad
 
 
+def test_power_sums_are_added_in_the_order_of_ranks():
+    said = [Ballot(2.0**53, (True,)), Ballot(1.0, (True,)), Ballot(1.0, (True,))]
+    vectors = [ballot.encode(Scope(rank, 3)) for rank, ballot in enumerate(said)]
+    total = [sum(column) for column in zip(*reversed(vectors), strict=True)]
+    assert Agreement.decode(total, Scope(0, 3)).power_sum == 2.0**53
+
+
 def test_a_nan_on_one_rank_spoils_no_other_slot():
     said = [Ballot(math.nan, (True,), first_nonfinite=0), Ballot(4.0, (True,))]
     total = [sum(c) for c in zip(*(b.encode(Scope(r, 2)) for r, b in enumerate(said)), strict=True)]
