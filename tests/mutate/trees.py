@@ -107,8 +107,10 @@ class Tree:
             sys.dont_write_bytecode = True
             sys.path[:0] = folders
             for name in list(sys.modules):
-                if name.partition(".")[0] in OURS:
+                if _top(name) in OURS:
                     del sys.modules[name]
+            finders = [f for f in sys.meta_path if _top(type(f).__module__) not in OURS]
+            sys.meta_path[:] = finders  # `gemini.names` has one
             import pytest
 
             code = pytest.main([*_OPTIONS, "-m", _marks(tests), *tests])
@@ -123,6 +125,10 @@ def next_outcome(running: Sequence[Tree]) -> tuple[Tree, Outcome]:
     pid, status, used = os.wait4(-1, 0)
     tree = next(tree for tree in running if tree.pid == pid)
     return tree, tree.ended(status, used.ru_utime + used.ru_stime)
+
+
+def _top(module: str) -> str:
+    return module.partition(".")[0]
 
 
 def _marks(tests: Sequence[str]) -> str:
