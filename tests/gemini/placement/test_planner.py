@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from bench.docs.doc_tables import placement_example
 from gemini.chunk.layout import ChunkLayout, ParamSpec
 from gemini.memtracer.trace import Trace, TraceMoment, model_digest, sequential_trace
+from gemini.placement import draft
 from gemini.placement.plan import MoveKind, UpdatePath
 from gemini.placement.planner import PlanInputs, make_plan, plan_above, plan_within, reduce_inputs
 from gemini.placement.policy import AutoPlacement, ConstPlacement, StaticPlacement, never_released
@@ -354,6 +355,29 @@ def test_everything_stays_on_the_device_where_the_budget_allows():
     staging = 3 * (block.state_bytes + 2 * block.param_bytes)  # has to fit, too
     moved = one_less.plan.bytes_moved()
     assert moved[H, D] == moved[D, H] and 0 < moved[H, D] <= staging + block.state_bytes
+
+
+@pytest.mark.parametrize("budgets", [(0.6, 10.0, 10.0), (0.6, 0.2, 10.0)], ids=["host", "nvme"])
+def test_of_all_orders_of_filling_the_fastest_is_chosen(budgets, monkeypatch):
+    estimated, chosen = [], []
+    estimate, finish = draft.estimate, draft.Draft.finish
+
+    def noted(homes, *others):
+        estimated.append((estimate(homes, *others), homes))
+        return estimated[-1][0]
+
+    def finished(self, homes):
+        chosen.append(homes)
+        return finish(self, homes)
+
+    monkeypatch.setattr(draft, "estimate", noted)
+    monkeypatch.setattr(draft.Draft, "finish", finished)
+    given_inputs = small_inputs()
+    limits = Budgets(*(int(share * model_bytes(given_inputs)) for share in budgets))
+    make_plan(replace(given_inputs, budgets=limits), AutoPlacement())
+    seconds = [value for value, _ in estimated]
+    assert min(seconds) < max(seconds)
+    assert chosen == [homes for value, homes in estimated if value == min(seconds)][:1]
 
 
 def test_smaller_budget_moves_more_bytes():
