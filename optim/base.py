@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gemini.callers import flat_optimizer_state, wants_dtensors
-from gemini.nvme import BlockStore
+from gemini.nvme import BlockStore, remove_superseded
 from gemini.optim.plain.target import PlainTarget, clip_together, step_together
 from gemini.optim.rules.clipping import Clip, asked_norm
 from gemini.optim.rules.report import NonFiniteGradientError
@@ -40,10 +40,10 @@ class TieredOptimizer(BoundOptimizer):
     """
 
     _step_supports_amp_scaling = True  # what torch.amp.GradScaler looks for
-    # of a run of several processes, for checkpoints: steps of all before what stores of this one
-    # count, and those of the stores that the others left, by name
-    steps_before = 0
-    left_stores: Mapping[str, int] = MappingProxyType({})
+    # steps of the run when stores of this process began to count, and when those did that processes
+    # before it left, by name
+    _steps_before = 0
+    _left_stores: Mapping[str, int] = MappingProxyType({})
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One update; returns the closure's loss. `last_report` says what it did."""
@@ -245,6 +245,22 @@ class TieredOptimizer(BoundOptimizer):
     def stores(self) -> list[BlockStore]:
         """What is on disk, of this optimizer and of the module that it updates."""
         return [store for target in self._targets for store in target.stores]
+
+    def stores_of_run(self) -> tuple[dict[str, int], int | None]:
+        """For a checkpoint: by name the step of the run at which a store began to count, also of
+        those that killed processes left; and the step that all of this process hold, if any."""
+        own = [store for store in self.stores if store.layout.num_versions > 1]
+        began = {**self._left_stores, **{store.name: self._steps_before for store in own}}
+        held = min((store.committed_step for store in own), default=None)
+        return began, None if held is None else self._steps_before + held
+
+    def go_on_from(self, step: int, began: Mapping[str, int]) -> None:
+        """This process goes on from a step of a run that has left these stores: those that hold no
+        later one are removed."""
+        folders = dict.fromkeys(path.parent for store in self.stores for path in store.paths)
+        left = remove_superseded(folders, {name: step - at for name, at in began.items()})
+        self._left_stores = {name: began[name] for name in left}
+        self._steps_before = step - max((s.committed_step for s in self.stores), default=0)
 
     def close(self, *, keep_masters: bool = True) -> None:
         """Remove the files and threads. The optimizer cannot step any more.

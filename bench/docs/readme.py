@@ -98,6 +98,21 @@ def _picture(result: dict[str, Any]) -> str:
     )
 
 
+def _certificate(result: dict[str, Any]) -> str:
+    bars, families = result["bars"], result["killed_by_family"]
+    killed = ", ".join(f"{name} {count}" for name, count in sorted(families.items()))
+    rows = [
+        "| of drawn models under their plans | found | bar |",
+        "|---|---:|---:|",
+        f"| accepted and killed, of {result['accepted']} | {result['killed']} | {bars['killed']} |",
+        f"| slack of the others, the median | {result['median_slack']:.1%} "
+        f"| {bars['median_slack']:.0%} |",
+        f"| refused that do not fit with 5 % more, of {result['refused']} "
+        f"| {result['refused_rightly']:.0%} | {bars['refused_rightly']:.0%} |",
+    ]
+    return "\n".join([*rows, "", f"Killed: {killed}.", "", _where(result)])
+
+
 def _headline(result: dict[str, Any]) -> str:
     run = min(result["runs"], key=lambda run: run["rss_limit_mib"])
     return (
@@ -147,6 +162,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "train-cpu": _train,
     "meshes-cpu": _meshes,
     "capacity-cpu": _capacity,
+    "certificate-cpu": _certificate,
     "headline": _headline,
     "comparison": _comparison,
     "picture": _picture,

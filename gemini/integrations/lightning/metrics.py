@@ -31,4 +31,6 @@ class GeminiMetrics(Callback):
             pl_module.log_dict(self._metrics.as_dict())
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self._metrics is not None:
+            self._metrics.close()
         self._metrics = None
