@@ -1,4 +1,4 @@
-"""Debian's `fio` as the ceiling of a disk: the same file, piece size, depth and page size as ours."""
+"""Debian's `fio` as the ceiling of a disk: file, piece, depth and page size are ours."""
 
 from __future__ import annotations
 
