@@ -31,12 +31,12 @@ from torch import Tensor
 
 from bench.shared.models import Tower, token_batches, token_loss
 from bench.shared.reference import flat, relative_error, train_reference
+from bench.shared.simulated import SimBackend
 from bench.shared.workers import run_ranks
 from bench.support import digests as every_tier
 from bench.support.machine import write_result
 from gemini import GeminiDDP, StaticPlacement
 from gemini.optim import HybridAdam, LossScale, NvmeConfig
-from gemini.runtime.memory.backend import SimBackend
 
 ADAM: dict[str, Any] = {
     "lr": 1e-2,

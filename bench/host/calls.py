@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bench.shared.simulated import SimBackend
 from bench.shared.workers import run_ranks
 from bench.support.machine import write_result
 from gemini import GeminiDDP, StaticPlacement
@@ -38,10 +39,11 @@ from gemini.chunk.layout import ParamSpec
 from gemini.memtracer.trace import sequential_trace
 from gemini.optim import HybridAdam, NvmeConfig
 from gemini.placement.timetable.gathers import gather_steps
-from gemini.runtime.memory.backend import SimBackend
 
 _SOURCES = Path(__file__).resolve().parents[2]
-_OURS = tuple(f"{_SOURCES / part}/" for part in ("gemini", "optim", "kernels_triton", "io/nvme"))
+# the simulated device among them: a call of it stands for one of a real device's backend
+PARTS = ("gemini", "optim", "kernels_triton", "io/nvme", "bench/shared/simulated")
+_OURS = tuple(f"{_SOURCES / part}/" for part in PARTS)
 WIDTH, LAYERS = 64, (4, 8)
 MODES = ("resident", "gathered", "offloaded", "nvme")
 PHASES = ("forward", "backward", "step")

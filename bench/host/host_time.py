@@ -25,11 +25,11 @@ from torch import Tensor, nn
 
 from bench.host.calls import counted
 from bench.shared.models import seeded
+from bench.shared.simulated import SimBackend
 from bench.shared.threads import run_threads
 from gemini import GeminiDDP, StaticPlacement
 from gemini.optim import HybridAdam, NvmeConfig
 from gemini.optim.update.triton_update import DeviceOutcome
-from gemini.runtime.memory.sim import SimBackend
 from gemini.tickets import Copied, CopyTicket
 
 BLOCK_NUMEL = 1024

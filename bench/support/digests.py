@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 
 import gemini
+from bench.shared.simulated import SimBackend
 from gemini import GeminiDDP, StaticPlacement
 from gemini.optim import HybridAdam, LossScale, NvmeConfig, StepReport
 from gemini.placement.timetable.updates import BEHIND, IN_BACKWARD, UPDATES
-from gemini.runtime.memory.backend import SimBackend
 from gemini.runtime.step.ahead.speculation import against_speculation
 from gemini.runtime.step.tail import against_tail
 

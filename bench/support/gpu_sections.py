@@ -24,13 +24,13 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from bench.shared.simulated import SimBackend
 from bench.shared.workers import run_ranks
 from gemini import GeminiDDP, StaticPlacement
 from gemini.optim import HybridAdam, NvmeConfig
 from gemini.placement.sizes import UNLIMITED
 from gemini.placement.tiers import Tier
 from gemini.runtime.memory.backend import Backend, make_backend
-from gemini.runtime.memory.sim import SimBackend
 from gemini.units import BLOCK_NUMEL
 
 Rows = Iterator[tuple[str, Any]]  # names and what was found, as it is found

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from bench.shared.models import Tower, seeded, token_batches, token_loss
+from bench.shared.simulated import SimBackend
 from bench.shared.workers import run_ranks
 from gemini import AutoPlacement, ConstPlacement, GeminiDDP
 from gemini.chunk.sizing.model_specs import specs_of
@@ -13,7 +14,6 @@ from gemini.memtracer.trace import sequential_trace
 from gemini.placement.sizes import BudgetError
 from gemini.placement.tiers import Tier
 from gemini.runtime.memory import machine
-from gemini.runtime.memory.backend import SimBackend
 from gemini.runtime.schedule import sampler
 from optim import HybridAdam, NvmeConfig
 from tests.support.spilled import BLOCKS, SMALL, homes, wrapped

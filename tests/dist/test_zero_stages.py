@@ -15,10 +15,10 @@ from torch import nn
 import gemini
 from bench.shared.models import Choosy, Tower, seeded, token_batches, token_loss
 from bench.shared.reference import relative_error
+from bench.shared.simulated import SimBackend
 from bench.shared.workers import run_ranks
 from gemini import GeminiDDP, StaticPlacement
 from gemini.placement.tiers import Tier
-from gemini.runtime.memory.backend import SimBackend
 from optim import HybridAdam, HybridSGD
 
 pytestmark = pytest.mark.ci

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from gemini.runtime.memory.sim import SimBackend
+from bench.shared.simulated import SimBackend
 
 # what takes tensors of two devices on a real one
 COPIES = {"aten::copy_", "aten::_to_copy", "aten::set_"}

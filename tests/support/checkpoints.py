@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from bench.shared.models import Tower, token_batches, token_loss
 from bench.shared.reference import flat
+from bench.shared.simulated import SimBackend
 from gemini import GeminiDDP, StaticPlacement
-from gemini.runtime.memory.backend import SimBackend
 from optim import HybridAdam, NvmeConfig
 
 ADAM = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.01}

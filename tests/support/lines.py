@@ -34,7 +34,6 @@ from tests.support.loops.tails import differences, everything, update_early
 
 ROOT = Path(__file__).resolve().parents[2]
 # a device's own bookkeeping, which torch has in C++: Python delivers nothing there
-DOUBLE = f"{ROOT}/gemini/runtime/memory/sim"
 OURS = tuple(f"{ROOT / folder}/" for folder in ("gemini", "optim", "io/nvme", "kernels_triton"))
 LOOKS = ("RESUME", "CALL", "JUMP_BACKWARD", "POP_JUMP_BACKWARD")  # instructions of CPython 3.11 on
 UPDATES = ("serial", "speculate", "tail", "both")
@@ -99,7 +98,7 @@ def _tracing(function: str | None, reached: Callable[[Any], None]) -> Iterator[N
 
     def enter(frame: FrameType, event: str, arg: Any) -> Any:
         code = frame.f_code
-        ours = code.co_filename.startswith(OURS) and not code.co_filename.startswith(DOUBLE)
+        ours = code.co_filename.startswith(OURS)
         if not ours or function not in (None, code.co_qualname):
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False

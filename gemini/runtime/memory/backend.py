@@ -1,4 +1,4 @@
-"""Memory and copies of the compute device: `cpu` and `cuda`; for `sim` see `sim.py`.
+"""Memory and copies of the compute device: `cpu` and `cuda`.
 
 A backend hands out device memory whose storage can be freed and refilled, host memory, and copies
 between the two as tickets (`optim.state.memory`).
@@ -12,10 +12,6 @@ import torch
 from torch import Tensor
 
 from gemini.optim.state.memory import CpuMemory, CudaMemory, Memory
-
-from .sim import SimBackend
-
-__all__ = ["Backend", "CpuBackend", "CudaBackend", "SimBackend", "make_backend"]
 
 
 class Backend(Memory, Protocol):

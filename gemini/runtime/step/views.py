@@ -144,8 +144,10 @@ class ShardViews:
         )
 
     def expect(self, blocks: Sequence[Block]) -> None:
-        self._coming = [
-            block for block in reversed(blocks) if self._offloaded(block.shard) is not None
+        self._coming = [  # what no gradient updates never has a turn, and its shard may be let go
+            block
+            for block in reversed(blocks)
+            if self._offloaded(block.shard) is not None and self.touches(block)
         ]
         self._read.clear()
         self._read_ahead()

@@ -14,10 +14,10 @@ from torch.distributed.tensor.parallel import (
 
 from bench.shared.models import Mixture, Splittable, token_batches, token_loss
 from bench.shared.reference import relative_error
+from bench.shared.simulated import SimBackend
 from bench.shared.workers import run_ranks
 from gemini import GeminiDDP, StaticPlacement
 from gemini.placement.tiers import Tier
-from gemini.runtime.memory.sim import SimBackend
 from optim import HybridAdam
 from tests.support.meshes import ADAM
 

@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from bench.shared.reference import flat, relative_error
+from bench.shared.simulated import SimBackend
 from gemini import GeminiDDP
-from gemini.runtime.memory.backend import SimBackend
 from optim import HybridSGD
 
 STEPS = 3

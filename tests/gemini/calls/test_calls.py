@@ -9,8 +9,8 @@ from torch.utils.checkpoint import checkpoint
 
 from bench.host import calls
 from bench.shared.models import Tower
+from bench.shared.simulated import SimBackend
 from gemini import GeminiDDP, StaticPlacement, trace
-from gemini.runtime.memory.backend import SimBackend
 
 ROWS = torch.ones(3, 7)
 

@@ -6,9 +6,9 @@ from torch import nn
 
 from bench.shared.models import Tower, token_batches, token_loss
 from bench.shared.reference import flat, relative_error, train_reference
+from bench.shared.simulated import SimBackend
 from gemini import GeminiDDP
 from gemini.ddp import NO_GRAPH
-from gemini.runtime.memory.backend import SimBackend
 from optim import HybridAdam
 
 SMALL = {"min_chunk_size_m": 0.004}

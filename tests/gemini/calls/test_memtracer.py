@@ -11,13 +11,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from bench.shared.models import Tower, token_loss
+from bench.shared.simulated import SimBackend
 from gemini import GeminiDDP, StaticPlacement
 from gemini.chunk.layout import ChunkLayout
 from gemini.chunk.sizing.model_specs import specs_of
 from gemini.memtracer.collector import MemStatsCollector, Moments, input_signature, listening, trace
 from gemini.memtracer.monitor import CudaMonitor, StorageTracker
 from gemini.memtracer.trace import Trace, TraceError, model_digest, reduce_traces
-from gemini.runtime.memory.backend import SimBackend
 from gemini.runtime.schedule import sampler
 
 IDS = torch.zeros(4, 9, dtype=torch.int64)

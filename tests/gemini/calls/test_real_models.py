@@ -28,8 +28,8 @@ from transformers import (
 )
 
 from bench.shared.reference import flat, relative_error, train_reference
+from bench.shared.simulated import SimBackend
 from gemini import GeminiDDP
-from gemini.runtime.memory.backend import SimBackend
 from optim import HybridAdam
 from tests.support.one_thread import one_thread as one_thread
 

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from bench.shared.simulated import SimBackend
 from gemini.chunk.layout import ChunkLayout, ParamSpec
 from gemini.chunk.state import TensorState
 from gemini.chunk.storage import Chunk
@@ -20,7 +21,6 @@ from gemini.placement.sizes import UNLIMITED
 from gemini.placement.timetable.gathers import gather_steps
 from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.comm.links import Links
-from gemini.runtime.memory.backend import SimBackend
 from gemini.runtime.memory.user_writes import UserWrites
 from gemini.runtime.schedule.tensor_mgr import StatefulTensorMgr
 

@@ -9,9 +9,9 @@ from torch import nn
 import gemini
 from bench.shared.models import Tower, token_batches, token_loss
 from bench.shared.reference import flat
+from bench.shared.simulated import SimBackend
 from gemini import GeminiDDP
 from gemini.dtypes import DTYPES
-from gemini.runtime.memory.backend import SimBackend
 from gemini.runtime.wrap.module_check import ModuleChanged
 from gemini.runtime.wrap.precision import DTYPE_OF
 from optim import HybridAdam, NvmeConfig

@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 from bench.shared.models import Tower, token_batches, token_loss
 from bench.shared.reference import flat
+from bench.shared.simulated import SimBackend
 from bench.shared.workers import run_ranks
 from gemini import GeminiDDP, StaticPlacement
-from gemini.runtime.memory.sim import SimBackend
 from optim import HybridAdam, HybridLion, NvmeConfig
 from optim.rules.state_layout import StateLayout
 

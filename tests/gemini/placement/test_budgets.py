@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from bench.shared.models import Tower, token_batches, token_loss
+from bench.shared.simulated import SimBackend
 from gemini import AutoPlacement, ConstPlacement, GeminiDDP, StaticPlacement
 from gemini.chunk.sizing.model_specs import specs_of
 from gemini.memtracer.trace import sequential_trace
 from gemini.placement.sizes import BudgetError
 from gemini.placement.tiers import Tier
-from gemini.runtime.memory.backend import SimBackend
 from nvme import WriteBudgetError
 from optim import HybridAdam, NvmeConfig
 from tests.support.checkpoints import train

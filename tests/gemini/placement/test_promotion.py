@@ -5,11 +5,11 @@ import torch
 
 import gemini
 from bench.shared.models import Tower, token_batches, token_loss
+from bench.shared.simulated import SimBackend
 from gemini import AutoPlacement, GeminiDDP
 from gemini.chunk.sizing.model_specs import specs_of
 from gemini.memtracer.trace import sequential_trace
 from gemini.placement.tiers import Tier
-from gemini.runtime.memory.backend import SimBackend
 from nvme import ChecksumError
 from optim import HybridAdam
 from tests.support.checkpoints import everything, train

@@ -9,6 +9,7 @@ from torch import nn
 
 import gemini
 from bench.shared.models import Tower, token_batches, token_loss
+from bench.shared.simulated import SimBackend
 from gemini import AutoPlacement, GeminiDDP, StaticPlacement
 from gemini.chunk.sizing.model_specs import specs_of
 from gemini.memtracer.trace import ASSUMED_SIGNATURE, sequential_trace
@@ -16,7 +17,6 @@ from gemini.placement.plan import MoveKind
 from gemini.placement.tiers import Tier
 from gemini.placement.timetable import belady as opt
 from gemini.placement.timetable import steps as schedule
-from gemini.runtime.memory.backend import SimBackend
 from gemini.units import PAGE_BYTES, align_up
 from optim import HybridAdam
 from tests.support.checkpoints import train

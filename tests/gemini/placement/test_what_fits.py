@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.shared.models import Tower, token_batches
+from bench.shared.simulated import SimBackend
 from gemini import AutoPlacement, ConstPlacement, GeminiDDP, StaticPlacement, trace
 from gemini.chunk.layout import ChunkLayout, ParamSpec
 from gemini.memtracer.trace import sequential_trace
@@ -17,7 +18,6 @@ from gemini.placement.plan import UpdatePath
 from gemini.placement.planner import PlanInputs
 from gemini.placement.sizes import BudgetError, Budgets, StateBytes
 from gemini.placement.tiers import Tier
-from gemini.runtime.memory.backend import SimBackend
 from gemini.units import BLOCK_NUMEL, MIN_BLOCK_NUMEL, STREAMED_BLOCK_NUMEL
 from optim import HybridAdam, NvmeConfig
 from tests.support.checkpoints import train

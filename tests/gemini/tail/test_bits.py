@@ -12,10 +12,10 @@ from torch import nn
 
 import gemini
 from bench.shared.models import Choosy, Tower, token_loss
+from bench.shared.simulated import SimBackend
 from gemini import AutoPlacement, trace
 from gemini.placement.timetable.tail import NO_BUFFERS, said
 from gemini.placement.timetable.updates import priced_in_words
-from gemini.runtime.memory.backend import SimBackend
 from tests.support.loops.early import (
     BEHIND,
     BETWEEN,

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from bench.shared.reference import everything, same
+from bench.shared.simulated import SimBackend
 from bench.shared.threads import run_threads
 from gemini import GeminiDDP, StaticPlacement
 from gemini.placement.tiers import Tier
-from gemini.runtime.memory.sim import SimBackend
 from optim import HybridAdam, NvmeConfig
 from tests.support.apart import Apart
 from tests.support.device.placed import Forked, place_gradients

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from bench.shared.models import Tower, token_batches, token_loss
+from bench.shared.simulated import SimBackend
 from gemini import AutoPlacement, GeminiDDP, init_empty
 from gemini.chunk.sizing.model_specs import specs_of
 from gemini.memtracer.trace import sequential_trace
-from gemini.runtime.memory.backend import SimBackend
 from gemini.units import PAGE_BYTES, align_up
 from optim import HybridAdam, HybridSGD, NvmeConfig
 from tests.support.checkpoints import train

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
+from bench.shared.simulated import SimBackend
 from gemini import AutoPlacement, ConstPlacement, GeminiDDP, StaticPlacement
 from gemini.chunk.sizing.model_specs import specs_of
 from gemini.memtracer.trace import sequential_trace
 from gemini.placement import draft
 from gemini.placement.plan import MoveKind, UpdatePath
 from gemini.placement.tiers import Tier
-from gemini.runtime.memory.sim import SimBackend
 from gemini.units import PAGE_BYTES, align_up
 from optim import HybridAdam, NvmeConfig
 from tests.support.apart import Apart

@@ -1,6 +1,6 @@
 """A device whose memory is not the host's: wherever model data lives, the bits are the same.
 
-The simulated device is hostile (`gemini.runtime.memory.sim`), and no operator may mix its memories.
+The simulated device is hostile (`bench.shared.simulated`), and no operator may mix its memories.
 """
 
 import functools

@@ -7,8 +7,8 @@ import torch
 
 from bench.shared.models import Choosy, Tower, token_batches, token_loss
 from bench.shared.reference import flat, relative_error, train_reference
+from bench.shared.simulated import SimBackend
 from gemini import GeminiDDP
-from gemini.runtime.memory.backend import SimBackend
 from optim import HybridAdam, HybridSGD, LossScale
 from tests.support.towers import weights, wrapped
 

@@ -8,8 +8,8 @@ from torch import nn
 
 from bench.shared.models import Tower, token_batches, token_loss
 from bench.shared.reference import flat, relative_error
+from bench.shared.simulated import SimBackend
 from gemini import GeminiDDP
-from gemini.runtime.memory.backend import SimBackend
 from optim import HybridAdam, HybridSGD
 from tests.support import towers
 from tests.support.counting import allocated

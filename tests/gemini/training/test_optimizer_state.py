@@ -5,8 +5,8 @@ import torch
 
 from bench.shared.models import Tower, token_batches
 from bench.shared.reference import flat, relative_error
+from bench.shared.simulated import SimBackend
 from gemini import GeminiDDP
-from gemini.runtime.memory.backend import SimBackend
 from optim import HybridAdam
 from tests.support.checkpoints import train
 from tests.support.towers import ADAM, weights, wrapped

@@ -7,10 +7,10 @@ import torch.distributed as dist
 import gemini
 from bench.shared.models import Choosy, Tower, token_batches, token_loss
 from bench.shared.reference import flat, relative_error, train_reference
+from bench.shared.simulated import SimBackend
 from bench.shared.workers import run_ranks
 from gemini import GeminiDDP, StaticPlacement
 from gemini.checkpoint import MismatchError
-from gemini.runtime.memory.backend import SimBackend
 from optim import HybridAdam, HybridSGD, NvmeConfig
 from tests.support.checkpoints import PLACEMENTS, batches, train
 

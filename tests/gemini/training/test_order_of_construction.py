@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
+from bench.shared.simulated import SimBackend
 from gemini import GeminiAdamOptimizer, GeminiDDP, GeminiOptimizer
-from gemini.runtime.memory.backend import SimBackend
 from optim import HybridAdam
 from tests.support.loops.sides import ADAM, SMALL, Net, loss_of, updates
 

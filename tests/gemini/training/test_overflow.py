@@ -7,8 +7,8 @@ import pytest
 
 from bench.shared.models import token_batches, token_loss
 from bench.shared.reference import everything, same
+from bench.shared.simulated import SimBackend
 from bench.shared.workers import run_ranks
-from gemini.runtime.memory.backend import SimBackend
 from optim import LossScale, NonFiniteGradientError
 from tests.support import towers
 

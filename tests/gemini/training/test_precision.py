@@ -9,8 +9,8 @@ from torch.nn.utils import parametrizations
 
 from bench.shared.models import Tower, seeded, token_batches, token_loss
 from bench.shared.reference import flat, relative_error, train_reference
+from bench.shared.simulated import SimBackend
 from gemini import GeminiAdamOptimizer, GeminiDDP, GeminiOptimizer
-from gemini.runtime.memory.backend import SimBackend
 from optim import HybridAdam, HybridSGD, LossScale, NvmeConfig
 from tests.support.towers import ADAM, weights
 

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import nn
 
 from bench.shared.models import seeded
+from bench.shared.simulated import SimBackend
 from bench.shared.workers import run_ranks
 from gemini import GeminiDDP, StaticPlacement
-from gemini.runtime.memory.backend import SimBackend
 from optim import HybridAdam
 
 ROWS = [[[1, 2, 2, 9], [1, 0, 0, 0]], [[3, 3, 2, 4], [5, 2, 5, 5]]]  # by rank, of two backwards

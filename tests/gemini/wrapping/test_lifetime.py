@@ -15,9 +15,10 @@ import torch
 from torch import nn
 
 from bench.shared.models import Tower, token_batches, token_loss
+from bench.shared.simulated import SimBackend
 from bench.shared.workers import run_processes
 from gemini import GeminiDDP
-from gemini.runtime.memory.backend import CpuBackend, SimBackend
+from gemini.runtime.memory.backend import CpuBackend
 from optim import HybridAdam, NvmeConfig
 from tests.support.checkpoints import train
 from tests.support.counting import allocated

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from bench.shared.models import Tower
+from bench.shared.simulated import SimBackend
 from gemini import GeminiDDP, StaticPlacement
-from gemini.runtime.memory.backend import SimBackend
 from optim import HybridAdam
 from tests.support.loops.sides import (
     ADAM,

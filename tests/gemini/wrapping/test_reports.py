@@ -7,9 +7,9 @@ import pytest
 
 import gemini
 from bench.shared.models import token_batches
+from bench.shared.simulated import SimBackend
 from gemini import AutoPlacement, Metrics
 from gemini.placement.tiers import Tier
-from gemini.runtime.memory.backend import SimBackend
 from gemini.tickets import Done
 from optim.rules.report import Behind, Outcome, Speculated, StepReport, Traffic
 from tests.support.checkpoints import train

@@ -5,12 +5,12 @@ import logging
 import pytest
 import torch
 
+from bench.shared.simulated import SimBackend
 from bench.shared.workers import run_ranks
 from gemini import AutoPlacement, GeminiDDP
 from gemini.integrations.torch_optimizers import convert
 from gemini.placement.sizes import Budgets
 from gemini.placement.start import Start
-from gemini.runtime.memory.backend import SimBackend
 from tests.support.loops.sides import SMALL, Net
 from tests.support.spilled import LEAST, wrapped
 

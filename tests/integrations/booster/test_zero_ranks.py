@@ -13,10 +13,10 @@ from torch import nn
 import gemini.ddp
 from bench.shared.models import Tower, token_batches, token_loss
 from bench.shared.reference import flat, relative_error
+from bench.shared.simulated import SimBackend
 from bench.shared.workers import run_ranks
 from gemini.integrations import Booster, HybridParallelPlugin, LowLevelZeroPlugin
 from gemini.integrations.classic import ShardedModelV2, ShardedOptimizerV2
-from gemini.runtime.memory.sim import SimBackend
 
 pytestmark = pytest.mark.ci
 

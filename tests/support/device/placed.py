@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from bench.shared.models import seeded
+from bench.shared.simulated import SimBackend
 from gemini import GeminiDDP, StaticPlacement
 from gemini.placement.sizes import UNLIMITED
 from gemini.placement.tiers import Tier
-from gemini.runtime.memory.sim import SimBackend
 from optim import HybridAdam, NvmeConfig
 
 Homes = tuple[bool, bool, bool]  # parameters, gradients, state: on the host

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bench.shared.models import seeded
+from bench.shared.simulated import SimBackend
 from gemini import AutoPlacement, GeminiDDP, StaticPlacement
 from gemini.chunk.sizing.model_specs import specs_of
 from gemini.memtracer.trace import sequential_trace
 from gemini.placement.tiers import Tier
-from gemini.runtime.memory.backend import SimBackend
 from optim import HybridAdam, NvmeConfig
 from tests.support.loops.tails import on_host, update_early
 

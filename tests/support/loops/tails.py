@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bench.shared.models import Tower, token_batches, token_loss
+from bench.shared.simulated import SimBackend
 from gemini import GeminiDDP, StaticPlacement
 from gemini.placement.timetable.updates import AUTO, IN_BACKWARD
-from gemini.runtime.memory.sim import SimBackend
 from gemini.tickets import Done
 from optim import HybridAdam, LossScale, NvmeConfig
 from optim.rules.speculation import Habit

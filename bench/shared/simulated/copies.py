@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gemini.tickets import CopyTicket
 
-from .sim_pages import poison
+from .pages import poison
 
 _NOTHING = range(0)
 

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from gemini.tickets import CopyTicket
 
-from .sim_copies import SeveralTickets, SimCopy, SimTicket, addresses, overlap
-from .sim_pages import Place, SimPages, poison
-from .sim_works import SimWork, SimWorks
+from .copies import SeveralTickets, SimCopy, SimTicket, addresses, overlap
+from .pages import Place, SimPages, poison
+from .works import SimWork, SimWorks
 
 
 class SimBackend:
