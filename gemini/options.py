@@ -8,16 +8,18 @@ Each field is an argument of `GeminiDDP` of the same name, with the same default
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import wraps
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, TypeVar
 
 from gemini.optim.rules.loss_scale import LossScale
 from gemini.runtime.wrap.keep_fp32 import KeepFp32
 from gemini.runtime.wrap.precision import PrecisionSettings, as_loss_scale
 
 P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,3 +95,67 @@ def ungrouped(given: dict[str, Any]) -> dict[str, Any]:
                 )
             options[field.name] = getattr(group, field.name)
     return options
+
+
+def takes_fields(**groups: Any) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """A function of frozen values that takes their fields too, where each value stands.
+
+    groups: by parameter, the value that is changed where fields are given. A value of its class is
+        taken as it is.
+
+    `inspect.signature` shows the fields. Raises ValueError for a field beside a value that has it.
+    """
+
+    def decorator(function: Callable[..., T]) -> Callable[..., T]:
+        shown = _with_fields(inspect.signature(function), groups)
+        places = [p.name for p in shown.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+
+        @wraps(function)
+        def with_fields(*args: Any, **kwargs: Any) -> T:
+            given = dict(zip(places, args, strict=False))
+            if len(args) > len(places) or given.keys() & kwargs.keys():
+                shown.bind(*args, **kwargs)  # says what is wrong
+            given |= kwargs
+            for name, usual in groups.items():
+                given[name] = _group(given, name, usual)
+            return function(**given)
+
+        with_fields.__signature__ = shown  # type: ignore[attr-defined]
+        return with_fields
+
+    return decorator
+
+
+def _with_fields(signature: inspect.Signature, groups: dict[str, Any]) -> inspect.Signature:
+    parameters: list[inspect.Parameter] = []
+    for parameter in signature.parameters.values():
+        usual = groups.get(parameter.name)
+        parameters += (
+            [parameter]
+            if usual is None
+            else [
+                inspect.Parameter(
+                    one.name, parameter.kind, default=getattr(usual, one.name), annotation=one.type
+                )
+                for one in fields(usual)
+            ]
+        )
+    return signature.replace(parameters=parameters)
+
+
+def _group(given: dict[str, Any], name: str, usual: Any) -> Any:
+    """The value of one group; its fields are taken out of `given`."""
+    names = [one.name for one in fields(usual)]
+    value = given.get(name)
+    if not isinstance(value, type(usual)):
+        if value is not None and name not in names:
+            raise TypeError(f"{name}={value!r}; expected a {type(usual).__name__}")
+        return replace(usual, **{one: given.pop(one) for one in names if one in given})
+    for field in names:
+        if field in given and field != name:
+            kind = type(usual).__name__
+            raise ValueError(
+                f"{field}={given[field]!r} beside a {kind}, which has it; expected one of the "
+                f"two: {kind}({field}=...)"
+            )
+    return value

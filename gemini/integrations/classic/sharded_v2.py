@@ -14,10 +14,12 @@ from torch import nn
 
 from gemini.chunk.storage import params_in
 from gemini.ddp import GeminiDDP
+from gemini.integrations.options import ZERO_SCALE
 from gemini.integrations.parts import accept
 from gemini.integrations.torch_optimizers import convert
 from gemini.optim.base import TieredOptimizer
 from gemini.optim.rules.loss_scale import LossScale
+from gemini.options import takes_fields
 from gemini.placement.policy import StaticPlacement
 from gemini.runtime.inspect.full_parameters import full_parameters
 from gemini.runtime.inspect.weights import full_chunk
@@ -93,30 +95,21 @@ class ShardedModelV2(GeminiDDP):
         self.memory_stats.dump_memory_stats(filename)
 
 
+@takes_fields(loss_scale=ZERO_SCALE)
 def ShardedOptimizerV2(
     sharded_model: GeminiDDP,
     optimizer: torch.optim.Optimizer,
-    initial_scale: float = 2**32,
-    min_scale: float = 1,
-    growth_factor: float = 2,
-    backoff_factor: float = 0.5,
-    growth_interval: int = 1000,
-    hysteresis: int = 2,
-    max_scale: float = 2**32,
+    loss_scale: LossScale,
 ) -> torch.optim.Optimizer:
     """The same optimizer over the sharded module, with this loss scale. Raises ValueError."""
     if not isinstance(sharded_model, GeminiDDP):
         raise ValueError(
             f"sharded_model is a {type(sharded_model).__name__}; expected a ShardedModelV2"
         )
-    scale = LossScale(
-        initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis,
-        max_scale,
-    )  # fmt: skip
     convert(optimizer)
     assert isinstance(optimizer, TieredOptimizer)
     optimizer.bind_to(sharded_model.engine)
-    sharded_model.engine.reconfigure(max_norm=None, loss_scale=scale)
+    sharded_model.engine.reconfigure(max_norm=None, loss_scale=loss_scale)
     return optimizer
 
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.api import BackwardPrefetch
 
 from gemini.ddp import GeminiDDP
-from gemini.integrations.parts import refuse_absent
+from gemini.integrations.options import option
 from gemini.optim.base import TieredOptimizer
 
 from .fsdp import fully_sharded, sync_off
@@ -23,6 +23,9 @@ from .optimizers import Extras, give_extras
 from .plugin import Plugin, check_over
 from .precision import MixedPrecision as Precision
 from .precision import Scaling, compute_in
+
+_STRATEGIES = (None, ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)
+_OWN = ("broadcast_buffers", "fp8_communication")  # of TorchDDPPlugin, not handed to torch
 
 
 @dataclass(frozen=True)
@@ -65,12 +68,9 @@ class TorchDDPPlugin(Plugin):
     check_reduction: bool = False
     gradient_as_bucket_view: bool = False
     static_graph: bool = False
-    fp8_communication: bool = False
+    fp8_communication: bool = option(False, absent=True)
 
     takes_device = True
-
-    def __post_init__(self) -> None:
-        refuse_absent(fp8_communication=self.fp8_communication)
 
     def wrap(
         self,
@@ -97,20 +97,13 @@ class TorchDDPPlugin(Plugin):
         boost_plain(optimizer, precision, max_norm)
         if not (dist.is_available() and dist.is_initialized()):
             return model
-        options: dict[str, Any] = {} if self.broadcast_buffers else {"broadcast_buffers": False}
+        options = {name: value for name, value in vars(self).items() if name not in _OWN}
+        if not self.broadcast_buffers:
+            options["broadcast_buffers"] = False
         with warnings.catch_warnings():
             # torch 2.13 renames it, and has no other way to leave buffers alone from the start
             warnings.filterwarnings("ignore", message=".*broadcast_buffers.*")
-            return nn.parallel.DistributedDataParallel(model, **self._options(), **options)
-
-    def _options(self) -> dict[str, Any]:
-        return {
-            "bucket_cap_mb": self.bucket_cap_mb,
-            "find_unused_parameters": self.find_unused_parameters,
-            "check_reduction": self.check_reduction,
-            "gradient_as_bucket_view": self.gradient_as_bucket_view,
-            "static_graph": self.static_graph,
-        }
+            return nn.parallel.DistributedDataParallel(model, **options)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         if not isinstance(model, nn.parallel.DistributedDataParallel):
@@ -133,30 +126,26 @@ class TorchFSDPPlugin(Plugin):
     """
 
     process_group: dist.ProcessGroup | None = None
-    sharding_strategy: ShardingStrategy | None = None
+    sharding_strategy: ShardingStrategy | None = option(
+        None,
+        valid=lambda strategy: strategy in _STRATEGIES,
+        expected="FULL_SHARD or SHARD_GRAD_OP. TorchDDPPlugin shards nothing; a hybrid needs a "
+        "device mesh",
+    )
     cpu_offload: CPUOffload | None = None
     auto_wrap_policy: Callable[..., Any] | None = None
-    backward_prefetch: BackwardPrefetch | None = None
+    backward_prefetch: BackwardPrefetch | None = option(
+        None,
+        valid=lambda when: when in (None, BackwardPrefetch.BACKWARD_PRE),
+        expected="None or BACKWARD_PRE, which is what FSDP2 does",
+    )
     mixed_precision: MixedPrecision | None = None
     ignored_modules: Iterable[nn.Module] | None = None
     param_init_fn: Callable[[nn.Module], None] | None = None
     sync_module_states: bool = False
-    fp8_communication: bool = False
+    fp8_communication: bool = option(False, absent=True)
 
-    def __post_init__(self) -> None:
-        refuse_absent(fp8_communication=self.fp8_communication)
-        if self.sharding_strategy not in (
-            None, ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP,
-        ):  # fmt: skip
-            raise ValueError(
-                f"sharding_strategy={self.sharding_strategy}; expected FULL_SHARD or "
-                "SHARD_GRAD_OP. TorchDDPPlugin shards nothing; a hybrid needs a device mesh"
-            )
-        if self.backward_prefetch not in (None, BackwardPrefetch.BACKWARD_PRE):
-            raise ValueError(
-                f"backward_prefetch={self.backward_prefetch}; expected None or BACKWARD_PRE, "
-                "which is what FSDP2 does"
-            )
+    def check_together(self) -> None:
         mixed = self.mixed_precision
         if mixed is not None and mixed.buffer_dtype not in (None, torch.float32):
             raise ValueError(
