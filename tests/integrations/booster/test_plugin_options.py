@@ -22,7 +22,6 @@ from gemini.integrations import (
     parts,
 )
 from gemini.integrations.plugins import engine_plugin
-from gemini.integrations.plugins.precision import FP16NaiveMixedPrecision, FP16TorchMixedPrecision
 from optim import HybridAdam, LossScale
 from tests.support import frozen
 
@@ -175,25 +174,6 @@ def test_verbose_prints_the_search_and_what_is_skipped(capsys):
     printed = capsys.readouterr().out
     assert "searching chunk configuration is completed" in printed
     assert "step skipped: the gradient of" in printed
-
-
-def test_precision_belongs_to_the_plugin_that_has_one():
-    assert Booster(mixed_precision="fp16", plugin=GeminiPlugin()).plugin.own_precision == "fp16"
-    for asked in ("bf16", FP16TorchMixedPrecision()):
-        with pytest.raises(ValueError, match="set precision= on the plugin"):
-            Booster(mixed_precision=asked, plugin=GeminiPlugin())
-    with pytest.raises(ValueError, match="set precision="):
-        Booster(mixed_precision="bf16", plugin=TorchFSDPPlugin())
-    with pytest.raises(ValueError, match="apex is not needed"):
-        Booster(mixed_precision="fp16_apex", plugin=TorchDDPPlugin())
-    with pytest.raises(ValueError, match="expected one of"):
-        Booster(mixed_precision="fp8")
-    with pytest.raises(ValueError, match=r"torch.cuda.set_device"):
-        Booster(device="cpu", plugin=GeminiPlugin())
-    with pytest.raises(ValueError, match="such as GeminiPlugin"):
-        Booster(plugin="gemini")
-    with pytest.raises(ValueError, match="log_num_zeros_in_grad"):
-        FP16NaiveMixedPrecision(log_num_zeros_in_grad=True)
 
 
 def test_loaders_give_ranks_their_part_and_workers_their_seed():
