@@ -82,7 +82,7 @@ def test_policies_are_those_of_the_engine(options, placement):
     assert GeminiPlugin(**options).placement() == placement
 
 
-@pytest.mark.parametrize(("call", "said"), frozen.refusals())
+@pytest.mark.parametrize(("call", "said"), frozen.refusals(), ids=lambda text: text[:60])
 def test_an_option_without_a_meaning_here_is_refused_by_name(call, said):
     assert frozen.said_of(call) == said
 
