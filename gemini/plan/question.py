@@ -20,6 +20,7 @@ from gemini.placement.fit import (
 )
 from gemini.placement.planner import PlanInputs, PlanResult, plan_within
 from gemini.placement.policy import AutoPlacement
+from gemini.placement.problem import average_bytes
 from gemini.placement.sizes import FP32_BYTES, BudgetError, StateBytes
 from gemini.placement.tiers import Tier
 from gemini.placement.timetable.updates import AUTO, BEHIND
@@ -35,6 +36,7 @@ ADAM = StateBytes(per_element=12, has_master=True)
 # run may use smaller ones where it must.
 MOST_BLOCKS = 1024
 OWN_BYTES, OWN_SHARE, OWN_BYTES_OF_FILES = 4 << 20, 0.01, 8 << 20
+AVERAGES = {"host": "RAM", "nvme": "disk"}  # homes of `gemini.EMA`, in words
 MAX_BATCH = 1 << 16
 DEPTH = 2  # of `NvmeConfig`
 BUFFERS_AHEAD = 2  # as `optim.step.speculation` has them
@@ -57,6 +59,7 @@ class Question:
     state: StateBytes = ADAM
     flops_per_token: float = 0.0
     update: str = AUTO
+    ema: str | None = None  # where an average of the weights is: `AVERAGES`
     # the same with or without checkpointing, and with adapters of a rank; None where nobody can say
     other: Callable[[bool, int], Question | None] | None = field(default=None, compare=False)
 
@@ -126,7 +129,13 @@ class Question:
             has_host_tier=has_host_tier,
             with_originals=self.with_originals,
         )
-        return replace(inputs, block_numel=usual_block_numel(inputs))
+        block_numel = usual_block_numel(inputs)
+        average: tuple[tuple[Tier, int], ...] = ()
+        if self.ema is not None:
+            home = Tier.NVME if self.ema == "nvme" else inputs.memory
+            trained = [chunk for chunk in self.layout.chunks if chunk.trainable]
+            average = average_bytes(trained, {c.id: home for c in trained}, block_numel)
+        return replace(inputs, block_numel=block_numel, average=average)
 
     def _may_split(self) -> frozenset[ChunkId]:
         return frozenset(c.id for c in self.layout.chunks if c.dtype == "bfloat16")
@@ -198,4 +207,6 @@ def homes(planned: PlanResult) -> dict[str, dict[str, int]]:
             found["state"][home.value] += block.held_on(home)
         if sizes.original_bytes:
             found["originals"][planned.plan.original_home.value] += sizes.original_bytes
-    return {kind: dict(tiers) for kind, tiers in found.items() if tiers or kind != "originals"}
+    found["average"] = Counter({tier.value: nbytes for tier, nbytes in planned.plan.average})
+    usual = ("parameters", "gradients", "state")
+    return {kind: dict(tiers) for kind, tiers in found.items() if tiers or kind in usual}
