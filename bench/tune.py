@@ -2,7 +2,8 @@
 
     python -m bench.tune --rounds 5 --steps 40 --json PATH
 
-A folder of `examples/small_model.py` is trained, in turn, by both: each run is a process of its own.
+A folder of `examples/small_model.py` is trained, in turn, by both, each time in a process of its
+own.
 `train` plans, logs memory and where seconds go, and draws a report with each checkpoint; the script
 is a trainer with the same arguments, data and homes, and does none of that. train_seconds: of
 `trainer.train()`; whole_seconds: of the process, with imports, planning and loading.

@@ -121,5 +121,5 @@ def ask(what: str | nn.Module, machine: Hardware, training: Training) -> Questio
         wider_chunks(layout, itemsizes),
         StateBytes(MOMENTS[training.optimizer] + MASTER * has_master, has_master),
         float(2 * (2 + training.checkpointing) * used + 2 * gradients),
-        training.update, training.ema, other,
+        training.update, training.ema, *models.experts_of(model), other,
     )  # fmt: skip

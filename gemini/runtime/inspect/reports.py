@@ -148,16 +148,15 @@ def memory_report(parts: Parts) -> MemoryReport:
     return MemoryReport(tuple(rows), parts.planning.overruns.lines())
 
 
-def _pinned(
-    total: MemoryRow, predicted: Mapping[str, int], found: Mapping[str, int]
-) -> MemoryRow:
+def _pinned(total: MemoryRow, predicted: Mapping[str, int], found: Mapping[str, int]) -> MemoryRow:
     """All but originals and averages, which no step moves."""
     measured, still = total.measured_bytes, ("originals", "average")
     return replace(
         total,
         kind="of it pinned",
         predicted_bytes=total.predicted_bytes - sum(predicted[kind] for kind in still),
-        measured_bytes=None if measured is None
+        measured_bytes=None
+        if measured is None
         else measured - sum(found.get(kind, 0) for kind in still),
     )
 

@@ -157,9 +157,7 @@ class Planning:
         has changed.
         """
         wanted = replace(self.inputs, average=average)
-        self._take(
-            lambda: fit_within(self.plan, wanted, self.policy, is_measured=self.has_trace)
-        )
+        self._take(lambda: fit_within(self.plan, wanted, self.policy, is_measured=self.has_trace))
         begun, was_measured = self._begun
         self._begun = replace(begun, average=average), was_measured
 

@@ -214,7 +214,7 @@ def test_it_is_refused_where_a_budget_has_no_room(tmp_path):
     assert made(4 * numel).engine.planning.result.profile.peak(Tier.DEVICE) == peak
     EMA(made(4 * numel), DECAY)
     model = made(4 * numel - 64)
-    with pytest.raises(BudgetError, match="device_budget.*is 64 B .*too small"):
+    with pytest.raises(BudgetError, match=r"device_budget.*is 64 B .*too small"):
         EMA(model, DECAY)
     assert model.engine.planning.plan.average == ()
     EMA(model, DECAY, "nvme").update()
