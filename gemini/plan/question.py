@@ -43,7 +43,7 @@ OWN_BYTES_OF_FILES, OWN_BYTES_OF_THREAD = 2 << 20, 6 << 20  # the latter updates
 # any width; here with a margin. An expert has two products forward, as many for gradients of
 # inputs, and of weights where they are trained.
 PRODUCT_BYTES, PRODUCTS = 10 << 16, 2
-MOST_NUMBERS, SPREAD = 2.5, 15.0  # of rows that differ, by their average or its root: as measured
+SPREAD = 15.0  # numbers of rows that differ, by the root of their average: as measured
 AVERAGES = {"host": "RAM", "nvme": "disk"}  # homes of `gemini.EMA`, in words
 MAX_BATCH = 1 << 16
 DEPTH = 2  # of `NvmeConfig`
@@ -187,8 +187,7 @@ class Question:
         """Of products that a processor compiles for experts, one for each number of rows."""
         if self.machine.device != "cpu" or not self.experts:
             return 0
-        average = self.experts_share * self.batch * self.seq
-        numbers = min(MOST_NUMBERS * average, SPREAD * sqrt(average))
+        numbers = SPREAD * sqrt(self.experts_share * self.batch * self.seq)
         if iterations is not None:  # each comes at random
             numbers *= -expm1(-iterations * self.experts / numbers)
         return int(PRODUCT_BYTES * PRODUCTS * (2 if self.lora else 3) * numbers)

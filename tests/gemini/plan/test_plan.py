@@ -22,10 +22,10 @@ from gemini.plan.activations import activations_of, constant_activations, exampl
 from gemini.plan.ask import Training, ask, plan_for
 from gemini.plan.machine import CARDS, TYPICAL, machine_of
 from gemini.plan.question import (
-    MOST_NUMBERS,
     OWN_BYTES_OF_THREAD,
     PRODUCT_BYTES,
     PRODUCTS,
+    SPREAD,
     homes,
 )
 from gemini.plan.words import answer
@@ -509,7 +509,7 @@ def test_each_number_of_rows_of_an_expert_is_as_many_products_as_a_plan_counts(l
     assert len(of_experts) > 3
     per_number = PRODUCTS * (2 if lora else 3)
     assert {len(counted.found[rows]) for rows in of_experts} == {per_number}
-    numbers = MOST_NUMBERS * 0.5 * 30
+    numbers = SPREAD * (0.5 * 30) ** 0.5
     assert asked.product_bytes() == int(PRODUCT_BYTES * per_number * numbers)
     few = asked.product_bytes(1)
     assert 0 < few < PRODUCT_BYTES * per_number * 8 and few < asked.product_bytes(2)
