@@ -27,6 +27,7 @@ PYTEST = ("-m", "pytest", "-q", "--tb=short")
 ROUNDS = 20  # of new examples: 10 000 files of checkpoints and stores that were changed
 CERTIFICATES = 200
 PROGRAMS = {1: 2000, 2: 500}  # drawn, by ranks
+INTERRUPTED = 400  # drawn, a place
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,10 @@ def jobs() -> Iterator[Job]:
     yield Job("certificate", f"{CERTIFICATES} plans", drawn, 1)
     for place in PLACES:
         yield Job("lines", place, ("-m", "tests.support.lines", place))
+    for name, place in PLACES.items():
+        if place.ranks == 1:
+            drawn = ("-m", "tests.support.loops.interrupted", name, f"--count={INTERRUPTED}")
+            yield Job("interrupted", name, drawn, INTERRUPTED)
     mutants = ("-m", "tests.mutate", "--ledger", str(FOLDER / "mutants.toml"))
     yield Job("mutants", "all", mutants)
     yield Job("oldest", "torch and Triton", ("make", "test-oldest"))

@@ -35,9 +35,19 @@ def drops_its_groups_and_the_rest(model, optimizer):
     model.first.bias.grad = None
 
 
+def of_an_output(model, x):
+    return model(x).square().mean()
+
+
+def of_a_parameter(model, x):
+    """Its gradient is the first thing that a backward comes to."""
+    return model.last.bias.square().sum()
+
+
+@pytest.mark.parametrize("begins", [of_an_output, of_a_parameter])
 @pytest.mark.parametrize("clear", [drops_all, makes_all_zeros, drops_its_groups_and_the_rest])
 @pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
-def test_a_gradient_that_an_error_left_behind_goes_with_the_others(clear, error):
+def test_a_gradient_that_an_error_left_behind_goes_with_the_others(clear, error, begins):
     torch.manual_seed(0)
     net, plain, raises = Net(), Net(), [True]
     plain.load_state_dict(net.state_dict())
@@ -54,7 +64,7 @@ def test_a_gradient_that_an_error_left_behind_goes_with_the_others(clear, error)
     optimizer = HybridAdam(params, lr=0.1)
     one, other = torch.randn(2, 3, 8)
     with pytest.raises(error, match="mine"):
-        model(one).square().mean().backward()
+        begins(model, one).backward()
     clear(model, optimizer)
     model(other).square().mean().backward()
     plain(other).square().mean().backward()
@@ -79,17 +89,33 @@ for last in (False, True):
     optimizer.step()
     optimizer.zero_grad()
 """
+ASKS = """
+try:
+    model.state_dict()
+except RuntimeError as error:
+    assert "ENOSPC" in str(error)
+"""
+
+
+def ended(program, folder):
+    return subprocess.run(
+        [sys.executable, "-c", program.format(folder=str(folder))],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
 
 
 @pytest.mark.ci
 def test_a_program_whose_last_step_failed_unasked_says_so_and_has_an_exit_status(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", FAILS.format(folder=str(tmp_path))],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = ended(FAILS, tmp_path)
     assert done.returncode == 120 and "Traceback" not in done.stderr, done.stderr
     assert "the last step failed, and does not count" in done.stderr and "ENOSPC" in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.ci
+def test_a_program_that_was_told_of_its_last_step_ends_in_peace(tmp_path):
+    done = ended(FAILS + ASKS, tmp_path)
+    assert done.returncode == 0 and "the last step failed" not in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize("call", ["pwritev", "fsync", "rename"])
