@@ -28,6 +28,7 @@ ROUNDS = 20  # of new examples: 10 000 files of checkpoints and stores that were
 CERTIFICATES = 200
 PROGRAMS = {1: 2000, 2: 500}  # drawn, by ranks
 INTERRUPTED = 400  # drawn, a place
+SOME_LINES = "500"  # where one takes two seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +68,9 @@ def jobs() -> Iterator[Job]:
         yield Job("fuzz", f"programs at {ranks} ranks", drawn, count)
     drawn = ("-m", "bench.certificate", f"--draws={CERTIFICATES}")
     yield Job("certificate", f"{CERTIFICATES} plans", drawn, 1)
-    for place in PLACES:
-        yield Job("lines", place, ("-m", "tests.support.lines", place))
     for name, place in PLACES.items():
+        some = (SOME_LINES,) if place.ranks > 1 and place.home == "files" else ()
+        yield Job("lines", name, ("-m", "tests.support.lines", name, *some))
         if place.ranks == 1:
             drawn = ("-m", "tests.support.loops.interrupted", name, f"--count={INTERRUPTED}")
             yield Job("interrupted", name, drawn, INTERRUPTED)

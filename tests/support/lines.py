@@ -1,6 +1,6 @@
 """Ctrl-C at every line of a training step, wherever Python may deliver it.
 
-    python -m tests.support.lines PLACE
+    python -m tests.support.lines PLACE [COUNT]
 
 Python looks for signals where a function begins or a generator goes on, where a loop goes round,
 and behind every call. Between other instructions none is delivered, so none is tried there. Behind
@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 
 from bench.shared.workers import run_ranks
+from gemini import AutoPlacement
 from gemini.placement.timetable.updates import AUTO, IN_BACKWARD
 from optim.state.held_signals import SignalsBehind
 from tests.support.corpus import Find, keep
@@ -49,12 +50,13 @@ HOMES = {  # of model data, as `sides.wrapped` has them
     "nvme": "nvme",  # state alone
     "files": "files",  # and parameters and gradients
 }
-UPDATES = ("serial", "speculate", "tail", "both", AUTO)
 PRECISIONS = ("bf16", "fp32")
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
+    """Nothing is updated in backward without fp32 masters, and at fp32 there are none."""
+
     update: str
     home: str
     precision: str
@@ -66,15 +68,17 @@ class Place:
 
 
 PLACES = {
-    str(place): place
+    str(Place(*place)): Place(*place)
     for place in (
-        *itertools.starmap(Place, itertools.product(UPDATES, ("nvme", "files"), PRECISIONS)),
-        *itertools.starmap(Place, itertools.product(("serial",), ("resident", "host"), PRECISIONS)),
-        *itertools.starmap(Place, itertools.product(("serial", "tail"), ("cpu",), PRECISIONS)),
-        *(Place("serial", home, "bf16", 2) for home in ("resident", "host")),
-        *(Place(*both, "bf16", 2) for both in itertools.product(UPDATES[:-1], ("nvme", "files"))),
+        *itertools.product(("serial",), HOMES, PRECISIONS),
+        *itertools.product(("tail",), ("cpu", "nvme"), PRECISIONS),
+        ("tail", "files", "bf16"),
+        *itertools.product(("speculate", "both", AUTO), ("nvme", "files"), ("bf16",)),
+        *itertools.product(("serial",), ("resident", "host", "nvme", "files"), ("bf16",), (2,)),
+        *itertools.product(("tail", "speculate", "both"), ("nvme", "files"), ("bf16",), (2,)),
     )
 }
+ROOM = 144 * 1024  # bytes of a rank: parameters are in files, and blocks are updated beside a pass
 STEPS = 60  # of one life
 IN_A_LIFE = 300  # points
 LOOKS_FOR_OTHERS, PAUSE_SECONDS = 1000, 0.001  # before a rank that is alone at a point goes on
@@ -190,9 +194,12 @@ def ctrl_c(point: Point, may_come: Callable[[], bool] = lambda: True) -> Iterato
 
 
 def made(place: str, build: Callable[..., Any] = Net) -> tuple[Any, Any]:
-    """A wrapped module at a place, and its optimizer; blocks are updated early wherever they may."""
+    """A wrapped module at a place, and its optimizer, which updates early whatever it may."""
     one = PLACES[place]
-    pair = wrapped(build, HOMES[one.home], update=one.update, precision=one.precision)
+    options: dict[str, Any] = {"update": one.update, "precision": one.precision}
+    if one.home == "files" and one.update != "serial":
+        options["placement_policy"] = AutoPlacement(ROOM * one.ranks)
+    pair = wrapped(build, HOMES[one.home], **options)
     if one.update in (*IN_BACKWARD, AUTO):
         update_early(*pair)
     return pair
@@ -362,9 +369,7 @@ class Life:
                 self.optimizer.zero_grad()
 
 
-def search(
-    place: str, points: Sequence[Point] | None = None, repeats: int = 1
-) -> tuple[int, int]:
+def search(place: str, points: Sequence[Point] | None = None, repeats: int = 1) -> tuple[int, int]:
     """Interrupt a life at these points, or at all: how many there are, and how many stopped a step.
     Raises `Find`."""
     points, num_came = points_at(place) if points is None else points, 0
@@ -409,7 +414,8 @@ def _interrupted(
             num_came += sum(life.interrupt(point) for _ in range(repeats)) == repeats
         except Exception as error:
             said = f"rank {rank}: {type(error).__name__}: {error}"
-            return num_came, dict(place=place, point=asdict(point), repeats=repeats, said=said)
+            found = {"place": place, "point": asdict(point), "repeats": repeats}
+            return num_came, found | {"said": said}
         finally:
             faulthandler.cancel_dump_traceback_later()
     life.end()
@@ -417,23 +423,25 @@ def _interrupted(
 
 
 def some(place: str, count: int) -> list[Point]:
-    """So many points of a place, spread over its lines."""
+    """So many points of a place or a few more, spread over its lines."""
     points = [point for point in points_at(place) if point.time == 1]
-    return points[:: len(points) // count]
+    return points[:: max(1, len(points) // count)]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("place", choices=PLACES)
-    place = parser.parse_args().place
+    parser.add_argument("count", nargs="?", type=int, help="so many points, spread over the lines")
+    asked = parser.parse_args()
     torch.set_num_threads(1)
     logging.getLogger("gemini").setLevel(logging.ERROR)
     try:
-        points, came = search(place)
+        points = some(asked.place, asked.count) if asked.count else None
+        tried, came = search(asked.place, points)
     except Find as find:
         print(find, "is kept in", keep("lines", find.found))
         raise
-    print(f"{points} points, of which {came} stopped a step: all have the bits of no interruption")
+    print(f"{tried} points, of which {came} stopped a step: all have the bits of no interruption")
     return 0
 
 

@@ -4,12 +4,15 @@ import signal
 
 import pytest
 
+from gemini.placement.timetable.updates import AUTO, BEHIND, IN_BACKWARD
 from tests.support import corpus
-from tests.support.lines import PLACES, Life, Point, points_of, search, some
+from tests.support.lines import PLACES, Life, Point, made, points_of, search, some, step
 from tests.support.loops import interrupted
+from tests.support.loops.tails import has_tail
 
 CI = pytest.mark.ci
 FOUND = corpus.read("lines")
+ONE_RANK = [name for name, place in PLACES.items() if place.ranks == 1]
 
 
 @pytest.mark.parametrize(
@@ -26,11 +29,11 @@ def test_lines_where_ctrl_c_did_harm_once(found):
     [
         ("serial, host, fp32", 30),
         ("serial, nvme, bf16", 20),
-        ("speculate, nvme, fp32", 20),
+        ("speculate, files, bf16", 8),
         ("tail, nvme, bf16", 20),
         ("tail, cpu, fp32", 10),
         ("auto, nvme, bf16", 10),
-        ("both, files, bf16", 8),
+        ("both, files, bf16", 20),
         ("serial, host, bf16, 2 ranks", 10),
         ("both, nvme, bf16, 2 ranks", 10),
     ],
@@ -41,6 +44,25 @@ def test_a_step_that_ctrl_c_came_into_can_be_taken_again(place, count):
     tried, came = search(place, points)
     # of blocks that a thread updates, some vary; and see `tests.support.lines.Together`
     assert tried == len(points) and came > 0.5 * tried
+
+
+@pytest.mark.parametrize(
+    "place",
+    [name for name, place in PLACES.items() if place.update != "serial" and place.ranks == 1],
+)
+def test_places_have_the_updates_that_they_name(place):
+    """And not serial steps where a budget has no room for others."""
+    model, optimizer = made(place)
+    tails, early = [], 0
+    for number in range(4):
+        step(model, optimizer, number)
+        tails.append(has_tail(optimizer))
+        early += optimizer.last_report.speculation.speculated
+    optimizer.close()
+    update = PLACES[place].update
+    expected = "both" if update == AUTO else update
+    assert tails == [expected in BEHIND] * 4
+    assert (early > 0) == (expected in IN_BACKWARD)
 
 
 def test_a_step_that_differs_is_found():
@@ -73,10 +95,9 @@ def test_drawn_programs_that_ctrl_c_came_into_have_the_bits_of_others(place):
 
 @pytest.mark.ci
 def test_drawn_programs_at_every_place_that_ctrl_c_came_into_have_the_bits_of_others():
-    places = [name for name, place in PLACES.items() if place.ranks == 1]
-    found = {place: interrupted.search(place, 10 * i, 2) for i, place in enumerate(places)}
+    found = {place: interrupted.search(place, 10 * i, 2) for i, place in enumerate(ONE_RANK)}
     assert {place: finds for place, (_, finds) in found.items() if finds} == {}
-    assert sum(came for came, _ in found.values()) > len(places)
+    assert sum(came for came, _ in found.values()) > len(ONE_RANK)
 
 
 def test_a_drawn_program_that_differs_is_found(monkeypatch):

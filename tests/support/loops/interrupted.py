@@ -161,7 +161,9 @@ def draw(rng: random.Random, place: str) -> Program:
         )
 
     in_files = PLACES[place].home == "files"  # whose budget half of the gradients would not fill
-    return Program(not in_files and rng.random() < 0.2, [a_round() for _ in range(rng.randint(*ROUNDS))])
+    return Program(
+        not in_files and rng.random() < 0.2, [a_round() for _ in range(rng.randint(*ROUNDS))]
+    )
 
 
 # -- carried out -------------------------------------------------------------------------------
@@ -250,9 +252,7 @@ def points_of_call(
     return points, want
 
 
-def outcome_with(
-    program: Program, place: str, number: int, index: int, point: Point
-) -> Outcome:
+def outcome_with(program: Program, place: str, number: int, index: int, point: Point) -> Outcome:
     """Of Ctrl-C at the point of that call."""
     return carry_out(program, place, at(number, index, lambda: ctrl_c(point)))
 
@@ -317,7 +317,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     came, finds = search(asked.place, asked.seed, asked.count)
     for find in finds:
         print(find, "is kept in", keep("interrupted", find.found))
-    print(f"{asked.count} programs, {came} were interrupted: {len(finds)} differ from no interruption")
+    print(f"{asked.count} programs, {came} interrupted: {len(finds)} differ from no interruption")
     return int(bool(finds))
 
 
