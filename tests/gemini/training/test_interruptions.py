@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from bench.shared.workers import start_process
 from gemini import GeminiDDP, load_checkpoint, save_checkpoint
 from nvme.files import calls
 from optim import HybridAdam
@@ -72,6 +73,39 @@ def test_a_gradient_that_an_error_left_behind_goes_with_the_others(clear, error,
         torch.testing.assert_close(model.get_parameter(name).grad.clone(), param.grad)
 
 
+def stop(*_):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("enter", [lambda model: model, lambda model: model.module])
+def test_ctrl_c_in_a_forward_ends_it(enter):
+    """torch calls no hook behind a forward that ends in what is no Exception. What is frozen is
+    thawed where a forward begins."""
+    net = Net()
+    net.first.requires_grad_(False)
+    model = GeminiDDP(net, precision="fp32")
+    optimizer = HybridAdam(model.parameters())
+    handle = net.last.register_forward_pre_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        enter(model)(torch.ones(2, 8))
+    handle.remove()
+    optimizer.zero_grad()
+    net.first.requires_grad_(True)
+    model(torch.ones(2, 8)).sum().backward()
+    assert not model.engine.forward_depth and net.first.weight.grad is not None
+    optimizer.step()
+
+
+def test_ctrl_c_in_an_evaluation_ends_it():
+    """Nobody drops gradients then, which would end it too."""
+    model = GeminiDDP(Net(), precision="fp32")
+    handle = model.module.last.register_forward_pre_hook(stop)
+    with torch.no_grad(), pytest.raises(KeyboardInterrupt):
+        model(torch.ones(2, 8))
+    handle.remove()
+    assert not model.engine.forward_depth
+
+
 FAILS = """
 import errno
 import torch
@@ -89,7 +123,7 @@ for last in (False, True):
     optimizer.step()
     optimizer.zero_grad()
 """
-ASKS = """
+IS_TOLD = """
 try:
     model.state_dict()
 except RuntimeError as error:
@@ -97,25 +131,23 @@ except RuntimeError as error:
 """
 
 
-def ended(program, folder):
-    return subprocess.run(
-        [sys.executable, "-c", program.format(folder=str(folder))],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-
-
 @pytest.mark.ci
 def test_a_program_whose_last_step_failed_unasked_says_so_and_has_an_exit_status(tmp_path):
-    done = ended(FAILS, tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", FAILS.format(folder=str(tmp_path))],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
     assert done.returncode == 120 and "Traceback" not in done.stderr, done.stderr
     assert "the last step failed, and does not count" in done.stderr and "ENOSPC" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.ci
-def test_a_program_that_was_told_of_its_last_step_ends_in_peace(tmp_path):
-    done = ended(FAILS + ASKS, tmp_path)
-    assert done.returncode == 0 and "the last step failed" not in done.stderr, done.stderr
+@pytest.mark.parametrize(("more", "status"), [("", 1), (IS_TOLD, 0)])
+def test_a_process_that_was_told_of_its_last_step_ends_in_peace(more, status, tmp_path):
+    process = start_process(exec, FAILS.format(folder=str(tmp_path)) + more, {})
+    process.join()
+    assert process.exitcode == status
 
 
 @pytest.mark.parametrize("call", ["pwritev", "fsync", "rename"])

@@ -34,7 +34,6 @@ def test_lines_where_ctrl_c_did_harm_once(found):
         ("tail, cpu, fp32", 10),
         ("auto, nvme, bf16", 10),
         ("both, files, bf16", 20),
-        ("serial, host, bf16, 2 ranks", 10),
         ("both, nvme, bf16, 2 ranks", 10),
     ],
 )
@@ -87,6 +86,14 @@ def test_points_are_where_python_looks_for_signals():
 # -- drawn programs --
 
 
+@pytest.mark.parametrize("found", corpus.read("interrupted").values(), ids=lambda f: f["place"])
+def test_drawn_programs_where_ctrl_c_did_harm_once(found):
+    here = interrupted.Program.read(found["program"]), found["place"], *found["call"]
+    _, want = interrupted.points_of_call(*here)
+    got = interrupted.outcome_with(*here, Point(**found["point"]))
+    assert interrupted.differs(want, got) == []
+
+
 @pytest.mark.parametrize("place", ["serial, host, fp32", "both, nvme, bf16"])
 def test_drawn_programs_that_ctrl_c_came_into_have_the_bits_of_others(place):
     came, finds = interrupted.search(place, 0, 4)
@@ -95,9 +102,9 @@ def test_drawn_programs_that_ctrl_c_came_into_have_the_bits_of_others(place):
 
 @pytest.mark.ci
 def test_drawn_programs_at_every_place_that_ctrl_c_came_into_have_the_bits_of_others():
-    found = {place: interrupted.search(place, 10 * i, 2) for i, place in enumerate(ONE_RANK)}
+    found = {place: interrupted.search(place, i, 1) for i, place in enumerate(ONE_RANK)}
     assert {place: finds for place, (_, finds) in found.items() if finds} == {}
-    assert sum(came for came, _ in found.values()) > len(ONE_RANK)
+    assert sum(came for came, _ in found.values()) > len(ONE_RANK) / 2
 
 
 def test_a_drawn_program_that_differs_is_found(monkeypatch):

@@ -258,6 +258,8 @@ def outcome_with(program: Program, place: str, number: int, index: int, point: P
 
 
 def differs(want: Outcome, got: Outcome) -> list[str]:
+    if known := got.values.keys() ^ want.values.keys():  # state of what was thawed
+        return sorted(known)
     seen = [f"call {call}" for call, read in want.seen.items() if got.seen[call] != read]
     return differences(got.values, want.values) + seen
 
