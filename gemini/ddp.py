@@ -224,8 +224,13 @@ class GeminiDDP(ModuleFace):
             self._broadcast_buffers()
         self.engine.calls.begin_iteration((args, kwargs))
         args, kwargs = self._boundary.enter((args, kwargs))
-        with self.engine.calls.tracking(self.module):
-            outputs = self.module(*args, **kwargs)
+        depth = self.engine.forward_depth
+        try:
+            with self.engine.calls.tracking(self.module):
+                outputs = self.module(*args, **kwargs)
+        except BaseException:
+            self.engine.calls.cut_short(depth)
+            raise
         return self._boundary.leave(outputs)
 
     @torch.no_grad()

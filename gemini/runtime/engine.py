@@ -391,5 +391,6 @@ class Engine(Parts):
     def _gradients_dropped(self) -> None:
         if self.speculation is not None:
             self.speculation.forget()
+        self.calls.cut_short()
         self.calls.forget()
         self.promotion.gradients_dropped()

@@ -51,6 +51,7 @@ from .disk.forms import BlockForms
 from .disk.pinned_state import PinnedState
 from .disk.transfers import BlockTransfers, Staged
 from .disks import measure_disks
+from .held_signals import HeldSignals
 from .pieces import Planes
 from .space import Block
 
@@ -391,12 +392,15 @@ class NvmeState:
     def drop_early(self, but: frozenset[BlockId] = frozenset()) -> None:
         """What was written early does not count, with these exceptions."""
         dropped = self._early_written.keys() - but
-        for block in self.blocks:
-            if block.id in dropped:
-                self._transfers.take_back(block)
-                del self._early_written[block.id]
-        self._give_all(staged for staged in self._writes if staged.block.id in dropped)
-        self._writes = deque(s for s in self._writes if s.block.id not in dropped)
+        if not dropped:
+            return
+        with HeldSignals():  # else Ctrl-C may leave a buffer to two blocks
+            for block in self.blocks:
+                if block.id in dropped:
+                    self._transfers.take_back(block)
+                    del self._early_written[block.id]
+            self._give_all(staged for staged in self._writes if staged.block.id in dropped)
+            self._writes = deque(s for s in self._writes if s.block.id not in dropped)
 
     def _end_early(self) -> None:
         self._early_written.clear()
@@ -412,17 +416,16 @@ class NvmeState:
 
     def load(self, blocks: Sequence[Block], visit: Callable[[Block, Planes], None]) -> None:
         """Read committed blocks one after the other; `visit` must copy what it keeps."""
-        self._drop_reads()
-        staged = Staged(blocks[0], self._take(), None) if blocks else None
-        try:
-            for block in blocks:
-                assert staged is not None
-                staged.block = block
-                self._transfers.read_all(staged).wait()
-                visit(block, self._forms.shown(staged.buffer, block))
-        finally:
-            if staged is not None:
-                self._pool.give(staged.buffer)
+        with HeldSignals():
+            self._drop_reads()
+        for block in blocks:
+            with HeldSignals():  # Ctrl-C comes between blocks: each buffer is in one hand
+                staged = Staged(block, self._take(), None)
+                try:
+                    self._transfers.read_all(staged).wait()
+                    visit(block, self._forms.shown(staged.buffer, block))
+                finally:
+                    self._pool.give(staged.buffer)
 
     def replace(
         self, fill: Callable[[Block, Planes], None], step: int, blocks: Sequence[Block]
@@ -431,20 +434,23 @@ class NvmeState:
 
         On an error every block keeps what it had.
         """
-        self._drop_reads()
+        with HeldSignals():
+            self._drop_reads()
         self.store.check_step(self.written_bytes_per_step)
         try:
             for block in blocks:
-                self._current = Staged(block, self._take(), None)
-                self._transfers.read_all(self._current).wait()
-                self._forms.change(self._current.buffer, block, fill)
-                self._submit_write(self._current, with_undo=False)
-                self._current = None
-            self.store.flush()
+                with HeldSignals():  # as in `load`
+                    self._current = Staged(block, self._take(), None)
+                    self._transfers.read_all(self._current).wait()
+                    self._forms.change(self._current.buffer, block, fill)
+                    self._submit_write(self._current, with_undo=False)
+                    self._current = None
+            with HeldSignals():
+                self.store.flush()
+                self.commit(step)
         except BaseException:
             self.rollback(lambda block, planes: None)
             raise
-        self.commit(step)
 
     def forget(self, blocks: Sequence[Block]) -> None:
         """These blocks live elsewhere from now on: give their space on disk back."""

@@ -24,6 +24,7 @@ from gemini.tickets import CopyTicket
 from gemini.units import BlockId
 
 from .disk.pinned_state import PinnedState
+from .held_signals import HeldSignals
 from .memory import Memory
 from .nvme_state import NvmeState
 from .pieces import Planes, SteppedViews, Updater
@@ -320,7 +321,8 @@ class TieredState:
             look(block, self.shown(block))
         if self.nvme is not None and on_disk:
             self.nvme.load(on_disk, look)
-            self.nvme.prefetch()
+            with HeldSignals():
+                self.nvme.prefetch()
 
     @property
     def visit_order(self) -> tuple[Block, ...]:
@@ -341,7 +343,8 @@ class TieredState:
             self._change(block, fill)
         if self.nvme is not None and on_disk:
             self.nvme.replace(fill, self.nvme.store.committed_step, on_disk)
-            self.nvme.prefetch()
+            with HeldSignals():
+                self.nvme.prefetch()
 
     def _split(self, blocks: Sequence[Block] | None) -> tuple[list[Block], list[Block]]:
         """Those in memory, and those on disk."""

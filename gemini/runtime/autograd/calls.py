@@ -156,6 +156,11 @@ class Calls:
         if parts.all_gathered:
             self._sampler.at_root("enter")
 
+    def cut_short(self, depth: int = 0) -> None:
+        """Only so many forwards are open: Ctrl-C ended others, and torch calls no hook then."""
+        if not in_backward():
+            self._parts.forward_depth = min(depth, self._parts.forward_depth)
+
     def begin_cycle(self) -> None:
         """A forward that is not part of the cycle before, or all micro-batches of a schedule."""
         self._meetings.begin_cycle()
@@ -166,7 +171,7 @@ class Calls:
 
     @_disable_dynamo
     def _end_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        self._parts.forward_depth -= 1
+        self._parts.forward_depth = max(0, self._parts.forward_depth - 1)
         if not in_pass(self._parts):
             if self._parts.all_gathered:
                 self._sampler.at_root("leave")

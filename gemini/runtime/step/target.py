@@ -165,7 +165,7 @@ class ShardTarget(SavedShards):
             return self.skipped(f"{self._names[param]} on rank {rank}")
         step = self.agreed_step(hypers, pending.clip, agreement)
         agree = partial(raise_what_any_rank_raised, self._parts, uses_disk=self._uses_disk)
-        if self._has_thread:
+        if step.views.files is not None:  # asked once: see `_views`
             return self._begin_tail(step, agree)
         return self._with_behind(carry_out([step], agree, self._in_memory(step.step, step.views)))
 
@@ -212,11 +212,6 @@ class ShardTarget(SavedShards):
     @property
     def _has_tail(self) -> bool:
         return self.joint is None and self._tail.applies
-
-    @property
-    def _has_thread(self) -> bool:
-        """Whether steps have a tail that one carries out."""
-        return self._has_tail and not isinstance(self._executor, TritonStep)
 
     def _begin_tail(
         self, agreed: AgreedStep, agree: Callable[[BaseException | None], None]
@@ -343,6 +338,10 @@ class ShardTarget(SavedShards):
         return hyper
 
     def _views(self, hypers: Sequence[Any], taken: Sequence[ParamId]) -> ShardViews:
+        """With files of their own where a thread carries the step out: that is chosen here, as what
+        the plan chooses may change, and a thread that asks for the files of who trains waits for
+        reads that wait for it."""
+        has_thread = self._has_tail and not isinstance(self._executor, TritonStep)
         return ShardViews(
             self._chunks,
             self._hyper_by_param(hypers, taken),
@@ -351,7 +350,7 @@ class ShardTarget(SavedShards):
             self._parts.backend,
             staging=self._executor.staging,
             merges=self._executor.merges_parameters,
-            files=FilesBeside(self._parts.storage) if self._has_thread else None,
+            files=FilesBeside(self._parts.storage) if has_thread else None,
         )
 
     def clip(self, clip: Clip) -> Tensor | None:

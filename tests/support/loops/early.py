@@ -223,7 +223,7 @@ BETWEEN = {
     "changes a rate": _rates,
     "writes a weight": _writes,
     "evaluates": _evaluates,
-    "reads weights": lambda m, o: [param.sum() for param in m.parameters()],
+    "reads weights": lambda m, o: [param.detach().sum() for param in m.parameters()],
     "reads masters": lambda m, o: m.state_dict(),
     "reads state": lambda m, o: o.state_dict(),
 }

@@ -116,6 +116,7 @@ class StepSpeculation:
     def begin(self) -> None:
         """A backward begins, behind the end of the last step."""
         self.drop()
+        self._drop_what_is_left()
         parts = self._parts
         self._backwards += 1
         if not parts.reducer.reduces or not self.applies:
@@ -136,6 +137,14 @@ class StepSpeculation:
         parts.storage.beside = assumed.views.files
         self._blocks = self._blocks_by_chunk()
         self._under_way = Speculation(nvme, assumed.updater, assumed.views, bound.is_passed_by)
+
+    def _drop_what_is_left(self) -> None:
+        """Ctrl-C may come when a step has judged what was done early, and before it begins."""
+        nvme, params = self._tiered_state.nvme, self._parts.storage.params
+        if nvme is not None:
+            nvme.drop_early()
+        if params is not None:
+            params.rollback()
 
     def _blocks_by_chunk(self) -> Mapping[ChunkId, tuple[int, list[Block]]]:
         """The shard of each, and those of its blocks that may be updated."""
