@@ -120,7 +120,7 @@ IN_ORDER = Policy(alternates=False)
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """One block. buffer, ticket, checksum: the executor's."""
+    """One block. What the executor sets: `is_touched`, and what the machine does not look at."""
 
     block: Block
     stage: Stage = Stage.IDLE
@@ -442,7 +442,6 @@ def _move(s: State, policy: Policy) -> Action | None:
         row = reads[0]
         if row.stage is Stage.READY or row.stage is Stage.FETCHED:
             reads.popleft()
-            row.is_touched = True
             return _begin(s, Do.UPDATE if row.stage is Stage.READY else Do.PLACE, row)
     return None
 

@@ -256,8 +256,10 @@ class NvmeState:
         answers whether they need to be restored when the step fails."""
         if self._forms.has_undo:
             save(row.block, partial(self._transfers.beside, row.block, row.buffer))
-        elif row.was_read:
-            row.is_touched = save(row.block, partial(self._early_undo, row.block))
+            row.is_touched = True
+        else:
+            undo = partial(self._early_undo, row.block)
+            row.is_touched = not row.was_read or save(row.block, undo)
 
     def save_weight(self, row: Row, save: Callable[[Block, Callable[[], Tensor]], bool]) -> None:
         """Behind its update: a weight of which the master is a remainder is written with it."""

@@ -148,11 +148,14 @@ class TargetStep:
         those of this step.
         """
         state, nvme = self._state, self._nvme
-        for row in state.rows:
-            if row.is_whole:
-                watch(row.id)
+        for whole in state.rows:
+            if whole.is_whole:
+                watch(whole.id)
         error: BaseException | None = None
         while True:
+            if signals is not None and signals.pending and (state.todo or state.reads):
+                error = InterruptedError("the step was interrupted and undone")
+                note(state, Event.FAILED, None, error)
             action = next_action(state, self._policy)
             if action is None:
                 waits = waits_for(state)
@@ -165,10 +168,7 @@ class TargetStep:
                 break
             assert nvme is not None and row is not None
             if do is Do.UPDATE or do is Do.PLACE:
-                if signals is not None and signals.pending:
-                    interrupted = InterruptedError("the step was interrupted and undone")
-                    note(state, Event.FAILED, row, interrupted)
-                elif self._update(nvme, row, do):
+                if self._update(nvme, row, do):
                     watch(row.id)
                 nvme.collect()
             else:
@@ -181,6 +181,7 @@ class TargetStep:
         try:
             if do is Do.PLACE:
                 assert self._follow is not None
+                row.is_touched = True
                 self._follow(block, nvme.fetched(row))
                 event = Event.PLACED
             else:

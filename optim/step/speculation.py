@@ -182,7 +182,7 @@ class Speculation:
         if action is None:
             row = waits_for(state)
             if row is None:
-                return bool(state.speculates and self._goes_on())
+                return self._goes_on(stop=not state.speculates)
             nvme.end(row)
             return True
         do, row, _ = action
