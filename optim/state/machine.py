@@ -452,6 +452,8 @@ def _move_early(s: State) -> Action | None:
         return _begin(s, Do.WRITE, s.updated)
     if not s.speculates:
         return None
+    while s.finals and s.finals[0].stage is not Stage.IDLE:  # the step reads it
+        s.finals.popleft()
     if s.finals and len(s.early) <= READS_AHEAD and (s.free or s.kept):
         row = s.finals.popleft()
         row.is_early = True

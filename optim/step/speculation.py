@@ -162,16 +162,16 @@ class Speculation:
         self._views.lend(self._nvme.spare)
         note(self._state, Event.BACKWARD)
         try:
-            while self._go_on():
+            while self._act() or self._goes_on(stop=not self._state.speculates):
                 pass
         finally:
             note(self._state, Event.STOPPED)
-            while self._go_on():
+            while self._act():
                 pass
             self._views.lend(None)
             self._views.abandon()
 
-    def _go_on(self) -> bool:
+    def _act(self) -> bool:
         """Carry one action out, or wait for one; whether there was."""
         state, nvme = self._state, self._nvme
         if self._is_stopped and state.speculates:
@@ -182,7 +182,7 @@ class Speculation:
         if action is None:
             row = waits_for(state)
             if row is None:
-                return self._goes_on(stop=not state.speculates)
+                return False
             nvme.end(row)
             return True
         do, row, _ = action
