@@ -133,10 +133,10 @@ class Row:
     buffer: Any = None  # a `nvme.Buffer`
     ticket: Ticket[object] | None = None
     checksum: int = 0
+    id: BlockId = field(init=False)
 
-    @property
-    def id(self) -> BlockId:
-        return self.block.id
+    def __post_init__(self) -> None:
+        self.id = self.block.id
 
 
 @dataclass(slots=True)

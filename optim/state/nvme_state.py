@@ -193,11 +193,11 @@ class NvmeState:
 
     def collect(self) -> None:
         """End writes that have ended, in their order. Never waits."""
-        while True:
-            row = next((r for r in self.state.under_way if r.stage is Stage.WRITING), None)
-            if row is None or row.ticket is None or not row.ticket.ready():
-                return
-            self.end(row)
+        for row in list(self.state.under_way):
+            if row.stage is Stage.WRITING:
+                if row.ticket is None or not row.ticket.ready():
+                    return
+                self.end(row)
 
     def prefetch(self) -> None:
         """Begin to read the first blocks of the next step. Never waits."""

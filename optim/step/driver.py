@@ -68,10 +68,6 @@ def at_once(blocks: Iterator[Block]) -> None:
     deque(blocks, maxlen=0)
 
 
-def unwatched(block: BlockId) -> None:
-    """Nobody waits for blocks."""
-
-
 class TargetStep:
     """One step of one target's state. `number` counts from 1; `files` count before the state does:
     `nvme.recover` finds the step before in either file.
@@ -140,7 +136,7 @@ class TargetStep:
     def prepare(
         self,
         signals: HeldSignals | None = None,
-        watch: Callable[[BlockId], None] = unwatched,
+        watch: Callable[[BlockId], None] | None = None,
     ) -> BaseException | None:
         """Update all blocks on disk beside their last version; what went wrong.
 
@@ -148,14 +144,12 @@ class TargetStep:
         those of this step.
         """
         state, nvme = self._state, self._nvme
-        for whole in state.rows:
+        for whole in state.rows if watch is not None else ():
             if whole.is_whole:
                 watch(whole.id)
         error: BaseException | None = None
+        self._look_for(signals)
         while True:
-            if signals is not None and signals.pending and (state.todo or state.reads):
-                error = InterruptedError("the step was interrupted and undone")
-                note(state, Event.FAILED, None, error)
             action = next_action(state, self._policy)
             if action is None:
                 waits = waits_for(state)
@@ -168,12 +162,21 @@ class TargetStep:
                 break
             assert nvme is not None and row is not None
             if do is Do.UPDATE or do is Do.PLACE:
-                if self._update(nvme, row, do):
+                if self._update(nvme, row, do) and watch is not None:
                     watch(row.id)
-                nvme.collect()
+                self._look_for(signals)
+                if not (state.free or state.kept):
+                    nvme.collect()
             else:
                 nvme.begin(do, row)
         return error or self._settled()
+
+    def _look_for(self, signals: HeldSignals | None) -> None:
+        """One that came ends a step that has more to do."""
+        state = self._state
+        if signals is not None and signals.pending and (state.todo or state.reads):
+            error = InterruptedError("the step was interrupted and undone")
+            note(state, Event.FAILED, None, error)
 
     def _update(self, nvme: NvmeState, row: Row, do: Do) -> bool:
         """Whether nothing went wrong."""

@@ -189,7 +189,8 @@ class Speculation:
         assert row is not None
         if do is Do.UPDATE:
             self._update(row)
-            nvme.collect()
+            if not (state.free or state.kept):
+                nvme.collect()
         else:
             if do is Do.WRITE and not row.is_whole:
                 nvme.remember(row)
