@@ -138,7 +138,7 @@ class StepTail:
 
         share = 0.0 if tiered_state.nvme is None else tiered_state.nvme.held_share
         self._under_way = _UnderWay(
-            tail, step, tiered_state, taken, forget, gates, len(step.stages), share, clock()
+            tail, step, tiered_state, taken, forget, gates, step.num_blocks, share, clock()
         )
         self._signals = signals
         ask_at_the_end(id(self), partial(_failure_of, tail.behind))

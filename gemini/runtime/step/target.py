@@ -28,9 +28,10 @@ from gemini.optim.rules.control_vector import ControlVector
 from gemini.optim.rules.report import NonFiniteGradientError, Outcome, SkipLog, StepReport, Traffic
 from gemini.optim.rules.rule import UpdateRule
 from gemini.optim.state.held_signals import SignalsBehind
+from gemini.optim.state.machine import IN_ORDER, SERIAL
 from gemini.optim.state.pieces import Updater
 from gemini.optim.step.cpu_step import CpuStep
-from gemini.optim.step.driver import Early, InMemory, TargetStep, at_once
+from gemini.optim.step.driver import InMemory, TargetStep, at_once
 from gemini.optim.step.executor import Executor
 from gemini.optim.step.triton_step import TritonStep
 from gemini.optim.target import AmpInputs, Group, Target
@@ -38,7 +39,7 @@ from gemini.placement.timetable.updates import AUTO, IN_BACKWARD
 from gemini.runtime.comm.ballot import Agreement
 from gemini.runtime.parts import Parts
 from gemini.tickets import Done
-from gemini.units import ParamId
+from gemini.units import BlockId, ParamId
 
 from .agreement import AgreedStep, carry_out, raise_what_any_rank_raised
 from .ahead.early_views import EarlyShardViews
@@ -283,10 +284,10 @@ class ShardTarget(SavedShards):
         taken = self._taken(agreement.present)
         updater = self._executor.begin(hypers, taken, agreement.power_sum, clip)
         outcome = Outcome(grad_norm=clip.norm(agreement.power_sum) / scale, loss_scale=scale)
-        views, early = self._views(hypers, taken), Early()
+        views, held = self._views(hypers, taken), frozenset[BlockId]()
         if self._speculation is not None:
-            early = self._speculation.judge(updater, views, taken)
-        step = self._new_step(updater, views, early)
+            held = self._speculation.judge(updater, views, taken)
+        step = self._new_step(updater, views, held)
         return AgreedStep(self, step, views, taken, outcome)
 
     def _taken(self, present: Sequence[bool]) -> list[ParamId]:
@@ -363,15 +364,15 @@ class ShardTarget(SavedShards):
         return self._moved - before
 
     def _new_step(
-        self, updater: Updater, views: ShardViews, early: Early | None = None
+        self, updater: Updater, views: ShardViews, held: frozenset[BlockId] = frozenset()
     ) -> TargetStep:
-        number = self._num_steps + 1
         files = self._parts.storage.params if views.files is None else views.files.params
         # the first blocks of the order are read ahead, and their gradients the last to be final
         in_order = self._has_tail or (self._speculation is not None and self._speculation.applies)
         return TargetStep(
-            self._tiered_state, updater, views, number, files, in_order=in_order, early=early
-        )
+            self._tiered_state, updater, views, self._num_steps + 1, files,
+            policy=IN_ORDER if in_order else SERIAL, held=held, follow=views.follow,
+        )  # fmt: skip
 
     def count(self, taken: Sequence[ParamId]) -> None:
         """The step was taken, and has updated these parameters."""

@@ -157,7 +157,7 @@ def same(
 def num_early(optimizer: Any) -> int:
     """Blocks that may be updated in backward: the others were read ahead for the step."""
     state = optimizer.targets[0].tiered_state.nvme
-    return len(state.blocks) - state.num_reads_begun
+    return len(state.blocks) - len(state.state.reads)
 
 
 class Sometimes(nn.Module):
