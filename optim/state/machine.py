@@ -284,7 +284,7 @@ def _drop(s: State, row: Row) -> None:
         return
     _leave_queues(s, row)
     if row in s.under_way:
-        row.is_void = True
+        row.is_void, row.is_whole = True, False
         return
     if row.stage >= Stage.WRITTEN:
         s.dropped.append(row)
@@ -329,7 +329,7 @@ def _asked(s: State, said: frozenset[BlockId]) -> None:
         if row.is_early and row.id not in said:
             _drop(s, row)
         row.was_read = row.stage in (Stage.READING, Stage.READY) and not row.is_void
-        if not (row.was_read or row.is_whole) or row.is_void:
+        if not (row.was_read or row.is_whole):
             s.todo.append(row)
 
 
