@@ -1,7 +1,7 @@
 """What the house is: python -m bench.host.house
 
 Lines and files of the source by room, protocols with fewer than two implementers, reaches two deep,
-the longest function and the widest signature. Tests hold what these may be (`tests/test_structure`).
+the longest function and the widest signature. `tests/test_structure.py` holds what these may be.
 """
 
 from __future__ import annotations
@@ -143,7 +143,8 @@ def main() -> int:
         print(f"{len(lines):4d} files {sum(lines):6d} lines  {room}")
     every = [source.lines for source in sources()]
     print(f"{len(every):4d} files {sum(every):6d} lines  in all")
-    print(f"{sum(lines < SMALL for lines in every)} files below {SMALL} lines, longest {max(every)}")
+    small = sum(lines < SMALL for lines in every)
+    print(f"{small} files below {SMALL} lines, longest {max(every)}")
     alone = {name: found for name, found in protocols().items() if len(found) < 2}
     print(f"{len(protocols())} protocols, {len(alone)} with fewer than two implementers:")
     for name, found in alone.items():
