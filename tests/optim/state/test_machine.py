@@ -249,7 +249,13 @@ def program(seed: int) -> tuple[int, int]:
     return found[0], found[1]
 
 
-@pytest.mark.parametrize("first", range(0, 4000, 500))
+@pytest.mark.parametrize(
+    "first",
+    [
+        *range(0, 1500, 500),
+        *(pytest.param(n, marks=pytest.mark.deep) for n in range(1500, 30000, 500)),
+    ],
+)
 def test_every_program_comes_to_what_its_steps_do_one_after_the_other(first):
     counted, undone = map(sum, zip(*map(program, range(first, first + 500)), strict=True))
     assert counted > 700 and undone > 200
