@@ -303,7 +303,7 @@ def _backward(s: State, said: None) -> None:
 
 def _final(s: State, said: Iterable[Row]) -> None:
     if s.speculates:
-        s.finals += [row for row in said if row.stage is Stage.IDLE]
+        s.finals += said
 
 
 def _stopped(s: State, said: None) -> None:
