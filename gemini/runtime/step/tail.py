@@ -166,6 +166,11 @@ class StepTail:
         parts.manager.ledger.held_bytes = lambda: views.held_bytes
         parts.updating.behind = self.beside.behind
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether the last step has one that nobody has waited for to its end."""
+        return self._under_way is not None or self.beside is not None
+
     def settle(self) -> None:
         """Wait until the last step counts. Raises what ended it; then it is undone.
 

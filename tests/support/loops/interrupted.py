@@ -98,7 +98,12 @@ class Program:
     def read(said: dict[str, Any]) -> Program:
         """From what `asdict` has made of one, and JSON of that."""
         rounds = [
-            Round(*([(name, tuple(args)) for name, args in calls] for calls in one.values()))
+            Round(
+                **{
+                    part: [(name, tuple(args)) for name, args in calls]
+                    for part, calls in one.items()
+                }
+            )
             for one in said["rounds"]
         ]
         return Program(said["is_half_frozen"], rounds)

@@ -206,6 +206,8 @@ class StepSpeculation:
     def forget(self) -> None:
         """All gradients were dropped."""
         self.drop()
+        if not self._tail.goes_on:
+            self._drop_what_is_left()
         self._backwards = 0
 
     def drop(self) -> None:
