@@ -78,7 +78,8 @@ def cell(mine: Sequence[Row]) -> str:
     if first is None:
         return "no"
     disk = f" + {first.disk_tb} TB" if first.disk_tb else ""
-    return f"{first.ram_gib} GiB{disk}: {first.seconds:.2g} s"
+    seconds = f"{first.seconds:.2g}" if first.seconds < 99.5 else f"{first.seconds:.0f}"
+    return f"{first.ram_gib} GiB{disk}: {seconds} s"
 
 
 def rows_of(page: str) -> list[Row]:
