@@ -15,8 +15,6 @@ ended: `optimizer.close()` would keep masters, 4 bytes a parameter beside the st
 
 The parent looks at VmHWM of /proc every 10 ms and kills the process where it is above the limit;
 VmHWM forgets no peak, so one between two looks is found by the next, and by a last look at the end.
-Pages of libraries do not count, which a busy kernel takes from an idle process and gives again: 20
-MiB of them killed a run that needs 76 MiB of its own, in one of three times.
 It is no RLIMIT_DATA, which counts stacks of threads that nobody touched, and no cgroup, which needs
 root.
 
@@ -206,8 +204,7 @@ def train(draw: Draw, plan: Certificate, told: Connection) -> None:
     idle = _resident()
     placement = replace(plan.policy, device_budget=None)
     _steps(replace(draw, layers=1).prepared(), draw, inputs, {"placement_policy": placement})
-    before = _resident()
-    told.send((idle, before, _status("self")[1]))
+    told.send((idle, _resident()))
     told.recv()
     options = {"placement_policy": plan.policy, "trace": plan.trace, "update": plan.update}
     told.send(_steps(model, draw, inputs, options))
@@ -221,10 +218,8 @@ def _resident() -> int:
     return peak_rss_bytes()
 
 
-def _steps(
-    model: Any, draw: Draw, inputs: dict[str, Any], options: dict[str, Any]
-) -> tuple[int, int]:
-    """Train; `_status` before the optimizer is closed, which would keep masters beside its state."""
+def _steps(model: Any, draw: Draw, inputs: dict[str, Any], options: dict[str, Any]) -> int:
+    """Train; the peak until the optimizer is closed, which would keep masters beside its state."""
     wrapped = gemini.GeminiDDP(model, device="cpu", **options)
     trained = [param for param in wrapped.parameters() if param.requires_grad]
     optimizer = OPTIMIZERS[draw.optimizer](trained, nvme_offload_fraction=draw.nvme_fraction)
@@ -235,9 +230,9 @@ def _steps(
         optimizer.step()
         optimizer.zero_grad()
     optimizer.last_report.behind.wait()  # the tail of the last step
-    found = _status("self")
+    peak = peak_rss_bytes()
     optimizer.close(keep_masters=False)
-    return found
+    return peak
 
 
 def run(draw: Draw) -> dict[str, Any]:
@@ -260,17 +255,12 @@ def _run(draw: Draw, folder: str) -> dict[str, Any]:
     said = mine.recv()
     if isinstance(said, str):
         raise RuntimeError(said)
-    idle, before, files = said
-
-    def own(status: tuple[int, int]) -> int:
-        """Less pages of libraries that the kernel had taken back, and gave again."""
-        return status[0] - max(0, status[1] - files)
-
+    idle, before = said
     mine.send("go")
     peak, is_killed, end = 0, False, time.monotonic() + MOST_SECONDS
     assert process.pid is not None
     while not mine.poll(LOOKS):
-        peak = max(peak, own(_status(str(process.pid))))
+        peak = max(peak, _high_water(process.pid))
         if peak > before + allowed or time.monotonic() > end:
             is_killed = True
             os.kill(process.pid, signal.SIGKILL)
@@ -279,7 +269,7 @@ def _run(draw: Draw, folder: str) -> dict[str, Any]:
         said = mine.recv()
         if isinstance(said, str):
             raise RuntimeError(said)
-        peak = own(said)
+        peak = said
         is_killed = peak > before + allowed
     process.join()
     return {
@@ -288,16 +278,13 @@ def _run(draw: Draw, folder: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _status(pid: str) -> tuple[int, int]:
-    """(VmHWM, RssFile) in bytes; 0 of a process that has ended."""
+def _high_water(pid: int) -> int:
+    """VmHWM; 0 of a process that has ended."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
-        high, files = (
-            int(status.split(name)[1].split()[0]) * 1024 for name in ("VmHWM:", "RssFile:")
-        )
+        return int(status.split("VmHWM:")[1].split()[0]) * 1024
     except (OSError, IndexError):
-        return 0, 0
-    return high, files
+        return 0
 
 
 def _told(work: Callable[[Connection], None], told: Connection) -> None:
@@ -336,8 +323,8 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "refused_rightly": sum(row["killed"] for row in refused) / len(refused) if refused else 1.0,
         "bars": BARS,
         "median_library_bytes": statistics.median(row["library_bytes"] for row in rows),
-        "limit": "VmHWM, less what RssFile grew by, at most idle_bytes + library_bytes + allowed: "
-        "looked at every 10 ms, and at the end; a process above it is killed",
+        "limit": "VmHWM at most idle_bytes + library_bytes + allowed: looked at every 10 ms, and "
+        "at the end; a process above it is killed",
     }
 
 

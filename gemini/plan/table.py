@@ -75,10 +75,11 @@ def markdown(found: Sequence[Row], title: str) -> str:
 def cell(mine: Sequence[Row]) -> str:
     """The first host that does, and seconds of a step; "no" where none does."""
     first = next((row for row in mine if row.seconds is not None), None)
-    if first is None:
+    if first is None or first.seconds is None:
         return "no"
     disk = f" + {first.disk_tb} TB" if first.disk_tb else ""
-    return f"{first.ram_gib} GiB{disk}: {first.seconds:.2g} s"
+    seconds = f"{first.seconds:.2g}" if first.seconds < 99.5 else f"{first.seconds:.0f}"
+    return f"{first.ram_gib} GiB{disk}: {seconds} s"
 
 
 def rows_of(page: str) -> list[Row]:
