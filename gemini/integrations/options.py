@@ -121,7 +121,7 @@ def documented(door: type) -> None:
     for name, found in vars(door).items():
         rule = found.metadata.get(_RULE, _Rule()) if isinstance(found, Field) else _Rule()
         if rule.only is not None:
-            said.setdefault(rule.only.remedy, []).append(name)
+            said.setdefault(rule.only.remedy.replace("{precision!r}", "others"), []).append(name)
         if rule.absent:
             said.setdefault("not there yet", []).append(name)
         if rule.ignored:
