@@ -144,9 +144,10 @@ class TargetStep:
         those of this step.
         """
         state, nvme = self._state, self._nvme
-        for whole in state.rows if watch is not None else ():
-            if whole.is_whole:
-                watch(whole.id)
+        if watch is not None:
+            for whole in state.rows:
+                if whole.is_whole:
+                    watch(whole.id)
         error: BaseException | None = None
         self._look_for(signals)
         while True:

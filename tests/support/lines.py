@@ -405,7 +405,6 @@ def _interrupted(
     rank: int, place: str, points: Sequence[Point], repeats: int
 ) -> tuple[int, dict[str, Any] | None]:
     """How many stopped a step; and what went wrong, where one has."""
-    logging.getLogger("gemini").setLevel(logging.ERROR)
     life, num_came = Life(place), 0
     for point in points:
         try:
