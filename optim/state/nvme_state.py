@@ -206,6 +206,8 @@ class NvmeState:
 
     def drop_early(self) -> None:
         """Nothing was done before the step. Waits for what is under way of it."""
+        if self.state.error is None and not any(row.is_early for row in self.state.rows):
+            return
         with HeldSignals():
             note(self.state, Event.DROPPED)
             self._go_on()
