@@ -30,7 +30,7 @@ from .space import Block
 
 
 class Stage(IntEnum):
-    """Of one row."""
+    """Where one row is between its last version and its next."""
 
     IDLE = auto()  # its last version counts; no buffer
     READING = auto()  # which is coming into a buffer
@@ -45,7 +45,7 @@ class Stage(IntEnum):
 
 
 class Phase(IntEnum):
-    """Of the step."""
+    """Where the step is between two passes."""
 
     PASS = auto()  # none is under way
     PREPARING = auto()
@@ -59,7 +59,10 @@ class Phase(IntEnum):
 
 
 class Do(IntEnum):
-    """Actions. The first six are of a row, and end with the event of the same name."""
+    """What an executor is told to do next.
+
+    The first six are of a row, and end with the event of the same name.
+    """
 
     READ = auto()
     UPDATE = auto()
@@ -120,13 +123,16 @@ IN_ORDER = Policy(alternates=False)
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """One block. What the executor sets: `is_touched`, and what the machine does not look at."""
+    """One block, where it is and what is known of it.
+
+    The executor sets `is_touched`, and what the machine does not look at.
+    """
 
     block: Block
     stage: Stage = Stage.IDLE
     assumed: Hashable = None  # what an early update was computed with
     is_early: bool = False  # updated before its step: the shard has not its weights
-    is_whole: bool = False  # and its parameters are written with it: nothing is left to do
+    is_complete: bool = False  # and its parameters are written with it: nothing is left to do
     is_void: bool = False  # forgotten when what is under way has ended
     is_touched: bool = False  # the shard's weights may not be those of the last step
     was_read: bool = False  # before its step was asked for
@@ -141,7 +147,10 @@ class Row:
 
 @dataclass(slots=True)
 class State:
-    """Of all rows. Invariant: buffers that rows have and free ones are those there are."""
+    """All rows and queues of one target, between steps too.
+
+    Invariant: buffers that rows have and free ones are those there are.
+    """
 
     rows: list[Row]
     depth: int = 1  # reads of a step under way, or updated next
@@ -154,7 +163,7 @@ class State:
     early: deque[Row] = field(default_factory=deque)  # read for that
     todo: deque[Row] = field(default_factory=deque)  # of the step, not begun
     reads: deque[Row] = field(default_factory=deque)  # of the step, in order
-    kept: deque[Row] = field(default_factory=deque)  # written, and still in a buffer
+    cached: deque[Row] = field(default_factory=deque)  # written, and still in a buffer
     updating: Row | None = None
     updated: Row | None = None  # to be written
     under_way: dict[Row, None] = field(default_factory=dict)  # transfers, in order of issue
@@ -214,7 +223,7 @@ def note(s: State, event: Event, row: Row | None = None, said: Any = None) -> No
     if event is Event.UPDATED:
         s.updated = row
     elif event is Event.WRITTEN:
-        s.kept.append(row)  # until its buffer is asked for
+        s.cached.append(row)  # until its buffer is asked for
 
 
 def _unchanged(s: State, row: Row) -> None:
@@ -229,8 +238,8 @@ def _placed(s: State, row: Row) -> None:
 
 def _restored(s: State, row: Row) -> None:
     row.is_touched = False
-    if row in s.kept:
-        s.kept.remove(row)
+    if row in s.cached:
+        s.cached.remove(row)
     _forget(s, row)
 
 
@@ -260,7 +269,7 @@ def _row_failed(s: State, row: Row, error: BaseException) -> None:
 def _forget(s: State, row: Row) -> None:
     """It is as the last commit left it, and no buffer has it."""
     row.stage, row.assumed, row.ticket = Stage.IDLE, None, None
-    row.is_early = row.is_whole = row.is_void = row.was_read = False
+    row.is_early = row.is_complete = row.is_void = row.was_read = False
     _give_buffer(s, row)
 
 
@@ -271,7 +280,7 @@ def _give_buffer(s: State, row: Row) -> None:
 
 
 def _leave_queues(s: State, row: Row) -> None:
-    for queue in (s.early, s.reads, s.kept):
+    for queue in (s.early, s.reads, s.cached):
         if row in queue:
             queue.remove(row)
     if row is s.updated:
@@ -284,7 +293,7 @@ def _drop(s: State, row: Row) -> None:
         return
     _leave_queues(s, row)
     if row in s.under_way:
-        row.is_void, row.is_whole = True, False
+        row.is_void, row.is_complete = True, False
         return
     if row.stage >= Stage.WRITTEN:
         s.dropped.append(row)
@@ -329,7 +338,7 @@ def _asked(s: State, said: frozenset[BlockId]) -> None:
         if row.is_early and row.id not in said:
             _drop(s, row)
         row.was_read = row.stage in (Stage.READING, Stage.READY) and not row.is_void
-        if not (row.was_read or row.is_whole):
+        if not (row.was_read or row.is_complete):
             s.todo.append(row)
 
 
@@ -339,13 +348,13 @@ def _voted(s: State, said: BaseException | None) -> None:
 
 def _committed(s: State, said: bool) -> None:
     for row in s.order:
-        row.is_early = row.is_whole = row.is_touched = row.was_read = False
+        row.is_early = row.is_complete = row.is_touched = row.was_read = False
         row.assumed = None
         if row.stage is Stage.WRITTEN:
             row.stage = Stage.IDLE
     s.order = list(s.rows) if said else s.order[::-1]
-    while s.kept:
-        row = s.kept.pop()
+    while s.cached:
+        row = s.cached.pop()
         if len(s.reads) < s.depth and row is s.order[len(s.reads)]:
             row.stage = Stage.READY
             s.reads.append(row)
@@ -433,7 +442,7 @@ def _move(s: State, policy: Policy) -> Action | None:
     if s.updated is not None:
         return _begin(s, Do.WRITE, s.updated)
     reads, in_hand = s.reads, s.updating is not None and not policy.reads_during_update
-    if s.todo and len(reads) + in_hand < s.depth and (s.free or s.kept):
+    if s.todo and len(reads) + in_hand < s.depth and (s.free or s.cached):
         row = s.todo[0]
         if row.stage is Stage.IDLE or (row.stage is Stage.WRITTEN and not row.is_void):
             reads.append(s.todo.popleft())
@@ -454,7 +463,7 @@ def _move_early(s: State) -> Action | None:
         return None
     while s.finals and s.finals[0].stage is not Stage.IDLE:  # the step reads it
         s.finals.popleft()
-    if s.finals and len(s.early) <= READS_AHEAD and (s.free or s.kept):
+    if s.finals and len(s.early) <= READS_AHEAD and (s.free or s.cached):
         row = s.finals.popleft()
         row.is_early = True
         s.early.append(row)
@@ -469,7 +478,7 @@ def _read_ahead(s: State, policy: Policy) -> Action | None:
     if not (s.is_ahead and policy.reads_ahead and len(s.reads) < min(s.depth, len(s.order))):
         return None
     row = s.order[len(s.reads)]
-    if row.stage is not Stage.IDLE or not (s.free or s.kept):
+    if row.stage is not Stage.IDLE or not (s.free or s.cached):
         return None
     s.reads.append(row)
     return _begin(s, Do.READ, row)
@@ -502,11 +511,11 @@ def _begin(s: State, do: Do, row: Row) -> Action:
 def take_buffer(s: State, row: Row) -> None:
     """There is one."""
     if row.buffer is not None:  # it was written, and is kept
-        s.kept.remove(row)
+        s.cached.remove(row)
     elif s.free:
         row.buffer = s.free.pop()
     else:
-        other = s.kept.popleft()
+        other = s.cached.popleft()
         row.buffer, other.buffer = other.buffer, None
 
 

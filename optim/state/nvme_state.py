@@ -385,7 +385,7 @@ class NvmeState:
     def _take_buffer(self, row: Row) -> None:
         """For what is to be overwritten. Waits for writes, and raises what became of them."""
         state = self.state
-        while not (state.free or state.kept):
+        while not (state.free or state.cached):
             self._end_overwrite()
         take_buffer(state, row)
         row.stage = Stage.READY

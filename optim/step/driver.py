@@ -130,7 +130,7 @@ class TargetStep:
             nvme.check_step()
             expected = [row.block for row in state.order if row.id not in self._held]
             self._views.expect(expected)
-            self.num_done = sum(row.is_whole for row in state.rows if row.id in self._held)
+            self.num_done = sum(row.is_complete for row in state.rows if row.id in self._held)
         note(state, Event.ASKED, None, self._held)
 
     def prepare(
@@ -146,7 +146,7 @@ class TargetStep:
         state, nvme = self._state, self._nvme
         if watch is not None:
             for whole in state.rows:
-                if whole.is_whole:
+                if whole.is_complete:
                     watch(whole.id)
         error: BaseException | None = None
         self._look_for(signals)
@@ -166,7 +166,7 @@ class TargetStep:
                 if self._update(nvme, row, do) and watch is not None:
                     watch(row.id)
                 self._look_for(signals)
-                if not (state.free or state.kept):
+                if not (state.free or state.cached):
                     nvme.collect()
             else:
                 nvme.begin(do, row)

@@ -189,10 +189,10 @@ class Speculation:
         assert row is not None
         if do is Do.UPDATE:
             self._update(row)
-            if not (state.free or state.kept):
+            if not (state.free or state.cached):
                 nvme.collect()
         else:
-            if do is Do.WRITE and not row.is_whole:
+            if do is Do.WRITE and not row.is_complete:
                 nvme.remember(row)
             nvme.begin(do, row)
             if do is Do.READ and row.is_early:
@@ -217,7 +217,7 @@ class Speculation:
         nvme, views = self._nvme, self._views
         try:
             if self._updater.update_staged(row.block, nvme.planes(row), views):
-                row.is_whole = views.writes_parameters(row.block)
+                row.is_complete = views.writes_parameters(row.block)
                 event = Event.UPDATED
             else:
                 event = Event.UNCHANGED

@@ -197,7 +197,7 @@ def step(disk: Disk) -> bool:
     )
     for row in state.rows:
         if row.block.id in held and rng.random() < 0.3:
-            row.is_whole = True  # its parameters are in a file, and count with it
+            row.is_complete = True  # its parameters are in a file, and count with it
     early_error = state.error
     note(state, Event.ASKED, None, held)
     before = len(disk.log)
@@ -205,7 +205,7 @@ def step(disk: Disk) -> bool:
     assert state.phase is Phase.VOTING and not state.under_way
     if early_error is None and error is None:
         fetched = disk.log[before:].count(Do.FETCH)
-        assert fetched == sum(not row.is_whole for row in state.rows if row.block.id in held)
+        assert fetched == sum(not row.is_complete for row in state.rows if row.block.id in held)
     if error is not None or rng.random() < 0.1:
         note(state, Event.UNDO)
         disk.until(Do.ROLLBACK)
@@ -215,7 +215,7 @@ def step(disk: Disk) -> bool:
     note(state, Event.VOTED)
     disk.until(Do.COMMIT)
     for row in state.rows:
-        if row.is_whole:
+        if row.is_complete:
             disk.weights[row.block.id] = disk.beside[row.block.id]
     wanted = {i for i, given in disk.inputs.items() if given is not None}
     assert disk.beside.keys() == wanted, "what counts is what the step updates"

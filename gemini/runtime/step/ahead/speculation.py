@@ -227,8 +227,9 @@ class StepSpeculation:
             self._views.files.end()
             self._under_way, self._views, self._blocks = None, None, {}  # and with them gradients
             self._parts.storage.beside = None
-            assert self._tiered_state.nvme is not None
-            self._num_speculated += len(self._tiered_state.nvme.state.assumed)
+            nvme = self._tiered_state.nvme
+            assert nvme is not None
+            self._num_speculated += len(nvme.state.assumed)
             self._moved += self._tiered_state.traffic() - self._before
         return run
 
