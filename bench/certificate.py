@@ -8,8 +8,10 @@ answers; then a process trains three iterations under a hard limit: the answer, 
 process had before the model was there. That is `idle_bytes` (interpreter and libraries) and
 `library_bytes`: what one layer of the same model left behind when it had been trained and was gone,
 which is what libraries keep for operators of these shapes, whatever the model's size. The plan has
-neither of the two. MALLOC_MMAP_THRESHOLD_ is 65536: without it malloc keeps tens of MiB of what was
-freed, of activations of small models.
+neither of the two; of products of experts it has those that come after the one layer's.
+MALLOC_MMAP_THRESHOLD_ is 65536: without it malloc keeps tens of MiB of what was freed, of
+activations of small models. Outputs live through backward, and the process ends when steps have
+ended: `optimizer.close()` would keep masters, 4 bytes a parameter beside the state.
 
 The parent looks at VmHWM of /proc every 10 ms and kills the process where it is above the limit;
 VmHWM forgets no peak, so one between two looks is found by the next, and by a last look at the end.
@@ -179,11 +181,18 @@ def certify(draw: Draw) -> Certificate:
     if asked.update == "auto":
         asked = replace(asked, update=planned.best_update)
         planned = asked.planned()
-    own = asked.process_bytes(planned)
+    own = asked.process_bytes(planned, STEPS)
+    own -= asked.product_bytes(STEPS)
+    own += _products(draw, asked, draw.layers + 1) - _products(draw, asked, 1)
     return Certificate(
         planned.profile.peak(Tier.DEVICE) + own, budget + own, is_refused, asked.policy,
         asked.trace, asked.update, planned.profile.peak(Tier.NVME),
     )  # fmt: skip
+
+
+def _products(draw: Draw, asked: Question, layers: int) -> int:
+    """Of experts, as after a model of one layer, whose products are in `library_bytes`."""
+    return replace(asked, experts=asked.experts // draw.layers * layers).product_bytes(STEPS)
 
 
 def train(draw: Draw, plan: Certificate, told: Connection) -> None:
@@ -198,8 +207,7 @@ def train(draw: Draw, plan: Certificate, told: Connection) -> None:
     told.send((idle, _resident()))
     told.recv()
     options = {"placement_policy": plan.policy, "trace": plan.trace, "update": plan.update}
-    _steps(model, draw, inputs, options)
-    told.send(peak_rss_bytes())
+    told.send(_steps(model, draw, inputs, options))
 
 
 def _resident() -> int:
@@ -210,15 +218,21 @@ def _resident() -> int:
     return peak_rss_bytes()
 
 
-def _steps(model: Any, draw: Draw, inputs: dict[str, Any], options: dict[str, Any]) -> None:
+def _steps(model: Any, draw: Draw, inputs: dict[str, Any], options: dict[str, Any]) -> int:
+    """Train; the peak until the optimizer is closed, which would keep masters beside its state."""
     wrapped = gemini.GeminiDDP(model, device="cpu", **options)
     trained = [param for param in wrapped.parameters() if param.requires_grad]
     optimizer = OPTIMIZERS[draw.optimizer](trained, nvme_offload_fraction=draw.nvme_fraction)
     for _ in range(STEPS):
-        wrapped(**inputs).loss.backward()
+        outputs = wrapped(**inputs)
+        outputs.loss.backward()
+        del outputs  # logits live through backward, as `gemini.trace` has it
         optimizer.step()
         optimizer.zero_grad()
-    optimizer.close()
+    optimizer.last_report.behind.wait()  # the tail of the last step
+    peak = peak_rss_bytes()
+    optimizer.close(keep_masters=False)
+    return peak
 
 
 def run(draw: Draw) -> dict[str, Any]:

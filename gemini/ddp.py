@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from gemini.chunk.layout import ChunkLayout, training_layout
 from gemini.chunk.local import mesh_dims
-from gemini.chunk.sizing.search import ChunkConfiguration, search_chunk_configuration
+from gemini.chunk.sizing.search import search_chunk_configuration
 from gemini.memtracer.collector import MemStatsCollector
-from gemini.memtracer.module_calls import GatherWhole, has_experts
 from gemini.memtracer.trace import Trace
 from gemini.optim.rules.clipping import asked_norm
-from gemini.optim.rules.loss_scale import LossScale
 from gemini.optim.step.speculation import BUFFERS_AHEAD
 from gemini.placement.policy import Placement, has_budgets, parse_placement
 from gemini.placement.sizes import wider_chunks
@@ -39,20 +35,27 @@ from gemini.runtime.pipeline.together import together_of
 from gemini.runtime.schedule.planning import begin_planning
 from gemini.runtime.unwrap import check_room, unwrap
 from gemini.runtime.wrap.keep_fp32 import (
-    KeepFp32,
     cast_at_boundary,
     find_fp32_modules,
     param_dtypes,
     spectral_buffers,
 )
-from gemini.runtime.wrap.materialise import InitFn, Materialiser
+from gemini.runtime.wrap.materialise import Materialiser
 from gemini.runtime.wrap.module_check import ModuleCheck
-from gemini.runtime.wrap.precision import PrecisionSettings, as_loss_scale, check_travelling
+from gemini.runtime.wrap.precision import check_travelling
 from gemini.runtime.wrap.specs import check_module, check_split, collect_params, padded
 
 from .dtypes import DTYPES
 from .module_face import ModuleFace, face_of
-from .options import ChunkSearch, PrecisionPolicy, takes_groups
+from .options import (
+    GROUPS,
+    ChunkSearch,
+    Communication,
+    PrecisionPolicy,
+    Wrapping,
+    field_docs,
+    takes_fields,
+)
 
 NO_GRAPH = (
     "GeminiDDP gathers parameters between calls of modules, which no graph holds: compile what is "
@@ -75,47 +78,10 @@ class GeminiDDP(ModuleFace):
         the device, payloads until backward too; optimizer state that does not on NVMe),
         `"static"` or `"cuda"` (everything on the device), or a placement dataclass. Parameters are
         sharded as in ZeRO-3 but for `"zero1"`, `"zero2"` and `StaticPlacement(shard_param_frac)`.
-    precision: `"bf16"`, `"fp16"` or `"fp32"`: dtype of parameters, activations and gradients.
-        Floating inputs are cast to it; buffers keep theirs, but for those of spectral norms. fp16
-        has a dynamic loss scale, and its outputs are raised to fp32.
-    keep_fp32: true for (qualified name, module) of modules that stay in fp32 with all below them;
-        what they take and return is cast. Batch norms always do, but with `cast_buffers`.
-    cast_buffers: floating buffers are cast to the precision too.
-    master_weights: fp32 weights behind 16-bit ones, from the original weights. Without (bf16 only)
-        an update is rounded at random, up or down, by `rounding_seed`, the step and the element:
-        the same run has the same bits, wherever its state lives.
-    process_group: None is the default group, or no group where torch.distributed is not set up.
-    mesh: instead of a group, of all ranks: parameters are sharded over one dimension (`"shard"`,
-        `"fsdp"`, `"dp"`) and replicated over another (`"replicate"`, `"dp_replicate"`); torch has
-        split some over others, as experts over `"ep"`; see docs/meshes.md. A 1-D mesh is its group.
-        With `"pp"` the module is a part of a pipeline, see
-        `gemini.pipeline`, and sharded over the other dimension, if there is one.
-    search_range_m, hidden_dim, min_chunk_size_m: see `search_chunk_configuration`.
-    chunks: what that has found for this module before, with `dtype=` as it computes; nothing is
-        searched then.
-    max_prefetch: chunks gathered ahead of their use.
-    force_outputs_fp32: floating outputs are cast to fp32.
     max_norm: every step clips gradients to this norm over all parameters and ranks; 0 does not.
     norm_type: of it; above 0, or inf.
-    loss_scale: options of the loss scale of fp16; None is `optim.LossScale()`, a number a scale
-        that never changes.
-    on_nonfinite: a gradient with a NaN or an Inf on any rank lets all of them `"skip"` the step,
-        which changes nothing, or `"raise"` `optim.NonFiniteGradientError` (and wait for each step).
-    gather_whole: modules whose parameters are gathered all together, because what runs below them
-        depends on data and so differs between ranks; by default those with a child `experts`.
-    init_fn: initialises a module on the meta device that cannot do it itself; see
-        `gemini.init_empty`.
-    init_state_dict: values for the parameters instead of those they have, on rank 0.
     trace: of an iteration, see `gemini.trace`; the first one is planned with it, and chunks are in
         the order of its first uses.
-    cast_inputs: false leaves what floats in the arguments as it is, targets of a loss say; modules
-        then cast for themselves.
-    broadcast_buffers: every forward begins with rank 0's buffers on all ranks, as DDP's default.
-    communication_dtype: `"bf16"`, `"fp16"` or `"fp32"`: gradients travel in it between ranks, and
-        are what they were before and after; None is what they have: the precision's, and fp32
-        where backwards have added up.
-    overlap_allgather: what is never released (ZeRO-1 and 2) is gathered after a step while the
-        next forward runs; each module waits for its own parameters.
     update: `"serial"`, a step has ended when `step()` returns; or `"tail"`: with state on NVMe,
         and nothing else there, or in host memory beside a device, blocks are updated while the
         next forward runs, which waits for what it reads. The bits are the same. A disk that fails
@@ -126,74 +92,48 @@ class GeminiDDP(ModuleFace):
         left is done in `step()`, and with `"both"` while the next forward runs. `"auto"`: the one
         of these with which the plan predicts the shortest iteration.
 
-    `precision` may be a `gemini.PrecisionPolicy` and `chunks` a `gemini.ChunkSearch`: the arguments
-    that they have as fields, in one value.
+    The others are the fields of `gemini.PrecisionPolicy`, `gemini.ChunkSearch`,
+    `gemini.options.Communication` and `gemini.options.Wrapping`, each by its own name or all of one
+    in a value: `precision=`, `chunks=`, `communication=`, `wrapping=`.
 
     Raises ValueError, before anything is changed, for a module that cannot be wrapped.
     """
 
-    @takes_groups
+    @takes_fields(**GROUPS)
     def __init__(
         self,
         module: nn.Module,
         device: torch.device | str | Backend | None = None,
         placement_policy: str | Placement = "auto",
         *,
-        precision: str | PrecisionPolicy = "bf16",
-        process_group: dist.ProcessGroup | None = None,
-        mesh: DeviceMesh | None = None,
-        search_range_m: float | None = None,
-        hidden_dim: int | None = None,
-        min_chunk_size_m: float = 32,
-        chunks: ChunkConfiguration | ChunkSearch | None = None,
-        max_prefetch: int = 1,
-        force_outputs_fp32: bool = False,
+        precision: PrecisionPolicy,
+        chunks: ChunkSearch,
+        communication: Communication,
+        wrapping: Wrapping,
         max_norm: float = 0.0,
         norm_type: float = 2.0,
-        loss_scale: LossScale | float | None = None,
-        on_nonfinite: str = "skip",
-        keep_fp32: KeepFp32 | None = None,
-        cast_buffers: bool = False,
-        master_weights: bool = True,
-        rounding_seed: int = 0,
-        gather_whole: GatherWhole = has_experts,
-        init_fn: InitFn | None = None,
-        init_state_dict: Mapping[str, Tensor] | None = None,
         trace: Trace | None = None,
-        cast_inputs: bool = True,
-        broadcast_buffers: bool = False,
-        communication_dtype: str | None = None,
-        overlap_allgather: bool = False,
         update: str = "serial",
     ) -> None:
         super().__init__()
-        assert not isinstance(precision, PrecisionPolicy) and not isinstance(chunks, ChunkSearch)
         check_module(module)
-        precision_settings = PrecisionSettings(
-            precision=precision,
-            max_norm=max_norm,
-            norm_type=norm_type,
-            loss_scale=as_loss_scale(loss_scale),
-            on_nonfinite=on_nonfinite,
-            master_weights=master_weights,
-            rounding_seed=rounding_seed,
-            communication_dtype=communication_dtype,
-        )
-        if max_prefetch < 0:
-            raise ValueError(f"max_prefetch={max_prefetch} is negative; 0 does not prefetch")
+        precision_settings = precision.settings(max_norm, norm_type)
         if update not in (*UPDATES, AUTO):
             raise ValueError(f"update={update!r}; expected one of {[*UPDATES, AUTO]}")
         placement = parse_placement(placement_policy)
         check_travelling(precision_settings, placement.budgets())
         self._dtype = DTYPES[precision_settings.dtype]
-        fp32_modules = find_fp32_modules(module, keep_fp32, cast_buffers=cast_buffers)
+        fp32_modules = find_fp32_modules(
+            module, precision.keep_fp32, cast_buffers=precision.cast_buffers
+        )
         dtypes = param_dtypes(module, fp32_modules, precision_settings.dtype)
+        process_group, mesh = communication.process_group, communication.mesh
         params, own_specs = collect_params(module, dtypes, meshed=mesh is not None)
-        values = Materialiser(module, init_fn, init_state_dict)
+        values = Materialiser(module, wrapping.init_fn, wrapping.init_state_dict)
         values.check()
         split = sorted({name for param in params for name in mesh_dims(param)})
         if split:
-            check_split(precision_settings, trace=trace, init_state_dict=init_state_dict)
+            check_split(precision_settings, trace=trace, init_state_dict=wrapping.init_state_dict)
         together = None
         if is_pipeline(process_group, mesh):
             check_stage_options(precision_settings, split)
@@ -201,35 +141,33 @@ class GeminiDDP(ModuleFace):
         connections = connect(process_group, mesh, split, {spec.group for spec in own_specs})
         comm = connections.comm
         specs = padded(own_specs, comm)
-        if chunks is None:
-            chunks = search_chunk_configuration(
-                specs,
-                search_range_m=search_range_m,
-                hidden_dim=hidden_dim,
-                min_chunk_size_m=min_chunk_size_m,
-            )
-        chunks.check_specs(specs)
-        self.chunk_configuration = chunks
+        self.chunk_configuration = chunks.chunks or search_chunk_configuration(
+            specs, chunks.search_range_m, chunks.hidden_dim, chunks.min_chunk_size_m
+        )
+        self.chunk_configuration.check_specs(specs)
         if trace is not None:
             trace.check_model(specs)
         order = None if trace is None else trace.param_order(specs)
         num_shards, num_replicas = connections.num_shards, connections.num_replicas
-        layout = training_layout(specs, chunks.capacities, num_shards, order, num_replicas)
+        capacities = self.chunk_configuration.capacities
+        layout = training_layout(specs, capacities, num_shards, order, num_replicas)
+        max_prefetch = communication.max_prefetch
         _check_same_set_up(comm, layout, (placement, precision_settings, max_prefetch, update))
         backend = _backend(device)
         itemsizes = [param.dtype.itemsize for param in params]
-        has_master = master_weights and any(c.dtype != "float32" for c in layout.chunks)
+        masters = precision.master_weights
+        has_master = masters and any(c.dtype != "float32" for c in layout.chunks)
         in_thread = has_master and update != "serial" and not backend.has_host_tier
         if update == "tail":  # which asks for more only where parameters or gradients are in files
             in_thread = in_thread and has_budgets(placement)
         planning = begin_planning(
             layout, placement, backend, comm,
-            with_originals=wider_chunks(layout, itemsizes) if master_weights else frozenset(),
+            with_originals=wider_chunks(layout, itemsizes) if masters else frozenset(),
             has_master=has_master, max_prefetch=max_prefetch, trace=trace,
             num_ahead=BUFFERS_AHEAD if in_thread else 0,
             ranks_per_node=None if together is None else together.ranks_here,
         )  # fmt: skip
-        if overlap_allgather and not planning.never_released:
+        if communication.overlap_allgather and not planning.never_released:
             raise ValueError(
                 "overlap_allgather=True gathers behind a step what is never released, and here all "
                 'is; expected placement_policy="zero1", "zero2" or StaticPlacement('
@@ -246,7 +184,7 @@ class GeminiDDP(ModuleFace):
             name=type(module).__name__,
             max_prefetch=max_prefetch,
             precision_settings=precision_settings,
-            overlap_allgather=overlap_allgather,
+            overlap_allgather=communication.overlap_allgather,
             beside=comm.beside() if update in (*BEHIND, AUTO) else None,
             update=update,
         )
@@ -257,22 +195,22 @@ class GeminiDDP(ModuleFace):
             backend.device,
             self.engine.control_vector,
             partial(self.engine.calls.begin_backward, scaled=True),
-            force_outputs_fp32=force_outputs_fp32,
-            cast_inputs=cast_inputs,
+            force_outputs_fp32=precision.force_outputs_fp32,
+            cast_inputs=precision.cast_inputs,
         )
         in_fp32 = {id(buffer) for inner in fp32_modules.values() for buffer in inner.buffers()}
         always = spectral_buffers(module)
         self._buffer_dtypes = {id(buffer): buffer.dtype for buffer in module.buffers()}
         for buffer in module.buffers():
-            casts = cast_buffers or id(buffer) in always
+            casts = precision.cast_buffers or id(buffer) in always
             casts = casts and buffer.is_floating_point() and id(buffer) not in in_fp32
             buffer.data = buffer.data.to(backend.device, self._dtype if casts else buffer.dtype)
         for inner in fp32_modules.values():
             self.engine.hook_handles += cast_at_boundary(inner, self._dtype)
-        self.broadcast_buffers = broadcast_buffers
+        self.broadcast_buffers = communication.broadcast_buffers
         self._broadcast_buffers()
         self.engine.module_check = ModuleCheck(module)
-        self.engine.calls.hook(module, gather_whole)
+        self.engine.calls.hook(module, wrapping.gather_whole)
         self.__class__ = face_of(type(self), type(module))  # type: ignore[assignment]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -286,8 +224,13 @@ class GeminiDDP(ModuleFace):
             self._broadcast_buffers()
         self.engine.calls.begin_iteration((args, kwargs))
         args, kwargs = self._boundary.enter((args, kwargs))
-        with self.engine.calls.tracking(self.module):
-            outputs = self.module(*args, **kwargs)
+        depth = self.engine.forward_depth
+        try:
+            with self.engine.calls.tracking(self.module):
+                outputs = self.module(*args, **kwargs)
+        except BaseException:
+            self.engine.calls.cut_short(depth)
+            raise
         return self._boundary.leave(outputs)
 
     @torch.no_grad()
@@ -396,6 +339,9 @@ class GeminiDDP(ModuleFace):
     def memory_stats(self) -> MemStatsCollector:
         """What was sampled: traces of iterations, by kind and signature of the inputs."""
         return self.engine.sampler.collector
+
+
+GeminiDDP.__doc__ = f"{GeminiDDP.__doc__}\n{field_docs()}    "
 
 
 def _backend(device: torch.device | str | Backend | None) -> Backend:

@@ -18,6 +18,7 @@ from gemini.checkpoint.load import load_checkpoint
 from gemini.checkpoint.model.extras import random_state, set_random_state
 from gemini.checkpoint.save import save_checkpoint
 from gemini.chunk.storage import Chunk
+from gemini.placement.problem import average_bytes
 from gemini.placement.tiers import Tier
 from gemini.runtime.inspect.weights import master_of, set_master
 from gemini.runtime.memory.originals import Originals, original_homes
@@ -40,13 +41,14 @@ class EMA:
             evaluate(model)
 
     decay: share of the average that an update keeps, 0 to 1.
-    home: `"host"`, 4 bytes a parameter of this rank's RAM, which no budget counts; `"nvme"`, a file
-        in the folder of the placement policy; `"auto"`: NVMe where state is there, else host.
+    home: `"host"`, 4 bytes a parameter of this rank's RAM; `"nvme"`, a file in the folder of the
+        placement policy; `"auto"`: NVMe where state is there, else host. Budgets count it there.
 
     What it averages are the fp32 masters, which an update reads where they live: from the disk for
     state on NVMe, and behind a tail. Frozen parameters and buffers are the model's own.
 
-    Raises ValueError for a module that is not wrapped, a decay that is none and another home.
+    Raises ValueError for a module that is not wrapped, a decay that is none and another home, and
+    BudgetError where its home has no room for it.
     """
 
     def __init__(self, model: GeminiDDP, decay: float = 0.999, home: str = "auto") -> None:
@@ -62,7 +64,6 @@ class EMA:
         self.decay = decay
         self.num_averaged = 0  # the first update copies, as torch's does
         self._model = model
-        self._is_swapped = False
         engine = model.engine
         specs = [chunk.spec for chunk in engine.chunks]
         self._chunks = [chunk for chunk in engine.chunks if chunk.spec.trainable]
@@ -75,10 +76,16 @@ class EMA:
             specs, homes, torch.device("cpu"), replace(config, label=f"{config.label}ema-")
         )
         self._ready("EMA()")
+        self._nbytes = average_bytes(
+            [chunk.spec for chunk in self._chunks],
+            {c: engine.planning.inputs.memory if t is Tier.HOST else t for c, t in homes.items()},
+            config.block_numel,
+        )
+        engine.keep_average(self._kept, self._nbytes)
         self._copy()
 
     def _ready(self, what: str) -> None:
-        if self._is_swapped:
+        if self._model.engine.is_lent:
             raise RuntimeError(f"{what} while the average is swapped in; leave the context first")
         if self._model.engine.is_unwrapped:
             raise RuntimeError("this module was unwrapped; use model.module, or wrap it again")
@@ -118,20 +125,18 @@ class EMA:
         self._ready("swapped()")
         self._model.engine.call("ema.swapped()")
         swapped: list[Chunk] = []
-        self._is_swapped = True
-        try:
-            for chunk in self._chunks:
-                self._exchange(chunk)
-                swapped.append(chunk)
-            self._follow()
-            with self._model.engine.lent():
+        with self._model.engine.lent():
+            try:
+                for chunk in self._chunks:
+                    self._exchange(chunk)
+                    swapped.append(chunk)
+                self._follow()
                 yield
-        finally:
-            self._model.engine.write_back_changes()
-            for chunk in swapped:
-                self._exchange(chunk)
-            self._follow()
-            self._is_swapped = False
+            finally:
+                self._model.engine.write_back_changes()
+                for chunk in swapped:
+                    self._exchange(chunk)
+                self._follow()
 
     @torch.no_grad()
     def _exchange(self, chunk: Chunk) -> None:
@@ -169,5 +174,8 @@ class EMA:
         return self._kept.file_bytes
 
     def close(self) -> None:
-        """Give its memory and files back."""
+        """Give its memory and files back. All ranks call."""
         self._kept.clear()
+        if self._nbytes:
+            self._model.engine.forget_average(self._kept, self._nbytes)
+            self._nbytes = ()

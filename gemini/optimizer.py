@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, make_dataclass
 from typing import Any
 
 from gemini.optim.adam import HybridAdam
@@ -9,6 +10,12 @@ from gemini.optim.base import TieredOptimizer
 from gemini.optim.rules.loss_scale import LossScale
 
 from .ddp import GeminiDDP
+from .options import takes_fields
+
+# those of `LossScale`, of which None says nothing
+_ScaleOptions = make_dataclass(
+    "_ScaleOptions", [(one.name, f"{one.type} | None", None) for one in fields(LossScale)]
+)
 
 
 class GeminiOptimizer(TieredOptimizer):
@@ -56,30 +63,16 @@ class GeminiAdamOptimizer(HybridAdam):
     `adam_options` are those of `HybridAdam`, the others as in `GeminiOptimizer`.
     """
 
+    @takes_fields(scale=_ScaleOptions())
     def __init__(
         self,
         module: GeminiDDP,
         *,
         max_norm: float | None = None,
-        initial_scale: float | None = None,
-        min_scale: float | None = None,
-        growth_factor: float | None = None,
-        backoff_factor: float | None = None,
-        growth_interval: int | None = None,
-        hysteresis: int | None = None,
-        max_scale: float | None = None,
+        scale: Any,
         **adam_options: Any,
     ) -> None:
-        scale_options = {
-            "initial_scale": initial_scale,
-            "min_scale": min_scale,
-            "growth_factor": growth_factor,
-            "backoff_factor": backoff_factor,
-            "growth_interval": growth_interval,
-            "hysteresis": hysteresis,
-            "max_scale": max_scale,
-        }
-        given = {name: value for name, value in scale_options.items() if value is not None}
+        given = {name: value for name, value in vars(scale).items() if value is not None}
         _check_wrapped(module)
         super().__init__(module.parameters(), **adam_options)
         _configure(module, max_norm, given)

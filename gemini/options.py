@@ -3,26 +3,56 @@
     bf16 = PrecisionPolicy("bf16", cast_buffers=True)
     model = GeminiDDP(module, precision=bf16, chunks=ChunkSearch(hidden_dim=4096))
 
-Each field is an argument of `GeminiDDP` of the same name, with the same default.
+Each field is an argument of `GeminiDDP` of the same name: default, type and meaning are written
+here alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
 from functools import wraps
-from typing import Any, ParamSpec
+from textwrap import indent
+from typing import Any, TypeVar
 
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from gemini.chunk.sizing.search import ChunkConfiguration
+from gemini.memtracer.module_calls import GatherWhole, has_experts
 from gemini.optim.rules.loss_scale import LossScale
 from gemini.runtime.wrap.keep_fp32 import KeepFp32
+from gemini.runtime.wrap.materialise import InitFn
 from gemini.runtime.wrap.precision import PrecisionSettings, as_loss_scale
 
-P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class PrecisionPolicy:
     """What computes, travels and is kept in which dtype, and what happens when it overflows.
+
+    precision: `"bf16"`, `"fp16"` or `"fp32"`: dtype of parameters, activations and gradients.
+        Floating inputs are cast to it; buffers keep theirs, but for those of spectral norms. fp16
+        has a dynamic loss scale, and its outputs are raised to fp32.
+    keep_fp32: true for (qualified name, module) of modules that stay in fp32 with all below them;
+        what they take and return is cast. Batch norms always do, but with `cast_buffers`.
+    cast_buffers: floating buffers are cast to the precision too.
+    cast_inputs: false leaves what floats in the arguments as it is, targets of a loss say; modules
+        then cast for themselves.
+    force_outputs_fp32: floating outputs are cast to fp32.
+    master_weights: fp32 weights behind 16-bit ones, from the original weights. Without (bf16 only)
+        an update is rounded at random, up or down, by `rounding_seed`, the step and the element:
+        the same run has the same bits, wherever its state lives.
+    communication_dtype: `"bf16"`, `"fp16"` or `"fp32"`: gradients travel in it between ranks, and
+        are what they were before and after; None is what they have: the precision's, and fp32
+        where backwards have added up.
+    loss_scale: options of the loss scale of fp16; None is `optim.LossScale()`, a number a scale
+        that never changes.
+    on_nonfinite: a gradient with a NaN or an Inf on any rank lets all of them `"skip"` the step,
+        which changes nothing, or `"raise"` `optim.NonFiniteGradientError` (and wait for each step).
 
     Raises ValueError for what does not go together.
     """
@@ -39,8 +69,14 @@ class PrecisionPolicy:
     on_nonfinite: str = "skip"
 
     def __post_init__(self) -> None:
-        PrecisionSettings(
+        self.settings()
+
+    def settings(self, max_norm: float = 0.0, norm_type: float = 2.0) -> PrecisionSettings:
+        """The part of it that steps need, with clipping. Raises ValueError."""
+        return PrecisionSettings(
             precision=self.precision,
+            max_norm=max_norm,
+            norm_type=norm_type,
             loss_scale=as_loss_scale(self.loss_scale),
             on_nonfinite=self.on_nonfinite,
             master_weights=self.master_weights,
@@ -51,45 +87,138 @@ class PrecisionPolicy:
 
 @dataclass(frozen=True, slots=True)
 class ChunkSearch:
-    """Bounds of the search for chunk capacities, in 2**20 elements but for `hidden_dim`."""
+    """Bounds of the search for chunk capacities, or what it has found.
+
+    search_range_m, hidden_dim, min_chunk_size_m: see `search_chunk_configuration`.
+    chunks: what that has found for this module before, with `dtype=` as it computes; nothing is
+        searched then.
+    """
 
     search_range_m: float | None = None
     hidden_dim: int | None = None
     min_chunk_size_m: float = 32
+    chunks: ChunkConfiguration | None = None
 
 
-_GROUPS: dict[str, type[PrecisionPolicy | ChunkSearch]] = {
-    "precision": PrecisionPolicy,
-    "chunks": ChunkSearch,
+@dataclass(frozen=True, slots=True)
+class Communication:
+    """Between which ranks parameters, gradients and buffers travel, and when.
+
+    process_group: None is the default group, or no group where torch.distributed is not set up.
+    mesh: instead of a group, of all ranks: parameters are sharded over one dimension (`"shard"`,
+        `"fsdp"`, `"dp"`) and replicated over another (`"replicate"`, `"dp_replicate"`); torch has
+        split some over others, as experts over `"ep"`; see docs/meshes.md. A 1-D mesh is its group.
+        With `"pp"` the module is a part of a pipeline, see
+        `gemini.pipeline`, and sharded over the other dimension, if there is one.
+    max_prefetch: chunks gathered ahead of their use.
+    overlap_allgather: what is never released (ZeRO-1 and 2) is gathered after a step while the
+        next forward runs; each module waits for its own parameters.
+    broadcast_buffers: every forward begins with rank 0's buffers on all ranks, as DDP's default.
+
+    Raises ValueError for a number of chunks that is negative.
+    """
+
+    process_group: dist.ProcessGroup | None = None
+    mesh: DeviceMesh | None = None
+    max_prefetch: int = 1
+    overlap_allgather: bool = False
+    broadcast_buffers: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_prefetch < 0:
+            raise ValueError(f"max_prefetch={self.max_prefetch} is negative; 0 does not prefetch")
+
+
+@dataclass(frozen=True, slots=True)
+class Wrapping:
+    """From which values a module is wrapped, and what of it is gathered together.
+
+    gather_whole: modules whose parameters are gathered all together, because what runs below them
+        depends on data and so differs between ranks; by default those with a child `experts`.
+    init_fn: initialises a module on the meta device that cannot do it itself; see
+        `gemini.init_empty`.
+    init_state_dict: values for the parameters instead of those they have, on rank 0.
+    """
+
+    gather_whole: GatherWhole = has_experts
+    init_fn: InitFn | None = None
+    init_state_dict: Mapping[str, Tensor] | None = None
+
+
+GROUPS = {
+    "precision": PrecisionPolicy(),
+    "chunks": ChunkSearch(),
+    "communication": Communication(),
+    "wrapping": Wrapping(),
 }
 
 
-def takes_groups(init: Callable[P, None]) -> Callable[P, None]:
-    """A constructor that takes a group where it takes `precision` and `chunks`."""
+def takes_fields(**groups: Any) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """A function of frozen values that takes their fields too, where each value stands.
 
-    @wraps(init)
-    def with_groups(*args: P.args, **kwargs: P.kwargs) -> None:
-        init(*args, **ungrouped(kwargs))  # type: ignore[arg-type]
+    groups: by parameter, the value that is changed where fields are given. A value of its class is
+        taken as it is.
 
-    return with_groups
-
-
-def ungrouped(given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that groups among `given` stand for, beside the others.
-
-    Raises ValueError for one that is given in a group and beside it.
+    `inspect.signature` shows the fields. Raises ValueError for a field beside a value that has it.
     """
-    options = dict(given)
-    for name, kind in _GROUPS.items():
-        group = given.get(name)
-        if not isinstance(group, kind):
-            continue
-        del options[name]
-        for field in fields(group):
-            if field.name in options:
-                raise ValueError(
-                    f"{field.name}={options[field.name]!r} beside a {kind.__name__}, which has it; "
-                    f"expected one of the two: {kind.__name__}({field.name}=...)"
+
+    def decorator(function: Callable[..., T]) -> Callable[..., T]:
+        shown = _with_fields(inspect.signature(function), groups)
+        places = [p.name for p in shown.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+
+        @wraps(function)
+        def with_fields(*args: Any, **kwargs: Any) -> T:
+            given = dict(zip(places, args, strict=False))
+            if len(args) > len(places) or given.keys() & kwargs.keys():
+                shown.bind(*args, **kwargs)  # says what is wrong
+            given |= kwargs
+            for name, usual in groups.items():
+                given[name] = _group(given, name, usual)
+            return function(**given)
+
+        with_fields.__signature__ = shown  # type: ignore[attr-defined]
+        return with_fields
+
+    return decorator
+
+
+def _with_fields(signature: inspect.Signature, groups: dict[str, Any]) -> inspect.Signature:
+    parameters: list[inspect.Parameter] = []
+    for parameter in signature.parameters.values():
+        usual = groups.get(parameter.name)
+        parameters += (
+            [parameter]
+            if usual is None
+            else [
+                inspect.Parameter(
+                    one.name, parameter.kind, default=getattr(usual, one.name), annotation=one.type
                 )
-            options[field.name] = getattr(group, field.name)
-    return options
+                for one in fields(usual)
+            ]
+        )
+    return signature.replace(parameters=parameters)
+
+
+def _group(given: dict[str, Any], name: str, usual: Any) -> Any:
+    """The value of one group; its fields are taken out of `given`."""
+    names = [one.name for one in fields(usual)]
+    value = given.get(name)
+    if not isinstance(value, type(usual)):
+        if value is not None and name not in names:
+            raise TypeError(f"{name}={value!r}; expected a {type(usual).__name__}")
+        return replace(usual, **{one: given.pop(one) for one in names if one in given})
+    for field in names:
+        if field in given and field != name:
+            kind = type(usual).__name__
+            raise ValueError(
+                f"{field}={given[field]!r} beside a {kind}, which has it; expected one of the "
+                f"two: {kind}({field}=...)"
+            )
+    return value
+
+
+def field_docs() -> str:
+    """What the docstrings of the groups say of their fields, which are arguments."""
+    told = (inspect.getdoc(type(group)) or "" for group in GROUPS.values())
+    fields = [text.split("\n\n")[1] for text in told]
+    return indent("\n".join(fields), "    ") + "\n"

@@ -168,9 +168,7 @@ def test_the_page_of_what_fits_has_the_rows_of_the_table():
     """And its script asks for what is on the page."""
     text = (ROOT / "docs/what-fits.html").read_text()
     title = re.search(r"</h1><p>(.*?)</p>", text)[1]
-    shown = [
-        table.Row(**row) for row in json.loads(re.search(r"const rows = (\[.*?\]), ", text)[1])
-    ]
+    shown = table.rows_of(text)
     assert table.markdown(shown, title) == (ROOT / "docs/what-fits.md").read_text()
     assert table.page(shown, title) == text
     asked = re.findall(r"getElementById\(\"(\w+)\"\)", text)

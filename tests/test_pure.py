@@ -35,6 +35,7 @@ PURE = [
     "gemini.runtime.comm.ballot",
     "optim.rules.loss_scale",
     "optim.rules.clipping",
+    "optim.state.machine",
     "gemini.runtime.wrap.precision",
     "kernels_triton.control_fields",
     "nvme",

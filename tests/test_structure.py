@@ -5,6 +5,8 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
+from bench.host import house
+
 ROOT = Path(__file__).parents[1]
 PACKAGES = {
     "gemini": ROOT / "gemini",
@@ -205,6 +207,37 @@ def test_tests_and_benches_ask_by_public_names():
         uses = private_uses(source, names - set(private_names(source)))  # its own are its own
         found += [f"{path.relative_to(ROOT)}:{line} {name}" for line, name in uses]
     assert len(found) < MOST_PRIVATE_USES, "\n".join(sorted(found))
+
+
+# What the house is now, each at most; who makes one smaller lowers it. Asked are 0 protocols, 20
+# reaches, no small file, functions of 80 lines and signatures of 14
+LONE_PROTOCOLS, REACHES, SMALL_FILES = 16, 87, 87
+LARGEST_FILE, LONGEST_FUNCTION, WIDEST_SIGNATURE = 600, 112, 23
+
+
+def test_a_protocol_has_two_implementers():
+    alone = {name: found for name, found in house.protocols().items() if len(found) < 2}
+    assert len(house.protocols()) > 30 and len(alone) <= LONE_PROTOCOLS, alone
+
+
+def test_reaches_are_found():
+    tree = ast.parse("import m\na.b.c.d\nself.a.b.c\nself.a.b.c.d()\nm.a.b.c.d\n")
+    assert [text for _, text in house.reaches(tree)] == ["a.b.c.d", "self.a.b.c.d"]
+
+
+def test_nobody_reaches_two_deep():
+    found = [
+        (source.path, *reach) for source in house.sources() for reach in house.reaches(source.tree)
+    ]
+    assert len(found) <= REACHES, found
+
+
+def test_files_and_functions_have_a_size_that_is_read_at_once():
+    lines = [source.lines for source in house.sources()]
+    assert len(lines) > 200 and max(lines) <= LARGEST_FILE
+    assert sum(count < house.SMALL for count in lines) <= SMALL_FILES
+    assert max(count for _, count, _ in house.functions()) <= LONGEST_FUNCTION
+    assert max(count for _, _, count in house.functions()) <= WIDEST_SIGNATURE
 
 
 CLOCKS = re.compile(

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from gemini.chunk.layout import ChunkLayout, ParamSpec
 from gemini.memtracer.trace import sequential_trace
 from gemini.optim.adam import AdamRule, AmsgradRule
@@ -15,6 +17,8 @@ from gemini.placement.planner import PlanInputs, PlanResult, make_plan
 from gemini.placement.policy import AutoPlacement
 from gemini.placement.sizes import NUM_VERSIONS, Bandwidths, Budgets, StateBytes
 from gemini.placement.tiers import Tier
+from gemini.plan import table
+from gemini.plan.machine import CARDS
 from gemini.units import MIB, format_bytes
 
 OPTIMIZERS: dict[str, StateLayout] = {
@@ -38,6 +42,27 @@ LINKS = Bandwidths(
     host_to_device=20e9, device_to_host=20e9, nvme_read=2e9, nvme_write=2e9, collective=10e9,
     device_memory=1e12, host_memory=20e9,
 )  # fmt: skip
+
+
+# README's choice of docs/what-fits
+FITS = (
+    ("llama-3.2-1b", "all parameters"), ("llama-3.1-8b", "all parameters"),
+    ("llama-3.1-8b", "LoRA adapters"), ("qwen3-32b", "LoRA adapters"),
+    ("deepseek-v2-lite", "LoRA adapters"),
+)  # fmt: skip
+FIT_CARDS = ("rtx4080", "rtx4090", "l40s", "h100")
+
+
+def what_fits() -> str:
+    """Some rows of docs/what-fits.html as a markdown table."""
+    found = table.rows_of((Path(__file__).resolve().parents[2] / "docs/what-fits.html").read_text())
+    heads = [f"{name}, {CARDS[name].gib} GB" for name in FIT_CARDS]
+    lines = [f"| trained on one card | {' | '.join(heads)} |", "|---" * (1 + len(heads)) + "|"]
+    for model, training in FITS:
+        mine = [row for row in found if (row.model, row.training) == (model, training)]
+        cells = [table.cell([row for row in mine if row.card == card]) for card in FIT_CARDS]
+        lines.append(f"| {model}, {training} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def bytes_per_parameter() -> str:

@@ -169,6 +169,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
 }
 COMPUTED: dict[str, Callable[[], str]] = {
     "bytes": doc_tables.bytes_per_parameter,
+    "what-fits": doc_tables.what_fits,
     "placement-example": doc_tables.placement,
     **{f"trainers-{name}": partial(supported.table, name) for name in supported.SUPPORTED},
 }

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gemini.integrations.booster.booster import Booster as Booster
+    from gemini.integrations.plugins.fsdp import TorchFSDPPlugin as TorchFSDPPlugin
     from gemini.integrations.plugins.gemini_plugins import GeminiPlugin as GeminiPlugin
     from gemini.integrations.plugins.hybrid import HybridParallelPlugin as HybridParallelPlugin
     from gemini.integrations.plugins.torch_plugins import TorchDDPPlugin as TorchDDPPlugin
-    from gemini.integrations.plugins.torch_plugins import TorchFSDPPlugin as TorchFSDPPlugin
     from gemini.integrations.plugins.zero_plugin import LowLevelZeroPlugin as LowLevelZeroPlugin
 
 _HOME = {
@@ -23,7 +23,7 @@ _HOME = {
     "HybridParallelPlugin": "plugins.hybrid",
     "LowLevelZeroPlugin": "plugins.zero_plugin",
     "TorchDDPPlugin": "plugins.torch_plugins",
-    "TorchFSDPPlugin": "plugins.torch_plugins",
+    "TorchFSDPPlugin": "plugins.fsdp",
 }
 __all__ = [
     "Booster",

@@ -14,16 +14,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from gemini.dtypes import DTYPES
-from gemini.optim.rules.loss_scale import LossScale
 from gemini.runtime.wrap.precision import DTYPE_OF
 
 log = logging.getLogger("gemini")
 said_already: set[str] = set()
-
-LOSS_SCALE = (
-    "initial_scale", "min_scale", "growth_factor", "backoff_factor", "growth_interval",
-    "hysteresis", "max_scale",
-)  # fmt: skip
 
 
 def accept(options: Mapping[str, str]) -> None:
@@ -33,45 +27,6 @@ def accept(options: Mapping[str, str]) -> None:
     if new and rank() == 0:
         why = "; ".join(f"{name} ({options[name]})" for name in new)
         log.warning("options that change nothing here: %s", why)
-
-
-def refuse_others(given: Mapping[str, Any], usual: Mapping[str, Any], remedy: str) -> None:
-    """Raise ValueError for the first option in `given` that has not its `usual` value."""
-    for name, value in given.items():
-        if value != usual[name]:
-            raise ValueError(f"{name}={value!r}; expected {usual[name]!r}: {remedy}")
-
-
-def refuse_absent(**options: Any) -> None:
-    """Raise NotImplementedError for the first that is set."""
-    for name, value in options.items():
-        if value:
-            raise NotImplementedError(f"{name}={value!r} is not there yet; leave it away")
-
-
-def check_sizes(precision: str, **sizes: int | None) -> None:
-    """Raise ValueError for a size below 1, and for fp16 with one above."""
-    for name, size in sizes.items():
-        if size is not None and size < 1:
-            raise ValueError(f"{name}={size}; expected 1 or more")
-        if size is not None and size > 1 and precision == "fp16":
-            raise ValueError(
-                f"precision='fp16' with {name}={size}, whose ranks would not have one loss scale; "
-                "expected 'bf16' or 'fp32'"
-            )
-
-
-def loss_scale_of(options: Mapping[str, Any], usual: LossScale, precision: str) -> LossScale | None:
-    """What these seven options say for fp16; None for another precision, where only `usual` may be.
-
-    Raises ValueError.
-    """
-    given = LossScale(**options)
-    if precision == "fp16":
-        return given
-    own = {name: getattr(usual, name) for name in LOSS_SCALE}
-    refuse_others(options, own, f"a loss scale is for precision='fp16', and not for {precision!r}")
-    return None
 
 
 def precision_of(option: str, dtype: torch.dtype) -> str:

@@ -1,28 +1,21 @@
-"""`python -m gemini run`: torchrun on every host, and the error of the rank that failed first."""
+"""`python -m gemini run`: torchrun, on this machine or on hosts that ssh reaches."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
 
 _LINE = "[rank ${rank}] "  # before what a rank prints
 _SHARED = ("PYTHONPATH", "PATH", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
-_ERROR = "@gemini-error "  # before a host's first error, on its way to the first host
-_KEPT_LINES = 200
 POLL_SECONDS = 0.1
-GRACE_SECONDS = 3.0  # for torchrun to end by itself, once a rank has failed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,12 +38,14 @@ def run(options: argparse.Namespace) -> int:
     """The exit status: 0, or that of what failed. Raises ValueError for hosts that are none."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:  # what it started ends with it
-        if options.node_rank is not None:
-            return _run_node(options, options.node_rank, options.nnodes or 1, behind_ssh=True)
-        hosts = chosen_hosts(options)
-        if not hosts:
-            return _run_node(options, 0, 1, behind_ssh=False)
-        return _run_hosts(options, hosts)
+        with tempfile.TemporaryDirectory(prefix="gemini-run-") as logs:
+            if options.node_rank is not None:
+                return _run([_torchrun(options, options.node_rank, options.nnodes or 1, logs)])
+            hosts = chosen_hosts(options)
+            if not hosts:
+                return _run([_torchrun(options, 0, 1, logs)])
+        options.master_addr = options.master_addr or hosts[0]
+        return _run([_over_ssh(options, h, node, len(hosts)) for node, h in enumerate(hosts)])
     finally:
         signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
@@ -116,113 +111,23 @@ def _torchrun(options: argparse.Namespace, node: int, nodes: int, logs: str) -> 
     ]
 
 
-def _run_node(options: argparse.Namespace, node: int, nodes: int, *, behind_ssh: bool) -> int:
-    with tempfile.TemporaryDirectory(prefix="gemini-run-") as logs:
-        environment = {**os.environ, "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": _LINE}
-        process = subprocess.Popen(
-            _torchrun(options, node, nodes, logs),
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        rest: deque[str] = deque(maxlen=_KEPT_LINES)
-        reader = threading.Thread(target=_pass_on_ranks, args=(process.stderr, rest))
-        reader.start()
-        try:
-            status = _wait_for_node(process, Path(logs))
-        finally:
-            _end(process)
-            reader.join()
-        error = first_error(Path(logs))
-    if status and error is not None:
-        _say_first(error, behind_ssh=behind_ssh)
-    elif status:  # killed, say: torchrun knows by what
-        sys.stderr.writelines(rest)
-    return 0 if status == 0 else status if status > 0 else 1
-
-
-def _wait_for_node(process: subprocess.Popen[str], logs: Path) -> int:
-    """torchrun's status; of several hosts, it would wait for those that nobody has told."""
-    failed_at = None
-    while True:
-        try:
-            return process.wait(POLL_SECONDS)
-        except subprocess.TimeoutExpired:
-            if failed_at is None and first_error(logs) is not None:
-                failed_at = time.monotonic()
-            if failed_at is not None and time.monotonic() - failed_at > GRACE_SECONDS:
-                return 1
-
-
-def _pass_on_ranks(stream: IO[str] | None, rest: deque[str]) -> None:
-    """What ranks print; what torchrun itself says is kept in `rest`."""
-    assert stream is not None
-    for line in stream:
-        if line.startswith("[rank "):
-            sys.stderr.write(line)
-            sys.stderr.flush()
-        else:
-            rest.append(line)
-
-
-def first_error(logs: Path) -> dict[str, Any] | None:
-    """`{"rank", "time", "text"}` of the rank that failed first, of those that could say so."""
-    found = []
-    for path in logs.rglob("error.json"):
-        try:
-            said = json.loads(path.read_text())
-            found.append({"rank": said["rank"], "time": said["time"], "text": said["text"]})
-        except (ValueError, KeyError, TypeError):
-            continue
-    return min(found, key=lambda error: error["time"], default=None)
-
-
-def _say_first(error: dict[str, Any], *, behind_ssh: bool) -> None:
-    if behind_ssh:
-        sys.stdout.write(f"{_ERROR}{json.dumps(error)}\n")
-    else:
-        sys.stderr.write(f"\nrank {error['rank']} failed first:\n{error['text'].rstrip()}\n")
-
-
-def _run_hosts(options: argparse.Namespace, hosts: Sequence[str]) -> int:
-    """One ssh for each host; where one fails, all are ended."""
-    if options.master_addr is None:
-        options.master_addr = hosts[0]
-    errors: list[dict[str, Any]] = []
+def _run(commands: Sequence[Sequence[str]]) -> int:
+    """Commands at once; where one fails, all are ended. Its status, or 0."""
+    stdin = None if len(commands) == 1 else subprocess.DEVNULL
+    environment = {**os.environ, "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": _LINE}
     processes = [
-        subprocess.Popen(
-            _over_ssh(options, host, node, len(hosts)),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        for node, host in enumerate(hosts)
+        subprocess.Popen(command, env=environment, stdin=stdin, start_new_session=True)
+        for command in commands
     ]
-    readers = [
-        threading.Thread(target=_read_host, args=(process.stdout, errors)) for process in processes
-    ]
-    for reader in readers:
-        reader.start()
-    status = 0
     try:
-        while any(process.poll() is None for process in processes) and not status:
-            status = next(_failures(processes), 0)
+        while not (failed := [p.returncode for p in processes if p.poll()]):
+            if all(process.returncode == 0 for process in processes):
+                return 0
             time.sleep(POLL_SECONDS)
-        status = status or next(_failures(processes), 0)
+        return max(failed[0], 1)
     finally:
         for process in processes:
             _end(process)
-        for reader in readers:
-            reader.join()
-    if errors:
-        _say_first(min(errors, key=lambda error: error["time"]), behind_ssh=False)
-    return status if status >= 0 else 1
-
-
-def _failures(processes: Sequence[subprocess.Popen[str]]) -> Iterator[int]:
-    return (process.returncode for process in processes if process.poll())
 
 
 def _over_ssh(options: argparse.Namespace, host: str, node: int, nodes: int) -> list[str]:
@@ -238,17 +143,7 @@ def _over_ssh(options: argparse.Namespace, host: str, node: int, nodes: int) -> 
     return ["ssh", "-o", "BatchMode=yes", *port, host, there]
 
 
-def _read_host(stream: IO[str] | None, errors: list[dict[str, Any]]) -> None:
-    assert stream is not None
-    for line in stream:
-        if line.startswith(_ERROR):
-            errors.append(json.loads(line.removeprefix(_ERROR)))
-        else:
-            sys.stdout.write(line)
-            sys.stdout.flush()
-
-
-def _end(process: subprocess.Popen[str]) -> None:
+def _end(process: subprocess.Popen[bytes]) -> None:
     """End a process with all that it started, and wait for it."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is None:

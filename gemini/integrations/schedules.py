@@ -9,20 +9,59 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from inspect import Parameter, Signature
+from typing import Any, ClassVar
 
 import torch
-from torch.optim import lr_scheduler
+from torch.optim import Optimizer, lr_scheduler
+
+_NONE = Parameter.empty
 
 
 class Schedule(lr_scheduler.LRScheduler):
-    """Base of those below: `rate` says all. Raises ValueError for steps that are none."""
+    """Warm-up, base (t + 1) / W for t < W; then `after` t' = t - W steps of T' = T - W.
 
-    def __init__(
+    Its arguments are attributes. Raises ValueError for steps and options that are none.
+    """
+
+    parameters: ClassVar[Signature]
+    fixed: ClassVar[dict[str, float]] = {"warmup_steps": 0}  # what is no argument
+    peak_delay = 0  # steps after the warm-up at which the rate is base
+    total_steps: int
+    warmup_steps: int
+
+    def __init_subclass__(cls, after: Callable[..., float] | None = None, **options: Any) -> None:
+        """A schedule of these options, in their order with their defaults."""
+        if after is None:
+            return
+        names: dict[str, Any] = {"optimizer": _NONE, "total_steps": _NONE, **options}
+        cls.after = after  # type: ignore[method-assign]
+        cls.parameters = cls.__signature__ = Signature(  # type: ignore[attr-defined]
+            [
+                Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=default)
+                for name, default in {**names, "last_epoch": -1}.items()
+            ]
+        )
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        given = self.parameters.bind(*args, **kwargs)
+        given.apply_defaults()
+        options = given.arguments
+        optimizer, last_epoch = options.pop("optimizer"), options.pop("last_epoch")
+        self._check(**options)
+        if "milestones" in options:
+            options["milestones"] = sorted(options["milestones"])
+        vars(self).update(self.fixed, **options)
+        super().__init__(optimizer, last_epoch)
+
+    def _check(
         self,
-        optimizer: torch.optim.Optimizer,
         total_steps: int,
         warmup_steps: int = 0,
-        last_epoch: int = -1,
+        pct_start: float = 0.0,
+        end_lr: float = 0.0,
+        milestones: Sequence[int] | None = (0,),
+        **_: float,
     ) -> None:
         if total_steps < 1:
             raise ValueError(f"total_steps={total_steps}; expected 1 or more")
@@ -30,12 +69,22 @@ class Schedule(lr_scheduler.LRScheduler):
             raise ValueError(
                 f"warmup_steps={warmup_steps}; expected 0 to total_steps - 1 = {total_steps - 1}"
             )
-        self.total_steps = total_steps
-        self.warmup_steps = warmup_steps
-        super().__init__(optimizer, last_epoch)
+        if not 0 <= pct_start < 1:
+            raise ValueError(f"pct_start={pct_start} is outside [0, 1)")
+        if end_lr < 0:
+            raise ValueError(f"end_lr={end_lr} is negative")
+        if not milestones:
+            raise ValueError("milestones is empty; expected steps at which the rate falls")
 
     def rate(self, step: int, base: float) -> float:
         """Of a group whose rate was `base`, at a step of at most `total_steps`."""
+        warmup = self.warmup_steps
+        if step < warmup:
+            return base * (step + 1) / (warmup + self.peak_delay)
+        return self.after(step - warmup, self.total_steps - warmup, base)
+
+    def after(self, step: int, total: int, base: float) -> float:
+        """The rate at a step of those that follow the warm-up."""
         raise NotImplementedError
 
     def get_lr(self) -> list[float | torch.Tensor]:
@@ -45,166 +94,66 @@ class Schedule(lr_scheduler.LRScheduler):
     _get_closed_form_lr = get_lr
 
 
-class Warmed(Schedule):
-    """base (t + 1) / W for t < W; `after(t - W)` from there, over T - W steps."""
-
-    def rate(self, step: int, base: float) -> float:
-        if step < self.warmup_steps:
-            return base * (step + 1) / self.warmup_steps
-        return self.after(step - self.warmup_steps, self.total_steps - self.warmup_steps, base)
-
-    def after(self, step: int, total: int, base: float) -> float:
-        """The rate at a step of those that follow the warm-up."""
-        raise NotImplementedError
+def _linear(self: Any, step: int, total: int, base: float) -> float:
+    return base * (total - step) / total
 
 
-class LinearWarmupLR(Schedule):
+def _cosine(self: Any, step: int, total: int, base: float) -> float:
+    return float(self.eta_min + (base - self.eta_min) * (1 + math.cos(math.pi * step / total)) / 2)
+
+
+def _flat(self: Any, step: int, total: int, base: float) -> float:
+    flat = int(self.pct_start * total)
+    return base if step < flat else _cosine(self, step - flat, total - flat, base)
+
+
+def _steps(self: Any, step: int, total: int, base: float) -> float:
+    passed = bisect_right(self.milestones, step + self.warmup_steps)
+    return float(base * self.gamma**passed)
+
+
+def _polynomial(self: Any, step: int, total: int, base: float) -> float:
+    return float(self.end_lr + (base - self.end_lr) * (1 - step / total) ** self.power)
+
+
+class LinearWarmupLR(Schedule, after=_linear, warmup_steps=0):
     """base (t + 1) / (W + 1) for t < W; base (T - t) / (T - W) from there."""
 
-    def rate(self, step: int, base: float) -> float:
-        if step < self.warmup_steps:
-            return base * (step + 1) / (self.warmup_steps + 1)
-        return base * (self.total_steps - step) / (self.total_steps - self.warmup_steps)
+    peak_delay = 1
 
 
-class CosineAnnealingWarmupLR(Warmed):
-    """Warm-up, then eta_min + (base - eta_min) (1 + cos(pi t' / T')) / 2.
-
-    t' = t - W, T' = T - W.
-    """
-
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        total_steps: int,
-        warmup_steps: int = 0,
-        eta_min: float = 0.0,
-        last_epoch: int = -1,
-    ) -> None:
-        self.eta_min = eta_min
-        super().__init__(optimizer, total_steps, warmup_steps, last_epoch)
-
-    def after(self, step: int, total: int, base: float) -> float:
-        return _cosine(step, total, base, self.eta_min)
-
-
-class CosineAnnealingLR(CosineAnnealingWarmupLR):
+class CosineAnnealingLR(Schedule, after=_cosine, eta_min=0.0):
     """eta_min + (base - eta_min) (1 + cos(pi t / T)) / 2."""
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        total_steps: int,
-        eta_min: float = 0,
-        last_epoch: int = -1,
-    ) -> None:
-        super().__init__(optimizer, total_steps, 0, eta_min, last_epoch)
+
+class CosineAnnealingWarmupLR(Schedule, after=_cosine, warmup_steps=0, eta_min=0.0):
+    """Warm-up, then eta_min + (base - eta_min) (1 + cos(pi t' / T')) / 2."""
 
 
-class FlatAnnealingWarmupLR(Warmed):
-    """Warm-up, then base for F = int(pct_start T') steps, then a cosine to eta_min; T' = T - W."""
-
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        total_steps: int,
-        warmup_steps: int = 0,
-        pct_start: float = 0.72,
-        eta_min: float = 0,
-        last_epoch: int = -1,
-    ) -> None:
-        if not 0 <= pct_start < 1:
-            raise ValueError(f"pct_start={pct_start} is outside [0, 1)")
-        self.pct_start, self.eta_min = pct_start, eta_min
-        super().__init__(optimizer, total_steps, warmup_steps, last_epoch)
-
-    def after(self, step: int, total: int, base: float) -> float:
-        flat = int(self.pct_start * total)
-        return base if step < flat else _cosine(step - flat, total - flat, base, self.eta_min)
-
-
-class FlatAnnealingLR(FlatAnnealingWarmupLR):
+class FlatAnnealingLR(Schedule, after=_flat, pct_start=0.72):
     """base for F = int(pct_start T) steps, then a cosine to 0."""
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        total_steps: int,
-        pct_start: float = 0.72,
-        last_epoch: int = -1,
-    ) -> None:
-        super().__init__(optimizer, total_steps, 0, pct_start, 0, last_epoch)
+    fixed = Schedule.fixed | {"eta_min": 0.0}
 
 
-class MultiStepWarmupLR(Warmed):
-    """Warm-up, then base gamma^n, where n milestones (steps of all) are at most t."""
-
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        total_steps: int,
-        warmup_steps: int = 0,
-        milestones: Sequence[int] | None = None,
-        gamma: float = 0.1,
-        last_epoch: int = -1,
-    ) -> None:
-        if not milestones:
-            raise ValueError("milestones is empty; expected steps at which the rate falls")
-        self.milestones, self.gamma = sorted(milestones), gamma
-        super().__init__(optimizer, total_steps, warmup_steps, last_epoch)
-
-    def after(self, step: int, total: int, base: float) -> float:
-        passed = bisect_right(self.milestones, step + self.warmup_steps)
-        return float(base * self.gamma**passed)
+class FlatAnnealingWarmupLR(Schedule, after=_flat, warmup_steps=0, pct_start=0.72, eta_min=0.0):
+    """Warm-up, then base for F = int(pct_start T') steps, then a cosine to eta_min."""
 
 
-class MultiStepLR(MultiStepWarmupLR):
+class MultiStepLR(Schedule, after=_steps, milestones=None, gamma=0.1):
     """base gamma^n, where n milestones are at most t."""
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        total_steps: int,
-        milestones: Sequence[int] | None = None,
-        gamma: float = 0.1,
-        last_epoch: int = -1,
-    ) -> None:
-        super().__init__(optimizer, total_steps, 0, milestones, gamma, last_epoch)
+
+class MultiStepWarmupLR(Schedule, after=_steps, warmup_steps=0, milestones=None, gamma=0.1):
+    """Warm-up, then base gamma^n, where n milestones (steps of all) are at most t."""
 
 
-class PolynomialWarmupLR(Warmed):
-    """Warm-up, then end_lr + (base - end_lr) (1 - t' / T')^power; t' = t - W, T' = T - W."""
-
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        total_steps: int,
-        warmup_steps: int = 0,
-        end_lr: float = 0.0001,
-        power: float = 1.0,
-        last_epoch: int = -1,
-    ) -> None:
-        if end_lr < 0:
-            raise ValueError(f"end_lr={end_lr} is negative")
-        self.end_lr, self.power = end_lr, power
-        super().__init__(optimizer, total_steps, warmup_steps, last_epoch)
-
-    def after(self, step: int, total: int, base: float) -> float:
-        return float(self.end_lr + (base - self.end_lr) * (1 - step / total) ** self.power)
-
-
-class PolynomialLR(PolynomialWarmupLR):
+class PolynomialLR(Schedule, after=_polynomial, end_lr=0.0001, power=1.0):
     """end_lr + (base - end_lr) (1 - t / T)^power."""
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        total_steps: int,
-        end_lr: float = 0.0001,
-        power: float = 1.0,
-        last_epoch: int = -1,
-    ) -> None:
-        super().__init__(optimizer, total_steps, 0, end_lr, power, last_epoch)
+
+class PolynomialWarmupLR(Schedule, after=_polynomial, warmup_steps=0, end_lr=0.0001, power=1.0):
+    """Warm-up, then end_lr + (base - end_lr) (1 - t' / T')^power."""
 
 
 class OneCycleLR(lr_scheduler.OneCycleLR):
@@ -212,7 +161,7 @@ class OneCycleLR(lr_scheduler.OneCycleLR):
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizer,
         total_steps: int,
         pct_start: float = 0.3,
         anneal_strategy: str = "cos",
@@ -225,7 +174,7 @@ class OneCycleLR(lr_scheduler.OneCycleLR):
     ) -> None:
         highest = [group["lr"] for group in optimizer.param_groups]
         super().__init__(
-            optimizer, highest, total_steps=total_steps, pct_start=pct_start,
+            optimizer, highest, total_steps, pct_start=pct_start,
             anneal_strategy=anneal_strategy,  # type: ignore[arg-type]
             cycle_momentum=cycle_momentum, base_momentum=base_momentum, max_momentum=max_momentum,
             div_factor=div_factor, final_div_factor=final_div_factor, last_epoch=last_epoch,
@@ -237,7 +186,7 @@ class LambdaLR(lr_scheduler.LambdaLR):
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizer,
         total_steps: int,
         lr_lambda: Callable[[int], float] | None = None,
         last_epoch: int = -1,
@@ -252,7 +201,7 @@ class StepLR(lr_scheduler.StepLR):
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizer,
         total_steps: int,
         step_size: int = 1,
         gamma: float = 0.1,
@@ -265,14 +214,6 @@ class ExponentialLR(lr_scheduler.ExponentialLR):
     """base gamma^t, as torch's."""
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        total_steps: int,
-        gamma: float = 1.0,
-        last_epoch: int = -1,
+        self, optimizer: Optimizer, total_steps: int, gamma: float = 1.0, last_epoch: int = -1
     ) -> None:
         super().__init__(optimizer, gamma, last_epoch)
-
-
-def _cosine(step: int, total: int, base: float, least: float) -> float:
-    return least + (base - least) * (1 + math.cos(math.pi * step / total)) / 2

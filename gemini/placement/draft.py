@@ -70,6 +70,7 @@ class PlanInputs:
     fixed_params: tuple[Tier, ...] | None = None  # homes of parameter shards that exist already
     with_originals: frozenset[ChunkId] = frozenset()  # fp32 values are kept of those frozen
     original_home: Tier | None = None  # where these are already
+    average: tuple[tuple[Tier, int], ...] = ()  # bytes of averages of weights: `average_bytes`
 
     @property
     def memory(self) -> Tier:
@@ -137,6 +138,7 @@ class Draft:
             fixed_params=inputs.fixed_params,
             floor=floor,
             original_home=inputs.original_home or inputs.memory,
+            average=inputs.average,
         )
         self._digests = layout.digest(), trace.digest()  # of long values: taken once
         self.needs = trace.chunk_needs(chunk_of)
@@ -310,6 +312,7 @@ class Draft:
                 self._shard(homes, chunk.id, leaving.get(chunk.id, 0)) for chunk in problem.chunks
             ),
             original_home=problem.original_home,
+            average=problem.average,
             off_device=problem.off_device,
             gathers=schedule.gathers,
             device_staging=homes.device_staging,

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from gemini.placement.homes.budgets import given_budgets
-from gemini.placement.plan import UpdatePath
-from gemini.placement.planner import PlanInputs, PlanResult, make_plan
+from gemini.placement.plan import Plan, UpdatePath
+from gemini.placement.planner import PlanInputs, PlanResult, make_plan, plan_within
 from gemini.placement.policy import AutoPlacement, Placement
 from gemini.placement.problem import DEVICE_BUFFERS
 from gemini.placement.sizes import (
@@ -83,9 +83,9 @@ def assume(inputs: PlanInputs, policy: Placement) -> PlanInputs:
 
 
 def _model_bytes(inputs: PlanInputs) -> int:
-    """Parameters, gradients, state and originals of one rank."""
+    """Parameters, gradients, state, originals and averages of one rank."""
     chunks = chunk_bytes(inputs.layout, inputs.state, with_originals=inputs.with_originals)
-    return sum(
+    return sum(nbytes for _, nbytes in inputs.average) + sum(
         chunk.shard_bytes * (1 + chunk.trainable) + chunk.state_bytes + chunk.original_bytes
         for chunk in chunks
     )
@@ -121,6 +121,18 @@ def fit(
 
 
 Fitted = tuple[PlanInputs, PlanResult]
+
+
+def fit_within(plan: Plan, inputs: PlanInputs, policy: Placement, *, is_measured: bool) -> Fitted:
+    """In the homes of `plan`. Of activations that are assumed it takes as much as is missing."""
+    try:
+        return inputs, plan_within(plan, inputs, policy)
+    except BudgetError as error:
+        if is_measured or error.tier is not Tier.DEVICE:
+            raise
+        assumed = max(0, inputs.trace.peak_non_model_bytes - error.missing_bytes)
+    less = _assuming(inputs, assumed)
+    return less, plan_within(plan, less, policy)
 
 
 def with_ahead(fitted: Callable[[int], Fitted], num_ahead: int) -> Fitted:

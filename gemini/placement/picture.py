@@ -20,6 +20,7 @@ COLOURS = {
     "gradients": "#d9822b",
     "state": "#5a9e5a",
     "originals": "#a8c97f",
+    "average": "#4fa8a0",
     "staging": "#8a6bbf",
     "non-model": "#b8b8b8",
 }

@@ -143,6 +143,7 @@ class Plan:
     chunks: tuple[ChunkBytes, ...]
     shards: tuple[ShardPlan, ...]  # by chunk
     original_home: Tier  # of the fp32 originals of frozen chunks
+    average: tuple[tuple[Tier, int], ...]  # bytes of averages of weights
     off_device: UpdatePath  # of blocks whose state is not on the device: `STREAM` or `CPU`
     gathers: tuple[Gather, ...]  # in the order in which they are issued
     device_staging: Staging

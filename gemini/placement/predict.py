@@ -13,7 +13,7 @@ from .problem import nvme_blocks, store_overhead
 from .sizes import on_disk
 from .tiers import Tier
 
-KINDS = ("parameters", "gradients", "state", "originals", "staging", "non-model")
+KINDS = ("parameters", "gradients", "state", "originals", "average", "staging", "non-model")
 TIERS = (Tier.DEVICE, Tier.HOST, Tier.NVME)
 
 
@@ -90,6 +90,8 @@ def predict(plan: Plan, non_model_bytes: Sequence[int]) -> Profile:
     builder.add(Tier.DEVICE, "staging", plan.device_staging.nbytes)
     host = Tier.HOST if plan.has_host_tier else Tier.DEVICE
     builder.add(host, "staging", plan.host_staging.nbytes)
+    for tier, nbytes in plan.average:
+        builder.add(tier, "average", nbytes)
 
     num_blocks = 0
     for sizes, shard in zip(plan.chunks, plan.shards, strict=True):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from gemini.chunk.layout import ChunkSpec
 from gemini.units import PAGE_BYTES, ChunkId, align_up, format_bytes
 
 from .plan import Staging, UpdatePath
@@ -60,12 +62,17 @@ class PlacementProblem:
     floor: Homes | None = None  # homes that exist already, where something may rise from
     num_ahead: int = 0  # buffers more, for blocks that are updated before their step
     original_home: Tier = Tier.HOST  # of the fp32 originals of frozen chunks, all of them
+    average: tuple[tuple[Tier, int], ...] = ()  # bytes of averages of weights
 
     def original_bytes(self, tier: Tier) -> int:
         """Of fp32 originals that stay there."""
         if tier is not self.original_home:
             return 0
         return sum(chunk.original_bytes for chunk in self.chunks)
+
+    def kept_bytes(self, tier: Tier) -> int:
+        """Of originals and averages, which no step moves."""
+        return self.original_bytes(tier) + dict(self.average).get(tier, 0)
 
     def fewer_originals(self, tier: Tier) -> str:
         """What else helps where a tier is too small, if originals are there."""
@@ -154,7 +161,8 @@ class PlacementProblem:
         Beside what the plan puts there: fp32 originals of what is trained, from the module's set-up
         until masters have them; after that, once several backwards add up, gradients in fp32.
         """
-        total = originals = sums = num_blocks = 0
+        total = dict(self.average).get(Tier.NVME, 0)
+        originals = sums = num_blocks = 0
         for chunk in self.chunks:
             i = chunk.id
             sizes = nvme_blocks(
@@ -231,6 +239,22 @@ def nvme_blocks(
             if block.beside_bytes:
                 found.append(("state", block.beside_bytes))
     return found
+
+
+def average_bytes(
+    chunks: Iterable[ChunkSpec], homes: Mapping[ChunkId, Tier], block_numel: int
+) -> tuple[tuple[Tier, int], ...]:
+    """Of an fp32 average of these chunks' shards, by tier; of files as they are on disk."""
+    found: Counter[Tier] = Counter()
+    num_blocks = 0
+    for chunk in chunks:
+        home, nbytes = homes[chunk.id], chunk.shard_numel * FP32_BYTES
+        on_nvme = home is Tier.NVME
+        found[home] += align_up(nbytes, PAGE_BYTES) if on_nvme else nbytes
+        num_blocks += -(-chunk.shard_numel // block_numel) if on_nvme else 0
+    if num_blocks:
+        found[Tier.NVME] += store_overhead(num_blocks)
+    return tuple(found.items())
 
 
 def store_overhead(num_blocks: int) -> int:

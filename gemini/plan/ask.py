@@ -16,7 +16,7 @@ from gemini.placement.timetable.updates import AUTO
 from . import models
 from .activations import activations_of, constant_activations
 from .machine import Hardware
-from .question import Question
+from .question import AVERAGES, Question
 from .words import Answer, answer
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -36,6 +36,7 @@ class Training:
     activation_bytes: of one sample, where nothing can be traced.
     update: of `GeminiDDP`; `auto` is the fastest as predicted.
     by_trl: as `python -m gemini train` does it: with trl's loss, a frozen base in 16 bits.
+    ema: home of an average of the weights, as `gemini.EMA` has it; None: there is none.
     """
 
     batch: int = 1
@@ -49,15 +50,17 @@ class Training:
     accumulate: int = 1
     update: str = AUTO
     by_trl: bool = False
+    ema: str | None = None
 
     def in_words(self) -> tuple[str, str]:
         trained = f"LoRA of rank {self.lora}" if self.lora else "all parameters trained"
         kept = "computed again in backward" if self.checkpointing else "kept for backward"
         times = f", {self.accumulate} times a step" if self.accumulate > 1 else ""
         how = "traced" if self.activation_bytes is None else "given"
+        average = f", their average in {AVERAGES[self.ema]}" if self.ema else ""
         return (
             f"batch of a rank {self.batch}{times}, {self.seq} tokens, {self.precision}, "
-            f"{self.optimizer} with fp32 state, {trained} (as asked)",
+            f"{self.optimizer} with fp32 state, {trained}{average} (as asked)",
             f"activations: {kept} ({how}{', with the loss of trl' if self.by_trl else ''})",
         )
 
@@ -118,5 +121,5 @@ def ask(what: str | nn.Module, machine: Hardware, training: Training) -> Questio
         wider_chunks(layout, itemsizes),
         StateBytes(MOMENTS[training.optimizer] + MASTER * has_master, has_master),
         float(2 * (2 + training.checkpointing) * used + 2 * gradients),
-        training.update, other,
+        training.update, training.ema, *models.experts_of(model), other,
     )  # fmt: skip

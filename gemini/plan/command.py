@@ -15,6 +15,7 @@ from gemini.placement.timetable.updates import AUTO, UPDATES
 from gemini.units import parse_bytes
 
 from .machine import CARDS, TYPICAL, Hardware, machine_of
+from .question import AVERAGES
 
 NOT_YET = {"state": "fp32", "quantize": None}  # options that are known by name, and what there is
 
@@ -44,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--update", choices=[*UPDATES, AUTO], default=AUTO, help="of GeminiDDP")
     parser.add_argument("--precision", choices=("bf16", "fp16", "fp32"), default="bf16")
     parser.add_argument("--optimizer", choices=("adamw", "lion", "sgd"), default="adamw")
+    parser.add_argument("--ema", choices=AVERAGES, help="where an average of the weights is")
     parser.add_argument("--state", default="fp32", help="dtype of the optimizer's state: fp32")
     parser.add_argument("--quantize", help="dtype of frozen weights: not yet")
     parser.add_argument("--gpu", choices=CARDS, help="memory and speeds of a data sheet")
@@ -91,6 +93,8 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
             parser.error(f"--{name.replace('_', '-')} must be at least {least}")
     if args.print_args and args.precision != "bf16":
         parser.error(f"--print-args with --precision {args.precision}; train computes in bf16")
+    if args.print_args and args.ema:
+        parser.error("--print-args with --ema; train has no average of weights")
     if not 0 <= args.nvme_fraction <= 1:
         parser.error("--nvme-fraction must be from 0 to 1")
     args.ranks_per_node = args.ranks_per_node or min(8, args.world_size)
@@ -163,7 +167,7 @@ def _write_fits(args: argparse.Namespace) -> int:
         for training, lora in (("all parameters", 0), ("LoRA adapters", args.lora or 16)):
             asked = Training(
                 args.batch, args.seq, lora, True, args.precision, args.optimizer,
-                activation_bytes=args.activation_bytes,
+                activation_bytes=args.activation_bytes, ema=args.ema,
             )  # fmt: skip
             question = ask(model, machine_from(args), asked)
             found += table.rows(model, training, question)

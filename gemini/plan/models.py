@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from gemini.memtracer.module_calls import has_experts
+
 # class of the configuration, class of the model, and what differs from the class's defaults
 _Entry = tuple[str, str, dict[str, Any]]
 _FIELDS = (
@@ -138,7 +140,7 @@ def add_lora(model: nn.Module, rank: int) -> nn.Module:
 
 
 def adapted(model: Any, rank: int) -> Any:
-    """With adapters on all linear layers but the head; not on experts, which are no such layers.
+    """With adapters on all linear layers but the head; none on experts, nor beside them.
 
     Of a model that is checkpointed the inputs ask for gradients, as trainers have it.
     """
@@ -157,14 +159,20 @@ def adapted(model: Any, rank: int) -> Any:
 
 
 def _linear_layers(model: nn.Module) -> list[str] | None:
-    """Last parts of their names; None leaves them to peft, of a model that is not transformers'."""
+    """Last parts of their names; None leaves them to peft, of a model that is not transformers'.
+
+    None of a name that experts share among them, all of whose names peft reads as the experts'.
+    """
     if not hasattr(model, "get_output_embeddings"):
         return None
     head: Any = model.get_output_embeddings()  # type: ignore[operator]
-    return sorted(
-        {name.rpartition(".")[2] for name, module in model.named_modules()
-         if type(module).__name__ in ("Linear", "Conv1D") and module is not head}
-    )  # fmt: skip
+
+    def names(module: nn.Module) -> set[str]:
+        return {name.rpartition(".")[2] for name, layer in module.named_modules()
+                if type(layer).__name__ in ("Linear", "Conv1D") and layer is not head}  # fmt: skip
+
+    shared = set[str]().union(*(names(m) for m in model.modules() if has_experts(m)))
+    return sorted(names(model) - shared)
 
 
 def checkpointed(model: nn.Module) -> nn.Module:
@@ -180,12 +188,20 @@ def checkpointed(model: nn.Module) -> nn.Module:
     )
 
 
-def used_numel(model: nn.Module) -> int:
-    """Elements that compute with a token: of experts, as many as it is sent to."""
+def experts_of(model: nn.Module) -> tuple[int, float]:
+    """How many there are in all layers, and the share of them that a token is sent to."""
     config: Any = getattr(model, "config", None)
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     experts = next((getattr(config, n) for n in names if getattr(config, n, None)), 1)
-    share = getattr(config, "num_experts_per_tok", experts) / experts if experts > 1 else 1.0
+    if experts == 1:
+        return 0, 1.0
+    layers = sum(map(has_experts, model.modules()))
+    return layers * experts, getattr(config, "num_experts_per_tok", experts) / experts
+
+
+def used_numel(model: nn.Module) -> int:
+    """Elements that compute with a token: of experts, as many as it is sent to."""
+    _, share = experts_of(model)
     return sum(
         round(param.numel() * (share if ".experts." in name else 1))
         for name, param in model.named_parameters()

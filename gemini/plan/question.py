@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import expm1, sqrt
 from typing import TYPE_CHECKING
 
 from gemini.chunk.layout import ChunkLayout
@@ -20,8 +21,10 @@ from gemini.placement.fit import (
 )
 from gemini.placement.planner import PlanInputs, PlanResult, plan_within
 from gemini.placement.policy import AutoPlacement
+from gemini.placement.problem import average_bytes
 from gemini.placement.sizes import FP32_BYTES, BudgetError, StateBytes
 from gemini.placement.tiers import Tier
+from gemini.placement.timetable.tail import held_at_most
 from gemini.placement.timetable.updates import AUTO, BEHIND
 from gemini.units import BLOCK_NUMEL, MIN_BLOCK_NUMEL, Bytes, ChunkId
 
@@ -34,7 +37,14 @@ ADAM = StateBytes(per_element=12, has_master=True)
 # A plan tries no smaller blocks than make so many: staging of a few takes 1 % of such a model. A
 # run may use smaller ones where it must.
 MOST_BLOCKS = 1024
-OWN_BYTES, OWN_SHARE, OWN_BYTES_OF_FILES = 4 << 20, 0.01, 8 << 20
+OWN_BYTES, OWN_SHARE = 3 << 20, 0.01
+OWN_BYTES_OF_FILES, OWN_BYTES_OF_THREAD = 2 << 20, 6 << 20  # the latter updates what is in files
+# oneDNN compiles a bf16 product for each number of rows, and keeps it: 0.55 MiB with AVX-512, for
+# any width; here with a margin. An expert has two products forward, as many for gradients of
+# inputs, and of weights where they are trained.
+PRODUCT_BYTES, PRODUCTS = 10 << 16, 2
+SPREAD = 15.0  # numbers of rows that differ, by the root of their average: as measured
+AVERAGES = {"host": "RAM", "nvme": "disk"}  # homes of `gemini.EMA`, in words
 MAX_BATCH = 1 << 16
 DEPTH = 2  # of `NvmeConfig`
 BUFFERS_AHEAD = 2  # as `optim.step.speculation` has them
@@ -57,6 +67,9 @@ class Question:
     state: StateBytes = ADAM
     flops_per_token: float = 0.0
     update: str = AUTO
+    ema: str | None = None  # where an average of the weights is: `AVERAGES`
+    experts: int = 0  # of all layers
+    experts_share: float = 1.0  # of a token's rows that one of them gets, on average
     # the same with or without checkpointing, and with adapters of a rank; None where nobody can say
     other: Callable[[bool, int], Question | None] | None = field(default=None, compare=False)
 
@@ -126,7 +139,13 @@ class Question:
             has_host_tier=has_host_tier,
             with_originals=self.with_originals,
         )
-        return replace(inputs, block_numel=usual_block_numel(inputs))
+        block_numel = usual_block_numel(inputs)
+        average: tuple[tuple[Tier, int], ...] = ()
+        if self.ema is not None:
+            home = Tier.NVME if self.ema == "nvme" else inputs.memory
+            trained = [chunk for chunk in self.layout.chunks if chunk.trainable]
+            average = average_bytes(trained, {c.id: home for c in trained}, block_numel)
+        return replace(inputs, block_numel=block_numel, average=average)
 
     def _may_split(self) -> frozenset[ChunkId]:
         return frozenset(c.id for c in self.layout.chunks if c.dtype == "bfloat16")
@@ -147,20 +166,41 @@ class Question:
             return False
         return True
 
-    def process_bytes(self, result: PlanResult) -> int:
+    def process_bytes(self, result: PlanResult, iterations: int | None = None) -> int:
         """RAM that a process takes beyond a plan's peak, at most as a rule.
 
-        Objects, threads of files, and gradients that updates in a thread still need in the forward.
-        Interpreter and libraries come on top, and what malloc keeps unless MALLOC_MMAP_THRESHOLD_
-        is set (docs/memory.md). `bench.certificate` measures it.
+        Objects, threads of files, products of experts, and gradients that updates in a thread still
+        need in the forward. Interpreter and libraries come on top, and what malloc keeps unless
+        MALLOC_MMAP_THRESHOLD_ is set (docs/memory.md). `bench.certificate` measures it.
+        iterations: None is many.
         """
         peak = result.profile.peak(Tier.HOST if result.plan.has_host_tier else Tier.DEVICE)
-        found = OWN_BYTES + int(OWN_SHARE * peak)
+        found = OWN_BYTES + int(OWN_SHARE * peak) + self.product_bytes(iterations)
         if result.profile.peak(Tier.NVME):
-            found += OWN_BYTES_OF_FILES
+            in_thread = self._update(result) != "serial"
+            found += OWN_BYTES_OF_FILES + OWN_BYTES_OF_THREAD * in_thread
         if self._update(result) in BEHIND and not result.plan.has_host_tier:
-            found += homes(result)["gradients"].get(Tier.DEVICE.value, 0)
+            found += self._held_bytes(result)
         return found
+
+    def product_bytes(self, iterations: int | None = None) -> int:
+        """Of products that a processor compiles for experts, one for each number of rows."""
+        if self.machine.device != "cpu" or not self.experts:
+            return 0
+        numbers = SPREAD * sqrt(self.experts_share * self.batch * self.seq)
+        if iterations is not None:  # each comes at random
+            numbers *= -expm1(-iterations * self.experts / numbers)
+        return int(PRODUCT_BYTES * PRODUCTS * (2 if self.lora else 3) * numbers)
+
+    def _held_bytes(self, result: PlanResult) -> int:
+        """By which gradients that a tail holds in the forward pass the peak."""
+        trace = self.trace
+        calls = trace.calls(self.layout.chunk_of())
+        backward = [moment.phase for moment in trace.moments].index("backward")
+        totals = result.profile.total(Tier.DEVICE)
+        held = held_at_most(result.plan, calls, backward)
+        most = max(a + b for a, b in zip(totals, held, strict=False))
+        return max(0, most - max(totals))
 
     def _update(self, result: PlanResult) -> str:
         return result.best_update if self.update == AUTO else self.update
@@ -198,4 +238,6 @@ def homes(planned: PlanResult) -> dict[str, dict[str, int]]:
             found["state"][home.value] += block.held_on(home)
         if sizes.original_bytes:
             found["originals"][planned.plan.original_home.value] += sizes.original_bytes
-    return {kind: dict(tiers) for kind, tiers in found.items() if tiers or kind != "originals"}
+    found["average"] = Counter({tier.value: nbytes for tier, nbytes in planned.plan.average})
+    usual = ("parameters", "gradients", "state")
+    return {kind: dict(tiers) for kind, tiers in found.items() if tiers or kind in usual}

@@ -67,17 +67,25 @@ def markdown(found: Sequence[Row], title: str) -> str:
         parts.append("|---" * (1 + len(heads)) + "|")
         for model in dict.fromkeys(row.model for row in found):
             mine = [row for row in found if (row.model, row.training) == (model, training)]
-            cells = [_cell([row for row in mine if row.card == card]) for card in CARD_NAMES]
+            cells = [cell([row for row in mine if row.card == card]) for card in CARD_NAMES]
             parts.append(f"| {model} | {' | '.join(cells)} |")
     return "\n".join(parts) + "\n"
 
 
-def _cell(mine: Sequence[Row]) -> str:
+def cell(mine: Sequence[Row]) -> str:
+    """The first host that does, and seconds of a step; "no" where none does."""
     first = next((row for row in mine if row.seconds is not None), None)
-    if first is None:
+    if first is None or first.seconds is None:
         return "no"
     disk = f" + {first.disk_tb} TB" if first.disk_tb else ""
-    return f"{first.ram_gib} GiB{disk}: {first.seconds:.2g} s"
+    seconds = f"{first.seconds:.2g}" if first.seconds < 99.5 else f"{first.seconds:.0f}"
+    return f"{first.ram_gib} GiB{disk}: {seconds} s"
+
+
+def rows_of(page: str) -> list[Row]:
+    """Of what `page` made."""
+    found = page.partition("const rows = ")[2].partition(", cards = ")[0]
+    return [Row(**row) for row in json.loads(found)]
 
 
 def page(found: Sequence[Row], title: str) -> str:

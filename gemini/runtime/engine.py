@@ -7,6 +7,7 @@ Calls of forward and backward come in through `Calls`, which meets the other ran
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -164,7 +165,7 @@ class Engine(Parts):
         self.dtype = DTYPES[precision_settings.dtype]
         self.together: PipelineOwner | None = None  # of a pipeline: what attaches optimizers for it
         self._last_trace: Trace | None = None  # of training
-        self._has_said_start = self._is_lent = False
+        self._has_said_start = self.is_lent = False
         self._agreements_left = 0 if planning.has_trace else MAX_AGREEMENTS
         self.promotion = Promotion(self)
         self.meetings = Meetings(self)
@@ -319,11 +320,34 @@ class Engine(Parts):
     @contextmanager
     def lent(self) -> Iterator[None]:
         """Weights are other ones for a while, which no step may change."""
-        before, self._is_lent = self._is_lent, True
+        assert not self.is_lent
+        self.is_lent = True
         try:
             yield
         finally:
-            self._is_lent = before
+            self.is_lent = False
+
+    def keep_average(self, average: Originals, nbytes: tuple[tuple[Tier, int], ...]) -> None:
+        """Count it, of so many bytes by tier, in plans and reports. Collective.
+
+        Raises BudgetError where it does not fit beside what is there, and then nothing has changed.
+        """
+        total = Counter(dict(self.planning.inputs.average))
+        total.update(dict(nbytes))
+        self._plan_averages(total)
+        self.storage.averages.append(average)
+
+    def forget_average(self, average: Originals, nbytes: tuple[tuple[Tier, int], ...]) -> None:
+        """It was given back. Collective."""
+        self.storage.averages.remove(average)
+        total = Counter(dict(self.planning.inputs.average))
+        total.subtract(dict(nbytes))
+        self._plan_averages(total)
+
+    def _plan_averages(self, total: Counter[Tier]) -> None:
+        self.planning.keep_averages(tuple((tier, n) for tier, n in total.items() if n))
+        self.manager.payload_room_bytes = self.planning.payload_room_bytes
+        self.storage.follow(self.planning.plan)
 
     def write_back_changes(self) -> None:
         """Shards and masters follow what the user wrote to parameters."""
@@ -335,7 +359,7 @@ class Engine(Parts):
         """End what is under way, and let masters follow what the user wrote."""
         if self.is_summoned:
             raise RuntimeError("step() while parameters are summoned; leave the context first")
-        if self._is_lent:
+        if self.is_lent:
             raise RuntimeError("step() while the average is swapped in; leave the context first")
         if in_backward():
             raise RuntimeError(
@@ -367,5 +391,6 @@ class Engine(Parts):
     def _gradients_dropped(self) -> None:
         if self.speculation is not None:
             self.speculation.forget()
+        self.calls.cut_short()
         self.calls.forget()
         self.promotion.gradients_dropped()

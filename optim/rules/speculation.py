@@ -6,7 +6,7 @@ Where it agrees on the same, what was computed is held; else the block is done a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,7 +30,7 @@ class BlockInputs:
 
 
 def held(
-    assumed: Mapping[BlockId, BlockInputs], agreed: Mapping[BlockId, BlockInputs]
+    assumed: Mapping[BlockId, Hashable], agreed: Mapping[BlockId, Hashable]
 ) -> frozenset[BlockId]:
     """The blocks of `assumed` whose update has the bits of the step that was agreed on."""
     return frozenset(block for block, inputs in assumed.items() if inputs == agreed[block])

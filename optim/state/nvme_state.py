@@ -1,13 +1,6 @@
-"""State blocks on disk and the pipeline that updates them: read i+1, update i, write i-1.
-
-One step is `begin_step`, then for every block `bring` and `take_back` (it is written beside its old
-version), then `flush`, and `commit` or `rollback`. Nothing counts before `commit`;
-`rollback` restores the parameters that were updated. Who owns the loop is `optim.step.driver`.
+"""State blocks on disk, and what carries their moves out: `optim.state.machine` chooses these.
 
 Updates see a block's planes; all others see it with whole masters (`optim.state.disk.forms`).
-
-A block may be read, updated and written before its step begins (`read_early`, `write_early`): then
-the step reads what has become of its weight or its master, and nothing else of it.
 
 [Note: undo] A step with state on disk can fail in its middle: a read comes up short, a checksum
 does not match. State is safe, because every block keeps its last version. A 16-bit parameter is
@@ -20,8 +13,7 @@ element that are written (8 in float64) and, but for a failure, never read.
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from functools import partial
 
 import torch
@@ -42,15 +34,28 @@ from gemini.nvme import (
     settle,
 )
 from gemini.optim.rules.config import NvmeConfig
-from gemini.optim.rules.state_layout import WEIGHT, StateLayout
+from gemini.optim.rules.state_layout import MASTER, StateLayout
 from gemini.ranges import named
-from gemini.tickets import Ticket
 from gemini.units import BlockId, format_bytes
 
 from .disk.forms import BlockForms
 from .disk.pinned_state import PinnedState
-from .disk.transfers import BlockTransfers, Staged
+from .disk.transfers import BlockTransfers
 from .disks import measure_disks
+from .held_signals import HeldSignals
+from .machine import (
+    SERIAL,
+    Do,
+    Event,
+    Phase,
+    Row,
+    Stage,
+    State,
+    next_action,
+    note,
+    take_buffer,
+    waits_for,
+)
 from .pieces import Planes
 from .space import Block
 
@@ -79,7 +84,6 @@ class NvmeState:
         """num_ahead: buffers more, for blocks that are updated before their step."""
         self.blocks = tuple(blocks)
         self._layout = layout
-        self._depth = config.depth
         self._forms = BlockForms(blocks, layout, split, undo=undo)
         folders = [check_folder(f, allow_ram=config.allow_ram) for f in config.folders]
         disks = measure_disks(folders or [default_folder()], config)
@@ -102,37 +106,25 @@ class NvmeState:
         self._pool = BufferPool(
             min(config.depth + 2, len(blocks) + 1) + num_ahead, self._forms.buffer_nbytes, pin
         )
-        self._order = self.blocks  # of the next update
-        self._in_order = False  # it does not alternate
-        self._next_read = 0  # index into _order
-        self._reads: deque[Staged] = deque()  # waiting for their update, in order
-        self._current: Staged | None = None  # being updated
-        self._writes: deque[Staged] = deque()  # updated, on their way to disk
-        self._read_before: set[BlockId] = set()  # blocks that were read before the step began
-        self._is_touched = True  # the current block's parameters may need to be restored
-        self._touched: list[Block] = []  # whose parameters this step has changed
-        self._early: dict[BlockId, Tensor] = {}  # [n] fp32, what they were; see [Note: undo]
-        self._early_slab = torch.empty(0)  # [depth, N] fp32
-        # blocks written before their step began, and the checksum of what a whole master's pages
-        # hold
-        self._early_written: dict[BlockId, int] = {}
-        self._held: frozenset[BlockId] = frozenset()  # of these, what this step has no more to do
-        self._done: frozenset[BlockId] = frozenset()  # of those, what it need not even read
+        # one more where blocks are updated before their step, for weights of which none counts
+        spare = 1 if num_ahead else 0
+        self._spare = [self._pool.take() for _ in range(spare)]
+        self.state = State([Row(block) for block in blocks], config.depth)
+        self.state.free += [self._pool.take() for _ in range(self._pool.count - spare)]
+        self._undo: dict[BlockId, Tensor] = {}  # [n] fp32, what weights were; see [Note: undo]
+        self._undo_slab = torch.empty(0)  # [depth, N] fp32
+        self._lost: list[NvmeError] = []  # of an undo
+        self._in_order = True  # the next step begins with the first block
         self.stalled_seconds = 0.0  # waited for the disk so far
 
     @property
-    def order(self) -> Sequence[Block]:
-        """Of the next update."""
-        return self._order
-
-    @property
     def num_in_use(self) -> int:
-        """Buffers that hold a block, or are lent."""
-        return self._pool.count - self._pool.num_free
+        """Buffers that hold a block."""
+        return self._pool.count - len(self._spare) - len(self.state.free)
 
     @property
     def staging_bytes(self) -> int:
-        return self._pool.nbytes + self._early_slab.nbytes
+        return self._pool.nbytes + self._undo_slab.nbytes
 
     @property
     def written_bytes_per_step(self) -> int:
@@ -156,132 +148,138 @@ class NvmeState:
 
         The first step begins with the first block, which may have a tail, and finds it in memory.
         """
-        for block in reversed(self._order):
-            staged = Staged(block, self._take(), None)
-            for plane in self.planes_of(staged).values():
+        for row in reversed(self.state.rows):
+            self._take_buffer(row)
+            for plane in self._transfers.planes_for_update(row.block, row.buffer).values():
                 plane.zero_()
-            self._forms.change(staged.buffer, block, fill)
-            self._submit_write(staged, with_undo=False)
-        self.commit(step=0, in_order=True)
+            self._forms.change(row.buffer, row.block, fill)
+            self._overwrite(row)
+        self._end_overwrites(0)
+
+    # -- moves; see `optim.state.machine` --
+
+    def begin(self, do: Do, row: Row) -> None:
+        """Begin a transfer, or forget a version. What goes wrong is noted."""
+        try:
+            if do is Do.READ:
+                with named("read", "block", row.id):
+                    row.ticket = self._transfers.read(row.block, row.buffer)
+            elif do is Do.FETCH:
+                with named("read", "block", row.id):
+                    row.ticket = self._transfers.read_written(row.block, row.buffer, row.checksum)
+            elif do is Do.WRITE:
+                with named("write", "block", row.id):
+                    row.ticket = self._transfers.write(
+                        row.block, row.buffer, with_undo=not row.is_early
+                    )
+            else:
+                assert do is Do.DROP
+                self._transfers.take_back(row.block)
+        except BaseException as error:
+            note(self.state, Event.FAILED, row, error)
+
+    def end(self, row: Row) -> None:
+        """Wait for its transfer."""
+        assert row.ticket is not None
+        started = time.perf_counter()
+        event, error = _ENDS[row.stage], None
+        try:
+            with named("wait for", "block", row.id):
+                row.ticket.wait()
+        except BaseException as raised:
+            event, error = Event.FAILED, raised
+        self.stalled_seconds += time.perf_counter() - started
+        note(self.state, event, row, error)
+
+    def collect(self) -> None:
+        """End writes that have ended, in their order. Never waits."""
+        for row in list(self.state.under_way):
+            if row.stage is Stage.WRITING:
+                if row.ticket is None or not row.ticket.ready():
+                    return
+                self.end(row)
 
     def prefetch(self) -> None:
-        """Begin to read the next blocks, as far as buffers allow. Never waits."""
-        while self._writes:  # take back the buffers of those that have ended
-            ticket = self._writes[0].ticket
-            if ticket is not None:
-                if not ticket.ready():
-                    break
-                ticket.wait()
-            self._pool.give(self._writes.popleft().buffer)
-        while (
-            self._next_read < len(self._order)
-            and len(self._reads) < self._depth
-            and self._pool.num_free
-        ):
-            block = self._order[self._next_read]
-            read = self._transfers.read
-            if block.id in self._held:
-                read = partial(self._transfers.read_written, checksum=self._early_written[block.id])
-            self._reads.append(self._begin(read, Staged(block, self._pool.take(), None)))
-            self._next_read += 1
-            if self._done:
-                self._pass_done()
+        """Begin to read the first blocks of the next step. Never waits."""
+        note(self.state, Event.AHEAD)
+        self._go_on()
 
-    def _pass_done(self) -> None:
-        """To the next block that is to be read."""
-        while self._next_read < len(self._order) and self._order[self._next_read].id in self._done:
-            self._next_read += 1
+    def drop_early(self) -> None:
+        """Nothing was done before the step. Waits for what is under way of it."""
+        if self.state.error is None and not any(row.is_early for row in self.state.rows):
+            return
+        with HeldSignals():
+            note(self.state, Event.DROPPED)
+            self._go_on()
 
-    def _begin(self, read: Callable[[Staged], Ticket[None]], staged: Staged) -> Staged:
-        """Its read, or the buffer is free again: what is read may have failed to be written."""
-        try:
-            with named("read", "block", staged.block.id):
-                staged.ticket = read(staged)
-        except BaseException:
-            self._pool.give(staged.buffer)
-            raise
-        return staged
+    def _look(self) -> None:
+        """Nothing is under way, and no buffer holds a block."""
+        self.store.check_process()
+        with HeldSignals():
+            note(self.state, Event.LOOK)
+            self._go_on()
+            assert not self.num_in_use
 
-    def begin_step(
-        self,
-        held: frozenset[BlockId] = frozenset(),
-        done: frozenset[BlockId] = frozenset(),
-    ) -> None:
-        """Every block is to be brought, updated and taken back, then `flush`, and then `commit`;
-        or `rollback`, wherever an error comes. Raises WriteBudgetError.
+    def _go_on(self) -> None:
+        """Between steps: reads and drops, and the end of what does not count."""
+        state = self.state
+        assert state.phase is Phase.PASS
+        while True:
+            action = next_action(state, SERIAL)
+            if action is not None:
+                do, row, _ = action
+                assert row is not None
+                self.begin(do, row)
+                continue
+            waits = waits_for(state)
+            if waits is None:
+                return
+            self.end(waits)
 
-        held: blocks that `write_early` has written, and that are not to be updated again. done: of
-        these, those that are not to be brought.
-        """
-        assert done <= held <= self._early_written.keys()
+    def check_step(self) -> None:
+        """Raises WriteBudgetError where there is no room for a step."""
         self.store.check_step(self.written_bytes_per_step)
-        self._held, self._done = held, done
-        self._pass_done()
-        self._read_before = {staged.block.id for staged in self._reads}
 
-    @property
-    def num_reads_begun(self) -> int:
-        """Blocks that wait for their update, or for their read."""
-        return len(self._reads)
+    def planes(self, row: Row) -> Planes:
+        """Of a row that was read, as an update takes them; of one that is updated before its step,
+        where masters are split, with room for its new `WEIGHT`."""
+        if row.is_early:
+            return self._transfers.planes_for_update(row.block, row.buffer)
+        return self._transfers.planes(row.block, row.buffer)
 
-    @property
-    def has_more(self) -> bool:
-        """Whether a block of this step is to be brought."""
-        return bool(self._reads) or self._next_read < len(self._order)
+    def fetched(self, row: Row) -> Tensor:
+        """[n]: its new weights, or masters."""
+        if self._forms.is_split(row.block):
+            return self._transfers.beside(row.block, row.buffer)
+        return self._transfers.planes(row.block, row.buffer)[MASTER]
 
-    def bring(
-        self, save: Callable[[Block, Callable[[], Tensor]], bool]
-    ) -> tuple[Block, Planes] | None:
-        """The next block in `order`, for its update; None where all were. `take_back` follows.
-
-        Waits for it, and reads ahead. `save` copies its parameters into [n] that holds their
-        values, and answers whether they need to be restored when the step fails. Of a block that
-        is held, only a whole master is as it was written, or there is the plane `WEIGHT` alone.
-        """
-        self.prefetch()
-        while not self._reads:
-            if self._next_read == len(self._order):
-                return None
-            self._wait_for_a_write()
-            self.prefetch()
-        current = self._current = self._reads.popleft()
-        self._settle(current)
-        block, self._is_touched = current.block, True
+    def save(self, row: Row, save: Callable[[Block, Callable[[], Tensor]], bool]) -> None:
+        """Before its update: `save` copies its parameters into [n] that holds their values, and
+        answers whether they need to be restored when the step fails."""
         if self._forms.has_undo:
-            save(block, partial(self._transfers.beside, current))
-        elif block.id in self._read_before:
-            self._is_touched = save(block, partial(self._early_undo, block))
-        if self._is_touched:
-            self._touched.append(block)
-        if block.id in self._held and self._forms.is_split(block):
-            return block, {WEIGHT: self._transfers.beside(current)}
-        return block, self._transfers.planes(current)
-
-    def take_back(self, changed: bool, save: Callable[[Block, Callable[[], Tensor]], bool]) -> None:
-        """The block that was brought is updated; what did not change is not written, nor what is
-        there already. `save`: as of `bring`."""
-        current = self._current
-        assert current is not None
-        if current.block.id in self._held:
-            self._pool.give(current.buffer)
-        elif changed:
-            if self._forms.is_split(current.block):
-                save(current.block, partial(self._transfers.beside, current))
-            self._submit_write(current, with_undo=True)
+            save(row.block, partial(self._transfers.beside, row.block, row.buffer))
+            row.is_touched = True
         else:
-            if self._is_touched:
-                self._touched.pop()
-            self._pool.give(current.buffer)
-        self._current = None
+            undo = partial(self._early_undo, row.block)
+            row.is_touched = not row.was_read or save(row.block, undo)
+
+    def save_weight(self, row: Row, save: Callable[[Block, Callable[[], Tensor]], bool]) -> None:
+        """Behind its update: a weight of which the master is a remainder is written with it."""
+        if self._forms.is_split(row.block):
+            save(row.block, partial(self._transfers.beside, row.block, row.buffer))
+
+    def remember(self, row: Row) -> None:
+        """Before its early write: the step knows by this what it reads again."""
+        row.checksum = self._transfers.checksum(row.block, row.buffer)
 
     def flush(self) -> None:
-        """Wait until all that was taken back is on disk. Raises what went wrong."""
+        """Wait until all that was written is on disk. Raises what went wrong."""
         started = time.perf_counter()
         with named("wait for", "writes"):
             self.store.flush()
         self.stalled_seconds += time.perf_counter() - started
 
-    def commit(self, step: int, *, in_order: bool = False) -> None:
+    def commit(self, step: int, *, in_order: bool) -> None:
         """Make the step count: all blocks at once, and durably. Does not raise after a `flush`.
 
         in_order: the next step begins with the first block; else with the one that is in memory,
@@ -290,57 +288,37 @@ class NvmeState:
         started = time.perf_counter()
         self.store.commit(step)
         self.stalled_seconds += time.perf_counter() - started
-        self._touched.clear()
-        self._early.clear()
-        self._end_early()
-        self._order, self._in_order = self.blocks if in_order else self._order[::-1], in_order
-        self._next_read = 0
-        # what was written last is the first of the next step, and still in memory
-        while self._writes:
-            staged = self._writes.pop()
-            first = self._order[self._next_read]
-            if staged.block is first and len(self._reads) < self._depth:
-                self._reads.append(Staged(staged.block, staged.buffer, None))
-                self._next_read += 1
-            else:
-                self._pool.give(staged.buffer)
+        self._undo.clear()
+        self._in_order = in_order
+        note(self.state, Event.COMMITTED, None, in_order)
 
-    def rollback(self, restore: Callable[[Block, Planes], None]) -> None:
-        """Undo the step as far as it came, reading what is needed back from disk.
+    def restore(self, row: Row, restore: Callable[[Block, Planes], None]) -> None:
+        """Put the weights of a row back: `restore` gets its planes as the last commit left them, or
+        only `param_undo`."""
+        known = self._undo.get(row.id)
+        if known is None and self._forms.has_undo and row.buffer is not None:
+            known = self._transfers.beside(row.block, row.buffer)
+        if known is not None:
+            restore(row.block, {"param_undo": known})
+            return
+        lent = row.buffer is None
+        if lent:
+            row.buffer = self.state.free.pop()
+        try:
+            restore(row.block, self._transfers.read_undo(row.block, row.buffer))
+        except NvmeError as error:
+            self._lost.append(error)
+        if lent:
+            self.state.free.append(row.buffer)
+            row.buffer = None
 
-        `restore` gets each touched block: its planes as the last commit left them, or only
-        `param_undo`. Raises RollbackError if some block's parameters could not be had back.
-        """
-        self.store.check_process()
-        # one may be twice among these: written before the step, and read again by it
-        updated = [s for s in (*self._writes, self._current) if s is not None]
-        for staged in (*self._reads, *updated):
-            settle(staged.ticket)
-        self._give_all(self._reads)
-        self._reads.clear()
-        known = dict(self._early)
-        if self._forms.has_undo:
-            known |= {staged.block.id: self._transfers.beside(staged) for staged in updated}
-        from_disk = [block for block in self._touched if block.id not in known]
-        for block in self._touched:
-            if block.id in known:
-                restore(block, {"param_undo": known[block.id]})
-        self._give_all(updated)
-        buffer = self._pool.take()
-        lost: list[NvmeError] = []
-        for block in from_disk:
-            try:
-                restore(block, self._transfers.read_undo(Staged(block, buffer, None)))
-            except NvmeError as error:
-                lost.append(error)
-        self._pool.give(buffer)
+    def rollback(self) -> None:
+        """Forget all that was written. Raises RollbackError if some block's parameters could not be
+        had back."""
         self.store.rollback()
-        self._writes.clear()
-        self._current = None
-        self._touched.clear()
-        self._early.clear()
-        self._end_early()
-        self._next_read = 0
+        self._undo.clear()
+        note(self.state, Event.ROLLED_BACK)
+        lost, self._lost = self._lost, []
         if lost:
             raise RollbackError(
                 f"the step failed, and so did reading back the weights of {len(lost)} of "
@@ -348,81 +326,35 @@ class NvmeState:
                 f"checkpoint. First error: {lost[0]}"
             ) from lost[0]
 
-    # -- blocks that are updated before their step begins --
-
-    def can_be_early(self, blocks: Sequence[Block]) -> list[Block]:
-        """Those of these on disk that no buffer holds for the step already."""
-        coming = {staged.block.id for staged in self._reads}
-        return [b for b in blocks if b in self._forms and b.id not in coming]
-
     def has_room_for_early(self, also_bytes: int) -> bool:
         """Whether what is written twice, and so much elsewhere, leaves room for the step; such
         blocks have a master."""
         nbytes = 2 * self.written_bytes_per_step + also_bytes
         return not self._forms.has_undo and self.store.has_room_for(nbytes)
 
-    def borrow(self) -> Buffer:
-        """A buffer, until `give_back`. Waits for writes where none is free."""
-        return self._take()
-
-    def give_back(self, buffer: Buffer) -> None:
-        self._pool.give(buffer)
-
-    def read_early(self, block: Block) -> Staged:
-        """Begin to read a block; `write_early` or `let_go` follows. Waits for a buffer."""
-        return self._begin(self._transfers.read, Staged(block, self._take(), None))
-
-    def planes_of(self, staged: Staged) -> Planes:
-        """Of a block that was read. Where masters are split, with room for its new `WEIGHT`."""
-        return self._transfers.planes_for_update(staged)
-
-    def write_early(self, staged: Staged, *, read_again: bool = True) -> None:
-        """Begin to write what was read and updated beside its last version. read_again: the step
-        reads of it what its parameters become."""
-        checksum = self._transfers.checksum(staged) if read_again else 0
-        self._submit_write(staged, with_undo=False)
-        self._early_written[staged.block.id] = checksum
-
-    def let_go(self, staged: Staged) -> None:
-        """What was read is not needed."""
-        settle(staged.ticket)
-        self._pool.give(staged.buffer)
-
-    def drop_early(self, but: frozenset[BlockId] = frozenset()) -> None:
-        """What was written early does not count, with these exceptions."""
-        dropped = self._early_written.keys() - but
-        for block in self.blocks:
-            if block.id in dropped:
-                self._transfers.take_back(block)
-                del self._early_written[block.id]
-        self._give_all(staged for staged in self._writes if staged.block.id in dropped)
-        self._writes = deque(s for s in self._writes if s.block.id not in dropped)
-
-    def _end_early(self) -> None:
-        self._early_written.clear()
-        self._held = self._done = frozenset()
+    @property
+    def spare(self) -> Buffer:
+        """For weights of which none counts: of blocks that are updated before their step."""
+        return self._spare[0]
 
     def _early_undo(self, block: Block) -> Tensor:
         """Memory for the parameters of a block that was read before the step began."""
-        if not self._early_slab.numel():
+        if not self._undo_slab.numel():
             largest = max(block.numel for block in self.blocks)
-            self._early_slab = torch.empty(self._depth, largest, dtype=DTYPES[self._layout.dtype])
-        self._early[block.id] = self._early_slab[len(self._early)][: block.numel]
-        return self._early[block.id]
+            depth = self.state.depth
+            self._undo_slab = torch.empty(depth, largest, dtype=DTYPES[self._layout.dtype])
+        self._undo[block.id] = self._undo_slab[len(self._undo)][: block.numel]
+        return self._undo[block.id]
+
+    # -- between steps --
 
     def load(self, blocks: Sequence[Block], visit: Callable[[Block, Planes], None]) -> None:
         """Read committed blocks one after the other; `visit` must copy what it keeps."""
-        self._drop_reads()
-        staged = Staged(blocks[0], self._take(), None) if blocks else None
-        try:
-            for block in blocks:
-                assert staged is not None
-                staged.block = block
-                self._transfers.read_all(staged).wait()
-                visit(block, self._forms.shown(staged.buffer, block))
-        finally:
-            if staged is not None:
-                self._pool.give(staged.buffer)
+        self._look()
+        buffer = self.state.free[-1]
+        for block in blocks:
+            self._transfers.read_all(block, buffer).wait()
+            visit(block, self._forms.shown(buffer, block))
 
     def replace(
         self, fill: Callable[[Block, Planes], None], step: int, blocks: Sequence[Block]
@@ -431,83 +363,84 @@ class NvmeState:
 
         On an error every block keeps what it had.
         """
-        self._drop_reads()
-        self.store.check_step(self.written_bytes_per_step)
+        self._look()
+        self.check_step()
+        rows = {row.id: row for row in self.state.rows}
         try:
             for block in blocks:
-                self._current = Staged(block, self._take(), None)
-                self._transfers.read_all(self._current).wait()
-                self._forms.change(self._current.buffer, block, fill)
-                self._submit_write(self._current, with_undo=False)
-                self._current = None
-            self.store.flush()
+                row = rows[block.id]
+                self._take_buffer(row)
+                self._transfers.read_all(row.block, row.buffer).wait()
+                self._forms.change(row.buffer, block, fill)
+                self._overwrite(row)
+            self._end_overwrites(step)
         except BaseException:
-            self.rollback(lambda block, planes: None)
+            note(self.state, Event.UNDO)
+            while self.state.under_way:
+                self.end(next(iter(self.state.under_way)))
+            self.store.rollback()
+            note(self.state, Event.ROLLED_BACK)
             raise
-        self.commit(step)
+
+    def _take_buffer(self, row: Row) -> None:
+        """For what is to be overwritten. Waits for writes, and raises what became of them."""
+        state = self.state
+        while not (state.free or state.cached):
+            self._end_overwrite()
+        take_buffer(state, row)
+        row.stage = Stage.READY
+
+    def _overwrite(self, row: Row) -> None:
+        row.stage = Stage.WRITING
+        self.state.under_way[row] = None
+        row.ticket = self._transfers.write(row.block, row.buffer, with_undo=False)
+
+    def _end_overwrite(self) -> None:
+        self.end(next(iter(self.state.under_way)))
+        if self.state.error is not None:
+            raise self.state.error
+
+    def _end_overwrites(self, step: int) -> None:
+        """They count. The next step begins with the first block, and those in memory."""
+        while self.state.under_way:
+            self._end_overwrite()
+        self.flush()
+        self.commit(step, in_order=True)
+        note(self.state, Event.RESIDENT)
 
     def forget(self, blocks: Sequence[Block]) -> None:
         """These blocks live elsewhere from now on: give their space on disk back."""
-        self._drop_reads()
+        self._look()
         self.store.forget(self._transfers.in_file(blocks))
         self._step_bytes -= self._transfers.bytes_of(blocks)
         gone = {block.id for block in blocks}
         self.blocks = tuple(block for block in self.blocks if block.id not in gone)
-        self._order = tuple(block for block in self._order if block.id not in gone)
+        self.state.rows = [row for row in self.state.rows if row.id not in gone]
+        self.state.order = [row for row in self.state.order if row.id not in gone]
 
     def pin(self) -> PinnedState:
         """Keep all blocks as they were committed last until they have been shown."""
         self.store.check_process()
         # the step after the next writes over them, in this order
-        blocks = self._order if self._in_order else self._order[::-1]
+        order = self.state.order if self._in_order else self.state.order[::-1]
+        blocks = [row.block for row in order]
         parts = [part for block in blocks for part in self._forms.committed_ids(block)]
         return PinnedState(blocks, self._forms, self.store.pin(parts))
 
     def empty_staging(self) -> None:
         """Forget what was read ahead and give the memory of the buffers back to the system."""
-        self._drop_reads()
-        self._early_slab = torch.empty(0)
+        self._look()
+        self._undo_slab = torch.empty(0)
         self._pool.empty()
 
     def close(self) -> None:
         """Wait for transfers and remove the files."""
         if self.store.is_ours:
-            for staged in self._reads:
-                settle(staged.ticket)
+            for row in self.state.under_way:
+                settle(row.ticket)
         self.store.close()
 
-    def _submit_write(self, staged: Staged, *, with_undo: bool) -> None:
-        with named("write", "block", staged.block.id):
-            self._transfers.write(staged, with_undo=with_undo)
-        self._writes.append(staged)
 
-    def _wait_for_a_write(self) -> None:
-        self._settle(self._writes[0])
-        self._pool.give(self._writes.popleft().buffer)
-
-    def _take(self) -> Buffer:
-        while self._pool.num_free == 0:
-            self._wait_for_a_write()
-        return self._pool.take()
-
-    def _settle(self, staged: Staged) -> None:
-        if staged.ticket is not None:
-            started = time.perf_counter()
-            try:
-                with named("wait for", "block", staged.block.id):
-                    staged.ticket.wait()
-            finally:
-                self.stalled_seconds += time.perf_counter() - started
-
-    def _drop_reads(self) -> None:
-        """Forget what was read ahead."""
-        self.store.check_process()
-        for staged in self._reads:
-            settle(staged.ticket)
-        self._give_all(self._reads)
-        self._reads.clear()
-        self._next_read = 0
-
-    def _give_all(self, staged: Iterable[Staged]) -> None:
-        for one in staged:
-            self._pool.give(one.buffer)
+_ENDS = {
+    Stage.READING: Event.READ, Stage.WRITING: Event.WRITTEN, Stage.FETCHING: Event.FETCHED,
+}  # fmt: skip

@@ -1,8 +1,8 @@
 """The state of one state space: blocks in slabs (one tensor a plane) on the device or in host
 memory, the rest on NVMe. Blocks may rise from the disk and from the host; nothing goes down.
 
-A step updates blocks on disk beside their last version; then they count (`confirm`) and what is in
-memory is updated, which cannot be undone; or `rollback`. See `optim.step.driver`.
+A step updates blocks on disk beside their last version; then they count and what is in memory is
+updated, which cannot be undone. See `optim.step.driver`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from gemini.tickets import CopyTicket
 from gemini.units import BlockId
 
 from .disk.pinned_state import PinnedState
+from .held_signals import HeldSignals
 from .memory import Memory
 from .nvme_state import NvmeState
 from .pieces import Planes, SteppedViews, Updater
@@ -320,7 +321,8 @@ class TieredState:
             look(block, self.shown(block))
         if self.nvme is not None and on_disk:
             self.nvme.load(on_disk, look)
-            self.nvme.prefetch()
+            with HeldSignals():
+                self.nvme.prefetch()
 
     @property
     def visit_order(self) -> tuple[Block, ...]:
@@ -341,7 +343,8 @@ class TieredState:
             self._change(block, fill)
         if self.nvme is not None and on_disk:
             self.nvme.replace(fill, self.nvme.store.committed_step, on_disk)
-            self.nvme.prefetch()
+            with HeldSignals():
+                self.nvme.prefetch()
 
     def _split(self, blocks: Sequence[Block] | None) -> tuple[list[Block], list[Block]]:
         """Those in memory, and those on disk."""
@@ -349,13 +352,6 @@ class TieredState:
             blocks = self.space.blocks
         resident = [block for block in blocks if block.id in self._slab_of]
         return resident, [block for block in blocks if block.id not in self._slab_of]
-
-    def confirm(self, step: int, *, in_order: bool = False) -> None:
-        """What was updated on disk counts; then read ahead for the next step, which begins with
-        the first block where `in_order`."""
-        if self.nvme is not None:
-            self.nvme.commit(step, in_order=in_order)
-            self.nvme.prefetch()
 
     def update_in_memory(self, updater: Updater, views: BlockViews) -> Iterator[Block]:
         """Update what is not on disk, in the order of `in_memory`: each block when it is asked for,
@@ -379,11 +375,6 @@ class TieredState:
                 self._leaving += [] if ticket is None else [ticket]
                 yield block
         views.end()
-
-    def rollback(self, views: BlockViews) -> None:
-        """Put parameters and state back to the last committed step."""
-        if self.nvme is not None:
-            self.nvme.rollback(views.restore)
 
     def movable(self) -> Sequence[Tensor]:
         """State in memory. Staging buffers are emptied, and read again by the next step."""

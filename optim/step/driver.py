@@ -1,44 +1,42 @@
-"""A step as a machine by block, and what drives it; the same for plain modules and for shards.
+"""A step of one target's state, driven: the same for plain modules and for shards.
 
     submit     blocks on disk begin to come, in their order
     prepare    one after the other is updated beside its last version
-    agree      with who else has a say: all of it counts, or nothing
+    (vote)     with who else has a say: all of it counts, or nothing
     confirm    what is on disk counts, and what is in memory is updated; or `undo`
 
-A block may be prepared before its step is submitted, with what the step is expected to agree on
-(`optim.step.speculation`); where that is held, only its parameters are left to do.
-
-Up to `confirm` nothing that counts has changed (ADR 0002). Who drives is free to do something else
-between any two blocks: `TargetStep` waits for nothing but the block it is asked to prepare.
+What is done next is the machine's to choose (`optim.state.machine`). Up to `confirm` nothing that
+counts has changed (ADR 0002).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from enum import Enum
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from gemini.optim.rules.report import StepReport, Traffic
-from gemini.optim.rules.state_layout import MASTER, WEIGHT
 from gemini.optim.state.held_signals import HeldSignals
-from gemini.optim.state.pieces import Planes, Updater
+from gemini.optim.state.machine import (
+    SERIAL,
+    Do,
+    Event,
+    Phase,
+    Policy,
+    Row,
+    State,
+    next_action,
+    note,
+    waits_for,
+)
+from gemini.optim.state.nvme_state import NvmeState
+from gemini.optim.state.pieces import Updater
 from gemini.optim.state.space import Block
 from gemini.optim.state.tiered_state import BlockViews, TieredState
 from gemini.units import BlockId
-
-
-class Stage(Enum):
-    """Of one block on disk, in one step."""
-
-    SUBMITTED = "submitted"  # it is as the last step left it
-    PREPARED = "prepared"  # updated beside its last version; its parameters may have changed
-    CONFIRMED = "confirmed"  # the new version counts
-    UNDONE = "undone"  # the last version counts, and parameters are those of the last step
 
 
 class Versions(Protocol):
@@ -61,20 +59,6 @@ class Versions(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Early:
-    """What was done before the step: blocks that are held, and what went wrong there.
-
-    done: of these, those whose parameters are written with their state; nothing is left to do.
-    follow: makes the parameters of one of the others this [n], its new weights or masters.
-    """
-
-    held: frozenset[BlockId] = frozenset()
-    done: frozenset[BlockId] = frozenset()
-    follow: Callable[[Block, Tensor], None] | None = None
-    error: BaseException | None = None
-
-
 # what updates blocks in memory: each is when it is taken, and all are to be
 InMemory = Callable[[Iterator[Block]], None]
 
@@ -86,8 +70,11 @@ def at_once(blocks: Iterator[Block]) -> None:
 
 class TargetStep:
     """One step of one target's state. `number` counts from 1; `files` count before the state does:
-    `nvme.recover` finds the step before in either file. `in_order`: so is the next one, that it
-    may go on behind its caller (`optim.step.tail`)."""
+    `nvme.recover` finds the step before in either file.
+
+    held: blocks whose update before the step stands. follow: makes the parameters of one of these
+    [n], its new weights or masters.
+    """
 
     def __init__(
         self,
@@ -97,112 +84,184 @@ class TargetStep:
         number: int,
         files: Versions | None = None,
         *,
-        in_order: bool = False,
-        early: Early | None = None,
+        policy: Policy = SERIAL,
+        held: frozenset[BlockId] = frozenset(),
+        follow: Callable[[Block, Tensor], None] | None = None,
     ) -> None:
         self._tiered_state = tiered_state
+        self._nvme = tiered_state.nvme
         self._updater = updater
         self._views = views
         self._number = number
         self._files = files
-        self._in_order = in_order
-        self._early = early or Early()
-        self._stages: dict[BlockId, Stage] = {}
-
-    @property
-    def stages(self) -> Mapping[BlockId, Stage]:
-        """Of every block on disk, since `submit`, in the order of their update."""
-        return self._stages
+        self._policy = policy
+        self._held = held
+        self._follow = follow
+        self._state = State([]) if self._nvme is None else self._nvme.state
+        self.num_done = 0  # of the blocks that are held, such as nothing is left to do for
 
     @property
     def updater(self) -> Updater:
         return self._updater
 
-    def submit(self) -> None:
-        """Begin. Raises where the disk's budget has no room for the step, and what went wrong
-        before it; then call `undo`."""
-        if self._early.error is not None:
-            raise self._early.error
-        nvme = self._tiered_state.nvme
-        if self._files is not None:
-            self._files.check_step(0 if nvme is None else nvme.written_bytes_per_step)
-        if nvme is not None:
-            done = self._early.done
-            self._stages = {
-                block.id: Stage.PREPARED if block.id in done else Stage.SUBMITTED
-                for block in nvme.order
-            }
-            held = self._early.held
-            self._views.expect([block for block in nvme.order if block.id not in held])
-            nvme.begin_step(held, done)
+    @property
+    def phase(self) -> Phase:
+        return self._state.phase
+
+    @property
+    def num_blocks(self) -> int:
+        """On disk."""
+        return len(self._state.rows)
 
     @property
     def num_held(self) -> int:
-        """Blocks on disk that were prepared before the step."""
-        return len(self._early.held)
+        """Blocks on disk that were updated before the step."""
+        return len(self._held)
 
-    @property
-    def num_done(self) -> int:
-        """Of these, such as nothing is left to do for."""
-        return len(self._early.done)
+    def submit(self) -> None:
+        """Begin. Raises where the disk's budget has no room for the step, and what went wrong
+        before it; then call `undo`."""
+        state, nvme = self._state, self._nvme
+        if state.error is not None:
+            raise state.error
+        if self._files is not None:
+            self._files.check_step(0 if nvme is None else nvme.written_bytes_per_step)
+        if nvme is not None:
+            nvme.check_step()
+            expected = [row.block for row in state.order if row.id not in self._held]
+            self._views.expect(expected)
+            self.num_done = sum(row.is_complete for row in state.rows if row.id in self._held)
+        note(state, Event.ASKED, None, self._held)
 
-    @property
-    def has_more(self) -> bool:
-        """Whether a block is to be prepared."""
-        nvme = self._tiered_state.nvme
-        return nvme is not None and nvme.has_more
+    def prepare(
+        self,
+        signals: HeldSignals | None = None,
+        watch: Callable[[BlockId], None] | None = None,
+    ) -> BaseException | None:
+        """Update all blocks on disk beside their last version; what went wrong.
 
-    def prepare_next(self) -> bool:
-        """Update the next block on disk beside its last version; False where there is none.
-
-        On an error call `undo`.
+        signals: one that came ends the step. watch: is told of every block whose parameters are
+        those of this step.
         """
-        nvme = self._tiered_state.nvme
-        brought = None if nvme is None else nvme.bring(self._views.save)
-        if nvme is None or brought is None:
+        state, nvme = self._state, self._nvme
+        if watch is not None:
+            for whole in state.rows:
+                if whole.is_complete:
+                    watch(whole.id)
+        error: BaseException | None = None
+        self._look_for(signals)
+        while True:
+            action = next_action(state, self._policy)
+            if action is None:
+                waits = waits_for(state)
+                assert nvme is not None and waits is not None
+                nvme.end(waits)
+                continue
+            do, row, said = action
+            if do is Do.VOTE:
+                error = said
+                break
+            assert nvme is not None and row is not None
+            if do is Do.UPDATE or do is Do.PLACE:
+                if self._update(nvme, row, do) and watch is not None:
+                    watch(row.id)
+                self._look_for(signals)
+                if not (state.free or state.cached):
+                    nvme.collect()
+            else:
+                nvme.begin(do, row)
+        return error or self._settled()
+
+    def _look_for(self, signals: HeldSignals | None) -> None:
+        """One that came ends a step that has more to do."""
+        state = self._state
+        if signals is not None and signals.pending and (state.todo or state.reads):
+            error = InterruptedError("the step was interrupted and undone")
+            note(state, Event.FAILED, None, error)
+
+    def _update(self, nvme: NvmeState, row: Row, do: Do) -> bool:
+        """Whether nothing went wrong."""
+        block, views = row.block, self._views
+        try:
+            if do is Do.PLACE:
+                assert self._follow is not None
+                row.is_touched = True
+                self._follow(block, nvme.fetched(row))
+                event = Event.PLACED
+            else:
+                nvme.save(row, views.save)
+                if self._updater.update_staged(block, nvme.planes(row), views):
+                    nvme.save_weight(row, views.save)
+                    event = Event.UPDATED
+                else:
+                    event = Event.UNCHANGED
+        except BaseException as error:
+            note(self._state, Event.FAILED, row, error)
             return False
-        block, planes = brought
-        self._stages[block.id] = Stage.PREPARED
-        if block.id in self._early.held:
-            self._follow_written(block, planes)
-            nvme.take_back(changed=False, save=self._views.save)
-        else:
-            changed = self._updater.update_staged(block, planes, self._views)
-            nvme.take_back(changed, self._views.save)
+        note(self._state, event, row)
         return True
 
-    def _follow_written(self, block: Block, planes: Planes) -> None:
-        """Parameters are the weights that were written, or the masters, rounded."""
-        assert self._early.follow is not None
-        self._early.follow(block, planes[WEIGHT] if WEIGHT in planes else planes[MASTER])
-
-    def settle(self) -> None:
+    def _settled(self) -> BaseException | None:
         """Wait until all that was prepared is on disk, and order what comes next behind the copies
-        of its parameters: what is in memory may be updated much later. On an error call `undo`."""
-        self._views.end()
-        if self._tiered_state.nvme is not None:
-            self._tiered_state.nvme.flush()
-        if self._files is not None:
-            self._files.flush()
+        of its parameters: what is in memory may be updated much later. What went wrong."""
+        try:
+            self._views.end()
+            if self._nvme is not None:
+                self._nvme.flush()
+            if self._files is not None:
+                self._files.flush()
+        except BaseException as error:
+            return error
+        return None
 
     def confirm(self, in_memory: InMemory = at_once) -> None:
-        """Make it count, and let `in_memory` update what is there; behind `settle`."""
+        """Make it count, and let `in_memory` update what is there."""
+        state, nvme = self._state, self._nvme
+        note(state, Event.VOTED)
+        while (action := next_action(state, self._policy)) is not None:
+            do, row, _ = action
+            if do is Do.COMMIT:
+                self._commit()
+            elif do is Do.RESIDENT:
+                try:
+                    in_memory(self._tiered_state.update_in_memory(self._updater, self._views))
+                finally:
+                    note(state, Event.RESIDENT)
+            else:
+                assert nvme is not None and row is not None
+                nvme.begin(do, row)
+
+    def _commit(self) -> None:
+        in_order = not self._policy.alternates
         if self._files is not None:
             self._files.commit(self._number)
-        self._tiered_state.confirm(self._number, in_order=self._in_order)
-        self._set(Stage.CONFIRMED)
-        in_memory(self._tiered_state.update_in_memory(self._updater, self._views))
+        if self._nvme is not None:
+            self._nvme.commit(self._number, in_order=in_order)
+        else:
+            note(self._state, Event.COMMITTED, None, in_order)
 
     def undo(self) -> None:
         """Put parameters and state back to the last step, however far this one came."""
+        state, nvme = self._state, self._nvme
         self._views.abandon()
         if self._files is not None:
             self._files.rollback()
-        self._tiered_state.rollback(self._views)
-        self._set(Stage.UNDONE)
-
-    def _set(self, stage: Stage) -> None:
-        self._stages = dict.fromkeys(self._stages, stage)
+        if nvme is None:
+            return
+        nvme.store.check_process()
+        note(state, Event.UNDO)
+        while state.phase is Phase.UNDOING:
+            action = next_action(state, self._policy)
+            if action is None:
+                waits = waits_for(state)
+                assert waits is not None
+                nvme.end(waits)
+            elif action[0] is Do.ROLLBACK:
+                nvme.rollback()
+            else:
+                assert action[1] is not None
+                nvme.restore(action[1], self._views.restore)
+                note(state, Event.RESTORED, action[1])
 
     def moved(self) -> tuple[Traffic, float]:
         """Bytes and seconds of waiting since the state was made."""
@@ -226,7 +285,7 @@ def alone(error: BaseException | None) -> None:
 @torch.no_grad()
 def take(
     steps: Sequence[TargetStep],
-    held: HeldSignals,
+    signals: HeldSignals,
     agree: Callable[[BaseException | None], None] = alone,
     in_memory: InMemory = at_once,
 ) -> StepReport:
@@ -236,17 +295,14 @@ def take(
     """
     before = [step.moved() for step in steps]
     error: BaseException | None = None
-    try:
-        for step in steps:
+    for step in steps:
+        try:
             step.submit()
-            more = True
-            while more:
-                if held.pending and step.has_more:
-                    raise InterruptedError("the step was interrupted and undone")
-                more = step.prepare_next()
-            step.settle()
-    except BaseException as raised:
-        error = raised
+            error = step.prepare(signals)
+        except BaseException as raised:
+            error = raised
+        if error is not None:
+            break
     try:
         agree(error)
     except BaseException:

@@ -1,10 +1,11 @@
 """Updates before their step: blocks on disk, in a thread of its own, while a backward runs.
 
     add     the gradient of some blocks is final
-    stop    nothing is read, updated or written any more; `assumed` says what was, and with what
+    stop    nothing is read or updated any more; the rows say what was, and with what
 
 A block is updated in a staging buffer and written beside its last version. No weight changes, so
-nobody can see it, and forgetting what was written is all there is to undo (ADR 0013).
+nobody can see it, and forgetting what was written is all there is to undo (ADR 0013). What is done
+next is the machine's to choose (`optim.state.machine`).
 """
 
 from __future__ import annotations
@@ -20,12 +21,11 @@ from torch import Tensor
 
 from gemini.nvme import Buffer
 from gemini.optim.rules.speculation import BlockInputs
-from gemini.optim.state.disk.transfers import Staged
+from gemini.optim.state.machine import IN_ORDER, Do, Event, Row, next_action, note, waits_for
 from gemini.optim.state.nvme_state import NvmeState
 from gemini.optim.state.pieces import SteppedViews
 from gemini.optim.state.space import Block
 from gemini.optim.update.updaters import CpuUpdater
-from gemini.units import READS_AHEAD, BlockId
 
 from .tail import Gate
 
@@ -77,10 +77,7 @@ class Bound:
 
 
 class Speculation:
-    """Updates of one backward. One thread owns the blocks on disk from the first `add` to `stop`.
-
-    assumed: with what each block that was written was updated. error: what has ended it early.
-    """
+    """Updates of one backward. One thread owns the rows from the first `add` to `stop`."""
 
     def __init__(
         self,
@@ -91,16 +88,15 @@ class Speculation:
     ) -> None:
         """is_hopeless: asked of every gradient before its blocks are updated; then nothing is
         begun any more."""
-        self.assumed: dict[BlockId, BlockInputs] = {}
-        self.error: BaseException | None = None
         self._nvme = nvme
+        self._state = nvme.state
+        self._rows = {row.id: row for row in nvme.state.rows}
         self._updater = updater
         self._views = views
         self._is_hopeless = is_hopeless
         self._lock = threading.Lock()
-        self._coming: deque[tuple[Block, Tensor | None, Mark]] = deque()
-        self._asked: Tensor | None = None  # the last gradient that is not hopeless
-        self._reads: deque[tuple[Staged, BlockInputs]] = deque()
+        # gradients that are final, as they are now, and the blocks of each
+        self._coming: deque[tuple[Sequence[Block], Tensor | None, Mark]] = deque()
         self._is_stopped = False
         self._last: tuple[threading.Thread, Gate] | None = None  # thread, and what it opens
         self._is_running = False
@@ -111,7 +107,7 @@ class Speculation:
         with self._lock:
             if self._is_stopped or not blocks:
                 return
-            self._coming += [(block, grad, mark) for block in blocks]
+            self._coming.append((blocks, grad, mark))
             if self._is_running:
                 return
             self._is_running = True
@@ -149,24 +145,10 @@ class Speculation:
             if self._goes_on():
                 self._update_all()
         except BaseException as error:  # the step raises it
-            self.error = error
+            note(self._state, Event.FAILED, None, error)
             self._goes_on(stop=True)
         finally:
             gate.open()
-
-    def _update_all(self) -> None:
-        weights = self._nvme.borrow()
-        self._views.lend(weights)
-        try:
-            while self._reads_on() or self._goes_on():
-                if self._reads:
-                    self._update(*self._reads.popleft())
-        finally:
-            self._views.lend(None)
-            while self._reads:
-                self._nvme.let_go(self._reads.popleft()[0])
-            self._views.abandon()
-            self._nvme.give_back(weights)
 
     def _goes_on(self, *, stop: bool = False) -> bool:
         """Whether more came; else this thread ends, and the next gradient starts another, which
@@ -176,36 +158,70 @@ class Speculation:
             self._is_running = bool(self._coming) and not self._is_stopped
             return self._is_running
 
-    def _reads_on(self) -> bool:
-        """Read ahead; whether there is a block to update."""
-        while len(self._reads) <= READS_AHEAD:
-            with self._lock:
-                if self._is_stopped or not self._coming:
-                    break
-                block, grad, mark = self._coming.popleft()
-            if grad is not None and grad is not self._asked:
-                if self._is_hopeless(grad):
-                    self._goes_on(stop=True)
-                    break
-                self._asked = grad
-            inputs = BlockInputs(self._updater.inputs, self._views.inputs_of(block), mark)
-            self._reads.append((self._nvme.read_early(block), inputs))
-            self._views.read_ahead(block)
-        return bool(self._reads) and not self._is_stopped
-
-    def _update(self, staged: Staged, inputs: BlockInputs) -> None:
+    def _update_all(self) -> None:
+        self._views.lend(self._nvme.spare)
+        note(self._state, Event.BACKWARD)
         try:
-            assert staged.ticket is not None
-            staged.ticket.wait()
-            planes = self._nvme.planes_of(staged)
-            changed = self._updater.update_staged(staged.block, planes, self._views)
-            if changed:
-                read_again = not self._views.writes_parameters(staged.block)
-                self._nvme.write_early(staged, read_again=read_again)
-        except BaseException:
-            self._nvme.let_go(staged)
-            raise
-        if changed:
-            self.assumed[staged.block.id] = inputs
+            while self._act() or self._goes_on(stop=not self._state.speculates):
+                pass
+        finally:
+            note(self._state, Event.STOPPED)
+            while self._act():
+                pass
+            self._views.lend(None)
+            self._views.abandon()
+
+    def _act(self) -> bool:
+        """Carry one action out, or wait for one; whether there was."""
+        state, nvme = self._state, self._nvme
+        if self._is_stopped and state.speculates:
+            note(state, Event.STOPPED)
+        if state.speculates and not state.finals:
+            self._come()
+        action = next_action(state, IN_ORDER)
+        if action is None:
+            row = waits_for(state)
+            if row is None:
+                return False
+            nvme.end(row)
+            return True
+        do, row, _ = action
+        assert row is not None
+        if do is Do.UPDATE:
+            self._update(row)
+            if not (state.free or state.cached):
+                nvme.collect()
         else:
-            self._nvme.let_go(staged)
+            if do is Do.WRITE and not row.is_complete:
+                nvme.remember(row)
+            nvme.begin(do, row)
+            if do is Do.READ and row.is_early:
+                self._views.read_ahead(row.block)
+        return True
+
+    def _come(self) -> None:
+        """The next gradient: its blocks may be updated, if it is not hopeless."""
+        with self._lock:
+            if not self._coming or self._is_stopped:
+                return
+            blocks, grad, mark = self._coming.popleft()
+        if grad is not None and self._is_hopeless(grad):
+            self._goes_on(stop=True)
+            return
+        rows = [self._rows[block.id] for block in blocks if block.id in self._rows]
+        for row in rows:
+            row.assumed = BlockInputs(self._updater.inputs, self._views.inputs_of(row.block), mark)
+        note(self._state, Event.FINAL, None, rows)
+
+    def _update(self, row: Row) -> None:
+        nvme, views = self._nvme, self._views
+        try:
+            if self._updater.update_staged(row.block, nvme.planes(row), views):
+                row.is_complete = views.writes_parameters(row.block)
+                event = Event.UPDATED
+            else:
+                event = Event.UNCHANGED
+        except BaseException as error:
+            note(self._state, Event.FAILED, row, error)
+        else:
+            note(self._state, event, row)

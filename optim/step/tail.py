@@ -25,7 +25,7 @@ from gemini.optim.state.held_signals import SignalsBehind
 from gemini.optim.state.space import Block
 from gemini.units import BlockId
 
-from .driver import Stage, TargetStep, alone
+from .driver import TargetStep, alone
 
 
 class Gate:
@@ -166,17 +166,8 @@ class Tail:
         _under_way.discard(self)
 
     def _carry_out(self) -> None:
-        error: BaseException | None = None
         started = clock()
-        try:
-            stages = self._step.stages
-            for block in stages:
-                if stages[block] is not Stage.PREPARED:  # before the step
-                    self._step.prepare_next()
-                self._watcher.updated(block)
-            self._step.settle()
-        except BaseException as raised:
-            error = raised
+        error = self._step.prepare(watch=self._watcher.updated)
         self.seconds = clock() - started
         if error is not None:
             self._watcher.ended()  # the vote may take a while, and nobody leaves a pass for it

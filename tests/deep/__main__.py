@@ -27,6 +27,8 @@ PYTEST = ("-m", "pytest", "-q", "--tb=short")
 ROUNDS = 20  # of new examples: 10 000 files of checkpoints and stores that were changed
 CERTIFICATES = 200
 PROGRAMS = {1: 2000, 2: 500}  # drawn, by ranks
+INTERRUPTED = 400  # drawn, a place
+SOME_LINES = "500"  # where one takes two seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +68,12 @@ def jobs() -> Iterator[Job]:
         yield Job("fuzz", f"programs at {ranks} ranks", drawn, count)
     drawn = ("-m", "bench.certificate", f"--draws={CERTIFICATES}")
     yield Job("certificate", f"{CERTIFICATES} plans", drawn, 1)
-    for place in PLACES:
-        yield Job("lines", place, ("-m", "tests.support.lines", place))
+    for name, place in PLACES.items():
+        some = (SOME_LINES,) if place.ranks > 1 and place.home == "files" else ()
+        yield Job("lines", name, ("-m", "tests.support.lines", name, *some))
+        if place.ranks == 1:
+            drawn = ("-m", "tests.support.loops.interrupted", name, f"--count={INTERRUPTED}")
+            yield Job("interrupted", name, drawn, INTERRUPTED)
     mutants = ("-m", "tests.mutate", "--ledger", str(FOLDER / "mutants.toml"))
     yield Job("mutants", "all", mutants)
     yield Job("oldest", "torch and Triton", ("make", "test-oldest"))

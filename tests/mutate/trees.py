@@ -95,9 +95,9 @@ class Tree:
         code = 70
         try:
             os.setsid()
-            if limit_seconds is not None:
-                faulthandler.dump_traceback_later(limit_seconds, exit=True, file=sys.__stderr__)
             log = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            if limit_seconds is not None:  # what pytest captures is lost with the process
+                faulthandler.dump_traceback_later(limit_seconds, exit=True, file=log)
             os.dup2(log, 1)
             os.dup2(log, 2)
             os.chdir(self.root)

@@ -35,6 +35,7 @@ def keep(area: str, found: Any) -> Path:
     """Named for what it holds."""
     text = json.dumps(found, sort_keys=True, separators=(",", ":")) + "\n"
     path = FOLDER / area / f"{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}.json"
+    path.parent.mkdir(exist_ok=True)
     path.write_text(text)
     return path
 

@@ -1,6 +1,6 @@
 """Ctrl-C at every line of a training step, wherever Python may deliver it.
 
-    python -m tests.support.lines PLACE
+    python -m tests.support.lines PLACE [COUNT]
 
 Python looks for signals where a function begins or a generator goes on, where a loop goes round,
 and behind every call. Between other instructions none is delivered, so none is tried there. Behind
@@ -17,17 +17,23 @@ import linecache
 import logging
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 
-from gemini.placement.timetable.updates import IN_BACKWARD
+from bench.shared.workers import run_ranks
+from gemini import AutoPlacement
+from gemini.placement.timetable.updates import AUTO, IN_BACKWARD
+from optim.state.held_signals import SignalsBehind
 from tests.support.corpus import Find, keep
 from tests.support.loops.sides import Net, depth_at, loss_of, wrapped
 from tests.support.loops.tails import differences, everything, update_early
@@ -36,16 +42,47 @@ ROOT = Path(__file__).resolve().parents[2]
 # a device's own bookkeeping, which torch has in C++: Python delivers nothing there
 OURS = tuple(f"{ROOT / folder}/" for folder in ("gemini", "optim", "io/nvme", "kernels_triton"))
 LOOKS = ("RESUME", "CALL", "JUMP_BACKWARD", "POP_JUMP_BACKWARD")  # instructions of CPython 3.11 on
-UPDATES = ("serial", "speculate", "tail", "both")
-HOMES = ("nvme", "files")  # of state alone, or of parameters and gradients too
+HOMES = {  # of model data, as `sides.wrapped` has them
+    "resident": "resident",
+    "host": "host",
+    "cpu": "cpu, tail",  # state in host memory beside a device, and half of the rest
+    "nvme": "nvme",  # state alone
+    "files": "files",  # and parameters and gradients
+}
+PRECISIONS = ("bf16", "fp32")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Nothing is updated in backward without fp32 masters, and at fp32 there are none."""
+
+    update: str
+    home: str
+    precision: str
+    ranks: int = 1
+
+    def __str__(self) -> str:
+        of_ranks = f", {self.ranks} ranks" if self.ranks > 1 else ""
+        return f"{self.update}, {self.home}, {self.precision}{of_ranks}"
+
+
 PLACES = {
-    ", ".join(place): place
+    str(Place(*place)): Place(*place)
     for place in (
-        *itertools.product(UPDATES, HOMES, ("bf16", "fp32")),
-        *itertools.product(("serial",), ("host",), ("bf16", "fp32")),
+        *itertools.product(("serial",), HOMES, PRECISIONS),
+        *itertools.product(("tail",), ("cpu", "nvme"), PRECISIONS),
+        ("tail", "files", "bf16"),
+        *itertools.product(("speculate", "both", AUTO), ("nvme", "files"), ("bf16",)),
+        *itertools.product(("serial",), ("resident", "host", "nvme", "files"), ("bf16",), (2,)),
+        *itertools.product(("tail", "speculate", "both"), ("nvme", "files"), ("bf16",), (2,)),
     )
 }
+ROOM = 144 * 1024  # bytes of a rank: parameters are in files, and blocks are updated beside a pass
 STEPS = 60  # of one life
+IN_A_LIFE = 300  # points
+LOOKS_FOR_OTHERS, PAUSE_SECONDS = 1000, 0.001  # before a rank that is alone at a point goes on
+NOBODY, EVERYBODY = "nobody", "everybody"
+_never = threading.Event()
 SECONDS = 300  # for one interruption and two steps: more is a hang
 
 
@@ -118,24 +155,33 @@ def _tracing(function: str | None, reached: Callable[[Any], None]) -> Iterator[N
 
 def points_of(call: Callable[[], object]) -> list[Point]:
     """All that `call` comes to in this thread, each the first time and the last."""
+    points: list[Point] = []
+    with collecting(points):
+        call()
+    return points
+
+
+@contextmanager
+def collecting(points: list[Point]) -> Iterator[None]:
+    """The same of what is done meanwhile."""
     counts: dict[Any, int] = {}
 
     def count(where: Any) -> None:
         counts[where] = counts.get(where, 0) + 1
 
     with _tracing(None, count):
-        call()
-    return [Point(*where, time) for where, n in counts.items() for time in sorted({1, n})]
+        yield
+    points += [Point(*where, time) for where, n in counts.items() for time in sorted({1, n})]
 
 
 @contextmanager
-def ctrl_c(point: Point) -> Iterator[list[Point]]:
-    """Deliver one there. Yields where it was delivered."""
+def ctrl_c(point: Point, may_come: Callable[[], bool] = lambda: True) -> Iterator[list[Point]]:
+    """Deliver one there, if it may come. Yields where it was delivered."""
     came: list[Point] = []
     times = itertools.count(1)
 
     def act(where: Any) -> None:
-        if where == point.where and next(times) == point.time:
+        if where == point.where and next(times) == point.time and may_come():
             came.append(point)
             signal.raise_signal(signal.SIGINT)
 
@@ -144,6 +190,18 @@ def ctrl_c(point: Point) -> Iterator[list[Point]]:
 
 
 # -- training ----------------------------------------------------------------------------------
+
+
+def made(place: str, build: Callable[..., Any] = Net) -> tuple[Any, Any]:
+    """A wrapped module at a place, and its optimizer, which updates early whatever it may."""
+    one = PLACES[place]
+    options: dict[str, Any] = {"update": one.update, "precision": one.precision}
+    if one.home == "files" and one.update != "serial":
+        options["placement_policy"] = AutoPlacement(ROOM * one.ranks)
+    pair = wrapped(build, HOMES[one.home], **options)
+    if one.update in (*IN_BACKWARD, AUTO):
+        update_early(*pair)
+    return pair
 
 
 def step(model: Any, optimizer: Any, number: int) -> None:
@@ -158,33 +216,111 @@ def step(model: Any, optimizer: Any, number: int) -> None:
     optimizer.zero_grad()
 
 
+class Alone:
+    """Ctrl-C of one rank."""
+
+    def __init__(self) -> None:
+        self._handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def next_one(self) -> None:
+        """Another one is to come."""
+
+    def may_come(self) -> bool:
+        """Whether it is delivered here."""
+        return True
+
+    def common(self, points: Sequence[Point]) -> list[Point]:
+        return list(points)
+
+    def end(self) -> None:
+        signal.signal(signal.SIGINT, self._handler)
+
+
+class Together(Alone):
+    """Ctrl-C of all ranks, each a process, at one place of the program or nowhere: ranks that stop
+    at two places are out of step.
+
+    Behind a step that has a tail it comes when the tail has ended: that is another moment on every
+    rank, so it raises nothing there, as with a handler of a loop that looks for it between steps.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        signal.signal(signal.SIGINT, self._raise)
+        self._store = dist.distributed_c10d._get_default_store()
+        self._round = 0
+        self._has_tail = self._comes_late = False
+        hold, put_back = SignalsBehind.hold, SignalsBehind.put_back
+
+        def held(signals: SignalsBehind) -> None:
+            self._has_tail = True
+            hold(signals)
+
+        def back(signals: SignalsBehind) -> bool:
+            done = put_back(signals)
+            self._has_tail &= not done
+            return done
+
+        self._patches = ExitStack()
+        self._patches.enter_context(mock.patch.object(SignalsBehind, "hold", held))
+        self._patches.enter_context(mock.patch.object(SignalsBehind, "put_back", back))
+
+    def _raise(self, number: int, frame: FrameType | None) -> None:
+        if not self._comes_late:
+            raise KeyboardInterrupt
+        self._comes_late = False
+
+    def next_one(self) -> None:
+        self._round += 1
+
+    def may_come(self) -> bool:
+        """Whether all ranks come here, before the first of them gives up."""
+        key, own = f"ctrl-c {self._round}", f"{dist.get_rank()}"
+        said = self._store.compare_set(key, "", own).decode()
+        if said == own:
+            for _ in range(LOOKS_FOR_OTHERS):
+                if self._store.compare_set(key, own, own).decode() != own:
+                    break
+                _never.wait(PAUSE_SECONDS)
+            said = self._store.compare_set(key, own, NOBODY).decode()
+        elif said != NOBODY:
+            said = self._store.compare_set(key, said, EVERYBODY).decode()
+        self._comes_late = self._has_tail
+        return said == EVERYBODY
+
+    def common(self, points: Sequence[Point]) -> list[Point]:
+        """Those of rank 0 that every rank has."""
+        of_ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, list(points))
+        everywhere = set.intersection(*map(set, of_ranks))
+        return [point for point in of_ranks[0] if point in everywhere]
+
+    def end(self) -> None:
+        self._patches.close()
+        super().end()
+
+
 class Life:
     """A model that is interrupted again and again, beside the states of one that is not."""
 
     def __init__(self, place: str) -> None:
-        self._update, self._home, self._precision = PLACES[place]
-        self._handler = signal.signal(signal.SIGINT, signal.default_int_handler)
-        depth = depth_at(self._home)
-        self._other = wrapped(lambda _: Net(depth), "nvme", precision=self._precision)
+        self._name, self._place = place, PLACES[place]
+        self._signals = Together() if self._place.ranks > 1 else Alone()
+        depth = depth_at(HOMES[self._place.home])
+        self._other = wrapped(lambda _: Net(depth), "nvme", precision=self._place.precision)
         self._want: list[dict[str, Any]] = []  # of the other, behind so many steps
         self.begin()
 
-    def _made(self, update: str) -> tuple[Any, Any]:
-        made = wrapped(place=self._home, update=update, precision=self._precision)
-        if update in IN_BACKWARD:
-            update_early(*made)
-        return made
-
     def begin(self) -> None:
         """Anew, with two steps behind it."""
-        self.model, self.optimizer = self._made(self._update)
+        self.model, self.optimizer = made(self._name)
         for _ in range(2):
             self._step()
 
     def end(self) -> None:
         self.optimizer.close()
         self._other[1].close()
-        signal.signal(signal.SIGINT, self._handler)
+        self._signals.end()
 
     @property
     def _done(self) -> int:
@@ -203,27 +339,29 @@ class Life:
 
     def points(self) -> list[Point]:
         """Of two steps."""
-        return list(dict.fromkeys([*points_of(self._step), *points_of(self._step)]))
+        points = list(dict.fromkeys([*points_of(self._step), *points_of(self._step)]))
+        return self._signals.common(points)
 
     def interrupt(self, point: Point) -> bool:
         """Take two steps, with Ctrl-C at the point; then a step that does not count is taken again.
-        Whether it came there. Raises AssertionError where anything differs."""
+        Whether it stopped one. Raises AssertionError where anything differs."""
         if self._done + 2 > STEPS:
             self.optimizer.close()
             self.begin()
         came: list[Point] = []
         caught, goal = 0, self._done + 2
+        self._signals.next_one()
         while True:
             try:
                 while self._done < goal:
                     if came:
                         self._step()
                     else:
-                        with ctrl_c(point) as came:
+                        with ctrl_c(point, self._signals.may_come) as came:
                             self._step()
                 wrong = differences(everything(self.model, self.optimizer), self._wanted(goal))
                 assert wrong == [], f"{point}: {wrong[0]} and {len(wrong) - 1} more differ"
-                return bool(came)
+                return caught > 0
             except KeyboardInterrupt:  # it may come later: a tail delivers it when it has ended
                 caught += 1
                 assert came and caught == 1
@@ -231,44 +369,77 @@ class Life:
 
 
 def search(place: str, points: Sequence[Point] | None = None, repeats: int = 1) -> tuple[int, int]:
-    """Interrupt a life at these points, or at all: how many there are, and how many came. Raises
-    `Find`."""
+    """Interrupt a life at these points, or at all: how many there are, and how many stopped a step.
+    Raises `Find`."""
+    points, num_came = points_at(place) if points is None else points, 0
+    for first in range(0, len(points), IN_A_LIFE):
+        told = _on_ranks(_interrupted, place, points[first : first + IN_A_LIFE], repeats)
+        finds = [find for _, find in told if find]
+        if finds:
+            raise Find(**finds[0] | {"said": " | ".join(find["said"] for find in finds)})
+        num_came += told[0][0]
+    return len(points), num_came
+
+
+def points_at(place: str) -> list[Point]:
+    """All that every rank comes to."""
+    found: list[Point] = _on_ranks(_points, place)[0]
+    return found
+
+
+def _on_ranks(work: Callable[..., Any], place: str, *args: Any) -> list[Any]:
+    ranks = PLACES[place].ranks
+    if ranks == 1:
+        return [work(0, place, *args)]
+    return run_ranks(work, ranks, place, *args, processes=True)
+
+
+def _points(rank: int, place: str) -> list[Point]:
+    life = Life(place)
+    points = life.points()
+    life.end()
+    return points
+
+
+def _interrupted(
+    rank: int, place: str, points: Sequence[Point], repeats: int
+) -> tuple[int, dict[str, Any] | None]:
+    """How many stopped a step; and what went wrong, where one has."""
     life, num_came = Life(place), 0
-    points = life.points() if points is None else points
     for point in points:
         try:
             faulthandler.dump_traceback_later(SECONDS, exit=True)
             num_came += sum(life.interrupt(point) for _ in range(repeats)) == repeats
         except Exception as error:
-            raise Find(
-                place=place, point=asdict(point), repeats=repeats, said=str(error)
-            ) from error
+            said = f"rank {rank}: {type(error).__name__}: {error}"
+            found = {"place": place, "point": asdict(point), "repeats": repeats}
+            return num_came, found | {"said": said}
         finally:
             faulthandler.cancel_dump_traceback_later()
     life.end()
-    return len(points), num_came
+    return num_came, None
 
 
 def some(place: str, count: int) -> list[Point]:
-    """So many points of a place, spread over its lines."""
-    life = Life(place)
-    points = [point for point in life.points() if point.time == 1]
-    life.end()
-    return points[:: len(points) // count]
+    """So many points of a place or a few more, spread over its lines."""
+    points = [point for point in points_at(place) if point.time == 1]
+    return points[:: max(1, len(points) // count)]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("place", choices=PLACES)
-    place = parser.parse_args().place
+    parser.add_argument("count", nargs="?", type=int, help="so many points, spread over the lines")
+    asked = parser.parse_args()
     torch.set_num_threads(1)
     logging.getLogger("gemini").setLevel(logging.ERROR)
     try:
-        points, came = search(place)
+        points = some(asked.place, asked.count) if asked.count else None
+        tried, came = search(asked.place, points)
     except Find as find:
         print(find, "is kept in", keep("lines", find.found))
         raise
-    print(f"{points} points, of which {came} came again: all have the bits of no interruption")
+    print(f"{tried} points, of which {came} stopped a step: all have the bits of no interruption")
     return 0
 
 

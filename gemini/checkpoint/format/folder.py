@@ -21,11 +21,13 @@ import logging
 import os
 import re
 import secrets
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from gemini.nvme.files import calls
+from gemini.optim.state.held_signals import HeldSignals
 
 from . import unfinished
 from .errors import CheckpointError, FormatError, on_disk
@@ -51,7 +53,10 @@ class SaveFolder:
             calls.make_folders(target.parent)
             remove_dead(target.parent)
             try:
-                self._lock = unfinished.make(self.path)
+                with HeldSignals():  # else Ctrl-C may leave the lock to nobody
+                    self._lock = unfinished.make(self.path)
+                    self._dropped = weakref.finalize(self, calls.close, self._lock)
+                    self._dropped.atexit = False  # a save may go on until the process ends
             except FileExistsError:
                 unfinished.refuse(self.path, target, "save")
 
@@ -94,11 +99,10 @@ class SaveFolder:
 
     def _let_go(self) -> None:
         """Give the lock back; a checkpoint in its place does not need its file."""
-        lock, self._lock = self._lock, -1
-        if lock >= 0:
+        if self._dropped.detach():
             with contextlib.suppress(OSError):
                 calls.unlink(self.target / unfinished.LOCK)
-            calls.close(lock)
+            calls.close(self._lock)
 
 
 def saving_path(target: Path) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,46 @@ from torch import nn
 
 from gemini.chunk.storage import params_in
 from gemini.ddp import GeminiDDP
-from gemini.integrations.parts import accept
+from gemini.integrations.options import ZERO_SCALE, check_options, option
 from gemini.integrations.torch_optimizers import convert
 from gemini.optim.base import TieredOptimizer
 from gemini.optim.rules.loss_scale import LossScale
+from gemini.options import takes_fields
 from gemini.placement.policy import StaticPlacement
 from gemini.runtime.inspect.full_parameters import full_parameters
 from gemini.runtime.inspect.weights import full_chunk
 
 _FP16_BYTES = 2
+
+
+@dataclass(frozen=True)
+class _ModelOptions:
+    """What ShardedModelV2 takes beside the module, in its order."""
+
+    process_group: dist.ProcessGroup | None = None
+    reduce_scatter_process_group: dist.ProcessGroup | None = None
+    reduce_scatter_bucket_size_mb: int = option(
+        25, valid=lambda size: size > 0, expected="a positive number"
+    )
+    fp32_reduce_scatter: bool = False
+    offload_config: Mapping[str, Any] | None = option(
+        None, valid=lambda config: config is None or dict(config) == {"device": "cpu"},
+        expected="None or {'device': 'cpu'}. Files are HybridAdam(nvme_offload_fraction=)",
+    )  # fmt: skip
+    gradient_predivide_factor: float | None = option(
+        1.0, valid=lambda factor: factor in (None, 1.0),
+        expected="1: gradients are divided by the number of ranks before they are added",
+    )  # fmt: skip
+    use_memory_tracer: bool = option(False, ignored="what iterations take is always kept")
+    reuse_fp16_shard: bool = option(False, ignored="gradients are freed by chunks")
+
+    def __post_init__(self) -> None:
+        if self.reduce_scatter_process_group not in (None, self.process_group):
+            raise ValueError(
+                "reduce_scatter_process_group is another group than process_group; expected None: "
+                "gradients are reduced over the ranks that share the parameters"
+            )
+        check_options(self)
 
 
 class ShardedModelV2(GeminiDDP):
@@ -41,51 +73,17 @@ class ShardedModelV2(GeminiDDP):
     Raises ValueError for others.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        shard_strategy: Any,
-        process_group: dist.ProcessGroup | None = None,
-        reduce_scatter_process_group: dist.ProcessGroup | None = None,
-        reduce_scatter_bucket_size_mb: int = 25,
-        fp32_reduce_scatter: bool = False,
-        offload_config: Mapping[str, Any] | None = None,
-        gradient_predivide_factor: float | None = 1.0,
-        use_memory_tracer: bool = False,
-        reuse_fp16_shard: bool = False,
-    ) -> None:
-        if reduce_scatter_process_group not in (None, process_group):
-            raise ValueError(
-                "reduce_scatter_process_group is another group than process_group; expected None: "
-                "gradients are reduced over the ranks that share the parameters"
-            )
-        if offload_config is not None and dict(offload_config) != {"device": "cpu"}:
-            raise ValueError(
-                f"offload_config={dict(offload_config)!r:.80}; expected None or "
-                "{'device': 'cpu'}. Files are HybridAdam(nvme_offload_fraction=)"
-            )
-        if gradient_predivide_factor not in (None, 1.0):
-            raise ValueError(
-                f"gradient_predivide_factor={gradient_predivide_factor}; expected 1: gradients are "
-                "divided by the number of ranks before they are added"
-            )
-        if not reduce_scatter_bucket_size_mb > 0:
-            raise ValueError(
-                f"reduce_scatter_bucket_size_mb={reduce_scatter_bucket_size_mb} must be positive"
-            )
-        if use_memory_tracer:
-            accept({"use_memory_tracer": "what iterations take is always kept"})
-        if reuse_fp16_shard:
-            accept({"reuse_fp16_shard": "gradients are freed by chunks"})
-        offload = 0.0 if offload_config is None else 1.0
+    @takes_fields(options=_ModelOptions())
+    def __init__(self, module: nn.Module, shard_strategy: Any, options: _ModelOptions) -> None:
+        offload = 0.0 if options.offload_config is None else 1.0
         super().__init__(
             module,
             placement_policy=StaticPlacement(1.0, offload, offload),
             precision="fp16",
-            process_group=process_group,
-            communication_dtype="fp32" if fp32_reduce_scatter else None,
+            process_group=options.process_group,
+            communication_dtype="fp32" if options.fp32_reduce_scatter else None,
             search_range_m=0,
-            min_chunk_size_m=reduce_scatter_bucket_size_mb / _FP16_BYTES,
+            min_chunk_size_m=options.reduce_scatter_bucket_size_mb / _FP16_BYTES,
         )
 
     def dump_memory_stats(self, filename: str | Path = "dump_mem_stats.log") -> None:
@@ -93,30 +91,21 @@ class ShardedModelV2(GeminiDDP):
         self.memory_stats.dump_memory_stats(filename)
 
 
+@takes_fields(loss_scale=ZERO_SCALE)
 def ShardedOptimizerV2(
     sharded_model: GeminiDDP,
     optimizer: torch.optim.Optimizer,
-    initial_scale: float = 2**32,
-    min_scale: float = 1,
-    growth_factor: float = 2,
-    backoff_factor: float = 0.5,
-    growth_interval: int = 1000,
-    hysteresis: int = 2,
-    max_scale: float = 2**32,
+    loss_scale: LossScale,
 ) -> torch.optim.Optimizer:
     """The same optimizer over the sharded module, with this loss scale. Raises ValueError."""
     if not isinstance(sharded_model, GeminiDDP):
         raise ValueError(
             f"sharded_model is a {type(sharded_model).__name__}; expected a ShardedModelV2"
         )
-    scale = LossScale(
-        initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis,
-        max_scale,
-    )  # fmt: skip
     convert(optimizer)
     assert isinstance(optimizer, TieredOptimizer)
     optimizer.bind_to(sharded_model.engine)
-    sharded_model.engine.reconfigure(max_norm=None, loss_scale=scale)
+    sharded_model.engine.reconfigure(max_norm=None, loss_scale=loss_scale)
     return optimizer
 
 

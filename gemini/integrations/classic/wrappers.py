@@ -15,11 +15,20 @@ from torch import nn
 
 from gemini import ddp
 from gemini.chunk.sizing.search import ChunkConfiguration, search_chunk_configuration
-from gemini.integrations.parts import accept, refuse_others, this_device
+from gemini.integrations.options import (
+    OPTIMIZER_SCALE,
+    SCALE,
+    SCALE_NAMES,
+    Case,
+    check_options,
+    option,
+)
+from gemini.integrations.parts import accept, this_device
 from gemini.integrations.plugins.engine_plugin import parse_named, print_search, print_skips
 from gemini.integrations.torch_optimizers import convert
 from gemini.optim.base import TieredOptimizer
 from gemini.optim.rules.loss_scale import LossScale
+from gemini.options import takes_fields
 from gemini.placement.policy import Placement, StaticPlacement
 from gemini.runtime.wrap.keep_fp32 import find_fp32_modules, param_dtypes
 from gemini.runtime.wrap.materialise import init_empty
@@ -136,13 +145,13 @@ def zero_model_wrapper(
 def zero_optim_wrapper(
     model: ddp.GeminiDDP,
     optimizer: torch.optim.Optimizer,
-    initial_scale: float = 2**16,
-    growth_factor: float = 2,
-    backoff_factor: float = 0.5,
-    growth_interval: int = 1000,
-    hysteresis: int = 2,
-    min_scale: float = 1,
-    max_scale: float = 2**32,
+    initial_scale: float = SCALE.initial_scale,
+    growth_factor: float = SCALE.growth_factor,
+    backoff_factor: float = SCALE.backoff_factor,
+    growth_interval: int = SCALE.growth_interval,
+    hysteresis: int = SCALE.hysteresis,
+    min_scale: float = SCALE.min_scale,
+    max_scale: float = SCALE.max_scale,
     max_norm: float = 0.0,
     norm_type: float = 2.0,
     optim_config: Mapping[str, Any] | None = None,
@@ -162,28 +171,42 @@ def zero_optim_wrapper(
     return _configured(model, optimizer, scale, max_norm, norm_type, places, verbose=verbose)
 
 
+DECIDED = Case(lambda _: False, "what wraps the module decides; LowLevelZeroPlugin has the options")
+
+
+@dataclass(frozen=True)
+class _OptimizerOptions:
+    """What Colossal-AI's LowLevelZeroOptimizer takes beside the optimizer, in its order."""
+
+    pg_to_param_list: Any = option(None, only=DECIDED)
+    initial_scale: float = OPTIMIZER_SCALE.initial_scale
+    min_scale: float = OPTIMIZER_SCALE.min_scale
+    growth_factor: float = OPTIMIZER_SCALE.growth_factor
+    backoff_factor: float = OPTIMIZER_SCALE.backoff_factor
+    growth_interval: int = OPTIMIZER_SCALE.growth_interval
+    hysteresis: int = OPTIMIZER_SCALE.hysteresis
+    max_scale: float = OPTIMIZER_SCALE.max_scale
+    clip_grad_norm: float = 0.0
+    verbose: bool = False
+    reduce_bucket_size: int = option(1024 * 1024, only=DECIDED)
+    communication_dtype: torch.dtype | None = option(None, only=DECIDED)
+    overlap_communication: bool = option(False, ignored="the stage says when gradients are reduced")
+    partition_grad: bool = option(False, only=DECIDED)
+    cpu_offload: bool = option(False, only=DECIDED)
+    dp_process_group: Any = option(None, only=DECIDED)
+    extra_dp_group: Any = option(None, only=DECIDED)
+    forced_dtype: torch.dtype | None = option(None, only=DECIDED)
+    overlap_allgather: bool = option(False, only=DECIDED)
+    fp8_communication: bool = option(False, only=DECIDED)
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+@takes_fields(options=_OptimizerOptions())
 def LowLevelZeroOptimizer(
     optimizer: torch.optim.Optimizer,
-    pg_to_param_list: Any = None,
-    initial_scale: float = 2**16,
-    min_scale: float = 1,
-    growth_factor: float = 2.0,
-    backoff_factor: float = 0.5,
-    growth_interval: int = 2000,
-    hysteresis: int = 2,
-    max_scale: float = 2**24,
-    clip_grad_norm: float = 0.0,
-    verbose: bool = False,
-    reduce_bucket_size: int = 1024 * 1024,
-    communication_dtype: torch.dtype | None = None,
-    overlap_communication: bool = False,
-    partition_grad: bool = False,
-    cpu_offload: bool = False,
-    dp_process_group: Any = None,
-    extra_dp_group: Any = None,
-    forced_dtype: torch.dtype | None = None,
-    overlap_allgather: bool = False,
-    fp8_communication: bool = False,
+    options: _OptimizerOptions,
     *,
     module: ddp.GeminiDDP | None = None,
 ) -> torch.optim.Optimizer:
@@ -197,33 +220,12 @@ def LowLevelZeroOptimizer(
             "LowLevelZeroOptimizer without module=; expected what zero_model_wrapper(model, "
             "zero_stage=1) returned: parameters are sharded there"
         )
-    given = {
-        "pg_to_param_list": pg_to_param_list,
-        "reduce_bucket_size": reduce_bucket_size,
-        "communication_dtype": communication_dtype,
-        "partition_grad": partition_grad,
-        "cpu_offload": cpu_offload,
-        "dp_process_group": dp_process_group,
-        "extra_dp_group": extra_dp_group,
-        "forced_dtype": forced_dtype,
-        "overlap_allgather": overlap_allgather,
-        "fp8_communication": fp8_communication,
-    }
-    usual = {**dict.fromkeys(given), "reduce_bucket_size": 1024 * 1024}
-    usual |= dict.fromkeys(
-        ("partition_grad", "cpu_offload", "overlap_allgather", "fp8_communication"), False
-    )
-    refuse_others(given, usual, "what wraps the module decides; LowLevelZeroPlugin has the options")
-    if overlap_communication:
-        accept({"overlap_communication": "the stage says when gradients are reduced"})
-    scale = LossScale(
-        initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis,
-        max_scale,
-    )  # fmt: skip
-    usual_scale = LossScale(growth_interval=2000, max_scale=2.0**24)
-    if scale == usual_scale and not module.engine.control_vector.active:
+    scale = LossScale(**{name: getattr(options, name) for name in SCALE_NAMES})
+    if scale == OPTIMIZER_SCALE and not module.engine.control_vector.active:
         scale = LossScale()
-    return _configured(module, optimizer, scale, clip_grad_norm, 2.0, {}, verbose=verbose)
+    return _configured(
+        module, optimizer, scale, options.clip_grad_norm, 2.0, {}, verbose=options.verbose
+    )
 
 
 def _configured(

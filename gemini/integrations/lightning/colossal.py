@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
 
+from gemini.integrations.options import SCALE
 from gemini.optim.rules.loss_scale import LossScale
 from gemini.placement.policy import Placement, StaticPlacement
 
@@ -55,13 +56,13 @@ class ColossalAIStrategy(GeminiStrategy):
         chunk_search_range: int = 64 * _M,
         chunk_search_n_grids: int = 4096,
         min_chunk_size: int = 32 * _M,
-        initial_scale: float = 65536,
-        min_scale: float = 1,
-        growth_factor: float = 2,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 1000,
-        hysteresis: int = 2,
-        max_scale: float = 4294967296,
+        initial_scale: float = SCALE.initial_scale,
+        min_scale: float = SCALE.min_scale,
+        growth_factor: float = SCALE.growth_factor,
+        backoff_factor: float = SCALE.backoff_factor,
+        growth_interval: int = SCALE.growth_interval,
+        hysteresis: int = SCALE.hysteresis,
+        max_scale: float = SCALE.max_scale,
         accelerator: Any = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: Any = None,
@@ -76,6 +77,10 @@ class ColossalAIStrategy(GeminiStrategy):
         if chunk_search_n_grids <= 0:
             raise ValueError(f"chunk_search_n_grids={chunk_search_n_grids}; expected 1 or more")
         self._is_precision_given = precision_plugin is not None
+        scale = LossScale(
+            initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis,
+            max_scale,
+        )  # fmt: skip
         searched = (chunk_search_range, min_chunk_size)
         search_range, least = searched if chunk_size is None else (0, chunk_size)
         super().__init__(
@@ -89,15 +94,7 @@ class ColossalAIStrategy(GeminiStrategy):
             force_outputs_fp32=force_outputs_fp32,
             search_range_m=search_range / _M,
             min_chunk_size_m=least / _M,
-            loss_scale=LossScale(
-                initial_scale=initial_scale,
-                min_scale=min_scale,
-                growth_factor=growth_factor,
-                backoff_factor=backoff_factor,
-                growth_interval=growth_interval,
-                hysteresis=hysteresis,
-                max_scale=max_scale,
-            ),
+            loss_scale=scale,
         )
 
     def setup(self, trainer: Any) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from gemini.ddp import GeminiDDP
 from gemini.dtypes import DTYPES
+from gemini.integrations.options import TORCH_SCALE
 from gemini.optim.base import TieredOptimizer
 from gemini.optim.rules.loss_scale import LossScale
 from gemini.placement.policy import Placement, parse_placement
@@ -32,10 +33,10 @@ REGISTERED: dict[str, dict[str, Any]] = {
 REDIRECTED = "wrapped_forward"  # what Lightning calls the forward that leads to a step
 # a GradScaler as Lightning makes one, by its own names
 _SCALER = {
-    "scale": 2.0**16,
-    "growth_factor": 2.0,
-    "backoff_factor": 0.5,
-    "growth_interval": 2000,
+    "scale": TORCH_SCALE.initial_scale,
+    "growth_factor": TORCH_SCALE.growth_factor,
+    "backoff_factor": TORCH_SCALE.backoff_factor,
+    "growth_interval": TORCH_SCALE.growth_interval,
     "_growth_tracker": 0,
 }
 # what the strategies give to GeminiDDP themselves

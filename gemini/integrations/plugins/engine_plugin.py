@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import weakref
-from typing import Any, ClassVar
+from dataclasses import fields
+from typing import Any
 
 import torch
 from torch import nn
 
 from gemini.ddp import GeminiDDP
 from gemini.integrations import parts
+from gemini.integrations.options import FP16, SCALE_NAMES, Case
 from gemini.integrations.parallel.plans import TensorParallel, split
-from gemini.integrations.parts import LOSS_SCALE, loss_scale_of
 from gemini.integrations.torch_optimizers import TAKEN, convert
 from gemini.optim.base import TieredOptimizer
 from gemini.optim.rules.loss_scale import LossScale
@@ -21,37 +23,46 @@ from gemini.placement.policy import Placement, parse_placement
 from .plugin import Plugin, check_over
 from .precision import MixedPrecision
 
-# options of kernels, and what there is of them
-KERNELS = {
-    "enable_flash_attention": "models that call torch's scaled_dot_product_attention have it",
-    "enable_fused_normalization": "norms are the model's own; torch.compile fuses them",
-    "enable_jit_fused": "nothing is compiled; call .compile() on the blocks of the model",
-    "enable_all_optimization": "it stands for the three others, and no more",
-}
+# what there is of options of kernels
+FLASH = "models that call torch's scaled_dot_product_attention have it"
+NORMS = "norms are the model's own; torch.compile fuses them"
+JIT = "nothing is compiled; call .compile() on the blocks of the model"
+ALL_KERNELS = "it stands for the three others, and no more"
+
+TENSOR = Case(lambda own: own.tp_size > 1, "it is for tp_size above 1")
+_OF_ENGINE = frozenset(inspect.signature(GeminiDDP).parameters)
 
 
 class EnginePlugin(Plugin):
-    """Its subclasses are dataclasses that have these fields, and the seven of the loss scale.
-
-    usual_scale: what the seven are where nothing was said.
-    """
+    """Its subclasses are dataclasses that have these fields, and the seven of the loss scale."""
 
     precision: str
     max_norm: float
-    usual_scale: ClassVar[LossScale] = LossScale()
 
     @property
     def own_precision(self) -> str:  # type: ignore[override]
         return self.precision
 
+    def check_together(self) -> None:
+        for name in ("tp_size", "pp_size"):
+            size = getattr(self, name, 1)
+            if size > 1 and self.precision == "fp16":
+                raise ValueError(
+                    f"precision='fp16' with {name}={size}, whose ranks would not have one loss "
+                    "scale; expected 'bf16' or 'fp32'"
+                )
+        self.loss_scale()
+
     def loss_scale(self) -> LossScale | None:
-        """Of fp16. Raises ValueError for options of it in another precision."""
-        given = {name: getattr(self, name) for name in LOSS_SCALE}
-        return loss_scale_of(given, self.usual_scale, self.precision)
+        """Of fp16, None in another precision. Raises ValueError."""
+        if not FP16.holds(self):
+            return None
+        return LossScale(**{name: getattr(self, name) for name in SCALE_NAMES})
 
     def options(self, device: torch.device) -> dict[str, Any]:
-        """Of `GeminiDDP`, beside those above."""
-        raise NotImplementedError
+        """Of `GeminiDDP`: those that both have by one name, and what a subclass adds."""
+        names = [one.name for one in fields(self) if one.name in _OF_ENGINE]  # type: ignore[arg-type]
+        return {name: getattr(self, name) for name in names} | {"loss_scale": self.loss_scale()}
 
     def wrap(
         self,
@@ -60,16 +71,8 @@ class EnginePlugin(Plugin):
         precision: MixedPrecision | None,
         device: torch.device,
     ) -> nn.Module:
-        return wrap_gemini(
-            model,
-            optimizer,
-            verbose=getattr(self, "verbose", False),
-            precision=self.precision,
-            master_weights=getattr(self, "master_weights", True),
-            max_norm=self.max_norm,
-            loss_scale=self.loss_scale(),
-            **self.options(device),
-        )
+        verbose = getattr(self, "verbose", False)
+        return wrap_gemini(model, optimizer, verbose=verbose, **self.options(device))
 
 
 def parse_named(policy: str | Placement) -> Placement:

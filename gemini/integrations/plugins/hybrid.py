@@ -11,55 +11,27 @@ import torch
 from torch import nn
 
 from gemini.ddp import GeminiDDP
+from gemini.integrations.options import FP16, SCALE, Case, handed, option, size
 from gemini.integrations.parallel.pipelined import STYLES, MicrobatchSchedule
 from gemini.integrations.parallel.plans import TensorParallel
 from gemini.integrations.parallel.sizes import MeshSizes
-from gemini.integrations.parts import (
-    LOSS_SCALE,
-    accept,
-    check_sizes,
-    refuse_absent,
-    refuse_others,
-)
+from gemini.integrations.parts import accept
 
-from .engine_plugin import KERNELS, EnginePlugin
+from .engine_plugin import ALL_KERNELS, FLASH, JIT, NORMS, TENSOR, EnginePlugin
 from .precision import BF16MixedPrecision, MixedPrecision, ScaledFP16
 from .stages import wrap_stages
 from .torch_plugins import TorchDDPPlugin
 from .zero_plugin import LowLevelZeroPlugin
 
-_ONLY_DDP = {
-    "broadcast_buffers": True,
-    "ddp_bucket_cap_mb": 25,
-    "find_unused_parameters": False,
-    "check_reduction": False,
-    "gradient_as_bucket_view": False,
-    "static_graph": False,
-}
-_ONLY_ZERO: dict[str, Any] = {
-    "zero_bucket_size_in_m": 12,
-    "cpu_offload": False,
-    "communication_dtype": None,
-    "overlap_communication": True,
-    "overlap_allgather": False,
-}
-_ONLY_PIPELINE: dict[str, Any] = {
-    "num_microbatches": None,
-    "microbatch_size": None,
-    "pp_style": "1f1b",
-    "num_model_chunks": 1,
-    "num_layers_per_stage": None,
-    "enable_metadata_cache": True,
-    "dp_outside": True,
-    "overlap_p2p": True,
-}
-_ONLY_TENSOR: dict[str, Any] = {
-    "custom_policy": None,
-    "parallel_output": True,
-    "make_vocab_size_divisible_by": 64,
-    "enable_sequence_parallelism": False,
-}
-_ONLY_SEQUENCE: dict[str, Any] = {"sequence_parallelism_mode": None, "sp_size": None}
+DDP = Case(
+    lambda own: own.zero_stage == 0 and own.tp_size == own.pp_size == 1,
+    "it is for zero_stage=0, tp_size=1 and pp_size=1",
+)
+ZERO = Case(lambda own: own.zero_stage > 0, "it is for zero_stage=1 or 2")
+PIPELINE = Case(lambda own: own.pp_size > 1, "it is for pp_size above 1")
+SEQUENCE = Case(
+    lambda own: own.enable_sequence_parallelism, "it is for enable_sequence_parallelism=True"
+)
 _OTHER_SEQUENCE_MODES = ("ring", "all_to_all", "ring_attn")
 
 
@@ -86,96 +58,102 @@ class HybridParallelPlugin(EnginePlugin):
     max_norm: every step clips gradients to this L2 norm.
     """
 
-    tp_size: int
-    pp_size: int
-    sp_size: int | None = None
-    precision: str = "fp16"
-    zero_stage: int = 0
-    enable_all_optimization: bool = False
-    enable_fused_normalization: bool = False
-    enable_flash_attention: bool = False
-    enable_jit_fused: bool = False
-    enable_sequence_parallelism: bool = False
-    sequence_parallelism_mode: str | None = None
-    enable_sequence_overlap: bool = False
-    parallel_output: bool = True
-    num_microbatches: int | None = None
-    microbatch_size: int | None = None
-    initial_scale: float = 2**16
-    min_scale: float = 1
-    growth_factor: float = 2
-    backoff_factor: float = 0.5
-    growth_interval: int = 1000
-    hysteresis: int = 2
-    max_scale: float = 2**32
-    max_norm: float = 0
-    broadcast_buffers: bool = True
-    ddp_bucket_cap_mb: int = 25
-    find_unused_parameters: bool = False
-    check_reduction: bool = False
-    gradient_as_bucket_view: bool = False
-    static_graph: bool = False
-    zero_bucket_size_in_m: int = 12
-    cpu_offload: bool = False
-    communication_dtype: torch.dtype | None = None
-    overlap_communication: bool = True
-    custom_policy: Any = None
-    pp_style: str = "1f1b"
-    num_model_chunks: int = 1
-    num_layers_per_stage: list[int] | None = None
-    gradient_checkpoint_config: Any = None
-    enable_metadata_cache: bool = True
-    make_vocab_size_divisible_by: int = 64
-    dp_outside: bool = True
-    overlap_p2p: bool = True
-    overlap_allgather: bool = False
-    fp8_communication: bool = False
-    use_fp8: bool = False
-    inner_ring_size: int | None = None
+    tp_size: int = size()
+    pp_size: int = size()
+    sp_size: int | None = size(None)
+    precision: str = option(
+        "fp16",
+        valid=lambda name: name in ("fp16", "bf16", "fp32"),
+        expected="'fp16', 'bf16' or 'fp32'",
+    )
+    zero_stage: int = option(0, valid=lambda stage: stage in (0, 1, 2), expected="0, 1 or 2")
+    enable_all_optimization: bool = option(False, ignored=ALL_KERNELS)
+    enable_fused_normalization: bool = option(False, ignored=NORMS)
+    enable_flash_attention: bool = option(False, ignored=FLASH)
+    enable_jit_fused: bool = option(False, ignored=JIT)
+    enable_sequence_parallelism: bool = option(False, only=TENSOR)
+    sequence_parallelism_mode: str | None = option(None, only=SEQUENCE)
+    enable_sequence_overlap: bool = option(False, absent=True)
+    parallel_output: bool = option(
+        True, only=TENSOR, ignored="outputs are whole where the plan gathers them"
+    )
+    num_microbatches: int | None = option(None, only=PIPELINE)
+    microbatch_size: int | None = option(None, only=PIPELINE)
+    initial_scale: float = option(SCALE.initial_scale, only=FP16)
+    min_scale: float = option(SCALE.min_scale, only=FP16)
+    growth_factor: float = option(SCALE.growth_factor, only=FP16)
+    backoff_factor: float = option(SCALE.backoff_factor, only=FP16)
+    growth_interval: int = option(SCALE.growth_interval, only=FP16)
+    hysteresis: int = option(SCALE.hysteresis, only=FP16)
+    max_scale: float = option(SCALE.max_scale, only=FP16)
+    max_norm: float = LowLevelZeroPlugin.max_norm
+    broadcast_buffers: bool = option(TorchDDPPlugin.broadcast_buffers, only=DDP)
+    ddp_bucket_cap_mb: int = option(TorchDDPPlugin.bucket_cap_mb, only=DDP, name="bucket_cap_mb")
+    find_unused_parameters: bool = option(TorchDDPPlugin.find_unused_parameters, only=DDP)
+    check_reduction: bool = option(TorchDDPPlugin.check_reduction, only=DDP)
+    gradient_as_bucket_view: bool = option(TorchDDPPlugin.gradient_as_bucket_view, only=DDP)
+    static_graph: bool = option(TorchDDPPlugin.static_graph, only=DDP)
+    zero_bucket_size_in_m: int = option(
+        LowLevelZeroPlugin.reduce_bucket_size_in_m, only=ZERO, name="reduce_bucket_size_in_m"
+    )
+    cpu_offload: bool = option(LowLevelZeroPlugin.cpu_offload, only=ZERO)
+    communication_dtype: torch.dtype | None = option(
+        LowLevelZeroPlugin.communication_dtype, only=ZERO
+    )
+    overlap_communication: bool = option(LowLevelZeroPlugin.overlap_communication, only=ZERO)
+    custom_policy: Any = option(
+        None, only=TENSOR, kind=Mapping,
+        expected="a plan: {'layers.*.up': ColwiseParallel(), ...}, or such words as 'colwise'",
+    )  # fmt: skip
+    pp_style: str = option("1f1b", only=PIPELINE)
+    num_model_chunks: int = option(1, only=PIPELINE)
+    num_layers_per_stage: list[int] | None = option(None, only=PIPELINE)
+    gradient_checkpoint_config: Any = option(
+        None, valid=lambda config: config is None,
+        expected="None: call model.gradient_checkpointing_enable() before boost",
+    )  # fmt: skip
+    enable_metadata_cache: bool = option(
+        True, only=PIPELINE, ignored="shapes are found when they change"
+    )
+    make_vocab_size_divisible_by: int = option(
+        64, only=TENSOR, ignored="a vocabulary is split as it is, unevenly"
+    )
+    dp_outside: bool = option(True, only=PIPELINE)
+    overlap_p2p: bool = option(
+        True, only=PIPELINE, ignored="torch's schedules wait for a message when they need it"
+    )
+    overlap_allgather: bool = option(LowLevelZeroPlugin.overlap_allgather, only=ZERO)
+    fp8_communication: bool = option(False, absent=True)
+    use_fp8: bool = option(False, absent=True)
+    inner_ring_size: int | None = option(
+        None, valid=lambda size: size is None, expected="None: ring attention is not there"
+    )
 
-    def __post_init__(self) -> None:
-        check_sizes("", sp_size=self.sp_size)
-        check_sizes(self.precision, tp_size=self.tp_size, pp_size=self.pp_size)
-        refuse_absent(fp8_communication=self.fp8_communication, use_fp8=self.use_fp8)
-        refuse_absent(enable_sequence_overlap=self.enable_sequence_overlap)
-        if self.zero_stage not in (0, 1, 2):
-            raise ValueError(f"zero_stage={self.zero_stage}; expected 0, 1 or 2")
-        if self.precision not in ("fp16", "bf16", "fp32"):
-            raise ValueError(f"precision={self.precision!r}; expected 'fp16', 'bf16' or 'fp32'")
-        self._check_tensor_parallel()
-        self._check_pipeline()
-        self._check_stage()
-        self.loss_scale()
-        accept({name: why for name, why in KERNELS.items() if getattr(self, name)})
-
-    def _check_tensor_parallel(self) -> None:
+    def check_together(self) -> None:
+        super().check_together()
         if self.tp_size > 1 and self.pp_size > 1:
             raise NotImplementedError(
                 f"tp_size={self.tp_size} with pp_size={self.pp_size} is not there: the layers of a "
                 "stage are not split. Take one of the two, and ZeRO beside it"
             )
-        if self.tp_size == 1:
-            refuse_others(self._given(_ONLY_TENSOR), _ONLY_TENSOR, "it is for tp_size above 1")
-        if self.custom_policy is not None and not isinstance(self.custom_policy, Mapping):
-            raise ValueError(
-                f"custom_policy is a {type(self.custom_policy).__name__}; expected a plan: "
-                "{'layers.*.up': ColwiseParallel(), ...}, or such words as 'colwise'"
-            )
+        self._check_sequence()
+        if self.pp_size > 1:
+            self._check_pipeline()
+        if not DDP.holds(self):
+            self._zero()
+
+    def _check_sequence(self) -> None:
+        mode = self.sequence_parallelism_mode
         if not self.enable_sequence_parallelism:
-            usual = _ONLY_SEQUENCE | {"sp_size": None if self.sp_size is None else 1}
-            refuse_others(
-                self._given(_ONLY_SEQUENCE), usual, "it is for enable_sequence_parallelism=True"
-            )
-        elif self.sequence_parallelism_mode in _OTHER_SEQUENCE_MODES:
+            if self.sp_size not in (None, 1):
+                raise ValueError(f"sp_size={self.sp_size}; expected 1: {SEQUENCE.remedy}")
+        elif mode in _OTHER_SEQUENCE_MODES:
             raise NotImplementedError(
-                f"sequence_parallelism_mode={self.sequence_parallelism_mode!r} is not there; take "
-                "'split_gather', over the ranks of tp_size"
+                f"sequence_parallelism_mode={mode!r} is not there; take 'split_gather', over the "
+                "ranks of tp_size"
             )
-        elif self.sequence_parallelism_mode not in (None, "split_gather"):
-            raise ValueError(
-                f"sequence_parallelism_mode={self.sequence_parallelism_mode!r}; expected "
-                "'split_gather'"
-            )
+        elif mode not in (None, "split_gather"):
+            raise ValueError(f"sequence_parallelism_mode={mode!r}; expected 'split_gather'")
         elif self.sp_size not in (None, 1, self.tp_size):
             raise ValueError(
                 f"sp_size={self.sp_size} with tp_size={self.tp_size}; expected None: a sequence is "
@@ -186,25 +164,8 @@ class HybridParallelPlugin(EnginePlugin):
                 "enable_sequence_parallelism=True with custom_policy; expected False, and torch's "
                 "SequenceParallel in the plan"
             )
-        if self.gradient_checkpoint_config is not None:
-            raise ValueError(
-                "gradient_checkpoint_config; expected None: call "
-                "model.gradient_checkpointing_enable() before boost"
-            )
-        if self.inner_ring_size is not None:
-            raise ValueError(
-                f"inner_ring_size={self.inner_ring_size}; expected None: ring attention is not "
-                "there"
-            )
-        if not self.parallel_output:
-            accept({"parallel_output=False": "outputs are whole where the plan gathers them"})
-        if self.make_vocab_size_divisible_by != 64:
-            accept({"make_vocab_size_divisible_by": "a vocabulary is split as it is, unevenly"})
 
     def _check_pipeline(self) -> None:
-        if self.pp_size == 1:
-            refuse_others(self._given(_ONLY_PIPELINE), _ONLY_PIPELINE, "it is for pp_size above 1")
-            return
         cuts = {"num_microbatches": self.num_microbatches, "microbatch_size": self.microbatch_size}
         given = [size for size in cuts.values() if size is not None]
         if len(given) != 1 or given[0] < 1:
@@ -225,54 +186,19 @@ class HybridParallelPlugin(EnginePlugin):
         if self.zero_stage == 0:
             why = "updates are those of zero_stage=1, whose state is sharded"
             accept({f"zero_stage=0 with pp_size={self.pp_size}": why})
-        if not self.enable_metadata_cache:
-            accept({"enable_metadata_cache=False": "shapes are found when they change"})
-        if not self.overlap_p2p:
-            accept({"overlap_p2p=False": "torch's schedules wait for a message when they need it"})
-
-    def _check_stage(self) -> None:
-        is_ddp = self.zero_stage == 0 and not self._is_engines
-        if not is_ddp:
-            alone = "zero_stage=0, tp_size=1 and pp_size=1"
-            refuse_others(self._given(_ONLY_DDP), _ONLY_DDP, f"it is for {alone}")
-        if self.zero_stage == 0:
-            refuse_others(self._given(_ONLY_ZERO), _ONLY_ZERO, "it is for zero_stage=1 or 2")
-        if not is_ddp:
-            self._zero()
-
-    @property
-    def _is_engines(self) -> bool:
-        """Whether ranks do more than data parallelism, which this project's engine carries out."""
-        return self.tp_size > 1 or self.pp_size > 1
-
-    def _given(self, names: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in names}
 
     def _zero(self) -> LowLevelZeroPlugin:
-        fp16 = self.precision == "fp16"
-        scale = {name: getattr(self, name) for name in LOSS_SCALE} if fp16 else {}
         return LowLevelZeroPlugin(
             # reduces while a backward runs, as DDP does; a pipeline reduces once, whatever it is
             stage=2 if self.zero_stage == 0 or self.pp_size > 1 else self.zero_stage,
             precision=self.precision,
             max_norm=self.max_norm,
-            reduce_bucket_size_in_m=self.zero_bucket_size_in_m,
-            communication_dtype=self.communication_dtype,
-            overlap_communication=self.overlap_communication,
-            overlap_allgather=self.overlap_allgather,
-            cpu_offload=self.cpu_offload,
-            **scale,
+            **handed(self, ZERO),
+            **handed(self, FP16),
         )
 
     def _ddp(self) -> TorchDDPPlugin:
-        return TorchDDPPlugin(
-            broadcast_buffers=self.broadcast_buffers,
-            bucket_cap_mb=self.ddp_bucket_cap_mb,
-            find_unused_parameters=self.find_unused_parameters,
-            check_reduction=self.check_reduction,
-            gradient_as_bucket_view=self.gradient_as_bucket_view,
-            static_graph=self.static_graph,
-        )
+        return TorchDDPPlugin(**handed(self, DDP))
 
     def wrap(
         self,
@@ -285,9 +211,8 @@ class HybridParallelPlugin(EnginePlugin):
             schedule = MicrobatchSchedule(
                 self.pp_style, self.num_model_chunks, self.num_microbatches, self.microbatch_size
             )
-            options = {"precision": self.precision, "max_norm": self.max_norm}
-            options |= self.options(device)
-            return wrap_stages(model, optimizer, schedule, self.num_layers_per_stage, options)
+            layers = self.num_layers_per_stage
+            return wrap_stages(model, optimizer, schedule, layers, self.options(device))
         if self.tp_size > 1:
             return super().wrap(model, optimizer, None, device)
         if self.zero_stage:

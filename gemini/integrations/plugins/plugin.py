@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from gemini.integrations.options import check_options, documented
 from gemini.integrations.parallel.sizes import MeshSizes
 from gemini.integrations.parts import dataloader, rank, this_device, world_size
 
@@ -16,7 +17,8 @@ from .precision import MixedPrecision, check_is_own, parse_precision
 
 
 class Plugin:
-    """What a `Booster` wraps modules by. A new one is a frozen dataclass of options, and `wrap`.
+    """What a `Booster` wraps modules by. A new one is a frozen dataclass of options (of
+    `gemini.integrations.options`, where they are not always taken), and `wrap`.
 
     own_precision: what it computes in; None where `Booster(mixed_precision=)` says it.
     takes_device: whether `Booster(device=)` says where it computes.
@@ -25,6 +27,15 @@ class Plugin:
     own_precision: str | None = None
     takes_device = False
     sizes: MeshSizes = MeshSizes()  # of its mesh
+
+    def __init_subclass__(cls) -> None:
+        documented(cls)
+
+    def __post_init__(self) -> None:
+        check_options(self, self.check_together)
+
+    def check_together(self) -> None:
+        """What options are together. Raises ValueError."""
 
     def wrap(
         self,

@@ -5,27 +5,27 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from gemini.integrations.options import TORCH_SCALE, ZERO_SCALE, check_options, option
 from gemini.optim.rules.loss_scale import LossScale
 from gemini.trees import map_tensors
 
 log = logging.getLogger("gemini")
 
-_SMALLEST, _LARGEST = 2.0**-60, 2.0**60  # torch's own scaler has no limits
-
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """What a module computes in, while its parameters stay in fp32."""
+    """What a module computes in, while its parameters stay in fp32.
 
-    @property
-    def dtype(self) -> torch.dtype:
-        raise NotImplementedError
+    says_overflows: whether every step that is skipped is logged.
+    """
+
+    dtype: ClassVar[torch.dtype] = torch.float16
 
     @property
     def loss_scale(self) -> LossScale | None:
@@ -33,36 +33,30 @@ class MixedPrecision:
 
     @property
     def says_overflows(self) -> bool:
-        return False
+        return bool(getattr(self, "verbose", False))
 
 
 @dataclass(frozen=True)
 class BF16MixedPrecision(MixedPrecision):
     """bf16 by torch's autocast."""
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.bfloat16
+    dtype = torch.bfloat16
 
 
 @dataclass(frozen=True)
 class FP16TorchMixedPrecision(MixedPrecision):
     """fp16 by torch's autocast, with the schedule of `torch.amp.GradScaler`."""
 
-    init_scale: float = 2.0**16
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
-    growth_interval: int = 2000
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.float16
+    init_scale: float = TORCH_SCALE.initial_scale
+    growth_factor: float = TORCH_SCALE.growth_factor
+    backoff_factor: float = TORCH_SCALE.backoff_factor
+    growth_interval: int = TORCH_SCALE.growth_interval
 
     @property
     def loss_scale(self) -> LossScale:
-        return LossScale(
-            self.init_scale, _SMALLEST, self.growth_factor, self.backoff_factor,
-            self.growth_interval, 1, _LARGEST,
+        return replace(
+            TORCH_SCALE, initial_scale=self.init_scale, growth_factor=self.growth_factor,
+            backoff_factor=self.backoff_factor, growth_interval=self.growth_interval,
         )  # fmt: skip
 
 
@@ -73,36 +67,27 @@ class FP16NaiveMixedPrecision(MixedPrecision):
     `verbose` logs every step that is skipped. `log_num_zeros_in_grad` is refused.
     """
 
-    log_num_zeros_in_grad: bool = False
-    initial_scale: float = 2.0**32
-    growth_factor: float = 2
-    backoff_factor: float = 0.5
-    growth_interval: int = 1000
-    hysteresis: int = 2
-    max_scale: float = 2.0**32
+    log_num_zeros_in_grad: bool = option(
+        False, valid=lambda logs: not logs,
+        expected="False: count them with (p.grad == 0).sum() before the step",
+    )  # fmt: skip
+    initial_scale: float = ZERO_SCALE.initial_scale
+    growth_factor: float = ZERO_SCALE.growth_factor
+    backoff_factor: float = ZERO_SCALE.backoff_factor
+    growth_interval: int = ZERO_SCALE.growth_interval
+    hysteresis: int = ZERO_SCALE.hysteresis
+    max_scale: float = ZERO_SCALE.max_scale
     verbose: bool = False
 
     def __post_init__(self) -> None:
-        if self.log_num_zeros_in_grad:
-            raise ValueError(
-                "log_num_zeros_in_grad=True; expected False: count them with "
-                "(p.grad == 0).sum() before the step"
-            )
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.float16
+        check_options(self)
 
     @property
     def loss_scale(self) -> LossScale:
         return LossScale(
-            self.initial_scale, 1.0, self.growth_factor, self.backoff_factor,
+            self.initial_scale, ZERO_SCALE.min_scale, self.growth_factor, self.backoff_factor,
             self.growth_interval, self.hysteresis, self.max_scale,
         )  # fmt: skip
-
-    @property
-    def says_overflows(self) -> bool:
-        return self.verbose
 
 
 @dataclass(frozen=True)
@@ -113,16 +98,8 @@ class ScaledFP16(MixedPrecision):
     verbose: bool = False
 
     @property
-    def dtype(self) -> torch.dtype:
-        return torch.float16
-
-    @property
     def loss_scale(self) -> LossScale:
         return self.options
-
-    @property
-    def says_overflows(self) -> bool:
-        return self.verbose
 
 
 _NAMED: dict[str, type[MixedPrecision]] = {

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemini.integrations.parts import accept, precision_of, refuse_absent
-from gemini.optim.rules.loss_scale import LossScale
+from gemini.integrations.options import FP16, ZERO_SCALE, option
+from gemini.integrations.parts import precision_of
 from gemini.placement.policy import StaticPlacement
 
 from .engine_plugin import EnginePlugin
 from .lora import add_lora_params
+
+_REDUCED = ("once a step, when gradients are asked for", "always while a backward runs")
 
 
 @dataclass(frozen=True)
@@ -30,60 +32,49 @@ class LowLevelZeroPlugin(EnginePlugin):
     verbose: print every step that is skipped.
     """
 
-    stage: int = 1
+    stage: int = option(
+        1, valid=lambda stage: stage in (1, 2),
+        expected="1 or 2. TorchDDPPlugin shards nothing, GeminiPlugin is ZeRO-3",
+    )  # fmt: skip
     precision: str = "fp16"
-    initial_scale: float = 2**32
-    min_scale: float = 1
-    growth_factor: float = 2
-    backoff_factor: float = 0.5
-    growth_interval: int = 1000
-    hysteresis: int = 2
-    max_scale: float = 2**32
+    initial_scale: float = option(ZERO_SCALE.initial_scale, only=FP16)
+    min_scale: float = option(ZERO_SCALE.min_scale, only=FP16)
+    growth_factor: float = option(ZERO_SCALE.growth_factor, only=FP16)
+    backoff_factor: float = option(ZERO_SCALE.backoff_factor, only=FP16)
+    growth_interval: int = option(ZERO_SCALE.growth_interval, only=FP16)
+    hysteresis: int = option(ZERO_SCALE.hysteresis, only=FP16)
+    max_scale: float = option(ZERO_SCALE.max_scale, only=FP16)
     max_norm: float = 0.0
     norm_type: float = 2.0
-    reduce_bucket_size_in_m: int = 12
+    reduce_bucket_size_in_m: int = option(
+        12, valid=lambda size: size > 0, expected="a positive number"
+    )
     communication_dtype: torch.dtype | None = None
-    overlap_communication: bool = True
+    overlap_communication: bool = option(
+        True, ignored=lambda own: f"reductions are {_REDUCED[own.stage - 1]}"
+    )
     overlap_allgather: bool = False
     cpu_offload: bool = False
     master_weights: bool = True
     verbose: bool = False
     cast_inputs: bool = True
-    fp8_communication: bool = False
-    use_fp8: bool = False
+    fp8_communication: bool = option(False, absent=True)
+    use_fp8: bool = option(False, absent=True)
 
-    usual_scale = LossScale(initial_scale=2.0**32)
-
-    def __post_init__(self) -> None:
-        if self.stage not in (1, 2):
-            raise ValueError(
-                f"stage={self.stage}; expected 1 or 2. TorchDDPPlugin shards nothing, GeminiPlugin "
-                "is ZeRO-3"
-            )
-        refuse_absent(fp8_communication=self.fp8_communication, use_fp8=self.use_fp8)
+    def check_together(self) -> None:
+        super().check_together()
         self._travels_as()
-        if not self.reduce_bucket_size_in_m > 0:
-            raise ValueError(
-                f"reduce_bucket_size_in_m={self.reduce_bucket_size_in_m} must be positive"
-            )
-        self.loss_scale()
-        if not self.overlap_communication:
-            when = "once a step, when gradients are asked for", "always while a backward runs"
-            accept({"overlap_communication=False": f"reductions are {when[self.stage - 1]}"})
 
     def _travels_as(self) -> str | None:
         dtype = self.communication_dtype
         return None if dtype is None else precision_of("communication_dtype", dtype)
 
     def options(self, device: torch.device) -> dict[str, Any]:
-        return {
+        return super().options(device) | {
             "placement_policy": StaticPlacement.zero(self.stage, cpu_offload=self.cpu_offload),
             "search_range_m": 0,
             "min_chunk_size_m": self.reduce_bucket_size_in_m,
-            "norm_type": self.norm_type,
-            "cast_inputs": self.cast_inputs,
             "communication_dtype": self._travels_as(),
-            "overlap_allgather": self.overlap_allgather,
         }
 
     def add_lora_params_to_optimizer(

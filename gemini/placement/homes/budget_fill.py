@@ -191,7 +191,7 @@ def missing_for_everything(problem: PlacementProblem, demand: Demand) -> int | N
 
 
 def _host_bytes(problem: PlacementProblem, homes: Homes) -> int:
-    total = problem.original_bytes(Tier.HOST)
+    total = problem.kept_bytes(Tier.HOST)
     for chunk in problem.chunks:
         i = chunk.id
         total += chunk.shard_bytes * (homes.param[i] is Tier.HOST)
@@ -266,8 +266,8 @@ def _check_floor(
     non_model = int(demand.non_model[moment])
     needs = demand.needs[moment] if moment < len(demand.needs) else ()
     payloads = sum(problem.chunks[chunk].payload_bytes for chunk in needs)
-    originals = problem.original_bytes(Tier.DEVICE)
-    buffers = problem.budgets.device - non_model - payloads - originals - staging.nbytes + missing
+    originals, kept = problem.original_bytes(Tier.DEVICE), problem.kept_bytes(Tier.DEVICE)
+    buffers = problem.budgets.device - non_model - payloads - kept - staging.nbytes + missing
     parts = {
         "activations and temporaries": non_model,
         "the chunks in use": payloads,
@@ -276,6 +276,8 @@ def _check_floor(
     }
     if originals:
         parts["fp32 originals"] = originals
+    if kept > originals:
+        parts["an average of weights"] = kept - originals
     knobs = {
         "activations and temporaries": "use a smaller batch or activation checkpointing",
         "the chunks in use": "lower min_chunk_size_m, so that chunks are smaller",

@@ -51,7 +51,7 @@ class DeviceRoom:
 
     def __init__(self, problem: PlacementProblem, demand: Demand, *, prefetch: bool) -> None:
         self._chunks = problem.chunks
-        always = problem.original_bytes(Tier.DEVICE)
+        always = problem.kept_bytes(Tier.DEVICE)
         left: Vector = problem.budgets.device - demand.non_model - always
         there = [
             tuple(dict.fromkeys((*chunks, *(demand.ahead[moment] if prefetch else ()))))

@@ -94,12 +94,12 @@ def against_tail(
         return NO_BUFFERS
     if reason is not None or plan.budgets.device >= UNLIMITED:
         return reason
-    held = _held_at_most(plan, calls, backward)
+    held = held_at_most(plan, calls, backward)
     most = max((a + b for a, b in zip(held, totals, strict=False)), default=0)
     return NO_ROOM if most > plan.budgets.device else None
 
 
-def _held_at_most(plan: Plan, calls: Calls, backward: int) -> list[int]:
+def held_at_most(plan: Plan, calls: Calls, backward: int) -> list[int]:
     """Bytes of the device at every moment of forward, of gradients that updates may still need:
     until a call uses their chunk, which waits for them. Where the device has memory of its own,
     those in host memory; else all, as a thread updates them."""

@@ -30,6 +30,7 @@ from gemini.memtracer.module_calls import (
     in_backward,
 )
 from gemini.nvme import NvmeError
+from gemini.optim.state.held_signals import HeldSignals
 from gemini.runtime.gradients.waiting import Gradients
 from gemini.runtime.meetings import Meetings
 from gemini.runtime.parts import Parts, in_pass, settle
@@ -103,14 +104,15 @@ class Calls:
         thawed = [param for param in self._unheard if params[param].requires_grad]
         if not thawed:
             return
-        thaw(self._parts, self._meetings, thawed)
-        self._modules.trained(self._is_trained)
-        self._unheard = [param for param in self._unheard if param not in thawed]
-        for param in thawed:
-            self._listen_to(param)
-            grad = take_gradient(params[param])
-            if grad is not None:  # of a submodule that was called by itself
-                self._gradients.assign(param, grad)
+        with HeldSignals():  # Ctrl-C finds them frozen, or trained and listened to
+            thaw(self._parts, self._meetings, thawed)
+            self._modules.trained(self._is_trained)
+            self._unheard = [param for param in self._unheard if param not in thawed]
+            for param in thawed:
+                self._listen_to(param)
+                grad = take_gradient(params[param])
+                if grad is not None:  # of a submodule that was called by itself
+                    self._gradients.assign(param, grad)
 
     def _is_trained(self, param: ParamId) -> bool:
         return self._parts.layout.params[param].trainable
@@ -156,6 +158,11 @@ class Calls:
         if parts.all_gathered:
             self._sampler.at_root("enter")
 
+    def cut_short(self, depth: int = 0) -> None:
+        """Only so many forwards are open: Ctrl-C ended others, and torch calls no hook then."""
+        if not in_backward():
+            self._parts.forward_depth = min(depth, self._parts.forward_depth)
+
     def begin_cycle(self) -> None:
         """A forward that is not part of the cycle before, or all micro-batches of a schedule."""
         self._meetings.begin_cycle()
@@ -166,7 +173,7 @@ class Calls:
 
     @_disable_dynamo
     def _end_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        self._parts.forward_depth -= 1
+        self._parts.forward_depth = max(0, self._parts.forward_depth - 1)
         if not in_pass(self._parts):
             if self._parts.all_gathered:
                 self._sampler.at_root("leave")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -143,18 +144,20 @@ def memory_report(parts: Parts) -> MemoryReport:
                                   sum(found.values()) if measured else None))  # fmt: skip
         is_pinned = tier is Tier.HOST and parts.backend.pin is not None
         if is_pinned and rows and rows[-1].tier == tier.value:  # no page of it is swapped
-            rows.append(_pinned(rows[-1], wanted["originals"], found.get("originals", 0)))
+            rows.append(_pinned(rows[-1], wanted, found))
     return MemoryReport(tuple(rows), parts.planning.overruns.lines())
 
 
-def _pinned(total: MemoryRow, predicted_bytes: int, measured_bytes: int) -> MemoryRow:
-    """All but the originals, which no step moves."""
-    measured = total.measured_bytes
+def _pinned(total: MemoryRow, predicted: Mapping[str, int], found: Mapping[str, int]) -> MemoryRow:
+    """All but originals and averages, which no step moves."""
+    measured, still = total.measured_bytes, ("originals", "average")
     return replace(
         total,
         kind="of it pinned",
-        predicted_bytes=total.predicted_bytes - predicted_bytes,
-        measured_bytes=None if measured is None else measured - measured_bytes,
+        predicted_bytes=total.predicted_bytes - sum(predicted[kind] for kind in still),
+        measured_bytes=None
+        if measured is None
+        else measured - sum(found.get(kind, 0) for kind in still),
     )
 
 

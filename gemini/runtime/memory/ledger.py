@@ -62,7 +62,9 @@ class MemoryLedger:
             device += storage.leaving_bytes
             device += storage.originals.memory_bytes[Tier.DEVICE]
             apart += storage.originals.memory_bytes[Tier.HOST]
-            host, nvme = host + storage.staging_bytes, storage.file_bytes
+            in_memory, in_files = storage.average_bytes
+            host += storage.staging_bytes + in_memory
+            nvme = storage.file_bytes + in_files
         if state is not None:
             device += sum(slab.nbytes for slab in state.device_slabs)
             nvme += state.nvme_bytes
@@ -100,6 +102,9 @@ class MemoryLedger:
         for tier, nbytes in storage.originals.memory_bytes.items():
             found[tier, "originals"] += nbytes
         found[Tier.NVME, "originals"] += storage.originals.file_bytes
+        in_memory, in_files = storage.average_bytes
+        found[self._host, "average"] += in_memory
+        found[Tier.NVME, "average"] += in_files
         if storage.params is not None:
             found[Tier.NVME, "parameters"] += storage.params.file_bytes
         if storage.gradient_files is not None:

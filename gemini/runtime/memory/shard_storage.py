@@ -55,6 +55,7 @@ class ShardStorage:
             )
         homes = original_homes(layout.chunks, plan)
         self.originals = Originals(layout.chunks, homes, backend.device, config)
+        self.averages: list[Originals] = []  # of weights, each with values of its own
         self.gradient_files: GradientFiles | None = None
         self.host_gradients: HostGradients | None = None
         # what is written for a step to come does not count
@@ -190,6 +191,14 @@ class ShardStorage:
     def staging_bytes(self) -> int:
         beside = 0 if self.beside is None else self.beside.staging_bytes
         return beside + sum(files.staging_bytes for files in self.files)
+
+    @property
+    def average_bytes(self) -> tuple[int, int]:
+        """In memory, and in files."""
+        return (
+            sum(sum(kept.memory_bytes.values()) for kept in self.averages),
+            sum(kept.file_bytes for kept in self.averages),
+        )
 
     def traffic(self) -> Traffic:
         """Bytes moved since the files there are were made."""

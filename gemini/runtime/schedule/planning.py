@@ -26,6 +26,7 @@ from gemini.placement.fit import (
     block_sizes,
     fit,
     fit_state,
+    fit_within,
     usual_speeds,
     with_ahead,
 )
@@ -148,6 +149,17 @@ class Planning:
         self.inputs = replace(self.inputs, with_originals=kept)
         self.result = plan_within(self.plan, self.inputs, self.policy)
         self._compare(self.plan)
+
+    def keep_averages(self, average: tuple[tuple[Tier, int], ...]) -> None:
+        """Averages of weights take so many bytes of each tier from now on, all together.
+
+        Collective. Raises BudgetError where they do not fit beside what is there, and then nothing
+        has changed.
+        """
+        wanted = replace(self.inputs, average=average)
+        self._take(lambda: fit_within(self.plan, wanted, self.policy, is_measured=self.has_trace))
+        begun, was_measured = self._begun
+        self._begun = replace(begun, average=average), was_measured
 
     @property
     def block_numel(self) -> int:

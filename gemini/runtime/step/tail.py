@@ -138,7 +138,7 @@ class StepTail:
 
         share = 0.0 if tiered_state.nvme is None else tiered_state.nvme.held_share
         self._under_way = _UnderWay(
-            tail, step, tiered_state, taken, forget, gates, len(step.stages), share, clock()
+            tail, step, tiered_state, taken, forget, gates, step.num_blocks, share, clock()
         )
         self._signals = signals
         ask_at_the_end(id(self), partial(_failure_of, tail.behind))
@@ -165,6 +165,11 @@ class StepTail:
         parts.updating.begin({chunks[i].spec.id: ticket for i, ticket in of_shard.items()})
         parts.manager.ledger.held_bytes = lambda: views.held_bytes
         parts.updating.behind = self.beside.behind
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the last step has one that nobody has waited for to its end."""
+        return self._under_way is not None or self.beside is not None
 
     def settle(self) -> None:
         """Wait until the last step counts. Raises what ended it; then it is undone.

@@ -28,9 +28,10 @@ from gemini.optim.rules.control_vector import ControlVector
 from gemini.optim.rules.report import NonFiniteGradientError, Outcome, SkipLog, StepReport, Traffic
 from gemini.optim.rules.rule import UpdateRule
 from gemini.optim.state.held_signals import SignalsBehind
+from gemini.optim.state.machine import IN_ORDER, SERIAL
 from gemini.optim.state.pieces import Updater
 from gemini.optim.step.cpu_step import CpuStep
-from gemini.optim.step.driver import Early, InMemory, TargetStep, at_once
+from gemini.optim.step.driver import InMemory, TargetStep, at_once
 from gemini.optim.step.executor import Executor
 from gemini.optim.step.triton_step import TritonStep
 from gemini.optim.target import AmpInputs, Group, Target
@@ -38,7 +39,7 @@ from gemini.placement.timetable.updates import AUTO, IN_BACKWARD
 from gemini.runtime.comm.ballot import Agreement
 from gemini.runtime.parts import Parts
 from gemini.tickets import Done
-from gemini.units import ParamId
+from gemini.units import BlockId, ParamId
 
 from .agreement import AgreedStep, carry_out, raise_what_any_rank_raised
 from .ahead.early_views import EarlyShardViews
@@ -165,7 +166,7 @@ class ShardTarget(SavedShards):
             return self.skipped(f"{self._names[param]} on rank {rank}")
         step = self.agreed_step(hypers, pending.clip, agreement)
         agree = partial(raise_what_any_rank_raised, self._parts, uses_disk=self._uses_disk)
-        if self._has_thread:
+        if step.views.files is not None:  # asked once: see `_views`
             return self._begin_tail(step, agree)
         return self._with_behind(carry_out([step], agree, self._in_memory(step.step, step.views)))
 
@@ -212,11 +213,6 @@ class ShardTarget(SavedShards):
     @property
     def _has_tail(self) -> bool:
         return self.joint is None and self._tail.applies
-
-    @property
-    def _has_thread(self) -> bool:
-        """Whether steps have a tail that one carries out."""
-        return self._has_tail and not isinstance(self._executor, TritonStep)
 
     def _begin_tail(
         self, agreed: AgreedStep, agree: Callable[[BaseException | None], None]
@@ -288,10 +284,10 @@ class ShardTarget(SavedShards):
         taken = self._taken(agreement.present)
         updater = self._executor.begin(hypers, taken, agreement.power_sum, clip)
         outcome = Outcome(grad_norm=clip.norm(agreement.power_sum) / scale, loss_scale=scale)
-        views, early = self._views(hypers, taken), Early()
+        views, held = self._views(hypers, taken), frozenset[BlockId]()
         if self._speculation is not None:
-            early = self._speculation.judge(updater, views, taken)
-        step = self._new_step(updater, views, early)
+            held = self._speculation.judge(updater, views, taken)
+        step = self._new_step(updater, views, held)
         return AgreedStep(self, step, views, taken, outcome)
 
     def _taken(self, present: Sequence[bool]) -> list[ParamId]:
@@ -343,6 +339,10 @@ class ShardTarget(SavedShards):
         return hyper
 
     def _views(self, hypers: Sequence[Any], taken: Sequence[ParamId]) -> ShardViews:
+        """With files of their own where a thread carries the step out: that is chosen here, as what
+        the plan chooses may change, and a thread that asks for the files of who trains waits for
+        reads that wait for it."""
+        has_thread = self._has_tail and not isinstance(self._executor, TritonStep)
         return ShardViews(
             self._chunks,
             self._hyper_by_param(hypers, taken),
@@ -351,7 +351,7 @@ class ShardTarget(SavedShards):
             self._parts.backend,
             staging=self._executor.staging,
             merges=self._executor.merges_parameters,
-            files=FilesBeside(self._parts.storage) if self._has_thread else None,
+            files=FilesBeside(self._parts.storage) if has_thread else None,
         )
 
     def clip(self, clip: Clip) -> Tensor | None:
@@ -364,15 +364,15 @@ class ShardTarget(SavedShards):
         return self._moved - before
 
     def _new_step(
-        self, updater: Updater, views: ShardViews, early: Early | None = None
+        self, updater: Updater, views: ShardViews, held: frozenset[BlockId] = frozenset()
     ) -> TargetStep:
-        number = self._num_steps + 1
         files = self._parts.storage.params if views.files is None else views.files.params
         # the first blocks of the order are read ahead, and their gradients the last to be final
         in_order = self._has_tail or (self._speculation is not None and self._speculation.applies)
         return TargetStep(
-            self._tiered_state, updater, views, number, files, in_order=in_order, early=early
-        )
+            self._tiered_state, updater, views, self._num_steps + 1, files,
+            policy=IN_ORDER if in_order else SERIAL, held=held, follow=views.follow,
+        )  # fmt: skip
 
     def count(self, taken: Sequence[ParamId]) -> None:
         """The step was taken, and has updated these parameters."""

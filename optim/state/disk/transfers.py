@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -15,15 +14,6 @@ from gemini.tickets import Ticket, TicketGroup
 from gemini.units import PAGE_BYTES, BlockId, align_up
 
 from .forms import BlockForms
-
-
-@dataclass(slots=True)
-class Staged:
-    """A block in a staging buffer."""
-
-    block: Block
-    buffer: Buffer
-    ticket: Ticket[object] | None  # None: the buffer holds the committed content
 
 
 class BlockTransfers:
@@ -39,79 +29,78 @@ class BlockTransfers:
 
     # -- what a buffer holds --
 
-    def planes(self, staged: Staged) -> Planes:
+    def planes(self, block: Block, buffer: Buffer) -> Planes:
         """As an update takes them."""
-        block = staged.block
-        key = staged.buffer.index, block.numel, self._forms.parts[block.id].is_split
+        key = buffer.index, block.numel, self._forms.parts[block.id].is_split
         if key not in self._views:
-            self._views[key] = self._forms.planes(staged.buffer, block)
+            self._views[key] = self._forms.planes(buffer, block)
         return dict(self._views[key])
 
-    def planes_for_update(self, staged: Staged) -> Planes:
+    def planes_for_update(self, block: Block, buffer: Buffer) -> Planes:
         """Where masters are split, with room for the new `WEIGHT`."""
-        planes = self.planes(staged)
-        if self._forms.is_split(staged.block):
-            planes[WEIGHT] = self.beside(staged)
+        planes = self.planes(block, buffer)
+        if self._forms.is_split(block):
+            planes[WEIGHT] = self.beside(block, buffer)
         return planes
 
-    def beside(self, staged: Staged) -> Tensor:
+    def beside(self, block: Block, buffer: Buffer) -> Tensor:
         """[n]: what lies beside its planes."""
-        return self._forms.beside(staged.buffer, staged.block)
+        return self._forms.beside(buffer, block)
 
     # -- what was committed --
 
-    def read(self, staged: Staged) -> Ticket[None]:
+    def read(self, block: Block, buffer: Buffer) -> Ticket[None]:
         """Begin to read its planes."""
-        parts = self._forms.parts[staged.block.id]
-        return self._store.read(parts.state, staged.buffer.view[: parts.state_nbytes])
+        parts = self._forms.parts[block.id]
+        return self._store.read(parts.state, buffer.view[: parts.state_nbytes])
 
-    def read_all(self, staged: Staged) -> Ticket[object]:
+    def read_all(self, block: Block, buffer: Buffer) -> Ticket[object]:
         """Begin to read all that a committed version consists of."""
-        forms, block = self._forms, staged.block
-        parts = [self.read(staged)]
+        forms = self._forms
+        parts = [self.read(block, buffer)]
         if forms.is_split(block):
-            view = forms.beside_view(staged.buffer, block)
+            view = forms.beside_view(buffer, block)
             parts.append(self._store.read(forms.beside_id(block), view))
         return TicketGroup(parts)
 
-    def read_undo(self, staged: Staged) -> Planes:
+    def read_undo(self, block: Block, buffer: Buffer) -> Planes:
         """What restores parameters that a step has changed. Waits for it."""
-        block, forms = staged.block, self._forms
+        forms = self._forms
         if not (forms.has_undo or forms.is_split(block)):
-            self.read(staged).wait()
-            return self.planes(staged)
-        beside, view = forms.beside_id(block), forms.beside_view(staged.buffer, block)
+            self.read(block, buffer).wait()
+            return self.planes(block, buffer)
+        beside, view = forms.beside_id(block), forms.beside_view(buffer, block)
         read = self._store.read_uncommitted if forms.has_undo else self._store.read
         read(beside, view).wait()
-        return {"param_undo": self.beside(staged)}
+        return {"param_undo": self.beside(block, buffer)}
 
     # -- what does not count yet --
 
-    def write(self, staged: Staged, *, with_undo: bool) -> None:
-        """Begin to write it beside its last version; its ticket is that of the write.
+    def write(self, block: Block, buffer: Buffer, *, with_undo: bool) -> Ticket[object]:
+        """Begin to write it beside its last version.
 
         with_undo: with what is beside the planes, also where that only undoes this step.
         """
-        parts, view = self._forms.parts[staged.block.id], staged.buffer.view
+        parts, view = self._forms.parts[block.id], buffer.view
         state = self._store.write(parts.state, view[: parts.state_nbytes])
-        staged.ticket = state
-        if parts.beside is not None and (parts.is_split or with_undo):
-            beside = self._store.write(parts.beside, view[parts.state_nbytes : parts.nbytes])
-            staged.ticket = TicketGroup((state, beside))
+        if parts.beside is None or not (parts.is_split or with_undo):
+            return state
+        beside = self._store.write(parts.beside, view[parts.state_nbytes : parts.nbytes])
+        return TicketGroup((state, beside))
 
-    def checksum(self, staged: Staged) -> int:
+    def checksum(self, block: Block, buffer: Buffer) -> int:
         """By which `read_written` knows what is to be written now; 0 where it need not."""
-        if not self._store.checksums or self._forms.is_split(staged.block):
+        if not self._store.checksums or self._forms.is_split(block):
             return 0
-        return checksum_of(staged.buffer.view[: self._master_nbytes(staged.block)])
+        return checksum_of(buffer.view[: self._master_nbytes(block)])
 
-    def read_written(self, staged: Staged, checksum: int) -> Ticket[None]:
+    def read_written(self, block: Block, buffer: Buffer, checksum: int) -> Ticket[None]:
         """Begin to read its new weight, or its new master, when it is written."""
-        block, forms = staged.block, self._forms
+        forms = self._forms
         if forms.is_split(block):
-            view = forms.beside_view(staged.buffer, block)
+            view = forms.beside_view(buffer, block)
             return self._store.read_uncommitted(forms.beside_id(block), view)
-        pages = staged.buffer.view[: self._master_nbytes(block)]
+        pages = buffer.view[: self._master_nbytes(block)]
         return self._store.read_written(forms.state_id(block), pages, checksum)
 
     def take_back(self, block: Block) -> None:

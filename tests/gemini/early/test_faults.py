@@ -1,6 +1,7 @@
 """Disks that fail in backward or behind it: the step is undone, told, and can be taken again."""
 
 import errno
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -8,10 +9,12 @@ import pytest
 import nvme
 from bench.shared.models import token_loss
 from nvme import BlockStore
+from optim.rules.speculation import Habit
+from optim.step.driver import TargetStep
 from tests.support.disks.faults import failing, flip
 from tests.support.disks.waiting import waiting, when_waited
 from tests.support.loops.budgets import stores
-from tests.support.loops.early import UPDATES, patient
+from tests.support.loops.early import HOMES, UPDATES, patient
 from tests.support.loops.endings import behind_steps, faults
 from tests.support.loops.tails import batches, differences, everything, one_step, stepped
 
@@ -135,3 +138,32 @@ def test_an_optimizer_is_closed_while_blocks_are_updated_in_backward():
         optimizer.close()
     assert waited
     assert not path.exists()
+
+
+def of_one_weight(model, optimizer):
+    """A step that leaves all others alone."""
+    model.module.get_parameter("layers.3.3.weight").square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return everything(model, optimizer)
+
+
+@pytest.mark.parametrize("home", ["disk", "files"])
+def test_what_was_done_before_a_step_that_ctrl_c_kept_from_beginning_does_not_count(home):
+    model, optimizer = stepped("speculate", STEPS, **HOMES[home]())
+    with patient():
+        token_loss(model, batches(STEPS + 1)[-1]).backward()
+    with (
+        mock.patch.object(TargetStep, "submit", side_effect=KeyboardInterrupt),
+        mock.patch.object(TargetStep, "undo"),  # as where it comes before the step has begun
+        pytest.raises(KeyboardInterrupt),
+    ):
+        optimizer.step()
+    optimizer.zero_grad()
+    speculation = model.engine.speculation
+    never = Habit(quiet_steps=9)
+    speculation.learned = replace(speculation.learned, quiet_steps=0, habit=never)
+    got = of_one_weight(model, optimizer)
+    want = of_one_weight(*stepped("serial", STEPS, **HOMES[home]()))
+    assert differences(got, want) == []
+    optimizer.close()

@@ -3,20 +3,31 @@
 import json
 import re
 import sys
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gemini.__main__ import main
 from gemini.chunk.sizing.model_specs import specs_of
 from gemini.memtracer.collector import trace
+from gemini.placement.tiers import Tier
 from gemini.placement.timetable.updates import best_update
 from gemini.plan import command, models, table, words
-from gemini.plan.activations import activations_of, example_inputs
+from gemini.plan.activations import activations_of, constant_activations, example_inputs
 from gemini.plan.ask import Training, ask, plan_for
 from gemini.plan.machine import CARDS, TYPICAL, machine_of
-from gemini.plan.question import homes
+from gemini.plan.question import (
+    OWN_BYTES_OF_THREAD,
+    PRODUCT_BYTES,
+    PRODUCTS,
+    SPREAD,
+    homes,
+)
 from gemini.plan.words import answer
 from gemini.units import GIB, format_bytes
 
@@ -366,6 +377,7 @@ def test_bytes_follow_precision_and_optimizer(config, question, options, of_para
     ("flags", "said"),
     [(("--state", "8bit"), "--state 8bit is not there yet; expected fp32"),
      (("--quantize", "nf4"), "--quantize nf4 is not there yet; leave it away"),
+     (("--ema", "host", "--print-args"), "--print-args with --ema; train has no average"),
      (("--fits", "x", "--gpu", "h100"), "--gpu beside --fits, which has machines of its own"),
      (("--model", "gpt2"), "expected one model")],
 )  # fmt: skip
@@ -454,3 +466,118 @@ def test_table_has_the_first_host_that_does_and_the_page_all(config, tmp_path, m
     (row,) = re.findall(r"^\| /.*", (tmp_path / "what-fits.md").read_text(), re.M)[:1]
     assert row == f"| {config} | 1 GiB: {whole[1]:.2g} s |"
     assert "http" not in page
+
+
+def experts_model(**more):
+    config = transformers.MixtralConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, vocab_size=40, **more,
+    )  # fmt: skip
+    return transformers.MixtralForCausalLM(config)
+
+
+class Products(TorchDispatchMode):
+    """Shapes and layouts of the products that are computed, by their number of rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = defaultdict(set)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.mm.default:
+            (left, right), sizes = args, {16, 24, 48}
+            for rows in {*left.shape, *right.shape} - sizes:
+                layout = [(tuple(m.shape), m.stride(0) < m.stride(1)) for m in (left, right)]
+                self.found[rows].add(tuple(layout))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("lora", [0, 2])
+def test_each_number_of_rows_of_an_expert_is_as_many_products_as_a_plan_counts(lora):
+    """Which a processor compiles, each of them. Expert by expert, where products are seen."""
+    model = experts_model(experts_implementation="eager")
+    asked = ask(experts_model().to("meta"), machine_of({}, device="cpu"),
+                Training(2, 15, lora))  # fmt: skip
+    assert (asked.experts, asked.experts_share) == (2 * 4, 0.5)
+    if lora:
+        model = models.adapted(model, lora)
+    ids = torch.randint(40, (2, 15))
+    with Products() as counted:
+        model(input_ids=ids, labels=ids).loss.backward()
+    of_experts = [rows for rows in counted.found if rows not in (1, lora, 4, 30, 40)]
+    assert len(of_experts) > 3
+    per_number = PRODUCTS * (2 if lora else 3)
+    assert {len(counted.found[rows]) for rows in of_experts} == {per_number}
+    numbers = SPREAD * (0.5 * 30) ** 0.5
+    assert asked.product_bytes() == int(PRODUCT_BYTES * per_number * numbers)
+    few = asked.product_bytes(1)
+    assert 0 < few < PRODUCT_BYTES * per_number * 8 and few < asked.product_bytes(2)
+    assert asked.product_bytes(1000) == asked.product_bytes()
+    planned = asked.planned()
+    without = replace(asked, experts=0).process_bytes(planned)
+    assert asked.process_bytes(planned, 1) == without + few
+    assert replace(asked, machine=machine_of({})).product_bytes() == 0
+
+
+def test_a_tail_holds_what_no_call_has_asked_for_yet(config):
+    """Of the process's own bytes: by how much that passes the peak of the plan."""
+    machine = machine_of({"device_mem": 1 << 50, "host_mem": 1 << 50, "nvme": 1 << 50},
+                         device="cpu")  # fmt: skip
+    asked = ask(str(config), machine, Training(seq=256, nvme_fraction=1.0, update="tail"))
+    result = asked.planned()
+    more = asked.process_bytes(result) - replace(asked, update="serial").process_bytes(result)
+    totals, moments = result.profile.total(Tier.DEVICE), asked.trace.moments
+    chunk_of, late, most = asked.layout.chunk_of(), {}, 0
+    late = {c.id: c.payload_bytes for c in asked.layout.chunks}
+    for total, moment in zip(totals, moments, strict=False):
+        if moment.phase == "backward":
+            break
+        most = max(most, total + sum(late.values()))
+        if moment.edge == "enter":
+            for param in moment.params:
+                late.pop(chunk_of[param], None)
+    assert more == OWN_BYTES_OF_THREAD + max(0, most - max(totals))
+    small = replace(asked, seq=8, activations=constant_activations(asked.trace, 0))
+    bare = small.planned()
+    held = small.process_bytes(bare) - replace(small, update="serial").process_bytes(bare)
+    assert held >= OWN_BYTES_OF_THREAD
+
+
+def test_an_average_of_weights_is_in_its_homes_budget(config):
+    machine = machine_of({})
+    without = ask(str(config), machine, Training(seq=64))
+    numel = sum(chunk.shard_numel for chunk in without.layout.chunks)
+    for home, tier in (("host", Tier.HOST), ("nvme", Tier.NVME)):
+        asked = ask(str(config), machine, Training(seq=64, ema=home))
+        before, after = without.planned(), asked.planned()
+        more = after.profile.peak(tier) - before.profile.peak(tier)
+        assert 0 <= more - 4 * numel < 100_000 * (home == "nvme") + 1
+        assert homes(after)["average"] == {tier.value: more} and "average" not in homes(before)
+    peak = ask(str(config), machine, Training(seq=64, ema="host")).planned().profile.peak(Tier.HOST)
+    for nbytes, fits in ((peak, True), (peak - 1, False)):
+        small = replace(asked, ema="host", machine=replace(machine, host_mem=nbytes, nvme=0))
+        assert small.fits() == fits
+    on_cpu = replace(asked, ema="host", machine=machine_of({}, device="cpu"))
+    assert homes(on_cpu.planned())["average"] == {"device": 4 * numel}
+
+
+def test_adapters_are_on_no_experts_nor_on_those_that_all_tokens_go_to():
+    """peft takes their names for those of the others, which then have other names in a forward."""
+    config = transformers.DeepseekV2Config(
+        hidden_size=16, intermediate_size=24, moe_intermediate_size=8, num_hidden_layers=6,
+        num_attention_heads=2, num_key_value_heads=2, n_routed_experts=4, n_shared_experts=1,
+        num_experts_per_tok=2, first_k_dense_replace=1, vocab_size=40, kv_lora_rank=8,
+        q_lora_rank=None, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.DeepseekV2ForCausalLM(config)
+    adapted = models.add_lora(model, 2)
+    of = {n.partition(".lora_A")[0].rpartition(".")[2]
+          for n, _ in adapted.named_parameters() if "lora_A" in n}  # fmt: skip
+    assert of == {"q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}
+    specs = specs_of(adapted, "bfloat16")
+    whole = trace(adapted, example_inputs(adapted, 2, 8))
+    grown = activations_of(adapted, specs, 8).at(2)
+    assert whole.deviation_of(grown) is None
+    assert [m.non_model_bytes for m in grown.moments] == [m.non_model_bytes for m in whole.moments]

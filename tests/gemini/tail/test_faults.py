@@ -7,6 +7,7 @@ import torch
 
 import nvme
 from bench.shared.models import token_loss
+from gemini.runtime.step.tail import Vote
 from optim import LossScale
 from tests.support.disks.faults import failing, spoil_block
 from tests.support.disks.waiting import waiting, when_waited
@@ -30,6 +31,25 @@ def test_a_transfer_that_fails_undoes_the_step_and_the_next_backward_says_so(hom
 def test_every_transfer_that_fails_undoes_the_step(home, options):
     found = faults("tail", home, **options)
     assert found.wrong == [] and found.all_told
+
+
+def test_a_step_that_another_rank_votes_against_counts_nowhere(monkeypatch):
+    """This rank's disk did its part."""
+    model, optimizer = stepped("tail", 1)
+    before = everything(model, optimizer)
+    token_loss(model, batches(2)[1]).backward()
+
+    def another_failed(vote, error):
+        assert error is None
+        raise RuntimeError("rank 1: no room")
+
+    monkeypatch.setattr(Vote, "__call__", another_failed)
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="rank 1: no room"):
+        model.state_dict()
+    assert differences(everything(model, optimizer), before) == []
+    optimizer.close()
 
 
 def test_the_graph_of_weights_that_were_undone_has_no_backward():

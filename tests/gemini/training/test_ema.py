@@ -7,7 +7,11 @@ import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from bench.shared.workers import run_ranks
-from gemini import EMA, GeminiDDP, HybridAdam
+from gemini import EMA, AutoPlacement, GeminiDDP, HybridAdam
+from gemini.chunk.sizing.model_specs import specs_of
+from gemini.memtracer.trace import sequential_trace
+from gemini.placement.sizes import BudgetError
+from gemini.placement.tiers import Tier
 from tests.support.loops.sides import SMALL, Net, depth_at, full_step, loss_of, wrapped
 
 DECAY = 0.7
@@ -155,3 +159,70 @@ def test_torchs_average_of_a_wrapped_module_names_this_one(inner):
         AveragedModel(model.module if inner else model)
     with pytest.raises(TypeError, match="cannot be copied or pickled"):
         copy.deepcopy(model)
+
+
+@pytest.mark.parametrize("home", ["host", "nvme"])
+@pytest.mark.parametrize("place", ["resident", "host"])
+def test_plans_and_reports_count_it_where_it_lives(place, home):
+    """On a CPU its RAM is the device's."""
+    model, optimizer = wrapped(place=place, precision="bf16")
+    engine = model.engine
+    memory = Tier.HOST if place == "host" else Tier.DEVICE
+    tier = Tier.NVME if home == "nvme" else memory
+    numel = sum(chunk.spec.shard_numel for chunk in engine.chunks)
+    before = engine.manager.ledger.totals(), engine.planning.result.profile.peak(tier)
+    averages = [EMA(model, DECAY, home) for _ in range(2)]
+    for ema in averages:
+        ema.update()
+    in_use, planned = engine.manager.bytes_in_use(), dict(engine.planning.plan.average)
+    counted = in_use[tier, "average"]
+    if home == "host":
+        assert counted == planned[tier] == 2 * 4 * numel
+    else:  # of a header, the plan has the most that it may take
+        assert counted == sum(ema.nvme_bytes for ema in averages) <= planned[tier]
+        assert planned[tier] - counted < 2 * 65_536
+    after = engine.manager.ledger.totals()
+    assert {t: after[t] - before[0][t] for t in Tier if after[t] != before[0][t]} == {tier: counted}
+    assert engine.planning.result.profile.peak(tier) == before[1] + planned[tier]
+    full_step(model, optimizer)
+    rows = {(row.tier, row.kind): row for row in model.memory_report().rows}
+    said = rows[tier.value, "average"]
+    assert (said.predicted_bytes, said.measured_bytes) == (planned[tier], counted)
+    for ema in averages:
+        ema.close()
+    ema.close()
+    assert (engine.planning.result.profile.peak(tier), engine.planning.plan.average) == (
+        before[1], (),
+    )  # fmt: skip
+    assert all(kind != "average" for _, kind in engine.manager.bytes_in_use())
+
+
+def test_it_is_refused_where_a_budget_has_no_room(tmp_path):
+    def made(nbytes):
+        """In a budget of what all takes, and so many bytes."""
+        policy = AutoPlacement(peak + nbytes, nvme_dir=str(tmp_path), steady_cap_ratio=1.0)
+        module = Net()
+        events = sequential_trace(specs_of(module, "float32"))
+        model, optimizer = wrapped(lambda _: module, placement_policy=policy, trace=events)
+        assert not optimizer.nvme_bytes
+        return model
+
+    peak = 1 << 30
+    first = made(0).engine
+    peak = first.planning.result.profile.peak(Tier.DEVICE)
+    numel = sum(chunk.spec.shard_numel for chunk in first.chunks)
+    assert made(4 * numel).engine.planning.result.profile.peak(Tier.DEVICE) == peak
+    EMA(made(4 * numel), DECAY)
+    model = made(4 * numel - 64)
+    with pytest.raises(BudgetError, match=r"device_budget.*is 64 B .*too small"):
+        EMA(model, DECAY)
+    assert model.engine.planning.plan.average == ()
+    EMA(model, DECAY, "nvme").update()
+
+
+def test_no_average_changes_while_another_one_is_swapped_in():
+    model, optimizer = wrapped()
+    first, second = EMA(model, DECAY), EMA(model, DECAY)
+    averages(model, optimizer, first)
+    with first.swapped(), pytest.raises(RuntimeError, match="leave the context first"):
+        second.update()

@@ -56,8 +56,13 @@ def here(work):
     return work()
 
 
+def handlers_now():
+    return [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+
+
 def trained(update, work, where):
-    """Three steps, `work` after each."""
+    """Three steps, `work` after each; then handlers of signals are those of before."""
+    handlers = handlers_now()
     torch.manual_seed(0)
     model, optimizer = wrapped(update)
     for batch in batches(3):
@@ -67,6 +72,7 @@ def trained(update, work, where):
         where(lambda batch=batch: work(model, batch))
         optimizer.zero_grad()
     found = everything(model, optimizer)
+    assert handlers_now() == handlers
     optimizer.close()
     return found
 
@@ -74,10 +80,10 @@ def trained(update, work, where):
 @pytest.mark.parametrize("work", [evaluates, saves, goes_backward])
 @pytest.mark.parametrize("update", ["tail", "both"])
 def test_a_thread_that_waits_for_a_tail_sees_and_leaves_the_bits_of_a_serial_run(update, work):
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    before = handlers_now()
     want = trained("serial", work, here)
     assert differences(trained(update, work, in_a_thread), want) == []
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    assert handlers_now() == before
 
 
 def test_of_two_threads_that_wait_for_a_tail_that_failed_one_is_told_and_both_see_it_undone():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import re
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 
 from bench.shared.models import Tower
 from gemini import ChunkSearch, GeminiDDP, PrecisionPolicy
+from gemini.options import GROUPS, Communication, Wrapping
 from optim import LossScale
 
 POLICIES = [
@@ -19,6 +21,10 @@ POLICIES = [
         communication_dtype="fp16",
     ),
 ]  # fmt: skip
+OTHERS = [
+    Communication(max_prefetch=3, broadcast_buffers=True),
+    Wrapping(init_state_dict={n: p + 1 for n, p in Tower().named_parameters()}),
+]
 SEARCHES = [
     ChunkSearch(search_range_m=0, min_chunk_size_m=3000 / 2**20),
     ChunkSearch(hidden_dim=33, min_chunk_size_m=0.01, search_range_m=0.02),
@@ -32,24 +38,30 @@ def what_it_is(model):
         model.engine.layout.digest(),
         model.chunk_configuration,
         [param.dtype for param in model.parameters()],
+        model.broadcast_buffers,
+        model.engine.planning.inputs.max_prefetch,
+        model.digest(),
         outputs.dtype,
     )
 
 
-@pytest.mark.parametrize("group", [*POLICIES, *SEARCHES])
+@pytest.mark.parametrize("group", [*POLICIES, *SEARCHES, *OTHERS])
 def test_a_group_is_its_fields_one_by_one(group):
-    name = "precision" if isinstance(group, PrecisionPolicy) else "chunks"
+    name = next(name for name, usual in GROUPS.items() if type(usual) is type(group))
     fields = {f.name: getattr(group, f.name) for f in dataclasses.fields(group)}
     grouped, single = GeminiDDP(Tower(), **{name: group}), GeminiDDP(Tower(), **fields)
     assert what_it_is(grouped) == what_it_is(single)
     assert what_it_is(grouped) != what_it_is(GeminiDDP(Tower()))
 
 
-def test_fields_have_the_defaults_of_the_arguments():
-    arguments = inspect.signature(GeminiDDP).parameters
-    for kind in (PrecisionPolicy, ChunkSearch):
-        for field in dataclasses.fields(kind):
-            assert field.default == arguments[field.name].default, field.name
+def test_the_constructor_takes_few_values_and_shows_their_fields():
+    shown = inspect.signature(GeminiDDP).parameters
+    own = inspect.signature(inspect.unwrap(GeminiDDP.__init__)).parameters
+    assert len(own) <= 14
+    for group in GROUPS.values():
+        for field in dataclasses.fields(group):
+            assert shown[field.name].default == getattr(group, field.name)
+            assert re.search(rf"\b{field.name}\b", GeminiDDP.__doc__)
 
 
 def test_an_option_in_a_group_and_beside_it_is_refused():
@@ -57,16 +69,3 @@ def test_an_option_in_a_group_and_beside_it_is_refused():
         GeminiDDP(nn.Linear(3, 2), precision=PrecisionPolicy("fp32"), cast_buffers=True)
     with pytest.raises(ValueError, match="hidden_dim=3 beside a ChunkSearch"):
         GeminiDDP(nn.Linear(3, 2), chunks=ChunkSearch(), hidden_dim=3)
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"precision": "fp8"}, "precision='fp8'"),
-        ({"precision": "bf16", "loss_scale": 2.0}, "loss_scale is for"),
-        ({"precision": "fp32", "master_weights": False}, "master_weights=False"),
-    ],
-)
-def test_a_policy_that_contradicts_itself_is_refused_where_it_is_made(options, said):
-    with pytest.raises(ValueError, match=said):
-        PrecisionPolicy(**options)

@@ -9,12 +9,11 @@ from bench.shared.simulated import SimBackend
 from bench.shared.workers import run_ranks
 from gemini import AutoPlacement, GeminiDDP
 from gemini.integrations.torch_optimizers import convert
+from gemini.placement.predict import KINDS
 from gemini.placement.sizes import Budgets
 from gemini.placement.start import Start
 from tests.support.loops.sides import SMALL, Net
 from tests.support.spilled import LEAST, wrapped
-
-KINDS = ("parameters", "gradients", "state", "originals", "staging", "non-model", "total")
 
 
 def peak(**kinds):

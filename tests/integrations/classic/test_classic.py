@@ -89,23 +89,6 @@ def test_the_wrapper_clips_in_every_step_by_the_norm_that_was_asked_for():
     assert norms[1.0] > norms[2.0]
 
 
-def test_options_of_another_stage_and_a_plain_module_are_refused():
-    with pytest.raises(ValueError, match="expected none: it is for stage 3"):
-        zero_model_wrapper(Tower(), zero_stage=2, gemini_config={"pin_memory": True})
-    with pytest.raises(ValueError, match="expected 1, 2 or 3"):
-        zero_model_wrapper(Tower(), zero_stage=4)
-    module = Tower()
-    with pytest.raises(ValueError, match="what zero_model_wrapper returned"):
-        zero_optim_wrapper(module, HybridAdam(module.parameters()))
-    with pytest.raises(ValueError, match=r"ConstPlacement\('8GiB'\)"):
-        classic.GeminiDDP(Tower(), placement_policy="const")
-    with (
-        pytest.raises(ValueError, match="tensor parallelism"),
-        ColoInitContext(default_pg=object()),
-    ):
-        pass
-
-
 def test_a_module_of_the_init_context_has_no_memory_until_it_is_wrapped():
     with ColoInitContext(device="cpu"):
         module = Normed()
@@ -147,23 +130,6 @@ def test_low_level_zero_optimizer_is_over_a_wrapped_module():
     assert model.engine.control_vector.read().scale == 2**5
     with pytest.raises(ValueError, match="zero_stage=1"):
         LowLevelZeroOptimizer(optimizer)
-
-
-@pytest.mark.parametrize(
-    "option",
-    [
-        {"pg_to_param_list": {}}, {"reduce_bucket_size": 5},
-        {"communication_dtype": torch.bfloat16}, {"partition_grad": True}, {"cpu_offload": True},
-        {"dp_process_group": object()}, {"extra_dp_group": object()},
-        {"forced_dtype": torch.float16}, {"overlap_allgather": True}, {"fp8_communication": True},
-    ],
-    ids=lambda option: next(iter(option)),
-)  # fmt: skip
-def test_low_level_zero_refuses_by_name_what_the_wrapper_decides(option):
-    model = zero_model_wrapper(Tower(), zero_stage=1)
-    optimizer = HybridAdam(model.parameters())
-    with pytest.raises(ValueError, match=rf"{next(iter(option))}=.*; .* LowLevelZeroPlugin"):
-        LowLevelZeroOptimizer(optimizer, module=model, **option)
 
 
 def test_every_option_of_low_level_zero_means_something(caplog, capsys, monkeypatch):
@@ -228,19 +194,6 @@ def test_sharded_model_v2_trains_dumps_and_is_copied(tmp_path):
     assert same_weights(dict(other.state_dict()), dict(model.state_dict()))
     with pytest.raises(ValueError, match="expected a module like the one"):
         col_model_deepcopy(model, nn.Linear(3, 3))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"gradient_predivide_factor": 2.0},
-        {"offload_config": {"device": "nvme"}},
-        {"reduce_scatter_bucket_size_mb": 0},
-    ],
-)
-def test_options_of_sharded_model_v2_that_do_nothing_here_are_refused(options):
-    with pytest.raises(ValueError, match=next(iter(options))):
-        ShardedModelV2(Tower(), None, **options)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])

@@ -1,5 +1,6 @@
-"""Processes join by whatever started them; `python -m gemini run` says who failed first."""
+"""Processes join by whatever started them; torchrun under `gemini run` says who failed first."""
 
+import json
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from bench.shared.workers import run_processes
 from gemini.__main__ import main
 from gemini.integrations import launch as doors
+from gemini.integrations.recorded import InOrder
 from gemini.integrations.run import chosen_hosts
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -195,10 +197,22 @@ def test_run_starts_all_ranks_and_ends_with_the_first_error(tmp_path):
         assert f"[rank {rank}] hello {rank} ['well']" in done.stdout
     done = gemini_run(tmp_path, "--nproc_per_node", "2", "fail")
     assert done.returncode == 1
-    last = done.stderr.partition("rank 1 failed first:\n")[2]
-    assert last.endswith("KeyError: 'the culprit'\n") and "script.py" in last
+    root = done.stderr.partition("Root Cause (first observed failure)")[2]
+    assert "KeyError: 'the culprit'" in root and "script.py" in root and ": 1 (local" in root
     done = gemini_run(tmp_path, "die")
     assert done.returncode == 1 and "SIGKILL" in done.stderr
+
+
+def test_a_failure_is_recorded_behind_those_that_it_may_come_from(tmp_path, monkeypatch):
+    """torchrun's records count seconds, and its root cause is the first of them."""
+    seconds = []
+    for rank in (1, 0):
+        file = tmp_path / str(rank) / "error.json"
+        file.parent.mkdir()
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+        InOrder().record_exception(KeyError(rank))
+        seconds.append(int(json.loads(file.read_text())["message"]["extraInfo"]["timestamp"]))
+    assert seconds[1] > seconds[0]
 
 
 @pytest.mark.ci
@@ -215,7 +229,8 @@ def test_run_reaches_hosts_by_ssh_and_ends_all_where_one_fails(tmp_path):
     assert done.returncode == 1
     assert sorted((tmp_path / "hosts").read_text().split()) == ["one", "two"]
     assert "[rank 0] hello 0 ['fail']" in done.stdout
-    assert done.stderr.rstrip().endswith("KeyError: 'the culprit'")
+    root = done.stderr.partition("Root Cause (first observed failure)")[2]
+    assert "KeyError: 'the culprit'" in root
 
 
 def test_check_is_the_doctor_and_benchmark_says_where_to_measure(capsys, tmp_path):

@@ -93,19 +93,3 @@ def test_behind_the_last_step_the_rate_stays():
     optimizer, schedule = made("LinearWarmupLR")
     found = rates(optimizer, schedule, T + 3)
     assert found[T] == found[T + 2] == [0.0, 0.0]
-
-
-def test_steps_that_are_none_are_refused():
-    optimizer, _ = made("StepLR")
-    with pytest.raises(ValueError, match="total_steps=0"):
-        schedules.LinearWarmupLR(optimizer, 0)
-    with pytest.raises(ValueError, match=f"warmup_steps={T}"):
-        schedules.LinearWarmupLR(optimizer, T, warmup_steps=T)
-    with pytest.raises(ValueError, match="milestones is empty"):
-        schedules.MultiStepLR(optimizer, T)
-    with pytest.raises(ValueError, match="lr_lambda is None"):
-        schedules.LambdaLR(optimizer, T)
-    with pytest.raises(ValueError, match="pct_start"):
-        schedules.FlatAnnealingLR(optimizer, T, pct_start=1.0)
-    with pytest.raises(ValueError, match="end_lr"):
-        schedules.PolynomialLR(optimizer, T, end_lr=-1.0)

@@ -1,6 +1,5 @@
 """Names: those of the registry, and those of Lightning 1's ColossalAIStrategy."""
 
-import inspect
 import subprocess
 import sys
 
@@ -19,16 +18,6 @@ from optim import LossScale
 from tests.integrations.cases.lightning_runs import Later, Net, loader, trainer
 
 pytestmark = pytest.mark.usefixtures("alone")
-
-
-SEED = (
-    "(use_chunk=True, chunk_size=None, enable_distributed_storage=True, placement_policy='auto', "
-    "force_outputs_fp32=False, gpu_margin_mem_ratio=0.0, chunk_search_range=67108864, "
-    "chunk_search_n_grids=4096, min_chunk_size=33554432, initial_scale=65536, min_scale=1, "
-    "growth_factor=2, backoff_factor=0.5, growth_interval=1000, hysteresis=2, "
-    "max_scale=4294967296, accelerator=None, parallel_devices=None, cluster_environment=None, "
-    "checkpoint_io=None, precision_plugin=None)"
-)
 
 
 CONFIG = """
@@ -80,12 +69,6 @@ def test_a_config_of_lightning_cli_names_the_strategy(tmp_path, caplog, strategy
     assert found.model.settings.max_norm == norm and len(found.model.losses) == 1
     assert ("state on nvme" in caplog.text) == bool(norm)
     assert caplog.text.count("gemini optimizer") == 1
-
-
-def test_colossal_ais_strategy_has_the_parameters_that_it_had():
-    found = inspect.signature(ColossalAIStrategy)
-    bare = [p.replace(annotation=inspect.Parameter.empty) for p in found.parameters.values()]
-    assert str(inspect.Signature(bare)) == SEED
 
 
 def test_colossal_ais_parameters_are_those_of_the_engine(monkeypatch):

@@ -1,4 +1,6 @@
-"""A step that is driven from outside, block by block."""
+"""A step that is driven from outside: submitted, prepared, and confirmed or undone."""
+
+from contextlib import suppress
 
 import pytest
 import torch
@@ -6,7 +8,8 @@ from torch import nn
 
 from optim import HybridAdam, NvmeConfig
 from optim.state.held_signals import HeldSignals
-from optim.step.driver import Stage, take
+from optim.state.machine import Phase
+from optim.step.driver import take
 
 NUMELS = (3000, 1500)  # six blocks of at most 1024 elements
 
@@ -42,32 +45,22 @@ def copies(params):
     return [param.detach().clone() for param in params]
 
 
-def counts(step):
-    found = list(step.stages.values())
-    return {stage: found.count(stage) for stage in Stage if stage in found}
-
-
-def test_blocks_go_through_their_stages_one_by_one(tmp_path):
+def test_all_of_a_step_is_prepared_before_any_of_it_counts(tmp_path):
     params, optimizer = made(tmp_path)
     want, other = made(tmp_path)
     gradients(params, 1), gradients(want, 1)
     other.step()
     target, views, step = begun(optimizer)
-    assert step.stages == {}
+    store, told = target.tiered_state.nvme.store, []
+    assert step.phase is Phase.PASS
     step.submit()
-    for prepared in range(1, 6):
-        assert step.prepare_next()
-        assert counts(step) == (
-            {Stage.SUBMITTED: 5 - prepared, Stage.PREPARED: prepared}
-            if prepared < 5
-            else {Stage.PREPARED: 5}
-        )
-        torch.randn(10).sort()  # who drives does something else
-    assert not step.has_more and not step.prepare_next()
-    step.settle()
+    assert step.phase is Phase.PREPARING
+    assert step.prepare(watch=told.append) is None
+    assert sorted(told) == list(range(5)) and step.phase is Phase.VOTING
+    assert store.committed_step == 1
     step.confirm()
     target.end(views)
-    assert counts(step) == {Stage.CONFIRMED: 5}
+    assert step.phase is Phase.PASS and store.committed_step == 2
     for param, expected in zip(params, want, strict=True):
         assert torch.equal(param, expected)
     optimizer.close(), other.close()
@@ -81,10 +74,19 @@ def test_what_is_undone_leaves_weights_and_state_as_they_were(prepared, tmp_path
     gradients(params, 1)
     _, _, step = begun(optimizer)
     step.submit()
-    for _ in range(prepared):
-        step.prepare_next()
+    told = []
+
+    def watch(block):
+        told.append(block)
+        if len(told) == prepared:
+            raise KeyboardInterrupt
+
+    if prepared:
+        with suppress(KeyboardInterrupt):
+            step.prepare(watch=watch)
+    assert len(told) == min(prepared, step.num_blocks)
     step.undo()
-    assert set(step.stages.values()) == {Stage.UNDONE}
+    assert step.phase is Phase.PASS
     for param, old in zip(params, before, strict=True):
         assert torch.equal(param, old)
     gradients(params, 2), gradients(want, 2)
@@ -108,7 +110,7 @@ def test_who_disagrees_undoes_the_step_of_all(tmp_path):
     with HeldSignals() as held, pytest.raises(RuntimeError, match="another rank"):
         take(steps, held, disagree)
     for (params, optimizer), olds, step in zip(both, before, steps, strict=True):
-        assert set(step.stages.values()) == {Stage.UNDONE}
+        assert step.phase is Phase.PASS
         for param, old in zip(params, olds, strict=True):
             assert torch.equal(param, old)
         optimizer.close()

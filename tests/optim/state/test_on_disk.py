@@ -86,15 +86,15 @@ def test_buffers_are_at_most_depth_plus_two_blocks(depth, tmp_path):
 
 def test_the_first_step_begins_with_the_first_block_which_is_in_memory(tmp_path):
     """Its tail is to be ahead of the forward."""
-    seen, begin_step = [], NvmeState.begin_step
+    seen, check_step = [], NvmeState.check_step
 
-    def begun(state, *args):
-        seen.append((state.order == state.blocks, state.store.traffic.read_bytes))
-        begin_step(state, *args)
+    def begun(state):
+        seen.append((state.state.order == state.state.rows, state.store.traffic.read_bytes))
+        check_step(state)
 
     params = make_params()
     optimizer = make_optimizer(params, tmp_path, 1.0, depth=1)
-    with mock.patch.object(NvmeState, "begin_step", begun):
+    with mock.patch.object(NvmeState, "check_step", begun):
         train(params, optimizer, 1)
     assert seen == [(True, 0)]
     optimizer.close()
@@ -120,9 +120,9 @@ def test_reads_of_the_next_step_begin_when_a_step_ends(tmp_path):
         since_commit.clear()
 
     state.store.read, state.store.commit = recorded, committed
-    last = state.order[-1].id
+    last = state.state.order[-1].id
     train(params, optimizer, 1, first=3)
-    order = [block.id for block in state.order]
+    order = [row.id for row in state.state.order]
     assert order[0] == last  # the order alternates
     kept = 3 - len(since_commit)
     assert since_commit == order[kept:3] and kept > 0  # the first never left memory

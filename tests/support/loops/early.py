@@ -157,7 +157,7 @@ def same(
 def num_early(optimizer: Any) -> int:
     """Blocks that may be updated in backward: the others were read ahead for the step."""
     state = optimizer.targets[0].tiered_state.nvme
-    return len(state.blocks) - state.num_reads_begun
+    return len(state.blocks) - len(state.state.reads)
 
 
 class Sometimes(nn.Module):
@@ -223,7 +223,7 @@ BETWEEN = {
     "changes a rate": _rates,
     "writes a weight": _writes,
     "evaluates": _evaluates,
-    "reads weights": lambda m, o: [param.sum() for param in m.parameters()],
+    "reads weights": lambda m, o: [param.detach().sum() for param in m.parameters()],
     "reads masters": lambda m, o: m.state_dict(),
     "reads state": lambda m, o: o.state_dict(),
 }

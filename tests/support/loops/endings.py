@@ -62,7 +62,7 @@ def transfers(model: Any, optimizer: Any, update: str) -> list[tuple[str, str, i
     """Every call of a step that may fail: part of the path, the call, and its number."""
     named, state = stores(model, optimizer), optimizer.targets[0].tiered_state.nvme
     # what was read ahead is not read again; what is updated early is, where it is held
-    reads = (1 if update == "tail" else 2) * (len(state.blocks) - state.num_reads_begun)
+    reads = (1 if update == "tail" else 2) * (len(state.blocks) - len(state.state.reads))
     counts = {
         ("state", "preadv"): reads,
         ("state", "pwritev"): named["state"].layout.num_blocks,

@@ -22,7 +22,6 @@ from gemini.optim.rules.speculation import BlockInputs, Learned, held
 from gemini.optim.state.pieces import Updater
 from gemini.optim.state.space import Block
 from gemini.optim.state.tiered_state import TieredState
-from gemini.optim.step.driver import Early
 from gemini.optim.step.speculation import Bound, Speculation
 from gemini.optim.update.updaters import CpuUpdater
 from gemini.placement.tiers import Tier
@@ -30,7 +29,7 @@ from gemini.placement.timetable.updates import IN_BACKWARD
 from gemini.runtime.parts import Parts
 from gemini.runtime.step.tail import StepTail, against_overlap, update_of
 from gemini.runtime.step.views import ShardViews
-from gemini.units import ChunkId, ParamId
+from gemini.units import BlockId, ChunkId, ParamId
 
 from .early_views import EarlyShardViews
 
@@ -116,6 +115,7 @@ class StepSpeculation:
     def begin(self) -> None:
         """A backward begins, behind the end of the last step."""
         self.drop()
+        self._drop_what_is_left()
         parts = self._parts
         self._backwards += 1
         if not parts.reducer.reduces or not self.applies:
@@ -137,14 +137,22 @@ class StepSpeculation:
         self._blocks = self._blocks_by_chunk()
         self._under_way = Speculation(nvme, assumed.updater, assumed.views, bound.is_passed_by)
 
+    def _drop_what_is_left(self) -> None:
+        """Ctrl-C may come when a step has judged what was done early, and before it begins."""
+        nvme, params = self._tiered_state.nvme, self._parts.storage.params
+        if nvme is not None:
+            nvme.drop_early()
+        if params is not None:
+            params.rollback()
+
     def _blocks_by_chunk(self) -> Mapping[ChunkId, tuple[int, list[Block]]]:
-        """The shard of each, and those of its blocks that may be updated."""
+        """The shard of each, and its blocks on disk."""
         nvme = self._tiered_state.nvme
         assert nvme is not None
         found: dict[ChunkId, tuple[int, list[Block]]] = {
             chunk.spec.id: (shard, []) for shard, chunk in enumerate(self._chunks)
         }
-        for block in nvme.can_be_early(nvme.blocks):
+        for block in nvme.blocks:
             found[self._chunks[block.shard].spec.id][1].append(block)
         return found
 
@@ -163,8 +171,10 @@ class StepSpeculation:
 
     # -- behind it --
 
-    def judge(self, updater: Updater, views: ShardViews, taken: Sequence[ParamId]) -> Early:
-        """The step has agreed on these inputs: what was assumed wrongly is dropped.
+    def judge(
+        self, updater: Updater, views: ShardViews, taken: Sequence[ParamId]
+    ) -> frozenset[BlockId]:
+        """The step has agreed on these inputs: the blocks that were updated with just those.
 
         taken: the parameters that it updates.
         """
@@ -172,31 +182,32 @@ class StepSpeculation:
         run = self._stopped()
         self._num_held, self._taken = 0, taken
         if not isinstance(updater, CpuUpdater):
-            return Early()
+            return frozenset()
         self._was_clipped = updater.inputs.factor != 1.0 / self._parts.control_vector.read().scale
         if run is None or early is None:
-            return Early()
+            return frozenset()
         blocks = {block.id: block for block in self._tiered_state.space.blocks}
+        nvme = self._tiered_state.nvme
+        assert nvme is not None
+        assumed = nvme.state.assumed
         agreed = {
             block: BlockInputs(
                 updater.inputs,
                 views.inputs_of(blocks[block]),
                 self._chunks[blocks[block].shard].gradient.mark,
             )
-            for block in run.assumed
+            for block in assumed
         }
-        nvme = self._tiered_state.nvme
-        assert nvme is not None
-        right = held(run.assumed, agreed)
-        nvme.drop_early(but=right)
-        done = right & early.files.written.keys()
+        right = held(assumed, agreed)
         early.files.drop(but=right)
         self._num_held = len(right)
-        return Early(right, done, views.follow, run.error)
+        return right
 
     def forget(self) -> None:
         """All gradients were dropped."""
         self.drop()
+        if not self._tail.goes_on:
+            self._drop_what_is_left()
         self._backwards = 0
 
     def drop(self) -> None:
@@ -216,7 +227,9 @@ class StepSpeculation:
             self._views.files.end()
             self._under_way, self._views, self._blocks = None, None, {}  # and with them gradients
             self._parts.storage.beside = None
-            self._num_speculated += len(run.assumed)
+            nvme = self._tiered_state.nvme
+            assert nvme is not None
+            self._num_speculated += len(nvme.state.assumed)
             self._moved += self._tiered_state.traffic() - self._before
         return run
 

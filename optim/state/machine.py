@@ -1,0 +1,541 @@
+"""Blocks of state on disk, and one step over them, as a machine without effects (ADR 0016).
+
+    note(state, event, row, said)    what has happened: rows and the phase move by two tables
+    next_action(state, policy)       what to do next, noted as begun; None: wait, or nothing is left
+    waits_for(state)                 whose transfer is waited for then
+
+Nothing here reads a clock, a disk or a tensor. Who carries actions out is an executor: threads and
+a disk (`optim.step.driver`), or a test. One thread at a time.
+
+A row is one block. It is updated beside its last version, which counts until a commit: so a step is
+undone by forgetting what was written, and by restoring weights that were changed. A row may be
+updated before its step is asked for, with what the step is expected to agree on; where that is
+held, the step only fetches its new weight.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field
+from enum import IntEnum, auto
+from typing import Any
+
+from gemini.tickets import Ticket
+from gemini.units import READS_AHEAD, BlockId
+
+from .space import Block
+
+# IntEnum and not Enum: `Enum.__hash__` is a Python call for every look into a table
+
+
+class Stage(IntEnum):
+    """Where one row is between its last version and its next."""
+
+    IDLE = auto()  # its last version counts; no buffer
+    READING = auto()  # which is coming into a buffer
+    READY = auto()  # it is there
+    UPDATING = auto()
+    UPDATED = auto()  # the buffer has the new version
+    WRITING = auto()  # which is on its way, beside the last one
+    WRITTEN = auto()  # and there; no buffer but where it is kept
+    FETCHING = auto()  # of a new version, its weight is coming into a buffer
+    FETCHED = auto()  # it is there
+    SPOILED = auto()  # its update or its write failed; the buffer is kept to undo
+
+
+class Phase(IntEnum):
+    """Where the step is between two passes."""
+
+    PASS = auto()  # none is under way
+    PREPARING = auto()
+    VOTING = auto()
+    AGREED = auto()  # every disk did its part
+    COMMITTING = auto()
+    COMMITTED = auto()  # what is in memory is to be updated
+    RESIDENT = auto()
+    FAILED = auto()
+    UNDOING = auto()
+
+
+class Do(IntEnum):
+    """What an executor is told to do next.
+
+    The first six are of a row, and end with the event of the same name.
+    """
+
+    READ = auto()
+    UPDATE = auto()
+    WRITE = auto()
+    FETCH = auto()
+    PLACE = auto()  # the weight that was fetched into the shard
+    RESTORE = auto()  # the row's weights are those of the last version
+    DROP = auto()  # what was written of this row does not count
+    VOTE = auto()  # said: what went wrong here
+    COMMIT = auto()
+    RESIDENT = auto()  # update what is in memory
+    ROLLBACK = auto()
+
+
+class Event(IntEnum):
+    """What `note` is told."""
+
+    READ = auto()
+    UPDATED = auto()
+    UNCHANGED = auto()  # it has no gradient, and stays as it is
+    WRITTEN = auto()
+    FETCHED = auto()
+    PLACED = auto()
+    RESTORED = auto()
+    FAILED = auto()  # what a row had under way, or what else is of the step; said: the error
+    BACKWARD = auto()  # begins: rows may be updated before their step
+    FINAL = auto()  # gradients are; said: their rows
+    STOPPED = auto()  # no row is begun before the step any more
+    DROPPED = auto()  # nothing was done before the step
+    ASKED = auto()  # a step; said: rows whose early update is held, by id
+    VOTED = auto()  # said: None, or what went wrong on some rank
+    COMMITTED = auto()  # said: the next step begins with the first row, and not with the last one
+    RESIDENT = auto()  # is updated, or torn
+    UNDO = auto()
+    ROLLED_BACK = auto()
+    LOOK = auto()  # at state: nothing is under way, and nothing was done early
+    AHEAD = auto()  # the rows of the coming step are read
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What orders the moves.
+
+    alternates: what was written last is the first of the next step, still in memory; else every
+    step begins with the first row, whose gradient is the last to be final. reads_ahead: the next
+    step's first rows are read when this one counts. reads_during_update: the next read is issued
+    when an update begins, and not after it.
+    """
+
+    alternates: bool = True
+    reads_ahead: bool = True
+    reads_during_update: bool = False
+
+
+SERIAL = Policy()
+IN_ORDER = Policy(alternates=False)
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """One block, where it is and what is known of it.
+
+    The executor sets `is_touched`, and what the machine does not look at.
+    """
+
+    block: Block
+    stage: Stage = Stage.IDLE
+    assumed: Hashable = None  # what an early update was computed with
+    is_early: bool = False  # updated before its step: the shard has not its weights
+    is_complete: bool = False  # and its parameters are written with it: nothing is left to do
+    is_void: bool = False  # forgotten when what is under way has ended
+    is_touched: bool = False  # the shard's weights may not be those of the last step
+    was_read: bool = False  # before its step was asked for
+    buffer: Any = None  # a `nvme.Buffer`
+    ticket: Ticket[object] | None = None
+    checksum: int = 0
+    id: BlockId = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.id = self.block.id
+
+
+@dataclass(slots=True)
+class State:
+    """All rows and queues of one target, between steps too.
+
+    Invariant: buffers that rows have and free ones are those there are.
+    """
+
+    rows: list[Row]
+    depth: int = 1  # reads of a step under way, or updated next
+    free: list[Any] = field(default_factory=list)
+    phase: Phase = Phase.PASS
+    order: list[Row] = field(default_factory=list)  # of the next step
+    is_ahead: bool = False  # its first rows are read
+    speculates: bool = False
+    finals: deque[Row] = field(default_factory=deque)  # to be updated early
+    early: deque[Row] = field(default_factory=deque)  # read for that
+    todo: deque[Row] = field(default_factory=deque)  # of the step, not begun
+    reads: deque[Row] = field(default_factory=deque)  # of the step, in order
+    cached: deque[Row] = field(default_factory=deque)  # written, and still in a buffer
+    updating: Row | None = None
+    updated: Row | None = None  # to be written
+    under_way: dict[Row, None] = field(default_factory=dict)  # transfers, in order of issue
+    dropped: list[Row] = field(default_factory=list)  # versions that the store is to forget
+    error: BaseException | None = None
+
+    def __post_init__(self) -> None:
+        self.order = list(self.rows)
+
+    @property
+    def assumed(self) -> dict[BlockId, Hashable]:
+        """With what each row was computed that was updated before its step."""
+        return {row.id: row.assumed for row in self.rows if row.is_early and not row.is_void}
+
+
+# what a row becomes by what is begun
+BEGIN = {
+    (Stage.IDLE, Do.READ): Stage.READING,
+    (Stage.READY, Do.UPDATE): Stage.UPDATING,
+    (Stage.UPDATED, Do.WRITE): Stage.WRITING,
+    (Stage.WRITTEN, Do.FETCH): Stage.FETCHING,
+    (Stage.FETCHED, Do.PLACE): Stage.FETCHED,
+}
+# and by what has ended
+END = {
+    (Stage.READING, Event.READ): Stage.READY,
+    (Stage.UPDATING, Event.UPDATED): Stage.UPDATED,
+    (Stage.WRITING, Event.WRITTEN): Stage.WRITTEN,
+    (Stage.FETCHING, Event.FETCHED): Stage.FETCHED,
+    (Stage.FETCHED, Event.PLACED): Stage.WRITTEN,
+}
+TRANSFERS = (Do.READ, Do.WRITE, Do.FETCH)
+
+# -- events --
+
+
+def note(s: State, event: Event, row: Row | None = None, said: Any = None) -> None:
+    """Rows and the phase move. Raises KeyError for what cannot follow."""
+    if row is None:
+        _OF_STEP[event](s, said)
+        return
+    s.under_way.pop(row, None)
+    if event is Event.FAILED:
+        _row_failed(s, row, said)
+        return
+    if s.updating is row:
+        s.updating = None
+    if row.is_void:  # what was under way has ended
+        if row.stage is not Stage.READING:
+            s.dropped.append(row)
+        _forget(s, row)
+        return
+    if event in _OF_ROW:
+        _OF_ROW[event](s, row)
+        return
+    row.stage = END[row.stage, event]
+    if event is Event.UPDATED:
+        s.updated = row
+    elif event is Event.WRITTEN:
+        s.cached.append(row)  # until its buffer is asked for
+
+
+def _unchanged(s: State, row: Row) -> None:
+    row.is_touched = False
+    _forget(s, row)
+
+
+def _placed(s: State, row: Row) -> None:
+    row.stage = END[row.stage, Event.PLACED]
+    _give_buffer(s, row)
+
+
+def _restored(s: State, row: Row) -> None:
+    row.is_touched = False
+    if row in s.cached:
+        s.cached.remove(row)
+    _forget(s, row)
+
+
+def _row_failed(s: State, row: Row, error: BaseException) -> None:
+    if s.updating is row:
+        s.updating = None
+    if row.stage in (Stage.WRITING, Stage.FETCHING, Stage.FETCHED):
+        s.dropped.append(row)
+    if row.is_void:
+        _forget(s, row)
+        return
+    if row in s.reads and s.phase is not Phase.PREPARING:  # the step reads it again, and is told
+        s.reads.remove(row)
+        s.is_ahead = False
+        _forget(s, row)
+        return
+    s.error = s.error or error
+    s.speculates = False
+    s.finals.clear()
+    _leave_queues(s, row)
+    if row.is_touched:
+        row.stage = Stage.SPOILED
+    else:
+        _forget(s, row)
+
+
+def _forget(s: State, row: Row) -> None:
+    """It is as the last commit left it, and no buffer has it."""
+    row.stage, row.assumed, row.ticket = Stage.IDLE, None, None
+    row.is_early = row.is_complete = row.is_void = row.was_read = False
+    _give_buffer(s, row)
+
+
+def _give_buffer(s: State, row: Row) -> None:
+    if row.buffer is not None:
+        s.free.append(row.buffer)
+        row.buffer = None
+
+
+def _leave_queues(s: State, row: Row) -> None:
+    for queue in (s.early, s.reads, s.cached):
+        if row in queue:
+            queue.remove(row)
+    if row is s.updated:
+        s.updated = None
+
+
+def _drop(s: State, row: Row) -> None:
+    """What was done for it does not count. A transfer under way ends first."""
+    if row.stage is Stage.IDLE:
+        return
+    _leave_queues(s, row)
+    if row in s.under_way:
+        row.is_void, row.is_complete = True, False
+        return
+    if row.stage >= Stage.WRITTEN:
+        s.dropped.append(row)
+    _forget(s, row)
+
+
+def _failed(s: State, said: BaseException) -> None:
+    s.error = s.error or said
+    s.speculates = False
+    s.finals.clear()
+
+
+def _backward(s: State, said: None) -> None:
+    s.speculates = s.error is None
+
+
+def _final(s: State, said: Iterable[Row]) -> None:
+    if s.speculates:
+        s.finals += said
+
+
+def _stopped(s: State, said: None) -> None:
+    s.speculates = False
+    s.finals.clear()
+    for row in list(s.early):
+        _drop(s, row)
+
+
+def _dropped(s: State, said: None) -> None:
+    _stopped(s, said)
+    s.error = None
+    for row in s.rows:
+        if row.is_early:
+            _drop(s, row)
+
+
+def _asked(s: State, said: frozenset[BlockId]) -> None:
+    _stopped(s, None)
+    s.phase = Phase.PREPARING
+    s.todo.clear()
+    for row in s.order:
+        if row.is_early and row.id not in said:
+            _drop(s, row)
+        row.was_read = row.stage in (Stage.READING, Stage.READY) and not row.is_void
+        if not (row.was_read or row.is_complete):
+            s.todo.append(row)
+
+
+def _voted(s: State, said: BaseException | None) -> None:
+    s.phase = Phase.AGREED if said is None else Phase.FAILED
+
+
+def _committed(s: State, said: bool) -> None:
+    for row in s.order:
+        row.is_early = row.is_complete = row.is_touched = row.was_read = False
+        row.assumed = None
+        if row.stage is Stage.WRITTEN:
+            row.stage = Stage.IDLE
+    s.order = list(s.rows) if said else s.order[::-1]
+    while s.cached:
+        row = s.cached.pop()
+        if len(s.reads) < s.depth and row is s.order[len(s.reads)]:
+            row.stage = Stage.READY
+            s.reads.append(row)
+        else:
+            _give_buffer(s, row)
+    s.phase, s.is_ahead = Phase.COMMITTED, True
+
+
+def _resident(s: State, said: None) -> None:
+    s.phase = Phase.PASS
+
+
+def _undo(s: State, said: None) -> None:
+    _look(s, None)
+    s.todo.clear()
+    s.updated = s.updating = None
+    s.phase = Phase.UNDOING
+
+
+def _rolled_back(s: State, said: None) -> None:
+    s.phase, s.error = Phase.PASS, None
+    s.dropped.clear()  # with all that was written
+
+
+def _look(s: State, said: None) -> None:
+    _stopped(s, None)
+    s.error, s.is_ahead = None, False
+    for row in s.rows:
+        if not row.is_touched:
+            _drop(s, row)
+
+
+def _ahead(s: State, said: None) -> None:
+    s.is_ahead = True
+
+
+_OF_ROW: dict[Event, Callable[[State, Row], None]] = {
+    Event.UNCHANGED: _unchanged, Event.PLACED: _placed, Event.RESTORED: _restored,
+}  # fmt: skip
+_OF_STEP: dict[Event, Callable[[State, Any], None]] = {
+    Event.FAILED: _failed, Event.BACKWARD: _backward, Event.FINAL: _final, Event.STOPPED: _stopped,
+    Event.DROPPED: _dropped, Event.ASKED: _asked, Event.VOTED: _voted,
+    Event.COMMITTED: _committed, Event.RESIDENT: _resident, Event.UNDO: _undo,
+    Event.ROLLED_BACK: _rolled_back, Event.LOOK: _look, Event.AHEAD: _ahead,
+}  # fmt: skip
+
+# -- choice: the only place that chooses --
+
+Action = tuple[Do, Row | None, Any]  # a plain tuple, which costs no call
+
+
+def next_action(s: State, policy: Policy) -> Action | None:
+    """What can be done now, in order of what it lets go on."""
+    if s.dropped and s.phase is not Phase.UNDOING:  # before anything is written in its place
+        return Do.DROP, s.dropped.pop(), None
+    phase = s.phase
+    if phase is Phase.PREPARING:
+        action = _move(s, policy) if s.error is None else None
+        if action is None and not s.under_way and (s.error is not None or _is_prepared(s)):
+            s.phase = Phase.VOTING
+            return Do.VOTE, None, s.error
+        return action
+    if phase is Phase.PASS:
+        return _move_early(s) or _read_ahead(s, policy)
+    if phase is Phase.AGREED:
+        s.phase = Phase.COMMITTING
+        return Do.COMMIT, None, None
+    if phase is Phase.COMMITTED:
+        action = _read_ahead(s, policy)
+        if action is None:
+            s.phase = Phase.RESIDENT
+            return Do.RESIDENT, None, None
+        return action
+    if phase is Phase.UNDOING and not s.under_way:
+        return _restore(s)
+    return None
+
+
+def _is_prepared(s: State) -> bool:
+    return not (s.todo or s.reads or s.updated)
+
+
+def _move(s: State, policy: Policy) -> Action | None:
+    """A row of the step goes on."""
+    if s.updated is not None:
+        return _begin(s, Do.WRITE, s.updated)
+    reads, in_hand = s.reads, s.updating is not None and not policy.reads_during_update
+    if s.todo and len(reads) + in_hand < s.depth and (s.free or s.cached):
+        row = s.todo[0]
+        if row.stage is Stage.IDLE or (row.stage is Stage.WRITTEN and not row.is_void):
+            reads.append(s.todo.popleft())
+            return _begin(s, Do.READ if row.stage is Stage.IDLE else Do.FETCH, row)
+    if reads and s.updating is None:
+        row = reads[0]
+        if row.stage is Stage.READY or row.stage is Stage.FETCHED:
+            reads.popleft()
+            return _begin(s, Do.UPDATE if row.stage is Stage.READY else Do.PLACE, row)
+    return None
+
+
+def _move_early(s: State) -> Action | None:
+    """A row goes on before its step."""
+    if s.updated is not None:
+        return _begin(s, Do.WRITE, s.updated)
+    if not s.speculates:
+        return None
+    while s.finals and s.finals[0].stage is not Stage.IDLE:  # the step reads it
+        s.finals.popleft()
+    if s.finals and len(s.early) <= READS_AHEAD and (s.free or s.cached):
+        row = s.finals.popleft()
+        row.is_early = True
+        s.early.append(row)
+        return _begin(s, Do.READ, row)
+    if s.early and s.updating is None and s.early[0].stage is Stage.READY:
+        return _begin(s, Do.UPDATE, s.early.popleft())
+    return None
+
+
+def _read_ahead(s: State, policy: Policy) -> Action | None:
+    """The first rows of the coming step come into memory."""
+    if not (s.is_ahead and policy.reads_ahead and len(s.reads) < min(s.depth, len(s.order))):
+        return None
+    row = s.order[len(s.reads)]
+    if row.stage is not Stage.IDLE or not (s.free or s.cached):
+        return None
+    s.reads.append(row)
+    return _begin(s, Do.READ, row)
+
+
+def _restore(s: State) -> Action:
+    """Rows whose buffer knows what was come first, and give it back."""
+    touched = [row for row in s.rows if row.is_touched]
+    for row in touched:
+        if row.buffer is not None:
+            return Do.RESTORE, row, None
+    if touched:
+        return Do.RESTORE, touched[0], None
+    return Do.ROLLBACK, None, None
+
+
+def _begin(s: State, do: Do, row: Row) -> Action:
+    if do is Do.READ or do is Do.FETCH:
+        take_buffer(s, row)
+    elif do is Do.UPDATE:
+        s.updating = row
+    elif do is Do.WRITE:
+        s.updated = None
+    row.stage = BEGIN[row.stage, do]
+    if do in TRANSFERS:
+        s.under_way[row] = None
+    return do, row, None
+
+
+def take_buffer(s: State, row: Row) -> None:
+    """There is one."""
+    if row.buffer is not None:  # it was written, and is kept
+        s.cached.remove(row)
+    elif s.free:
+        row.buffer = s.free.pop()
+    else:
+        other = s.cached.popleft()
+        row.buffer, other.buffer = other.buffer, None
+
+
+def waits_for(s: State) -> Row | None:
+    """The row whose transfer must end before there is another action; None: nobody need wait."""
+    if s.phase is Phase.PREPARING and s.error is None:
+        if s.reads and s.reads[0] in s.under_way:
+            return s.reads[0]
+        if s.todo and s.todo[0] in s.under_way:
+            return s.todo[0]
+        return _oldest(s, Stage.WRITING) or next(iter(s.under_way), None)
+    if s.phase is not Phase.PASS:
+        return next(iter(s.under_way), None)
+    void = next((row for row in s.under_way if row.is_void), None)
+    if void is not None:
+        return void
+    if s.speculates and s.early:
+        return s.early[0]
+    return _oldest(s, Stage.WRITING) if s.speculates and s.finals else None
+
+
+def _oldest(s: State, stage: Stage) -> Row | None:
+    return next((row for row in s.under_way if row.stage is stage), None)
