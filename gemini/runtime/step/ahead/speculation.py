@@ -139,6 +139,8 @@ class StepSpeculation:
 
     def _drop_what_is_left(self) -> None:
         """Ctrl-C may come when a step has judged what was done early, and before it begins."""
+        if os.getpid() != self._pid:  # a forked child has nothing of it
+            return
         nvme, params = self._tiered_state.nvme, self._parts.storage.params
         if nvme is not None:
             nvme.drop_early()
