@@ -24,7 +24,13 @@ def early():
         yield
 
 
-@pytest.mark.parametrize("home, update", list(itertools.product(HOMES, UPDATES)))
+@pytest.mark.parametrize(
+    "home, update",
+    [
+        pytest.param(home, update, marks=[pytest.mark.ci] if update in ("tail", "both") else [])
+        for home, update in itertools.product(HOMES, UPDATES)
+    ],
+)
 def test_bits_are_those_of_the_file(home, update, tmp_path):
     """One kind in each cell."""
     kind = list(KINDS)[(3 * list(HOMES).index(home) + list(UPDATES).index(update)) % len(KINDS)]
