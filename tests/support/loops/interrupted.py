@@ -109,6 +109,12 @@ class Program:
         return Program(said["is_half_frozen"], rounds)
 
 
+def _repeatable(sets: list[Call]) -> list[Call]:
+    """A thaw that a step has carried out stays, and a checkpoint of before has no state of it."""
+    thaws = any(name == "freeze" and args[-1] for name, args in sets)
+    return [call for call in sets if not (thaws and call[0] == "come_back")]
+
+
 def draw(rng: random.Random, place: str) -> Program:
     num_params = 2 * LAYERS
 
@@ -134,14 +140,16 @@ def draw(rng: random.Random, place: str) -> Program:
             ("clip_by_optimizer", (rng.choice(["2", "inf", "value"]),)),
         ]
         return Round(
-            some(
-                ("change_lr", (rng.choice([0.1, 0.5]),)),
-                ("freeze", (rng.randrange(LAYERS), rng.random() < 0.7)),
-                ("give_weights", (param, seed)),
-                ("load", ()),
-                ("come_back", ()),
-                ("reload_optimizer", ()),
-                share=0.1,
+            _repeatable(
+                some(
+                    ("change_lr", (rng.choice([0.1, 0.5]),)),
+                    ("freeze", (rng.randrange(LAYERS), rng.random() < 0.7)),
+                    ("give_weights", (param, seed)),
+                    ("load", ()),
+                    ("come_back", ()),
+                    ("reload_optimizer", ()),
+                    share=0.1,
+                )
             ),
             [
                 *some(("bad_forward", ()), share=0.1),
