@@ -1,7 +1,7 @@
 """Blocks of state on disk, and one step over them, as a machine without effects (ADR 0016).
 
     note(state, event, row, said)    what has happened: rows and the phase move by two tables
-    next_action(state, policy)       what to do next, noted as begun; None: wait, or nothing is left
+    next_action(state)               what to do next, noted as begun; None: wait, or nothing is left
     waits_for(state)                 whose transfer is waited for then
 
 Nothing here reads a clock, a disk or a tensor. Who carries actions out is an executor: threads and
@@ -54,7 +54,6 @@ class Phase(IntEnum):
     COMMITTING = auto()
     COMMITTED = auto()  # what is in memory is to be updated
     RESIDENT = auto()
-    FAILED = auto()
     UNDOING = auto()
 
 
@@ -93,32 +92,13 @@ class Event(IntEnum):
     STOPPED = auto()  # no row is begun before the step any more
     DROPPED = auto()  # nothing was done before the step
     ASKED = auto()  # a step; said: rows whose early update is held, by id
-    VOTED = auto()  # said: None, or what went wrong on some rank
+    VOTED = auto()  # every rank did its part; where one did not, UNDO comes
     COMMITTED = auto()  # said: the next step begins with the first row, and not with the last one
     RESIDENT = auto()  # is updated, or torn
     UNDO = auto()
     ROLLED_BACK = auto()
     LOOK = auto()  # at state: nothing is under way, and nothing was done early
     AHEAD = auto()  # the rows of the coming step are read
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """What orders the moves.
-
-    alternates: what was written last is the first of the next step, still in memory; else every
-    step begins with the first row, whose gradient is the last to be final. reads_ahead: the next
-    step's first rows are read when this one counts. reads_during_update: the next read is issued
-    when an update begins, and not after it.
-    """
-
-    alternates: bool = True
-    reads_ahead: bool = True
-    reads_during_update: bool = False
-
-
-SERIAL = Policy()
-IN_ORDER = Policy(alternates=False)
 
 
 @dataclass(slots=True, eq=False)
@@ -161,7 +141,7 @@ class State:
     speculates: bool = False
     finals: deque[Row] = field(default_factory=deque)  # to be updated early
     early: deque[Row] = field(default_factory=deque)  # read for that
-    todo: deque[Row] = field(default_factory=deque)  # of the step, not begun
+    todo: deque[Row] = field(default_factory=deque)  # of the step, not begun; or to be restored
     reads: deque[Row] = field(default_factory=deque)  # of the step, in order
     cached: deque[Row] = field(default_factory=deque)  # written, and still in a buffer
     updating: Row | None = None
@@ -342,8 +322,8 @@ def _asked(s: State, said: frozenset[BlockId]) -> None:
             s.todo.append(row)
 
 
-def _voted(s: State, said: BaseException | None) -> None:
-    s.phase = Phase.AGREED if said is None else Phase.FAILED
+def _voted(s: State, said: None) -> None:
+    s.phase = Phase.AGREED
 
 
 def _committed(s: State, said: bool) -> None:
@@ -369,7 +349,9 @@ def _resident(s: State, said: None) -> None:
 
 def _undo(s: State, said: None) -> None:
     _look(s, None)
-    s.todo.clear()
+    # rows whose buffer knows what was come first, and give it back
+    touched = [row for row in s.rows if row.is_touched]
+    s.todo = deque(sorted(touched, key=lambda row: row.buffer is None))
     s.updated = s.updating = None
     s.phase = Phase.UNDOING
 
@@ -406,30 +388,30 @@ _OF_STEP: dict[Event, Callable[[State, Any], None]] = {
 Action = tuple[Do, Row | None, Any]  # a plain tuple, which costs no call
 
 
-def next_action(s: State, policy: Policy) -> Action | None:
+def next_action(s: State) -> Action | None:
     """What can be done now, in order of what it lets go on."""
     if s.dropped and s.phase is not Phase.UNDOING:  # before anything is written in its place
         return Do.DROP, s.dropped.pop(), None
     phase = s.phase
     if phase is Phase.PREPARING:
-        action = _move(s, policy) if s.error is None else None
+        action = _move(s) if s.error is None else None
         if action is None and not s.under_way and (s.error is not None or _is_prepared(s)):
             s.phase = Phase.VOTING
             return Do.VOTE, None, s.error
         return action
     if phase is Phase.PASS:
-        return _move_early(s) or _read_ahead(s, policy)
+        return _move_early(s) or _read_ahead(s)
     if phase is Phase.AGREED:
         s.phase = Phase.COMMITTING
         return Do.COMMIT, None, None
     if phase is Phase.COMMITTED:
-        action = _read_ahead(s, policy)
+        action = _read_ahead(s)
         if action is None:
             s.phase = Phase.RESIDENT
             return Do.RESIDENT, None, None
         return action
     if phase is Phase.UNDOING and not s.under_way:
-        return _restore(s)
+        return (Do.RESTORE, s.todo.popleft(), None) if s.todo else (Do.ROLLBACK, None, None)
     return None
 
 
@@ -437,11 +419,11 @@ def _is_prepared(s: State) -> bool:
     return not (s.todo or s.reads or s.updated)
 
 
-def _move(s: State, policy: Policy) -> Action | None:
+def _move(s: State) -> Action | None:
     """A row of the step goes on."""
     if s.updated is not None:
         return _begin(s, Do.WRITE, s.updated)
-    reads, in_hand = s.reads, s.updating is not None and not policy.reads_during_update
+    reads, in_hand = s.reads, s.updating is not None
     if s.todo and len(reads) + in_hand < s.depth and (s.free or s.cached):
         row = s.todo[0]
         if row.stage is Stage.IDLE or (row.stage is Stage.WRITTEN and not row.is_void):
@@ -473,26 +455,15 @@ def _move_early(s: State) -> Action | None:
     return None
 
 
-def _read_ahead(s: State, policy: Policy) -> Action | None:
+def _read_ahead(s: State) -> Action | None:
     """The first rows of the coming step come into memory."""
-    if not (s.is_ahead and policy.reads_ahead and len(s.reads) < min(s.depth, len(s.order))):
+    if not (s.is_ahead and len(s.reads) < min(s.depth, len(s.order))):
         return None
     row = s.order[len(s.reads)]
     if row.stage is not Stage.IDLE or not (s.free or s.cached):
         return None
     s.reads.append(row)
     return _begin(s, Do.READ, row)
-
-
-def _restore(s: State) -> Action:
-    """Rows whose buffer knows what was come first, and give it back."""
-    touched = [row for row in s.rows if row.is_touched]
-    for row in touched:
-        if row.buffer is not None:
-            return Do.RESTORE, row, None
-    if touched:
-        return Do.RESTORE, touched[0], None
-    return Do.ROLLBACK, None, None
 
 
 def _begin(s: State, do: Do, row: Row) -> Action:

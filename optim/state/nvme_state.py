@@ -44,7 +44,6 @@ from .disk.transfers import BlockTransfers
 from .disks import measure_disks
 from .held_signals import HeldSignals
 from .machine import (
-    SERIAL,
     Do,
     Event,
     Phase,
@@ -225,7 +224,7 @@ class NvmeState:
         state = self.state
         assert state.phase is Phase.PASS
         while True:
-            action = next_action(state, SERIAL)
+            action = next_action(state)
             if action is not None:
                 do, row, _ = action
                 assert row is not None

@@ -21,11 +21,9 @@ from torch import Tensor
 from gemini.optim.rules.report import StepReport, Traffic
 from gemini.optim.state.held_signals import HeldSignals
 from gemini.optim.state.machine import (
-    SERIAL,
     Do,
     Event,
     Phase,
-    Policy,
     Row,
     State,
     next_action,
@@ -72,8 +70,9 @@ class TargetStep:
     """One step of one target's state. `number` counts from 1; `files` count before the state does:
     `nvme.recover` finds the step before in either file.
 
-    held: blocks whose update before the step stands. follow: makes the parameters of one of these
-    [n], its new weights or masters.
+    in_order: the next step begins with the first block, not with the last of this one, which is
+    still in memory. held: blocks whose update before the step stands. follow: makes the parameters
+    of one of these [n], its new weights or masters.
     """
 
     def __init__(
@@ -84,7 +83,7 @@ class TargetStep:
         number: int,
         files: Versions | None = None,
         *,
-        policy: Policy = SERIAL,
+        in_order: bool = False,
         held: frozenset[BlockId] = frozenset(),
         follow: Callable[[Block, Tensor], None] | None = None,
     ) -> None:
@@ -94,7 +93,7 @@ class TargetStep:
         self._views = views
         self._number = number
         self._files = files
-        self._policy = policy
+        self._in_order = in_order
         self._held = held
         self._follow = follow
         self._state = State([]) if self._nvme is None else self._nvme.state
@@ -145,13 +144,13 @@ class TargetStep:
         """
         state, nvme = self._state, self._nvme
         if watch is not None:
-            for whole in state.rows:
-                if whole.is_complete:
-                    watch(whole.id)
+            for complete in state.rows:
+                if complete.is_complete:
+                    watch(complete.id)
         error: BaseException | None = None
         self._look_for(signals)
         while True:
-            action = next_action(state, self._policy)
+            action = next_action(state)
             if action is None:
                 waits = waits_for(state)
                 assert nvme is not None and waits is not None
@@ -218,7 +217,7 @@ class TargetStep:
         """Make it count, and let `in_memory` update what is there."""
         state, nvme = self._state, self._nvme
         note(state, Event.VOTED)
-        while (action := next_action(state, self._policy)) is not None:
+        while (action := next_action(state)) is not None:
             do, row, _ = action
             if do is Do.COMMIT:
                 self._commit()
@@ -232,13 +231,12 @@ class TargetStep:
                 nvme.begin(do, row)
 
     def _commit(self) -> None:
-        in_order = not self._policy.alternates
         if self._files is not None:
             self._files.commit(self._number)
         if self._nvme is not None:
-            self._nvme.commit(self._number, in_order=in_order)
+            self._nvme.commit(self._number, in_order=self._in_order)
         else:
-            note(self._state, Event.COMMITTED, None, in_order)
+            note(self._state, Event.COMMITTED, None, self._in_order)
 
     def undo(self) -> None:
         """Put parameters and state back to the last step, however far this one came."""
@@ -251,7 +249,7 @@ class TargetStep:
         nvme.store.check_process()
         note(state, Event.UNDO)
         while state.phase is Phase.UNDOING:
-            action = next_action(state, self._policy)
+            action = next_action(state)
             if action is None:
                 waits = waits_for(state)
                 assert waits is not None

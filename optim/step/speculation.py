@@ -21,7 +21,7 @@ from torch import Tensor
 
 from gemini.nvme import Buffer
 from gemini.optim.rules.speculation import BlockInputs
-from gemini.optim.state.machine import IN_ORDER, Do, Event, Row, next_action, note, waits_for
+from gemini.optim.state.machine import Do, Event, Row, next_action, note, waits_for
 from gemini.optim.state.nvme_state import NvmeState
 from gemini.optim.state.pieces import SteppedViews
 from gemini.optim.state.space import Block
@@ -178,7 +178,7 @@ class Speculation:
             note(state, Event.STOPPED)
         if state.speculates and not state.finals:
             self._come()
-        action = next_action(state, IN_ORDER)
+        action = next_action(state)
         if action is None:
             row = waits_for(state)
             if row is None:

@@ -28,7 +28,6 @@ from gemini.optim.rules.control_vector import ControlVector
 from gemini.optim.rules.report import NonFiniteGradientError, Outcome, SkipLog, StepReport, Traffic
 from gemini.optim.rules.rule import UpdateRule
 from gemini.optim.state.held_signals import SignalsBehind
-from gemini.optim.state.machine import IN_ORDER, SERIAL
 from gemini.optim.state.pieces import Updater
 from gemini.optim.step.cpu_step import CpuStep
 from gemini.optim.step.driver import InMemory, TargetStep, at_once
@@ -371,7 +370,7 @@ class ShardTarget(SavedShards):
         in_order = self._has_tail or (self._speculation is not None and self._speculation.applies)
         return TargetStep(
             self._tiered_state, updater, views, self._num_steps + 1, files,
-            policy=IN_ORDER if in_order else SERIAL, held=held, follow=views.follow,
+            in_order=in_order, held=held, follow=views.follow,
         )  # fmt: skip
 
     def count(self, taken: Sequence[ParamId]) -> None:

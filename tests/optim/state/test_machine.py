@@ -13,7 +13,6 @@ from optim.state.machine import (
     Do,
     Event,
     Phase,
-    Policy,
     Row,
     Stage,
     State,
@@ -38,7 +37,7 @@ class Disk:
 
     rng: random.Random
     state: State
-    policy: Policy
+    in_order: bool
     num_buffers: int
     counts: dict[int, Any] = field(default_factory=dict)
     beside: dict[int, Any] = field(default_factory=dict)
@@ -120,7 +119,7 @@ class Disk:
         if self.state.under_way and self.rng.random() < 0.3:
             self.end(self.rng.choice(list(self.state.under_way)))
             return Do.READ, None
-        action = next_action(self.state, self.policy)
+        action = next_action(self.state)
         if action is None:
             row = waits_for(self.state)
             if row is None:
@@ -151,12 +150,7 @@ def made(rng: random.Random) -> Disk:
     rows = [Row(SimpleNamespace(id=i)) for i in range(rng.randint(1, 7))]
     count = depth + 2 + rng.choice([0, 2])
     state = State(rows, depth, list(range(count)))
-    policy = Policy(
-        alternates=rng.random() < 0.5,
-        reads_ahead=rng.random() < 0.8,
-        reads_during_update=rng.random() < 0.5,
-    )
-    disk = Disk(rng, state, policy, count)
+    disk = Disk(rng, state, rng.random() < 0.5, count)
     disk.counts = {row.block.id: ("first", row.block.id) for row in rows}
     disk.weights = dict(disk.counts)
     return disk
@@ -221,7 +215,7 @@ def step(disk: Disk) -> bool:
     assert disk.beside.keys() == wanted, "what counts is what the step updates"
     disk.counts |= disk.beside
     disk.beside.clear()
-    note(state, Event.COMMITTED, None, not disk.policy.alternates)
+    note(state, Event.COMMITTED, None, disk.in_order)
     disk.until(Do.RESIDENT)
     note(state, Event.RESIDENT)
     return True
@@ -265,7 +259,7 @@ def test_a_step_has_its_depth_of_reads_under_way_and_no_more():
     disk = made(random.Random(0))
     state = disk.state = State([Row(SimpleNamespace(id=i)) for i in range(6)], 2, list(range(4)))
     note(state, Event.ASKED, None, frozenset())
-    actions = [next_action(state, Policy()) for _ in range(3)]
+    actions = [next_action(state) for _ in range(3)]
     assert [action and action[0] for action in actions] == [Do.READ, Do.READ, None]
     assert waits_for(state) is state.rows[0]
 
