@@ -17,7 +17,6 @@ from gemini.chunk.sizing.search import search_chunk_configuration
 from gemini.memtracer.collector import MemStatsCollector
 from gemini.memtracer.trace import Trace
 from gemini.optim.rules.clipping import asked_norm
-from gemini.optim.step.speculation import BUFFERS_AHEAD
 from gemini.placement.policy import Placement, has_budgets, parse_placement
 from gemini.placement.sizes import wider_chunks
 from gemini.placement.timetable.updates import AUTO, BEHIND, UPDATES
@@ -44,6 +43,7 @@ from gemini.runtime.wrap.materialise import Materialiser
 from gemini.runtime.wrap.module_check import ModuleCheck
 from gemini.runtime.wrap.precision import check_travelling
 from gemini.runtime.wrap.specs import check_module, check_split, collect_params, padded
+from gemini.units import BUFFERS_AHEAD
 
 from .dtypes import DTYPES
 from .module_face import ModuleFace, face_of

@@ -26,6 +26,7 @@ SHARD_ALIGN_NUMEL = 256  # shard boundaries are multiples of this: vector tails 
 BLOCK_NUMEL = 1 << 20  # unit of transfer, staging, update, checksum and version
 STREAMED_BLOCK_NUMEL = 1 << 22  # the same, where a device streams: see `gemini.placement.fit`
 READS_AHEAD = 1  # blocks that are read while another is updated in backward (ADR 0013)
+BUFFERS_AHEAD = 2  # more than a step has, for that: of weights, and of reads
 MIN_BLOCK_NUMEL = 1024  # blocks are multiples of it
 PAGE_BYTES = 4096  # alignment of direct I/O
 

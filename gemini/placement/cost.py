@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -155,25 +155,61 @@ def _add(total: Seconds, more: Seconds) -> None:
         total[name] = total.get(name, 0.0) + seconds
 
 
-class Walk:
-    """Seconds through a plan, from `now` on: links work in the order of issue, and whoever computes
-    waits for what it needs."""
+class Links:
+    """What moves bytes: every link works in the order of issue. `busy`: seconds by resource."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        bandwidths: Bandwidths,
-        now: float = 0.0,
-        done: Collection[BlockId] = frozenset(),
-    ) -> None:
-        """done: blocks that the step does not update."""
-        self.now = now
+    def __init__(self, bandwidths: Bandwidths, has_host_tier: bool) -> None:
         self.busy: Seconds = dict.fromkeys((*LINKS, "compute", "update"), 0.0)
-        self._plan, self._bandwidths = plan, bandwidths
-        self._free_at = dict.fromkeys(LINKS, now)
+        self._free_at = dict.fromkeys(LINKS, 0.0)
+        self._bandwidths, self._has_host_tier = bandwidths, has_host_tier
+
+    @property
+    def end(self) -> float:
+        """When all that was begun has ended."""
+        return max(self._free_at.values())
+
+    def send(self, src: Tier, dst: Tier, nbytes: int, now: float) -> float:
+        """Begin to move so much from one tier to another; when that ends."""
+        spent = link_seconds(src, dst, nbytes, self._bandwidths, self._has_host_tier)
+        start = max(now, *(self._free_at[link] for link in spent)) if spent else now
+        for link, seconds in spent.items():
+            self._occupy(link, start, seconds)
+        return start + max(spent.values(), default=0.0)
+
+    def exchange(self, nbytes: float, now: float) -> float:
+        """Begin to exchange so much with other ranks; when that ends."""
+        start, seconds = max(now, self._free_at["collective"]), nbytes / self._bandwidths.collective
+        self._occupy("collective", start, seconds)
+        return start + seconds
+
+    def _occupy(self, link: str, start: float, seconds: float) -> None:
+        self._free_at[link] = start + seconds
+        self.busy[link] += seconds
+
+
+class RecordedLinks(Links):
+    """They keep when each of them is busy: `spans[link]` are (begin, end), in order."""
+
+    def __init__(self, bandwidths: Bandwidths, has_host_tier: bool) -> None:
+        super().__init__(bandwidths, has_host_tier)
+        self.spans: dict[str, list[tuple[float, float]]] = {link: [] for link in LINKS}
+
+    def _occupy(self, link: str, start: float, seconds: float) -> None:
+        super()._occupy(link, start, seconds)
+        spans = self.spans[link]
+        if spans and start <= spans[-1][1]:
+            start = spans.pop()[0]
+        spans.append((start, self._free_at[link]))
+
+
+class Walk:
+    """What begins with every moment of a plan, and when it has ended."""
+
+    def __init__(self, plan: Plan, links: Links, moves: Iterable[Move]) -> None:
+        self._links = links
         self._due: dict[int, float] = {}  # when what must have ended at a moment has
         self._moves_at: dict[int, list[Move]] = {}
-        for move in plan.forecast.moves:
+        for move in moves:
             self._moves_at.setdefault(move.begin, []).append(move)
         # chunk, when it must be there, bytes
         self._wires_at: dict[int, list[tuple[ChunkId, int, float]]] = {}
@@ -185,145 +221,78 @@ class Walk:
             if plan.chunks[reduction.chunk].reduces:
                 nbytes = reduced_bytes(plan.chunks[reduction.chunk])
                 self._wire(reduction.last, reduction.chunk, reduction.end, nbytes)
-        self._moment_of = {
-            block: plan.num_trace_moments + i for i, block in enumerate(plan.forecast.step_order)
-        }
-        self._update_at = _updates(plan, bandwidths, self._moment_of, done)
 
     def _wire(self, begin: int, chunk: ChunkId, end: int, nbytes: float) -> None:
         self._wires_at.setdefault(begin, []).append((chunk, end, nbytes))
 
-    @property
-    def end(self) -> float:
-        """When all that was begun has ended."""
-        return max(self.now, *self._free_at.values())
-
-    def move(
-        self, moment: int, ready: Mapping[ChunkId, float] | None = None
-    ) -> dict[ChunkId, float]:
-        """Begin the transfers of a moment; by chunk, when the last of them ends. ready: when there
-        is something to move, where that is later."""
+    def begin(
+        self, moment: int, now: float, is_late: Callable[[Move], bool] = lambda move: False
+    ) -> None:
+        """The transfers of a moment, and its gathers and reductions, each when its chunk has
+        arrived. is_late: the move begins later, by `transfer`."""
         arrived: dict[ChunkId, float] = {}
         for move in self._moves_at.get(moment, ()):
-            start = max(self.now, (ready or {}).get(move.chunk, self.now))
-            spent = link_seconds(
-                move.src, move.dst, move.nbytes, self._bandwidths, self._plan.has_host_tier
-            )
-            for link in spent:
-                start = max(start, self._free_at[link])
-            arrived[move.chunk] = start + max(spent.values(), default=0.0)
-            for link, seconds in spent.items():
-                self._occupy(link, start, seconds)
-            self._must_end(move.end, arrived[move.chunk])
-        return arrived
-
-    def exchange(self, moment: int, arrived: Mapping[ChunkId, float]) -> None:
-        """Begin the gathers and reductions of a moment, each when its chunk has arrived."""
+            if not is_late(move):
+                arrived[move.chunk] = self.transfer(move, now)
         for chunk, end, nbytes in self._wires_at.get(moment, ()):
-            start = max(self.now, self._free_at["collective"], arrived.get(chunk, self.now))
-            seconds = nbytes / self._bandwidths.collective
-            self._occupy("collective", start, seconds)
-            self._must_end(end, start + seconds)
+            self._must_end(end, self._links.exchange(nbytes, arrived.get(chunk, now)))
 
-    def hold_disk(self, seconds: float) -> None:
-        """It is busy with something else, so long from now on."""
-        self._free_at["nvme"] = max(self._free_at["nvme"], self.now + seconds)
-
-    def _occupy(self, link: str, start: float, seconds: float) -> None:
-        self._free_at[link] = start + seconds
-        self.busy[link] += seconds
+    def transfer(self, move: Move, now: float) -> float:
+        """Begin it; when it ends."""
+        end = self._links.send(move.src, move.dst, move.nbytes, now)
+        self._must_end(move.end, end)
+        return end
 
     def _must_end(self, moment: int, done: float) -> None:
         self._due[moment] = max(self._due.get(moment, done), done)
 
-    def reach(self, moment: int) -> None:
-        """Wait for what must have ended when a moment comes."""
-        self.wait(self._due.pop(moment, self.now))
-
-    def through(self, compute_seconds: Sequence[float], disk_busy: float = 0.0) -> Iterator[float]:
-        """A pass and its step, moment after moment: when each begins. See `predict_step`."""
-        trace = self._plan.num_trace_moments
-        for moment in range(self._plan.num_moments + 1):
-            yield self.now
-            if moment == trace:
-                self.hold_disk(disk_busy)
-            self.exchange(moment, self.move(moment))
-            self.reach(moment)
-            if moment < trace:
-                self.compute(compute_seconds[moment])
-            else:
-                self.update(moment)
-
-    def wait(self, until: float) -> None:
-        self.now = max(self.now, until)
-
-    def compute(self, seconds: float) -> None:
-        """Of forward or backward."""
-        self.now += seconds
-        self.busy["compute"] += seconds
-
-    def update(self, moment: int) -> None:
-        """What the step updates at a moment."""
-        seconds = self._update_at.get(moment, 0.0)
-        self.now += seconds
-        self.busy["update"] += seconds
-
-    def update_of(self, block: BlockId) -> float:
-        """Seconds of the update of a block that is not on the device."""
-        return self._update_at.get(self._moment_of[block], 0.0)
+    def reach(self, moment: int, now: float) -> float:
+        """When a moment may go on that comes now: what must have ended has."""
+        return max(now, self._due.pop(moment, now))
 
 
-def _updates(
-    plan: Plan, bandwidths: Bandwidths, at: Mapping[BlockId, int], done: Collection[BlockId]
-) -> dict[int, float]:
-    """Seconds of the updates at every moment of the step."""
-    found: dict[int, float] = {}
-    updated = plan.shards if plan.kind == "train" else ()
-    for shard in updated:
-        for block, home in zip(plan.chunks[shard.chunk].blocks, shard.state_homes, strict=True):
-            if block.id in done:
-                continue
-            moment = at.get(block.id, plan.resident_moment)
-            spent = update_seconds(
-                block.state_on(home), block.param_bytes, plan.path_of(home), bandwidths
-            )
-            found[moment] = found.get(moment, 0.0) + spent
-    return found
+def update_seconds_of(plan: Plan, bandwidths: Bandwidths) -> dict[BlockId, float]:
+    """Of the update of every block; empty in evaluation."""
+    return {
+        block.id: update_seconds(
+            block.state_on(home), block.param_bytes, plan.path_of(home), bandwidths
+        )
+        for shard in (plan.shards if plan.kind == "train" else ())
+        for block, home in zip(plan.chunks[shard.chunk].blocks, shard.state_homes, strict=True)
+    }
 
 
-def predict_step(
-    plan: Plan,
-    bandwidths: Bandwidths,
-    compute_seconds: Sequence[float],
-    *,
-    done: Collection[BlockId] = frozenset(),
-    disk_busy: float = 0.0,
-) -> StepCost:
-    """Walk through the plan, its step behind its pass.
+def through(
+    plan: Plan, links: Links, bandwidths: Bandwidths, compute_seconds: Sequence[float]
+) -> Iterator[float]:
+    """Walk through the plan, its step after its pass, moment after moment: when each begins, and
+    when all has ended. See `predict_step`."""
+    updates = update_seconds_of(plan, bandwidths)
+    order = plan.forecast.step_order
+    at = [updates.pop(block, 0.0) for block in order]
+    at.append(sum(updates.values()))  # what is on the device, as one
+    walk, now = Walk(plan, links, plan.forecast.moves), 0.0
+    for moment in range(plan.num_moments + 1):
+        yield now
+        walk.begin(moment, now)
+        now = walk.reach(moment, now)
+        if moment < plan.num_trace_moments:
+            resource, seconds = "compute", compute_seconds[moment]
+        elif moment < plan.num_moments:
+            resource, seconds = "update", at[moment - plan.num_trace_moments]
+        else:
+            break
+        now += seconds
+        links.busy[resource] += seconds
+    yield max(now, links.end)
 
-    compute_seconds: of every moment of the trace. done: blocks that were updated in the pass, for
-    which the disk is busy for so long behind it.
-    """
-    walk = Walk(plan, bandwidths, done=done)
-    for _ in walk.through(compute_seconds, disk_busy):
-        pass
-    stalled = walk.end - walk.busy["compute"] - walk.busy["update"]
-    return StepCost(walk.end, stalled, dict(walk.busy))
 
-
-class RecordedWalk(Walk):
-    """A walk that keeps when every link is busy: `spans[link]` are (begin, end), in order."""
-
-    def __init__(self, plan: Plan, bandwidths: Bandwidths) -> None:
-        super().__init__(plan, bandwidths)
-        self.spans: dict[str, list[tuple[float, float]]] = {link: [] for link in LINKS}
-
-    def _occupy(self, link: str, start: float, seconds: float) -> None:
-        super()._occupy(link, start, seconds)
-        spans = self.spans[link]
-        if spans and start <= spans[-1][1]:
-            start = spans.pop()[0]
-        spans.append((start, self._free_at[link]))
+def predict_step(plan: Plan, bandwidths: Bandwidths, compute_seconds: Sequence[float]) -> StepCost:
+    """With all updates in the step. compute_seconds: of every moment of the trace."""
+    links = Links(bandwidths, plan.has_host_tier)
+    *_, end = through(plan, links, bandwidths, compute_seconds)
+    stalled = end - links.busy["compute"] - links.busy["update"]
+    return StepCost(end, stalled, links.busy)
 
 
 def compute_seconds_of(

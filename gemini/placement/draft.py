@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -14,10 +15,10 @@ from gemini.placement.homes.budget_fill import (
     host_overflows,
     missing_for_everything,
 )
+from gemini.placement.timetable.clock import Work, price
 from gemini.placement.timetable.gathers import GatherSteps, gather_steps
 from gemini.placement.timetable.moves import leaving_bytes, moves_of
 from gemini.placement.timetable.room import Demand, Vector
-from gemini.placement.timetable.speculation import SpeculationCost, price_speculation
 from gemini.placement.timetable.steps import (
     GatherSchedule,
     num_uses,
@@ -26,9 +27,15 @@ from gemini.placement.timetable.steps import (
     room_ahead,
     schedule_gathers,
 )
-from gemini.placement.timetable.tail import TailCost, against_tail, price_tail
-from gemini.placement.timetable.updates import best_update, seconds_by_update
-from gemini.units import BLOCK_NUMEL, BlockId, ChunkId, Moment
+from gemini.placement.timetable.updates import (
+    BEHIND,
+    IN_BACKWARD,
+    UPDATES,
+    OverlapCost,
+    against_tail,
+    best_update,
+)
+from gemini.units import BLOCK_NUMEL, BUFFERS_AHEAD, BlockId, ChunkId, Moment
 
 from .cost import StepCost, compute_seconds_of, estimate, predict_step
 from .plan import Forecast, Plan, ShardPlan, UpdatePath
@@ -92,28 +99,34 @@ class PlanInputs:
         return compute_seconds_of(timed, self.compute_weights(), self.flops, self.bandwidths.flops)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PlanResult:
     """A plan with what it is predicted to take."""
 
     plan: Plan
     profile: Profile
-    cost: StepCost
+    cost: StepCost  # of an iteration whose step updates all
     steps: GatherSteps  # how its gathers are carried out
-    tail: TailCost | None = None  # beside `cost`, where a step may have a tail
-    against_tail: str | None = None  # why not
-    speculation: SpeculationCost | None = None  # where blocks may be updated in backward
+    against_tail: str | None = None  # why no step may have a tail
+    work: Work | None = field(default=None, compare=False)  # None: nobody has timed a pass
+    updates: tuple[str, ...] = ()  # those that may overlap it
+
+    @cached_property
+    def overlapped(self) -> dict[str, OverlapCost]:
+        """An iteration with each `update` that overlaps a pass, of those that may."""
+        return {} if self.work is None else price(self.work, self.updates)
 
     @property
     def seconds_by_update(self) -> dict[str, float]:
         """Of an iteration as predicted, for every `update=` that has a price."""
-        return seconds_by_update(self.cost, self.tail, self.speculation)
+        found = {update: cost.seconds for update, cost in self.overlapped.items()}
+        return {"serial": self.cost.seconds, **found}
 
     @property
     def best_update(self) -> str:
         """What `update="auto"` is. Where nobody has timed a pass, as for a policy of fractions,
         steps do both, and what they measure decides (ADR 0013)."""
-        is_priced = self.tail is not None or self.against_tail is not None
+        is_priced = self.work is not None or self.against_tail is not None
         return best_update(self.seconds_by_update) if is_priced else "both"
 
 
@@ -257,14 +270,24 @@ class Draft:
         judged = self._judged(profile, Tier.DEVICE)
         has_room = self.inputs.num_ahead > 0 or not has_budgets(self.policy)
         reason = against_tail(plan, judged, self.calls, self._backward, has_buffers=has_room)
-        tail = ahead = None
-        if reason is None:
-            tail = price_tail(plan, links, self.compute, self.calls, self._backward, cost)
-        if self.inputs.state.has_master and has_room:
-            ahead = price_speculation(
-                plan, links, self.compute, self.calls, self._backward, has_tail=reason is None
-            )
-        return PlanResult(plan, profile, cost, steps, tail, reason, ahead)
+        in_backward = (
+            self.inputs.state.has_master
+            and has_room
+            and not plan.has_host_tier
+            and bool(plan.blocks_on(Tier.NVME))
+        )
+        updates = tuple(
+            update
+            for update in UPDATES[1:]
+            if (reason is None or update not in BEHIND)
+            and (in_backward or update not in IN_BACKWARD)
+        )
+        is_timed = plan.kind == "train" and any(self.compute[: self._backward])
+        work = Work(
+            plan, links, self.compute, self.calls, self._backward,
+            depth=self.inputs.depth, num_ahead=self.inputs.num_ahead or BUFFERS_AHEAD,
+        ) if is_timed and updates else None  # fmt: skip
+        return PlanResult(plan, profile, cost, steps, reason, work, updates)
 
     def lacks(self, homes: Homes) -> tuple[Moment, int] | None:
         """The moment whose payloads lack most room in these homes, and the bytes that they lack."""

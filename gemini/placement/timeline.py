@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from .cost import LINKS, RecordedWalk
+from .cost import LINKS, RecordedLinks, through
 from .draft import PlanInputs, PlanResult
 from .plan import Move
 from .predict import TIERS
@@ -97,8 +97,8 @@ def planned_timeline(
     compute = inputs.compute_seconds()
     if not any(compute):
         compute = _spread(inputs, pass_seconds or {})
-    walk = RecordedWalk(plan, inputs.bandwidths)
-    starts = [*walk.through(compute), walk.end]
+    links = RecordedLinks(inputs.bandwidths, plan.has_host_tier)
+    starts = list(through(plan, links, inputs.bandwidths, compute))
     is_timed = sum(compute) > 0
     if not is_timed:
         starts = [float(i) for i in range(profile.num_moments + 1)]
@@ -118,7 +118,7 @@ def planned_timeline(
         phases=tuple(phases),
         rows=dict(profile.rows),
         budgets={t: given.of(t) for t in TIERS if given.of(t) < UNLIMITED},
-        busy={link: tuple(walk.spans[link]) for link in LINKS if walk.spans[link] and is_timed},
+        busy={link: tuple(links.spans[link]) for link in LINKS if links.spans[link] and is_timed},
         transfers=tuple(_transfer(move, starts) for move in plan.forecast.moves),
         is_timed=is_timed,
     )

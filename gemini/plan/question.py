@@ -24,9 +24,8 @@ from gemini.placement.policy import AutoPlacement
 from gemini.placement.problem import average_bytes
 from gemini.placement.sizes import FP32_BYTES, BudgetError, StateBytes
 from gemini.placement.tiers import Tier
-from gemini.placement.timetable.tail import held_at_most
-from gemini.placement.timetable.updates import AUTO, BEHIND
-from gemini.units import BLOCK_NUMEL, MIN_BLOCK_NUMEL, Bytes, ChunkId
+from gemini.placement.timetable.updates import AUTO, BEHIND, held_at_most
+from gemini.units import BLOCK_NUMEL, BUFFERS_AHEAD, MIN_BLOCK_NUMEL, Bytes, ChunkId
 
 from .machine import Hardware
 
@@ -47,7 +46,6 @@ SPREAD = 15.0  # numbers of rows that differ, by the root of their average: as m
 AVERAGES = {"host": "RAM", "nvme": "disk"}  # homes of `gemini.EMA`, in words
 MAX_BATCH = 1 << 16
 DEPTH = 2  # of `NvmeConfig`
-BUFFERS_AHEAD = 2  # as `optim.step.speculation` has them
 
 
 @dataclass(frozen=True, slots=True)

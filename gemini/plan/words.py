@@ -10,7 +10,7 @@ from typing import Any
 from gemini.placement.planner import PlanResult
 from gemini.placement.sizes import UNLIMITED, BudgetError
 from gemini.placement.tiers import Tier
-from gemini.placement.timetable.updates import AUTO, priced_in_words
+from gemini.placement.timetable.updates import AUTO, blocks_in_words, priced_in_words
 from gemini.units import format_bytes
 
 from . import changes
@@ -166,13 +166,13 @@ def train_arguments(plan: Answer, optimizer: str) -> str:
 
 def update_in_words(planned: PlanResult) -> str:
     """What a tail hides of it, or what is against one."""
-    tail = planned.tail
+    tail = planned.overlapped.get("tail")
     if tail is None:
         return f"serial, as {planned.against_tail or 'nothing is computed'}"
     where = "" if planned.plan.has_host_tier else "where no budget is given, "
     return (
         f'with update="tail", {where}{tail}: {tail.seconds:.2f} s a step, and '
-        f"{tail.serial_seconds:.2f} s without"
+        f"{planned.cost.seconds:.2f} s without"
     )
 
 
@@ -180,7 +180,9 @@ def as_json(plan: Answer) -> dict[str, Any]:
     """Plain values."""
     planned = plan.result
     moved = planned.plan.bytes_moved()
-    ahead = planned.speculation
+    tail = planned.overlapped.get("tail")
+    early = planned.overlapped.get("both") or planned.overlapped.get("speculate")
+    num_blocks = len(planned.plan.blocks_on(Tier.NVME))
     return {
         "fits": plan.fits,
         "peaks": dict(plan.peaks),
@@ -188,11 +190,11 @@ def as_json(plan: Answer) -> dict[str, Any]:
         "bytes_moved_per_step": sum(moved.values()),
         "step_seconds": planned.cost.seconds,
         "bound_by": plan.bound_by,
-        "tail": None if planned.tail is None else asdict(planned.tail),
+        "tail": None if tail is None else asdict(tail),
         "update": update_in_words(planned),
         "seconds_by_update": planned.seconds_by_update,
         "best_update": plan.best_update,
-        "updated_in_backward": None if ahead is None else str(ahead),
+        "updated_in_backward": early and blocks_in_words(early.num_early, num_blocks),
         "largest_batch": plan.largest_batch,
         "suggestion": plan.change,
         "faster": dict(plan.faster),
@@ -235,7 +237,7 @@ def all_lines(plan: Answer) -> Iterator[str]:
         f"bound by {plan.bound_by}"
     )
     yield f"update: {told['update']}"
-    if plan.result.tail is not None:
+    if "tail" in plan.result.overlapped:
         yield priced_in_words(plan.result.seconds_by_update)
     if told["updated_in_backward"]:
         yield f'with update="both", in backward: {told["updated_in_backward"]}'

@@ -1,11 +1,11 @@
 """Blocks of state on disk, and one step over them, as a machine without effects (ADR 0016).
 
     note(state, event, row, said)    what has happened: rows and the phase move by two tables
-    next_action(state)               what to do next, noted as begun; None: wait, or nothing is left
-    waits_for(state)                 whose transfer is waited for then
+    next_action(state)               what to do next, noted as begun; None: nothing is left to do
 
 Nothing here reads a clock, a disk or a tensor. Who carries actions out is an executor: threads and
-a disk (`optim.step.driver`), or a test. One thread at a time.
+a disk (`optim.step.driver`), a clock (`gemini.placement.timetable.clock`), or a test. One thread
+at a time.
 
 A row is one block. It is updated beside its last version, which counts until a commit: so a step is
 undone by forgetting what was written, and by restoring weights that were changed. A row may be
@@ -60,9 +60,10 @@ class Phase(IntEnum):
 class Do(IntEnum):
     """What an executor is told to do next.
 
-    The first six are of a row, and end with the event of the same name.
+    Those from READ to RESTORE are of a row, and end with the event of the same name.
     """
 
+    WAIT = auto()  # for this row's transfer, which must end before anything else is done
     READ = auto()
     UPDATE = auto()
     WRITE = auto()
@@ -389,7 +390,15 @@ Action = tuple[Do, Row | None, Any]  # a plain tuple, which costs no call
 
 
 def next_action(s: State) -> Action | None:
-    """What can be done now, in order of what it lets go on."""
+    """What can be done now, in order of what it lets go on; else what must end before."""
+    action = _next(s)
+    if action is None and s.under_way:
+        row = _waits_for(s)
+        return None if row is None else (Do.WAIT, row, None)
+    return action
+
+
+def _next(s: State) -> Action | None:
     if s.dropped and s.phase is not Phase.UNDOING:  # before anything is written in its place
         return Do.DROP, s.dropped.pop(), None
     phase = s.phase
@@ -424,7 +433,8 @@ def _move(s: State) -> Action | None:
     if s.updated is not None:
         return _begin(s, Do.WRITE, s.updated)
     reads, in_hand = s.reads, s.updating is not None
-    if s.todo and len(reads) + in_hand < s.depth and (s.free or s.cached):
+    # the disk reads `depth` rows beside the update of another
+    if s.todo and len(reads) + in_hand <= s.depth and (s.free or s.cached):
         row = s.todo[0]
         if row.stage is Stage.IDLE or (row.stage is Stage.WRITTEN and not row.is_void):
             reads.append(s.todo.popleft())
@@ -490,7 +500,7 @@ def take_buffer(s: State, row: Row) -> None:
         row.buffer, other.buffer = other.buffer, None
 
 
-def waits_for(s: State) -> Row | None:
+def _waits_for(s: State) -> Row | None:
     """The row whose transfer must end before there is another action; None: nobody need wait."""
     if s.phase is Phase.PREPARING and s.error is None:
         if s.reads and s.reads[0] in s.under_way:

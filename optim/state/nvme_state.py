@@ -53,7 +53,6 @@ from .machine import (
     next_action,
     note,
     take_buffer,
-    waits_for,
 )
 from .pieces import Planes
 from .space import Block
@@ -157,8 +156,11 @@ class NvmeState:
 
     # -- moves; see `optim.state.machine` --
 
-    def begin(self, do: Do, row: Row) -> None:
-        """Begin a transfer, or forget a version. What goes wrong is noted."""
+    def carry_out(self, do: Do, row: Row) -> None:
+        """Begin a transfer, wait for one, or forget a version. What goes wrong is noted."""
+        if do is Do.WAIT:
+            self.end(row)
+            return
         try:
             if do is Do.READ:
                 with named("read", "block", row.id):
@@ -221,19 +223,11 @@ class NvmeState:
 
     def _go_on(self) -> None:
         """Between steps: reads and drops, and the end of what does not count."""
-        state = self.state
-        assert state.phase is Phase.PASS
-        while True:
-            action = next_action(state)
-            if action is not None:
-                do, row, _ = action
-                assert row is not None
-                self.begin(do, row)
-                continue
-            waits = waits_for(state)
-            if waits is None:
-                return
-            self.end(waits)
+        assert self.state.phase is Phase.PASS
+        while (action := next_action(self.state)) is not None:
+            do, row, _ = action
+            assert row is not None
+            self.carry_out(do, row)
 
     def check_step(self) -> None:
         """Raises WriteBudgetError where there is no room for a step."""

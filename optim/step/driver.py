@@ -28,7 +28,6 @@ from gemini.optim.state.machine import (
     State,
     next_action,
     note,
-    waits_for,
 )
 from gemini.optim.state.nvme_state import NvmeState
 from gemini.optim.state.pieces import Updater
@@ -149,13 +148,7 @@ class TargetStep:
                     watch(complete.id)
         error: BaseException | None = None
         self._look_for(signals)
-        while True:
-            action = next_action(state)
-            if action is None:
-                waits = waits_for(state)
-                assert nvme is not None and waits is not None
-                nvme.end(waits)
-                continue
+        while (action := next_action(state)) is not None:
             do, row, said = action
             if do is Do.VOTE:
                 error = said
@@ -168,7 +161,7 @@ class TargetStep:
                 if not (state.free or state.cached):
                     nvme.collect()
             else:
-                nvme.begin(do, row)
+                nvme.carry_out(do, row)
         return error or self._settled()
 
     def _look_for(self, signals: HeldSignals | None) -> None:
@@ -228,7 +221,7 @@ class TargetStep:
                     note(state, Event.RESIDENT)
             else:
                 assert nvme is not None and row is not None
-                nvme.begin(do, row)
+                nvme.carry_out(do, row)
 
     def _commit(self) -> None:
         if self._files is not None:
@@ -248,18 +241,17 @@ class TargetStep:
             return
         nvme.store.check_process()
         note(state, Event.UNDO)
-        while state.phase is Phase.UNDOING:
-            action = next_action(state)
-            if action is None:
-                waits = waits_for(state)
-                assert waits is not None
-                nvme.end(waits)
-            elif action[0] is Do.ROLLBACK:
+        while (action := next_action(state)) is not None:
+            do, row, _ = action
+            if do is Do.ROLLBACK:
                 nvme.rollback()
+            elif do is Do.RESTORE:
+                assert row is not None
+                nvme.restore(row, self._views.restore)
+                note(state, Event.RESTORED, row)
             else:
-                assert action[1] is not None
-                nvme.restore(action[1], self._views.restore)
-                note(state, Event.RESTORED, action[1])
+                assert row is not None
+                nvme.carry_out(do, row)
 
     def moved(self) -> tuple[Traffic, float]:
         """Bytes and seconds of waiting since the state was made."""

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from gemini.nvme import Buffer
 from gemini.optim.rules.speculation import BlockInputs
-from gemini.optim.state.machine import Do, Event, Row, next_action, note, waits_for
+from gemini.optim.state.machine import Do, Event, Row, next_action, note
 from gemini.optim.state.nvme_state import NvmeState
 from gemini.optim.state.pieces import SteppedViews
 from gemini.optim.state.space import Block
@@ -30,7 +30,6 @@ from gemini.optim.update.updaters import CpuUpdater
 from .tail import Gate
 
 Mark = tuple[int, int]  # of a gradient as it is: see `BlockInputs`
-BUFFERS_AHEAD = 2  # more than a step has: of weights, reads ahead, an update and a write
 
 
 class EarlyViews(SteppedViews, Protocol):
@@ -172,7 +171,7 @@ class Speculation:
             self._views.abandon()
 
     def _act(self) -> bool:
-        """Carry one action out, or wait for one; whether there was."""
+        """Carry one action out; whether there was one."""
         state, nvme = self._state, self._nvme
         if self._is_stopped and state.speculates:
             note(state, Event.STOPPED)
@@ -180,11 +179,7 @@ class Speculation:
             self._come()
         action = next_action(state)
         if action is None:
-            row = waits_for(state)
-            if row is None:
-                return False
-            nvme.end(row)
-            return True
+            return False
         do, row, _ = action
         assert row is not None
         if do is Do.UPDATE:
@@ -194,7 +189,7 @@ class Speculation:
         else:
             if do is Do.WRITE and not row.is_complete:
                 nvme.remember(row)
-            nvme.begin(do, row)
+            nvme.carry_out(do, row)
             if do is Do.READ and row.is_early:
                 self._views.read_ahead(row.block)
         return True

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from gemini.placement.plan import Staging, UpdatePath
 from gemini.placement.problem import Homes, PlacementProblem, state_parts
-from gemini.placement.sizes import BudgetError, ChunkBytes
+from gemini.placement.sizes import BudgetError
 from gemini.placement.tiers import Tier
 from gemini.placement.timetable.room import Demand, DeviceRoom
 from gemini.units import ChunkId
@@ -53,6 +53,7 @@ def _fill(problem: PlacementProblem, demand: Demand, order: str) -> Homes:
     homes = problem.lowest(below)
     _force_onto_nvme(problem, homes)
     _take_what_is_there(problem, homes, room)
+    forced = _forced_blocks(problem)
     for kind in order:
         for chunk in problem.chunks:
             i = chunk.id
@@ -62,7 +63,7 @@ def _fill(problem: PlacementProblem, demand: Demand, order: str) -> Homes:
             if kind == "s" and chunk.trainable:
                 free = [b for b, home in enumerate(homes.state[i]) if home is below]
                 if not problem.has_host_tier:
-                    free = free[_forced_blocks(problem, chunk) :]
+                    free = free[forced[i] :]
                 out = room.take_run([chunk.blocks[b].state_bytes for b in free])
                 for b in free[out:]:
                     homes.state[i][b] = Tier.DEVICE
@@ -154,32 +155,28 @@ def _join_on_nvme(
         tried = True
 
 
-def _forced_blocks(problem: PlacementProblem, chunk: ChunkBytes) -> int:
-    """How many leading blocks of a chunk `nvme_state_frac` puts on NVMe."""
-    if problem.nvme_state_frac == 0:
-        return 0
-    total = sum(b.numel for c in problem.chunks for b in c.blocks)
-    wanted = problem.nvme_state_frac * total
-    taken = float(sum(b.numel for c in problem.chunks[: chunk.id] for b in c.blocks))
-    count = 0
-    for block in chunk.blocks:
-        if taken + block.numel / 2 > wanted:
-            break
-        taken += block.numel
-        count += 1
-    return count
+def _forced_blocks(problem: PlacementProblem) -> list[int]:
+    """How many leading blocks of every chunk `nvme_state_frac` puts on NVMe."""
+    wanted = problem.nvme_state_frac * sum(b.numel for c in problem.chunks for b in c.blocks)
+    counts, taken = [0] * len(problem.chunks), 0.0
+    for chunk in problem.chunks if wanted else ():
+        for block in chunk.blocks:
+            if taken + block.numel / 2 > wanted:
+                return counts
+            taken += block.numel
+            counts[chunk.id] += 1
+    return counts
 
 
 def _force_onto_nvme(problem: PlacementProblem, homes: Homes) -> None:
     """Put the share of state on NVMe that was asked for."""
-    for chunk in problem.chunks:
-        for b in range(_forced_blocks(problem, chunk)):
-            homes.state[chunk.id][b] = Tier.NVME
+    for i, count in enumerate(_forced_blocks(problem)):
+        homes.state[i][:count] = [Tier.NVME] * count
 
 
 def missing_for_everything(problem: PlacementProblem, demand: Demand) -> int | None:
     """Bytes that the device lacks to hold all model data; None where some must be on NVMe."""
-    if any(_forced_blocks(problem, chunk) for chunk in problem.chunks):
+    if any(_forced_blocks(problem)):
         return None
     room = demand.room(problem, prefetch=False)
     for chunk in problem.chunks:

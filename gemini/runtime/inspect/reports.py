@@ -12,9 +12,13 @@ from gemini.placement.picture import write_timeline
 from gemini.placement.predict import KINDS, TIERS
 from gemini.placement.tiers import Tier
 from gemini.placement.timeline import planned_timeline
-from gemini.placement.timetable.speculation import blocks_in_words
-from gemini.placement.timetable.tail import said
-from gemini.placement.timetable.updates import BEHIND, IN_BACKWARD, priced_in_words
+from gemini.placement.timetable.updates import (
+    BEHIND,
+    IN_BACKWARD,
+    blocks_in_words,
+    priced_in_words,
+    said,
+)
 from gemini.runtime.parts import Parts
 from gemini.runtime.step.ahead.speculation import against_speculation
 from gemini.runtime.step.tail import against_tail, update_of
@@ -65,26 +69,27 @@ class MemoryReport:
 def _update_lines(parts: Parts) -> list[str]:
     """When what is not on the device is updated, and what of it is hidden, or could be."""
     result = parts.planning.result
-    reason, tail, ahead = against_tail(parts), result.tail, result.speculation
-    is_priced = len(result.seconds_by_update) > 1
-    prices = [priced_in_words(result.seconds_by_update)] if is_priced else []
+    reason, costs = against_tail(parts), result.overlapped
+    prices = [priced_in_words(result.seconds_by_update)] if costs else []
     if parts.update == "serial":
-        if reason is not None or tail is None:
+        if reason is not None or "tail" not in costs:
             return []
-        return [f'update: serial; with update="tail" it would be predicted to take {tail}', *prices]
+        said_of_tail = f'with update="tail" it would be predicted to take {costs["tail"]}'
+        return [f"update: serial; {said_of_tail}", *prices]
     update = update_of(parts)
+    cost = costs.get(update)
     lines = [f"update: {when_updated(parts)}", *prices]
     speculates = update in IN_BACKWARD and against_speculation(parts) is None
     if speculates and parts.speculation is not None:
-        lines += [] if ahead is None else [f"predicted in backward: {ahead}"]
+        num_blocks = len(parts.planning.plan.blocks_on(Tier.NVME))
+        if cost is not None:
+            lines.append(f"predicted in backward: {blocks_in_words(cost.num_early, num_blocks)}")
         if (num_held := parts.speculation.num_held) is not None:
-            num_blocks = len(parts.planning.plan.blocks_on(Tier.NVME))
             lines.append(f"held by the last step: {blocks_in_words(num_held, num_blocks)}")
-        tail = None if ahead is None else ahead.tail
     if update not in BEHIND or reason is not None:
         return lines
-    if tail is not None:
-        lines.append(f"predicted of the update: {tail}")
+    if cost is not None:
+        lines.append(f"predicted of the update: {cost}")
     behind = parts.updating.behind
     if behind.ready() and (last := behind.wait()).seconds:
         lines.append(f"measured of the last update: {said(last.seconds, last.waited_seconds)}")

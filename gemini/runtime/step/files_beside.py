@@ -6,12 +6,11 @@ from collections.abc import Container
 
 import torch
 
-from gemini.optim.step.speculation import BUFFERS_AHEAD
 from gemini.runtime.memory.files.blocks import FileBlocks, Staged
 from gemini.runtime.memory.files.tensor_files import TensorFiles
 from gemini.runtime.memory.gradient_homes import FileBlock, GradientBlock
 from gemini.runtime.memory.shard_storage import ShardStorage
-from gemini.units import BlockId, ChunkId
+from gemini.units import BUFFERS_AHEAD, BlockId, ChunkId
 
 Place = tuple[ChunkId, int]  # a chunk, and which block of it
 

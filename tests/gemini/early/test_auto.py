@@ -4,8 +4,13 @@ import pytest
 
 from gemini import AutoPlacement
 from gemini.placement.draft import PlanResult
-from gemini.placement.timetable.tail import NO_BUFFERS
-from gemini.placement.timetable.updates import BEHIND, IN_BACKWARD, UPDATES, best_update
+from gemini.placement.timetable.updates import (
+    BEHIND,
+    IN_BACKWARD,
+    NO_BUFFERS,
+    UPDATES,
+    best_update,
+)
 from tests.support.loops.early import same
 from tests.support.loops.tails import SCHEDULES, run
 

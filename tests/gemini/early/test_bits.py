@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from bench.shared.models import Tower, token_loss
 from gemini import GeminiDDP
+from gemini.placement.tiers import Tier
 from optim import HybridAdam, NvmeConfig
 from tests.support.loops.early import (
     BETWEEN,
@@ -177,12 +178,18 @@ def test_without_masters_no_block_is_updated_in_backward(options):
 def test_explain_says_when_blocks_are_updated(update, said):
     with run(SCHEDULES["plain"], update) as (model, optimizer, _):
         lines = model.explain("layers.0.1.weight").splitlines()
-        cost = model.engine.planning.result.speculation
+        planning = model.engine.planning
+        cost, num_blocks = (
+            planning.result.overlapped[update],
+            len(planning.plan.blocks_on(Tier.NVME)),
+        )
         held = optimizer.last_report.speculation.held
-        assert said in lines and f"predicted in backward: {cost}" in lines
-        assert f"held by the last step: {held} of {cost.num_blocks} blocks on NVMe" in lines
-        assert (f"predicted of the update: {cost.tail}" in lines) == (update == "both")
-        assert 0 < cost.num_ahead <= cost.num_blocks and held > 0
+        assert said in lines and held > 0
+        of_all = f"of {num_blocks} blocks on NVMe"
+        assert f"predicted in backward: {cost.num_early} {of_all}" in lines
+        assert f"held by the last step: {held} {of_all}" in lines
+        assert (f"predicted of the update: {cost}" in lines) == (update == "both")
+        assert 0 < cost.num_early <= num_blocks
 
 
 @pytest.mark.parametrize("update", ["speculate", "both"])

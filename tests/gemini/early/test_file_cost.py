@@ -7,58 +7,55 @@ import pytest
 from gemini.placement.plan import Move, MoveKind
 from gemini.placement.planner import make_plan
 from gemini.placement.tiers import Tier
-from gemini.placement.timetable.speculation import price_speculation
-from gemini.units import Bytes, ChunkId, Moment, ParamId
-from tests.support.priced import BLOCK, DISK, TEN, WRITE, asked
+from gemini.placement.timetable.clock import Work, price
+from gemini.units import BlockId, Bytes, ChunkId, Moment, ParamId
+from tests.support.priced import BLOCK, DISK, READ, TEN, WRITE, asked
 
 PARAM_READ, PARAM_WRITE = 1 / 3, 1 / 2  # seconds of a block's parameters
+GRADIENT = Bytes(2 * BLOCK)
 IN_FILES = {"fixed_params": (Tier.NVME,) * 10}
 
 
 def test_a_block_that_is_held_leaves_the_step_nothing():
     """10 s a module, of which a block takes 5.5. Two are read ahead of the step, written in it."""
     planned = make_plan(asked(TEN, 40.0, **IN_FILES))
-    cost = planned.speculation
-    assert (cost.num_blocks, cost.num_ahead) == (10, 8)
+    serial, tail = planned.overlapped["speculate"], planned.overlapped["both"]
+    assert serial.num_early == tail.num_early == 8
     step = 2 * (WRITE + PARAM_WRITE)
-    assert cost.serial_seconds == pytest.approx(PARAM_READ + 400 + 100 + step)
-    assert cost.tail.update_seconds == pytest.approx(step)
-    assert cost.tail.seconds == pytest.approx(PARAM_READ + 400 + 100)
+    # the first parameter is read after one block for the step; the other is still in memory
+    assert serial.seconds == pytest.approx(READ + PARAM_READ + 400 + 100 + step)
+    assert tail.update_seconds == pytest.approx(step + 2 * PARAM_READ)  # of the forward
+    assert tail.seconds == pytest.approx(PARAM_READ + 400 + 100)
     assert planned.best_update == "tail"  # which hides as much, and is simpler
     assert make_plan(asked(TEN, 4.0, **IN_FILES)).best_update == "both"
 
 
-def ahead(backward, *, grads, sent=False):
-    """How many of ten blocks, whose parameters are in files; grads: these, too; sent: which takes
-    the disk half a second each."""
+def iteration(update, backward, *, sent=False, read=False):
+    """Ten blocks, whose parameters are in files. Of gradients that are, too: sent to the disk, for
+    half a second each, and read from it for a third."""
     inputs = asked(TEN, 40.0, backward=backward, **IN_FILES)
     plan = make_plan(inputs).plan
-    if grads:
-        shards = tuple(replace(shard, grad_home=Tier.NVME) for shard in plan.shards)
-        plan = replace(plan, shards=shards)
-    if sent:
-        moves = [
-            Move(
-                MoveKind.GRAD, r.chunk, None, Tier.DEVICE, Tier.NVME,
-                r.last, Moment(plan.num_trace_moments), Bytes(2 * BLOCK),
-            )
-            for r in plan.forecast.reductions
-        ]  # fmt: skip
-        moves = sorted((*plan.forecast.moves, *moves), key=lambda move: move.begin)
-        plan = replace(plan, forecast=replace(plan.forecast, moves=tuple(moves)))
+    end, moves = Moment(plan.num_trace_moments), list(plan.forecast.moves)
+    for r in plan.forecast.reductions:
+        there, here, kind = Tier.NVME, Tier.DEVICE, MoveKind.GRAD
+        moves += [Move(kind, r.chunk, None, here, there, r.last, end, GRADIENT)] * sent
+        moves += [Move(kind, r.chunk, BlockId(r.chunk), there, here, end, end, GRADIENT)] * read
+    moves.sort(key=lambda move: move.begin)
+    plan = replace(plan, forecast=replace(plan.forecast, moves=tuple(moves)))
     calls = inputs.trace.calls({ParamId(i): ChunkId(i) for i in range(10)})
     seconds = [moment.seconds for moment in inputs.trace.moments]
-    return price_speculation(plan, DISK, seconds, calls, 20, has_tail=False).num_ahead
+    work = Work(plan, DISK, seconds, calls, 20, depth=2, num_ahead=2)
+    return price(work, [update])[update]
 
 
 def test_a_gradient_in_a_file_is_read_before_its_block_is_updated():
-    """The disk reads for the step until 4, and then a block is there at 6, 11.5, 13.5, 19 and, too
-    late for 20, at 24.5 s; with gradients at 6.3, 12.2, 14.5 and, too late, at 20.3 s."""
-    assert ahead(20.0, grads=False) == 4
-    assert ahead(20.0, grads=True) == 3
+    """2 s a module. Blocks are there at 4, 9.5, 11.5, 17 and, too late for 20, at 26 s; with
+    gradients at 4.3, 6.7, 12.5 and, too late, at 21.8 s."""
+    assert iteration("speculate", 20.0).num_early == 4
+    assert iteration("speculate", 20.0, read=True).num_early == 3
 
 
-def test_what_the_pass_sends_to_the_disk_takes_its_time():
-    """Each block is there up to a second and a half later: the third at 16 s and not at 14.5."""
-    assert ahead(15.0, grads=True) == 3
-    assert ahead(15.0, grads=True, sent=True) == 2
+def test_what_a_backward_sends_to_the_disk_is_waited_for():
+    """Of a second, in which nothing else is under way: the first of ten gradients comes at 0.1."""
+    late = iteration("serial", 1.0, sent=True).seconds - iteration("serial", 1.0).seconds
+    assert late == pytest.approx(0.1 + 10 * PARAM_WRITE - 1.0)

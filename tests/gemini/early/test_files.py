@@ -151,7 +151,7 @@ def test_a_budget_without_room_for_them_has_serial_steps():
     assert [report.speculated for report in found.early] == [0] * 4
     model, optimizer = wrapped("speculate", **tight)
     lines = model.explain("layers.0.1.weight").splitlines()
-    assert model.engine.planning.result.speculation is None
+    assert model.engine.planning.result.overlapped.keys() <= {"tail"}
     optimizer.close()
     because = "its budget has no room for blocks under way"
     assert f"update: in step(), and none in backward, as {because}" in lines

@@ -181,8 +181,7 @@ def test_what_a_tail_hides_is_said_or_what_is_against_one(question):
     plan = answer(replace(here, nvme_frac=1.0))
     result, planned = words.as_json(plan), plan.result
     tail = result["tail"]
-    assert result["homes"]["state"].keys() == {"nvme"} and planned.tail.serial_seconds > 0
-    assert tail["serial_seconds"] == result["step_seconds"]
+    assert result["homes"]["state"].keys() == {"nvme"}
     assert 0 < tail["waited_seconds"] < tail["update_seconds"]
     disk = 2 * result["homes"]["state"]["nvme"] / 1e9
     forward = result["busy_seconds"]["compute"] / 3
@@ -190,18 +189,19 @@ def test_what_a_tail_hides_is_said_or_what_is_against_one(question):
     # within a block of the bound, and within what the first chunk has to wait
     assert tail["seconds"] == pytest.approx(2 * forward + max(forward, disk), rel=0.1)
     assert passing == pytest.approx(3 * forward)
-    seconds, ahead = result["seconds_by_update"], planned.speculation
-    assert (seconds["serial"], seconds["tail"]) == (tail["serial_seconds"], tail["seconds"])
-    assert seconds["both"] == ahead.tail.seconds and 0 < ahead.num_ahead < ahead.num_blocks
+    seconds, both = result["seconds_by_update"], planned.overlapped["both"]
+    assert (seconds["serial"], seconds["tail"]) == (result["step_seconds"], tail["seconds"])
+    num_blocks = len(planned.plan.blocks_on(Tier.NVME))
+    assert seconds["both"] == both.seconds and 0 < both.num_early < num_blocks
     assert result["best_update"] == best_update(seconds) == "both"
     said = report(plan)
     assert "hidden during the next forward" in said and 'best is update="both"' in said
-    assert f'with update="both", in backward: {ahead.num_ahead} of {ahead.num_blocks} ' in said
+    assert f'with update="both", in backward: {both.num_early} of {num_blocks} ' in said
     plan = answer(here)
-    assert plan.result.tail is None
+    assert not plan.result.overlapped
     assert "update: serial, as all state is on the device" in report(plan)
     plan = answer(replace(question, nvme_frac=1.0))
-    assert plan.result.tail is None and plan.homes["state"].keys() == {"nvme"}
+    assert not plan.result.overlapped and plan.homes["state"].keys() == {"nvme"}
     said = "update: serial, as the device has memory of its own, and state is only on NVMe"
     assert said in report(plan)
 

@@ -14,8 +14,7 @@ import gemini
 from bench.shared.models import Choosy, Tower, token_loss
 from bench.shared.simulated import SimBackend
 from gemini import AutoPlacement, trace
-from gemini.placement.timetable.tail import NO_BUFFERS, said
-from gemini.placement.timetable.updates import priced_in_words
+from gemini.placement.timetable.updates import NO_BUFFERS, priced_in_words, said
 from tests.support.loops.early import (
     BEHIND,
     BETWEEN,
@@ -189,8 +188,8 @@ def test_steps_are_serial_where_a_tail_would_not_be_safe_or_of_use(reason):
 def test_a_tail_is_said_where_there_is_one_and_what_it_hides():
     """As it is predicted beside what the last one, which has ended, took."""
     with run(SCHEDULES["plain"], "tail") as (model, optimizer, _):
-        last, cost = optimizer.last_report.behind.wait(), model.engine.planning.result.tail
-        prices = priced_in_words(model.engine.planning.result.seconds_by_update)
+        last, planned = optimizer.last_report.behind.wait(), model.engine.planning.result
+        cost, prices = planned.overlapped["tail"], priced_in_words(planned.seconds_by_update)
         assert model.explain("layers.0.1.weight").splitlines()[-4:] == [
             "update: behind the next forward",
             prices,
@@ -199,7 +198,7 @@ def test_a_tail_is_said_where_there_is_one_and_what_it_hides():
         ]
         assert cost.update_seconds > 0 and "s hidden during the next forward" in str(cost)
     with run(SCHEDULES["plain"], "serial") as (model, _, _):
-        cost = model.engine.planning.result.tail
+        cost = model.engine.planning.result.overlapped["tail"]
         assert model.explain("layers.0.1.weight").splitlines()[-2:] == [
             f'update: serial; with update="tail" it would be predicted to take {cost}',
             priced_in_words(model.engine.planning.result.seconds_by_update),

@@ -19,7 +19,6 @@ from optim.state.machine import (
     next_action,
     note,
     take_buffer,
-    waits_for,
 )
 
 ENDS = {Stage.READING: Event.READ, Stage.WRITING: Event.WRITTEN, Stage.FETCHING: Event.FETCHED}
@@ -121,13 +120,11 @@ class Disk:
             return Do.READ, None
         action = next_action(self.state)
         if action is None:
-            row = waits_for(self.state)
-            if row is None:
-                return None
-            self.end(row)
-            return Do.READ, None
+            return None
         do, row, said = action
-        if row is not None and do is not Do.RESTORE:
+        if do is Do.WAIT:
+            self.end(row)
+        elif row is not None and do is not Do.RESTORE:
             self.begin(do, row)
         elif row is not None:
             self.weights[row.block.id] = self.counts[row.block.id]
@@ -255,13 +252,16 @@ def test_every_program_comes_to_what_its_steps_do_one_after_the_other(first):
     assert counted > 700 and undone > 200
 
 
-def test_a_step_has_its_depth_of_reads_under_way_and_no_more():
-    disk = made(random.Random(0))
-    state = disk.state = State([Row(SimpleNamespace(id=i)) for i in range(6)], 2, list(range(4)))
+def test_a_step_has_its_depth_of_reads_under_way_beside_an_update_and_no_more():
+    state = State([Row(SimpleNamespace(id=i)) for i in range(6)], 2, list(range(4)))
     note(state, Event.ASKED, None, frozenset())
-    actions = [next_action(state) for _ in range(3)]
-    assert [action and action[0] for action in actions] == [Do.READ, Do.READ, None]
-    assert waits_for(state) is state.rows[0]
+    assert [next_action(state) for _ in range(4)] == [
+        *((Do.READ, row, None) for row in state.rows[:3]),
+        (Do.WAIT, state.rows[0], None),
+    ]
+    note(state, Event.READ, state.rows[0])
+    assert next_action(state) == (Do.UPDATE, state.rows[0], None)
+    assert next_action(state) == (Do.WAIT, state.rows[1], None)  # the fourth buffer is a write's
 
 
 def test_what_cannot_follow_is_refused():

@@ -1,0 +1,370 @@
+"""What an iteration costs whose updates overlap a pass: the step machine on a clock. Pure.
+
+    trainer   forward and backward, and what they move; waits for weights that come late
+    worker    carries out what `optim.state.machine` chooses: reads, updates and writes
+
+Each is a generator of what it waits for: a time, or a condition. Links work in the order of issue.
+Where one processor trains and updates, an update takes its seconds from the pass.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from typing import Any, cast
+
+from gemini.optim.state.machine import Do, Event, Phase, Row, Stage, State, next_action, note
+from gemini.placement.cost import Links, Walk, update_seconds_of
+from gemini.placement.plan import Move, MoveKind, Plan, UpdatePath
+from gemini.placement.sizes import FP32_BYTES, Bandwidths, BlockBytes
+from gemini.placement.tiers import Tier
+from gemini.units import BlockId, ChunkId
+
+from .updates import BEHIND, IN_BACKWARD, OverlapCost
+
+Calls = Sequence[Sequence[ChunkId] | None]  # by moment the chunks of the call that begins
+Wait = float | Callable[[], bool]  # until then; until it is true
+Thread = Generator[Wait, None, None]
+ENDS = {Stage.READING: Event.READ, Stage.WRITING: Event.WRITTEN, Stage.FETCHING: Event.FETCHED}
+TRAINER = 0  # of the two threads; 1: the worker
+ITERATIONS = 3  # the first step finds its reads done, and the first pass no tail
+
+
+class Work:
+    """What a plan's iteration does: its pass, and what its step moves of every block."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        bandwidths: Bandwidths,
+        compute_seconds: Sequence[float],
+        calls: Calls,
+        backward: int,
+        *,
+        depth: int,
+        num_ahead: int,
+    ) -> None:
+        """compute_seconds, calls: of every moment of the trace. backward: the first moment of it.
+        depth: blocks read ahead of their update. num_ahead: buffers more, of which one is for
+        weights that do not count yet."""
+        self.plan, self.bandwidths = plan, bandwidths
+        self.compute_seconds, self.calls, self.backward = compute_seconds, calls, backward
+        self.depth, self.num_ahead = depth, num_ahead
+        self.updates = update_seconds_of(plan, bandwidths)
+        self.blocks = {block.id: block for chunk in plan.chunks for block in chunk.blocks}
+        homes = {tier: plan.blocks_on(tier) for tier in Tier}
+        order = [self.blocks[i] for i in plan.forecast.step_order]
+        self.on_disk = [block for block in order if block.id in homes[Tier.NVME]]
+        self.on_host = [block for block in order if block.id in homes[Tier.HOST]]
+        self.on_device = [self.blocks[i] for i in sorted(homes[Tier.DEVICE])]
+        self.num_blocks = {chunk.id: len(chunk.blocks) for chunk in plan.chunks if chunk.blocks}
+        self.gradients = {  # bytes of the device
+            shard.chunk: plan.chunks[shard.chunk].shard_bytes
+            for shard in plan.shards
+            if shard.grad_home is Tier.DEVICE
+        }
+        # parameters of these are read from a file by who uses them, when their update is done
+        self.alone = {
+            shard.chunk
+            for shard in plan.shards
+            if shard.param_home is Tier.NVME and plan.chunks[shard.chunk].num_shards == 1
+        }
+        self.moves = [move for move in plan.forecast.moves if self._is_of_pass(move)]
+        # of blocks: state that comes, what else an update needs, and what goes
+        self.state: dict[BlockId, list[Move]] = defaultdict(list)
+        self.inputs: dict[BlockId, list[Move]] = defaultdict(list)
+        self.results: dict[BlockId, list[Move]] = defaultdict(list)
+        site = Tier.HOST if plan.off_device is UpdatePath.CPU else Tier.DEVICE
+        for move in plan.forecast.moves:
+            if move.block is not None:
+                comes = self.state if move.kind is MoveKind.STATE else self.inputs
+                (comes if move.dst is site else self.results)[move.block].append(move)
+        self.gathers: dict[int, list[ChunkId]] = defaultdict(list)
+        for gather in plan.gathers:
+            if gather.chunk not in self.alone:
+                self.gathers[gather.begin].append(gather.chunk)
+        # chunks whose gradient is final when a moment begins, or when its call is done with them
+        self.final: dict[tuple[int, ChunkId | None], list[ChunkId]] = defaultdict(list)
+        for reduction in plan.forecast.reductions:
+            chunk, reduces = reduction.chunk, plan.chunks[reduction.chunk].reduces
+            final = reduction.end if reduces else reduction.last
+            if final < plan.num_trace_moments:  # else the step's
+                in_call = not reduces and chunk in (calls[final - 1] or ())
+                self.final[(final - 1, chunk) if in_call else (final, None)].append(chunk)
+
+        self.pass_seconds = self._seconds_of_pass()
+
+    def _is_of_pass(self, move: Move) -> bool:
+        """Whether forward or backward moves it."""
+        return move.block is None and move.begin < self.plan.num_trace_moments
+
+    def shares(self, moment: int) -> Iterator[tuple[ChunkId | None, float]]:
+        """Seconds of a call by chunk. One of many chunks, as of a whole module, uses them one after
+        the other, and its backward the last one first."""
+        seconds, used = self.compute_seconds[moment], self.calls[moment] or ()
+        nbytes = sum(self.plan.chunks[chunk].payload_bytes for chunk in used)
+        for chunk in used if moment < self.backward else sorted(used, reverse=True):
+            yield chunk, seconds * self.plan.chunks[chunk].payload_bytes / nbytes
+        if not used:
+            yield None, seconds
+
+    def _seconds_of_pass(self) -> float:
+        """Without any update."""
+        links, now = Links(self.bandwidths, self.plan.has_host_tier), 0.0
+        walk = Walk(self.plan, links, self.moves)
+        for moment, seconds in enumerate(self.compute_seconds):
+            walk.begin(moment, now)
+            now = walk.reach(moment, now) + seconds
+        return max(walk.reach(self.plan.num_trace_moments, now), links.end)
+
+
+class Clock:
+    """Iterations with one `update`, of which the last one is measured."""
+
+    def __init__(self, work: Work, update: str) -> None:
+        self._work, self._plan = work, work.plan
+        self._has_tail, self._speculates = update in BEHIND, update in IN_BACKWARD
+        by_host = work.plan.has_host_tier and work.plan.off_device is UpdatePath.CPU
+        self._shares = not by_host  # one processor trains and updates
+        self._links = Links(work.bandwidths, work.plan.has_host_tier)
+        self._walk = Walk(work.plan, self._links, work.moves)
+        count = min(work.depth + 2, len(work.on_disk) + 1) + max(0, work.num_ahead - 1)
+        # of a block the machine knows the id alone
+        rows = [Row(cast(Any, block)) for block in work.on_disk]
+        self._state = State(rows, work.depth, list(range(count)), is_ahead=True)
+        self._rows_of: dict[ChunkId, list[Row]] = defaultdict(list)
+        for row, block in zip(rows, work.on_disk, strict=True):
+            self._rows_of[block.chunk].append(row)
+        self._now = 0.0
+        self._waits: list[Wait] = [0.0, 0.0]
+        self._is_parked = False  # the worker has nothing to do
+        self._is_computing = False
+        self._update_ends = 0.0  # of the one under way
+        self._ends: dict[BlockId, float] = {}  # of the last transfer
+        self._left = Counter[ChunkId]()  # blocks whose weights are not those of the last step
+        self._held = 0  # bytes of gradients on the device that updates still need
+        self._late: list[Move] = []  # of parameters in files, which wait for their update
+        # of the last iteration
+        self._began: list[float] = []
+        self._asked = self._update_seconds = 0.0
+        self._num_early = 0
+        self._held_bytes: list[int] = []
+
+    def run(self) -> OverlapCost:
+        threads = self._train(), self._update_all()
+        while True:
+            for i, wait in enumerate(self._waits):
+                if callable(wait) and wait():
+                    self._waits[i] = self._now
+            times = [(wait, -i) for i, wait in enumerate(self._waits) if not callable(wait)]
+            self._now, i = min(times)  # at the same time the worker comes first
+            try:
+                self._waits[-i] = next(threads[-i])
+            except StopIteration:
+                break
+        seconds = self._began[-1] - self._began[-2]
+        waited = max(0.0, seconds - self._work.pass_seconds)
+        return OverlapCost(
+            seconds, self._update_seconds, waited, self._num_early, tuple(self._held_bytes)
+        )
+
+    # -- who trains --
+
+    def _train(self) -> Thread:
+        for _ in range(ITERATIONS):
+            self._began.append(self._now)
+            self._held_bytes.clear()
+            yield from self._pass()
+            yield from self._step()
+        self._began.append(self._now)
+
+    def _pass(self) -> Thread:
+        work = self._work
+        for moment in range(self._plan.num_trace_moments):
+            if moment == work.backward:
+                yield self._has_settled
+                self._begin_backward()
+            for gathered in work.gathers.get(moment, ()):
+                yield from self._gate(gathered)
+            self._walk.begin(moment, self._now, self._is_late)
+            yield from self._reach(moment)
+            if moment < work.backward:
+                self._held_bytes.append(self._held)
+            self._final(moment, None)
+            for chunk, seconds in work.shares(moment):
+                if chunk is not None:
+                    yield from self._gate(chunk)
+                yield from self._compute(seconds)
+                if chunk is not None:
+                    self._final(moment, chunk)
+        yield from self._reach(self._plan.num_trace_moments)
+
+    def _begin_backward(self) -> None:
+        if self._speculates:
+            note(self._state, Event.BACKWARD)
+        for block in self._work.on_host[: max(0, self._work.depth - len(self._work.on_disk))]:
+            self._send(block, self._work.state)
+
+    def _gate(self, chunk: ChunkId) -> Thread:
+        """Wait for its weights."""
+        if self._left[chunk]:
+            yield lambda: not self._left[chunk]
+
+    def _is_late(self, move: Move) -> bool:
+        """A parameter that is read when its update is done."""
+        if (
+            move.kind is MoveKind.PARAM
+            and move.chunk in self._work.alone
+            and self._left[move.chunk]
+        ):
+            self._late.append(move)
+            return True
+        return False
+
+    def _reach(self, moment: int) -> Thread:
+        if any(move.end <= moment for move in self._late):
+            yield lambda: not any(move.end <= moment for move in self._late)
+        yield self._walk.reach(moment, self._now)
+
+    def _final(self, moment: int, chunk: ChunkId | None) -> None:
+        found = self._work.final.get((moment, chunk), ()) if self._speculates else ()
+        for final in found:
+            note(self._state, Event.FINAL, None, self._rows_of[final])
+            self._is_parked = False
+
+    def _compute(self, seconds: float) -> Thread:
+        self._is_computing = True
+        yield max(self._now, self._update_ends) + seconds
+        self._is_computing = False
+
+    def _step(self) -> Thread:
+        state = self._state
+        self._asked = self._now
+        if self._speculates:
+            note(state, Event.STOPPED)
+            self._is_parked = False
+            yield lambda: self._is_parked
+        held = frozenset(state.assumed)
+        self._num_early = len(held)
+        self._left.update(self._work.num_blocks)
+        self._held = sum(self._work.gradients.values())
+        note(state, Event.ASKED, None, held)
+        for row in state.rows:
+            if row.is_complete:
+                self._is_updated(self._work.blocks[row.id])
+            elif row.was_read:
+                self._send(self._work.blocks[row.id], self._work.inputs)
+        self._is_parked = False
+        if not self._has_tail:
+            yield self._has_settled
+        elif state.rows and self._plan.has_host_tier and self._shares:  # no thread: streams
+            yield lambda: state.phase in (Phase.RESIDENT, Phase.PASS)
+
+    def _has_settled(self) -> bool:
+        return self._state.phase is Phase.PASS
+
+    # -- who updates --
+
+    def _update_all(self) -> Thread:
+        state = self._state
+        while True:
+            action = next_action(state)
+            if action is None:
+                self._is_parked = True
+                yield lambda: not self._is_parked
+                continue
+            do, row, _ = action
+            if row is not None:
+                yield from self._carry_out(do, row)
+            elif do is Do.VOTE:
+                note(state, Event.VOTED)
+            elif do is Do.COMMIT:
+                note(state, Event.COMMITTED, None, True)
+            else:
+                yield from self._update_in_memory()
+                note(state, Event.RESIDENT)
+                self._update_seconds = self._now - self._asked
+
+    def _carry_out(self, do: Do, row: Row) -> Thread:
+        work, block = self._work, self._work.blocks[row.id]
+        if do is Do.WAIT:
+            yield max(self._now, self._ends[block.id])
+            note(self._state, ENDS[row.stage], row)
+        elif do is Do.UPDATE:
+            yield max(self._now, self._ends[block.id])  # of what it needs beside its state
+            yield from self._update(work.updates[block.id])
+            in_file = self._plan.shards[block.chunk].param_home is Tier.NVME
+            row.is_complete = row.is_early and in_file  # nothing is left to the step
+            note(self._state, Event.UPDATED, row)
+            if not row.is_early:
+                self._is_updated(block)
+            self._collect()
+        elif do is Do.PLACE:
+            note(self._state, Event.PLACED, row)
+            self._is_updated(block)
+        elif do is Do.READ:
+            self._send(block, work.state)
+            if row.is_early or self._state.phase is Phase.PREPARING:
+                self._send(block, work.inputs)
+        elif do is Do.WRITE:
+            self._send(block, work.results)
+        elif do is Do.FETCH:
+            nbytes = block.beside_bytes or block.numel * FP32_BYTES
+            self._ends[block.id] = self._links.send(Tier.NVME, Tier.DEVICE, nbytes, self._now)
+
+    def _collect(self) -> None:
+        """Writes that have ended give their buffers back, as in `NvmeState.collect`."""
+        state = self._state
+        if not (state.free or state.cached):
+            for row in list(state.under_way):
+                if row.stage is Stage.WRITING:
+                    if self._ends[row.id] > self._now:
+                        return
+                    note(state, Event.WRITTEN, row)
+
+    def _update_in_memory(self) -> Thread:
+        """What is on the device, as one, and then what is in host memory, block by block."""
+        work = self._work
+        yield from self._update(sum(work.updates[block.id] for block in work.on_device))
+        for block in work.on_device:
+            self._is_updated(block)
+        num_begun, end = 0, self._now
+        for i, block in enumerate(work.on_host):
+            for other in work.on_host[num_begun : i + work.depth + 1]:
+                if other.id not in self._ends:
+                    self._send(other, work.state)
+                self._send(other, work.inputs)
+                num_begun += 1
+            yield max(self._now, self._ends.pop(block.id))
+            yield from self._update(work.updates[block.id])
+            self._is_updated(block)
+            self._send(block, work.results)
+            end = max(end, self._ends.pop(block.id))
+        yield end
+
+    def _update(self, seconds: float) -> Thread:
+        if not seconds:
+            return
+        if self._shares:
+            if self._is_computing:
+                self._waits[TRAINER] += seconds  # type: ignore[operator]
+            self._update_ends = self._now + seconds
+        yield self._now + seconds
+
+    def _is_updated(self, block: BlockBytes) -> None:
+        """Its weights are those of the step."""
+        self._left[block.chunk] -= 1
+        if not self._left[block.chunk]:
+            self._held -= self._work.gradients.get(block.chunk, 0)
+            for move in [move for move in self._late if move.chunk == block.chunk]:
+                self._late.remove(move)
+                self._walk.transfer(move, self._now)
+
+    def _send(self, block: BlockBytes, moves: dict[BlockId, list[Move]]) -> None:
+        ends = (self._links.send(m.src, m.dst, m.nbytes, self._now) for m in moves[block.id])
+        self._ends[block.id] = max(ends, default=self._ends.get(block.id, self._now))
+
+
+def price(work: Work, updates: Iterable[str]) -> dict[str, OverlapCost]:
+    """An iteration with each of these `update`s."""
+    return {update: Clock(work, update).run() for update in updates}
