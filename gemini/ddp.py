@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -17,8 +17,7 @@ from gemini.chunk.sizing.search import search_chunk_configuration
 from gemini.memtracer.collector import MemStatsCollector
 from gemini.memtracer.trace import Trace
 from gemini.optim.rules.clipping import asked_norm
-from gemini.placement.policy import Placement, has_budgets, parse_placement
-from gemini.placement.sizes import wider_chunks
+from gemini.placement.policy import Placement, parse_placement
 from gemini.placement.timetable.updates import AUTO, BEHIND, UPDATES
 from gemini.runtime.autograd.io_casts import Boundary
 from gemini.runtime.comm.communicator import Communicator
@@ -43,7 +42,6 @@ from gemini.runtime.wrap.materialise import Materialiser
 from gemini.runtime.wrap.module_check import ModuleCheck
 from gemini.runtime.wrap.precision import check_travelling
 from gemini.runtime.wrap.specs import check_module, check_split, collect_params, padded
-from gemini.units import BUFFERS_AHEAD
 
 from .dtypes import DTYPES
 from .module_face import ModuleFace, face_of
@@ -57,6 +55,11 @@ from .options import (
     takes_fields,
 )
 
+NOTHING_STAYS = (
+    "overlap_allgather=True gathers behind a step what is never released, and here all is; "
+    'expected placement_policy="zero1", "zero2" or StaticPlacement(shard_param_frac < 1), or leave '
+    "it away"
+)
 NO_GRAPH = (
     "GeminiDDP gathers parameters between calls of modules, which no graph holds: compile what is "
     "called between (for block in model.blocks: block.compile(fullgraph=True)), and not the wrapper"
@@ -154,64 +157,52 @@ class GeminiDDP(ModuleFace):
         max_prefetch = communication.max_prefetch
         _check_same_set_up(comm, layout, (placement, precision_settings, max_prefetch, update))
         backend = _backend(device)
-        itemsizes = [param.dtype.itemsize for param in params]
-        masters = precision.master_weights
-        has_master = masters and any(c.dtype != "float32" for c in layout.chunks)
-        in_thread = has_master and update != "serial" and not backend.has_host_tier
-        if update == "tail":  # which asks for more only where parameters or gradients are in files
-            in_thread = in_thread and has_budgets(placement)
         planning = begin_planning(
             layout, placement, backend, comm,
-            with_originals=wider_chunks(layout, itemsizes) if masters else frozenset(),
-            has_master=has_master, max_prefetch=max_prefetch, trace=trace,
-            num_ahead=BUFFERS_AHEAD if in_thread else 0,
+            master_weights=precision.master_weights,
+            itemsizes=[param.dtype.itemsize for param in params],
+            max_prefetch=max_prefetch, update=update, trace=trace,
             ranks_per_node=None if together is None else together.ranks_here,
         )  # fmt: skip
         if communication.overlap_allgather and not planning.never_released:
-            raise ValueError(
-                "overlap_allgather=True gathers behind a step what is never released, and here all "
-                'is; expected placement_policy="zero1", "zero2" or StaticPlacement('
-                "shard_param_frac < 1), or leave it away"
-            )
+            raise ValueError(NOTHING_STAYS)
         self.module = module
         self.engine = Engine(
-            params,
-            layout.with_params(own_specs),
-            values,
-            backend,
-            connections,
-            planning,
-            name=type(module).__name__,
-            max_prefetch=max_prefetch,
+            params, layout.with_params(own_specs), values, backend, connections, planning,
+            name=type(module).__name__, max_prefetch=max_prefetch,
             precision_settings=precision_settings,
             overlap_allgather=communication.overlap_allgather,
-            beside=comm.beside() if update in (*BEHIND, AUTO) else None,
-            update=update,
-        )
+            beside=comm.beside() if update in (*BEHIND, AUTO) else None, update=update,
+        )  # fmt: skip
         self.engine.together = together
         values.fill_buffers()
-        self._boundary = Boundary(
-            self._dtype,
-            backend.device,
-            self.engine.control_vector,
-            partial(self.engine.calls.begin_backward, scaled=True),
-            force_outputs_fp32=precision.force_outputs_fp32,
-            cast_inputs=precision.cast_inputs,
-        )
-        in_fp32 = {id(buffer) for inner in fp32_modules.values() for buffer in inner.buffers()}
-        always = spectral_buffers(module)
-        self._buffer_dtypes = {id(buffer): buffer.dtype for buffer in module.buffers()}
-        for buffer in module.buffers():
-            casts = precision.cast_buffers or id(buffer) in always
-            casts = casts and buffer.is_floating_point() and id(buffer) not in in_fp32
-            buffer.data = buffer.data.to(backend.device, self._dtype if casts else buffer.dtype)
-        for inner in fp32_modules.values():
-            self.engine.hook_handles += cast_at_boundary(inner, self._dtype)
+        self._cast_by(precision, list(fp32_modules.values()))
         self.broadcast_buffers = communication.broadcast_buffers
         self._broadcast_buffers()
         self.engine.module_check = ModuleCheck(module)
         self.engine.calls.hook(module, wrapping.gather_whole)
         self.__class__ = face_of(type(self), type(module))  # type: ignore[assignment]
+
+    def _cast_by(self, precision: PrecisionPolicy, in_fp32: Sequence[nn.Module]) -> None:
+        """Buffers now, and in every call what passes the module and those that compute in fp32."""
+        self._boundary = Boundary(
+            self._dtype,
+            self.engine.backend.device,
+            self.engine.control_vector,
+            partial(self.engine.calls.begin_backward, scaled=True),
+            force_outputs_fp32=precision.force_outputs_fp32,
+            cast_inputs=precision.cast_inputs,
+        )
+        theirs = {id(buffer) for inner in in_fp32 for buffer in inner.buffers()}
+        always = spectral_buffers(self.module)
+        self._buffer_dtypes = {id(buffer): buffer.dtype for buffer in self.module.buffers()}
+        for buffer in self.module.buffers():
+            casts = precision.cast_buffers or id(buffer) in always
+            casts = casts and buffer.is_floating_point() and id(buffer) not in theirs
+            dtype = self._dtype if casts else buffer.dtype
+            buffer.data = buffer.data.to(self.engine.backend.device, dtype)
+        for inner in in_fp32:
+            self.engine.hook_handles += cast_at_boundary(inner, self._dtype)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The inner module's. Raises RuntimeError after `unwrap()`."""

@@ -24,9 +24,9 @@ import gemini
 from bench.shared.simulated import SimBackend
 from gemini import GeminiDDP, StaticPlacement
 from gemini.optim import HybridAdam, LossScale, NvmeConfig, StepReport
+from gemini.placement.timetable.allowed import EARLY, TAIL
 from gemini.placement.timetable.updates import BEHIND, IN_BACKWARD, UPDATES
-from gemini.runtime.step.ahead.speculation import against_speculation
-from gemini.runtime.step.tail import against_tail
+from gemini.runtime.parts import against_part
 
 PAUSE_SECONDS = 0.03  # in which blocks are updated that so short a backward would leave to the step
 NUM_STEPS = 4
@@ -123,7 +123,7 @@ class Run:
         Raises AssertionError where steps were not as that says.
         """
         update, engine = self.options[2], self.model.engine
-        no_tail = against_tail(engine)
+        no_tail = against_part(engine, TAIL)
         for report in self.reports:
             has_tail = report.behind.wait().seconds > 0
             # where a device decides, what it skips is given to it all the same
@@ -132,7 +132,7 @@ class Run:
             assert has_tail == expected, report
         if update not in IN_BACKWARD:
             return None if update == "serial" else no_tail
-        reason = against_speculation(engine)
+        reason = against_part(engine, EARLY)
         assert reason is None or not self.num_speculated
         return reason or (no_tail if update in BEHIND else None)
 

@@ -232,7 +232,9 @@ def _use_gradient(func: Callable[..., Any], args: tuple[Any, ...]) -> Tensor | N
     handle = handle_of(args[0])
     assert handle is not None
     if func == _GET_GRAD:
-        return handle.owner.gradient_of(handle.param)
+        found = handle.owner.gradient_of(handle.param)
+        # until a forward thaws it, what autograd has left to a parameter that was frozen
+        return _GET_GRAD(args[0]) if found is None else found
     handle.owner.set_gradient(handle.param, args[1] if func == _SET_GRAD else None)
     return None
 

@@ -155,7 +155,7 @@ def _add(total: Seconds, more: Seconds) -> None:
         total[name] = total.get(name, 0.0) + seconds
 
 
-class Links:
+class PlannedLinks:
     """What moves bytes: every link works in the order of issue. `busy`: seconds by resource."""
 
     def __init__(self, bandwidths: Bandwidths, has_host_tier: bool) -> None:
@@ -187,7 +187,7 @@ class Links:
         self.busy[link] += seconds
 
 
-class RecordedLinks(Links):
+class RecordedLinks(PlannedLinks):
     """They keep when each of them is busy: `spans[link]` are (begin, end), in order."""
 
     def __init__(self, bandwidths: Bandwidths, has_host_tier: bool) -> None:
@@ -205,7 +205,7 @@ class RecordedLinks(Links):
 class Walk:
     """What begins with every moment of a plan, and when it has ended."""
 
-    def __init__(self, plan: Plan, links: Links, moves: Iterable[Move]) -> None:
+    def __init__(self, plan: Plan, links: PlannedLinks, moves: Iterable[Move]) -> None:
         self._links = links
         self._due: dict[int, float] = {}  # when what must have ended at a moment has
         self._moves_at: dict[int, list[Move]] = {}
@@ -263,7 +263,7 @@ def update_seconds_of(plan: Plan, bandwidths: Bandwidths) -> dict[BlockId, float
 
 
 def through(
-    plan: Plan, links: Links, bandwidths: Bandwidths, compute_seconds: Sequence[float]
+    plan: Plan, links: PlannedLinks, bandwidths: Bandwidths, compute_seconds: Sequence[float]
 ) -> Iterator[float]:
     """Walk through the plan, its step after its pass, moment after moment: when each begins, and
     when all has ended. See `predict_step`."""
@@ -289,7 +289,7 @@ def through(
 
 def predict_step(plan: Plan, bandwidths: Bandwidths, compute_seconds: Sequence[float]) -> StepCost:
     """With all updates in the step. compute_seconds: of every moment of the trace."""
-    links = Links(bandwidths, plan.has_host_tier)
+    links = PlannedLinks(bandwidths, plan.has_host_tier)
     *_, end = through(plan, links, bandwidths, compute_seconds)
     stalled = end - links.busy["compute"] - links.busy["update"]
     return StepCost(end, stalled, links.busy)

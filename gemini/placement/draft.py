@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from gemini.placement.homes.budget_fill import (
     host_overflows,
     missing_for_everything,
 )
+from gemini.placement.timetable.allowed import TAIL, OverlapFacts, against, allowed, facts_of
 from gemini.placement.timetable.clock import Work, price
 from gemini.placement.timetable.gathers import GatherSteps, gather_steps
 from gemini.placement.timetable.moves import leaving_bytes, moves_of
@@ -27,14 +29,7 @@ from gemini.placement.timetable.steps import (
     room_ahead,
     schedule_gathers,
 )
-from gemini.placement.timetable.updates import (
-    BEHIND,
-    IN_BACKWARD,
-    UPDATES,
-    OverlapCost,
-    against_tail,
-    best_update,
-)
+from gemini.placement.timetable.updates import UPDATES, OverlapCost, best_update
 from gemini.units import BLOCK_NUMEL, BUFFERS_AHEAD, BlockId, ChunkId, Moment
 
 from .cost import StepCost, compute_seconds_of, estimate, predict_step
@@ -107,14 +102,20 @@ class PlanResult:
     profile: Profile
     cost: StepCost  # of an iteration whose step updates all
     steps: GatherSteps  # how its gathers are carried out
-    against_tail: str | None = None  # why no step may have a tail
-    work: Work | None = field(default=None, compare=False)  # None: nobody has timed a pass
-    updates: tuple[str, ...] = ()  # those that may overlap it
+    facts: OverlapFacts  # by which updates may overlap a pass
+    # of an iteration on a clock; None: nobody has timed a pass
+    work: Callable[..., Work] | None = field(default=None, compare=False)
+
+    @property
+    def against_tail(self) -> str | None:
+        """Why no step may have one."""
+        return against(TAIL, self.facts)
 
     @cached_property
     def overlapped(self) -> dict[str, OverlapCost]:
         """An iteration with each `update` that overlaps a pass, of those that may."""
-        return {} if self.work is None else price(self.work, self.updates)
+        may = [update for update in UPDATES[1:] if allowed(update, self.facts) == update]
+        return price(self.work(), may) if may and self.work is not None else {}
 
     @property
     def seconds_by_update(self) -> dict[str, float]:
@@ -269,25 +270,16 @@ class Draft:
         cost = predict_step(plan, links, self.compute)
         judged = self._judged(profile, Tier.DEVICE)
         has_room = self.inputs.num_ahead > 0 or not has_budgets(self.policy)
-        reason = against_tail(plan, judged, self.calls, self._backward, has_buffers=has_room)
-        in_backward = (
-            self.inputs.state.has_master
-            and has_room
-            and not plan.has_host_tier
-            and bool(plan.blocks_on(Tier.NVME))
-        )
-        updates = tuple(
-            update
-            for update in UPDATES[1:]
-            if (reason is None or update not in BEHIND)
-            and (in_backward or update not in IN_BACKWARD)
-        )
+        facts = facts_of(
+            plan, judged, self.calls, self._backward,
+            has_masters=self.inputs.state.has_master, has_buffers=has_room,
+        )  # fmt: skip
         is_timed = plan.kind == "train" and any(self.compute[: self._backward])
-        work = Work(
-            plan, links, self.compute, self.calls, self._backward,
+        work = partial(
+            Work, plan, links, self.compute, self.calls, self._backward,
             depth=self.inputs.depth, num_ahead=self.inputs.num_ahead or BUFFERS_AHEAD,
-        ) if is_timed and updates else None  # fmt: skip
-        return PlanResult(plan, profile, cost, steps, reason, work, updates)
+        )  # fmt: skip
+        return PlanResult(plan, profile, cost, steps, facts, work if is_timed else None)
 
     def lacks(self, homes: Homes) -> tuple[Moment, int] | None:
         """The moment whose payloads lack most room in these homes, and the bytes that they lack."""

@@ -20,12 +20,13 @@ from gemini.placement.fit import (
     with_ahead,
 )
 from gemini.placement.planner import PlanInputs, PlanResult, plan_within
-from gemini.placement.policy import AutoPlacement
+from gemini.placement.policy import AutoPlacement, has_budgets
 from gemini.placement.problem import average_bytes
 from gemini.placement.sizes import FP32_BYTES, BudgetError, StateBytes
 from gemini.placement.tiers import Tier
-from gemini.placement.timetable.updates import AUTO, BEHIND, held_at_most
-from gemini.units import BLOCK_NUMEL, BUFFERS_AHEAD, MIN_BLOCK_NUMEL, Bytes, ChunkId
+from gemini.placement.timetable.allowed import buffers_ahead, held_at_most
+from gemini.placement.timetable.updates import AUTO, BEHIND
+from gemini.units import BLOCK_NUMEL, MIN_BLOCK_NUMEL, Bytes, ChunkId
 
 from .machine import Hardware
 
@@ -109,8 +110,10 @@ class Question:
         Raises BudgetError where it does not fit.
         """
         policy, begun = self.policy, self._begun()
-        may_run_beside = not begun.has_host_tier and self.update != "serial"
-        num_ahead = BUFFERS_AHEAD if may_run_beside and begun.state.has_master else 0
+        num_ahead = buffers_ahead(
+            self.update, has_masters=begun.state.has_master, has_host_tier=begun.has_host_tier,
+            has_budgets=has_budgets(policy),
+        )  # fmt: skip
         numel = sum(c.shard_numel for c in self.layout.chunks)
         least = max(MIN_BLOCK_NUMEL, 1 << (numel // MOST_BLOCKS).bit_length())
         least = min(least, BLOCK_NUMEL)

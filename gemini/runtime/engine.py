@@ -58,6 +58,7 @@ from gemini.runtime.wrap.other_optimizers import refuse_other_optimizers
 from gemini.runtime.wrap.precision import PrecisionSettings
 from gemini.units import ParamId
 
+from .events import EngineEvents
 from .meetings import Meetings, describe
 from .parts import Parts, in_pass
 from .step import weights
@@ -89,13 +90,9 @@ class Engine(Parts):
         update: str = "serial",
     ) -> None:
         comm, links = connections.comm, connections.links
-        of_model = re.sub(r"\W", "_", name)[:LABEL_CHARACTERS]  # a class may be called anything
-        files = FileConfig(
-            planning.nvme_folder, planning.inputs.block_numel, label=f"{of_model}-rank{comm.rank}-",
-            pin=backend.pin,
-        )  # fmt: skip
-        storage = ShardStorage(layout, planning.plan, backend, files)
-        original_dtypes = [param.dtype for param in params]
+        events, files = EngineEvents(), _files_of(name, comm.rank, planning, backend)
+        storage = ShardStorage(layout, planning.plan, backend, files, events.changing)
+        original_dtypes = [param.dtype for param in params]  # before chunks take them
         chunks = build_chunks(
             layout, params, values, backend, links, planning.plan, storage,
             never_released=planning.never_released,
@@ -105,68 +102,51 @@ class Engine(Parts):
         planning.keep_originals(storage.originals.chunks)
         comm.describe = lambda chunk: describe(self.layout, chunk)
         host = Tier.HOST if backend.has_host_tier else Tier.DEVICE
+        ledger = MemoryLedger(chunks, storage, host)
         manager = StatefulTensorMgr(
-            layout,
-            chunks,
-            planning.never_released,
-            max_prefetch,
-            MemoryLedger(chunks, storage, host),
-            planning.payload_room_bytes,
-            planning.steps_for,
-        )
+            layout, chunks, planning.never_released, max_prefetch, ledger,
+            planning.payload_room_bytes, planning.steps_for,
+        )  # fmt: skip
         super().__init__(
-            params=list(params),
-            layout=layout,
-            chunks=chunks,
+            params=list(params), layout=layout, chunks=chunks,
             never_released=planning.never_released,
             chunk_of=layout.chunk_of(),
             slot_of={slot.param: i for c in layout.chunks for i, slot in enumerate(c.slots)},
             original_dtypes=original_dtypes,
-            backend=backend,
-            comm=comm,
-            links=links,
-            scope=connections.scope,
-            planning=planning,
-            storage=storage,
-            precision_settings=precision_settings,
+            backend=backend, comm=comm, links=links, scope=connections.scope,
+            planning=planning, storage=storage, precision_settings=precision_settings,
             control_vector=ControlVector(
-                precision_settings.scale_options,
-                backend.device,
+                precision_settings.scale_options, backend.device,
                 rounding_seed=precision_settings.rounding_seed,
             ),
-            manager=manager,
+            manager=manager, ledger=ledger, events=events,
             sampler=Sampler(
-                planning.inputs.layout.params,
-                backend,
-                manager.ledger,
-                self.traced,
-                planning.overruns,
+                planning.inputs.layout.params, backend, ledger, self.traced, planning.overruns
             ),
-            user_writes=UserWrites(params),
+            user_writes=UserWrites(params, events.keeping),
             reducer=Reducer(
-                chunks,
-                by_moment=not manager.releases_nothing,
+                chunks, by_moment=not manager.releases_nothing,
                 puts_off=planning.plan.unsharded_grads,
                 at_end={c.spec.id for c in chunks if links[c.spec.group].is_sent_data},
+                final=events.final,
             ),
             regather=Regather(
-                chunks,
-                planning.never_released,
-                params,
-                overlaps=overlap_allgather,
-                watches=manager.releases_nothing,
+                chunks, planning.never_released, params,
+                overlaps=overlap_allgather, watches=manager.releases_nothing,
             ),
             updating=Updating(chunks, params, watches=manager.releases_nothing),
-            beside=beside,
-            update=update,
-            all_gathered=manager.releases_nothing,
+            beside=beside, update=update, all_gathered=manager.releases_nothing,
             present=[False] * len(params),
-        )
+        )  # fmt: skip
         self.dtype = DTYPES[precision_settings.dtype]
         self.together: PipelineOwner | None = None  # of a pipeline: what attaches optimizers for it
         self._last_trace: Trace | None = None  # of training
         self._has_said_start = self.is_lent = False
         self._agreements_left = 0 if planning.has_trace else MAX_AGREEMENTS
+        self._make_wings()
+        self._wrap(params)
+
+    def _make_wings(self) -> None:
         self.promotion = Promotion(self)
         self.meetings = Meetings(self)
         self.gradients = Gradients(self, self.meetings, self._gradients_dropped)
@@ -180,7 +160,6 @@ class Engine(Parts):
         # what optimizers and the front door do
         self.call = self.meetings.call
         self.drop_gradients, self.zero_gradients = self.gradients.drop, self.gradients.zero_all
-        self._wrap(params)
 
     def _wrap(self, params: Sequence[nn.Parameter]) -> None:
         before = {ParamId(i): take_gradient(param) for i, param in enumerate(params)}
@@ -254,11 +233,6 @@ class Engine(Parts):
             precision_settings = replace(precision_settings, loss_scale=loss_scale)
             self.control_vector.configure(loss_scale)
         self.precision_settings = precision_settings
-
-    @property
-    def originals(self) -> Originals:
-        """fp32 values of 16-bit chunks: until `attach`, of frozen ones for good."""
-        return self.storage.originals
 
     # -- traces --
 
@@ -389,8 +363,15 @@ class Engine(Parts):
         weights.after_step(self, trained=False)
 
     def _gradients_dropped(self) -> None:
-        if self.speculation is not None:
-            self.speculation.forget()
+        self.events.dropped()
         self.calls.cut_short()
         self.calls.forget()
         self.promotion.gradients_dropped()
+
+
+def _files_of(name: str, rank: int, planning: Planning, backend: Backend) -> FileConfig:
+    """name: of the model's class, which may be called anything."""
+    of_model = re.sub(r"\W", "_", name)[:LABEL_CHARACTERS]
+    label = f"{of_model}-rank{rank}-"
+    numel = planning.inputs.block_numel
+    return FileConfig(planning.nvme_folder, numel, label=label, pin=backend.pin)

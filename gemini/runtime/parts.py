@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -12,13 +12,20 @@ from torch import Tensor, nn
 from gemini.chunk.layout import ChunkLayout
 from gemini.chunk.storage import Chunk
 from gemini.memtracer.module_calls import in_backward
+from gemini.mesh.roles import WORLD
 from gemini.optim.rules.control_vector import ControlVector
+from gemini.optim.target import Target
 from gemini.placement.plan import Plan
+from gemini.placement.timetable.allowed import OverlapFacts, against, allowed
+from gemini.placement.timetable.updates import AUTO
 from gemini.runtime.comm.ballot import Scope
 from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.comm.links import Links
 from gemini.runtime.edits import PendingClip
+from gemini.runtime.events import EngineEvents
 from gemini.runtime.memory.backend import Backend
+from gemini.runtime.memory.ledger import MemoryLedger
+from gemini.runtime.memory.originals import Originals
 from gemini.runtime.memory.shard_storage import ShardStorage
 from gemini.runtime.memory.user_writes import UserWrites
 from gemini.runtime.schedule.planning import Planning
@@ -34,6 +41,13 @@ from gemini.units import ChunkId, ParamId
 
 class Attached(Protocol):
     """The optimizer's state, as what stands beside the step sees it; see `step.target`."""
+
+    joint: Target | None  # with which it steps, where several modules do
+
+    @property
+    def num_held(self) -> int | None:
+        """Blocks of the last step that were updated in backward; None: there was none."""
+        ...
 
     def read_master(self, chunk: Chunk) -> Tensor:
         """[S] fp32: the weights of a trainable chunk's shard as the optimizer has them."""
@@ -76,24 +90,6 @@ class Attached(Protocol):
         ...
 
 
-class Speculates(Protocol):
-    """What updates blocks of state in backward; see `gemini.runtime.step.ahead`."""
-
-    num_held: int | None  # of these the last step; None: there was none
-
-    def begin(self) -> None:
-        """A backward begins."""
-        ...
-
-    def is_final(self, chunk: Chunk) -> None:
-        """Its gradient is reduced."""
-        ...
-
-    def forget(self) -> None:
-        """All gradients were dropped."""
-        ...
-
-
 @dataclass(eq=False, kw_only=True)
 class Parts:
     """Chunks of one module on one rank, and the state of its pass.
@@ -119,6 +115,8 @@ class Parts:
     precision_settings: PrecisionSettings
     control_vector: ControlVector
     manager: StatefulTensorMgr
+    ledger: MemoryLedger
+    events: EngineEvents
     sampler: Sampler
     reducer: Reducer
     regather: Regather
@@ -145,7 +143,16 @@ class Parts:
     beside: Communicator | None = None
     # when blocks are updated, as asked for: see `gemini.placement.timetable.updates`
     update: str = "serial"
-    speculation: Speculates | None = None  # where some may be in backward, with an optimizer
+
+    @property
+    def plan(self) -> Plan:
+        """Of training, as it holds now."""
+        return self.planning.plan
+
+    @property
+    def originals(self) -> Originals:
+        """fp32 values of 16-bit chunks: until an optimizer is there, of frozen ones for good."""
+        return self.storage.originals
 
 
 def settle(parts: Parts) -> None:
@@ -157,3 +164,28 @@ def settle(parts: Parts) -> None:
 def in_pass(parts: Parts) -> bool:
     """Whether a forward, or a backward, of the root module is under way."""
     return parts.forward_depth > 0 or in_backward()
+
+
+def asked_update(parts: Parts) -> str:
+    """As the user asked for, or as the plan chooses; the same on all ranks."""
+    return parts.planning.result.best_update if parts.update == AUTO else parts.update
+
+
+def update_of(parts: Parts) -> str:
+    """When blocks are updated; the same on all ranks."""
+    return allowed(asked_update(parts), _facts_of(parts))
+
+
+def against_part(parts: Parts, part: str) -> str | None:
+    """The rule that is against `TAIL` or `EARLY`, the same on all ranks; None: there is none."""
+    return against(part, _facts_of(parts))
+
+
+def _facts_of(parts: Parts) -> OverlapFacts:
+    return replace(
+        parts.planning.result.facts,
+        is_gathered=parts.regather.is_needed,
+        is_stage=parts.stage is not None,
+        is_split=set(parts.links) != {WORLD},
+        is_joint=parts.target is not None and parts.target.joint is not None,
+    )

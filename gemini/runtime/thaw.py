@@ -23,8 +23,10 @@ def thaw(parts: Parts, meetings: Meetings, params: list[ParamId]) -> None:
     frozen = {chunk for chunk in frozen if not parts.layout.chunks[chunk].trainable}
     if frozen:
         layout = parts.layout.with_trainable(frozen)
-        before = parts.layout, parts.planning.inputs, parts.planning.result
-        parts.planning.grow(parts.planning.inputs.layout.with_trainable(frozen))
+        planning = parts.planning
+        before = parts.layout, planning.inputs, planning.result
+        grown = planning.inputs.layout.with_trainable(frozen)
+        planning.grow(grown)
         chunks = [parts.chunks[chunk] for chunk in sorted(frozen)]
         parts.layout = layout
         for chunk in parts.chunks:
@@ -33,15 +35,15 @@ def thaw(parts: Parts, meetings: Meetings, params: list[ParamId]) -> None:
             if parts.target is not None:
                 parts.target.extend(chunks)
         except BaseException:
-            parts.layout, parts.planning.inputs, parts.planning.result = before
+            parts.layout, planning.inputs, planning.result = before
             for chunk in parts.chunks:
                 chunk.spec = parts.layout.chunks[chunk.spec.id]
             raise
         parts.storage.layout_changed(layout)
         if parts.target is not None:
-            parts.storage.place_gradients(parts.planning.plan, parts.chunks)
+            parts.storage.place_gradients(parts.plan, parts.chunks)
             parts.target.measure_leaving()
             parts.target.homes_changed()
         parts.reducer.add(chunks)
-        parts.manager.homes_changed(parts.planning.payload_room_bytes)
-        parts.sampler.specs_changed(parts.planning.inputs.layout.params)
+        parts.manager.homes_changed(planning.payload_room_bytes)
+        parts.sampler.specs_changed(grown.params)

@@ -69,5 +69,5 @@ def unwrap(parts: Parts, gradients: Gradients, device: torch.device) -> None:
     parts.is_unwrapped = True
     if parts.target is not None:
         parts.target.close(keep_masters=False)
-    parts.storage.originals.clear()
+    parts.originals.clear()
     parts.storage.close()

@@ -125,6 +125,16 @@ class NvmeState:
         return self._pool.nbytes + self._undo_slab.nbytes
 
     @property
+    def written_bytes(self) -> int:
+        """So far."""
+        return self.store.traffic.written_bytes
+
+    @property
+    def pinned_seconds(self) -> float:
+        """That steps waited for a save to read what they overwrite."""
+        return self.store.pinned_seconds
+
+    @property
     def written_bytes_per_step(self) -> int:
         return self._step_bytes
 

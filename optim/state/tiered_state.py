@@ -220,7 +220,7 @@ class TieredState:
             if len(from_disk) < len(disk):
                 self.nvme.forget(from_disk)
             else:
-                self._written_before += self.nvme.store.traffic.written_bytes
+                self._written_before += self.nvme.written_bytes
                 self.nvme.close()
                 self.nvme = None
         for slab in self.host_slabs if from_host else ():
@@ -284,7 +284,7 @@ class TieredState:
             after.close()
             raise
         if before is not None:
-            self._written_before += before.store.traffic.written_bytes
+            self._written_before += before.written_bytes
             before.close()
         self.nvme = after
         after.prefetch()
@@ -394,7 +394,7 @@ class TieredState:
     @property
     def nvme_written_total(self) -> int:
         """Bytes written to disk since this state was made: what wears it."""
-        now = self.nvme.store.traffic.written_bytes if self.nvme is not None else 0
+        now = self.nvme.written_bytes if self.nvme is not None else 0
         return self._written_before + now
 
     @property

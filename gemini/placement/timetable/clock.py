@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 from gemini.optim.state.machine import Do, Event, Phase, Row, Stage, State, next_action, note
-from gemini.placement.cost import Links, Walk, update_seconds_of
+from gemini.placement.cost import PlannedLinks, Walk, update_seconds_of
 from gemini.placement.plan import Move, MoveKind, Plan, UpdatePath
 from gemini.placement.sizes import FP32_BYTES, Bandwidths, BlockBytes
 from gemini.placement.tiers import Tier
@@ -110,7 +110,7 @@ class Work:
 
     def _seconds_of_pass(self) -> float:
         """Without any update."""
-        links, now = Links(self.bandwidths, self.plan.has_host_tier), 0.0
+        links, now = PlannedLinks(self.bandwidths, self.plan.has_host_tier), 0.0
         walk = Walk(self.plan, links, self.moves)
         for moment, seconds in enumerate(self.compute_seconds):
             walk.begin(moment, now)
@@ -118,15 +118,15 @@ class Work:
         return max(walk.reach(self.plan.num_trace_moments, now), links.end)
 
 
-class Clock:
-    """Iterations with one `update`, of which the last one is measured."""
+class StepClock:
+    """A clock for iterations with one `update`, of which the last one is measured."""
 
     def __init__(self, work: Work, update: str) -> None:
         self._work, self._plan = work, work.plan
         self._has_tail, self._speculates = update in BEHIND, update in IN_BACKWARD
         by_host = work.plan.has_host_tier and work.plan.off_device is UpdatePath.CPU
         self._shares = not by_host  # one processor trains and updates
-        self._links = Links(work.bandwidths, work.plan.has_host_tier)
+        self._links = PlannedLinks(work.bandwidths, work.plan.has_host_tier)
         self._walk = Walk(work.plan, self._links, work.moves)
         count = min(work.depth + 2, len(work.on_disk) + 1) + max(0, work.num_ahead - 1)
         # of a block the machine knows the id alone
@@ -367,4 +367,4 @@ class Clock:
 
 def price(work: Work, updates: Iterable[str]) -> dict[str, OverlapCost]:
     """An iteration with each of these `update`s."""
-    return {update: Clock(work, update).run() for update in updates}
+    return {update: StepClock(work, update).run() for update in updates}

@@ -1,4 +1,4 @@
-"""When blocks are updated: what `update=` may be, what is against it, and which is best. Pure.
+"""When blocks are updated: what `update=` may be, what each costs, and which is best. Pure.
 
 serial     all in `step()`
 tail       after the step, during the next forward (ADR 0011)
@@ -9,21 +9,13 @@ auto       the best of these for the plan
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-
-from gemini.placement.plan import Plan
-from gemini.placement.sizes import UNLIMITED
-from gemini.placement.tiers import Tier
-from gemini.units import ChunkId
 
 UPDATES = ("serial", "tail", "speculate", "both")  # the simplest first
 AUTO = "auto"
 BEHIND, IN_BACKWARD = ("tail", "both"), ("speculate", "both")
 SAME_SECONDS = 0.02  # of an iteration: no prediction tells them apart
-
-NO_ROOM = "gradients that live into a forward have no room on the device"
-NO_BUFFERS = "its budget has no room for blocks of files under way"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,68 +49,6 @@ def said(update_seconds: float, waited_seconds: float) -> str:
 def blocks_in_words(num_early: int, num_blocks: int) -> str:
     """Blocks that are updated in backward, as predicted or as measured."""
     return f"{num_early} of {num_blocks} blocks on NVMe"
-
-
-def homes_against_tail(plan: Plan) -> str | None:
-    """What in a plan's homes is against a tail; None: they let a step have one."""
-    on_host = plan.blocks_on(Tier.HOST)
-    found = {
-        "all state is on the device": not (on_host or plan.blocks_on(Tier.NVME)),
-        "the device has memory of its own, and parameters or gradients are on NVMe": (
-            plan.has_host_tier and _has_files(plan)
-        ),
-        "the device has memory of its own, and state is only on NVMe": (
-            plan.has_host_tier and not on_host
-        ),
-    }
-    return next((reason for reason, holds in found.items() if holds), None)
-
-
-def _has_files(plan: Plan) -> bool:
-    """Whether some parameters or gradients live there."""
-    return any(Tier.NVME in (shard.param_home, shard.grad_home) for shard in plan.shards)
-
-
-def against_tail(
-    plan: Plan,
-    totals: Sequence[int],
-    calls: Sequence[Sequence[ChunkId] | None],
-    backward: int,
-    *,
-    has_buffers: bool,
-) -> str | None:
-    """What in a plan is against a tail; None: nothing.
-
-    totals: bytes of the device that its budget is for, at every moment. has_buffers: there is room
-    for a thread's own, for parameters and gradients in files. calls: by moment the chunks of the
-    call that begins. backward: the first moment of it.
-    """
-    reason = homes_against_tail(plan)
-    if reason is None and _has_files(plan) and not has_buffers:
-        return NO_BUFFERS
-    if reason is not None or plan.budgets.device >= UNLIMITED:
-        return reason
-    held = held_at_most(plan, calls, backward)
-    most = max((a + b for a, b in zip(held, totals, strict=False)), default=0)
-    return NO_ROOM if most > plan.budgets.device else None
-
-
-def held_at_most(plan: Plan, calls: Sequence[Sequence[ChunkId] | None], backward: int) -> list[int]:
-    """Bytes of the device at every moment of forward, of gradients that updates may still need:
-    until a call uses their chunk, which waits for them. Where the device has memory of its own,
-    those in host memory; else all, as a thread updates them."""
-    held = {
-        shard.chunk: plan.chunks[shard.chunk].shard_bytes
-        for shard in plan.shards
-        if shard.grad_home is Tier.DEVICE
-        and (Tier.HOST in shard.state_homes or not plan.has_host_tier)
-    }
-    found: list[int] = []
-    for moment in range(backward):
-        found.append(sum(held.values()))
-        for chunk in calls[moment] or ():
-            held.pop(chunk, None)
-    return found
 
 
 def best_update(seconds: Mapping[str, float]) -> str:

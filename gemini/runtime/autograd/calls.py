@@ -205,8 +205,7 @@ class Calls:
         self._reducer.begin(manager.calls if manager.follows_steps else (), manager.num_calls)
         manager.owes_meeting |= self._reducer.is_learning
         self._gradients.begin_backward()
-        if parts.speculation is not None:
-            parts.speculation.begin()
+        parts.events.backward()
         if parts.all_gathered:
             self._sampler.at_root("enter")
         viewed = tuple(parts.viewed)
@@ -224,7 +223,7 @@ class Calls:
             if self._parts.all_gathered:
                 self._sampler.at_root("leave")
             self._reducer.finish()
-        self._manager.ledger.note()
+        self._parts.ledger.note()
         self.forget()
 
     def _end_backward(self) -> None:
@@ -240,7 +239,7 @@ class Calls:
         self._collector.after_change()
         if self._reducer.synchronise:
             self._gradients.exchange_presence()
-        self._manager.ledger.note()
+        self._parts.ledger.note()
         self.forget()
         self.unpin()
         self._promotion.graph_is_open = False
@@ -314,13 +313,13 @@ class Calls:
         if parts.control_vector.active and not self._entered:
             refuse_unscaled(parts.layout, param)
         chunk = parts.chunks[parts.chunk_of[param]]
-        watched = self._manager.ledger.watched and chunk.gradient.next_changes_memory
+        watched = parts.ledger.watched and chunk.gradient.next_changes_memory
         if watched:
             self._collector.before_change()
         self._reducer.arrived(chunk, parts.slot_of[param], grad)
         if watched:
             self._collector.after_change()
-            self._manager.ledger.note()
+            parts.ledger.note()
         parts.present[param] = True
         self._manager.gradient_arrived(param)
         self._modules.gradient_arrived(param)

@@ -12,6 +12,7 @@ from gemini.placement.picture import write_timeline
 from gemini.placement.predict import KINDS, TIERS
 from gemini.placement.tiers import Tier
 from gemini.placement.timeline import planned_timeline
+from gemini.placement.timetable.allowed import EARLY, TAIL
 from gemini.placement.timetable.updates import (
     BEHIND,
     IN_BACKWARD,
@@ -19,9 +20,7 @@ from gemini.placement.timetable.updates import (
     priced_in_words,
     said,
 )
-from gemini.runtime.parts import Parts
-from gemini.runtime.step.ahead.speculation import against_speculation
-from gemini.runtime.step.tail import against_tail, update_of
+from gemini.runtime.parts import Parts, against_part, asked_update, update_of
 from gemini.units import format_bytes
 
 
@@ -69,24 +68,22 @@ class MemoryReport:
 def _update_lines(parts: Parts) -> list[str]:
     """When what is not on the device is updated, and what of it is hidden, or could be."""
     result = parts.planning.result
-    reason, costs = against_tail(parts), result.overlapped
+    costs, update = result.overlapped, update_of(parts)
     prices = [priced_in_words(result.seconds_by_update)] if costs else []
     if parts.update == "serial":
-        if reason is not None or "tail" not in costs:
+        if against_part(parts, TAIL) is not None or "tail" not in costs:
             return []
         said_of_tail = f'with update="tail" it would be predicted to take {costs["tail"]}'
         return [f"update: serial; {said_of_tail}", *prices]
-    update = update_of(parts)
     cost = costs.get(update)
     lines = [f"update: {when_updated(parts)}", *prices]
-    speculates = update in IN_BACKWARD and against_speculation(parts) is None
-    if speculates and parts.speculation is not None:
-        num_blocks = len(parts.planning.plan.blocks_on(Tier.NVME))
+    if update in IN_BACKWARD and parts.target is not None:
+        num_blocks = len(parts.plan.blocks_on(Tier.NVME))
         if cost is not None:
             lines.append(f"predicted in backward: {blocks_in_words(cost.num_early, num_blocks)}")
-        if (num_held := parts.speculation.num_held) is not None:
+        if (num_held := parts.target.num_held) is not None:
             lines.append(f"held by the last step: {blocks_in_words(num_held, num_blocks)}")
-    if update not in BEHIND or reason is not None:
+    if update not in BEHIND:
         return lines
     if cost is not None:
         lines.append(f"predicted of the update: {cost}")
@@ -98,18 +95,17 @@ def _update_lines(parts: Parts) -> list[str]:
 
 def when_updated(parts: Parts) -> str:
     """What is not on the device, in words, with the rule that is against what was asked for."""
-    update, rest, why = update_of(parts), "in step()", ""
-    if update in BEHIND:
-        rest, reason = "behind the next forward", against_tail(parts)
-        if reason is not None:
-            rest, why = "in step()", f", as {reason}"
-    if update in IN_BACKWARD:
-        reason = against_speculation(parts)
-        if reason is None:
-            return f"in backward, and the rest {rest}{why}"
-        if not why:
-            return f"{rest}, and none in backward, as {reason}"
-    return f"serial{why}" if why else rest
+    asked, update = asked_update(parts), update_of(parts)
+    has_tail, is_early = update in BEHIND, update in IN_BACKWARD
+    rest = "behind the next forward" if has_tail else "in step()"
+    why = f", as {against_part(parts, TAIL)}" if asked in BEHIND and not has_tail else ""
+    if is_early:
+        return f"in backward, and the rest {rest}{why}"
+    if why:
+        return f"serial{why}"
+    if asked in IN_BACKWARD:
+        return f"{rest}, and none in backward, as {against_part(parts, EARLY)}"
+    return rest
 
 
 def explain(parts: Parts, name: str) -> str:
@@ -120,7 +116,7 @@ def explain(parts: Parts, name: str) -> str:
             split = "" if spec.group == WORLD else f", split over {spec.group}: here"
             shape = tuple(parts.params[param].shape)
             own = f"{split} {spec.shape}" if split else ""
-            text = f"{name} {shape}{own}\n{parts.planning.plan.explain(chunk)}"
+            text = f"{name} {shape}{own}\n{parts.plan.explain(chunk)}"
             return "\n".join((text, *_update_lines(parts), *parts.planning.overruns.lines()))
     names = [name for spec in parts.layout.params for name in spec.names]
     near = difflib.get_close_matches(name, names, n=3)
@@ -131,9 +127,9 @@ def explain(parts: Parts, name: str) -> str:
 
 def memory_report(parts: Parts) -> MemoryReport:
     """Predicted beside measured; see `MemoryReport`."""
-    predicted = parts.planning.result.profile.peaks()
-    measured = parts.manager.ledger.peaks
-    train = [t for (kind, _), t in parts.sampler.collector.traces.items() if kind == "train"]
+    planning, measured = parts.planning, parts.ledger.peaks
+    predicted = planning.result.profile.peaks()
+    train = parts.sampler.traces("train")
     rows = []
     for tier in TIERS:
         found = dict(measured.get(tier, {}))
@@ -150,7 +146,7 @@ def memory_report(parts: Parts) -> MemoryReport:
         is_pinned = tier is Tier.HOST and parts.backend.pin is not None
         if is_pinned and rows and rows[-1].tier == tier.value:  # no page of it is swapped
             rows.append(_pinned(rows[-1], wanted, found))
-    return MemoryReport(tuple(rows), parts.planning.overruns.lines())
+    return MemoryReport(tuple(rows), planning.overruns.lines())
 
 
 def _pinned(total: MemoryRow, predicted: Mapping[str, int], found: Mapping[str, int]) -> MemoryRow:
@@ -173,7 +169,7 @@ def memory_timeline(parts: Parts, path: str | Path, title: str | None = None) ->
     ranks = parts.comm.world_size
     of_ranks = f", one of {ranks} ranks" if ranks > 1 else ""
     verdict = "; ".join(planning.overruns.lines()) or "as planned, and no budget was passed"
-    train = [t for (kind, _), t in parts.sampler.collector.traces.items() if kind == "train"]
+    train = parts.sampler.traces("train")
     seconds = {"forward": 0.0, "backward": 0.0}
     for moment in train[-1].moments if train else ():
         seconds[moment.phase] += moment.seconds

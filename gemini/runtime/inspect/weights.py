@@ -33,7 +33,7 @@ def exact_dtype(parts: Parts, chunk: Chunk) -> torch.dtype:
     """In which nothing of a chunk's weights is lost."""
     trained = parts.target is not None and chunk.spec.trainable
     has_master = trained and parts.precision_settings.master_weights
-    in_fp32 = has_master or chunk.spec.id in parts.storage.originals
+    in_fp32 = has_master or chunk.spec.id in parts.originals
     return torch.float32 if in_fp32 else chunk.dtype
 
 
@@ -49,8 +49,9 @@ def weights_without_master(parts: Parts, chunk: Chunk) -> Tensor:
     It is what there is, or a copy of what lies in a file: `set_without_master` takes changes back.
     """
     shard = chunk.load_shard()
-    original = parts.storage.originals.get(chunk.spec.id)
-    parts.storage.originals.rest()
+    originals = parts.originals
+    original = originals.get(chunk.spec.id)
+    originals.rest()
     if original is None:
         return shard
     follow_shard(original, shard.to(original.device))
@@ -60,6 +61,6 @@ def weights_without_master(parts: Parts, chunk: Chunk) -> Tensor:
 def set_without_master(parts: Parts, chunk: Chunk, values: Tensor) -> None:
     """Make [S] the weights."""
     chunk.store_shard(values)
-    if chunk.spec.id in parts.storage.originals:
-        parts.storage.originals.put(chunk.spec.id, values)
-        parts.storage.originals.rest()
+    if chunk.spec.id in parts.originals:
+        parts.originals.put(chunk.spec.id, values)
+        parts.originals.rest()

@@ -22,8 +22,6 @@ class MemoryLedger:
     Asking takes as long for many chunks as for few: chunks keep their account up to date.
 
     host: the tier of host memory; it is the device where that is the CPU.
-    state: of the optimizer, once there is one; staging_bytes: what its blocks pass through on the
-        device; held_bytes: of gradients that were dropped and its tail still needs.
     """
 
     def __init__(
@@ -37,14 +35,31 @@ class MemoryLedger:
             chunk.count_in(self._account)
         self.storage = storage
         self._host = host
-        self.state: TieredState | None = None
-        self.staging_bytes: Callable[[], int] = int
-        self.held_bytes: Callable[[], int] = int
+        self._state: TieredState | None = None
+        self._staging_bytes: Callable[[], int] = int
+        self._held_bytes: Callable[[], int] = int
         self.limited = False  # `note` has budgets to compare with
         self._overruns: Overruns | None = None
         self.judges = True  # `note` compares with budgets
         self.watched = False  # `note` takes peaks
         self.peaks: dict[Tier, dict[str, int]] = {}  # by kind, when a tier held most
+
+    def count_state(self, state: TieredState, staging_bytes: Callable[[], int]) -> None:
+        """Of the optimizer. staging_bytes: of the device, what its blocks pass through."""
+        self._state, self._staging_bytes = state, staging_bytes
+
+    def forget_state(self) -> None:
+        """The optimizer was closed."""
+        self._state, self._staging_bytes = None, int
+
+    def hold(self, nbytes: Callable[[], int]) -> None:
+        """Gradients of the device that were dropped, and that a tail still needs."""
+        self._held_bytes = nbytes
+
+    @property
+    def held_bytes(self) -> int:
+        """Of those gradients."""
+        return self._held_bytes()
 
     def judge_by(self, overruns: Overruns) -> None:
         """What passes a budget is told to these."""
@@ -53,9 +68,9 @@ class MemoryLedger:
 
     def totals(self) -> dict[Tier, int]:
         """Bytes on every tier, now: cheaper than by kind."""
-        account, storage, state = self._account, self.storage, self.state
+        account, storage, state = self._account, self.storage, self._state
         device = account.payloads + account.device_shards + account.gradients
-        device += self.staging_bytes() + self.held_bytes()
+        device += self._staging_bytes() + self._held_bytes()
         host, nvme = account.host_shards, 0
         apart = 0  # only where the host is another memory
         if storage is not None:
@@ -83,10 +98,10 @@ class MemoryLedger:
         found: Counter[tuple[Tier, str]] = Counter()
         found[Tier.DEVICE, "parameters"] = account.payloads + account.device_shards
         found[self._host, "parameters"] += account.host_shards
-        found[Tier.DEVICE, "gradients"] = account.gradients + self.held_bytes()
-        found[Tier.DEVICE, "staging"] = self.staging_bytes()
+        found[Tier.DEVICE, "gradients"] = account.gradients + self._held_bytes()
+        found[Tier.DEVICE, "staging"] = self._staging_bytes()
         self._add_storage(found)
-        state = self.state
+        state = self._state
         if state is not None:
             found[Tier.DEVICE, "state"] += sum(slab.nbytes for slab in state.device_slabs)
             found[Tier.HOST, "state"] += sum(slab.nbytes for slab in state.host_slabs)

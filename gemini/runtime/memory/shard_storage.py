@@ -41,7 +41,9 @@ class ShardStorage:
         plan: Plan,
         backend: Backend,
         config: FileConfig,
+        changing: Callable[[], None],
     ) -> None:
+        """changing: see `gemini.runtime.events`."""
         self._specs = layout.chunks
         self._backend = backend
         self.config = config
@@ -58,8 +60,7 @@ class ShardStorage:
         self.averages: list[Originals] = []  # of weights, each with values of its own
         self.gradient_files: GradientFiles | None = None
         self.host_gradients: HostGradients | None = None
-        # what is written for a step to come does not count
-        self.before_change: Callable[[], None] = lambda: None
+        self._changing = changing
         self.beside: HasStaging | None = None  # what writes it, or what a step behind its caller
         self._goes_on = False  # the last one does
         self._forgets = False  # gradients in files, which that may still read
@@ -74,7 +75,7 @@ class ShardStorage:
 
     def replace(self, chunk: ChunkId, values: Tensor) -> None:
         assert self.params is not None
-        self.before_change()
+        self._changing()
         self.params.replace(chunk, values)
 
     def keep_shards(self, chunks: Collection[ChunkId]) -> None:
@@ -142,7 +143,7 @@ class ShardStorage:
         """Those in files were dropped, or could not be written."""
         self._forgets = self._goes_on
         if self.gradient_files is not None and not self._goes_on:
-            self.before_change()
+            self._changing()
             for files in self.gradient_files.files:
                 files.rollback()
 

@@ -20,16 +20,20 @@ class UserWrites:
     """Watches the parameters of one engine.
 
     stale: chunks whose shard was changed by the user since the optimizer's masters followed.
-    before_keeping: sees a chunk whose payload the user has changed, and its shard as it was.
+    keeping: sees a chunk whose payload the user has changed, and its shard as it was.
     """
 
-    def __init__(self, params: Sequence[nn.Parameter]) -> None:
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        keeping: Callable[[Chunk], None] = lambda chunk: None,
+    ) -> None:
         self._params = params
         with torch._C.DisableTorchFunctionSubclass():
             self._versions = [param._version for param in params]
         self._written: set[ParamId] = set()
         self.stale: set[ChunkId] = set()
-        self.before_keeping: Callable[[Chunk], None] = lambda chunk: None
+        self._keeping = keeping
 
     def written(self, param: ParamId) -> None:
         """It may have been, in a way that its version does not show."""
@@ -46,7 +50,7 @@ class UserWrites:
     def write_back(self, chunk: Chunk) -> None:
         """Copy the user's values from a gathered payload to its shard, if there are any."""
         if self._changed(chunk):
-            self.before_keeping(chunk)
+            self._keeping(chunk)
             chunk.keep_shard()
             self.stale.add(chunk.spec.id)
 

@@ -78,7 +78,7 @@ class Window:
         parts.reducer.reduce_held(1 / divisor)
         collector.after_change()
         self._gradients.exchange_presence()
-        parts.manager.ledger.note()
+        parts.ledger.note()
         self._promotion.graph_is_open = False
 
     def end(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
@@ -48,8 +48,10 @@ from gemini.placement.sizes import (
     Budgets,
     least_bandwidths,
     least_budgets,
+    wider_chunks,
 )
 from gemini.placement.tiers import Tier
+from gemini.placement.timetable.allowed import buffers_ahead
 from gemini.placement.timetable.gathers import GatherSteps, told_apart
 from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.memory.backend import Backend
@@ -349,20 +351,25 @@ def begin_planning(
     backend: Backend,
     comm: Communicator,
     *,
-    has_master: bool,
-    with_originals: frozenset[ChunkId],
+    master_weights: bool,
+    itemsizes: Sequence[int],
     max_prefetch: int,
+    update: str,
     trace: Trace | None,
     ranks_per_node: int | None = None,
-    num_ahead: int = 0,
 ) -> Planning:
     """Measure, agree, and plan the homes of parameters for an optimizer that is yet to come.
 
-    `with_originals`: chunks that may have to keep fp32 values. `trace`: of this model.
-    `ranks_per_node`: None where `comm` has all ranks. `num_ahead`: buffers more, where there is
-    room for them, for blocks that are updated before their step. Raises BudgetError for budgets
-    that cannot hold the model.
+    master_weights: 16-bit weights have fp32 masters. itemsizes: bytes of an element of every
+    parameter as it came, in registration order. trace: of this model. ranks_per_node: None where
+    `comm` has all ranks. Raises BudgetError for budgets that cannot hold the model.
     """
+    has_master = master_weights and any(chunk.dtype != "float32" for chunk in layout.chunks)
+    with_originals = wider_chunks(layout, itemsizes) if master_weights else frozenset()
+    num_ahead = buffers_ahead(
+        update, has_masters=has_master, has_host_tier=backend.has_host_tier,
+        has_budgets=has_budgets(policy),
+    )  # fmt: skip
     may_split = frozenset(c.id for c in layout.chunks if c.dtype == WEIGHT_DTYPE)
     state = assumed_state(may_split, has_master)
     machine = look_at_machine(backend, ranks_per_node or ranks_here(comm))

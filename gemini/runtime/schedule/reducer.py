@@ -48,12 +48,12 @@ class Reducer:
         by_moment: bool,
         puts_off: bool = False,
         at_end: Container[ChunkId] = (),
+        final: Callable[[Chunk], None] = lambda chunk: None,
     ) -> None:
-        """`puts_off`, and `at_end` where readiness decides: see the notes."""
+        """`puts_off`, and `at_end` where readiness decides: see the notes. final: an event."""
         # those of these chunks that the other ranks reduce now, too
         self.agree: Callable[[Sequence[ChunkId]], Sequence[ChunkId]] = lambda chunks: chunks
-        # told of every chunk whose reduction has begun in a backward, and again when it has ended
-        self.is_final: Callable[[Chunk], None] | None = None
+        self._final = final
         # as backward runs through the layout
         self._order = [chunk for chunk in reversed(chunks) if chunk.spec.trainable]
         self._by_moment = by_moment
@@ -217,13 +217,13 @@ class Reducer:
         self._begun.append(chunk)
         if len(self._begun) > MAX_UNDER_WAY:
             self._end(self._begun.pop(0))
-        if self.is_final is not None and self.active:  # where no rank adds to it
-            self.is_final(chunk)
+        if self.active:  # where no rank adds to it
+            self._final(chunk)
 
     def _end(self, chunk: Chunk) -> None:
         chunk.gradient.end_reduce()
-        if self.is_final is not None and self.active:
-            self.is_final(chunk)
+        if self.active:
+            self._final(chunk)
 
     def _is_complete(self, chunk: Chunk) -> bool:
         if chunk.spec.id in self._at_end or chunk.gradient.num_arrived < len(chunk.spec.slots):

@@ -73,6 +73,11 @@ class Sampler:
         self.collector = MemStatsCollector(specs, monitors, counted, self._look)
         self.collector.deviations = overruns.found
 
+    def traces(self, kind: Kind | None = None) -> list[Trace]:
+        """Measured iterations of one kind, or all; the last measured of each signature."""
+        traces = self.collector.traces.items()
+        return [trace for (found, _), trace in traces if kind in (None, found)]
+
     def begin(self, inputs: Any, *, again: bool) -> None:
         """A root forward is about to begin. `again`: the last iteration left its plan."""
         self.end()

@@ -33,8 +33,9 @@ class Updating:
         self.coming: dict[ChunkId, Chunk] = {}
         self.behind: Ticket[Behind] = Done(Behind())  # of the last step that had a tail
 
-    def begin(self, tickets: Mapping[ChunkId, Ticket[None]]) -> None:
-        """These chunks are updated when their tickets are done."""
+    def begin(self, tickets: Mapping[ChunkId, Ticket[None]], behind: Ticket[Behind]) -> None:
+        """These chunks are updated when their tickets are done. behind: of the whole tail."""
+        self.behind = behind
         for chunk_id, ticket in tickets.items():
             chunk = self.coming[chunk_id] = self._chunks[chunk_id]
             chunk.update_behind(ticket)

@@ -122,12 +122,13 @@ def carry_out(
 ) -> StepReport:
     """The steps of all these targets count, or none; see `optim.step.driver.take`."""
     targets = [step.target for step in steps]
-    for target in targets:
-        target.parts.manager.release_for_step()
+    parts = [target.parts for target in targets]
+    for part in parts:
+        part.manager.release_for_step()
     try:
         with HeldSignals() as held:
-            for target in targets:
-                target.parts.manager.ledger.note()
+            for part in parts:
+                part.ledger.note()
             try:
                 report = take([step.step for step in steps], held, agree, in_memory)
             except BaseException:
@@ -137,11 +138,11 @@ def carry_out(
             for step in steps:
                 step.target.count(step.taken)
     finally:
-        for target in targets:
-            after_step(target.parts)
-    for target in targets:
+        for part in parts:
+            after_step(part)
+    for part, target in zip(parts, targets, strict=True):
         if target.executor.counts_on_host:  # else the prologue did
-            target.parts.control_vector.stepped(overflow=False)
+            part.control_vector.stepped(overflow=False)
     return replace(
         report,
         outcome=Done(steps[0].outcome),

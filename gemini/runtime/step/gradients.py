@@ -81,20 +81,20 @@ class StepGradients:
 
     def ballot(self, chunks: Sequence[Chunk], norm_type: float | None) -> Ballot:
         """What this rank has to say of these gradients."""
-        parts = self._parts
+        parts, log = self._parts, self._parts.comm.log
         found = Measured()
         if norm_type is not None:
             found = self._executor.measure(self._runs_of(chunks), norm_type)
         self._calls.gradients.tell_changes()
         here = [chunk.spec.id for chunk in chunks]
-        parts.comm.log.record("votes", f"with gradients of chunks {here}")
+        log.record("votes", f"with gradients of chunks {here}")
         return Ballot(
             power_sum=found.power_sum,
             present=tuple(parts.present),
             first_nonfinite=found.first_nonfinite,
             checksum=found.checksum,
             deviated=parts.comm.world_size > 1 and parts.reducer.leftover,
-            sequence=parts.comm.log.digest,
+            sequence=log.digest,
         )
 
     def submit_measure(

@@ -32,7 +32,7 @@ class Promotion:
         self._higher = None
         promote_homes(parts, planned)
         if parts.comm.world_size == 1:  # evaluation, and inputs of other signatures
-            for trace in parts.sampler.collector.traces.values():
+            for trace in parts.sampler.traces():
                 parts.planning.follow(trace)
 
 

@@ -21,7 +21,6 @@ from functools import partial
 from time import perf_counter as clock
 
 from gemini.chunk.storage import Chunk
-from gemini.mesh.roles import WORLD
 from gemini.optim.rules.report import Behind
 from gemini.optim.rules.speculation import TailTimes
 from gemini.optim.state.held_signals import HeldSignals, SignalsBehind
@@ -31,11 +30,11 @@ from gemini.optim.step.beside import Beside
 from gemini.optim.step.driver import TargetStep
 from gemini.optim.step.tail import Ended, Gate, Tail
 from gemini.placement.tiers import Tier
-from gemini.placement.timetable.updates import AUTO, BEHIND
+from gemini.placement.timetable.updates import BEHIND
 from gemini.ranges import named
 from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.comm.leaving import ask_at_the_end, was_asked
-from gemini.runtime.parts import Parts
+from gemini.runtime.parts import Parts, update_of
 from gemini.tickets import Ticket
 from gemini.units import BlockId, ChunkId, ParamId
 
@@ -69,32 +68,6 @@ class _UnderWay:
         )
 
 
-def update_of(parts: Parts) -> str:
-    """When blocks are updated where no rule is against it, the same on all ranks: as asked for, or
-    as the plan chooses."""
-    return parts.planning.result.best_update if parts.update == AUTO else parts.update
-
-
-def against_overlap(parts: Parts) -> str | None:
-    """The rule by which nothing is updated beside a pass, behind a step or before it, the same on
-    all ranks; None: there is none.
-
-    What is kept gathered over ranks would be gathered again by the step itself.
-    """
-    found = {
-        "chunks are kept gathered": parts.regather.is_needed,
-        "the module is a part of a pipeline": parts.stage is not None,
-        "torch has split parameters": set(parts.links) != {WORLD},
-    }
-    return next((reason for reason, holds in found.items() if holds), None)
-
-
-def against_tail(parts: Parts) -> str | None:
-    """The rule by which steps have none though it was asked for, the same on all ranks; None: there
-    is none. The plan says whether gradients that live into the next forward have room."""
-    return parts.planning.result.against_tail or against_overlap(parts)
-
-
 class StepTail:
     """Of one engine's steps: at most one is under way."""
 
@@ -109,7 +82,7 @@ class StepTail:
     @property
     def applies(self) -> bool:
         """Whether steps have one."""
-        return update_of(self._parts) in BEHIND and against_tail(self._parts) is None
+        return update_of(self._parts) in BEHIND
 
     def begin(
         self,
@@ -129,10 +102,9 @@ class StepTail:
         gates = _Gates(tiered_state, chunks, views)
         if views.files is not None:
             parts.storage.step_goes_on(views.files)
-        parts.updating.begin(gates.of_chunk)
         assert parts.beside is not None
         vote, in_memory = Vote(parts.beside, raise_failures), None
-        if parts.planning.plan.blocks_on(Tier.HOST):
+        if parts.plan.blocks_on(Tier.HOST):
             in_memory = Vote(parts.beside, raise_what_tore)
         tail = Tail(step, vote, gates, signals, in_memory)
 
@@ -142,8 +114,8 @@ class StepTail:
         )
         self._signals = signals
         ask_at_the_end(id(self), partial(_failure_of, tail.behind))
-        parts.manager.ledger.held_bytes = lambda: views.held_bytes
-        parts.updating.behind = tail.behind
+        parts.ledger.hold(lambda: views.held_bytes)
+        parts.updating.begin(gates.of_chunk, tail.behind)
         tail.start()
         return tail.behind
 
@@ -162,9 +134,9 @@ class StepTail:
             parts.backend, tiered_state.in_memory, updates, views, lambda: step.moved()[0]
         )
         of_shard = self.beside.of_shard
-        parts.updating.begin({chunks[i].spec.id: ticket for i, ticket in of_shard.items()})
-        parts.manager.ledger.held_bytes = lambda: views.held_bytes
-        parts.updating.behind = self.beside.behind
+        tickets = {chunks[i].spec.id: ticket for i, ticket in of_shard.items()}
+        parts.updating.begin(tickets, self.beside.behind)
+        parts.ledger.hold(lambda: views.held_bytes)
 
     @property
     def goes_on(self) -> bool:
@@ -187,15 +159,15 @@ class StepTail:
         if under_way is None:
             self._put_signals_back()
             return
-        asked = clock()
+        asked, tail = clock(), under_way.tail
         with named("wait for", "tail"):
-            under_way.tail.behind.wait()
+            tail.behind.wait()
         self.times = under_way.times(asked)
         self._put_signals_back()
         with HeldSignals():
             self._ended()
-            error = under_way.tail.error
-            if error is not None and under_way.tail.is_torn:
+            error = tail.error
+            if error is not None and tail.is_torn:
                 under_way.state.torn = error
             elif error is not None:
                 self._undo(under_way)
@@ -224,7 +196,7 @@ class StepTail:
         was_asked(id(self))
         self._parts.updating.end()
         self._parts.storage.step_has_ended()
-        self._parts.manager.ledger.held_bytes = int
+        self._parts.ledger.hold(int)
 
     def _undo(self, under_way: _UnderWay) -> None:
         """Also what was made of the weights since: payloads, and graphs that autograd refuses."""

@@ -65,23 +65,23 @@ class ShardTarget(SavedShards):
     ) -> None:
         super().__init__(parts, calls, groups, rule, config)
         self._rule = rule
-        self._executor.reserve(planned_staging(parts.planning.plan))
-        self.gradients = StepGradients(parts, calls, self._executor, self._chunks)
-        parts.storage.place_gradients(parts.planning.plan, parts.chunks)
-        parts.manager.ledger.state = self._tiered_state
-        parts.manager.ledger.staging_bytes = self._staging_bytes
+        try:
+            self._executor.reserve(planned_staging(parts.plan))
+            self.gradients = StepGradients(parts, calls, self._executor, self._chunks)
+            parts.storage.place_gradients(parts.plan, parts.chunks)
+        except BaseException:
+            self._close()
+            raise
+        parts.ledger.count_state(self._tiered_state, self._staging_bytes)
         parts.manager.payload_room_bytes = parts.planning.payload_room_bytes
         self._moved = parts.storage.traffic()
         self._closed = False
         self._log = SkipLog()
         self._groups: Sequence[Group] = groups  # of the last step: the user may change them since
         if parts.update in (*IN_BACKWARD, AUTO):
-            self._speculation = StepSpeculation(
+            self.speculation = StepSpeculation(
                 parts, self._tail, self._tiered_state, self._chunks, self._assume
             )
-            parts.speculation = self._speculation
-            parts.storage.before_change = self._speculation.drop
-            parts.reducer.is_final = self._speculation.is_final
         self.joint: Target | None = None  # with which it steps, where several modules do
         self.device_may_decide = True  # False: hosts read and agree in every step
 
@@ -94,6 +94,11 @@ class ShardTarget(SavedShards):
     def executor(self) -> Executor:
         """What measures and updates."""
         return self._executor
+
+    @property
+    def num_held(self) -> int | None:
+        """Blocks of the last step that were updated in backward; None: there was none."""
+        return None if self.speculation is None else self.speculation.num_held
 
     def _staging_bytes(self) -> int:
         """Of the device."""
@@ -115,8 +120,8 @@ class ShardTarget(SavedShards):
             report = self._step_on_device(device, chunks, hypers)
         else:
             report = self._step_agreed(chunks, hypers)
-            if self._speculation is not None:
-                report = self._taught(self._speculation, report)
+            if self.speculation is not None:
+                report = self._taught(self.speculation, report)
         self.gradients.used()
         return self.reported(report)
 
@@ -171,7 +176,7 @@ class ShardTarget(SavedShards):
 
     def _in_memory(self, step: TargetStep, views: ShardViews) -> InMemory:
         """Who updates what is there: this call, or the device beside what it computes next."""
-        if not (self._has_tail and isinstance(self._executor, TritonStep)):
+        if not (self._tail.applies and isinstance(self._executor, TritonStep)):
             return at_once
         return partial(self._tail.begin_beside, step, views, self._tiered_state, self._chunks)
 
@@ -193,7 +198,7 @@ class ShardTarget(SavedShards):
     def _assume(self, taken: Sequence[ParamId]) -> Assumed | None:
         """What the coming step agrees on if it clips nothing and updates these parameters."""
         executor, parts = self._executor, self._parts
-        if not isinstance(executor, CpuStep) or self.joint is not None:
+        if not isinstance(executor, CpuStep):
             return None
         try:
             hypers = self.hypers(self._groups)
@@ -209,10 +214,6 @@ class ShardTarget(SavedShards):
         )
         return Assumed(executor.assumed(parts.precision_settings.clip.max_value), views)
 
-    @property
-    def _has_tail(self) -> bool:
-        return self.joint is None and self._tail.applies
-
     def _begin_tail(
         self, agreed: AgreedStep, agree: Callable[[BaseException | None], None]
     ) -> StepReport:
@@ -222,7 +223,7 @@ class ShardTarget(SavedShards):
         """
         parts, step = self._parts, agreed.step
         parts.manager.release_for_step()
-        parts.manager.ledger.note()
+        parts.ledger.note()
         agreed.views.hold()
         signals = SignalsBehind()
         signals.hold()
@@ -257,12 +258,13 @@ class ShardTarget(SavedShards):
     def _counted(self) -> Callable[[], None]:
         """What puts the counts of steps and the loss scale back to what they are now."""
         number, counts = self._num_steps, self._executor.counts.clone()
-        control = self._parts.control_vector.tensor.clone()
+        now = self._parts.control_vector.tensor
+        before = now.clone()
 
         def put_back() -> None:
             self._num_steps = number
             self._executor.counts.copy_(counts)
-            self._parts.control_vector.tensor.copy_(control)
+            now.copy_(before)
 
         return put_back
 
@@ -284,8 +286,8 @@ class ShardTarget(SavedShards):
         updater = self._executor.begin(hypers, taken, agreement.power_sum, clip)
         outcome = Outcome(grad_norm=clip.norm(agreement.power_sum) / scale, loss_scale=scale)
         views, held = self._views(hypers, taken), frozenset[BlockId]()
-        if self._speculation is not None:
-            held = self._speculation.judge(updater, views, taken)
+        if self.speculation is not None:
+            held = self.speculation.judge(updater, views, taken)
         step = self._new_step(updater, views, held)
         return AgreedStep(self, step, views, taken, outcome)
 
@@ -341,7 +343,7 @@ class ShardTarget(SavedShards):
         """With files of their own where a thread carries the step out: that is chosen here, as what
         the plan chooses may change, and a thread that asks for the files of who trains waits for
         reads that wait for it."""
-        has_thread = self._has_tail and not isinstance(self._executor, TritonStep)
+        has_thread = self._tail.applies and not isinstance(self._executor, TritonStep)
         return ShardViews(
             self._chunks,
             self._hyper_by_param(hypers, taken),
@@ -367,7 +369,7 @@ class ShardTarget(SavedShards):
     ) -> TargetStep:
         files = self._parts.storage.params if views.files is None else views.files.params
         # the first blocks of the order are read ahead, and their gradients the last to be final
-        in_order = self._has_tail or (self._speculation is not None and self._speculation.applies)
+        in_order = self._tail.applies or (self.speculation is not None and self.speculation.applies)
         return TargetStep(
             self._tiered_state, updater, views, self._num_steps + 1, files,
             in_order=in_order, held=held, follow=views.follow,
@@ -400,7 +402,7 @@ class ShardTarget(SavedShards):
 
     def homes_changed(self) -> None:
         """Files may be gone, and what was read from them with them; other blocks are staged."""
-        self._executor.reserve(planned_staging(self._parts.planning.plan))
+        self._executor.reserve(planned_staging(self._parts.plan))
         self._moved = self._parts.storage.traffic()
 
     @property
@@ -421,13 +423,10 @@ class ShardTarget(SavedShards):
 
     def _close(self) -> None:
         self._tail.end()
-        if self._speculation is not None:
-            self._speculation.drop()
-        self._parts.speculation = self._parts.reducer.is_final = None
-        self._parts.storage.before_change = lambda: None
-        self._parts.user_writes.before_keeping = lambda chunk: None
-        self._parts.manager.ledger.state = None
-        self._parts.manager.ledger.staging_bytes = int
+        if self.speculation is not None:
+            self.speculation.close()
+        self._parts.events.keeping.leave(self._follow_payload)
+        self._parts.ledger.forget_state()
         self._tiered_state.close()
         self._executor.close()
         self._calls.detach()

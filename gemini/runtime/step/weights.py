@@ -36,7 +36,7 @@ def summoned(parts: Parts, writeback: bool) -> Iterator[None]:
     write_back_changes(parts)
     manager = parts.manager
     everything = tuple(chunk.spec.id for chunk in parts.chunks)
-    manager.ledger.judges = False  # it is the user who asks for all of it
+    parts.ledger.judges = False  # it is the user who asks for all of it
     manager.pin(everything)
     manager.prepare(everything, in_cycle=False)
     shards = {} if writeback else {c: c.shard.clone() for c in parts.chunks if c.in_payload}
@@ -52,5 +52,5 @@ def summoned(parts: Parts, writeback: bool) -> Iterator[None]:
                     chunk.shard.copy_(shards[chunk])
         write_back_changes(parts)
         manager.release_all()
-        manager.ledger.judges = True
+        parts.ledger.judges = True
         after_step(parts, trained=False)

@@ -4,10 +4,10 @@ import pytest
 
 from gemini import AutoPlacement
 from gemini.placement.draft import PlanResult
+from gemini.placement.timetable.allowed import NO_BUFFERS
 from gemini.placement.timetable.updates import (
     BEHIND,
     IN_BACKWARD,
-    NO_BUFFERS,
     UPDATES,
     best_update,
 )

@@ -160,7 +160,7 @@ def test_what_was_done_before_a_step_that_ctrl_c_kept_from_beginning_does_not_co
     ):
         optimizer.step()
     optimizer.zero_grad()
-    speculation = model.engine.speculation
+    speculation = model.engine.target.speculation
     never = Habit(quiet_steps=9)
     speculation.learned = replace(speculation.learned, quiet_steps=0, habit=never)
     got = of_one_weight(model, optimizer)

@@ -35,7 +35,7 @@ HIDDEN, EXPOSED = TailTimes(2.0, 1.0), TailTimes(1.0, 2.0)
 
 def with_habit(update, habit, **options):
     model, optimizer = wrapped(update, **options)
-    speculation = model.engine.speculation
+    speculation = model.engine.target.speculation
     speculation.learned = replace(speculation.learned, habit=habit)
     return model, optimizer
 

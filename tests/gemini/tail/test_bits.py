@@ -14,7 +14,8 @@ import gemini
 from bench.shared.models import Choosy, Tower, token_loss
 from bench.shared.simulated import SimBackend
 from gemini import AutoPlacement, trace
-from gemini.placement.timetable.updates import NO_BUFFERS, priced_in_words, said
+from gemini.placement.timetable.allowed import NO_BUFFERS
+from gemini.placement.timetable.updates import priced_in_words, said
 from tests.support.loops.early import (
     BEHIND,
     BETWEEN,

@@ -14,13 +14,9 @@ from gemini.placement.planner import make_plan
 from gemini.placement.policy import AutoPlacement, StaticPlacement
 from gemini.placement.sizes import Bandwidths, Budgets, StateBytes
 from gemini.placement.tiers import Tier
+from gemini.placement.timetable.allowed import NO_ROOM, TAIL, against, facts_of
 from gemini.placement.timetable.clock import price
-from gemini.placement.timetable.updates import (
-    NO_ROOM,
-    against_tail,
-    best_update,
-    homes_against_tail,
-)
+from gemini.placement.timetable.updates import best_update
 from gemini.units import ChunkId, ParamId
 from tests.support.priced import BLOCK, DISK, READ, TEN, WRITE, asked
 
@@ -123,7 +119,7 @@ REASONS = {
 def test_homes_that_are_against_a_tail_have_no_price(reason):
     numels = [4 * BLOCK] * 12
     planned = make_plan(asked(numels, 1.0, **REASONS[reason]))
-    assert homes_against_tail(planned.plan) == reason and not planned.overlapped
+    assert planned.against_tail == reason and not planned.overlapped
 
 
 def test_there_is_no_price_where_nobody_knows_how_long_a_forward_takes_nor_of_an_evaluation():
@@ -151,7 +147,7 @@ def test_no_tail_passes_its_bounds(data):
     )  # fmt: skip
     planned = make_plan(inputs, StaticPlacement())
     tail = planned.overlapped.get("tail")
-    assert (tail is None) == (homes_against_tail(planned.plan) is not None)
+    assert (tail is None) == (planned.against_tail is not None)
     if tail is None:
         return
     bare = tail.seconds - tail.waited_seconds
@@ -226,8 +222,8 @@ def test_a_plan_without_room_for_gradients_that_live_into_a_forward_has_no_tail(
     most = max(planned.profile.total(Tier.DEVICE)[:20]) + activations
     totals = [0] * 18 + [most] * 2  # at the last call
     plan = replace(planned.plan, budgets=Budgets(most + gradient - lacks))
-    found = against_tail(plan, totals, calls, 20, has_buffers=False)
-    assert found == (NO_ROOM if lacks else None)
+    facts = facts_of(plan, totals, calls, 20, has_masters=True, has_buffers=False)
+    assert against(TAIL, facts) == (NO_ROOM if lacks else None)
 
 
 def test_a_budget_is_no_reason_where_the_plan_has_room():
@@ -267,12 +263,15 @@ def test_a_parameter_is_read_ahead_behind_its_update(forward):
 
 
 def test_parameters_in_files_beside_a_device_are_against_a_tail():
-    plan = make_plan(asked(TEN, 1.0, **ON_HOST), StaticPlacement(offload_optim_frac=1.0)).plan
-    assert homes_against_tail(plan) is None
+    planned = make_plan(asked(TEN, 1.0, **ON_HOST), StaticPlacement(offload_optim_frac=1.0))
+    plan = planned.plan
+    assert planned.against_tail is None
     reason = "the device has memory of its own, and parameters or gradients are on NVMe"
     for home in ({"param_home": Tier.NVME}, {"grad_home": Tier.NVME}):
         shards = tuple(replace(shard, **home) for shard in plan.shards)
-        assert homes_against_tail(replace(plan, shards=shards)) == reason
+        in_files = replace(plan, shards=shards)
+        facts = facts_of(in_files, [], [], 0, has_masters=True, has_buffers=True)
+        assert against(TAIL, facts) == reason
 
 
 # -- updates in backward --
@@ -410,5 +409,5 @@ def test_a_serial_step_of_the_machine_costs_what_the_walk_through_its_plan_says(
     links = replace(DISK, device_memory=memory)
     inputs = asked(numels, data.draw(st.floats(0.1, 30)), bandwidths=links)
     planned = make_plan(inputs, StaticPlacement())
-    planned.work.num_ahead = 20
-    assert price(planned.work, ["serial"])["serial"].seconds == pytest.approx(planned.cost.seconds)
+    costs = price(planned.work(num_ahead=20), ["serial"])
+    assert costs["serial"].seconds == pytest.approx(planned.cost.seconds)

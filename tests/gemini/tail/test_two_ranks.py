@@ -218,7 +218,7 @@ def alone(rank):
     """Rank 1 has learned that it should not."""
     model, optimizer = wrapped("both")
     if rank:
-        speculation = model.engine.speculation
+        speculation = model.engine.target.speculation
         speculation.learned = replace(speculation.learned, habit=Habit(100))
     with patient():
         for batch in batches(3):

@@ -134,3 +134,32 @@ def test_a_checkpoint_behind_a_thaw_is_read_by_a_module_that_never_froze(tmp_pat
         step(each, its, 2)
     want = model.state_dict()
     assert all(torch.equal(want[name], value) for name, value in other.state_dict().items())
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_a_gradient_that_comes_before_a_forward_has_thawed_it_shows(drops):
+    """A layer that is called by itself, and trained from then on; as with torch's own."""
+    found = []
+    for module in (HalfFrozen(FILES_DEPTH), GeminiDDP(HalfFrozen(FILES_DEPTH), precision="fp32")):
+        inner = getattr(module, "module", module)
+        optimizer = (torch.optim.AdamW if inner is module else HybridAdam)(
+            module.parameters(), **ADAM
+        )
+        frozen = next(m for m in inner.modules() if isinstance(m, torch.nn.Linear) and not
+                      m.weight.requires_grad)  # fmt: skip
+        frozen.requires_grad_(True)
+        frozen(torch.ones(2, frozen.in_features)).square().sum().backward()
+        before = frozen.weight.grad.clone()
+        if drops:
+            optimizer.zero_grad()
+            assert frozen.weight.grad is None
+        loss_of(module, 0).backward()
+        both = frozen.weight.grad.clone()
+        optimizer.step()
+        found.append((before, both, dict(module.state_dict())))
+    (before, both, want), (got_before, got_both, got) = found
+    assert before.norm() > 0
+    torch.testing.assert_close(got_before, before)
+    torch.testing.assert_close(got_both, both)
+    for name, value in want.items():
+        torch.testing.assert_close(got[name], value)

@@ -67,7 +67,7 @@ def wrapped(
 def update_early(model: Any, optimizer: Any) -> None:
     """In backward whenever a block may be, whatever was learned."""
     optimizer.bind()
-    speculation = model.engine.speculation
+    speculation = model.engine.target.speculation
     speculation.learned = replace(speculation.learned, habit=Habit(0, asks_clock=False))
 
 

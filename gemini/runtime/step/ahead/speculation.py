@@ -24,28 +24,13 @@ from gemini.optim.state.space import Block
 from gemini.optim.state.tiered_state import TieredState
 from gemini.optim.step.speculation import Bound, Speculation
 from gemini.optim.update.updaters import CpuUpdater
-from gemini.placement.tiers import Tier
 from gemini.placement.timetable.updates import IN_BACKWARD
-from gemini.runtime.parts import Parts
-from gemini.runtime.step.tail import StepTail, against_overlap, update_of
+from gemini.runtime.parts import Parts, update_of
+from gemini.runtime.step.tail import StepTail
 from gemini.runtime.step.views import ShardViews
 from gemini.units import BlockId, ChunkId, ParamId
 
 from .early_views import EarlyShardViews
-
-
-def against_speculation(parts: Parts) -> str | None:
-    """The rule by which no block is updated in backward though that was asked for, the same on all
-    ranks; None: there is none."""
-    plan = parts.planning.plan
-    found = {
-        "weights have no fp32 masters": not parts.planning.inputs.state.has_master,
-        "no state is on NVMe": not plan.blocks_on(Tier.NVME),
-        "the device has memory of its own": plan.has_host_tier,
-        "its budget has no room for blocks under way": not parts.planning.inputs.num_ahead,
-    }
-    reason = next((reason for reason, holds in found.items() if holds), None)
-    return reason or against_overlap(parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +87,25 @@ class StepSpeculation:
         self._blocks: Mapping[ChunkId, tuple[int, list[Block]]] = {}
         self._before = Traffic()
         self._pid = os.getpid()
+        events = parts.events
+        events.backward.listen(self.begin)
+        events.final.listen(self.is_final)
+        events.dropped.listen(self.forget)
+        events.changing.listen(self.drop)
+
+    def close(self) -> None:
+        """Nothing is under way, and nobody tells it any more."""
+        self.drop()
+        events = self._parts.events
+        events.backward.leave(self.begin)
+        events.final.leave(self.is_final)
+        events.dropped.leave(self.forget)
+        events.changing.leave(self.drop)
 
     @property
     def applies(self) -> bool:
         """Whether blocks may be updated in backward."""
-        if self._tiered_state.nvme is None or update_of(self._parts) not in IN_BACKWARD:
-            return False
-        return against_speculation(self._parts) is None
+        return self._tiered_state.nvme is not None and update_of(self._parts) in IN_BACKWARD
 
     # -- in a backward --
 

@@ -54,7 +54,7 @@ class ShardState:
         self._parts = parts
         self._calls = calls
         self._tail = StepTail(parts)
-        self._speculation: StepSpeculation | None = None
+        self.speculation: StepSpeculation | None = None
         self._chunks = [chunk for chunk in parts.chunks if chunk.spec.trainable]
         self._names = [spec.name for spec in parts.layout.params]
         master_weights = parts.precision_settings.master_weights
@@ -84,16 +84,17 @@ class ShardState:
             split=ShardMasters(self._chunks, state),
         )
         self._split_in_memory = state.split_in_memory
-        parts.user_writes.before_keeping = self._follow_payload
+        parts.events.keeping.listen(self._follow_payload)
         shards = Shards(self._chunks)
         self._unfilled = Counter(block.shard for block in space.blocks)
         try:
             self._tiered_state.initialise(partial(self._fill_master, shards))
         except BaseException:
+            parts.events.keeping.leave(self._follow_payload)
             self._tiered_state.close()
             raise
         shards.end()
-        parts.storage.originals.keep([c.spec.id for c in parts.chunks if not c.spec.trainable])
+        parts.originals.keep([c.spec.id for c in parts.chunks if not c.spec.trainable])
 
     def promote_state(self, plan: Plan) -> None:
         """Blocks of state rise to where `plan` has them; see `TieredState.rise`."""
@@ -123,7 +124,7 @@ class ShardState:
         self._unfilled.update(
             block.shard for block in space.blocks[len(self._tiered_state.space.blocks) :]
         )
-        plan = parts.planning.plan
+        plan = parts.plan
         try:
             self._tiered_state.extend(
                 space,
@@ -172,8 +173,8 @@ class ShardState:
     def _settle_state(self) -> None:
         """The last step counts, and nothing is done for the next one."""
         self._tail.settle()
-        if self._speculation is not None:
-            self._speculation.drop()
+        if self.speculation is not None:
+            self.speculation.drop()
 
     def settle(self) -> None:
         """Wait until the last step counts. Raises what ended it; then it is undone."""
@@ -187,11 +188,8 @@ class ShardState:
     @property
     def pinned_seconds(self) -> float:
         """That steps waited for an asynchronous save to read what they overwrite."""
-        return (
-            self._tiered_state.nvme.store.pinned_seconds
-            if self._tiered_state.nvme is not None
-            else 0.0
-        )
+        nvme = self._tiered_state.nvme
+        return 0.0 if nvme is None else nvme.pinned_seconds
 
     def movable(self) -> Sequence[Tensor]:
         parts = self._parts
@@ -290,7 +288,7 @@ class ShardState:
         """To where they started from, for what comes after this optimizer."""
         if self._tiered_state.layout.has_master:
             for chunk in self._chunks:
-                self._parts.storage.originals.put(chunk.spec.id, self.read_master(chunk))
+                self._parts.originals.put(chunk.spec.id, self.read_master(chunk))
 
     def _blocks_of(self, chunks: Set[ChunkId]) -> list[Block]:
         return [
@@ -302,14 +300,14 @@ class ShardState:
     @property
     def _uses_disk(self) -> bool:
         """On some rank: shards are equal, blocks may not be."""
-        return bool(self._parts.planning.plan.blocks_on(Tier.NVME) or self._parts.storage.params)
+        return bool(self._parts.plan.blocks_on(Tier.NVME) or self._parts.storage.params)
 
     def _fill_master(self, shards: Shards, block: Block, planes: Planes) -> None:
         """Masters start as the original fp32 weights, not as the rounded ones."""
         if MASTER not in planes:
             return
         chunk = self._chunks[block.shard]
-        original = self._parts.storage.originals.get(chunk.spec.id)
+        original = self._parts.originals.get(chunk.spec.id)
         if original is None:
             original = shards.of(block)
         here = slice(block.shard_offset, block.shard_offset + block.numel)
@@ -319,7 +317,7 @@ class ShardState:
             follow_shard(planes[MASTER], shard.copy_(shards.of(block)[here]))
         self._unfilled[block.shard] -= 1
         if self._unfilled[block.shard] == 0:
-            self._parts.storage.originals.drop(chunk.spec.id)  # one chunk's worth twice, at most
+            self._parts.originals.drop(chunk.spec.id)  # one chunk's worth twice, at most
 
 
 def _state_bytes(chunks: Sequence[Chunk], layout: StateLayout) -> StateBytes:

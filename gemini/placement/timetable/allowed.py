@@ -1,0 +1,124 @@
+"""Whether updates may overlap a pass: one table of rules, each with its reason. Pure.
+
+An `update=` has two parts: a tail goes on during the next forward (ADR 0011), and early updates are
+made in backward (ADR 0013). A rule is against one of them, or both; without them a step does all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from gemini.placement.plan import Plan
+from gemini.placement.sizes import UNLIMITED
+from gemini.placement.tiers import Tier
+from gemini.units import BUFFERS_AHEAD, ChunkId
+
+from .updates import BEHIND, IN_BACKWARD
+
+TAIL, EARLY = "tail", "early"
+NO_ROOM = "gradients that live into a forward have no room on the device"
+NO_BUFFERS = "its budget has no room for blocks of files under way"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverlapFacts:
+    """OverlapFacts of a plan and a run that rules look at; the same on all ranks."""
+
+    state_homes: frozenset[Tier]
+    has_files: bool  # some parameters or gradients live on NVMe
+    has_host_tier: bool  # the device has memory of its own
+    has_masters: bool  # of weights, in fp32
+    has_buffers: bool  # for blocks that are updated before or after their step
+    has_room: bool  # on the device, for gradients that live into the next forward
+    # of a run: a plan knows none of these
+    is_gathered: bool = False
+    is_stage: bool = False
+    is_split: bool = False
+    is_joint: bool = False
+
+
+Rule = tuple[tuple[str, ...], str, Callable[[OverlapFacts], bool]]
+RULES: tuple[Rule, ...] = (
+    ((TAIL,), "all state is on the device", lambda f: f.state_homes <= {Tier.DEVICE}),
+    ((TAIL,), "the device has memory of its own, and parameters or gradients are on NVMe",
+     lambda f: f.has_host_tier and f.has_files),
+    ((TAIL,), "the device has memory of its own, and state is only on NVMe",
+     lambda f: f.has_host_tier and Tier.HOST not in f.state_homes),
+    ((TAIL,), NO_BUFFERS, lambda f: f.has_files and not f.has_buffers),
+    ((TAIL,), NO_ROOM, lambda f: not f.has_room),
+    ((EARLY,), "weights have no fp32 masters", lambda f: not f.has_masters),
+    ((EARLY,), "no state is on NVMe", lambda f: Tier.NVME not in f.state_homes),
+    ((EARLY,), "the device has memory of its own", lambda f: f.has_host_tier),
+    ((EARLY,), "its budget has no room for blocks under way", lambda f: not f.has_buffers),
+    # what is kept gathered over ranks would be gathered again by the step itself
+    ((TAIL, EARLY), "chunks are kept gathered", lambda f: f.is_gathered),
+    ((TAIL, EARLY), "the module is a part of a pipeline", lambda f: f.is_stage),
+    ((TAIL, EARLY), "torch has split parameters", lambda f: f.is_split),
+    ((TAIL, EARLY), "its optimizer steps several modules", lambda f: f.is_joint),
+)  # fmt: skip
+
+
+def against(part: str, facts: OverlapFacts) -> str | None:
+    """The rule that is against `TAIL` or `EARLY`; None: there is none."""
+    return next((reason for parts, reason, holds in RULES if part in parts and holds(facts)), None)
+
+
+def allowed(update: str, facts: OverlapFacts) -> str:
+    """What is left of an `update` by the rules: itself, one of its parts, or `serial`."""
+    has_tail = update in BEHIND and against(TAIL, facts) is None
+    is_early = update in IN_BACKWARD and against(EARLY, facts) is None
+    if has_tail:
+        return "both" if is_early else "tail"
+    return "speculate" if is_early else "serial"
+
+
+def facts_of(
+    plan: Plan,
+    totals: Sequence[int],
+    calls: Sequence[Sequence[ChunkId] | None],
+    backward: int,
+    *,
+    has_masters: bool,
+    has_buffers: bool,
+) -> OverlapFacts:
+    """totals: bytes of the device that its budget is for, at every moment. calls: by moment the
+    chunks of the call that begins. backward: the first moment of it."""
+    has_room = plan.budgets.device >= UNLIMITED
+    if not has_room:
+        held = held_at_most(plan, calls, backward)
+        most = max((a + b for a, b in zip(held, totals, strict=False)), default=0)
+        has_room = most <= plan.budgets.device
+    return OverlapFacts(
+        state_homes=frozenset(home for shard in plan.shards for home in shard.state_homes),
+        has_files=any(Tier.NVME in (shard.param_home, shard.grad_home) for shard in plan.shards),
+        has_host_tier=plan.has_host_tier,
+        has_masters=has_masters,
+        has_buffers=has_buffers,
+        has_room=has_room,
+    )
+
+
+def held_at_most(plan: Plan, calls: Sequence[Sequence[ChunkId] | None], backward: int) -> list[int]:
+    """Bytes of the device at every moment of forward, of gradients that updates may still need:
+    until a call uses their chunk, which waits for them. Where the device has memory of its own,
+    those in host memory; else all, as a thread updates them."""
+    held = {
+        shard.chunk: plan.chunks[shard.chunk].shard_bytes
+        for shard in plan.shards
+        if shard.grad_home is Tier.DEVICE
+        and (Tier.HOST in shard.state_homes or not plan.has_host_tier)
+    }
+    found: list[int] = []
+    for moment in range(backward):
+        found.append(sum(held.values()))
+        for chunk in calls[moment] or ():
+            held.pop(chunk, None)
+    return found
+
+
+def buffers_ahead(update: str, *, has_masters: bool, has_host_tier: bool, has_budgets: bool) -> int:
+    """Buffers to ask for, for blocks that are updated before or after their step. A tail alone
+    needs more only where parameters or gradients are in files, as a budget may put them."""
+    in_thread = update != "serial" and has_masters and not has_host_tier
+    return BUFFERS_AHEAD if in_thread and (update != "tail" or has_budgets) else 0
