@@ -71,8 +71,9 @@ def trained(update, work, where):
         optimizer.zero_grad()
         where(lambda batch=batch: work(model, batch))
         optimizer.zero_grad()
-    found = everything(model, optimizer)
+    optimizer.targets[0].settle()  # of all that the main thread may do, this holds no signals itself
     assert handlers_now() == handlers
+    found = everything(model, optimizer)
     optimizer.close()
     return found
 
