@@ -71,7 +71,7 @@ def trained(update, work, where):
         optimizer.zero_grad()
         where(lambda batch=batch: work(model, batch))
         optimizer.zero_grad()
-    optimizer.targets[0].settle()  # of all that the main thread may do, this holds no signals itself
+    optimizer.targets[0].settle()  # which holds no signals itself, where no tail is under way
     assert handlers_now() == handlers
     found = everything(model, optimizer)
     optimizer.close()
