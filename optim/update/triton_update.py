@@ -36,7 +36,8 @@ from gemini.optim.rules.clipping import Clip
 from gemini.optim.rules.control_vector import ControlVector
 from gemini.optim.rules.report import Outcome, Traffic
 from gemini.optim.rules.rule import UpdateRule
-from gemini.optim.state.memory import Memory, memory_of
+from gemini.optim.rules.state_layout import WEIGHT
+from gemini.optim.state.memory import Memory, StreamMark, memory_of
 from gemini.optim.state.pieces import Piece, Planes, Resident, SteppedViews
 from gemini.optim.state.space import Block
 from gemini.ranges import named
@@ -339,20 +340,19 @@ class DeviceOutcome:
 
     def __init__(self, updater: TritonUpdater, names: Sequence[str] | None) -> None:
         control = updater.control
-        self._event: torch.cuda.Event | None = None
+        self._mark: StreamMark | None = None
         self._control = torch.empty_like(control, device="cpu", pin_memory=control.is_cuda)
         self._control.copy_(control, non_blocking=True)
         if control.is_cuda:
-            self._event = torch.cuda.Event()
-            self._event.record(torch.cuda.current_stream(control.device))
+            self._mark = StreamMark(torch.cuda.current_stream(control.device))
         self._names = names  # of the counters; None where nothing was measured here
 
     def ready(self) -> bool:
-        return self._event is None or bool(self._event.query())
+        return self._mark is None or self._mark.ready()
 
     def wait(self) -> Outcome:
-        if self._event is not None:
-            self._event.synchronize()
+        if self._mark is not None:
+            self._mark.settle()
         bad = int(self._control[BAD])
         where = None
         if bad and self._names is not None:
