@@ -159,7 +159,7 @@ class TritonUpdater:
     def read_measure(self) -> tuple[float, ParamId | None]:
         """What `measure` found, read by the host: sum of |g|^p, first bad counter. Waits."""
         self.finish_measure()
-        control = self.control.tolist()
+        control = self.control_vector.values()
         bad = int(control[BAD])
         return control[SUM], ParamId(bad - 1) if bad else None
 
@@ -194,6 +194,7 @@ class TritonUpdater:
             self._rule.name, self._groups, self._hyper, self.steps, self.present,
             self._coefficients, self.control, self._norm_tiles, with_norm, norm_type, self._votes,
         )  # fmt: skip
+        self.control_vector.changed()
 
     def update_staged(self, block: Block, planes: Planes, views: SteppedViews) -> bool:
         touched = views.touches(block)
