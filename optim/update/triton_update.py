@@ -199,8 +199,11 @@ class TritonUpdater:
     def update_staged(self, block: Block, planes: Planes, views: SteppedViews) -> bool:
         touched = views.touches(block)
         if touched:
+            state = {name: plane for name, plane in planes.items() if name != WEIGHT}
             with named("update", "block", block.id):
-                self._update_from_host(0, block, planes, views).settle()
+                leaving = self._update_from_host(0, block, state, views)
+                leaving += views.leaving(block, planes.get(WEIGHT))
+                self._memory.copy_all(leaving).settle()
         views.updated(block)
         return touched
 
@@ -216,7 +219,8 @@ class TritonUpdater:
                     leaving[-self.staging.count].order()
                 turn = len(leaving) % self.staging.count
                 with named("update", "block", block.id):
-                    leaving.append(self._update_from_host(turn, block, planes, views))
+                    updated = self._update_from_host(turn, block, planes, views)
+                    leaving.append(self._memory.copy_all(updated))
             views.updated(block)
             yield block, leaving[-1] if touched else None
         for ticket in leaving[-self.staging.count :]:
@@ -224,8 +228,8 @@ class TritonUpdater:
 
     def _update_from_host(
         self, turn: int, block: Block, planes: Planes, views: SteppedViews
-    ) -> CopyTicket:
-        """Bring the planes, update them, and begin to bring them back."""
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Bring the planes and update them; the copies that bring them back."""
         staged = self.staging.planes(turn, planes)
         self._memory.copy_all([(staged[name], planes[name]) for name in planes]).order()
         # only now: views may read the master
@@ -237,7 +241,7 @@ class TritonUpdater:
         self._run(ops.update_now, tables, staged)
         nbytes = sum(plane.nbytes for plane in planes.values())
         self._moved += Traffic(host_to_device=nbytes, device_to_host=nbytes)
-        return self._memory.copy_all([(planes[name], staged[name]) for name in planes])
+        return [(planes[name], staged[name]) for name in planes]
 
     def reserve(self, reserved: Reserved) -> None:
         """Staging of these sizes from now on; between steps."""
