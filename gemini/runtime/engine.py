@@ -92,7 +92,7 @@ class Engine(Parts):
         of_model = re.sub(r"\W", "_", name)[:LABEL_CHARACTERS]  # a class may be called anything
         files = FileConfig(
             planning.nvme_folder, planning.inputs.block_numel, label=f"{of_model}-rank{comm.rank}-",
-            pin=backend.pin,
+            memory=backend,
         )  # fmt: skip
         storage = ShardStorage(layout, planning.plan, backend, files)
         original_dtypes = [param.dtype for param in params]
