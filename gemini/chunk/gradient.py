@@ -21,6 +21,9 @@ from gemini.units import ChunkId
 from .account import Account
 from .layout import ChunkSpec
 
+PACKED_BYTES = 64 << 10  # a gradient of at most so many is packed with others, if that is a launch
+PACKED_TOGETHER = 64  # at most
+
 
 class Allocator(Protocol):
     """What makes memory on the compute device."""
@@ -84,6 +87,8 @@ class ChunkGradient:
     measure: called with [S] before it leaves the device; `found` is what it answered, as long as
         the gradient is offloaded.
 
+    On a GPU small gradients of a buffer are packed together: up to 4 MiB of them wait for the last.
+
     With one shard (W = 1) the buffer becomes the shard without a copy; where no rank adds to it, a
     gradient that fills a chunk becomes its buffer.
     """
@@ -105,7 +110,7 @@ class ChunkGradient:
         self._travels_as = travels_as
         self.account = Account()
         # what is put here, or taken away, is in the account: see `_set_buffer` and `_set_shard`
-        self.buffer: Tensor | None = None
+        self._buffer: Tensor | None = None
         self.shard: Tensor | None = None  # this rank's part of the reduced gradient, on the device
         self._num_changes = 0  # of the shard, so far
         self.offload = offload
@@ -119,11 +124,19 @@ class ChunkGradient:
             for slot, following in zip(spec.slots, [*starts[1:], spec.payload_numel], strict=True)
             for numel in (slot.numel, following - slot.offset - slot.numel)
         ]
+        self._unpacked: list[tuple[Tensor, Tensor]] = []  # places of the buffer, and gradients
         self._arrived: set[int] = set()  # slots of `buffer` that hold a gradient
         self._left_over = False  # the buffer holds gradients of an earlier backward
         self.apart = False  # what arrives is not added to what is reduced before its own reduction
         self._under_way: _UnderWay | None = None
         self.updating: Ticket[None] | None = None  # of a step that still reads `shard`
+
+    @property
+    def buffer(self) -> Tensor | None:
+        """[S * W], with all that arrived in its place."""
+        if self._unpacked:
+            self._pack()
+        return self._buffer
 
     @property
     def exists(self) -> bool:
@@ -152,12 +165,12 @@ class ChunkGradient:
     def nbytes(self) -> int:
         """Bytes on the device of all gradients of this chunk on this rank."""
         under_way = self._under_way.nbytes if self._under_way else 0
-        return under_way + _nbytes(self.buffer) + _nbytes(self.shard)
+        return under_way + _nbytes(self._buffer) + _nbytes(self.shard)
 
     @property
     def is_reduced(self) -> bool:
         """Whether there is a gradient, and nothing of it is under way or still to be reduced."""
-        return self.exists and self.buffer is None and self._under_way is None
+        return self.exists and self._buffer is None and self._under_way is None
 
     @property
     def mark(self) -> tuple[int, int] | None:
@@ -180,7 +193,7 @@ class ChunkGradient:
         """Whether the next gradient that arrives may take memory or give some back: the first of a
         buffer does, and the last, behind which it may be reduced."""
         last = len(self._arrived) + 1 >= len(self._spec.slots)
-        return self.buffer is None or self._left_over or last
+        return self._buffer is None or self._left_over or last
 
     def add(self, slot: int, grad: Tensor) -> None:
         """Pack one parameter's gradient. One that arrives again in the same backward is added.
@@ -193,28 +206,41 @@ class ChunkGradient:
         except RuntimeError:  # of sparse ones; to ask each for its layout costs every step
             grad = grad.to_dense().reshape(-1)
         alone, num_means = self._links.is_alone, self._links.num_means
-        if alone and self.exists and self.buffer is None and not self.apart:
+        if alone and self.exists and self._buffer is None and not self.apart:
             shard = self._widened(self._taken_back())
             self._set_shard(shard)
             self._place(shard, slot).add_(grad, alpha=1 / num_means)
             return
-        if self.buffer is None and alone and self._can_be_buffer(grad):
+        if self._buffer is None and alone and self._can_be_buffer(grad):
             self._set_buffer(grad if num_means == 1 else grad.mul_(1 / num_means))
             self._arrived.add(slot)
             return
-        if self.buffer is None:
+        if self._buffer is None:
             self._set_buffer(self._memory.allocate(self._payload_numel, self._dtype))
         elif self._left_over:
-            self._set_buffer(self._widened(self.buffer))
+            self._set_buffer(self._widened(self._buffer))
         self._left_over = False
         place = self._places[slot]
         if slot in self._arrived:
+            self._pack()
             place.add_(grad, alpha=1 / num_means)
         elif num_means == 1:
-            place.copy_(grad)
+            if is_launched(grad) and grad.nbytes <= PACKED_BYTES:
+                self._unpacked.append((place, grad))
+                if len(self._unpacked) >= PACKED_TOGETHER:
+                    self._pack()
+            else:
+                place.copy_(grad)
         else:
             torch.mul(grad, 1 / num_means, out=place)
         self._arrived.add(slot)
+
+    def _pack(self) -> None:
+        """What waits goes to its place, in one launch."""
+        if self._unpacked:
+            places, grads = zip(*self._unpacked, strict=True)
+            torch._foreach_copy_(places, grads)
+            self._unpacked.clear()
 
     def _can_be_buffer(self, grad: Tensor) -> bool:
         """Whether it has all elements of the chunk, and memory of its own."""
@@ -226,7 +252,8 @@ class ChunkGradient:
 
     def end_backward_unreduced(self) -> None:
         """A backward ended that reduces nothing: what comes next is added to the buffer."""
-        self._left_over = self.buffer is not None
+        self._pack()
+        self._left_over = self._buffer is not None
 
     def begin_reduce(self) -> None:
         """Complete the buffer with zeros and begin to reduce it over ranks."""
@@ -314,14 +341,16 @@ class ChunkGradient:
         """One parameter's sum over this rank's backwards that nothing has reduced: fp32, flat."""
         if slot not in self._arrived:
             return None
+        self._pack()
         return self._places[slot].to(torch.float32, copy=True).mul_(self._links.num_means)
 
     def change_local(self, slot: int, change: Callable[[Tensor], object], *, wide: bool) -> None:
         """Let `change` work in place on that, divided by M."""
         if slot in self._arrived:
+            buffer = self.buffer
             if wide:
-                assert self.buffer is not None
-                self._set_buffer(self._widened(self.buffer))
+                assert buffer is not None
+                self._set_buffer(self._widened(buffer))
             change(self._places[slot])
 
     def put_local(self, slot: int, values: Tensor) -> None:
@@ -345,9 +374,10 @@ class ChunkGradient:
         if self.shard is not None:
             self._set_shard(None)
         self.offloaded_dtype = self.found = None
-        if self.buffer is not None:
-            self.account.gradients -= self.buffer.nbytes
-            self.buffer, self._places = None, ()
+        self._unpacked.clear()
+        if self._buffer is not None:
+            self.account.gradients -= self._buffer.nbytes
+            self._buffer, self._places = None, ()
         self._left_over = False
         self._arrived.clear()
 
@@ -372,15 +402,16 @@ class ChunkGradient:
         return self.shard
 
     def _set_buffer(self, buffer: Tensor) -> None:
-        old = 0 if self.buffer is None else self.buffer.nbytes
-        self.account.gradients += buffer.nbytes - old
-        self.buffer = buffer
+        assert not self._unpacked  # their places are in the old one
+        self.account.gradients += buffer.nbytes - _nbytes(self._buffer)
+        self._buffer = buffer
         self._places = buffer.split_with_sizes(self._split_numels)[::2]
 
     def _take_buffer(self) -> Tensor:
         """The buffer, complete with zeros."""
-        assert self.buffer is not None
-        buffer, self.buffer, self._places = self.buffer, None, ()
+        buffer = self.buffer
+        assert buffer is not None
+        self._buffer, self._places = None, ()
         self.account.gradients -= buffer.nbytes
         if self._gaps or len(self._arrived) < len(self._spec.slots):
             self._fill_missing(buffer)
@@ -411,6 +442,11 @@ class ChunkGradient:
                 self._place(buffer, slot).zero_()
         for start, end in self._gaps:
             buffer[start:end].zero_()
+
+
+def is_launched(grad: Tensor) -> bool:
+    """Whether to pack it is a launch."""
+    return grad.is_cuda
 
 
 def _nbytes(tensor: Tensor | None) -> int:

@@ -374,4 +374,4 @@ def _files_of(name: str, rank: int, planning: Planning, backend: Backend) -> Fil
     of_model = re.sub(r"\W", "_", name)[:LABEL_CHARACTERS]
     label = f"{of_model}-rank{rank}-"
     numel = planning.inputs.block_numel
-    return FileConfig(planning.nvme_folder, numel, label=label, pin=backend.pin)
+    return FileConfig(planning.nvme_folder, numel, label=label, memory=backend)

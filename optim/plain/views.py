@@ -153,6 +153,9 @@ class PlainViews:
     def signature(self) -> None:
         """Gradients are made anew in every iteration."""
 
+    def leaving(self, block: Block, weight: Tensor | None) -> Sequence[tuple[Tensor, Tensor]]:
+        return ()
+
     def updated(self, block: Block) -> None:
         """Nothing was borrowed."""
 

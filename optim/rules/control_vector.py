@@ -34,7 +34,10 @@ class ControlVector:
         self, options: LossScale | None, device: torch.device, rounding_seed: int = 0
     ) -> None:
         self.active = options is not None
-        self.tensor = torch.zeros(fields.NUM_CONTROL, dtype=torch.float64, device=device)
+        with torch.inference_mode(False):  # it has a version
+            self.tensor = torch.zeros(fields.NUM_CONTROL, dtype=torch.float64, device=device)
+        self._host: Tensor | None = None  # pinned, where it is read by way of it
+        self._known: tuple[int, list[float]] | None = None  # version, and what was read of it
         self.tensor[fields.SEED].fill_(float(rounding_seed))
         self.configure(options or UNSCALED)
 
@@ -55,9 +58,29 @@ class ControlVector:
         """fp64 0-d, a view: what the gradients of the last step carried."""
         return self.tensor[fields.USED_SCALE]
 
+    def values(self) -> list[float]:
+        """[NUM_CONTROL], as it is now. Waits for the device."""
+        now = self.tensor
+        if now.is_cuda:  # `tolist` would copy to memory that is not pinned
+            if self._host is None:
+                self._host = torch.empty_like(now, device="cpu", pin_memory=True)
+            self._host.copy_(now, non_blocking=True)
+            torch.cuda.current_stream(now.device).synchronize()
+            now = self._host
+        found: list[float] = now.tolist()
+        self._known = self.tensor._version, found
+        return found
+
+    def changed(self) -> None:
+        """What was read is not so any more; by a kernel, which no version of the tensor shows."""
+        self._known = None
+
     def read(self) -> ScaleState:
-        """Waits for the device."""
-        values = self.tensor.tolist()
+        """Waits for the device, unless `values` were read since the scale has last changed."""
+        if self._known is None or self._known[0] != self.tensor._version:
+            self.values()
+            assert self._known is not None
+        values = self._known[1]
         return ScaleState(
             values[fields.LOSS_SCALE],
             int(values[fields.GOOD_STEPS]),
@@ -101,6 +124,7 @@ class ControlVector:
             )
 
     def _write(self, state: ScaleState) -> None:
+        self.changed()
         self.tensor[fields.LOSS_SCALE].fill_(state.scale)
         self.tensor[fields.GOOD_STEPS].fill_(float(state.good_steps))
         self.tensor[fields.HYSTERESIS_LEFT].fill_(float(state.hysteresis_left))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -42,6 +43,9 @@ def _is_plain(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not special
 
 
+Mover = Callable[[Tensor, Tensor], None]  # fills the first with the second
+
+
 class Memory(Protocol):
     """One device's memory, and the host's beside it."""
 
@@ -71,6 +75,12 @@ class Memory(Protocol):
 
     def copy_all(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> CopyTicket:
         """`copy` of several (dst, src), all in one direction, as one."""
+        ...
+
+    def mover(self) -> Mover:
+        """Copies between staging buffers of the host and memory of either, for any thread: done
+        when they return, and behind what the device was given until now. What it is given next
+        does not wait for them."""
         ...
 
     def behind_copies(self) -> AbstractContextManager[None]:
@@ -127,6 +137,9 @@ class DeviceMemory:
             dst.copy_(src)
         return Copied()
 
+    def mover(self) -> Mover:
+        return copy_alone
+
     def behind_copies(self) -> AbstractContextManager[None]:
         return nullcontext()
 
@@ -162,6 +175,52 @@ class CpuMemory(DeviceMemory):
         return self.allocate(numel, dtype)
 
 
+class StreamMark:
+    """What a stream was given so far, by an event of CUDA that is recorded again and again.
+
+    A stream that is ordered behind an event comes behind what was recorded by then, so the event
+    may be recorded anew at once; but not while somebody may yet ask for this mark. So the next mark
+    has it when this one is dropped.
+    """
+
+    __slots__ = ("_event", "_free")
+
+    def __init__(self, stream: torch.cuda.Stream, *, timed: bool = False) -> None:
+        self._free = FREE_EVENTS[stream.device, timed]
+        try:
+            self._event = self._free.pop()
+        except IndexError:
+            self._event = torch.cuda.Event(enable_timing=timed)
+        self.move(stream)
+
+    def __del__(self) -> None:
+        self._free.append(self._event)
+
+    def move(self, stream: torch.cuda.Stream) -> None:
+        """It is behind what this stream was given so far."""
+        stream.record_event(self._event)
+
+    def order(self, stream: torch.cuda.Stream) -> None:
+        """What this stream is given next comes behind it."""
+        stream.wait_event(self._event)
+
+    def ready(self) -> bool:
+        return bool(self._event.query())
+
+    def settle(self) -> None:
+        """The host waits."""
+        self._event.synchronize()
+
+    def seconds_to(self, later: StreamMark) -> float:
+        """Of two that are timed."""
+        milliseconds: float = self._event.elapsed_time(later._event)
+        return milliseconds / 1000
+
+
+# by device, and whether they are timed; one that a thread takes or gives is taken or given whole
+FREE_EVENTS: dict[tuple[torch.device, bool], list[torch.cuda.Event]] = defaultdict(list)
+
+
 class CudaMemory(DeviceMemory):
     """Copies run on two side streams, one for each direction, so that both are used at once; what
     is beside the current stream on a third."""
@@ -184,12 +243,28 @@ class CudaMemory(DeviceMemory):
     def copy_all(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> CopyTicket:
         to_host = not pairs[0][0].is_cuda
         stream = self._out if to_host else self._in
-        stream.wait_stream(torch.cuda.current_stream(self.device))
+        mark = StreamMark(torch.cuda.current_stream(self.device))
+        mark.order(stream)
         with torch.cuda.stream(stream):
             for dst, src in pairs:
                 dst.copy_(src, non_blocking=True)
-            event = stream.record_event()
-        return EventTicket(event, self.device, to_host, list(pairs))
+        mark.move(stream)
+        return EventTicket(mark, self.device, to_host, list(pairs))
+
+    def mover(self) -> Mover:
+        asked = StreamMark(torch.cuda.current_stream(self.device))
+
+        def move(dst: Tensor, src: Tensor) -> None:
+            if dst.is_cuda == src.is_cuda:
+                copy_alone(dst, src)
+                return
+            stream = self._in if dst.is_cuda else self._out
+            asked.order(stream)
+            with torch.cuda.stream(stream):
+                dst.copy_(src, non_blocking=True)
+            StreamMark(stream).settle()
+
+        return move
 
     @contextmanager
     def behind_copies(self) -> Iterator[None]:
@@ -198,14 +273,13 @@ class CudaMemory(DeviceMemory):
 
     def beside(self, works: Sequence[Callable[[], None]]) -> Sequence[BesideTicket]:
         current, tickets = torch.cuda.current_stream(self.device), []
-        self._aside.wait_stream(current)
+        StreamMark(current).order(self._aside)
         try:
             with torch.cuda.stream(self._aside):
-                begun = self._aside.record_event(torch.cuda.Event(enable_timing=True))
+                begun = StreamMark(self._aside, timed=True)
                 for work in works:
                     work()
-                    ended = self._aside.record_event(torch.cuda.Event(enable_timing=True))
-                    tickets.append(_Aside(begun, ended, self.device))
+                    tickets.append(_Aside(begun, StreamMark(self._aside, timed=True), self.device))
         except BaseException:
             current.wait_stream(self._aside)  # nobody else will come behind what was given
             raise
@@ -220,60 +294,60 @@ class EventTicket:
     until then the ticket keeps what is copied, as its `ends`.
     """
 
-    event: torch.cuda.Event
+    mark: StreamMark
     device: torch.device
     to_host: bool
     ends: list[tuple[Tensor, Tensor]]
 
     def ready(self) -> bool:
-        return bool(self.event.query())
+        return self.mark.ready()
 
     def order(self) -> None:
-        torch.cuda.current_stream(self.device).wait_event(self.event)
+        self.mark.order(torch.cuda.current_stream(self.device))
         self.ends.clear()
 
     def wait(self) -> None:
         self.order()
         if self.to_host:
-            self.event.synchronize()
+            self.mark.settle()
 
     def settle(self) -> None:
         self.order()
-        self.event.synchronize()
+        self.mark.settle()
 
 
 @dataclass(slots=True)
 class _Aside:
     """Work on the third stream; what it reads and writes is freed behind `order`, not before."""
 
-    begun: torch.cuda.Event
-    ended: torch.cuda.Event
+    begun: StreamMark
+    ended: StreamMark
     device: torch.device
-    asked: torch.cuda.Event | None = None  # on the stream that came behind it first
+    asked: StreamMark | None = None  # on the stream that came behind it first
 
     def ready(self) -> bool:
-        return bool(self.ended.query())
+        return self.ended.ready()
 
     def order(self) -> None:
         current = torch.cuda.current_stream(self.device)
         if self.asked is None:
-            self.asked = current.record_event(torch.cuda.Event(enable_timing=True))
-        current.wait_event(self.ended)
+            self.asked = StreamMark(current, timed=True)
+        self.ended.order(current)
 
     def wait(self) -> None:
         self.order()
 
     def settle(self) -> None:
         self.order()
-        self.ended.synchronize()
+        self.ended.settle()
 
     def times(self) -> tuple[float, float]:
-        self.ended.synchronize()
+        self.ended.settle()
         waited = 0.0
         if self.asked is not None:
-            self.asked.synchronize()
-            waited = max(0.0, self.asked.elapsed_time(self.ended) / 1000)
-        return self.begun.elapsed_time(self.ended) / 1000, waited
+            self.asked.settle()
+            waited = max(0.0, self.asked.seconds_to(self.ended))
+        return self.begun.seconds_to(self.ended), waited
 
 
 def memory_of(device: torch.device) -> Memory:

@@ -98,6 +98,11 @@ class SteppedViews(Protocol):
         """Equal where `pieces` of blocks that borrow nothing are the same memory; None: unknown."""
         ...
 
+    def leaving(self, block: Block, weight: Tensor | None) -> Sequence[tuple[Tensor, Tensor]]:
+        """Copies of its updated parameters to files, to be made with those of its state and before
+        `updated`. weight: [n] beside its state, if masters are split."""
+        ...
+
     def updated(self, block: Block) -> None:
         """`pieces` of this block are not used any more."""
         ...

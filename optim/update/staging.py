@@ -35,6 +35,8 @@ class DeviceStaging:
         self._states = _Ring(memory, self.count)
         self._params = _Ring(memory, self.count)
         self._grads = _Ring(memory, self.count)
+        self._memory = memory
+        self._host = torch.empty(0)  # pinned, on the way to host memory that is not
         self._states.grow(reserved.state_bytes)
         self._params.grow(reserved.param_bytes)
         self._grads.grow(reserved.grad_bytes)
@@ -63,6 +65,13 @@ class DeviceStaging:
     def grad(self, numel: int, dtype: torch.dtype) -> Tensor:
         """[numel] for a gradient, with anything in it."""
         return self._grads.take(numel, dtype)
+
+    def host(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """[numel] in host memory, with anything in it; until the next call."""
+        words = -(-numel * dtype.itemsize // torch.float32.itemsize)
+        if self._host.numel() < words:
+            self._host = self._memory.allocate_host(words, torch.float32)
+        return self._host.view(dtype)[:numel]
 
 
 class _Ring:

@@ -36,7 +36,8 @@ from gemini.optim.rules.clipping import Clip
 from gemini.optim.rules.control_vector import ControlVector
 from gemini.optim.rules.report import Outcome, Traffic
 from gemini.optim.rules.rule import UpdateRule
-from gemini.optim.state.memory import Memory, memory_of
+from gemini.optim.rules.state_layout import WEIGHT
+from gemini.optim.state.memory import Memory, StreamMark, memory_of
 from gemini.optim.state.pieces import Piece, Planes, Resident, SteppedViews
 from gemini.optim.state.space import Block
 from gemini.ranges import named
@@ -158,7 +159,7 @@ class TritonUpdater:
     def read_measure(self) -> tuple[float, ParamId | None]:
         """What `measure` found, read by the host: sum of |g|^p, first bad counter. Waits."""
         self.finish_measure()
-        control = self.control.tolist()
+        control = self.control_vector.values()
         bad = int(control[BAD])
         return control[SUM], ParamId(bad - 1) if bad else None
 
@@ -193,12 +194,16 @@ class TritonUpdater:
             self._rule.name, self._groups, self._hyper, self.steps, self.present,
             self._coefficients, self.control, self._norm_tiles, with_norm, norm_type, self._votes,
         )  # fmt: skip
+        self.control_vector.changed()
 
     def update_staged(self, block: Block, planes: Planes, views: SteppedViews) -> bool:
         touched = views.touches(block)
         if touched:
+            state = {name: plane for name, plane in planes.items() if name != WEIGHT}
             with named("update", "block", block.id):
-                self._update_from_host(0, block, planes, views).settle()
+                leaving = self._update_from_host(0, block, state, views)
+                leaving += views.leaving(block, planes.get(WEIGHT))
+                self._memory.copy_all(leaving).settle()
         views.updated(block)
         return touched
 
@@ -214,7 +219,8 @@ class TritonUpdater:
                     leaving[-self.staging.count].order()
                 turn = len(leaving) % self.staging.count
                 with named("update", "block", block.id):
-                    leaving.append(self._update_from_host(turn, block, planes, views))
+                    updated = self._update_from_host(turn, block, planes, views)
+                    leaving.append(self._memory.copy_all(updated))
             views.updated(block)
             yield block, leaving[-1] if touched else None
         for ticket in leaving[-self.staging.count :]:
@@ -222,8 +228,8 @@ class TritonUpdater:
 
     def _update_from_host(
         self, turn: int, block: Block, planes: Planes, views: SteppedViews
-    ) -> CopyTicket:
-        """Bring the planes, update them, and begin to bring them back."""
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Bring the planes and update them; the copies that bring them back."""
         staged = self.staging.planes(turn, planes)
         self._memory.copy_all([(staged[name], planes[name]) for name in planes]).order()
         # only now: views may read the master
@@ -235,7 +241,7 @@ class TritonUpdater:
         self._run(ops.update_now, tables, staged)
         nbytes = sum(plane.nbytes for plane in planes.values())
         self._moved += Traffic(host_to_device=nbytes, device_to_host=nbytes)
-        return self._memory.copy_all([(planes[name], staged[name]) for name in planes])
+        return [(planes[name], staged[name]) for name in planes]
 
     def reserve(self, reserved: Reserved) -> None:
         """Staging of these sizes from now on; between steps."""
@@ -339,20 +345,19 @@ class DeviceOutcome:
 
     def __init__(self, updater: TritonUpdater, names: Sequence[str] | None) -> None:
         control = updater.control
-        self._event: torch.cuda.Event | None = None
+        self._mark: StreamMark | None = None
         self._control = torch.empty_like(control, device="cpu", pin_memory=control.is_cuda)
         self._control.copy_(control, non_blocking=True)
         if control.is_cuda:
-            self._event = torch.cuda.Event()
-            self._event.record(torch.cuda.current_stream(control.device))
+            self._mark = StreamMark(torch.cuda.current_stream(control.device))
         self._names = names  # of the counters; None where nothing was measured here
 
     def ready(self) -> bool:
-        return self._event is None or bool(self._event.query())
+        return self._mark is None or self._mark.ready()
 
     def wait(self) -> Outcome:
-        if self._event is not None:
-            self._event.synchronize()
+        if self._mark is not None:
+            self._mark.settle()
         bad = int(self._control[BAD])
         where = None
         if bad and self._names is not None:

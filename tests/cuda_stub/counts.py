@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 OURS = tuple(f"{ROOT / folder}{os.sep}" for folder in ("gemini", "optim", "kernels_triton", "io"))
-FRAMES = 2  # of ours, in the place of a wait
+FRAMES = 3  # of ours, in the place of a wait
 
 
 @dataclass

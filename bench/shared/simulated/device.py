@@ -21,6 +21,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from gemini.optim.state.memory import Mover, copy_alone
 from gemini.tickets import CopyTicket
 
 from .copies import SeveralTickets, SimCopy, SimTicket, addresses, overlap
@@ -54,6 +55,7 @@ class SimBackend:
         self.stalls = 0  # the device waited for a copy to the host, and had nothing to do meanwhile
         self.starved = 0  # the same, for one to the device
         self.to_host_bytes = self.to_device_bytes = 0  # copied so far
+        self.moved = 0  # copies that were done when they returned
 
     # -- memory --
 
@@ -133,6 +135,22 @@ class SimBackend:
     def copy(self, dst: Tensor, src: Tensor) -> CopyTicket:
         with self.copying():
             return SimTicket(self, self._begun(dst, src))
+
+    def mover(self) -> Mover:
+        """See `optim.state.memory.Memory`: copies that are done when they return, and so are not
+        late; what they fill and read is under no other that nothing orders."""
+
+        def move(dst: Tensor, src: Tensor) -> None:
+            with self.copying():
+                for end in (dst, src):
+                    if self._pages.is_freed(end):
+                        raise AssertionError("a copy is given freed memory")
+                    if any(not copy.ordered for copy in self._touching(end)):
+                        raise AssertionError("a copy begins before another of its ends was ordered")
+                self.moved += 1
+                copy_alone(dst, src)
+
+        return move
 
     def _begun(self, dst: Tensor, src: Tensor) -> SimCopy:
         self._check_tickets()

@@ -113,7 +113,7 @@ class FileBlock:
         return there
 
     def give(self) -> None:
-        if self._copy is not None:
+        if self._copy is not None and not self._copy.ready():
             self._copy.settle()
         self._files.give(self._staged)
 

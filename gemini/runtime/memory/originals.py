@@ -49,7 +49,7 @@ class Originals:
         self._specs = specs  # as they were when the module was wrapped
         self._homes = homes
         self._device = device
-        self._config = replace(config, pin=None)  # pinned staging could not be given back
+        self._config = replace(config, pins=False)  # pinned staging could not be given back
         self._memory: dict[ChunkId, Tensor] = {}
         self._files: list[TensorFiles] = []
         self._in_file: set[ChunkId] = set()

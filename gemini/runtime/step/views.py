@@ -105,6 +105,8 @@ class ShardViews:
         self._loans: dict[BlockId, _Loan] = {}
         self._leaving: deque[CopyTicket] = deque()  # parameters on their way to host memory
         self._signature: object | None = None
+        self._left: set[BlockId] = set()  # whose new weights have left with their state
+        self._saving: tuple[CopyTicket, Tensor, Tensor] | None = None  # to here, by way of there
         self._held: list[Held] = []  # by shard; see `hold`
         self._borrowing = {
             shard
@@ -220,6 +222,8 @@ class ShardViews:
 
     def updated(self, block: Block) -> None:
         """Take back what the update of a block worked on; its parameters go where they live."""
+        if self._saving is not None:
+            self._end_save(*self._saving)
         loan = self._loans.pop(block.id, None)
         ahead = self._ahead.pop(block.id, None)
         if ahead is not None:  # no parameter of it was updated
@@ -277,12 +281,43 @@ class ShardViews:
         self.end()
 
     def save(self, block: Block, undo: Callable[[], Tensor]) -> bool:
-        if self._chunks[block.shard].files is not None:  # files keep their last version
+        chunk = self._chunks[block.shard]
+        if chunk.files is not None:  # files keep their last version
             return False
-        copy_alone(undo(), self._shard_of(block))
+        if block.id in self._left:
+            return True
+        into = undo()
+        if self._staging is None or chunk.shard_on_host:
+            copy_alone(into, self._shard_of(block))
+            return True
+        assert self._saving is None
+        through = into if into.is_pinned() else self._staging.host(block.numel, chunk.dtype)
+        ticket = self._memory.copy(through, self._part_of(self._memory_of(block.shard), block))
+        ticket.order()
+        self._saving = ticket, into, through
         return True
 
+    def _end_save(self, ticket: CopyTicket, into: Tensor, through: Tensor) -> None:
+        """What is to be saved has arrived at the latest with the state of its block."""
+        self._saving = None
+        if not ticket.ready():
+            ticket.settle()
+        if through is not into:
+            copy_alone(into, through)
+
+    def leaving(self, block: Block, weight: Tensor | None) -> Sequence[tuple[Tensor, Tensor]]:
+        loan = self._loans.get(block.id)
+        if loan is not None and loan.staged is not None and loan.param is not None:
+            updated, loan.param = loan.param, loan.staged.values
+            return [(loan.staged.values, updated)]
+        if weight is None or self._chunks[block.shard].shard_on_host:
+            return ()
+        self._left.add(block.id)
+        return [(weight, self._part_of(self._memory_of(block.shard), block))]
+
     def restore(self, block: Block, planes: Planes) -> None:
+        if self._saving is not None:
+            self._end_save(*self._saving)
         if self._chunks[block.shard].files is None:
             before = planes["param_undo"] if MASTER not in planes else planes[MASTER]
             self._shard_of(block).copy_(before)

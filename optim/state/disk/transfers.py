@@ -30,18 +30,17 @@ class BlockTransfers:
     # -- what a buffer holds --
 
     def planes(self, block: Block, buffer: Buffer) -> Planes:
-        """As an update takes them."""
-        key = buffer.index, block.numel, self._forms.parts[block.id].is_split
+        """As an update takes them: where masters are split, with room for the new `WEIGHT`."""
+        is_split = self._forms.is_split(block)
+        key = buffer.index, block.numel, is_split
         if key not in self._views:
-            self._views[key] = self._forms.planes(buffer, block)
+            planes = self._forms.planes(buffer, block)
+            if is_split:
+                planes[WEIGHT] = self.beside(block, buffer)
+            self._views[key] = planes
         return dict(self._views[key])
 
-    def planes_for_update(self, block: Block, buffer: Buffer) -> Planes:
-        """Where masters are split, with room for the new `WEIGHT`."""
-        planes = self.planes(block, buffer)
-        if self._forms.is_split(block):
-            planes[WEIGHT] = self.beside(block, buffer)
-        return planes
+    planes_for_update = planes
 
     def beside(self, block: Block, buffer: Buffer) -> Tensor:
         """[n]: what lies beside its planes."""

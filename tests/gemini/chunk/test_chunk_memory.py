@@ -97,6 +97,48 @@ def test_a_gradient_that_arrives_again_is_added():
     assert reduced(gradient)[:5].tolist() == [4.0] * 5
 
 
+def test_a_backward_of_a_gpu_packs_small_gradients_in_one_launch(monkeypatch):
+    """Whoever looks at the buffer before finds them in their places."""
+    launches = mock.Mock(side_effect=torch._foreach_copy_)
+    monkeypatch.setattr("gemini.chunk.gradient.is_launched", lambda grad: True)
+    monkeypatch.setattr(torch, "_foreach_copy_", launches)
+    first, second = torch.full((5,), 2.0), torch.full((100,), 3.0)
+    want = torch.zeros(S)
+    want[:5], want[64:164] = first, second
+
+    def packed(then=reduced):
+        gradient = ChunkGradient(spec_of("float32", 1), Memory(), Links(1))
+        gradient.add(0, first)
+        gradient.add(1, second)
+        launches.reset_mock()
+        return gradient, then(gradient)
+
+    assert torch.equal(packed()[1], want) and launches.call_count == 1
+    again, _ = packed(lambda gradient: gradient.add(0, first))
+    assert torch.equal(reduced(again)[:5], first * 2) and launches.call_count == 1
+    assert torch.equal(packed(lambda gradient: gradient.local(1))[1], second)
+    changed, _ = packed(lambda g: g.change_local(0, lambda grad: grad.neg_(), wide=False))
+    assert torch.equal(reduced(changed)[:5], -first)
+    left, _ = packed(lambda gradient: gradient.end_backward_unreduced())
+    left.add(0, first)
+    assert torch.equal(reduced(left)[:5], first * 2)
+    dropped, _ = packed(lambda gradient: gradient.drop())
+    dropped.add(1, second)
+    assert not reduced(dropped)[:5].any() and launches.call_count == 1
+
+
+def test_gradients_that_wait_for_others_are_few_and_small(monkeypatch):
+    monkeypatch.setattr("gemini.chunk.gradient.is_launched", lambda grad: True)
+    monkeypatch.setattr("gemini.chunk.gradient.PACKED_BYTES", 40)
+    monkeypatch.setattr("gemini.chunk.gradient.PACKED_TOGETHER", 1)
+    launches = mock.Mock()
+    monkeypatch.setattr(torch, "_foreach_copy_", launches)
+    gradient = ChunkGradient(spec_of("float32", 1), Memory(), Links(1))
+    for slot, numel in enumerate(NUMELS):
+        gradient.add(slot, torch.ones(numel))
+        assert launches.call_count == 1
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_what_is_reduced_later_is_added_in_fp32(world_size):
     gradient = gradient_of("bfloat16", world_size)

@@ -12,7 +12,7 @@ from torch import nn
 from bench.shared.models import seeded
 from bench.shared.reference import everything, same
 from bench.shared.threads import run_threads
-from gemini import AutoPlacement, GeminiDDP
+from gemini import AutoPlacement, GeminiDDP, StaticPlacement
 from gemini.chunk.sizing.model_specs import specs_of
 from gemini.memtracer.trace import sequential_trace
 from gemini.placement.tiers import Tier
@@ -82,6 +82,29 @@ def test_what_a_step_leaves_alone_keeps_its_bits_where_weights_are_in_files():
         for name, param in model.module.named_parameters():
             if "spare" in name:
                 assert torch.equal(param, start[name]), name
+
+
+def test_what_kernels_update_on_nvme_has_the_bits_of_the_device():
+    """Blocks of 4096 elements are those whose weights leave with what their masters lack; those
+    that were read before their step are saved first."""
+
+    def run(**where):
+        backend = device(by_triton=True)
+        with Apart(backend):
+            model = GeminiDDP(
+                Forked(64, 64), backend, StaticPlacement(), precision="bf16",
+                min_chunk_size_m=4160 / 2**20,
+            )  # fmt: skip
+            optimizer = HybridAdam(
+                model.parameters(), lr=1e-2, nvme=NvmeConfig(block_numel=4096), **where
+            )
+            for step in range(3):
+                model(torch.full((5, 64), 0.1 * step)).float().pow(2).mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return everything(model, optimizer)
+
+    assert same(run(nvme_offload_fraction=1.0), run())
 
 
 def test_what_the_user_writes_to_weights_in_host_memory_is_what_the_next_step_starts_from():

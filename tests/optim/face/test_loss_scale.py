@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels_triton import ops
-from kernels_triton.control_fields import BAD
+from kernels_triton.control_fields import BAD, LOSS_SCALE
 from kernels_triton.update.frame import NUM_COEFFICIENTS, NUM_HYPER
 from optim import LossScale
 from optim.rules.control_vector import ControlVector
@@ -111,6 +111,27 @@ def test_host_and_kernel_agree_on_any_schedule(steps, interval, hysteresis, grow
         one_prologue(device, overflow)
         assert host.read() == device.read() and float(host.used) == float(device.used)
     assert host.state_dict() == device.state_dict()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda vector: vector.scale.fill_(7.0),
+        lambda vector: vector.load_state_dict({"scale": 7, "good_steps": 0, "hysteresis_left": 2}),
+        lambda vector: vector.tensor.data[LOSS_SCALE].fill_(7.0) is vector.changed(),
+    ],
+    ids=["by torch", "by a checkpoint", "by a kernel"],
+)
+def test_what_was_read_for_the_norm_is_the_scale_until_that_changes(change, monkeypatch):
+    """The host waits for a device once."""
+    vector, read = ControlVector(OPTIONS, torch.device("cpu")), ControlVector.values
+    reads = []
+    monkeypatch.setattr(ControlVector, "values", lambda self: reads.append(0) or read(self))
+    assert vector.values()[LOSS_SCALE] == vector.read().scale == vector.read().scale
+    assert len(reads) == 1
+    change(vector)
+    assert vector.read().scale == float(vector.scale) != OPTIONS.initial_scale
+    assert len(reads) == 2
 
 
 def test_counters_survive_a_checkpoint():

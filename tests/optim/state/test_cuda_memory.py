@@ -2,17 +2,21 @@
 
 import gc
 import weakref
+from collections import defaultdict
 from contextlib import contextmanager
 
 import pytest
 import torch
 
+from optim.state import memory as memories
 from optim.state.memory import CudaMemory, DeviceMemory
 
 DEVICE = torch.device("cuda", 0)
 
 
 class Stream:
+    device = DEVICE
+
     def __init__(self, log, name):
         self.log, self.name = log, name
 
@@ -22,16 +26,17 @@ class Stream:
     def wait_event(self, event):
         self.log.append(f"{self.name} comes behind {event.name}")
 
-    def record_event(self, event=None):
-        event = event or Event()
+    def record_event(self, event):
         event.log, event.name = self.log, f"an event of {self.name}"
         if event.enable_timing:
             event.log.append(f"{self.name} is timed")
-        return event
 
 
 class Event:
+    num_made = 0
+
     def __init__(self, enable_timing=False):
+        Event.num_made += 1
         self.enable_timing, self.log, self.name = enable_timing, [], "nothing"
 
     def elapsed_time(self, later):
@@ -73,6 +78,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: streams[-1])
     monkeypatch.setattr(torch.cuda, "stream", current)
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(memories, "FREE_EVENTS", defaultdict(list))
     return log, streams, CudaMemory(DEVICE)
 
 
@@ -92,7 +98,7 @@ def ends(gpu, *, to_host):
 def test_a_copy_runs_beside_computing_on_a_stream_for_each_direction(to_host, side, gpu):
     log, _, memory = gpu
     ticket = memory.copy(*ends(gpu, to_host=to_host))
-    assert log == [f"{side} comes behind compute", f"{side} copies"]
+    assert log == [f"{side} comes behind an event of compute", f"{side} copies"]
     log.clear()
     ticket.wait()
     waits = [f"the host waits for an event of {side}"] if to_host else []
@@ -115,6 +121,48 @@ def test_what_is_copied_lives_until_the_device_comes_behind_the_copy_and_no_long
     ticket.order()
     gc.collect()
     assert alive() is None
+
+
+def test_an_event_is_recorded_again_when_nobody_can_ask_for_what_it_marked(gpu):
+    """Not when its ticket was ordered: `settle` may yet follow."""
+    log, _, memory = gpu
+    before = Event.num_made
+    tickets = [memory.copy(*ends(gpu, to_host=True)) for _ in range(2)]
+    for ticket in tickets:
+        ticket.order()
+    tickets.append(memory.copy(*ends(gpu, to_host=False)))
+    assert Event.num_made - before == 3
+    tickets.clear()
+    del ticket
+    for _ in range(5):
+        memory.copy(*ends(gpu, to_host=False)).order()
+    tickets = [memory.copy(*ends(gpu, to_host=to_host)) for to_host in (True, False)]
+    tickets[0].settle()
+    assert log[-1] == "the host waits for an event of out"
+    assert Event.num_made - before == 3
+
+
+@pytest.mark.parametrize(("to_host", "side"), [(True, "out"), (False, "in")])
+def test_blocks_of_files_move_beside_computing_behind_what_it_was_given_when_they_were_asked_for(
+    to_host, side, gpu
+):
+    log, streams, memory = gpu
+    move = memory.mover()
+    streams[0].name = "compute, later"
+    for _ in range(2):
+        move(*ends(gpu, to_host=to_host))
+    each = [
+        f"{side} comes behind an event of compute", f"{side} copies",
+        f"the host waits for an event of {side}",
+    ]  # fmt: skip
+    assert log == each * 2
+
+
+def test_a_block_of_a_file_for_the_host_is_copied_by_the_thread_that_asks(gpu):
+    log, _, memory = gpu
+    there, block = torch.zeros(3), torch.tensor([1.0, 2.0, 3.0])
+    memory.mover()(there, block)
+    assert torch.equal(there, block) and log == []
 
 
 def test_a_collective_comes_behind_the_copies_that_were_begun_and_computing_does_not(gpu):
@@ -153,7 +201,7 @@ def test_what_is_beside_runs_on_a_stream_of_its_own_and_who_asks_comes_behind_it
     runs = lambda: log.append(f"{streams[-1].name} computes")  # noqa: E731
     first, second = memory.beside([runs, runs])
     assert log == [
-        "aside comes behind compute",
+        "aside comes behind an event of compute",
         "aside is timed", "aside computes", "aside is timed", "aside computes", "aside is timed",
     ]  # fmt: skip
     log.clear()
@@ -174,8 +222,10 @@ def test_copies_of_what_is_beside_come_behind_that_and_not_behind_what_computes(
     log, _, memory = gpu
     dst, src = ends(gpu, to_host=False)
     memory.beside([lambda: memory.copy(dst, src).order()])
-    assert "in comes behind aside" in log and "aside comes behind an event of in" in log
-    assert not any(line.startswith(("in comes behind compute", "compute")) for line in log)
+    assert "in comes behind an event of aside" in log
+    assert "aside comes behind an event of in" in log
+    assert "in comes behind an event of compute" not in log
+    assert not any(line.startswith("compute") for line in log)
 
 
 def test_what_was_given_beside_before_an_error_is_behind_nobody_but_the_stream_that_computes(gpu):

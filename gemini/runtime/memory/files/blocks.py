@@ -89,6 +89,7 @@ class FileBlocks:
 
     def beside(self, count: int) -> FileBlocks:
         """For another thread, with `count` buffers of its own."""
+        # not pinned: such a thread updates on the host, which reads and fills them
         pool = BufferPool(count, self._pool.buffer_nbytes)
         return FileBlocks(self._places, self.store, pool, versioned=self._versioned)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from gemini.nvme import (
     read_ahead,
 )
 from gemini.optim.state.held_signals import HeldSignals
-from gemini.optim.state.memory import copy_alone
+from gemini.optim.state.memory import CpuMemory, Memory, Mover
 from gemini.ranges import named
 from gemini.tickets import Ticket
 from gemini.units import BLOCK_NUMEL, BlockId, ChunkId
@@ -46,7 +46,13 @@ class FileConfig:
     depth: int = 2  # blocks read ahead of their update
     label: str = ""
     meter: WriteMeter | None = None  # of the optimizer that these belong to
-    pin: Pin | None = None  # registers staging with the device
+    memory: Memory = field(default_factory=CpuMemory)  # tensors are there, or the host's
+    pins: bool = True  # staging, where that speeds up copies
+
+    @property
+    def pin(self) -> Pin | None:
+        """What registers staging with the device."""
+        return self.memory.pin if self.pins else None
 
     def checked_folder(self) -> Path:
         """Raises FolderError."""
@@ -75,38 +81,32 @@ class ReadTicket:
 
 @dataclass(frozen=True, slots=True)
 class _TensorFill:
-    """A tensor to be filled from a file, as if by the thread that asks: in its inference mode, and
-    behind what it has given a device until now."""
+    """A tensor to be filled from a file, as if by the thread that asks: in its inference mode."""
 
     chunk: ChunkId
     blocks: Sequence[BlockId]
     parts: Sequence[Tensor]  # [n] each
     behind: Ticket[None] | None  # an update of these blocks
     in_inference: bool
-    stream: torch.cuda.Stream | None  # of the device that `parts` are on
+    move: Mover  # into `parts`, behind what the device was given when this was asked for
 
     @staticmethod
     def of(
-        chunk: ChunkId, places: Places, into: Tensor, behind: Ticket[None] | None
+        chunk: ChunkId, places: Places, into: Tensor, behind: Ticket[None] | None, move: Mover
     ) -> _TensorFill:
         blocks, parts = places.ids_of(chunk), into.detach().split(places.block_numel)
-        stream = torch.cuda.current_stream(into.device) if into.is_cuda else None
-        return _TensorFill(chunk, blocks, parts, behind, torch.is_inference_mode_enabled(), stream)
+        return _TensorFill(chunk, blocks, parts, behind, torch.is_inference_mode_enabled(), move)
 
     def run(self, pool: BufferPool, begin: Callable[[BlockId, Buffer], Ticket[None]]) -> None:
         """As many reads are under way as there are buffers. Raises NvmeError; then none is."""
         parts = iter(self.parts)
         if self.behind is not None:
             self.behind.wait()
-        with (
-            named("read", "chunk", self.chunk),
-            torch.inference_mode(self.in_inference),
-            torch.cuda.stream(self.stream),
-        ):
+        with named("read", "chunk", self.chunk), torch.inference_mode(self.in_inference):
             for _, buffer, _ in read_ahead(pool, self.blocks, begin):
                 there = next(parts)
                 dtype, count = there.dtype, there.numel()
-                copy_alone(there, torch.frombuffer(buffer.view, dtype=dtype, count=count))
+                self.move(there, torch.frombuffer(buffer.view, dtype=dtype, count=count))
 
 
 class TensorFiles(FileBlocks):
@@ -130,7 +130,7 @@ class TensorFiles(FileBlocks):
         digest = hashlib.sha256(repr(places.tensors).encode()).hexdigest()[:16]
         plan = StoreLayout.plan(digest, nbytes, num_versions=2 if versioned else 1)
         store = BlockStore([config.checked_folder()], plan, label=config.label, meter=config.meter)
-        self._pin = config.pin
+        self._memory, self._pin = config.memory, config.pin
         pool = BufferPool(config.depth + 2, max(nbytes), config.pin)
         super().__init__(places, store, pool, versioned=versioned)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="files")  # starts when it is used
@@ -182,7 +182,7 @@ class TensorFiles(FileBlocks):
         self.store.check_process()  # the thread that reads is not in a forked child
         self._writes.drain()  # it has the buffers to itself
         self._reads = [read for read in self._reads if not read.done()]
-        fill = _TensorFill.of(chunk, self._places, into, behind)
+        fill = _TensorFill.of(chunk, self._places, into, behind, self._memory.mover())
         begin = partial(self._begin_read, latest=self.reads_latest)
         self._reads.append(self._reader.submit(fill.run, self._pool, begin))
         return ReadTicket(self._reads[-1], behind)
@@ -190,10 +190,11 @@ class TensorFiles(FileBlocks):
     def write(self, chunk: ChunkId, values: Tensor) -> None:
         """Write a whole tensor; `values` is free on return. Raises WriteBudgetError first."""
         self.store.check_step(self._written_bytes(chunk), "a tensor that leaves memory")
+        move = self._memory.mover()
         with named("write", "chunk", chunk), HeldSignals():  # else Ctrl-C may lose a staging buffer
             for i, part in enumerate(values.detach().split(self._places.block_numel)):
                 staged = self.block_to_fill(chunk, i)
-                copy_alone(staged.values, part)
+                move(staged.values, part)
                 self.write_block(chunk, i, staged)
 
     def replace(self, chunk: ChunkId, values: Tensor) -> None:
