@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from gemini.chunk.layout import ChunkLayout
 from gemini.chunk.storage import Chunk
 from gemini.memtracer.module_calls import in_backward
+from gemini.optim.rules.clipping import Clip
 from gemini.optim.rules.control_vector import ControlVector
 from gemini.placement.plan import Plan
-from gemini.runtime.comm.ballot import Scope
+from gemini.runtime.comm.ballot import Agreement, Scope
 from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.comm.links import Links
-from gemini.runtime.edits import PendingClip
 from gemini.runtime.memory.backend import Backend
 from gemini.runtime.memory.shard_storage import ShardStorage
 from gemini.runtime.memory.user_writes import UserWrites
@@ -92,6 +92,16 @@ class Speculates(Protocol):
     def forget(self) -> None:
         """All gradients were dropped."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class PendingClip:
+    """What the coming step clips to, and what was measured for it already."""
+
+    clip: Clip
+    norm: Tensor | None = None  # fp64 0-d, unscaled, where a norm was asked for
+    agreement: Agreement | None = None  # where the host knows it
+    present: tuple[bool, ...] | None = None  # where it does not: some rank has a gradient, by param
 
 
 @dataclass(eq=False, kw_only=True)
