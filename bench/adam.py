@@ -158,7 +158,7 @@ def cuda_variants(
     tensors: Tensors, device: torch.device, launch: tuple[int, int] | None = None
 ) -> Variants:
     """`launch`: elements of a tile and warps; None is what `choose_launch` answers."""
-    from gemini.kernels_triton.tiles import Launch
+    from gemini.kernels_triton.launch import Launch
     from gemini.optim.update.triton_update import TritonUpdater
 
     variants: Variants = {}

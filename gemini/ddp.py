@@ -23,8 +23,7 @@ from gemini.runtime.autograd.io_casts import Boundary
 from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.comm.connect import connect
 from gemini.runtime.engine import Engine
-from gemini.runtime.gradients.by_name import named_gradients
-from gemini.runtime.gradients.writable_pass import ChangeGradient, map_gradients
+from gemini.runtime.gradients.by_name import ChangeGradient, map_gradients, named_gradients
 from gemini.runtime.inspect.digest import digest
 from gemini.runtime.inspect.reports import MemoryReport, explain, memory_report, memory_timeline
 from gemini.runtime.memory.backend import Backend, make_backend

@@ -1,10 +1,9 @@
 """Triton kernels of the optimizer step. Import Triton, and so this package, only where it is used.
 
-launch.py    on which device, and in which interpreter
-tiles.py     segment and tile tables; launch choice
-rounding.py  loads and stores of all float types
-frame.py     the update of every optimizer, and its prologue
-adam.py, sgd.py, lion.py   two small functions each
+launch.py    on which device, in which interpreter, with how large tiles
+tiles.py     segment and tile tables, and the control vector
+rounding.py  loads and stores of all float types, and of split masters
+update/      the update of every optimizer, and its prologue (`frame.py`); two small functions each
 norm.py      norm, overflow check, pack
 ops.py       what the rest of the project calls: checked wrappers, registered with torch
 """

@@ -1,9 +1,10 @@
-"""Where kernels run: on the device of their tensors, or in an interpreter that works here."""
+"""How kernels are launched: on their tensors' device, or in an interpreter that works here."""
 
 from __future__ import annotations
 
 import os
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch
 
@@ -16,6 +17,27 @@ def is_interpreted() -> bool:
 def on(device: torch.device) -> AbstractContextManager[object]:
     """Triton launches on the current device and its current stream: make it that of the tensors."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How a kernel over tiles is launched; chosen by `choose_launch`, never tuned on live data."""
+
+    block: int  # elements of a tile
+    num_warps: int
+
+
+def choose_launch(bytes_per_element: int, interpreted: bool, largest_numel: int) -> Launch:
+    """The smaller tile of many planes leaves registers for 6 blocks a multiprocessor (sm_90).
+
+    The interpreter runs a tile as one numpy operation: there it is as large as the largest
+    segment, up to 2**16.
+    """
+    if interpreted:
+        return Launch(
+            block=min(1 << 16, 1 << max(6, (largest_numel - 1).bit_length())), num_warps=4
+        )
+    return Launch(block=4096 if bytes_per_element <= 16 else 1024, num_warps=4)
 
 
 def check_interpreter(triton: str, numpy: str) -> None:

@@ -11,9 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .control import C_BAD, C_BAD_RANK, C_SUM
 from .rounding import load, pointer, store
-from .tiles import T_COLUMNS, T_COUNTER, T_GRAD, T_NUMEL, T_PARAM
+from .tiles import C_BAD, C_BAD_RANK, C_SUM, T_COLUMNS, T_COUNTER, T_GRAD, T_NUMEL, T_PARAM
 
 NORM_BLOCK = 4096  # elements read at once
 NORM_ROUNDS = 8  # of them, one after the other, in a tile

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gemini.kernels_triton.update.adam import ADAM, AMSGRAD
+from gemini.kernels_triton.update.formulas import ADAM, AMSGRAD, LION, SGD
 from gemini.kernels_triton.update.frame import (
     COUNTERS_AT_ONCE,
     NUM_COEFFICIENTS,
@@ -19,8 +19,6 @@ from gemini.kernels_triton.update.frame import (
     prologue_kernel,
     update_kernel,
 )
-from gemini.kernels_triton.update.lion import LION
-from gemini.kernels_triton.update.sgd import SGD
 
 from .control_fields import NUM_CONTROL
 from .launch import on

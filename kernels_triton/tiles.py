@@ -1,9 +1,10 @@
-"""Segment and tile tables: what lets one launch update every segment of every shard.
+"""What kernels read by index: segment and tile tables, and the vector of `control_fields.py`.
 
-A segment is a run of elements of one parameter: the address of its parameter and of its gradient,
-its offset into the slab of every state plane, its length, its counter, which is the index of its
-parameter's step count and coefficients, and where in its parameter it starts. A tile is BLOCK
-elements of one segment, the work of one program. Both tables are device tensors.
+Tables let one launch update every segment of every shard. A segment is a run of elements of one
+parameter: the address of its parameter and of its gradient, its offset into the slab of every state
+plane, its length, its counter, which is the index of its parameter's step count and coefficients,
+and where in its parameter it starts. A tile is BLOCK elements of one segment, the work of one
+program. Both tables are device tensors.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from . import control_fields as fields
+
 # columns of the segment table, int64
 PARAM, GRAD, STATE, NUMEL, COUNTER, FIRST = range(6)
 NUM_COLUMNS = 6
@@ -22,32 +25,26 @@ T_PARAM, T_GRAD, T_STATE = tl.constexpr(PARAM), tl.constexpr(GRAD), tl.constexpr
 T_NUMEL, T_COUNTER = tl.constexpr(NUMEL), tl.constexpr(COUNTER)
 T_FIRST, T_COLUMNS = tl.constexpr(FIRST), tl.constexpr(NUM_COLUMNS)
 
+C_SUM, C_BAD, C_NORM = (tl.constexpr(c) for c in (fields.SUM, fields.BAD, fields.NORM))
+C_FACTOR, C_SKIP = tl.constexpr(fields.FACTOR), tl.constexpr(fields.SKIP)
+C_MAX_NORM, C_MAX_VALUE = tl.constexpr(fields.MAX_NORM), tl.constexpr(fields.MAX_VALUE)
+C_LOSS_SCALE, C_USED_SCALE = tl.constexpr(fields.LOSS_SCALE), tl.constexpr(fields.USED_SCALE)
+C_GOOD_STEPS = tl.constexpr(fields.GOOD_STEPS)
+C_HYSTERESIS_LEFT = tl.constexpr(fields.HYSTERESIS_LEFT)
+C_SKIPPED_STEPS = tl.constexpr(fields.SKIPPED_STEPS)
+C_GROWTH_FACTOR = tl.constexpr(fields.GROWTH_FACTOR)
+C_BACKOFF_FACTOR = tl.constexpr(fields.BACKOFF_FACTOR)
+C_GROWTH_INTERVAL = tl.constexpr(fields.GROWTH_INTERVAL)
+C_HYSTERESIS = tl.constexpr(fields.HYSTERESIS)
+C_MIN_SCALE, C_MAX_SCALE = tl.constexpr(fields.MIN_SCALE), tl.constexpr(fields.MAX_SCALE)
+C_BAD_RANK = tl.constexpr(fields.BAD_RANK)
+C_SEED = tl.constexpr(fields.SEED)
+
 TRITON_DTYPES = {
     torch.float32: tl.float32,
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """How a kernel over tiles is launched; chosen by `choose_launch`, never tuned on live data."""
-
-    block: int  # elements of a tile
-    num_warps: int
-
-
-def choose_launch(bytes_per_element: int, interpreted: bool, largest_numel: int) -> Launch:
-    """The smaller tile of many planes leaves registers for 6 blocks a multiprocessor (sm_90).
-
-    The interpreter runs a tile as one numpy operation: there it is as large as the largest
-    segment, up to 2**16.
-    """
-    if interpreted:
-        return Launch(
-            block=min(1 << 16, 1 << max(6, (largest_numel - 1).bit_length())), num_warps=4
-        )
-    return Launch(block=4096 if bytes_per_element <= 16 else 1024, num_warps=4)
 
 
 @dataclass(frozen=True, slots=True)

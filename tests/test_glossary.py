@@ -45,7 +45,7 @@ RETIRED = {
     "Put": "RunFiller",
     "Fill": "RunWalk, _TensorFill",
     "_Filling": "_ChunkBuilder, _BoxReader, _OpenUnit",
-    "Together": "TicketGroup, PipelineOwner, PipelineVote",
+    "Together": "TicketGroup, PipelineOwner",
     "ShardPart": "ShardSegment",
     "BlockPart": "BlockSegment",
     "shard_parts": "shard_segments",

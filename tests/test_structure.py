@@ -211,13 +211,13 @@ def test_tests_and_benches_ask_by_public_names():
 
 # What the house is now, each at most; who makes one smaller lowers it. Asked are 0 protocols, 20
 # reaches, no small file, functions of 80 lines and signatures of 14
-LONE_PROTOCOLS, REACHES, SMALL_FILES = 16, 87, 87
+LONE_PROTOCOLS, REACHES, SMALL_FILES = 7, 87, 24
 LARGEST_FILE, LONGEST_FUNCTION, WIDEST_SIGNATURE = 600, 112, 23
 
 
 def test_a_protocol_has_two_implementers():
     alone = {name: found for name, found in house.protocols().items() if len(found) < 2}
-    assert len(house.protocols()) > 30 and len(alone) <= LONE_PROTOCOLS, alone
+    assert len(house.protocols()) > 20 and len(alone) <= LONE_PROTOCOLS, alone
 
 
 def test_reaches_are_found():

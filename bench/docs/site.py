@@ -1,7 +1,8 @@
 """`make docs`: what mkdocs needs to know of this repository; mkdocs.yml names it twice.
 
 As a hook it adds pages that live outside of docs/: the front page is README.md. As an extension
-of griffe, which reads docstrings, it makes a list of the lines `name: what it is`.
+of griffe, which reads docstrings, it makes a list of the lines `name: what it is`, and finds
+folders that need no `__init__.py`.
 """
 
 from __future__ import annotations
@@ -57,3 +58,17 @@ class Arguments(griffe.Extension):
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring is not None:
             obj.docstring.value = with_lists(obj.docstring.value)
+
+    def on_module_members(self, *, mod: griffe.Module, **_: Any) -> None:
+        """Folders without an `__init__.py` are packages too, which griffe passes over."""
+        if mod.is_init_module and isinstance(mod.filepath, Path):
+            _add_folders(mod, mod.filepath.parent)
+
+
+def _add_folders(package: griffe.Module, folder: Path) -> None:
+    for inside in folder.iterdir():
+        init = inside / "__init__.py"
+        if any(inside.glob("*.py")) and not init.exists():
+            room = griffe.Module(inside.name, filepath=init, parent=package)
+            package.set_member(inside.name, room)
+            _add_folders(room, inside)

@@ -18,14 +18,14 @@ from gemini.checkpoint.dcp.reader import RunFiller
 from gemini.checkpoint.dcp.sources import CheckpointSource, open_source
 from gemini.checkpoint.format.errors import CorruptError, MismatchError
 from gemini.checkpoint.format.keys import COMMON, Keys, rank_key
-from gemini.checkpoint.model.extras import decode, set_random_state
+from gemini.checkpoint.model.extras import decode, set_random_state, take_over_stores
 from gemini.checkpoint.model.plain import load_plain
 from gemini.checkpoint.model.stages import parts_of
 from gemini.checkpoint.model.state import RunState, first_names, names_of
 from gemini.ddp import GeminiDDP
 from gemini.optim.base import TieredOptimizer
 
-from . import background, earlier_files
+from . import background
 from .save import raise_pending, runs_of
 
 log = logging.getLogger("gemini")
@@ -258,7 +258,7 @@ def _load_extras(
 
     ranks.together(lambda: _as_corrupt(put_back, source))
     if isinstance(optimizer, TieredOptimizer):
-        take_over = partial(earlier_files.take_over, common.get("files", {}), optimizer)
+        take_over = partial(take_over_stores, common.get("files", {}), optimizer)
         ranks.together(lambda: _as_corrupt(take_over, source))
     if scheduler is not None and common["scheduler"] is not None:
         scheduler.load_state_dict(common["scheduler"])

@@ -31,7 +31,7 @@ from gemini.checkpoint.format.errors import CheckpointError
 from gemini.checkpoint.format.folder import SaveFolder, saving_path
 from gemini.checkpoint.format.keys import Keys
 from gemini.checkpoint.format.manifest import Manifest
-from gemini.checkpoint.model.extras import encode, random_state
+from gemini.checkpoint.model.extras import encode, known_stores, random_state
 from gemini.checkpoint.model.plain import plain_state
 from gemini.checkpoint.model.plain_runs import PlainRuns, can_be_runs
 from gemini.checkpoint.model.stages import StagesState, parts_of
@@ -42,7 +42,7 @@ from gemini.optim.groups import as_torchs
 from gemini.tickets import Done, Ticket
 from gemini.units import parse_bytes
 
-from . import background, earlier_files
+from . import background
 
 log = logging.getLogger("gemini")
 
@@ -94,7 +94,7 @@ def save_checkpoint(
     folder = ranks.together(lambda: SaveFolder(target) if ranks.rank == 0 else None)
     file: RankFile | None = None
     try:
-        files = earlier_files.known(optimizer, ranks) if weights else {}
+        files = known_stores(optimizer, ranks) if weights else {}
         content = ranks.together(
             lambda: _content(model, optimizer, scheduler, extra, ranks, weights, files)
         )

@@ -15,10 +15,10 @@ from torch.autograd import profiler
 
 from gemini.dtypes import DTYPES
 from gemini.ranges import OFF, named
+from gemini.runtime.comm.links import Links
 from gemini.tickets import Ticket
 from gemini.units import ChunkId
 
-from .account import Account
 from .layout import ChunkSpec
 
 PACKED_BYTES = 64 << 10  # a gradient of at most so many is packed with others, if that is a launch
@@ -31,26 +31,6 @@ class Allocator(Protocol):
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor: ...
 
 
-class Sums(Protocol):
-    """Over all ranks of a sharding group."""
-
-    def reduce_scatter(self, shard: Tensor, payload: Tensor, label: int) -> Ticket[None]:
-        """`shard` is `payload` where one shard is all of it."""
-        ...
-
-
-class ReduceLinks(Protocol):
-    """What gradients need of their sharding group; see `gemini.runtime.comm.links`."""
-
-    rank: int
-    world_size: int
-    num_means: int  # ranks over which a gradient is the mean
-    is_alone: bool  # nothing is added to it: experts have the tokens of other ranks already
-
-    @property
-    def sums(self) -> Sums: ...
-
-
 class GradientOffload(Protocol):
     """Where reduced gradients wait for the step if not on the device: host memory or files."""
 
@@ -61,6 +41,16 @@ class GradientOffload(Protocol):
     def read(self, chunk: ChunkId, into: Tensor) -> Ticket[None]:
         """Begin to bring back what was written, in the same dtype."""
         ...
+
+
+@dataclass(slots=True)
+class Account:
+    """Bytes that chunks hold in memory: sums over all that are counted here, which they keep."""
+
+    payloads: int = 0  # gathered, on the device
+    device_shards: int = 0  # beside the payloads
+    host_shards: int = 0
+    gradients: int = 0  # on the device
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +87,7 @@ class ChunkGradient:
         self,
         spec: ChunkSpec,
         memory: Allocator,
-        links: ReduceLinks,
+        links: Links,
         travels_as: torch.dtype | None = None,
         offload: GradientOffload | None = None,
     ) -> None:

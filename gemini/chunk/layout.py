@@ -1,4 +1,4 @@
-"""From parameter specs to chunks, shards and segments. Pure.
+"""From parameters to their specs, and from those to chunks, shards and segments. Pure.
 
 W shards of a chunk (of its sharding group) · C capacity · S numel of a shard, all in elements
 
@@ -10,9 +10,10 @@ holds its parameters. So capacity that is left over is neither stored nor sent.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import TYPE_CHECKING, TypeVar
 
 from gemini.mesh.roles import WORLD
 from gemini.units import (
@@ -24,6 +25,10 @@ from gemini.units import (
     align_up,
 )
 
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+T = TypeVar("T")
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 # 1 MiB of fp32; what is smaller is packed: each chunk costs some microseconds a step
@@ -59,6 +64,29 @@ class ParamSpec:
     def key(self) -> GroupKey:
         """Parameters of different keys never share a chunk: frozen ones have no gradient."""
         return (self.group, self.dtype, self.trainable)
+
+
+def distinct(named: Iterable[tuple[str, T]]) -> list[tuple[T, tuple[str, ...]]]:
+    """Each parameter once, in registration order, with all its names."""
+    params: dict[int, T] = {}
+    names: dict[int, list[str]] = {}
+    for name, param in named:
+        params[id(param)] = param
+        names.setdefault(id(param), []).append(name)
+    return [(param, tuple(names[key])) for key, param in params.items()]
+
+
+def spec_of(param: Tensor, names: tuple[str, ...], dtype: str) -> ParamSpec:
+    """The spec of one parameter that is kept in `dtype`."""
+    return ParamSpec(names[0], tuple(param.shape), dtype, param.requires_grad, names[1:])
+
+
+def specs_of(model_or_specs: nn.Module | Sequence[ParamSpec], dtype: str) -> tuple[ParamSpec, ...]:
+    """The specs of a model whose parameters are all kept in `dtype`, or the specs given."""
+    if isinstance(model_or_specs, Sequence):
+        return tuple(model_or_specs)
+    named = distinct(model_or_specs.named_parameters(remove_duplicate=False))
+    return tuple(spec_of(param, names, dtype) for param, names in named)
 
 
 @dataclass(frozen=True, slots=True)

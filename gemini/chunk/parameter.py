@@ -7,74 +7,64 @@ that hold it go on working. It carries one attribute: the handle to its engine.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol, cast
+from functools import cache
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
 
-from gemini.optim.target import OWNER_ATTRIBUTE
+from gemini.optim.target import OWNER_ATTRIBUTE, ParameterOwner
 from gemini.units import ChunkId, ParamId
 
-from .gradient_view import works_in_place
 from .local import local_of
 
 
-class EngineHandle(Protocol):
-    """The engine, as a parameter sees it."""
+@dataclass(eq=False, frozen=True, slots=True)
+class EngineHandle:
+    """What the parameters of one engine ask of it.
 
-    @property
-    def all_gathered(self) -> bool:
-        """No chunk is ever released: there is nothing to fetch."""
-        ...
+    all_gathered: no chunk is ever released, so there is nothing to fetch.
+    arrive: one of an engine that is `all_gathered` is about to be read: a gather may be under way.
+    fetch: an operator is about to read parameters: fetch those that no module has in use. Returns
+        their chunks; empty where the modules that own the parameters are running.
+    check_address: raises RuntimeError outside a pass: an address would not stay that of the values.
+    fetched: that operator, of these arguments, made a result whose backward may read the chunks
+        again.
+    gradient_of: `.grad`: None without a gradient, else what stands for it.
+    set_gradient: `.grad = value`.
+    owns_memory_of: whether a tensor is a view of a chunk.
+    written: it may be written to in a way that its version does not show: through `.data`.
+    assign: `param.data = value`. Raises ValueError for another shape.
+    """
 
-    def arrive(self, param: ParamId) -> None:
-        """One of an owner that is `all_gathered` is about to be read: a gather may be under way."""
-        ...
-
-    def fetch(self, params: list[ParamId]) -> tuple[ChunkId, ...]:
-        """An operator is about to read parameters: fetch those that no module has in use.
-
-        Returns their chunks; empty where the modules that own the parameters are running.
-        """
-        ...
-
-    def check_address(self) -> None:
-        """Raise RuntimeError outside a pass: an address would not stay that of the values."""
-        ...
-
-    def fetched(self, chunks: tuple[ChunkId, ...], arguments: Any, result: Any) -> None:
-        """That operator made `result`, whose backward may read the chunks again."""
-        ...
-
-    def gradient_of(self, param: ParamId) -> Tensor | None:
-        """`.grad`: None without a gradient, else what stands for it."""
-        ...
-
-    def set_gradient(self, param: ParamId, value: Tensor | None) -> None:
-        """`.grad = value`."""
-        ...
-
-    def owns_memory_of(self, tensor: Tensor) -> bool:
-        """Whether a tensor is a view of a chunk."""
-        ...
-
-    def written(self, param: ParamId) -> None:
-        """It may be written to in a way that its version does not show: through `.data`."""
-        ...
-
-    def assign(self, param: ParamId, value: Tensor) -> None:
-        """`param.data = value`. Raises ValueError for another shape."""
-        ...
+    all_gathered: bool
+    arrive: Callable[[ParamId], None]
+    fetch: Callable[[list[ParamId]], tuple[ChunkId, ...]]
+    check_address: Callable[[], None]
+    fetched: Callable[[tuple[ChunkId, ...], Any, Any], None]
+    gradient_of: Callable[[ParamId], Tensor | None]
+    set_gradient: Callable[[ParamId, Tensor | None], None]
+    owns_memory_of: Callable[[Tensor], bool]
+    written: Callable[[ParamId], None]
+    assign: Callable[[ParamId, Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
 class ParamHandle:
-    """The way from a parameter to its engine."""
+    """The way from a parameter to its engine. owner: what attaches an optimizer to it."""
 
-    owner: EngineHandle
+    owner: ParameterOwner
+    engine: EngineHandle
     param: ParamId
+
+
+def works_in_place(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operator of torch writes to its first argument, or to `out`."""
+    name: str = getattr(func, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__")
+    return in_place or name.startswith(("__i", "__setitem__")) or "out" in kwargs
 
 
 class Leaving:
@@ -151,20 +141,44 @@ class ChunkView(Leaving, Tensor):
 def wrap_in_place(param: nn.Parameter, handle: ParamHandle) -> None:
     """Make `param` a ChunkParameter of `handle`'s engine; its identity stays."""
     released, gathered = _CLASSES[type(param)]
-    param.__class__ = gathered if handle.owner.all_gathered else released
+    param.__class__ = gathered if handle.engine.all_gathered else released
     setattr(param, OWNER_ATTRIBUTE, handle)
 
 
-def learn(plain: type, released: type, gathered: type, view: type) -> None:
-    """Another class of parameters: what they become when they are wrapped, and their views."""
-    _PARAMETERS.update((released, gathered))
-    _WRAPPED.update((released, gathered, view))
-    _VIEWS[plain] = view
-    _CLASSES[plain] = released, gathered
+@cache
+def learn_dtensors() -> None:
+    """What a DTensor parameter becomes: its local tensor is a view of a chunk.
+
+    Importing DTensor takes a second, and few need it.
+    """
+    from torch.distributed.tensor import DTensor
+
+    class ChunkDTensor(Leaving, DTensor):
+        """A parameter that torch has split."""
+
+        __torch_function__ = ChunkParameter.__torch_function__
+
+    class GatheredDTensor(ChunkDTensor):
+        """One of an engine that releases nothing; see `GatheredParameter`."""
+
+        __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+        data = GatheredParameter.data  # type: ignore[assignment]
+        grad = GatheredParameter.grad  # type: ignore[assignment]
+
+    class ChunkDTensorView(Leaving, DTensor):
+        """A view of a ChunkDTensor that is a DTensor: what reads it fetches the chunk again."""
+
+        __torch_function__ = ChunkParameter.__torch_function__
+
+    parameters = ChunkDTensor, GatheredDTensor
+    _PARAMETERS.update(parameters)
+    _WRAPPED.update((*parameters, ChunkDTensorView))
+    _VIEWS[DTensor] = ChunkDTensorView
+    _CLASSES[DTensor] = parameters
 
 
 def watch(param: nn.Parameter) -> None:
-    """Let operators on a GatheredParameter ask its owner, until `unwatch`."""
+    """Let operators on a GatheredParameter ask its engine, until `unwatch`."""
     param.__class__ = next(r for r, g in _CLASSES.values() if type(param) in (r, g))
 
 
@@ -219,11 +233,11 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         if not handles:
             return func(*args, **kwargs)
         if func == _SET_DATA and handles[0] is handle_of(args[0]):
-            return handles[0].owner.assign(handles[0].param, args[1])
+            return handles[0].engine.assign(handles[0].param, args[1])
         takes_data = func == _GET_DATA
         if takes_data or (has_views and works_in_place(func, kwargs)):
             for handle in handles:  # a view that is written to may come from `.data`
-                handle.owner.written(handle.param)
+                handle.engine.written(handle.param)
         return _compute(func, args, kwargs, handles, gives_views=takes_data or has_views)
 
 
@@ -232,10 +246,10 @@ def _use_gradient(func: Callable[..., Any], args: tuple[Any, ...]) -> Tensor | N
     handle = handle_of(args[0])
     assert handle is not None
     if func == _GET_GRAD:
-        found = handle.owner.gradient_of(handle.param)
+        found = handle.engine.gradient_of(handle.param)
         # until a forward thaws it, what autograd has left to a parameter that was frozen
         return _GET_GRAD(args[0]) if found is None else found
-    handle.owner.set_gradient(handle.param, args[1] if func == _SET_GRAD else None)
+    handle.engine.set_gradient(handle.param, args[1] if func == _SET_GRAD else None)
     return None
 
 
@@ -247,21 +261,21 @@ def _compute(
     *,
     gives_views: bool,
 ) -> Any:
-    """Fetch what an operator reads, run it, and let its owners know of what came out."""
+    """Fetch what an operator reads, run it, and let the engines know of what came out."""
     used: dict[EngineHandle, list[ParamId]] = {}
     for handle in handles:
-        if handle.owner.all_gathered:
-            handle.owner.arrive(handle.param)
+        if handle.engine.all_gathered:
+            handle.engine.arrive(handle.param)
         else:
-            used.setdefault(handle.owner, []).append(handle.param)
+            used.setdefault(handle.engine, []).append(handle.param)
     if func in _GIVES_ADDRESS:
-        for owner in used:
-            owner.check_address()
+        for engine in used:
+            engine.check_address()
     fetched: list[tuple[EngineHandle, tuple[ChunkId, ...]]] = []
-    for owner, params in used.items():
-        chunks = owner.fetch(params)
+    for engine, params in used.items():
+        chunks = engine.fetch(params)
         if chunks:
-            fetched.append((owner, chunks))
+            fetched.append((engine, chunks))
     if func in _GIVES_MEMORY_AWAY and used:
         result = _given_away(func, args, kwargs)
     else:
@@ -269,8 +283,8 @@ def _compute(
     if used or gives_views:
         for handle in handles:
             result = _mark_views(result, handle)
-    for owner, chunks in fetched:
-        owner.fetched(chunks, (args, kwargs), result)
+    for engine, chunks in fetched:
+        engine.fetched(chunks, (args, kwargs), result)
     return result
 
 
@@ -311,7 +325,7 @@ def _mark_views(result: Any, handle: ParamHandle) -> Any:
     view = _VIEWS.get(type(result))
     if view is not None:
         local = result if type(result) is Tensor else local_of(result)
-        if not handle.owner.owns_memory_of(local):
+        if not handle.engine.owns_memory_of(local):
             return result
         # in place: `as_subclass` puts a node of its own between the view and the parameter's, which
         # torch's pipelining and hooks in the manner of DDP look for

@@ -20,11 +20,11 @@ from torch.autograd import profiler
 from gemini.dtypes import DTYPES
 from gemini.optim.state.held_signals import HeldSignals
 from gemini.ranges import OFF, named
+from gemini.runtime.comm.links import Links
 from gemini.tickets import CopyTicket, Ticket
 from gemini.units import ChunkId, ParamId
 
-from .account import Account
-from .gradient import ChunkGradient, GradientOffload, ReduceLinks
+from .gradient import Account, ChunkGradient, GradientOffload
 from .layout import ChunkLayout, ChunkSpec
 
 
@@ -37,22 +37,6 @@ class Memory(Protocol):
     def allocate_host(self, numel: int, dtype: torch.dtype) -> Tensor: ...
     def copy(self, dst: Tensor, src: Tensor) -> CopyTicket: ...
     def behind_copies(self) -> AbstractContextManager[None]: ...
-
-
-class Gathers(Protocol):
-    """The ranks of one replica."""
-
-    def all_gather(self, payload: Tensor, shard: Tensor, label: int) -> Ticket[None]: ...
-
-
-class ChunkLinks(ReduceLinks, Protocol):
-    """What a chunk needs of its sharding group; see `gemini.runtime.comm.links`."""
-
-    num_replicas: int  # ranks that have the same shard and must come to the same
-    counts: bool  # this rank speaks for its shards; of ranks that have the same, one does
-
-    @property
-    def shards(self) -> Gathers: ...
 
 
 class ShardFiles(Protocol):
@@ -106,7 +90,7 @@ class Chunk:
         self,
         spec: ChunkSpec,
         memory: Memory,
-        links: ChunkLinks,
+        links: Links,
         *,
         never_released: bool = False,
         shard_on_host: bool = False,

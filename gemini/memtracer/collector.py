@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.nn.utils.stateless import _reparametrize_module
 
-from gemini.chunk.layout import ParamSpec
-from gemini.chunk.sizing.model_specs import specs_of
+from gemini.chunk.layout import ParamSpec, specs_of
 from gemini.trees import map_tensors, tensors_in
 from gemini.units import Bytes, ParamId
 

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemini.chunk.layout import ParamSpec
-from gemini.chunk.sizing.model_specs import specs_of
+from gemini.chunk.layout import ParamSpec, specs_of
 from gemini.memtracer.collector import trace
 from gemini.memtracer.trace import Trace, TraceMoment, model_digest
 from gemini.units import Bytes, ParamId

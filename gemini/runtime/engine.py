@@ -19,7 +19,13 @@ from torch import Tensor, nn
 from gemini.callers import torch_averages
 from gemini.chunk.layout import ChunkLayout
 from gemini.chunk.local import is_dtensor
-from gemini.chunk.parameter import ParamHandle, take_gradient, wrap_in_place
+from gemini.chunk.parameter import (
+    EngineHandle,
+    ParamHandle,
+    learn_dtensors,
+    take_gradient,
+    wrap_in_place,
+)
 from gemini.dtypes import DTYPES
 from gemini.memtracer.module_calls import in_backward
 from gemini.memtracer.trace import Trace
@@ -35,7 +41,7 @@ from gemini.runtime.autograd.calls import Calls
 from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.comm.connect import Connections
 from gemini.runtime.gradients.waiting import Gradients
-from gemini.runtime.inspect.start import say_start
+from gemini.runtime.inspect.reports import say_start
 from gemini.runtime.memory.backend import Backend
 from gemini.runtime.memory.files.tensor_files import FileConfig
 from gemini.runtime.memory.ledger import MemoryLedger
@@ -69,7 +75,7 @@ MAX_AGREEMENTS = 3  # steps at which ranks try to agree on a trace
 
 
 class Engine(Parts):
-    """One module on one rank; also what its parameters (`EngineHandle`) and its optimizer see."""
+    """One module on one rank; its parameters and its optimizer come to it."""
 
     target: ShardTarget | None
 
@@ -152,11 +158,6 @@ class Engine(Parts):
         self.gradients = Gradients(self, self.meetings, self._gradients_dropped)
         self.calls = Calls(self, self.meetings, self.gradients, self.promotion)
         self.window = Window(self, self.calls, self.meetings, self.gradients, self.promotion)
-        # what parameters ask of their owner
-        self.fetch, self.fetched = self.calls.fetch, self.calls.fetched
-        self.arrive = self.calls.arrive
-        self.owns_memory_of, self.written = self.calls.owns_memory_of, self.user_writes.written
-        self.gradient_of, self.set_gradient = self.gradients.of, self.gradients.set
         # what optimizers and the front door do
         self.call = self.meetings.call
         self.drop_gradients, self.zero_gradients = self.gradients.drop, self.gradients.zero_all
@@ -165,9 +166,21 @@ class Engine(Parts):
         before = {ParamId(i): take_gradient(param) for i, param in enumerate(params)}
         self.calls.listen()
         if any(map(is_dtensor, params)):
-            import gemini.chunk.split_parameter  # noqa: F401 - takes a second, and few need it
+            learn_dtensors()
+        handle = EngineHandle(
+            all_gathered=self.all_gathered,
+            arrive=self.calls.arrive,
+            fetch=self.calls.fetch,
+            check_address=self.check_address,
+            fetched=self.calls.fetched,
+            gradient_of=self.gradients.of,
+            set_gradient=self.gradients.set,
+            owns_memory_of=self.calls.owns_memory_of,
+            written=self.user_writes.written,
+            assign=self.assign,
+        )
         for i, param in enumerate(params):
-            wrap_in_place(param, ParamHandle(self, ParamId(i)))
+            wrap_in_place(param, ParamHandle(self, handle, ParamId(i)))
         refuse_other_optimizers()
         self.manager.before_release = self.user_writes.write_back
         self.manager.release_all()
@@ -283,7 +296,7 @@ class Engine(Parts):
                 f"{self.layout.params[param].name} of shape {tuple(mine.shape)} cannot be given "
                 f"data of shape {tuple(value.shape)}: a wrapped parameter keeps its size"
             )
-        self.fetch([param])
+        self.calls.fetch([param])
         with torch.no_grad():
             mine.copy_(value)
 

@@ -13,15 +13,15 @@ from gemini.chunk.layout import ChunkLayout
 from gemini.chunk.storage import Chunk
 from gemini.memtracer.module_calls import in_backward
 from gemini.mesh.roles import WORLD
+from gemini.optim.rules.clipping import Clip
 from gemini.optim.rules.control_vector import ControlVector
 from gemini.optim.target import Target
 from gemini.placement.plan import Plan
 from gemini.placement.timetable.allowed import OverlapFacts, against, allowed
 from gemini.placement.timetable.updates import AUTO
-from gemini.runtime.comm.ballot import Scope
+from gemini.runtime.comm.ballot import Agreement, Scope
 from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.comm.links import Links
-from gemini.runtime.edits import PendingClip
 from gemini.runtime.events import EngineEvents
 from gemini.runtime.memory.backend import Backend
 from gemini.runtime.memory.ledger import MemoryLedger
@@ -88,6 +88,16 @@ class Attached(Protocol):
     def close(self, keep_masters: bool = True) -> None:
         """Remove files and threads."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class PendingClip:
+    """What the coming step clips to, and what was measured for it already."""
+
+    clip: Clip
+    norm: Tensor | None = None  # fp64 0-d, unscaled, where a norm was asked for
+    agreement: Agreement | None = None  # where the host knows it
+    present: tuple[bool, ...] | None = None  # where it does not: some rank has a gradient, by param
 
 
 @dataclass(eq=False, kw_only=True)

@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
+from gemini.checkpoint.pretrained import load_pretrained
 from gemini.plan.ask import plan_for
+from gemini.plan.models import adapted
 from gemini.plan.words import five_lines
 from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.comm.connect import everyone
@@ -20,6 +23,7 @@ from gemini.runtime.comm.connect import everyone
 from .config import TrainConfig, as_yaml, check, parse, parser, read_config
 
 CONFIG, REPORT = "config.yaml", "report.html"
+PRECISION = "bf16"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -109,7 +113,6 @@ def prepare(config: TrainConfig) -> Job:
     from gemini.integrations.transformers import check_optim
 
     from .data import load
-    from .models import folder_of, loaded_model
     from .plan import hardware, training_of
     from .trainer import TuningTrainer, arguments, last_checkpoint
 
@@ -123,7 +126,7 @@ def prepare(config: TrainConfig) -> Job:
     optim: Any = args.optim
     check_optim(str(optim.value))
     comm = everyone(None, None)
-    folder = folder_of(config.model)
+    folder = _folder_of(config.model)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     with args.main_process_first():  # which leaves its rows to the others
         data = load(config, tokenizer)
@@ -140,7 +143,7 @@ def prepare(config: TrainConfig) -> Job:
         (out / CONFIG).write_text(as_yaml(config))
     asked = planned.asked
     options = {"placement_policy": asked.policy, "trace": asked.trace, "update": asked.update}
-    model = loaded_model(folder, config, options)
+    model = _loaded_model(folder, config, options)
     trainer = TuningTrainer(
         model, args, train_dataset=data.train, eval_dataset=data.held_out,
         processing_class=tokenizer, gemini=options if config.lora else None,
@@ -160,6 +163,34 @@ def check_same_run(config: TrainConfig, out: Path) -> None:
         raise ValueError(
             f"{out} has checkpoints of another run: {listed}; expected the same, or another --out"
         )
+
+
+def _folder_of(model: str) -> str:
+    """A folder as it is; an id on the hub as the folder that it is downloaded to."""
+    if Path(model).expanduser().is_dir():
+        return str(Path(model).expanduser())
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        found: str = snapshot_download(model, ignore_patterns=["*.bin", "*.pth", "*.gguf"])
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError) as error:
+        said = str(error).strip().splitlines()[0]
+        raise ValueError(f"--model {model} is no folder here, and the hub says: {said}") from None
+    return found
+
+
+def _loaded_model(folder: str, config: TrainConfig, options: dict[str, Any]) -> nn.Module:
+    """With its weights. Wrapped with `options` where all of it is trained: so it is never whole in
+    memory; under LoRA it is in the RAM of each rank until the trainer wraps it. All ranks call."""
+    if not config.lora:
+        return load_pretrained(folder, precision=PRECISION, force_outputs_fp32=True, **options)
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    torch.manual_seed(config.seed)  # the same adapters on all ranks
+    found: nn.Module = adapted(base, config.lora)
+    return found
 
 
 def _world_size() -> int:

@@ -8,8 +8,7 @@ if __name__ == "nvme":
     from gemini import names
 
     names.is_long(__name__)
-from gemini.nvme.checksum import PIECE_BYTES, checksum_of
-from gemini.nvme.engine import Engine, Transfer
+from gemini.nvme.engines import Engine, Transfer
 from gemini.nvme.engines.threads import ThreadEngine
 from gemini.nvme.errors import (
     ChecksumError,
@@ -38,7 +37,13 @@ from gemini.nvme.files.orphan_files import (
     remove_superseded,
 )
 from gemini.nvme.files.recovery import Recovered, recover
-from gemini.nvme.layout import FORMAT_VERSION, FormatError, StoreLayout
+from gemini.nvme.layout import (
+    FORMAT_VERSION,
+    PIECE_BYTES,
+    FormatError,
+    StoreLayout,
+    checksum_of,
+)
 from gemini.nvme.pinned import PinnedVersions
 from gemini.nvme.pipeline import WriteBehind, read_ahead, settle
 from gemini.nvme.pool import Buffer, BufferPool, Pin

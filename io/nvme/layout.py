@@ -8,6 +8,10 @@ The header says what the file is and never changes. The index says which version
 the committed one; it is written alternately into its two slots with a growing sequence number, so
 that a torn write leaves the slot before it. Only file 0 of a striped store has a live index: one
 write commits the whole store.
+
+The checksum of a block is a crc32 of those of its pieces, each computed while it is in cache: by
+isal where it is installed (some 25 GB/s a core), else by zlib (3 to 6): the same numbers. Both
+release the interpreter lock.
 """
 
 from __future__ import annotations
@@ -21,9 +25,15 @@ from itertools import groupby
 
 from gemini.units import PAGE_BYTES, align_up
 
+try:
+    from isal.isal_zlib import crc32 as crc32
+except ImportError:
+    from zlib import crc32 as crc32
+
 FORMAT_VERSION = 1
 MAGIC = b"GEMINIBS"
 NUM_VERSIONS = 2
+PIECE_BYTES = 4 << 20  # large transfers are split into pieces of this size
 
 _HEADER = struct.Struct("<8sIII")  # magic, format version, length and crc32 of the JSON behind it
 _INDEX = struct.Struct("<QQII")  # sequence number, step, number of blocks, crc32 of what follows
@@ -38,12 +48,25 @@ class FormatError(ValueError):
     """A file that is not a store of this format."""
 
 
+def checksum_of(data: bytes | memoryview) -> int:
+    """What the engines compute over pieces, of bytes in hand."""
+    pieces = [data[i : i + PIECE_BYTES] for i in range(0, len(data), PIECE_BYTES)]
+    return combine([crc32(piece) for piece in pieces])
+
+
+def combine(checksums: Sequence[int]) -> int:
+    """One crc32 for a transfer from those of its pieces."""
+    if not any(checksums):
+        return 0
+    return zlib.crc32(struct.pack(f"<{len(checksums)}I", *checksums))
+
+
 @dataclass(frozen=True, slots=True)
 class IndexEntry:
     """The committed state of one block."""
 
     version: int  # 0 or 1
-    checksum: int  # of the block's pieces, see `store.piece_checksum`; 0 where checksums are off
+    checksum: int  # of the block's pieces, see `combine`; 0 where checksums are off
 
 
 @dataclass(frozen=True, slots=True)

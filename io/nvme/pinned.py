@@ -16,7 +16,7 @@ from gemini.nvme.files.file import OpenFile
 from gemini.tickets import Ticket
 from gemini.units import BlockId
 
-from .engine import Engine, Transfer
+from .engines import Engine, Transfer
 from .engines.threads import ThreadEngine
 from .errors import ChecksumError
 from .layout import Extent

@@ -11,7 +11,7 @@ from pathlib import Path
 from gemini.nvme.files.file import OpenFile, check_folder, create_files, remove_files
 from gemini.tickets import Ticket
 
-from .engine import Engine, Transfer
+from .engines import Engine, Transfer
 from .engines.tensornvme import TensorNvmeEngine
 from .engines.threads import ThreadEngine
 from .engines.uring import UringEngine

@@ -26,7 +26,7 @@ from gemini.nvme.files.orphan_files import remove_stepless, store_name
 from gemini.tickets import Ticket
 from gemini.units import PAGE_BYTES, BlockId, align_up, format_bytes
 
-from .engine import Engine, Transfer
+from .engines import Engine, Transfer
 from .engines.threads import ThreadEngine
 from .errors import (
     ChecksumError,

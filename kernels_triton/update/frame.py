@@ -1,6 +1,6 @@
 """The frame of every optimizer kernel: one launch over a tile table, and its one-block prologue.
 
-An optimizer is two small `@triton.jit` functions (`adam.py`, `sgd.py`, `lion.py`):
+An optimizer is two small `@triton.jit` functions (`formulas.py`):
 
     coefficients(hyper, t) -> 10 fp32 vectors, from fp64 hyperparameters and step counts
     formula(param, grad, s0, s1, s2, coefficients) -> param, s0, s1, s2, in fp32
@@ -18,7 +18,20 @@ import numpy
 import triton
 import triton.language as tl
 
-from gemini.kernels_triton.control import (
+from gemini.kernels_triton.launch import check_interpreter, is_interpreted
+from gemini.kernels_triton.norm import finish_tiles, tally_votes
+from gemini.kernels_triton.rounding import (
+    join_master,
+    load,
+    load_bits,
+    noise,
+    pointer,
+    store,
+    store_low,
+    store_stochastic,
+    with_tie,
+)
+from gemini.kernels_triton.tiles import (
     C_BACKOFF_FACTOR,
     C_BAD,
     C_BAD_RANK,
@@ -39,12 +52,6 @@ from gemini.kernels_triton.control import (
     C_SKIPPED_STEPS,
     C_SUM,
     C_USED_SCALE,
-)
-from gemini.kernels_triton.launch import check_interpreter, is_interpreted
-from gemini.kernels_triton.norm import finish_tiles, tally_votes
-from gemini.kernels_triton.rounding import load, noise, pointer, store, store_stochastic
-from gemini.kernels_triton.split_master import join_master, load_bits, store_low, with_tie
-from gemini.kernels_triton.tiles import (
     T_COLUMNS,
     T_COUNTER,
     T_FIRST,

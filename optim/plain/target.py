@@ -13,7 +13,7 @@ from torch import Tensor
 from gemini.dtypes import DTYPES
 from gemini.nvme import BlockStore
 from gemini.optim.rules.clipping import Clip
-from gemini.optim.rules.config import StateConfig
+from gemini.optim.rules.config import StateConfig, UpdateFacts
 from gemini.optim.rules.control_vector import ControlVector
 from gemini.optim.rules.report import Outcome, SkipLog, StepReport
 from gemini.optim.rules.rule import UpdateRule
@@ -32,12 +32,16 @@ from gemini.optim.state.state_stream import (
     visit_runs,
 )
 from gemini.optim.state.tiered_state import TieredState
+from gemini.optim.step.cpu_step import CpuStep
 from gemini.optim.step.driver import TargetStep, take
+from gemini.optim.step.executor import Executor
+from gemini.optim.step.triton_step import TritonStep
 from gemini.optim.target import AmpInputs, Group, Target
+from gemini.optim.update.compiled_update import Mix
+from gemini.optim.update.updaters import cpu_updater
 from gemini.tickets import Done, Ticket
 from gemini.units import BLOCK_NUMEL
 
-from .executor import make_executor
 from .views import Order, PlainViews, dense_grad
 
 
@@ -347,3 +351,29 @@ def alike(new: Sequence[tuple[Tensor, int]]) -> list[tuple[list[Tensor], list[in
         params.append(param)
         groups.append(group)
     return list(found.values())
+
+
+def make_executor(
+    rule: UpdateRule, config: StateConfig, group_of: Sequence[int], params: Sequence[Tensor]
+) -> Executor:
+    """Of the host for parameters of the CPU, else Triton's.
+
+    `group_of[i]` is the param group of `params[i]`, which are of one device, float64 or not.
+    """
+    device = params[0].device
+    if device.type != "cpu":
+        return on_device(rule, group_of, device)
+    facts = UpdateFacts(
+        sum(param.numel() for param in params),
+        has_master=False,
+        is_float64=params[0].dtype == torch.float64,
+    )
+    dtypes = dict.fromkeys(param.dtype for param in params)
+    mixes = [Mix(dtype, dtype, has_master=False) for dtype in dtypes]
+    updater = cpu_updater(rule, config.cpu_path, facts, mixes)
+    return CpuStep(updater, len(params), ControlVector(None, device))
+
+
+def on_device(rule: UpdateRule, group_of: Sequence[int], device: torch.device) -> TritonStep:
+    """Triton's, whatever the device: that of tests is the CPU."""
+    return TritonStep(rule, group_of, ControlVector(None, device), memory_of(device))

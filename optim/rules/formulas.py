@@ -3,14 +3,23 @@
 Each function is pure: fp32 tensors in, new fp32 tensors out, no branch on their values. Scalars
 come as fp32 0-d tensors, rounded once from the fp64 values of `AdamCoefficients` and its like, so
 that every implementation starts from the same bits.
+
+Stochastic rounding of fp32 to bf16 adds 16 random bits below the bits that are kept, and cuts them
+off: the mean of a rounded value is the value, so that updates smaller than half a bf16 step are not
+lost. The bits are Philox4x64-10 (Salmon et al. 2011) with key (seed, parameter) and counter
+(1 + element // 16, step): they do not depend on where an element lives. `kernels_triton.rounding`
+makes the same bits.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
+
+ELEMENTS_PER_BLOCK = 16  # of noise: four words of 64 bits
 
 
 class AdamCoefficients(NamedTuple):
@@ -211,3 +220,23 @@ def lion(param: Tensor, grad: Tensor, exp_avg: Tensor, coefficients: Tensor) -> 
     update = exp_avg + w1 * (grad - exp_avg)
     param = param - lr * update.sign()
     return LionResult(param, exp_avg + w2 * (grad - exp_avg))
+
+
+def noise(seed: int, param: int, step: int, first: int, numel: int) -> Tensor:
+    """int32 [numel] in [0, 2**16) for elements [first, first + numel) of a parameter."""
+    skip = first % ELEMENTS_PER_BLOCK
+    generator = np.random.Philox(
+        key=np.array([seed, param], dtype=np.uint64),
+        # numpy counts up before it makes a block
+        counter=np.array([first // ELEMENTS_PER_BLOCK, step, 0, 0], dtype=np.uint64),
+    )
+    words: np.ndarray = generator.random_raw(-(-(skip + numel) // 4))
+    halves = torch.from_numpy(words.view(np.int16))[skip : skip + numel]
+    return halves.to(torch.int32).bitwise_and_(0xFFFF)
+
+
+def round_stochastic(values: Tensor, random: Tensor, out: Tensor) -> None:
+    """fp32 [n] to bf16 [n] `out`, up or down by `random` (from `noise`); NaN stays NaN."""
+    bits = random.add_(values.view(torch.int32)).bitwise_right_shift_(16).to(torch.int16)
+    out.copy_(bits.view(torch.bfloat16))
+    out.masked_fill_(values.isnan(), torch.nan)

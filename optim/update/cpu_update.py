@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from gemini.optim.rules.clipping import combined
-from gemini.optim.rules.rounding import noise, round_stochastic
+from gemini.optim.rules.formulas import noise, round_stochastic
 from gemini.optim.rules.rule import UpdateRule
 from gemini.optim.rules.split_master import SIGN, TIE, TIE_MASK
 from gemini.optim.state.held_signals import wait_all

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gemini.kernels_triton.tiles import Launch, SegmentRow, segment_table, tile_table
+from gemini.kernels_triton.launch import Launch
+from gemini.kernels_triton.tiles import SegmentRow, segment_table, tile_table
 from gemini.optim.state.memory import Memory
 from gemini.optim.state.pieces import Piece
 

@@ -28,9 +28,8 @@ from gemini.kernels_triton.control_fields import (
     SUM,
     USED_SCALE,
 )
-from gemini.kernels_triton.launch import is_interpreted
+from gemini.kernels_triton.launch import Launch, choose_launch, is_interpreted
 from gemini.kernels_triton.norm import NORM_WARPS
-from gemini.kernels_triton.tiles import Launch, choose_launch
 from gemini.kernels_triton.update.frame import NUM_COEFFICIENTS, NUM_HYPER
 from gemini.optim.rules.clipping import Clip
 from gemini.optim.rules.control_vector import ControlVector

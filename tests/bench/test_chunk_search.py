@@ -5,8 +5,7 @@ import pytest
 from torch import nn
 
 from bench import chunk_search
-from gemini.chunk.sizing.repeated_layers import repeated_blocks
-from gemini.chunk.sizing.search import search_chunk_configuration
+from gemini.chunk.sizing.search import repeated_blocks, search_chunk_configuration
 from gemini.plan import models
 
 MUST_REACH = [

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import gemini
 from gemini import AutoPlacement, GeminiDDP
-from gemini.chunk.sizing.model_specs import specs_of
+from gemini.chunk.layout import specs_of
 from gemini.memtracer.trace import sequential_trace
 from optim import HybridAdam, HybridLion, HybridSGD, LossScale, NvmeConfig
 from tests.support.loops.tails import PRECISIONS, SMALL, on_host, update_early

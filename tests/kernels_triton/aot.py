@@ -18,6 +18,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from kernels_triton.launch import choose_launch
 from kernels_triton.norm import (
     FINISH_AT_ONCE,
     NORM_BLOCK,
@@ -28,7 +29,6 @@ from kernels_triton.norm import (
     tally_kernel,
 )  # fmt: skip
 from kernels_triton.ops import KERNELS
-from kernels_triton.tiles import choose_launch
 from kernels_triton.update.frame import COUNTERS_AT_ONCE, prologue_kernel, update_kernel
 
 TARGETS = {

@@ -152,7 +152,7 @@ def test_a_plain_module_can_be_updated_by_triton(monkeypatch, tmp_path):
     """The path of CUDA parameters, here on CPU tensors in the interpreter; state on disk too."""
     import optim.plain.target
     from optim import HybridAdam, NvmeConfig
-    from optim.plain.executor import on_device
+    from optim.plain.target import on_device
     from tests.support.plain_training import make_params, train, update_error
 
     shapes = [(1,), (3,), (17,), (1023,), (1025,), (37, 977), (7, 11, 13)]

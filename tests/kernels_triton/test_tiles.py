@@ -2,7 +2,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels_triton.tiles import choose_launch, tile_table
+from kernels_triton.launch import choose_launch
+from kernels_triton.tiles import tile_table
 
 
 @given(st.lists(st.integers(0, 5000), min_size=1, max_size=30), st.sampled_from([64, 1024]))

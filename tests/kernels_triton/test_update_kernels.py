@@ -11,8 +11,8 @@ import torch
 
 from kernels_triton import ops
 from kernels_triton.control_fields import LOSS_SCALE, NUM_CONTROL
-from kernels_triton.launch import is_interpreted
-from kernels_triton.tiles import SegmentRow, choose_launch, segment_table, tile_table
+from kernels_triton.launch import choose_launch, is_interpreted
+from kernels_triton.tiles import SegmentRow, segment_table, tile_table
 from kernels_triton.update.frame import NUM_COEFFICIENTS, NUM_HYPER
 from optim.rules.formulas import adam_coefficients
 from tests.support.pairs import pairs

@@ -327,7 +327,7 @@ def test_checksums_are_those_of_zlib_whoever_computes_them():
     import random
     import zlib
 
-    from nvme.checksum import crc32
+    from nvme.layout import crc32
 
     for nbytes in (0, 1, 4095, 4 << 20):
         data = random.Random(nbytes).randbytes(nbytes)

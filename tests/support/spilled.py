@@ -6,7 +6,7 @@ import torch
 
 from bench.shared.models import Tower
 from gemini import AutoPlacement, GeminiDDP
-from gemini.chunk.sizing.model_specs import specs_of
+from gemini.chunk.layout import specs_of
 from gemini.memtracer.trace import sequential_trace
 from gemini.placement.tiers import Tier
 from optim import HybridAdam, NvmeConfig

@@ -1,7 +1,12 @@
-"""What torch's state dicts have no place for: counters, schedulers, random numbers, buffers, extra.
+"""What torch's state dicts have no place for: counters, schedulers, random numbers, buffers, extra,
+and which files of a run's stores are on disk.
 
 Each is one uint8 tensor, written by torch.save and read with `weights_only`. Numpy's generator is
 kept as plain numbers.
+
+Killed processes of a run leave files on disk, and a checkpoint knows them all by name. Who goes on
+from one removes those that hold no later step than it does. A store counts the steps of its own
+process, so a checkpoint says what each began at.
 """
 
 from __future__ import annotations
@@ -15,8 +20,10 @@ import numpy
 import torch
 from torch import Tensor
 
+from gemini.checkpoint.dcp.ranks import Ranks
 from gemini.checkpoint.format.errors import CheckpointError, CorruptError
 from gemini.checkpoint.untrusted.torch_files import safe_load
+from gemini.optim.base import TieredOptimizer
 
 
 def encode(what: str, value: Any) -> Tensor:
@@ -64,3 +71,20 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     random.setstate((version, tuple(internal), gauss))
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
+
+
+def known_stores(optimizer: torch.optim.Optimizer | None, ranks: Ranks) -> dict[str, Any]:
+    """What a checkpoint says of the stores of all ranks, see `stores_of_run`. Collective."""
+    mine: tuple[dict[str, int], int | None] = {}, None
+    if isinstance(optimizer, TieredOptimizer):
+        mine = optimizer.stores_of_run()
+    found = ranks.gather(mine)
+    began = {name: at for stores, _ in found for name, at in stores.items()}
+    return {"began": began, "step": min((n for _, n in found if n is not None), default=0)}
+
+
+def take_over_stores(saved: Mapping[str, Any], optimizer: TieredOptimizer) -> None:
+    """The optimizer goes on from where these were `known_stores`; empty: nothing was."""
+    if saved:
+        began = {str(name): int(at) for name, at in saved["began"].items()}
+        optimizer.go_on_from(int(saved["step"]), began)

@@ -31,15 +31,17 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gemini.chunk.layout import ITEMSIZE, ChunkLayout, GroupKey, ParamSpec, layout_order
+from gemini.chunk.layout import ITEMSIZE, ChunkLayout, GroupKey, ParamSpec, layout_order, specs_of
 from gemini.units import MIB, Numel
 
-from .model_specs import Model, specs_of
 from .packing import Ints, Packing, Sizes, exact_fits, pack
-from .repeated_layers import repeated_blocks
+
+if TYPE_CHECKING:
+    from torch import nn
 
 MIN_COLLECTIVE_BYTES = 16 * MIB
 MIN_CHUNKS = 8
@@ -47,6 +49,14 @@ MAX_WASTE = 0.01  # of used elements, gathered
 MAX_PEAK_FOR_WASTE = 1.1  # what a capacity that wastes less may cost, over the best one's peak
 TIE = 1.01  # costs are not known better than to 1 %
 MAX_CANDIDATES = 384
+
+
+@dataclass(frozen=True, slots=True)
+class RepeatedBlocks:
+    """The layers that a model is a stack of."""
+
+    count: int
+    largest_numel: int  # 0 where there are none
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +168,7 @@ class ChunkConfiguration:
 
 
 def search_chunk_configuration(
-    model_or_specs: Model | Sequence[ParamSpec],
+    model_or_specs: nn.Module | Sequence[ParamSpec],
     search_range_m: float | None = None,
     hidden_dim: int | None = None,
     min_chunk_size_m: float = 32,
@@ -322,3 +332,32 @@ def _longest_of_each(fits: Ints, interval: Ints) -> Ints:
     last = np.append(interval[1:] != interval[:-1], True)
     longest: Ints = fits[last]
     return longest
+
+
+def repeated_blocks(specs: Sequence[ParamSpec]) -> RepeatedBlocks:
+    """Items of a list whose children have the same names, the outermost of nested lists.
+
+    `h.0.attn.weight` and `h.1.attn.weight` are of two blocks, `h.0` and `h.1`. Items that are like
+    no other item of their list are looked into: `Sequential(backbone, head)` has the blocks of its
+    backbone.
+    """
+    numels = _count([(spec.name.split("."), spec.numel) for spec in specs])
+    return RepeatedBlocks(len(numels), max(numels, default=0))
+
+
+def _count(named: Sequence[tuple[list[str], int]]) -> list[int]:
+    """Numel of each block below; a name is the path from here to its parameter."""
+    items: dict[str, list[tuple[list[str], int]]] = {}
+    for path, numel in named:
+        if len(path) > 1:
+            items.setdefault(path[0], []).append((path[1:], numel))
+    alike: dict[tuple[str, ...], list[str]] = {}  # by the names of their children
+    for item, inside in items.items():
+        if item.isdecimal():
+            children = tuple(sorted({path[0] for path, _ in inside}))
+            alike.setdefault(children, []).append(item)
+    blocks = {item for same in alike.values() if len(same) > 1 for item in same}
+    numels = []
+    for item, inside in items.items():
+        numels += [sum(numel for _, numel in inside)] if item in blocks else _count(inside)
+    return numels

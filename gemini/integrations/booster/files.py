@@ -19,8 +19,7 @@ from gemini.checkpoint.model.stages import parts_of
 from gemini.checkpoint.save import raise_pending, save_checkpoint
 from gemini.checkpoint.untrusted.lazy_tensors import TensorSpec
 from gemini.checkpoint.weight_files import SAFETENSORS, TORCH, Format, WeightsWriter, spec_of
-from gemini.integrations.parallel import gathered
-from gemini.integrations.parallel.pipelined import Pipelined
+from gemini.integrations.parallel.pipelined import Pipelined, gathered_weights
 from gemini.integrations.parts import accept, inner_of
 from gemini.integrations.plugins import fsdp
 from gemini.nvme.files import calls
@@ -153,7 +152,7 @@ def begin(model: nn.Module, call: str) -> Ranks:
 def full_weights(model: nn.Module, ranks: Ranks) -> Mapping[str, Any]:
     """The state dict, whole on rank 0. Collective."""
     if isinstance(model, Pipelined):
-        return gathered.full_weights(model, ranks)
+        return gathered_weights(model, ranks)
     if hasattr(model, "set_requires_gradient_sync"):
         return fsdp.full_state(model)
     state: Mapping[str, Any] = model.state_dict()

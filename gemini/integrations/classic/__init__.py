@@ -6,8 +6,6 @@ from gemini.optimizer import GeminiAdamOptimizer as GeminiAdamOptimizer
 from gemini.optimizer import GeminiOptimizer as GeminiOptimizer
 
 from .bucketer import ReduceScatterBucketer as ReduceScatterBucketer
-from .checkpoints import load_checkpoint as load_checkpoint
-from .checkpoints import save_checkpoint as save_checkpoint
 from .handlers import GRADIENT_HANDLER as GRADIENT_HANDLER
 from .handlers import BaseGradientHandler as BaseGradientHandler
 from .sharded_v2 import ShardedModelV2 as ShardedModelV2
@@ -24,5 +22,7 @@ from .wrappers import ZeroInitContext as ZeroInitContext
 from .wrappers import get_current_device as get_current_device
 from .wrappers import get_static_torch_model as get_static_torch_model
 from .wrappers import init_chunk_manager as init_chunk_manager
+from .wrappers import load_checkpoint as load_checkpoint
+from .wrappers import save_checkpoint as save_checkpoint
 from .wrappers import zero_model_wrapper as zero_model_wrapper
 from .wrappers import zero_optim_wrapper as zero_optim_wrapper

@@ -9,7 +9,7 @@ from torch import nn
 
 from gemini.ddp import GeminiDDP
 from gemini.optim.base import TieredOptimizer
-from gemini.runtime.gradients.writable_pass import ChangeGradient
+from gemini.runtime.gradients.by_name import ChangeGradient
 
 Handler = TypeVar("Handler", bound="type[BaseGradientHandler]")
 

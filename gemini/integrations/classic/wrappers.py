@@ -1,10 +1,11 @@
-"""The functional and older names: wrappers by ZeRO stage, chunk managers, ShardedModelV2.
+"""The functional and older names: wrappers by ZeRO stage, chunk managers, checkpoints of epochs.
 
 They make a `GeminiDDP`, in fp16 unless they are told otherwise, as Colossal-AI did.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ import torch
 from torch import nn
 
 from gemini import ddp
+from gemini.checkpoint.load import load_checkpoint as load
+from gemini.checkpoint.save import save_checkpoint as save
 from gemini.chunk.sizing.search import ChunkConfiguration, search_chunk_configuration
 from gemini.integrations.options import (
     OPTIMIZER_SCALE,
@@ -346,3 +349,29 @@ def get_static_torch_model(
         )
     plain = static_copy(zero_ddp_model, everywhere=not only_rank_0)
     return None if plain is None else plain.to(device, dtype)
+
+
+def save_checkpoint(
+    file: str | os.PathLike[str],
+    epoch: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    lr_scheduler: Any = None,
+) -> None:
+    """`gemini.save_checkpoint` with an epoch; `file` is a folder here. All ranks call."""
+    save(file, model, optimizer, lr_scheduler, extra={"epoch": epoch})
+
+
+def load_checkpoint(
+    file: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    lr_scheduler: Any = None,
+    strict: bool = True,
+) -> int:
+    """The epoch with which it was saved, -1 where nobody said one. All ranks call.
+
+    Loads what `gemini.load_checkpoint` does, and raises what that raises.
+    """
+    extra = load(file, model, optimizer, lr_scheduler, strict=strict)
+    return int(extra.get("epoch", -1)) if isinstance(extra, dict) else -1

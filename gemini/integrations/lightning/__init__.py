@@ -19,9 +19,8 @@ except ImportError as error:
 
 from .colossal import ColossalAIStrategy
 from .fabric import GeminiFabricStrategy
-from .metrics import GeminiMetrics
 from .shared import GeminiFabricPrecision, GeminiPrecision, register
-from .trainer import GeminiStrategy
+from .trainer import GeminiMetrics, GeminiStrategy
 
 __all__ = [
     "ColossalAIStrategy",

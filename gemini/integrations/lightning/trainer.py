@@ -1,4 +1,4 @@
-"""GeminiStrategy: `Trainer(strategy=GeminiStrategy(...))`."""
+"""GeminiStrategy: `Trainer(strategy=GeminiStrategy(...))`; what its runs log: GeminiMetrics."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
@@ -20,6 +21,7 @@ from torch.distributed.constants import default_pg_timeout
 from gemini.checkpoint.format.folder import LATEST
 from gemini.ddp import GeminiDDP
 from gemini.integrations.torch_optimizers import convert
+from gemini.metrics import Metrics
 from gemini.optim.base import TieredOptimizer
 from gemini.placement.policy import Placement
 from gemini.runtime.wrap.materialise import init_empty
@@ -34,10 +36,7 @@ from .checkpoint import (
     refuse_changed,
     save_folder,
 )
-from .shared import Asked, GeminiPrecision, StepCasts, precision_of
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
+from .shared import Asked, GeminiPrecision, StepCasts, inner, precision_of
 
 
 class GeminiStrategy(DDPStrategy):
@@ -348,3 +347,26 @@ class GeminiStrategy(DDPStrategy):
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Lightning calls it for its own classes; ours are registered by `lightning`."""
+
+
+class GeminiMetrics(Callback):
+    """`Trainer(callbacks=[GeminiMetrics()])`: `gemini.Metrics`, every `log_every_n_steps`."""
+
+    _metrics: Metrics | None = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        model = trainer.strategy.model
+        if isinstance(model, GeminiDDP):
+            self._metrics = Metrics(model, inner(trainer.optimizers[0]))
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: LightningModule, *_: Any, **__: Any
+    ) -> None:
+        every = trainer.log_every_n_steps
+        if self._metrics is not None and every and not trainer.global_step % every:
+            pl_module.log_dict(self._metrics.as_dict())
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self._metrics is not None:
+            self._metrics.close()
+        self._metrics = None

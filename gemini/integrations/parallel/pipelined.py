@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from gemini.checkpoint.dcp.ranks import Ranks
 from gemini.ddp import GeminiDDP
 
 from .cut import TransformerStage
@@ -208,6 +210,28 @@ def _check_rows(batch: Any, rows: int) -> None:
                 f"the batch has {rows} rows, and a tensor of shape {tuple(value.shape)}; expected "
                 "tensors of as many rows, which are cut into micro-batches"
             )
+
+
+def gathered_weights(model: Pipelined, ranks: Ranks) -> dict[str, Tensor]:
+    """Of all stages, by name: on the CPU, on rank 0; empty on the others. All ranks call."""
+    own = {name: value for part in model for name, value in part.state_dict().items()}
+    said = ranks.gather([(name, value.shape, value.dtype) for name, value in own.items()])
+    found: dict[str, Tensor] = {}
+    known: set[str] = set()
+    group = ranks.group()
+    for rank, tensors in enumerate(said):
+        for name, shape, dtype in tensors:
+            if name in known:
+                continue  # of another rank with the same stage
+            known.add(name)
+            if rank == 0 and ranks.rank == 0:
+                found[name] = own[name].cpu()
+            elif ranks.rank == 0:
+                found[name] = torch.empty(shape, dtype=dtype)
+                dist.recv(found[name], group=group, group_src=rank)
+            elif ranks.rank == rank:
+                dist.send(own[name].cpu().contiguous(), group=group, group_dst=0)
+    return found
 
 
 def _part(batch: Any, index: int, count: int) -> Any:

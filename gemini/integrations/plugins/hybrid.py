@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -12,14 +12,15 @@ from torch import nn
 
 from gemini.ddp import GeminiDDP
 from gemini.integrations.options import FP16, SCALE, Case, handed, option, size
-from gemini.integrations.parallel.pipelined import STYLES, MicrobatchSchedule
+from gemini.integrations.parallel.cut import stages_of
+from gemini.integrations.parallel.pipelined import STYLES, MicrobatchSchedule, Pipelined
 from gemini.integrations.parallel.plans import TensorParallel
 from gemini.integrations.parallel.sizes import MeshSizes
 from gemini.integrations.parts import accept
 
-from .engine_plugin import ALL_KERNELS, FLASH, JIT, NORMS, TENSOR, EnginePlugin
+from .engine_plugin import ALL_KERNELS, FLASH, JIT, NORMS, TENSOR, EnginePlugin, made_ours
+from .plugin import params_of
 from .precision import BF16MixedPrecision, MixedPrecision, ScaledFP16
-from .stages import wrap_stages
 from .torch_plugins import TorchDDPPlugin
 from .zero_plugin import LowLevelZeroPlugin
 
@@ -212,7 +213,7 @@ class HybridParallelPlugin(EnginePlugin):
                 self.pp_style, self.num_model_chunks, self.num_microbatches, self.microbatch_size
             )
             layers = self.num_layers_per_stage
-            return wrap_stages(model, optimizer, schedule, layers, self.options(device))
+            return _wrap_stages(model, optimizer, schedule, layers, self.options(device))
         if self.tp_size > 1:
             return super().wrap(model, optimizer, None, device)
         if self.zero_stage:
@@ -240,3 +241,42 @@ class HybridParallelPlugin(EnginePlugin):
         if self.pp_size > 1:
             return nullcontext()  # gradients are reduced once a call of the schedule
         return (self._zero() if isinstance(model, GeminiDDP) else self._ddp()).no_sync(model)
+
+
+def _wrap_stages(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    schedule: MicrobatchSchedule,
+    layers: Sequence[int] | None,
+    options: dict[str, Any],
+) -> Pipelined:
+    """This rank's stages of a pipeline; the optimizer has their parameters alone.
+
+    layers: of every stage; None is as even as it goes. options: of `GeminiDDP`, with `mesh=`.
+    Raises ValueError, before anything is changed, for a model that cannot be cut, and for an
+    optimizer that has nothing of some rank's stages.
+    """
+    mesh = options["mesh"]
+    places = [schedule.stages(place, mesh["pp"].size()) for place in range(mesh["pp"].size())]
+    stages = stages_of(model, sum(map(len, places)), layers)
+    if optimizer is not None:
+        for place, theirs in enumerate(places):
+            _check_steps(optimizer, place, [stages[i] for i in theirs])
+        made_ours(optimizer, model)
+    mine = places[mesh.get_local_rank("pp")]
+    parts = [GeminiDDP(stages[i], **options) for i in mine]
+    if optimizer is not None:
+        here = {id(param) for part in parts for param in part.parameters()}
+        for group in optimizer.param_groups:
+            group["params"] = [param for param in group["params"] if id(param) in here]
+        optimizer.bind()  # type: ignore[attr-defined]
+    return Pipelined(model, parts, mesh, schedule)
+
+
+def _check_steps(optimizer: torch.optim.Optimizer, place: int, stages: Sequence[nn.Module]) -> None:
+    ours = {id(param) for param in params_of(optimizer)}
+    if not any(id(param) in ours for stage in stages for param in stage.parameters()):
+        raise ValueError(
+            f"the optimizer has no parameter of the stages of place {place} in the pipeline; "
+            "expected one over model.parameters(), or over some of every place"
+        )

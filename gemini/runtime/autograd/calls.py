@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports the compiler at once
 
+from gemini.chunk.layout import ChunkLayout
 from gemini.chunk.local import local_gradient
 from gemini.chunk.parameter import ChunkView, handle_of, take_gradient
-from gemini.chunk.state import TensorState
 from gemini.memtracer.module_calls import (
     Caller,
     GatherWhole,
@@ -34,12 +34,11 @@ from gemini.optim.state.held_signals import HeldSignals
 from gemini.runtime.gradients.waiting import Gradients
 from gemini.runtime.meetings import Meetings
 from gemini.runtime.parts import Parts, in_pass, settle
+from gemini.runtime.schedule.tensor_mgr import TensorState
 from gemini.runtime.step.promotion import Promotion
 from gemini.runtime.thaw import thaw
 from gemini.trees import tensors_in
 from gemini.units import ChunkId, ParamId
-
-from .refusals import refuse_double_backward, refuse_unscaled, say_what_is_left
 
 
 class Calls:
@@ -188,7 +187,7 @@ class Calls:
         on.
         """
         if torch.is_grad_enabled():
-            refuse_double_backward()
+            _refuse_double_backward()
         self._check_backward()
         self._entered |= scaled
         if self._reducer.active:
@@ -307,11 +306,11 @@ class Calls:
         """Autograd has the whole gradient of a parameter: pack it."""
         parts = self._parts
         if grad.requires_grad:
-            refuse_double_backward()
+            _refuse_double_backward()
         if not self._reducer.active:
             self.begin_backward()
         if parts.control_vector.active and not self._entered:
-            refuse_unscaled(parts.layout, param)
+            _refuse_unscaled(parts.layout, param)
         chunk = parts.chunks[parts.chunk_of[param]]
         watched = parts.ledger.watched and chunk.gradient.next_changes_memory
         if watched:
@@ -368,7 +367,7 @@ class Calls:
             return
         results = [t for t in tensors_in(result) if t.requires_grad and type(t) is not ChunkView]
         if results and self._parts.control_vector.active and not is_in_pass:
-            refuse_unscaled(self._parts.layout, caller.traced[0])
+            _refuse_unscaled(self._parts.layout, caller.traced[0])
         if results:
             others = [t for t in tensors_in(arguments) if handle_of(t) is None]
             self._modules.watch(caller, results, others, in_pass=is_in_pass)
@@ -409,7 +408,7 @@ class Calls:
         try:
             manager.prepare(chunks, in_cycle)
         except NvmeError as error:
-            say_what_is_left(self._parts, error)
+            _say_what_is_left(self._parts, error)
             raise
         if measured:
             self._collector.after_change()
@@ -467,3 +466,33 @@ def _unscaling_hook(calls: Calls, param: ParamId) -> Callable[[Tensor], Tensor |
         return None if calls is None else calls.taken_out(param, grad)
 
     return taken
+
+
+def _refuse_double_backward() -> NoReturn:
+    raise RuntimeError(
+        "a backward with create_graph=True cannot go through a wrapped module: gradients "
+        "are packed into chunks as they arrive, and have no graph"
+    )
+
+
+def _refuse_unscaled(layout: ChunkLayout, param: ParamId) -> NoReturn:
+    raise RuntimeError(
+        f"a loss reaches {layout.params[param].name}, or a parameter beside it, without "
+        "passing through the outputs of the GeminiDDP; in fp16 its gradient would carry no "
+        "loss scale. Compute that part inside the module's forward (or under torch.no_grad)"
+    )
+
+
+def _say_what_is_left(parts: Parts, error: NvmeError) -> None:
+    """A parameter could not be read: nothing can compute, and memory holds only a part."""
+    for chunk in parts.chunks:
+        with suppress(NvmeError):  # what was begun ahead may be lost too; then it is not there
+            chunk.wait_gathered()
+    chunks = [chunk for chunk in parts.chunks if chunk.gathered or chunk.files is None]
+    names = [parts.layout.params[slot.param].name for c in chunks for slot in c.spec.slots]
+    error.add_note(
+        f"{len(names)} of {len(parts.params)} parameters are in memory, with the 16 or 32 bits "
+        f"in which they compute; model.salvage() has {', '.join(names) or 'none'}. The others, "
+        "and fp32 masters on disk, are those of the last step if the disk comes back; "
+        "else load a checkpoint"
+    )

@@ -26,22 +26,19 @@ import time
 import weakref
 from collections.abc import Callable, Hashable
 from functools import cache
-from typing import Protocol, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 import torch.distributed as dist
 
+if TYPE_CHECKING:
+    from .communicator import Communicator
+
 _REST_SECONDS = 0.05  # until a thread that can run has run, on a busy machine
 
-
-class _Member(Protocol):
-    def leave_group(self) -> None:
-        """Use the group no more."""
+_members: weakref.WeakSet[Communicator] = weakref.WeakSet()
 
 
-_members: weakref.WeakSet[_Member] = weakref.WeakSet()
-
-
-def watch(member: _Member) -> None:
+def watch(member: Communicator) -> None:
     """It holds a group of several ranks, over gloo."""
     _at_exit()
     _members.add(member)

@@ -11,21 +11,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
+
+import torch.distributed as dist
 
 from .collective_log import PROPOSAL
-
-
-class Store(Protocol):
-    """The part of `torch.distributed.Store` that rounds need."""
-
-    def set(self, key: str, value: str) -> None: ...
-    def get(self, key: str) -> bytes: ...
-    def add(self, key: str, value: int) -> int: ...
-    def check(self, keys: list[str]) -> bool: ...
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
-    def wait(self, keys: list[str], timeout: timedelta) -> None: ...
-    def delete_key(self, key: str) -> bool: ...
 
 
 class Wish(NamedTuple):
@@ -59,7 +49,7 @@ class Wish(NamedTuple):
 class MeetingPoint:
     """The rounds of one group; its store is shared with nobody else."""
 
-    def __init__(self, store: Store, rank: int, world_size: int) -> None:
+    def __init__(self, store: dist.distributed_c10d.Store, rank: int, world_size: int) -> None:
         self._store = store
         self._rank = rank
         self._world_size = world_size

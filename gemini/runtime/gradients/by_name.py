@@ -1,19 +1,21 @@
-"""Gradients by name, between backward and step."""
+"""Reduced gradients by name, between backward and step: to read, and to change."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from gemini.chunk.local import full_tensor_of
-from gemini.chunk.storage import params_in
+from gemini.chunk.storage import Chunk, params_in
 from gemini.runtime.meetings import Meetings
 from gemini.runtime.parts import Parts
 
 from .values import reduce_what_is_left
 from .waiting import Gradients, clipped_by
+
+ChangeGradient = Callable[[str, Tensor], Tensor | None]  # of (parameter's name, flat fp32 part)
 
 
 def named_gradients(
@@ -43,3 +45,41 @@ def named_gradients(
         for param, values in params_in(parts.layout, chunk.spec, whole):
             if there[param]:
                 yield parts.layout.params[param].name, full_tensor_of(parts.params[param], values)
+
+
+@torch.no_grad()
+def map_gradients(
+    parts: Parts, meetings: Meetings, gradients: Gradients, change: ChangeGradient
+) -> None:
+    """Let `change` see and replace each parameter's part on this rank; see `GeminiDDP`."""
+    meetings.call("map_gradients()")
+    gradients.check_complete()
+    if not parts.reducer.synchronise:
+        raise RuntimeError("map_gradients() inside no_sync: gradients are not reduced yet")
+    if parts.pending_clip is not None:
+        raise RuntimeError(
+            "map_gradients() after gradients were clipped; change them first, then clip"
+        )
+    there = reduce_what_is_left(parts)
+    gradients.settle()
+    for chunk in parts.chunks:
+        if chunk.gradient.exists and any(there[slot.param] for slot in chunk.spec.slots):
+            chunk.gradient.change(_over(parts, chunk, there, change), wide=True)
+    gradients.settle()  # norms that were measured are of other values
+
+
+def _over(
+    parts: Parts, chunk: Chunk, there: Sequence[bool], change: ChangeGradient
+) -> Callable[[Tensor], None]:
+    scale = parts.control_vector.scale.float()
+
+    def over(shard: Tensor) -> None:
+        for part in parts.layout.shard_segments(chunk.spec, chunk.rank):
+            if not there[part.param]:
+                continue
+            run = shard[part.offset : part.offset + part.numel]
+            values = run / scale
+            changed = change(parts.layout.params[part.param].name, values)
+            run.copy_((values if changed is None else changed) * scale)
+
+    return over

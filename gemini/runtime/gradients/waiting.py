@@ -4,28 +4,59 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from gemini.chunk.gradient_view import GradientView
 from gemini.chunk.parameter import clear_gradients
 from gemini.chunk.storage import Chunk
 from gemini.memtracer.module_calls import in_backward
 from gemini.mesh.roles import WORLD
 from gemini.optim.rules.clipping import Clip
-from gemini.runtime.edits import Edit, PendingClip
 from gemini.runtime.meetings import Meetings
-from gemini.runtime.parts import Parts, in_pass
+from gemini.runtime.parts import Parts, PendingClip, in_pass
 from gemini.tickets import Done, Ticket
 from gemini.units import ParamId
 
 from .values import GradientValues, norm_of, own_parts
+from .view import GradientView
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """What is asked of one parameter's gradient and not done yet: a product, then limits."""
+
+    factors: tuple[float | Tensor, ...] = ()
+    low: float = -math.inf
+    high: float = math.inf
+
+    @property
+    def factor(self) -> float:
+        """May wait for a device."""
+        return math.prod(float(factor) for factor in self.factors)
+
+    @property
+    def limits(self) -> bool:
+        return self.low > -math.inf or self.high < math.inf
+
+    def is_like(self, other: Edit) -> bool:
+        """Whether both ask for the same, as far as is known without a device."""
+        if (self.low, self.high) != (other.low, other.high):
+            return False
+        return len(self.factors) == len(other.factors) and all(
+            a is b or (isinstance(a, float) and isinstance(b, float) and a == b)
+            for a, b in zip(self.factors, other.factors, strict=True)
+        )
+
+    def carried_out(self, values: Tensor, scale: float) -> Tensor:
+        """In place on `values`, fp32, which carry a loss scale."""
+        values.mul_(self.factor)
+        return values.clamp_(self.low * scale, self.high * scale) if self.limits else values
 
 
 class Gradients:
-    """`.grad` of the parameters of one engine; see `gemini.chunk.gradient_view`.
+    """`.grad` of the parameters of one engine; see `view`.
 
     A factor that all gradients are multiplied with becomes one of the coming step, as a clip does;
     anything else is done to the shards, in fp32. Ranks must change the same: what each did goes

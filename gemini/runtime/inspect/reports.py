@@ -1,15 +1,20 @@
-"""What a wrapped module says about its memory: of one parameter, of all, over an iteration."""
+"""What a wrapped module says of its memory: at its start, of one parameter, of all, over time."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+import logging
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gemini.mesh.roles import WORLD
+from gemini.optim.rules.config import StateConfig
 from gemini.placement.picture import write_timeline
+from gemini.placement.policy import StaticPlacement
 from gemini.placement.predict import KINDS, TIERS
+from gemini.placement.start import Start
 from gemini.placement.tiers import Tier
 from gemini.placement.timeline import planned_timeline
 from gemini.placement.timetable.allowed import EARLY, TAIL
@@ -22,6 +27,8 @@ from gemini.placement.timetable.updates import (
 )
 from gemini.runtime.parts import Parts, against_part, asked_update, update_of
 from gemini.units import format_bytes
+
+log = logging.getLogger("gemini")
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,3 +185,45 @@ def memory_timeline(parts: Parts, path: str | Path, title: str | None = None) ->
         title=title or f"{numel / 1e6:.4g} M parameters{of_ranks}",
     )  # fmt: skip
     write_timeline(timeline, path)
+
+
+def say_start(parts: Parts, config: StateConfig, update_path: str, num_groups: int) -> None:
+    """On the first rank when its optimizer is made: once, in three lines.
+
+    `config` is of the optimizer, `update_path` of what carries out its updates."""
+    if log.level <= logging.INFO:
+        _say(_start_of(parts, config, update_path, num_groups).lines())
+
+
+def _start_of(parts: Parts, config: StateConfig, update_path: str, num_groups: int) -> Start:
+    planning, settings = parts.planning, parts.precision_settings
+    plan = planning.plan
+    homes = [home for shard in plan.shards for home in shard.state_homes]
+    masters = "" if settings.precision == "fp32" else " with fp32 masters"
+    is_static = isinstance(planning.policy, StaticPlacement)
+    return Start(
+        device=str(parts.backend.device),
+        peaks=planning.result.profile.peaks(),
+        budgets=plan.budgets,
+        folders=", ".join(config.nvme.folders) or planning.nvme_folder or "a temporary folder",
+        may_rise=not (planning.homes_are_final or is_static),
+        update_path=update_path,
+        paths={home.value: plan.path_of(home).value for home in dict.fromkeys(homes)},
+        when=when_updated(parts),
+        asked=parts.update,
+        optimizer=config.optimizer,
+        numel=sum(spec.numel for spec in parts.layout.params if spec.trainable),
+        num_groups=num_groups,
+        precision=settings.precision + (masters if settings.master_weights else ""),
+        num_ranks=parts.comm.world_size,
+    )
+
+
+def _say(lines: Sequence[str]) -> None:
+    """Through the program's handlers, and on stderr where it has none: Python itself would drop
+    what is below a warning, so nobody would see it."""
+    for line in lines:
+        if log.hasHandlers():
+            log.handle(log.makeRecord(log.name, logging.INFO, __file__, 0, line, (), None))
+        else:
+            sys.stderr.write(f"{line}\n")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from gemini.chunk.account import Account
+from gemini.chunk.gradient import Account
 from gemini.chunk.storage import Chunk
 from gemini.optim.state.tiered_state import TieredState
 from gemini.placement.overruns import Overruns

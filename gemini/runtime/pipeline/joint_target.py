@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -17,25 +17,14 @@ from gemini.optim.rules.report import StepReport
 from gemini.optim.rules.state_layout import Plane
 from gemini.optim.state.state_stream import RunSpec, StateSnapshot, StateSource, StateVisitor
 from gemini.optim.target import OWNER_ATTRIBUTE, AmpInputs, Group, ParameterOwner
-from gemini.runtime.comm.ballot import Ballot
-from gemini.runtime.edits import PendingClip
-from gemini.runtime.parts import Parts
+from gemini.runtime.parts import PendingClip
 from gemini.runtime.step.agreement import carry_out, heard
 from gemini.runtime.step.target import ShardTarget
 
 from .seats import Agreed, Seats
 
-
-class PipelineVote(Protocol):
-    """All parts of the pipeline, on all ranks; see `gemini.runtime.pipeline.together`."""
-
-    def seated(self, parts: Sequence[Parts]) -> Seats: ...
-
-    def vote(self, seats: Seats, ballots: Sequence[Ballot], norm_type: float) -> Agreed: ...
-
-    def any(self, flag: bool) -> bool: ...
-
-    def raise_what_any_raised(self, seats: Seats, error: BaseException | None) -> None: ...
+if TYPE_CHECKING:
+    from .together import PipelineOwner
 
 
 class JointTarget:
@@ -48,7 +37,7 @@ class JointTarget:
         self,
         members: Sequence[ShardTarget],
         owners: Sequence[ParameterOwner],
-        together: PipelineVote,
+        together: PipelineOwner,
     ) -> None:
         """`owners`: of each member's parameters."""
         self.members, self.owners = list(members), list(owners)

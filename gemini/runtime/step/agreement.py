@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 
@@ -22,29 +21,19 @@ from .views import ShardViews
 from .weights import after_step
 
 
-class Stepping(Protocol):
-    """A target, as its step sees it."""
-
-    @property
-    def parts(self) -> Parts: ...
-
-    @property
-    def executor(self) -> Executor: ...
-
-    def count(self, taken: Sequence[ParamId]) -> None:
-        """The step was taken, and has updated these parameters."""
-        ...
-
-    def gathered_since(self) -> Traffic:
-        """Bytes of parameters and gradients since the last step: in forward and backward too."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class AgreedStep:
-    """A step of one target that all ranks have agreed on. taken: the parameters it updates."""
+    """A step of one target that all ranks have agreed on.
 
-    target: Stepping
+    count: it was taken, and has updated these parameters.
+    gathered_since: bytes of parameters and gradients since the last step, of forward and backward.
+    taken: the parameters it updates.
+    """
+
+    parts: Parts
+    executor: Executor
+    count: Callable[[Sequence[ParamId]], None]
+    gathered_since: Callable[[], Traffic]
     step: TargetStep
     views: ShardViews
     taken: Sequence[ParamId]
@@ -121,30 +110,28 @@ def carry_out(
     in_memory: InMemory = at_once,
 ) -> StepReport:
     """The steps of all these targets count, or none; see `optim.step.driver.take`."""
-    targets = [step.target for step in steps]
-    parts = [target.parts for target in targets]
-    for part in parts:
-        part.manager.release_for_step()
+    for step in steps:
+        step.parts.manager.release_for_step()
     try:
         with HeldSignals() as held:
-            for part in parts:
-                part.ledger.note()
+            for step in steps:
+                step.parts.ledger.note()
             try:
                 report = take([step.step for step in steps], held, agree, in_memory)
             except BaseException:
-                for target in targets:
-                    target.executor.undo()
+                for step in steps:
+                    step.executor.undo()
                 raise
             for step in steps:
-                step.target.count(step.taken)
+                step.count(step.taken)
     finally:
-        for part in parts:
-            after_step(part)
-    for part, target in zip(parts, targets, strict=True):
-        if target.executor.counts_on_host:  # else the prologue did
-            part.control_vector.stepped(overflow=False)
+        for step in steps:
+            after_step(step.parts)
+    for step in steps:
+        if step.executor.counts_on_host:  # else the prologue did
+            step.parts.control_vector.stepped(overflow=False)
     return replace(
         report,
         outcome=Done(steps[0].outcome),
-        traffic=sum((target.gathered_since() for target in targets), report.traffic),
+        traffic=sum((step.gathered_since() for step in steps), report.traffic),
     )

@@ -13,8 +13,7 @@ from gemini.optim.step.executor import Executor
 from gemini.optim.step.gradients import GradientRun, Measured
 from gemini.optim.step.triton_step import TritonStep
 from gemini.runtime.comm.ballot import Agreement, Ballot
-from gemini.runtime.edits import PendingClip
-from gemini.runtime.parts import Parts
+from gemini.runtime.parts import Parts, PendingClip
 
 from .agreement import exchange, heard
 from .executors import run_of

@@ -289,7 +289,16 @@ class ShardTarget(SavedShards):
         if self.speculation is not None:
             held = self.speculation.judge(updater, views, taken)
         step = self._new_step(updater, views, held)
-        return AgreedStep(self, step, views, taken, outcome)
+        return AgreedStep(
+            self._parts,
+            self._executor,
+            self.count,
+            self.gathered_since,
+            step,
+            views,
+            taken,
+            outcome,
+        )
 
     def _taken(self, present: Sequence[bool]) -> list[ParamId]:
         """Parameters that this step updates. One in no group is left alone."""

@@ -8,10 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gemini.chunk.layout import ParamSpec
+from gemini.chunk.layout import ParamSpec, distinct, spec_of
 from gemini.chunk.local import group_of, is_dtensor, local_of, mesh_dims
 from gemini.chunk.parameter import handle_of
-from gemini.chunk.sizing.model_specs import distinct, spec_of
 from gemini.memtracer.module_calls import is_compiled
 from gemini.mesh.roles import EXPERTS, WORLD
 from gemini.runtime.comm.communicator import Communicator

@@ -17,9 +17,9 @@ from typing import Any
 
 from gemini.tickets import Done, Ticket
 
-from ..checksum import PIECE_BYTES, combine, crc32
-from ..engine import Transfer
 from ..errors import NvmeError, transfer_error
+from ..layout import PIECE_BYTES, combine, crc32
+from . import Transfer
 
 
 class TensorNvmeEngine:

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from gemini.nvme.files import calls
 from gemini.tickets import Ticket
 
-from ..checksum import PIECE_BYTES, combine, crc32
-from ..engine import Transfer
 from ..errors import transfer_error
+from ..layout import PIECE_BYTES, combine, crc32
+from . import Transfer
 
 
 @dataclass(slots=True)

@@ -18,9 +18,9 @@ from typing import Any
 
 from gemini.tickets import Ticket
 
-from ..checksum import PIECE_BYTES, crc32
-from ..engine import Transfer
 from ..errors import NvmeError, transfer_error
+from ..layout import PIECE_BYTES, crc32
+from . import Transfer
 from .threads import Checksum
 
 RING_ENTRIES = 64

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from gemini.nvme.checksum import checksum_of
 from gemini.nvme.errors import ChecksumError, cause_of
 from gemini.nvme.layout import (
     HEADER_LIMIT,
@@ -18,6 +17,7 @@ from gemini.nvme.layout import (
     Header,
     Index,
     StoreLayout,
+    checksum_of,
 )
 
 from . import calls

@@ -13,8 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from bench.shared.models import Tower, token_loss
 from bench.shared.simulated import SimBackend
 from gemini import GeminiDDP, StaticPlacement
-from gemini.chunk.layout import ChunkLayout
-from gemini.chunk.sizing.model_specs import specs_of
+from gemini.chunk.layout import ChunkLayout, specs_of
 from gemini.memtracer.collector import MemStatsCollector, Moments, input_signature, listening, trace
 from gemini.memtracer.monitor import CudaMonitor, StorageTracker
 from gemini.memtracer.trace import Trace, TraceError, model_digest, reduce_traces

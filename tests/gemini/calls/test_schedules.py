@@ -14,7 +14,6 @@ from torch import nn
 
 from bench.shared.simulated import SimBackend
 from gemini.chunk.layout import ChunkLayout, ParamSpec
-from gemini.chunk.state import TensorState
 from gemini.chunk.storage import Chunk
 from gemini.placement.plan import Gather
 from gemini.placement.sizes import UNLIMITED
@@ -22,7 +21,7 @@ from gemini.placement.timetable.gathers import gather_steps
 from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.comm.links import Links
 from gemini.runtime.memory.user_writes import UserWrites
-from gemini.runtime.schedule.tensor_mgr import StatefulTensorMgr
+from gemini.runtime.schedule.tensor_mgr import StatefulTensorMgr, TensorState
 
 SIZES = (1, 63, 64, 200, 257, 300)  # elements of a parameter
 NUM_CHUNKS = 5

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 import gemini
 from gemini.chunk.layout import ChunkLayout, ParamSpec
 from gemini.chunk.sizing.packing import COLLECTIVE_BYTES, Sizes, exact_fits, pack
-from gemini.chunk.sizing.repeated_layers import repeated_blocks
-from gemini.chunk.sizing.search import search_chunk_configuration
+from gemini.chunk.sizing.search import repeated_blocks, search_chunk_configuration
 from tests.support.counting import LINEAR, growth, lines, python_bytes
 
 MIB = 1 << 20

@@ -5,7 +5,7 @@ import torch
 
 from bench.shared.models import Tower, token_batches, token_loss
 from gemini import GeminiDDP
-from gemini.chunk.gradient_view import GradientView
+from gemini.runtime.gradients.view import GradientView
 from optim import HybridSGD
 
 

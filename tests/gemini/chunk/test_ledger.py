@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from bench.shared.models import token_batches, token_loss
 from bench.shared.simulated import SimBackend
 from gemini import AutoPlacement, StaticPlacement
-from gemini.chunk.account import Account
-from gemini.chunk.gradient import ChunkGradient
+from gemini.chunk.gradient import Account, ChunkGradient
 from gemini.chunk.layout import ChunkLayout, ParamSpec
 from gemini.placement.tiers import Tier
 from gemini.runtime.memory.ledger import MemoryLedger

@@ -1,6 +1,11 @@
 import pytest
 
-from gemini.chunk.state import LEGAL, IllegalTransition, TensorState, check_transition
+from gemini.runtime.schedule.tensor_mgr import (
+    LEGAL,
+    IllegalTransition,
+    TensorState,
+    check_transition,
+)
 
 
 def test_every_state_has_a_row_and_can_be_left():

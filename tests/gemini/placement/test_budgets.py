@@ -6,7 +6,7 @@ import torch
 from bench.shared.models import Tower, token_batches, token_loss
 from bench.shared.simulated import SimBackend
 from gemini import AutoPlacement, ConstPlacement, GeminiDDP, StaticPlacement
-from gemini.chunk.sizing.model_specs import specs_of
+from gemini.chunk.layout import specs_of
 from gemini.memtracer.trace import sequential_trace
 from gemini.placement.sizes import BudgetError
 from gemini.placement.tiers import Tier

@@ -10,7 +10,7 @@ from torch import nn
 from bench.shared.models import Tower, token_batches, token_loss
 from bench.shared.simulated import SimBackend
 from gemini import AutoPlacement, BudgetWarning, ConstPlacement, GeminiDDP, trace
-from gemini.chunk.sizing.model_specs import specs_of
+from gemini.chunk.layout import specs_of
 from gemini.memtracer.trace import sequential_trace
 from gemini.placement.overruns import Overruns
 from gemini.placement.sizes import BudgetError, Budgets

@@ -11,7 +11,7 @@ import gemini
 from bench.shared.models import Tower, token_batches, token_loss
 from bench.shared.simulated import SimBackend
 from gemini import AutoPlacement, GeminiDDP, StaticPlacement
-from gemini.chunk.sizing.model_specs import specs_of
+from gemini.chunk.layout import specs_of
 from gemini.memtracer.trace import ASSUMED_SIGNATURE, sequential_trace
 from gemini.placement.plan import MoveKind
 from gemini.placement.tiers import Tier

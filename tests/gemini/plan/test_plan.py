@@ -13,7 +13,7 @@ import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gemini.__main__ import main
-from gemini.chunk.sizing.model_specs import specs_of
+from gemini.chunk.layout import specs_of
 from gemini.memtracer.collector import trace
 from gemini.placement.tiers import Tier
 from gemini.placement.timetable.updates import best_update

@@ -8,7 +8,7 @@ from torch import Tensor
 from bench.shared.models import Tower, token_batches, token_loss
 from bench.shared.simulated import SimBackend
 from gemini import AutoPlacement, GeminiDDP, init_empty
-from gemini.chunk.sizing.model_specs import specs_of
+from gemini.chunk.layout import specs_of
 from gemini.memtracer.trace import sequential_trace
 from gemini.units import PAGE_BYTES, align_up
 from optim import HybridAdam, HybridSGD, NvmeConfig

@@ -10,7 +10,7 @@ from torch import nn
 
 from bench.shared.simulated import SimBackend
 from gemini import AutoPlacement, ConstPlacement, GeminiDDP, StaticPlacement
-from gemini.chunk.sizing.model_specs import specs_of
+from gemini.chunk.layout import specs_of
 from gemini.memtracer.trace import sequential_trace
 from gemini.placement import draft
 from gemini.placement.plan import MoveKind, UpdatePath

@@ -13,7 +13,7 @@ from bench.shared.models import seeded
 from bench.shared.reference import everything, same
 from bench.shared.threads import run_threads
 from gemini import AutoPlacement, GeminiDDP, StaticPlacement
-from gemini.chunk.sizing.model_specs import specs_of
+from gemini.chunk.layout import specs_of
 from gemini.memtracer.trace import sequential_trace
 from gemini.placement.tiers import Tier
 from gemini.runtime.memory import shard_storage

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 import gemini
 from gemini import AutoPlacement, GeminiDDP, StaticPlacement
-from gemini.chunk.sizing.model_specs import specs_of
+from gemini.chunk.layout import specs_of
 from gemini.memtracer.trace import sequential_trace
 from gemini.placement.tiers import Tier
 from kernels_triton import ops

@@ -11,8 +11,7 @@ from torch import nn
 from bench.shared.models import seeded
 from bench.shared.threads import run_threads
 from gemini import AutoPlacement, GeminiDDP, StaticPlacement
-from gemini.chunk.layout import ChunkLayout, ParamSpec
-from gemini.chunk.sizing.model_specs import specs_of
+from gemini.chunk.layout import ChunkLayout, ParamSpec, specs_of
 from gemini.memtracer.trace import sequential_trace
 from gemini.placement.sizes import BudgetError
 from gemini.placement.tiers import Tier

@@ -3,7 +3,7 @@
 import pytest
 
 from kernels_triton.launch import is_interpreted
-from optim.plain.executor import on_device
+from optim.plain.target import on_device
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from kernels_triton.rounding import noise as noise_kernel
 from kernels_triton.rounding import store_stochastic
-from optim.rules.rounding import noise, round_stochastic
+from optim.rules.formulas import noise, round_stochastic
 
 
 @triton.jit

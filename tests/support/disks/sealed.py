@@ -7,7 +7,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from nvme.checksum import checksum_of
+from nvme.layout import checksum_of
 
 PAGE = 4096
 

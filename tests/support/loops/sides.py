@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from bench.shared.models import seeded
 from bench.shared.simulated import SimBackend
 from gemini import AutoPlacement, GeminiDDP, StaticPlacement
-from gemini.chunk.sizing.model_specs import specs_of
+from gemini.chunk.layout import specs_of
 from gemini.memtracer.trace import sequential_trace
 from gemini.placement.tiers import Tier
 from optim import HybridAdam, NvmeConfig

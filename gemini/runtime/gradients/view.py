@@ -8,58 +8,29 @@ torch (`torch.nn.utils.clip_grad_norm_`, `p.grad *= c`, `p.grad.isfinite().all()
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from gemini.chunk.parameter import works_in_place
 from gemini.units import ParamId
 
-
-def works_in_place(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operator of torch writes to its first argument, or to `out`."""
-    name: str = getattr(func, "__name__", "")
-    in_place = name.endswith("_") and not name.endswith("__")
-    return in_place or name.startswith(("__i", "__setitem__")) or "out" in kwargs
-
-
-class GradientSource(Protocol):
-    """The gradients of an engine; all values are fp32, and without the loss scale."""
-
-    def values(self, param: ParamId) -> Tensor:
-        """A copy in the parameter's shape. All ranks read it, in any order."""
-        ...
-
-    def norm(self, param: ParamId, order: float) -> Tensor:
-        """fp64 0-d. All ranks ask for one, of this parameter or of another."""
-        ...
-
-    def scale(self, param: ParamId, factor: float | Tensor) -> None:
-        """Multiply it."""
-        ...
-
-    def clamp(self, param: ParamId, low: float, high: float) -> None:
-        """Limit every element to [low, high]."""
-        ...
-
-    def zero(self, param: ParamId) -> None: ...
-
-    def assign(self, param: ParamId, values: Tensor) -> None:
-        """Take other values, in the parameter's shape."""
-        ...
+if TYPE_CHECKING:
+    from .waiting import Gradients
 
 
 class GradientView(Tensor):
     """The gradient of one parameter, fp32; see the file. Reading its values is collective."""
 
-    _source: GradientSource
+    _source: Gradients
     _param: ParamId
 
     @staticmethod
     def __new__(
-        cls, source: GradientSource, param: ParamId, shape: torch.Size, device: torch.device
+        cls, source: Gradients, param: ParamId, shape: torch.Size, device: torch.device
     ) -> GradientView:
         view: GradientView = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, shape, dtype=torch.float32, device=device
@@ -68,7 +39,7 @@ class GradientView(Tensor):
         return view
 
     def __init__(
-        self, source: GradientSource, param: ParamId, shape: torch.Size, device: torch.device
+        self, source: Gradients, param: ParamId, shape: torch.Size, device: torch.device
     ) -> None:
         pass
 

@@ -1,1 +1,0 @@
-"""Our part of torch.distributed.checkpoint: readers, writers, ranks."""

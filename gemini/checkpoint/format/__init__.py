@@ -1,1 +1,0 @@
-"""Files and folders of a checkpoint: names, manifest, data files, what is complete."""

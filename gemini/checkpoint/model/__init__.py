@@ -1,1 +1,0 @@
-"""What a module and its optimizer have to save."""

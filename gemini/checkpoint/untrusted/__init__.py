@@ -1,1 +1,0 @@
-"""Reading files that may come from anybody: nothing is run, and little memory is taken."""

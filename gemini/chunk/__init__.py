@@ -1,1 +1,0 @@
-"""Chunks: runs of whole parameters in flat buffers, and where everything lies in them."""

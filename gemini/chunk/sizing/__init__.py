@@ -1,1 +1,0 @@
-"""How large chunks are: the search, what it packs and what that wastes. Pure."""

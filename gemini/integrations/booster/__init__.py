@@ -1,1 +1,0 @@
-"""Booster: what wraps, saves and loads by a plugin."""

@@ -1,1 +1,0 @@
-"""Plugins' sizes above 1: meshes, modules that torch splits, and models cut into stages."""

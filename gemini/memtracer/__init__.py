@@ -1,1 +1,0 @@
-"""What an iteration needs: traces, predictions, measurements and pictures of memory."""

@@ -1,1 +1,0 @@
-"""Meshes: what each of their dimensions is for, and which rank has what. Pure."""

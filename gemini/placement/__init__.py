@@ -1,1 +1,0 @@
-"""Where model data lives: policies and plans. Pure."""

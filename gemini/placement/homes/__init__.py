@@ -1,1 +1,0 @@
-"""Which tier everything lives on. Pure."""

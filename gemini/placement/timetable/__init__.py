@@ -1,1 +1,0 @@
-"""What happens at which moment, in given homes. Pure."""

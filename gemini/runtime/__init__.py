@@ -1,1 +1,0 @@
-"""The only home of effects: memory, streams, collectives, hooks. Plans come from elsewhere."""

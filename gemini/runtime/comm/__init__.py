@@ -1,1 +1,0 @@
-"""What ranks say to each other: collectives, their log, meetings, ballots."""

@@ -1,1 +1,0 @@
-"""Gradients between backward and step, as a user may see and change them."""

@@ -1,1 +1,0 @@
-"""Whole tensors, digests and reports of an engine."""

@@ -1,1 +1,0 @@
-"""Where model data is: backends, shards, files, the ledger."""

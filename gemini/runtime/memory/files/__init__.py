@@ -1,1 +1,0 @@
-"""Tensors in files, whole and by block."""

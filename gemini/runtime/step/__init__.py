@@ -1,1 +1,0 @@
-"""The optimizer step over shards."""

@@ -1,1 +1,0 @@
-"""The optimizer state behind the shards of an engine, and the ways in which others see it."""

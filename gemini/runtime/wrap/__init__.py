@@ -1,1 +1,0 @@
-"""From a module to chunks, and back to a plain module."""

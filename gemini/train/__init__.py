@@ -1,1 +1,0 @@
-"""`python -m gemini train`: fine-tunes models of Hugging Face's. trl trains; this puts together."""

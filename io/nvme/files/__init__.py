@@ -1,1 +1,0 @@
-"""The files of a store, and the system calls that make, change and sync them."""

@@ -1,1 +1,0 @@
-"""Kernels of the update: one frame, and a formula an optimizer."""

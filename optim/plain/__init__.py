@@ -1,1 +1,0 @@
-"""The target of a plain module: its parameters, their views, their step."""

@@ -1,1 +1,0 @@
-"""What is computed, and how it is said: formulas, planes, clipping, the loss scale, the report."""

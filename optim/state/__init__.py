@@ -1,1 +1,0 @@
-"""Where optimizer state is: slabs, blocks on disk, parking."""

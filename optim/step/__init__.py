@@ -1,1 +1,0 @@
-"""One step of one or more targets, written once for plain modules and for shards."""
