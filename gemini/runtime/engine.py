@@ -64,9 +64,8 @@ from gemini.runtime.wrap.other_optimizers import refuse_other_optimizers
 from gemini.runtime.wrap.precision import PrecisionSettings
 from gemini.units import ParamId
 
-from .events import EngineEvents
 from .meetings import Meetings, describe
-from .parts import Parts, in_pass
+from .parts import EngineEvents, Parts, in_pass
 from .step import weights
 from .step.state.shard_state import StepCalls
 

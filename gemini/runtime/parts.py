@@ -1,10 +1,10 @@
-"""What one engine consists of: a record without behaviour, which its wings take."""
+"""What one engine consists of: a record without behaviour, which its wings take; its events."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Generic, ParamSpec, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,6 @@ from gemini.placement.timetable.updates import AUTO
 from gemini.runtime.comm.ballot import Agreement, Scope
 from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.comm.links import Links
-from gemini.runtime.events import EngineEvents
 from gemini.runtime.memory.backend import Backend
 from gemini.runtime.memory.ledger import MemoryLedger
 from gemini.runtime.memory.originals import Originals
@@ -37,6 +36,45 @@ from gemini.runtime.schedule.updating import Updating
 from gemini.runtime.wrap.module_check import ModuleCheck
 from gemini.runtime.wrap.precision import PrecisionSettings
 from gemini.units import ChunkId, ParamId
+
+P = ParamSpec("P")
+
+
+class EngineEvent(Generic[P]):
+    """Something that happens to an engine. Called, it tells all who listen, in order of listening, in
+    the thread that trains; its length is their number."""
+
+    def __init__(self) -> None:
+        self._listeners: list[Callable[P, object]] = []
+
+    def listen(self, listener: Callable[P, object]) -> None:
+        self._listeners.append(listener)
+
+    def leave(self, listener: Callable[P, object]) -> None:
+        """Once for every `listen`."""
+        self._listeners.remove(listener)
+
+    def __len__(self) -> int:
+        return len(self._listeners)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> None:
+        for listener in self._listeners:
+            listener(*args, **kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineEvents:
+    """All kinds of events of one engine."""
+
+    backward: EngineEvent[[]] = field(default_factory=EngineEvent)  # begins
+    # the reduction of a chunk's gradient has begun in a backward, and again when it has ended
+    final: EngineEvent[[Chunk]] = field(default_factory=EngineEvent)
+    dropped: EngineEvent[[]] = field(default_factory=EngineEvent)  # all gradients were
+    # files of parameters or gradients are about to change outside a step: what was written for a
+    # step to come does not count
+    changing: EngineEvent[[]] = field(default_factory=EngineEvent)
+    # a shard is about to get what the user wrote to its payload
+    keeping: EngineEvent[[Chunk]] = field(default_factory=EngineEvent)
 
 
 class Attached(Protocol):

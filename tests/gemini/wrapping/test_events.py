@@ -7,8 +7,8 @@ import pytest
 
 from bench.shared.models import Tower
 from gemini import GeminiDDP
-from gemini.runtime.events import EngineEvent, EngineEvents
 from gemini.runtime.memory.shard_storage import ShardStorage
+from gemini.runtime.parts import EngineEvent, EngineEvents
 from optim import HybridAdam
 from tests.support.loops.tails import SMALL, wrapped
 
