@@ -41,7 +41,7 @@ P = ParamSpec("P")
 
 
 class EngineEvent(Generic[P]):
-    """Something that happens to an engine. Called, it tells all who listen, in order of listening, in
+    """Something that happens to an engine. Called, it tells all who listen, in their order and in
     the thread that trains; its length is their number."""
 
     def __init__(self) -> None:

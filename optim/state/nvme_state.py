@@ -158,7 +158,7 @@ class NvmeState:
         """
         for row in reversed(self.state.rows):
             self._take_buffer(row)
-            for plane in self._transfers.planes_for_update(row.block, row.buffer).values():
+            for plane in self._transfers.planes(row.block, row.buffer).values():
                 plane.zero_()
             self._forms.change(row.buffer, row.block, fill)
             self._overwrite(row)
@@ -244,10 +244,8 @@ class NvmeState:
         self.store.check_step(self.written_bytes_per_step)
 
     def planes(self, row: Row) -> Planes:
-        """Of a row that was read, as an update takes them; of one that is updated before its step,
-        where masters are split, with room for its new `WEIGHT`."""
-        if row.is_early:
-            return self._transfers.planes_for_update(row.block, row.buffer)
+        """Of a row that was read, as an update takes them; where masters are split, with room for
+        its new `WEIGHT`."""
         return self._transfers.planes(row.block, row.buffer)
 
     def fetched(self, row: Row) -> Tensor:

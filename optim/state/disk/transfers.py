@@ -40,8 +40,6 @@ class BlockTransfers:
             self._views[key] = planes
         return dict(self._views[key])
 
-    planes_for_update = planes
-
     def beside(self, block: Block, buffer: Buffer) -> Tensor:
         """[n]: what lies beside its planes."""
         return self._forms.beside(buffer, block)
