@@ -87,6 +87,21 @@ class Originals:
         self._memory[chunk] = values.to("cpu", copy=True) if home is Tier.HOST else values
         self.memory_bytes[home] += values.nbytes
 
+    def goes_to_file(self, chunk: ChunkId) -> bool:
+        """Whether `put` would write it."""
+        return self._homes[chunk] is Tier.NVME
+
+    @property
+    def block_numel(self) -> int:
+        """Elements of a block of a file."""
+        return self._config.block_numel
+
+    def put_block(self, chunk: ChunkId, index: int, values: Tensor) -> None:
+        """Write one block of [S] of a chunk that goes to a file; the others are to follow."""
+        self._last = None
+        self._file_of(chunk).write_part(chunk, index, values)
+        self._in_file.add(chunk)
+
     def drop(self, chunk: ChunkId) -> None:
         self._leave_memory(chunk)
         if chunk in self._in_file:
