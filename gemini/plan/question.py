@@ -199,9 +199,7 @@ class Question:
         Each comes in its own dtype, beside its chunk and those that were wrapped before. fp32
         originals that go to a file do so by blocks, where a rank has the chunk alone.
         """
-        plan, widest = result.plan, BLOCK_NUMEL
-        if any(sizes.blocks for sizes in plan.chunks):
-            widest = max(block.numel for sizes in plan.chunks for block in sizes.blocks)
+        plan = result.plan
         ram = Tier.HOST if plan.has_host_tier else Tier.DEVICE
         there = most = 0
         for spec, sizes, shard in zip(self.layout.chunks, plan.chunks, plan.shards, strict=True):
@@ -212,7 +210,7 @@ class Question:
             if spec.trainable:
                 in_file = Tier.NVME in shard.state_homes
             if is_wide and in_file:
-                passing += FP32_BYTES * BLOCKS_OF_ORIGINALS * widest
+                passing += FP32_BYTES * BLOCKS_OF_ORIGINALS * min(BLOCK_NUMEL, spec.shard_numel)
             if ram is Tier.DEVICE:
                 passing += sizes.payload_bytes
                 if is_wide and not (in_file and sizes.num_shards * sizes.num_replicas == 1):

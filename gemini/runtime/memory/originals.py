@@ -49,7 +49,8 @@ class Originals:
         self._specs = specs  # as they were when the module was wrapped
         self._homes = homes
         self._device = device
-        self._config = replace(config, pin=None)  # pinned staging could not be given back
+        # pinned staging could not be given back, and one transfer beside a copy is enough
+        self._config = replace(config, pin=None, depth=0)
         self._memory: dict[ChunkId, Tensor] = {}
         self._files: list[TensorFiles] = []
         self._in_file: set[ChunkId] = set()

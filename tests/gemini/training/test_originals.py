@@ -278,7 +278,7 @@ def test_a_machine_with_too_little_memory_left_is_a_budget_for_them_too(monkeypa
 class FromArrays(nn.Linear):
     """Its values are memory of numpy's, which is let go when torch has no tensor over it."""
 
-    made: list[weakref.ref] = []
+    made = ()
 
     def reset_parameters(self):
         if self.weight.is_meta:
