@@ -269,7 +269,7 @@ def _run(draw: Draw, folder: str) -> dict[str, Any]:
         said = mine.recv()
         if isinstance(said, str):
             raise RuntimeError(said)
-        peak = said
+        peak = max(peak, said)  # a process begins VmHWM anew when it samples an iteration
         is_killed = peak > before + allowed
     process.join()
     return {

@@ -48,7 +48,7 @@ LINKS = Bandwidths(
 FITS = (
     ("llama-3.2-1b", "all parameters"), ("llama-3.1-8b", "all parameters"),
     ("llama-3.1-8b", "LoRA adapters"), ("qwen3-32b", "LoRA adapters"),
-    ("deepseek-v2-lite", "LoRA adapters"),
+    ("mixtral-8x7b", "LoRA adapters"),
 )  # fmt: skip
 FIT_CARDS = ("rtx4080", "rtx4090", "l40s", "h100")
 

@@ -311,7 +311,15 @@ class Draft:
             if home is tier
         )
 
-    def _build(self, homes: Homes, order: tuple[BlockId, ...], schedule: GatherSchedule) -> Plan:
+    def _build(
+        self,
+        homes: Homes,
+        order: tuple[BlockId, ...],
+        schedule: GatherSchedule,
+        *,
+        is_bare: bool = False,
+    ) -> Plan:
+        """is_bare: without the moves of updates, which are most of them and change no peak."""
         problem, trace = self.problem, self.inputs.trace
         leaving = leaving_bytes(homes, problem, self.reductions, len(self.needs))
         return Plan(
@@ -337,7 +345,7 @@ class Draft:
                 order,
                 moves_of(
                     homes, problem, schedule.gathers, self.reductions, order, len(self.needs),
-                    self._backward, updates=trace.kind == "train",
+                    self._backward, updates=trace.kind == "train" and not is_bare,
                 ),
                 schedule.gap,
             ),
@@ -362,7 +370,7 @@ class Draft:
             )
             ahead = room_ahead(payloads, self.inputs.max_prefetch)
             return np.full(len(self.needs), largest_need + ahead, np.int64)
-        bare = self._build(homes, order, GatherSchedule((), (), 0.0))
+        bare = self._build(homes, order, GatherSchedule((), (), 0.0), is_bare=True)
         used = np.array(
             predict(bare, self.non_model).total(Tier.DEVICE)[: len(self.needs)], np.int64
         )

@@ -9,7 +9,7 @@ from functools import partial
 from math import expm1, sqrt
 from typing import TYPE_CHECKING
 
-from gemini.chunk.layout import ChunkLayout
+from gemini.chunk.layout import ITEMSIZE, ChunkLayout
 from gemini.memtracer.trace import Trace
 from gemini.placement.fit import (
     StateRequest,
@@ -46,6 +46,7 @@ PRODUCT_BYTES, PRODUCTS = 10 << 16, 2
 SPREAD = 15.0  # numbers of rows that differ, by the root of their average: as measured
 AVERAGES = {"host": "RAM", "nvme": "disk"}  # homes of `gemini.EMA`, in words
 MAX_BATCH = 1 << 16
+BLOCKS_OF_ORIGINALS = 4  # in memory: of values that come, compared, and on their way to a file
 DEPTH = 2  # of `NvmeConfig`
 
 
@@ -171,18 +172,20 @@ class Question:
         """RAM that a process takes beyond a plan's peak, at most as a rule.
 
         Objects, threads of files, products of experts, and gradients that updates in a thread still
-        need in the forward. Interpreter and libraries come on top, and what malloc keeps unless
-        MALLOC_MMAP_THRESHOLD_ is set (docs/memory.md). `bench.certificate` measures it.
+        need in the forward; or as much more as the module takes while it is wrapped. Interpreter
+        and libraries come on top, and what malloc keeps unless MALLOC_MMAP_THRESHOLD_ is set
+        (docs/memory.md). `bench.certificate` measures it.
         iterations: None is many.
         """
         peak = result.profile.peak(Tier.HOST if result.plan.has_host_tier else Tier.DEVICE)
-        found = OWN_BYTES + int(OWN_SHARE * peak) + self.product_bytes(iterations)
+        own = OWN_BYTES + int(OWN_SHARE * peak)
+        found = own + self.product_bytes(iterations)
         if result.profile.peak(Tier.NVME):
             in_thread = self._update(result) != "serial"
             found += OWN_BYTES_OF_FILES + OWN_BYTES_OF_THREAD * in_thread
         if self._update(result) in BEHIND and not result.plan.has_host_tier:
             found += self._held_bytes(result)
-        return found
+        return max(found, own + self._set_up_bytes(result) - peak)
 
     def product_bytes(self, iterations: int | None = None) -> int:
         """Of products that a processor compiles for experts, one for each number of rows."""
@@ -192,6 +195,33 @@ class Question:
         if iterations is not None:  # each comes at random
             numbers *= -expm1(-iterations * self.experts / numbers)
         return int(PRODUCT_BYTES * PRODUCTS * (2 if self.lora else 3) * numbers)
+
+    def _set_up_bytes(self, result: PlanResult) -> int:
+        """The most RAM while a module is wrapped whose parameters are made or read one by one.
+
+        Each comes in its own dtype, beside its chunk and those that were wrapped before. fp32
+        originals that go to a file do so by blocks, where a rank has the chunk alone.
+        """
+        plan = result.plan
+        ram = Tier.HOST if plan.has_host_tier else Tier.DEVICE
+        there = most = 0
+        for spec, sizes, shard in zip(self.layout.chunks, plan.chunks, plan.shards, strict=True):
+            is_wide = spec.id in self.with_originals
+            values = max(slot.numel for slot in spec.slots)
+            passing = values * (FP32_BYTES if is_wide else ITEMSIZE[spec.dtype])
+            in_file = plan.original_home is Tier.NVME
+            if spec.trainable:
+                in_file = Tier.NVME in shard.state_homes
+            if is_wide and in_file:
+                passing += FP32_BYTES * BLOCKS_OF_ORIGINALS * min(BLOCK_NUMEL, spec.shard_numel)
+            if ram is Tier.DEVICE:
+                passing += sizes.payload_bytes
+                if is_wide and not (in_file and sizes.num_shards * sizes.num_replicas == 1):
+                    passing += FP32_BYTES * spec.payload_numel
+            most = max(most, there + passing)
+            there += sizes.shard_bytes * (shard.param_home is ram)
+            there += FP32_BYTES * spec.shard_numel * (is_wide and not in_file)
+        return most
 
     def _held_bytes(self, result: PlanResult) -> int:
         """By which gradients that a tail holds in the forward pass the peak."""

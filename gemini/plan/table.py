@@ -36,20 +36,26 @@ class Row:
 
 def rows(model: str, training: str, question: Question) -> Iterator[Row]:
     """On every card with every host."""
-    for card in CARD_NAMES:
+    found: dict[tuple[str, int], float | None] = {}
+    first = 0  # host that is enough, as on a card that has more memory
+    for card in sorted(CARD_NAMES, key=lambda name: -CARDS[name].gib):
         seconds: float | None = None
         needs_more = True
-        for ram, disk in HOSTS:
-            if needs_more:
+        for i, (ram, disk) in enumerate(HOSTS):
+            if needs_more and i >= first:
                 machine = machine_of({"host_mem": ram * GIB, "nvme": disk * 10**12}, gpu=card)
                 try:
                     result = replace(question, machine=machine).planned()
                 except BudgetError:
-                    pass
+                    first = i + 1 if seconds is None else first
                 else:
                     seconds = question.seconds(result)
                     needs_more = result.profile.peak(Tier.NVME) > 0  # else more changes nothing
-            yield Row(model, training, card, ram, disk, seconds, question.batch * question.seq)
+            found[card, ram] = seconds
+    for card in CARD_NAMES:
+        for ram, disk in HOSTS:
+            tokens = question.batch * question.seq
+            yield Row(model, training, card, ram, disk, found[card, ram], tokens)
 
 
 def markdown(found: Sequence[Row], title: str) -> str:

@@ -49,7 +49,8 @@ class Originals:
         self._specs = specs  # as they were when the module was wrapped
         self._homes = homes
         self._device = device
-        self._config = replace(config, pins=False)  # pinned staging could not be given back
+        # pinned staging could not be given back, and one transfer beside a copy is enough
+        self._config = replace(config, pins=False, depth=0)
         self._memory: dict[ChunkId, Tensor] = {}
         self._files: list[TensorFiles] = []
         self._in_file: set[ChunkId] = set()
@@ -86,6 +87,21 @@ class Originals:
             home = self._homes[chunk] = Tier.HOST
         self._memory[chunk] = values.to("cpu", copy=True) if home is Tier.HOST else values
         self.memory_bytes[home] += values.nbytes
+
+    def goes_to_file(self, chunk: ChunkId) -> bool:
+        """Whether `put` would write it."""
+        return self._homes[chunk] is Tier.NVME
+
+    @property
+    def block_numel(self) -> int:
+        """Elements of a block of a file."""
+        return self._config.block_numel
+
+    def put_block(self, chunk: ChunkId, index: int, values: Tensor) -> None:
+        """Write one block of [S] of a chunk that goes to a file; the others are to follow."""
+        self._last = None
+        self._file_of(chunk).write_part(chunk, index, values)
+        self._in_file.add(chunk)
 
     def drop(self, chunk: ChunkId) -> None:
         self._leave_memory(chunk)

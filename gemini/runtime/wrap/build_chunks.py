@@ -15,10 +15,12 @@ from gemini.placement.plan import Plan
 from gemini.placement.tiers import Tier
 from gemini.runtime.comm.links import Links
 from gemini.runtime.memory.backend import Backend
+from gemini.runtime.memory.originals import Originals
 from gemini.runtime.memory.shard_storage import ShardStorage
 from gemini.units import BLOCK_NUMEL, ChunkId
 
 from .materialise import Materialiser
+from .wide_blocks import WideBlocks
 
 
 def build_chunks(
@@ -66,8 +68,15 @@ def build_chunks(
                 files=storage if shard.param_home is Tier.NVME else None,
                 gradients_travel_as=DTYPES[gradients_travel_as] if gradients_travel_as else None,
             )
-            filling[spec.id] = _ChunkBuilder(chunk, params, backend, spec.id in with_originals)
-        if filling[spec.id].put(slot, value) and links[spec.group].is_given_nothing:
+            keeps_original = spec.id in with_originals
+            alone = keeps_original and links[spec.group].is_given_nothing
+            in_blocks = alone and storage.originals.goes_to_file(spec.id)
+            filling[spec.id] = _ChunkBuilder(
+                chunk, params, backend, keeps_original, storage.originals if in_blocks else None
+            )
+        is_full = filling[spec.id].put(slot, value)
+        del value  # it may be as large as all of the chunk
+        if is_full and links[spec.group].is_given_nothing:
             finish(spec.id)
 
     def finish(chunk: ChunkId) -> None:
@@ -100,12 +109,14 @@ class _ChunkBuilder:
         params: Sequence[nn.Parameter],
         backend: Backend,
         keeps_original: bool,  # else the payload is the original
+        files: Originals | None,  # where one goes block by block, as it comes
     ) -> None:
         self.chunk = chunk
         spec = chunk.spec
         self._params = [params[slot.param] for slot in spec.slots]
         self._missing = set(range(len(spec.slots)))
-        self._keeps_original = keeps_original
+        self._blocks = None if files is None else WideBlocks(chunk, files)
+        self._keeps_original = keeps_original and files is None
         self._source = chunk.payload
         if self._keeps_original:
             self._source = backend.allocate(spec.payload_numel, torch.float32)
@@ -115,7 +126,13 @@ class _ChunkBuilder:
     @torch.no_grad()
     def put(self, slot: int, values: Tensor) -> bool:
         """Take one parameter's values; whether the chunk is full."""
-        self.chunk.view(self._source, slot).copy_(local_of(values).reshape(-1))
+        flat = local_of(values).reshape(-1)
+        self.chunk.view(self._source, slot).copy_(flat)
+        if self._blocks is not None:
+            self._blocks.put(self.chunk.spec.slots[slot].offset, flat)
+            param = self._params[slot]
+            if not (is_dtensor(param) or param.is_meta):  # what is left of its values goes
+                param.data = self.chunk.view(self._source, slot).view(param.shape)
         self._missing.discard(slot)
         return not self._missing
 
@@ -128,7 +145,9 @@ class _ChunkBuilder:
         chunk, source = self.chunk, self._source
         links.broadcast(source)
         original = None
-        if self._keeps_original:
+        if self._blocks is not None:
+            self._blocks.finish()
+        elif self._keeps_original:
             chunk.payload.copy_(source)
             if chunk.spec.trainable or not _has_same_values(chunk.payload, source):
                 original = source if links.world_size == 1 else chunk.own_part(source).clone()

@@ -22,14 +22,17 @@ from gemini.plan.activations import activations_of, constant_activations, exampl
 from gemini.plan.ask import Training, ask, plan_for
 from gemini.plan.machine import CARDS, TYPICAL, machine_of
 from gemini.plan.question import (
+    BLOCKS_OF_ORIGINALS,
+    OWN_BYTES,
     OWN_BYTES_OF_THREAD,
+    OWN_SHARE,
     PRODUCT_BYTES,
     PRODUCTS,
     SPREAD,
     homes,
 )
 from gemini.plan.words import answer
-from gemini.units import GIB, format_bytes
+from gemini.units import BLOCK_NUMEL, GIB, format_bytes
 
 ROOT = Path(__file__).resolve().parents[3]
 KEYS = {
@@ -581,3 +584,24 @@ def test_adapters_are_on_no_experts_nor_on_those_that_all_tokens_go_to():
     grown = activations_of(adapted, specs, 8).at(2)
     assert whole.deviation_of(grown) is None
     assert [m.non_model_bytes for m in grown.moments] == [m.non_model_bytes for m in whole.moments]
+
+
+def test_wrapping_takes_a_chunk_and_its_values_beside_what_was_wrapped(config):
+    """Which is more than an iteration with few tokens takes, where fp32 originals go to files: at
+    most with the last chunk, which has the largest parameter."""
+    machine = machine_of({"device_mem": 90 << 20, "host_mem": 90 << 20, "nvme": 1 << 40},
+                         device="cpu")  # fmt: skip
+    asked = ask(str(config), machine, Training(seq=8, lora=2, update="serial"))
+    result = asked.planned()
+    assert result.plan.original_home is Tier.NVME
+    frozen = [c for c in asked.layout.chunks if not c.trainable]
+    last, numel = frozen[-1], 4000 * 512
+    assert max(slot.numel for slot in last.slots) == numel
+    there = sum(c.payload_bytes for c in asked.layout.chunks[: last.id])
+    blocks = BLOCKS_OF_ORIGINALS * 4 * BLOCK_NUMEL
+    peak = result.profile.peak(Tier.DEVICE)
+    own = OWN_BYTES + int(OWN_SHARE * peak)
+    most = there + last.payload_bytes + 4 * numel + blocks
+    assert most > peak and asked.process_bytes(result) == own + most - peak
+    in_16_bits = replace(asked, with_originals=frozenset())
+    assert in_16_bits.process_bytes(in_16_bits.planned()) < own + (4 << 20)

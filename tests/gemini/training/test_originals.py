@@ -2,15 +2,17 @@
 
 import gc
 import weakref
+from contextlib import nullcontext
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from bench.shared.models import seeded
 from bench.shared.threads import run_threads
-from gemini import AutoPlacement, GeminiDDP, StaticPlacement
+from gemini import AutoPlacement, GeminiDDP, StaticPlacement, init_empty
 from gemini.chunk.layout import ChunkLayout, ParamSpec, specs_of
 from gemini.memtracer.trace import sequential_trace
 from gemini.placement.sizes import BudgetError
@@ -270,3 +272,64 @@ def test_a_machine_with_too_little_memory_left_is_a_budget_for_them_too(monkeypa
         found.append(wrapped("auto")[0].engine.planning)
     assert [planning.inputs.budgets.device for planning in found] == [966367641, 30780]
     assert [planning.plan.original_home for planning in found] == [Tier.DEVICE, Tier.NVME]
+
+
+class FromArrays(nn.Linear):
+    """Its values are memory of numpy's, which is let go when torch has no tensor over it."""
+
+    made = ()
+
+    def reset_parameters(self):
+        if self.weight.is_meta:
+            return
+        array = np.random.default_rng(len(self.made)).standard_normal(self.weight.shape, np.float32)
+        self.weight.data = torch.from_numpy(array)
+        self.made.append(weakref.ref(array))
+
+
+class Tower(nn.Module):
+    """Seven frozen layers, in one chunk, and one that is trained."""
+
+    def __init__(self):
+        super().__init__()
+        FromArrays.made = []
+        self.layers = nn.Sequential(*(FromArrays(47, 31, bias=False) for _ in range(7)))
+        self.layers.requires_grad_(False)
+        self.last = nn.Linear(31, 33)
+
+
+@pytest.mark.parametrize("empty", [True, False], ids=["made on the way", "there"])
+def test_values_go_one_by_one_as_they_are_written(empty, monkeypatch):
+    """Nobody has the fp32 values of a chunk twice: of what a module makes, or had, only what comes
+    next, and beside the payload no buffer of the chunk's size."""
+    alive = []
+
+    def put_block(self, chunk, index, values):
+        alive.append(sum(ref() is not None for ref in FromArrays.made))
+        written(self, chunk, index, values)
+
+    written = Originals.put_block
+    monkeypatch.setattr(Originals, "put_block", put_block)
+    backend = device(by_triton=True)
+    allocate, wide = backend.allocate, []
+    monkeypatch.setattr(
+        backend,
+        "allocate",
+        lambda numel, dtype: wide.append((dtype, numel)) or allocate(numel, dtype),
+    )
+    with init_empty() if empty else nullcontext():
+        module = Tower()
+    before = None if empty else [ref().copy() for ref in FromArrays.made]
+    placement = AutoPlacement("1MiB", 20_000, "1MiB", block_numel=1024)
+    model = GeminiDDP(module, backend, placement, **{**CHUNKS, "min_chunk_size_m": 1})
+    assert model.engine.planning.plan.original_home is N
+    frozen = [c for c in model.engine.chunks if not c.spec.trainable]
+    (chunk,) = frozen
+    assert chunk.spec.shard_numel > 6 * 1024 and chunk.spec.id in model.engine.originals
+    assert len(alive) == -(-chunk.spec.shard_numel // 1024)
+    last = [min(6, (1024 * (i + 1) - 1) // 1472) for i in range(len(alive))]  # layer of each block
+    assert alive == [1 if empty else 7 - layer for layer in last]
+    assert all(numel < 2048 for dtype, numel in wide if dtype is torch.float32)
+    if before is not None:
+        for array, value in zip(before, model.state_dict().values(), strict=False):
+            assert torch.equal(torch.from_numpy(array), value)

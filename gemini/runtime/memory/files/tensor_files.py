@@ -193,9 +193,19 @@ class TensorFiles(FileBlocks):
         move = self._memory.mover()
         with named("write", "chunk", chunk), HeldSignals():  # else Ctrl-C may lose a staging buffer
             for i, part in enumerate(values.detach().split(self._places.block_numel)):
-                staged = self.block_to_fill(chunk, i)
-                move(staged.values, part)
-                self.write_block(chunk, i, staged)
+                self._write_part(chunk, i, part, move)
+
+    def write_part(self, chunk: ChunkId, index: int, values: Tensor) -> None:
+        """Write one block of a tensor, as `write` does all of it."""
+        nbytes = self.store.buffer_nbytes(self._places.id_of(chunk, index))
+        self.store.check_step(nbytes, "a part of a tensor that leaves memory")
+        with named("write", "chunk", chunk), HeldSignals():
+            self._write_part(chunk, index, values.detach(), self._memory.mover())
+
+    def _write_part(self, chunk: ChunkId, index: int, values: Tensor, move: Mover) -> None:
+        staged = self.block_to_fill(chunk, index)
+        move(staged.values, values)
+        self.write_block(chunk, index, staged)
 
     def replace(self, chunk: ChunkId, values: Tensor) -> None:
         """Write a whole tensor, and let it count."""
