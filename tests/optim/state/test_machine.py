@@ -252,16 +252,16 @@ def test_every_program_comes_to_what_its_steps_do_one_after_the_other(first):
     assert counted > 700 and undone > 200
 
 
-def test_a_step_has_its_depth_of_reads_under_way_beside_an_update_and_no_more():
+def test_a_step_has_its_depth_of_reads_under_way_and_no_more():
     state = State([Row(SimpleNamespace(id=i)) for i in range(6)], 2, list(range(4)))
     note(state, Event.ASKED, None, frozenset())
-    assert [next_action(state) for _ in range(4)] == [
-        *((Do.READ, row, None) for row in state.rows[:3]),
+    assert [next_action(state) for _ in range(3)] == [
+        *((Do.READ, row, None) for row in state.rows[:2]),
         (Do.WAIT, state.rows[0], None),
     ]
     note(state, Event.READ, state.rows[0])
     assert next_action(state) == (Do.UPDATE, state.rows[0], None)
-    assert next_action(state) == (Do.WAIT, state.rows[1], None)  # the fourth buffer is a write's
+    assert next_action(state) == (Do.WAIT, state.rows[1], None)  # what is updated is one of them
 
 
 def test_what_cannot_follow_is_refused():
