@@ -21,6 +21,7 @@ from gemini.units import ChunkId
 
 from .layout import ChunkSpec
 
+LAUNCHED = ("cuda",)  # devices on which each copy is a launch
 PACKED_BYTES = 64 << 10  # a gradient of at most so many is packed with others, if that is a launch
 PACKED_TOGETHER = 64  # at most
 
@@ -215,7 +216,7 @@ class ChunkGradient:
             self._pack()
             place.add_(grad, alpha=1 / num_means)
         elif num_means == 1:
-            if is_launched(grad) and grad.nbytes <= PACKED_BYTES:
+            if grad.device.type in LAUNCHED and grad.nbytes <= PACKED_BYTES:
                 self._unpacked.append((place, grad))
                 if len(self._unpacked) >= PACKED_TOGETHER:
                     self._pack()
@@ -432,11 +433,6 @@ class ChunkGradient:
                 self._place(buffer, slot).zero_()
         for start, end in self._gaps:
             buffer[start:end].zero_()
-
-
-def is_launched(grad: Tensor) -> bool:
-    """Whether to pack it is a launch."""
-    return grad.is_cuda
 
 
 def _nbytes(tensor: Tensor | None) -> int:

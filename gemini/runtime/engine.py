@@ -133,7 +133,7 @@ class Engine(Parts):
                 chunks, by_moment=not manager.releases_nothing,
                 puts_off=planning.plan.unsharded_grads,
                 at_end={c.spec.id for c in chunks if links[c.spec.group].is_sent_data},
-                final=events.final,
+                final=events.final.listeners,
             ),
             regather=Regather(
                 chunks, planning.never_released, params,

@@ -42,23 +42,20 @@ P = ParamSpec("P")
 
 class EngineEvent(Generic[P]):
     """Something that happens to an engine. Called, it tells all who listen, in their order and in
-    the thread that trains; its length is their number."""
+    the thread that trains."""
 
     def __init__(self) -> None:
-        self._listeners: list[Callable[P, object]] = []
+        self.listeners: list[Callable[P, object]] = []  # to be asked where a call is too much
 
     def listen(self, listener: Callable[P, object]) -> None:
-        self._listeners.append(listener)
+        self.listeners.append(listener)
 
     def leave(self, listener: Callable[P, object]) -> None:
         """Once for every `listen`."""
-        self._listeners.remove(listener)
-
-    def __len__(self) -> int:
-        return len(self._listeners)
+        self.listeners.remove(listener)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> None:
-        for listener in self._listeners:
+        for listener in self.listeners:
             listener(*args, **kwargs)
 
 

@@ -56,7 +56,7 @@ class HeldSignals:
         trace: TracebackType | None,
     ) -> None:
         handlers = {number: _own(handler, number) for number, handler in self._handlers.items()}
-        for number, handler in handlers.items():
+        for number, handler in reversed(handlers.items()):  # Ctrl-C last: it may come then
             signal.signal(number, handler)
         _deliver(self._came, handlers)
 
@@ -91,7 +91,7 @@ class SignalsBehind:
     def put_back(self) -> bool:
         if threading.current_thread() is not threading.main_thread():
             return False
-        for number, handler in self._handlers.items():
+        for number, handler in reversed(self._handlers.items()):
             if signal.getsignal(number) == self._note:  # else the user has set another since
                 signal.signal(number, _own(handler, number))
         return True

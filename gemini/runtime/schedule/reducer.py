@@ -48,9 +48,10 @@ class Reducer:
         by_moment: bool,
         puts_off: bool = False,
         at_end: Container[ChunkId] = (),
-        final: Callable[[Chunk], None] = lambda chunk: None,
+        final: Sequence[Callable[[Chunk], object]] = (),
     ) -> None:
-        """`puts_off`, and `at_end` where readiness decides: see the notes. final: an event."""
+        """`puts_off`, and `at_end` where readiness decides: see the notes. final: who
+        listens for it."""
         # those of these chunks that the other ranks reduce now, too
         self.agree: Callable[[Sequence[ChunkId]], Sequence[ChunkId]] = lambda chunks: chunks
         self._final = final
@@ -217,13 +218,13 @@ class Reducer:
         self._begun.append(chunk)
         if len(self._begun) > MAX_UNDER_WAY:
             self._end(self._begun.pop(0))
-        if self.active:  # where no rank adds to it
-            self._final(chunk)
+        for told in self._final if self.active else ():  # where no rank adds to it
+            told(chunk)
 
     def _end(self, chunk: Chunk) -> None:
         chunk.gradient.end_reduce()
-        if self.active:
-            self._final(chunk)
+        for told in self._final if self.active else ():
+            told(chunk)
 
     def _is_complete(self, chunk: Chunk) -> bool:
         if chunk.spec.id in self._at_end or chunk.gradient.num_arrived < len(chunk.spec.slots):

@@ -100,7 +100,7 @@ def test_a_gradient_that_arrives_again_is_added():
 def test_a_backward_of_a_gpu_packs_small_gradients_in_one_launch(monkeypatch):
     """Whoever looks at the buffer before finds them in their places."""
     launches = mock.Mock(side_effect=torch._foreach_copy_)
-    monkeypatch.setattr("gemini.chunk.gradient.is_launched", lambda grad: True)
+    monkeypatch.setattr("gemini.chunk.gradient.LAUNCHED", ("cpu",))
     monkeypatch.setattr(torch, "_foreach_copy_", launches)
     first, second = torch.full((5,), 2.0), torch.full((100,), 3.0)
     want = torch.zeros(S)
@@ -128,7 +128,7 @@ def test_a_backward_of_a_gpu_packs_small_gradients_in_one_launch(monkeypatch):
 
 
 def test_gradients_that_wait_for_others_are_few_and_small(monkeypatch):
-    monkeypatch.setattr("gemini.chunk.gradient.is_launched", lambda grad: True)
+    monkeypatch.setattr("gemini.chunk.gradient.LAUNCHED", ("cpu",))
     monkeypatch.setattr("gemini.chunk.gradient.PACKED_BYTES", 40)
     monkeypatch.setattr("gemini.chunk.gradient.PACKED_TOGETHER", 1)
     launches = mock.Mock()
