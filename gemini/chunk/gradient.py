@@ -249,10 +249,10 @@ class ChunkGradient:
     def begin_reduce(self) -> None:
         """Complete the buffer with zeros and begin to reduce it over ranks."""
         if self._links.is_alone:
-            if self.buffer is None and not self.exists and self._links.num_means > 1:
+            if self._buffer is None and not self.exists and self._links.num_means > 1:
                 # experts of other ranks may have had tokens where these had none
                 self._set_buffer(self._memory.allocate(self._payload_numel, self._dtype))
-            if self.buffer is not None:
+            if self._buffer is not None:
                 self._take_over(self._take_buffer())
             self._left_over = False
             if self.offload is not None:
@@ -260,7 +260,7 @@ class ChunkGradient:
             return
         if self._under_way is not None:
             self.end_reduce()
-        if self.buffer is None:
+        if self._buffer is None:
             self._set_buffer(self._memory.allocate(self._payload_numel, self._dtype))
         buffer = self._take_buffer()  # the ticket keeps it alive
         self._left_over = False
@@ -394,13 +394,17 @@ class ChunkGradient:
 
     def _set_buffer(self, buffer: Tensor) -> None:
         assert not self._unpacked  # their places are in the old one
-        self.account.gradients += buffer.nbytes - _nbytes(self._buffer)
+        self.account.gradients += buffer.nbytes
+        if self._buffer is not None:
+            self.account.gradients -= self._buffer.nbytes
         self._buffer = buffer
         self._places = buffer.split_with_sizes(self._split_numels)[::2]
 
     def _take_buffer(self) -> Tensor:
         """The buffer, complete with zeros."""
-        buffer = self.buffer
+        if self._unpacked:
+            self._pack()
+        buffer = self._buffer
         assert buffer is not None
         self._buffer, self._places = None, ()
         self.account.gradients -= buffer.nbytes
