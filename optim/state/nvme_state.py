@@ -369,18 +369,21 @@ class NvmeState:
         rows = {row.id: row for row in self.state.rows}
         try:
             for block in blocks:
-                row = rows[block.id]
-                self._take_buffer(row)
-                self._transfers.read_all(row.block, row.buffer).wait()
-                self._forms.change(row.buffer, block, fill)
-                self._overwrite(row)
-            self._end_overwrites(step)
+                with HeldSignals():  # Ctrl-C comes between two blocks
+                    row = rows[block.id]
+                    self._take_buffer(row)
+                    self._transfers.read_all(row.block, row.buffer).wait()
+                    self._forms.change(row.buffer, block, fill)
+                    self._overwrite(row)
+            with HeldSignals():
+                self._end_overwrites(step)
         except BaseException:
-            note(self.state, Event.UNDO)
-            while self.state.under_way:
-                self.end(next(iter(self.state.under_way)))
-            self.store.rollback()
-            note(self.state, Event.ROLLED_BACK)
+            with HeldSignals():
+                note(self.state, Event.UNDO)
+                while self.state.under_way:
+                    self.end(next(iter(self.state.under_way)))
+                self.store.rollback()
+                note(self.state, Event.ROLLED_BACK)
             raise
 
     def _take_buffer(self, row: Row) -> None:
