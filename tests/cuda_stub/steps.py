@@ -24,7 +24,7 @@ from bench.host import launches
 from bench.support.gpu_sections import Stack
 from bench.support.machine import write_result
 from gemini import AutoPlacement, GeminiDDP, StaticPlacement
-from gemini.chunk.sizing.model_specs import specs_of
+from gemini.chunk.layout import specs_of
 from gemini.memtracer.trace import sequential_trace
 from gemini.placement.tiers import Tier
 from gemini.runtime.comm.communicator import Communicator
