@@ -177,6 +177,16 @@ END = {
     (Stage.FETCHED, Event.PLACED): Stage.WRITTEN,
 }
 TRANSFERS = (Do.READ, Do.WRITE, Do.FETCH)
+# by the stage of a row under way: how its transfer ends
+ENDS_WITH = {
+    Stage.READING: Event.READ, Stage.WRITING: Event.WRITTEN, Stage.FETCHING: Event.FETCHED,
+}  # fmt: skip
+
+
+def num_buffers(depth: int, num_rows: int) -> int:
+    """That a step uses: of rows that are read, of one that is updated and one that is written."""
+    return min(depth + 2, num_rows + 1)
+
 
 # -- events --
 

@@ -44,6 +44,7 @@ from .disk.transfers import BlockTransfers
 from .disks import measure_disks
 from .held_signals import HeldSignals
 from .machine import (
+    ENDS_WITH,
     Do,
     Event,
     Phase,
@@ -52,6 +53,7 @@ from .machine import (
     State,
     next_action,
     note,
+    num_buffers,
     take_buffer,
 )
 from .pieces import Planes
@@ -102,7 +104,7 @@ class NvmeState:
             self.store.close()
             raise
         self._pool = BufferPool(
-            min(config.depth + 2, len(blocks) + 1) + num_ahead, self._forms.buffer_nbytes, pin
+            num_buffers(config.depth, len(blocks)) + num_ahead, self._forms.buffer_nbytes, pin
         )
         # one more where blocks are updated before their step, for weights of which none counts
         spare = 1 if num_ahead else 0
@@ -193,7 +195,7 @@ class NvmeState:
         """Wait for its transfer."""
         assert row.ticket is not None
         started = time.perf_counter()
-        event, error = _ENDS[row.stage], None
+        event, error = ENDS_WITH[row.stage], None
         try:
             with named("wait for", "block", row.id):
                 row.ticket.wait()
@@ -443,8 +445,3 @@ class NvmeState:
             for row in self.state.under_way:
                 settle(row.ticket)
         self.store.close()
-
-
-_ENDS = {
-    Stage.READING: Event.READ, Stage.WRITING: Event.WRITTEN, Stage.FETCHING: Event.FETCHED,
-}  # fmt: skip

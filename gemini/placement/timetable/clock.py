@@ -13,7 +13,18 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, cast
 
-from gemini.optim.state.machine import Do, Event, Phase, Row, Stage, State, next_action, note
+from gemini.optim.state.machine import (
+    ENDS_WITH,
+    Do,
+    Event,
+    Phase,
+    Row,
+    Stage,
+    State,
+    next_action,
+    note,
+    num_buffers,
+)
 from gemini.placement.cost import PlannedLinks, Walk, update_seconds_of
 from gemini.placement.plan import Move, MoveKind, Plan, UpdatePath
 from gemini.placement.sizes import FP32_BYTES, Bandwidths, BlockBytes
@@ -25,7 +36,6 @@ from .updates import BEHIND, IN_BACKWARD, OverlapCost
 Calls = Sequence[Sequence[ChunkId] | None]  # by moment the chunks of the call that begins
 Wait = float | Callable[[], bool]  # until then; until it is true
 Thread = Generator[Wait, None, None]
-ENDS = {Stage.READING: Event.READ, Stage.WRITING: Event.WRITTEN, Stage.FETCHING: Event.FETCHED}
 TRAINER = 0  # of the two threads; 1: the worker
 ITERATIONS = 3  # the first step finds its reads done, and the first pass no tail
 
@@ -128,7 +138,7 @@ class StepClock:
         self._shares = not by_host  # one processor trains and updates
         self._links = PlannedLinks(work.bandwidths, work.plan.has_host_tier)
         self._walk = Walk(work.plan, self._links, work.moves)
-        count = min(work.depth + 2, len(work.on_disk) + 1) + max(0, work.num_ahead - 1)
+        count = num_buffers(work.depth, len(work.on_disk)) + max(0, work.num_ahead - 1)
         # of a block the machine knows the id alone
         rows = [Row(cast(Any, block)) for block in work.on_disk]
         self._state = State(rows, work.depth, list(range(count)), is_ahead=True)
@@ -289,7 +299,7 @@ class StepClock:
         work, block = self._work, self._work.blocks[row.id]
         if do is Do.WAIT:
             yield max(self._now, self._ends[block.id])
-            note(self._state, ENDS[row.stage], row)
+            note(self._state, ENDS_WITH[row.stage], row)
         elif do is Do.UPDATE:
             yield max(self._now, self._ends[block.id])  # of what it needs beside its state
             yield from self._update(work.updates[block.id])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from optim.state.machine import (
+    ENDS_WITH,
     Do,
     Event,
     Phase,
@@ -21,7 +22,6 @@ from optim.state.machine import (
     take_buffer,
 )
 
-ENDS = {Stage.READING: Event.READ, Stage.WRITING: Event.WRITTEN, Stage.FETCHING: Event.FETCHED}
 MAY_FAIL = (Do.READ, Do.UPDATE, Do.WRITE, Do.FETCH, Do.PLACE)
 MOST_ACTIONS = 2000  # of one phase; a machine that does more runs in circles
 
@@ -110,7 +110,7 @@ class Disk:
             return
         if row.stage is Stage.WRITING:
             self.beside[row.block.id] = content
-        note(self.state, ENDS[row.stage], row)
+        note(self.state, ENDS_WITH[row.stage], row)
 
     def turn(self) -> tuple[Do, Any] | None:
         """One action, or the end of a transfer, any of those under way; what is not of a row."""
