@@ -62,7 +62,7 @@ from gemini.runtime.wrap.build_chunks import build_chunks
 from gemini.runtime.wrap.materialise import Materialiser
 from gemini.runtime.wrap.other_optimizers import refuse_other_optimizers
 from gemini.runtime.wrap.precision import PrecisionSettings
-from gemini.units import ParamId
+from gemini.units import ChunkId, ParamId
 
 from .meetings import Meetings, describe
 from .parts import EngineEvents, Parts, in_pass
@@ -111,6 +111,7 @@ class Engine(Parts):
         manager = StatefulTensorMgr(
             layout, chunks, planning.never_released, max_prefetch, ledger,
             planning.payload_room_bytes, planning.steps_for,
+            agree=self._agree_to_gather if comm.world_size > 1 else None,
         )  # fmt: skip
         super().__init__(
             params=list(params), layout=layout, chunks=chunks,
@@ -134,6 +135,7 @@ class Engine(Parts):
                 puts_off=planning.plan.unsharded_grads,
                 at_end={c.spec.id for c in chunks if links[c.spec.group].is_sent_data},
                 final=events.final.listeners,
+                agree=self._agree_to_reduce if comm.world_size > 1 else None,
             ),
             regather=Regather(
                 chunks, planning.never_released, params,
@@ -150,6 +152,13 @@ class Engine(Parts):
         self._agreements_left = 0 if planning.has_trace else MAX_AGREEMENTS
         self._make_wings()
         self._wrap(params)
+
+    # meetings are a wing, made when manager and reducer are there
+    def _agree_to_gather(self, chunks: Sequence[ChunkId]) -> None:
+        self.meetings.agree("asks to gather", chunks)
+
+    def _agree_to_reduce(self, chunks: Sequence[ChunkId]) -> list[ChunkId]:
+        return self.meetings.reduce_now(chunks)
 
     def _make_wings(self) -> None:
         self.promotion = Promotion(self)
@@ -275,7 +284,6 @@ class Engine(Parts):
 
     def _follow_plan(self) -> None:
         """Another one, of a measured iteration; in the same homes until they may rise."""
-        self.manager.payload_room_bytes = self.planning.payload_room_bytes
         self.storage.follow(self.planning.plan)
         self.promotion.propose()
 
@@ -332,7 +340,6 @@ class Engine(Parts):
 
     def _plan_averages(self, total: Counter[Tier]) -> None:
         self.planning.keep_averages(tuple((tier, n) for tier, n in total.items() if n))
-        self.manager.payload_room_bytes = self.planning.payload_room_bytes
         self.storage.follow(self.planning.plan)
 
     def write_back_changes(self) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from functools import partial
 from itertools import groupby
 
 from gemini.chunk.layout import ChunkLayout
@@ -33,10 +32,6 @@ class Meetings:
         self._readers: dict[str, Reader] = {}
         self._num_agreed = 0  # calls of this cycle when ranks met last
         self.reads_outside = False
-        if parts.comm.world_size > 1:
-            parts.manager.agree = partial(self.agree, "asks to gather")
-            parts.manager.has_others = True
-            parts.reducer.agree = self.reduce_now
 
     def reduce_now(self, chunks: Sequence[ChunkId]) -> list[ChunkId]:
         """Of these those that all ranks reduce now."""

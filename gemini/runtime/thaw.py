@@ -45,5 +45,5 @@ def thaw(parts: Parts, meetings: Meetings, params: list[ParamId]) -> None:
             parts.target.measure_leaving()
             parts.target.homes_changed()
         parts.reducer.add(chunks)
-        parts.manager.homes_changed(planning.payload_room_bytes)
+        parts.manager.homes_changed()
         parts.sampler.specs_changed(grown.params)

@@ -6,7 +6,7 @@ A buffer belongs to its transfer until that has ended, and then to the pool agai
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import suppress
 from typing import TypeVar
 
@@ -29,7 +29,7 @@ def settle(ticket: Ticket[object] | None) -> None:
 
 def read_ahead(
     pool: BufferPool, items: Iterable[T], begin: Callable[[T, Buffer], Ticket[R]]
-) -> Iterator[tuple[T, Buffer, R]]:
+) -> Generator[tuple[T, Buffer, R], None, None]:
     """(item, its buffer, what its ticket answered) of every item, in order.
 
     As many are under way as the pool has buffers. A buffer is good until the next item is asked

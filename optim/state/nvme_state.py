@@ -13,7 +13,8 @@ element that are written (8 in float64) and, but for a failure, never read.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -28,9 +29,11 @@ from gemini.nvme import (
     Pin,
     RollbackError,
     StoreLayout,
+    WriteBehind,
     WriteMeter,
     check_folder,
     default_folder,
+    read_ahead,
     settle,
 )
 from gemini.optim.rules.config import NvmeConfig
@@ -54,7 +57,6 @@ from .machine import (
     next_action,
     note,
     num_buffers,
-    take_buffer,
 )
 from .pieces import Planes
 from .space import Block
@@ -154,17 +156,12 @@ class NvmeState:
             )
 
     def initialise(self, fill: Callable[[Block, Planes], None]) -> None:
-        """Write every block's first version. `fill` gets zeroed planes.
-
-        The first step begins with the first block, which may have a tail, and finds it in memory.
-        """
-        for row in reversed(self.state.rows):
-            self._take_buffer(row)
-            for plane in self._transfers.planes(row.block, row.buffer).values():
-                plane.zero_()
-            self._forms.change(row.buffer, row.block, fill)
-            self._overwrite(row)
-        self._end_overwrites(0)
+        """Write every block's first version. `fill` gets zeroed planes."""
+        with self._lent() as writes:
+            for block in self.blocks:
+                with HeldSignals():  # Ctrl-C comes between two blocks
+                    self._rewrite(block, fill, writes, is_new=True)
+            self._count(0, writes)
 
     # -- moves; see `optim.state.machine` --
 
@@ -351,13 +348,38 @@ class NvmeState:
 
     # -- between steps --
 
+    @contextmanager
+    def _lent(self) -> Iterator[WriteBehind]:
+        """All buffers, for blocks that pass through them one after the other."""
+        self._look()
+        pool, free = self._pool, self.state.free
+        writes = WriteBehind(pool)
+        try:
+            with HeldSignals():
+                while free:
+                    pool.give(free.pop())
+            yield writes
+        finally:
+            with HeldSignals():
+                writes.abandon()
+                while pool.num_free:
+                    free.append(pool.take())
+
     def load(self, blocks: Sequence[Block], visit: Callable[[Block, Planes], None]) -> None:
         """Read committed blocks one after the other; `visit` must copy what it keeps."""
-        self._look()
-        buffer = self.state.free[-1]
-        for block in blocks:
-            self._transfers.read_all(block, buffer).wait()
-            visit(block, self._forms.shown(buffer, block))
+        with self._lent():
+            reads = read_ahead(self._pool, blocks, self._transfers.read_all)
+            try:
+                while True:
+                    with HeldSignals():  # Ctrl-C comes between two blocks: else a buffer is lost
+                        found = next(reads, None)
+                    if found is None:
+                        return
+                    block, buffer, _ = found
+                    visit(block, self._forms.shown(buffer, block))
+            finally:
+                with HeldSignals():
+                    reads.close()
 
     def replace(
         self, fill: Callable[[Block, Planes], None], step: int, blocks: Sequence[Block]
@@ -366,50 +388,45 @@ class NvmeState:
 
         On an error every block keeps what it had.
         """
-        self._look()
         self.check_step()
-        rows = {row.id: row for row in self.state.rows}
+        with self._lent() as writes:
+            try:
+                for block in blocks:
+                    with HeldSignals():  # Ctrl-C comes between two blocks
+                        self._rewrite(block, fill, writes, is_new=False)
+                with HeldSignals():
+                    self._count(step, writes)
+            except BaseException:
+                with HeldSignals():
+                    self.store.rollback()
+                raise
+
+    def _rewrite(
+        self,
+        block: Block,
+        fill: Callable[[Block, Planes], None],
+        writes: WriteBehind,
+        *,
+        is_new: bool,
+    ) -> None:
+        """Beside its committed version. `is_new`: there is none, and `fill` gets zeros."""
+        buffer = writes.take()
         try:
-            for block in blocks:
-                with HeldSignals():  # Ctrl-C comes between two blocks
-                    row = rows[block.id]
-                    self._take_buffer(row)
-                    self._transfers.read_all(row.block, row.buffer).wait()
-                    self._forms.change(row.buffer, block, fill)
-                    self._overwrite(row)
-            with HeldSignals():
-                self._end_overwrites(step)
+            if is_new:
+                for plane in self._transfers.planes(block, buffer).values():
+                    plane.zero_()
+            else:
+                self._transfers.read_all(block, buffer).wait()
+            self._forms.change(buffer, block, fill)
+            ticket = self._transfers.write(block, buffer, with_undo=False)
         except BaseException:
-            with HeldSignals():
-                note(self.state, Event.UNDO)
-                while self.state.under_way:
-                    self.end(next(iter(self.state.under_way)))
-                self.store.rollback()
-                note(self.state, Event.ROLLED_BACK)
+            self._pool.give(buffer)
             raise
+        writes.add(ticket, buffer)
 
-    def _take_buffer(self, row: Row) -> None:
-        """For what is to be overwritten. Waits for writes, and raises what became of them."""
-        state = self.state
-        while not (state.free or state.cached):
-            self._end_overwrite()
-        take_buffer(state, row)
-        row.stage = Stage.READY
-
-    def _overwrite(self, row: Row) -> None:
-        row.stage = Stage.WRITING
-        self.state.under_way[row] = None
-        row.ticket = self._transfers.write(row.block, row.buffer, with_undo=False)
-
-    def _end_overwrite(self) -> None:
-        self.end(next(iter(self.state.under_way)))
-        if self.state.error is not None:
-            raise self.state.error
-
-    def _end_overwrites(self, step: int) -> None:
-        """They count. The next step begins with the first block, and those in memory."""
-        while self.state.under_way:
-            self._end_overwrite()
+    def _count(self, step: int, writes: WriteBehind) -> None:
+        """What was written counts. The next step begins with the first block."""
+        writes.drain()
         self.flush()
         self.commit(step, in_order=True)
         note(self.state, Event.RESIDENT)

@@ -72,6 +72,8 @@ class Planning:
     machine: Machine = field(default_factory=Machine)
     # what the module was wrapped with, and whether that was measured
     _begun: tuple[PlanInputs, bool] = field(init=False)
+    # by what it was computed of: see `payload_room_bytes`
+    _room: tuple[PlanResult, PlanInputs, int] | None = field(default=None, init=False)
     homes_are_final: bool = field(init=False)  # chosen for a trace, or asked to rise
     result: PlanResult = field(init=False)  # of training
     overruns: Overruns = field(init=False)  # of the budgets
@@ -314,12 +316,17 @@ class Planning:
         planned = self._result_for(kind, signature)
         return None if planned is None else planned.steps
 
-    @property
     def payload_room_bytes(self) -> int:
         """What payloads may take at any moment of forward and backward, beside all else there is.
 
         A moment that needs more than this has more room of its own.
         """
+        known = self._room
+        if known is None or known[0] is not self.result or known[1] is not self.inputs:
+            known = self._room = self.result, self.inputs, self._payload_room_bytes()
+        return known[2]
+
+    def _payload_room_bytes(self) -> int:
         plan, profile = self.plan, self.result.profile
         total = profile.total(Tier.DEVICE)
         if isinstance(self.policy, ConstPlacement):

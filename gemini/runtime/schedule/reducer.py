@@ -49,11 +49,12 @@ class Reducer:
         puts_off: bool = False,
         at_end: Container[ChunkId] = (),
         final: Sequence[Callable[[Chunk], object]] = (),
+        agree: Callable[[Sequence[ChunkId]], Sequence[ChunkId]] | None = None,
     ) -> None:
         """`puts_off`, and `at_end` where readiness decides: see the notes. final: who
-        listens for it."""
-        # those of these chunks that the other ranks reduce now, too
-        self.agree: Callable[[Sequence[ChunkId]], Sequence[ChunkId]] = lambda chunks: chunks
+        listens for it. agree: where there are other ranks: those of some chunks that all reduce
+        now."""
+        self._agree = agree
         self._final = final
         # as backward runs through the layout
         self._order = [chunk for chunk in reversed(chunks) if chunk.spec.trainable]
@@ -154,7 +155,8 @@ class Reducer:
             return
         if self._places is None or not follows_steps:
             due = [chunk for chunk in self._waiting if self._is_due(chunk)]
-            for chunk in self.agree(due) if due else ():
+            agreed = self._agree(due) if due and self._agree is not None else due
+            for chunk in agreed:
                 self._begin(self._waiting.pop(chunk))
             return
         while self._num_placed < len(self._places):

@@ -87,9 +87,9 @@ class StatefulTensorMgr:
 
     steps_for: the plan's steps for a kind of iteration and a signature of its inputs, if it has
         any.
-    payload_room_bytes: for payloads, wherever no plan is followed.
-    agree: called before a planned call gathers chunks that its steps do not name; before all, where
-        `owes_meeting`: the cycle before was not of steps.
+    payload_room_bytes: says what payloads may take, wherever no plan is followed.
+    agree: where other ranks follow the same steps: called before a planned call gathers chunks that
+        its steps do not name; before all, where `owes_meeting`: the cycle before was not of steps.
     before_release: called with a chunk that is gathered.
     """
 
@@ -100,8 +100,9 @@ class StatefulTensorMgr:
         never_released: Iterable[ChunkId],
         max_prefetch: int,
         ledger: MemoryLedger | None = None,
-        payload_room_bytes: int = UNLIMITED,
+        payload_room_bytes: Callable[[], int] = lambda: UNLIMITED,
         steps_for: StepsFor = lambda kind, signature: None,
+        agree: Callable[[Sequence[ChunkId]], None] | None = None,
     ) -> None:
         self.ledger = ledger or MemoryLedger(chunks)
         self._names = [spec.name for spec in layout.params]
@@ -116,11 +117,11 @@ class StatefulTensorMgr:
         }
         self._max_prefetch = max_prefetch
         self._room_ahead = room_ahead(self._nbytes.values(), max_prefetch)
-        self.payload_room_bytes = payload_room_bytes
+        self._room_of_plan = payload_room_bytes
+        self._payload_room_bytes = payload_room_bytes()  # of this cycle
         self._steps_for = steps_for
-        self.agree: Callable[[Sequence[ChunkId]], None] = lambda chunks: None
+        self._agree = agree
         self.owes_meeting = False
-        self.has_others = False  # ranks, which follow the same steps
         self._users: dict[ChunkId, int] = dict.fromkeys(self._nbytes, 0)
         self._computing = [0] * len(layout.params)  # calls that use a parameter now
         self._pinned: dict[ChunkId, None] = {}  # borrowed, or seen in an output: until the end
@@ -199,13 +200,13 @@ class StatefulTensorMgr:
         """No parameter is in use and no gradient waits: a backward has ended."""
         self._states = [TensorState.HOLD] * len(self._states)  # which is legal from any state
 
-    def homes_changed(self, payload_room_bytes: int) -> None:
+    def homes_changed(self) -> None:
         """Shards have moved, between cycles: what is whole now needs no gathers any more."""
         for chunk in [chunk for chunk in self._nbytes if self._chunks[chunk].is_unsharded]:
             for known in (self._nbytes, self._users, self._pinned, self._recent, self._overdue):
                 known.pop(chunk, None)
         self._room_ahead = room_ahead(self._nbytes.values(), self._max_prefetch)
-        self.payload_room_bytes = payload_room_bytes
+        self._payload_room_bytes = self._room_of_plan()
         self._learned.clear()
         self._steps, self._behind, self._carried = None, [], frozenset()
 
@@ -302,7 +303,7 @@ class StatefulTensorMgr:
 
     def hold(self) -> bool:
         """Begin to gather everything, to be kept until `let_go`; False where there is no room."""
-        if sum(self._nbytes.values()) > self.payload_room_bytes:
+        if sum(self._nbytes.values()) > self._payload_room_bytes:
             return False
         self.holds = True
         missing = [chunk for chunk in self._nbytes if not self._chunks[chunk].gathered]
@@ -326,6 +327,7 @@ class StatefulTensorMgr:
 
     def begin_cycle(self, kind: Kind, signature: str = "") -> None:
         """A root forward begins that is not part of the cycle before."""
+        self._payload_room_bytes = self._room_of_plan()
         seen = () if self.ranks_differ else tuple(self._seen)
         if seen:
             self._learn(self._cycle, seen)
@@ -400,7 +402,7 @@ class StatefulTensorMgr:
         """Of what is to be released that which this rank, and no other, may come to again at once:
         no other would gather it. Where there is no room for it, that is an error."""
         there = sum(self._nbytes[chunk] for chunk in self._recent)
-        if not self.has_others or there > self.payload_room_bytes:
+        if self._agree is None or there > self._payload_room_bytes:
             return ()
         return tuple(chunk for chunk in rows if chunk in self._seen[-1])
 
@@ -426,8 +428,8 @@ class StatefulTensorMgr:
     def _ask(self, chunks: Iterable[ChunkId]) -> None:
         """The other ranks, where there are any."""
         missing = [chunk for chunk in chunks if not self._chunks[chunk].gathered]
-        if missing:
-            self.agree(missing)
+        if missing and self._agree is not None:
+            self._agree(missing)
 
     def _release_planned(self, chunks: Sequence[ChunkId]) -> None:
         for chunk in chunks:
@@ -465,10 +467,10 @@ class StatefulTensorMgr:
     def _limit_bytes(self) -> int:
         """Room for the largest need and for the chunks in flight behind it, if there is as much."""
         if self.fills_room:
-            return self.payload_room_bytes
+            return self._payload_room_bytes
         largest = max(self._nbytes.values(), default=0)
         wanted = max(self._largest_need, largest) + self._room_ahead
-        return min(wanted, self.payload_room_bytes)
+        return min(wanted, self._payload_room_bytes)
 
     def _make_room(self, wanted: Sequence[ChunkId], missing: Sequence[ChunkId]) -> None:
         total, limit = 0, self._limit_bytes()

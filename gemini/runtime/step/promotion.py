@@ -59,7 +59,7 @@ def promote_homes(parts: Parts, planned: PlanResult) -> None:
     finally:
         storage.keep_shards(from_files)
         target.homes_changed()
-        manager.homes_changed(parts.planning.payload_room_bytes)
+        manager.homes_changed()
     parts.sampler.look_again()
 
 

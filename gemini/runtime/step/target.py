@@ -73,7 +73,6 @@ class ShardTarget(SavedShards):
             self._close()
             raise
         parts.ledger.count_state(self._tiered_state, self._staging_bytes)
-        parts.manager.payload_room_bytes = parts.planning.payload_room_bytes
         self._moved = parts.storage.traffic()
         self._closed = False
         self._log = SkipLog()

@@ -284,8 +284,7 @@ def test_who_repeats_a_call_less_often_gathers_what_was_ahead_of_it_first():
 def test_who_repeats_a_call_more_often_finds_its_chunk_where_there_is_room(room):
     gathers = [Gather(0, 0, 0, 1), Gather(1, 2, 2, 3)]
     calls = [(0,), None, (1,), None]
-    manager, chunks = in_steps(gathers, calls, payload_room_bytes=room)
-    manager.has_others = True
+    manager, chunks = in_steps(gathers, calls, payload_room_bytes=lambda: room, agree=print)
     call(manager, (0,))
     assert chunks[0].gathered == bool(room)
     call(manager, (0,))

@@ -1,6 +1,7 @@
 """When the gradients of a chunk are reduced."""
 
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -92,7 +93,8 @@ CALLS = ((0,), (1,), (0,))  # of which backward begins behind two, in the second
 
 
 def test_a_chunk_has_its_place_behind_the_last_call_and_gradient_of_any_rank(chunks, log):
-    reducer = Reducer(chunks, by_moment=True)
+    agree = mock.Mock(side_effect=lambda chunks: chunks)
+    reducer = Reducer(chunks, by_moment=True, agree=agree)
     reducer.begin(CALLS, 2)
     reducer.arrived(chunks[1], 0, torch.ones(1))
     assert reducer.is_learning and reducer.found({0: 1, 1: 2}) == {0: 1, 1: 2}
@@ -103,7 +105,7 @@ def test_a_chunk_has_its_place_behind_the_last_call_and_gradient_of_any_rank(chu
     reducer.learn((CALLS, 2), [{0: 4}, found])
     reducer.finish()
     log.clear()
-    reducer.agree = lambda chunks: pytest.fail("all ranks know")
+    agree.side_effect = lambda chunks: pytest.fail("all ranks know")
     reducer.begin(CALLS, 2)
     assert not reducer.is_learning
     begun = []
@@ -118,13 +120,14 @@ def test_a_chunk_has_its_place_behind_the_last_call_and_gradient_of_any_rank(chu
 
 
 def test_what_another_rank_does_not_propose_is_reduced_at_the_end(chunks, log):
-    reducer = Reducer(chunks, by_moment=True)
+    proposed, answers = [], iter([[], [0], []])
+    reducer = Reducer(
+        chunks, by_moment=True, agree=lambda due: proposed.append(due) or next(answers)
+    )
     reducer.announce([0, 1])
     reducer.begin()
     reducer.opened([0, 1], whole=False)
     reducer.closed([0, 1], whole=False)
-    proposed, answers = [], iter([[], [0], []])
-    reducer.agree = lambda chunks: proposed.append(chunks) or next(answers)
     for num_calls in (3, 4, 5):
         reducer.reduce_due(num_calls, False)
     assert proposed == [[1, 0], [1, 0], [1]] and log == [0]

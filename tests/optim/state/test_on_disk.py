@@ -11,7 +11,7 @@ import torch
 
 import nvme
 from bench.shared.models import token_batches, token_loss
-from optim.state.nvme_state import NvmeState
+from optim.step.driver import TargetStep
 from optim.update.updaters import CpuUpdater
 from tests.nvme.common import ENGINES, engine_or_skip
 from tests.support import checkpoints
@@ -84,19 +84,20 @@ def test_buffers_are_at_most_depth_plus_two_blocks(depth, tmp_path):
     optimizer.close()
 
 
-def test_the_first_step_begins_with_the_first_block_which_is_in_memory(tmp_path):
+def test_the_first_step_begins_with_the_first_block_which_is_read_ahead(tmp_path):
     """Its tail is to be ahead of the forward."""
-    seen, check_step = [], NvmeState.check_step
+    seen, submit = [], TargetStep.submit
 
-    def begun(state):
-        seen.append((state.state.order == state.state.rows, state.store.traffic.read_bytes))
-        check_step(state)
+    def begun(step):
+        state = state_of(optimizer).state
+        seen.append((state.order == state.rows, [row.id for row in state.reads]))
+        submit(step)
 
     params = make_params()
     optimizer = make_optimizer(params, tmp_path, 1.0, depth=1)
-    with mock.patch.object(NvmeState, "check_step", begun):
+    with mock.patch.object(TargetStep, "submit", begun):
         train(params, optimizer, 1)
-    assert seen == [(True, 0)]
+    assert seen == [(True, [0])]
     optimizer.close()
 
 
