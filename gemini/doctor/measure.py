@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib.metadata
 import os
 import platform
@@ -27,14 +26,11 @@ from gemini.units import PAGE_BYTES
 
 from .report import NEEDED, DeviceFacts, Facts, FolderFacts
 
-PACKAGES = ("gemini-memory", *NEEDED, "triton", "liburing", "transformers")
+PACKAGES = ("gemini-memory", *NEEDED, "triton", "transformers")
 COPY_BYTES = 256 << 20
 MATRIX = 256  # rows and columns
 ROUNDS = 5
 PROBE_SECONDS = 2.0
-_IO_URING_SETUP = 425  # the same on all architectures
-_IO_URING_PARAMS_BYTES = 120
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def examine(
@@ -61,7 +57,6 @@ def examine(
         temporary_file_system=file_system(Path(tempfile.gettempdir())),
         c_compiler=os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"),
         cxx_compiler=compiler(),
-        io_uring_refused=_io_uring_refused(),
         shadowed=names.shadowed(),
         malloc_tuned="MALLOC_MMAP_THRESHOLD_" in os.environ,
         devices=tuple(_device(i, copy_bytes) for i in range(torch.cuda.device_count())),
@@ -93,16 +88,6 @@ def _huge_pages() -> str | None:
     return chosen[1] if chosen else None
 
 
-def _io_uring_refused() -> str | None:
-    """Why the kernel does not give a ring; None where it does."""
-    params = ctypes.create_string_buffer(_IO_URING_PARAMS_BYTES)
-    fd = _libc.syscall(ctypes.c_long(_IO_URING_SETUP), ctypes.c_uint(1), params)
-    if fd < 0:
-        return os.strerror(ctypes.get_errno())
-    os.close(fd)
-    return None
-
-
 def _default_folders() -> tuple[Path, ...]:
     return (nvme.default_folder(),)
 
@@ -113,13 +98,12 @@ def _folder(folder: str | os.PathLike[str], seconds: float) -> FolderFacts:
         files = create_files([path], [PAGE_BYTES], label="doctor-")
         direct = files[0].direct
         remove_files(files)
-        probe = nvme.probe(path, seconds=seconds)
+        speed = nvme.probe(path, seconds=seconds)
     except nvme.NvmeError as error:
         return FolderFacts(str(folder), error=str(error))
-    best = probe.best
     return FolderFacts(
         path=str(path), file_system=file_system(path), free_bytes=free_bytes(path), direct=direct,
-        engine=best.engine, read=best.read, write=best.write, refused=probe.refused,
+        engine=speed.engine, read=speed.read, write=speed.write,
         left_bytes=sum(left.nbytes for left in nvme.left_in(path)),
     )  # fmt: skip
 

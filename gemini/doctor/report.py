@@ -18,7 +18,7 @@ SLOW_DISK = 1.0e9  # mixed; below it a step of 10**9 parameters takes 22 s and m
 SLOW_BF16 = 0.5  # of the speed of fp32: a processor without instructions for it has 0.01
 SLOW_LINK = 10e9  # a way; PCIe 3 x16 has 12
 SLOW_RAM = 8e9  # a copy's bytes read and written; one DDR4 channel has 15 to 20
-SMALL_MEMLOCK = 64 * MIB  # the rings of io_uring count as locked memory on kernels before 5.12
+SMALL_MEMLOCK = 64 * MIB
 SMALL_DISK = 16 * GIB
 
 
@@ -47,7 +47,6 @@ class FolderFacts:
     engine: str = ""  # the fastest
     read: float = 0.0
     write: float = 0.0
-    refused: tuple[tuple[str, str], ...] = ()  # (engine, reason)
     left_bytes: int = 0  # in files of processes that died
 
     @property
@@ -72,7 +71,6 @@ class Facts:
     temporary_file_system: str  # of the folder for temporary files
     c_compiler: str | None
     cxx_compiler: str | None
-    io_uring_refused: str | None  # why the kernel does not have it
     shadowed: dict[str, str]  # short names of ours, and where an import finds others
     malloc_tuned: bool  # MALLOC_MMAP_THRESHOLD_ is set
     devices: tuple[DeviceFacts, ...]
@@ -165,19 +163,12 @@ def _software(facts: Facts) -> Iterator[Finding]:
             "no C++ compiler: CPU updates of large 16-bit models take up to 2 times as long",
             'install g++; or nothing: cpu_path="auto", the default, does without it',
         )
-    if facts.io_uring_refused is not None:
-        yield Finding(
-            "note",
-            f"the kernel refuses io_uring ({facts.io_uring_refused})",
-            "nothing: the engine `threads` does without it; containers allow it by another "
-            "seccomp profile",
-        )
-    elif facts.memlock_bytes is not None and facts.memlock_bytes < SMALL_MEMLOCK:
+    if facts.memlock_bytes is not None and facts.memlock_bytes < SMALL_MEMLOCK:
         yield Finding(
             "note",
             f"the limit on locked memory is {format_bytes(facts.memlock_bytes)}",
-            "raise it (`ulimit -l unlimited`, or memlock in limits.conf) where the engine `uring` "
-            "or pinned staging is refused",
+            "raise it (`ulimit -l unlimited`, or memlock in limits.conf) where pinned staging is "
+            "refused",
         )
 
 
@@ -295,7 +286,6 @@ def _lines(report: Report) -> Iterator[str]:
     limit = "none" if facts.memlock_bytes is None else format_bytes(facts.memlock_bytes)
     yield f"{'locked memory':14s} limit {limit}"
     yield f"{'huge pages':14s} {facts.huge_pages or 'unknown'}"
-    yield f"{'io_uring':14s} {'allowed' if facts.io_uring_refused is None else 'refused'}"
     for device in facts.devices:
         yield (
             f"{'device':14s} {device.name} ({device.capability}), "
@@ -312,8 +302,6 @@ def _lines(report: Report) -> Iterator[str]:
             f"{format_bytes(folder.free_bytes)} free, O_DIRECT {'yes' if folder.direct else 'no'}; "
             f"engine {folder.engine}: reads {_speed(folder.read)}, writes {_speed(folder.write)}"
         )
-        for engine, reason in folder.refused:
-            yield f"{'':14s} engine {engine} is not used: {reason}"
     for finding in report.findings:
         yield f"\n[{finding.level}] {finding.what}\n    {finding.remedy}"
 

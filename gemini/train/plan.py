@@ -51,7 +51,7 @@ def hardware(config: TrainConfig, comm: Communicator, device: torch.device) -> H
         sizes["nvme"] = free_bytes(nvme.check_folder(config.nvme))
         sources["nvme"] = f"free in {config.nvme}"
         if comm.rank == 0:
-            best = nvme.probe(config.nvme, seconds=_PROBE_SECONDS).best
+            best = nvme.probe(config.nvme, seconds=_PROBE_SECONDS)
             speeds = replace(speeds, nvme_read=best.read, nvme_write=best.write)
         sources |= dict.fromkeys(("nvme_read", "nvme_write"), "measured")
     all_sizes, all_speeds = zip(*comm.gather_objects((sizes, speeds)), strict=True)

@@ -47,11 +47,10 @@ from gemini.nvme.layout import (
 from gemini.nvme.pinned import PinnedVersions
 from gemini.nvme.pipeline import WriteBehind, read_ahead, settle
 from gemini.nvme.pool import Buffer, BufferPool, Pin
-from gemini.nvme.probe import CANDIDATES, Probe, Speed, make_engine, probe
+from gemini.nvme.probe import Speed, make_engine, probe
 from gemini.nvme.store import BlockStore, WriteMeter
 
 __all__ = [
-    "CANDIDATES",
     "FORMAT_VERSION",
     "PIECE_BYTES",
     "BlockStore",
@@ -67,7 +66,6 @@ __all__ = [
     "OpenFile",
     "Pin",
     "PinnedVersions",
-    "Probe",
     "Recovered",
     "RollbackError",
     "Speed",

@@ -1,10 +1,10 @@
-"""What a folder's disk does with each engine: two seconds, once, and a choice."""
+"""What a folder's disk does with an engine: two seconds, once."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,8 +14,6 @@ from gemini.tickets import Ticket
 from .engines import Engine, Transfer
 from .engines.tensornvme import TensorNvmeEngine
 from .engines.threads import ThreadEngine
-from .engines.uring import UringEngine
-from .errors import NvmeError
 from .pool import BufferPool
 
 PROBE_BYTES = 64 << 20
@@ -24,10 +22,8 @@ BUFFERS = 4
 
 ENGINES: dict[str, Callable[[Path], Engine]] = {
     "threads": lambda folder: ThreadEngine(),
-    "uring": lambda folder: UringEngine(),
     "tensornvme": TensorNvmeEngine,
 }
-CANDIDATES = ("threads", "uring")  # the third verifies everything twice: only where it is asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,50 +40,28 @@ class Speed:
         return 2 / (1 / self.read + 1 / self.write)
 
 
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """The speeds of a folder, fastest first, and why an engine is not among them."""
-
-    folder: Path
-    speeds: tuple[Speed, ...]
-    refused: tuple[tuple[str, str], ...]  # (engine, reason)
-
-    @property
-    def best(self) -> Speed:
-        """The fastest engine."""
-        return self.speeds[0]
-
-
 def probe(
     folder: str | os.PathLike[str],
-    engines: Sequence[str] = CANDIDATES,
+    engine: str = "threads",
     *,
     seconds: float = 2.0,
     allow_ram: bool = False,
-) -> Probe:
-    """Measure every engine on `folder` in about `seconds`; leaves nothing behind.
+) -> Speed:
+    """Measure an engine on `folder` in about `seconds`; leaves nothing behind.
 
-    engines: names; one that is refused is left out, with the reason.
-    Raises FolderError for a folder that cannot be used, DiskFullError where 64 MiB do not fit.
+    Raises FolderError for a folder that cannot be used, DiskFullError where 64 MiB do not fit,
+    and what `make_engine` does.
     """
     path = check_folder(folder, allow_ram=allow_ram)
-    speeds, refused = [], []
     (file,) = create_files([path], [PROBE_BYTES], label="probe-")
     try:
-        for name in engines:
-            try:
-                engine = make_engine(name, path)
-            except NvmeError as error:
-                refused.append((name, str(error)))
-                continue
-            try:
-                speeds.append(_measure(engine, file, seconds / len(engines)))
-            finally:
-                engine.close()
+        made = make_engine(engine, path)
+        try:
+            return _measure(made, file, seconds)
+        finally:
+            made.close()
     finally:
         remove_files([file])
-    speeds.sort(key=lambda speed: -speed.mixed)
-    return Probe(path, tuple(speeds), tuple(refused))
 
 
 def make_engine(name: str, folder: Path) -> Engine:

@@ -26,8 +26,7 @@ class NvmeConfig:
     write_budget: int | None = None  # bytes over the whole run
     # what all files of the optimizer that this belongs to have written; made by the optimizer
     meter: WriteMeter | None = field(default=None, compare=False, repr=False)
-    # "threads", "uring", "tensornvme", "auto" (threads or uring, measured in 2 s), or an Engine
-    engine: Any = "threads"
+    engine: Any = "threads"  # or "tensornvme", or an Engine
     # elements of a block, a multiple of 1024; of a wrapped module a wish: see AutoPlacement; None:
     # as many as suit the device, and fit
     block_numel: int | None = None

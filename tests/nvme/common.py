@@ -10,7 +10,7 @@ import pytest
 
 import nvme
 
-ENGINES = ["threads", "uring", "tensornvme"]
+ENGINES = ["threads", "tensornvme"]
 
 
 def engine_or_skip(name, folder):

@@ -87,22 +87,8 @@ def test_many_transfers_at_a_time(num_threads, tmp_path):
     store.close()
 
 
-def test_engines_write_the_same_file_and_checksum(tmp_path):
-    """Threads and io_uring: a store may be read by the other."""
-    found = []
-    for name in ("threads", "uring"):
-        store = BlockStore(
-            [tmp_path], StoreLayout.plan("d", SIZES), engine=engine_or_skip(name, tmp_path)
-        )
-        round_trips(store, BufferPool(1, max(SIZES)), range(len(SIZES)))
-        found.append(store.paths[0].read_bytes())  # with the index, which has the checksums
-        store.close()
-    assert found[0] == found[1]
-
-
-@pytest.mark.parametrize("name", ["threads", "uring"])
-def test_no_space_is_an_error_with_place_and_cause(name, tmp_path):
-    engine = engine_or_skip(name, tmp_path)
+def test_no_space_is_an_error_with_place_and_cause():
+    engine = nvme.ThreadEngine()
     file = OpenFile(Path("/dev/full"), os.open("/dev/full", os.O_RDWR), direct=False)
     view = BufferPool(1, 6 << 20).take().view
     ticket = engine.write(Transfer(file, 8192, view, True))
@@ -115,9 +101,8 @@ def test_no_space_is_an_error_with_place_and_cause(name, tmp_path):
     engine.close()
 
 
-@pytest.mark.parametrize("name", ["threads", "uring"])
-def test_a_closed_descriptor_is_an_error_and_the_next_transfer_works(name, tmp_path):
-    engine = engine_or_skip(name, tmp_path)
+def test_a_closed_descriptor_is_an_error_and_the_next_transfer_works(tmp_path):
+    engine = nvme.ThreadEngine()
     view = BufferPool(1, PAGE_BYTES).take().view
     with pytest.raises(nvme.TransferError, match="EBADF"):
         engine.read(Transfer(OpenFile(tmp_path / "x", -1, True), 0, view, True)).wait()
@@ -142,11 +127,9 @@ def test_a_file_system_without_direct_io_is_used_and_said(tmp_path, caplog):
         assert list(folder.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["threads", "uring"])
-def test_buffered_files_round_trip(name, tmp_path):
+def test_buffered_files_round_trip(tmp_path):
     """What is done where O_DIRECT is refused, on a disk."""
-    engine = engine_or_skip(name, tmp_path)
-    store = BlockStore([tmp_path], StoreLayout.plan("d", SIZES), engine=engine)
+    store = BlockStore([tmp_path], StoreLayout.plan("d", SIZES))
     for file in store.files:
         os.close(file.fd)
         file.fd, file.direct = os.open(file.path, os.O_RDWR), False
@@ -156,9 +139,7 @@ def test_buffered_files_round_trip(name, tmp_path):
 
 def test_the_probe_measures_and_leaves_nothing(tmp_path):
     found = nvme.probe(tmp_path, seconds=0.2)
-    names = {speed.engine for speed in found.speeds} | {name for name, _ in found.refused}
-    assert names == set(nvme.CANDIDATES)
-    assert found.best.mixed == max(speed.mixed for speed in found.speeds) > 0
+    assert found.engine == "threads" and 0 < min(found.read, found.write) <= found.mixed
     assert list(tmp_path.iterdir()) == []
 
 

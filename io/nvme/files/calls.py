@@ -1,7 +1,7 @@
 """The system calls that make, change and sync files, in one place.
 
 They are looked up here at every call, so a test puts another function in the place of one: it
-records what a disk was told, or fails as a disk does. What io_uring moves does not pass here.
+records what a disk was told, or fails as a disk does.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ GOOD = Facts(
     ram_copy_bytes_per_s=30e9, cpu_flops={"bf16": 4e11, "fp32": 2e11}, memlock_bytes=None,
     huge_pages="madvise",
     temporary_file_system="ext4", c_compiler="/usr/bin/gcc", cxx_compiler="/usr/bin/g++",
-    io_uring_refused=None, shadowed={}, malloc_tuned=True, devices=(GPU,), folders=(DISK,),
+    shadowed={}, malloc_tuned=True, devices=(GPU,), folders=(DISK,),
 )  # fmt: skip
 
 
@@ -39,7 +39,6 @@ def test_a_good_machine_has_no_findings():
         ({"versions": NO_TRITON, "devices": ()}, "note", "triton is not installed"),
         ({"c_compiler": None}, "error", "no C compiler"),
         ({"cxx_compiler": None}, "note", "no C++ compiler"),
-        ({"io_uring_refused": "Operation not permitted"}, "note", "Operation not permitted"),
         ({"memlock_bytes": 8 << 20}, "note", "locked memory is 8.00 MiB"),
         ({"load_average": 9.0}, "note", "load average is 9.0"),
         ({"ram_copy_bytes_per_s": 2e9}, "slow", "RAM copies at 2.00 GB/s"),
