@@ -202,6 +202,8 @@ class ChunkGradient:
             self._set_shard(shard)
             self._place(shard, slot).add_(grad, alpha=1 / num_means)
             return
+        # No copy of the largest gradients. Their memory is autograd's, which nobody else has once
+        # it was given away.
         if self._buffer is None and alone and self._can_be_buffer(grad):
             self._set_buffer(grad if num_means == 1 else grad.mul_(1 / num_means))
             self._arrived.add(slot)
@@ -212,6 +214,7 @@ class ChunkGradient:
             self._set_buffer(self._widened(self._buffer))
         self._left_over = False
         place = self._places[slot]
+        # It is added to what is in place, so what waits must be there.
         if slot in self._arrived:
             self._pack()
             place.add_(grad, alpha=1 / num_means)
@@ -258,6 +261,7 @@ class ChunkGradient:
             if self.offload is not None:
                 self._leave()
             return
+        # One reduction of a chunk at a time: the second is added to the first one's result.
         if self._under_way is not None:
             self.end_reduce()
         if self._buffer is None:

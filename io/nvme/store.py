@@ -252,6 +252,8 @@ class BlockStore:
                 ticket.wait()
         except NvmeError:  # whoever wrote it is told
             is_written = False
+        # Between the look and the read a commit may turn the versions round; the lock makes them
+        # one.
         with self._counts:
             if is_written and self._pending.get(block) is ticket:
                 return self.read_uncommitted(block, buffer)
@@ -282,6 +284,8 @@ class BlockStore:
 
     def write(self, block: BlockId, buffer: memoryview) -> Ticket[int]:
         """Begin to write a block's other version. It counts after `commit`."""
+        # Of the two versions the one that does not count; a save may still read it, as it did count
+        # when the save began.
         version = 1 - self._index.entries[block].version
         if self._pins:
             for pin in self._pins:
@@ -300,6 +304,7 @@ class BlockStore:
         """Wait for every write since the last commit and sync the data; raises the first error."""
         if self._flushed is not None:
             return
+        # All writes before one sync of each file: a sync is the dear part.
         checksums = {block: ticket.wait() for block, ticket in self._pending.items()}
         for number in sorted({self.layout.file_of_block[block] for block in checksums}):
             _sync(self._files[number])
@@ -319,11 +324,13 @@ class BlockStore:
         for block, checksum in self._flushed.items():
             entries[block] = IndexEntry(1 - entries[block].version, checksum)
         with self._counts:
+            # In memory first: readers of another thread see all blocks turn at once.
             self._index = Index(self._index.sequence + 1, step, tuple(entries))
             self._written.update(self._flushed)
             self._pending.clear()
             self._flushed = None
         try:
+            # Two places take turns: a power cut while one is written leaves the other.
             offset = self.layout.index_offset(self._index.sequence % 2)
             _write_pages(self._files[0], offset, self._index.encode())
             _sync(self._files[0])
@@ -344,6 +351,7 @@ class BlockStore:
 
         From the next commit on `recover` refuses them, as blocks that do not verify.
         """
+        # A save that was told of these blocks has not read them all.
         for pin in self._pins:
             pin.wait_until_let_go()
         entries = list(self._index.entries)

@@ -196,12 +196,16 @@ def note(s: State, event: Event, row: Row | None = None, said: Any = None) -> No
     if row is None:
         _OF_STEP[event](s, said)
         return
+    # Every event of a row ends what it had under way, a failure too: so the row can be begun again,
+    # and nobody waits for a transfer that is over.
     s.under_way.pop(row, None)
     if event is Event.FAILED:
         _row_failed(s, row, said)
         return
     if s.updating is row:
         s.updating = None
+    # A row that was dropped while a transfer used its buffer was only marked then: the disk may
+    # have written into that buffer until now.
     if row.is_void:  # what was under way has ended
         if row.stage is not Stage.READING:
             s.dropped.append(row)
@@ -214,6 +218,7 @@ def note(s: State, event: Event, row: Row | None = None, said: Any = None) -> No
     if event is Event.UPDATED:
         s.updated = row
     elif event is Event.WRITTEN:
+        # What was written last is still in its buffer, and the next step may begin with it.
         s.cached.append(row)  # until its buffer is asked for
 
 
@@ -242,6 +247,8 @@ def _row_failed(s: State, row: Row, error: BaseException) -> None:
     if row.is_void:
         _forget(s, row)
         return
+    # A read for the coming step fails in nobody's call: the step reads the block again, and raises
+    # where that fails too.
     if row in s.reads and s.phase is not Phase.PREPARING:  # the step reads it again, and is told
         s.reads.remove(row)
         s.is_ahead = False
@@ -251,6 +258,7 @@ def _row_failed(s: State, row: Row, error: BaseException) -> None:
     s.speculates = False
     s.finals.clear()
     _leave_queues(s, row)
+    # Its buffer may know what the weights were, which the disk does not where there are no masters.
     if row.is_touched:
         row.stage = Stage.SPOILED
     else:
@@ -344,6 +352,7 @@ def _committed(s: State, said: bool) -> None:
         if row.stage is Stage.WRITTEN:
             row.stage = Stage.IDLE
     s.order = list(s.rows) if said else s.order[::-1]
+    # From the last one written: the order is turned round, so the next step begins with it.
     while s.cached:
         row = s.cached.pop()
         if len(s.reads) < s.depth and row is s.order[len(s.reads)]:
@@ -409,6 +418,8 @@ def next_action(s: State) -> Action | None:
 
 
 def _next(s: State) -> Action | None:
+    # The store keeps one version that does not count of each block: another must not be begun
+    # before it has forgotten this one.
     if s.dropped and s.phase is not Phase.UNDOING:  # before anything is written in its place
         return Do.DROP, s.dropped.pop(), None
     phase = s.phase

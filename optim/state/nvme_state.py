@@ -170,6 +170,8 @@ class NvmeState:
         if do is Do.WAIT:
             self.end(row)
             return
+        # What goes wrong is an event and not an exception: in the middle of a step other transfers
+        # use buffers, and only the machine knows what must end first.
         try:
             if do is Do.READ:
                 with named("read", "block", row.id):
@@ -203,6 +205,7 @@ class NvmeState:
 
     def collect(self) -> None:
         """End writes that have ended, in their order. Never waits."""
+        # In order, to the first that goes on: an older failure is to be told first.
         for row in list(self.state.under_way):
             if row.stage is Stage.WRITING:
                 if row.ticket is None or not row.ticket.ready():
@@ -286,6 +289,8 @@ class NvmeState:
             which this one has updated last.
         """
         started = time.perf_counter()
+        # It cannot fail: ranks have agreed, and none may be left a step behind ([Note: commit
+        # cannot fail] in `nvme.store`).
         self.store.commit(step)
         self.stalled_seconds += time.perf_counter() - started
         self._undo.clear()
@@ -301,6 +306,7 @@ class NvmeState:
         if known is not None:
             restore(row.block, {"param_undo": known})
             return
+        # The machine is undoing, so nothing is under way and some buffer is free.
         lent = row.buffer is None
         if lent:
             row.buffer = self.state.free.pop()

@@ -215,6 +215,8 @@ class TieredState:
         new_host = self._slabs([block for block in from_disk if block.id in on_host], host=True)
         place = {block.id: slab for slab in (*new_device, *new_host) for block in slab.blocks}
 
+        # Everything is copied before anything is given back: a disk that fails leaves each block
+        # where it was.
         self.visit(lambda b, values: self._take(b, place[b.id].planes(b), values), rising)
         if self.nvme is not None and from_disk:
             if len(from_disk) < len(disk):
@@ -276,6 +278,8 @@ class TieredState:
 
             before.load([block], copy)
 
+        # Two pools of staging would pass the host's budget; the old one is not used but for one
+        # block at a time.
         try:
             if before is not None:
                 before.empty_staging()

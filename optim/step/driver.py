@@ -124,6 +124,8 @@ class TargetStep:
             raise state.error
         if self._files is not None:
             self._files.check_step(0 if nvme is None else nvme.written_bytes_per_step)
+        # Asked before anything is begun, and before ranks vote: a budget that is passed is an error
+        # on all ranks, with nothing to undo.
         if nvme is not None:
             nvme.check_step()
             expected = [row.block for row in state.order if row.id not in self._held]
@@ -154,10 +156,13 @@ class TargetStep:
                 error = said
                 break
             assert nvme is not None and row is not None
+            # Updates run here and not in the executor: views and updater belong to this step, and
+            # an error of theirs is the step's.
             if do is Do.UPDATE or do is Do.PLACE:
                 if self._update(nvme, row, do) and watch is not None:
                     watch(row.id)
                 self._look_for(signals)
+                # Writes that have ended have buffers that the next read can take without waiting.
                 if not (state.free or state.cached):
                     nvme.collect()
             else:
@@ -196,6 +201,8 @@ class TargetStep:
     def _settled(self) -> BaseException | None:
         """Wait until all that was prepared is on disk, and order what comes next behind the copies
         of its parameters: what is in memory may be updated much later. What went wrong."""
+        # Errors come back as a value: who calls has a vote to take part in first, or the other
+        # ranks would wait for it.
         try:
             self._views.end()
             if self._nvme is not None:
@@ -215,6 +222,8 @@ class TargetStep:
             if do is Do.COMMIT:
                 self._commit()
             elif do is Do.RESIDENT:
+                # Torn or whole, the pass is over: a phase that stayed would refuse the load of a
+                # checkpoint that mends it.
                 try:
                     in_memory(self._tiered_state.update_in_memory(self._updater, self._views))
                 finally:
@@ -234,6 +243,7 @@ class TargetStep:
     def undo(self) -> None:
         """Put parameters and state back to the last step, however far this one came."""
         state, nvme = self._state, self._nvme
+        # Borrowed buffers come back first: restoring reads through them.
         self._views.abandon()
         if self._files is not None:
             self._files.rollback()
@@ -285,6 +295,8 @@ def take(
     """
     before = [step.moved() for step in steps]
     error: BaseException | None = None
+    # One after the other: targets on one disk share its speed, and the second need not begin where
+    # the first has failed.
     for step in steps:
         try:
             step.submit()

@@ -103,6 +103,8 @@ class Speculation:
     def add(self, blocks: Sequence[Block], grad: Tensor | None, mark: Mark) -> None:
         """This gradient is that of these blocks' chunk, and final; None: it is not in memory.
         mark: as it is now."""
+        # The lock covers one decision: whether a thread still looks for what comes, or another must
+        # be begun. It is never kept while a disk is waited for.
         with self._lock:
             if self._is_stopped or not blocks:
                 return
@@ -110,6 +112,7 @@ class Speculation:
             if self._is_running:
                 return
             self._is_running = True
+        # Two threads at once would both own the rows.
         self.wait()  # the last thread puts its buffers away
         gate = Gate()
         thread = threading.Thread(target=self._run, args=(gate,), name="optim-early")
@@ -143,6 +146,7 @@ class Speculation:
         try:
             if self._goes_on():
                 self._update_all()
+        # A thread has nobody to raise to.
         except BaseException as error:  # the step raises it
             note(self._state, Event.FAILED, None, error)
             self._goes_on(stop=True)

@@ -55,6 +55,7 @@ class Gate:
 
     def wait(self) -> None:
         """Raises RuntimeError in a forked child, which has not the thread that opens it."""
+        # Without the lock: an open gate is asked by every module of every forward.
         if self._is_open:
             return
         if os.getpid() != self._pid:
@@ -64,6 +65,8 @@ class Gate:
                 "waits for all"
             )
         started = clock()
+        # The lock is let go at once, so that all who wait pass. A lock and not a condition: a
+        # handler that runs in this wait can wait too.
         with self._lock:
             pass
         if threading.get_ident() == self._made_by:
@@ -137,6 +140,7 @@ class Tail:
         self.behind = Ended(watcher.gates)
 
     def start(self) -> None:
+        # Known before it runs: the interpreter may end while it does.
         _under_way.add(self)
         try:
             threading.Thread(target=self._run, name="optim-tail").start()
@@ -160,6 +164,8 @@ class Tail:
             stalled - self._before[1],
             clock() - self._began,
         )
+        # In this order: whoever waits for a module goes on, then a signal that came is delivered,
+        # and only then does the step count as ended, which lets the next one hold signals again.
         self._watcher.ended()
         self._signals.release()
         self.behind.gate.open()
@@ -178,6 +184,7 @@ class Tail:
         except BaseException as raised:
             error = raised
             self._watcher.ended()
+        # Until all ranks have said that theirs is whole, nobody knows whether memory has two steps.
         self.is_torn = True
         self._agree_in_memory(error)
         self.is_torn = False

@@ -173,6 +173,7 @@ class HostGradients:
             self.nbytes += values.nbytes - (0 if memory is None else memory.nbytes)
             memory = self._backend.allocate_host(values.numel(), values.dtype)
             self._tensors[chunk] = memory
+        # The memory is kept between steps: the last gradient may still be on its way into it.
         if chunk in self._arrivals:
             self._ordered(chunk)
         self._arrivals[chunk] = self._backend.copy(memory, values)

@@ -329,6 +329,8 @@ class StatefulTensorMgr:
         """A root forward begins that is not part of the cycle before."""
         self._payload_room_bytes = self._room_of_plan()
         seen = () if self.ranks_differ else tuple(self._seen)
+        # What came under the last cycle's name; the next one's name has what came before it, so
+        # that two kinds of iteration that take turns are told apart.
         if seen:
             self._learn(self._cycle, seen)
         self._cycle = (kind, signature, hash(seen))
@@ -407,6 +409,7 @@ class StatefulTensorMgr:
         return tuple(chunk for chunk in rows if chunk in self._seen[-1])
 
     def _follow(self, step: GatherStep, wanted: Sequence[ChunkId]) -> None:
+        # A call that raised has no end, and its chunks would stay for good.
         for rows in self._behind:  # ends that did not come
             self._release_planned(rows)
         self._behind = list(step.behind)
@@ -415,6 +418,8 @@ class StatefulTensorMgr:
         if step.release:
             self._release_planned(step.release)
         needed = (*step.gather, *wanted)
+        # Ranks that left their steps may be at another call: a gather that only some of them issue
+        # would never end.
         if self.owes_meeting:
             self._ask(needed)
         if self._overdue:  # what could not be freed takes room from what the step gathers
@@ -496,6 +501,7 @@ class StatefulTensorMgr:
             return True
         if self._users[chunk] or chunk in self._pinned:
             return False
+        # What the user wrote to the payload is lost with it.
         self.before_release(self._chunks[chunk])
         self._chunks[chunk].release()
         self._recent.pop(chunk, None)

@@ -113,6 +113,7 @@ class StepTail:
             tail, step, tiered_state, taken, forget, gates, step.num_blocks, share, clock()
         )
         self._signals = signals
+        # A program that ends with this step asks nobody for its error: the interpreter's end does.
         ask_at_the_end(id(self), partial(_failure_of, tail.behind))
         parts.ledger.hold(lambda: views.held_bytes)
         parts.updating.begin(gates.of_chunk, tail.behind)
@@ -129,6 +130,8 @@ class StepTail:
     ) -> None:
         """Give the device these updates of what the step has in memory; arguments as of `begin`."""
         parts = self._parts
+        # Gradients may be dropped as soon as `step()` has returned, and their memory given to
+        # others on the stream that computes.
         views.hold()
         self.beside = Beside(
             parts.backend, tiered_state.in_memory, updates, views, lambda: step.moved()[0]
@@ -164,6 +167,7 @@ class StepTail:
             tail.behind.wait()
         self.times = under_way.times(asked)
         self._put_signals_back()
+        # An undo that is left in its middle would have weights of two steps.
         with HeldSignals():
             self._ended()
             error = tail.error
@@ -202,6 +206,7 @@ class StepTail:
         """Also what was made of the weights since: payloads, and graphs that autograd refuses."""
         parts = self._parts
         under_way.forget()
+        # What the user wrote was written over weights of the step that is undone.
         for chunk in parts.chunks:
             parts.user_writes.forget(chunk)
         parts.manager.release_all()

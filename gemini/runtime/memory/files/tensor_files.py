@@ -180,6 +180,7 @@ class TensorFiles(FileBlocks):
         behind: an update by another thread, of what is read then.
         """
         self.store.check_process()  # the thread that reads is not in a forked child
+        # The pool is no queue: a reader's thread that found no buffer would raise.
         self._writes.drain()  # it has the buffers to itself
         self._reads = [read for read in self._reads if not read.done()]
         fill = _TensorFill.of(chunk, self._places, into, behind, self._memory.mover())

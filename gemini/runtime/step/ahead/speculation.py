@@ -111,6 +111,8 @@ class StepSpeculation:
 
     def begin(self) -> None:
         """A backward begins, behind the end of the last step."""
+        # A backward that is not the last one before the step changes gradients that blocks were
+        # updated with.
         self.drop()
         self._drop_what_is_left()
         parts = self._parts
@@ -178,6 +180,7 @@ class StepSpeculation:
         taken: the parameters that it updates.
         """
         early = self._views
+        # Stopped before anything is asked: from here on no row moves but by the step.
         run = self._stopped()
         self._num_held, self._taken = 0, taken
         if not isinstance(updater, CpuUpdater):
@@ -198,6 +201,8 @@ class StepSpeculation:
             for block in assumed
         }
         right = held(assumed, agreed)
+        # Parameters in files were written with their state; those of blocks that the step does
+        # again are written again.
         early.files.drop(but=right)
         self._num_held = len(right)
         return right
