@@ -32,14 +32,16 @@ class LaunchTables:
         key: object | None = None,
     ) -> None:
         """`before`: whose table of tiles is taken where lengths are the same."""
-        self.rows = tuple(segment for _, segment in keyed)
+        # with dtypes: another gradient at the same address may be wider
+        self.keyed = list(keyed)
+        rows = [segment for _, segment in keyed]
         self.launch, self.key = launch, key
-        self.numels: list[int] = [segment.numel for segment in self.rows]
+        self.numels: list[int] = [segment.numel for segment in rows]
         if before is not None and (before.numels, before.launch) == (self.numels, launch):
             self.tiles: Tensor = before.tiles
         else:
             self.tiles = tile_table(self.numels, launch.block, device)
-        self.segments = segment_table(self.rows, device)
+        self.segments = segment_table(rows, device)
         self.ranges: list[tuple[Dtypes, int, int]] = []  # of tiles
         end = 0
         for dtypes, segment in keyed:

@@ -257,7 +257,7 @@ class TritonUpdater:
             return [piece for block in own for piece in views.pieces(block, slab.planes(block))]
 
         if len(borrowed) < len(slab.blocks):
-            self._launch(("resident", id(slab)), pieces, slab.tensors, self._key(views))
+            self._launch(("resident", slab.blocks[0].id), pieces, slab.tensors, self._key(views))
         for block in borrowed:
             if views.touches(block):
                 own = views.pieces(block, slab.planes(block))
@@ -330,7 +330,7 @@ class TritonUpdater:
             return old
         found = pieces() if callable(pieces) else pieces
         keyed = segments_of(found, slab, self._memory)
-        if old is not None and old.rows == tuple(segment for _, segment in keyed):
+        if old is not None and old.keyed == keyed:
             old.key = key
             return old
         self._tables[name] = LaunchTables(

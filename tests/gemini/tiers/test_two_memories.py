@@ -49,6 +49,24 @@ def trained(backend, homes, steps=4, **options):
     return model, optimizer
 
 
+@pytest.mark.parametrize("homes", [HOMES[1], HOMES[2]], ids=[NAMES[1], NAMES[2]])
+def test_gradients_that_are_wider_in_some_steps_have_the_bits_of_the_device(homes):
+    """Two backwards add up in fp32, one has bf16; staging has them at the same address."""
+
+    def run(homes):
+        backend = device(by_triton=True)
+        with Apart(backend):
+            model, optimizer = wrapped(Forked(), backend, homes, precision="bf16")
+            for step, backwards in enumerate((2, 1, 2, 1)):
+                for part in range(backwards):
+                    model(batch(4 * step + part)).float().pow(2).mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return everything(model, optimizer)
+
+    assert same(run(homes), run(HOMES[0]))
+
+
 class Layer(nn.Module):
     """A block of whose state may belong to a parameter that no call uses."""
 
