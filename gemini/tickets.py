@@ -6,7 +6,6 @@ Pure: no torch. CUDA events, gloo works, disk transfers and simulated copies all
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -76,19 +75,6 @@ class Copied:
 
     def settle(self) -> None:
         return
-
-
-@dataclass(frozen=True, slots=True)
-class FutureTicket(Generic[T]):
-    """A ticket over a `concurrent.futures.Future`."""
-
-    future: Future[T]
-
-    def ready(self) -> bool:
-        return self.future.done()
-
-    def wait(self) -> T:
-        return self.future.result()
 
 
 @dataclass(frozen=True, slots=True)

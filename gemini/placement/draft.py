@@ -53,7 +53,7 @@ ORDERS = ("psg", "pgs", "spg", "sgp", "gps", "gsp")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanInputs:
-    """Everything a plan follows from. The same on all ranks: see `reduce_inputs`."""
+    """Everything a plan follows from. The same on all ranks, which reduce them first (ADR 0003)."""
 
     layout: ChunkLayout
     trace: Trace

@@ -158,11 +158,6 @@ class Plan:
         """How a block is updated whose state lives there."""
         return UpdatePath.RESIDENT if home is Tier.DEVICE else self.off_device
 
-    @property
-    def resident_moment(self) -> Moment:
-        """When everything whose state is on the device is updated."""
-        return Moment(self.num_moments - 1)
-
     def blocks_on(self, tier: Tier) -> frozenset[BlockId]:
         """Blocks whose state lives there."""
         return frozenset(

@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from gemini.memtracer.trace import Trace, reduce_traces
-
 from .draft import Draft, severity
 from .draft import PlanInputs as PlanInputs
 from .draft import PlanResult as PlanResult
@@ -21,23 +19,9 @@ from .policy import AutoPlacement, Placement, StaticPlacement
 from .problem import Homes
 from .sizes import (
     UNLIMITED,
-    Bandwidths,
     BudgetError,
-    Budgets,
-    least_bandwidths,
-    least_budgets,
 )
 from .tiers import Tier
-
-
-def reduce_inputs(
-    traces: Sequence[Trace], budgets: Sequence[Budgets], bandwidths: Sequence[Bandwidths]
-) -> tuple[Trace, Budgets, Bandwidths]:
-    """All ranks' measurements as one: the most memory used, the least there is, the slowest link.
-
-    So every rank makes the same plan. Raises TraceError where ranks ran different sequences.
-    """
-    return reduce_traces(traces), least_budgets(budgets), least_bandwidths(bandwidths)
 
 
 def make_plan(inputs: PlanInputs, policy: Placement = AutoPlacement()) -> PlanResult:  # noqa: B008

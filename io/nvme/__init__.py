@@ -47,7 +47,7 @@ from gemini.nvme.layout import (
 from gemini.nvme.pinned import PinnedVersions
 from gemini.nvme.pipeline import WriteBehind, read_ahead, settle
 from gemini.nvme.pool import Buffer, BufferPool, Pin
-from gemini.nvme.probe import Speed, make_engine, probe
+from gemini.nvme.probe import Speed, make_engine, measure_disks, probe
 from gemini.nvme.store import BlockStore, WriteMeter
 
 __all__ = [
@@ -84,6 +84,7 @@ __all__ = [
     "default_folder",
     "left_in",
     "make_engine",
+    "measure_disks",
     "open_direct",
     "orphans",
     "probe",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from .engines.tensornvme import TensorNvmeEngine
 from .engines.threads import ThreadEngine
 from .pool import BufferPool
 
+log = logging.getLogger("gemini.nvme")
 PROBE_BYTES = 64 << 20
 TRANSFER_BYTES = 8 << 20
 BUFFERS = 4
@@ -72,6 +74,29 @@ def make_engine(name: str, folder: Path) -> Engine:
     if name not in ENGINES:
         raise ValueError(f"nvme engine {name!r} is unknown; expected one of {sorted(ENGINES)}")
     return ENGINES[name](folder)
+
+
+@dataclass(frozen=True, slots=True)
+class Disks:
+    """Folders for blocks, and how fast each is."""
+
+    folders: Sequence[Path]
+    weights: Sequence[float]  # blocks are striped in proportion
+    engine: Engine
+
+
+def measure_disks(folders: Sequence[Path], engine: str | Engine, *, allow_ram: bool) -> Disks:
+    """Folders with an engine, by its name or made. Where there are several, each is measured."""
+    if not isinstance(engine, str):
+        return Disks(folders, [1.0] * len(folders), engine)
+    weights = [1.0]
+    if len(folders) > 1:
+        seconds = 2.0 / len(folders)
+        weights = [
+            probe(folder, engine, seconds=seconds, allow_ram=allow_ram).mixed for folder in folders
+        ]
+        log.info("disks %s with engine %s", dict(zip(folders, weights, strict=True)), engine)
+    return Disks(folders, weights, make_engine(engine, folders[0]))
 
 
 def _measure(engine: Engine, file: OpenFile, seconds: float) -> Speed:

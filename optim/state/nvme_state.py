@@ -33,6 +33,7 @@ from gemini.nvme import (
     WriteMeter,
     check_folder,
     default_folder,
+    measure_disks,
     read_ahead,
     settle,
 )
@@ -44,7 +45,6 @@ from gemini.units import BlockId, format_bytes
 from .disk.forms import BlockForms
 from .disk.pinned_state import PinnedState
 from .disk.transfers import BlockTransfers
-from .disks import measure_disks
 from .held_signals import HeldSignals
 from .machine import (
     ENDS_WITH,
@@ -60,6 +60,22 @@ from .machine import (
 )
 from .pieces import Planes
 from .space import Block
+
+
+def open_store(digest: str, nbytes: Sequence[int], config: NvmeConfig, label: str) -> BlockStore:
+    """A new store of blocks of these bytes, where and as `config` says."""
+    folders = [check_folder(f, allow_ram=config.allow_ram) for f in config.folders]
+    folders = folders or [default_folder()]
+    disks = measure_disks(folders, config.engine, allow_ram=config.allow_ram)
+    return BlockStore(
+        disks.folders,
+        StoreLayout.plan(digest, nbytes, disks.weights),
+        engine=disks.engine,
+        checksums=config.checksums,
+        allow_ram=config.allow_ram,
+        label=label,
+        meter=config.meter or WriteMeter(config.write_budget),
+    )
 
 
 class NvmeState:
@@ -87,17 +103,7 @@ class NvmeState:
         self.blocks = tuple(blocks)
         self._layout = layout
         self._forms = BlockForms(blocks, layout, split, undo=undo)
-        folders = [check_folder(f, allow_ram=config.allow_ram) for f in config.folders]
-        disks = measure_disks(folders or [default_folder()], config)
-        self.store = BlockStore(
-            disks.folders,
-            StoreLayout.plan(digest + self._forms.name, self._forms.nbytes, disks.weights),
-            engine=disks.engine,
-            checksums=config.checksums,
-            allow_ram=config.allow_ram,
-            label=label,
-            meter=config.meter or WriteMeter(config.write_budget),
-        )
+        self.store = open_store(digest + self._forms.name, self._forms.nbytes, config, label)
         self._transfers = BlockTransfers(self.store, self._forms, layout)
         self._step_bytes = self._transfers.bytes_of(self.blocks)
         try:

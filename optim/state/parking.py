@@ -19,17 +19,14 @@ from gemini.nvme import (
     BlockStore,
     Buffer,
     BufferPool,
-    StoreLayout,
     WriteBehind,
-    check_folder,
-    default_folder,
     read_ahead,
 )
 from gemini.optim.rules.config import NvmeConfig
 from gemini.tickets import Ticket
 from gemini.units import PAGE_BYTES, BlockId, align_up
 
-from .disks import measure_disks
+from .nvme_state import open_store
 from .pinning import pages_of
 
 Where = Literal["nvme", "host"]
@@ -96,18 +93,8 @@ class OnDisk:
         self._store: BlockStore | None = None
         if not self._runs:
             return
-        folders = [check_folder(f, allow_ram=config.allow_ram) for f in config.folders]
-        disks = measure_disks(folders or [default_folder()], config)
         lengths = [run.end - run.start for run in self._runs]
-        self._store = BlockStore(
-            disks.folders,
-            StoreLayout.plan("parked", lengths, disks.weights),
-            engine=disks.engine,
-            checksums=config.checksums,
-            allow_ram=config.allow_ram,
-            label="parked-",
-            meter=config.meter,
-        )
+        self._store = open_store("parked", lengths, config, "parked-")
         self._depth, self._buffer_nbytes = config.depth + 2, max(lengths)
         try:
             self._store.check_step(sum(align_up(n, PAGE_BYTES) for n in lengths), "parking")

@@ -1,20 +1,10 @@
-from concurrent.futures import Future
-
 import pytest
 
-from gemini.tickets import Done, FutureTicket, TicketGroup
+from gemini.tickets import Done, TicketGroup
 
 
 def test_done_answers_at_once():
     assert Done(3).ready() and Done(3).wait() == 3
-
-
-def test_future_ticket_is_ready_when_its_work_is():
-    future: Future[int] = Future()
-    ticket = FutureTicket(future)
-    assert not ticket.ready()
-    future.set_result(5)
-    assert ticket.ready() and ticket.wait() == ticket.wait() == 5
 
 
 def test_together_waits_for_all_parts_before_it_raises():

@@ -28,11 +28,6 @@ class OverlapCost:
     num_early: int  # blocks on NVMe that are updated in backward
     held_bytes: tuple[int, ...]  # of gradients that blocks still need, at every moment of forward
 
-    @property
-    def hidden_seconds(self) -> float:
-        """Of the update, during the next pass."""
-        return max(0.0, self.update_seconds - self.waited_seconds)
-
     def __str__(self) -> str:
         return said(self.update_seconds, self.waited_seconds)
 

@@ -107,7 +107,6 @@ class StatefulTensorMgr:
         self.ledger = ledger or MemoryLedger(chunks)
         self._names = [spec.name for spec in layout.params]
         self._chunks = chunks
-        self._chunk_of = layout.chunk_of()
         self._states = [TensorState.HOLD for _ in layout.params]
         never_released = set(never_released)
         self._nbytes = {

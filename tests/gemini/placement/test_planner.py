@@ -8,12 +8,25 @@ from hypothesis import strategies as st
 
 from bench.docs.doc_tables import placement_example
 from gemini.chunk.layout import ChunkLayout, ParamSpec
-from gemini.memtracer.trace import Trace, TraceMoment, model_digest, sequential_trace
+from gemini.memtracer.trace import (
+    Trace,
+    TraceMoment,
+    model_digest,
+    reduce_traces,
+    sequential_trace,
+)
 from gemini.placement import draft
 from gemini.placement.plan import MoveKind, UpdatePath
-from gemini.placement.planner import PlanInputs, make_plan, plan_above, plan_within, reduce_inputs
+from gemini.placement.planner import PlanInputs, make_plan, plan_above, plan_within
 from gemini.placement.policy import AutoPlacement, ConstPlacement, StaticPlacement, never_released
-from gemini.placement.sizes import Bandwidths, BudgetError, Budgets, StateBytes
+from gemini.placement.sizes import (
+    Bandwidths,
+    BudgetError,
+    Budgets,
+    StateBytes,
+    least_bandwidths,
+    least_budgets,
+)
 from gemini.placement.tiers import Tier
 from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.schedule.planning import Planning
@@ -485,11 +498,10 @@ def test_ranks_make_one_plan_from_different_measurements():
     )
     budgets = [Budgets(device=14 << 20), Budgets(device=20 << 20, host=4 << 20)]
     links = [LINKS, replace(LINKS, nvme_read=1e9)]
-    agreed = reduce_inputs([trace, busier], budgets, links)
-    assert agreed == reduce_inputs([busier, trace], budgets[::-1], links[::-1])
-    assert agreed[0].peak_non_model_bytes == 3 << 20
-    assert agreed[1] == Budgets(device=14 << 20, host=4 << 20)
-    assert agreed[2].nvme_read == 1e9
+    assert reduce_traces([trace, busier]) == reduce_traces([busier, trace])
+    assert reduce_traces([trace, busier]).peak_non_model_bytes == 3 << 20
+    assert least_budgets(budgets) == Budgets(device=14 << 20, host=4 << 20)
+    assert least_bandwidths(links).nvme_read == 1e9
 
 
 def test_budgets_of_a_node_are_divided_among_the_ranks_that_share_them():

@@ -166,10 +166,13 @@ def saves(model, optimizer):
 
 
 def check_program(drawn, path, homes):
+    """A tail beside serial steps; where kernels update, with all state on the device."""
     got = []
     with mock.patch.dict(BETWEEN, saves=saves):
         for update in ("serial", "tail"):
             where = placed(path, homes, **({"module": deep} if path == "stream" else {}))
+            if path == "stream" and update == "serial":
+                where |= {"placement_policy": StaticPlacement(), "fraction": 0.0}
             with run(program([Iteration(), *drawn]), update, **where) as (model, optimizer, _):
                 got.append(everything(model, optimizer))
     assert differences(got[1], got[0]) == []
