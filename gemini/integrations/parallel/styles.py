@@ -1,0 +1,106 @@
+"""Styles of splitting that torch has none for: fused matrices, and linear layers of GPT-2.
+
+N matrices side by side · T ranks
+
+What is fused is split matrix by matrix: this rank's parts are next to each other in its local
+tensor, as a module that cuts its output into N wants them. Such a layer computes with local
+tensors; its parameters are DTensors of the whole (`_StridedShard`), so what is saved is as it was.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.placement_types import _StridedShard
+
+
+def output_dim(layer: nn.Module) -> int:
+    """The dimension of a layer's weight that its output has: GPT-2's Conv1D has [in, out]."""
+    return 1 if type(layer).__name__ == "Conv1D" else 0
+
+
+class FusedColwise(ParallelStyle):
+    """Columns of N matrices, of which each rank has 1/T. The input is whole, the output is split.
+
+    Of a Linear or a Conv1D, with a bias or without.
+    """
+
+    def __init__(self, matrices: int = 1) -> None:
+        super().__init__()
+        self.matrices = matrices
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        dim = output_dim(module)
+        replace(module, "weight", device_mesh, dim, self.matrices)
+        if module.bias is not None:
+            replace(module, "bias", device_mesh, 0, self.matrices)
+        for name in ("out_features", "nf"):
+            if hasattr(module, name):
+                setattr(module, name, getattr(module, name) // device_mesh.size())
+        module.forward = partial(_columns, module, device_mesh, transposed=bool(dim))
+        return module
+
+
+class Conv1DRowwise(ParallelStyle):
+    """Rows of a Conv1D, of which each rank has 1/T. The input is split, the output is summed."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        replace(module, "weight", device_mesh, 0)
+        whole = distribute_tensor(module.bias.detach(), device_mesh, [Replicate()])
+        module.register_parameter("bias", nn.Parameter(whole, module.bias.requires_grad))
+        module.forward = partial(_rows, module, device_mesh)
+        return module
+
+
+def replace(module: nn.Module, name: str, mesh: DeviceMesh, dim: int, matrices: int = 1) -> None:
+    """Split a parameter in one dimension. Values are those of the mesh's first rank. Collective."""
+    param: Any = getattr(module, name)
+    whole = distribute_tensor(param.detach(), mesh, [Replicate()]).to_local()
+    place, ranks = mesh.get_local_rank(), mesh.size()
+    parts = [part.chunk(ranks, dim)[place] for part in whole.chunk(matrices, dim)]
+    placed = Shard(dim) if matrices == 1 else _StridedShard(dim, split_factor=matrices)
+    made = DTensor.from_local(
+        torch.cat(parts, dim).contiguous(), mesh, [placed], run_check=False, shape=whole.shape,
+        stride=whole.stride(),
+    )  # fmt: skip
+    module.register_parameter(name, nn.Parameter(made, param.requires_grad))
+
+
+def entering(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """What all ranks have alike, for local work on parts: its gradients are summed over them."""
+    if not isinstance(x, DTensor):
+        x = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+    whole: Tensor = x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+    return whole
+
+
+def summed(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The sum over ranks of what local work gave, on all of them."""
+    found: Tensor = full_tensor(DTensor.from_local(x, mesh, [Partial()], run_check=False))
+    return found
+
+
+def full_tensor(x: DTensor) -> Tensor:
+    whole: Tensor = x.redistribute(placements=[Replicate()]).to_local()
+    return whole
+
+
+def _columns(module: Any, mesh: DeviceMesh, x: Tensor, *, transposed: bool) -> Tensor:
+    weight, bias = module.weight.to_local(), module.bias
+    return nn.functional.linear(
+        entering(x, mesh),
+        weight.T if transposed else weight,
+        None if bias is None else bias.to_local(),
+    )
+
+
+def _rows(module: Any, mesh: DeviceMesh, x: Tensor) -> Tensor:
+    y = summed(x @ module.weight.to_local(), mesh)
+    whole: Tensor = y + module.bias.to_local()
+    return whole
