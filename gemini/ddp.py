@@ -27,7 +27,7 @@ from gemini.runtime.gradients.by_name import ChangeGradient, map_gradients, name
 from gemini.runtime.inspect.digest import digest
 from gemini.runtime.inspect.reports import MemoryReport, explain, memory_report, memory_timeline
 from gemini.runtime.memory.backend import Backend, make_backend
-from gemini.runtime.pipeline.mesh import check_stage_options, data_parallel_group, is_pipeline
+from gemini.runtime.pipeline.mesh import check_stages, is_pipeline, stage_of
 from gemini.runtime.pipeline.together import together_of
 from gemini.runtime.schedule.planning import begin_planning
 from gemini.runtime.unwrap import check_room, unwrap
@@ -138,9 +138,11 @@ class GeminiDDP(ModuleFace):
             check_split(precision_settings, trace=trace, init_state_dict=wrapping.init_state_dict)
         together = None
         if is_pipeline(process_group, mesh):
-            check_stage_options(precision_settings, split)
-            process_group, together, mesh = data_parallel_group(mesh), together_of(mesh), None
-        connections = connect(process_group, mesh, split, {spec.group for spec in own_specs})
+            check_stages(mesh, split)
+            together = together_of(mesh)
+            process_group, mesh = stage_of(mesh)
+        groups = {spec.group for spec in own_specs}
+        connections = connect(process_group, mesh, split, groups, inside=together is not None)
         comm = connections.comm
         specs = padded(own_specs, comm)
         self.chunk_configuration = chunks.chunks or search_chunk_configuration(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -54,10 +54,12 @@ def split(
     optimizer: torch.optim.Optimizer | None,
     mesh: DeviceMesh,
     asked: TensorParallel,
+    stages: Sequence[nn.Module] = (),
 ) -> None:
     """Split `model` in place over a 1-D mesh; the optimizer has the split parameters then.
 
-    Values are those of the mesh's first rank. Collective.
+    stages: of this rank, that the model was cut into: what they share with it is split, and no
+    more. Values are those of the mesh's first rank. Collective.
     Raises ValueError, before anything is changed, for a module without a plan, a plan that is not
     the module's, and layers that the ranks do not divide.
     """
@@ -66,12 +68,16 @@ def split(
     tied = [names for names in _names(model) if len(names) > 1]
     for names in tied:
         split_alike(model, styles, names)
-    entering = in_sequence(model, styles, mesh) if asked.sequence else []
+    entering = in_sequence(model, styles, mesh, stages) if asked.sequence else []
     before = dict(model.named_parameters(remove_duplicate=False))
+    here = {id(module) for stage in stages or [model] for module in stage.modules()}
     for name, style in [*styles.items(), *entering]:
-        parallelize_module(model.get_submodule(name), mesh, style)
-    for first, *others in tied:
-        for name in others:
+        module = model.get_submodule(name)
+        if id(module) in here:
+            parallelize_module(module, mesh, style)
+    for names in tied:
+        first = next((n for n in names if n.rpartition(".")[0] in styles), names[0])
+        for name in names:
             layer, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(layer), attribute, model.get_parameter(first))
     after = dict(model.named_parameters(remove_duplicate=False))
@@ -169,12 +175,13 @@ def split_alike(model: nn.Module, styles: Styles, names: list[str]) -> None:
     layers = [name.rpartition(".")[0] for name in names]
     planned = [name for name in layers if name in styles]
     for name in layers if planned else ():
-        if name not in styles:
-            is_embedding = isinstance(model.get_submodule(name), nn.Embedding)
+        layer = model.get_submodule(name)  # one that is neither has a name of the weight alone
+        if name not in styles and isinstance(layer, (nn.Embedding, nn.Linear)):
+            is_embedding = isinstance(layer, nn.Embedding)
             styles[name] = _WORDS[
                 "embedding_rowwise" if is_embedding else "colwise_gather_output"
             ]()
-    rows = {_splits_rows(model.get_submodule(name), styles[name]) for name in layers if planned}
+    rows = {_splits_rows(model.get_submodule(n), styles[n]) for n in layers if n in styles}
     if len(rows) > 1:
         raise ValueError(
             f"{' and '.join(names)} are one parameter, and the plan splits it in two ways; "

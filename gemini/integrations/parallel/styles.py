@@ -38,7 +38,7 @@ class FusedColwise(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         dim = output_dim(module)
         replace(module, "weight", device_mesh, dim, self.matrices)
-        if module.bias is not None:
+        if getattr(module, "bias", None) is not None:
             replace(module, "bias", device_mesh, 0, self.matrices)
         for name in ("out_features", "nf"):
             if hasattr(module, name):
@@ -52,10 +52,16 @@ class Conv1DRowwise(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         replace(module, "weight", device_mesh, 0)
-        whole = distribute_tensor(module.bias.detach(), device_mesh, [Replicate()])
-        module.register_parameter("bias", nn.Parameter(whole, module.bias.requires_grad))
+        replicate(module, "bias", device_mesh)
         module.forward = partial(_rows, module, device_mesh)
         return module
+
+
+def replicate(module: nn.Module, name: str, mesh: DeviceMesh) -> None:
+    """Of a parameter, on all ranks: what the mesh's first rank has. Collective."""
+    param: Any = getattr(module, name)
+    whole = distribute_tensor(param.detach(), mesh, [Replicate()])
+    module.register_parameter(name, nn.Parameter(whole, param.requires_grad))
 
 
 def replace(module: nn.Module, name: str, mesh: DeviceMesh, dim: int, matrices: int = 1) -> None:

@@ -9,7 +9,7 @@ from functools import cache
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from gemini.mesh.roles import WORLD, MeshRoles, roles_of
+from gemini.mesh.roles import TENSOR_PARALLEL, WORLD, MeshRoles, roles_of
 
 from .ballot import Scope
 from .communicator import Communicator
@@ -40,18 +40,20 @@ def connect(
     mesh: DeviceMesh | None,
     split: Sequence[str] = (),
     groups: Collection[str] = (),
+    *,
+    inside: bool = False,
 ) -> Connections:
     """split: mesh dimensions over which torch has split or replicated a parameter. groups: the
-    sharding groups that there are.
+    sharding groups that there are. inside: the mesh is of one stage of a pipeline.
 
     Collective. Raises ValueError for a mesh that cannot be carried out; see `roles_of`.
     """
     check_mesh(process_group, mesh)
-    roles = _roles(mesh, split)
+    roles = _roles(mesh, split, inside=inside)
     if roles is None or mesh is None:
         comm = Communicator(_only_group(process_group, mesh))
         return Connections(comm, {WORLD: Links(comm)}, Scope(comm.rank, comm.world_size))
-    comm = Communicator()
+    comm = Communicator(_group_over(mesh) if inside else None)
 
     @cache
     def over(dims: tuple[str, ...]) -> Communicator:
@@ -97,18 +99,16 @@ def _only_group(
     return mesh.get_group() if mesh is not None and mesh.ndim == 1 else process_group
 
 
-def _roles(mesh: DeviceMesh | None, split: Sequence[str]) -> MeshRoles | None:
+def _roles(mesh: DeviceMesh | None, split: Sequence[str], *, inside: bool) -> MeshRoles | None:
     if mesh is None:
         return None
+    ranks, count = mesh.mesh.flatten().tolist(), dist.get_world_size()
+    if inside:  # ranks by their place in the stage, which may have nothing that is split
+        ranks, count = list(range(mesh.size())), mesh.size()
+        split = sorted({*split, *({TENSOR_PARALLEL} & {*(mesh.mesh_dim_names or ())})})
     if mesh.ndim == 1 and not split:
         return None
-    return roles_of(
-        mesh.mesh_dim_names,
-        tuple(mesh.mesh.shape),
-        mesh.mesh.flatten().tolist(),
-        split,
-        dist.get_world_size(),
-    )
+    return roles_of(mesh.mesh_dim_names, tuple(mesh.mesh.shape), ranks, split, count)
 
 
 def _over(
@@ -119,5 +119,9 @@ def _over(
         return Communicator.alone(comm)
     if mesh.mesh_dim_names is None:  # dimensions by number
         return Communicator(mesh.get_group(roles.names.index(names[0])), comm)
-    part = mesh[tuple(names)]
-    return Communicator((part if len(names) == 1 else part._flatten()).get_group(), comm)
+    return Communicator(_group_over(mesh[tuple(names)]), comm)
+
+
+def _group_over(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The ranks of this one's part of a mesh, in its order. Collective the first time."""
+    return (mesh if mesh.ndim == 1 else mesh._flatten()).get_group()

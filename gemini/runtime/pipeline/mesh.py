@@ -1,4 +1,10 @@
-"""What a device mesh with a dimension "pp" says: who shards a part with whom."""
+"""What a device mesh with a dimension "pp" says: who shards, splits and copies a part with whom.
+
+The other dimensions are a mesh of their own at each place of "pp", with the roles that they have
+without stages; a rank's number in it is its place there. Of (shard=2, pp=2, tp=2), ranks 0, 1, 4
+and 5 are the mesh (shard=2, tp=2) of the first stage, and each of them has a half of the shards of
+its part. Votes are of all ranks of the mesh (`gemini.runtime.pipeline.seats`).
+"""
 
 from __future__ import annotations
 
@@ -7,11 +13,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from gemini.mesh.roles import REPLICATE, TENSOR_PARALLEL
 from gemini.runtime.comm.connect import check_mesh
-from gemini.runtime.wrap.precision import PrecisionSettings
 
 PIPELINE = "pp"
-DATA_PARALLEL = ("dp", "shard", "fsdp", "dp_shard")
+DATA_PARALLEL = (*REPLICATE, "dp", "shard", "fsdp", "dp_shard")
 
 
 def is_pipeline(process_group: dist.ProcessGroup | None, mesh: object) -> bool:
@@ -20,17 +26,15 @@ def is_pipeline(process_group: dist.ProcessGroup | None, mesh: object) -> bool:
     return PIPELINE in (getattr(mesh, "mesh_dim_names", None) or ())
 
 
-def data_parallel_group(mesh: Any) -> dist.ProcessGroup:
-    """The ranks that shard the same part as this one. Collective among them.
-
-    Raises ValueError for dimensions that are not carried out, and for a mesh that misses ranks.
-    """
+def check_stages(mesh: Any, split: Sequence[str]) -> None:
+    """Raise ValueError for dimensions that are not carried out beside "pp", for parameters that are
+    split over another one than "tp", and for a mesh that misses ranks."""
     names = tuple(mesh.mesh_dim_names or ())
-    others = [name for name in names if name != "pp"]
-    if "pp" not in names or len(others) > 1 or not set(others) <= set(DATA_PARALLEL):
+    if not {*names, *split} <= {PIPELINE, TENSOR_PARALLEL, *DATA_PARALLEL}:
         raise ValueError(
-            f"mesh has the dimensions {names}; expected 'pp', and beside it at most one of "
-            f"{', '.join(DATA_PARALLEL)}"
+            f"mesh has the dimensions {names}, and parameters are split over {tuple(split)}; "
+            f"expected 'pp', and beside it '{TENSOR_PARALLEL}', which alone splits parameters, "
+            f"and {', '.join(DATA_PARALLEL)}"
         )
     missing = sorted(set(range(dist.get_world_size())) - set(mesh.mesh.flatten().tolist()))
     if missing:
@@ -38,27 +42,12 @@ def data_parallel_group(mesh: Any) -> dist.ProcessGroup:
             f"mesh misses the ranks {missing}; expected all of the {dist.get_world_size()}, "
             "which vote on every step"
         )
+
+
+def stage_of(mesh: Any) -> tuple[dist.ProcessGroup | None, Any]:
+    """(group, None) of this rank alone, or (None, mesh) of the ranks that have the same part as
+    this one. Collective among them."""
+    others = tuple(name for name in mesh.mesh_dim_names if name != PIPELINE)
     if others:
-        group: dist.ProcessGroup = mesh.get_group(others[0])
-    else:
-        group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    return group
-
-
-def pipeline_ranks(mesh: Any) -> list[int]:
-    """The ranks of one pipeline, in the order of "pp"."""
-    return dist.get_process_group_ranks(mesh.get_group("pp"))
-
-
-def check_stage_options(precision_settings: PrecisionSettings, split: Sequence[str]) -> None:
-    """Raise ValueError for what a part of a pipeline cannot have."""
-    if split:
-        raise ValueError(
-            f'a parameter is split over mesh dimension {split[0]} on a mesh with "pp"; expected '
-            "parameters that are whole: a stage is sharded, and not split otherwise"
-        )
-    if precision_settings.dtype == "float16":
-        raise ValueError(
-            'precision="fp16" on a mesh with "pp": the loss scale is that of the last stage, and '
-            'does not travel to the others; expected "bf16" or "fp32"'
-        )
+        return None, mesh[others]
+    return dist.new_group([dist.get_rank()], use_local_synchronization=True), None

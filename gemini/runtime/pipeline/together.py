@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from gemini.runtime.step.target import ShardTarget
 from .joint_target import JointTarget, share
 from .seats import Agreed, Part, Seats
 
-_known: dict[Any, Any] = {}  # by mesh, of the default group that is there
+_known: weakref.WeakKeyDictionary[Any, dict[Any, PipelineOwner]] = weakref.WeakKeyDictionary()
 
 
 class PipelineOwner:
@@ -66,6 +67,7 @@ class PipelineOwner:
                 tuple(spec.name for spec in one.layout.params),
                 one.stage,
                 tuple((name, repr(getattr(one.precision_settings, name))) for name in _ALIKE),
+                tuple(tuple(map(one.comm.global_rank, ranks)) for ranks in one.scope.replicas),
             )
             for i, one in enumerate(parts)
         ]
@@ -110,12 +112,8 @@ def together_of(mesh: Any) -> PipelineOwner:
     Equal meshes have one. It lives as long as the default group: what the garbage collector does,
     and when, differs between ranks.
     """
-    world = dist.group.WORLD
-    if _known.get("world") is not world:
-        _known.clear()
-        _known["world"] = world
+    known = _known.setdefault(dist.group.WORLD, {})
     key = (tuple(mesh.mesh.shape), tuple(mesh.mesh.flatten().tolist()), mesh.mesh_dim_names)
-    if key not in _known:
-        _known[key] = PipelineOwner(mesh)
-    found: PipelineOwner = _known[key]
-    return found
+    if key not in known:
+        known[key] = PipelineOwner(mesh)
+    return known[key]

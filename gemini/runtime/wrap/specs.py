@@ -115,14 +115,13 @@ def check_split(
 ) -> None:
     """Raise ValueError for what does not go with parameters that torch has split."""
     given = {
-        'precision="fp16"': precision_settings.precision == "fp16",
         "trace=": trace is not None,
         "init_state_dict=": init_state_dict is not None,
     }
     for name, there in given.items():
         if there:
             raise ValueError(
-                f"{name} does not go with DTensor parameters; expected bf16 or fp32, no trace, and "
+                f"{name} does not go with DTensor parameters; expected no trace, and "
                 "values that the parameters have"
             )
 

@@ -363,10 +363,9 @@ def refusals(rank):
     refused("one module, two stages", lambda: GeminiStage(part, pp + 2, 4, device))
     refused("dw_builder", lambda: GeminiStage(part, pp, 4, device, dw_builder=print))
     refused("plain", lambda: GeminiStage(Whole(), 0, 2, device))
-    refused("fp16", lambda: GeminiDDP(Whole(), mesh=mesh, precision="fp16"))
     refused("export", lambda: export_safetensors("nowhere", part))
-    tensor_parallel = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "tp"))
-    refused("tp", lambda: GeminiDDP(Whole(), mesh=tensor_parallel))
+    experts = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "ep"))
+    refused("ep", lambda: GeminiDDP(Whole(), mesh=experts))
     refused("pretrained", lambda: load_pretrained("nowhere", mesh=mesh))
     refused("both", lambda: GeminiDDP(Whole(), mesh=mesh, process_group=group))
     assert [stage.stage_index for stage in stages] == [pp, pp + 2]
@@ -390,10 +389,9 @@ def test_what_cannot_be_is_refused_by_name():
         assert "of 4 already, and cannot be stage" in texts["one module, two stages"]
         assert "dw_builder gives gradients" in texts["dw_builder"]
         assert 'a dimension "pp"' in texts["plain"]
-        assert 'precision="fp16" on a mesh with "pp"' in texts["fp16"]
         assert "mesh= and process_group=" in texts["both"]
         assert "load_pretrained reads a whole model" in texts["pretrained"]
-        assert "expected 'pp', and beside it at most one of" in texts["tp"]
+        assert "('pp', 'ep'), and parameters are split over ();" in texts["ep"]
         assert "this module is a part of a pipeline" in texts["export"]
         assert "have the stages [[0], [1]] of 4" in texts["half of the stages"]
         assert "embed.weight of stage 0 and embed.weight of stage 1" in texts["tied"]
