@@ -21,13 +21,12 @@ from gemini.placement.policy import Placement, parse_placement
 from gemini.placement.timetable.updates import AUTO, BEHIND, UPDATES
 from gemini.runtime.autograd.io_casts import Boundary
 from gemini.runtime.comm.communicator import Communicator
-from gemini.runtime.comm.connect import connect
+from gemini.runtime.comm.connect import check_stages, connect, is_pipeline, stage_of
 from gemini.runtime.engine import Engine
 from gemini.runtime.gradients.by_name import ChangeGradient, map_gradients, named_gradients
 from gemini.runtime.inspect.digest import digest
 from gemini.runtime.inspect.reports import MemoryReport, explain, memory_report, memory_timeline
 from gemini.runtime.memory.backend import Backend, make_backend
-from gemini.runtime.pipeline.mesh import check_stages, is_pipeline, stage_of
 from gemini.runtime.pipeline.together import together_of
 from gemini.runtime.schedule.planning import begin_planning
 from gemini.runtime.unwrap import check_room, unwrap
