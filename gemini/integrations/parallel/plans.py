@@ -20,9 +20,15 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from gemini.chunk.local import local_of
+
+from .models import is_ours, plan_of
+from .probe import Probe
 from .sequence import in_sequence
+from .styles import Conv1DRowwise, Divided, FusedColwise, SplitExperts
 
 Styles = dict[str, ParallelStyle]  # by the full name of a module
+EXPERTS = "moe_tp_experts"
 
 # the words of transformers' plans. A norm between split layers sees a part of its rows, as one in a
 # split sequence does: torch's SequenceParallel adds its gradients up
@@ -37,7 +43,17 @@ _WORDS: dict[str, Callable[[], ParallelStyle]] = {
     "embedding_colwise": partial(ColwiseParallel, output_layouts=Replicate()),
     "sequence_parallel": partial(SequenceParallel, use_local_output=True),
     "replicated_with_grad_allreduce": partial(SequenceParallel, use_local_output=True),
+    "packed_colwise": partial(FusedColwise, 2),
+    "qkv_colwise": partial(FusedColwise, 3),
+    EXPERTS: SplitExperts,
 }
+_CONV1D: dict[str, Callable[[], ParallelStyle]] = {
+    "colwise": FusedColwise,
+    "packed_colwise": partial(FusedColwise, 2),
+    "qkv_colwise": partial(FusedColwise, 3),
+    "rowwise": Conv1DRowwise,
+}
+DIVIDE = "divide "  # and attributes of a module, which count what is split
 
 
 @dataclass(frozen=True)
@@ -71,10 +87,17 @@ def split(
     entering = in_sequence(model, styles, mesh, stages) if asked.sequence else []
     before = dict(model.named_parameters(remove_duplicate=False))
     here = {id(module) for stage in stages or [model] for module in stage.modules()}
+    probes = [] if is_ours(model, asked.plan) else [
+        Probe(stage, list(styles), mesh) for stage in stages or [model]
+    ]  # fmt: skip
     for name, style in [*styles.items(), *entering]:
         module = model.get_submodule(name)
         if id(module) in here:
             parallelize_module(module, mesh, style)
+            for attribute, buffer in module.named_buffers(
+                recurse=False
+            ):  # torch makes it a DTensor
+                setattr(module, attribute, local_of(buffer))
     for names in tied:
         first = next((n for n in names if n.rpartition(".")[0] in styles), names[0])
         for name in names:
@@ -84,23 +107,29 @@ def split(
     instead = {id(param): after[name] for name, param in before.items()}
     for group in optimizer.param_groups if optimizer is not None else ():
         group["params"] = [instead[id(param)] for param in group["params"]]
+    for probe in probes:
+        probe.check()
 
 
 def styles_of(model: nn.Module, given: Mapping[str, Any] | None) -> Styles:
     """A style of its own for each module that a plan names."""
-    plan = given
-    if given is None:
-        plan = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
-    if not isinstance(plan, Mapping) or not plan:
+    plan = plan_of(model) if given is None else given
+    if not plan:
         raise ValueError(
             f"{type(model).__name__} has no plan by which layers are split; expected a model of "
             "transformers that has one, model.tp_plan = {'layers.*.up': 'colwise', "
             "'layers.*.down': 'rowwise'} before boost, or custom_policy= of HybridParallelPlugin"
         )
     modules = [name for name, _ in model.named_modules()]
-    params = [name for name, _ in model.named_parameters()]
+    experts = [pattern for pattern, how in plan.items() if how == EXPERTS]
+    params = [
+        name for name, _ in model.named_parameters()
+        if not any(_matches(name.rpartition(".")[0], pattern) for pattern in experts)
+    ]  # fmt: skip
     styles: Styles = {}
     for pattern, how in plan.items():
+        if pattern.rpartition(".")[0] in experts:
+            continue  # a weight of stacked experts, which are split together
         found = [name for name in modules if _matches(name, pattern)]
         of_params = [name for name in params if _matches(name, pattern)]
         # a model's own plan names layers that only some of its kind have
@@ -110,7 +139,7 @@ def styles_of(model: nn.Module, given: Mapping[str, Any] | None) -> Styles:
                 f"the plan of {type(model).__name__} has {pattern!r}, which is {what}; expected "
                 "names of modules, as named_modules() has them, with * for one part"
             )
-        styles |= {name: _style(name, how) for name in found}
+        styles |= {name: _style(name, how, model.get_submodule(name)) for name in found}
     if not styles:
         raise ValueError(
             f"the plan of {type(model).__name__} names no module that it has; expected some of "
@@ -125,14 +154,18 @@ def _matches(name: str, pattern: str) -> bool:
     return same and all(map(fnmatchcase, ours, theirs))
 
 
-def _style(name: str, how: Any) -> ParallelStyle:
+def _style(name: str, how: Any, layer: nn.Module) -> ParallelStyle:
     if isinstance(how, ParallelStyle):
         return how
+    if isinstance(how, str) and how.startswith(DIVIDE):
+        return Divided(how.removeprefix(DIVIDE))
+    if type(layer).__name__ == "Conv1D" and how in _CONV1D:
+        return _CONV1D[how]()
     if not isinstance(how, str) or how not in _WORDS:
         raise ValueError(
             f"the plan splits {name} as {how!r}, for which torch has no style; expected a "
-            f"torch.distributed.tensor.parallel.ParallelStyle, or one of {sorted(_WORDS)}. "
-            "custom_policy= of HybridParallelPlugin takes another plan"
+            "torch.distributed.tensor.parallel.ParallelStyle, 'divide' and names of attributes, or "
+            f"one of {sorted(_WORDS)}. custom_policy= of HybridParallelPlugin takes another plan"
         )
     return _WORDS[how]()
 
@@ -141,6 +174,8 @@ def _check_sizes(model: nn.Module, styles: Styles, ranks: int) -> None:
     """What is split between two layers has as much on every rank, and whole heads."""
     for name, style in styles.items():
         layer: Any = model.get_submodule(name)
+        if isinstance(style, (FusedColwise, Divided, SplitExperts)):
+            style.check(name, layer, ranks)
         for kind, placed, attribute in (
             (ColwiseParallel, "output_layouts", "out_features"),
             (RowwiseParallel, "input_layouts", "in_features"),

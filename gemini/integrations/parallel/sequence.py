@@ -21,6 +21,8 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
+from .styles import Divided
+
 TIME = 1  # the dimension of the sequence
 _PART, _WHOLE = Shard(TIME), Replicate()
 
@@ -88,7 +90,7 @@ def _of_parts(name: str, style: ParallelStyle, *, alone: bool) -> ParallelStyle:
     if isinstance(style, ColwiseParallel):
         (layout,) = style.output_layouts
         return ColwiseParallel(input_layouts=_PART if alone else _WHOLE, output_layouts=layout)
-    if isinstance(style, SequenceParallel):
+    if isinstance(style, (SequenceParallel, Divided)):
         return style
     raise ValueError(
         f"the plan splits {name} by a {type(style).__name__}, in a layer whose sequence is split; "

@@ -9,8 +9,9 @@ tensors; its parameters are DTensors of the whole (`_StridedShard`), so what is 
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,16 @@ class FusedColwise(ParallelStyle):
         super().__init__()
         self.matrices = matrices
 
+    def check(self, name: str, module: nn.Module, ranks: int) -> None:
+        """Raise ValueError for matrices that the ranks do not divide."""
+        weight: Any = module.weight
+        size = weight.shape[output_dim(module)]
+        if size % (self.matrices * ranks):
+            raise ValueError(
+                f"{name} has {size} columns of {self.matrices} matrices, which {ranks} ranks do "
+                "not divide; expected another tp_size"
+            )
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         dim = output_dim(module)
         replace(module, "weight", device_mesh, dim, self.matrices)
@@ -45,6 +56,81 @@ class FusedColwise(ParallelStyle):
                 setattr(module, name, getattr(module, name) // device_mesh.size())
         module.forward = partial(_columns, module, device_mesh, transposed=bool(dim))
         return module
+
+
+class Divided(ParallelStyle):
+    """Attributes of a module that count what is split, such as its heads, are 1/T.
+
+    attributes: their names; behind a comma, that its argument `alibi` has rows of all heads, of
+    which it gets its own.
+    """
+
+    def __init__(self, attributes: str) -> None:
+        super().__init__()
+        names, _, self._rows = attributes.partition(", ")
+        self._names = names.split()
+
+    def check(self, name: str, module: nn.Module, ranks: int) -> None:
+        """Raise ValueError for an attribute that cannot be divided."""
+        for attribute in self._names:
+            value = getattr(module, attribute, None)
+            if type(value) is not int or value % ranks:
+                raise ValueError(
+                    f"{name}.{attribute} is {value!r}; expected a whole number that {ranks} ranks "
+                    "divide: another tp_size, or another attribute"
+                )
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for attribute in self._names:
+            setattr(module, attribute, getattr(module, attribute) // device_mesh.size())
+        if self._rows:
+            module.register_forward_pre_hook(
+                partial(_own_heads, self._rows, device_mesh), with_kwargs=True
+            )
+        return module
+
+
+def _own_heads(name: str, mesh: DeviceMesh, module: Any, args: Any, kwargs: Any) -> Any:
+    """An argument [batch * heads, ...] has the rows of this rank's heads."""
+    bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
+    x = bound.arguments[name]
+    rows = x.view(-1, mesh.size(), module.num_heads, *x.shape[1:])[:, mesh.get_local_rank()]
+    bound.arguments[name] = rows.reshape(-1, *x.shape[1:])
+    return bound.args[1:], bound.kwargs
+
+
+class SplitExperts(ParallelStyle):
+    """Stacked experts, each split in its width. All ranks have the same tokens.
+
+    gate_up_proj [experts, 2 * width, in], gate and up one after the other; down_proj
+    [experts, out, width].
+    """
+
+    def check(self, name: str, module: Any, ranks: int) -> None:
+        """Raise ValueError for experts that are made otherwise, and for a width."""
+        shapes = {n: tuple(p.shape) for n, p in module.named_parameters()}
+        if set(shapes) != {"gate_up_proj", "down_proj"} or shapes["down_proj"][2] % ranks:
+            raise ValueError(
+                f"{name} has {shapes}; expected gate_up_proj and down_proj, whose width {ranks} "
+                "ranks divide: another tp_size, or a plan without it"
+            )
+
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
+        replace(module, "gate_up_proj", device_mesh, 1, 2)
+        replace(module, "down_proj", device_mesh, 2)
+        module.forward = partial(_experts, module, device_mesh, module.forward)
+        return cast(nn.Module, module)
+
+
+def _experts(module: Any, mesh: DeviceMesh, plain: Any, x: Tensor, index: Any, weights: Any) -> Any:
+    """Of local weights. Gradients of tokens and of what the router gives them are sums, too."""
+    local = {name: param.to_local() for name, param in module.named_parameters()}
+    vars(module).update(local)  # comes before what is registered
+    try:
+        return summed(plain(entering(x, mesh), index, entering(weights, mesh)), mesh)
+    finally:
+        for name in local:
+            del vars(module)[name]
 
 
 class Conv1DRowwise(ParallelStyle):

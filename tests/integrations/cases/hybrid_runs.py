@@ -5,7 +5,7 @@ Each step has PARTS calls, whose losses are means over their rows and add up to 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,50 @@ ROWS, TIME, WORDS, MICRO = 4, 12, 96, 2
 WIDTH = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 LLAMA = {**WIDTH, "intermediate_size": 48, "num_key_value_heads": 2}
 FOUR = {"num_hidden_layers": 4}
+GPT2 = {
+    "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 4, "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+MOE = LLAMA | {"num_experts_per_tok": 2}
+BERT = WIDTH | {
+    "intermediate_size": 64, "max_position_embeddings": 32, "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}  # fmt: skip
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("LlamaForCausalLM", LLAMA | FOUR),
-}
+    "Qwen2": ("Qwen2ForCausalLM", LLAMA),
+    "Qwen3": ("Qwen3ForCausalLM", LLAMA | {"head_dim": 8}),
+    "Mistral": ("MistralForCausalLM", LLAMA),
+    "Gemma": ("GemmaForCausalLM", LLAMA | {"head_dim": 8, "tie_word_embeddings": True}),
+    "Mixtral": ("MixtralForCausalLM", MOE | {"num_local_experts": 4}),
+    "Qwen2-MoE": (
+        "Qwen2MoeForCausalLM",
+        MOE | {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+    ),
+    "Qwen3-MoE": (
+        "Qwen3MoeForCausalLM",
+        MOE | {"num_experts": 4, "moe_intermediate_size": 32, "head_dim": 8},
+    ),
+    "GPT-2": ("GPT2LMHeadModel", GPT2),
+    "GPT-2 tied": ("GPT2LMHeadModel", GPT2 | {"tie_word_embeddings": True}),
+    "BERT": ("BertForMaskedLM", BERT),
+    "BERT tied": ("BertForMaskedLM", BERT | {"tie_word_embeddings": True}),
+    "OPT": (
+        "OPTForCausalLM",
+        WIDTH | {"word_embed_proj_dim": 32, "ffn_dim": 64, "max_position_embeddings": 32,
+                 "dropout": 0.0},
+    ),
+    "BLOOM": (
+        "BloomForCausalLM",
+        {"hidden_size": 32, "n_layer": 2, "n_head": 4, "hidden_dropout": 0.0,
+         "attention_dropout": 0.0},
+    ),
+    "ViT": (
+        "ViTForImageClassification",
+        WIDTH | {"intermediate_size": 64, "image_size": 16, "patch_size": 8, "num_labels": 6,
+                 "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    ),
+}  # fmt: skip
 Batch = dict[str, Tensor]
 
 
@@ -40,9 +81,11 @@ def made(kind: str) -> nn.Module:
     )
     with seeded(), torch.no_grad():
         model: nn.Module = model_class(config)
-        for param in model.parameters():
+        for name, param in model.named_parameters():
             if param.dim() == 1:
                 param.add_(torch.randn_like(param) * 0.05)
+            elif "experts" in name:
+                param.normal_(std=0.1)
     return model
 
 
@@ -51,6 +94,10 @@ def batches(kind: str, places: int) -> list[list[list[Batch]]]:
     draw = torch.Generator().manual_seed(3)
 
     def one() -> Batch:
+        if kind == "ViT":
+            pixels = torch.randn(ROWS, 3, 16, 16, generator=draw)
+            labels = torch.randint(0, 6, (ROWS,), generator=draw)
+            return {"pixel_values": pixels, "labels": labels}
         ids = torch.randint(4, WORDS, (ROWS, TIME), generator=draw)
         return {"input_ids": ids, "labels": ids}
 
@@ -154,12 +201,17 @@ def update_error(
     return float((wrong / moved) ** 0.5)
 
 
-def trained(rank: int, kinds: Callable[[], Any], folder: str) -> Any:
-    """Weights of all cases (name, kind, options) on rank 0, and what each step said."""
+def trained(rank: int, cases: Sequence[tuple[str, str, dict[str, Any]]], folder: str) -> Any:
+    """Of all cases (name, kind, options) weights on rank 0, again when they were loaded from what
+    they are, and what each step said."""
     found = {}
-    for name, kind, options in kinds():
+    for name, kind, options in cases:
         run = Run(kind, **options)
         run.train()
-        found[name] = run.weights(folder, name), run.said
+        weights = again = run.weights(folder, name)
+        if run.plugin.pp_size == 1:
+            run.model.load_state_dict(run.model.state_dict())
+            again = run.weights(folder, name)
+        found[name] = weights, again, run.said
         run.optimizer.close()
     return found
