@@ -16,7 +16,7 @@ HELD_BY = {
     "GPipe, 1F1B, Interleaved1F1B, InterleavedZeroBubble, ZBVZeroBubble, DualPipeV": EXACT,
     "ZeRO-2, ZeRO-3": "test_a_stage_is_gathered_once_for_all_micro_batches",
     "bf16, fp32": "test_in_bf16_a_pipeline_trains_as_fp32_does_to_its_rounding",
-    "fp16": SPLIT,
+    "fp16": "test_in_fp16_halves_of_backwards_have_one_loss_scale",
     '`"tp"` and replicas in the mesh': SPLIT,
     "state on host memory or NVMe": "test_state_on_disk_has_the_same_bits",
     "budgets (`AutoPlacement`)": "test_without_room_micro_batches_gather_for_themselves",

@@ -7,6 +7,8 @@ import gemini
 from bench.shared.reference import everything, same
 from bench.shared.workers import run_ranks
 from gemini import GeminiDDP, load_checkpoint, save_checkpoint
+from gemini.checkpoint.format.keys import Keys
+from gemini.checkpoint.save import runs_of
 from gemini.integrations import HybridParallelPlugin
 from optim import HybridAdam
 from tests.integrations.cases.hybrid_runs import (
@@ -108,6 +110,8 @@ def saves(rank, folder):
     run.train()
     save_checkpoint(f"{folder}/saved", run.model, run.optimizer)
     weights = run.weights(folder, "trained")
+    runs = runs_of(run.model, run.optimizer, 4, Keys(), once=True)
+    shown = {key: sum(count for _, count in one.runs) for key, one in runs.tensors.items()}
     run.booster.save_model(run.model, f"{folder}/pretrained", shard=True, use_safetensors=True)
     run.optimizer.close()
     found = []
@@ -117,11 +121,14 @@ def saves(rank, folder):
         found.append(run.weights(folder, f"loaded{i}"))
         save_checkpoint(f"{folder}/again{i}", run.model, run.optimizer)
         run.optimizer.close()
-    return weights, found
+    return weights, found, shown
 
 
 def test_a_checkpoint_loads_at_any_sizes_and_by_plain_transformers(tmp_path):
-    weights, loaded = run_ranks(saves, 4, str(tmp_path))[0]
+    results = run_ranks(saves, 4, str(tmp_path))
+    weights, loaded, _ = results[0]
+    for name, value in weights.items():  # of all ranks one shows an element
+        assert sum(shown.get(f"model.{name}", 0) for *_, shown in results) == value.numel()
     assert all(same(one, weights) for one in loaded)
     plain = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "pretrained")
     assert same(state_of(plain), weights)
