@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from bench.shared.models import seeded
 from gemini import GeminiDDP
 from gemini.integrations import Booster, HybridParallelPlugin
+from gemini.integrations.parallel.pipelined import Pipelined
 from optim import HybridAdam
 from tests.support.meshes import ADAM, MAX_NORM, PARTS, STEPS
 
@@ -34,6 +35,7 @@ BERT = WIDTH | {
 }  # fmt: skip
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("LlamaForCausalLM", LLAMA | FOUR),
+    "Llama tied": ("LlamaForCausalLM", LLAMA | {"tie_word_embeddings": True}),
     "Qwen2": ("Qwen2ForCausalLM", LLAMA),
     "Qwen3": ("Qwen3ForCausalLM", LLAMA | {"head_dim": 8}),
     "Mistral": ("MistralForCausalLM", LLAMA),
@@ -99,7 +101,9 @@ def batches(kind: str, places: int) -> list[list[list[Batch]]]:
             labels = torch.randint(0, 6, (ROWS,), generator=draw)
             return {"pixel_values": pixels, "labels": labels}
         ids = torch.randint(4, WORDS, (ROWS, TIME), generator=draw)
-        return {"input_ids": ids, "labels": ids}
+        mask = torch.ones_like(ids)
+        mask[0, :3] = 0  # padded on the left
+        return {"input_ids": ids, "attention_mask": mask, "labels": ids}
 
     return [[[one() for _ in range(places)] for _ in range(PARTS)] for _ in range(STEPS)]
 
@@ -153,11 +157,11 @@ def one_process(kind: str, precision: str, places: int = 1) -> dict[str, Tensor]
 class Run:
     """One rank of a plugin's run."""
 
-    def __init__(self, kind: str, **options: Any) -> None:
+    def __init__(self, kind: str, plugin: Any = HybridParallelPlugin, **options: Any) -> None:
         model = made(kind)
         optimizer = torch.optim.AdamW(model.parameters(), **ADAM)  # type: ignore[arg-type]
         given = {"precision": "fp32", "max_norm": MAX_NORM} | options
-        self.kind, self.plugin = kind, HybridParallelPlugin(**given)
+        self.kind, self.plugin = kind, plugin(**given)
         self.booster = Booster(plugin=self.plugin)
         self.model, self.optimizer, *_ = self.booster.boost(model, optimizer)
         self.place, self.places = self.plugin.sizes.data_place(
@@ -166,7 +170,7 @@ class Run:
         self.said: list[Any] = []  # of each step
 
     def call(self, batch: Batch) -> None:
-        if self.plugin.pp_size > 1:
+        if isinstance(self.model, Pipelined):
             self.booster.execute_pipeline(iter([batch]), self.model, criterion, self.optimizer)
             return
         for i in range(MICRO):
@@ -209,7 +213,7 @@ def trained(rank: int, cases: Sequence[tuple[str, str, dict[str, Any]]], folder:
         run = Run(kind, **options)
         run.train()
         weights = again = run.weights(folder, name)
-        if run.plugin.pp_size == 1:
+        if not isinstance(run.model, Pipelined):
             run.model.load_state_dict(run.model.state_dict())
             again = run.weights(folder, name)
         found[name] = weights, again, run.said

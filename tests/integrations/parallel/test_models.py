@@ -5,6 +5,7 @@ import torch
 
 from bench.shared.reference import same
 from bench.shared.workers import run_ranks
+from gemini.integrations import GeminiPlugin
 from tests.integrations.cases.hybrid_runs import (
     KINDS,
     Run,
@@ -22,11 +23,13 @@ BOUND = 1.5e-6  # fp32: sums in other orders
 SPLIT = {"tp_size": 2, "pp_size": 1, "zero_stage": 1}
 CUT = {"tp_size": 1, "pp_size": 2}
 BOTH = {"tp_size": 2, "pp_size": 2}
-NOT_CUT = ("GPT-2 tied", "BERT tied", "Gemma")  # a weight of two stages
+SEQUENCE = {"plugin": GeminiPlugin, "tp_size": 2, "enable_sequence_parallelism": True}
 CASES = {
     2: [
         *((f"{kind} split", kind, SPLIT) for kind in KINDS if kind != "Llama"),
         *((f"{kind} cut", kind, CUT) for kind in ("Mistral", "ViT", "OPT", "Mixtral")),
+        ("ZeRO-3", "Llama", {"plugin": GeminiPlugin, "tp_size": 2}),
+        *((f"{kind} sequence", kind, SEQUENCE) for kind in ("Llama tied", "Qwen3")),
     ],
     4: [(f"{kind} both", kind, BOTH) for kind in ("GPT-2", "BERT", "BLOOM", "Qwen3-MoE")],
 }
