@@ -25,7 +25,7 @@ from gemini.chunk.local import local_of
 from .models import is_ours, plan_of
 from .probe import Probe
 from .sequence import in_sequence
-from .styles import Conv1DRowwise, Divided, FusedColwise, SplitExperts
+from .styles import Conv1DRowwise, Divided, FusedColwise, SplitExperts, draw_alike
 
 Styles = dict[str, ParallelStyle]  # by the full name of a module
 EXPERTS = "moe_tp_experts"
@@ -109,6 +109,7 @@ def split(
         group["params"] = [instead[id(param)] for param in group["params"]]
     for probe in probes:
         probe.check()
+    draw_alike(model, mesh)
 
 
 def styles_of(model: nn.Module, given: Mapping[str, Any] | None) -> Styles:

@@ -10,10 +10,12 @@ tensors; its parameters are DTensors of the whole (`_StridedShard`), so what is 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -141,6 +143,30 @@ class Conv1DRowwise(ParallelStyle):
         replicate(module, "bias", device_mesh)
         module.forward = partial(_rows, module, device_mesh)
         return module
+
+
+def draw_alike(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Ranks draw the random numbers of the first from now on, if the model drops anything.
+
+    What is not split is dropped alike on all of them then, so that it stays the same. Collective.
+    """
+    config = getattr(model, "config", None)
+    named = vars(config) if hasattr(config, "__dict__") else {}
+    rates = [value for name, value in named.items() if "drop" in name]
+    rates += [layer.p for layer in model.modules() if isinstance(layer, nn.Dropout)]
+    if not any(isinstance(rate, float) and rate > 0 for rate in rates):
+        return
+    _draw_as_first(mesh, torch.get_rng_state, torch.set_rng_state)
+    if mesh.device_type == "cuda":
+        _draw_as_first(mesh, torch.cuda.get_rng_state, torch.cuda.set_rng_state)
+
+
+def _draw_as_first(
+    mesh: DeviceMesh, get: Callable[[], Tensor], set_: Callable[[Tensor], None]
+) -> None:
+    state = get().to(mesh.device_type)
+    dist.broadcast(state, group=mesh.get_group(), group_src=0)
+    set_(state.cpu())
 
 
 def replicate(module: nn.Module, name: str, mesh: DeviceMesh) -> None:

@@ -50,6 +50,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         MOE | {"num_experts": 4, "moe_intermediate_size": 32, "head_dim": 8},
     ),
     "GPT-2": ("GPT2LMHeadModel", GPT2),
+    "GPT-2 dropped": ("GPT2LMHeadModel", GPT2 | {"resid_pdrop": 0.2}),
     "GPT-2 tied": ("GPT2LMHeadModel", GPT2 | {"tie_word_embeddings": True}),
     "BERT": ("BertForMaskedLM", BERT),
     "BERT tied": ("BertForMaskedLM", BERT | {"tie_word_embeddings": True}),

@@ -19,6 +19,7 @@ from tests.support.said import said
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.ci
+DROPPED = ("Llama", "GPT-2 dropped")  # the first is split and cut elsewhere
 BOUND = 1.5e-6  # fp32: sums in other orders
 SPLIT = {"tp_size": 2, "pp_size": 1, "zero_stage": 1}
 CUT = {"tp_size": 1, "pp_size": 2}
@@ -26,7 +27,7 @@ BOTH = {"tp_size": 2, "pp_size": 2}
 SEQUENCE = {"plugin": GeminiPlugin, "tp_size": 2, "enable_sequence_parallelism": True}
 CASES = {
     2: [
-        *((f"{kind} split", kind, SPLIT) for kind in KINDS if kind != "Llama"),
+        *((f"{kind} split", kind, SPLIT) for kind in KINDS if kind not in DROPPED),
         *((f"{kind} cut", kind, CUT) for kind in ("Mistral", "ViT", "OPT", "Mixtral")),
         ("ZeRO-3", "Llama", {"plugin": GeminiPlugin, "tp_size": 2}),
         *((f"{kind} sequence", kind, SEQUENCE) for kind in ("Llama tied", "Qwen3")),
@@ -88,3 +89,18 @@ def test_a_plan_that_changes_what_a_module_computes_is_refused(tmp_path):
         assert "transformer.h.0.self_attention" in texts["BLOOM"]
     error = update_error(results[0][1], reference("OPT"), state_of(made("OPT")))
     assert error < BOUND and torch.is_grad_enabled()
+
+
+def dropped(rank, folder):
+    """Ranks that were seeded otherwise, and a model that drops activations."""
+    torch.manual_seed(rank)
+    run = Run("GPT-2 dropped", **SPLIT)
+    run.train(steps=2)
+    kept = [run.model.module.transformer.ln_f.weight.clone(), run.model.digest()]
+    run.optimizer.close()
+    return kept
+
+
+def test_what_is_not_split_is_dropped_alike(tmp_path):
+    (weight, digest), (other, other_digest) = run_ranks(dropped, 2, str(tmp_path), processes=True)
+    assert torch.equal(weight, other) and digest == other_digest
