@@ -134,7 +134,7 @@ class GeminiDDP(ModuleFace):
         values.check()
         split = sorted({name for param in params for name in mesh_dims(param)})
         if split:
-            check_split(precision_settings, trace=trace, init_state_dict=wrapping.init_state_dict)
+            check_split(trace=trace, init_state_dict=wrapping.init_state_dict)
         together = None
         if is_pipeline(process_group, mesh):
             check_stages(mesh, split)

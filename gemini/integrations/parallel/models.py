@@ -75,4 +75,13 @@ def plan_of(model: nn.Module) -> Mapping[str, Any] | None:
 
 def is_ours(model: nn.Module, given: object) -> bool:
     """Whether the plan is transformers' or that of the table above, and no user's."""
-    return given is None and type(model).__module__.startswith("transformers.")
+    own = getattr(model, "tp_plan", None)
+    if given is not None or not type(model).__module__.startswith("transformers."):
+        return False
+    known = {**(getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {})}
+    known |= {"embed_tokens": "embedding_rowwise"}  # which transformers adds
+    known |= getattr(type(model), "_tp_plan", None) or {}
+    return all(
+        any(name.endswith(key) and how == word for key, word in known.items())
+        for name, how in (own or {}).items()
+    )

@@ -94,9 +94,8 @@ def split(
         module = model.get_submodule(name)
         if id(module) in here:
             parallelize_module(module, mesh, style)
-            for attribute, buffer in module.named_buffers(
-                recurse=False
-            ):  # torch makes it a DTensor
+            buffers = dict(module.named_buffers(recurse=False))  # DTensors, if torch split it
+            for attribute, buffer in buffers.items():
                 setattr(module, attribute, local_of(buffer))
     for names in tied:
         first = next((n for n in names if n.rpartition(".")[0] in styles), names[0])

@@ -178,9 +178,8 @@ class JointTarget:
         return {i: name for member in self.members for i, name in member.names.items()}
 
     @property
-    def counters(self) -> JointCounters | None:
-        found = [member.counters for member in self.members]
-        return JointCounters([one for one in found if one is not None]) if all(found) else None
+    def counters(self) -> JointCounters:
+        return JointCounters([member.counters for member in self.members])
 
     def shown_state(self) -> Mapping[Tensor, dict[str, Tensor]]:
         return {p: state for m in self.members for p, state in m.shown_state().items()}

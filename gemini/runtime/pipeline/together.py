@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import weakref
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,7 +22,7 @@ from gemini.runtime.step.target import ShardTarget
 from .joint_target import JointTarget, share
 from .seats import Agreed, Part, Seats
 
-_known: weakref.WeakKeyDictionary[Any, dict[Any, PipelineOwner]] = weakref.WeakKeyDictionary()
+_known = threading.local()  # of the default group that is there, which ranks may be threads of
 
 
 class PipelineOwner:
@@ -112,7 +112,10 @@ def together_of(mesh: Any) -> PipelineOwner:
     Equal meshes have one. It lives as long as the default group: what the garbage collector does,
     and when, differs between ranks.
     """
-    known = _known.setdefault(dist.group.WORLD, {})
+    world = dist.group.WORLD
+    if getattr(_known, "world", None) is not world:
+        _known.world, _known.owners = world, {}
+    known: dict[Any, PipelineOwner] = _known.owners
     key = (tuple(mesh.mesh.shape), tuple(mesh.mesh.flatten().tolist()), mesh.mesh_dim_names)
     if key not in known:
         known[key] = PipelineOwner(mesh)

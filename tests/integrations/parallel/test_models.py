@@ -6,6 +6,7 @@ import torch
 from bench.shared.reference import same
 from bench.shared.workers import run_ranks
 from gemini.integrations import GeminiPlugin
+from gemini.integrations.parallel.models import is_ours
 from tests.integrations.cases.hybrid_runs import (
     KINDS,
     Run,
@@ -89,6 +90,15 @@ def test_a_plan_that_changes_what_a_module_computes_is_refused(tmp_path):
         assert "transformer.h.0.self_attention" in texts["BLOOM"]
     error = update_error(results[0][1], reference("OPT"), state_of(made("OPT")))
     assert error < BOUND and torch.is_grad_enabled()
+
+
+def test_a_plan_that_a_user_gave_is_told_from_that_of_the_model():
+    for kind in KINDS:
+        model = made(kind)
+        assert is_ours(model, None) and not is_ours(model, {"x": "colwise"}), kind
+        model.tp_plan = {"model.decoder.layers.*.self_attn.q_proj": "colwise_rep"}
+        assert not is_ours(model, None), kind
+    assert not is_ours(torch.nn.Linear(2, 2), None)
 
 
 def dropped(rank, folder):
