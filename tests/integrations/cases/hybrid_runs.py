@@ -75,14 +75,14 @@ Batch = dict[str, Tensor]
 
 def made(kind: str) -> nn.Module:
     """Biases and scales differ from what they begin as: a wrong one shows."""
-    import transformers
-
     name, options = KINDS[kind]
-    model_class = getattr(transformers, name)
-    config = model_class.config_class(
-        **{"vocab_size": WORDS, "tie_word_embeddings": False} | options
-    )
-    with seeded(), torch.no_grad():
+    with seeded(), torch.no_grad():  # in turns: modules of transformers are imported by threads
+        import transformers
+
+        model_class = getattr(transformers, name)
+        config = model_class.config_class(
+            **{"vocab_size": WORDS, "tie_word_embeddings": False} | options
+        )
         model: nn.Module = model_class(config)
         for name, param in model.named_parameters():
             if param.dim() == 1:
