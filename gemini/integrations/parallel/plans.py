@@ -87,7 +87,8 @@ def split(
     entering = in_sequence(model, styles, mesh, stages) if asked.sequence else []
     before = dict(model.named_parameters(remove_duplicate=False))
     here = {id(module) for stage in stages or [model] for module in stage.modules()}
-    probes = [] if is_ours(model, asked.plan) else [
+    is_empty = any(param.is_meta for param in before.values())  # refused where it is wrapped
+    probes = [] if is_empty or is_ours(model, asked.plan) else [
         Probe(stage, list(styles), mesh) for stage in stages or [model]
     ]  # fmt: skip
     for name, style in [*styles.items(), *entering]:
