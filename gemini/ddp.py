@@ -21,13 +21,12 @@ from gemini.placement.policy import Placement, parse_placement
 from gemini.placement.timetable.updates import AUTO, BEHIND, UPDATES
 from gemini.runtime.autograd.io_casts import Boundary
 from gemini.runtime.comm.communicator import Communicator
-from gemini.runtime.comm.connect import connect
+from gemini.runtime.comm.connect import check_stages, connect, is_pipeline, stage_of
 from gemini.runtime.engine import Engine
 from gemini.runtime.gradients.by_name import ChangeGradient, map_gradients, named_gradients
 from gemini.runtime.inspect.digest import digest
 from gemini.runtime.inspect.reports import MemoryReport, explain, memory_report, memory_timeline
 from gemini.runtime.memory.backend import Backend, make_backend
-from gemini.runtime.pipeline.mesh import check_stage_options, data_parallel_group, is_pipeline
 from gemini.runtime.pipeline.together import together_of
 from gemini.runtime.schedule.planning import begin_planning
 from gemini.runtime.unwrap import check_room, unwrap
@@ -135,12 +134,14 @@ class GeminiDDP(ModuleFace):
         values.check()
         split = sorted({name for param in params for name in mesh_dims(param)})
         if split:
-            check_split(precision_settings, trace=trace, init_state_dict=wrapping.init_state_dict)
+            check_split(trace=trace, init_state_dict=wrapping.init_state_dict)
         together = None
         if is_pipeline(process_group, mesh):
-            check_stage_options(precision_settings, split)
-            process_group, together, mesh = data_parallel_group(mesh), together_of(mesh), None
-        connections = connect(process_group, mesh, split, {spec.group for spec in own_specs})
+            check_stages(mesh, split)
+            together = together_of(mesh)
+            process_group, mesh = stage_of(mesh)
+        groups = {spec.group for spec in own_specs}
+        connections = connect(process_group, mesh, split, groups, inside=together is not None)
         comm = connections.comm
         specs = padded(own_specs, comm)
         self.chunk_configuration = chunks.chunks or search_chunk_configuration(

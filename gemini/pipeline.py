@@ -22,6 +22,7 @@ from torch.distributed.pipelining._backward import (
     stage_backward_weight,
 )
 
+from gemini.chunk.local import local_gradient
 from gemini.ddp import GeminiDDP
 from gemini.trees import map_tensors
 from gemini.units import ParamId
@@ -181,11 +182,13 @@ class GeminiStage(PipelineStage):
 
     def _backward_of_weights(self, param_groups: list[dict[str, Any]]) -> None:
         """No hook of a parameter fires: the gradients are handed over here."""
-        weights = self._weights()
-        stage_backward_weight(iter(weights), param_groups)  # type: ignore[arg-type]
+        weights, engine = self._weights(), self.submod.engine
+        with engine.calls.taken_by_stage():
+            stage_backward_weight(iter(weights), param_groups)  # type: ignore[arg-type]
         for i, weight in enumerate(weights):
             if weight.grad is not None:
-                self.submod.engine.calls.gradient_arrived(ParamId(i), weight.grad)
+                grad = local_gradient(engine.params[i], weight.grad)
+                engine.calls.gradient_arrived(ParamId(i), grad)
 
 
 class WeightLeaf:

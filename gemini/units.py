@@ -16,6 +16,7 @@ Moment = NewType(
 )  # module boundary or block of the step, numbered round the iteration
 Numel = NewType("Numel", int)  # elements
 Bytes = NewType("Bytes", int)
+Segments = tuple[tuple[int, int], ...]  # of one dimension: (offset in the whole, size), in order
 
 KIB = 1 << 10
 MIB = 1 << 20

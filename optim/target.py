@@ -11,7 +11,6 @@ from torch import Tensor
 from gemini.nvme import BlockStore
 from gemini.optim.rules.clipping import Clip
 from gemini.optim.rules.config import StateConfig
-from gemini.optim.rules.control_vector import ControlVector
 from gemini.optim.rules.report import StepReport
 from gemini.optim.rules.rule import UpdateRule
 from gemini.optim.rules.state_layout import Plane
@@ -26,6 +25,17 @@ class AmpInputs:
 
     grad_scale: Tensor | None  # 0-d: gradients are to be divided by it
     found_inf: Tensor | None  # 0-d: above 0 where a gradient is not finite
+
+
+class Counters(Protocol):
+    """Loss scale and skipped steps."""
+
+    @property
+    def skipped_steps(self) -> int: ...
+
+    def state_dict(self) -> dict[str, float | int]: ...
+
+    def load_state_dict(self, counters: Mapping[str, Any]) -> None: ...
 
 
 class Target(Protocol):
@@ -59,7 +69,7 @@ class Target(Protocol):
         ...
 
     @property
-    def counters(self) -> ControlVector | None:
+    def counters(self) -> Counters | None:
         """Loss scale and skipped steps, which belong to a state dict."""
         ...
 

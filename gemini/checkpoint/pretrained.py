@@ -20,8 +20,7 @@ from gemini.checkpoint.dcp.ranks import Ranks
 from gemini.checkpoint.format.errors import FormatError
 from gemini.checkpoint.untrusted.lazy_tensors import INDEX, TORCH_INDEX, LazyTensors
 from gemini.ddp import GeminiDDP
-from gemini.runtime.comm.connect import everyone
-from gemini.runtime.pipeline.mesh import is_pipeline
+from gemini.runtime.comm.connect import everyone, is_pipeline
 from gemini.runtime.wrap.materialise import Materialiser, init_empty
 
 from .export import export_safetensors

@@ -242,7 +242,7 @@ def runs_of(
     if parts:
         if optimizer is None or isinstance(optimizer, TieredOptimizer):
             if parts[0].engine.together is not None:
-                return StagesState(parts, optimizer, keys, weights=weights)
+                return StagesState(parts, optimizer, keys, weights=weights, once=once)
             return ShardedState(parts[0], optimizer, keys, weights=weights, once=once)
         raise CheckpointError(
             f"a {type(optimizer).__name__} has no state of a GeminiDDP; give its HybridAdam or the "

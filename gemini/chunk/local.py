@@ -6,12 +6,14 @@ Splitting is torch's: nothing here knows how. A tensor that is no DTensor is its
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gemini.mesh.roles import WORLD
+from gemini.units import Segments
 
 
 def is_dtensor(tensor: object) -> bool:
@@ -39,18 +41,38 @@ def group_of(tensor: Tensor) -> str:
     return "+".join(name for name, placed in placements if not placed.is_replicate()) or WORLD
 
 
-def region_of(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Shape of the whole, and offsets and sizes of this rank's box in it."""
+def region_of(tensor: Tensor) -> tuple[tuple[int, ...], tuple[Segments, ...]]:
+    """Shape of the whole, and this rank's segments of each dimension in the order of its local
+    tensor: one, or several of fused matrices (torch's `_StridedShard`)."""
     shape = tuple(tensor.shape)
-    if group_of(tensor) == WORLD:
-        return shape, (0,) * len(shape), shape
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+    segments: list[Segments] = [((0, size),) for size in shape]
+    if group_of(tensor) != WORLD:
+        mesh = _any(tensor).device_mesh
+        for axis, placed in enumerate(_any(tensor).placements):
+            if not placed.is_replicate():
+                fused = getattr(placed, "split_factor", 1)
+                segments[placed.dim] = _split(
+                    segments[placed.dim], fused, mesh.size(axis), mesh.get_local_rank(axis)
+                )
+    return shape, tuple(segments)
 
-    split = _any(tensor)
-    sizes, offsets = compute_local_shape_and_global_offset(
-        split.shape, split.device_mesh, split.placements
-    )
-    return shape, tuple(offsets), tuple(sizes)
+
+def _split(segments: Segments, fused: int, ranks: int, rank: int) -> Segments:
+    """What one of `ranks` has of segments that are `fused` matrices, each cut as torch cuts."""
+    total = sum(size for _, size in segments)
+    each = -(-total // fused)
+    found: list[tuple[int, int]] = []
+    for first in range(0, total, each or 1):
+        size = min(each, total - first)
+        part = -(-size // ranks)
+        start, stop = (first + min(size, place * part) for place in (rank, rank + 1))
+        before = 0
+        for offset, length in segments:
+            low, high = max(start, before), min(stop, before + length)
+            if low < high:
+                found.append((offset + low - before, high - low))
+            before += length
+    return tuple(found) or ((0, 0),)
 
 
 def local_gradient(param: Tensor, grad: Tensor) -> Tensor:
@@ -83,10 +105,16 @@ def full_tensor_of(param: Tensor, local: Tensor) -> Tensor:
 
 
 def own_part(param: Tensor, whole: Tensor) -> Tensor:
-    """This rank's box of values of the whole parameter."""
-    _, offsets, sizes = region_of(param)
-    box = tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
-    return whole[box] if box else whole
+    """What this rank has of values of the whole parameter."""
+    return part_of(whole, region_of(param)[1])
+
+
+def part_of(whole: Tensor, segments: Sequence[Segments]) -> Tensor:
+    """Segments of each dimension, next to each other; a view where there is one of each."""
+    for dim, mine in enumerate(segments):
+        parts = [whole.narrow(dim, offset, size) for offset, size in mine]
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+    return whole
 
 
 def split_like(param: Tensor, local: Tensor) -> Tensor:

@@ -72,9 +72,10 @@ def option(default: Any = MISSING, **rule: Any) -> Any:
     return field(default=default, metadata={_RULE: _Rule(**rule)})
 
 
-def size(default: Any = MISSING) -> Any:
-    """A number of ranks, 1 or more."""
-    return option(default, valid=lambda size: size is None or size >= 1, expected="1 or more")
+def size(default: Any = MISSING, **rule: Any) -> Any:
+    """A number of ranks or rows, 1 or more."""
+    valid = {"valid": lambda size: size is None or size >= 1, "expected": "1 or more"}
+    return option(default, **valid, **rule)
 
 
 def check_options(door: Any, also: Callable[[], None] | None = None) -> None:

@@ -21,6 +21,7 @@ WORLD = "world"  # the group of what no dimension splits
 
 REPLICATE = ("replicate", "dp_replicate")
 SHARD = ("shard", "dp_shard", "fsdp", "efsdp", "dp", "cp")
+TENSOR_PARALLEL = "tp"  # splits the layers of a stage, where a mesh has stages
 EXPERTS = "ep"  # splits experts, and shards the rest
 
 

@@ -19,14 +19,14 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from gemini.checkpoint.format.boxes import boxes_of_region
+from gemini.checkpoint.format.boxes import Box, boxes_of_region
 from gemini.checkpoint.format.data_file import UnitReader
 from gemini.checkpoint.format.errors import CorruptError, said_plainly
 from gemini.checkpoint.format.manifest import Manifest
 from gemini.checkpoint.untrusted.torch_files import FileSlice, safe_load
 from gemini.nvme import cause_of
 
-from .sharded import FlatRuns, can_be_raw
+from .sharded import FlatRuns, can_be_raw, in_run
 
 WHOLE_ITEMS = 8  # of files that are not ours, kept in memory: planes of a few parameters
 
@@ -136,7 +136,7 @@ class _BoxReader:
         self._items.will_read(
             request
             for key, start, numel in _in_order(self._state, self._runs)
-            for _, _, requests in self._boxes(key, start, numel)
+            for _, requests in self._boxes(key, start, numel)
             for request in requests
         )
         fill(self._put)
@@ -144,21 +144,16 @@ class _BoxReader:
     def _put(self, key: str, start: int, values: Tensor) -> bool:
         if key not in self._runs:
             return False
-        for first, sizes, requests in self._boxes(key, start, values.numel()):
-            numel = 1
-            for size in sizes:
-                numel *= size
-            box = values[first - start : first - start + numel].view(sizes)
+        for box, requests in self._boxes(key, start, values.numel()):
+            mine = in_run(values, start, box, self._state[key].region)
             for request in requests:
-                there = narrow_tensor_by_index(box, request.dest_offsets, request.lengths)
+                there = narrow_tensor_by_index(mine, request.dest_offsets, request.lengths)
                 there.copy_(_part(self._items.tensor(request), request))
         return True
 
-    def _boxes(
-        self, key: str, start: int, numel: int
-    ) -> Iterator[tuple[int, tuple[int, ...], list[ReadItem]]]:
+    def _boxes(self, key: str, start: int, numel: int) -> Iterator[tuple[Box, list[ReadItem]]]:
         for box in boxes_of_region(self._state[key].region, start, start + numel):
-            yield box.start, box.sizes, self._runs[key].get(box.offsets, [])
+            yield box, self._runs[key].get(box.offsets, [])
 
 
 def _in_order(state: dict[str, Any], runs: dict[str, Any]) -> Iterator[tuple[str, int, int]]:

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from gemini.checkpoint.format.boxes import Box, Region, boxes_of_region
+from gemini.chunk.local import part_of
 
 FlatRun = tuple[int, int]  # first element, and how many
 
@@ -73,8 +74,7 @@ class FlatRuns(Tensor):
 
     def flat_part(self, whole: Tensor) -> Tensor:
         """The elements in which runs count, flat, of values of `shape`."""
-        box = zip(self.region.offsets, self.region.sizes, strict=True)
-        return whole[tuple(slice(at, at + size) for at, size in box)].reshape(-1)
+        return part_of(whole, self.region.segments).reshape(-1)
 
     def boxes(self) -> list[Box]:
         """Of all runs, in order."""
@@ -105,8 +105,12 @@ class FlatRuns(Tensor):
             raise RuntimeError(f"{index.fqn} is streamed by the writer of gemini.checkpoint only")
         box = next(box for box in self.boxes() if torch.Size(box.offsets) == index.offset)
         start, _ = next(run for run in self.runs if run[0] <= box.start < run[0] + run[1])
-        values = self.held[start][box.start - start : box.start - start + box.numel]
-        return values.view(box.sizes)
+        return in_run(self.held[start], start, box, self.region)
+
+
+def in_run(values: Tensor, start: int, box: Box, region: Region) -> Tensor:
+    """A box in the elements [start, start + n) of a flattened region, `values` [n]: a view."""
+    return values[box.start - start :].as_strided(box.sizes, region.strides)
 
 
 def _chunk(box: Box) -> ChunkStorageMetadata:

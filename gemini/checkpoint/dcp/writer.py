@@ -24,7 +24,7 @@ from gemini.checkpoint.format.errors import said_plainly
 from gemini.checkpoint.format.folder import SaveFolder
 from gemini.checkpoint.format.manifest import DataFile, Manifest
 
-from .sharded import can_be_raw, tensor_header
+from .sharded import can_be_raw, in_run, tensor_header
 
 DCP_VERSION = "1.0.0"
 
@@ -48,10 +48,8 @@ class RankFile:
     def add_run(self, key: str, region: Region, start: int, values: Tensor) -> None:
         """Write elements [start, start + n) of a flattened region, as one item a box."""
         for box in boxes_of_region(region, start, start + values.numel()):
-            first = box.start - start
-            self.add_tensor(
-                MetadataIndex(key, box.offsets), values[first : first + box.numel], box.sizes
-            )
+            mine = in_run(values, start, box, region)
+            self.add_tensor(MetadataIndex(key, box.offsets), mine, box.sizes)
 
     def add_tensor(self, index: MetadataIndex, values: Tensor, sizes: tuple[int, ...]) -> None:
         """Write a whole item."""

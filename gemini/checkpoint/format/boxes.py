@@ -2,14 +2,18 @@
 
 torch.distributed.checkpoint knows boxes (offsets and sizes), shards are runs. A run [start, stop)
 is a part of a row, whole rows and a part of a row, and so on inwards: at most 2N - 1 boxes. They
-come in the order of the run, and each is contiguous in it.
+come in the order of the run, and each is contiguous in it. Where a rank has several segments of a
+dimension (fused matrices that torch has split), a box is cut into those, which are strided in it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import prod
+
+from gemini.units import Segments
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,25 +31,53 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """The box of a tensor of which a rank has runs: all of it, or what torch has split off."""
+    """The part of a tensor of which a rank has runs: all of it, or what torch has split off."""
 
     shape: tuple[int, ...]  # of the whole
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    segments: tuple[Segments, ...]  # by dimension
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Region:
-        return cls(tuple(shape), (0,) * len(shape), tuple(shape))
+        return cls(tuple(shape), tuple(((0, size),) for size in shape))
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(sum(size for _, size in segments) for segments in self.segments)
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Of the region, contiguous."""
+        sizes = self.sizes
+        return tuple(prod(sizes[i + 1 :]) for i in range(len(sizes)))
+
+    @property
+    def num_boxes(self) -> int:
+        return prod(map(len, self.segments))
 
 
 def boxes_of_region(region: Region, start: int, stop: int) -> tuple[Box, ...]:
     """Boxes of the whole tensor of elements [start, stop) of the flattened region; the `start` of
-    each counts in the region."""
+    each counts in the region, in which it has the region's strides."""
     return tuple(
-        Box(tuple(a + b for a, b in zip(region.offsets, box.offsets, strict=True)), box.sizes,
-            box.start)
+        Box(
+            tuple(offset for _, offset, _ in parts),
+            tuple(size for *_, size in parts),
+            sum(at * stride for (at, *_), stride in zip(parts, region.strides, strict=True)),
+        )
         for box in boxes_of_run(region.sizes, start, stop)
-    )  # fmt: skip
+        for parts in product(*map(_overlaps, region.segments, box.offsets, box.sizes))
+    )
+
+
+def _overlaps(segments: Segments, start: int, numel: int) -> Iterator[tuple[int, int, int]]:
+    """(place in the region, offset in the whole, size) of what [start, start + numel) has of each
+    segment."""
+    before = 0
+    for offset, size in segments:
+        first, last = max(start, before), min(start + numel, before + size)
+        if first < last:
+            yield first, offset + first - before, last - first
+        before += size
 
 
 def boxes_of_run(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:

@@ -46,11 +46,14 @@ class StagesState(RunState):
         keys: Keys,
         *,
         weights: bool,
+        once: bool = False,
     ) -> None:
         """Raises CheckpointError where the optimizer has other parts."""
         if optimizer is not None:
             _check_parts(parts, optimizer)
-        self._states = [ShardedState(part, optimizer, keys, weights=weights) for part in parts]
+        self._states = [
+            ShardedState(part, optimizer, keys, weights=weights, once=once) for part in parts
+        ]
         self._keys, self._with_weights = keys, weights
         self.names = [names for state in self._states for names in state.names]
         self.shapes: Mapping[str, torch.Size] = _merged([s.shapes for s in self._states])

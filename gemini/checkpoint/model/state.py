@@ -130,7 +130,8 @@ class RunState:
     def num_items(self) -> int:
         """At most this many boxes."""
         return sum(
-            len(tensor.runs) * max(1, 2 * tensor.ndim - 1) for tensor in self.tensors.values()
+            len(tensor.runs) * max(1, 2 * tensor.ndim - 1) * tensor.region.num_boxes
+            for tensor in self.tensors.values()
         )
 
     @property

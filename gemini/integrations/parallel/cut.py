@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-PARTS = "nn.Sequential, or a model of transformers with embed_tokens, layers and norm"
+PARTS = (
+    "nn.Sequential, a model of transformers with embed_tokens, layers and norm, or its GPT-2, "
+    "BERT, OPT, BLOOM or ViT"
+)
 REMEDY = (
     f"expected {PARTS}. Others are cut by hand: each rank wraps its layers in GeminiDDP(mesh=) and "
     "gemini.pipeline.GeminiStage"
@@ -68,10 +72,10 @@ def stages_of(model: nn.Module, stages: int, given: Sequence[int] | None = None)
         cut = Cut.of(len(model), stages, given)
         parts: list[nn.Module] = [_of_sequence(model, cut.layers(i)) for i in range(stages)]
     else:
-        base = _base_of(model)
-        cut = Cut.of(len(base.layers), stages, given)
-        _check_probe(model, base)
-        parts = [_of_transformer(model, base, cut, i) for i in range(stages)]
+        base, ends = _ends_of(model)
+        cut = Cut.of(len(base.get_submodule(ends.layers)), stages, given)
+        _check_probe(base, ends)
+        parts = [_of_transformer(model, base, ends, cut, i) for i in range(stages)]
     _check_shared(model, parts)
     return parts
 
@@ -84,67 +88,150 @@ def _of_sequence(model: nn.Sequential, layers: range) -> nn.Sequential:
 # -- models of transformers --
 
 
-def _base_of(model: nn.Module) -> Any:
-    """What has the layers. Raises ValueError."""
+class _Nothing(nn.Module):
+    """Stands for positions, which are added once."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return torch.zeros(())
+
+
+class _Tupled(nn.Module):
+    """Stands for a layer that gives a tuple."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor]:
+        return (x,)
+
+
+class _Embedded(nn.Module):
+    """Stands for all embeddings at once: what is given as such, or in place of pixels.
+
+    A model reads from its patches' weight in which dtype it computes: a buffer says it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch_embeddings = nn.Module()
+        self.patch_embeddings.projection = nn.Module()
+        self.patch_embeddings.projection.register_buffer("weight", torch.empty(0), persistent=False)
+
+    def forward(self, *args: Any, inputs_embeds: Tensor | None = None, **kwargs: Any) -> Tensor:
+        given: Tensor = args[0] if inputs_embeds is None else inputs_embeds
+        return given
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Which modules of a base model are in one stage alone, by their paths in it.
+
+    first: by path what stands for it in the stages behind the first. last: for which nothing
+    stands in those before the last. layers: the list that is cut. skipped: stands for a layer of
+    another stage. later: what the base model calls hidden states that it is given.
+    """
+
+    first: Mapping[str, type[nn.Module]]
+    layers: str = "layers"
+    last: tuple[str, ...] = ("norm",)
+    skipped: type[nn.Module] = MissingLayer
+    later: str = "inputs_embeds"
+
+
+LLAMA = Ends({"embed_tokens": MissingLayer})
+ENDS = {  # by the kind of their config; others are made as Llama is, or refused
+    "gpt2": Ends({"wte": MissingLayer, "wpe": _Nothing, "drop": MissingLayer}, "h", ("ln_f",)),
+    "bloom": Ends(
+        dict.fromkeys(("word_embeddings", "word_embeddings_layernorm"), MissingLayer),
+        "h", ("ln_f",), _Tupled,
+    ),
+    "opt": Ends(
+        {
+            "decoder.embed_tokens": MissingLayer, "decoder.embed_positions": _Nothing,
+            "decoder.project_in": MissingLayer,
+        },
+        "decoder.layers", ("decoder.final_layer_norm", "decoder.project_out"),
+    ),
+    "bert": Ends({"embeddings": _Embedded}, "encoder.layer", ("pooler",)),
+    "vit": Ends({"embeddings": _Embedded}, last=("layernorm", "pooler"), later="pixel_values"),
+}  # fmt: skip
+
+
+def _ends_of(model: nn.Module) -> tuple[Any, Ends]:
+    """The base model, and which parts it has. Raises ValueError."""
     base: Any = getattr(model, "base_model", None)
-    layers = getattr(base, "layers", None)
-    ends = (getattr(base, "embed_tokens", None), getattr(base, "norm", None))
-    if not isinstance(layers, nn.ModuleList) or not all(isinstance(e, nn.Module) for e in ends):
+    ends = ENDS.get(getattr(getattr(model, "config", None), "model_type", ""), LLAMA)
+    there = {} if base is None else dict(base.named_modules())
+    first, *_ = ends.first
+    if not isinstance(there.get(ends.layers), nn.ModuleList) or first not in there:
         raise ValueError(f"a {type(model).__name__} cannot be cut into stages; {REMEDY}")
-    known = {"embed_tokens", "layers", "norm"}
-    for name, child in base.named_children():
-        if name not in known and any(True for _ in child.parameters()):
+    known = tuple(f"{path}." for path in (*ends.first, ends.layers, *ends.last))
+    for name, param in base.named_parameters():
+        if not name.startswith(known):
+            where = name.rpartition(".")[0] or "itself"
             raise ValueError(
-                f"{type(base).__name__} has parameters in {name}, beside its layers, of which "
+                f"{type(base).__name__} has parameters in {where}, beside its layers, of which "
                 f"every stage would have a copy; {REMEDY}"
             )
-    if any(True for _ in base.parameters(recurse=False)):
-        raise ValueError(f"{type(base).__name__} has parameters of its own; {REMEDY}")
-    return base
+        if param.is_meta:
+            raise ValueError(
+                f"{type(model).__name__} is on the meta device; expected one with values, which is "
+                "cut into stages"
+            )
+    return base, ends
 
 
-def _of_transformer(model: nn.Module, base: Any, cut: Cut, stage: int) -> nn.Module:
+def _of_transformer(model: nn.Module, base: Any, ends: Ends, cut: Cut, stage: int) -> nn.Module:
     first, last = stage == 0, stage == cut.stages - 1
-    inner = _without(base, cut.layers(stage), first=first, last=last)
-    if base is model:
-        part: Any = inner
-    else:
-        part = _copied(model)
-        for name, child in model.named_children():
-            if child is base:
-                part._modules[name] = inner
-            elif not last:
-                part._modules[name] = MissingLayer()
+    instead = _instead(base, ends, cut.layers(stage), first=first, last=last)
+    if base is not model:
+        (where,) = (name for name, child in model.named_children() if child is base)
+        instead = {f"{where}.{path}": module for path, module in instead.items()}
+        heads = [name for name, child in model.named_children() if child is not base]
+        instead |= {} if last else {name: MissingLayer() for name in heads}
+    part = _with(model, instead)
     kind = type(model)
     part.__class__ = type(kind.__name__, (TransformerStage, kind), {"__module__": kind.__module__})
-    part._is_first, part._is_last, part._has_head = first, last, base is not model
+    part.is_first, part._is_last, part._has_head = first, last, base is not model
+    part._takes = input_name(model) if first else ends.later
+    part._always = _always(base)
     made: nn.Module = part
     return made
 
 
-def _without(base: Any, layers: range, *, first: bool, last: bool) -> Any:
-    """The base model with these layers alone, at the places that they have."""
-    part = _copied(base)
-    own_layers = [layer if i in layers else MissingLayer() for i, layer in enumerate(base.layers)]
-    part._modules["layers"] = nn.ModuleList(own_layers)
-    if not first:
-        part._modules["embed_tokens"] = MissingLayer()
-    if not last:
-        part._modules["norm"] = MissingLayer()
-    return part
+def _instead(
+    base: Any, ends: Ends, layers: range, *, first: bool, last: bool
+) -> dict[str, nn.Module]:
+    """By path in the base model what stands for the modules that a stage does not have."""
+    found: dict[str, nn.Module] = {
+        f"{ends.layers}.{i}": ends.skipped()
+        for i in range(len(base.get_submodule(ends.layers)))
+        if i not in layers
+    }
+    found |= {} if first else {path: kind() for path, kind in ends.first.items()}
+    found |= {} if last else {path: MissingLayer() for path in ends.last}
+    there = dict(base.named_modules())  # of some a config says that there are none
+    return {path: module for path, module in found.items() if path in there}
 
 
-def _copied(module: Any) -> Any:
-    """Another module, with hooks of its own, and the same parameters.
+def _with(module: Any, instead: Mapping[str, nn.Module]) -> Any:
+    """Another module with these in place of others, by their paths.
 
-    Children that have some are the same; the others are copies, as each stage has hooks in them.
+    What is on the way is another one too, with hooks of its own, and the same parameters. Children
+    that have some are the same; the others are copies, as each stage has hooks in them.
     """
     made = copy.copy(module)
     for name, value in vars(module).items():
         if name.startswith("_") and isinstance(value, (dict, set)):
             made.__dict__[name] = copy.copy(value)
     for name, child in module.named_children():
-        if not any(True for _ in child.parameters()):
+        inside = {
+            path.removeprefix(f"{name}."): new
+            for path, new in instead.items()
+            if path.startswith(f"{name}.")
+        }
+        if name in instead:
+            made._modules[name] = instead[name]
+        elif inside:
+            made._modules[name] = _with(child, inside)
+        elif not any(True for _ in child.parameters()):
             made._modules[name] = copy.deepcopy(child)
     return made
 
@@ -155,13 +242,15 @@ class TransformerStage(nn.Module):
     The last stage gives the tensors of what the model gives, as a stage has to.
     """
 
-    _is_first: bool
+    is_first: bool
     _is_last: bool
     _has_head: bool
+    _takes: str
+    _always: Mapping[str, Any]
     _form: tuple[list[Any], Any] = ([], None)  # of what the model gave: leaves and their tree
 
     def forward(self, x: Tensor, **kwargs: Any) -> Any:
-        given = {"input_ids" if self._is_first else "inputs_embeds": x, "use_cache": False}
+        given = {self._takes: x, **self._always}
         if not self._is_last:
             kwargs = {name: value for name, value in kwargs.items() if name != "labels"}
             base: Any = self.base_model
@@ -179,19 +268,28 @@ class TransformerStage(nn.Module):
         return tree_unflatten([next(tensors) if n is None else n[0] for n in leaves], tree)
 
 
+def input_name(model: nn.Module) -> str:
+    """What a model calls its first input."""
+    name: str = getattr(model, "main_input_name", "input_ids")
+    return name
+
+
+def _always(base: Any) -> dict[str, Any]:
+    """What a model is always given: that no cache is kept, if it has one."""
+    caches = "use_cache" in inspect.signature(type(base).forward).parameters
+    return {"use_cache": False} if caches else {}
+
+
 @torch.no_grad()
-def _check_probe(model: nn.Module, base: Any) -> None:
+def _check_probe(base: Any, ends: Ends) -> None:
     """Raise ValueError where the model does more to hidden states than its layers and norm do."""
-    empty = _without(base, range(0), first=False, last=False)
-    weight = base.embed_tokens.weight
-    if weight.is_meta:
-        raise ValueError(
-            f"{type(model).__name__} is on the meta device; expected one with values, which is cut "
-            "into stages"
-        )
-    probe = torch.arange(1, 1 + 2 * weight.shape[1], device=weight.device, dtype=weight.dtype)
+    empty = _with(base, _instead(base, ends, range(0), first=False, last=False))
+    first = base.get_submodule(ends.layers)[0]
+    weight = max(first.parameters(), key=Tensor.dim)
+    width = getattr(getattr(base, "config", None), "hidden_size", weight.shape[-1])
+    probe = torch.arange(1, 1 + 2 * width, device=weight.device, dtype=weight.dtype)
     probe = probe.view(1, 2, -1) / probe.numel()
-    found = type(base).forward(empty, inputs_embeds=probe, use_cache=False).last_hidden_state
+    found = type(base).forward(empty, **{ends.later: probe}, **_always(base)).last_hidden_state
     if not torch.equal(found, probe):
         raise ValueError(
             f"{type(base).__name__} changes hidden states beside its layers, which every stage "

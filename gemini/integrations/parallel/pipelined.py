@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from gemini.checkpoint.dcp.ranks import Ranks
 from gemini.ddp import GeminiDDP
 
-from .cut import TransformerStage
+from .cut import TransformerStage, input_name
 
 if TYPE_CHECKING:
     from gemini.pipeline import GeminiStage  # torch's pipelines take long to import
@@ -100,6 +100,7 @@ class Pipelined(nn.ModuleList):
             if hasattr(model, name):
                 setattr(self, name, getattr(model, name))
         self._is_sequence = isinstance(model, nn.Sequential)
+        self._input_name = input_name(model)
         self._schedule = schedule
         self._made: tuple[Any, Any] | None = None  # what torch's schedule is for, and it
         self._call: _Call | None = None
@@ -165,14 +166,14 @@ class Pipelined(nn.ModuleList):
         """What the first stage takes, and what all stages do. Raises ValueError."""
         others: dict[str, Any] = {}
         if isinstance(batch, Mapping) and not self._is_sequence:
-            others = {name: value for name, value in batch.items() if name != "input_ids"}
-            batch = batch.get("input_ids")
+            others = {name: v for name, v in batch.items() if name != self._input_name}
+            batch = batch.get(self._input_name)
         elif isinstance(batch, (tuple, list)) and self._is_sequence and batch:
             batch = batch[0]
         if not isinstance(batch, Tensor) or not batch.dim():
             wanted = "a tensor, or a tuple that begins with what the first layer takes"
             if not self._is_sequence:
-                wanted = "input_ids, or a dict that has them"
+                wanted = f"{self._input_name}, or a dict that has them"
             raise ValueError(f"the batch has a {type(batch).__name__}; expected {wanted}")
         return batch, others
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -20,9 +20,15 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from gemini.chunk.local import local_of
+
+from .models import is_ours, plan_of
+from .probe import Probe
 from .sequence import in_sequence
+from .styles import Conv1DRowwise, Divided, FusedColwise, SplitExperts, draw_alike
 
 Styles = dict[str, ParallelStyle]  # by the full name of a module
+EXPERTS = "moe_tp_experts"
 
 # the words of transformers' plans. A norm between split layers sees a part of its rows, as one in a
 # split sequence does: torch's SequenceParallel adds its gradients up
@@ -37,7 +43,17 @@ _WORDS: dict[str, Callable[[], ParallelStyle]] = {
     "embedding_colwise": partial(ColwiseParallel, output_layouts=Replicate()),
     "sequence_parallel": partial(SequenceParallel, use_local_output=True),
     "replicated_with_grad_allreduce": partial(SequenceParallel, use_local_output=True),
+    "packed_colwise": partial(FusedColwise, 2),
+    "qkv_colwise": partial(FusedColwise, 3),
+    EXPERTS: SplitExperts,
 }
+_CONV1D: dict[str, Callable[[], ParallelStyle]] = {
+    "colwise": FusedColwise,
+    "packed_colwise": partial(FusedColwise, 2),
+    "qkv_colwise": partial(FusedColwise, 3),
+    "rowwise": Conv1DRowwise,
+}
+DIVIDE = "divide "  # and attributes of a module, which count what is split
 
 
 @dataclass(frozen=True)
@@ -54,10 +70,12 @@ def split(
     optimizer: torch.optim.Optimizer | None,
     mesh: DeviceMesh,
     asked: TensorParallel,
+    stages: Sequence[nn.Module] = (),
 ) -> None:
     """Split `model` in place over a 1-D mesh; the optimizer has the split parameters then.
 
-    Values are those of the mesh's first rank. Collective.
+    stages: of this rank, that the model was cut into: what they share with it is split, and no
+    more. Values are those of the mesh's first rank. Collective.
     Raises ValueError, before anything is changed, for a module without a plan, a plan that is not
     the module's, and layers that the ranks do not divide.
     """
@@ -66,35 +84,53 @@ def split(
     tied = [names for names in _names(model) if len(names) > 1]
     for names in tied:
         split_alike(model, styles, names)
-    entering = in_sequence(model, styles, mesh) if asked.sequence else []
+    entering = in_sequence(model, styles, mesh, stages) if asked.sequence else []
     before = dict(model.named_parameters(remove_duplicate=False))
+    here = {id(module) for stage in stages or [model] for module in stage.modules()}
+    is_empty = any(param.is_meta for param in before.values())  # refused where it is wrapped
+    probes = [] if is_empty or is_ours(model, asked.plan) else [
+        Probe(stage, list(styles), mesh) for stage in stages or [model]
+    ]  # fmt: skip
     for name, style in [*styles.items(), *entering]:
-        parallelize_module(model.get_submodule(name), mesh, style)
-    for first, *others in tied:
-        for name in others:
+        module = model.get_submodule(name)
+        if id(module) in here:
+            parallelize_module(module, mesh, style)
+            buffers = dict(module.named_buffers(recurse=False))  # DTensors, if torch split it
+            for attribute, buffer in buffers.items():
+                setattr(module, attribute, local_of(buffer))
+    for names in tied:
+        first = next((n for n in names if n.rpartition(".")[0] in styles), names[0])
+        for name in names:
             layer, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(layer), attribute, model.get_parameter(first))
     after = dict(model.named_parameters(remove_duplicate=False))
     instead = {id(param): after[name] for name, param in before.items()}
     for group in optimizer.param_groups if optimizer is not None else ():
         group["params"] = [instead[id(param)] for param in group["params"]]
+    for probe in probes:
+        probe.check()
+    draw_alike(model, mesh)
 
 
 def styles_of(model: nn.Module, given: Mapping[str, Any] | None) -> Styles:
     """A style of its own for each module that a plan names."""
-    plan = given
-    if given is None:
-        plan = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
-    if not isinstance(plan, Mapping) or not plan:
+    plan = plan_of(model) if given is None else given
+    if not plan:
         raise ValueError(
             f"{type(model).__name__} has no plan by which layers are split; expected a model of "
             "transformers that has one, model.tp_plan = {'layers.*.up': 'colwise', "
             "'layers.*.down': 'rowwise'} before boost, or custom_policy= of HybridParallelPlugin"
         )
     modules = [name for name, _ in model.named_modules()]
-    params = [name for name, _ in model.named_parameters()]
+    experts = [pattern for pattern, how in plan.items() if how == EXPERTS]
+    params = [
+        name for name, _ in model.named_parameters()
+        if not any(_matches(name.rpartition(".")[0], pattern) for pattern in experts)
+    ]  # fmt: skip
     styles: Styles = {}
     for pattern, how in plan.items():
+        if pattern.rpartition(".")[0] in experts:
+            continue  # a weight of stacked experts, which are split together
         found = [name for name in modules if _matches(name, pattern)]
         of_params = [name for name in params if _matches(name, pattern)]
         # a model's own plan names layers that only some of its kind have
@@ -104,7 +140,7 @@ def styles_of(model: nn.Module, given: Mapping[str, Any] | None) -> Styles:
                 f"the plan of {type(model).__name__} has {pattern!r}, which is {what}; expected "
                 "names of modules, as named_modules() has them, with * for one part"
             )
-        styles |= {name: _style(name, how) for name in found}
+        styles |= {name: _style(name, how, model.get_submodule(name)) for name in found}
     if not styles:
         raise ValueError(
             f"the plan of {type(model).__name__} names no module that it has; expected some of "
@@ -119,14 +155,18 @@ def _matches(name: str, pattern: str) -> bool:
     return same and all(map(fnmatchcase, ours, theirs))
 
 
-def _style(name: str, how: Any) -> ParallelStyle:
+def _style(name: str, how: Any, layer: nn.Module) -> ParallelStyle:
     if isinstance(how, ParallelStyle):
         return how
+    if isinstance(how, str) and how.startswith(DIVIDE):
+        return Divided(how.removeprefix(DIVIDE))
+    if type(layer).__name__ == "Conv1D" and how in _CONV1D:
+        return _CONV1D[how]()
     if not isinstance(how, str) or how not in _WORDS:
         raise ValueError(
             f"the plan splits {name} as {how!r}, for which torch has no style; expected a "
-            f"torch.distributed.tensor.parallel.ParallelStyle, or one of {sorted(_WORDS)}. "
-            "custom_policy= of HybridParallelPlugin takes another plan"
+            "torch.distributed.tensor.parallel.ParallelStyle, 'divide' and names of attributes, or "
+            f"one of {sorted(_WORDS)}. custom_policy= of HybridParallelPlugin takes another plan"
         )
     return _WORDS[how]()
 
@@ -135,6 +175,8 @@ def _check_sizes(model: nn.Module, styles: Styles, ranks: int) -> None:
     """What is split between two layers has as much on every rank, and whole heads."""
     for name, style in styles.items():
         layer: Any = model.get_submodule(name)
+        if isinstance(style, (FusedColwise, Divided, SplitExperts)):
+            style.check(name, layer, ranks)
         for kind, placed, attribute in (
             (ColwiseParallel, "output_layouts", "out_features"),
             (RowwiseParallel, "input_layouts", "in_features"),
@@ -169,12 +211,13 @@ def split_alike(model: nn.Module, styles: Styles, names: list[str]) -> None:
     layers = [name.rpartition(".")[0] for name in names]
     planned = [name for name in layers if name in styles]
     for name in layers if planned else ():
-        if name not in styles:
-            is_embedding = isinstance(model.get_submodule(name), nn.Embedding)
+        layer = model.get_submodule(name)  # one that is neither has a name of the weight alone
+        if name not in styles and isinstance(layer, (nn.Embedding, nn.Linear)):
+            is_embedding = isinstance(layer, nn.Embedding)
             styles[name] = _WORDS[
                 "embedding_rowwise" if is_embedding else "colwise_gather_output"
             ]()
-    rows = {_splits_rows(model.get_submodule(name), styles[name]) for name in layers if planned}
+    rows = {_splits_rows(model.get_submodule(n), styles[n]) for n in layers if n in styles}
     if len(rows) > 1:
         raise ValueError(
             f"{' and '.join(names)} are one parameter, and the plan splits it in two ways; "

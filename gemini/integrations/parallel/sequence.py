@@ -7,7 +7,7 @@ work on parts; what a plan splits takes the whole, and gives a part that is summ
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,15 +21,21 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
+from .styles import Divided
+
 TIME = 1  # the dimension of the sequence
 _PART, _WHOLE = Shard(TIME), Replicate()
 
 
 def in_sequence(
-    model: nn.Module, styles: dict[str, ParallelStyle], mesh: DeviceMesh
+    model: nn.Module,
+    styles: dict[str, ParallelStyle],
+    mesh: DeviceMesh,
+    stages: Sequence[nn.Module] = (),
 ) -> list[tuple[str, ParallelStyle]]:
     """Change styles inside of the repeated layers; returns those around and beside them.
 
+    stages: a sequence is split from the first of the layers of each to its last.
     Raises ValueError for a model whose layers are not norms and what its plan splits.
     """
     layers = _repeated(model, styles)
@@ -54,7 +60,11 @@ def in_sequence(
                     "enable_sequence_parallelism away, or give custom_policy= with SequenceParallel"
                 )
             around.append((where, SequenceParallel(sequence_dim=TIME, use_local_output=local)))
-    return [*around, (layers[0], _Parts(mesh.size())), (layers[-1], _Whole())]
+    for stage in stages or [model]:
+        here = {id(module) for module in stage.modules()}
+        mine = [layer for layer in layers if id(model.get_submodule(layer)) in here]
+        around += [(mine[0], _Parts(mesh.size())), (mine[-1], _Whole())]
+    return around
 
 
 def _repeated(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> list[str]:
@@ -80,7 +90,7 @@ def _of_parts(name: str, style: ParallelStyle, *, alone: bool) -> ParallelStyle:
     if isinstance(style, ColwiseParallel):
         (layout,) = style.output_layouts
         return ColwiseParallel(input_layouts=_PART if alone else _WHOLE, output_layouts=layout)
-    if isinstance(style, SequenceParallel):
+    if isinstance(style, (SequenceParallel, Divided)):
         return style
     raise ValueError(
         f"the plan splits {name} by a {type(style).__name__}, in a layer whose sequence is split; "

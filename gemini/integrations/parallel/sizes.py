@@ -21,8 +21,7 @@ Dims = tuple[tuple[str, int], ...]
 class MeshSizes:
     """How many ranks the dimensions of a mesh have.
 
-    tp: ranks that split layers. pp: places of a pipeline, beside which nothing splits.
-
+    tp: ranks that split layers, inside of a stage too. pp: places of a pipeline.
     replicas: of shards. shards: false makes every data-parallel rank a replica of all.
     pp_inside: ranks of one pipeline are neighbours.
     """
@@ -48,14 +47,12 @@ class MeshSizes:
                 "number"
             )
         data = ranks // (self.tp * self.pp)
-        if self.pp > 1:
-            dims = ([("dp", data)] if data > 1 else []) + [("pp", self.pp)]
-            return tuple(dims if self.pp_inside else dims[::-1])
         replicas = self.replicas if self.shards else data
-        dims = [("replicate", replicas)] if replicas > 1 else []
-        dims += [("shard", data // replicas)]
-        dims += [("tp", self.tp)] if self.tp > 1 else []
-        return tuple(dims) if len(dims) > 1 else ()
+        dims = [("replicate", replicas), ("shard", data // replicas), ("tp", self.tp)]
+        dims.insert(2 if self.pp_inside else 0, ("pp", self.pp))
+        # a mesh of replicas alone would be one of shards
+        there = [(n, size) for n, size in dims if size > 1 or (n == "shard" and replicas > 1)]
+        return () if [name for name, _ in there] == ["shard"] else tuple(there)
 
     def mesh(self, device: torch.device) -> DeviceMesh | None:
         """Of all ranks. Collective. None where one group is all there is."""

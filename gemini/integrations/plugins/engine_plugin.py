@@ -44,13 +44,6 @@ class EnginePlugin(Plugin):
         return self.precision
 
     def check_together(self) -> None:
-        for name in ("tp_size", "pp_size"):
-            size = getattr(self, name, 1)
-            if size > 1 and self.precision == "fp16":
-                raise ValueError(
-                    f"precision='fp16' with {name}={size}, whose ranks would not have one loss "
-                    "scale; expected 'bf16' or 'fp32'"
-                )
         self.loss_scale()
 
     def loss_scale(self) -> LossScale | None:

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from gemini.ddp import GeminiDDP
 from gemini.integrations.options import FP16, SCALE, Case, handed, option, size
 from gemini.integrations.parallel.cut import stages_of
 from gemini.integrations.parallel.pipelined import STYLES, MicrobatchSchedule, Pipelined
-from gemini.integrations.parallel.plans import TensorParallel
+from gemini.integrations.parallel.plans import TensorParallel, split
 from gemini.integrations.parallel.sizes import MeshSizes
 from gemini.integrations.parts import accept
 
@@ -29,6 +30,10 @@ DDP = Case(
     "it is for zero_stage=0, tp_size=1 and pp_size=1",
 )
 ZERO = Case(lambda own: own.zero_stage > 0, "it is for zero_stage=1 or 2")
+SHARDED = Case(
+    lambda own: own.zero_stage > 0 or own.pp_size > 1,
+    "it is for shards, and zero_stage=0 has replicas alone",
+)
 PIPELINE = Case(lambda own: own.pp_size > 1, "it is for pp_size above 1")
 SEQUENCE = Case(
     lambda own: own.enable_sequence_parallelism, "it is for enable_sequence_parallelism=True"
@@ -38,7 +43,7 @@ _OTHER_SEQUENCE_MODES = ("ring", "all_to_all", "ring_attn")
 
 @dataclass(frozen=True)
 class HybridParallelPlugin(EnginePlugin):
-    """torch's DDP (`zero_stage=0`) or ZeRO-1 and 2, beside tensor parallelism or a pipeline.
+    """torch's DDP (`zero_stage=0`) or ZeRO-1 and 2, with tensor parallelism and pipelines.
 
     tp_size: ranks that split layers between them, by the plan that a model of transformers has, or
         by `custom_policy`: torch's styles, or the words of transformers, by names of modules. All
@@ -47,15 +52,16 @@ class HybridParallelPlugin(EnginePlugin):
         (`sequence_parallelism_mode="split_gather"`, or None; `sp_size` is None or `tp_size`).
     pp_size: places of a pipeline, for `booster.execute_pipeline`. `nn.Sequential` and models of
         transformers are cut into stages of as many layers, or of `num_layers_per_stage`. State is
-        sharded over ranks that have the same stage, and gradients are reduced once, at any
-        `zero_stage`.
+        sharded over ranks that have the same stage, and gradients are reduced once, at
+        `zero_stage=0` as at 1. Layers of a stage are split where `tp_size` is above 1.
+    extra_dp_size: replicas of shards, see docs/meshes.md.
     pp_style: `"1f1b"`, `"interleaved"` with `num_model_chunks` stages a rank, or `"zbv"` with two.
-    num_microbatches, microbatch_size: one of the two, for a pipeline.
+    num_microbatches, microbatch_size: how a pipeline cuts a batch. The first counts where both are
+        given; with neither there are as many micro-batches as places.
     dp_outside: ranks of one pipeline are neighbours.
     zero_stage: 0 takes the options of `TorchDDPPlugin`, 1 and 2 those of `LowLevelZeroPlugin`; an
         option of the other is refused.
-    precision: at stage 0 by torch's autocast, alone. Tensor parallelism and pipelines take bf16 and
-        fp32.
+    precision: at stage 0 by torch's autocast, alone.
     max_norm: every step clips gradients to this L2 norm.
     """
 
@@ -78,8 +84,8 @@ class HybridParallelPlugin(EnginePlugin):
     parallel_output: bool = option(
         True, only=TENSOR, ignored="outputs are whole where the plan gathers them"
     )
-    num_microbatches: int | None = option(None, only=PIPELINE)
-    microbatch_size: int | None = option(None, only=PIPELINE)
+    num_microbatches: int | None = size(None, only=PIPELINE)
+    microbatch_size: int | None = size(None, only=PIPELINE)
     initial_scale: float = option(SCALE.initial_scale, only=FP16)
     min_scale: float = option(SCALE.min_scale, only=FP16)
     growth_factor: float = option(SCALE.growth_factor, only=FP16)
@@ -129,14 +135,10 @@ class HybridParallelPlugin(EnginePlugin):
     inner_ring_size: int | None = option(
         None, valid=lambda size: size is None, expected="None: ring attention is not there"
     )
+    extra_dp_size: int = size(1, only=SHARDED)
 
     def check_together(self) -> None:
         super().check_together()
-        if self.tp_size > 1 and self.pp_size > 1:
-            raise NotImplementedError(
-                f"tp_size={self.tp_size} with pp_size={self.pp_size} is not there: the layers of a "
-                "stage are not split. Take one of the two, and ZeRO beside it"
-            )
         self._check_sequence()
         if self.pp_size > 1:
             self._check_pipeline()
@@ -167,11 +169,10 @@ class HybridParallelPlugin(EnginePlugin):
             )
 
     def _check_pipeline(self) -> None:
-        cuts = {"num_microbatches": self.num_microbatches, "microbatch_size": self.microbatch_size}
-        given = [size for size in cuts.values() if size is not None]
-        if len(given) != 1 or given[0] < 1:
+        if self.zero_stage == 2:
             raise ValueError(
-                f"pp_size={self.pp_size} with {cuts}; expected one of the two, 1 or more"
+                f"zero_stage=2 with pp_size={self.pp_size}; expected 0 or 1: gradients of all "
+                "micro-batches are reduced once, and stay whole until then"
             )
         chunks = {"1f1b": self.num_model_chunks == 1, "zbv": self.num_model_chunks == 2}
         if self.pp_style not in STYLES or not chunks.get(self.pp_style, self.num_model_chunks > 1):
@@ -209,15 +210,17 @@ class HybridParallelPlugin(EnginePlugin):
         device: torch.device,
     ) -> nn.Module:
         if self.pp_size > 1:
+            by_size = self.num_microbatches is None and self.microbatch_size is not None
             schedule = MicrobatchSchedule(
-                self.pp_style, self.num_model_chunks, self.num_microbatches, self.microbatch_size
+                self.pp_style,
+                self.num_model_chunks,
+                None if by_size else self.num_microbatches or self.pp_size,
+                self.microbatch_size if by_size else None,
             )
             layers = self.num_layers_per_stage
-            return _wrap_stages(model, optimizer, schedule, layers, self.options(device))
-        if self.tp_size > 1:
+            return _wrap_stages(model, optimizer, schedule, layers, **self.options(device))
+        if not DDP.holds(self):
             return super().wrap(model, optimizer, None, device)
-        if self.zero_stage:
-            return self._zero().wrap(model, optimizer, None, device)
         scale = self.loss_scale()
         own: MixedPrecision | None = None if scale is None else ScaledFP16(scale)
         if self.precision == "bf16":
@@ -226,8 +229,10 @@ class HybridParallelPlugin(EnginePlugin):
 
     @property
     def sizes(self) -> MeshSizes:  # type: ignore[override]
-        shards = self.zero_stage > 0 or self.tp_size == 1
-        return MeshSizes(self.tp_size, self.pp_size, shards=shards, pp_inside=self.dp_outside)
+        return MeshSizes(
+            self.tp_size, self.pp_size, self.extra_dp_size,
+            shards=SHARDED.holds(self), pp_inside=self.dp_outside,
+        )  # fmt: skip
 
     def options(self, device: torch.device) -> dict[str, Any]:
         """Of `GeminiDDP`, beside tensor parallelism or as a stage."""
@@ -248,15 +253,18 @@ def _wrap_stages(
     optimizer: torch.optim.Optimizer | None,
     schedule: MicrobatchSchedule,
     layers: Sequence[int] | None,
-    options: dict[str, Any],
+    *,
+    mesh: DeviceMesh,
+    tensor_parallel: TensorParallel | None = None,
+    **options: Any,
 ) -> Pipelined:
     """This rank's stages of a pipeline; the optimizer has their parameters alone.
 
-    layers: of every stage; None is as even as it goes. options: of `GeminiDDP`, with `mesh=`.
-    Raises ValueError, before anything is changed, for a model that cannot be cut, and for an
-    optimizer that has nothing of some rank's stages.
+    layers: of every stage; None is as even as it goes. tensor_parallel: how torch splits each
+    stage, over "tp". options: of `GeminiDDP`.
+    Raises ValueError, before anything is changed, for a model that cannot be cut or split, and for
+    an optimizer that has nothing of some rank's stages.
     """
-    mesh = options["mesh"]
     places = [schedule.stages(place, mesh["pp"].size()) for place in range(mesh["pp"].size())]
     stages = stages_of(model, sum(map(len, places)), layers)
     if optimizer is not None:
@@ -264,7 +272,9 @@ def _wrap_stages(
             _check_steps(optimizer, place, [stages[i] for i in theirs])
         made_ours(optimizer, model)
     mine = places[mesh.get_local_rank("pp")]
-    parts = [GeminiDDP(stages[i], **options) for i in mine]
+    if tensor_parallel is not None:
+        split(model, optimizer, mesh["tp"], tensor_parallel, [stages[i] for i in mine])
+    parts = [GeminiDDP(stages[i], mesh=mesh, **options) for i in mine]
     if optimizer is not None:
         here = {id(param) for part in parts for param in part.parameters()}
         for group in optimizer.param_groups:

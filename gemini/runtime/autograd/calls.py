@@ -55,6 +55,7 @@ class Calls:
         self._sampler, self._collector = parts.sampler, parts.sampler.collector
         self._modules = ModuleCalls(self, parts.params)
         self._entered = False  # this backward came in through the boundary, with its loss scale
+        self._for_stage = False  # see `taken_by_stage`
         self._chunk_of_storage = {
             chunk.payload.untyped_storage()._cdata: chunk.spec.id for chunk in parts.chunks
         }
@@ -225,6 +226,15 @@ class Calls:
         self._parts.ledger.note()
         self.forget()
 
+    @contextmanager
+    def taken_by_stage(self) -> Iterator[None]:
+        """Around the half of a backward in which a stage takes gradients out for us."""
+        self._for_stage = True
+        try:
+            yield
+        finally:
+            self._for_stage = False
+
     def _end_backward(self) -> None:
         """All gradients of this backward have arrived."""
         self._entered = False
@@ -325,7 +335,8 @@ class Calls:
 
     def taken_out(self, param: ParamId, grad: Tensor) -> Tensor | None:
         """A gradient for `torch.autograd.grad`, which has no loss scale; None: it is not."""
-        if not self._entered or gets_gradient(self._parts.params[param]):
+        taken = not (self._for_stage or gets_gradient(self._parts.params[param]))
+        if not self._entered or not taken:
             return None
         return (grad / self._parts.control_vector.scale).to(grad.dtype)
 

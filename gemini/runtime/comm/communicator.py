@@ -107,6 +107,10 @@ class Communicator:
         if self.world_size > 1 and whole is None:
             self._open_store()
 
+    def global_rank(self, rank: int) -> int:
+        """Of a rank here, its number among all."""
+        return rank if self._group is None else dist.get_global_rank(self._group, rank)
+
     @classmethod
     def alone(cls, whole: Communicator) -> Communicator:
         """This rank without the others of `whole`."""

@@ -1,19 +1,30 @@
-"""From a process group or a mesh to the communicators of one engine."""
+"""From a process group or a mesh to the communicators of one engine.
+
+Where a mesh has a dimension "pp", an engine has one stage.
+Its other dimensions are a mesh of their own at each place of "pp", with the roles that they have
+without stages; a rank's number in it is its place there. Of (shard=2, pp=2, tp=2), ranks 0, 1, 4
+and 5 are the mesh (shard=2, tp=2) of the first stage, and each of them has a half of the shards of
+its part. Votes are of all ranks of the mesh (`gemini.runtime.pipeline.seats`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from gemini.mesh.roles import WORLD, MeshRoles, roles_of
+from gemini.mesh.roles import REPLICATE, TENSOR_PARALLEL, WORLD, MeshRoles, roles_of
 
 from .ballot import Scope
 from .communicator import Communicator
 from .links import Links
+
+PIPELINE = "pp"
+DATA_PARALLEL = (*REPLICATE, "dp", "shard", "fsdp", "dp_shard")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +51,20 @@ def connect(
     mesh: DeviceMesh | None,
     split: Sequence[str] = (),
     groups: Collection[str] = (),
+    *,
+    inside: bool = False,
 ) -> Connections:
     """split: mesh dimensions over which torch has split or replicated a parameter. groups: the
-    sharding groups that there are.
+    sharding groups that there are. inside: the mesh is of one stage of a pipeline.
 
     Collective. Raises ValueError for a mesh that cannot be carried out; see `roles_of`.
     """
     check_mesh(process_group, mesh)
-    roles = _roles(mesh, split)
+    roles = _roles(mesh, split, inside=inside)
     if roles is None or mesh is None:
         comm = Communicator(_only_group(process_group, mesh))
         return Connections(comm, {WORLD: Links(comm)}, Scope(comm.rank, comm.world_size))
-    comm = Communicator()
+    comm = Communicator(_group_over(mesh) if inside else None)
 
     @cache
     def over(dims: tuple[str, ...]) -> Communicator:
@@ -90,6 +103,39 @@ def everyone(process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -
     return Communicator(_only_group(process_group, mesh))
 
 
+def is_pipeline(process_group: dist.ProcessGroup | None, mesh: object) -> bool:
+    """Whether stages of a pipeline are at other places of the mesh. Raises ValueError for both."""
+    check_mesh(process_group, mesh)
+    return PIPELINE in (getattr(mesh, "mesh_dim_names", None) or ())
+
+
+def check_stages(mesh: Any, split: Sequence[str]) -> None:
+    """Raise ValueError for dimensions that are not carried out beside "pp", for parameters that are
+    split over another one than "tp", and for a mesh that misses ranks."""
+    names = tuple(mesh.mesh_dim_names or ())
+    if not {*names, *split} <= {PIPELINE, TENSOR_PARALLEL, *DATA_PARALLEL}:
+        raise ValueError(
+            f"mesh has the dimensions {names}, and parameters are split over {tuple(split)}; "
+            f"expected 'pp', and beside it '{TENSOR_PARALLEL}', which alone splits parameters, "
+            f"and {', '.join(DATA_PARALLEL)}"
+        )
+    missing = sorted(set(range(dist.get_world_size())) - set(mesh.mesh.flatten().tolist()))
+    if missing:
+        raise ValueError(
+            f"mesh misses the ranks {missing}; expected all of the {dist.get_world_size()}, "
+            "which vote on every step"
+        )
+
+
+def stage_of(mesh: Any) -> tuple[dist.ProcessGroup | None, Any]:
+    """(group, None) of this rank alone, or (None, mesh) of the ranks that have the same part as
+    this one. Collective among them."""
+    others = tuple(name for name in mesh.mesh_dim_names if name != PIPELINE)
+    if others:
+        return None, mesh[others]
+    return dist.new_group([dist.get_rank()], use_local_synchronization=True), None
+
+
 def _only_group(
     process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None
 ) -> dist.ProcessGroup | None:
@@ -97,18 +143,16 @@ def _only_group(
     return mesh.get_group() if mesh is not None and mesh.ndim == 1 else process_group
 
 
-def _roles(mesh: DeviceMesh | None, split: Sequence[str]) -> MeshRoles | None:
+def _roles(mesh: DeviceMesh | None, split: Sequence[str], *, inside: bool) -> MeshRoles | None:
     if mesh is None:
         return None
+    ranks, count = mesh.mesh.flatten().tolist(), dist.get_world_size()
+    if inside:  # ranks by their place in the stage, which may have nothing that is split
+        ranks, count = list(range(mesh.size())), mesh.size()
+        split = sorted({*split, *({TENSOR_PARALLEL} & {*(mesh.mesh_dim_names or ())})})
     if mesh.ndim == 1 and not split:
         return None
-    return roles_of(
-        mesh.mesh_dim_names,
-        tuple(mesh.mesh.shape),
-        mesh.mesh.flatten().tolist(),
-        split,
-        dist.get_world_size(),
-    )
+    return roles_of(mesh.mesh_dim_names, tuple(mesh.mesh.shape), ranks, split, count)
 
 
 def _over(
@@ -119,5 +163,9 @@ def _over(
         return Communicator.alone(comm)
     if mesh.mesh_dim_names is None:  # dimensions by number
         return Communicator(mesh.get_group(roles.names.index(names[0])), comm)
-    part = mesh[tuple(names)]
-    return Communicator((part if len(names) == 1 else part._flatten()).get_group(), comm)
+    return Communicator(_group_over(mesh[tuple(names)]), comm)
+
+
+def _group_over(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The ranks of this one's part of a mesh, in its order. Collective the first time."""
+    return (mesh if mesh.ndim == 1 else mesh._flatten()).get_group()

@@ -12,11 +12,10 @@ from torch import Tensor
 from gemini.chunk.storage import Chunk
 from gemini.nvme import BlockStore
 from gemini.optim.rules.clipping import Clip
-from gemini.optim.rules.control_vector import ControlVector
 from gemini.optim.rules.report import StepReport
 from gemini.optim.rules.state_layout import Plane
 from gemini.optim.state.state_stream import RunSpec, StateSnapshot, StateSource, StateVisitor
-from gemini.optim.target import OWNER_ATTRIBUTE, AmpInputs, Group, ParameterOwner
+from gemini.optim.target import OWNER_ATTRIBUTE, AmpInputs, Counters, Group, ParameterOwner
 from gemini.runtime.parts import PendingClip
 from gemini.runtime.step.agreement import carry_out, heard
 from gemini.runtime.step.target import ShardTarget
@@ -25,6 +24,24 @@ from .seats import Agreed, Seats
 
 if TYPE_CHECKING:
     from .together import PipelineOwner
+
+
+class JointCounters:
+    """The loss scale of all parts, which is one: by one vote all of them step, or none."""
+
+    def __init__(self, members: Sequence[Counters]) -> None:
+        self._members = members
+
+    @property
+    def skipped_steps(self) -> int:
+        return self._members[0].skipped_steps
+
+    def state_dict(self) -> dict[str, float | int]:
+        return self._members[0].state_dict()
+
+    def load_state_dict(self, counters: Mapping[str, Any]) -> None:
+        for member in self._members:
+            member.load_state_dict(counters)
 
 
 class JointTarget:
@@ -161,8 +178,8 @@ class JointTarget:
         return {i: name for member in self.members for i, name in member.names.items()}
 
     @property
-    def counters(self) -> ControlVector | None:
-        return self.members[0].counters
+    def counters(self) -> JointCounters:
+        return JointCounters([member.counters for member in self.members])
 
     def shown_state(self) -> Mapping[Tensor, dict[str, Tensor]]:
         return {p: state for m in self.members for p, state in m.shown_state().items()}

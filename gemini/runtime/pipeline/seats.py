@@ -23,12 +23,14 @@ class Part:
     place: which part of the model it is: ranks that shard it say the same.
     stage: (index, number of stages) of its `GeminiStage`, if it has one.
     options: what all parts must have been given alike, by name.
+    replicas: ranks that have the same shard of this part, for each shard.
     """
 
     place: tuple[int, int]  # coordinate in "pp", and which of the parts there
     names: tuple[str, ...]
     stage: tuple[int, int] | None = None
     options: tuple[tuple[str, str], ...] = ()
+    replicas: tuple[tuple[int, ...], ...] = ()
 
     @property
     def words(self) -> str:
@@ -64,6 +66,7 @@ class Seats:
     seats: tuple[Seat, ...]
     rank: int
     num_present: int
+    replicas: tuple[tuple[int, ...], ...] = ()  # seats of the same shard of the same part
 
     @staticmethod
     def of(said: Sequence[Sequence[Part]], rank: int) -> Seats:
@@ -84,7 +87,13 @@ class Seats:
             for there, parts in enumerate(said)
             for part in parts
         ]
-        return Seats(tuple(seats), rank, total)
+        at = {(seat.rank, seat.part.place): i for i, seat in enumerate(seats)}
+        replicas = [
+            tuple(at[there, place] for there in ranks)
+            for place, part in first.items()
+            for ranks in part.replicas
+        ]
+        return Seats(tuple(seats), rank, total, tuple(replicas))
 
     def encode(self, ballots: Sequence[Ballot]) -> list[float]:
         """Of this rank's parts, in their order."""
@@ -103,6 +112,10 @@ class Seats:
         scope, count = self._scope(), len(self.seats)
         slots, there = list(vector[: scope.num_slots]), list(vector[scope.num_slots :])
         common = Agreement.decode(slots, scope, norm_type)
+        strays = tuple(
+            (self.seats[i].rank, tuple(self.seats[other].rank for other in others))
+            for i, others in common.strayed
+        )
         sequences: dict[tuple[int, int], set[float]] = {}
         for seat, digest in zip(self.seats, slots[4 * count : 5 * count], strict=True):
             sequences.setdefault(seat.part.place, set()).add(digest)
@@ -116,6 +129,7 @@ class Seats:
                     common,
                     present=tuple(n > 0 for n in present),
                     sequences_differ=seat.part.place in strayed,
+                    strayed=strays,
                 )
             )
         nonfinite = None
@@ -144,7 +158,7 @@ class Seats:
 
     def _scope(self, place: int = 0) -> Scope:
         """Of the vote, as the part at this seat sees it."""
-        return Scope(place, len(self.seats))
+        return Scope(place, len(self.seats), self.replicas)
 
     def _own(self) -> list[int]:
         return [i for i, seat in enumerate(self.seats) if seat.rank == self.rank]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from gemini.runtime.step.target import ShardTarget
 from .joint_target import JointTarget, share
 from .seats import Agreed, Part, Seats
 
-_known: dict[Any, Any] = {}  # by mesh, of the default group that is there
+_known = threading.local()  # of the default group that is there, which ranks may be threads of
 
 
 class PipelineOwner:
@@ -66,6 +67,7 @@ class PipelineOwner:
                 tuple(spec.name for spec in one.layout.params),
                 one.stage,
                 tuple((name, repr(getattr(one.precision_settings, name))) for name in _ALIKE),
+                tuple(tuple(map(one.comm.global_rank, ranks)) for ranks in one.scope.replicas),
             )
             for i, one in enumerate(parts)
         ]
@@ -111,11 +113,10 @@ def together_of(mesh: Any) -> PipelineOwner:
     and when, differs between ranks.
     """
     world = dist.group.WORLD
-    if _known.get("world") is not world:
-        _known.clear()
-        _known["world"] = world
+    if getattr(_known, "world", None) is not world:
+        _known.world, _known.owners = world, {}
+    known: dict[Any, PipelineOwner] = _known.owners
     key = (tuple(mesh.mesh.shape), tuple(mesh.mesh.flatten().tolist()), mesh.mesh_dim_names)
-    if key not in _known:
-        _known[key] = PipelineOwner(mesh)
-    found: PipelineOwner = _known[key]
-    return found
+    if key not in known:
+        known[key] = PipelineOwner(mesh)
+    return known[key]

@@ -15,8 +15,6 @@ from gemini.memtracer.module_calls import is_compiled
 from gemini.mesh.roles import EXPERTS, WORLD
 from gemini.runtime.comm.communicator import Communicator
 
-from .precision import PrecisionSettings
-
 
 def collect_params(
     module: nn.Module, dtypes: Mapping[int, str], *, meshed: bool = False
@@ -107,23 +105,17 @@ def _check_split(name: str, param: Any, meshed: bool) -> None:
         )
 
 
-def check_split(
-    precision_settings: PrecisionSettings,
-    *,
-    trace: object,
-    init_state_dict: Mapping[str, Tensor] | None,
-) -> None:
+def check_split(*, trace: object, init_state_dict: Mapping[str, Tensor] | None) -> None:
     """Raise ValueError for what does not go with parameters that torch has split."""
     given = {
-        'precision="fp16"': precision_settings.precision == "fp16",
         "trace=": trace is not None,
         "init_state_dict=": init_state_dict is not None,
     }
     for name, there in given.items():
         if there:
             raise ValueError(
-                f"{name} does not go with DTensor parameters; expected bf16 or fp32, no trace, and "
-                "values that the parameters have"
+                f"{name} does not go with DTensor parameters; expected no trace, and values that "
+                "the parameters have"
             )
 
 

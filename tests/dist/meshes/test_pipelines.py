@@ -34,6 +34,7 @@ from tests.support.pipelines import (
     Part,
     Whole,
     batches,
+    loss_of,
     mesh_of_pipelines,
     pipeline,
     reference,
@@ -135,6 +136,7 @@ def on_every_rank(rank, folder):
     model.close()
 
     found["bf16"] = trained("DualPipeV", precision="bf16")
+    found["fp16"] = trained("InterleavedZeroBubble", precision="fp16")
     found["skip"] = skipped(data)
     found["failed"] = failed(data)
     for kind in EVALUATED:
@@ -244,6 +246,27 @@ def test_in_bf16_a_pipeline_trains_as_fp32_does_to_its_rounding(world_size):
     # as one process in bf16, whose activations are bf16 too; a tenth for sums in other orders
     assert update_error(whole(world_size, "bf16"), wanted(world_size)) < 1.1 * plain < 0.02
     assert len({tuple(found["bf16"][1]) for found in ran(world_size)}) == 1
+
+
+def in_fp16(data):
+    """Of this engine in one process."""
+    model = GeminiDDP(Whole(), precision="fp16", max_norm=MAX_NORM)
+    optimizer = HybridAdam(model.parameters(), **ADAM)
+    for parts in data:
+        for ids in parts:
+            (loss_of(model(ids), ids) / len(parts)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = {name: value.float() for name, value in model.state_dict().items()}
+    optimizer.close()
+    return found
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_in_fp16_halves_of_backwards_have_one_loss_scale(world_size):
+    alone = update_error(in_fp16(batches(MICROBATCHES * (world_size // 2))), wanted(world_size))
+    assert update_error(whole(world_size, "fp16"), wanted(world_size)) < 1.1 * alone < 0.01
+    assert len({tuple(found["fp16"][1]) for found in ran(world_size)}) == 1
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)
@@ -363,10 +386,9 @@ def refusals(rank):
     refused("one module, two stages", lambda: GeminiStage(part, pp + 2, 4, device))
     refused("dw_builder", lambda: GeminiStage(part, pp, 4, device, dw_builder=print))
     refused("plain", lambda: GeminiStage(Whole(), 0, 2, device))
-    refused("fp16", lambda: GeminiDDP(Whole(), mesh=mesh, precision="fp16"))
     refused("export", lambda: export_safetensors("nowhere", part))
-    tensor_parallel = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "tp"))
-    refused("tp", lambda: GeminiDDP(Whole(), mesh=tensor_parallel))
+    experts = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "ep"))
+    refused("ep", lambda: GeminiDDP(Whole(), mesh=experts))
     refused("pretrained", lambda: load_pretrained("nowhere", mesh=mesh))
     refused("both", lambda: GeminiDDP(Whole(), mesh=mesh, process_group=group))
     assert [stage.stage_index for stage in stages] == [pp, pp + 2]
@@ -390,10 +412,9 @@ def test_what_cannot_be_is_refused_by_name():
         assert "of 4 already, and cannot be stage" in texts["one module, two stages"]
         assert "dw_builder gives gradients" in texts["dw_builder"]
         assert 'a dimension "pp"' in texts["plain"]
-        assert 'precision="fp16" on a mesh with "pp"' in texts["fp16"]
         assert "mesh= and process_group=" in texts["both"]
         assert "load_pretrained reads a whole model" in texts["pretrained"]
-        assert "expected 'pp', and beside it at most one of" in texts["tp"]
+        assert "('pp', 'ep'), and parameters are split over ();" in texts["ep"]
         assert "this module is a part of a pipeline" in texts["export"]
         assert "have the stages [[0], [1]] of 4" in texts["half of the stages"]
         assert "embed.weight of stage 0 and embed.weight of stage 1" in texts["tied"]

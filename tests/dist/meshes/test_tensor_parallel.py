@@ -250,7 +250,6 @@ def refused(rank):
     for options in (
         {},
         {"mesh": mesh["dp"]},
-        {"mesh": mesh, "precision": "fp16"},
         {"mesh": mesh, "process_group": dist.group.WORLD},
     ):
         with pytest.raises(ValueError) as error:
@@ -290,7 +289,6 @@ def test_readers_state_dicts_disks_and_refusals(tmp_path):
     expected = (
         "is a DTensor, split over a mesh; expected GeminiDDP(mesh=)",
         "mesh dimension tp, and mesh=(dp=2)",
-        'precision="fp16" does not go with DTensor',
         "exclude each other",
         "no parameter is split over dimension tp",
     )

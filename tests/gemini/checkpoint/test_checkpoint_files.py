@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 import gemini
 from gemini.checkpoint import CorruptError, FormatError
 from gemini.checkpoint.__main__ import main
-from gemini.checkpoint.format.boxes import boxes_of_run
+from gemini.checkpoint.dcp.sharded import in_run
+from gemini.checkpoint.format.boxes import Region, boxes_of_region, boxes_of_run
 from gemini.checkpoint.format.manifest import DataFile, Manifest, Unit
 from gemini.checkpoint.untrusted.lazy_tensors import INDEX
+from gemini.chunk.local import part_of
 from gemini.ddp import GeminiDDP
 from tests.support.checkpoints import assert_same, batches, make, train, whole
 
@@ -42,6 +44,28 @@ def test_boxes_of_a_run_are_few_and_hold_its_elements_in_order(data):
     together = torch.cat([e.reshape(-1) for e in found]) if found else torch.empty(0)
     assert together.tolist() == list(range(start, stop))
     assert len(boxes) <= max(1, 2 * len(shape) - 1)
+
+
+@given(st.data())
+@settings(max_examples=100, deadline=None)
+def test_boxes_of_segments_hold_the_elements_that_runs_of_them_do(data):
+    shape = data.draw(st.lists(st.integers(1, 8), min_size=1, max_size=3))
+    segments = []
+    for size in shape:
+        ends = data.draw(st.lists(st.integers(0, size), min_size=2, max_size=4, unique=True))
+        ends = sorted(ends)[: len(ends) // 2 * 2]
+        segments.append(tuple((a, b - a) for a, b in zip(ends[::2], ends[1::2], strict=True)))
+    region, whole = Region(tuple(shape), tuple(segments)), torch.arange(math.prod(shape))
+    mine = part_of(whole.view(shape), segments).reshape(-1)
+    start = data.draw(st.integers(0, len(mine)))
+    stop = data.draw(st.integers(start, len(mine)))
+    found = torch.full_like(mine[start:stop], -1)
+    for box in boxes_of_region(region, start, stop):
+        slices = tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))
+        there = in_run(found, start, box, region)
+        assert (there == -1).all()  # no two boxes have one element
+        there.copy_(whole.view(shape)[slices])
+    assert torch.equal(found, mine[start:stop])
 
 
 def test_a_manifest_comes_back_and_every_flipped_bit_of_it_is_seen():

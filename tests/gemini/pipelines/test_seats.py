@@ -1,6 +1,7 @@
 """Who votes on a step of a pipeline, without ranks; and weights that halves of backwards lose."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -77,6 +78,22 @@ def test_ranks_that_went_astray_are_those_of_one_part():
     assert [p.sequences_differ for p in agreed[2].parts] == [False, False]
     # other stages issue other collectives, which is no difference
     assert not voted(ballots_of(r2p0={"sequence": 7}, r3p0={"sequence": 7}))[0].strayed
+
+
+def test_a_replica_that_strays_is_named_by_its_rank():
+    both = [
+        replace(one, stage=None, replicas=(ranks,))
+        for one, ranks in ((FIRST[0], (0, 1)), (SECOND[0], (2, 3)))
+    ]
+    seats = [Seats.of([[both[0]], [both[0]], [both[1]], [both[1]]], rank) for rank in range(4)]
+    for sums, named in (((7, 7, 8, 8), ()), ((7, 7, 8, 9), ((2, (3,)), (3, (2,))))):
+        said = [
+            seats[rank].encode([Ballot(1.0, (True,) * len(seats[rank].seats[rank].part.names),
+                                       checksum=sums[rank])])
+            for rank in range(4)
+        ]  # fmt: skip
+        total = [sum(column) for column in zip(*said, strict=True)]
+        assert all(one.decode(total).parts[0].strayed == named for one in seats)
 
 
 def test_failures_are_of_ranks():

@@ -4,14 +4,20 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
-PLACES = ("tests/dist/meshes/test_pipelines.py", "tests/gemini/pipelines/test_seats.py")
+PLACES = (
+    "tests/dist/meshes/test_pipelines.py",
+    "tests/gemini/pipelines/test_seats.py",
+    "tests/integrations/parallel/test_hybrid.py",
+)
+SPLIT = "test_what_is_split_cut_and_copied_trains_as_one_process"
 EXACT = "test_a_pipeline_trains_as_one_process_does"
 REFUSED = "test_what_cannot_be_is_refused_by_name"
 HELD_BY = {
     "GPipe, 1F1B, Interleaved1F1B, InterleavedZeroBubble, ZBVZeroBubble, DualPipeV": EXACT,
     "ZeRO-2, ZeRO-3": "test_a_stage_is_gathered_once_for_all_micro_batches",
     "bf16, fp32": "test_in_bf16_a_pipeline_trains_as_fp32_does_to_its_rounding",
-    "fp16": REFUSED,
+    "fp16": "test_in_fp16_halves_of_backwards_have_one_loss_scale",
+    '`"tp"` and replicas in the mesh': SPLIT,
     "state on host memory or NVMe": "test_state_on_disk_has_the_same_bits",
     "budgets (`AutoPlacement`)": "test_without_room_micro_batches_gather_for_themselves",
     "calls of the schedule that add up before a step": "test_calls_of_a_schedule_add_up",

@@ -23,12 +23,12 @@ SPLIT_CASES = [*((2, name) for name in SPLIT), *((4, name) for name in FEW), *((
 TOLERANCE = 1e-5
 
 
-def at_all_sizes(work, tmp_path_factory, **how):
+def at_all_sizes(work, tmp_path_factory):
     """(world size -> results of all ranks), each resuming from checkpoints of the one before."""
     found, before = {}, None
     for world_size in (2, 4, 1):
         here = str(tmp_path_factory.mktemp(f"ranks{world_size}"))
-        found[world_size] = run_ranks(work, world_size, here, before, **how)
+        found[world_size] = run_ranks(work, world_size, here, before)
         before = here
     return found
 
@@ -43,8 +43,8 @@ def split(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def cut(tmp_path_factory):  # a process knows the optimizers of its pipelines by their mesh
-    return at_all_sizes(pipeline_runs, tmp_path_factory, processes=True)
+def cut(tmp_path_factory):
+    return at_all_sizes(pipeline_runs, tmp_path_factory)
 
 
 def check(results, name, made):

@@ -83,7 +83,7 @@ CUT: dict[str, Callable[[], Any]] = {
         pp_style="interleaved", num_model_chunks=2, microbatch_size=1, dp_outside=False
     ),
     "zbv": lambda: pipeline(
-        pp_style="zbv", num_model_chunks=2, num_microbatches=2, zero_stage=2,
+        pp_style="zbv", num_model_chunks=2, num_microbatches=2, zero_stage=1,
         num_layers_per_stage=[1, 3, 1, 1],
     ),
 }  # fmt: skip

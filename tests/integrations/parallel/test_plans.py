@@ -62,7 +62,10 @@ def test_a_plan_that_is_none_or_another_modules_is_refused():
     refused(Tower(), "'body', which is nothing that is there; expected", {"body": "colwise"})
     refused(planned(Tower(), {"body": "colwise"}), "names no module that it has; expected some of")
     refused(Splittable(), "which is the parameter head.weight", {"head.weight": "colwise"})
-    refused(Splittable(), "splits head as 'moe_tp_experts', for which", {"head": "moe_tp_experts"})
+    refused(Splittable(), "splits head as 'moe_identity', for which", {"head": "moe_identity"})
+    refused(Splittable(), "expected gate_up_proj and down_proj", {"head": "moe_tp_experts"})
+    refused(Splittable(), "blocks.0.width is None; expected a", {"blocks.0": "divide width"})
+    refused(Splittable(), "97 columns of 3 matrices, which 2 ranks", {"head": "qkv_colwise"})
     refused(Splittable(), "splits head as 3, for which torch has no style", {"head": 3})
 
 

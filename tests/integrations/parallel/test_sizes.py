@@ -18,13 +18,19 @@ PIPELINE = {**HYBRID, "tp_size": 1, "pp_size": 2, "num_microbatches": 2}
         (MeshSizes(), 4, ()),
         (MeshSizes(replicas=2), 4, (("replicate", 2), ("shard", 2))),
         (MeshSizes(tp=2), 4, (("shard", 2), ("tp", 2))),
-        (MeshSizes(tp=2), 2, (("shard", 1), ("tp", 2))),
+        (MeshSizes(tp=2), 2, (("tp", 2),)),
         (MeshSizes(tp=2, replicas=2), 8, (("replicate", 2), ("shard", 2), ("tp", 2))),
         (MeshSizes(tp=2, shards=False), 8, (("replicate", 4), ("shard", 1), ("tp", 2))),
-        (MeshSizes(tp=2, shards=False), 2, (("shard", 1), ("tp", 2))),
+        (MeshSizes(tp=2, shards=False), 2, (("tp", 2),)),
         (MeshSizes(pp=2), 2, (("pp", 2),)),
-        (MeshSizes(pp=2), 6, (("dp", 3), ("pp", 2))),
-        (MeshSizes(pp=2, pp_inside=False), 6, (("pp", 2), ("dp", 3))),
+        (MeshSizes(pp=2), 6, (("shard", 3), ("pp", 2))),
+        (MeshSizes(pp=2, pp_inside=False), 6, (("pp", 2), ("shard", 3))),
+        (
+            MeshSizes(tp=2, pp=3, replicas=2),
+            24,
+            (("replicate", 2), ("shard", 2), ("pp", 3), ("tp", 2)),
+        ),
+        (MeshSizes(tp=2, pp=2, pp_inside=False), 8, (("pp", 2), ("shard", 2), ("tp", 2))),
     ],
 )
 def test_a_mesh_has_a_dimension_for_what_there_is(sizes, ranks, dims):
@@ -46,6 +52,7 @@ SAME_DATA = [
     (HybridParallelPlugin(tp_size=2, pp_size=1, **HYBRID), [0, 0, 1, 1]),
     (HybridParallelPlugin(**PIPELINE), [0, 0, 1, 1]),
     (HybridParallelPlugin(dp_outside=False, **PIPELINE), [0, 1, 0, 1]),
+    (HybridParallelPlugin(tp_size=2, pp_size=2), [0, 0, 0, 0]),
 ]
 
 

@@ -1,0 +1,87 @@
+"""Plans of models that transformers has none for, in the words that users' plans have.
+
+`base.` stands for the model that has the layers: `transformer.` in a GPT2LMHeadModel, and nothing
+in a GPT2Model. Layers that a model does not have are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+HEAD = "colwise_gather_output"
+PLANS: Mapping[str, Mapping[str, Any]] = {
+    "gpt2": {
+        "base.wte": "embedding_rowwise",
+        "base.h.*.attn": "divide num_heads split_size embed_dim",
+        "base.h.*.attn.c_attn": "qkv_colwise",
+        "base.h.*.attn.c_proj": "rowwise",
+        "base.h.*.mlp.c_fc": "colwise",
+        "base.h.*.mlp.c_proj": "rowwise",
+        "lm_head": HEAD,
+    },
+    "bert": {
+        "base.embeddings.word_embeddings": "embedding_rowwise",
+        **dict.fromkeys(
+            (f"base.encoder.layer.*.attention.self.{name}" for name in ("query", "key", "value")),
+            "colwise",
+        ),
+        "base.encoder.layer.*.attention.output.dense": "rowwise",
+        "base.encoder.layer.*.intermediate.dense": "colwise",
+        "base.encoder.layer.*.output.dense": "rowwise",
+        "cls.predictions.decoder": HEAD,
+    },
+    "opt": {
+        "base.decoder.embed_tokens": "embedding_rowwise",
+        "base.decoder.layers.*.self_attn": "divide num_heads",
+        **dict.fromkeys(
+            (f"base.decoder.layers.*.self_attn.{name}_proj" for name in "qkv"), "colwise"
+        ),
+        "base.decoder.layers.*.self_attn.out_proj": "rowwise",
+        "base.decoder.layers.*.fc1": "colwise",
+        "base.decoder.layers.*.fc2": "rowwise",
+        "lm_head": HEAD,
+    },
+    "bloom": {
+        "base.word_embeddings": "embedding_rowwise",
+        "base.h.*.self_attention": "divide num_heads, alibi",
+        "base.h.*.self_attention.query_key_value": "colwise",
+        "base.h.*.self_attention.dense": "rowwise",
+        "base.h.*.mlp.dense_h_to_4h": "colwise",
+        "base.h.*.mlp.dense_4h_to_h": "rowwise",
+        "lm_head": HEAD,
+    },
+    "vit": {
+        **dict.fromkeys((f"base.layers.*.attention.{name}_proj" for name in "qkv"), "colwise"),
+        "base.layers.*.attention.o_proj": "rowwise",
+        "base.layers.*.mlp.fc1": "colwise",
+        "base.layers.*.mlp.fc2": "rowwise",
+    },
+}
+
+
+def plan_of(model: nn.Module) -> Mapping[str, Any] | None:
+    """The model's own plan, or that of the table above."""
+    own = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    if own or kind not in PLANS:
+        return own if isinstance(own, Mapping) else None
+    base: Any = getattr(model, "base_model", model)
+    prefix = "" if base is model else f"{getattr(model, 'base_model_prefix', '')}."
+    return {name.replace("base.", prefix, 1): how for name, how in PLANS[str(kind)].items()}
+
+
+def is_ours(model: nn.Module, given: object) -> bool:
+    """Whether the plan is transformers' or that of the table above, and no user's."""
+    own = getattr(model, "tp_plan", None)
+    if given is not None or not type(model).__module__.startswith("transformers."):
+        return False
+    known = {**(getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {})}
+    known |= {"embed_tokens": "embedding_rowwise"}  # which transformers adds
+    known |= getattr(type(model), "_tp_plan", None) or {}
+    return all(
+        any(name.endswith(key) and how == word for key, word in known.items())
+        for name, how in (own or {}).items()
+    )

@@ -1,0 +1,224 @@
+"""Styles of splitting that torch has none for: fused matrices, and linear layers of GPT-2.
+
+N matrices side by side · T ranks
+
+What is fused is split matrix by matrix: this rank's parts are next to each other in its local
+tensor, as a module that cuts its output into N wants them. Such a layer computes with local
+tensors; its parameters are DTensors of the whole (`_StridedShard`), so what is saved is as it was.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.placement_types import _StridedShard
+
+
+def output_dim(layer: nn.Module) -> int:
+    """The dimension of a layer's weight that its output has: GPT-2's Conv1D has [in, out]."""
+    return 1 if type(layer).__name__ == "Conv1D" else 0
+
+
+class FusedColwise(ParallelStyle):
+    """Columns of N matrices, of which each rank has 1/T. The input is whole, the output is split.
+
+    Of a Linear or a Conv1D, with a bias or without.
+    """
+
+    def __init__(self, matrices: int = 1) -> None:
+        super().__init__()
+        self.matrices = matrices
+
+    def check(self, name: str, module: nn.Module, ranks: int) -> None:
+        """Raise ValueError for matrices that the ranks do not divide."""
+        weight: Any = module.weight
+        size = weight.shape[output_dim(module)]
+        if size % (self.matrices * ranks):
+            raise ValueError(
+                f"{name} has {size} columns of {self.matrices} matrices, which {ranks} ranks do "
+                "not divide; expected another tp_size"
+            )
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        dim = output_dim(module)
+        replace(module, "weight", device_mesh, dim, self.matrices)
+        if getattr(module, "bias", None) is not None:
+            replace(module, "bias", device_mesh, 0, self.matrices)
+        for name in ("out_features", "nf"):
+            if hasattr(module, name):
+                setattr(module, name, getattr(module, name) // device_mesh.size())
+        module.forward = partial(_columns, module, device_mesh, transposed=bool(dim))
+        return module
+
+
+class Divided(ParallelStyle):
+    """Attributes of a module that count what is split, such as its heads, are 1/T.
+
+    attributes: their names; behind a comma, that its argument `alibi` has rows of all heads, of
+    which it gets its own.
+    """
+
+    def __init__(self, attributes: str) -> None:
+        super().__init__()
+        names, _, self._rows = attributes.partition(", ")
+        self._names = names.split()
+
+    def check(self, name: str, module: nn.Module, ranks: int) -> None:
+        """Raise ValueError for an attribute that cannot be divided."""
+        for attribute in self._names:
+            value = getattr(module, attribute, None)
+            if type(value) is not int or value % ranks:
+                raise ValueError(
+                    f"{name}.{attribute} is {value!r}; expected a whole number that {ranks} ranks "
+                    "divide: another tp_size, or another attribute"
+                )
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for attribute in self._names:
+            setattr(module, attribute, getattr(module, attribute) // device_mesh.size())
+        if self._rows:
+            module.register_forward_pre_hook(
+                partial(_own_heads, self._rows, device_mesh), with_kwargs=True
+            )
+        return module
+
+
+def _own_heads(name: str, mesh: DeviceMesh, module: Any, args: Any, kwargs: Any) -> Any:
+    """An argument [batch * heads, ...] has the rows of this rank's heads."""
+    bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
+    x = bound.arguments[name]
+    rows = x.view(-1, mesh.size(), module.num_heads, *x.shape[1:])[:, mesh.get_local_rank()]
+    bound.arguments[name] = rows.reshape(-1, *x.shape[1:])
+    return bound.args[1:], bound.kwargs
+
+
+class SplitExperts(ParallelStyle):
+    """Stacked experts, each split in its width. All ranks have the same tokens.
+
+    gate_up_proj [experts, 2 * width, in], gate and up one after the other; down_proj
+    [experts, out, width].
+    """
+
+    def check(self, name: str, module: Any, ranks: int) -> None:
+        """Raise ValueError for experts that are made otherwise, and for a width."""
+        shapes = {n: tuple(p.shape) for n, p in module.named_parameters()}
+        if set(shapes) != {"gate_up_proj", "down_proj"} or shapes["down_proj"][2] % ranks:
+            raise ValueError(
+                f"{name} has {shapes}; expected gate_up_proj and down_proj, whose width {ranks} "
+                "ranks divide: another tp_size, or a plan without it"
+            )
+
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
+        replace(module, "gate_up_proj", device_mesh, 1, 2)
+        replace(module, "down_proj", device_mesh, 2)
+        module.forward = partial(_experts, module, device_mesh, module.forward)
+        return cast(nn.Module, module)
+
+
+def _experts(module: Any, mesh: DeviceMesh, plain: Any, x: Tensor, index: Any, weights: Any) -> Any:
+    """Of local weights. Gradients of tokens and of what the router gives them are sums, too."""
+    local = {name: param.to_local() for name, param in module.named_parameters()}
+    vars(module).update(local)  # comes before what is registered
+    try:
+        return summed(plain(entering(x, mesh), index, entering(weights, mesh)), mesh)
+    finally:
+        for name in local:
+            del vars(module)[name]
+
+
+class Conv1DRowwise(ParallelStyle):
+    """Rows of a Conv1D, of which each rank has 1/T. The input is split, the output is summed."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        replace(module, "weight", device_mesh, 0)
+        replicate(module, "bias", device_mesh)
+        module.forward = partial(_rows, module, device_mesh)
+        return module
+
+
+def draw_alike(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Ranks draw the random numbers of the first from now on, if the model drops anything.
+
+    What is not split is dropped alike on all of them then, so that it stays the same. Collective.
+    """
+    config = getattr(model, "config", None)
+    named = vars(config) if hasattr(config, "__dict__") else {}
+    rates = [value for name, value in named.items() if "drop" in name]
+    rates += [layer.p for layer in model.modules() if isinstance(layer, nn.Dropout)]
+    if not any(isinstance(rate, float) and rate > 0 for rate in rates):
+        return
+    _draw_as_first(mesh, torch.get_rng_state, torch.set_rng_state)
+    if mesh.device_type == "cuda":
+        _draw_as_first(mesh, torch.cuda.get_rng_state, torch.cuda.set_rng_state)
+
+
+def _draw_as_first(
+    mesh: DeviceMesh, get: Callable[[], Tensor], set_: Callable[[Tensor], None]
+) -> None:
+    state = get().to(mesh.device_type)
+    dist.broadcast(state, group=mesh.get_group(), group_src=0)
+    set_(state.cpu())
+
+
+def replicate(module: nn.Module, name: str, mesh: DeviceMesh) -> None:
+    """Of a parameter, on all ranks: what the mesh's first rank has. Collective."""
+    param: Any = getattr(module, name)
+    whole = distribute_tensor(param.detach(), mesh, [Replicate()])
+    module.register_parameter(name, nn.Parameter(whole, param.requires_grad))
+
+
+def replace(module: nn.Module, name: str, mesh: DeviceMesh, dim: int, matrices: int = 1) -> None:
+    """Split a parameter in one dimension. Values are those of the mesh's first rank. Collective."""
+    param: Any = getattr(module, name)
+    whole = distribute_tensor(param.detach(), mesh, [Replicate()]).to_local()
+    place, ranks = mesh.get_local_rank(), mesh.size()
+    parts = [part.chunk(ranks, dim)[place] for part in whole.chunk(matrices, dim)]
+    placed = Shard(dim) if matrices == 1 else _StridedShard(dim, split_factor=matrices)
+    made = DTensor.from_local(
+        torch.cat(parts, dim).contiguous(), mesh, [placed], run_check=False, shape=whole.shape,
+        stride=whole.stride(),
+    )  # fmt: skip
+    module.register_parameter(name, nn.Parameter(made, param.requires_grad))
+
+
+def entering(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """What all ranks have alike, for local work on parts: its gradients are summed over them."""
+    if not isinstance(x, DTensor):
+        x = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+    whole: Tensor = x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+    return whole
+
+
+def summed(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The sum over ranks of what local work gave, on all of them."""
+    found: Tensor = full_tensor(DTensor.from_local(x, mesh, [Partial()], run_check=False))
+    return found
+
+
+def full_tensor(x: DTensor) -> Tensor:
+    whole: Tensor = x.redistribute(placements=[Replicate()]).to_local()
+    return whole
+
+
+def _columns(module: Any, mesh: DeviceMesh, x: Tensor, *, transposed: bool) -> Tensor:
+    weight, bias = module.weight.to_local(), module.bias
+    return nn.functional.linear(
+        entering(x, mesh),
+        weight.T if transposed else weight,
+        None if bias is None else bias.to_local(),
+    )
+
+
+def _rows(module: Any, mesh: DeviceMesh, x: Tensor) -> Tensor:
+    y = summed(x @ module.weight.to_local(), mesh)
+    whole: Tensor = y + module.bias.to_local()
+    return whole

@@ -1,0 +1,222 @@
+"""Tiny models of transformers that a plugin splits, cuts and replicates; and one process of torch.
+
+Each step has PARTS calls, whose losses are means over their rows and add up to a mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from bench.shared.models import seeded
+from gemini import GeminiDDP
+from gemini.integrations import Booster, HybridParallelPlugin
+from gemini.integrations.parallel.pipelined import Pipelined
+from optim import HybridAdam
+from tests.support.meshes import ADAM, MAX_NORM, PARTS, STEPS
+
+ROWS, TIME, WORDS, MICRO = 4, 12, 96, 2
+WIDTH = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+LLAMA = {**WIDTH, "intermediate_size": 48, "num_key_value_heads": 2}
+FOUR = {"num_hidden_layers": 4}
+GPT2 = {
+    "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 4, "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+MOE = LLAMA | {"num_experts_per_tok": 2}
+BERT = WIDTH | {
+    "intermediate_size": 64, "max_position_embeddings": 32, "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}  # fmt: skip
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama": ("LlamaForCausalLM", LLAMA | FOUR),
+    "Llama tied": ("LlamaForCausalLM", LLAMA | {"tie_word_embeddings": True}),
+    "Qwen2": ("Qwen2ForCausalLM", LLAMA),
+    "Qwen3": ("Qwen3ForCausalLM", LLAMA | {"head_dim": 8}),
+    "Mistral": ("MistralForCausalLM", LLAMA),
+    "Gemma": ("GemmaForCausalLM", LLAMA | {"head_dim": 8, "tie_word_embeddings": True}),
+    "Mixtral": ("MixtralForCausalLM", MOE | {"num_local_experts": 4}),
+    "Qwen2-MoE": (
+        "Qwen2MoeForCausalLM",
+        MOE | {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+    ),
+    "Qwen3-MoE": (
+        "Qwen3MoeForCausalLM",
+        MOE | {"num_experts": 4, "moe_intermediate_size": 32, "head_dim": 8},
+    ),
+    "GPT-2": ("GPT2LMHeadModel", GPT2),
+    "GPT-2 dropped": ("GPT2LMHeadModel", GPT2 | {"resid_pdrop": 0.2}),
+    "GPT-2 tied": ("GPT2LMHeadModel", GPT2 | {"tie_word_embeddings": True}),
+    "BERT": ("BertForMaskedLM", BERT),
+    "BERT tied": ("BertForMaskedLM", BERT | {"tie_word_embeddings": True}),
+    "OPT": (
+        "OPTForCausalLM",
+        WIDTH | {"word_embed_proj_dim": 32, "ffn_dim": 64, "max_position_embeddings": 32,
+                 "dropout": 0.0},
+    ),
+    "BLOOM": (
+        "BloomForCausalLM",
+        {"hidden_size": 32, "n_layer": 2, "n_head": 4, "hidden_dropout": 0.0,
+         "attention_dropout": 0.0},
+    ),
+    "ViT": (
+        "ViTForImageClassification",
+        WIDTH | {"intermediate_size": 64, "image_size": 16, "patch_size": 8, "num_labels": 6,
+                 "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    ),
+}  # fmt: skip
+Batch = dict[str, Tensor]
+
+
+def made(kind: str) -> nn.Module:
+    """Biases and scales differ from what they begin as: a wrong one shows."""
+    name, options = KINDS[kind]
+    with seeded(), torch.no_grad():  # in turns: modules of transformers are imported by threads
+        import transformers
+
+        model_class = getattr(transformers, name)
+        config = model_class.config_class(
+            **{"vocab_size": WORDS, "tie_word_embeddings": False} | options
+        )
+        model: nn.Module = model_class(config)
+        for name, param in model.named_parameters():
+            if param.dim() == 1:
+                param.add_(torch.randn_like(param) * 0.05)
+            elif "experts" in name:
+                param.normal_(std=0.1)
+    return model
+
+
+def batches(kind: str, places: int) -> list[list[list[Batch]]]:
+    """By step, by call, by place."""
+    draw = torch.Generator().manual_seed(3)
+
+    def one() -> Batch:
+        if kind == "ViT":
+            pixels = torch.randn(ROWS, 3, 16, 16, generator=draw)
+            labels = torch.randint(0, 6, (ROWS,), generator=draw)
+            return {"pixel_values": pixels, "labels": labels}
+        ids = torch.randint(4, WORDS, (ROWS, TIME), generator=draw)
+        mask = torch.ones_like(ids)
+        mask[0, :3] = 0  # padded on the left
+        return {"input_ids": ids, "attention_mask": mask, "labels": ids}
+
+    return [[[one() for _ in range(places)] for _ in range(PARTS)] for _ in range(STEPS)]
+
+
+def parts_of(calls: list[list[Batch]]) -> list[Batch]:
+    """All micro-batches of a step."""
+    return [
+        {name: value.tensor_split(MICRO)[i] for name, value in batch.items()}
+        for places in calls
+        for batch in places
+        for i in range(MICRO)
+    ]
+
+
+def criterion(outputs: Any, batch: Any) -> Tensor:
+    loss: Tensor = outputs.loss / PARTS
+    return loss
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def reference(kind: str, places: int = 1) -> dict[str, Tensor]:
+    """Of one process of torch in fp32."""
+    model = made(kind)
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAM)  # type: ignore[arg-type]
+    for calls in batches(kind, places):
+        parts = parts_of(calls)
+        for part in parts:
+            (model(**part).loss / len(parts)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+    return state_of(model)
+
+
+def one_process(kind: str, precision: str, places: int = 1) -> dict[str, Tensor]:
+    """Of this engine in one process."""
+    model = GeminiDDP(made(kind), precision=precision, max_norm=MAX_NORM)
+    optimizer = HybridAdam(model.parameters(), **ADAM)  # type: ignore[arg-type]
+    for calls in batches(kind, places):
+        parts = parts_of(calls)
+        for part in parts:
+            (model(**part).loss / len(parts)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: value.float() for name, value in state_of(model).items()}
+
+
+class Run:
+    """One rank of a plugin's run."""
+
+    def __init__(self, kind: str, plugin: Any = HybridParallelPlugin, **options: Any) -> None:
+        model = made(kind)
+        optimizer = torch.optim.AdamW(model.parameters(), **ADAM)  # type: ignore[arg-type]
+        given = {"precision": "fp32", "max_norm": MAX_NORM} | options
+        self.kind, self.plugin = kind, plugin(**given)
+        self.booster = Booster(plugin=self.plugin)
+        self.model, self.optimizer, *_ = self.booster.boost(model, optimizer)
+        self.place, self.places = self.plugin.sizes.data_place(
+            dist.get_rank(), dist.get_world_size()
+        )
+        self.said: list[Any] = []  # of each step
+
+    def call(self, batch: Batch) -> None:
+        if isinstance(self.model, Pipelined):
+            self.booster.execute_pipeline(iter([batch]), self.model, criterion, self.optimizer)
+            return
+        for i in range(MICRO):
+            part = {name: value.tensor_split(MICRO)[i] for name, value in batch.items()}
+            loss = criterion(self.model(**part), part) / MICRO
+            self.booster.backward(loss, self.optimizer)
+
+    def train(self, steps: int = STEPS) -> None:
+        for calls in batches(self.kind, self.places)[:steps]:
+            for places in calls:
+                self.call(places[self.place])
+            self.optimizer.step()
+            report = self.optimizer.last_report
+            self.said.append((report.grad_norm, report.skipped, report.loss_scale))
+            self.optimizer.zero_grad()
+
+    def weights(self, folder: str, name: str) -> dict[str, Tensor]:
+        """Whole, of all stages: what a Booster saves, as rank 0 reads it again."""
+        path = Path(folder) / f"{name}.pt"
+        self.booster.save_model(self.model, path)
+        return torch.load(path) if dist.get_rank() == 0 else {}
+
+
+def update_error(
+    found: dict[str, Tensor], want: dict[str, Tensor], start: dict[str, Tensor]
+) -> float:
+    """Relative, over all weights."""
+    assert found.keys() == want.keys()
+    names = [name for name, value in want.items() if value.is_floating_point()]
+    wrong = sum((found[n].double() - want[n].double()).square().sum() for n in names)
+    moved = sum((want[n].double() - start[n].double()).square().sum() for n in names)
+    return float((wrong / moved) ** 0.5)
+
+
+def trained(rank: int, cases: Sequence[tuple[str, str, dict[str, Any]]], folder: str) -> Any:
+    """Of all cases (name, kind, options) weights on rank 0, again when they were loaded from what
+    they are, and what each step said."""
+    found = {}
+    for name, kind, options in cases:
+        run = Run(kind, **options)
+        run.train()
+        weights = again = run.weights(folder, name)
+        if not isinstance(run.model, Pipelined):
+            run.model.load_state_dict(run.model.state_dict())
+            again = run.weights(folder, name)
+        found[name] = weights, again, run.said
+        run.optimizer.close()
+    return found

@@ -1,0 +1,116 @@
+"""Models of transformers whose plan and whose cut are in our tables; against one process."""
+
+import pytest
+import torch
+
+from bench.shared.reference import same
+from bench.shared.workers import run_ranks
+from gemini.integrations import GeminiPlugin
+from gemini.integrations.parallel.models import is_ours
+from tests.integrations.cases.hybrid_runs import (
+    KINDS,
+    Run,
+    made,
+    reference,
+    state_of,
+    trained,
+    update_error,
+)
+from tests.support.said import said
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.ci
+DROPPED = ("Llama", "GPT-2 dropped")  # the first is split and cut elsewhere
+BOUND = 1.5e-6  # fp32: sums in other orders
+SPLIT = {"tp_size": 2, "pp_size": 1, "zero_stage": 1}
+CUT = {"tp_size": 1, "pp_size": 2}
+BOTH = {"tp_size": 2, "pp_size": 2}
+SEQUENCE = {"plugin": GeminiPlugin, "tp_size": 2, "enable_sequence_parallelism": True}
+CASES = {
+    2: [
+        *((f"{kind} split", kind, SPLIT) for kind in KINDS if kind not in DROPPED),
+        *((f"{kind} cut", kind, CUT) for kind in ("Mistral", "ViT", "OPT", "Mixtral")),
+        ("ZeRO-3", "Llama", {"plugin": GeminiPlugin, "tp_size": 2}),
+        *((f"{kind} sequence", kind, SEQUENCE) for kind in ("Llama tied", "Qwen3")),
+    ],
+    4: [(f"{kind} both", kind, BOTH) for kind in ("GPT-2", "BERT", "BLOOM", "Qwen3-MoE")],
+}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("models"))
+    return {ranks: run_ranks(trained, ranks, cases, folder) for ranks, cases in CASES.items()}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "name", "kind"), [(r, n, kind) for r, cases in CASES.items() for n, kind, _ in cases]
+)
+def test_a_model_of_the_table_trains_as_one_process(found, ranks, name, kind):
+    weights, again, _ = found[ranks][0][name]
+    want = reference(kind)
+    assert update_error(weights, want, state_of(made(kind))) < BOUND
+    assert same(again, weights)  # loading what is there changes no bit
+
+
+WITHOUT = {
+    "OPT": ("model.decoder.layers.*", ("q_proj", "k_proj", "v_proj"), "self_attn.out_proj"),
+    "BLOOM": ("transformer.h.*", ("query_key_value",), "self_attention.dense"),
+}
+
+
+def wrong_plans(rank, folder):
+    """Plans that name layers alone, and the same with what counts heads."""
+    texts, weights = {}, {}
+    for kind, (layer, columns, rows) in WITHOUT.items():
+        attention = f"{layer}.{rows.partition('.')[0]}"
+        plan = dict.fromkeys((f"{attention}.{name}" for name in columns), "colwise")
+        plan[f"{layer}.{rows}"] = "rowwise"
+        texts[kind] = said(lambda kind=kind, plan=plan: Run(kind, **SPLIT, custom_policy=plan))
+    run = Run("OPT", **SPLIT, custom_policy=plan_of_opt())
+    run.train()
+    weights = run.weights(folder, "OPT")
+    run.optimizer.close()
+    return texts, weights
+
+
+def plan_of_opt():
+    attention = "model.decoder.layers.*.self_attn"
+    return {
+        attention: "divide num_heads",
+        **dict.fromkeys((f"{attention}.{name}_proj" for name in "qkv"), "colwise"),
+        f"{attention}.out_proj": "rowwise",
+    }
+
+
+def test_a_plan_that_changes_what_a_module_computes_is_refused(tmp_path):
+    for texts, _ in (results := run_ranks(wrong_plans, 2, str(tmp_path))):
+        assert "model.decoder.layers.0.self_attn (OPTAttention) gives something" in texts["OPT"]
+        assert "'divide num_heads'" in texts["OPT"]
+        assert "transformer.h.0.self_attention" in texts["BLOOM"]
+    error = update_error(results[0][1], reference("OPT"), state_of(made("OPT")))
+    assert error < BOUND and torch.is_grad_enabled()
+
+
+def test_a_plan_that_a_user_gave_is_told_from_that_of_the_model():
+    for kind in KINDS:
+        model = made(kind)
+        assert is_ours(model, None) and not is_ours(model, {"x": "colwise"}), kind
+        model.tp_plan = {"model.decoder.layers.*.self_attn.q_proj": "colwise_rep"}
+        assert not is_ours(model, None), kind
+    assert not is_ours(torch.nn.Linear(2, 2), None)
+
+
+def dropped(rank, folder):
+    """Ranks that were seeded otherwise, and a model that drops activations."""
+    torch.manual_seed(rank)
+    run = Run("GPT-2 dropped", **SPLIT)
+    run.train(steps=2)
+    kept = [run.model.module.transformer.ln_f.weight.clone(), run.model.digest()]
+    run.optimizer.close()
+    return kept
+
+
+def test_what_is_not_split_is_dropped_alike(tmp_path):
+    (weight, digest), (other, other_digest) = run_ranks(dropped, 2, str(tmp_path), processes=True)
+    assert torch.equal(weight, other) and digest == other_digest
