@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gemini.chunk.layout import ChunkLayout, training_layout
+from gemini.chunk.layout import ChunkLayout, ParamSpec, training_layout
 from gemini.chunk.local import mesh_dims
 from gemini.chunk.sizing.search import search_chunk_configuration
 from gemini.memtracer.collector import MemStatsCollector
@@ -40,7 +40,13 @@ from gemini.runtime.wrap.keep_fp32 import (
 from gemini.runtime.wrap.materialise import Materialiser
 from gemini.runtime.wrap.module_check import ModuleCheck
 from gemini.runtime.wrap.precision import check_travelling
-from gemini.runtime.wrap.specs import check_module, check_split, collect_params, padded
+from gemini.runtime.wrap.specs import (
+    check_module,
+    check_split,
+    collect_params,
+    find_ignored,
+    padded,
+)
 
 from .dtypes import DTYPES
 from .module_face import ModuleFace, face_of
@@ -130,8 +136,10 @@ class GeminiDDP(ModuleFace):
         )
         dtypes = param_dtypes(module, fp32_modules, precision_settings.dtype)
         process_group, mesh = communication.process_group, communication.mesh
-        params, own_specs = collect_params(module, dtypes, meshed=mesh is not None)
-        values = Materialiser(module, wrapping.init_fn, wrapping.init_state_dict)
+        scaled = precision_settings.scale_options is not None
+        ignored = find_ignored(module, wrapping.ignored_params, scaled=scaled)
+        params, own_specs = collect_params(module, dtypes, meshed=mesh is not None, ignored=ignored)
+        values = Materialiser(module, wrapping.init_fn, wrapping.init_state_dict, ignored)
         values.check()
         split = sorted({name for param in params for name in mesh_dims(param)})
         if split:
@@ -148,7 +156,7 @@ class GeminiDDP(ModuleFace):
         )
         self.chunk_configuration.check_specs(specs)
         if trace is not None:
-            trace.check_model(specs)
+            _check_trace(trace, specs, ignored)
         order = None if trace is None else trace.param_order(specs)
         num_shards, num_replicas = connections.num_shards, connections.num_replicas
         capacities = self.chunk_configuration.capacities
@@ -173,12 +181,12 @@ class GeminiDDP(ModuleFace):
             overlap_allgather=communication.overlap_allgather,
             beside=comm.beside() if update in (*BEHIND, AUTO) else None, update=update,
         )  # fmt: skip
-        self.engine.together = together
+        self.engine.together, self.engine.ignored = together, ignored
         values.fill_buffers()
         self._cast_by(precision, list(fp32_modules.values()))
         self.broadcast_buffers = communication.broadcast_buffers
         self._broadcast_buffers()
-        self.engine.module_check = ModuleCheck(module)
+        self.engine.module_check = ModuleCheck(module, ignored)
         self.engine.calls.hook(module, wrapping.gather_whole)
         self.__class__ = face_of(type(self), type(module))  # type: ignore[assignment]
 
@@ -280,7 +288,13 @@ class GeminiDDP(ModuleFace):
         return digest(self.engine)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, which are in chunks and not in `p.grad`, or make them zeros."""
+        """Drop the gradients, which are in chunks and not in `p.grad`, or make them zeros; those of
+        `ignored_params` too."""
+        for _, param in self.ignored_parameters():
+            if param.grad is not None and not set_to_none:
+                param.grad.zero_()
+            elif set_to_none:
+                param.grad = None
         if set_to_none:
             self.engine.drop_gradients()
         else:
@@ -341,6 +355,16 @@ def _backend(device: torch.device | str | Backend | None) -> Backend:
         cuda = torch.cuda.is_available()
         device = torch.device("cuda", torch.cuda.current_device()) if cuda else "cpu"
     return make_backend(torch.device(device))
+
+
+def _check_trace(trace: Trace, specs: Sequence[ParamSpec], ignored: Mapping[int, str]) -> None:
+    if ignored:
+        raise ValueError(
+            f"trace= is of all parameters, and {next(iter(ignored.values()))} is in "
+            "ignored_params; expected one of the two: without trace= the first iteration is "
+            "measured"
+        )
+    trace.check_model(specs)
 
 
 def _check_same_set_up(comm: Communicator, layout: ChunkLayout, options: object) -> None:

@@ -120,7 +120,7 @@ def _content(
         specs = [spec_of(name, value.dtype, value.shape, dtype) for name, value in plain]
         return specs, ((name, _whole(value)) for name, value in plain)
     engine = model.engine
-    buffers = list(model.saved_buffers())
+    buffers = list(model.saved_tensors())
     specs = [
         spec_of(
             engine.layout.params[slot.param].name,

@@ -250,7 +250,7 @@ def _load_extras(
                 common["memory"], told_apart=engine.calls.tells_inputs_apart
             )
         for part in parts_of(model) if same_world else ():
-            for name, buffer in part.saved_buffers():
+            for name, buffer in part.saved_tensors():
                 if name in own["buffers"]:
                     buffer.copy_(own["buffers"][name])
         if wanted[1] == mine:

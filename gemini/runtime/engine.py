@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -145,6 +145,7 @@ class Engine(Parts):
         )  # fmt: skip
         self.dtype = DTYPES[precision_settings.dtype]
         self.together: PipelineOwner | None = None  # of a pipeline: what attaches optimizers for it
+        self.ignored: Mapping[int, str] = {}  # names by id of parameters that are the user's own
         self._last_trace: Trace | None = None  # of training
         self._has_said_start = self.is_lent = False
         self._agreements_left = 0 if planning.has_trace else MAX_AGREEMENTS

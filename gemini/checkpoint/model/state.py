@@ -265,7 +265,7 @@ class ShardedState(RunState):
             for spec, param in zip(layout.params, engine.params, strict=True)
         }
         self.shapes = {name: torch.Size(region.shape) for name, region in self._regions.items()}
-        self.buffers = dict(model.saved_buffers()) if weights else {}
+        self.buffers = dict(model.saved_tensors()) if weights else {}
         has_masters = self._target is not None and self._target.has_master
         shown = [chunk for chunk in engine.chunks if chunk.counts or not once]
         bare = [chunk for chunk in shown if weights and not (has_masters and chunk.spec.trainable)]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,9 +28,12 @@ _known: dict[Any, Any] = {}  # by mesh, of the default group that is there
 class PipelineOwner:
     """Owns, for optimizers, the parameters of all parts of one mesh in this process.
 
+    ignored: none, as each part says what it ignores.
     ranks_here: those of all stages on this host, which share its memory.
     pipeline: the ranks of this pipeline, in the order of stages. place: this rank's among them.
     """
+
+    ignored: Mapping[int, str] = MappingProxyType({})
 
     def __init__(self, mesh: Any) -> None:
         self.pipeline: dist.ProcessGroup = mesh.get_group("pp")

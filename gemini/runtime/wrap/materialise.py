@@ -7,7 +7,7 @@ model = GeminiDDP(module)           # values are made chunk by chunk; a rank kee
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -50,6 +50,7 @@ class Materialiser:
         root: nn.Module,
         init_fn: InitFn | None = None,
         state_dict: Mapping[str, Tensor] | None = None,
+        ignored: Collection[int] = (),  # ids of parameters that keep theirs, and have some
     ) -> None:
         self._root = root
         self._init_fn = init_fn
@@ -58,6 +59,8 @@ class Materialiser:
         self._names: dict[int, list[str]] = {}
         self._owner: dict[int, str] = {}
         for name, param in root.named_parameters(remove_duplicate=False):
+            if id(param) in ignored:
+                continue
             self._names.setdefault(id(param), []).append(name)
             self._owner.setdefault(id(param), name.rpartition(".")[0])
         self._ready: dict[int, tuple[nn.Parameter, Tensor]] = {}  # made, and not yet taken

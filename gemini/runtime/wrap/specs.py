@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,23 +17,74 @@ from gemini.runtime.comm.communicator import Communicator
 
 from .precision import PrecisionSettings
 
+IgnoredParams = Collection[nn.Parameter] | Callable[[str, nn.Parameter], bool]
+
+
+def find_ignored(
+    module: nn.Module, ignored_params: IgnoredParams | None, *, scaled: bool
+) -> dict[int, str]:
+    """Name by id of the parameters that are left as they are; a tied one is, under all names.
+
+    scaled: losses are, and with them gradients. Raises ValueError for what is no parameter of the
+    module, is on the meta device, or is trained with a scaled loss.
+    """
+    if ignored_params is None:
+        return {}
+    named = distinct(module.named_parameters(remove_duplicate=False))
+    if callable(ignored_params):
+        asked = ignored_params
+        found = {id(p): names[0] for p, names in named if any(asked(name, p) for name in names)}
+    else:
+        first = {id(param): names[0] for param, names in named}
+        for param in ignored_params:
+            if id(param) not in first:
+                raise ValueError(
+                    f"ignored_params has a {type(param).__name__} of shape "
+                    f"{tuple(getattr(param, 'shape', ()))} that is no parameter of this module; "
+                    "expected parameters of module.parameters() as it is wrapped, or a function of "
+                    "name and parameter"
+                )
+        found = {id(param): first[id(param)] for param in ignored_params}
+    for param, names in named:
+        if id(param) not in found:
+            continue
+        if param.is_meta:
+            raise ValueError(
+                f"parameter {names[0]} is in ignored_params and on the meta device, where nobody "
+                "gives it values; expected one that has values before the module is wrapped"
+            )
+        if scaled and param.requires_grad:
+            raise ValueError(
+                f'parameter {names[0]} is in ignored_params and trained, and precision="fp16" '
+                "scales the loss, so that its gradient would carry the scale; expected "
+                'precision="bf16" or "fp32", or requires_grad_(False)'
+            )
+    return found
+
 
 def collect_params(
-    module: nn.Module, dtypes: Mapping[int, str], *, meshed: bool = False
+    module: nn.Module,
+    dtypes: Mapping[int, str],
+    *,
+    meshed: bool = False,
+    ignored: Collection[int] = (),
 ) -> tuple[list[nn.Parameter], list[ParamSpec]]:
     """Parameters in registration order, tied ones once, and their specs.
 
     dtypes: what each computes in, by id. meshed: DTensors are taken, each rank's local part.
+    ignored: ids of parameters that are left out.
     Raises ValueError for what is no module, is wrapped already or by others, has no parameter or
     one that cannot be a view of a chunk, or is compiled into CUDA graphs or by TorchScript.
     """
     for name, child in module.named_modules():
         _check_compiled(name, child)
     named = distinct(module.named_parameters(remove_duplicate=False))
+    named = [(param, names) for param, names in named if id(param) not in ignored]
     for param, names in named:
         _check(names[0], param, meshed)
     if not named:
-        raise ValueError(f"{type(module).__name__} has no parameter; there is nothing to shard")
+        kind, but = type(module).__name__, " but what ignored_params has" if ignored else ""
+        raise ValueError(f"{kind} has no parameter{but}; there is nothing to shard")
     return [param for param, _ in named], [
         replace(
             spec_of(param, names, dtypes[id(param)]),
