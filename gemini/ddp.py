@@ -138,8 +138,10 @@ class GeminiDDP(ModuleFace):
         process_group, mesh = communication.process_group, communication.mesh
         scaled = precision_settings.scale_options is not None
         ignored = find_ignored(module, wrapping.ignored_params, scaled=scaled)
-        params, own_specs = collect_params(module, dtypes, meshed=mesh is not None, ignored=ignored)
-        values = Materialiser(module, wrapping.init_fn, wrapping.init_state_dict, ignored)
+        found = collect_params(module, dtypes, meshed=mesh is not None, ignored=ignored)
+        params, own_specs = found.params, found.specs
+        keep_theirs = {*ignored, *(id(one.param) for one in found.opaque.values())}
+        values = Materialiser(module, wrapping.init_fn, wrapping.init_state_dict, keep_theirs)
         values.check()
         split = sorted({name for param in params for name in mesh_dims(param)})
         if split:
@@ -167,7 +169,7 @@ class GeminiDDP(ModuleFace):
         planning = begin_planning(
             layout, placement, backend, comm,
             master_weights=precision.master_weights,
-            itemsizes=[param.dtype.itemsize for param in params],
+            itemsizes=[dtype.itemsize for dtype in found.dtypes],
             max_prefetch=max_prefetch, update=update, trace=trace,
             ranks_per_node=None if together is None else together.ranks_here,
         )  # fmt: skip
@@ -175,7 +177,7 @@ class GeminiDDP(ModuleFace):
             raise ValueError(NOTHING_STAYS)
         self.module = module
         self.engine = Engine(
-            params, layout.with_params(own_specs), values, backend, connections, planning,
+            found, layout.with_params(own_specs), values, backend, connections, planning,
             name=type(module).__name__, max_prefetch=max_prefetch,
             precision_settings=precision_settings,
             overlap_allgather=communication.overlap_allgather,

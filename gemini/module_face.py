@@ -6,7 +6,7 @@ import inspect
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -89,12 +89,17 @@ class ModuleFace(nn.Module):
         values = dict((cut_parameters if cuts else full_parameters)(self.engine))
         before = set(state)
         # torch's own walk, with extra state and hooks; parameters themselves stand for their values
-        self.module.state_dict(destination=state, prefix=prefix, keep_vars=True)
+        with ExitStack() as stack:
+            for one in self.engine.opaque.values():  # of which modules read some to save it
+                stack.enter_context(one.lent(torch.zeros(one.form.nbytes, dtype=torch.uint8)))
+            self.module.state_dict(destination=state, prefix=prefix, keep_vars=True)
         for name in [name for name in state if name not in before]:
             value = state[name]
             handle = handle_of(value) if isinstance(value, Tensor) else None
             if self.engine.comm.rank != 0 and not cuts:
                 del state[name]
+            elif name[len(prefix) :] in values:
+                state[name] = values[name[len(prefix) :]]
             elif handle is not None:
                 state[name] = values[self.engine.layout.params[handle.param].name]
             elif isinstance(value, Tensor):
@@ -182,7 +187,12 @@ class ModuleFace(nn.Module):
 
     def _compared(self, state_dict: Mapping[str, Any]) -> _IncompatibleKeys:
         """Names that rank 0's state dict lacks, and that it has too many."""
-        expected = {name for spec in self.engine.layout.params for name in spec.names}
+        params = self.engine.layout.params
+        expected = {name for spec in params if spec.form is None for name in spec.names}
+        opaque: dict[str, Any] = {}
+        for one in self.engine.opaque.values():
+            opaque |= one.saved(torch.zeros(one.form.nbytes, dtype=torch.uint8))
+        expected |= _renamed(self.module, opaque).keys()  # what loading modules leave of it
         expected |= {name for name, _ in self.saved_tensors()}
         expected |= {name for name, _ in _with_extra_state(self.module)}
         mine = _IncompatibleKeys(

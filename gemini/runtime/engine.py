@@ -62,6 +62,7 @@ from gemini.runtime.wrap.build_chunks import build_chunks
 from gemini.runtime.wrap.materialise import Materialiser
 from gemini.runtime.wrap.other_optimizers import refuse_other_optimizers
 from gemini.runtime.wrap.precision import PrecisionSettings
+from gemini.runtime.wrap.specs import Collected
 from gemini.units import ParamId
 
 from .meetings import Meetings, describe
@@ -80,7 +81,7 @@ class Engine(Parts):
 
     def __init__(
         self,
-        params: Sequence[nn.Parameter],
+        found: Collected,
         layout: ChunkLayout,
         values: Materialiser,
         backend: Backend,
@@ -97,9 +98,9 @@ class Engine(Parts):
         comm, links = connections.comm, connections.links
         events, files = EngineEvents(), _files_of(name, comm.rank, planning, backend)
         storage = ShardStorage(layout, planning.plan, backend, files, events.changing)
-        original_dtypes = [param.dtype for param in params]  # before chunks take them
+        params = found.params
         chunks = build_chunks(
-            layout, params, values, backend, links, planning.plan, storage,
+            layout, params, found.opaque, values, backend, links, planning.plan, storage,
             never_released=planning.never_released,
             with_originals=planning.inputs.with_originals,
             gradients_travel_as=precision_settings.travels_as,
@@ -110,14 +111,14 @@ class Engine(Parts):
         ledger = MemoryLedger(chunks, storage, host)
         manager = StatefulTensorMgr(
             layout, chunks, planning.never_released, max_prefetch, ledger,
-            planning.payload_room_bytes, planning.steps_for,
+            planning.payload_room_bytes, planning.steps_for, found.opaque,
         )  # fmt: skip
         super().__init__(
             params=list(params), layout=layout, chunks=chunks,
             never_released=planning.never_released,
             chunk_of=layout.chunk_of(),
             slot_of={slot.param: i for c in layout.chunks for i, slot in enumerate(c.slots)},
-            original_dtypes=original_dtypes,
+            original_dtypes=found.dtypes, opaque=found.opaque,
             backend=backend, comm=comm, links=links, scope=connections.scope,
             planning=planning, storage=storage, precision_settings=precision_settings,
             control_vector=ControlVector(
@@ -180,7 +181,11 @@ class Engine(Parts):
             assign=self.assign,
         )
         for i, param in enumerate(params):
-            wrap_in_place(param, ParamHandle(self, handle, ParamId(i)))
+            mine = ParamHandle(self, handle, ParamId(i))
+            if ParamId(i) in self.opaque:
+                self.opaque[ParamId(i)].wrap(mine)
+            else:
+                wrap_in_place(param, mine)
         refuse_other_optimizers()
         self.manager.before_release = self.user_writes.write_back
         self.manager.release_all()

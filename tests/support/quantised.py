@@ -12,7 +12,7 @@ from bench.shared.models import seeded
 from optim import HybridAdam
 
 KINDS = ("nf4", "nf4-double", "int8", "torchao")
-VOCABULARY, LAYERS, HIDDEN, STEPS = 128, 2, 64, 3
+VOCABULARY, HIDDEN, STEPS = 128, 64, 3
 
 
 def quantised(model: nn.Module, kind: str) -> nn.Module:
@@ -47,17 +47,17 @@ def _by_bitsandbytes(bnb: Any, linear: nn.Linear, kind: str) -> nn.Module:
     return made.to("cpu")
 
 
-def lora(kind: str, *, reentrant: bool | None = None) -> Any:
+def lora(kind: str, *, reentrant: bool | None = None, layers: int = 2, seed: int = 0) -> Any:
     """Adapters in bf16 on a small Llama. reentrant: of gradient checkpointing; None is without."""
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        hidden_size=HIDDEN, intermediate_size=2 * HIDDEN, num_hidden_layers=LAYERS,
+        hidden_size=HIDDEN, intermediate_size=2 * HIDDEN, num_hidden_layers=layers,
         num_attention_heads=2, num_key_value_heads=1, vocab_size=VOCABULARY,
         tie_word_embeddings=True, use_cache=False,
     )  # fmt: skip
-    with seeded():
+    with seeded(seed):
         base = quantised(LlamaForCausalLM(config).to(torch.bfloat16), kind).requires_grad_(False)
         projections = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
         options = LoraConfig(r=4, lora_alpha=8, target_modules=projections)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from gemini.chunk.layout import ParamSpec, distinct, spec_of
 from gemini.chunk.local import group_of, is_dtensor, local_of, mesh_dims
+from gemini.chunk.opaque import Opaque, is_opaque
 from gemini.chunk.parameter import handle_of
+from gemini.dtypes import DTYPES
 from gemini.memtracer.module_calls import is_compiled
 from gemini.mesh.roles import EXPERTS, WORLD
 from gemini.runtime.comm.communicator import Communicator
+from gemini.units import ParamId
 
 from .precision import PrecisionSettings
 
@@ -62,14 +66,24 @@ def find_ignored(
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """Parameters in registration order, tied ones once, their specs, and those that are opaque."""
+
+    params: list[nn.Parameter]
+    specs: list[ParamSpec]
+    opaque: dict[ParamId, Opaque]
+    dtypes: list[torch.dtype]  # that they have
+
+
 def collect_params(
     module: nn.Module,
     dtypes: Mapping[int, str],
     *,
     meshed: bool = False,
     ignored: Collection[int] = (),
-) -> tuple[list[nn.Parameter], list[ParamSpec]]:
-    """Parameters in registration order, tied ones once, and their specs.
+) -> Collected:
+    """What is wrapped of a module.
 
     dtypes: what each computes in, by id. meshed: DTensors are taken, each rank's local part.
     ignored: ids of parameters that are left out.
@@ -78,21 +92,26 @@ def collect_params(
     """
     for name, child in module.named_modules():
         _check_compiled(name, child)
-    named = distinct(module.named_parameters(remove_duplicate=False))
-    named = [(param, names) for param, names in named if id(param) not in ignored]
-    for param, names in named:
+    found = Collected([], [], {}, [])
+    for param, names in distinct(module.named_parameters(remove_duplicate=False)):
+        if id(param) in ignored:
+            continue
         _check(names[0], param, meshed)
-    if not named:
+        if is_opaque(param):
+            places = [(name, module.get_submodule(name.rpartition(".")[0])) for name in names]
+            one = Opaque(param, places)
+            found.opaque[ParamId(len(found.params))] = one
+            spec = one.spec
+        else:
+            spec = spec_of(param, names, dtypes[id(param)])
+            spec = replace(spec, shape=tuple(local_of(param).shape), group=group_of(param))
+        found.params.append(param)
+        found.specs.append(spec)
+        found.dtypes.append(param.dtype if spec.form is None else DTYPES[spec.dtype])
+    if not found.params:
         kind, but = type(module).__name__, " but what ignored_params has" if ignored else ""
         raise ValueError(f"{kind} has no parameter{but}; there is nothing to shard")
-    return [param for param, _ in named], [
-        replace(
-            spec_of(param, names, dtypes[id(param)]),
-            shape=tuple(local_of(param).shape),
-            group=group_of(param),
-        )
-        for param, names in named
-    ]
+    return found
 
 
 def padded(specs: Sequence[ParamSpec], comm: Communicator) -> list[ParamSpec]:
@@ -122,16 +141,11 @@ def _check(name: str, param: nn.Parameter, meshed: bool) -> None:
         )
     if is_dtensor(param):
         _check_split(name, param, meshed)
-    elif type(param) is not nn.Parameter:
+    elif type(param) is not nn.Parameter and not is_opaque(param):
         raise ValueError(
-            f"parameter {name} is a {type(param).__name__}; expected a plain torch.nn.Parameter. "
-            "Quantised weights are not taken yet: load the base in bf16 and freeze it, which may "
-            "be on the host or on NVMe, or keep quantised modules outside of what is wrapped"
-        )
-    if not param.is_floating_point():
-        raise ValueError(
-            f"parameter {name} has dtype {param.dtype}; expected a floating one "
-            "(make it a buffer if it is not trained)"
+            f"parameter {name} is a {type(param).__name__}; expected a plain torch.nn.Parameter, "
+            "or a quantised one that is known: of bitsandbytes (Params4bit, Int8Params) or with "
+            "__tensor_flatten__, as torchao's; ignored_params= leaves others as they are"
         )
 
 
