@@ -99,6 +99,30 @@ class Opaque:
         for module in self._packs:
             module.support_avx512bf16_for_cpu = False
 
+    @torch.no_grad()
+    def take_back(self) -> Tensor | None:
+        """uint8 [nbytes] of what its modules have in its place, if that has the same form: a merge
+        of adapters makes a parameter anew. They have this one again."""
+        found: Tensor | None = None
+        for name, module in self._modules:
+            key, form = name.rpartition(".")[2], self.form
+            new = module._parameters.get(key)
+            known = _shown_class(type(self.param))
+            if new is None or new is self.param or not isinstance(new, known):
+                continue
+            other = Opaque(new, [(name, module)])
+            if other.form != form:
+                continue
+            found = torch.zeros(form.nbytes, dtype=torch.uint8, device=new.device)
+            other.pack(found)
+            module._parameters[key] = self.param
+            mine: Any = self.param
+            if form.kind == "Params4bit":  # peft made the new one of what this one had
+                mine.bnb_quantized, mine.module.quant_state = True, mine.quant_state
+            elif form.kind == "Int8Params":  # the module's state has lost them
+                mine.CB, mine.SCB = (tensor for tensor, _, _ in self.tensors[1:])
+        return found
+
     def wrap(self, handle: ParamHandle) -> None:
         """Operators on it ask an engine from now on."""
         for tensor in (self.param, *(tensor for tensor, _, _ in self.tensors)):

@@ -150,6 +150,31 @@ def test_state_dicts_have_the_librarys_own_form_and_names(kind, tmp_path):
     assert torch.equal(plain(input_ids=ids).logits, other(input_ids=ids).logits)
 
 
+def merged(rank, world_size, kind, place, folder):
+    model = wrapped(lora(kind, layers=4), place, folder, world_size)
+    ids = next(batches(0))
+    model(input_ids=ids)
+    states, logits = [], []
+    for change in (model.module.merge_adapter, model.module.unmerge_adapter):
+        change()
+        states.append(model.state_dict())
+        logits.append(model(input_ids=ids).logits.detach())
+    return states, logits
+
+
+@pytest.mark.parametrize(
+    ("kind", "place", "world_size"), pairs(KINDS[:3], ("device", "host", "files"), (1, 2))
+)
+def test_adapters_merge_as_in_plain_peft(kind, place, world_size, tmp_path):
+    """Which makes the quantised parameter anew; its own object stays, and has the new bytes."""
+    plain, ids = lora(kind, layers=4), next(batches(0))
+    states, logits = run_ranks(merged, world_size, world_size, kind, place, tmp_path)[0]
+    for change in (plain.merge_adapter, plain.unmerge_adapter):
+        change()
+        assert same(states.pop(0), plain.state_dict())
+        assert torch.equal(logits.pop(0), plain(input_ids=ids).logits)
+
+
 @pytest.mark.parametrize("kind", KINDS[:3])
 def test_an_export_has_the_librarys_own_names(kind, tmp_path):
     module = lora(kind)
@@ -181,6 +206,9 @@ def test_a_checkpoint_has_adapters_and_the_digest_of_the_base(kind, tmp_path):
     found = model.state_dict()
     assert all(torch.equal(found[name], value) for name, value in values.items())
     assert wrapped_state(optimizer) == len(values)
+    model.load_state_dict(lora(kind, seed=1).state_dict())
+    with pytest.raises(MismatchError, match="trained on another base"):
+        gemini.load_checkpoint(tmp_path / "saved", model, optimizer)
     nbytes = sum(file.stat().st_size for file in (tmp_path / "saved").iterdir())
     assert nbytes < 18 * sum(v.numel() for v in values.values()) + 300_000
     other = GeminiDDP(lora(kind, seed=1))
