@@ -8,6 +8,7 @@ them, or on the parameter, fetches the chunk first: what is released is no memor
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -356,8 +357,9 @@ def _form_of(name: str, param: Any, places: Sequence[_Place]) -> Form:
             f"parameter {name} is a {kind} on the meta device, where nobody quantises it; expected "
             "values before the module is wrapped"
         )
-    is_bare = kind in _BITSANDBYTES and (param.is_floating_point() or len(places) == 1)
-    if is_bare or getattr(getattr(param, "quant_state", None), "packing_format_for_cpu", False):
+    state: Any = getattr(param, "quant_state", None)
+    is_bare = kind in _BITSANDBYTES and len(places) == 1  # its data may float, which packs it
+    if is_bare or getattr(state, "packing_format_for_cpu", False):
         raise ValueError(
             f"parameter {name} is a {kind} that is not quantised, or packed for evaluation on a "
             "CPU; expected the module as .to(device) quantises it, before its first evaluation"
@@ -385,7 +387,7 @@ def _form_of(name: str, param: Any, places: Sequence[_Place]) -> Form:
 def _context_of(param: Any) -> str:
     """What is no tensor in it, and must be the same on all ranks."""
     if hasattr(param, "__tensor_flatten__"):
-        return repr(param.__tensor_flatten__()[1])
+        return re.sub(r" at 0x[0-9a-f]+", "", repr(param.__tensor_flatten__()[1]))
     state = getattr(param, "quant_state", None)
     return repr(state and (state.quant_type, state.blocksize, state.shape, state.dtype))
 

@@ -42,6 +42,8 @@ def _by_bitsandbytes(bnb: Any, linear: nn.Linear, kind: str) -> nn.Module:
         made.weight = bnb.nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
         return made.to("cpu")
     options = {"quant_type": "nf4", "compress_statistics": kind == "nf4-double"}
+    if kind == "nf4-double":  # packed as numbers that float
+        options["quant_storage"] = torch.bfloat16
     made = bnb.nn.Linear4bit(*sizes, bias=False, compute_dtype=torch.bfloat16, **options)
     made.weight = bnb.nn.Params4bit(weight, requires_grad=False, module=made, **options)
     return made.to("cpu")
@@ -80,9 +82,9 @@ def batches(rank: int) -> Iterator[Tensor]:
 
 
 def bytes_of(tensor: Tensor) -> list[Tensor]:
-    """The plain tensors that a tensor consists of."""
+    """Of the plain tensors that a tensor consists of: packed bits may be NaNs of their dtype."""
     if not hasattr(tensor, "__tensor_flatten__"):
-        return [tensor.detach()]
+        return [tensor.detach().contiguous().reshape(-1).view(torch.uint8)]
     names, _ = tensor.__tensor_flatten__()
     return [part for name in names for part in bytes_of(getattr(tensor, name))]
 

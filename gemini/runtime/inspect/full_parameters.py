@@ -126,7 +126,7 @@ def load_full_parameters(parts: Parts, values: Mapping[str, Tensor]) -> None:
         for name, shape in known
         if name in values and tuple(values[name].shape) != shape
     ]
-    for one in parts.opaque.values():
+    for one in parts.opaque.values() if parts.comm.rank == 0 else ():
         try:
             known += [(name, ()) for name in one.saved_names if name in values]
             one.given(values)
