@@ -205,10 +205,11 @@ class ModuleFace(nn.Module):
     def _take(self, state_dict: Mapping[str, Any]) -> None:
         """Rank 0's values, for what they name."""
         comm = self.engine.comm
+        others = dict(self.saved_tensors())
+        self._check_made(others, state_dict)
         # `set_model_state_dict` fills up what it was not given with the parameters themselves
         own = {id(param) for param in self.engine.params}
         load_full_parameters(self.engine, {n: v for n, v in state_dict.items() if id(v) not in own})
-        others = dict(self.saved_tensors())
         for name in comm.gather_objects([name for name in others if name in state_dict])[0]:
             if comm.rank == 0:
                 others[name].copy_(state_dict[name])
@@ -218,6 +219,23 @@ class ModuleFace(nn.Module):
         for name, inner in _with_extra_state(self.module):
             if name in extra:
                 inner.set_extra_state(extra[name])
+
+    def _check_made(self, saved: Mapping[str, Tensor], given: Mapping[str, Any]) -> None:
+        """Raise ValueError where rank 0 gives another value than a module makes when it saves: it
+        is in no tensor, so nothing can be written there."""
+        wrong = [
+            name
+            for name, again in self.saved_tensors()
+            if name in given
+            and again.data_ptr() != saved[name].data_ptr()
+            and not torch.equal(given[name].cpu(), again.cpu())
+        ]
+        wrong = self.engine.comm.gather_objects(wrong)[0]
+        if wrong:
+            raise ValueError(
+                f"{wrong[0]} is of an ignored parameter, whose module makes it from numbers on it; "
+                "expected what the module has: load the base by its library, and then wrap it"
+            )
 
     def ignored_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name, parameter) of what `ignored_params` left as it is."""

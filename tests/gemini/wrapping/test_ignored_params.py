@@ -139,6 +139,16 @@ def test_adapters_train_on_quantised_weights_of_other_libraries(kind):
     assert same(found, frozen)
 
 
+def test_a_value_that_no_tensor_holds_is_not_lost_in_silence():
+    """Double quantisation has a number in a packed one."""
+    module, other = lora("nf4-double"), lora("nf4-double", seed=1)
+    quantised = {p for p in module.parameters() if type(p) is not nn.Parameter}
+    model = GeminiDDP(module, ignored_params=quantised)
+    model.load_state_dict(model.state_dict())
+    with pytest.raises(ValueError, match=r"quant_state.* is of an ignored parameter, whose module"):
+        model.load_state_dict(other.state_dict())
+
+
 def test_an_ignored_parameter_may_be_replaced_and_a_wrapped_one_not():
     module = Tables()
     model = wrapped(module)
