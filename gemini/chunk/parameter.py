@@ -257,10 +257,13 @@ def call_shown(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
             return func(*args, **kwargs)
     if func == _SET_DATA:
         return handles[0].engine.assign(handles[0].param, args[1])
+    may_write = func == _GET_DATA or works_in_place(func, kwargs)
     fetched = []
     for handle in handles:
         if func in _GIVES_ADDRESS:
             handle.engine.check_address()
+        if may_write:
+            handle.engine.written(handle.param)
         fetched.append((handle.engine, handle.engine.fetch([handle.param])))
     with ExitStack() as stack:
         for handle in handles:

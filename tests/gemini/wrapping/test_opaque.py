@@ -249,6 +249,15 @@ def test_packed_integers_are_bytes():
     assert model(x)[0, 0] == x[0, :8].sum()  # the low halves
 
 
+def test_what_is_written_to_bytes_outside_of_modules_stays():
+    module = lora("torchao")
+    model = wrapped(module, "host")
+    other = dict(lora("torchao", seed=1).named_parameters())[QUERY]
+    dict(module.named_parameters())[QUERY].copy_(other)
+    model.engine.manager.release_all()
+    assert same({QUERY: model.state_dict()[QUERY]}, {QUERY: other.detach()})
+
+
 class Unknown(nn.Parameter):
     """Of a library that nobody knows."""
 
