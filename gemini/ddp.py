@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gemini.chunk.layout import ChunkLayout, training_layout
+from gemini.chunk.layout import ChunkLayout, ParamSpec, training_layout
 from gemini.chunk.local import mesh_dims
 from gemini.chunk.sizing.search import search_chunk_configuration
 from gemini.memtracer.collector import MemStatsCollector
@@ -39,7 +39,13 @@ from gemini.runtime.wrap.keep_fp32 import (
 from gemini.runtime.wrap.materialise import Materialiser
 from gemini.runtime.wrap.module_check import ModuleCheck
 from gemini.runtime.wrap.precision import check_travelling
-from gemini.runtime.wrap.specs import check_module, check_split, collect_params, padded
+from gemini.runtime.wrap.specs import (
+    check_module,
+    check_split,
+    collect_params,
+    find_ignored,
+    padded,
+)
 
 from .dtypes import DTYPES
 from .module_face import ModuleFace, face_of
@@ -129,8 +135,12 @@ class GeminiDDP(ModuleFace):
         )
         dtypes = param_dtypes(module, fp32_modules, precision_settings.dtype)
         process_group, mesh = communication.process_group, communication.mesh
-        params, own_specs = collect_params(module, dtypes, meshed=mesh is not None)
-        values = Materialiser(module, wrapping.init_fn, wrapping.init_state_dict)
+        scaled = precision_settings.scale_options is not None
+        ignored = find_ignored(module, wrapping.ignored_params, scaled=scaled)
+        found = collect_params(module, dtypes, meshed=mesh is not None, ignored=ignored)
+        params, own_specs = found.params, found.specs
+        keep_theirs = {*ignored, *(id(one.param) for one in found.opaque.values())}
+        values = Materialiser(module, wrapping.init_fn, wrapping.init_state_dict, keep_theirs)
         values.check()
         split = sorted({name for param in params for name in mesh_dims(param)})
         if split:
@@ -149,7 +159,7 @@ class GeminiDDP(ModuleFace):
         )
         self.chunk_configuration.check_specs(specs)
         if trace is not None:
-            trace.check_model(specs)
+            _check_trace(trace, specs, ignored)
         order = None if trace is None else trace.param_order(specs)
         num_shards, num_replicas = connections.num_shards, connections.num_replicas
         capacities = self.chunk_configuration.capacities
@@ -160,7 +170,7 @@ class GeminiDDP(ModuleFace):
         planning = begin_planning(
             layout, placement, backend, comm,
             master_weights=precision.master_weights,
-            itemsizes=[param.dtype.itemsize for param in params],
+            itemsizes=[dtype.itemsize for dtype in found.dtypes],
             max_prefetch=max_prefetch, update=update, trace=trace,
             ranks_per_node=None if together is None else together.ranks_here,
         )  # fmt: skip
@@ -168,18 +178,18 @@ class GeminiDDP(ModuleFace):
             raise ValueError(NOTHING_STAYS)
         self.module = module
         self.engine = Engine(
-            params, layout.with_params(own_specs), values, backend, connections, planning,
+            found, layout.with_params(own_specs), values, backend, connections, planning,
             name=type(module).__name__, max_prefetch=max_prefetch,
             precision_settings=precision_settings,
             overlap_allgather=communication.overlap_allgather,
             beside=comm.beside() if update in (*BEHIND, AUTO) else None, update=update,
         )  # fmt: skip
-        self.engine.together = together
+        self.engine.together, self.engine.ignored = together, ignored
         values.fill_buffers()
         self._cast_by(precision, list(fp32_modules.values()))
         self.broadcast_buffers = communication.broadcast_buffers
         self._broadcast_buffers()
-        self.engine.module_check = ModuleCheck(module)
+        self.engine.module_check = ModuleCheck(module, ignored)
         self.engine.calls.hook(module, wrapping.gather_whole)
         self.__class__ = face_of(type(self), type(module))  # type: ignore[assignment]
 
@@ -281,7 +291,13 @@ class GeminiDDP(ModuleFace):
         return digest(self.engine)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, which are in chunks and not in `p.grad`, or make them zeros."""
+        """Drop the gradients, which are in chunks and not in `p.grad`, or make them zeros; those of
+        `ignored_params` too."""
+        for _, param in self.ignored_parameters():
+            if param.grad is not None and not set_to_none:
+                param.grad.zero_()
+            elif set_to_none:
+                param.grad = None
         if set_to_none:
             self.engine.drop_gradients()
         else:
@@ -342,6 +358,16 @@ def _backend(device: torch.device | str | Backend | None) -> Backend:
         cuda = torch.cuda.is_available()
         device = torch.device("cuda", torch.cuda.current_device()) if cuda else "cpu"
     return make_backend(torch.device(device))
+
+
+def _check_trace(trace: Trace, specs: Sequence[ParamSpec], ignored: Mapping[int, str]) -> None:
+    if ignored:
+        raise ValueError(
+            f"trace= is of all parameters, and {next(iter(ignored.values()))} is in "
+            "ignored_params; expected one of the two: without trace= the first iteration is "
+            "measured"
+        )
+    trace.check_model(specs)
 
 
 def _check_same_set_up(comm: Communicator, layout: ChunkLayout, options: object) -> None:

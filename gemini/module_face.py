@@ -6,7 +6,7 @@ import inspect
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -89,12 +89,17 @@ class ModuleFace(nn.Module):
         values = dict((cut_parameters if cuts else full_parameters)(self.engine))
         before = set(state)
         # torch's own walk, with extra state and hooks; parameters themselves stand for their values
-        self.module.state_dict(destination=state, prefix=prefix, keep_vars=True)
+        with ExitStack() as stack:
+            for one in self.engine.opaque.values():  # of which modules read some to save it
+                stack.enter_context(one.lent(torch.zeros(one.form.nbytes, dtype=torch.uint8)))
+            self.module.state_dict(destination=state, prefix=prefix, keep_vars=True)
         for name in [name for name in state if name not in before]:
             value = state[name]
             handle = handle_of(value) if isinstance(value, Tensor) else None
             if self.engine.comm.rank != 0 and not cuts:
                 del state[name]
+            elif name[len(prefix) :] in values:
+                state[name] = values[name[len(prefix) :]]
             elif handle is not None:
                 state[name] = values[self.engine.layout.params[handle.param].name]
             elif isinstance(value, Tensor):
@@ -139,10 +144,10 @@ class ModuleFace(nn.Module):
         """Take rank 0's values, with the inner module's names; all ranks call.
 
         Shards and fp32 masters follow, whether the optimizer is there already or not; its moments
-        stay. Buffers and extra state become rank 0's on every rank. Of a DTensor every rank gives
-        its part. Raises RuntimeError, before anything is changed, for missing and unexpected names
-        (`strict`), ValueError for another shape, and for what is a DTensor on some ranks only;
-        `assign` is not possible.
+        stay. Buffers, ignored parameters and extra state become rank 0's on every rank. Of a
+        DTensor every rank gives its part. Raises RuntimeError, before anything is changed, for
+        missing and unexpected names (`strict`), ValueError for another shape, and for what is a
+        DTensor on some ranks only; `assign` is not possible.
         """
         _refuse_assign(assign)
         self.engine.call("model.load_state_dict()")
@@ -182,8 +187,13 @@ class ModuleFace(nn.Module):
 
     def _compared(self, state_dict: Mapping[str, Any]) -> _IncompatibleKeys:
         """Names that rank 0's state dict lacks, and that it has too many."""
-        expected = {name for spec in self.engine.layout.params for name in spec.names}
-        expected |= {name for name, _ in self.saved_buffers()}
+        params = self.engine.layout.params
+        expected = {name for spec in params if spec.form is None for name in spec.names}
+        opaque: dict[str, Any] = {}
+        for one in self.engine.opaque.values():
+            opaque |= one.saved(torch.zeros(one.form.nbytes, dtype=torch.uint8))
+        expected |= _renamed(self.module, opaque).keys()  # what loading modules leave of it
+        expected |= {name for name, _ in self.saved_tensors()}
         expected |= {name for name, _ in _with_extra_state(self.module)}
         mine = _IncompatibleKeys(
             sorted(expected - state_dict.keys()), sorted(state_dict.keys() - expected)
@@ -195,23 +205,56 @@ class ModuleFace(nn.Module):
     def _take(self, state_dict: Mapping[str, Any]) -> None:
         """Rank 0's values, for what they name."""
         comm = self.engine.comm
+        others = dict(self.saved_tensors())
+        self._check_made(others, state_dict)
         # `set_model_state_dict` fills up what it was not given with the parameters themselves
         own = {id(param) for param in self.engine.params}
         load_full_parameters(self.engine, {n: v for n, v in state_dict.items() if id(v) not in own})
-        buffers = dict(self.saved_buffers())
-        for name in comm.gather_objects([name for name in buffers if name in state_dict])[0]:
+        for name in comm.gather_objects([name for name in others if name in state_dict])[0]:
             if comm.rank == 0:
-                buffers[name].copy_(state_dict[name])
-            comm.broadcast(buffers[name])
+                others[name].copy_(state_dict[name])
+            comm.broadcast(others[name])
         extra = {n: state_dict[n] for n, _ in _with_extra_state(self.module) if n in state_dict}
         extra = comm.gather_objects(extra)[0]
         for name, inner in _with_extra_state(self.module):
             if name in extra:
                 inner.set_extra_state(extra[name])
 
-    def saved_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, buffer) of the inner module's buffers that a state dict has."""
-        return saved_buffers(self.module)
+    def _check_made(self, saved: Mapping[str, Tensor], given: Mapping[str, Any]) -> None:
+        """Raise ValueError where rank 0 gives another value than a module makes when it saves: it
+        is in no tensor, so nothing can be written there."""
+        wrong = [
+            name
+            for name, again in self.saved_tensors()
+            if name in given
+            and again.data_ptr() != saved[name].data_ptr()
+            and not torch.equal(given[name].cpu(), again.cpu())
+        ]
+        wrong = self.engine.comm.gather_objects(wrong)[0]
+        if wrong:
+            raise ValueError(
+                f"{wrong[0]} is of an ignored parameter, whose module makes it from numbers on it; "
+                "expected what the module has: load the base by its library, and then wrap it"
+            )
+
+    def ignored_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(name, parameter) of what `ignored_params` left as it is."""
+        return ((n, p) for n, p in self.module.named_parameters() if handle_of(p) is None)
+
+    def saved_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor) of what a state dict has beside the chunks: persistent buffers, and
+        ignored parameters as their modules save them, which may be under several names."""
+        yield from saved_buffers(self.module)
+        for prefix, child in self.module.named_modules():
+            if all(handle_of(p) is not None for p in child.parameters(recurse=False)):
+                continue
+            saved: dict[str, Any] = {}
+            child._save_to_state_dict(saved, f"{prefix}." * bool(prefix), keep_vars=True)
+            buffers = {id(buffer) for buffer in child.buffers(recurse=False)}
+            for name, value in saved.items():
+                is_own = isinstance(value, Tensor) and handle_of(value) is None
+                if is_own and id(value) not in buffers:
+                    yield name, value.detach()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Raise TypeError: the engine cannot be copied or pickled."""

@@ -26,6 +26,7 @@ from gemini.optim.rules.loss_scale import LossScale
 from gemini.runtime.wrap.keep_fp32 import KeepFp32
 from gemini.runtime.wrap.materialise import InitFn
 from gemini.runtime.wrap.precision import PrecisionSettings, as_loss_scale
+from gemini.runtime.wrap.specs import IgnoredParams
 
 T = TypeVar("T")
 
@@ -131,18 +132,22 @@ class Communication:
 
 @dataclass(frozen=True, slots=True)
 class Wrapping:
-    """From which values a module is wrapped, and what of it is gathered together.
+    """From which values a module is wrapped, what of it is gathered together, and what is not.
 
     gather_whole: modules whose parameters are gathered all together, because what runs below them
         depends on data and so differs between ranks; by default those with a child `experts`.
     init_fn: initialises a module on the meta device that cannot do it itself; see
         `gemini.init_empty`.
     init_state_dict: values for the parameters instead of those they have, on rank 0.
+    ignored_params: parameters, or true for (qualified name, parameter) of those, that are left as
+        they are, as in FSDP2: in no chunk, plan or optimizer, not moved, cast or broadcast; their
+        gradients are this rank's own. They are in state dicts; see docs/frozen.md.
     """
 
     gather_whole: GatherWhole = has_experts
     init_fn: InitFn | None = None
     init_state_dict: Mapping[str, Tensor] | None = None
+    ignored_params: IgnoredParams | None = None
 
 
 GROUPS = {

@@ -21,7 +21,7 @@ from gemini.optim.rules.report import StepReport
 from gemini.optim.rules.rule import UpdateRule
 from gemini.units import parse_bytes
 
-from .target import ParameterOwner, Target, owner_of, speaker_of
+from .target import OWNER_ATTRIBUTE, ParameterOwner, Target, owner_of, speaker_of
 
 # so that a module that was wrapped behind its optimizer finds it
 _alive: weakref.WeakSet[BoundOptimizer] = weakref.WeakSet()
@@ -113,11 +113,8 @@ class BoundOptimizer(torch.optim.Optimizer):
 
     def check_param(self, param: Tensor) -> None:
         """Raise ValueError for a parameter that this optimizer cannot update."""
-        if not param.is_floating_point():
-            raise ValueError(
-                f"a parameter of shape {tuple(param.shape)} has dtype {param.dtype}; "
-                "expected a floating one"
-            )
+        if not param.is_floating_point():  # one that a wrapped module ignores may be among others
+            return
         if owner_of(param) is None and not param.is_meta:  # it may be made, and wrapped, by then
             check_plain(param)
 
@@ -183,7 +180,17 @@ class BoundOptimizer(torch.optim.Optimizer):
         if not new:
             return
         owners = {id(owner): owner for owner in (owner_of(param) for param, _ in new)}
+        if (len(owners) > 1 or self._owner is not None) and self._leave_out_frozen():
+            self._bind()
+            return
         if len(owners) > 1 or (self._targets and owners != {id(self._owner): self._owner}):
+            ignored = _ignored_among(self._flat_params())
+            if ignored:
+                raise ValueError(
+                    f"this optimizer got {ignored[0]}, which is in ignored_params and trained: the "
+                    "wrapped module neither reduces nor updates it; expected another optimizer for "
+                    "it, and this one over the parameters that the module has"
+                )
             raise ValueError(
                 "this optimizer got parameters of a wrapped module together with others; "
                 "make one optimizer for each module, over all of its parameters"
@@ -204,6 +211,17 @@ class BoundOptimizer(torch.optim.Optimizer):
         for target in self._targets:
             self.state.update(target.shown_state())
         self._bound.update({id(param): rule for param, _ in new})
+
+    def _leave_out_frozen(self) -> bool:
+        """Drop frozen parameters that the wrapped module ignores from the groups; whether any."""
+        before = len(self._flat_params())
+        for group in self.param_groups:
+            group["params"] = [
+                param
+                for param in group["params"]
+                if param.requires_grad or owner_of(param) is not None
+            ]
+        return len(self._flat_params()) < before
 
     def _full_state(self, *, cut: bool = False) -> defaultdict[Tensor, Any]:
         """What `self.state` shows, and copies of the rest; see `Target.offloaded_state`."""
@@ -279,6 +297,19 @@ def _check_made(params: Iterable[Tensor]) -> None:
                 f"a parameter of shape {tuple(param.shape)} is on the meta device and has no "
                 "values; materialise the module, or wrap it, before the optimizer's first use"
             )
+        if not param.is_floating_point():
+            raise ValueError(
+                f"a parameter of shape {tuple(param.shape)} has dtype {param.dtype}; "
+                "expected a floating one"
+            )
+
+
+def _ignored_among(params: Iterable[Tensor]) -> list[str]:
+    """Names of those that the wrapped modules of the others ignore."""
+    params = list(params)
+    owners = {handle.owner for p in params if (handle := getattr(p, OWNER_ATTRIBUTE, None))}
+    names = {i: name for owner in owners for i, name in owner.ignored.items()}
+    return [names[id(param)] for param in params if id(param) in names]
 
 
 def show_steps(optimizer: torch.optim.Optimizer) -> None:

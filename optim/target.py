@@ -124,7 +124,12 @@ class Target(Protocol):
 
 @runtime_checkable
 class ParameterOwner(Protocol):
-    """What stands behind the parameters of a wrapped module."""
+    """What stands behind the parameters of a wrapped module.
+
+    ignored: names by id of parameters of the module that it leaves as they are.
+    """
+
+    ignored: Mapping[int, str]
 
     def attach(self, groups: Sequence[Group], rule: UpdateRule, config: StateConfig) -> Target:
         """Make the state of these groups and take over their update.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from gemini.checkpoint.dcp.ranks import Ranks
+from gemini.checkpoint.format.errors import CheckpointError
 from gemini.checkpoint.untrusted.lazy_tensors import LazyTensors, TensorSpec
 from gemini.chunk.local import region_of
 from gemini.ddp import GeminiDDP
-from gemini.runtime.inspect.full_parameters import full_parameters
-from gemini.units import parse_bytes
+from gemini.runtime.engine import Engine
+from gemini.runtime.inspect.full_parameters import full_parameters, opaque_as_saved
+from gemini.units import ParamId, parse_bytes
 
 from .weight_files import SAFETENSORS, Format, WeightsWriter, spec_of
 
@@ -120,16 +122,12 @@ def _content(
         specs = [spec_of(name, value.dtype, value.shape, dtype) for name, value in plain]
         return specs, ((name, _whole(value)) for name, value in plain)
     engine = model.engine
-    buffers = list(model.saved_buffers())
+    buffers, opaque = list(model.saved_tensors()), opaque_as_saved(engine)
     specs = [
-        spec_of(
-            engine.layout.params[slot.param].name,
-            engine.original_dtypes[slot.param],
-            torch.Size(region_of(engine.params[slot.param])[0]),
-            dtype,
-        )
+        spec
         for chunk in engine.chunks
         for slot in chunk.spec.slots
+        for spec in _specs_of(engine, slot.param, opaque, dtype)
     ]
     first_names = {spec.name for spec in specs}
     specs += [spec_of(name, buffer.dtype, buffer.shape, dtype) for name, buffer in buffers]
@@ -139,6 +137,27 @@ def _content(
         yield from buffers
 
     return specs, values()
+
+
+def _specs_of(
+    engine: Engine,
+    param: ParamId,
+    opaque: Mapping[ParamId, Mapping[str, Tensor]],
+    dtype: torch.dtype | None,
+) -> Iterator[TensorSpec]:
+    """Of what is written for one parameter; what its library saves keeps its dtypes."""
+    if param not in opaque:
+        shape = torch.Size(region_of(engine.params[param])[0])
+        name = engine.layout.params[param].name
+        yield spec_of(name, engine.original_dtypes[param], shape, dtype)
+        return
+    for name, value in opaque[param].items():
+        if hasattr(value, "__tensor_flatten__"):
+            raise CheckpointError(
+                f"{name} is a {type(value).__name__}, which a file of weights does not hold; write "
+                "model.state_dict() with torch.save on rank 0, or the adapters alone"
+            )
+        yield spec_of(name, value.dtype, value.shape, None)
 
 
 def _whole(value: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from gemini.ddp import GeminiDDP
 from gemini.optim.base import TieredOptimizer
 
 from . import background
-from .save import raise_pending, runs_of
+from .save import base_of, raise_pending, runs_of
 
 log = logging.getLogger("gemini")
 
@@ -73,11 +73,25 @@ def load_checkpoint(
         if runs is not None and ranks.is_pipeline:
             mine = {name for names in runs.names for name in names} | runs.buffers.keys()
             runs.on_other_ranks = frozenset().union(*ranks.gather(mine)) - mine
+        if strict and weights:
+            _check_base(source, base_of(model, ranks), ranks)
         if runs is None:
             load_plain(source, model, optimizer, strict, ranks, weights=weights)
         else:
             _load_runs(source, runs, optimizer, strict, ranks, keys, weights=weights)
         return _load_extras(source, model, optimizer, scheduler, ranks, weights=weights)
+
+
+def _check_base(source: CheckpointSource, mine: Mapping[str, str], ranks: Ranks) -> None:
+    """Raise MismatchError where a checkpoint was trained on another base than this one."""
+    found = _decoded(source, [COMMON], ranks) if mine else None
+    saved = found[0].get("base", {}) if found else {}
+    other = [name for name, digest in saved.items() if mine.get(name, digest) != digest]
+    if other:
+        raise MismatchError(
+            f"{source.path} was trained on another base: {other[0]} and {len(other) - 1} more have "
+            "other bytes; load the base that it was saved with, or strict=False takes this one"
+        )
 
 
 def _load_runs(
@@ -250,7 +264,7 @@ def _load_extras(
                 common["memory"], told_apart=engine.calls.tells_inputs_apart
             )
         for part in parts_of(model) if same_world else ():
-            for name, buffer in part.saved_buffers():
+            for name, buffer in part.saved_tensors():
                 if name in own["buffers"]:
                     buffer.copy_(own["buffers"][name])
         if wanted[1] == mine:

@@ -37,15 +37,17 @@ def load_pretrained(
     config: Any = None,
     dtype: torch.dtype | None = None,
     init_missing: bool = False,
+    revision: str | None = None,
     **options: Any,
 ) -> GeminiDDP:
-    """A model of Hugging Face's from a folder of weights, wrapped. All ranks call.
+    """A model of Hugging Face's from a folder of weights, or the hub, wrapped. All ranks call.
 
     Weights are read a tensor at a time, on rank 0, into the chunk that is being filled: no rank
     ever has them whole. fp32 masters start from what the files hold.
 
     folder_or_index: what `save_pretrained` or `export_safetensors` wrote, or the index in it:
-        safetensors, or else `pytorch_model*.bin`.
+        safetensors, or else `pytorch_model*.bin`. What is no path here is an id on the hub
+        (`"Qwen/Qwen2-0.5B"`), and is downloaded to the cache of `huggingface_hub`, once a host.
     model_class: of `transformers`, or any whose constructor takes the config; None is the one that
         the config names.
     config: instead of the folder's own.
@@ -53,12 +55,14 @@ def load_pretrained(
         one in the files.
     init_missing: parameters that no file has, such as a new head's, begin as the model initialises
         them, and are logged by name; else they are refused.
+    revision: on the hub: a branch, tag or commit; None is the newest.
     options: of `GeminiDDP`.
 
     Raises FormatError for a folder without weights, ValueError for weights that are missing from it
-    or of another shape, and ImportError without transformers.
+    or of another shape and for an id that the hub does not give, and ImportError without
+    transformers.
     """
-    path = Path(folder_or_index).expanduser().absolute()
+    path = downloaded(folder_or_index, revision).absolute()
     folder = path.parent if path.is_file() else path
     if is_pipeline(options.get("process_group"), options.get("mesh")):
         raise ValueError(
@@ -79,6 +83,27 @@ def load_pretrained(
         for name in buffers.keys() & files.keys():
             buffers[name].data = files[name].to(buffers[name].dtype)
         return GeminiDDP(module, init_state_dict=values, **options)
+
+
+def downloaded(model: str | os.PathLike[str], revision: str | None = None) -> Path:
+    """A path that is here as it is; an id on the hub as the folder that it is downloaded to.
+
+    Raises ValueError where the hub gives none; offline, where the cache has none.
+    """
+    path = Path(model).expanduser()
+    if path.exists() or path.is_absolute():
+        return path
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        found = snapshot_download(
+            str(model), revision=revision, ignore_patterns=["*.bin", "*.pth", "*.gguf"]
+        )
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        said = str(error).strip().partition("\n")[0]
+        raise ValueError(f"{model} is no folder here, and the hub says: {said}") from None
+    return Path(found)
 
 
 def write_weights(

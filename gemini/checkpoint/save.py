@@ -39,6 +39,7 @@ from gemini.checkpoint.model.state import RunState, ShardedState, first_names
 from gemini.ddp import GeminiDDP
 from gemini.optim.base import TieredOptimizer
 from gemini.optim.groups import as_torchs
+from gemini.runtime.inspect.digest import base_digests
 from gemini.tickets import Done, Ticket
 from gemini.units import parse_bytes
 
@@ -94,9 +95,12 @@ def save_checkpoint(
     folder = ranks.together(lambda: SaveFolder(target) if ranks.rank == 0 else None)
     file: RankFile | None = None
     try:
-        files = known_stores(optimizer, ranks) if weights else {}
+        common = {
+            "files": known_stores(optimizer, ranks) if weights else {},
+            "base": base_of(model, ranks) if weights else {},
+        }
         content = ranks.together(
-            lambda: _content(model, optimizer, scheduler, extra, ranks, weights, files)
+            lambda: _content(model, optimizer, scheduler, extra, ranks, weights, common)
         )
         if ranks.is_pipeline and optimizer is not None:
             content.state["optim"].pop("param_groups", None)
@@ -197,11 +201,10 @@ def _content(
     extra: Any,
     ranks: Ranks,
     weights: bool,
-    files: Mapping[str, Any],
+    common: dict[str, Any],
 ) -> Content:
     own = {"random": random_state(), "extra": extra, "buffers": {}}
-    common: dict[str, Any] = {"scheduler": None if scheduler is None else scheduler.state_dict()}
-    common["files"] = files
+    common["scheduler"] = None if scheduler is None else scheduler.state_dict()
     runs = runs_of(model, optimizer, ranks.world_size, Keys(), weights, once=True)
     if runs is not None:
         content = content_of(runs, model, optimizer, first=ranks.first)
@@ -222,6 +225,15 @@ def _content(
         gemini["common"] = encode("the state of the scheduler", common)
     gemini["rank"] = {str(ranks.rank): encode("extra", own)}
     return content
+
+
+def base_of(model: nn.Module, ranks: Ranks) -> dict[str, str]:
+    """Digests by name of what a checkpoint does not hold: opaque parameters. Collective."""
+    found = [base_digests(part.engine) for part in parts_of(model) if part.engine.opaque]
+    mine = {name: digest for of_part in found for name, digest in of_part.items()}
+    if not any(ranks.gather(bool(found))):
+        return {}
+    return {name: digest for of_rank in ranks.gather(mine) for name, digest in of_rank.items()}
 
 
 def runs_of(

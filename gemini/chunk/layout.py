@@ -29,12 +29,34 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 T = TypeVar("T")
-ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
 
 # 1 MiB of fp32; what is smaller is packed: each chunk costs some microseconds a step
 ALONE_NUMEL = 1 << 18
 
 GroupKey = tuple[str, str, bool]  # (sharding group, dtype, trainable)
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One plain tensor of an opaque parameter."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int  # bytes in the parameter, a multiple of 64
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What an opaque parameter consists of: one whose class, and no formula, knows its bytes."""
+
+    kind: str  # the name of its class
+    leaves: tuple[Leaf, ...]
+    context: str  # what is no tensor in it
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +72,7 @@ class ParamSpec:
     trainable: bool = True
     aliases: tuple[str, ...] = ()  # its tied names, in registration order
     group: str = WORLD  # its sharding group: the mesh dimensions that split it already
+    form: Form | None = None  # of an opaque one, whose shape and dtype are those of its bytes
 
     @property
     def numel(self) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NoReturn, cast
@@ -58,6 +59,10 @@ class ParamHandle:
     owner: ParameterOwner
     engine: EngineHandle
     param: ParamId
+
+    def shown(self) -> AbstractContextManager[None]:
+        """While an operator of its library runs; see `gemini.chunk.opaque`."""
+        return nullcontext()
 
 
 def works_in_place(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
@@ -179,12 +184,14 @@ def learn_dtensors() -> None:
 
 def watch(param: nn.Parameter) -> None:
     """Let operators on a GatheredParameter ask its engine, until `unwatch`."""
-    param.__class__ = next(r for r, g in _CLASSES.values() if type(param) in (r, g))
+    kinds = (released for released, other in _CLASSES.values() if type(param) in (released, other))
+    param.__class__ = next(kinds, type(param))  # of an opaque one nobody waits
 
 
 def unwatch(param: nn.Parameter) -> None:
     """Its values are there to stay."""
-    param.__class__ = next(g for r, g in _CLASSES.values() if type(param) in (r, g))
+    kinds = (gathered for other, gathered in _CLASSES.values() if type(param) in (other, gathered))
+    param.__class__ = next(kinds, type(param))
 
 
 def unwrap_in_place(param: nn.Parameter) -> None:
@@ -239,6 +246,43 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
             for handle in handles:  # a view that is written to may come from `.data`
                 handle.engine.written(handle.param)
         return _compute(func, args, kwargs, handles, gives_views=takes_data or has_views)
+
+
+def call_shown(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An operator on opaque parameters: it runs as their library has it, behind their gathers."""
+    handles: list[ParamHandle] = []
+    _find_handles((*args, *kwargs.values()), handles)
+    if func in _READS_NO_VALUES or not handles:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    if func == _SET_DATA:
+        return handles[0].engine.assign(handles[0].param, args[1])
+    may_write = func == _GET_DATA or works_in_place(func, kwargs)
+    fetched = []
+    for handle in handles:
+        if func in _GIVES_ADDRESS:
+            handle.engine.check_address()
+        if may_write:
+            handle.engine.written(handle.param)
+        fetched.append((handle.engine, handle.engine.fetch([handle.param])))
+    with ExitStack() as stack:
+        for handle in handles:
+            stack.enter_context(handle.shown())
+        result = func(*args, **kwargs)
+        if hasattr(result, "__tensor_flatten__") and all(result is not arg for arg in args):
+            result = result.clone()  # nobody watches what a wrapper of the library consists of
+    with torch._C.DisableTorchFunctionSubclass():
+        for handle in handles:
+            result = _mark_views(result, handle)
+    for engine, chunks in fetched:
+        if chunks:
+            engine.fetched(chunks, (args, kwargs), result)
+    return result
+
+
+def learn(hidden: type) -> None:
+    """What an opaque parameter is while no call uses it: operators on it call `call_shown`."""
+    _WRAPPED.add(hidden)
 
 
 def _use_gradient(func: Callable[..., Any], args: tuple[Any, ...]) -> Tensor | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -62,6 +62,7 @@ from gemini.runtime.wrap.build_chunks import build_chunks
 from gemini.runtime.wrap.materialise import Materialiser
 from gemini.runtime.wrap.other_optimizers import refuse_other_optimizers
 from gemini.runtime.wrap.precision import PrecisionSettings
+from gemini.runtime.wrap.specs import Collected
 from gemini.units import ChunkId, ParamId
 
 from .meetings import Meetings, describe
@@ -80,7 +81,7 @@ class Engine(Parts):
 
     def __init__(
         self,
-        params: Sequence[nn.Parameter],
+        found: Collected,
         layout: ChunkLayout,
         values: Materialiser,
         backend: Backend,
@@ -97,9 +98,9 @@ class Engine(Parts):
         comm, links = connections.comm, connections.links
         events, files = EngineEvents(), _files_of(name, comm.rank, planning, backend)
         storage = ShardStorage(layout, planning.plan, backend, files, events.changing)
-        original_dtypes = [param.dtype for param in params]  # before chunks take them
+        params = found.params
         chunks = build_chunks(
-            layout, params, values, backend, links, planning.plan, storage,
+            layout, params, found.opaque, values, backend, links, planning.plan, storage,
             never_released=planning.never_released,
             with_originals=planning.inputs.with_originals,
             gradients_travel_as=precision_settings.travels_as,
@@ -111,14 +112,14 @@ class Engine(Parts):
         manager = StatefulTensorMgr(
             layout, chunks, planning.never_released, max_prefetch, ledger,
             planning.payload_room_bytes, planning.steps_for,
-            agree=self._agree_to_gather if comm.world_size > 1 else None,
+            agree=self._agree_to_gather if comm.world_size > 1 else None, opaque=found.opaque,
         )  # fmt: skip
         super().__init__(
             params=list(params), layout=layout, chunks=chunks,
             never_released=planning.never_released,
             chunk_of=layout.chunk_of(),
             slot_of={slot.param: i for c in layout.chunks for i, slot in enumerate(c.slots)},
-            original_dtypes=original_dtypes,
+            original_dtypes=found.dtypes, opaque=found.opaque,
             backend=backend, comm=comm, links=links, scope=connections.scope,
             planning=planning, storage=storage, precision_settings=precision_settings,
             control_vector=ControlVector(
@@ -147,6 +148,7 @@ class Engine(Parts):
         )  # fmt: skip
         self.dtype = DTYPES[precision_settings.dtype]
         self.together: PipelineOwner | None = None  # of a pipeline: what attaches optimizers for it
+        self.ignored: Mapping[int, str] = {}  # names by id of parameters that are the user's own
         self._last_trace: Trace | None = None  # of training
         self._has_said_start = self.is_lent = False
         self._agreements_left = 0 if planning.has_trace else MAX_AGREEMENTS
@@ -188,7 +190,11 @@ class Engine(Parts):
             assign=self.assign,
         )
         for i, param in enumerate(params):
-            wrap_in_place(param, ParamHandle(self, handle, ParamId(i)))
+            mine = ParamHandle(self, handle, ParamId(i))
+            if ParamId(i) in self.opaque:
+                self.opaque[ParamId(i)].wrap(mine)
+            else:
+                wrap_in_place(param, mine)
         refuse_other_optimizers()
         self.manager.before_release = self.user_writes.write_back
         self.manager.release_all()

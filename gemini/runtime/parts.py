@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gemini.chunk.layout import ChunkLayout
+from gemini.chunk.opaque import Opaque
 from gemini.chunk.storage import Chunk
 from gemini.memtracer.module_calls import in_backward
 from gemini.mesh.roles import WORLD
@@ -151,6 +152,7 @@ class Parts:
     chunk_of: dict[ParamId, ChunkId]
     slot_of: dict[ParamId, int]
     original_dtypes: Sequence[torch.dtype]
+    opaque: Mapping[ParamId, Opaque]  # quantised parameters, whose class computes with them
     backend: Backend
     comm: Communicator  # of all ranks, for what they agree on
     links: Mapping[str, Links]  # of every sharding group

@@ -17,6 +17,13 @@ def thaw(parts: Parts, meetings: Meetings, params: list[ParamId]) -> None:
     Between iterations, on all ranks in the same forward. What shares a chunk with them is trained
     too, as soon as it requires a gradient. Raises BudgetError where their state fits nowhere.
     """
+    for param in params:
+        if param in parts.opaque:
+            name, kind = parts.layout.params[param].name, parts.opaque[param].form.kind
+            raise ValueError(
+                f"parameter {name} is a {kind}, whose bytes no step updates, and requires a "
+                "gradient now; expected requires_grad_(False), with adapters that are trained"
+            )
     names = ", ".join(parts.layout.params[param].name for param in params)
     meetings.call(f"forward with {names} trained")
     frozen = {parts.chunk_of[param] for param in params}

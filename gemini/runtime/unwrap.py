@@ -57,6 +57,9 @@ def unwrap(parts: Parts, gradients: Gradients, device: torch.device) -> None:
         values = full_chunk(parts, chunk)
         for index, value in params_in(parts.layout, chunk.spec, values):
             param = parts.params[index]
+            if index in parts.opaque:
+                parts.opaque[index].unwrap(value.to(device))
+                continue
             value = value.to(device, parts.original_dtypes[index], copy=True)
             unwrap_in_place(param)
             if is_dtensor(param):

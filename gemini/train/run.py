@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemini.checkpoint.pretrained import load_pretrained
+from gemini.checkpoint.pretrained import downloaded, load_pretrained
 from gemini.plan.ask import plan_for
 from gemini.plan.models import adapted
 from gemini.plan.words import five_lines
@@ -126,7 +126,7 @@ def prepare(config: TrainConfig) -> Job:
     optim: Any = args.optim
     check_optim(str(optim.value))
     comm = everyone(None, None)
-    folder = _folder_of(config.model)
+    folder = str(downloaded(config.model))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     with args.main_process_first():  # which leaves its rows to the others
         data = load(config, tokenizer)
@@ -163,21 +163,6 @@ def check_same_run(config: TrainConfig, out: Path) -> None:
         raise ValueError(
             f"{out} has checkpoints of another run: {listed}; expected the same, or another --out"
         )
-
-
-def _folder_of(model: str) -> str:
-    """A folder as it is; an id on the hub as the folder that it is downloaded to."""
-    if Path(model).expanduser().is_dir():
-        return str(Path(model).expanduser())
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        found: str = snapshot_download(model, ignore_patterns=["*.bin", "*.pth", "*.gguf"])
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError) as error:
-        said = str(error).strip().splitlines()[0]
-        raise ValueError(f"--model {model} is no folder here, and the hub says: {said}") from None
-    return found
 
 
 def _loaded_model(folder: str, config: TrainConfig, options: dict[str, Any]) -> nn.Module:

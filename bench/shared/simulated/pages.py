@@ -15,7 +15,13 @@ _TRUE = torch.tensor(True)
 
 def poison(dtype: torch.dtype) -> float:
     """What memory is full of that holds no values."""
+    if dtype == torch.uint8:
+        return 0xAA
     return float("nan") if dtype.is_floating_point else -0x5556
+
+
+def _is_poison(tensor: Tensor) -> Tensor:
+    return tensor.isnan() if tensor.is_floating_point() else tensor == poison(tensor.dtype)
 
 
 class SimPages:
@@ -69,7 +75,7 @@ class SimPages:
             tensor = reference()
             if tensor is None:
                 del self._freed[key]
-            elif not torch.equal(tensor.isnan().all(), _TRUE):  # no read that a wait is counted by
+            elif not torch.equal(_is_poison(tensor).all(), _TRUE):  # no read a wait is counted by
                 raise AssertionError("memory was written that was freed, and is another's by now")
 
     def pin(self, address: int, nbytes: int) -> None:

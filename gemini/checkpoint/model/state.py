@@ -22,7 +22,7 @@ from gemini.chunk.layout import ShardSegment
 from gemini.chunk.local import region_of
 from gemini.chunk.storage import Chunk
 from gemini.ddp import GeminiDDP
-from gemini.dtypes import DTYPES
+from gemini.dtypes import BYTES, DTYPES
 from gemini.optim.base import TieredOptimizer
 from gemini.optim.rules.state_layout import MASTER
 from gemini.optim.state.state_stream import RunSpec, StateRun, StateSnapshot
@@ -260,15 +260,18 @@ class ShardedState(RunState):
         self._engine = engine
         self._target = engine.target
         layout = engine.layout
-        self.names = [spec.names for spec in layout.params]
+        # a base that is opaque is in no checkpoint, but for its digest: see `extras.base_of`
+        self.names = [spec.names for spec in layout.params if spec.form is None]
         self._regions = {
             spec.name: Region(*region_of(param))
             for spec, param in zip(layout.params, engine.params, strict=True)
+            if spec.form is None
         }
         self.shapes = {name: torch.Size(region.shape) for name, region in self._regions.items()}
-        self.buffers = dict(model.saved_buffers()) if weights else {}
+        self.buffers = dict(model.saved_tensors()) if weights else {}
         has_masters = self._target is not None and self._target.has_master
-        shown = [chunk for chunk in engine.chunks if chunk.counts or not once]
+        chunks = [chunk for chunk in engine.chunks if chunk.spec.dtype != BYTES]
+        shown = [chunk for chunk in chunks if chunk.counts or not once]
         bare = [chunk for chunk in shown if weights and not (has_masters and chunk.spec.trainable)]
         self._weights = [
             run
@@ -278,7 +281,7 @@ class ShardedState(RunState):
         ]
         dtypes: dict[str, torch.dtype] = {}
         trained: list[str] = []
-        for chunk in engine.chunks:
+        for chunk in chunks:
             dtype = torch.float32 if chunk.spec.id in engine.originals else chunk.dtype
             names = [layout.params[slot.param].name for slot in chunk.spec.slots]
             if weights:
@@ -296,7 +299,7 @@ class ShardedState(RunState):
             with_weights=weights,
             silent={
                 layout.params[slot.param].name
-                for chunk in engine.chunks
+                for chunk in chunks
                 if chunk not in shown
                 for slot in chunk.spec.slots
             },
@@ -310,7 +313,8 @@ class ShardedState(RunState):
         if target is None:
             return {}
         shown: Mapping[Any, dict[str, Tensor]] = target.shown_state()
-        return {target.names[id(param)]: state["step"] for param, state in shown.items()}
+        counts = {target.names[id(param)]: state["step"] for param, state in shown.items()}
+        return {name: count for name, count in counts.items() if name in self.shapes}
 
     def visit_weights(self, look: RunVisitor) -> None:
         for chunk, runs in groupby(self._weights, key=lambda run: run.chunk):

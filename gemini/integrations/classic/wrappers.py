@@ -290,7 +290,7 @@ def init_chunk_manager(
     if dtype is None:
         raise ValueError(f"precision={precision!r}; expected one of {sorted(DTYPE_OF)}")
     dtypes = param_dtypes(model, find_fp32_modules(model, None, cast_buffers=False), dtype)
-    _, specs = collect_params(model, dtypes)
+    specs = collect_params(model, dtypes).specs
     found = search_chunk_configuration(specs, search_range_mb, hidden_dim, min_chunk_size_mb)
     return ChunkManager(found, init_device, precision)
 

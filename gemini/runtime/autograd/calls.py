@@ -36,6 +36,7 @@ from gemini.runtime.meetings import Meetings
 from gemini.runtime.parts import Parts, in_pass, settle
 from gemini.runtime.schedule.tensor_mgr import TensorState
 from gemini.runtime.step.promotion import Promotion
+from gemini.runtime.step.weights import take_replaced
 from gemini.runtime.thaw import thaw
 from gemini.trees import tensors_in
 from gemini.units import ChunkId, ParamId
@@ -149,6 +150,8 @@ class Calls:
             settle(parts)  # there may be no backward that would say so
         self._promotion.graph_is_open |= torch.is_grad_enabled()
         parts.comm.check_unchanged()
+        if parts.opaque:
+            take_replaced(parts)
         if parts.module_check is not None:
             parts.module_check.check()
         self.thaw_what_is_trained()

@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from gemini.chunk.opaque import OpaqueChunk
 from gemini.chunk.storage import Chunk
 from gemini.runtime.parts import Parts
 from gemini.runtime.step.weights import write_back_changes
+
+from .weights import master_of
 
 WORD_BYTES = 8
 _Sum = Callable[[Tensor, int, int], Tensor]
@@ -59,6 +62,26 @@ def digest(parts: Parts) -> str:
         sums = [total + other for total, other in zip(sums, there.tolist(), strict=True)]
     said = repr((sums, _counts(parts), sorted(parts.control_vector.state_dict().items())))
     return hashlib.sha256(said.encode()).hexdigest()[:16]
+
+
+@torch.no_grad()
+def base_digests(parts: Parts) -> dict[str, str]:
+    """By name the digest of every opaque parameter, on the first rank; read once, until it is
+    written. It depends on bytes and form alone. Collective."""
+    write_back_changes(parts)
+    mine = [c.spec.id for c in parts.chunks if isinstance(c, OpaqueChunk) and not c.is_named]
+    for chunk_id in sorted({c for of_rank in parts.comm.gather_objects(mine) for c in of_rank}):
+        chunk = parts.chunks[chunk_id]
+        payload = parts.links[chunk.spec.group].gather(master_of(parts, chunk))
+        for slot in chunk.spec.slots:
+            one = parts.opaque[slot.param]
+            said = hashlib.sha256(repr(one.form).encode())
+            if payload is not None:
+                said.update(payload[slot.offset : slot.offset + slot.numel].cpu().numpy().tobytes())
+            one.digest = said.hexdigest()
+    if parts.comm.rank:
+        return {}
+    return {one.names[0]: str(one.digest) for one in parts.opaque.values()}
 
 
 def _of_shard(parts: Parts, chunk: Chunk, add: _Sum) -> list[tuple[int, Tensor]]:

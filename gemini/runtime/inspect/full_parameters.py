@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from gemini.chunk.local import full_tensor_of
+from gemini.chunk.opaque import OpaqueChunk
 from gemini.chunk.storage import params_in
 from gemini.mesh.roles import WORLD
 from gemini.runtime.parts import Parts, settle
@@ -23,7 +24,8 @@ def full_parameters(parts: Parts) -> Iterator[tuple[str, Tensor]]:
     """(name, value) of every parameter on rank 0, nothing on the others; all ranks iterate.
 
     Values are the fp32 masters where there are any, in the dtype that the parameter had before
-    wrapping, on the CPU. Tied parameters come under each of their names, as one tensor.
+    wrapping, on the CPU; what is opaque is as its library saves it. Tied parameters come under each
+    of their names, as one tensor.
     """
     write_back_changes(parts)
     for chunk in parts.chunks:
@@ -32,12 +34,32 @@ def full_parameters(parts: Parts) -> Iterator[tuple[str, Tensor]]:
             continue
         payload = payload.cpu()
         for param, mine in params_in(parts.layout, chunk.spec, payload):
+            if param in parts.opaque:
+                yield from parts.opaque[param].saved(mine).items()
+                continue
             value = full_tensor_of(parts.params[param], mine).cpu()
             if parts.comm.rank != 0:  # other parts of what is split were asked for
                 continue
             value = value.to(parts.original_dtypes[param], copy=True)
             for name in parts.layout.params[param].names:
                 yield name, value
+
+
+def opaque_as_saved(parts: Parts) -> dict[ParamId, dict[str, Tensor]]:
+    """What state dicts have of every opaque parameter: on rank 0 empty tensors of the right dtypes
+    and shapes, which depend on values; elsewhere of zeros. All ranks call."""
+    write_back_changes(parts)
+    found = {}
+    for chunk in parts.chunks:
+        if not isinstance(chunk, OpaqueChunk):
+            continue
+        payload = parts.links[chunk.spec.group].gather(master_of(parts, chunk))
+        if payload is None:
+            payload = torch.zeros(chunk.spec.payload_numel, dtype=chunk.dtype)
+        for param, mine in params_in(parts.layout, chunk.spec, payload.cpu()):
+            saved = parts.opaque[param].saved(mine)
+            found[param] = {name: value.to("meta") for name, value in saved.items()}
+    return found
 
 
 def cut_parameters(parts: Parts) -> Iterator[tuple[str, Tensor]]:
@@ -50,6 +72,9 @@ def cut_parameters(parts: Parts) -> Iterator[tuple[str, Tensor]]:
     for chunk in parts.chunks:
         links, dtype = parts.links[chunk.spec.group], exact_dtype(parts, chunk)
         for param, mine in params_in(parts.layout, chunk.spec, full_chunk(parts, chunk)):
+            if param in parts.opaque:  # whole on every rank
+                yield from parts.opaque[param].saved(mine.cpu()).items()
+                continue
             value = dtensor_of(links, parts.params[param], mine.to(dtype))
             for name in parts.layout.params[param].names:
                 yield name, value
@@ -72,6 +97,9 @@ def salvageable(parts: Parts) -> dict[str, Tensor]:
             values = chunk.shard
         for param, value in params_in(parts.layout, chunk.spec, values):
             spec = parts.layout.params[param]
+            if param in parts.opaque:
+                found.update(parts.opaque[param].saved(value.cpu()))
+                continue
             if spec.group == WORLD:
                 found.update(dict.fromkeys(spec.names, value.cpu().clone()))
     return found
@@ -90,6 +118,7 @@ def load_full_parameters(parts: Parts, values: Mapping[str, Tensor]) -> None:
     known = [
         (name, tuple(param.shape))
         for spec, param in zip(parts.layout.params, parts.params, strict=True)
+        if spec.form is None
         for name in spec.names
     ]
     wrong = [
@@ -97,6 +126,12 @@ def load_full_parameters(parts: Parts, values: Mapping[str, Tensor]) -> None:
         for name, shape in known
         if name in values and tuple(values[name].shape) != shape
     ]
+    for one in parts.opaque.values() if parts.comm.rank == 0 else ():
+        try:
+            known += [(name, ()) for name in one.saved_names if name in values]
+            one.given(values)
+        except ValueError as error:
+            wrong.append(str(error))
     wrong, named = parts.comm.gather_objects((wrong, [n for n, _ in known if n in values]))[0]
     if wrong:
         raise ValueError("the state dict does not fit: " + "; ".join(wrong))
@@ -106,7 +141,7 @@ def load_full_parameters(parts: Parts, values: Mapping[str, Tensor]) -> None:
         name_of = {
             slot.param: name
             for slot in chunk.spec.slots
-            for name in parts.layout.params[slot.param].names[::-1]  # the first that is given
+            for name in _loaded_names(parts, slot.param)[::-1]  # the first that is given
             if name in given
         }
         if not name_of:
@@ -116,7 +151,9 @@ def load_full_parameters(parts: Parts, values: Mapping[str, Tensor]) -> None:
         payload = links.gather(mine)
         if payload is not None:
             for param, place in params_in(parts.layout, chunk.spec, payload):
-                if param in name_of:
+                if param in name_of and param in parts.opaque:
+                    parts.opaque[param].load(place, values)
+                elif param in name_of:
                     whole = wholes.get(param, values.get(name_of[param])) if is_first else None
                     value = given_part(links, parts.params[param], whole, torch.float32)
                     place.copy_(value.reshape(place.shape))
@@ -128,3 +165,9 @@ def load_full_parameters(parts: Parts, values: Mapping[str, Tensor]) -> None:
     parts.user_writes.stepped(
         [p for p in map(ParamId, params) if given & set(parts.layout.params[p].names)]
     )
+
+
+def _loaded_names(parts: Parts, param: ParamId) -> Sequence[str]:
+    """Names by which a state dict has values for a parameter."""
+    one = parts.opaque.get(param)
+    return parts.layout.params[param].names if one is None else one.saved_names

@@ -10,15 +10,17 @@ import torch
 from torch import Tensor
 
 from gemini.chunk.storage import Chunk
+from gemini.dtypes import BYTES
 from gemini.runtime.memory.user_writes import follow_shard
 from gemini.runtime.parts import Parts
 
 
 def master_of(parts: Parts, chunk: Chunk) -> Tensor:
-    """[S] fp32 on the CPU, a copy."""
+    """[S] fp32 on the CPU, a copy; of an opaque chunk its bytes."""
     if parts.target is not None and chunk.spec.trainable:
         return parts.target.read_master(chunk)
-    return weights_without_master(parts, chunk).to("cpu", torch.float32, copy=True)
+    dtype = torch.float32 if chunk.spec.dtype != BYTES else chunk.dtype
+    return weights_without_master(parts, chunk).to("cpu", dtype, copy=True)
 
 
 def set_master(parts: Parts, chunk: Chunk, values: Tensor) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -28,9 +29,12 @@ _known = threading.local()  # of the default group that is there, which ranks ma
 class PipelineOwner:
     """Owns, for optimizers, the parameters of all parts of one mesh in this process.
 
+    ignored: none, as each part says what it ignores.
     ranks_here: those of all stages on this host, which share its memory.
     pipeline: the ranks of this pipeline, in the order of stages. place: this rank's among them.
     """
+
+    ignored: Mapping[int, str] = MappingProxyType({})
 
     def __init__(self, mesh: Any) -> None:
         self.pipeline: dist.ProcessGroup = mesh.get_group("pp")

@@ -9,10 +9,11 @@ chunks it falls back to gathering on demand and releasing the least recently use
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from enum import Enum
 
 from gemini.chunk.layout import ChunkLayout
+from gemini.chunk.opaque import Opaque
 from gemini.chunk.storage import Chunk
 from gemini.memtracer.trace import Kind
 from gemini.placement.sizes import UNLIMITED
@@ -91,6 +92,7 @@ class StatefulTensorMgr:
     agree: where other ranks follow the same steps: called before a planned call gathers chunks that
         its steps do not name; before all, where `owes_meeting`: the cycle before was not of steps.
     before_release: called with a chunk that is gathered.
+    opaque: parameters that are told of the calls that use them.
     """
 
     def __init__(
@@ -103,10 +105,12 @@ class StatefulTensorMgr:
         payload_room_bytes: Callable[[], int] = lambda: UNLIMITED,
         steps_for: StepsFor = lambda kind, signature: None,
         agree: Callable[[Sequence[ChunkId]], None] | None = None,
+        opaque: Mapping[ParamId, Opaque] | None = None,
     ) -> None:
         self.ledger = ledger or MemoryLedger(chunks)
         self._names = [spec.name for spec in layout.params]
         self._chunks = chunks
+        self._opaque = opaque or {}
         self._states = [TensorState.HOLD for _ in layout.params]
         never_released = set(never_released)
         self._nbytes = {
@@ -277,6 +281,8 @@ class StatefulTensorMgr:
                 self._users[chunk] += 1
         for param in params:
             self._computing[param] += 1
+            if param in self._opaque:
+                self._opaque[param].call_begins()
         self.set_state(params, TensorState.COMPUTE)
 
     def end_use(
@@ -292,6 +298,8 @@ class StatefulTensorMgr:
         done: list[ParamId] = []
         for param in params:
             self._computing[param] -= 1
+            if param in self._opaque:
+                self._opaque[param].call_ends()
             if not self._computing[param] and self._states[param] is TensorState.COMPUTE:
                 done.append(param)
         self.set_state(done, state)
@@ -351,6 +359,8 @@ class StatefulTensorMgr:
         """No module call is open any more: a backward ended, or one was abandoned."""
         self._users = dict.fromkeys(self._nbytes, 0)
         self._computing = [0] * len(self._computing)
+        for one in self._opaque.values():
+            one.forget_calls()
 
     def release_all(self, keep: Container[ChunkId] = ()) -> None:
         """Free every payload that may be freed, but for `keep`."""

@@ -8,9 +8,29 @@ from contextlib import contextmanager
 from gemini.runtime.parts import Parts, settle
 
 
+def take_replaced(parts: Parts) -> None:
+    """Opaque parameters that their library has made anew, the same on all ranks, are written."""
+    for param, one in parts.opaque.items():
+        new = one.take_back()
+        if new is None:
+            continue
+        chunk = parts.chunks[parts.chunk_of[param]]
+        shard = chunk.load_shard()
+        for segment in parts.layout.shard_segments(chunk.spec, chunk.rank):
+            if segment.param == param:
+                start = segment.param_offset
+                own = shard[segment.offset : segment.offset + segment.numel]
+                own.copy_(new[start : start + segment.numel])
+        chunk.store_shard(shard)
+        if chunk.gathered:
+            chunk.wait_gathered()
+            chunk.view(chunk.payload, parts.slot_of[param]).copy_(new)
+
+
 def write_back_changes(parts: Parts) -> None:
     """Shards and masters follow what the user wrote to parameters."""
     settle(parts)
+    take_replaced(parts)
     user_writes = parts.user_writes
     parts.regather.end()
     for chunk in parts.chunks:

@@ -9,15 +9,16 @@ from torch import Tensor, nn
 
 from gemini.chunk.layout import ChunkLayout
 from gemini.chunk.local import is_dtensor, local_of, rebind
+from gemini.chunk.opaque import Opaque, OpaqueChunk
 from gemini.chunk.storage import Chunk
-from gemini.dtypes import DTYPES
+from gemini.dtypes import BYTES, DTYPES
 from gemini.placement.plan import Plan
 from gemini.placement.tiers import Tier
 from gemini.runtime.comm.links import Links
 from gemini.runtime.memory.backend import Backend
 from gemini.runtime.memory.originals import Originals
 from gemini.runtime.memory.shard_storage import ShardStorage
-from gemini.units import BLOCK_NUMEL, ChunkId
+from gemini.units import BLOCK_NUMEL, ChunkId, ParamId
 
 from .materialise import Materialiser
 from .wide_blocks import WideBlocks
@@ -26,6 +27,7 @@ from .wide_blocks import WideBlocks
 def build_chunks(
     layout: ChunkLayout,
     params: Sequence[nn.Parameter],
+    opaque: Mapping[ParamId, Opaque],
     values: Materialiser,
     backend: Backend,
     links: Mapping[str, Links],
@@ -59,7 +61,7 @@ def build_chunks(
         spec, slot = place_of[id(param)]
         if spec.id not in filling:
             shard = plan.shards[spec.id]
-            chunk = Chunk(
+            chunk = (OpaqueChunk if spec.dtype == BYTES else Chunk)(
                 spec,
                 backend,
                 links[spec.group],
@@ -71,9 +73,13 @@ def build_chunks(
             keeps_original = spec.id in with_originals
             alone = keeps_original and links[spec.group].is_given_nothing
             in_blocks = alone and storage.originals.goes_to_file(spec.id)
-            filling[spec.id] = _ChunkBuilder(
-                chunk, params, backend, keeps_original, storage.originals if in_blocks else None
-            )
+            if isinstance(chunk, OpaqueChunk):
+                chunk.opaque = [opaque[slot.param] for slot in spec.slots]
+                filling[spec.id] = _OpaqueBuilder(chunk, params, backend, False, None)
+            else:
+                filling[spec.id] = _ChunkBuilder(
+                    chunk, params, backend, keeps_original, storage.originals if in_blocks else None
+                )
         is_full = filling[spec.id].put(slot, value)
         del value  # it may be as large as all of the chunk
         if is_full and links[spec.group].is_given_nothing:
@@ -163,6 +169,23 @@ class _ChunkBuilder:
             else:
                 param.data = view
         return original
+
+
+class _OpaqueBuilder(_ChunkBuilder):
+    """One of opaque parameters, whose tensors are packed and bound one by one."""
+
+    chunk: OpaqueChunk
+
+    def put(self, slot: int, values: Tensor) -> bool:
+        self.chunk.opaque[slot].pack(self.chunk.view(self._source, slot))
+        self._missing.discard(slot)
+        return not self._missing
+
+    def finish(self, links: Links) -> None:
+        links.broadcast(self._source)
+        self.chunk.keep_shard()
+        for slot, one in enumerate(self.chunk.opaque):
+            one.bind(self.chunk.view(self.chunk.payload, slot))
 
 
 def _has_same_values(narrow: Tensor, wide: Tensor) -> bool:

@@ -7,7 +7,7 @@ model = GeminiDDP(module)           # values are made chunk by chunk; a rank kee
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -50,6 +50,7 @@ class Materialiser:
         root: nn.Module,
         init_fn: InitFn | None = None,
         state_dict: Mapping[str, Tensor] | None = None,
+        keep_theirs: Collection[int] = (),  # ids of parameters that have values, and keep them
     ) -> None:
         self._root = root
         self._init_fn = init_fn
@@ -57,7 +58,11 @@ class Materialiser:
         self._own_init = getattr(root, "_init_weights", None)
         self._names: dict[int, list[str]] = {}
         self._owner: dict[int, str] = {}
+        self._kept: list[str] = []
         for name, param in root.named_parameters(remove_duplicate=False):
+            if id(param) in keep_theirs:
+                self._kept.append(name)
+                continue
             self._names.setdefault(id(param), []).append(name)
             self._owner.setdefault(id(param), name.rpartition(".")[0])
         self._ready: dict[int, tuple[nn.Parameter, Tensor]] = {}  # made, and not yet taken
@@ -70,6 +75,12 @@ class Materialiser:
                 for names in self._names.values()
                 if not any(name in self._state_dict for name in names)
             ]
+            given = next((name for name in self._kept if name in self._state_dict), None)
+            if given is not None:
+                raise ValueError(
+                    f"init_state_dict has {given}, which is quantised or in ignored_params and "
+                    "keeps what it has; expected its values in the module before it is wrapped"
+                )
             if missing:
                 raise ValueError(f"the state dict has no values for {', '.join(missing)}")
             return
@@ -88,7 +99,7 @@ class Materialiser:
     def take(self, param: nn.Parameter) -> Tensor:
         """Values for a parameter, which is real or on the meta device."""
         if self._state_dict is not None:
-            for name in self._names[id(param)]:
+            for name in self._names.get(id(param), ()):
                 if name in self._state_dict:
                     return self._checked(name, param, self._state_dict[name])
         if not param.is_meta:

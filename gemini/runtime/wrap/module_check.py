@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from torch import nn
@@ -21,13 +21,18 @@ class ModuleCheck:
     """What every module below a root had when it was wrapped; compared before each forward.
 
     It keeps no module alive: a parameter that outlives its module holds on to its engine.
+    ignored: ids of parameters that may be replaced, as merged adapters do with quantised weights.
     """
 
-    def __init__(self, root: nn.Module) -> None:
-        self._modules = [
-            (name, weakref.ref(module), dict(module._parameters), _weakly(module._modules))
-            for name, module in root.named_modules()
-        ]
+    def __init__(self, root: nn.Module, ignored: Collection[int] = ()) -> None:
+        self._modules = []
+        self._ignored: dict[str, frozenset[str]] = {}  # by module, where it has any
+        for name, module in root.named_modules():
+            left = {key for key, param in module._parameters.items() if id(param) in ignored}
+            if left:
+                self._ignored[name] = frozenset(left)
+            params = _without(left, module._parameters)
+            self._modules.append((name, weakref.ref(module), params, _weakly(module._modules)))
 
     @_disable_dynamo
     def check(self) -> None:
@@ -45,6 +50,8 @@ class ModuleCheck:
                     "use the GeminiDDP alone"
                 )
             now = module._parameters
+            if name in self._ignored:
+                now = _without(self._ignored[name], now)
             if now.keys() != params.keys():
                 self._refuse(name, now, params)
             for key, param in params.items():
@@ -64,6 +71,10 @@ class ModuleCheck:
                 continue
             what = "is new" if key not in before else "is gone" if key not in now else "is another"
             raise _changed(_join(name, key), what)
+
+
+def _without(left: Collection[str], params: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: param for key, param in params.items() if key not in left}
 
 
 def _weakly(modules: Mapping[str, nn.Module | None]) -> dict[str, Callable[[], nn.Module | None]]:

@@ -2,44 +2,116 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from gemini.chunk.layout import ParamSpec, distinct, spec_of
 from gemini.chunk.local import group_of, is_dtensor, local_of, mesh_dims
+from gemini.chunk.opaque import Opaque, is_opaque
 from gemini.chunk.parameter import handle_of
+from gemini.dtypes import DTYPES
 from gemini.memtracer.module_calls import is_compiled
 from gemini.mesh.roles import EXPERTS, WORLD
 from gemini.runtime.comm.communicator import Communicator
+from gemini.units import ParamId
+
+from .precision import PrecisionSettings
+
+IgnoredParams = Collection[nn.Parameter] | Callable[[str, nn.Parameter], bool]
+
+
+def find_ignored(
+    module: nn.Module, ignored_params: IgnoredParams | None, *, scaled: bool
+) -> dict[int, str]:
+    """Name by id of the parameters that are left as they are; a tied one is, under all names.
+
+    scaled: losses are, and with them gradients. Raises ValueError for what is no parameter of the
+    module, is on the meta device, or is trained with a scaled loss.
+    """
+    if ignored_params is None:
+        return {}
+    named = distinct(module.named_parameters(remove_duplicate=False))
+    if callable(ignored_params):
+        asked = ignored_params
+        found = {id(p): names[0] for p, names in named if any(asked(name, p) for name in names)}
+    else:
+        first = {id(param): names[0] for param, names in named}
+        for param in ignored_params:
+            if id(param) not in first:
+                raise ValueError(
+                    f"ignored_params has a {type(param).__name__} of shape "
+                    f"{tuple(getattr(param, 'shape', ()))} that is no parameter of this module; "
+                    "expected parameters of module.parameters() as it is wrapped, or a function of "
+                    "name and parameter"
+                )
+        found = {id(param): first[id(param)] for param in ignored_params}
+    for param, names in named:
+        if id(param) not in found:
+            continue
+        if param.is_meta:
+            raise ValueError(
+                f"parameter {names[0]} is in ignored_params and on the meta device, where nobody "
+                "gives it values; expected one that has values before the module is wrapped"
+            )
+        if scaled and param.requires_grad:
+            raise ValueError(
+                f'parameter {names[0]} is in ignored_params and trained, and precision="fp16" '
+                "scales the loss, so that its gradient would carry the scale; expected "
+                'precision="bf16" or "fp32", or requires_grad_(False)'
+            )
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """Parameters in registration order, tied ones once, their specs, and those that are opaque."""
+
+    params: list[nn.Parameter]
+    specs: list[ParamSpec]
+    opaque: dict[ParamId, Opaque]
+    dtypes: list[torch.dtype]  # that they have
 
 
 def collect_params(
-    module: nn.Module, dtypes: Mapping[int, str], *, meshed: bool = False
-) -> tuple[list[nn.Parameter], list[ParamSpec]]:
-    """Parameters in registration order, tied ones once, and their specs.
+    module: nn.Module,
+    dtypes: Mapping[int, str],
+    *,
+    meshed: bool = False,
+    ignored: Collection[int] = (),
+) -> Collected:
+    """What is wrapped of a module.
 
     dtypes: what each computes in, by id. meshed: DTensors are taken, each rank's local part.
+    ignored: ids of parameters that are left out.
     Raises ValueError for what is no module, is wrapped already or by others, has no parameter or
     one that cannot be a view of a chunk, or is compiled into CUDA graphs or by TorchScript.
     """
     for name, child in module.named_modules():
         _check_compiled(name, child)
-    named = distinct(module.named_parameters(remove_duplicate=False))
-    for param, names in named:
+    found = Collected([], [], {}, [])
+    for param, names in distinct(module.named_parameters(remove_duplicate=False)):
+        if id(param) in ignored:
+            continue
         _check(names[0], param, meshed)
-    if not named:
-        raise ValueError(f"{type(module).__name__} has no parameter; there is nothing to shard")
-    return [param for param, _ in named], [
-        replace(
-            spec_of(param, names, dtypes[id(param)]),
-            shape=tuple(local_of(param).shape),
-            group=group_of(param),
-        )
-        for param, names in named
-    ]
+        if is_opaque(param):
+            places = [(name, module.get_submodule(name.rpartition(".")[0])) for name in names]
+            one = Opaque(param, places)
+            found.opaque[ParamId(len(found.params))] = one
+            spec = one.spec
+        else:
+            spec = spec_of(param, names, dtypes[id(param)])
+            spec = replace(spec, shape=tuple(local_of(param).shape), group=group_of(param))
+        found.params.append(param)
+        found.specs.append(spec)
+        found.dtypes.append(param.dtype if spec.form is None else DTYPES[spec.dtype])
+    if not found.params:
+        kind, but = type(module).__name__, " but what ignored_params has" if ignored else ""
+        raise ValueError(f"{kind} has no parameter{but}; there is nothing to shard")
+    return found
 
 
 def padded(specs: Sequence[ParamSpec], comm: Communicator) -> list[ParamSpec]:
@@ -69,16 +141,11 @@ def _check(name: str, param: nn.Parameter, meshed: bool) -> None:
         )
     if is_dtensor(param):
         _check_split(name, param, meshed)
-    elif type(param) is not nn.Parameter:
+    elif type(param) is not nn.Parameter and not is_opaque(param):
         raise ValueError(
-            f"parameter {name} is a {type(param).__name__}; expected a plain torch.nn.Parameter. "
-            "Quantised weights are not taken yet: load the base in bf16 and freeze it, which may "
-            "be on the host or on NVMe, or keep quantised modules outside of what is wrapped"
-        )
-    if not param.is_floating_point():
-        raise ValueError(
-            f"parameter {name} has dtype {param.dtype}; expected a floating one "
-            "(make it a buffer if it is not trained)"
+            f"parameter {name} is a {type(param).__name__}; expected a plain torch.nn.Parameter, "
+            "or a quantised one that is known: of bitsandbytes (Params4bit, Int8Params) or with "
+            "__tensor_flatten__, as torchao's; ignored_params= leaves others as they are"
         )
 
 

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 import gemini
 from gemini import GeminiDDP
@@ -110,6 +111,25 @@ def test_a_head_that_no_file_has_begins_as_the_model_initialises_it(saved, tmp_p
             model.transformer.h[0].attn.c_attn.weight.detach().to(dtype), rtol=0, atol=0,
         )  # fmt: skip
     assert [r.message for r in caplog.records if "no weights for score.weight" in r.message]
+
+
+def test_what_is_no_path_is_an_id_on_the_hub(saved, monkeypatch):
+    """In the cache of `huggingface_hub`; offline, the error says what the cache lacks."""
+    asked = []
+
+    def download(model, *, revision, **options):
+        asked.append((model, revision))
+        if model == "ours/other":
+            raise LocalEntryNotFoundError("outgoing traffic has been disabled.\nMore of it.")
+        return str(saved[0])
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    model = load_pretrained("ours/model", revision="main", precision="fp32")
+    assert asked == [("ours/model", "main")]
+    assert model.state_dict().keys() == load_pretrained(saved[0]).state_dict().keys()
+    assert len(asked) == 1
+    with pytest.raises(ValueError, match=r"ours/other is no folder .*: outgoing traffic has been "):
+        load_pretrained("ours/other")
 
 
 def test_what_does_not_fit_is_refused(saved, tmp_path):

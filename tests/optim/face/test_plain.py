@@ -104,7 +104,7 @@ def test_bad_parameters_are_refused():
     with pytest.raises(TypeError):
         HybridAdam(make_params(), nonsense=1)
     with pytest.raises(ValueError, match="int64"):
-        HybridAdam([nn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False)])
+        HybridAdam([nn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False)]).step()
     with pytest.raises(ValueError, match="meta device"):
         HybridAdam([nn.Parameter(torch.zeros(3, device="meta"))]).step()
     with pytest.raises(ValueError, match="sparse"):

@@ -1,0 +1,307 @@
+"""Quantised bases are bytes to the engine, and adapters on them train as in plain peft."""
+
+import copy
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import gemini
+from bench.shared.simulated import SimBackend
+from bench.shared.workers import run_ranks
+from gemini import AutoPlacement, GeminiDDP
+from gemini.checkpoint.format.errors import CheckpointError, MismatchError
+from gemini.chunk.parameter import ChunkView
+from gemini.placement.tiers import Tier
+from optim import HybridAdam
+from tests.support.pairs import pairs
+from tests.support.quantised import (
+    HIDDEN,
+    KINDS,
+    STEPS,
+    adapters,
+    batches,
+    lora,
+    plain_losses,
+    same,
+    wrapped_losses,
+)
+
+HOMES = {"device": Tier.DEVICE, "zero2": Tier.DEVICE, "host": Tier.HOST, "files": Tier.NVME}
+QUERY = "base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight"
+
+
+def wrapped(module, place, folder=None, world_size=1):
+    """In chunks of a layer at most where they are released."""
+    small = {"min_chunk_size_m": 0.001, "search_range_m": 0.02, "hidden_dim": HIDDEN}
+    if place == "host":
+        return GeminiDDP(module, SimBackend(), **small)
+    if place == "files":
+        budget = "300KiB" if world_size == 1 else "500KiB"
+        policy = AutoPlacement(device_budget=budget, nvme_dir=str(folder), block_numel=2048)
+        return GeminiDDP(module, placement_policy=policy, **small)
+    return GeminiDDP(module, placement_policy="zero2" if place == "zero2" else "cuda")
+
+
+def trained(rank, world_size, kind, place, reentrant, layers, folder):
+    model = wrapped(lora(kind, reentrant=reentrant, layers=layers), place, folder, world_size)
+    engine = model.engine
+    homes = {engine.plan.shards[engine.chunk_of[param]].param_home for param in engine.opaque}
+    assert homes == {HOMES[place]} and len(engine.opaque) == 7 * layers
+    losses = wrapped_losses(model, rank)
+    return losses, {name: v for name, v in model.state_dict().items() if "lora_" in name}
+
+
+@pytest.mark.parametrize(
+    ("kind", "place", "world_size", "reentrant"),
+    pairs(KINDS, HOMES, (1, 2), (None, True, False)),
+)
+def test_adapters_train_as_in_plain_peft(kind, place, world_size, reentrant, tmp_path):
+    """Losses and adapters have the same bits."""
+    layers = 4 if place == "files" else 2
+    arguments = world_size, kind, place, reentrant, layers, tmp_path
+    results = run_ranks(trained, world_size, *arguments)
+    plain = lora(kind, reentrant=reentrant, layers=layers)
+    assert [losses for losses, _ in results] == plain_losses(plain, world_size)
+    values = results[0][1]
+    assert values.keys() == adapters(plain).keys()
+    assert all(torch.equal(values[name], param) for name, param in adapters(plain).items())
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("kind", ["nf4-double", "int8", "torchao"])
+def test_a_compiled_block_trains_as_in_plain_peft(kind, tmp_path):
+    module = lora(kind, layers=4)
+    for block in module.base_model.model.model.layers:
+        block.compile(backend="aot_eager")
+    model = wrapped(module, "files", tmp_path)
+    assert wrapped_losses(model) == plain_losses(lora(kind, layers=4))[0]
+
+
+def noting(chunks, inner):
+    def noted(chunk, *rest):
+        chunks.append(chunk)
+        return inner(chunk, *rest)
+
+    return noted
+
+
+def test_a_base_in_files_is_written_once(tmp_path):
+    """What of it is 16-bit too, and has no fp32 originals; layers are read twice an iteration."""
+    model = wrapped(lora("int8", layers=4), "files", tmp_path)
+    engine = model.engine
+    frozen = {spec.id for spec in engine.layout.chunks if not spec.trainable}
+    assert {engine.layout.chunks[chunk].dtype for chunk in frozen} == {"uint8", "bfloat16"}
+    assert not engine.originals.chunks & frozen
+    read, written = [], []
+    files = engine.storage.params
+    files.read, files.replace = noting(read, files.read), noting(written, files.replace)
+    wrapped_losses(model)
+    assert not frozen & set(written)
+    base = {engine.chunk_of[param] for param in engine.opaque}  # without the embedding
+    assert base <= set(read) and all(read.count(chunk) <= 2 * STEPS for chunk in base)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_read_outside_of_modules_is_fetched(kind):
+    """Views that were taken before a chunk was released too: no memory is read that was freed."""
+    plain, module = lora(kind), lora(kind)
+    model = wrapped(module, "host")
+    ours, theirs = dict(module.named_parameters())[QUERY], dict(plain.named_parameters())[QUERY]
+    assert isinstance(ours, nn.Parameter) and type(ours).__name__ == type(theirs).__name__
+    (one,) = (one for one in model.engine.opaque.values() if one.param is ours)
+    assert all(type(tensor) is not torch.Tensor for tensor, _, _ in one.tensors)
+    if kind == "torchao":
+        taken = [ours.detach().qdata, ours.qdata, ours.scale[:4]]
+        expected = [theirs.qdata, theirs.qdata, theirs.scale[:4]]
+        assert torch.equal(ours.dequantize(), theirs.dequantize())
+    elif kind == "int8":
+        taken, expected = (
+            [ours.data, ours.CB[:4], ours.SCB],
+            [theirs.data, theirs.CB[:4], theirs.SCB],
+        )
+    else:
+        state, other = ours.quant_state, theirs.quant_state
+        taken = [ours.data, state.absmax, state.code[:3], ours.absmax]
+        expected = [theirs.data, other.absmax, other.code[:3], theirs.absmax]
+    assert all(type(tensor) is ChunkView for tensor in taken[1:])
+    model.engine.manager.release_all()
+    assert all(torch.equal(a + 0, b + 0) for a, b in zip(taken, expected, strict=True))
+    with pytest.raises(TypeError, match="cannot be copied"):
+        copy.deepcopy(ours)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_dicts_have_the_librarys_own_form_and_names(kind, tmp_path):
+    """Of the base as it came, of another that was loaded, and of the module that is unwrapped."""
+    model = wrapped(lora(kind, layers=4), "files", tmp_path)
+    assert same(model.state_dict(), lora(kind, layers=4).state_dict())
+    ids = next(batches(0))
+    model(input_ids=ids).logits.sum().backward()
+    other = lora(kind, layers=4, seed=1)
+    model.load_state_dict(other.state_dict())
+    assert same(model.state_dict(), other.state_dict())
+    assert torch.equal(model(input_ids=ids).logits, other(input_ids=ids).logits)
+    salvaged = wrapped(lora(kind), "device").salvage()
+    assert salvaged.keys() == lora(kind).state_dict().keys()
+    model.zero_grad()
+    plain = model.unwrap()
+    assert same(plain.state_dict(), other.state_dict())
+    assert all(
+        type(p) is type(q) for p, q in zip(plain.parameters(), other.parameters(), strict=True)
+    )
+    assert torch.equal(plain(input_ids=ids).logits, other(input_ids=ids).logits)
+
+
+def merged(rank, world_size, kind, place, folder):
+    model = wrapped(lora(kind, layers=4), place, folder, world_size)
+    ids = next(batches(0))
+    model(input_ids=ids)
+    states, logits = [], []
+    for change in (model.module.merge_adapter, model.module.unmerge_adapter):
+        change()
+        states.append(model.state_dict())
+        logits.append(model(input_ids=ids).logits.detach())
+    return states, logits
+
+
+@pytest.mark.parametrize(
+    ("kind", "place", "world_size"), pairs(KINDS[:3], ("device", "host", "files"), (1, 2))
+)
+def test_adapters_merge_as_in_plain_peft(kind, place, world_size, tmp_path):
+    """Which makes the quantised parameter anew; its own object stays, and has the new bytes."""
+    plain, ids = lora(kind, layers=4), next(batches(0))
+    states, logits = run_ranks(merged, world_size, world_size, kind, place, tmp_path)[0]
+    for change in (plain.merge_adapter, plain.unmerge_adapter):
+        change()
+        assert same(states.pop(0), plain.state_dict())
+        assert torch.equal(logits.pop(0), plain(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize("kind", KINDS[:3])
+def test_an_export_has_the_librarys_own_names(kind, tmp_path):
+    module = lora(kind)
+    gemini.export_safetensors(tmp_path / "export", GeminiDDP(module))
+    (file,) = (tmp_path / "export").glob("*.safetensors")
+    found = load_file(file)
+    expected = lora(kind).state_dict()
+    assert expected.keys() - found.keys() == {"base_model.model.lm_head.weight"}  # which is tied
+    assert same(found, {name: expected[name] for name in found})
+
+
+def saved_and_loaded(rank, kind, folder):
+    model = GeminiDDP(lora(kind), placement_policy="zero2")
+    optimizer = HybridAdam(model.parameters(), lr=1e-2)
+    for ids in batches(rank):
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    gemini.save_checkpoint(folder / "saved", model, optimizer)
+    return {name: v for name, v in model.state_dict().items() if "lora_" in name}
+
+
+@pytest.mark.parametrize("kind", ["nf4-double", "torchao"])
+def test_a_checkpoint_has_adapters_and_the_digest_of_the_base(kind, tmp_path):
+    values = run_ranks(saved_and_loaded, 2, kind, tmp_path)[0]
+    model = wrapped(lora(kind), "host")
+    optimizer = HybridAdam(model.parameters(), lr=1e-2)
+    gemini.load_checkpoint(tmp_path / "saved", model, optimizer)
+    found = model.state_dict()
+    assert all(torch.equal(found[name], value) for name, value in values.items())
+    assert wrapped_state(optimizer) == len(values)
+    model.load_state_dict(lora(kind, seed=1).state_dict())
+    with pytest.raises(MismatchError, match="trained on another base"):
+        gemini.load_checkpoint(tmp_path / "saved", model, optimizer)
+    nbytes = sum(file.stat().st_size for file in (tmp_path / "saved").iterdir())
+    assert nbytes < 18 * sum(v.numel() for v in values.values()) + 300_000
+    other = GeminiDDP(lora(kind, seed=1))
+    with pytest.raises(MismatchError, match=r"trained on another base: .*q_proj.*have other bytes"):
+        gemini.load_checkpoint(tmp_path / "saved", other)
+    gemini.load_checkpoint(tmp_path / "saved", other, strict=False)
+
+
+def wrapped_state(optimizer):
+    return sum(bool(state["step"]) for state in optimizer.state_dict()["state"].values())
+
+
+def test_packed_integers_are_bytes():
+    """As of MXFP4: a module of its own unpacks them."""
+
+    class Packed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            blocks = torch.arange(64, dtype=torch.uint8).reshape(8, 8)
+            self.blocks = nn.Parameter(blocks, requires_grad=False)
+            self.scale = nn.Parameter(torch.ones(8))
+
+        def forward(self, x):
+            low, high = self.blocks & 15, self.blocks >> 4
+            return x @ (torch.cat([low, high]).to(x.dtype) * self.scale)
+
+    model, plain = GeminiDDP(Packed(), SimBackend(), precision="fp32"), Packed()
+    x = torch.arange(32.0).reshape(2, 16)
+    out = model(x)
+    assert torch.equal(out, plain(x))
+    out.sum().backward()
+    assert torch.equal(model.state_dict()["blocks"], plain.blocks)
+    model.load_state_dict({"blocks": plain.blocks * 0 + 1, "scale": torch.ones(8)})
+    assert model(x)[0, 0] == x[0, :8].sum()  # the low halves
+
+
+def test_what_is_written_to_bytes_outside_of_modules_stays():
+    module = lora("torchao")
+    model = wrapped(module, "host")
+    other = dict(lora("torchao", seed=1).named_parameters())[QUERY]
+    dict(module.named_parameters())[QUERY].copy_(other)
+    model.engine.manager.release_all()
+    assert same({QUERY: model.state_dict()[QUERY]}, {QUERY: other.detach()})
+
+
+class Unknown(nn.Parameter):
+    """Of a library that nobody knows."""
+
+
+def trainable(module):
+    dict(module.named_parameters())[QUERY].requires_grad_(True)
+    return module
+
+
+def unknown(module):
+    module.get_submodule(QUERY.removesuffix(".weight")).weight = Unknown(torch.ones(2))
+    return module
+
+
+def unquantised():
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    return bitsandbytes.nn.Linear4bit(64, 64, bias=False)
+
+
+REFUSED = {
+    "q_proj.base_layer.weight is a Int8Tensor, whose bytes no step": lambda: trainable(
+        lora("torchao")
+    ),
+    "q_proj.base_layer.weight is a Unknown; expected a plain": lambda: unknown(lora("int8")),
+    "weight is a Params4bit that is not quantised": unquantised,
+}
+
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_what_is_no_frozen_base_is_refused_by_name(said):
+    with pytest.raises(ValueError, match=said):
+        GeminiDDP(REFUSED[said]())
+
+
+def test_what_changes_a_base_is_refused_by_name(tmp_path):
+    model = GeminiDDP(lora("torchao"))
+    ids = next(batches(0))
+    trainable(model.module)
+    with pytest.raises(ValueError, match=r"q_proj.*whose bytes no step updates, and requi"):
+        model(input_ids=ids)
+    with pytest.raises(CheckpointError, match="which a file of weights does not hold"):
+        gemini.export_safetensors(tmp_path / "export", model)
+    values = lora("torchao").state_dict()
+    with pytest.raises(ValueError, match=r"another form of .*q_proj"):
+        model.load_state_dict({**values, QUERY: torch.zeros(64, 64)})
+    with pytest.raises(ValueError, match=r"init_state_dict has .* which is quantised"):
+        GeminiDDP(lora("torchao"), init_state_dict=values)
