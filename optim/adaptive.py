@@ -6,8 +6,11 @@ planes, is all else: where state lives, sharding, clipping, checkpoints, kernels
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import torch
+
+from gemini.callers import wants_dtensors
 from gemini.optim.rules import formulas
 from gemini.optim.rules.rule import UpdateRule
 from gemini.optim.rules.state_layout import Plane, StateLayout
@@ -136,6 +139,18 @@ class HybridNAdam(ElementwiseOptimizer):
     """
 
     rule = NAdamRule
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `TieredOptimizer.state_dict`; with the product of momentums that torch keeps."""
+        found = super().state_dict()
+        for group in found["param_groups"] if not wants_dtensors() else ():
+            hyper = self.rule().hyper(group)
+            for key in group["params"]:
+                planes = found["state"].get(key, {})
+                if "step" in planes:
+                    product = formulas.nadam_product(hyper, int(planes["step"]))
+                    planes["mu_product"] = torch.tensor(product)
+        return found
 
 
 class RAdamRule(UpdateRule):

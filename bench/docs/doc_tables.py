@@ -10,7 +10,7 @@ from pathlib import Path
 from gemini.chunk.layout import ChunkLayout, ParamSpec
 from gemini.memtracer.trace import sequential_trace
 from gemini.optim.adam import AdamRule
-from gemini.optim.adaptive import LionRule
+from gemini.optim.adaptive import AdagradRule, LionRule, NAdamRule
 from gemini.optim.rules.state_layout import StateLayout
 from gemini.optim.sgd import SGDRule
 from gemini.placement.planner import PlanInputs, PlanResult, make_plan
@@ -26,6 +26,8 @@ OPTIMIZERS: dict[str, StateLayout] = {
     "the same with `amsgrad`": AdamRule("amsgrad").layout,
     "Lion": LionRule.layout,
     "SGD with momentum": SGDRule.layout,
+    "Adagrad, RMSprop": AdagradRule.layout,
+    "Adamax, NAdam, RAdam, Adadelta, schedule-free": NAdamRule.layout,
 }
 PRECISIONS = {  # bytes of a parameter and of a gradient; with masters, whole or split, or not
     "fp32": (4, None),

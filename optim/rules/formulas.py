@@ -226,11 +226,15 @@ def adamax(param: Tensor, grad: Tensor, c: Any, *, exp_avg: Tensor, exp_inf: Ten
 # -- NAdam (Dozat 2016), as in torch
 
 
+def nadam_product(h: Any, t: Any) -> Any:
+    """mu_1 ... mu_t: a function of the count, and so exact where training resumes. A schedule of
+    beta1 counts as if it always had been this one."""
+    return h.beta1**t * falling_product(h.momentum_decay * log(0.96), t)
+
+
 def nadam_coefficients(h: Any, t: Any) -> dict[str, Any]:
-    """The product of all mu so far is a function of the count, `falling_product`, and so is exact
-    where training resumes; a schedule of beta1 counts as if it always had been this one."""
-    ratio_log = h.momentum_decay * log(0.96)
-    product = h.beta1**t * falling_product(ratio_log, t)
+    """Momentum grows with the count."""
+    product = nadam_product(h, t)
     mu = h.beta1 * (1.0 - 0.5 * power(0.96, t * h.momentum_decay))
     mu_next = h.beta1 * (1.0 - 0.5 * power(0.96, (t + 1) * h.momentum_decay))
     return {

@@ -72,14 +72,14 @@ CASES = {
     "adagrad, begun": Case(
         HybridAdagrad,
         torch.optim.Adagrad,
-        {**_RATE, **_L2, "lr_decay": 0.1, "initial_accumulator_value": 0.1, "maximize": True},
+        {"lr": 2e-2, **_L2, "lr_decay": 0.1, "initial_accumulator_value": 0.1, "maximize": True},
     ),
-    "rmsprop": Case(HybridRMSprop, torch.optim.RMSprop, {**_RATE, **_L2}),
+    "rmsprop": Case(HybridRMSprop, torch.optim.RMSprop, {"lr": 2e-2, **_L2}),
     "rmsprop, momentum": Case(
-        HybridRMSprop, torch.optim.RMSprop, {**_RATE, "momentum": 0.9, "maximize": True}
+        HybridRMSprop, torch.optim.RMSprop, {"lr": 2e-2, "momentum": 0.9, "maximize": True}
     ),
     "rmsprop, centered": Case(
-        HybridRMSprop, torch.optim.RMSprop, {**_RATE, **_L2, "momentum": 0.5, "centered": True}
+        HybridRMSprop, torch.optim.RMSprop, {"lr": 2e-2, **_L2, "momentum": 0.5, "centered": True}
     ),
     "adamax": Case(HybridAdamax, torch.optim.Adamax, {**_AVERAGES, **_L2, "maximize": True}),
     "nadam": Case(HybridNAdam, torch.optim.NAdam, {**_AVERAGES, **_L2, "momentum_decay": 0.1}),
