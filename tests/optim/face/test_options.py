@@ -109,6 +109,18 @@ def test_a_group_without_amsgrad_has_the_bits_that_it_has_alone():
     assert not optimizer.state[optimizer.param_groups[1]["params"][0]]["max_exp_avg_sq"].any()
 
 
+@pytest.mark.usefixtures("path")
+def test_amsgrad_that_ends_leaves_its_plane_alone():
+    results = []
+    for cls in (HybridAdam, torch.optim.AdamW):
+        params = small_params()
+        optimizer = cls(params, lr=1e-2, betas=(0.9, 0.9), weight_decay=0.0, amsgrad=True)
+        train(params, optimizer, 3, shrink=SHRINK)
+        optimizer.param_groups[0]["amsgrad"] = False
+        results.append(train(params, optimizer, 3, first=3, shrink=SHRINK))
+    assert update_error(*results, small_params()) < 1e-6
+
+
 def test_a_group_with_amsgrad_may_be_added_later():
     results = []
     for cls in (HybridAdam, torch.optim.AdamW):

@@ -299,8 +299,8 @@ def test_the_swap_at_two_ranks_has_the_bits_of_one(home, tmp_path):
 def test_the_mode_is_a_part_of_the_state_and_guards_steps():
     params = small_params()
     optimizer = HybridScheduleFreeAdamW(params, lr=1e-2)
-    optimizer.eval()
     start = [p.detach().clone() for p in params]
+    optimizer.eval()
     with pytest.raises(RuntimeError, match=r"call optimizer\.train\(\) before it"):
         train(params, optimizer, 1)
     assert same(params, start)  # of before the first step, there is nothing to average
