@@ -20,7 +20,7 @@ from tests.support.plain_training import make_params, on_disk, train, update_err
 from tests.support.rules import CASES, LIKE_TORCH
 
 SHAPES = [(1,), (3,), (17,), (1023,), (1025,), (33, 41), (5, 3, 7)]
-STEPS = 8
+STEPS = 7  # RAdam is rectified from the sixth
 
 
 def small_params():
@@ -73,13 +73,22 @@ def test_every_option_of_the_table_matters(name):
         assert error > 1e-3 or options | {left_out: 0.0} == case.options, (left_out, error)
 
 
-@pytest.mark.parametrize("fraction", [0.4, 1.0])
 @pytest.mark.parametrize("name", CASES)
-def test_bits_are_the_same_wherever_the_state_is(name, fraction, path, tmp_path):
+def test_bits_are_the_same_wherever_the_state_is(name, tmp_path):
     want, _ = run(CASES[name].make, steps=3)
-    got, optimizer = run(CASES[name].make, steps=3, **on_disk(tmp_path, fraction))
+    got, optimizer = run(CASES[name].make, steps=3, **on_disk(tmp_path, 0.6))
     assert optimizer.nvme_bytes > 0 and same(got, want)
     optimizer.close()
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_give_the_same_bits_wherever_the_state_is(name, on_triton, tmp_path):
+    want, _ = run(CASES[name].make, steps=3)
+    for fraction in (0.4, 1.0):
+        got, optimizer = run(CASES[name].make, steps=3, **on_disk(tmp_path, fraction))
+        assert optimizer.last_report.update_path == "triton" and same(got, want)
+        optimizer.close()
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -96,7 +105,7 @@ def test_groups_have_options_of_their_own(name):
         assert same(params[part], alone[part])
 
 
-@pytest.mark.parametrize("fraction", [0.0, 0.6])
+@pytest.mark.parametrize("fraction", [0.0, pytest.param(0.6, marks=pytest.mark.ci)])
 @pytest.mark.parametrize("name", CASES)
 def test_a_state_dict_goes_on_with_the_same_bits(name, fraction, tmp_path):
     case = CASES[name]
@@ -208,7 +217,7 @@ def test_schedule_free_updates_are_the_references(options, path):
     optimizer = HybridScheduleFreeAdamW(ours, **options)
     theirs = [nn.Parameter(p.detach().clone()) for p in start]
     reference = Reference(theirs, **options)
-    got, want = train(ours, optimizer, 12), train(theirs, reference, 12)
+    got, want = train(ours, optimizer, 10), train(theirs, reference, 10)
     assert update_error(got, want, start) < 1e-6
     optimizer.eval()
     assert update_error(ours, reference.average(theirs), start) < 1e-6
