@@ -15,7 +15,7 @@ import multiprocessing
 import statistics
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from bench.support.machine import write_result
 from bench.support.timing import interleaved, median_ratio
 from gemini.optim.adam import AdamRule
 from gemini.optim.rules.config import UpdateFacts
+from gemini.optim.rules.formulas import Updated
 from gemini.optim.state.pieces import Piece
 from gemini.optim.update.built_kernels import compiler
 from gemini.optim.update.compiled_update import Mix
@@ -60,8 +61,9 @@ class TrafficRule(AdamRule):
 
     name = "traffic"
 
-    def formula(self, param: Tensor, grad: Tensor, *rest: Tensor) -> Sequence[Tensor]:
-        return param + grad, rest[0] + grad, rest[1] + grad
+    @staticmethod
+    def formula(param: Tensor, grad: Tensor, c: Any, **planes: Tensor | None) -> Updated:
+        return param + grad, {name: old + grad for name, old in planes.items() if old is not None}
 
 
 class Tensors:

@@ -47,7 +47,7 @@ class GeminiOptimizer(TieredOptimizer):
         if not isinstance(optim, TieredOptimizer):
             raise ValueError(
                 f"optim is a {type(optim).__name__}; expected one of this project's (HybridAdam, "
-                "HybridSGD, HybridLion), which can update shards"
+                "HybridSGD and all of gemini.optim), which can update shards"
             )
         _check_wrapped(module)
         optim.bind_to(module.engine)

@@ -10,15 +10,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gemini.kernels_triton.update.formulas import ADAM, AMSGRAD, LION, SGD
 from gemini.kernels_triton.update.frame import (
     COUNTERS_AT_ONCE,
     NUM_COEFFICIENTS,
     NUM_HYPER,
-    RuleKernel,
     prologue_kernel,
     update_kernel,
 )
+from gemini.kernels_triton.update.made import KERNELS
 
 from .control_fields import NUM_CONTROL
 from .launch import on
@@ -33,7 +32,6 @@ from .norm import (
 )
 from .tiles import NUM_COLUMNS, TRITON_DTYPES
 
-KERNELS: dict[str, RuleKernel] = {kernel.name: kernel for kernel in (ADAM, AMSGRAD, SGD, LION)}
 NORM_TILE = NORM_BLOCK * NORM_ROUNDS
 # hardware contraction would make results depend on the compiler
 _EXACT = {"enable_fp_fusion": False}
@@ -124,6 +122,7 @@ def update_now(
 ) -> None:
     """Update every tile in one launch; see `update_kernel`.
 
+    rule: a key of `KERNELS`.
     planes: the slabs, fp32 [N], the master first where there is one more than the rule's own; an
         int16 one is what bf16 parameters lack of it, and fp32 parameters have none.
     stochastic: bf16 parameters without a master are rounded at random, by control[SEED].
@@ -137,12 +136,14 @@ def update_now(
     has_master = len(planes) == kernel.num_planes + 1
     if not has_master and len(planes) != kernel.num_planes:
         raise ValueError(
-            f"planes has {len(planes)} slabs; {rule} has {kernel.num_planes}, and one more with "
-            "a master"
+            f"planes has {len(planes)} slabs; {kernel.name} has {kernel.num_planes}, and one more "
+            "with a master"
         )
     is_split = has_master and planes[0].dtype == torch.int16
-    if is_split and not kernel.keeps_ties:
-        raise ValueError(f"planes[0] is int16; {rule} has no plane that keeps ties, so give fp32")
+    if is_split and kernel.keeper < 0:
+        raise ValueError(
+            f"planes[0] is int16; {kernel.name} has no plane that keeps ties, so give fp32"
+        )
     if is_split and param_dtype is not torch.bfloat16:
         raise ValueError(f"planes[0] is int16, which bf16 parameters lack; {param_dtype} was given")
     for i, plane in enumerate(planes):
@@ -166,7 +167,7 @@ def update_now(
             state[min(1, len(state) - 1)], state[-1],
             kernel.formula, kernel.num_planes, TRITON_DTYPES[param_dtype],
             TRITON_DTYPES[grad_dtype], has_master and not is_split,
-            is_split,
+            kernel.keeper if is_split else -1,
             stochastic and param_dtype is torch.bfloat16, block, num_warps=num_warps,
             **_EXACT,
         )  # fmt: skip

@@ -16,19 +16,33 @@ if TYPE_CHECKING:
     from gemini.optim.adam import CPUAdam as CPUAdam
     from gemini.optim.adam import FusedAdam as FusedAdam
     from gemini.optim.adam import HybridAdam as HybridAdam
-    from gemini.optim.lion import HybridLion as HybridLion
+    from gemini.optim.adaptive import HybridAdadelta as HybridAdadelta
+    from gemini.optim.adaptive import HybridAdagrad as HybridAdagrad
+    from gemini.optim.adaptive import HybridAdamax as HybridAdamax
+    from gemini.optim.adaptive import HybridLion as HybridLion
+    from gemini.optim.adaptive import HybridNAdam as HybridNAdam
+    from gemini.optim.adaptive import HybridRAdam as HybridRAdam
+    from gemini.optim.adaptive import HybridRMSprop as HybridRMSprop
     from gemini.optim.rules.config import NvmeConfig as NvmeConfig
     from gemini.optim.rules.loss_scale import LossScale as LossScale
     from gemini.optim.rules.report import NonFiniteGradientError as NonFiniteGradientError
     from gemini.optim.rules.report import StepReport as StepReport
+    from gemini.optim.schedule_free import HybridScheduleFreeAdamW as HybridScheduleFreeAdamW
     from gemini.optim.sgd import HybridSGD as HybridSGD
 
 _HOME = {
     "CPUAdam": "gemini.optim.adam",
     "FusedAdam": "gemini.optim.adam",
+    "HybridAdadelta": "gemini.optim.adaptive",
+    "HybridAdagrad": "gemini.optim.adaptive",
     "HybridAdam": "gemini.optim.adam",
-    "HybridLion": "gemini.optim.lion",
+    "HybridAdamax": "gemini.optim.adaptive",
+    "HybridLion": "gemini.optim.adaptive",
+    "HybridNAdam": "gemini.optim.adaptive",
+    "HybridRAdam": "gemini.optim.adaptive",
+    "HybridRMSprop": "gemini.optim.adaptive",
     "HybridSGD": "gemini.optim.sgd",
+    "HybridScheduleFreeAdamW": "gemini.optim.schedule_free",
     "LossScale": "gemini.optim.rules.loss_scale",
     "NvmeConfig": "gemini.optim.rules.config",
     "NonFiniteGradientError": "gemini.optim.rules.report",

@@ -3,83 +3,37 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from gemini.optim.rules import formulas
 from gemini.optim.rules.config import NvmeConfig
-from gemini.optim.rules.formulas import AdamCoefficients, adam, adam_coefficients, amsgrad
-from gemini.optim.rules.rule import UpdateRule, betas, number
+from gemini.optim.rules.rule import UpdateRule
 from gemini.optim.rules.state_layout import Plane, StateLayout
 
 from .base import Folders, TieredOptimizer
 
 
-@dataclass(frozen=True, slots=True)
-class AdamHyper:
-    """Checked hyperparameters of one group."""
-
-    lr: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-    adamw_mode: bool
-    bias_correction: bool
-    maximize: bool
-    amsgrad: bool
-
-
-MAXIMUM = Plane("max_exp_avg_sq", "float32")
-
-
-class AdamRule:
-    """m and v in fp32; the formula is `formulas.adam`."""
+class AdamRule(UpdateRule):
+    """m and v in fp32, and with `amsgrad` the largest v so far for the groups that ask for it."""
 
     name = "adam"
     layout = StateLayout(
         (Plane("exp_avg", "float32"), Plane("exp_avg_sq", "float32", keeps_ties=True))
     )
-    num_coefficients = len(AdamCoefficients._fields)
-
-    def hyper(self, group: Mapping[str, Any]) -> AdamHyper:
-        if group["amsgrad"] and MAXIMUM not in self.layout.planes:
-            raise ValueError(
-                "a group has amsgrad=True, and the state of its parameters was made without "
-                "max_exp_avg_sq; make the optimizer with amsgrad=True"
-            )
-        return AdamHyper(
-            lr=number(group, "lr", 0.0, open_high=True),
-            betas=betas(group),
-            eps=number(group, "eps", 0.0, open_high=True),
-            weight_decay=number(group, "weight_decay", 0.0, open_high=True),
-            adamw_mode=bool(group["adamw_mode"]),
-            bias_correction=bool(group["bias_correction"]),
-            maximize=bool(group["maximize"]),
-            amsgrad=bool(group["amsgrad"]),
-        )
-
-    def coefficients(self, hyper: AdamHyper, step: int) -> AdamCoefficients:
-        return adam_coefficients(
-            hyper.lr, hyper.betas, hyper.eps, hyper.weight_decay,
-            hyper.adamw_mode, hyper.bias_correction, step,
-            amsgrad=hyper.amsgrad, maximize=hyper.maximize,
-        )  # fmt: skip
-
-    def formula(self, param: Tensor, grad: Tensor, *rest: Tensor) -> Sequence[Tensor]:
-        return adam(param, grad, *rest)
-
-    def hyper_row(self, hyper: AdamHyper) -> tuple[float, ...]:
-        return (
-            hyper.lr, *hyper.betas, hyper.eps, hyper.weight_decay,
-            float(hyper.adamw_mode), float(hyper.bias_correction),
-            float(hyper.maximize), float(hyper.amsgrad),
-        )  # fmt: skip
+    optional: ClassVar = {"amsgrad": Plane("max_exp_avg_sq", "float32")}
+    options: ClassVar = {
+        "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0,
+        "adamw_mode": True, "bias_correction": True, "maximize": False, "amsgrad": False,
+    }  # fmt: skip
+    coefficients = staticmethod(formulas.adam_coefficients)
+    formula = staticmethod(formulas.adam)
 
     def update(
-        self, param: Tensor, grad: Tensor, planes: Sequence[Tensor], hyper: AdamHyper, step: int
+        self, param: Tensor, grad: Tensor, planes: Sequence[Tensor], hyper: Any, step: int
     ) -> None:
         """torch's own fused CPU step, which is vectorised and needs no compiler.
 
@@ -93,19 +47,9 @@ class AdamRule:
         fused(
             [param], [grad], [exp_avg], [exp_avg_sq], largest if hyper.amsgrad else [],
             [_step_tensor(count)],
-            lr=hyper.lr, beta1=hyper.betas[0], beta2=hyper.betas[1], eps=hyper.eps,
+            lr=hyper.lr, beta1=hyper.beta1, beta2=hyper.beta2, eps=hyper.eps,
             weight_decay=hyper.weight_decay, amsgrad=hyper.amsgrad, maximize=hyper.maximize,
         )  # fmt: skip
-
-
-class AmsgradRule(AdamRule):
-    """Adam, and the largest v so far for the groups that ask for it; `formulas.amsgrad`."""
-
-    name = "amsgrad"
-    layout = StateLayout((*AdamRule.layout.planes, MAXIMUM))
-
-    def formula(self, param: Tensor, grad: Tensor, *rest: Tensor) -> Sequence[Tensor]:
-        return amsgrad(param, grad, *rest)
 
 
 @functools.lru_cache(maxsize=64)
@@ -137,7 +81,8 @@ class HybridAdam(TieredOptimizer):
     Raises ValueError for a hyperparameter out of range and names it, `nvme.FolderError` for a
     folder that cannot be used, `nvme.DiskFullError` where the state does not fit, and
     `KernelBuildError` where `cpu_path="compile"` is not possible.
-    Formulas: `optim.rules.formulas.adam` (Kingma & Ba 2015; Loshchilov & Hutter 2019), `amsgrad`.
+    Formulas: `optim.rules.formulas.adam` (Kingma & Ba 2015; Loshchilov & Hutter 2019; with
+    amsgrad Reddi et al. 2018).
     """
 
     def __init__(
@@ -178,10 +123,6 @@ class HybridAdam(TieredOptimizer):
             nvme=nvme,
             cpu_path=cpu_path,
         )
-
-    def rule_for(self, groups: Sequence[Mapping[str, Any]]) -> UpdateRule:
-        """AMSGrad's where any of the groups asks for it."""
-        return AmsgradRule() if any(group["amsgrad"] for group in groups) else AdamRule()
 
 
 class CPUAdam(HybridAdam):

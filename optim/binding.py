@@ -88,7 +88,7 @@ class BoundOptimizer(torch.optim.Optimizer):
 
     def rule_for(self, groups: Sequence[Mapping[str, Any]]) -> UpdateRule:
         """The rule whose state these groups need: it is settled when the state is made."""
-        return self._rule
+        return self._rule.for_groups(groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)

@@ -60,7 +60,7 @@ def merged_groups(
                     "which this optimizer does not have"
                 )
         group = {**ours, "params": list(theirs["params"])}
-        dropped = {*absent, *_IMPLEMENTATION, "params", "decoupled_weight_decay"}
+        dropped = {*absent, *_IMPLEMENTATION, "params", "decoupled_weight_decay"} - ours.keys()
         group |= {key: value for key, value in theirs.items() if key not in dropped}
         if "adamw_mode" in ours and "adamw_mode" not in theirs:
             group["adamw_mode"] = theirs.get("decoupled_weight_decay", ours["adamw_mode"])

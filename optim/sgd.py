@@ -3,48 +3,33 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 from torch import Tensor
 
-from gemini.optim.rules.config import NvmeConfig
-from gemini.optim.rules.formulas import SGDCoefficients, sgd, sgd_coefficients
-from gemini.optim.rules.rule import number
+from gemini.optim.rules import formulas
+from gemini.optim.rules.rule import UpdateRule
 from gemini.optim.rules.state_layout import Plane, StateLayout
 
-from .base import Folders, TieredOptimizer
+from .elementwise import ElementwiseOptimizer
 
 
-@dataclass(frozen=True, slots=True)
-class SGDHyper:
-    """Checked hyperparameters of one group."""
-
-    lr: float
-    momentum: float
-    weight_decay: float
-    dampening: float
-    nesterov: bool
-    maximize: bool
-
-
-class SGDRule:
+class SGDRule(UpdateRule):
     """A momentum buffer in fp32; the formula is `formulas.sgd`."""
 
     name = "sgd"
     layout = StateLayout((Plane("momentum_buffer", "float32"),))
-    num_coefficients = len(SGDCoefficients._fields)
+    options: ClassVar = {
+        "lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0, "dampening": 0.0, "nesterov": False,
+        "maximize": False,
+    }  # fmt: skip
+    ranges: ClassVar = {"momentum": (0.0, 1.0), "dampening": (-math.inf, math.inf)}
+    coefficients = staticmethod(formulas.sgd_coefficients)
+    formula = staticmethod(formulas.sgd)
 
-    def hyper(self, group: Mapping[str, Any]) -> SGDHyper:
-        hyper = SGDHyper(
-            lr=number(group, "lr", 0.0, open_high=True),
-            momentum=number(group, "momentum", 0.0, 1.0, open_high=True),
-            weight_decay=number(group, "weight_decay", 0.0, open_high=True),
-            dampening=number(group, "dampening", -math.inf, open_high=True),
-            nesterov=bool(group["nesterov"]),
-            maximize=bool(group["maximize"]),
-        )
+    def hyper(self, group: Mapping[str, Any]) -> Any:
+        hyper = super().hyper(group)
         if hyper.dampening and not hyper.momentum:
             raise ValueError(
                 f"dampening={hyper.dampening:g} without momentum does nothing; leave it away"
@@ -56,24 +41,10 @@ class SGDRule:
             )
         return hyper
 
-    def coefficients(self, hyper: SGDHyper, step: int) -> SGDCoefficients:
-        return sgd_coefficients(
-            hyper.lr, hyper.momentum, hyper.weight_decay, hyper.dampening, hyper.nesterov,
-            hyper.maximize, step,
-        )  # fmt: skip
-
-    def formula(self, param: Tensor, grad: Tensor, *rest: Tensor) -> Sequence[Tensor]:
-        return sgd(param, grad, *rest)
-
-    def hyper_row(self, hyper: SGDHyper) -> tuple[float, ...]:
-        return (
-            hyper.lr, hyper.momentum, hyper.weight_decay, hyper.dampening,
-            float(hyper.nesterov), float(hyper.maximize),
-        )  # fmt: skip
-
     def update(
-        self, param: Tensor, grad: Tensor, planes: Sequence[Tensor], hyper: SGDHyper, step: int
+        self, param: Tensor, grad: Tensor, planes: Sequence[Tensor], hyper: Any, step: int
     ) -> None:
+        """The operators of torch.optim.SGD, whose bits these are; they contract multiply-adds."""
         (buffer,) = planes
         if hyper.maximize:
             grad = grad.neg()
@@ -86,7 +57,7 @@ class SGDRule:
         param.add_(grad, alpha=-hyper.lr)
 
 
-class HybridSGD(TieredOptimizer):
+class HybridSGD(ElementwiseOptimizer):
     """SGD with momentum, with fp32 state on device, host or NVMe; see `HybridAdam`.
 
     dampening, nesterov, maximize: as in torch.optim.SGD; dampening without momentum is refused.
@@ -95,39 +66,8 @@ class HybridSGD(TieredOptimizer):
     as `HybridAdam`.
     """
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        momentum: float = 0.0,
-        weight_decay: float = 0.0,
-        nvme_offload_fraction: float = 0.0,
-        nvme_offload_dir: Folders = None,
-        *,
-        nvme_write_budget: int | str | None = None,
-        nvme: NvmeConfig | None = None,
-        cpu_path: str = "auto",
-        dampening: float = 0.0,
-        nesterov: bool = False,
-        maximize: bool = False,
-    ) -> None:
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "momentum": momentum,
-                "weight_decay": weight_decay,
-                "dampening": dampening,
-                "nesterov": nesterov,
-                "maximize": maximize,
-            },
-            SGDRule(),
-            nvme_offload_fraction=nvme_offload_fraction,
-            nvme_offload_dir=nvme_offload_dir,
-            nvme_write_budget=nvme_write_budget,
-            nvme=nvme,
-            cpu_path=cpu_path,
-        )
+    rule = SGDRule
+    by_name = ("dampening", "nesterov", "maximize")
 
     def state_dict(self) -> dict[str, Any]:
         """See `TieredOptimizer.state_dict`.

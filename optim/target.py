@@ -97,6 +97,13 @@ class Target(Protocol):
         """Replace this process's state run by run."""
         ...
 
+    def blend(self, plane: str, weights: Sequence[float]) -> None:
+        """Move the weights of each group its share of the way to a plane: w + share * (plane - w).
+
+        In fp32, whatever they are rounded to; a parameter that was never updated stays.
+        """
+        ...
+
     def offloaded_state(self, cut: bool) -> Mapping[Tensor, dict[str, Tensor]]:
         """Copies of the state that `optimizer.state` does not show, shaped like the parameters.
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from gemini.chunk.layout import ChunkLayout, ParamSpec
 from gemini.memtracer.trace import sequential_trace
-from gemini.optim.adam import AdamRule, AmsgradRule
-from gemini.optim.lion import LionRule
+from gemini.optim.adam import AdamRule
+from gemini.optim.adaptive import AdagradRule, LionRule, NAdamRule
 from gemini.optim.rules.state_layout import StateLayout
 from gemini.optim.sgd import SGDRule
 from gemini.placement.planner import PlanInputs, PlanResult, make_plan
@@ -23,9 +23,11 @@ from gemini.units import MIB, format_bytes
 
 OPTIMIZERS: dict[str, StateLayout] = {
     "Adam, AdamW": AdamRule.layout,
-    "the same with `amsgrad`": AmsgradRule.layout,
+    "the same with `amsgrad`": AdamRule("amsgrad").layout,
     "Lion": LionRule.layout,
     "SGD with momentum": SGDRule.layout,
+    "Adagrad, RMSprop": AdagradRule.layout,
+    "Adamax, NAdam, RAdam, Adadelta, schedule-free": NAdamRule.layout,
 }
 PRECISIONS = {  # bytes of a parameter and of a gradient; with masters, whole or split, or not
     "fp32": (4, None),

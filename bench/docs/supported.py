@@ -30,6 +30,11 @@ OPTIMIZERS = (
         "integrations/trainers/test_torch_optimizers.py::test_updates_and_schedules_are_torchs",
     ),
     Row(
+        "`torch.optim.Adagrad`, `RMSprop`, `Adamax`, `NAdam`, `RAdam`, `Adadelta`",
+        "become `HybridAdagrad` and so on, with all options of their formulas",
+        "integrations/trainers/test_torch_optimizers.py::test_updates_and_schedules_are_torchs",
+    ),
+    Row(
         "a `Lion`",
         "becomes `HybridLion`; options that change its formula are refused by name",
         "integrations/trainers/test_torch_optimizers.py::test_a_decoupled_lion_is_refused",
@@ -131,7 +136,8 @@ TRANSFORMERS = (
     ),
     Row(
         "`args.optim`",
-        "`adamw_torch`, `adamw_torch_fused`, `sgd`, `lion_32bit`; any other is refused by name",
+        "`adamw_torch`, `adamw_torch_fused`, `sgd`, `adagrad`, `rmsprop`, `lion_32bit`, "
+        "`schedule_free_adamw` (with its `optim_args`); any other is refused by name",
         f"{_TRAINER}what_has_no_meaning_here_is_refused_by_name",
     ),
     Row(

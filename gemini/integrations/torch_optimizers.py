@@ -8,12 +8,24 @@ from typing import Any
 
 import torch
 
-from gemini.optim import HybridAdam, HybridLion, HybridSGD
+from gemini.optim import (
+    HybridAdadelta,
+    HybridAdagrad,
+    HybridAdam,
+    HybridAdamax,
+    HybridLion,
+    HybridNAdam,
+    HybridRAdam,
+    HybridRMSprop,
+    HybridSGD,
+)
 from gemini.optim.base import TieredOptimizer
+from gemini.optim.elementwise import ElementwiseOptimizer
 
 Group = Mapping[str, Any]
 TAKEN = (
-    "torch.optim.AdamW, Adam and SGD, a Lion, and this project's HybridAdam, HybridSGD, HybridLion"
+    "torch.optim.AdamW, Adam, SGD, Adagrad, RMSprop, Adamax, NAdam, RAdam or Adadelta, a Lion, or "
+    "one of gemini.optim"
 )
 # where state lives and how it is updated: all that the given optimizer cannot say
 PLACES = ("nvme_offload_fraction", "nvme_offload_dir", "nvme_write_budget", "nvme", "cpu_path")
@@ -37,6 +49,42 @@ class SGD(HybridSGD):
     """One that was torch's, by the name that it had."""
 
     in_place_of = "torch.optim.SGD"
+
+
+class Adagrad(HybridAdagrad):
+    """One that was torch's, by the name that it had."""
+
+    in_place_of = "torch.optim.Adagrad"
+
+
+class RMSprop(HybridRMSprop):
+    """One that was torch's, by the name that it had."""
+
+    in_place_of = "torch.optim.RMSprop"
+
+
+class Adamax(HybridAdamax):
+    """One that was torch's, by the name that it had."""
+
+    in_place_of = "torch.optim.Adamax"
+
+
+class NAdam(HybridNAdam):
+    """One that was torch's, by the name that it had."""
+
+    in_place_of = "torch.optim.NAdam"
+
+
+class RAdam(HybridRAdam):
+    """One that was torch's, by the name that it had."""
+
+    in_place_of = "torch.optim.RAdam"
+
+
+class Adadelta(HybridAdadelta):
+    """One that was torch's, by the name that it had."""
+
+    in_place_of = "torch.optim.Adadelta"
 
 
 class Lion(HybridLion):
@@ -87,7 +135,8 @@ def convert(optimizer: torch.optim.Optimizer, **adam: Any) -> torch.optim.Optimi
         for own, group in zip(labels, optimizer.param_groups, strict=True)
     ]
     ours = kind.ours(groups, **kind.read(optimizer.defaults), **adam)
-    if optimizer.state:
+    # torch's Adagrad makes its state before its first step, and its SGD counts none
+    if any(state.get("step", 1) for state in optimizer.state.values()):
         ours.load_state_dict(optimizer.state_dict())
     ours.hand_over_to(optimizer)
     return optimizer
@@ -143,15 +192,18 @@ def _adam(group: Group) -> dict[str, Any]:
 
 
 def _sgd(group: Group) -> dict[str, Any]:
-    names = ("lr", "momentum", "weight_decay", "dampening", "nesterov", "maximize")
-    found = {name: group[name] for name in names}
+    found = {name: group[name] for name in HybridSGD.rule.options}
     if not found["momentum"]:
         found["dampening"] = 0  # of nothing; ours refuses it
     return found
 
 
-def _lion(group: Group) -> dict[str, Any]:
-    return {name: group[name] for name in ("lr", "betas", "weight_decay")}
+def _alike(ours: type[ElementwiseOptimizer], **without: Any) -> _Kind:
+    """Options that both have by the same names."""
+    names = tuple(ours.rule.options)
+    return _Kind(
+        ours, lambda group: {name: group[name] for name in names}, frozenset(names), without
+    )
 
 
 _ADAM = _Kind(
@@ -162,20 +214,17 @@ _ADAM = _Kind(
     ),
     {},
 )
-_SGD = _Kind(
-    SGD,
-    _sgd,
-    frozenset({"lr", "momentum", "weight_decay", "dampening", "nesterov", "maximize"}),
-    {},
-)
-_LION = _Kind(
-    Lion,
-    _lion,
-    frozenset({"lr", "betas", "weight_decay"}),
-    {"maximize": False, "caution": False, "corrected_weight_decay": False, "cautious_factor": 1.0},
+_LION = _alike(
+    Lion, maximize=False, caution=False, corrected_weight_decay=False, cautious_factor=1.0
 )
 _TORCH: dict[type, _Kind] = {
     torch.optim.AdamW: replace(_ADAM, ours=AdamW),
     torch.optim.Adam: _ADAM,
-    torch.optim.SGD: _SGD,
+    torch.optim.SGD: replace(_alike(SGD), read=_sgd),
+    torch.optim.Adagrad: _alike(Adagrad),
+    torch.optim.RMSprop: _alike(RMSprop),
+    torch.optim.Adamax: _alike(Adamax),
+    torch.optim.NAdam: _alike(NAdam),
+    torch.optim.RAdam: _alike(RAdam),
+    torch.optim.Adadelta: _alike(Adadelta),
 }

@@ -15,7 +15,7 @@ from gemini.checkpoint.load import load_checkpoint
 from gemini.checkpoint.save import save_checkpoint
 from gemini.ddp import GeminiDDP
 from gemini.metrics import Metrics
-from gemini.optim import HybridLion
+from gemini.optim import HybridLion, HybridScheduleFreeAdamW
 
 try:
     from transformers import Trainer, TrainerCallback
@@ -33,8 +33,9 @@ from gemini.checkpoint.pretrained import write_weights
 from .adapters import is_adapted, load_adapter, write_adapter
 
 CHECKPOINT = "gemini"  # in a checkpoint of the trainer's: weights and optimizer, sharded
-_TORCH_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")
-_LIONS = ("lion_32bit",)
+_TORCH_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
+# which transformers has of other packages, and which are made of ours from the start
+_OTHERS = ("lion_32bit", "schedule_free_adamw")
 _Base: Any = Trainer if TYPE_CHECKING else object
 
 
@@ -103,22 +104,21 @@ class GeminiTrainerMixin(_Base):  # type: ignore[misc]
         return wrapped
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """The trainer's own, over the wrapped model; a Lion is this project's from the start."""
+        """The trainer's own, over the wrapped model, or one that is ours from the start."""
         self._shard()
         if self.optimizer is None and self.optimizer_cls_and_kwargs is None:
             check_optim(str(self.args.optim.value))
-            if str(self.args.optim.value) in _LIONS:
-                return self._create_lion()
+            if str(self.args.optim.value) in _OTHERS:
+                return self._create_other()
         found: torch.optim.Optimizer = super().create_optimizer(self.model)
         return found
 
-    def _create_lion(self) -> torch.optim.Optimizer:
-        args = self.args
-        options = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2)}
-        self.optimizer_cls_and_kwargs = (HybridLion, options | dict(self._asked[1] or {}))
-        lion = super().create_optimizer(self.model)
+    def _create_other(self) -> torch.optim.Optimizer:
+        kind, options = _other(self.args)
+        self.optimizer_cls_and_kwargs = (kind, options | dict(self._asked[1] or {}))
+        made = super().create_optimizer(self.model)
         self.optimizer_cls_and_kwargs = None
-        self.optimizer = self.accelerator.accept(lion)
+        self.optimizer = self.accelerator.accept(made)
         prepared: torch.optim.Optimizer = self.optimizer
         return prepared
 
@@ -209,11 +209,23 @@ class MetricsCallback(TrainerCallback):  # type: ignore[misc]
 
 def check_optim(name: str) -> None:
     """Raises ValueError for an `args.optim` that has no sharded form."""
-    if name not in (*_TORCH_OPTIMIZERS, *_LIONS):
+    if name not in (*_TORCH_OPTIMIZERS, *_OTHERS):
         raise ValueError(
             f"args.optim={name!r} has no form whose state is sharded; expected one of "
-            f"{', '.join((*_TORCH_OPTIMIZERS, *_LIONS))}, or optimizers=(...)"
+            f"{', '.join((*_TORCH_OPTIMIZERS, *_OTHERS))}, or optimizers=(...)"
         )
+
+
+def _other(args: Any) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """A class of ours, and the options that transformers gives the class of that name."""
+    options = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2)}
+    if str(args.optim.value) == "lion_32bit":
+        return HybridLion, options
+    given = dict(pair.split("=") for pair in (args.optim_args or "").replace(" ", "").split(",")
+                 if pair)  # fmt: skip
+    options |= {"eps": args.adam_epsilon, "warmup_steps": args.warmup_steps}
+    options |= {name: float(given[name]) for name in ("r", "weight_lr_power") if name in given}
+    return HybridScheduleFreeAdamW, options
 
 
 def _check_arguments(args: Any) -> None:

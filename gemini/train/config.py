@@ -38,7 +38,7 @@ class TrainConfig:
     nvme: str | None = _says(None, "a folder on a fast disk; without one nothing goes to files")
     lora: int = _says(0, "rank of LoRA adapters on all linear layers; 0 trains the whole model")
     quantize: str | None = _says(None, "dtype of the frozen weights under LoRA")
-    optim: str = _says("adamw_torch", "adamw_torch, sgd or lion_32bit, as Trainer's optim")
+    optim: str = _says("adamw_torch", "adamw_torch, sgd, lion_32bit ..., as Trainer's optim")
     update: str = _says(
         AUTO, "when blocks are updated, as GeminiDDP's; auto is the fastest as planned"
     )

@@ -24,6 +24,7 @@ from .config import TrainConfig
 _PROBE_SECONDS = 1.0
 _WIDTH = {"cpu": 256, "cuda": 8192}  # of a layer that is timed, and rows that it is given
 _OPTIMIZER = {optim: name for name, optim in OPTIM.items()}
+_OPTIMIZER |= {"adagrad": "sgd", "rmsprop": "sgd"}  # one plane, as many bytes
 
 
 def training_of(config: TrainConfig, world_size: int) -> Training:

@@ -1,8 +1,8 @@
 """The frame of every optimizer kernel: one launch over a tile table, and its one-block prologue.
 
-An optimizer is two small `@triton.jit` functions (`formulas.py`):
+An optimizer is two small `@triton.jit` functions, of which `made.py` gets the source:
 
-    coefficients(hyper, t) -> 10 fp32 vectors, from fp64 hyperparameters and step counts
+    coefficients(hyper, inside, t) -> 10 fp64 vectors, from hyperparameters and step counts
     formula(param, grad, s0, s1, s2, coefficients) -> param, s0, s1, s2, in fp32
 
 Bytes per element: grad + 2 * (param or master) + 2 * 4 * planes, + 2 for a 16-bit copy.
@@ -10,9 +10,6 @@ No hyperparameter is a kernel argument or a constexpr: a schedule neither recomp
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
-from typing import Any
 
 import numpy
 import triton
@@ -72,17 +69,6 @@ if is_interpreted():
 
 _HYPER, _COEFFICIENTS = tl.constexpr(NUM_HYPER), tl.constexpr(NUM_COEFFICIENTS)
 _ACTIVE, _STEP = tl.constexpr(NUM_COEFFICIENTS - 2), tl.constexpr(NUM_COEFFICIENTS - 1)
-
-
-@dataclass(frozen=True, slots=True)
-class RuleKernel:
-    """The two functions of one optimizer, and how many state planes it has (1 to 3)."""
-
-    name: str
-    coefficients: Any  # @triton.jit
-    formula: Any  # @triton.jit
-    num_planes: int
-    keeps_ties: bool = False  # the second plane is never negative: masters may be split
 
 
 @triton.jit
@@ -189,6 +175,25 @@ def prologue_kernel(
 
 
 @triton.jit
+def _plane(s0, s1, s2, NUMBER: tl.constexpr):
+    if NUMBER == 0:
+        return s0
+    if NUMBER == 1:
+        return s1
+    return s2
+
+
+@triton.jit
+def _with_plane(plane, s0, s1, s2, NUMBER: tl.constexpr):
+    """The three planes, one of them replaced."""
+    if NUMBER == 0:
+        return plane, s1, s2
+    if NUMBER == 1:
+        return s0, plane, s2
+    return s0, s1, plane
+
+
+@triton.jit
 def _update_tile(
     param_address,
     grad_address,
@@ -225,7 +230,7 @@ def _update_tile(
     g = load(grad, i, mask, GRAD_DTYPE, MASKED) * factor
     g = tl.maximum(g, -limit, propagate_nan=tl.PropagateNan.ALL)
     g = tl.minimum(g, limit, propagate_nan=tl.PropagateNan.ALL)
-    if SPLIT:
+    if SPLIT >= 0:
         # an address of which the compiler knows no more than of the parameter's: 4 a thread again
         address = tl.where(param_address != 0, master.to(tl.int64), param_address)
         master = pointer(address, 0, tl.int16, param_alignment)
@@ -241,22 +246,24 @@ def _update_tile(
         s1 = load(state1, i, mask, tl.float32, MASKED)
     else:
         s1 = s0
-    if SPLIT:
-        p = join_master(high, low, s1)
-        s1 = tl.abs(s1)
     if NUM_PLANES == 3:
         s2 = load(state2, i, mask, tl.float32, MASKED)
     else:
         s2 = s0
+    if SPLIT >= 0:
+        keeper = _plane(s0, s1, s2, SPLIT)
+        p = join_master(high, low, keeper)
+        s0, s1, s2 = _with_plane(tl.abs(keeper), s0, s1, s2, SPLIT)
     p, s0, s1, s2 = FORMULA(p, g, s0, s1, s2, row)
-    if SPLIT:
-        s1 = with_tie(s1, p)
+    if SPLIT >= 0:
+        keeper = with_tie(_plane(s0, s1, s2, SPLIT), p)
+        s0, s1, s2 = _with_plane(keeper, s0, s1, s2, SPLIT)
     store(state0, i, s0, mask, tl.float32, MASKED)
     if NUM_PLANES >= 2:
         store(state1, i, s1, mask, tl.float32, MASKED)
     if NUM_PLANES == 3:
         store(state2, i, s2, mask, tl.float32, MASKED)
-    if SPLIT:
+    if SPLIT >= 0:
         store_low(master, i, p, mask, MASKED)
     elif HAS_MASTER:
         store(master, i, p, mask, tl.float32, MASKED)
@@ -283,7 +290,8 @@ def update_kernel(
     PARAM_DTYPE: tl.constexpr,
     GRAD_DTYPE: tl.constexpr,
     HAS_MASTER: tl.constexpr,
-    SPLIT: tl.constexpr,  # `master` is an int16 slab: what bf16 parameters lack of theirs
+    # the plane with ties, where `master` is int16: what bf16 parameters lack of theirs; or -1
+    SPLIT: tl.constexpr,
     STOCHASTIC: tl.constexpr,  # bf16 without a master: round at random, see `rounding.noise`
     BLOCK: tl.constexpr,
 ):

@@ -198,6 +198,23 @@ class PlainTarget:
     def fill_state(self, source: StateSource) -> None:
         fill_runs(self._tiered_state, self._names, source)
 
+    @torch.no_grad()
+    def blend(self, plane: str, weights: Sequence[float]) -> None:
+        counts = [int(count) for count in self.step_counts]
+
+        def move(run: StateRun) -> None:
+            i = int(run.name)
+            share = weights[self._groups[self._group_of[i]]]
+            if run.plane == plane and counts[i] and share:
+                param, order = self._params[i], self._orders[i]
+                flat = order.flat(param.detach())
+                there, values = flat[run.elements], run.values.to(param.device)
+                there.add_(values.sub(there).mul_(share))
+                if not order.fits(param):  # it was a copy
+                    param.copy_(order.shaped(flat))
+
+        self.visit_state(move)
+
     def clip(self, clip: Clip) -> Tensor | None:
         return clip_together([self], clip)
 

@@ -1,8 +1,9 @@
-"""The one torch reference of every formula, in fp32. Kernels and the CPU path are tested with it.
+"""The update formulas, each written once: eager updates, compiled loops and kernels follow.
 
-Each function is pure: fp32 tensors in, new fp32 tensors out, no branch on their values. Scalars
-come as fp32 0-d tensors, rounded once from the fp64 values of `AdamCoefficients` and its like, so
-that every implementation starts from the same bits.
+A rule has two pure functions (`optim.rules.rule.UpdateRule`): `X_coefficients(h, t)`, in fp64, of
+named hyperparameters and the step count from 1, and `X(param, grad, c, *, planes)`, in fp32 and
+without a branch on values. Coefficients are rounded once to fp32, so that every implementation
+starts from the same bits.
 
 Stochastic rounding of fp32 to bf16 adds 16 random bits below the bits that are kept, and cuts them
 off: the mean of a rounded value is the value, so that updates smaller than half a bf16 step are not
@@ -13,213 +14,362 @@ makes the same bits.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, where
+
+from .scalars import at_least, at_most, falling_product, log, power, power_sum, sqrt
+from .scalars import where as choose
 
 ELEMENTS_PER_BLOCK = 16  # of noise: four words of 64 bits
+Planes = dict[str, Tensor]
+Updated = tuple[Tensor, Planes]
 
 
-class AdamCoefficients(NamedTuple):
-    """Scalars of one Adam step, made in fp64 from the hyperparameters and the step count t.
-
-    Kingma & Ba 2015, algorithm 1 and section 2; decoupled decay: Loshchilov & Hutter 2019,
-    algorithm 2. Names as in torch.optim.AdamW's single-tensor form.
-    """
-
-    one_minus_beta1: float
-    beta2: float
-    one_minus_beta2: float
-    step_size: float  # lr / (1 - beta1^t)
-    inv_sqrt_bias_correction2: float  # 1 / sqrt(1 - beta2^t)
-    eps: float
-    decay: float  # 1 - lr * weight_decay where decoupled, else 1
-    l2: float  # weight_decay where not decoupled, else 0
-    sign: float  # of the gradient: -1 maximizes
-    takes_maximum: float  # 1 where v is replaced by its largest value so far, else 0
+def _sign(h: Any) -> Any:
+    return choose(h.maximize, -1.0, 1.0)
 
 
-def adam_coefficients(
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    adamw_mode: bool,
-    bias_correction: bool,
-    step: int,
-    *,
-    amsgrad: bool = False,
-    maximize: bool = False,
-) -> AdamCoefficients:
-    """`step` counts from 1."""
-    beta1, beta2 = betas
-    bias_correction1 = 1.0 - beta1**step if bias_correction else 1.0
-    bias_correction2 = 1.0 - beta2**step if bias_correction else 1.0
-    return AdamCoefficients(
-        one_minus_beta1=1.0 - beta1,
-        beta2=beta2,
-        one_minus_beta2=1.0 - beta2,
-        step_size=lr / bias_correction1,
-        inv_sqrt_bias_correction2=bias_correction2**-0.5,
-        eps=eps,
-        decay=1.0 - lr * weight_decay if adamw_mode else 1.0,
-        l2=0.0 if adamw_mode else weight_decay,
-        sign=-1.0 if maximize else 1.0,
-        takes_maximum=float(amsgrad),
-    )
+# -- Adam, AdamW (Kingma & Ba 2015, algorithm 1; Loshchilov & Hutter 2019, algorithm 2) and AMSGrad
+# (Reddi et al. 2018, algorithm 2)
 
 
-class AdamResult(NamedTuple):
-    """What an update of Adam makes, all [n]."""
-
-    param: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
+def adam_coefficients(h: Any, t: Any) -> dict[str, Any]:
+    """In the decoupled mode the parameter decays, else the gradient has an L2 term."""
+    corrected = choose(h.bias_correction, 1.0 - h.beta2**t, 1.0)
+    return {
+        "w1": 1.0 - h.beta1,
+        "beta2": h.beta2,
+        "w2": 1.0 - h.beta2,
+        "step_size": h.lr / choose(h.bias_correction, 1.0 - h.beta1**t, 1.0),
+        "inv_sqrt_correction2": corrected**-0.5,
+        "eps": h.eps,
+        "decay": choose(h.adamw_mode, 1.0 - h.lr * h.weight_decay, 1.0),
+        "l2": choose(h.adamw_mode, 0.0, h.weight_decay),
+        "sign": _sign(h),
+        "takes_maximum": h.amsgrad,
+    }
 
 
 def adam(
-    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, coefficients: Tensor
-) -> AdamResult:
-    """One step of Adam or AdamW. `coefficients` is fp32 [10] in the order of AdamCoefficients.
-
-    p <- p * decay                     g <- sign * g + l2 * p
+    param: Tensor,
+    grad: Tensor,
+    c: Any,
+    *,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    max_exp_avg_sq: Tensor | None = None,
+) -> Updated:
+    """p <- p * decay                     g <- sign * g + l2 * p
     m <- m + (1 - beta1) * (g - m)
     v <- v * beta2 + (1 - beta2) * g * g
     p <- p - step_size * m / (sqrt(v) / sqrt(bias_correction2) + eps)
+
+    With `max_exp_avg_sq` the largest v so far takes the place of v where `takes_maximum` is not 0;
+    as in torch it is of v before its bias is corrected. Elsewhere it stays as it is.
     """
-    param, exp_avg, exp_avg_sq = _moments(param, grad, exp_avg, exp_avg_sq, coefficients)
-    return AdamResult(_stepped(param, exp_avg, exp_avg_sq, coefficients), exp_avg, exp_avg_sq)
+    grad = c.sign * grad + c.l2 * param
+    param = param * c.decay
+    exp_avg = exp_avg + c.w1 * (grad - exp_avg)
+    exp_avg_sq = exp_avg_sq * c.beta2 + c.w2 * grad * grad
+    planes, second = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}, exp_avg_sq
+    if max_exp_avg_sq is not None:
+        largest = torch.maximum(max_exp_avg_sq, exp_avg_sq)
+        second = where(c.takes_maximum != 0, largest, exp_avg_sq)
+        planes["max_exp_avg_sq"] = where(c.takes_maximum != 0, largest, max_exp_avg_sq)
+    denominator = second.sqrt() * c.inv_sqrt_correction2 + c.eps
+    return param - c.step_size * (exp_avg / denominator), planes
 
 
-class AmsgradResult(NamedTuple):
-    """What an update of Amsgrad makes, all [n]."""
-
-    param: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    max_exp_avg_sq: Tensor
+# -- SGD with momentum (Polyak 1964; Sutskever et al. 2013), in torch's form
 
 
-def amsgrad(
+def sgd_coefficients(h: Any, t: Any) -> dict[str, Any]:
+    """The first gradient goes into the buffer whole, whatever the dampening: it starts at zero."""
+    return {
+        "lr": h.lr,
+        "momentum": h.momentum,
+        "weight_decay": h.weight_decay,
+        "intake": choose(t == 1, 1.0, 1.0 - h.dampening),
+        "sign": _sign(h),
+        "nesterov": h.nesterov,
+    }
+
+
+def sgd(param: Tensor, grad: Tensor, c: Any, *, momentum_buffer: Tensor) -> Updated:
+    """g <- sign * g + weight_decay * p;    b <- momentum * b + intake * g
+    p <- p - lr * b, or with Nesterov's momentum p - lr * (g + momentum * b)
+
+    Where momentum is 0 the step is that of g, and the buffer stays as it is.
+    """
+    grad = c.sign * grad + c.weight_decay * param
+    moved = c.momentum * momentum_buffer + c.intake * grad
+    update = where(c.nesterov != 0, grad + c.momentum * moved, moved)
+    update = where(c.momentum != 0, update, grad)
+    buffer = where(c.momentum != 0, moved, momentum_buffer)
+    return param - c.lr * update, {"momentum_buffer": buffer}
+
+
+# -- Lion (Chen et al. 2023, algorithm 2)
+
+
+def lion_coefficients(h: Any, t: Any) -> dict[str, Any]:
+    """Weight decay is decoupled, times the rate."""
+    decay = 1.0 - h.lr * h.weight_decay
+    return {"w1": 1.0 - h.beta1, "w2": 1.0 - h.beta2, "lr": h.lr, "decay": decay}
+
+
+def lion(param: Tensor, grad: Tensor, c: Any, *, exp_avg: Tensor) -> Updated:
+    """p <- p * decay - lr * sign(m + (1 - beta1) * (g - m));    m <- m + (1 - beta2) * (g - m)"""
+    update = exp_avg + c.w1 * (grad - exp_avg)
+    new = param * c.decay - c.lr * update.sign()
+    return new, {"exp_avg": exp_avg + c.w2 * (grad - exp_avg)}
+
+
+# -- Adagrad (Duchi et al. 2011), as in torch
+
+
+def adagrad_coefficients(h: Any, t: Any) -> dict[str, Any]:
+    """The plane begins at zeros, and so with its initial value in the first step."""
+    return {
+        "rate": h.lr / (1.0 + (t - 1) * h.lr_decay),
+        "weight_decay": h.weight_decay,
+        "begins": choose(t == 1, 1.0, 0.0),
+        "initial": h.initial_accumulator_value,
+        "eps": h.eps,
+        "sign": _sign(h),
+    }
+
+
+def adagrad(param: Tensor, grad: Tensor, c: Any, *, sum: Tensor) -> Updated:
+    """g <- sign * g + weight_decay * p;    s <- s + g * g;    p <- p - rate * g / (sqrt(s) + eps)
+
+    rate = lr / (1 + (t - 1) * lr_decay)
+    """
+    grad = c.sign * grad + c.weight_decay * param
+    sum = where(c.begins != 0, c.initial, sum) + grad * grad
+    return param - c.rate * (grad / (sum.sqrt() + c.eps)), {"sum": sum}
+
+
+# -- RMSprop (Hinton 2012; centered: Graves 2013), as in torch
+
+
+def rmsprop_coefficients(h: Any, t: Any) -> dict[str, Any]:
+    """A group without momentum, or that is not centered, leaves the planes of others alone."""
+    return {
+        "lr": h.lr,
+        "alpha": h.alpha,
+        "intake": 1.0 - h.alpha,
+        "eps": h.eps,
+        "weight_decay": h.weight_decay,
+        "momentum": h.momentum,
+        "centered": h.centered,
+        "sign": _sign(h),
+    }
+
+
+def rmsprop(
     param: Tensor,
     grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    max_exp_avg_sq: Tensor,
-    coefficients: Tensor,
-) -> AmsgradResult:
-    """`adam` with the largest v so far in place of v (Reddi et al. 2018, algorithm 2).
-
-    As in torch the maximum is of v before its bias is corrected. Where `takes_maximum` is 0, the
-    step is that of `adam` and the maximum stays as it is.
+    c: Any,
+    *,
+    square_avg: Tensor,
+    grad_avg: Tensor | None = None,
+    momentum_buffer: Tensor | None = None,
+) -> Updated:
+    """s <- alpha * s + (1 - alpha) * g * g;    [a <- a + (1 - alpha) * (g - a); s - a * a for s]
+    u <- g / (sqrt(s) + eps);    [b <- momentum * b + u for u];    p <- p - lr * u
     """
-    takes_maximum = coefficients[9] != 0
-    param, exp_avg, exp_avg_sq = _moments(param, grad, exp_avg, exp_avg_sq, coefficients)
-    maximum = torch.maximum(max_exp_avg_sq, exp_avg_sq)
-    second = torch.where(takes_maximum, maximum, exp_avg_sq)
-    return AmsgradResult(
-        _stepped(param, exp_avg, second, coefficients),
-        exp_avg,
-        exp_avg_sq,
-        torch.where(takes_maximum, maximum, max_exp_avg_sq),
-    )
+    grad = c.sign * grad + c.weight_decay * param
+    second = c.alpha * square_avg + c.intake * grad * grad
+    planes = {"square_avg": second}
+    if grad_avg is not None:
+        mean = grad_avg + c.intake * (grad - grad_avg)
+        planes["grad_avg"] = where(c.centered != 0, mean, grad_avg)
+        # a variance is not negative, but by rounding
+        second = where(c.centered != 0, (second - mean * mean).clamp(min=0.0), second)
+    update = grad / (second.sqrt() + c.eps)
+    if momentum_buffer is not None:
+        moved = c.momentum * momentum_buffer + update
+        update = where(c.momentum != 0, moved, update)
+        planes["momentum_buffer"] = where(c.momentum != 0, moved, momentum_buffer)
+    return param - c.lr * update, planes
 
 
-def _moments(
-    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, coefficients: Tensor
-) -> AdamResult:
-    """Decayed parameter, new m and v."""
-    w1, beta2, w2, _, _, _, decay, l2, sign, _ = coefficients.unbind()
-    grad = sign * grad + l2 * param
-    exp_avg = exp_avg + w1 * (grad - exp_avg)
-    exp_avg_sq = exp_avg_sq * beta2 + w2 * grad * grad
-    return AdamResult(param * decay, exp_avg, exp_avg_sq)
+# -- Adamax (Kingma & Ba 2015, algorithm 2), as in torch: eps is added before the maximum
 
 
-def _stepped(param: Tensor, exp_avg: Tensor, second: Tensor, coefficients: Tensor) -> Tensor:
-    step_size, inv_sqrt_bc2, eps = coefficients[3], coefficients[4], coefficients[5]
-    denominator = second.sqrt() * inv_sqrt_bc2 + eps
-    return param - step_size * (exp_avg / denominator)
+def adamax_coefficients(h: Any, t: Any) -> dict[str, Any]:
+    """Only the first moment is biased."""
+    return {
+        "w1": 1.0 - h.beta1,
+        "beta2": h.beta2,
+        "step_size": h.lr / (1.0 - h.beta1**t),
+        "eps": h.eps,
+        "weight_decay": h.weight_decay,
+        "sign": _sign(h),
+    }
 
 
-class SGDCoefficients(NamedTuple):
-    """Scalars of one SGD step, made from the hyperparameters and the step count t."""
-
-    lr: float
-    momentum: float
-    weight_decay: float
-    intake: float  # of the gradient into the buffer: 1 - dampening, but 1 in the first step
-    sign: float  # of the gradient: -1 maximizes
-    nesterov: float  # 1 where the step looks ahead, else 0
-
-
-def sgd_coefficients(
-    lr: float,
-    momentum: float,
-    weight_decay: float,
-    dampening: float,
-    nesterov: bool,
-    maximize: bool,
-    step: int,
-) -> SGDCoefficients:
-    """`step` counts from 1."""
-    return SGDCoefficients(
-        lr=lr,
-        momentum=momentum,
-        weight_decay=weight_decay,
-        intake=1.0 if step == 1 else 1.0 - dampening,
-        sign=-1.0 if maximize else 1.0,
-        nesterov=float(nesterov),
-    )
-
-
-class SGDResult(NamedTuple):
-    """What an update of SGD makes, all [n]."""
-
-    param: Tensor
-    momentum_buffer: Tensor
-
-
-def sgd(param: Tensor, grad: Tensor, momentum_buffer: Tensor, coefficients: Tensor) -> SGDResult:
-    """One step of SGD. `coefficients` is fp32 [6] in the order of SGDCoefficients.
-
-        g <- sign * g + weight_decay * p;    b <- momentum * b + intake * g
-        p <- p - lr * b, or with Nesterov's momentum p - lr * (g + momentum * b)
-
-    Polyak 1964, Sutskever et al. 2013, in the form of torch.optim.SGD. The buffer starts at zero,
-    which makes the first step that of torch, whose buffer starts as g. Where momentum is 0 the step
-    is that of g, and the buffer stays as it is.
+def adamax(param: Tensor, grad: Tensor, c: Any, *, exp_avg: Tensor, exp_inf: Tensor) -> Updated:
+    """m <- m + (1 - beta1) * (g - m);    u <- max(beta2 * u, |g| + eps)
+    p <- p - lr / (1 - beta1**t) * m / u
     """
-    lr, momentum, weight_decay, intake, sign, nesterov = coefficients.unbind()
-    grad = sign * grad + weight_decay * param
-    moved = momentum * momentum_buffer + intake * grad
-    update = torch.where(nesterov != 0, grad + momentum * moved, moved)
-    update = torch.where(momentum != 0, update, grad)
-    moved = torch.where(momentum != 0, moved, momentum_buffer)
-    return SGDResult(param - lr * update, moved)
+    grad = c.sign * grad + c.weight_decay * param
+    exp_avg = exp_avg + c.w1 * (grad - exp_avg)
+    exp_inf = torch.maximum(exp_inf * c.beta2, grad.abs() + c.eps)
+    return param - c.step_size * (exp_avg / exp_inf), {"exp_avg": exp_avg, "exp_inf": exp_inf}
 
 
-class LionResult(NamedTuple):
-    """What an update of Lion makes, all [n]."""
-
-    param: Tensor
-    exp_avg: Tensor
+# -- NAdam (Dozat 2016), as in torch
 
 
-def lion(param: Tensor, grad: Tensor, exp_avg: Tensor, coefficients: Tensor) -> LionResult:
-    """One step of Lion (Chen et al. 2023, algorithm 2). `coefficients` is fp32 [4]:
-    1 - beta1, 1 - beta2, lr, 1 - lr * weight_decay.
+def nadam_product(h: Any, t: Any) -> Any:
+    """mu_1 ... mu_t: a function of the count, and so exact where training resumes. A schedule of
+    beta1 counts as if it always had been this one."""
+    return h.beta1**t * falling_product(h.momentum_decay * log(0.96), t)
 
-        p <- p * (1 - lr * weight_decay)
-        p <- p - lr * sign(m + (1 - beta1) * (g - m));    m <- m + (1 - beta2) * (g - m)
+
+def nadam_coefficients(h: Any, t: Any) -> dict[str, Any]:
+    """Momentum grows with the count."""
+    product = nadam_product(h, t)
+    mu = h.beta1 * (1.0 - 0.5 * power(0.96, t * h.momentum_decay))
+    mu_next = h.beta1 * (1.0 - 0.5 * power(0.96, (t + 1) * h.momentum_decay))
+    return {
+        "w1": 1.0 - h.beta1,
+        "beta2": h.beta2,
+        "w2": 1.0 - h.beta2,
+        "of_grad": h.lr * (1.0 - mu) / (1.0 - product),
+        "of_moment": h.lr * mu_next / (1.0 - product * mu_next),
+        "inv_sqrt_correction2": (1.0 - h.beta2**t) ** -0.5,
+        "eps": h.eps,
+        "decay": choose(h.decoupled_weight_decay, 1.0 - h.lr * h.weight_decay, 1.0),
+        "l2": choose(h.decoupled_weight_decay, 0.0, h.weight_decay),
+        "sign": _sign(h),
+    }
+
+
+def nadam(param: Tensor, grad: Tensor, c: Any, *, exp_avg: Tensor, exp_avg_sq: Tensor) -> Updated:
+    """m and v as Adam's;    d = sqrt(v / bias_correction2) + eps
+    p <- p * decay - a * g / d - b * m / d, one after the other, as torch rounds it
+
+    a = lr * (1 - mu_t) / (1 - mu_1 ... mu_t),    b = lr * mu_t+1 / (1 - mu_1 ... mu_t+1)
     """
-    w1, w2, lr, decay = coefficients.unbind()
-    param = param * decay
-    update = exp_avg + w1 * (grad - exp_avg)
-    param = param - lr * update.sign()
-    return LionResult(param, exp_avg + w2 * (grad - exp_avg))
+    grad = c.sign * grad + c.l2 * param
+    exp_avg = exp_avg + c.w1 * (grad - exp_avg)
+    exp_avg_sq = exp_avg_sq * c.beta2 + c.w2 * grad * grad
+    denominator = exp_avg_sq.sqrt() * c.inv_sqrt_correction2 + c.eps
+    param = param * c.decay - c.of_grad * (grad / denominator)
+    param = param - c.of_moment * (exp_avg / denominator)
+    return param, {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+
+
+# -- RAdam (Liu et al. 2020), as in torch
+
+
+def radam_coefficients(h: Any, t: Any) -> dict[str, Any]:
+    """Rectified where the length of the average is above 5, else as SGD with momentum."""
+    beta2_t = h.beta2**t
+    longest = 2.0 / (1.0 - h.beta2) - 1.0
+    length = longest - 2.0 * t * beta2_t / (1.0 - beta2_t)
+    rectified = length > 5.0
+    above = (length - 4.0) * (length - 2.0) * longest
+    below = (longest - 4.0) * (longest - 2.0) * length
+    factor = sqrt(choose(rectified, above, 1.0) / choose(rectified, below, 1.0) * (1.0 - beta2_t))
+    return {
+        "w1": 1.0 - h.beta1,
+        "beta2": h.beta2,
+        "w2": 1.0 - h.beta2,
+        "step_size": h.lr / (1.0 - h.beta1**t) * choose(rectified, factor, 1.0),
+        "rectified": choose(rectified, 1.0, 0.0),
+        "eps": h.eps,
+        "decay": choose(h.decoupled_weight_decay, 1.0 - h.lr * h.weight_decay, 1.0),
+        "l2": choose(h.decoupled_weight_decay, 0.0, h.weight_decay),
+        "sign": _sign(h),
+    }
+
+
+def radam(param: Tensor, grad: Tensor, c: Any, *, exp_avg: Tensor, exp_avg_sq: Tensor) -> Updated:
+    """m and v as Adam's;    p <- p * decay - step_size * m [/ (sqrt(v) + eps) where rectified]"""
+    grad = c.sign * grad + c.l2 * param
+    exp_avg = exp_avg + c.w1 * (grad - exp_avg)
+    exp_avg_sq = exp_avg_sq * c.beta2 + c.w2 * grad * grad
+    adapted = exp_avg / (exp_avg_sq.sqrt() + c.eps)
+    update = where(c.rectified != 0, adapted, exp_avg)
+    return param * c.decay - c.step_size * update, {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+
+
+# -- Adadelta (Zeiler 2012, algorithm 1), as in torch
+
+
+def adadelta_coefficients(h: Any, t: Any) -> dict[str, Any]:
+    """Nothing depends on the count."""
+    return {
+        "lr": h.lr,
+        "rho": h.rho,
+        "intake": 1.0 - h.rho,
+        "eps": h.eps,
+        "weight_decay": h.weight_decay,
+        "sign": _sign(h),
+    }
+
+
+def adadelta(
+    param: Tensor, grad: Tensor, c: Any, *, square_avg: Tensor, acc_delta: Tensor
+) -> Updated:
+    """s <- rho * s + (1 - rho) * g * g;    d <- sqrt(a + eps) / sqrt(s + eps) * g
+    a <- rho * a + (1 - rho) * d * d;    p <- p - lr * d
+    """
+    grad = c.sign * grad + c.weight_decay * param
+    square_avg = c.rho * square_avg + c.intake * grad * grad
+    delta = (acc_delta + c.eps).sqrt() / (square_avg + c.eps).sqrt() * grad
+    acc_delta = c.rho * acc_delta + c.intake * delta * delta
+    return param - c.lr * delta, {"square_avg": square_avg, "acc_delta": acc_delta}
+
+
+# -- Schedule-free AdamW (Defazio et al. 2024), as in facebookresearch/schedule_free
+
+
+def schedule_free_coefficients(h: Any, t: Any) -> dict[str, Any]:
+    """The weight of step i is i**r * (its rate / lr)**weight_lr_power, and the rate grows over
+    `warmup_steps`: what all so far sum up to is a function of the count. Another schedule changes
+    the rate of a step, and not its weight."""
+    warm = at_least(h.warmup_steps, 1.0)
+    share = at_most(t / warm, 1.0)
+    rising = at_most(t * 1.0, h.warmup_steps)
+    total = power_sum(h.r + h.weight_lr_power, rising) / power(warm, h.weight_lr_power)
+    total = total + power_sum(h.r, t) - power_sum(h.r, rising)
+    weight = power(t * 1.0, h.r) * power(share, h.weight_lr_power)
+    pull = choose(h.lr == 0.0, 0.0, weight / total)
+    return {
+        "beta2": h.beta2,
+        "w2": 1.0 - h.beta2,
+        "inv_sqrt_correction2": (1.0 - h.beta2**t) ** -0.5,
+        "eps": h.eps,
+        "weight_decay": h.weight_decay,
+        "begins": choose(t == 1, 1.0, 0.0),
+        "pull": pull,
+        "of_y": h.lr * share * (1.0 - h.beta1 * (1.0 - pull)),
+        "of_z": h.lr * share,
+    }
+
+
+def schedule_free(param: Tensor, grad: Tensor, c: Any, *, exp_avg_sq: Tensor, z: Tensor) -> Updated:
+    """v as Adam's;    u <- g / (sqrt(v / bias_correction2) + eps) + weight_decay * y
+    y <- y + pull * (z - y) - lr * (1 - beta1 * (1 - pull)) * u;    z <- z - lr * u
+
+    The parameter is y while training, and x = y + (1 - 1 / beta1) * (z - y) in `eval()`.
+    """
+    z = where(c.begins != 0, param, z)
+    exp_avg_sq = exp_avg_sq * c.beta2 + c.w2 * grad * grad
+    update = grad / (exp_avg_sq.sqrt() * c.inv_sqrt_correction2 + c.eps) + c.weight_decay * param
+    new = param + c.pull * (z - param) - c.of_y * update
+    return new, {"exp_avg_sq": exp_avg_sq, "z": z - c.of_z * update}
+
+
+# -- rounding at random
 
 
 def noise(seed: int, param: int, step: int, first: int, numel: int) -> Tensor:

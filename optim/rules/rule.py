@@ -1,58 +1,130 @@
-"""What an update rule is to the rest: its planes, its hyperparameters, one CPU formula.
+"""What an update rule is to the rest: its planes, its options, and two pure functions.
 
-A rule has no state and is made without arguments. Adding an optimizer is one rule, one formula in
-`formulas.py`, one kernel, and a class of a few lines (docs/extending.md).
+A rule is written once (docs/extending.md). Of its two functions follow the eager update, the
+compiled loop (`optim.update.kernel_specs`) and the kernels (`optim.update.triton_source`).
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections import namedtuple
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
-from .state_layout import StateLayout
+from .state_layout import Plane, StateLayout
+
+STRIP_NUMEL = 1 << 16  # of an eager update: what operators make on their way stays in cache
 
 
-class UpdateRule(Protocol):
-    """How one optimizer updates a run of elements."""
+class UpdateRule:
+    """How one optimizer updates a run of elements, every element alike.
+
+    A subclass says what it is called, its `layout` (planes without master and undo), its `options`
+    and two static functions:
+
+        coefficients(h, t) -> {name: number}
+            in fp64, of the options by name (`betas` as `beta1` and `beta2`) and the step count,
+            from 1; by operators, and functions of `optim.rules.scalars`
+        formula(param, grad, c, *, PLANE, ...) -> new param, {PLANE: new values}
+            in fp32, of [n] each; `c.NAME` is a coefficient, []. Operators that are exact or
+            correctly rounded (`optim.update.tracing.KNOWN`), no branch on values.
+
+    wanted: options whose planes of `optional` the state has, beside those of `layout`; the formula
+        gets None for the others.
+    Raises ValueError for an option that has no such plane.
+    """
 
     name: str
-    layout: StateLayout  # without master and undo planes
-    num_coefficients: int  # how many `coefficients` gives
+    layout: StateLayout
+    options: ClassVar[Mapping[str, Any]]  # with the defaults of the class; flags are bools
+    ranges: ClassVar[Mapping[str, tuple[float, float]]] = {}  # of options; others are [0, inf)
+    optional: ClassVar[Mapping[str, Plane]] = {}  # by option
+    coefficients: Callable[[Any, Any], Mapping[str, Any]]
+    formula: Callable[..., tuple[Tensor, Mapping[str, Tensor]]]
+
+    def __init__(self, *wanted: str) -> None:
+        if unknown := set(wanted) - set(self.optional):
+            raise ValueError(f"{sorted(unknown)} of {self.name}; it has {list(self.optional)}")
+        self.wanted = frozenset(wanted)
+        if wanted:
+            planes = [plane for name, plane in self.optional.items() if name in self.wanted]
+            self.name = "-".join([self.name, *sorted(self.wanted)])
+            self.layout = StateLayout((*self.layout.planes, *planes))
+        self.coefficient_names = tuple(self.coefficients(self.hyper(self.options), 1))
+
+    def for_groups(self, groups: Sequence[Mapping[str, Any]]) -> UpdateRule:
+        """The rule whose state these groups need."""
+        return type(self)(*(name for name in self.optional if any(g[name] for g in groups)))
 
     def hyper(self, group: Mapping[str, Any]) -> Any:
-        """The group's hyperparameters as a frozen, hashable value.
+        """The group's options as a frozen, hashable value of numbers.
 
-        Raises ValueError naming the first one that is out of range.
+        Raises ValueError naming the first one that is out of range, or has no plane.
         """
-        ...
-
-    def coefficients(self, hyper: Any, step: int) -> Sequence[float]:
-        """What `formula` takes, in fp64; `step` counts from 1."""
-        ...
-
-    def formula(self, param: Tensor, grad: Tensor, *rest: Tensor) -> Sequence[Tensor]:
-        """The rule's function of `formulas.py`.
-
-        (param, grad, *planes, coefficients), all fp32, to the new (param, *planes).
-        """
-        ...
+        values: dict[str, float] = {}
+        for name, default in self.options.items():
+            if name == "betas":
+                values["beta1"], values["beta2"] = betas(group)
+            elif isinstance(default, bool):
+                values[name] = bool(group[name])
+            else:
+                low, high = self.ranges.get(name, (0.0, math.inf))
+                values[name] = number(group, name, low, high, open_high=True)
+        for name, plane in self.optional.items():
+            if values[name] and name not in self.wanted:
+                raise ValueError(
+                    f"a group has {name}={group[name]}, and the state of its parameters was made "
+                    f"without {plane.name}; make the optimizer with {name}={group[name]}"
+                )
+        return _hyper_type(tuple(values))(**values)
 
     def hyper_row(self, hyper: Any) -> tuple[float, ...]:
-        """The same as a row of the kernels' hyperparameter table; see the rule's kernel file."""
-        ...
+        """The same as a row of the kernels' hyperparameter table."""
+        return tuple(map(float, hyper))
+
+    def values(self, hyper: Any, step: int) -> tuple[float, ...]:
+        """Its coefficients in their order, in fp64; `step` counts from 1."""
+        return tuple(map(float, self.coefficients(hyper, step).values()))
+
+    def updated(
+        self, param: Tensor, grad: Tensor, planes: Sequence[Tensor], values: Tensor
+    ) -> list[Tensor]:
+        """The formula: new [param, *planes] [n], in the dtype of `param`, from all its coefficients
+        [k]."""
+        c = SimpleNamespace(**dict(zip(self.coefficient_names, values.unbind(), strict=True)))
+        names = [plane.name for plane in self.optional.values()]
+        given = dict.fromkeys(names) | dict(zip(self.layout.names, planes, strict=True))
+        param, new = self.formula(param, grad, c, **given)
+        return [param, *(new[name] for name in self.layout.names)]
 
     def update(
         self, param: Tensor, grad: Tensor, planes: Sequence[Tensor], hyper: Any, step: int
     ) -> None:
-        """Update fp32 [n] `param` and `planes` in place; fp32 [n] `grad` is only read.
+        """Update fp32 [n] `param` and `planes` in place, by torch's operators; [n] `grad` is read.
 
-        `step` counts from 1. Must treat every element alike, so that cutting a run at multiples
-        of 16 elements changes no bit.
+        `step` counts from 1. Cutting a run at multiples of 16 elements changes no bit.
         """
-        ...
+        values = _values(self, hyper, step, param.dtype)
+        strips = [tensor.split(STRIP_NUMEL) for tensor in (param, grad, *planes)]
+        for one, its_grad, *its_planes in zip(*strips, strict=True):
+            new = self.updated(one, its_grad, its_planes, values)
+            for old, value in zip((one, *its_planes), new, strict=True):
+                old.copy_(value)
+
+
+@functools.lru_cache(maxsize=64)
+def _values(rule: UpdateRule, hyper: Any, step: int, dtype: torch.dtype) -> Tensor:
+    return torch.tensor(rule.values(hyper, step), dtype=dtype)
+
+
+@functools.cache
+def _hyper_type(names: tuple[str, ...]) -> Any:
+    return namedtuple("Hyper", names)
 
 
 def number(

@@ -121,7 +121,7 @@ class _Scalars:
     def of(self, piece: Piece) -> tuple[float, ...]:
         key = piece.hyper, piece.step
         if key not in self._found:
-            self._found[key] = (*self._scale, *self._rule.coefficients(*key))
+            self._found[key] = (*self._scale, *self._rule.values(*key))
         return self._found[key]
 
 

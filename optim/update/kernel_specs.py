@@ -38,14 +38,14 @@ class UpdateSpec:
         """For people: part of a file's name."""
         dtypes = f"{dtype_name(self.visible)}-{dtype_name(self.grad)}"
         master = "-split" if self.is_split else "-master" if self.has_master else ""
-        return f"{type(self.rule).__name__.lower()}-{dtypes}{master}"
+        return f"{self.rule.name}-{dtypes}{master}"
 
     @cached_property
     def source(self) -> str:
         """C++. Raises NotImplementedError where the rule's formula cannot be a loop."""
         planes = [getattr(torch, plane.dtype) for plane in self._layout.planes]
         columns = [self.grad, self.visible, *planes]
-        scalars = [2, self.rule.num_coefficients]
+        scalars = [2, len(self.rule.coefficient_names)]
         tile = traced_tile(self.update, scalars, columns)
         return library(tile, columns=len(columns), scalars=sum(scalars), tile_numel=TILE_NUMEL)
 
@@ -65,7 +65,7 @@ class UpdateSpec:
             keeper = self.rule.layout.names.index(self._layout.tie_keeper)
             param = join(visible, rest[0], planes[keeper])
             before[keeper] = planes[keeper].abs()
-        new, *state = self.rule.formula(param, grad, *before, coefficients)
+        new, *state = self.rule.updated(param, grad, before, coefficients)
         if self.is_split:
             rest[0].copy_(remainder_of(new))
             state[keeper] = (state[keeper].view(torch.int32) | tie_sign(new)).view(torch.float32)

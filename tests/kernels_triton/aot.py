@@ -28,8 +28,10 @@ from kernels_triton.norm import (
     norm_kernel,
     tally_kernel,
 )  # fmt: skip
-from kernels_triton.ops import KERNELS
 from kernels_triton.update.frame import COUNTERS_AT_ONCE, prologue_kernel, update_kernel
+from kernels_triton.update.made import KERNELS
+from optim.update.triton_update import kernel_of
+from tests.support.rules import CASES
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -37,6 +39,7 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
+IN_FULL = ("adam", "adam-amsgrad", "sgd", "lion")  # in all mixes of dtypes; others in three
 ACCESS = re.compile(
     r"^\s*(?:@!?%p\d+\s+)?((?:ld|st)\.global\S*|buffer_(?:load|store)\S*|scratch_\S*|fma\.\S*)"
 )
@@ -46,25 +49,30 @@ def sources():
     """(name, source, num_warps) of every kernel that is launched."""
     launch = choose_launch(28, interpreted=False, largest_numel=1 << 20)
     tables = {"tiles": "*i32", "segments": "*i64", "coefficients": "*fp32", "control": "*fp64"}
-    for rule, kernel in KERNELS.items():
-        for param, grad, master, stochastic, split in (
-            (tl.bfloat16, tl.bfloat16, True, False, False),
-            (tl.float16, tl.float16, True, False, False),
-            (tl.float32, tl.float32, False, False, False),
-            (tl.bfloat16, tl.float32, True, False, False),
-            (tl.bfloat16, tl.bfloat16, False, True, False),
-            (tl.bfloat16, tl.bfloat16, False, False, True),
-        ):
-            if split and not kernel.keeps_ties:
+    rules = {rule.name: rule for rule in (case.rule() for case in CASES.values())}
+    mixes = (
+        (tl.bfloat16, tl.bfloat16, True, False, False),
+        (tl.float32, tl.float32, False, False, False),
+        (tl.bfloat16, tl.bfloat16, False, False, True),
+        (tl.float16, tl.float16, True, False, False),
+        (tl.bfloat16, tl.float32, True, False, False),
+        (tl.bfloat16, tl.bfloat16, False, True, False),
+    )
+    for name, rule in rules.items():
+        kernel, in_full = KERNELS[kernel_of(rule)], name in IN_FULL
+        for param, grad, master, stochastic, split in mixes[: None if in_full else 3]:
+            if split and kernel.keeper < 0:
                 continue
             pointers = {**tables, "master": "*i16" if split else "*fp32", "state0": "*fp32",
                         "state1": "*fp32", "state2": "*fp32"}  # fmt: skip
             constants = {
                 "FORMULA": kernel.formula, "NUM_PLANES": kernel.num_planes, "PARAM_DTYPE": param,
-                "GRAD_DTYPE": grad, "HAS_MASTER": master, "SPLIT": split,
+                "GRAD_DTYPE": grad, "HAS_MASTER": master, "SPLIT": kernel.keeper if split else -1,
                 "STOCHASTIC": stochastic, "BLOCK": launch.block,
             }  # fmt: skip
-            name = f"update-{rule}-{param}-{grad}{'-stochastic' * stochastic}{'-split' * split}"
+            name = (
+                f"update-{rule.name}-{param}-{grad}{'-stochastic' * stochastic}{'-split' * split}"
+            )
             yield name, source(update_kernel, pointers, constants), launch.num_warps
         pointers = {
             "groups": "*i64", "hyper": "*fp64", "steps": "*i64", "present": "*fp64",
@@ -72,13 +80,13 @@ def sources():
             "tiles": "*i32", "segments": "*i64", "sums": "*fp32", "bad": "*i32", "num_tiles": "i32",
             "votes": "*fp64", "num_ranks": "i32",
         }  # fmt: skip
-        for votes in (False, True):
+        for votes in (False, True)[: 2 if in_full else 1]:
             constants = {
                 "RULE_COEFFICIENTS": kernel.coefficients, "WITH_NORM": True,
                 "FROM_TILES": not votes, "FROM_VOTES": votes, "NORM": 2,
                 "AT_ONCE": COUNTERS_AT_ONCE, "TILES_AT_ONCE": FINISH_AT_ONCE,
             }  # fmt: skip
-            name = f"prologue-{rule}{'-votes' if votes else ''}"
+            name = f"prologue-{rule.name}{'-votes' if votes else ''}"
             yield name, source(prologue_kernel, pointers, constants), 4
     for norm in (0, 1, 2, -1):
         for writes in (False, True) if norm == 2 else (False,):

@@ -1,41 +1,26 @@
-"""Prints what differs between the interpreter and the compiled path, for every rule and option."""
+"""Prints what differs between the interpreter and the compiled path, for every row of the table."""
 
 import torch
 
-from optim.adam import AdamRule, AmsgradRule
-from optim.lion import LionRule
-from optim.sgd import SGDRule
 from optim.state.pieces import Piece
 from optim.update.compiled_update import CompiledUpdate
 from optim.update.cpu_update import NOTHING_CHANGED, CpuWorkers
 from optim.update.triton_update import TritonUpdater
+from tests.support.rules import CASES
 
 NUMEL = 300_003
-GROUP = {
-    "lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "momentum": 0.9,
-    "adamw_mode": True, "bias_correction": True, "amsgrad": False, "maximize": False,
-    "dampening": 0.0, "nesterov": False,
-}  # fmt: skip
-CASES = [
-    (AdamRule(), {}), (AdamRule(), {"maximize": True, "adamw_mode": False}),
-    (AmsgradRule(), {"amsgrad": True}), (AmsgradRule(), {"maximize": True}),
-    (SGDRule(), {}), (SGDRule(), {"nesterov": True}), (SGDRule(), {"momentum": 0.0}),
-    (SGDRule(), {"dampening": 0.5, "maximize": True}), (LionRule(), {}),
-]  # fmt: skip
-
-
 HALVES = (None, torch.bfloat16, torch.float16)  # None: fp32, without a master
 
 
-def make(rule, options, half):
+def make(rule, group, half):
     generator = torch.Generator().manual_seed(0)
     master = torch.randn(NUMEL, generator=generator)
-    planes = (
-        torch.randn(NUMEL, generator=generator) * 0.1, torch.rand(NUMEL, generator=generator),
-        torch.rand(NUMEL, generator=generator),
-    )[: len(rule.layout.planes)]  # fmt: skip
+    planes = tuple(
+        torch.rand(NUMEL, generator=generator) * (0.1 if i == 0 else 1.0)
+        for i in range(len(rule.layout.planes))
+    )
     grad = torch.randn(NUMEL, generator=generator)
-    hyper = rule.hyper({**GROUP, **options})
+    hyper = rule.hyper(group)
     if half is not None:
         return Piece(master.to(half), grad.to(half), master, planes, hyper, 1, 0)
     return Piece(master, grad, None, planes, hyper, 1, 0)
@@ -50,10 +35,11 @@ def tensors(piece):
     ]
 
 
-for rule, options in CASES:
+for name, case in CASES.items():
+    rule, group = case.rule(), case.group()
     compiled = CompiledUpdate(rule, [])
     for half in HALVES:
-        ours, theirs, before = (make(rule, options, half) for _ in range(3))
+        ours, theirs, before = (make(rule, group, half) for _ in range(3))
         updater = TritonUpdater(rule, [0], torch.device("cpu"))
         slabs = {p.name: t for p, t in zip(rule.layout.planes, ours.planes, strict=True)}
         if half is not None:
@@ -62,8 +48,8 @@ for rule, options in CASES:
         updater.update([ours], slabs)
         compiled.update(CpuWorkers(), [theirs], NOTHING_CHANGED)
         if torch.equal(theirs.param, before.param):
-            print(rule.name, options, "updates nothing")
+            print(name, "updates nothing")
         for i, (a, b) in enumerate(zip(tensors(ours), tensors(theirs), strict=True)):
             if not torch.equal(a, b):
-                print(rule.name, options, half, i, int((a != b).sum()), "differ")
+                print(name, half, i, int((a != b).sum()), "differ")
 print("compared")

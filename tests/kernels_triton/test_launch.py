@@ -9,7 +9,7 @@ import triton
 
 from kernels_triton import digest, launch, ops
 from optim.adam import AdamRule
-from optim.lion import LionRule
+from optim.adaptive import LionRule
 from optim.rules.clipping import Clip
 from optim.sgd import SGDRule
 from optim.state.pieces import Piece

@@ -18,15 +18,15 @@ from kernels_triton.tiles import SegmentRow, segment_table, tile_table
 from kernels_triton.update.frame import NUM_COEFFICIENTS, NUM_HYPER
 from optim.adam import AdamRule
 from optim.rules.config import StateConfig
-from optim.rules.formulas import adam
 from optim.state.memory import memory_of
 from optim.state.pieces import Piece
 from optim.update.built_kernels import compiler
 from optim.update.launch_tables import segments_of
-from optim.update.triton_update import TritonUpdater
+from optim.update.triton_update import TritonUpdater, kernel_of
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 RULE = AdamRule()
+ADAM = kernel_of(RULE)
 
 pytestmark = [] if is_interpreted() else [pytest.mark.gpu, pytest.mark.values]
 
@@ -88,8 +88,8 @@ def test_any_mix_of_sizes_dtypes_and_groups_is_updated_by_the_formula(
         if not present:
             assert torch.equal(piece.param.float(), param)
             continue
-        row = torch.tensor(RULE.coefficients(hypers[group], 1), dtype=torch.float64).float()
-        want = adam(param, piece.grad.float(), *planes, row.to(DEVICE))
+        row = torch.tensor(RULE.values(hypers[group], 1), dtype=torch.float64).float()
+        want = RULE.updated(param, piece.grad.float(), planes, row.to(DEVICE))
         # torch's square root on the CPU is not correctly rounded: an ulp of the update
         torch.testing.assert_close(
             piece.param.float(),
@@ -135,9 +135,9 @@ def test_ops_declare_what_they_change():
     bad = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     planes = [torch.zeros(128, device=DEVICE), torch.zeros(128, device=DEVICE)]
     calls = [
-        (ops.prologue, ("adam", integers, table, integers.clone(), present, coefficients, control,
+        (ops.prologue, (ADAM, integers, table, integers.clone(), present, coefficients, control,
                         [], False)),
-        (ops.update, ("adam", tiles, segments, coefficients, control, planes, [param], [grad],
+        (ops.update, (ADAM, tiles, segments, coefficients, control, planes, [param], [grad],
                       torch.float32, torch.float32, 128, 4)),
         (ops.grad_norm, (tiles, segments, sums, bad, control, [grad], torch.float32, 2.0)),
         (ops.finish_norm, (tiles, segments, sums, bad, control, 0, 1, 2.0)),

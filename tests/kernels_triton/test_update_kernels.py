@@ -1,25 +1,30 @@
 """Update kernels against their formulas; in the interpreter where there is no GPU.
 
 Bit-equal to the formula: the kernels do the same fp32 operations in the same order, with no
-contraction and correctly rounded square root and division. The reference is computed in numpy,
-whose fp32 square root is correctly rounded (torch's on the CPU is not).
+contraction and correctly rounded square root and division. The reference is the rule's formula,
+called with torch's operators; their square root is taken in fp64, as that of fp32 on the CPU is not
+correctly rounded.
 """
 
-import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels_triton import ops
 from kernels_triton.control_fields import LOSS_SCALE, NUM_CONTROL
 from kernels_triton.launch import choose_launch, is_interpreted
 from kernels_triton.tiles import SegmentRow, segment_table, tile_table
 from kernels_triton.update.frame import NUM_COEFFICIENTS, NUM_HYPER
-from optim.rules.formulas import adam_coefficients
+from optim.adam import AdamRule
+from optim.update.triton_update import kernel_of
 from tests.support.pairs import pairs
+from tests.support.rules import CASES
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LARGE = 4096  # in the interpreter a tile
 NUMELS = [1, 3, 17, 0, 1023, 1025, 64, LARGE, LARGE + 1, 10_003 if is_interpreted() else 100_003]
+RULE = AdamRule()
+ADAM = kernel_of(RULE)
 LR, BETAS, EPS, DECAY = 1e-2, (0.9, 0.999), 1e-8, 0.1
 
 pytestmark = [] if is_interpreted() else [pytest.mark.gpu, pytest.mark.values]
@@ -28,7 +33,7 @@ pytestmark = [] if is_interpreted() else [pytest.mark.gpu, pytest.mark.values]
 class Slabs:
     """Segments of NUMELS elements in slabs, each at a multiple of 64, NaN in between."""
 
-    def __init__(self, param_dtype, grad_dtype, num_planes, has_master, unaligned=False):
+    def __init__(self, param_dtype, grad_dtype, num_planes, has_master, unaligned=False, keeper=1):
         self.offsets, end = [], 0
         for numel in NUMELS:
             self.offsets.append(end)
@@ -44,7 +49,7 @@ class Slabs:
             return values.to(dtype).to(DEVICE)[shift:]
 
         master = slab(torch.float32)
-        planes = [(0.1, False), (1e-3, True), (1e-3, True)][:num_planes]
+        planes = [(0.1, keeper == 0), (1e-3, True), (1e-3, True)][:num_planes]
         self.planes = [slab(torch.float32, *plane) for plane in planes]
         self.master = master if has_master else None
         self.param = (
@@ -96,14 +101,13 @@ def run(slabs, rule, hyper_rows, groups=None, steps=0, present=None, loss_scale=
     return steps.tolist()
 
 
-def numpy_adam(param, grad, m, v, c):
-    """`formulas.adam` in numpy fp32."""
-    w1, beta2, w2, step_size, inv_sqrt_bc2, eps, decay, l2 = (np.float32(x) for x in c[:8])
-    grad = grad + l2 * param
-    param = param * decay
-    m = m + w1 * (grad - m)
-    v = v * beta2 + w2 * grad * grad
-    return param - step_size * (m / (np.sqrt(v) * inv_sqrt_bc2 + eps)), m, v
+class ExactRoots(TorchDispatchMode):
+    """Square roots of fp32 are correctly rounded: twice as many digits leave no second rounding."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket is torch.ops.aten.sqrt and args[0].dtype == torch.float32:
+            return func(args[0].double()).float()
+        return func(*args, **(kwargs or {}))
 
 
 DTYPES = [
@@ -115,65 +119,75 @@ DTYPES = [
 ]
 
 
+def check_bits(rule, group, dtypes, unaligned=False, steps=4):
+    param_dtype, grad_dtype, has_master = dtypes
+    num_planes, hyper = len(rule.layout.planes), rule.hyper(group)
+    keeper = next((i for i, plane in enumerate(rule.layout.planes) if plane.keeps_ties), -1)
+    slabs = Slabs(param_dtype, grad_dtype, num_planes, has_master, unaligned, keeper)
+    start = slabs.master.clone() if has_master else slabs.param.float().clone()
+    old = [plane.clone() for plane in slabs.planes]
+    run(slabs, kernel_of(rule), [rule.hyper_row(hyper)], steps=steps, loss_scale=4.0)
+    values = torch.tensor(rule.values(hyper, steps + 1), dtype=torch.float32)
+    for offset, numel in zip(slabs.offsets, NUMELS, strict=True):
+        s = slice(offset, offset + numel)
+        with ExactRoots():
+            want = rule.updated(
+                start[s].cpu(), slabs.grad[s].float().cpu() * 0.25, [p[s].cpu() for p in old],
+                values,
+            )  # fmt: skip
+        assert numel == 0 or not torch.equal(want[0], start[s].cpu())
+        if has_master:
+            assert torch.equal(slabs.master[s].cpu(), want[0])
+        assert torch.equal(slabs.param[s].cpu(), want[0].to(param_dtype))
+        for got, exact in zip(slabs.planes, want[1:], strict=True):
+            assert torch.equal(got[s].cpu(), exact)
+
+
 @pytest.mark.parametrize(
     ("dtypes", "adamw_mode", "unaligned"), pairs(DTYPES, [True, False], [False, True])
 )
 def test_adam_kernel_gives_the_bits_of_the_formula(dtypes, adamw_mode, unaligned):
-    param_dtype, grad_dtype, has_master = dtypes
-    slabs = Slabs(param_dtype, grad_dtype, 2, has_master, unaligned)
-    start = slabs.master.clone() if has_master else slabs.param.float().clone()
-    old = [plane.clone() for plane in slabs.planes]
-    row = (LR, *BETAS, EPS, DECAY, float(adamw_mode), 1.0)
-    run(slabs, "adam", [row], steps=4, loss_scale=4.0)
-    coefficients = adam_coefficients(LR, BETAS, EPS, DECAY, adamw_mode, True, 5)
+    group = {**CASES["adamw"].group(), "adamw_mode": adamw_mode}
+    check_bits(RULE, group, dtypes, unaligned)
+
+
+@pytest.mark.parametrize("steps", [0, 6])
+@pytest.mark.parametrize("name", CASES)
+def test_every_kernel_gives_the_bits_of_its_formula(name, steps):
+    """In the first step, and where RAdam is rectified."""
+    case = CASES[name]
+    check_bits(case.rule(), case.group(), DTYPES[0 if steps else 1], steps=steps)
+
+
+class Operators(AdamRule):
+    """Every operator that a formula may have, on values of both signs, zeros and NaN."""
+
+    name = "operators"
+
+    @staticmethod
+    def formula(param, grad, c, *, exp_avg, exp_avg_sq, max_exp_avg_sq=None):
+        odd = torch.where(grad > 0.5, grad / 0.0, grad) - torch.where(grad > 1.0, grad / 0.0, 0.25)
+        both = torch.maximum(odd, -param) + torch.minimum(odd, param) * odd.sign() - odd.abs()
+        third = (1.0 - odd.clamp(-0.5, 0.75)).pow(2) + exp_avg.clamp(min=0.125) * 0.1
+        new = torch.where((odd >= param) | (grad < 0), both, third) + c.eps.reciprocal()
+        return new, {"exp_avg": odd.clamp(max=0.25) / 3, "exp_avg_sq": both.neg()}
+
+
+def test_operators_are_torchs():
+    rule = Operators()
+    slabs = Slabs(torch.float32, torch.float32, 2, False)
+    given = [t.cpu().clone() for t in (slabs.param, slabs.grad, *slabs.planes)]
+    hyper = rule.hyper({**CASES["adamw"].group(), "eps": 3.0})
+    run(slabs, kernel_of(rule), [rule.hyper_row(hyper)])
+    values = torch.tensor(rule.values(hyper, 1), dtype=torch.float32)
     for offset, numel in zip(slabs.offsets, NUMELS, strict=True):
-        s = slice(offset, offset + numel)
-        want = numpy_adam(
-            start[s].cpu().numpy(), slabs.grad[s].float().cpu().numpy() * np.float32(0.25),
-            old[0][s].cpu().numpy(), old[1][s].cpu().numpy(), coefficients,
-        )  # fmt: skip
-        want = [torch.from_numpy(w) for w in want]
-        if has_master:
-            assert torch.equal(slabs.master[s].cpu(), want[0])
-        assert torch.equal(slabs.param[s].cpu(), want[0].to(param_dtype))
-        assert torch.equal(slabs.planes[0][s].cpu(), want[1])
-        assert torch.equal(slabs.planes[1][s].cpu(), want[2])
-
-
-def numpy_amsgrad(param, grad, m, v, largest, c):
-    """`formulas.amsgrad` in numpy fp32."""
-    w1, beta2, w2, step_size, inv_sqrt_bc2, eps, decay, l2, sign, takes = map(np.float32, c)
-    grad = sign * grad + l2 * param
-    m = m + w1 * (grad - m)
-    v = v * beta2 + w2 * grad * grad
-    largest = np.maximum(largest, v) if takes else largest
-    root = np.sqrt(largest if takes else v)
-    return param * decay - step_size * (m / (root * inv_sqrt_bc2 + eps)), m, v, largest
-
-
-@pytest.mark.parametrize(("param_dtype", "grad_dtype", "has_master"), DTYPES[:2])
-@pytest.mark.parametrize("takes_maximum", [True, False])
-@pytest.mark.parametrize("maximize", [True, False])
-def test_amsgrad_kernel_gives_the_bits_of_the_formula(
-    param_dtype, grad_dtype, has_master, takes_maximum, maximize
-):
-    slabs = Slabs(param_dtype, grad_dtype, 3, has_master)
-    start = slabs.master.clone() if has_master else slabs.param.float().clone()
-    old = [plane.clone() for plane in slabs.planes]
-    flags = (0.0, 1.0, float(maximize), float(takes_maximum))
-    run(slabs, "amsgrad", [(LR, *BETAS, EPS, DECAY, *flags)], steps=4)
-    coefficients = adam_coefficients(
-        LR, BETAS, EPS, DECAY, False, True, 5, amsgrad=takes_maximum, maximize=maximize
-    )
-    for offset, numel in zip(slabs.offsets, NUMELS, strict=True):
-        s = slice(offset, offset + numel)
-        want = numpy_amsgrad(
-            start[s].cpu().numpy(), slabs.grad[s].float().cpu().numpy(),
-            *(plane[s].cpu().numpy() for plane in old), coefficients,
-        )  # fmt: skip
-        updated = [slabs.master if has_master else slabs.param, *slabs.planes]
-        for got, exact in zip(updated, want, strict=True):
-            assert torch.equal(got[s].cpu(), torch.from_numpy(exact))
+        param, grad, *planes = (t[offset : offset + numel] for t in given)
+        want = rule.updated(param, grad, planes, values)
+        for got, exact in zip((slabs.param, *slabs.planes), want, strict=True):
+            got = got[offset : offset + numel].cpu()
+            assert torch.equal(got.isnan(), exact.isnan())
+            assert torch.equal(got.nan_to_num(), exact.nan_to_num())
+    assert numel and exact.isnan().any() and not exact.isnan().all()
 
 
 def test_a_plain_adam_that_maximizes_is_one_with_negated_gradients():
@@ -181,48 +195,15 @@ def test_a_plain_adam_that_maximizes_is_one_with_negated_gradients():
     slabs = [Slabs(torch.float32, torch.float32, 2, False) for _ in rows]
     slabs[1].grad.neg_()
     for one, row in zip(slabs, rows, strict=True):
-        run(one, "adam", [row])
+        run(one, ADAM, [row])
     pairs = zip(*([one.param, *one.planes] for one in slabs), strict=True)
     for maximized, negated in pairs:
         assert torch.equal(maximized.nan_to_num(), negated.nan_to_num())
 
 
-def numpy_sgd(p, g, b, row, step):
-    """`formulas.sgd` in numpy fp32; `row` as the kernel gets it."""
-    lr, momentum, weight_decay, dampening, nesterov, maximize = row
-    f = np.float32
-    g = f(-1 if maximize else 1) * g + f(weight_decay) * p
-    if momentum == 0:
-        return p - f(lr) * g, b
-    b = f(momentum) * b + f(1 if step == 1 else 1 - dampening) * g
-    return p - f(lr) * (g + f(momentum) * b if nesterov else b), b
-
-
-@pytest.mark.parametrize("steps", [0, 4])
-@pytest.mark.parametrize(
-    "row",
-    [
-        (0.1, 0.9, 0.01, 0.5, 0.0, 0.0),
-        (0.1, 0.9, 0.01, 0.0, 1.0, 0.0),
-        (0.1, 0.9, 0.01, 0.25, 0.0, 1.0),
-        (0.1, 0.0, 0.01, 0.0, 0.0, 1.0),
-    ],
-    ids=["dampening", "nesterov", "dampening-maximize", "no-momentum"],
-)
-def test_sgd_kernel_gives_the_bits_of_its_options(row, steps):
-    slabs = Slabs(torch.bfloat16, torch.bfloat16, 1, True)
-    p, b = slabs.master.cpu().numpy().copy(), slabs.planes[0].cpu().numpy().copy()
-    p, b = numpy_sgd(p, slabs.grad.float().cpu().numpy(), b, row, steps + 1)
-    run(slabs, "sgd", [row], steps=steps)
-    for offset, numel in zip(slabs.offsets, NUMELS, strict=True):
-        s = slice(offset, offset + numel)
-        assert np.array_equal(slabs.master[s].cpu().numpy(), p[s])
-        assert np.array_equal(slabs.planes[0][s].cpu().numpy(), b[s])
-
-
 def test_nothing_between_segments_is_touched():
     slabs = Slabs(torch.bfloat16, torch.bfloat16, 2, True)
-    run(slabs, "adam", [(LR, *BETAS, EPS, DECAY, 1.0, 1.0)])
+    run(slabs, ADAM, [(LR, *BETAS, EPS, DECAY, 1.0, 1.0)])
     for tensor in (slabs.param, slabs.master, *slabs.planes):
         for offset, numel in zip(slabs.offsets, NUMELS, strict=True):
             gap = tensor[offset + numel : offset + -(-numel // 64) * 64]
@@ -236,7 +217,7 @@ def test_groups_step_counts_and_absent_gradients_are_per_parameter():
     rows = [(LR, *BETAS, EPS, 0.0, 1.0, 1.0), (10 * LR, 0.5, 0.9, EPS, 0.0, 1.0, 1.0)]
     groups, steps = [i % 2 for i in range(10)], [i // 2 % 2 * 3 for i in range(10)]
     present = [float(i != 8) for i in range(10)]
-    after = run(slabs, "adam", rows, groups, steps, present)
+    after = run(slabs, ADAM, rows, groups, steps, present)
     assert after == [s + (i != 8) for i, s in enumerate(steps)]
     references = {}
     for i, (offset, numel) in enumerate(zip(slabs.offsets, NUMELS, strict=True)):
@@ -246,7 +227,7 @@ def test_groups_step_counts_and_absent_gradients_are_per_parameter():
             continue
         if alike not in references:
             references[alike] = Slabs(torch.bfloat16, torch.bfloat16, 2, True)
-            run(references[alike], "adam", [rows[groups[i]]], steps=steps[i])
+            run(references[alike], ADAM, [rows[groups[i]]], steps=steps[i])
         assert torch.equal(slabs.master[s], references[alike].master[s])
     assert len(references) == 4
 
@@ -262,34 +243,14 @@ def test_coefficients_are_those_of_python_for_large_step_counts():
     control = torch.zeros(NUM_CONTROL, dtype=torch.float64, device=DEVICE)
     control[LOSS_SCALE] = 1.0
     ops.prologue(
-        "adam", torch.zeros(n, dtype=torch.int64, device=DEVICE), hyper,
+        ADAM, torch.zeros(n, dtype=torch.int64, device=DEVICE), hyper,
         torch.tensor(counts, device=DEVICE) - 1,
         torch.ones(n, dtype=torch.float64, device=DEVICE), coefficients, control, [], False,
     )  # fmt: skip
+    hyper_of_adam = RULE.hyper({**RULE.options, "lr": LR, "weight_decay": DECAY})
     for count, row in zip(counts, coefficients.cpu(), strict=True):
-        want = adam_coefficients(LR, BETAS, EPS, DECAY, True, True, count)
+        want = RULE.values(hyper_of_adam, count)
         torch.testing.assert_close(row[: len(want)], torch.tensor(want), rtol=1e-7, atol=0)
-
-
-def test_sgd_and_lion_kernels_give_the_bits_of_their_formulas():
-    for rule, row in (("sgd", (0.1, 0.9, 0.01)), ("lion", (1e-3, 0.9, 0.99, 0.1))):
-        slabs = Slabs(torch.bfloat16, torch.bfloat16, 1, True)
-        p, m = slabs.master.cpu().numpy().copy(), slabs.planes[0].cpu().numpy().copy()
-        g = slabs.grad.float().cpu().numpy()
-        run(slabs, rule, [row])
-        f = np.float32
-        if rule == "sgd":
-            m = f(row[1]) * m + (g + f(row[2]) * p)
-            p = p - f(row[0]) * m
-        else:
-            decayed = p * f(1 - row[0] * row[3])
-            p = decayed - f(row[0]) * np.sign(m + f(1 - row[1]) * (g - m))
-            m = m + f(1 - row[2]) * (g - m)
-        for offset, numel in zip(slabs.offsets, NUMELS, strict=True):
-            s = slice(offset, offset + numel)
-            assert np.array_equal(slabs.master[s].cpu().numpy(), p[s])
-            assert np.array_equal(slabs.planes[0][s].cpu().numpy(), m[s])
-            assert torch.equal(slabs.param[s], slabs.master[s].bfloat16())
 
 
 def test_bf16_rounding_is_torchs_on_all_upper_halves_and_ties():
@@ -344,7 +305,7 @@ def test_a_wrong_argument_is_named_before_anything_is_written(what):
         tiles = tiles.long()
     with pytest.raises(ValueError, match=BAD[what]):
         ops.update(
-            "adam", tiles, segment_table(slabs.segments, DEVICE),
+            ADAM, tiles, segment_table(slabs.segments, DEVICE),
             torch.zeros(len(NUMELS), NUM_COEFFICIENTS, device=DEVICE),
             torch.zeros(NUM_CONTROL, dtype=torch.float64, device=DEVICE),
             planes, [], [], torch.float32, grad_dtype, 4096, 4,

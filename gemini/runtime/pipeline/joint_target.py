@@ -203,6 +203,10 @@ class JointTarget:
         for member in self.members:
             member.fill_state(source)
 
+    def blend(self, plane: str, weights: Sequence[float]) -> None:
+        for member in self.members:
+            member.blend(plane, weights)
+
     def load_state(self, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
         for member in self.members:
             member.load_state(state)

@@ -26,5 +26,6 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         raise RuntimeError(
             f"{type(optimizer).__name__} would keep its state whole on every rank and update "
             "16-bit weights without fp32 masters; make an optimizer of this project over "
-            "model.parameters(): HybridAdam, HybridSGD or HybridLion, with the same options"
+            "model.parameters(): HybridAdam, HybridSGD or another of gemini.optim, with the same "
+            "options"
         )

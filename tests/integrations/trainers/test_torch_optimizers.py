@@ -13,6 +13,7 @@ from gemini import GeminiDDP
 from gemini.integrations.torch_optimizers import convert
 from optim import HybridAdam, HybridLion, HybridSGD
 from tests.support.loops.sides import SMALL, Net, loss_of, updates
+from tests.support.rules import LIKE_TORCH
 
 STEPS = 4
 
@@ -61,6 +62,8 @@ MADE = {
         HybridSGD,
     ),
     "lion": (lambda params: Lion(params, lr=1e-2, weight_decay=0.1), HybridLion),
+    **{name: (case.of_torch, case.ours) for name, case in LIKE_TORCH.items()
+       if case.ours not in (HybridAdam, HybridSGD)},
 }  # fmt: skip
 
 
@@ -182,8 +185,8 @@ class Changed(torch.optim.AdamW):
 
 
 REFUSED = {
-    "another kind": (torch.optim.Adagrad, {}, "torch.optim.adagrad.Adagrad has no form"),
-    "a subclass": (Changed, {}, r"Changed has no form .* expected torch.optim.AdamW, Adam and SGD"),
+    "another kind": (torch.optim.Rprop, {}, "torch.optim.rprop.Rprop has no form"),
+    "a subclass": (Changed, {}, r"Changed has no form .* expected torch.optim.AdamW, Adam, SGD, A"),
     "an update option": (torch.optim.AdamW, {"lr": 1.0}, "lr beside an optimizer of torch's"),
     "an unknown option": (torch.optim.SGD, {"speed": 1}, "speed .* expected one of nvme_offload_f"),
     "a bad place": (torch.optim.SGD, {"nvme_offload_fraction": 2}, "is outside"),

@@ -5,6 +5,7 @@ fp32 after six steps of different updates.
 """
 
 import copy
+import math
 import sys
 
 import pytest
@@ -12,7 +13,14 @@ import torch
 from torch import nn
 
 from gemini import GeminiDDP
-from optim import HybridAdam, HybridLion, HybridSGD
+from optim import (
+    HybridAdagrad,
+    HybridAdam,
+    HybridLion,
+    HybridRMSprop,
+    HybridScheduleFreeAdamW,
+    HybridSGD,
+)
 from tests.integrations.cases.trainer_runs import (
     STEPS,
     checkpoints,
@@ -86,10 +94,14 @@ def test_noise_on_embeddings_is_the_same(tmp_path):
     assert run(tmp_path, cls=trainer(), neftune_noise_alpha=1.0).differs(want) < 1e-5
 
 
-def test_sgd_by_name(tmp_path):
-    want = run(tmp_path, optim="sgd", max_grad_norm=0.0)
-    got = run(tmp_path, cls=trainer(), optim="sgd", max_grad_norm=0.0)
-    assert got.differs(want) < 1e-5 and isinstance(got.trainer.optimizer.optimizer, HybridSGD)
+BY_NAME = {"sgd": HybridSGD, "adagrad": HybridAdagrad, "rmsprop": HybridRMSprop}
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_an_optimizer_of_torchs_by_name(name, tmp_path):
+    options = {"optim": name, "max_grad_norm": 0.0, "optim_args": "weight_decay=0.1"}
+    want, got = run(tmp_path, **options), run(tmp_path, cls=trainer(), **options)
+    assert got.differs(want) < 1e-5 and isinstance(got.trainer.optimizer.optimizer, BY_NAME[name])
 
 
 def test_lion_by_name_needs_no_other_package(tmp_path):
@@ -101,6 +113,24 @@ def test_lion_by_name_needs_no_other_package(tmp_path):
     assert type(optimizer) is HybridLion and optimizer.nvme_bytes > 0
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
     assert got.steps[:, 0].std() > 0 and torch.isfinite(got.steps).all()
+
+
+def test_schedule_free_by_name_evaluates_its_average(tmp_path):
+    got = run(
+        tmp_path, cls=trainer(), optim="schedule_free_adamw", optim_args="r=0.5,weight_lr_power=1",
+        lr_scheduler_type="constant", warmup_steps=2, learning_rate=1e-2,
+    )  # fmt: skip
+    optimizer = got.trainer.optimizer.optimizer
+    assert type(optimizer) is HybridScheduleFreeAdamW
+    group = optimizer.param_groups[0]
+    assert (group["r"], group["weight_lr_power"], group["warmup_steps"]) == (0.5, 1.0, 2)
+    averaged = got.trainer.evaluate()["eval_loss"]
+    assert group["train_mode"] is False
+    optimizer.train()
+    y = got.trainer.model_wrapped.state_dict()["transformer.wte.weight"].clone()
+    optimizer.eval()
+    x = got.trainer.model_wrapped.state_dict()["transformer.wte.weight"]
+    assert not torch.equal(x, y) and math.isfinite(averaged)
 
 
 @pytest.mark.parametrize(("precision", "error"), [("bf16", 0.03), ("fp16", 0.01)])

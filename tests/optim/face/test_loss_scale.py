@@ -11,6 +11,8 @@ from kernels_triton.update.frame import NUM_COEFFICIENTS, NUM_HYPER
 from optim import LossScale
 from optim.rules.control_vector import ControlVector
 from optim.rules.loss_scale import ScaleState
+from optim.sgd import SGDRule
+from optim.update.triton_update import kernel_of
 
 OPTIONS = LossScale(
     initial_scale=64.0,
@@ -62,7 +64,7 @@ def one_prologue(control_vector, overflow):
     control_vector.tensor[BAD] = float(overflow)
     n = 1
     ops.prologue(
-        "sgd",
+        kernel_of(SGDRule()),
         torch.zeros(n, dtype=torch.int64),
         torch.zeros(1, NUM_HYPER, dtype=torch.float64),
         torch.zeros(n, dtype=torch.int64),

@@ -15,7 +15,7 @@ from bench.shared.workers import run_ranks
 from gemini import GeminiDDP
 from optim import HybridAdam
 from optim.adam import AdamRule
-from optim.lion import LionRule
+from optim.adaptive import LionRule
 from optim.rules import config
 from optim.rules.config import COMPILED_FROM_NUMEL, UpdateFacts, wants_compiled
 from optim.update import built_kernels, kernel_cache
@@ -285,7 +285,9 @@ def test_another_processor_compiler_or_formula_is_another_library(cache, tmp_pat
     here.append(path_of(adam, cache))
     monkeypatch.setattr(built_kernels, "FLAGS", (*built_kernels.FLAGS, "-g"))
     here.append(path_of(adam, cache))
-    monkeypatch.setattr(AdamRule, "formula", lambda self, param, grad, *rest: (grad, *rest[:2]))
+    monkeypatch.setattr(
+        AdamRule, "formula", staticmethod(lambda param, grad, c, **planes: (grad, planes))
+    )
     here.append(path_of(UpdateSpec(AdamRule(), bf16, bf16, True), cache))
     assert len(set(here)) == len(here)
 
@@ -293,8 +295,9 @@ def test_another_processor_compiler_or_formula_is_another_library(cache, tmp_pat
 class PowerRule(AdamRule):
     """A rule of a user's whose formula is not made of exact operators."""
 
-    def formula(self, param, grad, *rest):
-        return param - grad.exp(), *rest[:2]
+    @staticmethod
+    def formula(param, grad, c, **planes):
+        return param - grad.exp(), planes
 
 
 def test_a_formula_that_cannot_be_a_loop_is_told_by_its_operator(

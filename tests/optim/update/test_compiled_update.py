@@ -66,7 +66,7 @@ def tensors(piece):
 
 def adam_by_numpy(piece, grad):
     """`formulas.adam`; torch's eager square root is not correctly rounded, numpy's is."""
-    values = np.array(AdamRule().coefficients(piece.hyper, 7)).astype(np.float32)
+    values = np.array(AdamRule().values(piece.hyper, 7)).astype(np.float32)
     w1, beta2, w2, step_size, inv_sqrt_bc2, eps, decay, l2, *_ = values
     p, g, m, v = (t.numpy().copy() for t in (piece.master, grad, *piece.planes))
     g = g + l2 * p

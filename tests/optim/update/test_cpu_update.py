@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from optim.adam import AdamRule
-from optim.rules.formulas import adam
 from optim.state.pieces import Piece
 from optim.update import cpu_update
 from optim.update.cpu_update import TILE_NUMEL, CpuWorkers, StepInputs, grad_sum, update
@@ -107,9 +106,9 @@ def test_update_is_the_formula_within_a_few_ulp(workers, grad_dtype, has_master)
     for numel in (1, 17, 1025, 100_003):
         piece = make_piece(numel, grad_dtype, has_master)
         fp32 = piece.master if has_master else piece.param
-        coefficients = torch.tensor(AdamRule().coefficients(HYPER, 7), dtype=torch.float64)
-        want = adam(
-            fp32.double(), piece.grad.double() * 0.5, *(p.double() for p in piece.planes),
+        coefficients = torch.tensor(AdamRule().values(HYPER, 7), dtype=torch.float64)
+        want = AdamRule().updated(
+            fp32.double(), piece.grad.double() * 0.5, [p.double() for p in piece.planes],
             coefficients,
         )  # fmt: skip
         old = [t.clone() for t in (fp32, *piece.planes)]

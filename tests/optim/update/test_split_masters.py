@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from optim.adam import AdamRule, AmsgradRule
-from optim.lion import LionRule
+from optim.adam import AdamRule
+from optim.adaptive import LionRule
 from optim.rules.split_master import join, remainder_of, shown, take, tie_sign
 from optim.rules.state_layout import MASTER, REMAINDER, WEIGHT
 from optim.state.pieces import Piece
@@ -102,7 +102,7 @@ def pieces(rule, numel, first=0):
     planes = [torch.randn(numel, generator=generator) * 0.1]
     planes += [torch.rand(numel, generator=generator) for _ in rule.layout.planes[1:]]
     grad[::2], planes[0][::2] = 0, 0
-    hyper = rule.hyper({**GROUP, "amsgrad": rule.name == "amsgrad"})
+    hyper = rule.hyper({**GROUP, "amsgrad": "amsgrad" in rule.wanted})
     found = []
     for is_split in (False, True):
         own = [plane.clone() for plane in planes]
@@ -134,7 +134,9 @@ def workers():
     workers.close()
 
 
-RULES = pytest.mark.parametrize("rule", [AdamRule(), AmsgradRule()], ids=lambda rule: rule.name)
+RULES = pytest.mark.parametrize(
+    "rule", [AdamRule(), AdamRule("amsgrad")], ids=lambda rule: rule.name
+)
 
 
 @RULES

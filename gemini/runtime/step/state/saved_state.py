@@ -113,6 +113,32 @@ class SavedShards(ShardState):
         finally:
             after_step(self._parts)
 
+    @torch.no_grad()
+    def blend(self, plane: str, weights: Sequence[float]) -> None:
+        """See `Target.blend`: masters where they are, and shards follow. Not collective."""
+        write_back_changes(self._parts)
+        self._parts.manager.release_all()
+        counts, shards = self.step_counts, Shards(self._chunks)
+        shares = [
+            0.0 if group is None or not count else weights[group]
+            for group, count in zip(self._group_of, counts, strict=True)
+        ]
+
+        def move(block: Block, planes: Planes) -> None:
+            exact = shards.exact(block, planes)
+            for part in block.segments:
+                if shares[part.param]:
+                    here = exact[inside(part)]
+                    here.add_(planes[plane][inside(part)].sub(here).mul_(shares[part.param]))
+            shards.follow(block, exact)
+
+        try:
+            with self.shards_with_masters():
+                self.tiered_state.overwrite(move)
+            shards.end()
+        finally:
+            after_step(self._parts)
+
     # -- whole planes --
 
     def shown_state(self) -> Mapping[Tensor, dict[str, Tensor]]:

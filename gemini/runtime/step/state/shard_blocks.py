@@ -35,9 +35,19 @@ class Shards:
     def follow_master(self, block: Block, planes: Planes) -> None:
         """Weights are their masters, rounded."""
         if MASTER in planes:
-            shard = self.of(block)
-            shard[block.shard_offset : block.shard_offset + block.numel].copy_(planes[MASTER])
-            self._changed = True
+            self.follow(block, planes[MASTER])
+
+    def exact(self, block: Block, planes: Planes) -> Tensor:
+        """[n] fp32 weights of a block: its masters, or a copy where there are none."""
+        if MASTER in planes:
+            return planes[MASTER]
+        shard = self.of(block)[block.shard_offset : block.shard_offset + block.numel]
+        return shard.to(next(iter(planes.values())), copy=True)
+
+    def follow(self, block: Block, values: Tensor) -> None:
+        """A block's part of its shard takes [n] values, rounded."""
+        self.of(block)[block.shard_offset : block.shard_offset + block.numel].copy_(values)
+        self._changed = True
 
     def end(self) -> None:
         """Take the last one back."""

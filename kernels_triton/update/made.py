@@ -1,0 +1,66 @@
+"""Kernels of an update rule, from the source of its two functions.
+
+Bytes per element with a bf16 gradient, an fp32 master and a bf16 copy: 2 + 2 * 4 + 2 + 8 for every
+plane, so 28 for Adam, 36 with the largest v so far, 20 for SGD and Lion.
+
+The source has no file: it is kept where Python looks for lines, so that Triton reads it as any
+other, compiles it once and knows it again in its own cache, which goes by the text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import linecache
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+import triton.language as tl
+
+
+@dataclass(frozen=True, slots=True)
+class RuleKernel:
+    """The two functions of one optimizer, and how many state planes it has (1 to 3)."""
+
+    name: str
+    coefficients: Any  # @triton.jit
+    formula: Any  # @triton.jit
+    num_planes: int
+    keeper: int  # of a plane that is never negative, so that masters may be split; -1: none
+
+
+# by name and a digest of all that a kernel is made of; rules of one name may differ
+KERNELS: dict[str, RuleKernel] = {}
+
+
+@triton.jit
+def _power(base, exponent):
+    """base ** exponent for int64 exponents up to 2**40, in fp64, by square and multiply."""
+    result = tl.full(exponent.shape, 1.0, tl.float64)
+    for _ in range(40):
+        result = tl.where((exponent & 1) != 0, result * base, result)
+        base = base * base
+        exponent = exponent >> 1
+    return result
+
+
+def add_kernel(name: str, source: str, num_planes: int, keeper: int) -> str:
+    """The key in `KERNELS` of a rule's kernel, which is made if there is none.
+
+    source: Python of `_coefficients` and `_formula` (see `frame.py`), which may use `tl`, and
+        `_power` of fp64 by int64.
+    num_planes: 1 to 3. keeper: the plane whose sign tells how a master was rounded; -1: none.
+    """
+    text = f"{source}\n# {num_planes} planes, keeper {keeper}\n"
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    key = f"{name}-{digest}"
+    if key not in KERNELS:
+        file = f"<{key}>"
+        linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+        names: dict[str, Any] = {"__name__": f"{__name__}.{digest}"}
+        names |= {"tl": tl, "triton": triton, "_power": _power}
+        exec(compile(text, file, "exec"), names)
+        KERNELS[key] = RuleKernel(
+            name, names["_coefficients"], names["_formula"], num_planes, keeper
+        )
+    return key

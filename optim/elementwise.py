@@ -1,0 +1,60 @@
+"""An optimizer of a rule: its arguments are the rule's options, and where its state lives."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+from gemini.optim.rules.rule import UpdateRule
+
+from .base import TieredOptimizer
+
+# where state lives and how it is updated, as HybridAdam takes it
+_PLACES = {
+    name: parameter
+    for name, parameter in inspect.signature(TieredOptimizer.__init__).parameters.items()
+    if name not in ("self", "params", "defaults", "rule")
+}
+_POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
+_BY_POSITION = ("nvme_offload_fraction", "nvme_offload_dir")
+
+
+class ElementwiseOptimizer(TieredOptimizer):
+    """What a rule is to torch: a subclass names its `rule` (docs/extending.md).
+
+    It is made with parameters or groups, the rule's options in their order, and the arguments of
+    `HybridAdam` that say where state lives and how it is updated; `inspect.signature` shows them.
+
+    Raises ValueError for an option out of range and names it, TypeError for an argument that is
+    none, and as `HybridAdam`.
+    """
+
+    rule: ClassVar[type[UpdateRule]]
+    by_name: ClassVar[tuple[str, ...]] = ("maximize",)  # options that are no positional arguments
+    extra: ClassVar[dict[str, Any]] = {}  # of every group, beside the rule's options
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "rule" in vars(cls):
+            cls.__signature__ = _signature(cls)  # type: ignore[attr-defined]
+
+    def __init__(self, params: Iterable[Any], *args: Any, **kwargs: Any) -> None:
+        signature: inspect.Signature = type(self).__signature__  # type: ignore[attr-defined]
+        given = signature.bind(params, *args, **kwargs)
+        given.apply_defaults()
+        options = {name: given.arguments[name] for name in self.rule.options}
+        places = {name: given.arguments[name] for name in _PLACES}
+        super().__init__(params, {**options, **self.extra}, self.rule(), **places)
+
+
+def _signature(cls: type[ElementwiseOptimizer]) -> inspect.Signature:
+    """Positional options, the two places that HybridAdam has there, then all that goes by name."""
+    shown = [inspect.Parameter("params", _POSITIONAL, annotation=Iterable[Any])]
+    for name, default in cls.rule.options.items():
+        kind = inspect.Parameter.KEYWORD_ONLY if name in cls.by_name else _POSITIONAL
+        annotation = tuple[float, float] if name == "betas" else type(default)
+        shown.append(inspect.Parameter(name, kind, default=default, annotation=annotation))
+    for name, place in _PLACES.items():
+        shown.append(place.replace(kind=_POSITIONAL) if name in _BY_POSITION else place)
+    return inspect.Signature(sorted(shown, key=lambda one: one.kind), return_annotation=None)
