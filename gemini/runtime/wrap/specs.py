@@ -19,8 +19,6 @@ from gemini.mesh.roles import EXPERTS, WORLD
 from gemini.runtime.comm.communicator import Communicator
 from gemini.units import ParamId
 
-from .precision import PrecisionSettings
-
 IgnoredParams = Collection[nn.Parameter] | Callable[[str, nn.Parameter], bool]
 
 
