@@ -113,8 +113,10 @@ class BoundOptimizer(torch.optim.Optimizer):
 
     def check_param(self, param: Tensor) -> None:
         """Raise ValueError for a parameter that this optimizer cannot update."""
-        if not param.is_floating_point():  # one that a wrapped module ignores may be among others
-            return
+        if not param.is_floating_point():
+            if param.requires_grad:
+                raise _not_floating(param)
+            return  # one that a wrapped module has as bytes, or ignores; else see `_check_made`
         if owner_of(param) is None and not param.is_meta:  # it may be made, and wrapped, by then
             check_plain(param)
 
@@ -298,10 +300,14 @@ def _check_made(params: Iterable[Tensor]) -> None:
                 "values; materialise the module, or wrap it, before the optimizer's first use"
             )
         if not param.is_floating_point():
-            raise ValueError(
-                f"a parameter of shape {tuple(param.shape)} has dtype {param.dtype}; "
-                "expected a floating one"
-            )
+            raise _not_floating(param)
+
+
+def _not_floating(param: Tensor) -> ValueError:
+    return ValueError(
+        f"a parameter of shape {tuple(param.shape)} has dtype {param.dtype}; "
+        "expected a floating one"
+    )
 
 
 def _ignored_among(params: Iterable[Tensor]) -> list[str]:

@@ -62,13 +62,13 @@ def load_pretrained(
     or of another shape and for an id that the hub does not give, and ImportError without
     transformers.
     """
-    path = downloaded(folder_or_index, revision).absolute()
-    folder = path.parent if path.is_file() else path
     if is_pipeline(options.get("process_group"), options.get("mesh")):
         raise ValueError(
             'load_pretrained reads a whole model, and a module on a mesh with "pp" is a part of '
             "one; expected GeminiDDP(layers, mesh=mesh) and gemini.load_checkpoint"
         )
+    path = downloaded(folder_or_index, revision).absolute()
+    folder = path.parent if path.is_file() else path
     comm = everyone(options.get("process_group"), options.get("mesh"))
     with ExitStack() as stack:
         module = _empty_module(folder, model_class, config)

@@ -144,9 +144,9 @@ class Two(Net):
         raise AssertionError("it was not refused")
 
 
-class Adagrad(Net):
+class Rprop(Net):
     def configure_optimizers(self):
-        return torch.optim.Adagrad(self.parameters())
+        return torch.optim.Rprop(self.parameters())
 
 
 class OwnAdam(Net):
@@ -169,7 +169,7 @@ def by_hand(kind):
     ("kind", "options", "given", "says"),
     [
         (by_hand(Two), {}, {}, r"returned 2 optimizers \(SGD, SGD\)"),
-        (Adagrad, {}, {}, "Adagrad has no form whose state is sharded"),
+        (Rprop, {}, {}, "Rprop has no form whose state is sharded"),
         (
             OwnAdam,
             {"adam": {"nvme_offload_fraction": 1.0}},
