@@ -69,5 +69,6 @@ def test_a_reader_trains_kills_goes_on_and_generates(clone):
         said = shell.communicate(f"{kill}\n{go_on}\n{generate}\n")[0]
     assert shell.returncode == 0, said
     assert re.search(r"goes on from runs/1/checkpoints/checkpoint-\d+", said), said
-    assert said.count("written: runs/1 ") == 1 and "'generated_text': 'import " in said
+    assert said.count("written: runs/1 ") == 1
+    assert re.search(r"'generated_text': ['\"]import ", said), said  # a text may have an apostrophe
     assert (folder / "runs/1/report.html").exists()
