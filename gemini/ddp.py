@@ -183,8 +183,8 @@ class GeminiDDP(ModuleFace):
             precision_settings=precision_settings,
             overlap_allgather=communication.overlap_allgather,
             beside=comm.beside() if update in (*BEHIND, AUTO) else None, update=update,
+            together=together,
         )  # fmt: skip
-        self.engine.together, self.engine.ignored = together, ignored
         values.fill_buffers()
         self._cast_by(precision, list(fp32_modules.values()))
         self.broadcast_buffers = communication.broadcast_buffers

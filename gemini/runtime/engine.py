@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -94,7 +94,9 @@ class Engine(Parts):
         overlap_allgather: bool = False,
         beside: Communicator | None = None,
         update: str = "serial",
+        together: PipelineOwner | None = None,
     ) -> None:
+        """together: of a pipeline, what attaches optimizers for it."""
         comm, links = connections.comm, connections.links
         events, files = EngineEvents(), _files_of(name, comm.rank, planning, backend)
         storage = ShardStorage(layout, planning.plan, backend, files, events.changing)
@@ -147,8 +149,7 @@ class Engine(Parts):
             present=[False] * len(params),
         )  # fmt: skip
         self.dtype = DTYPES[precision_settings.dtype]
-        self.together: PipelineOwner | None = None  # of a pipeline: what attaches optimizers for it
-        self.ignored: Mapping[int, str] = {}  # names by id of parameters that are the user's own
+        self.together, self.ignored = together, found.ignored
         self._last_trace: Trace | None = None  # of training
         self._has_said_start = self.is_lent = False
         self._agreements_left = 0 if planning.has_trace else MAX_AGREEMENTS

@@ -278,7 +278,7 @@ def _update_tile(
 @triton.jit
 def update_kernel(
     tiles,  # int32 [t, 2]
-    segments,  # int64 [n, 5]
+    segments,  # int64 [n, 6]
     coefficients,  # fp32 [counters, 12]
     control,  # fp64: see `fields.py`
     master,  # fp32 slab, or anything where HAS_MASTER is false

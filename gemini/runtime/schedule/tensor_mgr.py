@@ -121,7 +121,7 @@ class StatefulTensorMgr:
         self._max_prefetch = max_prefetch
         self._room_ahead = room_ahead(self._nbytes.values(), max_prefetch)
         self._room_of_plan = payload_room_bytes
-        self._payload_room_bytes = payload_room_bytes()  # of this cycle
+        self._payload_room_bytes = payload_room_bytes()  # as the cycle began
         self._steps_for = steps_for
         self._agree = agree
         self.owes_meeting = False
@@ -251,6 +251,8 @@ class StatefulTensorMgr:
         if step is None:
             if in_cycle:
                 self._ask(wanted)
+            else:
+                self._payload_room_bytes = self._room_of_plan()
             self._gather_now(wanted)
         else:
             self._follow(step, wanted)
@@ -310,7 +312,7 @@ class StatefulTensorMgr:
 
     def hold(self) -> bool:
         """Begin to gather everything, to be kept until `let_go`; False where there is no room."""
-        if sum(self._nbytes.values()) > self._payload_room_bytes:
+        if sum(self._nbytes.values()) > self._room_of_plan():
             return False
         self.holds = True
         missing = [chunk for chunk in self._nbytes if not self._chunks[chunk].gathered]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -72,6 +73,7 @@ class Collected:
     specs: list[ParamSpec]
     opaque: dict[ParamId, Opaque]
     dtypes: list[torch.dtype]  # that they have
+    ignored: Mapping[int, str]  # names by id of parameters that are the user's own
 
 
 def collect_params(
@@ -79,18 +81,18 @@ def collect_params(
     dtypes: Mapping[int, str],
     *,
     meshed: bool = False,
-    ignored: Collection[int] = (),
+    ignored: Mapping[int, str] = MappingProxyType({}),
 ) -> Collected:
     """What is wrapped of a module.
 
     dtypes: what each computes in, by id. meshed: DTensors are taken, each rank's local part.
-    ignored: ids of parameters that are left out.
+    ignored: names by id of parameters that are left out.
     Raises ValueError for what is no module, is wrapped already or by others, has no parameter or
     one that cannot be a view of a chunk, or is compiled into CUDA graphs or by TorchScript.
     """
     for name, child in module.named_modules():
         _check_compiled(name, child)
-    found = Collected([], [], {}, [])
+    found = Collected([], [], {}, [], ignored)
     for param, names in distinct(module.named_parameters(remove_duplicate=False)):
         if id(param) in ignored:
             continue
