@@ -109,7 +109,8 @@ def test_a_store_that_cannot_be_made_says_where_and_why_and_leaves_nothing(
         BlockStore([tmp_path], ONE)
     assert failed and str(tmp_path) in str(raised.value)
     assert errno.errorcode[code] in str(raised.value)
-    assert list(tmp_path.iterdir()) == [] and set(threading.enumerate()) == threads
+    # others', of what an earlier test has left to the collector, may end meanwhile
+    assert list(tmp_path.iterdir()) == [] and set(threading.enumerate()) <= threads
 
 
 def test_a_disk_that_cannot_sync_fails_the_step_before_it_counts(tmp_path):
