@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import gc
 import os
 import socket
@@ -131,10 +132,15 @@ def _shut(descriptors: set[int]) -> None:
 def _one_world_a_thread(world_size: int) -> Iterator[None]:
     """What ranks share while they are threads; all as it was behind it."""
     launch, lock = GridExecutor.__call__, threading.Lock()
+    parse, parsing = ast.parse, threading.Lock()
 
     def one_at_a_time(*args: Any, **kwargs: Any) -> None:  # the interpreter's grid is global
         with lock:
             launch(*args, **kwargs)
+
+    def one_tree_at_a_time(*args: Any, **kwargs: Any) -> Any:  # so is the depth CPython 3.11 counts
+        with parsing:
+            return parse(*args, **kwargs)
 
     start, of_thread = threading.Thread.start, threaded.ThreadLocalWorld._world
 
@@ -157,6 +163,7 @@ def _one_world_a_thread(world_size: int) -> Iterator[None]:
     try:
         with (
             patch.object(GridExecutor, "__call__", one_at_a_time),
+            patch.object(ast, "parse", one_tree_at_a_time),
             patch.object(threading.Thread, "start", start_in_world),
             patch.dict(os.environ, LOCAL_WORLD_SIZE=str(world_size)),
         ):

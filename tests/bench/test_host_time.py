@@ -29,7 +29,7 @@ def by_layers():
         [sys.executable, "-c", FOUND],
         capture_output=True, text=True, env={**environment, "PYTHONPATH": ":".join(sys.path)},
     )  # fmt: skip
-    assert out.returncode == 0, out.stderr[-3000:]
+    assert out.returncode == 0, out.stderr
     return json.loads(out.stdout)
 
 
