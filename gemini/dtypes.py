@@ -10,4 +10,5 @@ DTYPES = {
     "float16": torch.float16,
     BYTES: torch.uint8,
     "int16": torch.int16,  # of remainders of masters
+    "int8": torch.int8,  # of quantised state
 }

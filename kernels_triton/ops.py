@@ -7,6 +7,8 @@ call; those of an engine are passed as well, a few tensors, so that their mutati
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -17,7 +19,7 @@ from gemini.kernels_triton.update.frame import (
     prologue_kernel,
     update_kernel,
 )
-from gemini.kernels_triton.update.made import KERNELS
+from gemini.kernels_triton.update.made import KERNELS, RuleKernel
 
 from .control_fields import NUM_CONTROL
 from .launch import on
@@ -30,6 +32,7 @@ from .norm import (
     norm_kernel,
     tally_kernel,
 )
+from .quantised import GROUP, KIND_CODES
 from .tiles import NUM_COLUMNS, TRITON_DTYPES
 
 NORM_TILE = NORM_BLOCK * NORM_ROUNDS
@@ -105,6 +108,27 @@ def prologue(
         )  # fmt: skip
 
 
+def _dtypes_of(kernel: RuleKernel, has_master: bool, is_split: bool) -> list[torch.dtype]:
+    """Of the slabs that it takes."""
+    master = [torch.int16 if is_split else torch.float32] * has_master
+    if kernel.kind != "8bit":
+        kept = torch.bfloat16 if kernel.kind == "bf16" else torch.float32
+        return master + [kept] * kernel.num_planes
+    codes = [torch.uint8 if i == kernel.keeper else torch.int8 for i in range(kernel.num_planes)]
+    return master + codes + [torch.float32] * kernel.num_planes
+
+
+def _check_planes(planes: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> None:
+    for i, (plane, dtype) in enumerate(zip(planes, dtypes, strict=True)):
+        _check(f"planes[{i}]", plane, dtype, None)
+        numel = planes[0].numel()
+        if plane.numel() not in (numel, -(-numel // GROUP)):
+            raise ValueError(f"planes[{i}] has {plane.numel()} elements, others differ")
+        for j in range(i):
+            if plane.numel() and plane.data_ptr() == planes[j].data_ptr():
+                raise ValueError(f"planes[{i}] and planes[{j}] are the same memory")
+
+
 def update_now(
     rule: str,
     tiles: Tensor,
@@ -123,8 +147,9 @@ def update_now(
     """Update every tile in one launch; see `update_kernel`.
 
     rule: a key of `KERNELS`.
-    planes: the slabs, fp32 [N], the master first where there is one more than the rule's own; an
-        int16 one is what bf16 parameters lack of it, and fp32 parameters have none.
+    planes: the slabs [N], the master first where there is one more than the rule's own; an int16
+        one is what bf16 parameters lack of it, and fp32 parameters have none. Of 8 bits, scales
+        fp32 [N / 64] come last; see `quantised.py`.
     stochastic: bf16 parameters without a master are rounded at random, by control[SEED].
     params, grads: what the addresses in `segments` point into; may be empty for a plain module.
     Raises ValueError, before anything is written, for what the kernel cannot take.
@@ -133,26 +158,20 @@ def update_now(
     _check("tiles", tiles, torch.int32, 2)
     _check("segments", segments, torch.int64, NUM_COLUMNS)
     _check_device(tiles=tiles, segments=segments, coefficients=coefficients, control=control)
-    has_master = len(planes) == kernel.num_planes + 1
-    if not has_master and len(planes) != kernel.num_planes:
+    has_master = len(planes) == kernel.num_kept + 1
+    if not has_master and len(planes) != kernel.num_kept:
         raise ValueError(
-            f"planes has {len(planes)} slabs; {kernel.name} has {kernel.num_planes}, and one more "
+            f"planes has {len(planes)} slabs; {kernel.name} has {kernel.num_kept}, and one more "
             "with a master"
         )
     is_split = has_master and planes[0].dtype == torch.int16
-    if is_split and kernel.keeper < 0:
+    if is_split and kernel.keeper < 0 and kernel.kind == "fp32":
         raise ValueError(
             f"planes[0] is int16; {kernel.name} has no plane that keeps ties, so give fp32"
         )
     if is_split and param_dtype is not torch.bfloat16:
         raise ValueError(f"planes[0] is int16, which bf16 parameters lack; {param_dtype} was given")
-    for i, plane in enumerate(planes):
-        _check(f"planes[{i}]", plane, torch.int16 if is_split and i == 0 else torch.float32, None)
-        if plane.numel() != planes[0].numel():
-            raise ValueError(f"planes[{i}] has {plane.numel()} elements, others differ")
-        for j in range(i):
-            if plane.numel() and plane.data_ptr() == planes[j].data_ptr():
-                raise ValueError(f"planes[{i}] and planes[{j}] are the same memory")
+    _check_planes(planes, _dtypes_of(kernel, has_master, is_split))
     for name, dtype in (("param_dtype", param_dtype), ("grad_dtype", grad_dtype)):
         if dtype not in TRITON_DTYPES:
             raise ValueError(f"{name}={dtype} is not one of {list(TRITON_DTYPES)}")
@@ -161,13 +180,17 @@ def update_now(
     if tiles.shape[0] == 0:
         return
     state = planes[1:] if has_master else planes
+    if kernel.kind == "bf16":
+        state = [plane.view(torch.int16) for plane in state]
+    codes, scales = state[: kernel.num_planes], state[kernel.num_planes :] or state
     with on(tiles.device):
         update_kernel[(tiles.shape[0],)](
-            tiles, segments, coefficients, control, planes[0], state[0],
-            state[min(1, len(state) - 1)], state[-1],
+            tiles, segments, coefficients, control, planes[0],
+            codes[0], codes[min(1, len(codes) - 1)], codes[-1],
+            scales[0], scales[min(1, len(scales) - 1)], scales[-1],
             kernel.formula, kernel.num_planes, TRITON_DTYPES[param_dtype],
-            TRITON_DTYPES[grad_dtype], has_master and not is_split,
-            kernel.keeper if is_split else -1,
+            TRITON_DTYPES[grad_dtype], has_master and not is_split, is_split,
+            kernel.keeper, KIND_CODES[kernel.kind],
             stochastic and param_dtype is torch.bfloat16, block, num_warps=num_warps,
             **_EXACT,
         )  # fmt: skip

@@ -77,6 +77,11 @@ class HybridAdam(TieredOptimizer):
         Either has its own bits (docs/numerics.md); `last_report.update_path` says which it is.
     amsgrad, maximize: as in torch.optim.Adam, per group. With amsgrad in any group the state has a
         third plane, max_exp_avg_sq; which planes there are is settled when the state is made.
+    state: in what exp_avg and exp_avg_sq are kept, wherever they are: `"fp32"`; `"bf16"`, 4 bytes a
+        parameter less; or `"8bit"`, codes with a scale for 64 of them, 5.9 bytes less. Updates are
+        computed in fp32, and second moments rounded at random (`optim/rules/quantised.py`). State
+        dicts and checkpoints stay in fp32, and load into any. Not with amsgrad or float64
+        parameters.
 
     Raises ValueError for a hyperparameter out of range and names it, `nvme.FolderError` for a
     folder that cannot be used, `nvme.DiskFullError` where the state does not fit, and
@@ -102,6 +107,7 @@ class HybridAdam(TieredOptimizer):
         cpu_path: str = "auto",
         amsgrad: bool = False,
         maximize: bool = False,
+        state: str = "fp32",
     ) -> None:
         defaults = {
             "lr": lr,
@@ -116,7 +122,7 @@ class HybridAdam(TieredOptimizer):
         super().__init__(
             params,
             defaults,
-            AdamRule(),
+            AdamRule(state=state),
             nvme_offload_fraction=nvme_offload_fraction,
             nvme_offload_dir=nvme_offload_dir,
             nvme_write_budget=nvme_write_budget,
@@ -150,10 +156,11 @@ class FusedAdam(HybridAdam):
         *,
         amsgrad: bool = False,
         maximize: bool = False,
+        state: str = "fp32",
     ) -> None:
         super().__init__(
             params, lr, bias_correction, betas, eps, weight_decay, adamw_mode,
-            amsgrad=amsgrad, maximize=maximize,
+            amsgrad=amsgrad, maximize=maximize, state=state,
         )  # fmt: skip
 
     def check_param(self, param: Tensor) -> None:

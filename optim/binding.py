@@ -55,7 +55,8 @@ class BoundOptimizer(torch.optim.Optimizer):
         if nvme_write_budget is not None:
             nvme = replace(nvme, write_budget=parse_bytes(nvme_write_budget))
         nvme = replace(nvme, meter=WriteMeter(nvme.write_budget))
-        name = " in place of ".join(filter(None, (self.own_name(), self.in_place_of)))
+        kind = f"(state={rule.layout.kind!r})" if rule.layout.is_quantised else ""
+        name = " in place of ".join(filter(None, (self.own_name() + kind, self.in_place_of)))
         self._config = StateConfig(float(nvme_offload_fraction), nvme, cpu_path, name)
         if self._config.nvme_fraction > 0:
             for folder in nvme.folders:
@@ -97,6 +98,13 @@ class BoundOptimizer(torch.optim.Optimizer):
             if len({id(param) for param in params}) < len(params):
                 raise ValueError("a parameter is in its group twice; expected each parameter once")
             self._check_options(self.param_groups[-1], ())
+            if (
+                kind := self.param_groups[-1].get("state", self._rule.layout.kind)
+            ) != self._rule.layout.kind:
+                raise ValueError(
+                    f"a group has state={kind!r}; expected it of the whole optimizer, which has "
+                    f"{self._rule.layout.kind!r}"
+                )
             for param in self.param_groups[-1]["params"]:
                 self.check_param(param)
         except ValueError:

@@ -24,6 +24,8 @@ from gemini.units import MIB, format_bytes
 OPTIMIZERS: dict[str, StateLayout] = {
     "Adam, AdamW": AdamRule.layout,
     "the same with `amsgrad`": AdamRule("amsgrad").layout,
+    'the same with `state="bf16"`': AdamRule(state="bf16").layout,
+    'the same with `state="8bit"`': AdamRule(state="8bit").layout,
     "Lion": LionRule.layout,
     "SGD with momentum": SGDRule.layout,
     "Adagrad, RMSprop": AdagradRule.layout,
@@ -83,8 +85,8 @@ def bytes_per_parameter() -> str:
             undo = 0 if masters else layout.undo_itemsize
             on_disk = NUM_VERSIONS * (layout.bytes_per_element + undo)
             lines.append(
-                f"| {name} | {precision} | {itemsize} | {itemsize} | {state} "
-                f"| {2 * itemsize + state} | {on_disk} |"
+                f"| {name} | {precision} | {itemsize} | {itemsize} | {state:g} "
+                f"| {2 * itemsize + state:g} | {on_disk:g} |"
             )
     return "\n".join(lines)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from gemini.checkpoint.load import load_checkpoint
 from gemini.checkpoint.save import save_checkpoint
 from gemini.ddp import GeminiDDP
 from gemini.metrics import Metrics
-from gemini.optim import HybridLion, HybridScheduleFreeAdamW
+from gemini.optim import HybridAdam, HybridLion, HybridScheduleFreeAdamW
 
 try:
     from transformers import Trainer, TrainerCallback
@@ -32,10 +33,13 @@ from gemini.checkpoint.pretrained import write_weights
 
 from .adapters import is_adapted, load_adapter, write_adapter
 
+log = logging.getLogger("gemini")
+
 CHECKPOINT = "gemini"  # in a checkpoint of the trainer's: weights and optimizer, sharded
 _TORCH_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
+EIGHT_BITS = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit")
 # which transformers has of other packages, and which are made of ours from the start
-_OTHERS = ("lion_32bit", "schedule_free_adamw")
+_OTHERS = ("lion_32bit", "schedule_free_adamw", "paged_adamw_32bit", *EIGHT_BITS)
 _Base: Any = Trainer if TYPE_CHECKING else object
 
 
@@ -219,8 +223,16 @@ def check_optim(name: str) -> None:
 def _other(args: Any) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """A class of ours, and the options that transformers gives the class of that name."""
     options = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2)}
-    if str(args.optim.value) == "lion_32bit":
+    name = str(args.optim.value)
+    if name == "lion_32bit":
         return HybridLion, options
+    if name == "paged_adamw_32bit" or name in EIGHT_BITS:
+        state = "8bit" if name in EIGHT_BITS else "fp32"
+        log.info(
+            "args.optim=%r is HybridAdam(state=%r): moments are %s, where the placement puts them",
+            name, state, "companded codes of 64 elements" if name in EIGHT_BITS else "fp32",
+        )  # fmt: skip
+        return HybridAdam, options | {"eps": args.adam_epsilon, "state": state}
     given = dict(pair.split("=") for pair in (args.optim_args or "").replace(" ", "").split(",")
                  if pair)  # fmt: skip
     options |= {"eps": args.adam_epsilon, "warmup_steps": args.warmup_steps}

@@ -31,7 +31,7 @@ UNLIMITED = Bytes(1 << 62)
 class StateBytes:
     """What the planner has to know of an optimizer's `StateLayout`."""
 
-    per_element: int  # all planes, masters whole
+    per_element: float  # all planes, masters whole; of quantised ones with a share of a scale
     has_master: bool  # parameters follow from the state; else an update must read them
     # chunks of which masters are what bf16 parameters in memory lack of them (ADR 0014); on disk in
     # the blocks that `moves_less_split`
@@ -97,12 +97,12 @@ def wider_chunks(layout: ChunkLayout, itemsizes: Sequence[int]) -> frozenset[Chu
     )
 
 
-def moves_less_split(numel: int, per_element: int) -> bool:
+def moves_less_split(numel: int, per_element: float) -> bool:
     """Whether a step moves fewer pages of a block on disk whose masters are split, though its
     weights are pages of their own. per_element: bytes of the state with whole masters."""
-    planes = align_up(numel * (per_element - SPLIT_BYTES), PAGE_BYTES)
+    planes = align_up(int(numel * (per_element - SPLIT_BYTES)), PAGE_BYTES)
     weights = align_up(numel * WEIGHT_BYTES, PAGE_BYTES)
-    return 2 * planes + weights < 2 * align_up(numel * per_element, PAGE_BYTES)
+    return 2 * planes + weights < 2 * align_up(int(numel * per_element), PAGE_BYTES)
 
 
 def chunk_bytes(
@@ -130,8 +130,8 @@ def chunk_bytes(
             blocks.append(
                 BlockBytes(
                     BlockId(next_block), spec.id, numel,
-                    Bytes(numel * itemsize), Bytes(numel * in_memory),
-                    Bytes(numel * on_disk), Bytes(numel * beside), has_master,
+                    Bytes(numel * itemsize), Bytes(int(numel * in_memory)),
+                    Bytes(int(numel * on_disk)), Bytes(numel * beside), has_master,
                 )
             )  # fmt: skip
             next_block += 1

@@ -10,6 +10,10 @@ from torch import nn
 from gemini.chunk.layout import training_layout
 from gemini.chunk.sizing.search import search_chunk_configuration
 from gemini.memtracer.trace import sequential_trace
+from gemini.optim.adam import AdamRule
+from gemini.optim.adaptive import LionRule
+from gemini.optim.rules.state_layout import WEIGHT_DTYPE
+from gemini.optim.sgd import SGDRule
 from gemini.placement.sizes import StateBytes, wider_chunks
 from gemini.placement.timetable.updates import AUTO
 
@@ -20,8 +24,9 @@ from .question import AVERAGES, Question
 from .words import Answer, answer
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-MOMENTS = {"adamw": 8, "lion": 4, "sgd": 4}  # bytes an element of state, beside masters
-MASTER = 4
+# planes beside masters, by optimizer
+LAYOUTS = {"adamw": AdamRule.layout, "lion": LionRule.layout, "sgd": SGDRule.layout}
+QUANTISED = ("adamw",)  # whose state may be kept in fewer bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +36,7 @@ class Training:
     batch, seq: sequences of a rank in one forward, and their tokens.
     accumulate: forwards and backwards before a step.
     lora: rank of adapters; 0 trains the whole model.
-    precision: of `DTYPES`. optimizer: of `MOMENTS`.
+    precision: of `DTYPES`. optimizer: of `LAYOUTS`. state: as `HybridAdam` takes it.
     nvme_fraction: of the optimizer's state, at least, on NVMe.
     activation_bytes: of one sample, where nothing can be traced.
     update: of `GeminiDDP`; `auto` is the fastest as predicted.
@@ -51,6 +56,13 @@ class Training:
     update: str = AUTO
     by_trl: bool = False
     ema: str | None = None
+    state: str = "fp32"
+
+    def __post_init__(self) -> None:
+        if self.state != "fp32" and self.optimizer not in QUANTISED:
+            raise ValueError(
+                f"state={self.state!r} with {self.optimizer}; expected fp32, or one of {QUANTISED}"
+            )
 
     def in_words(self) -> tuple[str, str]:
         trained = f"LoRA of rank {self.lora}" if self.lora else "all parameters trained"
@@ -60,7 +72,7 @@ class Training:
         average = f", their average in {AVERAGES[self.ema]}" if self.ema else ""
         return (
             f"batch of a rank {self.batch}{times}, {self.seq} tokens, {self.precision}, "
-            f"{self.optimizer} with fp32 state, {trained}{average} (as asked)",
+            f"{self.optimizer} with {self.state} state, {trained}{average} (as asked)",
             f"activations: {kept} ({how}{', with the loss of trl' if self.by_trl else ''})",
         )
 
@@ -104,6 +116,8 @@ def ask(what: str | nn.Module, machine: Hardware, training: Training) -> Questio
     used = models.used_numel(model)
     gradients = trained if training.lora else used  # those of inputs are computed either way
     has_master = training.precision != "fp32"
+    state = replace(LAYOUTS[training.optimizer], kind=training.state)
+    state = state.with_master() if has_master else state
 
     @cache
     def other(checkpointing: bool, lora: int) -> Question | None:
@@ -119,7 +133,8 @@ def ask(what: str | nn.Module, machine: Hardware, training: Training) -> Questio
         layout, activations, machine, training.batch, training.seq, training.accumulate,
         training.lora, training.checkpointing, training.nvme_fraction,
         wider_chunks(layout, itemsizes),
-        StateBytes(MOMENTS[training.optimizer] + MASTER * has_master, has_master),
+        StateBytes(state.bytes_per_element, has_master),
         float(2 * (2 + training.checkpointing) * used + 2 * gradients),
         training.update, training.ema, *models.experts_of(model), other,
+        state.splits(WEIGHT_DTYPE),
     )  # fmt: skip

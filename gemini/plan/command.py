@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
+from gemini.optim.rules.state_layout import KINDS
 from gemini.placement.picture import write_timeline
 from gemini.placement.timeline import planned_timeline
 from gemini.placement.timetable.updates import AUTO, UPDATES
@@ -16,8 +17,9 @@ from gemini.units import parse_bytes
 
 from .machine import CARDS, TYPICAL, Hardware, machine_of
 from .question import AVERAGES
+from .words import OPTIM
 
-NOT_YET = {"state": "fp32", "quantize": None}  # options that are known by name, and what there is
+NOT_YET = {"quantize": None}  # options that are known by name, and what there is
 
 OF_ONE_MACHINE = (
     "gpu", "machine", "world_size", "ranks_per_node", "device", "device_mem", "host_mem", "nvme",
@@ -46,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--precision", choices=("bf16", "fp16", "fp32"), default="bf16")
     parser.add_argument("--optimizer", choices=("adamw", "lion", "sgd"), default="adamw")
     parser.add_argument("--ema", choices=AVERAGES, help="where an average of the weights is")
-    parser.add_argument("--state", default="fp32", help="dtype of the optimizer's state: fp32")
+    parser.add_argument("--state", choices=KINDS, default="fp32", help="of HybridAdam")
     parser.add_argument("--quantize", help="dtype of frozen weights: not yet")
     parser.add_argument("--gpu", choices=CARDS, help="memory and speeds of a data sheet")
     parser.add_argument(
@@ -93,6 +95,8 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
             parser.error(f"--{name.replace('_', '-')} must be at least {least}")
     if args.print_args and args.precision != "bf16":
         parser.error(f"--print-args with --precision {args.precision}; train computes in bf16")
+    if args.print_args and (args.optimizer, args.state) not in OPTIM:
+        parser.error(f"--print-args with --state {args.state}; train has fp32 and 8bit of adamw")
     if args.print_args and args.ema:
         parser.error("--print-args with --ema; train has no average of weights")
     if not 0 <= args.nvme_fraction <= 1:
@@ -135,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         sys.exit(f"gemini plan: {error}")
     if args.print_args:
-        lines = [words.train_arguments(plan, args.optimizer)]
+        lines = [words.train_arguments(plan, args.optimizer, args.state)]
     else:
         lines = [*words.five_lines(name, plan), *(words.all_lines(plan) if args.verbose else ())]
     sys.stdout.write("\n".join(lines) + "\n")
@@ -167,14 +171,14 @@ def _write_fits(args: argparse.Namespace) -> int:
         for training, lora in (("all parameters", 0), ("LoRA adapters", args.lora or 16)):
             asked = Training(
                 args.batch, args.seq, lora, True, args.precision, args.optimizer,
-                activation_bytes=args.activation_bytes, ema=args.ema,
+                activation_bytes=args.activation_bytes, ema=args.ema, state=args.state,
             )  # fmt: skip
             question = ask(model, machine_from(args), asked)
             found += table.rows(model, training, question)
         title = (
             f"One card, {args.batch} x {args.seq} tokens, {args.precision} under {args.optimizer} "
-            "with fp32 state, activations computed again in backward. Planned, not measured: "
-            "speeds of data sheets, an assumed disk."
+            f"with {args.state} state, activations computed again in backward. "
+            "Planned, not measured: speeds of data sheets, an assumed disk."
         )
         (args.fits / "what-fits.md").write_text(table.markdown(found, title))
         (args.fits / "what-fits.html").write_text(table.page(found, title))

@@ -72,6 +72,7 @@ class Question:
     experts_share: float = 1.0  # of a token's rows that one of them gets, on average
     # the same with or without checkpointing, and with adapters of a rank; None where nobody can say
     other: Callable[[bool, int], Question | None] | None = field(default=None, compare=False)
+    splits: bool = True  # masters of bf16 parameters may be what those lack of them
 
     @property
     def policy(self) -> AutoPlacement:
@@ -154,7 +155,7 @@ class Question:
 
     def _state(self, wrapped: PlanResult) -> StateBytes:
         """With the chunks whose masters are what their parameters lack, as the optimizer says."""
-        if self.state != ADAM:
+        if not (self.splits and self.state.has_master):
             return self.state
         split = self._may_split()
         in_files = {s.chunk for s in wrapped.plan.shards if s.param_home is Tier.NVME}

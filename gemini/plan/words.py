@@ -18,7 +18,10 @@ from .machine import Hardware
 from .question import Question, homes, largest_batch
 
 SERIAL = "serial"
-OPTIM = {"adamw": "adamw_torch", "lion": "lion_32bit", "sgd": "sgd"}  # as `train` names them
+OPTIM = {  # by optimizer and state, as `train` names them
+    ("adamw", "fp32"): "adamw_torch", ("adamw", "8bit"): "adamw_8bit",
+    ("lion", "fp32"): "lion_32bit", ("sgd", "fp32"): "sgd",
+}  # fmt: skip
 _WHERE = {Tier.DEVICE: "device", Tier.HOST: "RAM", Tier.NVME: "disk"}
 
 
@@ -142,7 +145,7 @@ def verdict(plan: Answer) -> str:
     )
 
 
-def train_arguments(plan: Answer, optimizer: str) -> str:
+def train_arguments(plan: Answer, optimizer: str, state: str) -> str:
     """What `python -m gemini train` takes, so that it plans the same; after the change, if any."""
     machine, asked = plan.asked.machine, plan.asked
     device = machine.device_mem
@@ -157,7 +160,7 @@ def train_arguments(plan: Answer, optimizer: str) -> str:
         given.append(f"--lora {asked.lora}")
     given += [
         f"--seq {asked.seq}", f"--batch {machine.world_size * asked.batch}",
-        f"--accumulate {asked.accumulate}", f"--optim {OPTIM[optimizer]}",
+        f"--accumulate {asked.accumulate}", f"--optim {OPTIM[optimizer, state]}",
         f"--update {plan.best_update}",
         "--checkpointing" if asked.checkpointing else "--no-checkpointing",
     ]  # fmt: skip

@@ -23,15 +23,17 @@ from .config import TrainConfig
 
 _PROBE_SECONDS = 1.0
 _WIDTH = {"cpu": 256, "cuda": 8192}  # of a layer that is timed, and rows that it is given
-_OPTIMIZER = {optim: name for name, optim in OPTIM.items()}
-_OPTIMIZER |= {"adagrad": "sgd", "rmsprop": "sgd"}  # one plane, as many bytes
+_OPTIMIZER = {optim: found for found, optim in OPTIM.items()}
+_OPTIMIZER |= dict.fromkeys(("adagrad", "rmsprop"), ("sgd", "fp32"))  # one plane, as many bytes
 
 
 def training_of(config: TrainConfig, world_size: int) -> Training:
     """Raises ValueError for a batch that ranks cannot share."""
+    usual = ("adamw", "8bit" if "8bit" in config.optim else "fp32")
+    optimizer, state = _OPTIMIZER.get(config.optim, usual)
     return Training(
         batch=config.batch_of_rank(world_size), seq=config.seq, lora=config.lora,
-        checkpointing=config.checkpointing, optimizer=_OPTIMIZER.get(config.optim, "adamw"),
+        checkpointing=config.checkpointing, optimizer=optimizer, state=state,
         accumulate=config.accumulate, update=config.update, by_trl=True,
     )  # fmt: skip
 

@@ -5,7 +5,8 @@ An optimizer is two small `@triton.jit` functions, of which `made.py` gets the s
     coefficients(hyper, inside, t) -> 10 fp64 vectors, from hyperparameters and step counts
     formula(param, grad, s0, s1, s2, coefficients) -> param, s0, s1, s2, in fp32
 
-Bytes per element: grad + 2 * (param or master) + 2 * 4 * planes, + 2 for a 16-bit copy.
+Bytes per element: grad + 2 * (param or master) + 2 * 4 * planes, + 2 for a 16-bit copy; of planes
+that are quantised less (`quantised.py`).
 No hyperparameter is a kernel argument or a constexpr: a schedule neither recompiles nor waits.
 """
 
@@ -17,6 +18,7 @@ import triton.language as tl
 
 from gemini.kernels_triton.launch import check_interpreter, is_interpreted
 from gemini.kernels_triton.norm import finish_tiles, tally_votes
+from gemini.kernels_triton.quantised import NOISE_KEY, load_plane, store_plane, untied
 from gemini.kernels_triton.rounding import (
     join_master,
     load,
@@ -203,6 +205,9 @@ def _update_tile(
     state0,
     state1,
     state2,
+    scale0,
+    scale1,
+    scale2,
     row,
     factor,
     limit,
@@ -215,6 +220,8 @@ def _update_tile(
     GRAD_DTYPE: tl.constexpr,
     HAS_MASTER: tl.constexpr,
     SPLIT: tl.constexpr,
+    KEEPER: tl.constexpr,
+    KIND: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     BLOCK: tl.constexpr,
     MASKED: tl.constexpr,
@@ -230,40 +237,50 @@ def _update_tile(
     g = load(grad, i, mask, GRAD_DTYPE, MASKED) * factor
     g = tl.maximum(g, -limit, propagate_nan=tl.PropagateNan.ALL)
     g = tl.minimum(g, limit, propagate_nan=tl.PropagateNan.ALL)
-    if SPLIT >= 0:
+    if SPLIT:
         # an address of which the compiler knows no more than of the parameter's: 4 a thread again
         address = tl.where(param_address != 0, master.to(tl.int64), param_address)
         master = pointer(address, 0, tl.int16, param_alignment)
         low = load_bits(master, i, mask, MASKED)
         high = load_bits(param, i, mask, MASKED)
-        p = (high << 16).to(tl.float32, bitcast=True)
+        p = ((high << 16) + low).to(tl.float32, bitcast=True)
     elif HAS_MASTER:
         p = load(master, i, mask, tl.float32, MASKED)
     else:
         p = load(param, i, mask, PARAM_DTYPE, MASKED)
-    s0 = load(state0, i, mask, tl.float32, MASKED)
+    s0 = load_plane(state0, scale0, i, mask, KIND, KEEPER == 0, MASKED)
     if NUM_PLANES >= 2:
-        s1 = load(state1, i, mask, tl.float32, MASKED)
+        s1 = load_plane(state1, scale1, i, mask, KIND, KEEPER == 1, MASKED)
     else:
         s1 = s0
     if NUM_PLANES == 3:
-        s2 = load(state2, i, mask, tl.float32, MASKED)
+        s2 = load_plane(state2, scale2, i, mask, KIND, KEEPER == 2, MASKED)
     else:
         s2 = s0
-    if SPLIT >= 0:
-        keeper = _plane(s0, s1, s2, SPLIT)
+    if SPLIT and KIND == 0:
+        keeper = _plane(s0, s1, s2, KEEPER)
         p = join_master(high, low, keeper)
-        s0, s1, s2 = _with_plane(tl.abs(keeper), s0, s1, s2, SPLIT)
+        s0, s1, s2 = _with_plane(tl.abs(keeper), s0, s1, s2, KEEPER)
     p, s0, s1, s2 = FORMULA(p, g, s0, s1, s2, row)
-    if SPLIT >= 0:
-        keeper = with_tie(_plane(s0, s1, s2, SPLIT), p)
-        s0, s1, s2 = _with_plane(keeper, s0, s1, s2, SPLIT)
-    store(state0, i, s0, mask, tl.float32, MASKED)
+    if SPLIT and KIND == 0:
+        keeper = with_tie(_plane(s0, s1, s2, KEEPER), p)
+        s0, s1, s2 = _with_plane(keeper, s0, s1, s2, KEEPER)
+    if KIND > 0 and (SPLIT or HAS_MASTER):
+        p = untied(p)
+    random = i
+    if KIND > 0 and KEEPER >= 0:
+        count = tl.load(row + _STEP).to(tl.int32, bitcast=True).to(tl.int64)
+        random = noise(seed, counter + NOISE_KEY, count, first + start, BLOCK)
+    store_plane(state0, scale0, i, s0, random, mask, remaining, KIND, KEEPER == 0, MASKED, BLOCK)
     if NUM_PLANES >= 2:
-        store(state1, i, s1, mask, tl.float32, MASKED)
+        store_plane(
+            state1, scale1, i, s1, random, mask, remaining, KIND, KEEPER == 1, MASKED, BLOCK
+        )
     if NUM_PLANES == 3:
-        store(state2, i, s2, mask, tl.float32, MASKED)
-    if SPLIT >= 0:
+        store_plane(
+            state2, scale2, i, s2, random, mask, remaining, KIND, KEEPER == 2, MASKED, BLOCK
+        )
+    if SPLIT:
         store_low(master, i, p, mask, MASKED)
     elif HAS_MASTER:
         store(master, i, p, mask, tl.float32, MASKED)
@@ -282,16 +299,20 @@ def update_kernel(
     coefficients,  # fp32 [counters, 12]
     control,  # fp64: see `fields.py`
     master,  # fp32 slab, or anything where HAS_MASTER is false
-    state0,  # fp32 slab
-    state1,  # fp32 slab, or anything where NUM_PLANES is 1
-    state2,  # fp32 slab, or anything where NUM_PLANES is less than 3
+    state0,  # slab of the KIND
+    state1,  # slab, or anything where NUM_PLANES is 1
+    state2,  # slab, or anything where NUM_PLANES is less than 3
+    scale0,  # fp32, one for 64 elements of state0, or anything where planes are not of 8 bits
+    scale1,
+    scale2,
     FORMULA: tl.constexpr,
     NUM_PLANES: tl.constexpr,
     PARAM_DTYPE: tl.constexpr,
     GRAD_DTYPE: tl.constexpr,
     HAS_MASTER: tl.constexpr,
-    # the plane with ties, where `master` is int16: what bf16 parameters lack of theirs; or -1
-    SPLIT: tl.constexpr,
+    SPLIT: tl.constexpr,  # `master` is int16: what bf16 parameters lack of theirs
+    KEEPER: tl.constexpr,  # the plane that is never negative and so may keep ties; or -1
+    KIND: tl.constexpr,  # in what planes are kept: see `quantised.py`
     STOCHASTIC: tl.constexpr,  # bf16 without a master: round at random, see `rounding.noise`
     BLOCK: tl.constexpr,
 ):
@@ -317,15 +338,17 @@ def update_kernel(
             _update_tile(
                 param_address, grad_address, start, remaining,
                 master + offset, state0 + offset, state1 + offset, state2 + offset,
+                scale0 + offset // 64, scale1 + offset // 64, scale2 + offset // 64,
                 coefficient_row, factor, limit, seed, counter, first,
-                FORMULA, NUM_PLANES, PARAM_DTYPE, GRAD_DTYPE, HAS_MASTER, SPLIT, STOCHASTIC,
-                BLOCK, False,
+                FORMULA, NUM_PLANES, PARAM_DTYPE, GRAD_DTYPE, HAS_MASTER, SPLIT, KEEPER, KIND,
+                STOCHASTIC, BLOCK, False,
             )  # fmt: skip
         else:
             _update_tile(
                 param_address, grad_address, start, remaining,
                 master + offset, state0 + offset, state1 + offset, state2 + offset,
+                scale0 + offset // 64, scale1 + offset // 64, scale2 + offset // 64,
                 coefficient_row, factor, limit, seed, counter, first,
-                FORMULA, NUM_PLANES, PARAM_DTYPE, GRAD_DTYPE, HAS_MASTER, SPLIT, STOCHASTIC,
-                BLOCK, True,
+                FORMULA, NUM_PLANES, PARAM_DTYPE, GRAD_DTYPE, HAS_MASTER, SPLIT, KEEPER, KIND,
+                STOCHASTIC, BLOCK, True,
             )  # fmt: skip

@@ -27,6 +27,12 @@ class RuleKernel:
     formula: Any  # @triton.jit
     num_planes: int
     keeper: int  # of a plane that is never negative, so that masters may be split; -1: none
+    kind: str = "fp32"  # in what planes are kept
+
+    @property
+    def num_kept(self) -> int:
+        """Slabs of the planes, with those of their scales."""
+        return self.num_planes * (1 + (self.kind == "8bit"))
 
 
 # by name and a digest of all that a kernel is made of; rules of one name may differ
@@ -44,14 +50,15 @@ def _power(base, exponent):
     return result
 
 
-def add_kernel(name: str, source: str, num_planes: int, keeper: int) -> str:
+def add_kernel(name: str, source: str, num_planes: int, keeper: int, kind: str = "fp32") -> str:
     """The key in `KERNELS` of a rule's kernel, which is made if there is none.
 
     source: Python of `_coefficients` and `_formula` (see `frame.py`), which may use `tl`, and
         `_power` of fp64 by int64.
     num_planes: 1 to 3. keeper: the plane whose sign tells how a master was rounded; -1: none.
+    kind: of `optim.rules.state_layout.KINDS`.
     """
-    text = f"{source}\n# {num_planes} planes, keeper {keeper}\n"
+    text = f"{source}\n# {num_planes} planes, keeper {keeper}, {kind}\n"
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     key = f"{name}-{digest}"
     if key not in KERNELS:
@@ -61,6 +68,6 @@ def add_kernel(name: str, source: str, num_planes: int, keeper: int) -> str:
         names |= {"tl": tl, "triton": triton, "_power": _power}
         exec(compile(text, file, "exec"), names)
         KERNELS[key] = RuleKernel(
-            name, names["_coefficients"], names["_formula"], num_planes, keeper
+            name, names["_coefficients"], names["_formula"], num_planes, keeper, kind
         )
     return key

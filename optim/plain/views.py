@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gemini.optim.state.pieces import Piece, Planes
+from gemini.optim.state.pieces import Piece, Planes, part_of
 from gemini.optim.state.space import Block, BlockSegment
 
 
@@ -119,10 +119,16 @@ class PlainViews:
                 param=self._flat[part.param][_inside(part)],
                 grad=self._grad[part.param][_inside(part)],
                 master=None,
-                planes=tuple(plane[_in_block(part)] for plane in planes.values()),
+                planes=tuple(
+                    [
+                        part_of(p, part.offset, part.offset + part.numel, block.numel)
+                        for p in planes.values()
+                    ]
+                ),
                 hyper=self._hyper[part.param],
                 step=self._step[part.param],
                 counter=part.param,
+                first=part.param_offset,
             )
             for part in block.segments
             if part.param in self._flat

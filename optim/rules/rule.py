@@ -10,6 +10,7 @@ import functools
 import math
 from collections import namedtuple
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -36,7 +37,8 @@ class UpdateRule:
 
     wanted: options whose planes of `optional` the state has, beside those of `layout`; the formula
         gets None for the others.
-    Raises ValueError for an option that has no such plane.
+    state: in what planes are kept between updates; see `optim.rules.quantised`.
+    Raises ValueError for an option that has no such plane, or that cannot be kept so.
     """
 
     name: str
@@ -47,7 +49,7 @@ class UpdateRule:
     coefficients: Callable[[Any, Any], Mapping[str, Any]]
     formula: Callable[..., tuple[Tensor, Mapping[str, Tensor]]]
 
-    def __init__(self, *wanted: str) -> None:
+    def __init__(self, *wanted: str, state: str = "fp32") -> None:
         if unknown := set(wanted) - set(self.optional):
             raise ValueError(f"{sorted(unknown)} of {self.name}; it has {list(self.optional)}")
         self.wanted = frozenset(wanted)
@@ -55,11 +57,24 @@ class UpdateRule:
             planes = [plane for name, plane in self.optional.items() if name in self.wanted]
             self.name = "-".join([self.name, *sorted(self.wanted)])
             self.layout = StateLayout((*self.layout.planes, *planes))
+        if state != "fp32":
+            self.layout = replace(self.layout, kind=state)
+            self._check_quantised()
+            self.name = f"{self.name}-{state}-state"
         self.coefficient_names = tuple(self.coefficients(self.hyper(self.options), 1))
 
     def for_groups(self, groups: Sequence[Mapping[str, Any]]) -> UpdateRule:
         """The rule whose state these groups need."""
-        return type(self)(*(name for name in self.optional if any(g[name] for g in groups)))
+        wanted = (name for name in self.optional if any(group[name] for group in groups))
+        return type(self)(*wanted, state=self.layout.kind)
+
+    def _check_quantised(self) -> None:
+        if self.wanted:
+            name = min(self.wanted)
+            raise ValueError(
+                f"state={self.layout.kind!r} has no form of {self.optional[name].name}; expected "
+                f'state="fp32", or no group with {name}'
+            )
 
     def hyper(self, group: Mapping[str, Any]) -> Any:
         """The group's options as a frozen, hashable value of numbers.

@@ -8,7 +8,8 @@ the plane `remainder`. They say which way the weight was rounded, but for a tie:
 
 The last case, one of 131072 masters, is told from the one before it by one more bit: the sign of a
 plane that is never negative (`Plane.keeps_ties`), Adam's `exp_avg_sq`. So every master comes back
-with all its bits, and NaN as some NaN.
+with all its bits, and NaN as some NaN. Where planes are quantised no sign is free: there an update
+moves such a master by its last bit (`untied`), whether it is split or whole.
 """
 
 from __future__ import annotations
@@ -35,9 +36,16 @@ def remainder_of(master: Tensor) -> Tensor:
     return master.view(torch.int32).to(torch.int16)
 
 
-def join(weight: Tensor, remainder: Tensor, keeper: Tensor) -> Tensor:
-    """fp32 [n] of bf16 [n], int16 [n] and fp32 [n]: whole masters."""
-    upper = weight.view(torch.int16).to(torch.int32) - (keeper.view(torch.int32) >> 31)
+def untied(master: Tensor) -> Tensor:
+    """fp32 [n]: one that is half-way and would be rounded down loses its last bit."""
+    return (master.view(torch.int32) + (tie_sign(master) >> 31)).view(torch.float32)
+
+
+def join(weight: Tensor, remainder: Tensor, keeper: Tensor | None) -> Tensor:
+    """fp32 [n] of bf16 [n], int16 [n] and fp32 [n]: whole masters. keeper: None where none ties."""
+    upper = weight.view(torch.int16).to(torch.int32)
+    if keeper is not None:
+        upper = upper - (keeper.view(torch.int32) >> 31)
     return ((upper << 16) + remainder).view(torch.float32)
 
 

@@ -5,45 +5,68 @@ Kernels, planner, store and checkpoint read this value; none of them knows an op
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 MASTER = "master"  # fp32 weights; the visible parameter is their rounded copy
 REMAINDER = "remainder"  # what bf16 weights lack of their masters; see `split_master.py`
 WEIGHT = "weight"  # bf16 parameters of one version on disk, beside their remainders
 WEIGHT_DTYPE = "bfloat16"  # of the parameters whose masters may be split
-ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int16": 2}
+ITEMSIZE = {
+    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int16": 2, "int8": 1, "uint8": 1,
+}  # fmt: skip
+KINDS = ("fp32", "bf16", "8bit")  # in what planes are kept; see `quantised.py`
+GROUP_NUMEL = 64  # elements of an 8-bit plane that have one scale; no parameter begins within them
+SCALE = ".scale"  # behind the name of their plane
 
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """One column of state: one value an element of the parameter."""
+    """One column of state: one value an element of the parameter, or a group of them."""
 
     name: str
     dtype: str
     keeps_ties: bool = False  # never negative: its sign may say how a master was rounded
+    group: int = 1  # elements
 
     @property
     def itemsize(self) -> int:
         return ITEMSIZE[self.dtype]
 
+    def numel(self, elements: int) -> int:
+        """Values of so many elements."""
+        return -(-elements // self.group)
+
 
 @dataclass(frozen=True, slots=True)
 class StateLayout:
-    """The planes of one optimizer, in the order in which a block stores them."""
+    """The planes of one optimizer, in the order in which a block stores them.
+
+    kind: of `KINDS`; but for "fp32", memory and disk have what `kept` says, and a rule, a
+        checkpoint and a state dict these planes.
+    """
 
     planes: tuple[Plane, ...]
+    kind: str = "fp32"
 
     def __post_init__(self) -> None:
         if len(set(self.names)) != len(self.names):
             raise ValueError(f"plane names {self.names} are not unique")
+        if self.kind not in KINDS:
+            raise ValueError(f"state={self.kind!r}; expected one of {list(KINDS)}")
 
     @property
     def names(self) -> list[str]:
         return [plane.name for plane in self.planes]
 
     @property
-    def bytes_per_element(self) -> int:
-        return sum(plane.itemsize for plane in self.planes)
+    def bytes_per_element(self) -> float:
+        """Of what is kept of whole masters and planes; of 8 bits with a share of a scale."""
+        return sum(plane.itemsize / plane.group for plane in self.kept().planes)
+
+    @property
+    def is_quantised(self) -> bool:
+        """Its planes are kept in fewer bits than updates are computed in."""
+        return self.kind != "fp32"
 
     @property
     def has_master(self) -> bool:
@@ -57,30 +80,58 @@ class StateLayout:
 
     @property
     def tie_keeper(self) -> str:
-        """The plane whose sign belongs to the masters."""
+        """The plane whose sign belongs to the masters; see `has_ties`."""
         return next(plane.name for plane in self.planes if plane.keeps_ties)
+
+    @property
+    def has_ties(self) -> bool:
+        """Masters may lie half-way between two weights; where planes are quantised, none does."""
+        return not self.is_quantised
 
     def splits(self, dtype: str) -> bool:
         """Whether masters of parameters of this dtype may be kept as what those lack of them."""
-        keeps_ties = any(plane.keeps_ties for plane in self.planes)
-        return self.has_master and keeps_ties and dtype == WEIGHT_DTYPE
+        return self.has_master and self._can_split and dtype == WEIGHT_DTYPE
+
+    @property
+    def _can_split(self) -> bool:
+        return not self.has_ties or any(plane.keeps_ties for plane in self.planes)
 
     def with_master(self) -> StateLayout:
         """The same state under 16-bit parameters: fp32 master weights in front."""
-        return StateLayout((Plane(MASTER, "float32"), *self.planes))
+        return replace(self, planes=(Plane(MASTER, "float32"), *self.planes))
 
     def with_remainder(self) -> StateLayout:
         """With what masters have beyond bf16 parameters, in place of the masters.
 
         They stay where no plane can keep their ties.
         """
-        if not any(plane.keeps_ties for plane in self.planes):
+        if not self._can_split:
             return self
         others = (plane for plane in self.planes if plane.name != MASTER)
-        return StateLayout((Plane(REMAINDER, "int16"), *others))
+        return replace(self, planes=(Plane(REMAINDER, "int16"), *others))
+
+    def kept(self) -> StateLayout:
+        """What memory and disk have: 8-bit planes, and behind all of them their scales."""
+        if not self.is_quantised:
+            return self
+        planes, scales = [], []
+        for plane in self.planes:
+            if plane.name in (MASTER, REMAINDER):
+                planes.append(plane)
+            elif self.kind == "bf16":
+                planes.append(replace(plane, dtype="bfloat16"))
+            else:
+                planes.append(replace(plane, dtype="uint8" if plane.keeps_ties else "int8"))
+                scales.append(Plane(plane.name + SCALE, "float32", group=GROUP_NUMEL))
+        return StateLayout((*planes, *scales))
 
     def in_float64(self) -> StateLayout:
-        """The same state of float64 parameters."""
+        """The same state of float64 parameters. Raises ValueError where it is quantised."""
+        if self.is_quantised:
+            raise ValueError(
+                f"state={self.kind!r} quantises what fp32 updates compute, and a parameter is "
+                'float64; expected state="fp32"'
+            )
         return StateLayout(tuple(Plane(plane.name, "float64") for plane in self.planes))
 
     @property
@@ -98,9 +149,9 @@ class StateLayout:
         offsets, end = [], 0
         for plane in self.planes:
             offsets.append(end)
-            end += numel * plane.itemsize
+            end += plane.numel(numel) * plane.itemsize
         return tuple(offsets)
 
     def block_nbytes(self, numel: int) -> int:
         """Bytes of a block of `numel` elements, all planes."""
-        return numel * self.bytes_per_element
+        return sum(plane.numel(numel) * plane.itemsize for plane in self.planes)

@@ -104,7 +104,7 @@ class NvmeState:
         self._layout = layout
         self._forms = BlockForms(blocks, layout, split, undo=undo)
         self.store = open_store(digest + self._forms.name, self._forms.nbytes, config, label)
-        self._transfers = BlockTransfers(self.store, self._forms, layout)
+        self._transfers = BlockTransfers(self.store, self._forms)
         self._step_bytes = self._transfers.bytes_of(self.blocks)
         try:
             self._check_budget(config.write_budget)

@@ -10,11 +10,20 @@ import torch
 from torch import Tensor
 
 from gemini.optim.rules.report import Traffic
+from gemini.optim.rules.state_layout import GROUP_NUMEL
 from gemini.tickets import CopyTicket
 
 from .space import Block
 
-Planes = dict[str, Tensor]  # plane name -> [n]
+Planes = dict[str, Tensor]  # plane name -> [n], or a scale for every group of elements
+
+
+def part_of(plane: Tensor, start: int, end: int, numel: int) -> Tensor:
+    """Elements [start, end) of a plane of `numel`; of scales those of their groups, of which
+    `start` begins one."""
+    if plane.numel() == numel:
+        return plane[start:end]
+    return plane[start // GROUP_NUMEL : -(-end // GROUP_NUMEL)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +33,7 @@ class Piece:
     param: Tensor  # what the model sees: fp32 or fp64, or the 16-bit copy that is written
     grad: Tensor  # of any float type; not changed
     master: Tensor | None  # fp32, or int16: what bf16 lacks; None where `param` is updated itself
-    planes: tuple[Tensor, ...]  # in StateLayout order
+    planes: tuple[Tensor, ...]  # in the order of `StateLayout.kept`; scales are one for a group
     hyper: Any
     step: int  # counts from 1
     counter: int  # index of the parameter; of the first where neighbours are one piece
@@ -42,7 +51,7 @@ class Piece:
             self.param[tile],
             self.grad[tile],
             None if self.master is None else self.master[tile],
-            tuple(plane[tile] for plane in self.planes),
+            tuple([part_of(plane, start, end, self.param.numel()) for plane in self.planes]),
             self.hyper,
             self.step,
             self.counter,
@@ -50,12 +59,15 @@ class Piece:
         )
 
     def tiles(self, numel: int) -> Iterator[Piece]:
-        """The piece in runs of `numel`."""
+        """The piece in runs of `numel`, a multiple of 64."""
         if self.param.numel() <= numel:
             yield self
             return
-        tensors = (self.param, self.grad, *self.planes)
-        columns = [tensor.split(numel) for tensor in tensors]
+        all_of = self.param.numel()
+        columns = [
+            tensor.split(numel if tensor.numel() == all_of else numel // GROUP_NUMEL)
+            for tensor in (self.param, self.grad, *self.planes)
+        ]
         masters: Sequence[Tensor | None] = [None] * len(columns[0])
         if self.master is not None:
             masters = self.master.split(numel)

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 
-import torch
 from torch import Tensor
 
 from gemini.dtypes import DTYPES
-from gemini.optim.rules.state_layout import StateLayout
+from gemini.optim.rules.state_layout import Plane, StateLayout
 from gemini.units import BlockId
 
 from .memory import Memory
-from .pieces import Planes
+from .pieces import Planes, part_of
 from .space import Block
 
 
 class Slab:
     """`blocks` in memory of the device, or of the host; zeros at first.
 
-    Planes but the first take no memory before `complete`.
+    layout: as it is kept. Planes but the first take no memory before `complete`.
     """
 
     def __init__(
@@ -34,13 +33,14 @@ class Slab:
         self._on_host = on_host
         self._place(blocks)
         first, *self._missing = layout.planes
-        # [sum of the blocks' numels]
-        self.tensors: Planes = {first.name: self._allocate(DTYPES[first.dtype])}
+        self._planes = {plane.name: plane for plane in layout.planes}
+        # [sum of the blocks' numels]; one of scales has one for a group
+        self.tensors: Planes = {first.name: self._allocate(first)}
 
     def complete(self) -> Slab:
         """With all planes."""
         for plane in self._missing:
-            self.tensors[plane.name] = self._allocate(DTYPES[plane.dtype])
+            self.tensors[plane.name] = self._allocate(plane)
         self._missing.clear()
         return self
 
@@ -52,8 +52,9 @@ class Slab:
             self._start[block.id] = self._numel
             self._numel += block.numel
 
-    def _allocate(self, dtype: torch.dtype) -> Tensor:
-        return self._memory.zeros(self._numel, dtype, on_host=self._on_host)
+    def _allocate(self, plane: Plane) -> Tensor:
+        numel = plane.numel(self._numel)
+        return self._memory.zeros(numel, DTYPES[plane.dtype], on_host=self._on_host)
 
     @property
     def nbytes(self) -> int:
@@ -62,7 +63,10 @@ class Slab:
     def planes(self, block: Block) -> Planes:
         """Views of a block's state."""
         start = self._start[block.id]
-        return {name: t[start : start + block.numel] for name, t in self.tensors.items()}
+        return {
+            name: part_of(tensor, start, start + block.numel, self._numel)
+            for name, tensor in self.tensors.items()
+        }
 
     def run(self, blocks: Sequence[Block], offset: int, numel: int) -> Planes | None:
         """Views of elements [offset, offset + numel) of the space, which `blocks` hold; None
@@ -76,11 +80,13 @@ class Slab:
 
     def keep(self, blocks: Set[BlockId]) -> None:
         """Give the memory of all other blocks back. One plane is there twice, at most."""
-        before = self._start
+        before, numel_before = self._start, self._numel
         self._place([block for block in self.blocks if block.id in blocks])
         for name, old in self.tensors.items():
-            new = self._allocate(old.dtype)
+            new = self._allocate(self._planes[name])
             for block in self.blocks:
-                start, numel = self._start[block.id], block.numel
-                new[start : start + numel].copy_(old[before[block.id] :][:numel])
+                start, then, numel = self._start[block.id], before[block.id], block.numel
+                part_of(new, start, start + numel, self._numel).copy_(
+                    part_of(old, then, then + numel, numel_before)
+                )
             self.tensors[name] = new

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from gemini.nvme import BlockStore
 from gemini.optim.rules.config import NvmeConfig
+from gemini.optim.rules.kept import shown, take
 from gemini.optim.rules.report import Traffic
-from gemini.optim.rules.split_master import remainder_of, shown, take, tie_sign
+from gemini.optim.rules.split_master import remainder_of, tie_sign, untied
 from gemini.optim.rules.state_layout import MASTER, StateLayout
 from gemini.ranges import named
 from gemini.tickets import CopyTicket
@@ -105,7 +106,7 @@ class TieredState:
         disk_blocks = [block for block in space.blocks if block.id in on_nvme]
         self._config, self._label, self._num_ahead = nvme, label, num_ahead
         self._split_masters = split or SplitMasters()
-        self._split_layout = layout.with_remainder()
+        self._whole, self._split_layout = layout.kept(), layout.with_remainder().kept()
         self.nvme = self._on_disk(disk_blocks, space) if disk_blocks else None
         self._written_before = 0  # to files that are gone
         in_memory = [block for block in space.blocks if block.id not in on_nvme]
@@ -132,7 +133,7 @@ class TieredState:
     def _first_planes(self, blocks: Sequence[Block], *, host: bool = False) -> list[Slab]:
         """For `initialise`: what fills the masters goes as they come, and the rest comes then."""
         slabs = []
-        for is_split, layout in ((False, self.layout), (True, self._split_layout)):
+        for is_split, layout in ((False, self._whole), (True, self._split_layout)):
             found = [b for b in blocks if self._split_masters.in_memory(b) == is_split]
             if found:
                 slabs.append(Slab(found, layout, self._memory, on_host=host))
@@ -164,10 +165,9 @@ class TieredState:
 
     def shown(self, block: Block) -> Planes:
         """The state of a block that is in memory, as `layout` says; to read."""
-        planes = self.planes(block)
-        if not self._split_masters.in_memory(block):
-            return planes
-        return shown(planes, self._split_masters.weights(block), self._split_layout)
+        masters = self._split_masters
+        weight = masters.weights(block) if masters.in_memory(block) else None
+        return shown(self.planes(block), self.layout, weight)
 
     def _change(self, block: Block, fill: Callable[[Block, Planes], None]) -> None:
         """`fill` writes to what `shown` shows."""
@@ -177,12 +177,7 @@ class TieredState:
 
     def _take(self, block: Block, planes: Planes, values: Planes) -> None:
         """Make the planes of a block in memory what `values` show."""
-        if self._split_masters.in_memory(block):
-            take(planes, values, self._split_layout)
-            return
-        for name, plane in planes.items():
-            if plane.data_ptr() != values[name].data_ptr():
-                plane.copy_(values[name])
+        take(planes, values, self.layout, is_split=self._split_masters.in_memory(block))
 
     def _settle(self) -> None:
         """The host reads or writes what the last step may still be copying."""
@@ -192,7 +187,9 @@ class TieredState:
 
     def resident_run(self, offset: int, numel: int) -> Planes | None:
         """Views of elements [offset, offset + numel) of the space, or None where they are not
-        together on the device."""
+        together on the device, or not kept as they are shown."""
+        if self.layout.is_quantised:
+            return None
         first = bisect_right(self.space.blocks, offset, key=lambda block: block.offset) - 1
         last = bisect_left(self.space.blocks, offset + numel, key=lambda block: block.offset)
         blocks = self.space.blocks[first:last]
@@ -308,13 +305,19 @@ class TieredState:
     def _begin(self, block: Block, fill: Callable[[Block, Planes], None]) -> Tensor | None:
         """Fill the first plane, before there are others; of one that is split, where ties are."""
         (first,) = self.planes(block).values()
-        if not self._split_masters.in_memory(block):
+        is_split, has_ties = self._split_masters.in_memory(block), self.layout.has_ties
+        if not is_split and (has_ties or not self.layout.has_master):
             fill(block, self.planes(block))
             return None
-        master = torch.zeros(block.numel, dtype=torch.float32, device=first.device)
+        master = first
+        if is_split:
+            master = torch.zeros(block.numel, dtype=torch.float32, device=first.device)
         fill(block, {MASTER: master})
-        first.copy_(remainder_of(master))
-        return tie_sign(master).nonzero().flatten()
+        if not has_ties:
+            master.copy_(untied(master))
+        if is_split:
+            first.copy_(remainder_of(master))
+        return tie_sign(master).nonzero().flatten() if is_split and has_ties else None
 
     def visit(
         self, look: Callable[[Block, Planes], None], blocks: Sequence[Block] | None = None

@@ -51,7 +51,8 @@ class CpuStep:
         self.control_vector = control_vector
         self._rounding_seed = rounding_seed
         # random bits belong to a parameter's elements, and each has its own
-        self.merges_parameters = rounding_seed is None
+        quantised = updater.rule.layout.is_quantised
+        self.merges_parameters = rounding_seed is None and not quantised
         self.counts = torch.zeros(num_counters, dtype=torch.float32)
         self._used_scale = 1.0  # of the step that was begun last
 

@@ -56,11 +56,19 @@ class Rows:
         self.words = array("q")
         self.scalars = array("f")
 
-    def add(self, columns: Sequence[Tensor], numel: int, scalars: Sequence[float] = ()) -> None:
-        """One row: contiguous columns, `numel` elements of the first; scalars, rounded to fp32."""
+    def add(
+        self,
+        columns: Sequence[Tensor],
+        numel: int,
+        scalars: Sequence[float] = (),
+        numbers: Sequence[int] = (),
+    ) -> None:
+        """One row: contiguous columns, `numel` elements of the first; scalars, rounded to fp32;
+        numbers that come as they are, int64."""
         self._alive.append(columns)
         self.words.append(numel)
         self.words.extend([column.data_ptr() for column in columns])
+        self.words.extend(numbers)
         self.scalars.extend(scalars)
 
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gemini.optim.rules.quantised import NOISE_KEY
 from gemini.optim.rules.rule import UpdateRule
 from gemini.optim.state.pieces import Piece
 
@@ -72,13 +73,14 @@ class CompiledUpdate:
         assert inputs.rounding_seed is None, "refused when the optimizer was made"
         rows: dict[Mix, Rows] = defaultdict(Rows)
         written: list[Tensor] = []
-        scalars = _Scalars(self._rule, inputs)
+        scalars, noisy = _Scalars(self._rule, inputs), self._rule.layout.is_quantised
         for piece in pieces:
             master = () if piece.master is None else (piece.master,)
             changed = (piece.param, *master, *piece.planes)
             has_master, is_split = piece.master is not None, piece.is_split
             mix = Mix(piece.param.dtype, piece.grad.dtype, has_master, is_split)
-            rows[mix].add((piece.grad, *changed), piece.param.numel(), scalars.of(piece))
+            numbers = (0, piece.counter + NOISE_KEY, piece.step, piece.first) if noisy else ()
+            rows[mix].add((piece.grad, *changed), piece.param.numel(), scalars.of(piece), numbers)
             written += changed
         ready = [(self._kernel(self._spec(mix)), of_mix) for mix, of_mix in rows.items()]
         for kernel, of_mix in ready:  # not before all of them are there

@@ -23,8 +23,9 @@ from torch import Tensor
 
 from gemini.optim.rules.clipping import combined
 from gemini.optim.rules.formulas import noise, round_stochastic
+from gemini.optim.rules.quantised import decoded, encode, state_noise
 from gemini.optim.rules.rule import UpdateRule
-from gemini.optim.rules.split_master import SIGN, TIE, TIE_MASK
+from gemini.optim.rules.split_master import SIGN, TIE, TIE_MASK, join, remainder_of, untied
 from gemini.optim.state.held_signals import wait_all
 from gemini.optim.state.pieces import Piece
 
@@ -124,10 +125,10 @@ def update(
         for tile in run:
             _update_tile(workers, rule, tile, inputs)
 
-    workers.map(work, _runs(pieces, inputs.changes_gradients))
+    workers.map(work, _runs(pieces, inputs.changes_gradients, rule.layout.is_quantised))
 
 
-def _runs(pieces: Sequence[Piece], changes_gradients: bool) -> list[list[Piece]]:
+def _runs(pieces: Sequence[Piece], changes_gradients: bool, quantised: bool) -> list[list[Piece]]:
     """Tiles of pieces, small ones together, so that no task is all overhead.
 
     Cut here and not by the workers: every operator, a slice too, makes them hand on the
@@ -136,7 +137,8 @@ def _runs(pieces: Sequence[Piece], changes_gradients: bool) -> list[list[Piece]]
     runs: list[list[Piece]] = []
     room = 0
     for piece in pieces:
-        needs_scratch = piece.grad.dtype != _computed_in(piece) or changes_gradients
+        as_it_is = piece.grad.dtype == _computed_in(piece) and not changes_gradients
+        needs_scratch = quantised or not as_it_is
         tile_numel = TILE_NUMEL if needs_scratch else BARE_TILE_NUMEL
         for tile in piece.tiles(tile_numel):
             numel = tile.param.numel()
@@ -161,6 +163,9 @@ def _update_tile(workers: CpuWorkers, rule: UpdateRule, tile: Piece, inputs: Ste
             grad.mul_(inputs.factor)
         if inputs.limit != math.inf:
             grad.clamp_(-inputs.limit, inputs.limit)
+    if rule.layout.is_quantised:
+        _update_quantised(rule, tile, grad, inputs.rounding_seed)
+        return
     if tile.is_split:
         _update_split(workers, rule, tile, grad)
         return
@@ -171,13 +176,43 @@ def _update_tile(workers: CpuWorkers, rule: UpdateRule, tile: Piece, inputs: Ste
     else:
         param = workers.scratch("param", visible.numel()).copy_(visible)
     rule.update(param, grad, tile.planes, tile.hyper, tile.step)
-    if param is visible:
-        return
-    if inputs.rounding_seed is not None and visible.dtype == torch.bfloat16:
-        random = noise(inputs.rounding_seed, tile.counter, tile.step, tile.first, visible.numel())
+    if param is not visible:
+        _show(param, tile, inputs.rounding_seed)
+
+
+def _show(param: Tensor, tile: Piece, rounding_seed: int | None) -> None:
+    """The parameter that the model sees, of fp32 [n]."""
+    visible = tile.param
+    if rounding_seed is not None and visible.dtype == torch.bfloat16:
+        random = noise(rounding_seed, tile.counter, tile.step, tile.first, visible.numel())
         round_stochastic(param, random, visible)
     else:
         visible.copy_(param)  # rounds to nearest even, while the tile is in cache
+
+
+def _update_quantised(
+    rule: UpdateRule, tile: Piece, grad: Tensor, rounding_seed: int | None
+) -> None:
+    """A tile whose planes are decoded before the update and encoded after it; see
+    `optim.rules.quantised`."""
+    planes = decoded(tile.planes, rule.layout)
+    if tile.is_split and tile.master is not None:
+        param = join(tile.param, tile.master, None)
+    elif tile.master is not None:
+        param = tile.master
+    else:
+        param = tile.param.float()  # itself, where it is fp32
+    rule.update(param, grad, planes, tile.hyper, tile.step)
+    if tile.master is not None:
+        param.copy_(untied(param))
+    random = state_noise(
+        rounding_seed or 0, tile.counter, tile.step, tile.first, tile.param.numel()
+    )
+    encode(planes, tile.planes, rule.layout, random)
+    if tile.is_split and tile.master is not None:
+        tile.master.copy_(remainder_of(param))
+    if param is not tile.param:
+        _show(param, tile, rounding_seed if tile.master is None else None)
 
 
 def _update_split(workers: CpuWorkers, rule: UpdateRule, tile: Piece, grad: Tensor) -> None:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from gemini.optim.rules.rule import UpdateRule
-from gemini.optim.rules.split_master import join, remainder_of, tie_sign
-from gemini.optim.rules.state_layout import StateLayout
+from gemini.optim.rules.split_master import join, remainder_of, tie_sign, untied
 
 from .cpp_loops import element_type, library, traced_tile, widened
+from .quantised_loop import NUMBERS, grouped_tile
 
 TILE_NUMEL = 1 << 18  # of an update: what a thread takes at once
 LANES = 64  # sums of squares side by side, whatever the processor's vectors are
@@ -24,7 +24,7 @@ class UpdateSpec:
 
     Columns: grad, visible, master where there is one, and the planes. Scalars: a factor and a
     limit of the gradient, then the rule's coefficients. is_split: of the master there is what a
-    bf16 `visible` lacks of it.
+    bf16 `visible` lacks of it. Where planes are quantised: `quantised_loop`.
     """
 
     rule: UpdateRule
@@ -43,16 +43,26 @@ class UpdateSpec:
     @cached_property
     def source(self) -> str:
         """C++. Raises NotImplementedError where the rule's formula cannot be a loop."""
-        planes = [getattr(torch, plane.dtype) for plane in self._layout.planes]
-        columns = [self.grad, self.visible, *planes]
-        scalars = [2, len(self.rule.coefficient_names)]
-        tile = traced_tile(self.update, scalars, columns)
-        return library(tile, columns=len(columns), scalars=sum(scalars), tile_numel=TILE_NUMEL)
+        given, rule = [self.grad, self.visible], self.rule
+        if self.has_master:
+            given.append(torch.int16 if self.is_split else torch.float32)
+        planes = [torch.float32] * len(rule.layout.planes)
+        scalars = [2, len(rule.coefficient_names)]
+        tile, columns = traced_tile(self.update, scalars, [*given, *planes]), len(given)
+        if rule.layout.is_quantised:
+            tile = grouped_tile(tile, [dtype.itemsize for dtype in given], rule.layout)
+            columns += len(rule.layout.kept().planes) + NUMBERS
+        else:
+            columns += len(planes)
+        return library(tile, columns=columns, scalars=sum(scalars), tile_numel=TILE_NUMEL)
 
     @property
-    def _layout(self) -> StateLayout:
-        layout = self.rule.layout.with_master() if self.has_master else self.rule.layout
-        return layout.with_remainder() if self.is_split else layout
+    def _keeper(self) -> int | None:
+        """Of the planes, the one whose sign the masters have."""
+        layout = self.rule.layout
+        if self.is_split and layout.has_ties:
+            return layout.names.index(layout.tie_keeper)
+        return None
 
     def update(
         self, scale: Tensor, coefficients: Tensor, grad: Tensor, visible: Tensor, *rest: Tensor
@@ -60,15 +70,18 @@ class UpdateSpec:
         """What is traced: grad in fp32, times scale[0], within +-scale[1]; the rule's formula."""
         param, planes = (rest[0], rest[1:]) if self.has_master else (visible.float(), rest)
         grad = (grad.float() * scale[0]).clamp(-scale[1], scale[1])
-        before = list(planes)
+        before, keeper = list(planes), self._keeper
         if self.is_split:
-            keeper = self.rule.layout.names.index(self._layout.tie_keeper)
-            param = join(visible, rest[0], planes[keeper])
+            param = join(visible, rest[0], None if keeper is None else planes[keeper])
+        if keeper is not None:
             before[keeper] = planes[keeper].abs()
         new, *state = self.rule.updated(param, grad, before, coefficients)
+        if self.has_master and not self.rule.layout.has_ties:
+            new = untied(new)
+        if keeper is not None:
+            state[keeper] = (state[keeper].view(torch.int32) | tie_sign(new)).view(torch.float32)
         if self.is_split:
             rest[0].copy_(remainder_of(new))
-            state[keeper] = (state[keeper].view(torch.int32) | tie_sign(new)).view(torch.float32)
         elif self.has_master:
             rest[0].copy_(new)
         visible.copy_(new)

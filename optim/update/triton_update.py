@@ -62,7 +62,7 @@ def kernel_of(rule: UpdateRule) -> str:
     except NotImplementedError as error:
         raise ValueError(f"no kernel can be made of the rule {rule.name}: {error}") from error
     keeper = next((i for i, plane in enumerate(rule.layout.planes) if plane.keeps_ties), -1)
-    return add_kernel(rule.name, source, len(rule.layout.planes), keeper)
+    return add_kernel(rule.name, source, len(rule.layout.planes), keeper, rule.layout.kind)
 
 
 class TritonUpdater:

@@ -33,7 +33,7 @@ RULES: dict[str, Callable[..., Any]] = {
 }
 OTHERS = (
     "amsgrad", "adagrad, begun", "rmsprop, centered", "adamax", "nadam", "radam", "adadelta",
-    "schedule-free",
+    "schedule-free", "adamw, bf16 state", "adamw, 8-bit state",
 )  # fmt: skip
 RULES |= {name: CASES[name].make for name in OTHERS}
 KINDS = {name: ("adam", name) for name in ("bf16", "fp32", "rounded", "fp16")} | {

@@ -28,6 +28,7 @@ from kernels_triton.norm import (
     norm_kernel,
     tally_kernel,
 )  # fmt: skip
+from kernels_triton.quantised import KIND_CODES
 from kernels_triton.update.frame import COUNTERS_AT_ONCE, prologue_kernel, update_kernel
 from kernels_triton.update.made import KERNELS
 from optim.update.triton_update import kernel_of
@@ -39,7 +40,14 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-IN_FULL = ("adam", "adam-amsgrad", "sgd", "lion")  # in all mixes of dtypes; others in three
+IN_FULL = (
+    "adam",
+    "adam-8bit",
+    "adam-bf16",
+    "adam-amsgrad",
+    "sgd",
+    "lion",
+)  # in all mixes of dtypes; others in three
 ACCESS = re.compile(
     r"^\s*(?:@!?%p\d+\s+)?((?:ld|st)\.global\S*|buffer_(?:load|store)\S*|scratch_\S*|fma\.\S*)"
 )
@@ -63,11 +71,14 @@ def sources():
         for param, grad, master, stochastic, split in mixes[: None if in_full else 3]:
             if split and kernel.keeper < 0:
                 continue
-            pointers = {**tables, "master": "*i16" if split else "*fp32", "state0": "*fp32",
-                        "state1": "*fp32", "state2": "*fp32"}  # fmt: skip
+            codes = {"fp32": ["*fp32"] * 3, "bf16": ["*i16"] * 3, "8bit": ["*i8", "*u8", "*u8"]}
+            pointers = {**tables, "master": "*i16" if split else "*fp32"}
+            pointers |= {f"state{i}": kind for i, kind in enumerate(codes[kernel.kind])}
+            pointers |= {f"scale{i}": "*fp32" for i in range(3)}
             constants = {
                 "FORMULA": kernel.formula, "NUM_PLANES": kernel.num_planes, "PARAM_DTYPE": param,
-                "GRAD_DTYPE": grad, "HAS_MASTER": master, "SPLIT": kernel.keeper if split else -1,
+                "GRAD_DTYPE": grad, "HAS_MASTER": master, "SPLIT": split,
+                "KEEPER": kernel.keeper, "KIND": KIND_CODES[kernel.kind],
                 "STOCHASTIC": stochastic, "BLOCK": launch.block,
             }  # fmt: skip
             name = (

@@ -2,6 +2,7 @@
 
 import torch
 
+from optim.rules.quantised import encode
 from optim.state.pieces import Piece
 from optim.update.compiled_update import CompiledUpdate
 from optim.update.cpu_update import NOTHING_CHANGED, CpuWorkers
@@ -19,6 +20,10 @@ def make(rule, group, half):
         torch.rand(NUMEL, generator=generator) * (0.1 if i == 0 else 1.0)
         for i in range(len(rule.layout.planes))
     )
+    if rule.layout.is_quantised:
+        values, kept = planes, rule.layout.kept().planes
+        planes = tuple(torch.zeros(p.numel(NUMEL), dtype=getattr(torch, p.dtype)) for p in kept)
+        encode(values, planes, rule.layout, None)
     grad = torch.randn(NUMEL, generator=generator)
     hyper = rule.hyper(group)
     if half is not None:
@@ -41,7 +46,7 @@ for name, case in CASES.items():
     for half in HALVES:
         ours, theirs, before = (make(rule, group, half) for _ in range(3))
         updater = TritonUpdater(rule, [0], torch.device("cpu"))
-        slabs = {p.name: t for p, t in zip(rule.layout.planes, ours.planes, strict=True)}
+        slabs = {p.name: t for p, t in zip(rule.layout.kept().planes, ours.planes, strict=True)}
         if half is not None:
             slabs = {"master": ours.master, **slabs}
         updater.begin([ours.hyper], with_norm=False)

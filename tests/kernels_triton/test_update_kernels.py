@@ -16,6 +16,9 @@ from kernels_triton.launch import choose_launch, is_interpreted
 from kernels_triton.tiles import SegmentRow, segment_table, tile_table
 from kernels_triton.update.frame import NUM_COEFFICIENTS, NUM_HYPER
 from optim.adam import AdamRule
+from optim.rules.quantised import decoded, encode, state_noise
+from optim.rules.split_master import untied
+from optim.state.pieces import part_of
 from optim.update.triton_update import kernel_of
 from tests.support.pairs import pairs
 from tests.support.rules import CASES
@@ -70,6 +73,22 @@ class Slabs:
             for counter, (offset, numel) in enumerate(zip(self.offsets, NUMELS, strict=True))
         ]
 
+    def quantise(self, layout):
+        """Keep the planes as this layout does."""
+        values, end = self.planes, self.planes[0].numel()
+        self.planes = [
+            torch.zeros(p.numel(end), dtype=getattr(torch, p.dtype), device=DEVICE)
+            for p in layout.kept().planes
+        ]
+        for offset, numel in zip(self.offsets, NUMELS, strict=True):
+            here = slice(offset, offset + numel)
+            encode([v[here] for v in values], self.kept(offset, numel), layout, None)
+
+    def kept(self, offset, numel):
+        """Of a segment: what there is of its planes."""
+        last = self.param.numel()
+        return [part_of(plane, offset, offset + numel, last) for plane in self.planes]
+
     def all_planes(self):
         return ([self.master] if self.master is not None else []) + self.planes
 
@@ -121,26 +140,33 @@ DTYPES = [
 
 def check_bits(rule, group, dtypes, unaligned=False, steps=4):
     param_dtype, grad_dtype, has_master = dtypes
-    num_planes, hyper = len(rule.layout.planes), rule.hyper(group)
-    keeper = next((i for i, plane in enumerate(rule.layout.planes) if plane.keeps_ties), -1)
+    layout, hyper = rule.layout, rule.hyper(group)
+    num_planes = len(layout.planes)
+    keeper = next((i for i, plane in enumerate(layout.planes) if plane.keeps_ties), -1)
     slabs = Slabs(param_dtype, grad_dtype, num_planes, has_master, unaligned, keeper)
     start = slabs.master.clone() if has_master else slabs.param.float().clone()
-    old = [plane.clone() for plane in slabs.planes]
+    if layout.is_quantised:
+        slabs.quantise(layout)
+    old = [
+        [p.cpu().clone() for p in slabs.kept(*where)]
+        for where in zip(slabs.offsets, NUMELS, strict=True)
+    ]
     run(slabs, kernel_of(rule), [rule.hyper_row(hyper)], steps=steps, loss_scale=4.0)
     values = torch.tensor(rule.values(hyper, steps + 1), dtype=torch.float32)
-    for offset, numel in zip(slabs.offsets, NUMELS, strict=True):
-        s = slice(offset, offset + numel)
+    for i, (offset, numel) in enumerate(zip(slabs.offsets, NUMELS, strict=True)):
+        s, kept = slice(offset, offset + numel), old[i]
+        before = decoded(kept, layout) if layout.is_quantised else kept
         with ExactRoots():
-            want = rule.updated(
-                start[s].cpu(), slabs.grad[s].float().cpu() * 0.25, [p[s].cpu() for p in old],
-                values,
-            )  # fmt: skip
+            want = rule.updated(start[s].cpu(), slabs.grad[s].float().cpu() * 0.25, before, values)
+            if layout.is_quantised:
+                encode(want[1:], kept, layout, state_noise(0, i, steps + 1, 0, numel))
+                want = [untied(want[0]) if has_master else want[0], *kept]
         assert numel == 0 or not torch.equal(want[0], start[s].cpu())
         if has_master:
             assert torch.equal(slabs.master[s].cpu(), want[0])
         assert torch.equal(slabs.param[s].cpu(), want[0].to(param_dtype))
-        for got, exact in zip(slabs.planes, want[1:], strict=True):
-            assert torch.equal(got[s].cpu(), exact)
+        for got, exact in zip(slabs.kept(offset, numel), want[1:], strict=True):
+            assert torch.equal(got.cpu(), exact)
 
 
 @pytest.mark.parametrize(

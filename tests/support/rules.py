@@ -62,6 +62,8 @@ CASES = {
     "amsgrad": Case(
         HybridAdam, torch.optim.AdamW, {**_AVERAGES, "weight_decay": 0.0, "amsgrad": True}
     ),
+    "adamw, bf16 state": Case(HybridAdam, None, {**_AVERAGES, **_L2, "state": "bf16"}),
+    "adamw, 8-bit state": Case(HybridAdam, None, {**_AVERAGES, **_L2, "state": "8bit"}),
     "sgd": Case(HybridSGD, torch.optim.SGD, {**_RATE, **_L2, "maximize": True}),
     "sgd, dampened": Case(HybridSGD, torch.optim.SGD, {**_RATE, "momentum": 0.9, "dampening": 0.5}),
     "sgd, nesterov": Case(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gemini.dtypes import DTYPES
 from gemini.nvme import Buffer
-from gemini.optim.rules.split_master import shown, take
+from gemini.optim.rules.kept import shown, take
 from gemini.optim.rules.state_layout import WEIGHT, WEIGHT_DTYPE, StateLayout
 from gemini.optim.state.pieces import Planes
 from gemini.optim.state.space import Block
@@ -48,14 +48,15 @@ class BlockForms:
     ) -> None:
         assert not (split and undo)
         self.has_undo = undo
-        self._layout, self._split_layout = layout, layout.with_remainder()
+        self._layout, self._whole = layout, layout.kept()
+        self._split_layout = layout.with_remainder().kept()
         self.nbytes: list[int] = []
         self._beside_dtype = DTYPES[layout.dtype if undo else WEIGHT_DTYPE]
         beside_nbytes: list[int] = []
         self.parts: dict[BlockId, Parts] = {}
         for i, block in enumerate(blocks):
             is_split = block.id in split
-            planes = self._split_layout if is_split else layout
+            planes = self._split_layout if is_split else self._whole
             self.nbytes.append(planes.block_nbytes(block.numel))
             state_nbytes = nbytes = align_up(self.nbytes[i], PAGE_BYTES)
             beside = None
@@ -69,8 +70,9 @@ class BlockForms:
 
     @property
     def name(self) -> str:
-        """Of this way to keep blocks, where it is not that of whole masters; for digests."""
-        return "-split" if any(parts.is_split for parts in self.parts.values()) else ""
+        """Of this way to keep blocks, where it is not that of whole fp32 planes; for digests."""
+        split = "-split" if any(parts.is_split for parts in self.parts.values()) else ""
+        return split + f"-{self._layout.kind}" * self._layout.is_quantised
 
     def __contains__(self, block: Block) -> bool:
         return block.id in self.parts
@@ -81,7 +83,7 @@ class BlockForms:
 
     def layout_of(self, block: Block) -> StateLayout:
         """Of the planes in its file."""
-        return self._split_layout if self.is_split(block) else self._layout
+        return self._split_layout if self.is_split(block) else self._whole
 
     def state_id(self, block: Block) -> BlockId:
         """Its planes, in the file."""
@@ -122,7 +124,10 @@ class BlockForms:
         layout = self.layout_of(block)
         return {
             plane.name: torch.frombuffer(
-                buffer.view, dtype=DTYPES[plane.dtype], count=block.numel, offset=offset
+                buffer.view,
+                dtype=DTYPES[plane.dtype],
+                count=plane.numel(block.numel),
+                offset=offset,
             )
             for plane, offset in zip(layout.planes, layout.offsets(block.numel), strict=True)
         }
@@ -130,15 +135,13 @@ class BlockForms:
     def shown(self, buffer: Buffer, block: Block) -> Planes:
         """As all others see it: with whole masters. To be read, while the buffer is; the buffer
         does not hold the block any more."""
-        planes = self.planes(buffer, block)
-        if not self.is_split(block):
-            return planes
-        return shown(planes, self.beside(buffer, block), self._split_layout, in_place=True)
+        weight = self.beside(buffer, block) if self.is_split(block) else None
+        return shown(self.planes(buffer, block), self._layout, weight, in_place=True)
 
     def change(self, buffer: Buffer, block: Block, fill: Callable[[Block, Planes], None]) -> None:
         """`fill` writes to what `shown` shows."""
-        values = self.shown(buffer, block)
+        values, planes = self.shown(buffer, block), self.planes(buffer, block)
         fill(block, values)
         if self.is_split(block):
-            planes = {**self.planes(buffer, block), WEIGHT: self.beside(buffer, block)}
-            take(planes, values, self._split_layout)
+            planes[WEIGHT] = self.beside(buffer, block)
+        take(planes, values, self._layout, is_split=self.is_split(block))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from gemini.nvme import BlockStore, Buffer, checksum_of
-from gemini.optim.rules.state_layout import WEIGHT, StateLayout
+from gemini.optim.rules.state_layout import WEIGHT
 from gemini.optim.state.pieces import Planes
 from gemini.optim.state.space import Block
 from gemini.tickets import Ticket, TicketGroup
@@ -19,11 +19,9 @@ from .forms import BlockForms
 class BlockTransfers:
     """Reads and writes of the blocks of one store, and views of what they fill."""
 
-    def __init__(self, store: BlockStore, forms: BlockForms, layout: StateLayout) -> None:
-        """layout: with whole masters."""
+    def __init__(self, store: BlockStore, forms: BlockForms) -> None:
         self._store = store
         self._forms = forms
-        self._layout = layout
         # of a buffer, by its index, elements, and whether masters are split
         self._views: dict[tuple[int, int, bool], Planes] = {}
 
@@ -129,4 +127,5 @@ class BlockTransfers:
 
     def _master_nbytes(self, block: Block) -> int:
         """Whole pages that hold one that is not split: it comes first."""
-        return align_up(block.numel * self._layout.planes[0].itemsize, PAGE_BYTES)
+        first = self._forms.layout_of(block).planes[0]
+        return align_up(block.numel * first.itemsize, PAGE_BYTES)

@@ -353,7 +353,7 @@ def test_checkpointing_is_the_cheapest_change_where_it_is_enough(config):
     assert plan.asked.flops_per_token * 3 == asked.flops_per_token * 4
     said = list(words.five_lines("it", plan))
     assert said[1].startswith("cheapest change: activations that are computed again in backward")
-    assert words.train_arguments(plan, "adamw").endswith(" --checkpointing")
+    assert words.train_arguments(plan, "adamw", "fp32").endswith(" --checkpointing")
 
 
 def test_checkpointing_and_adapters_hold_in_the_trace_of_few_layers(config):
@@ -367,7 +367,8 @@ def test_checkpointing_and_adapters_hold_in_the_trace_of_few_layers(config):
 @pytest.mark.parametrize(
     ("options", "of_param", "of_state"),
     [({"precision": "fp32"}, 4, 8), ({"precision": "fp16", "optimizer": "lion"}, 2, 8),
-     ({"optimizer": "sgd"}, 2, 8)],
+     ({"optimizer": "sgd"}, 2, 8), ({"state": "8bit", "precision": "fp32"}, 4, 2.125),
+     ({"state": "bf16", "precision": "fp16"}, 2, 8)],
 )  # fmt: skip
 def test_bytes_follow_precision_and_optimizer(config, question, options, of_param, of_state):
     numel = sum(spec.numel for spec in question.layout.params)
@@ -378,7 +379,7 @@ def test_bytes_follow_precision_and_optimizer(config, question, options, of_para
 
 @pytest.mark.parametrize(
     ("flags", "said"),
-    [(("--state", "8bit"), "--state 8bit is not there yet; expected fp32"),
+    [(("--state", "bf16", "--print-args"), "--state bf16; train has fp32 and 8bit of adamw"),
      (("--quantize", "nf4"), "--quantize nf4 is not there yet; leave it away"),
      (("--ema", "host", "--print-args"), "--print-args with --ema; train has no average"),
      (("--fits", "x", "--gpu", "h100"), "--gpu beside --fits, which has machines of its own"),

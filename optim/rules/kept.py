@@ -1,0 +1,70 @@
+"""A block's planes as memory and disk have them, and as all but updates see them.
+
+Shown are whole masters and planes in what updates are computed in; kept is what `StateLayout.kept`
+says, of split masters their remainders (`split_master.py`), of quantised planes codes and scales
+(`quantised.py`).
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from . import split_master
+from .quantised import decoded, encode
+from .split_master import Planes, join, remainder_of, untied
+from .state_layout import MASTER, REMAINDER, WEIGHT, StateLayout
+
+
+def shown(
+    planes: Planes, layout: StateLayout, weight: Tensor | None, *, in_place: bool = False
+) -> Planes:
+    """What a block keeps as what it shows: copies where the two differ.
+
+    layout: what is shown, with whole masters. weight: bf16 [n], its parameters, where masters are
+    split; else None. in_place: only what differs is a copy, and `planes` are no more what they were
+    until `take`.
+    """
+    if not layout.is_quantised:
+        if weight is None:
+            return planes
+        return split_master.shown(planes, weight, layout.with_remainder(), in_place=in_place)
+    found: Planes = {}
+    if weight is not None:
+        low = planes[REMAINDER]
+        found[MASTER] = join(weight.to(low.device), low, None)
+    elif layout.has_master:
+        found[MASTER] = planes[MASTER]
+    names = [name for name in layout.names if name != MASTER]
+    columns = [plane for name, plane in planes.items() if name not in (MASTER, REMAINDER, WEIGHT)]
+    return {**found, **dict(zip(names, decoded(columns, layout), strict=True))}
+
+
+def take(planes: Planes, values: Planes, layout: StateLayout, *, is_split: bool) -> None:
+    """The way back: what a block keeps, from what `shown` made of it and a caller has changed.
+
+    Where there is a plane for the weight, it follows; elsewhere it is, or will be, the new master,
+    rounded.
+    """
+    if not layout.is_quantised:
+        if is_split:
+            split_master.take(planes, values, layout.with_remainder())
+            return
+        for name in layout.names:
+            if planes[name].data_ptr() != values[name].data_ptr():
+                planes[name].copy_(values[name])
+        return
+    if layout.has_master:
+        _take_master(planes, values[MASTER], is_split=is_split)
+    names = [name for name in layout.names if name != MASTER]
+    columns = [plane for name, plane in planes.items() if name not in (MASTER, REMAINDER, WEIGHT)]
+    encode([values[name] for name in names], columns, layout, None)
+
+
+def _take_master(planes: Planes, master: Tensor, *, is_split: bool) -> None:
+    master.copy_(untied(master))
+    if is_split:
+        planes[REMAINDER].copy_(remainder_of(master))
+        if WEIGHT in planes:
+            planes[WEIGHT].copy_(master)
+    elif planes[MASTER].data_ptr() != master.data_ptr():
+        planes[MASTER].copy_(master)
