@@ -112,8 +112,8 @@ def _dtypes_of(kernel: RuleKernel, has_master: bool, is_split: bool) -> list[tor
     """Of the slabs that it takes."""
     master = [torch.int16 if is_split else torch.float32] * has_master
     if kernel.kind != "8bit":
-        kept = torch.bfloat16 if kernel.kind == "bf16" else torch.float32
-        return master + [kept] * kernel.num_planes
+        stored = torch.bfloat16 if kernel.kind == "bf16" else torch.float32
+        return master + [stored] * kernel.num_planes
     codes = [torch.uint8 if i == kernel.keeper else torch.int8 for i in range(kernel.num_planes)]
     return master + codes + [torch.float32] * kernel.num_planes
 
@@ -158,10 +158,10 @@ def update_now(
     _check("tiles", tiles, torch.int32, 2)
     _check("segments", segments, torch.int64, NUM_COLUMNS)
     _check_device(tiles=tiles, segments=segments, coefficients=coefficients, control=control)
-    has_master = len(planes) == kernel.num_kept + 1
-    if not has_master and len(planes) != kernel.num_kept:
+    has_master = len(planes) == kernel.num_stored + 1
+    if not has_master and len(planes) != kernel.num_stored:
         raise ValueError(
-            f"planes has {len(planes)} slabs; {kernel.name} has {kernel.num_kept}, and one more "
+            f"planes has {len(planes)} slabs; {kernel.name} has {kernel.num_stored}, and one more "
             "with a master"
         )
     is_split = has_master and planes[0].dtype == torch.int16

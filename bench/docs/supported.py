@@ -137,7 +137,9 @@ TRANSFORMERS = (
     Row(
         "`args.optim`",
         "`adamw_torch`, `adamw_torch_fused`, `sgd`, `adagrad`, `rmsprop`, `lion_32bit`, "
-        "`schedule_free_adamw` (with its `optim_args`); any other is refused by name",
+        "`schedule_free_adamw` (with its `optim_args`), `paged_adamw_32bit`; `adamw_8bit`, "
+        '`adamw_bnb_8bit`, `adamw_torch_8bit`, `paged_adamw_8bit` are `HybridAdam(state="8bit")`, '
+        "whose codes are its own; any other is refused by name",
         f"{_TRAINER}what_has_no_meaning_here_is_refused_by_name",
     ),
     Row(

@@ -196,24 +196,53 @@ def _with_plane(plane, s0, s1, s2, NUMBER: tl.constexpr):
 
 
 @triton.jit
+def _load_planes(
+    codes, scales, i, mask,
+    NUM_PLANES: tl.constexpr, KEEPER: tl.constexpr, KIND: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Three planes in fp32; those that there are not are the first."""
+    s0 = load_plane(codes[0], scales[0], i, mask, KIND, KEEPER == 0, MASKED)
+    s1, s2 = s0, s0
+    if NUM_PLANES >= 2:
+        s1 = load_plane(codes[1], scales[1], i, mask, KIND, KEEPER == 1, MASKED)
+    if NUM_PLANES == 3:
+        s2 = load_plane(codes[2], scales[2], i, mask, KIND, KEEPER == 2, MASKED)
+    return s0, s1, s2
+
+
+@triton.jit
+def _store_planes(
+    codes, scales, new, i, random, mask, left,
+    NUM_PLANES: tl.constexpr, KEEPER: tl.constexpr, KIND: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The way back, by `random` where they are quantised."""
+    store_plane(
+        codes[0], scales[0], i, new[0], random, mask, left, KIND, KEEPER == 0, MASKED, BLOCK
+    )
+    if NUM_PLANES >= 2:
+        store_plane(
+            codes[1], scales[1], i, new[1], random, mask, left, KIND, KEEPER == 1, MASKED, BLOCK
+        )
+    if NUM_PLANES == 3:
+        store_plane(
+            codes[2], scales[2], i, new[2], random, mask, left, KIND, KEEPER == 2, MASKED, BLOCK
+        )
+
+
+@triton.jit
 def _update_tile(
     param_address,
     grad_address,
     start,
     remaining,
     master,
-    state0,
-    state1,
-    state2,
-    scale0,
-    scale1,
-    scale2,
+    codes,  # of three planes, and their scales
+    scales,
     row,
     factor,
     limit,
-    seed,
-    counter,
-    first,
+    drawn,  # by which noise is: seed, parameter, and its first element
     FORMULA: tl.constexpr,
     NUM_PLANES: tl.constexpr,
     PARAM_DTYPE: tl.constexpr,
@@ -248,15 +277,7 @@ def _update_tile(
         p = load(master, i, mask, tl.float32, MASKED)
     else:
         p = load(param, i, mask, PARAM_DTYPE, MASKED)
-    s0 = load_plane(state0, scale0, i, mask, KIND, KEEPER == 0, MASKED)
-    if NUM_PLANES >= 2:
-        s1 = load_plane(state1, scale1, i, mask, KIND, KEEPER == 1, MASKED)
-    else:
-        s1 = s0
-    if NUM_PLANES == 3:
-        s2 = load_plane(state2, scale2, i, mask, KIND, KEEPER == 2, MASKED)
-    else:
-        s2 = s0
+    s0, s1, s2 = _load_planes(codes, scales, i, mask, NUM_PLANES, KEEPER, KIND, MASKED)
     if SPLIT and KIND == 0:
         keeper = _plane(s0, s1, s2, KEEPER)
         p = join_master(high, low, keeper)
@@ -270,23 +291,18 @@ def _update_tile(
     random = i
     if KIND > 0 and KEEPER >= 0:
         count = tl.load(row + _STEP).to(tl.int32, bitcast=True).to(tl.int64)
-        random = noise(seed, counter + NOISE_KEY, count, first + start, BLOCK)
-    store_plane(state0, scale0, i, s0, random, mask, remaining, KIND, KEEPER == 0, MASKED, BLOCK)
-    if NUM_PLANES >= 2:
-        store_plane(
-            state1, scale1, i, s1, random, mask, remaining, KIND, KEEPER == 1, MASKED, BLOCK
-        )
-    if NUM_PLANES == 3:
-        store_plane(
-            state2, scale2, i, s2, random, mask, remaining, KIND, KEEPER == 2, MASKED, BLOCK
-        )
+        random = noise(drawn[0], drawn[1] + NOISE_KEY, count, drawn[2] + start, BLOCK)
+    _store_planes(
+        codes, scales, (s0, s1, s2), i, random, mask, remaining,
+        NUM_PLANES, KEEPER, KIND, MASKED, BLOCK,
+    )  # fmt: skip
     if SPLIT:
         store_low(master, i, p, mask, MASKED)
     elif HAS_MASTER:
         store(master, i, p, mask, tl.float32, MASKED)
     if STOCHASTIC:
         step = tl.load(row + _STEP).to(tl.int32, bitcast=True).to(tl.int64)
-        random = noise(seed, counter, step, first + start, BLOCK)
+        random = noise(drawn[0], drawn[1], step, drawn[2] + start, BLOCK)
         store_stochastic(param, i, p, random, mask, MASKED)
     else:
         store(param, i, p, mask, PARAM_DTYPE, MASKED)
@@ -334,21 +350,20 @@ def update_kernel(
         limit = tl.where(limit > 0, limit, float("inf"))
         seed = tl.load(control + C_SEED).to(tl.int64)
         first = tl.load(row + T_FIRST)
+        codes = (state0 + offset, state1 + offset, state2 + offset)
+        scales = (scale0 + offset // 64, scale1 + offset // 64, scale2 + offset // 64)
+        drawn = (seed, counter, first)
         if (remaining >= BLOCK) & (((param_address | grad_address) & 15) == 0):
             _update_tile(
                 param_address, grad_address, start, remaining,
-                master + offset, state0 + offset, state1 + offset, state2 + offset,
-                scale0 + offset // 64, scale1 + offset // 64, scale2 + offset // 64,
-                coefficient_row, factor, limit, seed, counter, first,
+                master + offset, codes, scales, coefficient_row, factor, limit, drawn,
                 FORMULA, NUM_PLANES, PARAM_DTYPE, GRAD_DTYPE, HAS_MASTER, SPLIT, KEEPER, KIND,
                 STOCHASTIC, BLOCK, False,
             )  # fmt: skip
         else:
             _update_tile(
                 param_address, grad_address, start, remaining,
-                master + offset, state0 + offset, state1 + offset, state2 + offset,
-                scale0 + offset // 64, scale1 + offset // 64, scale2 + offset // 64,
-                coefficient_row, factor, limit, seed, counter, first,
+                master + offset, codes, scales, coefficient_row, factor, limit, drawn,
                 FORMULA, NUM_PLANES, PARAM_DTYPE, GRAD_DTYPE, HAS_MASTER, SPLIT, KEEPER, KIND,
                 STOCHASTIC, BLOCK, True,
             )  # fmt: skip

@@ -30,7 +30,7 @@ class RuleKernel:
     kind: str = "fp32"  # in what planes are kept
 
     @property
-    def num_kept(self) -> int:
+    def num_stored(self) -> int:
         """Slabs of the planes, with those of their scales."""
         return self.num_planes * (1 + (self.kind == "8bit"))
 

@@ -35,12 +35,12 @@ def state_noise(seed: int, counter: int, step: int, first: int, numel: int) -> T
     return noise(seed, counter + NOISE_KEY, step, first, numel)
 
 
-def decoded(kept: Sequence[Tensor], layout: StateLayout) -> list[Tensor]:
-    """fp32 [n] of all planes of a layout but masters, of which `kept` is what there is of them."""
+def decoded(stored: Sequence[Tensor], layout: StateLayout) -> list[Tensor]:
+    """fp32 [n] of all planes of a layout but masters; `stored`: what there is of them."""
     if layout.kind == "bf16":
-        return [plane.float() for plane in kept]
+        return [plane.float() for plane in stored]
     planes = _quantised(layout)
-    columns = zip(planes, kept[: len(planes)], kept[len(planes) :], strict=True)
+    columns = zip(planes, stored[: len(planes)], stored[len(planes) :], strict=True)
     return [
         (_root_squared if plane.keeps_ties else _expanded)(codes, scales)
         for plane, codes, scales in columns
@@ -48,18 +48,18 @@ def decoded(kept: Sequence[Tensor], layout: StateLayout) -> list[Tensor]:
 
 
 def encode(
-    values: Sequence[Tensor], kept: Sequence[Tensor], layout: StateLayout, random: Tensor | None
+    values: Sequence[Tensor], stored: Sequence[Tensor], layout: StateLayout, random: Tensor | None
 ) -> None:
-    """The way back: fp32 [n] into `kept`. random: of `state_noise`; None: all to nearest."""
+    """The way back: fp32 [n] into `stored`. random: of `state_noise`; None: all to nearest."""
     planes = _quantised(layout)
     count = len(planes)
     for i, plane in enumerate(planes):
         if layout.kind == "bf16":
-            _to_bf16(values[i], kept[i], random if plane.keeps_ties else None)
+            _to_bf16(values[i], stored[i], random if plane.keeps_ties else None)
         elif plane.keeps_ties:
-            _encode_root(values[i], kept[i], kept[count + i], random)
+            _encode_root(values[i], stored[i], stored[count + i], random)
         else:
-            _encode_companded(values[i], kept[i], kept[count + i])
+            _encode_companded(values[i], stored[i], stored[count + i])
 
 
 def _quantised(layout: StateLayout) -> list[Plane]:

@@ -41,7 +41,7 @@ class Plane:
 class StateLayout:
     """The planes of one optimizer, in the order in which a block stores them.
 
-    kind: of `KINDS`; but for "fp32", memory and disk have what `kept` says, and a rule, a
+    kind: of `KINDS`; but for "fp32", memory and disk have what `stored` says, and a rule, a
         checkpoint and a state dict these planes.
     """
 
@@ -61,7 +61,7 @@ class StateLayout:
     @property
     def bytes_per_element(self) -> float:
         """Of what is kept of whole masters and planes; of 8 bits with a share of a scale."""
-        return sum(plane.itemsize / plane.group for plane in self.kept().planes)
+        return sum(plane.itemsize / plane.group for plane in self.stored().planes)
 
     @property
     def is_quantised(self) -> bool:
@@ -110,7 +110,7 @@ class StateLayout:
         others = (plane for plane in self.planes if plane.name != MASTER)
         return replace(self, planes=(Plane(REMAINDER, "int16"), *others))
 
-    def kept(self) -> StateLayout:
+    def stored(self) -> StateLayout:
         """What memory and disk have: 8-bit planes, and behind all of them their scales."""
         if not self.is_quantised:
             return self

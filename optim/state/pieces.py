@@ -33,7 +33,7 @@ class Piece:
     param: Tensor  # what the model sees: fp32 or fp64, or the 16-bit copy that is written
     grad: Tensor  # of any float type; not changed
     master: Tensor | None  # fp32, or int16: what bf16 lacks; None where `param` is updated itself
-    planes: tuple[Tensor, ...]  # in the order of `StateLayout.kept`; scales are one for a group
+    planes: tuple[Tensor, ...]  # in the order of `StateLayout.stored`; scales are one for a group
     hyper: Any
     step: int  # counts from 1
     counter: int  # index of the parameter; of the first where neighbours are one piece

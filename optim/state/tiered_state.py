@@ -16,10 +16,10 @@ from torch import Tensor
 
 from gemini.nvme import BlockStore
 from gemini.optim.rules.config import NvmeConfig
-from gemini.optim.rules.kept import shown, take
 from gemini.optim.rules.report import Traffic
 from gemini.optim.rules.split_master import remainder_of, tie_sign, untied
 from gemini.optim.rules.state_layout import MASTER, StateLayout
+from gemini.optim.rules.stored import shown, take
 from gemini.ranges import named
 from gemini.tickets import CopyTicket
 from gemini.units import BlockId
@@ -106,7 +106,7 @@ class TieredState:
         disk_blocks = [block for block in space.blocks if block.id in on_nvme]
         self._config, self._label, self._num_ahead = nvme, label, num_ahead
         self._split_masters = split or SplitMasters()
-        self._whole, self._split_layout = layout.kept(), layout.with_remainder().kept()
+        self._whole, self._split_layout = layout.stored(), layout.with_remainder().stored()
         self.nvme = self._on_disk(disk_blocks, space) if disk_blocks else None
         self._written_before = 0  # to files that are gone
         in_memory = [block for block in space.blocks if block.id not in on_nvme]

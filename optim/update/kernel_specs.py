@@ -51,7 +51,7 @@ class UpdateSpec:
         tile, columns = traced_tile(self.update, scalars, [*given, *planes]), len(given)
         if rule.layout.is_quantised:
             tile = grouped_tile(tile, [dtype.itemsize for dtype in given], rule.layout)
-            columns += len(rule.layout.kept().planes) + NUMBERS
+            columns += len(rule.layout.stored().planes) + NUMBERS
         else:
             columns += len(planes)
         return library(tile, columns=columns, scalars=sum(scalars), tile_numel=TILE_NUMEL)

@@ -86,16 +86,16 @@ def grouped_tile(tile: str, itemsizes: Sequence[int], layout: StateLayout) -> st
     is made takes those columns, what the layout keeps of the planes, and `NUMBERS` numbers.
     """
     body = tile.replace("static void tile(", "static inline void body(")
-    kept, count, given = layout.kept().planes, len(layout.planes), len(itemsizes)
-    numbers = [f"(uint64_t)columns[{given + len(kept) + i}]" for i in range(NUMBERS)]
+    stored, count, given = layout.stored().planes, len(layout.planes), len(itemsizes)
+    numbers = [f"(uint64_t)columns[{given + len(stored) + i}]" for i in range(NUMBERS)]
     seed, param, step, origin = numbers
     decodes, encodes = [], []
     for i, plane in enumerate(layout.planes):
-        codes = _address(given + i, kept[i])
+        codes = _address(given + i, stored[i])
         scale = ""
-        if len(kept) > count:
-            scale = f", {_address(given + count + i, kept[count + i])}"
-        random = ", random" if len(kept) > count or plane.keeps_ties else ""
+        if len(stored) > count:
+            scale = f", {_address(given + count + i, stored[count + i])}"
+        random = ", random" if len(stored) > count or plane.keeps_ties else ""
         decodes.append(f"    decode(plane{i}, {codes}{scale}, count);")
         encodes.append(f"    encode(plane{i}, {codes}{scale}{random}, count);")
     moved = [f"columns[{i}] + {size} * at" for i, size in enumerate(itemsizes)]

@@ -21,7 +21,7 @@ def make(rule, group, half):
         for i in range(len(rule.layout.planes))
     )
     if rule.layout.is_quantised:
-        values, kept = planes, rule.layout.kept().planes
+        values, kept = planes, rule.layout.stored().planes
         planes = tuple(torch.zeros(p.numel(NUMEL), dtype=getattr(torch, p.dtype)) for p in kept)
         encode(values, planes, rule.layout, None)
     grad = torch.randn(NUMEL, generator=generator)
@@ -46,7 +46,7 @@ for name, case in CASES.items():
     for half in HALVES:
         ours, theirs, before = (make(rule, group, half) for _ in range(3))
         updater = TritonUpdater(rule, [0], torch.device("cpu"))
-        slabs = {p.name: t for p, t in zip(rule.layout.kept().planes, ours.planes, strict=True)}
+        slabs = {p.name: t for p, t in zip(rule.layout.stored().planes, ours.planes, strict=True)}
         if half is not None:
             slabs = {"master": ours.master, **slabs}
         updater.begin([ours.hyper], with_norm=False)

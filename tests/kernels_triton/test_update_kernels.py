@@ -78,13 +78,13 @@ class Slabs:
         values, end = self.planes, self.planes[0].numel()
         self.planes = [
             torch.zeros(p.numel(end), dtype=getattr(torch, p.dtype), device=DEVICE)
-            for p in layout.kept().planes
+            for p in layout.stored().planes
         ]
         for offset, numel in zip(self.offsets, NUMELS, strict=True):
             here = slice(offset, offset + numel)
-            encode([v[here] for v in values], self.kept(offset, numel), layout, None)
+            encode([v[here] for v in values], self.stored(offset, numel), layout, None)
 
-    def kept(self, offset, numel):
+    def stored(self, offset, numel):
         """Of a segment: what there is of its planes."""
         last = self.param.numel()
         return [part_of(plane, offset, offset + numel, last) for plane in self.planes]
@@ -148,24 +148,24 @@ def check_bits(rule, group, dtypes, unaligned=False, steps=4):
     if layout.is_quantised:
         slabs.quantise(layout)
     old = [
-        [p.cpu().clone() for p in slabs.kept(*where)]
+        [p.cpu().clone() for p in slabs.stored(*where)]
         for where in zip(slabs.offsets, NUMELS, strict=True)
     ]
     run(slabs, kernel_of(rule), [rule.hyper_row(hyper)], steps=steps, loss_scale=4.0)
     values = torch.tensor(rule.values(hyper, steps + 1), dtype=torch.float32)
     for i, (offset, numel) in enumerate(zip(slabs.offsets, NUMELS, strict=True)):
-        s, kept = slice(offset, offset + numel), old[i]
-        before = decoded(kept, layout) if layout.is_quantised else kept
+        s, stored = slice(offset, offset + numel), old[i]
+        before = decoded(stored, layout) if layout.is_quantised else stored
         with ExactRoots():
             want = rule.updated(start[s].cpu(), slabs.grad[s].float().cpu() * 0.25, before, values)
             if layout.is_quantised:
-                encode(want[1:], kept, layout, state_noise(0, i, steps + 1, 0, numel))
-                want = [untied(want[0]) if has_master else want[0], *kept]
+                encode(want[1:], stored, layout, state_noise(0, i, steps + 1, 0, numel))
+                want = [untied(want[0]) if has_master else want[0], *stored]
         assert numel == 0 or not torch.equal(want[0], start[s].cpu())
         if has_master:
             assert torch.equal(slabs.master[s].cpu(), want[0])
         assert torch.equal(slabs.param[s].cpu(), want[0].to(param_dtype))
-        for got, exact in zip(slabs.kept(offset, numel), want[1:], strict=True):
+        for got, exact in zip(slabs.stored(offset, numel), want[1:], strict=True):
             assert torch.equal(got.cpu(), exact)
 
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from gemini.dtypes import DTYPES
 from gemini.nvme import Buffer
-from gemini.optim.rules.kept import shown, take
 from gemini.optim.rules.state_layout import WEIGHT, WEIGHT_DTYPE, StateLayout
+from gemini.optim.rules.stored import shown, take
 from gemini.optim.state.pieces import Planes
 from gemini.optim.state.space import Block
 from gemini.units import PAGE_BYTES, BlockId, align_up
@@ -48,8 +48,8 @@ class BlockForms:
     ) -> None:
         assert not (split and undo)
         self.has_undo = undo
-        self._layout, self._whole = layout, layout.kept()
-        self._split_layout = layout.with_remainder().kept()
+        self._layout, self._whole = layout, layout.stored()
+        self._split_layout = layout.with_remainder().stored()
         self.nbytes: list[int] = []
         self._beside_dtype = DTYPES[layout.dtype if undo else WEIGHT_DTYPE]
         beside_nbytes: list[int] = []

@@ -115,6 +115,16 @@ def test_lion_by_name_needs_no_other_package(tmp_path):
     assert got.steps[:, 0].std() > 0 and torch.isfinite(got.steps).all()
 
 
+def test_adamw_of_8_bits_by_name_needs_no_other_package(tmp_path, plain, caplog):
+    with caplog.at_level("INFO", "gemini"):
+        got = run(tmp_path, cls=trainer(), optim="adamw_bnb_8bit")
+    assert 1e-5 < got.differs(plain) < 0.3
+    groups = got.trainer.optimizer.optimizer.param_groups
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
+    assert "gemini optimizer HybridAdam(state='8bit')" in caplog.text
+    assert "is HybridAdam(state='8bit'): moments are companded codes" in caplog.text
+
+
 def test_schedule_free_by_name_evaluates_its_average(tmp_path):
     got = run(
         tmp_path, cls=trainer(), optim="schedule_free_adamw", optim_args="r=0.5,weight_lr_power=1",
@@ -268,7 +278,7 @@ def test_training_twice_goes_on(tmp_path):
 
 REFUSED = {
     "adafactor": ({"optim": "adafactor"}, r"args.optim='adafactor' has no form.*adamw_torch"),
-    "a bnb optimizer": ({"optim": "adamw_bnb_8bit"}, r"args.optim='adamw_bnb_8bit' has no form"),
+    "a bnb optimizer": ({"optim": "lion_8bit"}, r"args.optim='lion_8bit' has no form"),
     "a save on each node": ({"save_on_each_node": True}, "save_on_each_node=True.* expected False"),
     "another cast": ({"bf16_full_eval": True}, "expected neither: it evaluates"),
     "an option of Adam's": ({"adam": {"lr": 1.0}}, "lr beside an optimizer of torch's"),

@@ -95,13 +95,13 @@ def test_kernels_give_the_same_bits_wherever_the_state_is(name, on_triton, tmp_p
 def test_groups_have_options_of_their_own(name):
     """A group beside another has the bits that it has alone; noise of state is by position."""
     case = CASES[name]
-    params, kept = small_params(), {k: v for k, v in case.options.items() if k == "state"}
-    own = {k: v for k, v in case.options.items() if k not in kept}
-    both = case.ours([{"params": params[:3], **own}, {"params": params[3:]}], **kept)
+    params, stored = small_params(), {k: v for k, v in case.options.items() if k == "state"}
+    own = {k: v for k, v in case.options.items() if k not in stored}
+    both = case.ours([{"params": params[:3], **own}, {"params": params[3:]}], **stored)
     train(params, both, 4)
-    for part, options in ((slice(0, 3), own), (slice(3, None), {}))[: 1 if kept else 2]:
+    for part, options in ((slice(0, 3), own), (slice(3, None), {}))[: 1 if stored else 2]:
         alone = small_params()
-        optimizer = case.ours(alone[part], **options, **kept)
+        optimizer = case.ours(alone[part], **options, **stored)
         train(alone, optimizer, 4)
         assert same(params[part], alone[part])
 

@@ -14,6 +14,7 @@ from gemini import GeminiDDP
 from optim import HybridAdam, HybridSGD
 from optim.adam import AdamRule
 from optim.rules.quantised import decoded, encode, state_noise
+from optim.rules.split_master import join, remainder_of, untied
 from optim.rules.state_layout import StateLayout
 from optim.update.built_kernels import compiler
 from tests.support.plain_training import make_params, on_disk, train
@@ -24,7 +25,7 @@ LAYOUTS = {kind: AdamRule(state=kind).layout for kind in QUANTISED}
 
 def empty(layout, numel):
     return [
-        torch.zeros(p.numel(numel), dtype=getattr(torch, p.dtype)) for p in layout.kept().planes
+        torch.zeros(p.numel(numel), dtype=getattr(torch, p.dtype)) for p in layout.stored().planes
     ]
 
 
@@ -39,10 +40,10 @@ def moments(numel, scale=1.0):
 def test_what_was_decoded_is_encoded_to_the_same_codes(kind, scale):
     """So a state dict in fp32, and a block that is shown and taken back, change no bit."""
     layout, numel = LAYOUTS[kind], 64 * 501 + 7
-    kept, again = empty(layout, numel), empty(layout, numel)
-    encode(moments(numel, scale), kept, layout, state_noise(0, 3, 5, 0, numel))
-    encode(decoded(kept, layout), again, layout, None)
-    assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=True))
+    stored, again = empty(layout, numel), empty(layout, numel)
+    encode(moments(numel, scale), stored, layout, state_noise(0, 3, 5, 0, numel))
+    encode(decoded(stored, layout), again, layout, None)
+    assert all(torch.equal(a, b) for a, b in zip(stored, again, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -51,9 +52,9 @@ def test_what_was_decoded_is_encoded_to_the_same_codes(kind, scale):
 def test_codes_are_within_a_step_of_the_values_and_have_their_mean(kind, of_first, of_root):
     layout, numel = LAYOUTS[kind], 64 * 4000
     first, second = moments(numel)
-    kept = empty(layout, numel)
-    encode([first, second], kept, layout, state_noise(1, 2, 3, 0, numel))
-    m, v = decoded(kept, layout)
+    stored = empty(layout, numel)
+    encode([first, second], stored, layout, state_noise(1, 2, 3, 0, numel))
+    m, v = decoded(stored, layout)
     most = first.view(-1, 64).abs().amax(1, keepdim=True).expand(-1, 64).flatten()
     largest = second.view(-1, 64).amax(1, keepdim=True).expand(-1, 64).flatten()
     assert bool(((m - first).abs() <= of_first * most).all())
@@ -66,9 +67,9 @@ def test_nothing_but_a_group_is_lost_to_nan_and_zeros_stay():
     first, second = moments(256)
     first[70], second[130] = torch.nan, torch.inf
     first[192:], second[192:] = 0, 0
-    kept = empty(layout, 256)
-    encode([first, second], kept, layout, state_noise(0, 0, 1, 0, 256))
-    m, v = decoded(kept, layout)
+    stored = empty(layout, 256)
+    encode([first, second], stored, layout, state_noise(0, 0, 1, 0, 256))
+    m, v = decoded(stored, layout)
     assert bool(m[64:128].isnan().all()) and bool(m[:64].isfinite().all())
     assert not bool(v[128:192].isfinite().any()) and bool(v[:128].isfinite().all())
     assert not m[192:].any() and not v[192:].any()
@@ -127,11 +128,34 @@ def test_a_state_dict_is_fp32_and_loads_into_every_kind(kind, tmp_path):
     optimizer.close()
 
 
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_noise_belongs_to_the_elements_of_a_parameter(kind, tmp_path):
+    """Wherever blocks cut it: of 1024 elements on disk, and of one in memory."""
+    found = []
+    for places in ({}, on_disk(tmp_path, 1.0)):
+        params = make_params(shapes=[(3000,)])
+        optimizer = HybridAdam(params, lr=1e-2, state=kind, **places)
+        found.append(train(params, optimizer, 4))
+        optimizer.close()
+    assert torch.equal(found[0][0], found[1][0])
+
+
+def test_a_master_between_two_weights_moves_by_its_last_bit():
+    """One that would be rounded down, as no sign is left to say so; wherever it is."""
+    bits = torch.tensor([0x3F808000, 0x3F818000, 0x3F808001, -0x407F8000], dtype=torch.int32)
+    master = bits.view(torch.float32)
+    moved = untied(master)
+    assert (moved.view(torch.int32) - bits).tolist() == [-1, 0, 0, -1]
+    weight = moved.bfloat16()
+    assert torch.equal(weight, master.bfloat16())
+    assert torch.equal(join(weight, remainder_of(moved), None), moved)
+
+
 def test_bytes_of_an_element():
     masters = [LAYOUTS[kind].with_master() for kind in QUANTISED]
     assert [layout.bytes_per_element for layout in masters] == [8, 6.125]
     assert [layout.with_remainder().bytes_per_element for layout in masters] == [6, 4.125]
-    assert masters[1].kept().offsets(128) == (0, 512, 640, 768, 776)
+    assert masters[1].stored().offsets(128) == (0, 512, 640, 768, 776)
     assert masters[1].splits("bfloat16") and not masters[1].splits("float16")
 
 

@@ -1,8 +1,8 @@
 """A block's planes as memory and disk have them, and as all but updates see them.
 
-Shown are whole masters and planes in what updates are computed in; kept is what `StateLayout.kept`
-says, of split masters their remainders (`split_master.py`), of quantised planes codes and scales
-(`quantised.py`).
+Shown are whole masters and planes in what updates are computed in; stored is what
+`StateLayout.stored` says: of split masters their remainders (`split_master.py`), of quantised
+planes codes and scales (`quantised.py`).
 """
 
 from __future__ import annotations
