@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bench.converge import table as converge_table
 from bench.demo import table as demo_table
 from bench.rows import summary
 from bench.support.matmul import NATIVE
@@ -33,6 +34,11 @@ COMPARED = {  # peers, and ours that does the same
 
 def _demo(result: dict[str, Any]) -> str:
     return demo_table(result["rows"], result["mixed_disk_gb_per_s"]) + "\n\n" + _where(result)
+
+
+def _converge(result: dict[str, Any]) -> str:
+    what = f"{result['numel']:,} parameters, {result['steps']} steps, {result['seeds']} seeds. "
+    return f"{converge_table(result)}\n\n{what}{_where(result)}"
 
 
 def _train(result: dict[str, Any]) -> str:
@@ -159,6 +165,7 @@ def _overlap(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "demo": _demo,
+    "converge-cpu": _converge,
     "train-cpu": _train,
     "meshes-cpu": _meshes,
     "capacity-cpu": _capacity,

@@ -68,6 +68,10 @@ EVERYTHING = (
     ),
     Result("checkpoint-cpu", ("bench.checkpoint",), 10, ("bench.checkpoint", "--layers", "2")),
     Result("demo", ("bench.demo",), 10),
+    Result(
+        "converge-cpu", ("bench.converge", "--picture", "docs/converge.svg"), 10,
+        ("bench.converge", "--steps", "2", "--seeds", "1", "--only", "ours/fp32", "ours/8bit"),
+    ),
     Result("train-cpu", ("bench.train", "--rounds", "2", "--steps", "10"), 20),
     Result(
         "meshes-cpu",
