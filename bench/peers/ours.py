@@ -29,7 +29,7 @@ def prepare() -> None:
 
 def settings(job: Job) -> dict[str, Any]:
     """Options of the row: `nvme_fraction`, `update`, `device_budget`, `host` (the state in RAM),
-    `stage`, `mesh`."""
+    `stage`, `mesh`, `state` (in what it is kept)."""
     options, folder = job.options, str(job.state_folder)
     given: dict[str, Any] = {**mesh_settings(job), "GeminiDDP": {"max_norm": job.max_norm}}
     adam: dict[str, Any] = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY}
@@ -43,6 +43,8 @@ def settings(job: Job) -> dict[str, Any]:
             given["GeminiDDP"]["overlap_allgather"] = True
     if "update" in options:
         given["GeminiDDP"]["update"] = options["update"]
+    if "state" in options:
+        adam["state"] = options["state"]
     if "nvme_fraction" in options:
         adam["nvme_offload_fraction"] = options["nvme_fraction"]
         adam["nvme_offload_dir"] = folder

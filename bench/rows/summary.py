@@ -30,6 +30,11 @@ ASKED: tuple[tuple[str, str, str, float], ...] = (
     ("ours/nvme-tail", "ours/resident", "step_seconds", 1.25),
     ("ours/nvme-tail", "deepspeed/zero3-nvme", "step_seconds", 0.50),
     ("ours/nvme-both", "ours/nvme", "step_seconds", 0.70),  # see `ASKED_CLIPPED`
+    ("ours/resident-8bit", "ours/resident", "peak_rss_mib", 0.76),
+    ("ours/nvme-8bit-tail", "ours/nvme-tail", "step_seconds", 0.60),
+    ("ours/nvme-bf16-tail", "ours/nvme-tail", "step_seconds", 0.75),
+    ("ours/nvme-8bit", "deepspeed/zero3-nvme", "step_seconds", 0.40),
+    ("ours/nvme-8bit", "deepspeed/zero3-nvme", "peak_rss_mib", 0.28),
     ("ours/w2", EXPLICIT, "step_seconds", 1.02),  # the default
     ("ours/zero3", "fsdp2/w2", "step_seconds", 1.00),
     ("ours/zero3", "fsdp2/w2", "peak_rss_mib", 1.00),

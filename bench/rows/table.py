@@ -51,6 +51,17 @@ def rows(device: str, budgets: Sequence[str]) -> tuple[Row, ...]:
             Row(f"ours/nvme-{update}", ours, "offload", {"nvme_fraction": 1.0, "update": update})
             for update in ("tail", "speculate", "both")
         ),
+        Row("ours/resident-8bit", ours, "resident", {"state": "8bit"}),
+        *(
+            Row(
+                f"ours/nvme-{kind}{update}",
+                ours,
+                "offload",
+                {"nvme_fraction": 1.0, "state": kind, **({"update": "tail"} if update else {})},
+            )
+            for kind in ("bf16", "8bit")
+            for update in ("", "-tail")
+        ),
         Row("ours/w2", ours, "ranks", world_size=2),
         *(Row(f"ours/zero{n}", ours, "ranks", {"stage": n}, 2) for n in (1, 2, 3)),
         *(
