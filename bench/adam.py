@@ -16,6 +16,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from torch import Tensor
 from bench.support.ceilings import memory_ceilings
 from bench.support.machine import write_result
 from bench.support.timing import interleaved, median_ratio
+from gemini.dtypes import DTYPES
 from gemini.optim.adam import AdamRule
 from gemini.optim.rules.config import UpdateFacts
 from gemini.optim.rules.formulas import Updated
@@ -42,6 +44,10 @@ BYTES_PER_ELEMENT = {
     "ours/bf16-mixed": 28,
     "ours/bf16-mixed-eager": 28,
     "ours/fp16-mixed": 28,
+    "ours/fp32-8bit": 16.25,
+    "ours/bf16-mixed-8bit": 16.25,
+    "ours/bf16-mixed-bf16": 20,
+    "bitsandbytes/fp32-8bit": 16.06,
     "traffic/bf16-mixed": 28,
     "ours/norm-bf16": 2,
     "ours/norm-bf16-eager": 2,
@@ -79,10 +85,14 @@ class Tensors:
             self.grad[dtype] = self.grad[torch.float32].to(dtype)
             self.copy[dtype] = self.param.to(dtype)
 
-    def piece(self, dtype: torch.dtype) -> Piece:
+    def piece(self, dtype: torch.dtype, rule: AdamRule = RULE) -> Piece:
         options = {"adamw_mode": True, "bias_correction": True, "amsgrad": False, "maximize": False}
         hyper = RULE.hyper({**HYPER, **options})
-        planes = (self.exp_avg, self.exp_avg_sq)
+        planes: tuple[Tensor, ...] = (self.exp_avg, self.exp_avg_sq)
+        if rule.layout.is_quantised:
+            numel = self.param.numel()
+            stored = rule.layout.stored().planes
+            planes = tuple(torch.zeros(p.numel(numel), dtype=DTYPES[p.dtype]) for p in stored)
         if dtype == torch.float32:
             return Piece(self.param, self.grad[dtype], None, planes, hyper, 3, 0)
         return Piece(self.copy[dtype], self.grad[dtype], self.param, planes, hyper, 3, 0)
@@ -133,7 +143,7 @@ def cpu_variants(
         norm: bool = False,
         rule: AdamRule = RULE,
     ) -> None:
-        piece = tensors.piece(dtype)
+        piece = tensors.piece(dtype, rule)
         facts = UpdateFacts(piece.param.numel(), has_master=piece.master is not None)
         mix = Mix(piece.param.dtype, dtype, facts.has_master)
         updater = replace(
@@ -150,6 +160,9 @@ def cpu_variants(
     add("ours/bf16-mixed-eager", torch.bfloat16, "eager")
     add("ours/fp16-mixed", torch.float16, "auto")
     if compiler() is not None:
+        add("ours/fp32-8bit", torch.float32, "compile", rule=AdamRule(state="8bit"))
+        add("ours/bf16-mixed-8bit", torch.bfloat16, "compile", rule=AdamRule(state="8bit"))
+        add("ours/bf16-mixed-bf16", torch.bfloat16, "compile", rule=AdamRule(state="bf16"))
         add("traffic/bf16-mixed", torch.bfloat16, "compile", rule=TrafficRule())
     add("ours/norm-bf16", torch.bfloat16, "auto", norm=True)
     add("ours/norm-bf16-eager", torch.bfloat16, "eager", norm=True)
@@ -191,6 +204,12 @@ def stock_variants(tensors: Tensors, device: torch.device) -> Variants:
     grad = tensors.grad[torch.bfloat16]
     variants["torch/norm-bf16"] = lambda: torch.linalg.vector_norm(grad, dtype=torch.float32)
     if device.type == "cpu":
+        with suppress(ImportError):
+            from bitsandbytes.optim.adamw import AdamW8bit
+
+            own = torch.nn.Parameter(tensors.param)
+            own.grad = tensors.grad[torch.float32]
+            variants["bitsandbytes/fp32-8bit"] = AdamW8bit([own], **HYPER).step
         try:
             from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -324,6 +343,9 @@ def main() -> None:
     )
     if "traffic/bf16-mixed" in seconds:
         pair = ("ours/bf16-mixed", "traffic/bf16-mixed")
+        ratios[" / ".join(pair)] = median_ratio(seconds, *pair)
+    if "ours/fp32-8bit" in seconds and "bitsandbytes/fp32-8bit" in seconds:
+        pair = ("ours/fp32-8bit", "bitsandbytes/fp32-8bit")
         ratios[" / ".join(pair)] = median_ratio(seconds, *pair)
     if "deepspeed/cpu-adam-fp32" in seconds:
         pair = ("deepspeed/cpu-adam-fp32", "ours/bf16-mixed")

@@ -31,7 +31,7 @@ Make = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 
 
 def bitsandbytes_8bit(params: Iterable[Tensor]) -> torch.optim.Optimizer:
-    from bitsandbytes.optim import AdamW8bit
+    from bitsandbytes.optim.adamw import AdamW8bit
 
     made: torch.optim.Optimizer = AdamW8bit(params, **OPTIONS)
     return made
