@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from gemini.checkpoint.format.errors import (
@@ -23,7 +22,6 @@ from gemini.checkpoint.format.errors import (
 from gemini.ddp import GeminiDDP
 from gemini.runtime.comm.communicator import Communicator
 
-from .reader import Reader, SafePlanner
 from .writer import Writer
 
 T = TypeVar("T")
@@ -99,20 +97,6 @@ class Ranks:
                 state,
                 storage_writer=writer,
                 planner=planner,
-                process_group=group,
-                no_dist=self.world_size == 1,
-            ),
-            self.rank,
-        )
-
-    def load(self, state: dict[str, Any], reader: Reader) -> None:
-        """`dcp.load` of a flat state dict, in place. Raises CheckpointError on every rank."""
-        group = self.group()
-        in_dcp(
-            lambda: dcp_load(
-                state,
-                storage_reader=reader,
-                planner=SafePlanner(),
                 process_group=group,
                 no_dist=self.world_size == 1,
             ),

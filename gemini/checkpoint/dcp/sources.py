@@ -9,16 +9,14 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from gemini.checkpoint.format.data_file import check_there
 from gemini.checkpoint.format.errors import CorruptError, FormatError
 from gemini.checkpoint.format.folder import find
 from gemini.checkpoint.format.manifest import METADATA, Manifest
 from gemini.checkpoint.format.small_files import memory_limit, read_manifest
 from gemini.checkpoint.untrusted.lazy_tensors import LazyTensors, weight_files
-from gemini.checkpoint.untrusted.metadata import read_metadata
+from gemini.checkpoint.untrusted.metadata import read_index
 from gemini.checkpoint.untrusted.torch_files import first_line, has_own_bytes, load_mapped
 
 from .ranks import Ranks
@@ -51,26 +49,25 @@ class CheckpointSource(Protocol):
 class DcpSource:
     """A folder with `.metadata`."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, stack: ExitStack) -> None:
         self.path = path
         self.manifest: Manifest | None = read_manifest(path)
         if not (path / METADATA).exists():
             if self.manifest is not None:
                 raise CorruptError(f"{path / METADATA} is missing")
             raise FormatError(f"{path} is no checkpoint: it has no {METADATA}")
-        self.metadata = read_metadata(path, self.manifest)
-        for file in self.manifest.files if self.manifest is not None else ():
-            check_there(path / file.name, file.nbytes)
+        self.index = read_index(path, self.manifest)
         self.sizes: dict[str, torch.Size | None] = {
-            key: entry.size if isinstance(entry, TensorStorageMetadata) else None
-            for key, entry in self.metadata.state_dict_metadata.items()
+            key: None if entry.dtype is None else entry.size for key, entry in self.index.items()
         }
+        self._reader = Reader(path, self.manifest, self.index)
+        stack.callback(self._reader.close)
 
     def load_into(self, state: dict[str, Any], ranks: Ranks) -> None:
-        ranks.load(state, Reader(self.path, self.manifest, self.metadata))
+        ranks.together(lambda: self._reader.load_into(state))
 
     def fill(self, tensors: Mapping[str, FlatRuns], fill: RunWalk, ranks: Ranks) -> None:
-        ranks.load(dict(tensors), Reader(self.path, self.manifest, self.metadata, fill))
+        ranks.together(lambda: self._reader.fill(tensors, fill))
 
 
 class FileSource:
@@ -162,7 +159,7 @@ def open_source(path: Path, names: Sequence[str], stack: ExitStack) -> Checkpoin
         return WeightsSource(path, stack)
     if path.is_file():
         return FileSource(path, names)
-    return DcpSource(find(path))
+    return DcpSource(find(path), stack)
 
 
 def _has_weights_alone(path: Path) -> bool:

@@ -22,7 +22,9 @@ from gemini.checkpoint.format.boxes import Region, boxes_of_region
 from gemini.checkpoint.format.data_file import HEADER_BYTES, ITEM_ALIGN, UnitWriter
 from gemini.checkpoint.format.errors import said_plainly
 from gemini.checkpoint.format.folder import SaveFolder
+from gemini.checkpoint.format.index import encode_index
 from gemini.checkpoint.format.manifest import DataFile, Manifest
+from gemini.checkpoint.untrusted.metadata import index_of
 
 from .sharded import can_be_raw, in_run, tensor_header
 
@@ -166,6 +168,10 @@ class Writer(StorageWriter):
                 metadata_crc32=zlib.crc32(pickled),
                 files=tuple(files),
                 about=bare.about,
+                index={
+                    "metadata": zlib.crc32(pickled),
+                    "tensors": encode_index(index_of(metadata), [file.name for file in files]),
+                },
             ),
             pickled,
             self._committing.keep_last,
