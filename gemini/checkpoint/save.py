@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from gemini.checkpoint.dcp.ranks import Ranks
-from gemini.checkpoint.dcp.writer import Committing, RankFile, Writer
+from gemini.checkpoint.dcp.writer import Committing, RankFile, write
 from gemini.checkpoint.format.boxes import Region
 from gemini.checkpoint.format.errors import CheckpointError
 from gemini.checkpoint.format.folder import SaveFolder, saving_path
@@ -116,7 +116,7 @@ def save_checkpoint(
             return _save_later(ranks, target, content, file, committing, group, budget)
         runs = content.runs
         stream = _streaming(runs.visit) if runs is not None else _nothing
-        ranks.save(content.state, Writer(file, stream, committing), group)
+        write(ranks, group, content.state, file, stream, committing)
     except BaseException:
         _give_up(file, folder)
         raise
@@ -151,7 +151,7 @@ def _save_later(
         if snapshot is not None:
             snapshot.visit_memory(keep)
     except BaseException as error:
-        failure = error  # DCP tells the other ranks
+        failure = error  # other ranks hear it when they plan
 
     def stream(file: RankFile) -> None:
         if snapshot is not None:
@@ -162,7 +162,7 @@ def _save_later(
 
     def work() -> None:
         try:
-            ranks.save(content.state, Writer(file, stream, committing, failure), group)
+            write(ranks, group, content.state, file, stream, committing, failure)
         except BaseException:
             _give_up(file, committing.folder if committing is not None else None)
             raise
