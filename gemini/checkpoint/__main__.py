@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from gemini.checkpoint.format.folder import find
 from gemini.checkpoint.format.index import SavedPart
 from gemini.checkpoint.format.keys import Keys
 from gemini.checkpoint.format.small_files import read_manifest
-from gemini.checkpoint.untrusted.metadata import read_index, read_metadata
+from gemini.checkpoint.untrusted.metadata import read_metadata
 from gemini.units import format_bytes, parse_bytes
 
 from .weight_files import WeightsWriter, spec_of
@@ -43,8 +44,9 @@ def verify(path: Path) -> None:
 def inspect(path: Path) -> None:
     """Tensors, sizes, world size and digest; then `verify`."""
     folder = find(path)
-    manifest = read_manifest(folder)
-    for key, entry in sorted(read_index(folder, manifest).items()):
+    with closing(Reader(folder)) as reader:
+        index, manifest = reader.index, reader.manifest
+    for key, entry in sorted(index.items()):
         if entry.dtype is not None:
             dtype = str(entry.dtype).removeprefix("torch.")
             nbytes = format_bytes(entry.size.numel() * entry.dtype.itemsize)
@@ -61,26 +63,18 @@ def inspect(path: Path) -> None:
 
 def export(path: Path, out: Path, max_shard_size: str, dtype: str | None) -> None:
     """Weights as safetensors, one tensor in memory at a time."""
-    folder = find(path)
-    manifest = read_manifest(folder)
-    index = read_index(folder, manifest)
     prefix = Keys().model
     wanted = None if dtype is None else getattr(torch, dtype)
-    specs, seen = [], set[tuple[SavedPart, ...]]()
-    for key, entry in index.items():
-        if (
-            not key.startswith(prefix)
-            or entry.dtype is None
-            or (entry.parts and entry.parts in seen)
-        ):
-            continue  # no weight, or a tied parameter under another name
-        seen.add(entry.parts)
-        own = entry.dtype
-        specs.append((spec_of(key.removeprefix(prefix), own, entry.size, wanted), own))
-    if not specs:
-        raise FormatError(f"{folder} has no weights under {prefix!r}")
-    reader = Reader(folder, manifest, index)
-    try:
+    with closing(Reader(find(path))) as reader:
+        specs, seen = [], set[tuple[SavedPart, ...]]()
+        for key, entry in reader.index.items():
+            own, known = entry.dtype, entry.parts in seen  # a tied parameter, under another name
+            if own is None or known or not key.startswith(prefix):
+                continue
+            seen |= {entry.parts} - {()}
+            specs.append((spec_of(key.removeprefix(prefix), own, entry.size, wanted), own))
+        if not specs:
+            raise FormatError(f"{reader.path} has no weights under {prefix!r}")
         writer = WeightsWriter(out.absolute(), [s for s, _ in specs], parse_bytes(max_shard_size))
         try:
             for spec, own in specs:
@@ -91,8 +85,6 @@ def export(path: Path, out: Path, max_shard_size: str, dtype: str | None) -> Non
         except BaseException:
             writer.abandon()
             raise
-    finally:
-        reader.close()
     say(f"{len(specs)} tensors in {out}")
 
 

@@ -32,10 +32,8 @@ from gemini.checkpoint.format.folder import SaveFolder, saving_path
 from gemini.checkpoint.format.keys import Keys
 from gemini.checkpoint.format.manifest import Manifest
 from gemini.checkpoint.model.extras import encode, known_stores, random_state
-from gemini.checkpoint.model.plain import plain_state
-from gemini.checkpoint.model.plain_runs import PlainRuns, can_be_runs
-from gemini.checkpoint.model.stages import StagesState, parts_of
-from gemini.checkpoint.model.state import RunState, ShardedState, first_names
+from gemini.checkpoint.model.plain import PlainRuns, can_be_runs, plain_state
+from gemini.checkpoint.model.state import RunState, ShardedState, StagesState, first_names, parts_of
 from gemini.ddp import GeminiDDP
 from gemini.optim.base import TieredOptimizer
 from gemini.optim.groups import as_torchs

@@ -21,8 +21,10 @@ from torch.distributed.tensor import DTensor
 from gemini.checkpoint.format.boxes import Box
 from gemini.checkpoint.format.data_file import UnitReader
 from gemini.checkpoint.format.errors import CorruptError, FormatError
-from gemini.checkpoint.format.index import Index, IndexEntry, Overlap, PartsOf, SavedPart
-from gemini.checkpoint.format.manifest import Manifest
+from gemini.checkpoint.format.index import IndexEntry, Overlap, PartsOf, SavedPart
+from gemini.checkpoint.format.manifest import METADATA
+from gemini.checkpoint.format.small_files import read_manifest
+from gemini.checkpoint.untrusted.metadata import read_index
 from gemini.checkpoint.untrusted.torch_files import FileSlice, safe_load
 from gemini.nvme import cause_of
 
@@ -37,13 +39,24 @@ RunWalk = Callable[[RunFiller], None]  # walks over this rank's runs in storage 
 
 
 class Reader:
-    """Reads the tensors and values of one checkpoint folder."""
+    """A checkpoint folder: its tensors and values by key."""
 
-    def __init__(self, folder: Path, manifest: Manifest | None, index: Index) -> None:
-        """Raises CorruptError where a file has another size than the manifest says."""
-        self._index = index
+    def __init__(self, folder: Path) -> None:
+        """Raises FormatError for what is no checkpoint, CorruptError for one that is damaged."""
+        self.path = folder
+        self.manifest = read_manifest(folder)
+        if not (folder / METADATA).exists():
+            if self.manifest is not None:
+                raise CorruptError(f"{folder / METADATA} is missing")
+            raise FormatError(f"{folder} is no checkpoint: it has no {METADATA}")
+        self.index = read_index(folder, self.manifest)
+        self.sizes: Mapping[str, torch.Size | None] = {
+            key: None if entry.dtype is None else entry.size for key, entry in self.index.items()
+        }
         self._items: _Items = (
-            _DcpItems(folder) if manifest is None else _OurItems(UnitReader(folder, manifest.files))
+            _DcpItems(folder)
+            if self.manifest is None
+            else _OurItems(UnitReader(folder, self.manifest.files))
         )
 
     def close(self) -> None:
@@ -56,7 +69,7 @@ class Reader:
         Raises FormatError for a key that is a tensor in one and none in the other.
         """
         for key, value in state.items():
-            entry = self._index[key]
+            entry = self.index[key]
             if entry.dtype is None:
                 state[key] = safe_load(io.BytesIO(self._items.data(entry.parts[0])), key)
                 continue
@@ -79,7 +92,7 @@ class Reader:
         )
         copies: dict[tuple[str, int], list[tuple[Box, list[Overlap]]]] = {}
         for key, tensor in tensors.items():
-            parts = PartsOf(self._index[key].parts)
+            parts = PartsOf(self.index[key].parts)
             for start, boxes in tensor.boxes_by_run():
                 copies[key, start] = [(b, parts.overlaps(b.offsets, b.sizes)) for b in boxes]
         self._items.will_read(  # in the order in which they are asked for: planes side by side
@@ -92,7 +105,7 @@ class Reader:
         def put(key: str, start: int, values: Tensor) -> bool:
             if key not in tensors:
                 return False
-            entry, region = self._index[key], tensors[key].region
+            entry, region = self.index[key], tensors[key].region
             for box, overlaps in copies[key, start]:
                 there = in_run(values, start, box, region)
                 for overlap in overlaps:
