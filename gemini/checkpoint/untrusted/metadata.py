@@ -30,7 +30,7 @@ from gemini.checkpoint.format.index import Index, IndexEntry, SavedPart, check, 
 from gemini.checkpoint.format.manifest import METADATA, NAME, Manifest, is_plain_name
 from gemini.checkpoint.format.small_files import folder_bytes, memory_limit, read_file
 
-from .pickles import OBJECT, PickleError, PickleMachine
+from .pickles import OBJECT, PickleError, PickleMachine, no_collection
 
 _MOST_DIMENSIONS = 64  # of torch
 _MOST_FIELDS = 64  # of an object
@@ -163,6 +163,7 @@ class _MetadataReader(PickleMachine):
             there[key] = value
 
 
+@no_collection()
 def read_index(folder: Path, manifest: Manifest | None) -> Index:
     """Our manifest's, where it has one that says what `.metadata` does; else from `.metadata`.
 
@@ -173,6 +174,7 @@ def read_index(folder: Path, manifest: Manifest | None) -> Index:
     return _index_of(_load(data, folder), folder, manifest) if own is None else own
 
 
+@no_collection()
 def read_metadata(folder: Path, manifest: Manifest | None) -> Metadata:
     """What `.metadata` says, checked. Raises as `read_index`, and where that says otherwise."""
     found = _load(_read(folder / METADATA, manifest), folder)

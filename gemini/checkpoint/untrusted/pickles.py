@@ -2,15 +2,15 @@
 
 Python's own unpickler asks before it looks up a class, and about nothing else: nine bytes make it
 take gigabytes for its memo, and one list may be copied into a thousand objects. Here every
-instruction says what it takes before it takes it. `pickletools` says what the instructions are;
-what names, calls and objects mean is for the subclass to say. Protocols 2 to 5.
+instruction says what it takes before it takes it. What names, calls and objects mean is for the
+subclass to say. Protocols 2 to 5.
 """
 
 from __future__ import annotations
 
 import gc
-import io
 import pickletools
+import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -28,6 +28,23 @@ _LITERALS = {
     "SHORT_BINUNICODE": TEXT, "BINUNICODE": TEXT, "BINUNICODE8": TEXT,
 }  # fmt: skip
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
+_NUMBERS = {
+    "BININT": "<i", "BININT1": "<B", "BININT2": "<H", "BINFLOAT": ">d", "PROTO": "<B",
+    "FRAME": "<Q", "BINPUT": "<B", "LONG_BINPUT": "<I", "BINGET": "<B", "LONG_BINGET": "<I",
+}  # fmt: skip
+_BYTES = {  # as many as a number before them says
+    "LONG1": "<B", "LONG4": "<i", "SHORT_BINUNICODE": "<B", "BINUNICODE": "<I",
+    "BINUNICODE8": "<Q", "SHORT_BINSTRING": "<B",
+}  # fmt: skip
+# by code: name, form of the number behind it, whether that counts bytes
+_OPERATIONS = {
+    ord(known.code): (
+        known.name,
+        struct.Struct(form) if (form := (_NUMBERS | _BYTES).get(known.name)) else None,
+        known.name in _BYTES,
+    )
+    for known in pickletools.opcodes
+}
 
 
 class PickleError(ValueError):
@@ -38,7 +55,7 @@ class PickleMachine:
     """Reads pickles from `data`, one after the other. Subclasses give meaning to what they name."""
 
     def __init__(self, data: bytes, limit_bytes: int) -> None:
-        self._data = io.BytesIO(data)
+        self._data, self._at = data, 0
         self.left = limit_bytes
         self._clear()
 
@@ -50,30 +67,40 @@ class PickleMachine:
     def load(self) -> Any:
         """The next object. Raises PickleError, and what a subclass raises."""
         self._clear()
-        with _no_collection():
+        with no_collection():
             try:
                 return self._run()
-            except IndexError as error:
+            except (IndexError, struct.error, UnicodeDecodeError) as error:
                 raise PickleError(f"it ends early or is damaged ({error})") from error
 
     def _run(self) -> Any:
         """What a pickle has most of is done here, without a call: literals, memo, marks."""
-        value: Any
-        operations = pickletools.genops(self._data)
+        data, at = self._data, self._at
+        value: Any = None
         while True:
-            try:
-                opcode, value, _ = next(operations)
-            except ValueError as error:
-                raise PickleError(f"it ends early or is damaged ({error})") from error
-            name = opcode.name
+            name, form, counts = _OPERATIONS.get(data[at], ("", None, False))
+            at += 1
+            if form is not None:
+                (value,) = form.unpack_from(data, at)
+                at += form.size
+            if counts:
+                first, at = at, at + value
+                if not first <= at <= len(data):
+                    raise PickleError("it ends early")
+                value = data[first:at]
             if name in _LITERALS:
-                self.left -= SLOT + _LITERALS[name] + (4 * len(value) if type(value) is str else 0)
-                if type(value) is int and value.bit_length() > 8 * _MOST_DIGITS:
-                    raise PickleError(f"it has a number of {value.bit_length()} bits")
+                self.left -= SLOT + _LITERALS[name]
+                if name in ("LONG1", "LONG4"):
+                    if len(value) > _MOST_DIGITS:
+                        raise PickleError(f"it has a number of {len(value)} bytes")
+                    value = int.from_bytes(value, "little", signed=True)
+                elif counts:
+                    self.left -= 4 * len(value)
+                    value = value.decode("utf-8", "surrogatepass")
                 self._stack.append(_CONSTANTS.get(name, value))
             elif name in ("MEMOIZE", "BINPUT", "LONG_BINPUT"):
                 self.left -= SLOT
-                if value is None or value == len(self._memo):
+                if name == "MEMOIZE" or value == len(self._memo):
                     self._memo.append(self._stack[-1])
                 elif value < len(self._memo):
                     self._memo[value] = self._stack[-1]
@@ -83,11 +110,19 @@ class PickleMachine:
                 self.left -= SLOT
                 self._stack.append(self._memo[value])
             elif name == "STOP":
+                self._at = at
                 return self._stack.pop()
+            elif name == "GLOBAL":
+                middle = data.find(b"\n", at)
+                end = data.find(b"\n", middle + 1)
+                if not at <= middle < end:
+                    raise PickleError("it ends early")
+                self._push_named(data[at:middle].decode(), data[middle + 1 : end].decode())
+                at = end + 1
             elif name in _INSTRUCTIONS:
                 _INSTRUCTIONS[name](self, value)
             elif name not in ("PROTO", "FRAME"):
-                raise PickleError(f"it has the instruction {name}")
+                raise PickleError(f"it has the instruction {data[at - 1 : at]!r}")
             if self.left < 0:
                 self.take(0)  # says so
 
@@ -157,9 +192,9 @@ class PickleMachine:
         self.take(SLOT + nbytes)
         self._stack.append(make())
 
-    def _push_bytes(self, value: str) -> None:
+    def _push_bytes(self, value: bytes) -> None:
         self.take(SLOT + TEXT + len(value))
-        self._stack.append(value.encode("latin-1"))
+        self._stack.append(value)
 
     def _push_tuple(self, values: list[Any]) -> None:
         self.take(SEQUENCE + 8 * len(values))
@@ -205,7 +240,7 @@ class PickleMachine:
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
+def no_collection() -> Iterator[None]:
     """The collector of cycles would look through all objects again and again as they are made."""
     enabled = gc.isenabled()
     gc.disable()
@@ -229,7 +264,6 @@ _INSTRUCTIONS: dict[str, Callable[[Any, Any], None]] = {
     "TUPLE1": lambda m, _: m._push_tuple_of(1),
     "TUPLE2": lambda m, _: m._push_tuple_of(2),
     "TUPLE3": lambda m, _: m._push_tuple_of(3),
-    "GLOBAL": lambda m, value: m._push_named(*value.split(" ", 1)),
     "STACK_GLOBAL": lambda m, _: m._push_named(m._stack.pop(-2), m._stack.pop()),
     "NEWOBJ": lambda m, _: m._push_of(m.made, OBJECT),
     "REDUCE": lambda m, _: m._push_of(m.called, SEQUENCE),

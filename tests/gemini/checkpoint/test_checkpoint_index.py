@@ -30,7 +30,7 @@ from gemini.checkpoint.untrusted.metadata import read_metadata
 from tests.support import corpus
 from tests.support.checkpoints import assert_same, batches, make, train, whole
 from tests.support.disks.hostile import refused, small, unpacked
-from tests.support.disks.sealed import manifest_of, put_manifest
+from tests.support.disks.sealed import manifest_of, put_manifest, put_metadata
 
 # calls of ours; a layer is a linear one in a chunk of its own, with Adam's state in memory
 MOST_CALLS, MOST_CALLS_A_LAYER = 5_000, 400
@@ -220,6 +220,18 @@ def test_a_long_index_takes_little_memory(saved):
     body["index"]["tensors"] = tensors | {"last": ["int8", [1], []]}
     put_manifest(saved, body)
     assert refused(saved, CorruptError, "last has 1 elements") == [1, 1, 1]
+
+
+CUT = [b"\x80\x02" + rest for rest in (
+    b"", b".", b"J\1\2", b"U\5ab", b"\x8b\xff\xff\xff\xff", b"X\xff\xff\xff\xff", b"cab", b"ca\nb",
+    b"U\1\ncab", b"q\5.", b"h\5.", b"\x86.", b"t.", b"N\x8a\x21" + b"\1" * 33 + b".", b"I5\n.",
+)]  # fmt: skip
+
+
+@pytest.mark.parametrize("data", CUT)
+def test_a_pickle_that_ends_in_an_instruction_or_has_another_is_refused(data, saved):
+    put_metadata(saved, data)
+    assert refused(saved, CorruptError, r"\.metadata cannot be read") == [1, 1, 1]
 
 
 # -- parts and boxes ----------------------------------------------------------------------------
