@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from gemini.checkpoint.dcp.ranks import Ranks
+from gemini.checkpoint.dcp.sharded import FlatRuns
 from gemini.checkpoint.dcp.writer import Committing, RankFile, write
 from gemini.checkpoint.format.boxes import Region
 from gemini.checkpoint.format.errors import CheckpointError
@@ -363,8 +364,6 @@ def _copied(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _copies(state: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    from gemini.checkpoint.dcp.sharded import FlatRuns
-
     for key, value in state.items():
         if isinstance(value, dict):
             yield key, dict(_copies(value))
