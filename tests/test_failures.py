@@ -11,7 +11,8 @@ INTERNAL = (
     "kernels_triton/", "optim/state/space.py", "optim/rules/state_layout.py",
     "gemini/placement/timetable/belady.py", "gemini/placement/timeline.py",
     "io/nvme/layout.py", "io/nvme/store.py",
-    "gemini/checkpoint/format/manifest.py", "gemini/checkpoint/untrusted/metadata.py",
+    "gemini/checkpoint/format/index.py", "gemini/checkpoint/format/manifest.py",
+    "gemini/checkpoint/untrusted/metadata.py",
     "gemini/checkpoint/untrusted/torch_files.py",
 )  # fmt: skip
 

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import argparse
 import sys
-import warnings
 from collections.abc import Callable
-from functools import partial
+from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
 
-from gemini.checkpoint.dcp.ranks import in_dcp
-from gemini.checkpoint.dcp.reader import Reader, SafePlanner
+from gemini.checkpoint.dcp.reader import Reader
 from gemini.checkpoint.format.data_file import UnitReader
 from gemini.checkpoint.format.errors import CheckpointError, FormatError
 from gemini.checkpoint.format.folder import find
+from gemini.checkpoint.format.index import SavedPart
 from gemini.checkpoint.format.keys import Keys
-from gemini.checkpoint.format.manifest import Manifest
 from gemini.checkpoint.format.small_files import read_manifest
 from gemini.checkpoint.untrusted.metadata import read_metadata
 from gemini.units import format_bytes, parse_bytes
@@ -49,12 +44,13 @@ def verify(path: Path) -> None:
 def inspect(path: Path) -> None:
     """Tensors, sizes, world size and digest; then `verify`."""
     folder = find(path)
-    manifest, metadata = _opened(folder)
-    for key, entry in sorted(metadata.state_dict_metadata.items()):
-        if isinstance(entry, TensorStorageMetadata):
-            dtype = str(entry.properties.dtype).removeprefix("torch.")
-            nbytes = format_bytes(entry.size.numel() * entry.properties.dtype.itemsize)
-            say(f"{key}  {dtype}{list(entry.size)}  {nbytes}  in {len(entry.chunks)} parts")
+    with closing(Reader(folder)) as reader:
+        index, manifest = reader.index, reader.manifest
+    for key, entry in sorted(index.items()):
+        if entry.dtype is not None:
+            dtype = str(entry.dtype).removeprefix("torch.")
+            nbytes = format_bytes(entry.size.numel() * entry.dtype.itemsize)
+            say(f"{key}  {dtype}{list(entry.size)}  {nbytes}  in {len(entry.parts)} parts")
         else:
             say(f"{key}  a value")
     if manifest is None:
@@ -67,42 +63,29 @@ def inspect(path: Path) -> None:
 
 def export(path: Path, out: Path, max_shard_size: str, dtype: str | None) -> None:
     """Weights as safetensors, one tensor in memory at a time."""
-    folder = find(path)
-    manifest, metadata = _opened(folder)
     prefix = Keys().model
     wanted = None if dtype is None else getattr(torch, dtype)
-    places: dict[str, set[tuple[str, int]]] = {}
-    for index, place in metadata.storage_data.items():
-        places.setdefault(index.fqn, set()).add((place.relative_path, place.offset))
-    specs, seen = [], set()
-    for key, entry in metadata.state_dict_metadata.items():
-        if not key.startswith(prefix) or not isinstance(entry, TensorStorageMetadata):
-            continue
-        found = frozenset(places.get(key, ()))
-        if found and found in seen:
-            continue  # a tied parameter, under another name
-        seen.add(found)
-        own = entry.properties.dtype
-        specs.append((spec_of(key.removeprefix(prefix), own, entry.size, wanted), own))
-    if not specs:
-        raise FormatError(f"{folder} has no weights under {prefix!r}")
-    writer = WeightsWriter(out.absolute(), [s for s, _ in specs], parse_bytes(max_shard_size))
-    reader = Reader(folder, manifest, metadata)
-    try:
-        for spec, own in specs:
-            state: dict[str, Any] = {prefix + spec.name: torch.empty(spec.shape, dtype=own)}
-            in_dcp(partial(load, state, storage_reader=reader, planner=SafePlanner(), no_dist=True))
-            writer.add(spec.name, state[prefix + spec.name])
-        writer.commit()
-    except BaseException:
-        writer.abandon()
-        raise
+    with closing(Reader(find(path))) as reader:
+        specs, seen = [], set[tuple[SavedPart, ...]]()
+        for key, entry in reader.index.items():
+            own, known = entry.dtype, entry.parts in seen  # a tied parameter, under another name
+            if own is None or known or not key.startswith(prefix):
+                continue
+            seen |= {entry.parts} - {()}
+            specs.append((spec_of(key.removeprefix(prefix), own, entry.size, wanted), own))
+        if not specs:
+            raise FormatError(f"{reader.path} has no weights under {prefix!r}")
+        writer = WeightsWriter(out.absolute(), [s for s, _ in specs], parse_bytes(max_shard_size))
+        try:
+            for spec, own in specs:
+                value = torch.empty(spec.shape, dtype=own)
+                reader.load_into({prefix + spec.name: value})
+                writer.add(spec.name, value)
+            writer.commit()
+        except BaseException:
+            writer.abandon()
+            raise
     say(f"{len(specs)} tensors in {out}")
-
-
-def _opened(folder: Path) -> tuple[Manifest | None, Metadata]:
-    manifest = read_manifest(folder)
-    return manifest, read_metadata(folder, manifest)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -120,9 +103,7 @@ def main(arguments: list[str] | None = None) -> int:
     work_of: Callable[..., None] = options.pop("work")
     options.pop("command")
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*torch.distributed is disabled.*")
-            work_of(**options)
+        work_of(**options)
     except CheckpointError as error:
         sys.stderr.write(f"{error}\n")
         return 1

@@ -20,8 +20,7 @@ from gemini.checkpoint.format.errors import CorruptError, MismatchError
 from gemini.checkpoint.format.keys import COMMON, Keys, rank_key
 from gemini.checkpoint.model.extras import decode, set_random_state, take_over_stores
 from gemini.checkpoint.model.plain import load_plain
-from gemini.checkpoint.model.stages import parts_of
-from gemini.checkpoint.model.state import RunState, first_names, names_of
+from gemini.checkpoint.model.state import RunState, first_names, names_of, parts_of
 from gemini.ddp import GeminiDDP
 from gemini.optim.base import TieredOptimizer
 
@@ -125,7 +124,7 @@ def _load_runs(
     }
     saved_groups = keys.groups(source.sizes.keys()) if optimizer is not None else {}
     small |= {key: None for options in saved_groups.values() for key in options.values()}
-    source.load_into(small, ranks)
+    ranks.together(lambda: source.load_into(small))
     groups = [
         {option: small[key] for option, key in options.items()}
         for _, options in sorted(saved_groups.items())
@@ -146,7 +145,7 @@ def _load_runs(
 
         runs.fill(put_or_start)
 
-    source.fill(tensors, fill, ranks)
+    ranks.together(lambda: source.fill(tensors, fill))
     for name, count in counts.items():
         # torch's SGD saves no counts: a buffer has begun
         begun = any(keys.plane(name, plane) in source.sizes for plane in runs.planes)
@@ -293,7 +292,7 @@ def _decoded(
     }
     if len(blobs) < len(set(keys)):
         return None
-    source.load_into(blobs, ranks)
+    ranks.together(lambda: source.load_into(blobs))
     needed = {COMMON: {"scheduler"}}
     found = ranks.together(lambda: [decode(blobs[key], f"{source.path}, {key},") for key in keys])
     for key, values in zip(keys, found, strict=True):

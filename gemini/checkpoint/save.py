@@ -25,17 +25,16 @@ import torch
 from torch import Tensor, nn
 
 from gemini.checkpoint.dcp.ranks import Ranks
-from gemini.checkpoint.dcp.writer import Committing, RankFile, Writer
+from gemini.checkpoint.dcp.sharded import FlatRuns
+from gemini.checkpoint.dcp.writer import Committing, RankFile, write
 from gemini.checkpoint.format.boxes import Region
 from gemini.checkpoint.format.errors import CheckpointError
 from gemini.checkpoint.format.folder import SaveFolder, saving_path
 from gemini.checkpoint.format.keys import Keys
 from gemini.checkpoint.format.manifest import Manifest
 from gemini.checkpoint.model.extras import encode, known_stores, random_state
-from gemini.checkpoint.model.plain import plain_state
-from gemini.checkpoint.model.plain_runs import PlainRuns, can_be_runs
-from gemini.checkpoint.model.stages import StagesState, parts_of
-from gemini.checkpoint.model.state import RunState, ShardedState, first_names
+from gemini.checkpoint.model.plain import PlainRuns, can_be_runs, plain_state
+from gemini.checkpoint.model.state import RunState, ShardedState, StagesState, first_names, parts_of
 from gemini.ddp import GeminiDDP
 from gemini.optim.base import TieredOptimizer
 from gemini.optim.groups import as_torchs
@@ -116,7 +115,7 @@ def save_checkpoint(
             return _save_later(ranks, target, content, file, committing, group, budget)
         runs = content.runs
         stream = _streaming(runs.visit) if runs is not None else _nothing
-        ranks.save(content.state, Writer(file, stream, committing), group)
+        write(ranks, group, content.state, file, stream, committing)
     except BaseException:
         _give_up(file, folder)
         raise
@@ -151,7 +150,7 @@ def _save_later(
         if snapshot is not None:
             snapshot.visit_memory(keep)
     except BaseException as error:
-        failure = error  # DCP tells the other ranks
+        failure = error  # other ranks hear it when they plan
 
     def stream(file: RankFile) -> None:
         if snapshot is not None:
@@ -162,7 +161,7 @@ def _save_later(
 
     def work() -> None:
         try:
-            ranks.save(content.state, Writer(file, stream, committing, failure), group)
+            write(ranks, group, content.state, file, stream, committing, failure)
         except BaseException:
             _give_up(file, committing.folder if committing is not None else None)
             raise
@@ -365,8 +364,6 @@ def _copied(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _copies(state: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    from gemini.checkpoint.dcp.sharded import FlatRuns
-
     for key, value in state.items():
         if isinstance(value, dict):
             yield key, dict(_copies(value))

@@ -1,18 +1,13 @@
-"""The ranks of a save or a load: one error on all, and DCP's calls on a group of their own."""
+"""The ranks of a save or a load: one error on all; a save has a group of its own."""
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from gemini.checkpoint.format.errors import (
     CheckpointError,
@@ -22,9 +17,6 @@ from gemini.checkpoint.format.errors import (
 )
 from gemini.ddp import GeminiDDP
 from gemini.runtime.comm.communicator import Communicator
-
-from .reader import Reader, SafePlanner
-from .writer import Writer
 
 T = TypeVar("T")
 _KINDS: dict[str, type[CheckpointError]] = {
@@ -85,42 +77,55 @@ class Ranks:
             value = work()
         except Exception as error:
             failure = error
-        said = None if failure is None else (_kind_of(failure), _text_of(failure))
-        failed = {rank: one for rank, one in enumerate(self.gather(said)) if one is not None}
+        failed = _failed(self.gather(None if failure is None else _said(failure)))
         if failed:
             raise _together(failed) from failure
         return value  # type: ignore[return-value]
 
-    def save(self, state: dict[str, Any], writer: Writer, group: Any) -> None:
-        """`dcp.save`. Raises CheckpointError on every rank."""
-        planner = DefaultSavePlanner(flatten_sharded_tensors=False)
-        in_dcp(
-            lambda: dcp_save(
-                state,
-                storage_writer=writer,
-                planner=planner,
-                process_group=group,
-                no_dist=self.world_size == 1,
-            ),
-            self.rank,
-        )
+    def through_first(
+        self, work: Callable[[], T], whole: Callable[[list[T]], list[Any]], group: Any
+    ) -> Any:
+        """What `whole` has for this rank, on rank 0, of what `work` gives on every rank. Collective
+        over `group`.
 
-    def load(self, state: dict[str, Any], reader: Reader) -> None:
-        """`dcp.load` of a flat state dict, in place. Raises CheckpointError on every rank."""
-        group = self.group()
-        in_dcp(
-            lambda: dcp_load(
-                state,
-                storage_reader=reader,
-                planner=SafePlanner(),
-                process_group=group,
-                no_dist=self.world_size == 1,
-            ),
-            self.rank,
-        )
+        Where either fails on any rank, the same CheckpointError on all; what is no error
+        (KeyboardInterrupt, SystemExit) stays what it is on the rank that has it.
+        """
+        mine, failure = _tried(work)
+        every = self._at_first((mine, None if failure is None else _said(failure)), group)
+        answers: list[Any] | None = None
+        if every is not None:
+            failed, values = _failed([said for _, said in every]), None
+            if not failed:
+                values, failure = _tried(lambda: whole([value for value, _ in every]))
+                failed = {} if failure is None else {0: _said(failure)}
+            answers = [(value, failed) for value in values or [None] * len(every)]
+        value, failed = self._from_first(answers, group)
+        if failure is not None and not isinstance(failure, Exception):
+            raise failure
+        if failed:
+            raise _together(failed) from failure
+        return value
+
+    def _at_first(self, value: Any, group: Any) -> list[Any] | None:
+        """Of all ranks, on rank 0."""
+        if self.world_size == 1:
+            return [value]
+        found: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
+        dist.gather_object(value, found, group=group, group_dst=0)
+        return found
+
+    def _from_first(self, values: list[Any] | None, group: Any) -> Any:
+        """The one for this rank."""
+        if self.world_size == 1:
+            assert values is not None
+            return values[0]
+        mine: list[Any] = [None]
+        dist.scatter_object_list(mine, values, group=group, group_src=0)
+        return mine[0]
 
     def group(self) -> Any:
-        """A gloo group for what DCP says to itself, beside training. Collective the first time."""
+        """A gloo group for what a save says, which a thread may do. Collective the first time."""
         if self.world_size == 1:
             return None
         parent = self._comm.process_group
@@ -132,20 +137,15 @@ class Ranks:
         return _gloo_groups[parent]
 
 
-def in_dcp(work: Callable[[], Any], rank: int = 0) -> None:
-    """Run what calls DCP. Its errors become one CheckpointError, of their kind; what is none on
-    this rank (KeyboardInterrupt, SystemExit) stays what it is."""
+def _tried(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
     try:
-        with warnings.catch_warnings():
-            # that there is no process group is no news
-            warnings.filterwarnings("ignore", message=".*torch.distributed is disabled.*")
-            work()
-    except CheckpointException as error:
-        own = error.failures.get(rank)
-        if own is not None and not isinstance(own[0], Exception):
-            raise own[0] from error
-        failed = {rank: (_kind_of(one), _text_of(one)) for rank, (one, _) in error.failures.items()}
-        raise _together(failed) from error
+        return work(), None
+    except BaseException as error:
+        return None, error
+
+
+def _failed(said: Sequence[tuple[str, str] | None]) -> dict[int, tuple[str, str]]:
+    return {rank: one for rank, one in enumerate(said) if one is not None}
 
 
 def _together(failed: dict[int, tuple[str, str]]) -> CheckpointError:
@@ -159,10 +159,9 @@ def _together(failed: dict[int, tuple[str, str]]) -> CheckpointError:
     return kind("; ".join(f"rank {rank}: {text}" for rank, (_, text) in failed.items()))
 
 
-def _kind_of(error: BaseException) -> str:
-    return type(error).__name__ if type(error).__name__ in _KINDS else "CheckpointError"
-
-
-def _text_of(error: BaseException) -> str:
-    text = str(error)
-    return text if isinstance(error, CheckpointError) else f"{type(error).__name__}: {text}"
+def _said(error: BaseException) -> tuple[str, str]:
+    """Its kind, and its text for other ranks."""
+    kind, text = type(error).__name__, str(error)
+    if not isinstance(error, CheckpointError):
+        text = f"{kind}: {text}"
+    return kind if kind in _KINDS else "CheckpointError", text

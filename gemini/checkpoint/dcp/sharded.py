@@ -76,13 +76,13 @@ class FlatRuns(Tensor):
         """The elements in which runs count, flat, of values of `shape`."""
         return part_of(whole, self.region.segments).reshape(-1)
 
+    def boxes_by_run(self) -> list[tuple[int, tuple[Box, ...]]]:
+        """(first element, boxes) of all runs, in order."""
+        return [(s, boxes_of_region(self.region, s, s + n)) for s, n in self.runs]
+
     def boxes(self) -> list[Box]:
         """Of all runs, in order."""
-        return [
-            box
-            for start, numel in self.runs
-            for box in boxes_of_region(self.region, start, start + numel)
-        ]
+        return [box for _, boxes in self.boxes_by_run() for box in boxes]
 
     # -- the protocol of torch.distributed._checkpointable --
 

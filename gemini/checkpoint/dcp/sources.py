@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from gemini.checkpoint.format.data_file import check_there
-from gemini.checkpoint.format.errors import CorruptError, FormatError
+from gemini.checkpoint.format.errors import FormatError
 from gemini.checkpoint.format.folder import find
-from gemini.checkpoint.format.manifest import METADATA, Manifest
-from gemini.checkpoint.format.small_files import memory_limit, read_manifest
+from gemini.checkpoint.format.manifest import METADATA
+from gemini.checkpoint.format.small_files import memory_limit
 from gemini.checkpoint.untrusted.lazy_tensors import LazyTensors, weight_files
-from gemini.checkpoint.untrusted.metadata import read_metadata
 from gemini.checkpoint.untrusted.torch_files import first_line, has_own_bytes, load_mapped
 
-from .ranks import Ranks
 from .reader import Reader, RunFiller, RunWalk
 from .sharded import FlatRuns
 
@@ -30,111 +26,62 @@ _VALUE_BYTES = 160  # of memory that one more name takes
 
 
 class CheckpointSource(Protocol):
-    """Tensors and small values by key."""
+    """Tensors and small values by key: a folder (`Reader`), or whole ones."""
 
     path: Path
+    sizes: Mapping[str, torch.Size | None]  # of every tensor; None for what is none
 
-    @property
-    def sizes(self) -> Mapping[str, torch.Size | None]:
-        """Of every tensor; None for what is none."""
+    def load_into(self, state: dict[str, Any]) -> None:
+        """Fill tensors in place, of sharded ones this rank's part; replace other values."""
         ...
 
-    def load_into(self, state: dict[str, Any], ranks: Ranks) -> None:
-        """Fill tensors in place, replace other values. Collective."""
-        ...
-
-    def fill(self, tensors: Mapping[str, FlatRuns], fill: RunWalk, ranks: Ranks) -> None:
-        """Hand every run of `tensors` to `fill`. Collective."""
+    def fill(self, tensors: Mapping[str, FlatRuns], walk: RunWalk) -> None:
+        """Hand `walk` what gives every run of `tensors` its values."""
         ...
 
 
-class DcpSource:
-    """A folder with `.metadata`."""
+class WholeSource:
+    """Whole tensors and values by key."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.manifest: Manifest | None = read_manifest(path)
-        if not (path / METADATA).exists():
-            if self.manifest is not None:
-                raise CorruptError(f"{path / METADATA} is missing")
-            raise FormatError(f"{path} is no checkpoint: it has no {METADATA}")
-        self.metadata = read_metadata(path, self.manifest)
-        for file in self.manifest.files if self.manifest is not None else ():
-            check_there(path / file.name, file.nbytes)
-        self.sizes: dict[str, torch.Size | None] = {
-            key: entry.size if isinstance(entry, TensorStorageMetadata) else None
-            for key, entry in self.metadata.state_dict_metadata.items()
-        }
+    def __init__(
+        self, path: Path, values: Mapping[str, Any], sizes: Mapping[str, torch.Size | None]
+    ) -> None:
+        self.path, self.sizes, self._values = path, sizes, values
 
-    def load_into(self, state: dict[str, Any], ranks: Ranks) -> None:
-        ranks.load(state, Reader(self.path, self.manifest, self.metadata))
+    def load_into(self, state: dict[str, Any]) -> None:
+        for key, there in state.items():
+            value = self._values[key]
+            if isinstance(there, Tensor):
+                _put(there, torch.as_tensor(value))
+            else:
+                state[key] = value
 
-    def fill(self, tensors: Mapping[str, FlatRuns], fill: RunWalk, ranks: Ranks) -> None:
-        ranks.load(dict(tensors), Reader(self.path, self.manifest, self.metadata, fill))
+    def fill(self, tensors: Mapping[str, FlatRuns], walk: RunWalk) -> None:
+        walk(_putting(self._values, tensors))
 
 
-class FileSource:
-    """A file of torch.save: a module's state dict, or one with an optimizer's beside it."""
+def _values_of_file(path: Path, names: Sequence[str]) -> dict[str, Any]:
+    """Of a file of torch.save: a module's state dict, or one with an optimizer's beside it.
 
-    def __init__(self, path: Path, names: Sequence[str]) -> None:
-        """names: of the optimizer's parameters in order, for states that are keyed by position."""
-        self.path = path
-        try:
-            content = load_mapped(path)
-        except Exception as error:  # damaged zip files and pickles fail in any way
-            first = first_line(error)
-            raise FormatError(f"{path} is no file of torch.save that is safe: {first}") from error
-        if not isinstance(content, Mapping):
-            raise FormatError(f"{path} holds a {type(content).__name__}; expected a state dict")
-        self._values: dict[str, Any] = {}
-        left = memory_limit(path.stat().st_size, 0)
-        for key, value in _flat("", content, names, _MOST_LEVELS):
-            left -= _VALUE_BYTES + len(key)
-            if left < 0:
-                raise FormatError(f"{path} holds more values than it has bytes")
-            if isinstance(value, Tensor) and not has_own_bytes(value):
-                raise FormatError(f"{path}: {key:.80} is a tensor without all of its elements")
-            self._values[key] = value
-
-    @property
-    def sizes(self) -> dict[str, torch.Size | None]:
-        return {
-            key: value.size() if isinstance(value, Tensor) else None
-            for key, value in self._values.items()
-        }
-
-    def load_into(self, state: dict[str, Any], ranks: Ranks) -> None:
-        def load() -> None:
-            for key, there in state.items():
-                value = self._values[key]
-                if isinstance(there, Tensor):
-                    _put(there, torch.as_tensor(value))
-                else:
-                    state[key] = value
-
-        ranks.together(load)
-
-    def fill(self, tensors: Mapping[str, FlatRuns], fill: RunWalk, ranks: Ranks) -> None:
-        ranks.together(lambda: fill(_putting(self._values, tensors)))
-
-
-class WeightsSource:
-    """Weights in a file of safetensors, or in a folder that `LazyTensors` reads."""
-
-    def __init__(self, path: Path, stack: ExitStack) -> None:
-        self.path = path
-        self._tensors = LazyTensors(path, stack)
-        self.sizes: dict[str, torch.Size | None] = dict(self._tensors.sizes())
-
-    def load_into(self, state: dict[str, Any], ranks: Ranks) -> None:
-        def load() -> None:
-            for key, there in state.items():
-                _put(there, self._tensors[key])
-
-        ranks.together(load)
-
-    def fill(self, tensors: Mapping[str, FlatRuns], fill: RunWalk, ranks: Ranks) -> None:
-        ranks.together(lambda: fill(_putting(self._tensors, tensors)))
+    names: of the optimizer's parameters in order, for states that are keyed by position.
+    """
+    try:
+        content = load_mapped(path)
+    except Exception as error:  # damaged zip files and pickles fail in any way
+        first = first_line(error)
+        raise FormatError(f"{path} is no file of torch.save that is safe: {first}") from error
+    if not isinstance(content, Mapping):
+        raise FormatError(f"{path} holds a {type(content).__name__}; expected a state dict")
+    values: dict[str, Any] = {}
+    left = memory_limit(path.stat().st_size, 0)
+    for key, value in _flat("", content, names, _MOST_LEVELS):
+        left -= _VALUE_BYTES + len(key)
+        if left < 0:
+            raise FormatError(f"{path} holds more values than it has bytes")
+        if isinstance(value, Tensor) and not has_own_bytes(value):
+            raise FormatError(f"{path}: {key:.80} is a tensor without all of its elements")
+        values[key] = value
+    return values
 
 
 def _putting(whole: Mapping[str, Tensor], tensors: Mapping[str, FlatRuns]) -> RunFiller:
@@ -159,10 +106,16 @@ def open_source(path: Path, names: Sequence[str], stack: ExitStack) -> Checkpoin
     stack: closes what stays open meanwhile.
     """
     if _has_weights_alone(path):
-        return WeightsSource(path, stack)
+        tensors = LazyTensors(path, stack)
+        return WholeSource(path, tensors, tensors.sizes())
     if path.is_file():
-        return FileSource(path, names)
-    return DcpSource(find(path))
+        values = _values_of_file(path, names)
+        return WholeSource(
+            path,
+            values,
+            {k: v.size() if isinstance(v, Tensor) else None for k, v in values.items()},
+        )
+    return stack.enter_context(closing(Reader(find(path))))
 
 
 def _has_weights_alone(path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""The StorageWriter: what DCP plans goes to one data file a rank, streamed state block by block."""
+"""Writes what DCP plans to one data file a rank, streamed state block by block, and commits."""
 
 from __future__ import annotations
 
@@ -6,24 +6,25 @@ import io
 import pickle
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
-from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
-from torch.futures import Future
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from gemini.checkpoint.format.boxes import Region, boxes_of_region
 from gemini.checkpoint.format.data_file import HEADER_BYTES, ITEM_ALIGN, UnitWriter
-from gemini.checkpoint.format.errors import said_plainly
 from gemini.checkpoint.format.folder import SaveFolder
+from gemini.checkpoint.format.index import encode_index
 from gemini.checkpoint.format.manifest import DataFile, Manifest
+from gemini.checkpoint.untrusted.metadata import index_of
 
+from .ranks import Ranks
 from .sharded import can_be_raw, in_run, tensor_header
 
 DCP_VERSION = "1.0.0"
@@ -76,113 +77,82 @@ class Committing:
     aliases: Mapping[str, str]  # further key of a tensor -> the key that it is saved under
 
 
-class Writer(StorageWriter):
-    """Writes one checkpoint; one object a save and rank.
+def write(
+    ranks: Ranks,
+    group: Any,
+    state: dict[str, Any],
+    file: RankFile,
+    stream: Callable[[RankFile], None] = lambda file: None,
+    committing: Committing | None = None,
+    failure: BaseException | None = None,
+) -> None:
+    """Write one checkpoint as DCP plans it. Collective, over `group`, in any thread.
 
-    stream: writes to the file what DCP must not ask the planner for; called once.
-    committing: on rank 0.
+    stream: writes to the file what DCP must not ask for. committing: on rank 0.
+    failure: of this rank, so far. Raises CheckpointError on every rank, whichever failed.
     """
+    planner = DefaultSavePlanner(flatten_sharded_tensors=False)
+    described: list[Metadata] = []  # on rank 0
 
-    def __init__(
-        self,
-        file: RankFile,
-        stream: Callable[[RankFile], None] = lambda file: None,
-        committing: Committing | None = None,
-        failure: BaseException | None = None,
-    ) -> None:
-        self._file = file
-        self._stream = stream
-        self._committing = committing
-        self._failure = failure  # of this rank before DCP began: raised where all ranks hear it
+    def plan_mine() -> SavePlan:
+        if failure is not None:
+            raise failure
+        planner.set_up_planner(state, None, ranks.rank == 0)
+        return planner.create_local_plan()
 
-    # -- what DCP calls, in order --
-
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """Nothing: one object writes once."""
-
-    def storage_meta(self) -> StorageMeta | None:
-        return None
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        with said_plainly():
-            if self._failure is not None:
-                raise self._failure
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+    def plan_all(plans: list[SavePlan]) -> list[SavePlan]:
+        plans, metadata = planner.create_global_plan(plans)
+        described.append(metadata)
         return plans
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        with said_plainly(), torch.no_grad():
-            return self._write(plan, planner)
+    def commit(written: list[_Written]) -> list[None]:
+        assert committing is not None
+        _commit(committing, described[0], written)
+        return [None] * len(written)
 
-    def _write(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        self._stream(self._file)
-        for item in plan.items:
-            if item.index in self._file.places:
-                continue
-            data = planner.resolve_data(item)
-            if item.type == WriteItemType.BYTE_IO:
-                assert isinstance(data, io.BytesIO)
-                self._file.add_bytes(item.index, data.getbuffer())
-            else:
-                assert isinstance(data, Tensor)
-                self._add(item.index, data)
-        places = self._file.places
-        results: list[Any] = [
-            WriteResult(item.index, places[item.index].length, places[item.index])
-            for item in plan.items
-        ]
-        results.append(self._file.finish())
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
-        return future
+    plan = planner.finish_plan(ranks.through_first(plan_mine, plan_all, group))
+    ranks.through_first(lambda: _written(file, stream, plan, planner), commit, group)
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On rank 0, when all files are complete and synced."""
-        with said_plainly():
-            self._commit(metadata, results)
 
-    def _commit(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        assert self._committing is not None
-        files, storage = [], {}
-        for one_rank in results:
-            *items, file = one_rank
-            assert isinstance(file, DataFile)
-            files.append(file)
-            storage.update({item.index: item.storage_data for item in items})
-        metadata.storage_data = storage
-        metadata.version = DCP_VERSION
-        _add_aliases(metadata, self._committing.aliases)
-        pickled = pickle.dumps(metadata)
-        bare = self._committing.manifest
-        self._committing.folder.commit(
-            Manifest(
-                world_size=bare.world_size,
-                sequence=bare.sequence,
-                metadata_nbytes=len(pickled),
-                metadata_crc32=zlib.crc32(pickled),
-                files=tuple(files),
-                about=bare.about,
-            ),
-            pickled,
-            self._committing.keep_last,
-        )
+_Written = tuple[dict[MetadataIndex, _StorageInfo], DataFile]  # by one rank, all synced
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return True
 
-    def _add(self, index: MetadataIndex, data: Tensor) -> None:
-        data = data.detach()
-        if can_be_raw(data.dtype):
-            self._file.add_tensor(index, data, tuple(data.shape))
+@torch.no_grad()
+def _written(
+    file: RankFile, stream: Callable[[RankFile], None], plan: SavePlan, planner: SavePlanner
+) -> _Written:
+    stream(file)
+    for item in plan.items:
+        if item.index in file.places:
+            continue
+        data = planner.resolve_data(item)
+        if isinstance(data, io.BytesIO):
+            file.add_bytes(item.index, data.getbuffer())
+        elif can_be_raw(data.dtype):
+            file.add_tensor(item.index, data.detach(), tuple(data.shape))
         else:
             whole = io.BytesIO()
-            torch.save(data.cpu().clone(), whole)
-            self._file.add_bytes(index, whole.getbuffer())
+            torch.save(data.detach().cpu().clone(), whole)
+            file.add_bytes(item.index, whole.getbuffer())
+    return {item.index: file.places[item.index] for item in plan.items}, file.finish()
+
+
+def _commit(committing: Committing, metadata: Metadata, written: list[_Written]) -> None:
+    files = tuple(file for _, file in written)
+    metadata.storage_data = {index: at for places, _ in written for index, at in places.items()}
+    metadata.version = DCP_VERSION
+    _add_aliases(metadata, committing.aliases)
+    pickled = pickle.dumps(metadata)
+    crc32 = zlib.crc32(pickled)
+    tensors = encode_index(index_of(metadata), [file.name for file in files])
+    manifest = replace(
+        committing.manifest,
+        metadata_nbytes=len(pickled),
+        metadata_crc32=crc32,
+        files=files,
+        index={"metadata": crc32, "tensors": tensors},
+    )
+    committing.folder.commit(manifest, pickled, committing.keep_last)
 
 
 def _add_aliases(metadata: Metadata, aliases: Mapping[str, str]) -> None:

@@ -9,9 +9,10 @@ dimension (fused matrices that torch has split), a box is cut into those, which 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import product
+from dataclasses import dataclass, field
+from itertools import accumulate, product
 from math import prod
+from operator import mul
 
 from gemini.units import Segments
 
@@ -35,20 +36,18 @@ class Region:
 
     shape: tuple[int, ...]  # of the whole
     segments: tuple[Segments, ...]  # by dimension
+    sizes: tuple[int, ...] = field(init=False, compare=False)  # of the region
+    strides: tuple[int, ...] = field(init=False, compare=False)  # of it, contiguous
+
+    def __post_init__(self) -> None:
+        sizes = tuple([sum([size for _, size in segments]) for segments in self.segments])
+        strides = list(accumulate(reversed(sizes[1:]), mul, initial=1))[::-1]
+        object.__setattr__(self, "sizes", sizes)
+        object.__setattr__(self, "strides", tuple(strides[: len(sizes)]))
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Region:
-        return cls(tuple(shape), tuple(((0, size),) for size in shape))
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        return tuple(sum(size for _, size in segments) for segments in self.segments)
-
-    @property
-    def strides(self) -> tuple[int, ...]:
-        """Of the region, contiguous."""
-        sizes = self.sizes
-        return tuple(prod(sizes[i + 1 :]) for i in range(len(sizes)))
+        return cls(tuple(shape), tuple([((0, size),) for size in shape]))
 
     @property
     def num_boxes(self) -> int:
@@ -58,13 +57,16 @@ class Region:
 def boxes_of_region(region: Region, start: int, stop: int) -> tuple[Box, ...]:
     """Boxes of the whole tensor of elements [start, stop) of the flattened region; the `start` of
     each counts in the region, in which it has the region's strides."""
+    boxes = boxes_of_run(region.sizes, start, stop)
+    if region.sizes == region.shape:
+        return boxes  # all of the tensor
     return tuple(
         Box(
             tuple(offset for _, offset, _ in parts),
             tuple(size for *_, size in parts),
             sum(at * stride for (at, *_), stride in zip(parts, region.strides, strict=True)),
         )
-        for box in boxes_of_run(region.sizes, start, stop)
+        for box in boxes
         for parts in product(*map(_overlaps, region.segments, box.offsets, box.sizes))
     )
 

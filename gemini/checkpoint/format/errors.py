@@ -26,17 +26,6 @@ class FormatError(CheckpointError, ValueError):
 
 
 @contextmanager
-def said_plainly() -> Iterator[None]:
-    """Errors inside become ones that another rank can unpickle: a CheckpointError and its text."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise CheckpointError(f"{type(error).__name__}: {error}") from error
-
-
-@contextmanager
 def on_disk(what: str, path: Path) -> Iterator[None]:
     """An OSError inside becomes a CheckpointError: what could not be done, where, and why."""
     try:

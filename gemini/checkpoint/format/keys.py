@@ -56,7 +56,7 @@ class Keys:
         for key in keys:
             parts = key.split(".")
             for i in range(min(len(parts), 5)):
-                prefix = "".join(f"{part}." for part in parts[:i])
+                prefix = ".".join([*parts[:i], ""])
                 if ".".join(parts[i:]) in wanted:
                     models[prefix] = models.get(prefix, 0) + 1
                 if parts[i] == "state" and ".".join(parts[i + 1 : -1]) in wanted:

@@ -20,6 +20,8 @@ from .errors import CorruptError, FormatError
 FORMAT_VERSION = 1
 NAME = "manifest.json"
 METADATA = ".metadata"  # of torch.distributed.checkpoint
+JSON_BYTES = 1 << 20  # a manifest or an index is no larger, but for
+JSON_SHARE = 4096  # one byte in so many of the data that it describes
 MAX_UNIT_BYTES = 16 << 20  # of a file that any version wrote: what reads takes memory for a few
 
 
@@ -57,6 +59,8 @@ class Manifest:
     metadata_crc32: int
     files: tuple[DataFile, ...] = ()
     about: dict[str, Any] = field(default_factory=dict)  # for people: versions, time
+    # "metadata": crc32 of the `.metadata` that says the same; "tensors": see `encode_index`
+    index: dict[str, Any] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -69,7 +73,8 @@ class Manifest:
         return hashlib.sha256(repr((self.metadata_crc32, units)).encode()).hexdigest()[:16]
 
     def encode(self) -> bytes:
-        body = {
+        """Without the index where a reader would find the manifest too large for its files."""
+        body: dict[str, Any] = {
             "format": FORMAT_VERSION,
             "world_size": self.world_size,
             "sequence": self.sequence,
@@ -83,8 +88,12 @@ class Manifest:
             },
             "about": self.about,
         }
-        text = json.dumps(body, separators=(",", ":")).encode()
-        return text + b"\n" + f"crc32 {zlib.crc32(text):08x}\n".encode()
+        for more in ({} if self.index is None else {"index": self.index}, {}):
+            text = json.dumps(body | more, separators=(",", ":")).encode()
+            data = text + b"\n" + f"crc32 {zlib.crc32(text):08x}\n".encode()
+            if len(data) <= JSON_BYTES + self.nbytes // JSON_SHARE:
+                break
+        return data
 
     @classmethod
     def decode(cls, data: bytes, path: str) -> Manifest:
@@ -111,6 +120,7 @@ class Manifest:
                 metadata_crc32=_whole(body["metadata"][1]),
                 files=tuple(_file(name, one) for name, one in body["files"].items()),
                 about=dict(body["about"]),
+                index=dict(body["index"]) if "index" in body else None,
             )
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise CorruptError(f"{path} says what no checkpoint has: {error}") from error
@@ -118,11 +128,7 @@ class Manifest:
 
 def is_plain_name(name: object) -> bool:
     """Whether this is the name of a file of a folder, and of nothing outside of it."""
-    return (
-        isinstance(name, str)
-        and name not in ("", ".", "..")
-        and not any(mark in name for mark in "/\\\0")
-    )
+    return isinstance(name, str) and name not in ("", ".", "..") and not set("/\\\0") & set(name)
 
 
 def _whole(value: object) -> int:

@@ -9,12 +9,10 @@ from pathlib import Path
 from gemini.nvme import cause_of
 
 from .errors import CorruptError
-from .manifest import NAME, Manifest
+from .manifest import JSON_BYTES, JSON_SHARE, NAME, Manifest
 
 ROOM_BYTES = 32 << 20  # of memory, for what is made of a small file
 _OBJECTS_SHARE = 16  # bytes of memory that objects take for each that they have in a pickle
-_JSON_BYTES = 1 << 20  # a manifest or an index is no larger, but for
-_JSON_SHARE = 4096  # one byte in so many of the data that it describes
 
 
 def memory_limit(pickle_bytes: int, data_bytes: int) -> int:
@@ -56,7 +54,7 @@ def folder_bytes(folder: Path) -> int:
 def read_json(path: Path) -> bytes:
     """A manifest or an index, bounded by what it describes: as objects it takes some 30 times its
     size. Raises CorruptError."""
-    return read_file(path, _JSON_BYTES + folder_bytes(path.parent) // _JSON_SHARE)
+    return read_file(path, JSON_BYTES + folder_bytes(path.parent) // JSON_SHARE)
 
 
 def read_manifest(folder: Path) -> Manifest | None:

@@ -1,15 +1,16 @@
-"""`.metadata`, a pickle of DCP's: read with a list of what may be in it, then checked.
+"""The index of a checkpoint folder: our manifest's, or that of `.metadata`, a pickle of DCP's.
 
-A checkpoint may come from anybody. What it says of tensors is compared with the bytes that its
-files have before any memory is taken for one.
+The pickle is read for folders that others wrote or that older versions did, with a list of what may
+be in it. What either says of tensors is compared with the bytes that the files have before any
+memory is taken for one.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections import OrderedDict
-from collections.abc import Mapping
-from math import prod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path, PosixPath, PurePosixPath
 from typing import Any
 
@@ -25,13 +26,14 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from gemini.checkpoint.format.errors import CorruptError, FormatError
-from gemini.checkpoint.format.manifest import METADATA, Manifest, is_plain_name
+from gemini.checkpoint.format.index import Index, IndexEntry, SavedPart, check, decode_index
+from gemini.checkpoint.format.manifest import METADATA, NAME, Manifest, is_plain_name
 from gemini.checkpoint.format.small_files import folder_bytes, memory_limit, read_file
 
-from .object_reader import ObjectReader
-from .pickles import PickleError
+from .pickles import OBJECT, PickleError, PickleMachine, no_collection
 
 _MOST_DIMENSIONS = 64  # of torch
+_MOST_FIELDS = 64  # of an object
 
 _CLASSES = {
     (kind.__module__, kind.__qualname__): kind
@@ -46,6 +48,7 @@ _CLASSES = {
         filesystem._StorageInfo,
     )
 }
+_KINDS = frozenset(_CLASSES.values())
 
 
 def _size(*sizes: Any) -> torch.Size:
@@ -77,15 +80,8 @@ _FUNCTIONS: dict[tuple[str, str], Any] = {
 }
 
 
-def _dtype(module: str, name: str) -> torch.dtype:
-    found = getattr(torch, name, None) if module == "torch" else None
-    if not isinstance(found, torch.dtype):
-        raise FormatError(f"it holds a {module}.{name}, which no checkpoint needs; not loaded")
-    return found
-
-
 def _check_key(fields: Mapping[Any, Any]) -> None:
-    """Of a MetadataIndex, which is a key."""
+    """Of a MetadataIndex, which is a key: its hash is that of a few values."""
     if type(fields.get("fqn")) is not str or type(fields.get("offset")) not in (
         type(None),
         torch.Size,
@@ -93,97 +89,197 @@ def _check_key(fields: Mapping[Any, Any]) -> None:
         raise PickleError("it has a place of something that is no tensor")
 
 
+@dataclass(frozen=True, slots=True)
+class _Class:
+    """Stands for a class until an object of it is made."""
+
+    kind: type
+
+
+@dataclass(frozen=True, slots=True)
+class _Function:
+    """Stands for a function until it is called."""
+
+    call: Callable[..., Any]
+
+
+class _MetadataReader(PickleMachine):
+    """Makes plain values and objects of `_CLASSES`; an object is made once, and filled once."""
+
+    def named(self, module: str, name: str) -> Any:
+        self.take(OBJECT)
+        key = (module, name)
+        if key in _CLASSES:
+            return _Class(_CLASSES[key])
+        if key in _FUNCTIONS:
+            return _Function(_FUNCTIONS[key])
+        found = getattr(torch, name, None) if module == "torch" else None
+        if not isinstance(found, torch.dtype):
+            raise FormatError(f"it holds a {module}.{name}, which no checkpoint needs; not loaded")
+        return found
+
+    def made(self, kind: Any, arguments: tuple[Any, ...]) -> Any:
+        if type(kind) is not _Class or arguments:
+            self.wrong("a class", kind)
+        return object.__new__(kind.kind)
+
+    def called(self, function: Any, arguments: tuple[Any, ...]) -> Any:
+        if type(function) is not _Function or len(arguments) > _MOST_FIELDS:
+            self.wrong("a function", function)
+        self.take(sum(8 * len(a) for a in arguments if type(a) in (tuple, list, str)))
+        try:
+            return function.call(*arguments)
+        except Exception as error:  # whatever it says of arguments that nobody gives it
+            raise PickleError(f"it calls {function.call.__name__} with {error}") from error
+
+    def fill(self, made: Any, fields: Any) -> None:
+        kind = type(made)
+        if kind not in _KINDS or vars(made):
+            self.wrong("a new object", made)
+        if hasattr(made, "__setstate__"):
+            try:
+                made.__setstate__(fields)
+            except Exception as error:
+                raise PickleError(f"a {kind.__name__} is filled with {error}") from error
+            return
+        if type(fields) is not dict or len(fields) > _MOST_FIELDS:
+            self.wrong("a dict of fields", fields)
+        if kind is MetadataIndex:
+            _check_key(fields)
+        vars(made).update(fields)
+
+    def extend(self, there: Any, values: list[Any]) -> None:
+        if type(there) is not list:
+            self.wrong("a list", there)
+        there.extend(values)
+
+    def update(self, there: Any, values: list[Any]) -> None:
+        if not isinstance(there, dict):
+            self.wrong("a dict", there)
+        self.take_entries(len(there), len(values) // 2)
+        for key, value in zip(values[::2], values[1::2], strict=True):
+            if type(key) not in (str, int) and not (type(key) is MetadataIndex and vars(key)):
+                self.wrong("a key", key)
+            there[key] = value
+
+
+@no_collection()
+def read_index(folder: Path, manifest: Manifest | None) -> Index:
+    """Our manifest's, where it has one that says what `.metadata` does; else from `.metadata`.
+
+    Raises CorruptError where a file is not what the manifest says, FormatError for what it holds.
+    """
+    data = _read(folder / METADATA, manifest)
+    own = _own_index(folder, manifest)
+    return _index_of(_load(data, folder), folder, manifest) if own is None else own
+
+
+@no_collection()
 def read_metadata(folder: Path, manifest: Manifest | None) -> Metadata:
-    """Raises CorruptError where it is not what the manifest says, FormatError for what it holds."""
-    path = folder / METADATA
+    """What `.metadata` says, checked. Raises as `read_index`, and where that says otherwise."""
+    found = _load(_read(folder / METADATA, manifest), folder)
+    index, own = _index_of(found, folder, manifest), _own_index(folder, manifest)
+    other = [
+        key for key in (*index, *(own or {})) if own is not None and index.get(key) != own.get(key)
+    ]
+    if other:
+        raise CorruptError(f"{folder / NAME} and {METADATA} do not say the same of {other[0]}")
+    return found
+
+
+def _own_index(folder: Path, manifest: Manifest | None) -> Index | None:
+    """None in a folder of an older version or of others, or where `.metadata` was replaced."""
+    own = None if manifest is None else manifest.index
+    if manifest is None or own is None or own.get("metadata") != manifest.metadata_crc32:
+        return None
+    try:
+        return decode_index(own.get("tensors"), {file.name: file.nbytes for file in manifest.files})
+    except CorruptError as error:
+        raise CorruptError(f"{folder / NAME}: {error}") from error
+
+
+def index_of(found: Metadata) -> dict[str, IndexEntry]:
+    """DCP's description of a checkpoint as ours. Raises CorruptError."""
+    tensors = _is(vars(found).get("state_dict_metadata"), dict, "its list of tensors")
+    places = _is(vars(found).get("storage_data"), dict, "its list of places")
+    for index, place in places.items():
+        _is(index, MetadataIndex, "the key of a place")
+        _check_place(index.fqn, vars(_is(place, filesystem._StorageInfo, index.fqn)))
+    return {_is(key, str, "a key"): _entry(key, entry, places) for key, entry in tensors.items()}
+
+
+def _read(path: Path, manifest: Manifest | None) -> bytes:
     data = read_file(path)
     if manifest is not None and (
         len(data) != manifest.metadata_nbytes or zlib.crc32(data) != manifest.metadata_crc32
     ):
         raise CorruptError(f"{path} is damaged: its checksum does not match")
+    return data
+
+
+def _load(data: bytes, folder: Path) -> Metadata:
+    path = folder / METADATA
     try:
         limit = memory_limit(len(data), folder_bytes(folder))
-        keys: dict[type, Any] = {MetadataIndex: _check_key}
-        found = ObjectReader(data, limit, _CLASSES, _FUNCTIONS, _dtype, keys).load()
+        found = _MetadataReader(data, limit).load()
     except FormatError as error:
         raise FormatError(f"{path}: {error}") from error
     except PickleError as error:
         raise CorruptError(f"{path} cannot be read: {error}") from error
     if not isinstance(found, Metadata):
         raise FormatError(f"{path} holds a {type(found).__name__}; expected DCP's Metadata")
-    try:
-        _check(found, folder, manifest)
-    except CorruptError as error:
-        raise CorruptError(f"{path}: {error}") from error
     return found
 
 
-def _check(found: Metadata, folder: Path, manifest: Manifest | None) -> None:
-    """Every field is of its type, every item inside its file, and no tensor larger than that."""
-    tensors = _is(vars(found).get("state_dict_metadata"), dict, "its list of tensors")
-    places = _is(vars(found).get("storage_data"), dict, "its list of places")
-    _check_places(places, folder, manifest)
-    for key, entry in tensors.items():
-        _is(key, str, "a key")
-        if type(entry) is BytesStorageMetadata:
-            _place(places, MetadataIndex(key), key)
+def _index_of(found: Metadata, folder: Path, manifest: Manifest | None) -> dict[str, IndexEntry]:
+    """Checked against the files of the folder."""
+    try:
+        index = index_of(found)
+        names = {place.relative_path for place in found.storage_data.values()}
+        if manifest is None:
+            nbytes = {name: _file_bytes(folder / name) for name in names}
         else:
-            _check_tensor(key, vars(_is(entry, TensorStorageMetadata, key)), places)
+            nbytes = {file.name: file.nbytes for file in manifest.files}
+        for name in names - nbytes.keys():
+            raise CorruptError(f"the manifest does not know the file {name}")
+        check(index, nbytes)
+    except CorruptError as error:
+        raise CorruptError(f"{folder / METADATA}: {error}") from error
+    return index
 
 
-def _check_places(places: Any, folder: Path, manifest: Manifest | None) -> None:
-    nbytes = {} if manifest is None else {file.name: file.nbytes for file in manifest.files}
-    for index, place in places.items():
-        _is(index, MetadataIndex, "the key of a place")
-        fields = vars(_is(place, filesystem._StorageInfo, index.fqn))
-        name, offset, length = (fields.get(n) for n in ("relative_path", "offset", "length"))
-        if not isinstance(name, str) or not is_plain_name(name):
-            raise CorruptError(f"{index.fqn} lies in {name!r:.80}, expected a file of the folder")
-        if fields.get("transform_descriptors"):
-            raise CorruptError(f"{index.fqn} is compressed, which this code does not read")
-        if name not in nbytes:
-            if manifest is not None:
-                raise CorruptError(f"the manifest does not know the file {name}")
-            nbytes[name] = _file_bytes(folder / name)
-        if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
-            raise CorruptError(f"{index.fqn} has no place in {name}")
-        if offset + length > nbytes[name]:
-            raise CorruptError(
-                f"{index.fqn} lies at bytes {offset} to {offset + length} of {name}, which has "
-                f"{nbytes[name]}"
-            )
+def _check_place(key: str, fields: Mapping[str, Any]) -> None:
+    name, offset, length = (fields.get(n) for n in ("relative_path", "offset", "length"))
+    if not is_plain_name(name):
+        raise CorruptError(f"{key} lies in {name!r:.80}, expected a file of the folder")
+    if fields.get("transform_descriptors"):
+        raise CorruptError(f"{key} is compressed, which this code does not read")
+    if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
+        raise CorruptError(f"{key} has no place in {name}")
 
 
-def _check_tensor(key: str, fields: Mapping[str, Any], places: Any) -> None:
+def _entry(key: str, entry: Any, places: Any) -> IndexEntry:
+    if type(entry) is BytesStorageMetadata:
+        return IndexEntry(None, torch.Size(()), (_part(places, MetadataIndex(key), ()),))
+    fields = vars(_is(entry, TensorStorageMetadata, key))
     size = _is(fields.get("size"), torch.Size, f"the size of {key}")
     properties = _is(fields.get("properties"), TensorProperties, f"the dtype of {key}")
     dtype = _is(vars(properties).get("dtype"), torch.dtype, f"the dtype of {key}")
-    held = 0
+    parts = []
     for chunk in _is(fields.get("chunks"), list, f"the parts of {key}"):
         part = vars(_is(chunk, ChunkStorageMetadata, f"a part of {key}"))
         offsets = _is(part.get("offsets"), torch.Size, f"a part of {key}")
         sizes = _is(part.get("sizes"), torch.Size, f"a part of {key}")
-        if not len(offsets) == len(sizes) == len(size) or not all(
-            o >= 0 and n >= 0 and o + n <= whole
-            for o, n, whole in zip(offsets, sizes, size, strict=True)
-        ):
-            raise CorruptError(f"a part of {key} lies outside of it")
-        numel = prod(sizes)
-        held += numel
-        place = _place(places, MetadataIndex(key, offsets), key)
-        if place.length < numel * dtype.itemsize:
-            raise CorruptError(
-                f"{key} has {place.length} bytes in {place.relative_path}, fewer than its {numel} "
-                f"elements of {dtype} take"
-            )
-    if held != prod(size):
-        raise CorruptError(f"{key} has {prod(size)} elements, of which {held} were saved")
+        parts.append(_part(places, MetadataIndex(key, offsets), sizes))
+    return IndexEntry(dtype, size, tuple(parts))
 
 
-def _place(places: Any, index: MetadataIndex, key: str) -> Any:
+def _part(places: Any, index: MetadataIndex, sizes: Sequence[int]) -> SavedPart:
     if index not in places:
-        raise CorruptError(f"{key} has no place in any file")
-    return places[index]
+        raise CorruptError(f"{index.fqn} has no place in any file")
+    place = places[index]
+    offsets = tuple(index.offset or ())
+    return SavedPart(place.relative_path, place.offset, place.length, offsets, tuple(sizes))
 
 
 def _file_bytes(path: Path) -> int:

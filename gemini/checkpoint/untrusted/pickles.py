@@ -9,7 +9,7 @@ subclass to say. Protocols 2 to 5.
 from __future__ import annotations
 
 import gc
-import pickle
+import pickletools
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +20,31 @@ SLOT, NUMBER, TEXT, SEQUENCE, DICT, ENTRY, OBJECT = 10, 32, 60, 72, 232, 100, 29
 _FIRST_ENTRIES = 5  # of a dict, which are in DICT
 _MOST_DIGITS = 32  # bytes of a number
 _MOST_MARKS = 1000  # of containers in containers
+# what stands in the pickle itself, and what it takes beside its slot and its letters
+_LITERALS = {
+    "NONE": 0, "NEWTRUE": 0, "NEWFALSE": 0, "EMPTY_TUPLE": 0, "BININT1": 0,
+    "BININT": NUMBER, "BININT2": NUMBER, "BINFLOAT": NUMBER,
+    "LONG1": NUMBER + _MOST_DIGITS, "LONG4": NUMBER + _MOST_DIGITS,
+    "SHORT_BINUNICODE": TEXT, "BINUNICODE": TEXT, "BINUNICODE8": TEXT,
+}  # fmt: skip
+_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
+_NUMBERS = {
+    "BININT": "<i", "BININT1": "<B", "BININT2": "<H", "BINFLOAT": ">d", "PROTO": "<B",
+    "FRAME": "<Q", "BINPUT": "<B", "LONG_BINPUT": "<I", "BINGET": "<B", "LONG_BINGET": "<I",
+}  # fmt: skip
+_BYTES = {  # as many as a number before them says
+    "LONG1": "<B", "LONG4": "<i", "SHORT_BINUNICODE": "<B", "BINUNICODE": "<I",
+    "BINUNICODE8": "<Q", "SHORT_BINSTRING": "<B",
+}  # fmt: skip
+# by code: name, form of the number behind it, whether that counts bytes
+_OPERATIONS = {
+    ord(known.code): (
+        known.name,
+        struct.Struct(form) if (form := (_NUMBERS | _BYTES).get(known.name)) else None,
+        known.name in _BYTES,
+    )
+    for known in pickletools.opcodes
+}
 
 
 class PickleError(ValueError):
@@ -27,38 +52,79 @@ class PickleError(ValueError):
 
 
 class PickleMachine:
-    """Reads pickles from `data`, one after the other. Subclasses give meaning to what they name.
+    """Reads pickles from `data`, one after the other. Subclasses give meaning to what they name."""
 
-    data: bytes, or what can be indexed, sliced and searched like them.
-    """
-
-    def __init__(self, data: Any, limit_bytes: int) -> None:
-        self.data, self.at = data, 0
+    def __init__(self, data: bytes, limit_bytes: int) -> None:
+        self._data, self._at = data, 0
         self.left = limit_bytes
-        self.stack: list[Any] = []
-        self.below: list[list[Any]] = []  # stacks under marks
-        self.memo: list[Any] = []
+        self._clear()
+
+    def _clear(self) -> None:
+        self._stack: list[Any] = []
+        self._below: list[list[Any]] = []  # stacks under marks
+        self._memo: list[Any] = []
 
     def load(self) -> Any:
         """The next object. Raises PickleError, and what a subclass raises."""
-        self.stack, self.below, self.memo = [], [], []
-        with _no_collection():
+        self._clear()
+        with no_collection():
             try:
                 return self._run()
             except (IndexError, struct.error, UnicodeDecodeError) as error:
                 raise PickleError(f"it ends early or is damaged ({error})") from error
 
     def _run(self) -> Any:
-        data, instructions = self.data, _INSTRUCTIONS
+        """What a pickle has most of is done here, without a call: literals, memo, marks."""
+        data, at = self._data, self._at
+        value: Any = None
         while True:
-            code = data[self.at]
-            self.at += 1
-            if code == _STOP:
-                return self.stack.pop()
-            instruction = instructions.get(code)
-            if instruction is None:
-                raise PickleError(f"it has the instruction {bytes([code])!r}")
-            instruction(self)
+            name, form, counts = _OPERATIONS.get(data[at], ("", None, False))
+            at += 1
+            if form is not None:
+                (value,) = form.unpack_from(data, at)
+                at += form.size
+            if counts:
+                first, at = at, at + value
+                if not first <= at <= len(data):
+                    raise PickleError("it ends early")
+                value = data[first:at]
+            if name in _LITERALS:
+                self.left -= SLOT + _LITERALS[name]
+                if name in ("LONG1", "LONG4"):
+                    if len(value) > _MOST_DIGITS:
+                        raise PickleError(f"it has a number of {len(value)} bytes")
+                    value = int.from_bytes(value, "little", signed=True)
+                elif counts:
+                    self.left -= 4 * len(value)
+                    value = value.decode("utf-8", "surrogatepass")
+                self._stack.append(_CONSTANTS.get(name, value))
+            elif name in ("MEMOIZE", "BINPUT", "LONG_BINPUT"):
+                self.left -= SLOT
+                if name == "MEMOIZE" or value == len(self._memo):
+                    self._memo.append(self._stack[-1])
+                elif value < len(self._memo):
+                    self._memo[value] = self._stack[-1]
+                else:
+                    raise PickleError(f"it remembers value {value} before value {len(self._memo)}")
+            elif name in ("BINGET", "LONG_BINGET"):
+                self.left -= SLOT
+                self._stack.append(self._memo[value])
+            elif name == "STOP":
+                self._at = at
+                return self._stack.pop()
+            elif name == "GLOBAL":
+                middle = data.find(b"\n", at)
+                end = data.find(b"\n", middle + 1)
+                if not at <= middle < end:
+                    raise PickleError("it ends early")
+                self._push_named(data[at:middle].decode(), data[middle + 1 : end].decode())
+                at = end + 1
+            elif name in _INSTRUCTIONS:
+                _INSTRUCTIONS[name](self, value)
+            elif name not in ("PROTO", "FRAME"):
+                raise PickleError(f"it has the instruction {data[at - 1 : at]!r}")
+            if self.left < 0:
+                self.take(0)  # says so
 
     # -- for subclasses --
 
@@ -102,154 +168,79 @@ class PickleMachine:
         if self.left < 0:
             raise PickleError("it would take more memory than its files have bytes")
 
-    def wrong(self, expected: str, found: Any) -> NoReturn:
-        raise PickleError(f"it has a {type(found).__name__} in the place of {expected}")
-
-    # -- reading --
-
-    def bytes_of(self, count: int) -> bytes:
-        found: bytes = self.data[self.at : self.at + count]
-        if len(found) != count:
-            raise PickleError("it ends early")
-        self.at += count
-        return found
-
-    def number(self, form: struct.Struct) -> int:
-        value: int = form.unpack_from(self.data, self.at)[0]
-        self.at += form.size
-        return value
-
-    def line(self) -> str:
-        end = self.data.find(b"\n", self.at)
-        if end < 0:
-            raise PickleError("it ends early")
-        return self.bytes_of(end + 1 - self.at)[:-1].decode()
-
-    def since_mark(self) -> list[Any]:
-        found, self.stack = self.stack, self.below.pop()
-        return found
-
-    # -- instructions --
-
-    def push(self, value: Any) -> None:
-        self.take(SLOT)
-        self.stack.append(value)
-
-    def push_number(self, form: struct.Struct) -> None:
-        self.take(SLOT + NUMBER)
-        self.stack.append(self.number(form))
-
-    def push_byte(self) -> None:
-        self.push(self.data[self.at])
-        self.at += 1
-
-    def push_long(self, form: struct.Struct) -> None:
-        count = self.number(form)
-        if not 0 <= count <= _MOST_DIGITS:
-            raise PickleError(f"it has a number of {count} bytes")
-        self.take(SLOT + NUMBER + count)
-        self.stack.append(int.from_bytes(self.bytes_of(count), "little", signed=True))
-
-    def push_float(self) -> None:
-        self.take(SLOT + NUMBER)
-        self.stack.append(_F8.unpack(self.bytes_of(8))[0])
-
-    def push_text(self, form: struct.Struct) -> None:
-        text = self.bytes_of(self.number(form))
-        self.take(SLOT + TEXT + 4 * len(text))
-        self.stack.append(text.decode("utf-8", "surrogatepass"))
-
-    def push_bytes(self, form: struct.Struct) -> None:
-        value = self.bytes_of(self.number(form))
-        self.take(SLOT + TEXT + len(value))
-        self.stack.append(value)
-
-    def push_list(self) -> None:
-        self.take(SLOT + SEQUENCE)
-        self.stack.append(self.new_list())
-
-    def push_dict(self) -> None:
-        self.take(SLOT + DICT)
-        self.stack.append(self.new_dict())
-
-    def push_tuple(self) -> None:
-        values = self.since_mark()
-        self.take(SEQUENCE + 8 * len(values))
-        self.stack.append(tuple(values))
-
-    def push_tuple_of(self, count: int) -> None:
-        self.take(SEQUENCE)
-        values = self.stack[-count:]
-        if len(values) != count:
-            raise PickleError("it ends early or is damaged")
-        self.stack[-count:] = [tuple(values)]
-
-    def mark(self) -> None:
-        if len(self.below) > _MOST_MARKS:
-            raise PickleError("it is nested deeper than any list of tensors")
-        self.take(SEQUENCE)
-        self.below.append(self.stack)
-        self.stack = []
-
-    def append_to(self, values: list[Any]) -> None:
-        self.take(SLOT * len(values))
-        self.extend(self.stack[-1], values)
-
-    def set_items(self, values: list[Any]) -> None:
-        if len(values) % 2:
-            raise PickleError("it has a key without a value")
-        self.update(self.stack[-1], values)
-
     def take_entries(self, there: int, more: int) -> None:
         """A dict grows."""
         self.take(ENTRY * max(0, min(more, there + more - _FIRST_ENTRIES)))
 
-    def remember(self) -> None:
-        self.take(SLOT)
-        self.memo.append(self.stack[-1])
+    def wrong(self, expected: str, found: Any) -> NoReturn:
+        raise PickleError(f"it has a {type(found).__name__} in the place of {expected}")
 
-    def remember_at(self, form: struct.Struct) -> None:
-        index = self.number(form)
-        if index == len(self.memo):
-            self.remember()
-        elif index < len(self.memo):
-            self.memo[index] = self.stack[-1]
-        else:
-            raise PickleError(f"it remembers value {index} before value {len(self.memo)}")
+    # -- instructions --
 
-    def recall(self, form: struct.Struct) -> None:
-        self.push(self.memo[self.number(form)])
+    def _mark(self, _: None) -> None:
+        if len(self._below) > _MOST_MARKS:
+            raise PickleError("it is nested deeper than any list of tensors")
+        self.take(SEQUENCE)
+        self._below.append(self._stack)
+        self._stack = []
 
-    def push_named(self, module: Any, name: Any) -> None:
+    def _since_mark(self) -> list[Any]:
+        found, self._stack = self._stack, self._below.pop()
+        return found
+
+    def _push_new(self, make: Callable[[], Any], nbytes: int) -> None:
+        self.take(SLOT + nbytes)
+        self._stack.append(make())
+
+    def _push_bytes(self, value: bytes) -> None:
+        self.take(SLOT + TEXT + len(value))
+        self._stack.append(value)
+
+    def _push_tuple(self, values: list[Any]) -> None:
+        self.take(SEQUENCE + 8 * len(values))
+        self._stack.append(tuple(values))
+
+    def _push_tuple_of(self, count: int) -> None:
+        values = self._stack[-count:]
+        if len(values) != count:
+            raise PickleError("it ends early or is damaged")
+        del self._stack[-count:]
+        self._push_tuple(values)
+
+    def _append(self, values: list[Any]) -> None:
+        self.take(SLOT * len(values))
+        self.extend(self._stack[-1], values)
+
+    def _set_items(self, values: list[Any]) -> None:
+        if len(values) % 2:
+            raise PickleError("it has a key without a value")
+        self.update(self._stack[-1], values)
+
+    def _push_named(self, module: Any, name: Any) -> None:
         if type(module) is not str or type(name) is not str:
             self.wrong("a name", name)
-        self.push(self.named(module, name))
+        self.take(SLOT)
+        self._stack.append(self.named(module, name))
 
-    def push_stack_global(self) -> None:
-        name, module = self.stack.pop(), self.stack.pop()
-        self.push_named(module, name)
-
-    def push_made(self) -> None:
-        arguments, kind = self.stack.pop(), self.stack.pop()
+    def _push_of(self, make: Callable[[Any, tuple[Any, ...]], Any], nbytes: int) -> None:
+        """An object of a class, or what a call gives."""
+        arguments, kind = self._stack.pop(), self._stack.pop()
         if type(arguments) is not tuple:
             self.wrong("arguments", arguments)
-        self.take(OBJECT)
-        self.stack.append(self.made(kind, arguments))
+        self.take(nbytes)
+        self._stack.append(make(kind, arguments))
 
-    def push_called(self) -> None:
-        arguments, function = self.stack.pop(), self.stack.pop()
-        if type(arguments) is not tuple:
-            self.wrong("arguments", arguments)
-        self.take(SEQUENCE)
-        self.stack.append(self.called(function, arguments))
+    def _build(self, _: None) -> None:
+        fields = self._stack.pop()
+        self.fill(self._stack[-1], fields)
 
-    def build(self) -> None:
-        fields = self.stack.pop()
-        self.fill(self.stack[-1], fields)
+    def _push_persistent(self, _: None) -> None:
+        self.take(SLOT)
+        self._stack.append(self.persistent(self._stack.pop()))
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
+def no_collection() -> Iterator[None]:
     """The collector of cycles would look through all objects again and again as they are made."""
     enabled = gc.isenabled()
     gc.disable()
@@ -260,54 +251,22 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _skip(machine: PickleMachine, count: int) -> None:
-    machine.bytes_of(count)
-
-
-_STOP = pickle.STOP[0]
-_U1, _U2, _U4, _U8, _I4, _F8 = (
-    struct.Struct(form) for form in ("<B", "<H", "<I", "<Q", "<i", ">d")
-)
-_INSTRUCTIONS: dict[int, Callable[[PickleMachine], None]] = {
-    code[0]: instruction
-    for code, instruction in {
-        pickle.PROTO: lambda m: _skip(m, 1),
-        pickle.FRAME: lambda m: _skip(m, 8),
-        pickle.MEMOIZE: PickleMachine.remember,
-        pickle.BINPUT: lambda m: m.remember_at(_U1),
-        pickle.LONG_BINPUT: lambda m: m.remember_at(_U4),
-        pickle.BINGET: lambda m: m.recall(_U1),
-        pickle.LONG_BINGET: lambda m: m.recall(_U4),
-        pickle.NONE: lambda m: m.push(None),
-        pickle.NEWTRUE: lambda m: m.push(True),
-        pickle.NEWFALSE: lambda m: m.push(False),
-        pickle.EMPTY_TUPLE: lambda m: m.push(()),
-        pickle.BININT: lambda m: m.push_number(_I4),
-        pickle.BININT1: PickleMachine.push_byte,
-        pickle.BININT2: lambda m: m.push_number(_U2),
-        pickle.LONG1: lambda m: m.push_long(_U1),
-        pickle.LONG4: lambda m: m.push_long(_I4),
-        pickle.BINFLOAT: PickleMachine.push_float,
-        pickle.SHORT_BINUNICODE: lambda m: m.push_text(_U1),
-        pickle.BINUNICODE: lambda m: m.push_text(_U4),
-        pickle.BINUNICODE8: lambda m: m.push_text(_U8),
-        pickle.SHORT_BINSTRING: lambda m: m.push_bytes(_U1),
-        pickle.MARK: PickleMachine.mark,
-        pickle.EMPTY_LIST: PickleMachine.push_list,
-        pickle.EMPTY_DICT: PickleMachine.push_dict,
-        pickle.APPEND: lambda m: m.append_to([m.stack.pop()]),
-        pickle.APPENDS: lambda m: m.append_to(m.since_mark()),
-        pickle.SETITEM: lambda m: m.set_items([m.stack.pop(-2), m.stack.pop()]),
-        pickle.SETITEMS: lambda m: m.set_items(m.since_mark()),
-        pickle.TUPLE: PickleMachine.push_tuple,
-        pickle.TUPLE1: lambda m: m.push_tuple_of(1),
-        pickle.TUPLE2: lambda m: m.push_tuple_of(2),
-        pickle.TUPLE3: lambda m: m.push_tuple_of(3),
-        pickle.GLOBAL: lambda m: m.push_named(m.line(), m.line()),
-        pickle.STACK_GLOBAL: PickleMachine.push_stack_global,
-        pickle.NEWOBJ: PickleMachine.push_made,
-        pickle.REDUCE: PickleMachine.push_called,
-        pickle.BUILD: PickleMachine.build,
-        pickle.BINPERSID: lambda m: m.push(m.persistent(m.stack.pop())),
-    }.items()
+_INSTRUCTIONS: dict[str, Callable[[Any, Any], None]] = {
+    "MARK": PickleMachine._mark,
+    "SHORT_BINSTRING": PickleMachine._push_bytes,
+    "EMPTY_LIST": lambda m, _: m._push_new(m.new_list, SEQUENCE),
+    "EMPTY_DICT": lambda m, _: m._push_new(m.new_dict, DICT),
+    "APPEND": lambda m, _: m._append([m._stack.pop()]),
+    "APPENDS": lambda m, _: m._append(m._since_mark()),
+    "SETITEM": lambda m, _: m._set_items([m._stack.pop(-2), m._stack.pop()]),
+    "SETITEMS": lambda m, _: m._set_items(m._since_mark()),
+    "TUPLE": lambda m, _: m._push_tuple(m._since_mark()),
+    "TUPLE1": lambda m, _: m._push_tuple_of(1),
+    "TUPLE2": lambda m, _: m._push_tuple_of(2),
+    "TUPLE3": lambda m, _: m._push_tuple_of(3),
+    "STACK_GLOBAL": lambda m, _: m._push_named(m._stack.pop(-2), m._stack.pop()),
+    "NEWOBJ": lambda m, _: m._push_of(m.made, OBJECT),
+    "REDUCE": lambda m, _: m._push_of(m.called, SEQUENCE),
+    "BUILD": PickleMachine._build,
+    "BINPERSID": PickleMachine._push_persistent,
 }

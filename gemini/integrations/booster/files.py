@@ -15,7 +15,7 @@ from gemini.checkpoint.dcp.ranks import Ranks
 from gemini.checkpoint.export import export_weights, save_config
 from gemini.checkpoint.format.errors import CheckpointError, FormatError, on_disk
 from gemini.checkpoint.load import load_checkpoint
-from gemini.checkpoint.model.stages import parts_of
+from gemini.checkpoint.model.state import parts_of
 from gemini.checkpoint.save import raise_pending, save_checkpoint
 from gemini.checkpoint.untrusted.lazy_tensors import TensorSpec
 from gemini.checkpoint.weight_files import SAFETENSORS, TORCH, Format, WeightsWriter, spec_of

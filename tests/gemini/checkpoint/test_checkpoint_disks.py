@@ -140,13 +140,13 @@ def in_python(code, *arguments):
 
 
 DIE_LATE = """
-import shutil, sys, threading, gemini
-from gemini.checkpoint import background
+import errno, sys, gemini
 from tests.support.checkpoints import make
+from tests.support.disks.faults import failing
 model, optimizer = make("nvme")
-folder = sys.argv[1]
-ticket = gemini.save_checkpoint(folder + "/a", model, optimizer, async_save=True)
-shutil.rmtree(folder)
+fails = failing("rename", errno.EIO, ".a.saving")
+fails.__enter__()  # until the process has ended
+ticket = gemini.save_checkpoint(sys.argv[1] + "/a", model, optimizer, async_save=True)
 """
 
 
@@ -161,9 +161,9 @@ def test_an_error_in_the_background_is_seen_when_the_process_ends_and_in_its_exi
 def test_an_error_in_the_background_is_raised_by_the_next_call(tmp_path):
     model, optimizer = make("nvme")
     gone = tmp_path / "gone"
-    ticket = gemini.save_checkpoint(gone / "a", model, optimizer, async_save=True)
-    shutil.rmtree(gone, ignore_errors=True)
-    until(ticket.ready)
+    with failing("rename", errno.EIO, ".a.saving"):
+        ticket = gemini.save_checkpoint(gone / "a", model, optimizer, async_save=True)
+        until(ticket.ready)
     with pytest.raises(CheckpointError, match=r"asynchronous save to .* failed"):
         gemini.save_checkpoint(tmp_path / "b", model, optimizer)
     gemini.save_checkpoint(tmp_path / "b", model, optimizer)  # said once
