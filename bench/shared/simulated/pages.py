@@ -15,9 +15,9 @@ _TRUE = torch.tensor(True)
 
 def poison(dtype: torch.dtype) -> float:
     """What memory is full of that holds no values."""
-    if dtype == torch.uint8:
-        return 0xAA
-    return float("nan") if dtype.is_floating_point else -0x5556
+    if dtype.is_floating_point:
+        return float("nan")
+    return {torch.uint8: 0xAA, torch.int8: -0x80}.get(dtype, -0x5556)
 
 
 def _is_poison(tensor: Tensor) -> Tensor:

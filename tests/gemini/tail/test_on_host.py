@@ -21,6 +21,7 @@ import gemini
 from bench.shared.models import token_loss
 from gemini import GeminiDDP, StaticPlacement
 from optim import HybridAdam, NvmeConfig
+from optim.rules.state_layout import KINDS
 from tests.support.apart import Apart
 from tests.support.disks.waiting import when_waited
 from tests.support.loops.early import BETWEEN, Iteration, Sometimes, program
@@ -165,12 +166,13 @@ def saves(model, optimizer):
         gemini.save_checkpoint(Path(folder) / "saved", model, optimizer)
 
 
-def check_program(drawn, path, homes):
+def check_program(drawn, path, homes, state="fp32"):
     """A tail beside serial steps; where kernels update, with all state on the device."""
     got = []
     with mock.patch.dict(BETWEEN, saves=saves):
         for update in ("serial", "tail"):
             where = placed(path, homes, **({"module": deep} if path == "stream" else {}))
+            where["state"] = state
             if path == "stream" and update == "serial":
                 where |= {"placement_policy": StaticPlacement(), "fraction": 0.0}
             with run(program([Iteration(), *drawn]), update, **where) as (model, optimizer, _):
@@ -185,10 +187,11 @@ def test_drawn_programs_have_the_bits_of_serial_steps(drawn, homes):
 
 
 @pytest.mark.ci
-@given(st.lists(iterations, min_size=2, max_size=3), st.sampled_from(list(HOMES)))
+@given(st.lists(iterations, min_size=2, max_size=3), st.sampled_from(list(HOMES)),
+       st.sampled_from(KINDS))  # fmt: skip
 @settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_drawn_programs_on_a_device_whose_kernels_update(drawn, homes):
-    check_program(drawn, "stream", homes)
+def test_drawn_programs_on_a_device_whose_kernels_update(drawn, homes, state):
+    check_program(drawn, "stream", homes, state)
 
 
 @pytest.mark.parametrize("path", ["cpu", "stream"])

@@ -44,6 +44,7 @@ def wrapped(
     module: Any = None,
     folder: Any = None,
     nvme: NvmeConfig | None = None,
+    state: str = "fp32",
     **options: Any,
 ) -> tuple[Any, Any]:
     """`update` updates in backward whenever it may, whatever it has learned."""
@@ -58,6 +59,7 @@ def wrapped(
         nvme_offload_fraction=fraction,
         nvme_offload_dir=folder,
         nvme=nvme or NvmeConfig(block_numel=BLOCK),
+        state=state,
     )
     if update in (*IN_BACKWARD, AUTO):
         update_early(model, optimizer)
