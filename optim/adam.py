@@ -118,6 +118,7 @@ class HybridAdam(TieredOptimizer):
             "adamw_mode": adamw_mode,
             "amsgrad": amsgrad,
             "maximize": maximize,
+            **({} if state == "fp32" else {"state": state}),  # for who loads it
         }
         super().__init__(
             params,

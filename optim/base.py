@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -28,6 +29,8 @@ from .binding import BoundOptimizer
 from .binding import Folders as Folders
 from .groups import as_torchs, merged_groups
 from .target import AmpInputs, Target
+
+log = logging.getLogger("gemini")
 
 T = TypeVar("T")
 
@@ -206,6 +209,12 @@ class TieredOptimizer(BoundOptimizer):
     def load_param_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Take over the options of saved groups and leave state alone. Raises ValueError first."""
         merged = self.check_param_groups(groups)
+        own = self._rule.layout.kind
+        if groups and (theirs := groups[0].get("state", "fp32")) != own:
+            log.info(
+                "moments that were kept as %s are loaded into state=%r: %s", theirs, own,
+                "what they lack of fp32 stays lost" if own == "fp32" else "they are rounded to it",
+            )  # fmt: skip
         shown = {param: dict(state) for param, state in self.state.items()}
         super().load_state_dict({"state": {}, "param_groups": merged})
         self.state.update(shown)

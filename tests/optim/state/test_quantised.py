@@ -107,7 +107,7 @@ def test_second_moments_come_down_again(kind, cpu_path):
 
 
 @pytest.mark.parametrize("kind", QUANTISED)
-def test_a_state_dict_is_fp32_and_loads_into_every_kind(kind, tmp_path):
+def test_a_state_dict_is_fp32_and_loads_into_every_kind(kind, tmp_path, caplog):
     params = make_params()
     optimizer = HybridAdam(params, lr=1e-2, state=kind, **on_disk(tmp_path, 0.5))
     train(params, optimizer, 3)
@@ -115,9 +115,15 @@ def test_a_state_dict_is_fp32_and_loads_into_every_kind(kind, tmp_path):
     assert {p.dtype for s in saved["state"].values() for p in s.values()} == {torch.float32}
     others = [nn.Parameter(p.detach().clone()) for p in params]
     other = HybridAdam(others, lr=1e-2)
-    other.load_state_dict(saved)
+    with caplog.at_level("INFO", "gemini"):
+        other.load_state_dict(saved)
+    assert f"kept as {kind} are loaded into state='fp32': what they lack" in caplog.text
+    assert "state" not in other.param_groups[0] and optimizer.param_groups[0]["state"] == kind
     exact, again = other.state_dict()["state"], HybridAdam(others, lr=1e-2, state=kind)
-    again.load_state_dict(copy.deepcopy(other.state_dict()))
+    with caplog.at_level("INFO", "gemini"):
+        again.load_state_dict(copy.deepcopy(other.state_dict()))
+    assert f"kept as fp32 are loaded into state='{kind}': they are rounded to it" in caplog.text
+    assert again.param_groups[0]["state"] == kind
     for i, planes in again.state_dict()["state"].items():
         for name, values in planes.items():
             assert torch.equal(values, saved["state"][i][name])
