@@ -15,6 +15,7 @@ from gemini.ddp import GeminiDDP
 from gemini.integrations import parts
 from gemini.integrations.options import FP16, SCALE_NAMES, Case
 from gemini.integrations.parallel.plans import TensorParallel, split
+from gemini.integrations.parallel.shared_sequence import SequenceParallel, share_sequence
 from gemini.integrations.torch_optimizers import TAKEN, convert
 from gemini.optim.base import TieredOptimizer
 from gemini.optim.rules.loss_scale import LossScale
@@ -83,16 +84,20 @@ def wrap_gemini(
     *,
     verbose: bool,
     tensor_parallel: TensorParallel | None = None,
+    sequence_parallel: SequenceParallel | None = None,
     **options: Any,
 ) -> GeminiDDP:
     """The wrapped module. The optimizer is one of this project's then, and updates its shards.
 
     tensor_parallel: how torch splits the module before, over "tp" of `mesh=` in the options.
+    sequence_parallel: how its sequences are, over "cp".
     """
     if optimizer is not None:
         made_ours(optimizer, model)
     if tensor_parallel is not None:
         split(model, optimizer, options["mesh"]["tp"], tensor_parallel)
+    if sequence_parallel is not None:
+        share_sequence(model, options["mesh"]["cp"], sequence_parallel)
     wrapped = GeminiDDP(model, **options)
     if isinstance(optimizer, TieredOptimizer):
         optimizer.bind_to(wrapped.engine)
