@@ -23,6 +23,7 @@ class MeshSizes:
 
     tp: ranks that split layers, inside of a stage too. pp: places of a pipeline.
     replicas: of shards. cp: ranks that share sequences, and state, which is sharded over them.
+    ep: of those with other data, ranks that have other experts.
     shards: false makes every data-parallel rank a replica of all.
     pp_inside: ranks of one pipeline are neighbours.
     """
@@ -31,6 +32,7 @@ class MeshSizes:
     pp: int = 1
     replicas: int = 1
     cp: int = 1
+    ep: int = 1
     shards: bool = True
     pp_inside: bool = True
 
@@ -40,10 +42,10 @@ class MeshSizes:
         Raises ValueError for sizes that do not divide them.
         """
         alike = self.tp * self.pp * self.cp
-        if ranks % (alike * self.replicas):
+        if ranks % (alike * self.replicas * self.ep):
             named = {
                 "tp_size": self.tp, "pp_size": self.pp, "sp_size": self.cp,
-                "extra_dp_size": self.replicas,
+                "extra_dp_size": self.replicas, "ep_size": self.ep,
             }  # fmt: skip
             asked = " and ".join(f"{name}={size}" for name, size in named.items() if size > 1)
             raise ValueError(
@@ -52,8 +54,8 @@ class MeshSizes:
             )
         data = ranks // alike
         replicas = self.replicas if self.shards else data
-        dims = [("replicate", replicas), ("shard", data // replicas)]
-        dims += [("cp", self.cp), ("tp", self.tp)]
+        dims = [("replicate", replicas), ("shard", data // replicas // self.ep)]
+        dims += [("cp", self.cp), ("ep", self.ep), ("tp", self.tp)]
         dims.insert(2 if self.pp_inside else 0, ("pp", self.pp))
         # a mesh of replicas alone would be one of shards
         there = [(n, size) for n, size in dims if size > 1 or (n == "shard" and replicas > 1)]

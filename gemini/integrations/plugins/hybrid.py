@@ -20,19 +20,21 @@ from gemini.integrations.parallel.shared_sequence import MODES, SequenceParallel
 from gemini.integrations.parallel.sizes import MeshSizes
 from gemini.integrations.parts import accept
 
-from .engine_plugin import ALL_KERNELS, FLASH, JIT, NORMS, TENSOR, EnginePlugin, made_ours
+from .engine_plugin import ALL_KERNELS, FLASH, JIT, NORMS, TENSOR, UNSPLIT, EnginePlugin, made_ours
 from .plugin import params_of
 from .precision import BF16MixedPrecision, MixedPrecision, ScaledFP16
 from .torch_plugins import TorchDDPPlugin
 from .zero_plugin import LowLevelZeroPlugin
 
 DDP = Case(
-    lambda own: own.zero_stage == 0 and own.tp_size == own.pp_size == own.sharing == 1,
+    lambda own: (
+        own.zero_stage == 0 and own.tp_size == own.pp_size == own.sharing == own.ep_size == 1
+    ),
     "it is for zero_stage=0 and data parallelism alone",
 )
 ZERO = Case(lambda own: own.zero_stage > 0, "it is for zero_stage=1 or 2")
 SHARDED = Case(
-    lambda own: own.zero_stage > 0 or own.pp_size > 1 or own.sharing > 1,
+    lambda own: own.zero_stage > 0 or own.pp_size > 1 or own.sharing > 1 or own.ep_size > 1,
     "it is for shards, and zero_stage=0 has replicas alone",
 )
 PIPELINE = Case(lambda own: own.pp_size > 1, "it is for pp_size above 1")
@@ -72,7 +74,8 @@ class HybridParallelPlugin(EnginePlugin):
         transformers are cut into stages of as many layers, or of `num_layers_per_stage`. State is
         sharded over ranks that have the same stage, and gradients are reduced once, at
         `zero_stage=0` as at 1. Layers of a stage are split where `tp_size` is above 1.
-    extra_dp_size: replicas of shards, see docs/meshes.md.
+    extra_dp_size: replicas of shards; ep_size: ranks, of those with other data, over which experts
+        are split. See docs/meshes.md.
     pp_style: `"1f1b"`, `"interleaved"` with `num_model_chunks` stages a rank, or `"zbv"` with two.
     num_microbatches, microbatch_size: how a pipeline cuts a batch. The first counts where both are
         given; with neither there are as many micro-batches as places.
@@ -150,12 +153,15 @@ class HybridParallelPlugin(EnginePlugin):
     use_fp8: bool = option(False, absent=True)
     inner_ring_size: int | None = size(None, only=RING)
     extra_dp_size: int = size(1, only=SHARDED)
+    ep_size: int = size(1, only=UNSPLIT)
 
     def check_together(self) -> None:
         super().check_together()
         self._check_sequence()
         if self.pp_size > 1:
             self._check_pipeline()
+        if self.ep_size > 1 and self.zero_stage == 0:
+            accept({f"zero_stage=0 with ep_size={self.ep_size}": _SHARDS})
         if not DDP.holds(self):
             self._zero()
 
@@ -272,7 +278,7 @@ class HybridParallelPlugin(EnginePlugin):
     def sizes(self) -> MeshSizes:  # type: ignore[override]
         return MeshSizes(
             self.tp_size, self.pp_size, self.extra_dp_size, self.sharing,
-            shards=SHARDED.holds(self), pp_inside=self.dp_outside,
+            self.ep_size, shards=SHARDED.holds(self), pp_inside=self.dp_outside,
         )  # fmt: skip
 
     def options(self, device: torch.device) -> dict[str, Any]:
@@ -283,6 +289,8 @@ class HybridParallelPlugin(EnginePlugin):
             options["tensor_parallel"] = TensorParallel(
                 self.custom_policy, sequence, self.parallel_output
             )
+        if self.ep_size > 1:
+            options["expert_parallel"] = True
         if self.sharing > 1:
             options["sequence_parallel"] = SequenceParallel(
                 str(self.sequence_parallelism_mode), self.inner_ring_size,

@@ -71,7 +71,11 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 # whose sequences ranks share: padded on the right, with other numbers of labels in each part
-SHARED = {"Llama shared": ("LlamaForCausalLM", LLAMA), "GPT-2 shared": ("GPT2LMHeadModel", GPT2)}
+SHARED = {
+    "Llama shared": ("LlamaForCausalLM", LLAMA),
+    "GPT-2 shared": ("GPT2LMHeadModel", GPT2),
+    "Qwen2-MoE shared": KINDS["Qwen2-MoE"],
+}
 SHARED_TIME = 16
 Batch = dict[str, Tensor]
 

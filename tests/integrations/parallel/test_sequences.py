@@ -37,6 +37,9 @@ CASES = {
         "Llama",
         ULYSSES | {"tp_size": 2, "sp_size": 2, "tokens": 5, "parallel_output": False},
     ),
+    "ring, experts": (
+        "Qwen2-MoE", RING | {"tp_size": 1, "sp_size": 2, "ep_size": 2, "zero_stage": 1}
+    ),
     "fp16, more ranks than keys": (
         "Llama", ULYSSES | {"tp_size": 1, "sp_size": 4, "precision": "fp16", "zero_stage": 1}
     ),
