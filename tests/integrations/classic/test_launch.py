@@ -285,7 +285,7 @@ def test_run_reaches_hosts_by_ssh_and_ends_all_where_one_fails(tmp_path):
 def test_check_is_the_doctor_and_benchmark_says_where_to_measure(capsys, tmp_path):
     assert main(["check", "-i", "--dir", str(tmp_path)]) in (0, 1)
     assert "torch" in capsys.readouterr().out
-    assert main(["benchmark"]) == 2
+    assert main(["benchmark", "--gpus", "4"]) == 2
     assert "gemini plan" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["run", "--include", "h", "script.py"])

@@ -12,6 +12,7 @@ from bench.shared.reference import same
 from bench.shared.workers import run_ranks
 from gemini.integrations import HybridParallelPlugin, chunk_loss
 from gemini.integrations.parallel import attention
+from gemini.integrations.parallel.cut import stages_of
 from gemini.integrations.parallel.shared_sequence import SequenceParallel, share_sequence
 from tests.integrations.cases.hybrid_runs import (
     Run,
@@ -272,5 +273,8 @@ def test_a_model_that_does_more_to_its_logits_is_refused():
     chunk_loss(model)
     model.lm_head.register_forward_hook(lambda module, args, logits: logits * 0.5)
     ids = torch.arange(4, 20).view(2, 8)
+    stage = stages_of(model, 2)[1]
+    text = said(lambda: stage(torch.ones(2, 8, 32), labels=ids))
+    assert "chunk_loss of LlamaForCausalLM in a pipeline; expected pp_size=1" in text
     text = said(lambda: model(input_ids=ids, labels=ids))
     assert "LlamaForCausalLM does more to its logits than its head" in text
