@@ -51,7 +51,8 @@ class HeadLoss:
     """What has the loss of a language model computed in its head.
 
     tokens: None is all at once, of a head that ranks split: what it gives then has logits too, a
-    DTensor [B, T, V] of which each rank has its words.
+    DTensor [B, T, V] of which each rank has its words. Whether the model does more to its logits
+    is seen in the first forward, which gathers them; of one that does all stays as it was.
     """
 
     def __init__(self, model: Any, tokens: int | None = None) -> None:
@@ -61,9 +62,11 @@ class HeadLoss:
                 "language model of transformers, whose loss is computed where its head is"
             )
         self._tokens = tokens
+        self._fits = None if tokens is None else True  # None: not seen yet
         self._model, self._plain = type(model).__name__, model.loss_function
         self._asked: tuple[Tensor, Tensor] | None = None  # targets [B, T], and what divides
         self._logits: Tensor | None = None
+        self._mesh: DeviceMesh | None = None  # that splits the head
         self._given: Tensor | None = None  # what the head gave in their place
         head = model.get_output_embeddings()
         head.forward = partial(self._head, head, head.forward)
@@ -80,6 +83,8 @@ class HeadLoss:
                 "it was: a stage gives its logits to the criterion"
             )
         self._asked = self._given = self._logits = None
+        if not self._fits:
+            return
         labels, targets = kwargs.get("labels"), kwargs.get("shift_labels")
         if labels is None:
             return
@@ -90,12 +95,12 @@ class HeadLoss:
 
     def _head(self, head: Any, plain: Any, x: Tensor) -> Tensor:
         """As the head's forward."""
+        self._mesh = mesh = x.device_mesh if isinstance(x, DTensor) else None
         if self._asked is None:
             out: Tensor = plain(x)
             return out
         targets, items = self._asked
         weight, bias = head.weight, head.bias
-        mesh = x.device_mesh if isinstance(x, DTensor) else None
         split, words = None, 0
         if isinstance(
             x, DTensor
@@ -117,22 +122,32 @@ class HeadLoss:
         return whole
 
     def _keep(self, head: nn.Module, args: Any, output: Tensor) -> None:
-        self._given = None if self._asked is None else output.detach()
+        self._given = None if self._asked is None and self._fits is not None else output.detach()
 
     def loss_of_head(self, logits: Tensor, labels: Any = None, *args: Any, **kwargs: Any) -> Any:
         """As the model's loss function: the loss has been computed."""
-        if self._given is None:
+        given, is_same = self._given, False
+        if given is not None:
+            is_same = local_of(logits).data_ptr() == local_of(given).data_ptr()
+            self._fits = is_same if self._fits is None else self._fits
+        if self._asked is None:
             return self._plain(logits, labels, *args, **kwargs)
-        if local_of(logits).data_ptr() != local_of(self._given).data_ptr():
+        if not is_same:
             raise ValueError(
                 f"{self._model} does more to its logits than its head; expected a model whose loss "
-                "is of what its head gives: leave chunk_loss away, or parallel_output=False"
+                "is of what its head gives: leave chunk_loss away"
             )
         return logits
 
     def _give(self, model: nn.Module, args: Any, output: Any) -> Any:
         if self._asked is None:
-            return output
+            seen, self._given = self._given is not None and self._fits, None
+            if not seen or self._mesh is None or not isinstance(output, Mapping):
+                return output
+            whole = DTensor.from_local(
+                output["logits"].detach(), self._mesh, [Replicate()], run_check=False
+            )
+            return type(output)(**{**output, "logits": whole.redistribute(placements=[Shard(2)])})
         logits, self._asked, self._given, self._logits = self._logits, None, None, None
         if not isinstance(output, Mapping):
             return (output[0], *(() if logits is None else (logits,)), *output[2:])

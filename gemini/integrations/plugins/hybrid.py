@@ -68,8 +68,8 @@ class HybridParallelPlugin(EnginePlugin):
         `inner_ring_size`: keys go round among as many neighbours before they go on.
     parallel_output: logits of a causal language model are of a rank's own tokens where `sp_size`
         ranks share sequences; with `labels=` and a head that is split they are a DTensor, of which
-        each rank has some words, and are not gathered for the loss. Else they are whole, and so
-        they are in pipelines.
+        each rank has some words, and are gathered for the first loss alone. Else, of models that
+        do more to logits than their head, and in pipelines they are whole.
     pp_size: places of a pipeline, for `booster.execute_pipeline`. `nn.Sequential` and models of
         transformers are cut into stages of as many layers, or of `num_layers_per_stage`. State is
         sharded over ranks that have the same stage, and gradients are reduced once, at

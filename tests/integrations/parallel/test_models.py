@@ -36,6 +36,11 @@ CASES = {
     ],
     4: [
         *((f"{kind} both", kind, BOTH) for kind in ("GPT-2", "BERT", "BLOOM", "Qwen3-MoE")),
+        (
+            "Mixtral shared out, replicas",
+            "Mixtral",
+            {"tp_size": 1, "pp_size": 1, "ep_size": 2, "extra_dp_size": 2, "zero_stage": 2},
+        ),
         ("Qwen3-MoE shared out", "Qwen3-MoE", {"plugin": GeminiPlugin, "ep_size": 2}),
     ],
 }

@@ -13,6 +13,7 @@ from bench.shared.workers import run_ranks
 from gemini.integrations import HybridParallelPlugin, chunk_loss
 from gemini.integrations.parallel import attention
 from gemini.integrations.parallel.cut import stages_of
+from gemini.integrations.parallel.head_loss import HeadLoss
 from gemini.integrations.parallel.shared_sequence import SequenceParallel, share_sequence
 from tests.integrations.cases.hybrid_runs import (
     Run,
@@ -77,7 +78,11 @@ def outputs(rank, folder):
     run = Run("Llama shared", **RING, tp_size=1, sp_size=2, parallel_output=False, zero_stage=1)
     split = Run("Llama shared", tp_size=2, pp_size=1, zero_stage=1)
     ids = torch.arange(4, 68).view(4, 16)
+    split.model(input_ids=ids)  # says nothing of how the loss is made
+    first = split.model(input_ids=ids, labels=ids)  # gathers logits
     shared, parallel = (one.model(input_ids=ids, labels=ids) for one in (run, split))
+    assert torch.allclose(first.logits.to_local(), parallel.logits.to_local(), atol=1e-5)
+    assert torch.allclose(first.loss, parallel.loss)
     part = parallel.logits.to_local().shape[-1]
     found = [shared.loss, shared.logits, parallel.loss, parallel.logits.full_tensor(), part]
     for one in (run, split):
@@ -278,3 +283,11 @@ def test_a_model_that_does_more_to_its_logits_is_refused():
     assert "chunk_loss of LlamaForCausalLM in a pipeline; expected pp_size=1" in text
     text = said(lambda: model(input_ids=ids, labels=ids))
     assert "LlamaForCausalLM does more to its logits than its head" in text
+    plain = made("Llama shared")
+    model = made("Llama shared")
+    HeadLoss(model)  # as with parallel_output: nobody asked for it, and nothing is refused
+    for one in (plain, model):
+        one.lm_head.register_forward_hook(lambda module, args, logits: logits * 0.5)
+    for _ in range(2):
+        want, found = (one(input_ids=ids, labels=ids) for one in (plain, model))
+        assert torch.equal(found.loss, want.loss) and torch.equal(found.logits, want.logits)
