@@ -50,7 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     cleaner.add_argument("--remove", action="store_true", help="remove them, with their steps")
     commands.add_parser("plan", help="does a model fit, and how fast: on any machine")
-    commands.add_parser("benchmark", help="where to measure")
+    measures = commands.add_parser("benchmark", help="where to measure")
+    measures.add_argument("--gpus", type=int, help=argparse.SUPPRESS)  # of the old command
     options = parser.parse_args(given)
     if options.command == "run":
         try:

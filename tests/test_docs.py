@@ -75,7 +75,7 @@ def test_the_tutorial_runs_from_top_to_bottom(on_disk, capsys):
 
 
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("page", ["docs/reports.md", "docs/extending.md"])
+@pytest.mark.parametrize("page", ["docs/reports.md", "docs/extending.md", "docs/from-colossal.md"])
 def test_the_blocks_of_a_page_run(page, on_disk):
     names = run_blocks(page, {"__name__": "page"})
     names.clear()

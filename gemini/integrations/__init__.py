@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gemini.integrations.booster.booster import Booster as Booster
+    from gemini.integrations.parallel.head_loss import chunk_loss as chunk_loss
     from gemini.integrations.plugins.fsdp import TorchFSDPPlugin as TorchFSDPPlugin
     from gemini.integrations.plugins.gemini_plugins import GeminiPlugin as GeminiPlugin
     from gemini.integrations.plugins.hybrid import HybridParallelPlugin as HybridParallelPlugin
@@ -24,6 +25,7 @@ _HOME = {
     "LowLevelZeroPlugin": "plugins.zero_plugin",
     "TorchDDPPlugin": "plugins.torch_plugins",
     "TorchFSDPPlugin": "plugins.fsdp",
+    "chunk_loss": "parallel.head_loss",
 }
 __all__ = [
     "Booster",
@@ -32,6 +34,7 @@ __all__ = [
     "LowLevelZeroPlugin",
     "TorchDDPPlugin",
     "TorchFSDPPlugin",
+    "chunk_loss",
 ]
 
 

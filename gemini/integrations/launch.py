@@ -7,28 +7,31 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from gemini.integrations.config import global_context, read_config
 from gemini.integrations.parts import rank, seed_all, world_size
 
 log = logging.getLogger("gemini")
 P = ParamSpec("P")
 T = TypeVar("T")
+Given = str | os.PathLike[str] | Mapping[str, Any] | None  # a configuration, or its file
 
 
 def _config_first(launcher: Callable[P, None]) -> Callable[P, None]:
-    """Old scripts begin with a configuration, which is to be empty."""
+    """Old scripts begin with a configuration."""
 
     @functools.wraps(launcher)
     def launched(*args: Any, **kwargs: Any) -> None:
         if args and isinstance(args[0], Mapping):
-            _refuse_config(args[0])
+            kwargs["config"] = args[0]
             args = args[1:]
         launcher(*args, **kwargs)
 
@@ -45,7 +48,7 @@ def launch(
     local_rank: int | None = None,
     seed: int = 1024,
     verbose: bool = True,
-    config: Mapping[str, Any] | None = None,
+    config: Given = None,
 ) -> None:
     """Join a process group whose rank 0 listens at `host`:`port`.
 
@@ -53,11 +56,14 @@ def launch(
     local_rank: number of the CUDA device; None is LOCAL_RANK, else `rank` modulo the devices.
     seed: of all random numbers, the same on every rank.
 
-    An empty configuration may come first, as in old scripts: `launch({}, rank, ...)`.
-    A second call for the same rank and world size does nothing. Raises RuntimeError for others,
-    ValueError for a `config` that is not empty.
+    config: a dict, which may come first, or a Python or YAML file: what
+        `gemini.integrations.config.global_context.config` is then. Nothing reads it but the script,
+        and `plugin_of`, by which it describes a plugin.
+
+    A second call for the same rank and world size does nothing else. Raises RuntimeError for
+    others.
     """
-    _refuse_config(config)
+    _take_config(config)
     if _is_joined(rank, world_size):
         return
     method = f"tcp://{host}:{port}"
@@ -69,10 +75,10 @@ def launch_from_torch(
     backend: str | None = None,
     seed: int = 1024,
     verbose: bool = True,
-    config: Mapping[str, Any] | None = None,
+    config: Given = None,
 ) -> None:
     """As `launch`, from what torchrun has set; without that, a group of this process alone."""
-    _refuse_config(config)
+    _take_config(config)
     there = "RANK" in os.environ
     rank, world_size = (int(os.environ.get(name, or_)) for name, or_ in _TORCHRUN)
     if _is_joined(rank, world_size):
@@ -93,7 +99,7 @@ def launch_from_slurm(
     backend: str | None = "nccl",
     seed: int = 1024,
     verbose: bool = True,
-    config: Mapping[str, Any] | None = None,
+    config: Given = None,
 ) -> None:
     """As `launch`, with the rank from SLURM_PROCID, SLURM_NPROCS and SLURM_LOCALID."""
     rank, size = (_from_environment(name, "srun") for name in ("SLURM_PROCID", "SLURM_NPROCS"))
@@ -108,7 +114,7 @@ def launch_from_openmpi(
     backend: str | None = "nccl",
     seed: int = 1024,
     verbose: bool = True,
-    config: Mapping[str, Any] | None = None,
+    config: Given = None,
 ) -> None:
     """As `launch`, with the rank from OMPI_COMM_WORLD_RANK, _SIZE and _LOCAL_RANK."""
     names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
@@ -125,6 +131,7 @@ def get_default_parser() -> argparse.ArgumentParser:
     parser.add_argument("--local_rank", type=int)
     parser.add_argument("--world_size", type=int, default=1)
     parser.add_argument("--backend", default="nccl")
+    parser.add_argument("--config", help="a Python or YAML file, for launch(config=)")
     return parser
 
 
@@ -135,14 +142,43 @@ class _RankHandler(logging.Handler):
         sys.stderr.write(f"[rank {rank()}] {self.format(record)}\n")
 
 
-def get_dist_logger(name: str = "gemini.training") -> logging.Logger:
+class DistLogger(logging.Logger):
+    """A logger whose messages some ranks say: `logger.info("built", ranks=[0])`."""
+
+    def _log(  # type: ignore[override]
+        self, level: int, msg: object, args: Any, *, ranks: Sequence[int] | None = None, **more: Any
+    ) -> None:
+        """ranks: those that say it; None is all."""
+        if ranks is None or rank() in ranks:
+            more["stacklevel"] = more.get("stacklevel", 1) + 1
+            super()._log(level, msg, args, **more)
+
+    def log_to_file(
+        self,
+        path: str | os.PathLike[str],
+        mode: str = "a",
+        level: str = "INFO",
+        suffix: str | None = None,
+    ) -> None:
+        """Write to a file of this rank in the folder `path` too, from `level` on."""
+        folder = Path(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"rank_{rank()}" + ("" if suffix is None else f"_{suffix}")
+        handler = logging.FileHandler(folder / f"{name}.log", mode)
+        handler.setLevel(level)
+        self.addHandler(handler)
+
+
+def get_dist_logger(name: str = "gemini.training") -> DistLogger:
     """A logger that prints from INFO on, and says which rank speaks."""
-    logger = logging.getLogger(name)
+    logger: Any = logging.getLogger(name)
+    logger.__class__ = DistLogger
+    made: DistLogger = logger
     if not logger.handlers:
         logger.addHandler(_RankHandler())
         logger.setLevel(logging.INFO)
         logger.propagate = False
-    return logger
+    return made
 
 
 class DistCoordinator:
@@ -269,12 +305,9 @@ def _is_joined(rank: int, world_size: int) -> bool:
     return True
 
 
-def _refuse_config(config: Any) -> None:
+def _take_config(config: Given) -> None:
     if config:
-        raise ValueError(
-            f"config={config!r:.80}; expected none: configuration files are gone. Give options to "
-            "plugins, and a backend as backend="
-        )
+        global_context.config = read_config(config)
 
 
 def _from_environment(name: str, starter: str) -> int:

@@ -1,4 +1,4 @@
-"""Names of Colossal-AI: wrappers by ZeRO stage, ShardedModelV2, bucketers, handlers."""
+"""Names of Colossal-AI: wrappers by ZeRO stage, ShardedModelV2, bucketers, handlers, tools."""
 
 from gemini.optim.adam import CPUAdam as CPUAdam
 from gemini.optim.adam import HybridAdam as HybridAdam
@@ -11,6 +11,10 @@ from .handlers import BaseGradientHandler as BaseGradientHandler
 from .sharded_v2 import ShardedModelV2 as ShardedModelV2
 from .sharded_v2 import ShardedOptimizerV2 as ShardedOptimizerV2
 from .sharded_v2 import col_model_deepcopy as col_model_deepcopy
+from .tools import MultiTimer as MultiTimer
+from .tools import disable_existing_loggers as disable_existing_loggers
+from .tools import get_dataloader as get_dataloader
+from .tools import print_rank_0 as print_rank_0
 from .wrappers import ChunkManager as ChunkManager
 from .wrappers import ColoInitContext as ColoInitContext
 from .wrappers import GeminiDDP as GeminiDDP

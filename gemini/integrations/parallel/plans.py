@@ -20,8 +20,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from gemini.chunk.local import local_of
+from gemini.chunk.local import is_dtensor, local_of
 
+from .head_loss import HeadLoss, has_causal_loss
 from .models import is_ours, plan_of
 from .probe import Probe
 from .sequence import in_sequence
@@ -59,10 +60,12 @@ DIVIDE = "divide "  # and attributes of a module, which count what is split
 @dataclass(frozen=True)
 class TensorParallel:
     """plan: styles or words by names of modules, `*` for one part of a name; None is the module's
-    own. sequence: between split layers each rank has a part of the sequence."""
+    own. sequence: between split layers each rank has a part of the sequence. parallel_output: the
+    loss of a causal language model is computed of words that ranks have, and logits stay so."""
 
     plan: Mapping[str, Any] | None = None
     sequence: bool = False
+    parallel_output: bool = False
 
 
 def split(
@@ -110,6 +113,10 @@ def split(
     for probe in probes:
         probe.check()
     draw_alike(model, mesh)
+    if asked.parallel_output and not stages and has_causal_loss(model):
+        head: Any = model.get_output_embeddings()  # type: ignore[operator]
+        if is_dtensor(head.weight):
+            HeadLoss(model)
 
 
 def styles_of(model: nn.Module, given: Mapping[str, Any] | None) -> Styles:

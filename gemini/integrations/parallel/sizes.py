@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from gemini.integrations import parts
 
-_SAME_DATA = ("tp", "pp")  # dimensions whose ranks work on the same rows
+_SAME_DATA = ("tp", "pp", "cp")  # dimensions whose ranks work on the same rows
 Dims = tuple[tuple[str, int], ...]
 
 
@@ -22,13 +22,17 @@ class MeshSizes:
     """How many ranks the dimensions of a mesh have.
 
     tp: ranks that split layers, inside of a stage too. pp: places of a pipeline.
-    replicas: of shards. shards: false makes every data-parallel rank a replica of all.
+    replicas: of shards. cp: ranks that share sequences, and state, which is sharded over them.
+    ep: of those with other data, ranks that have other experts.
+    shards: false makes every data-parallel rank a replica of all.
     pp_inside: ranks of one pipeline are neighbours.
     """
 
     tp: int = 1
     pp: int = 1
     replicas: int = 1
+    cp: int = 1
+    ep: int = 1
     shards: bool = True
     pp_inside: bool = True
 
@@ -37,18 +41,21 @@ class MeshSizes:
 
         Raises ValueError for sizes that do not divide them.
         """
-        if ranks % (self.tp * self.pp * self.replicas):
+        alike = self.tp * self.pp * self.cp
+        if ranks % (alike * self.replicas * self.ep):
             named = {
-                "tp_size": self.tp, "pp_size": self.pp, "extra_dp_size": self.replicas,
+                "tp_size": self.tp, "pp_size": self.pp, "sp_size": self.cp,
+                "extra_dp_size": self.replicas, "ep_size": self.ep,
             }  # fmt: skip
             asked = " and ".join(f"{name}={size}" for name, size in named.items() if size > 1)
             raise ValueError(
                 f"{asked} for {ranks} ranks; expected sizes whose product is a divisor of their "
                 "number"
             )
-        data = ranks // (self.tp * self.pp)
+        data = ranks // alike
         replicas = self.replicas if self.shards else data
-        dims = [("replicate", replicas), ("shard", data // replicas), ("tp", self.tp)]
+        dims = [("replicate", replicas), ("shard", data // replicas // self.ep)]
+        dims += [("cp", self.cp), ("ep", self.ep), ("tp", self.tp)]
         dims.insert(2 if self.pp_inside else 0, ("pp", self.pp))
         # a mesh of replicas alone would be one of shards
         there = [(n, size) for n, size in dims if size > 1 or (n == "shard" and replicas > 1)]

@@ -14,7 +14,9 @@ from torch import nn
 from gemini.ddp import GeminiDDP
 from gemini.integrations import parts
 from gemini.integrations.options import FP16, SCALE_NAMES, Case
+from gemini.integrations.parallel.experts import share_experts
 from gemini.integrations.parallel.plans import TensorParallel, split
+from gemini.integrations.parallel.shared_sequence import SequenceParallel, share_sequence
 from gemini.integrations.torch_optimizers import TAKEN, convert
 from gemini.optim.base import TieredOptimizer
 from gemini.optim.rules.loss_scale import LossScale
@@ -30,6 +32,10 @@ JIT = "nothing is compiled; call .compile() on the blocks of the model"
 ALL_KERNELS = "it stands for the three others, and no more"
 
 TENSOR = Case(lambda own: own.tp_size > 1, "it is for tp_size above 1")
+UNSPLIT = Case(
+    lambda own: own.tp_size == 1 and getattr(own, "pp_size", 1) == 1,
+    "experts are split whole, of layers that are: it is for tp_size=1 and pp_size=1",
+)
 _OF_ENGINE = frozenset(inspect.signature(GeminiDDP).parameters)
 
 
@@ -83,16 +89,23 @@ def wrap_gemini(
     *,
     verbose: bool,
     tensor_parallel: TensorParallel | None = None,
+    sequence_parallel: SequenceParallel | None = None,
+    expert_parallel: bool = False,
     **options: Any,
 ) -> GeminiDDP:
     """The wrapped module. The optimizer is one of this project's then, and updates its shards.
 
     tensor_parallel: how torch splits the module before, over "tp" of `mesh=` in the options.
+    sequence_parallel: how its sequences are, over "cp". expert_parallel: its experts, over "ep".
     """
     if optimizer is not None:
         made_ours(optimizer, model)
     if tensor_parallel is not None:
         split(model, optimizer, options["mesh"]["tp"], tensor_parallel)
+    if expert_parallel:
+        share_experts(model, optimizer, options["mesh"]["ep"])
+    if sequence_parallel is not None:
+        share_sequence(model, options["mesh"]["cp"], sequence_parallel)
     wrapped = GeminiDDP(model, **options)
     if isinstance(optimizer, TieredOptimizer):
         optimizer.bind_to(wrapped.engine)

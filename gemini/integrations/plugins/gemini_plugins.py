@@ -14,7 +14,16 @@ from gemini.integrations.parallel.sizes import MeshSizes
 from gemini.memtracer.trace import Trace
 from gemini.placement.policy import AutoPlacement, Placement, StaticPlacement
 
-from .engine_plugin import ALL_KERNELS, FLASH, JIT, NORMS, TENSOR, EnginePlugin, parse_named
+from .engine_plugin import (
+    ALL_KERNELS,
+    FLASH,
+    JIT,
+    NORMS,
+    TENSOR,
+    UNSPLIT,
+    EnginePlugin,
+    parse_named,
+)
 
 SEARCH_RANGE_M = 32  # the seeds' default, which here means: search freely
 STATIC = Case(lambda own: own.placement_policy == "static", "it is for placement_policy='static'")
@@ -37,6 +46,7 @@ class GeminiPlugin(EnginePlugin):
         by `model.tp_plan`; see docs/meshes.md. All of them see the same data.
     enable_sequence_parallelism: between split layers each of those ranks has a part of the
         sequence.
+    ep_size: ranks, of those with other data, over which experts are split; see docs/meshes.md.
     memstats: a trace, of `gemini.trace` or `model.memory_stats`.
     verbose: print what the search for chunks found, and every step that is skipped.
     """
@@ -91,13 +101,15 @@ class GeminiPlugin(EnginePlugin):
     use_fp8: bool = option(False, absent=True)
     verbose: bool = False
     fp8_communication: bool = option(False, absent=True)
+    ep_size: int = size(1, only=UNSPLIT)
 
     def check_together(self) -> None:
         super().check_together()
-        if self.tp_size > 1 and self.memstats is not None:
+        if max(self.tp_size, self.ep_size) > 1 and self.memstats is not None:
+            sizes = f"tp_size={self.tp_size} and ep_size={self.ep_size}"
             raise ValueError(
-                f"memstats with tp_size={self.tp_size}, of which a trace says nothing; expected "
-                "None, or tp_size=1"
+                f"memstats with {sizes}, of which a trace says nothing; expected None, or sizes of "
+                "1"
             )
         if self.tp_size > 1 and self.strict_ddp_mode:
             raise ValueError(
@@ -121,7 +133,7 @@ class GeminiPlugin(EnginePlugin):
 
     @property
     def sizes(self) -> MeshSizes:  # type: ignore[override]
-        return MeshSizes(tp=self.tp_size, replicas=self.extra_dp_size)
+        return MeshSizes(tp=self.tp_size, replicas=self.extra_dp_size, ep=self.ep_size)
 
     def options(self, device: torch.device) -> dict[str, Any]:
         searches_freely = self.search_range_m == SEARCH_RANGE_M
@@ -129,6 +141,7 @@ class GeminiPlugin(EnginePlugin):
         return super().options(device) | {
             "mesh": self.sizes.mesh(device),
             "tensor_parallel": TensorParallel(sequence=sequence) if self.tp_size > 1 else None,
+            "expert_parallel": self.ep_size > 1,
             "placement_policy": self.placement(),
             "chunks": self.chunk_config_dict,
             "search_range_m": None if searches_freely else self.search_range_m,

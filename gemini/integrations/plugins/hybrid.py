@@ -16,29 +16,41 @@ from gemini.integrations.options import FP16, SCALE, Case, handed, option, size
 from gemini.integrations.parallel.cut import stages_of
 from gemini.integrations.parallel.pipelined import STYLES, MicrobatchSchedule, Pipelined
 from gemini.integrations.parallel.plans import TensorParallel, split
+from gemini.integrations.parallel.shared_sequence import MODES, SequenceParallel
 from gemini.integrations.parallel.sizes import MeshSizes
 from gemini.integrations.parts import accept
 
-from .engine_plugin import ALL_KERNELS, FLASH, JIT, NORMS, TENSOR, EnginePlugin, made_ours
+from .engine_plugin import ALL_KERNELS, FLASH, JIT, NORMS, TENSOR, UNSPLIT, EnginePlugin, made_ours
 from .plugin import params_of
 from .precision import BF16MixedPrecision, MixedPrecision, ScaledFP16
 from .torch_plugins import TorchDDPPlugin
 from .zero_plugin import LowLevelZeroPlugin
 
 DDP = Case(
-    lambda own: own.zero_stage == 0 and own.tp_size == own.pp_size == 1,
-    "it is for zero_stage=0, tp_size=1 and pp_size=1",
+    lambda own: (
+        own.zero_stage == 0 and own.tp_size == own.pp_size == own.sharing == own.ep_size == 1
+    ),
+    "it is for zero_stage=0 and data parallelism alone",
 )
 ZERO = Case(lambda own: own.zero_stage > 0, "it is for zero_stage=1 or 2")
 SHARDED = Case(
-    lambda own: own.zero_stage > 0 or own.pp_size > 1,
+    lambda own: own.zero_stage > 0 or own.pp_size > 1 or own.sharing > 1 or own.ep_size > 1,
     "it is for shards, and zero_stage=0 has replicas alone",
 )
 PIPELINE = Case(lambda own: own.pp_size > 1, "it is for pp_size above 1")
 SEQUENCE = Case(
     lambda own: own.enable_sequence_parallelism, "it is for enable_sequence_parallelism=True"
 )
-_OTHER_SEQUENCE_MODES = ("ring", "all_to_all", "ring_attn")
+SPLITS = Case(
+    lambda own: own.tp_size > 1 or own.sequence_parallelism_mode in MODES,
+    "it is for tp_size above 1, or for sequence_parallelism_mode='all_to_all' or 'ring_attn'",
+)
+RING = Case(
+    lambda own: own.sequence_parallelism_mode == "ring_attn",
+    "it is for sequence_parallelism_mode='ring_attn'",
+)
+_SHARDS = "updates are those of zero_stage=1, whose state is sharded"
+_OVER_TP = (None, "split_gather", "ring")
 
 
 @dataclass(frozen=True)
@@ -48,13 +60,22 @@ class HybridParallelPlugin(EnginePlugin):
     tp_size: ranks that split layers between them, by the plan that a model of transformers has, or
         by `custom_policy`: torch's styles, or the words of transformers, by names of modules. All
         of them see the same data. Beside it `zero_stage=0` keeps replicas, and shards nothing.
-    enable_sequence_parallelism: between split layers each of those ranks has a part of the sequence
-        (`sequence_parallelism_mode="split_gather"`, or None; `sp_size` is None or `tp_size`).
+    enable_sequence_parallelism: ranks have parts of sequences. With
+        `sequence_parallelism_mode="split_gather"` (None, and `"ring"`, which is the same here)
+        those of `tp_size`, between split layers. With `"all_to_all"` (heads against sequence) or
+        `"ring_attn"` (keys go round) `sp_size` ranks, beside `tp_size`, of a causal language model
+        of transformers. They are given the same batches, and the loss is the mean over all tokens.
+        `inner_ring_size`: keys go round among as many neighbours before they go on.
+    parallel_output: logits of a causal language model are of a rank's own tokens where `sp_size`
+        ranks share sequences; with `labels=` and a head that is split they are a DTensor, of which
+        each rank has some words, and are gathered for the first loss alone. Else, of models that
+        do more to logits than their head, and in pipelines they are whole.
     pp_size: places of a pipeline, for `booster.execute_pipeline`. `nn.Sequential` and models of
         transformers are cut into stages of as many layers, or of `num_layers_per_stage`. State is
         sharded over ranks that have the same stage, and gradients are reduced once, at
         `zero_stage=0` as at 1. Layers of a stage are split where `tp_size` is above 1.
-    extra_dp_size: replicas of shards, see docs/meshes.md.
+    extra_dp_size: replicas of shards; ep_size: ranks, of those with other data, over which experts
+        are split. See docs/meshes.md.
     pp_style: `"1f1b"`, `"interleaved"` with `num_model_chunks` stages a rank, or `"zbv"` with two.
     num_microbatches, microbatch_size: how a pipeline cuts a batch. The first counts where both are
         given; with neither there are as many micro-batches as places.
@@ -78,12 +99,10 @@ class HybridParallelPlugin(EnginePlugin):
     enable_fused_normalization: bool = option(False, ignored=NORMS)
     enable_flash_attention: bool = option(False, ignored=FLASH)
     enable_jit_fused: bool = option(False, ignored=JIT)
-    enable_sequence_parallelism: bool = option(False, only=TENSOR)
+    enable_sequence_parallelism: bool = option(False, only=SPLITS)
     sequence_parallelism_mode: str | None = option(None, only=SEQUENCE)
     enable_sequence_overlap: bool = option(False, absent=True)
-    parallel_output: bool = option(
-        True, only=TENSOR, ignored="outputs are whole where the plan gathers them"
-    )
+    parallel_output: bool = option(True, only=SPLITS)
     num_microbatches: int | None = size(None, only=PIPELINE)
     microbatch_size: int | None = size(None, only=PIPELINE)
     initial_scale: float = option(SCALE.initial_scale, only=FP16)
@@ -132,31 +151,38 @@ class HybridParallelPlugin(EnginePlugin):
     overlap_allgather: bool = option(LowLevelZeroPlugin.overlap_allgather, only=ZERO)
     fp8_communication: bool = option(False, absent=True)
     use_fp8: bool = option(False, absent=True)
-    inner_ring_size: int | None = option(
-        None, valid=lambda size: size is None, expected="None: ring attention is not there"
-    )
+    inner_ring_size: int | None = size(None, only=RING)
     extra_dp_size: int = size(1, only=SHARDED)
+    ep_size: int = size(1, only=UNSPLIT)
 
     def check_together(self) -> None:
         super().check_together()
         self._check_sequence()
         if self.pp_size > 1:
             self._check_pipeline()
+        if self.ep_size > 1 and self.zero_stage == 0:
+            accept({f"zero_stage=0 with ep_size={self.ep_size}": _SHARDS})
         if not DDP.holds(self):
             self._zero()
+
+    @property
+    def sharing(self) -> int:
+        """Ranks that share sequences, in a dimension of their own."""
+        asked = self.enable_sequence_parallelism and self.sequence_parallelism_mode in MODES
+        return (self.sp_size or 1) if asked else 1
 
     def _check_sequence(self) -> None:
         mode = self.sequence_parallelism_mode
         if not self.enable_sequence_parallelism:
             if self.sp_size not in (None, 1):
                 raise ValueError(f"sp_size={self.sp_size}; expected 1: {SEQUENCE.remedy}")
-        elif mode in _OTHER_SEQUENCE_MODES:
-            raise NotImplementedError(
-                f"sequence_parallelism_mode={mode!r} is not there; take 'split_gather', over the "
-                "ranks of tp_size"
+        elif mode in MODES:
+            self._check_shared_sequence()
+        elif mode not in _OVER_TP:
+            raise ValueError(
+                f"sequence_parallelism_mode={mode!r}; expected 'split_gather', 'ring', "
+                f"{' or '.join(map(repr, MODES))}"
             )
-        elif mode not in (None, "split_gather"):
-            raise ValueError(f"sequence_parallelism_mode={mode!r}; expected 'split_gather'")
         elif self.sp_size not in (None, 1, self.tp_size):
             raise ValueError(
                 f"sp_size={self.sp_size} with tp_size={self.tp_size}; expected None: a sequence is "
@@ -167,6 +193,28 @@ class HybridParallelPlugin(EnginePlugin):
                 "enable_sequence_parallelism=True with custom_policy; expected False, and torch's "
                 "SequenceParallel in the plan"
             )
+        elif mode == "ring":
+            why = "it is 'split_gather', whose collectives torch chooses"
+            accept({"sequence_parallelism_mode='ring'": why})
+
+    def _check_shared_sequence(self) -> None:
+        mode, inner = self.sequence_parallelism_mode, self.inner_ring_size
+        if self.sharing == 1:
+            raise ValueError(
+                f"sp_size={self.sp_size} with sequence_parallelism_mode={mode!r}; expected the "
+                "number of ranks that share a sequence, 2 or more"
+            )
+        if self.pp_size > 1:
+            raise ValueError(
+                f"sequence_parallelism_mode={mode!r} with pp_size={self.pp_size}; expected "
+                "'split_gather', over the ranks of tp_size, inside of stages"
+            )
+        if inner is not None and self.sharing % inner:
+            raise ValueError(
+                f"inner_ring_size={inner} with sp_size={self.sharing}; expected a divisor of it"
+            )
+        if self.zero_stage == 0:
+            accept({f"zero_stage=0 with sp_size={self.sharing}": _SHARDS})
 
     def _check_pipeline(self) -> None:
         if self.zero_stage == 2:
@@ -186,8 +234,7 @@ class HybridParallelPlugin(EnginePlugin):
                 "gathered once for all micro-batches"
             )
         if self.zero_stage == 0:
-            why = "updates are those of zero_stage=1, whose state is sharded"
-            accept({f"zero_stage=0 with pp_size={self.pp_size}": why})
+            accept({f"zero_stage=0 with pp_size={self.pp_size}": _SHARDS})
 
     def _zero(self) -> LowLevelZeroPlugin:
         return LowLevelZeroPlugin(
@@ -230,16 +277,25 @@ class HybridParallelPlugin(EnginePlugin):
     @property
     def sizes(self) -> MeshSizes:  # type: ignore[override]
         return MeshSizes(
-            self.tp_size, self.pp_size, self.extra_dp_size,
-            shards=SHARDED.holds(self), pp_inside=self.dp_outside,
+            self.tp_size, self.pp_size, self.extra_dp_size, self.sharing,
+            self.ep_size, shards=SHARDED.holds(self), pp_inside=self.dp_outside,
         )  # fmt: skip
 
     def options(self, device: torch.device) -> dict[str, Any]:
         """Of `GeminiDDP`, beside tensor parallelism or as a stage."""
         options = {**self._zero().options(device), "mesh": self.sizes.mesh(device)}
         if self.tp_size > 1:
-            sequence = self.enable_sequence_parallelism
-            options["tensor_parallel"] = TensorParallel(self.custom_policy, sequence)
+            sequence = self.enable_sequence_parallelism and self.sharing == 1
+            options["tensor_parallel"] = TensorParallel(
+                self.custom_policy, sequence, self.parallel_output
+            )
+        if self.ep_size > 1:
+            options["expert_parallel"] = True
+        if self.sharing > 1:
+            options["sequence_parallel"] = SequenceParallel(
+                str(self.sequence_parallelism_mode), self.inner_ring_size,
+                whole=not self.parallel_output,
+            )  # fmt: skip
         return options
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:

@@ -28,6 +28,7 @@ MESHES = {
     "512-ranks-replicas-zero2": (("replicate", "shard"), (64, 8), 511, 2),
     "64-ranks-tp": (("dp", "tp"), (16, 4), 6, 3),
     "512-ranks-replicas-tp": (("replicate", "shard", "tp"), (16, 8, 4), 257, 3),
+    "64-ranks-sequences": (("dp", "cp"), (8, 8), 21, 3),
     "8-ranks-experts-zero2": (("ep",), (8,), 5, 2),
     "64-ranks-experts": (("efsdp", "ep"), (8, 8), 21, 3),
     "512-ranks-replicas-experts": (("dp_replicate", "efsdp", "ep"), (8, 8, 8), 300, 3),

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from bench.shared.models import seeded
 from gemini import GeminiDDP
-from gemini.integrations import Booster, HybridParallelPlugin
+from gemini.integrations import Booster, HybridParallelPlugin, chunk_loss
 from gemini.integrations.parallel.pipelined import Pipelined
 from optim import HybridAdam
 from tests.support.meshes import ADAM, MAX_NORM, PARTS, STEPS
@@ -70,12 +70,19 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
                  "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
     ),
 }  # fmt: skip
+# whose sequences ranks share: padded on the right, with other numbers of labels in each part
+SHARED = {
+    "Llama shared": ("LlamaForCausalLM", LLAMA),
+    "GPT-2 shared": ("GPT2LMHeadModel", GPT2),
+    "Qwen2-MoE shared": KINDS["Qwen2-MoE"],
+}
+SHARED_TIME = 16
 Batch = dict[str, Tensor]
 
 
 def made(kind: str) -> nn.Module:
     """Biases and scales differ from what they begin as: a wrong one shows."""
-    name, options = KINDS[kind]
+    name, options = (KINDS | SHARED)[kind]
     with seeded(), torch.no_grad():  # in turns: modules of transformers are imported by threads
         import transformers
 
@@ -101,8 +108,14 @@ def batches(kind: str, places: int) -> list[list[list[Batch]]]:
             pixels = torch.randn(ROWS, 3, 16, 16, generator=draw)
             labels = torch.randint(0, 6, (ROWS,), generator=draw)
             return {"pixel_values": pixels, "labels": labels}
-        ids = torch.randint(4, WORDS, (ROWS, TIME), generator=draw)
+        time = SHARED_TIME if kind in SHARED else TIME
+        ids = torch.randint(4, WORDS, (ROWS, time), generator=draw)
         mask = torch.ones_like(ids)
+        if kind in SHARED:
+            mask[0, 11:] = mask[3, 14:] = 0
+            labels = ids.masked_fill(mask == 0, -100)
+            labels[1, :6] = -100
+            return {"input_ids": ids, "attention_mask": mask, "labels": labels}
         mask[0, :3] = 0  # padded on the left
         return {"input_ids": ids, "attention_mask": mask, "labels": ids}
 
@@ -158,8 +171,13 @@ def one_process(kind: str, precision: str, places: int = 1) -> dict[str, Tensor]
 class Run:
     """One rank of a plugin's run."""
 
-    def __init__(self, kind: str, plugin: Any = HybridParallelPlugin, **options: Any) -> None:
+    def __init__(
+        self, kind: str, plugin: Any = HybridParallelPlugin, tokens: int = 0, **options: Any
+    ) -> None:
+        """tokens: whose logits exist at a time; 0 is all."""
         model = made(kind)
+        if tokens:
+            chunk_loss(model, tokens)
         optimizer = torch.optim.AdamW(model.parameters(), **ADAM)  # type: ignore[arg-type]
         given = {"precision": "fp32", "max_norm": MAX_NORM} | options
         self.kind, self.plugin = kind, plugin(**given)

@@ -12,7 +12,9 @@ import torch.distributed as dist
 
 from bench.shared.workers import run_processes
 from gemini.__main__ import main
+from gemini.integrations import HybridParallelPlugin
 from gemini.integrations import launch as doors
+from gemini.integrations.config import AMP_TYPE, global_context, plugin_of, read_config
 from gemini.integrations.recorded import InOrder
 from gemini.integrations.run import chosen_hosts
 
@@ -54,7 +56,7 @@ def test_without_torchrun_a_process_is_a_group_of_one(alone):
 
 
 @pytest.mark.parametrize("starter", ["", "_from_slurm", "_from_openmpi"])
-def test_the_empty_configuration_of_old_scripts_comes_first(alone, starter, monkeypatch):
+def test_the_configuration_of_old_scripts_comes_first(alone, starter, monkeypatch):
     """As their documents write it, by position."""
     for name in ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"):
         monkeypatch.setenv(name, "0")
@@ -63,8 +65,10 @@ def test_the_empty_configuration_of_old_scripts_comes_first(alone, starter, monk
     place = ("localhost", _free_port(), "gloo")
     getattr(doors, f"launch{starter}")({}, *(() if starter else (0, 1)), *place)
     assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 1, "gloo")
-    with pytest.raises(ValueError, match="configuration files are gone"):
-        getattr(doors, f"launch{starter}")({"fp16": 1}, *place)
+    getattr(doors, f"launch{starter}")({"BATCH_SIZE": 3}, *(() if starter else (0, 1)), *place)
+    assert global_context.config.BATCH_SIZE == 3
+    doors.launch_from_torch(config={})
+    assert global_context.config == {"BATCH_SIZE": 3}
 
 
 @pytest.mark.parametrize(("backend", "gpu"), [("nccl", True), (None, True), ("gloo", False)])
@@ -82,11 +86,50 @@ def test_nccl_is_told_which_gpu_is_whose(backend, gpu, monkeypatch):
     assert did == [own, own if gpu else None]
 
 
-def test_configurations_and_strangers_are_refused(alone, monkeypatch):
-    with pytest.raises(ValueError, match="configuration files are gone"):
-        doors.launch_from_torch(config="./config.py")
-    with pytest.raises(ValueError, match="configuration files are gone"):
-        doors.launch(config={"fp16": 1}, rank=0, world_size=1, host="localhost", port=1)
+CONFIG = """
+import math
+from gemini.integrations.config import AMP_TYPE
+
+_HIDDEN = 1
+BATCH_SIZE, NUM_MICRO_BATCHES = 8, 4
+parallel = dict(pipeline=dict(size=2), tensor=dict(size=2, mode='1d'))
+fp16 = dict(mode=AMP_TYPE.NAIVE, log_num_zeros_in_grad=False, initial_scale=2.0 ** 20)
+clip_grad_norm = 1.0
+"""
+
+
+def test_a_configuration_describes_a_plugin(alone, tmp_path):
+    """As a Python file, as YAML and as a dict; what is of the script alone is read from it."""
+    (tmp_path / "config.py").write_text(CONFIG)
+    (tmp_path / "config.yaml").write_text("parallel: {tensor: 2}\nLOG: x\n")
+    parsed = doors.get_default_parser().parse_args(["--config", str(tmp_path / "config.py")])
+    doors.launch_from_torch(config=parsed.config)
+    config = global_context.config
+    assert sorted(config) == [
+        "BATCH_SIZE", "NUM_MICRO_BATCHES", "clip_grad_norm", "fp16", "parallel"
+    ]  # fmt: skip
+    assert plugin_of(config, zero_stage=1) == HybridParallelPlugin(
+        tp_size=2, pp_size=2, num_microbatches=4, precision="fp16", initial_scale=2.0**20,
+        max_norm=1.0, zero_stage=1,
+    )  # fmt: skip
+    config = read_config(tmp_path / "config.yaml")
+    assert config.LOG == "x" and plugin_of(config).tp_size == 2
+    assert plugin_of({"parallel": {"moe": {"size": 2}, "data": 4}}).ep_size == 2
+    with pytest.raises(AttributeError, match=r"no EPOCHS; expected one of \['LOG', 'parallel'\]"):
+        _ = config.EPOCHS
+    for wrong, text in (
+        ({"parallel": {"tensor": {"size": 4, "mode": "2d"}}}, "tensor mode '2d'"),
+        ({"parallel": {"sequence": 2}}, r"\['sequence'\]; expected '1d', and"),
+        ({"fp16": {"mode": AMP_TYPE.APEX}}, "fp16 has mode 'apex'"),
+        ({"fp16": {"log_num_zeros_in_grad": True}}, "log_num_zeros_in_grad"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            plugin_of(wrong)
+    with pytest.raises(ValueError, match=r"config='config.json'; expected a .py"):
+        read_config("config.json")
+
+
+def test_strangers_are_refused(alone, monkeypatch):
     monkeypatch.delenv("SLURM_PROCID", raising=False)
     with pytest.raises(ValueError, match=r"SLURM_PROCID is not set; expected a process that srun"):
         doors.launch_from_slurm("localhost", 29500)
@@ -97,7 +140,7 @@ def test_the_parser_of_old_scripts():
     assert (parsed.rank, parsed.host, parsed.port, parsed.backend) == (3, "h", 29500, "nccl")
 
 
-def test_the_coordinator_of_one_process(capsys, monkeypatch):
+def test_the_coordinator_of_one_process(capsys, monkeypatch, tmp_path):
     coordinator = doors.DistCoordinator()
     assert (coordinator.rank, coordinator.world_size, coordinator.local_rank) == (0, 1, 0)
     assert coordinator.is_master() and coordinator.is_node_master()
@@ -114,6 +157,12 @@ def test_the_coordinator_of_one_process(capsys, monkeypatch):
     monkeypatch.setattr(doors, "rank", lambda: 3)  # made before there was a group
     logger.info("and %s", "later")
     assert capsys.readouterr().err == "[rank 3] and later\n"
+    logger.info("of one", ranks=[0])
+    logger.log_to_file(tmp_path / "logs", suffix="x")
+    logger.warning("of %d", 3, ranks=[1, 3])
+    assert capsys.readouterr().err == "[rank 3] of 3\n"
+    assert (tmp_path / "logs/rank_3_x.log").read_text() == "of 3\n"
+    logger.handlers.pop().close()
 
 
 def _by_starter(rank, starter, port, folder):
@@ -236,7 +285,7 @@ def test_run_reaches_hosts_by_ssh_and_ends_all_where_one_fails(tmp_path):
 def test_check_is_the_doctor_and_benchmark_says_where_to_measure(capsys, tmp_path):
     assert main(["check", "-i", "--dir", str(tmp_path)]) in (0, 1)
     assert "torch" in capsys.readouterr().out
-    assert main(["benchmark"]) == 2
+    assert main(["benchmark", "--gpus", "4"]) == 2
     assert "gemini plan" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["run", "--include", "h", "script.py"])

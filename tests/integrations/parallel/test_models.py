@@ -30,10 +30,19 @@ CASES = {
     2: [
         *((f"{kind} split", kind, SPLIT) for kind in KINDS if kind not in DROPPED),
         *((f"{kind} cut", kind, CUT) for kind in ("Mistral", "ViT", "OPT", "Mixtral")),
-        ("ZeRO-3", "Llama", {"plugin": GeminiPlugin, "tp_size": 2}),
+        ("ZeRO-3, chunked loss", "Llama", {"plugin": GeminiPlugin, "tp_size": 2, "tokens": 5}),
         *((f"{kind} sequence", kind, SEQUENCE) for kind in ("Llama tied", "Qwen3")),
+        ("Mixtral shared out", "Mixtral", {"tp_size": 1, "pp_size": 1, "ep_size": 2}),
     ],
-    4: [(f"{kind} both", kind, BOTH) for kind in ("GPT-2", "BERT", "BLOOM", "Qwen3-MoE")],
+    4: [
+        *((f"{kind} both", kind, BOTH) for kind in ("GPT-2", "BERT", "BLOOM", "Qwen3-MoE")),
+        (
+            "Mixtral shared out, replicas",
+            "Mixtral",
+            {"tp_size": 1, "pp_size": 1, "ep_size": 2, "extra_dp_size": 2, "zero_stage": 2},
+        ),
+        ("Qwen3-MoE shared out", "Qwen3-MoE", {"plugin": GeminiPlugin, "ep_size": 2}),
+    ],
 }
 
 
@@ -48,7 +57,7 @@ def found(tmp_path_factory):
 )
 def test_a_model_of_the_table_trains_as_one_process(found, ranks, name, kind):
     weights, again, _ = found[ranks][0][name]
-    want = reference(kind)
+    want = reference(kind, ranks if "shared out" in name else 1)
     assert update_error(weights, want, state_of(made(kind))) < BOUND
     assert same(again, weights)  # loading what is there changes no bit
 

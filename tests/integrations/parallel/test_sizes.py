@@ -9,6 +9,10 @@ from gemini.integrations.parallel.sizes import MeshSizes
 from gemini.integrations.plugins import plugin as plugins
 
 HYBRID = {"precision": "fp32"}
+SHARING = {
+    "tp_size": 1, "pp_size": 1, "sp_size": 2, "enable_sequence_parallelism": True,
+    "sequence_parallelism_mode": "ring_attn",
+}  # fmt: skip
 PIPELINE = {**HYBRID, "tp_size": 1, "pp_size": 2, "num_microbatches": 2}
 
 
@@ -22,6 +26,14 @@ PIPELINE = {**HYBRID, "tp_size": 1, "pp_size": 2, "num_microbatches": 2}
         (MeshSizes(tp=2, replicas=2), 8, (("replicate", 2), ("shard", 2), ("tp", 2))),
         (MeshSizes(tp=2, shards=False), 8, (("replicate", 4), ("shard", 1), ("tp", 2))),
         (MeshSizes(tp=2, shards=False), 2, (("tp", 2),)),
+        (MeshSizes(tp=2, cp=2), 8, (("shard", 2), ("cp", 2), ("tp", 2))),
+        (
+            MeshSizes(cp=2, ep=2, replicas=2),
+            8,
+            (("replicate", 2), ("shard", 1), ("cp", 2), ("ep", 2)),
+        ),
+        (MeshSizes(ep=2), 8, (("shard", 4), ("ep", 2))),
+        (MeshSizes(cp=4, replicas=2), 8, (("replicate", 2), ("shard", 1), ("cp", 4))),
         (MeshSizes(pp=2), 2, (("pp", 2),)),
         (MeshSizes(pp=2), 6, (("shard", 3), ("pp", 2))),
         (MeshSizes(pp=2, pp_inside=False), 6, (("pp", 2), ("shard", 3))),
@@ -53,6 +65,8 @@ SAME_DATA = [
     (HybridParallelPlugin(**PIPELINE), [0, 0, 1, 1]),
     (HybridParallelPlugin(dp_outside=False, **PIPELINE), [0, 1, 0, 1]),
     (HybridParallelPlugin(tp_size=2, pp_size=2), [0, 0, 0, 0]),
+    (HybridParallelPlugin(**HYBRID, **SHARING), [0, 0, 1, 1]),
+    (GeminiPlugin(ep_size=2, precision="bf16"), [0, 1, 2, 3]),
 ]
 
 

@@ -1,0 +1,128 @@
+"""What old scripts take from `colossalai.utils`: timers, printing, loaders, loggers."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from gemini.integrations.parts import dataloader, rank
+
+
+class Timer:
+    """Seconds between `start` and `stop`, of which each pair is kept where that is asked."""
+
+    def __init__(self) -> None:
+        self._began, self._last = 0.0, 0.0
+        self._history: list[float] = []
+
+    def start(self) -> None:
+        """Begin anew. What a device has in its queue is waited for."""
+        self._began = _now()
+
+    def stop(self, keep_in_history: bool = False) -> float:
+        """Seconds since `start`."""
+        self._last = _now() - self._began
+        if keep_in_history:
+            self._history.append(self._last)
+        return self._last
+
+    def get_elapsed_time(self) -> float:
+        """Seconds of the last pair."""
+        return self._last
+
+    def get_history_sum(self) -> float:
+        return sum(self._history)
+
+    def get_history_mean(self) -> float:
+        """Seconds of a pair that was kept; 0 where none was."""
+        return sum(self._history) / max(1, len(self._history))
+
+    def reset(self) -> None:
+        self._last = 0.0
+        self._history.clear()
+
+
+class MultiTimer:
+    """Several `Timer`s by name. `on=False` measures nothing."""
+
+    def __init__(self, on: bool = True) -> None:
+        self._on = on
+        self._timers: dict[str, Timer] = {}
+
+    def start(self, name: str) -> None:
+        if self._on:
+            self._timers.setdefault(name, Timer()).start()
+
+    def stop(self, name: str, keep_in_history: bool = False) -> float:
+        """Seconds since the start of the same name; 0 where the timer is off."""
+        return self._timers[name].stop(keep_in_history) if self._on else 0.0
+
+    def get_timer(self, name: str) -> Timer:
+        return self._timers[name]
+
+    def reset(self, name: str | None = None) -> None:
+        """One of them, or all."""
+        for key, timer in self._timers.items():
+            if name in (None, key):
+                timer.reset()
+
+    def is_on(self) -> bool:
+        return self._on
+
+    def set_status(self, mode: bool) -> None:
+        self._on = mode
+
+    def __iter__(self) -> Iterator[tuple[str, Timer]]:
+        return iter(self._timers.items())
+
+
+def _now() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def print_rank_0(msg: str, logger: logging.Logger | None = None) -> None:
+    """Print by the first rank alone, or have a logger say it."""
+    if rank() == 0:
+        if logger is None:
+            sys.stdout.write(f"{msg}\n")
+        else:
+            logger.info(msg)
+
+
+def get_dataloader(
+    dataset: Dataset[Any],
+    shuffle: bool = False,
+    seed: int = 1024,
+    add_sampler: bool = True,
+    drop_last: bool = False,
+    pin_memory: bool = False,
+    num_workers: int = 0,
+    **kwargs: Any,
+) -> DataLoader[Any]:
+    """A loader of this rank's part of `dataset`, or of all of it without `add_sampler`.
+
+    Ranks are all of data parallel: where some see the same data (`tp_size`, `pp_size`), use
+    `plugin.prepare_dataloader`. kwargs: for `torch.utils.data.DataLoader`.
+    """
+    return dataloader(
+        dataset, shuffle=shuffle, seed=seed, drop_last=drop_last, pin_memory=pin_memory,
+        num_workers=num_workers, place=None if add_sampler else (0, 1), **kwargs,
+    )  # fmt: skip
+
+
+def disable_existing_loggers(
+    include: Sequence[str] | None = None, exclude: Sequence[str] = ("gemini",)
+) -> None:
+    """Have loggers of others say warnings alone: those named, or all but `exclude` and below it."""
+    names = list(logging.root.manager.loggerDict) if include is None else list(include)
+    for name in names:
+        if include is not None or name.partition(".")[0] not in exclude:
+            logging.getLogger(name).setLevel(logging.WARNING)

@@ -1,0 +1,120 @@
+"""Configurations of old scripts: a Python or YAML file, or a dict, of features and other names.
+
+`parallel`, `fp16` and `clip_grad_norm` are options of a plugin (`plugin_of`). All else is the
+script's own, and is read as `global_context.config.BATCH_SIZE`: `gradient_accumulation` too, which
+is how many backwards its loop has before a step.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gemini.integrations.options import SCALE_NAMES
+
+if TYPE_CHECKING:  # what is launched need not import plugins
+    from gemini.integrations.plugins.hybrid import HybridParallelPlugin
+
+
+class AMP_TYPE:
+    """Which 16-bit training `fp16 = dict(mode=...)` of a configuration asks for."""
+
+    TORCH = "torch"
+    NAIVE = "naive"
+    APEX = "apex"
+
+
+class Config(dict[str, Any]):
+    """The values of a configuration, which are attributes too."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self:
+            raise AttributeError(f"the configuration has no {name}; expected one of {sorted(self)}")
+        return self[name]
+
+
+class GlobalContext:
+    """What a process was launched with, for all of its modules."""
+
+    def __init__(self) -> None:
+        self.config = Config()
+
+
+global_context = GlobalContext()
+
+
+def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> Config:
+    """Of a dict, or of a file that is one of yours: a `.py` file is run.
+
+    Names that begin with an underscore, modules, functions and classes are left out.
+    Raises ValueError for a file of another kind.
+    """
+    if isinstance(config, Mapping):
+        return Config(config)
+    path = Path(config)
+    if path.suffix == ".py":
+        found = runpy.run_path(str(path))
+    elif path.suffix in (".yml", ".yaml"):
+        import yaml
+
+        found = yaml.safe_load(path.read_text()) or {}
+    else:
+        raise ValueError(f"config={str(path)!r}; expected a .py, .yml or .yaml file, or a dict")
+    return Config(
+        (name, value) for name, value in found.items()
+        if not name.startswith("_") and not callable(value) and type(value).__name__ != "module"
+    )  # fmt: skip
+
+
+def plugin_of(config: Mapping[str, Any], **options: Any) -> HybridParallelPlugin:
+    """The plugin that a configuration describes.
+
+    config: of `read_config`. parallel: `dict(pipeline=2, tensor=dict(size=2, mode="1d"), moe=2)`,
+        of which each size may be `dict(size=)`. fp16: its `mode` and the loss scale; without it
+        computing is fp32. clip_grad_norm: of every step. NUM_MICRO_BATCHES: of a pipeline.
+    options: of `HybridParallelPlugin`, which come before.
+    Raises ValueError for a mode of tensor parallelism or of fp16 that is not here, and for names in
+    `parallel` and `fp16` that are none.
+    """
+    parallel = dict(config.get("parallel") or {})
+    tensor = parallel.pop("tensor", 1)
+    mode = tensor.get("mode") if isinstance(tensor, Mapping) else None
+    found: dict[str, Any] = {
+        "tp_size": _size(tensor), "pp_size": _size(parallel.pop("pipeline", 1)),
+        "ep_size": _size(parallel.pop("moe", 1)),
+    }  # fmt: skip
+    parallel.pop("data", None)  # what is left of the ranks
+    if mode not in (None, "1d") or parallel:
+        raise ValueError(
+            f"parallel has tensor mode {mode!r} and {sorted(parallel)}; expected '1d', and "
+            "pipeline, tensor, moe and data"
+        )
+    found |= _precision(config.get("fp16"))
+    if config.get("clip_grad_norm"):
+        found["max_norm"] = float(config["clip_grad_norm"])
+    if found["pp_size"] > 1 and "NUM_MICRO_BATCHES" in config:
+        found["num_microbatches"] = int(config["NUM_MICRO_BATCHES"])
+    from gemini.integrations.plugins.hybrid import HybridParallelPlugin
+
+    return HybridParallelPlugin(**(found | options))
+
+
+def _size(asked: Any) -> int:
+    return int(asked.get("size", 1) if isinstance(asked, Mapping) else asked or 1)
+
+
+def _precision(fp16: Mapping[str, Any] | None) -> dict[str, Any]:
+    if fp16 is None:
+        return {"precision": "fp32"}
+    given = dict(fp16)
+    mode = given.pop("mode", AMP_TYPE.TORCH)
+    given = {name: value for name, value in given.items() if value is not False}
+    if mode not in (AMP_TYPE.TORCH, AMP_TYPE.NAIVE) or not set(given) <= set(SCALE_NAMES):
+        raise ValueError(
+            f"fp16 has mode {mode!r} and {sorted(given)}; expected AMP_TYPE.TORCH or NAIVE, and of "
+            f"{sorted(SCALE_NAMES)}"
+        )
+    return {"precision": "fp16", **given}

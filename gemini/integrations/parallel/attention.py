@@ -1,0 +1,243 @@
+"""Attention over a sequence of which each rank has a part: by heads (Ulysses), or in a ring.
+
+P ranks · s tokens a rank · H query heads, K of keys and values · D width of a head
+
+Ulysses: two all-to-alls change [B, H, s, D] to [B, H / P, P * s, D] and back; between them torch's
+own attention sees the whole sequence. Bytes that a rank sends, of i bytes an element: forward
+(2 H + 2 K) B s D i (P - 1) / P, and as much in backward.
+
+Ring: keys and values pass all ranks; what queries see of each block is merged by its log-sum-exp,
+which is exact. The sequence is cut in 2 P pieces, of which rank r has r and 2 P - 1 - r: so all
+have 2 P + 1 blocks to compute. Sums are fp32. Bytes: forward 2 n (P - 1), backward
+2 n (P - 1) + 2 m P, where n = B K s D i, and m is the same of fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn.functional import scaled_dot_product_attention
+
+QUERIES = 1024  # whose scores exist at a time, [B, H, QUERIES, s / 2] in fp32
+
+
+def positions(ring: bool, length: int, rank: int, ranks: int) -> Tensor:
+    """Places in the sequence of one rank's tokens, [length / P]."""
+    if not ring:
+        size = length // ranks
+        return torch.arange(rank * size, (rank + 1) * size)
+    pieces = torch.arange(length).view(2 * ranks, -1)
+    return pieces[[rank, 2 * ranks - 1 - rank]].flatten()
+
+
+# -- Ulysses --
+
+
+class _Swap(Function):
+    """All heads of a part of the sequence against a part of the heads of all of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any, whole: bool) -> Tensor:
+        ctx.group, ctx.whole = group, whole
+        return _to_sequence(x, group) if whole else _to_heads(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return (_to_heads if ctx.whole else _to_sequence)(grad, ctx.group), None, None
+
+
+def _to_sequence(x: Tensor, group: Any) -> Tensor:
+    batch, heads, length, width = x.shape
+    ranks = group.size()
+    got = _exchanged(x.reshape(batch, ranks, heads // ranks, length, width).transpose(0, 1), group)
+    return got.permute(1, 2, 0, 3, 4).reshape(batch, heads // ranks, ranks * length, width)
+
+
+def _to_heads(x: Tensor, group: Any) -> Tensor:
+    batch, heads, length, width = x.shape
+    ranks = group.size()
+    parts = x.reshape(batch, heads, ranks, length // ranks, width).permute(2, 0, 1, 3, 4)
+    got = _exchanged(parts, group)
+    return got.transpose(0, 1).reshape(batch, ranks * heads, length // ranks, width)
+
+
+def _exchanged(parts: Tensor, group: Any) -> Tensor:
+    """[P, ...]: to each rank its part."""
+    parts = parts.contiguous()
+    found = torch.empty_like(parts)
+    dist.all_to_all_single(found, parts, group=group)
+    return found
+
+
+def ulysses(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, dropout: float, group: Any
+) -> Tensor:
+    """Causal attention, [B, H, s, D]. Keys and values of fewer heads than ranks are repeated.
+
+    Raises ValueError for heads that the ranks do not divide.
+    """
+    ranks, heads, few = group.size(), q.shape[1], k.shape[1]
+    if heads % ranks or (few % ranks and ranks % few):
+        raise ValueError(
+            f"{heads} query heads and {few} of keys are exchanged over {ranks} ranks; expected "
+            "numbers that sp_size divides: another sp_size, or "
+            "sequence_parallelism_mode='ring_attn', which leaves heads whole"
+        )
+    if few % ranks:
+        k, v = (x.repeat_interleave(ranks // few, dim=1) for x in (k, v))
+    q, k, v = (_Swap.apply(x, group, True) for x in (q, k, v))
+    out = scaled_dot_product_attention(
+        q, k, v, dropout_p=dropout, is_causal=True, scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )  # fmt: skip
+    swapped: Tensor = _Swap.apply(out, group, False)
+    return swapped
+
+
+# -- ring --
+
+
+class _Ring:
+    """The way of blocks: inside of neighbours of `inner` ranks, then to the next such group.
+
+    With inner = P that is one ring.
+    """
+
+    def __init__(self, group: Any, inner: int) -> None:
+        self.group, self._inner = group, inner
+        self.ranks: int = group.size()
+        self.me: int = dist.get_rank(group)
+
+    def owner(self, step: int, rank: int | None = None) -> int:
+        """Whose block a rank has after so many passes."""
+        outer, at = divmod(self.me if rank is None else rank, self._inner)
+        crossed = step // self._inner
+        outer = (outer - crossed) % (self.ranks // self._inner)
+        return outer * self._inner + (at - (step - crossed)) % self._inner
+
+    def begin(self, tensors: Sequence[Tensor], step: int) -> tuple[list[Tensor], list[Any]]:
+        """Pass on what is here after `step` passes; what comes is there when all have ended."""
+        outer, at = divmod(self.me, self._inner)
+        if (step + 1) % self._inner:
+            to, of = (outer * self._inner + (at + d) % self._inner for d in (1, -1))
+        else:
+            to, of = ((self.me + d * self._inner) % self.ranks for d in (1, -1))
+        return self._sent(tensors, to, of)
+
+    def home(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """After the last pass: each rank has what is of its own block."""
+        last = self.ranks - 1
+        to = self.owner(last)
+        of = next(rank for rank in range(self.ranks) if self.owner(last, rank) == self.me)
+        return ended(self._sent(tensors, to, of))
+
+    def _sent(self, tensors: Sequence[Tensor], to: int, of: int) -> tuple[list[Tensor], list[Any]]:
+        to, of = (dist.get_global_rank(self.group, rank) for rank in (to, of))
+        tensors = [x.contiguous() for x in tensors]
+        found = [torch.empty_like(x) for x in tensors]
+        sends = [dist.P2POp(dist.isend, x, to, self.group) for x in tensors]
+        receives = [dist.P2POp(dist.irecv, x, of, self.group) for x in found]
+        return found, dist.batch_isend_irecv([*sends, *receives])
+
+    def tiles(self, other: int, half: int) -> Iterator[tuple[slice, slice, int | None]]:
+        """(queries, keys, first query in the piece if both are of one piece) that see each other.
+
+        half: tokens of a piece.
+        """
+        for a, mine in enumerate((self.me, 2 * self.ranks - 1 - self.me)):
+            for b, theirs in enumerate((other, 2 * self.ranks - 1 - other)):
+                for begin in range(0, half, QUERIES) if mine >= theirs else ():
+                    end = min(begin + QUERIES, half)
+                    seen = end if mine == theirs else half
+                    yield (
+                        slice(a * half + begin, a * half + end),
+                        slice(b * half, b * half + seen),
+                        begin if mine == theirs else None,
+                    )
+
+
+def ended(passed: tuple[list[Tensor], list[Any]]) -> list[Tensor]:
+    found, works = passed
+    for work in works:
+        work.wait()
+    return found
+
+
+def _scores(q: Tensor, k: Tensor, scale: float, begin: int | None) -> Tensor:
+    scores = (q.float() @ k.float().transpose(-1, -2)) * scale
+    if begin is not None:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)
+        scores = scores.masked_fill(hidden.triu(begin + 1), -torch.inf)
+    return scores
+
+
+class _RingAttention(Function):
+    """q [B, K, H / K, s, D]; k, v [B, K, 1, s, D]."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, ring: _Ring) -> Tensor:
+        half = q.shape[-2] // 2
+        out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+        lse = out.new_full(q.shape[:-1], -torch.inf)
+        there = [k, v]
+        for step in range(ring.ranks):
+            passed = ring.begin(there, step) if step < ring.ranks - 1 else (there, [])
+            for rows, cols, begin in ring.tiles(ring.owner(step), half):
+                scores = _scores(q[..., rows, :], there[0][..., cols, :], scale, begin)
+                of_block = scores.logsumexp(-1)
+                new = torch.logaddexp(lse[..., rows], of_block)
+                part = (scores - new[..., None]).exp() @ there[1][..., cols, :].float()
+                out[..., rows, :] *= (lse[..., rows] - new).exp()[..., None]
+                out[..., rows, :] += part
+                lse[..., rows] = new
+            there = ended(passed)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.scale, ctx.ring = scale, ring
+        return out.to(q.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        q, k, v, out, lse = ctx.saved_tensors
+        scale, ring, half = ctx.scale, ctx.ring, q.shape[-2] // 2
+        grad = grad.float()
+        delta = (grad * out).sum(-1)
+        dq = torch.zeros_like(out)
+        there, grads = [k, v], [out.new_zeros(k.shape), out.new_zeros(v.shape)]
+        for step in range(ring.ranks):
+            is_last = step == ring.ranks - 1
+            passed = (there, []) if is_last else ring.begin(there, step)
+            for rows, cols, begin in ring.tiles(ring.owner(step), half):
+                of_q, of_k, of_v = q[..., rows, :], there[0][..., cols, :], there[1][..., cols, :]
+                weights = (_scores(of_q, of_k, scale, begin) - lse[..., rows, None]).exp()
+                arrived = grad[..., rows, :]
+                ds = arrived @ of_v.float().transpose(-1, -2) - delta[..., rows, None]
+                ds = ds.mul_(weights).mul_(scale)
+                dq[..., rows, :] += ds @ of_k.float()
+                grads[0][..., cols, :] += _over_heads(ds, of_q.float())
+                grads[1][..., cols, :] += _over_heads(weights, arrived)
+            there = ended(passed)
+            # keys and values need not come home, their gradients do
+            grads = ring.home(grads) if is_last else ended(ring.begin(grads, step))
+        return dq.to(q.dtype), grads[0].to(k.dtype), grads[1].to(v.dtype), None, None
+
+
+def _over_heads(a: Tensor, b: Tensor) -> Tensor:
+    """Summed over the query heads that share keys."""
+    return (a.transpose(-1, -2) @ b).sum(2, keepdim=True)
+
+
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, group: Any, inner: int
+) -> Tensor:
+    """Causal attention of tokens in the order of `positions`, [B, H, s, D]."""
+    few = k.shape[1]
+    grouped = q.unflatten(1, (few, -1))
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    ring = _Ring(group, inner)
+    out: Tensor = _RingAttention.apply(grouped, k[:, :, None], v[:, :, None], scale, ring)
+    return out.flatten(1, 2)

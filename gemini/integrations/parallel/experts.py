@@ -1,0 +1,121 @@
+"""Experts of transformers' models over ranks that have other tokens: each token goes to its expert.
+
+P ranks · E experts · n tokens of this rank, each for k experts
+
+A rank has E / P experts of each layer, stacked as they were: gate_up_proj [E, 2 * width, in] and
+down_proj [E, out, width], split in their first dimension. Tokens go to the ranks of their experts
+and come back, by two all-to-alls whose sizes are exchanged before; what the router says of them
+stays where they are from.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.distributed.device_mesh import DeviceMesh
+
+from .styles import replace
+
+STACKS = {"gate_up_proj", "down_proj"}
+
+
+def share_experts(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, mesh: DeviceMesh
+) -> None:
+    """Split all stacked experts in place over a 1-D mesh; the optimizer has the new parameters.
+
+    Values are those of the mesh's first rank. Collective.
+    Raises ValueError, before anything is changed, for a model without such experts, and for a
+    number that the ranks do not divide.
+    """
+    found = {name: module for name, module in model.named_modules() if _are_experts(module)}
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has no stacked experts; expected a model of transformers "
+            "whose layers have gate_up_proj and down_proj of all experts, such as Mixtral, "
+            "Qwen2-MoE or Qwen3-MoE, or ep_size=1"
+        )
+    for name, experts in found.items():
+        if experts.num_experts % mesh.size():
+            raise ValueError(
+                f"{name} has {experts.num_experts} experts, which ep_size={mesh.size()} does not "
+                "divide; expected another ep_size"
+            )
+    before = {id(param): (experts, name) for experts in found.values()
+              for name, param in experts.named_parameters()}  # fmt: skip
+    for experts in found.values():
+        for name in STACKS:
+            replace(experts, name, mesh, 0)
+        experts.forward = partial(_over_ranks, experts, mesh, experts.forward)
+    for group in optimizer.param_groups if optimizer is not None else ():
+        group["params"] = [
+            getattr(*before[id(param)]) if id(param) in before else param
+            for param in group["params"]
+        ]
+
+
+def _are_experts(module: Any) -> bool:
+    shapes = {name: param.dim() for name, param in module.named_parameters()}
+    return shapes == dict.fromkeys(STACKS, 3) and hasattr(module, "num_experts")
+
+
+def _over_ranks(
+    experts: Any, mesh: DeviceMesh, plain: Any, x: Tensor, index: Tensor, weights: Tensor
+) -> Tensor:
+    """As the forward of experts: x [n, H], their experts and weights [n, k]."""
+    group, ranks = mesh.get_group(), mesh.size()
+    own, flat = experts.num_experts // ranks, index.flatten()
+    order = flat.argsort(stable=True)  # by expert, so by rank
+    counts = torch.bincount(flat, minlength=experts.num_experts).view(ranks, own)
+    theirs = torch.empty_like(counts)
+    dist.all_to_all_single(theirs, counts, group=group)
+    sent, received = counts.sum(1).tolist(), theirs.sum(1).tolist()
+    if torch.is_grad_enabled() and not x.requires_grad:
+        x = x.detach().requires_grad_()  # else ranks without tokens would send nothing back
+    tokens = _Exchange.apply(x[order // index.shape[1]], group, sent, received)
+    here = torch.arange(own, device=x.device).repeat(ranks)
+    done = tokens
+    if len(tokens):
+        done = _own(experts, plain, own, tokens, here.repeat_interleave(theirs.flatten())[:, None])
+    back = _Exchange.apply(done, group, received, sent)
+    weighed = (back * weights.flatten()[order, None]).to(x.dtype)
+    return torch.zeros_like(x).index_add(0, order // index.shape[1], weighed)
+
+
+def _own(experts: Any, plain: Any, own: int, tokens: Tensor, index: Tensor) -> Tensor:
+    """What this rank's experts give: the module's own forward, of one expert a token."""
+    everyone = experts.num_experts
+    local = {name: param.to_local() for name, param in experts.named_parameters()}
+    vars(experts).update(local)  # comes before what is registered
+    experts.num_experts = own
+    try:
+        found: Tensor = plain(tokens, index, tokens.new_ones(index.shape))
+        return found
+    finally:
+        experts.num_experts = everyone
+        for name in local:
+            del vars(experts)[name]
+
+
+class _Exchange(Function):
+    """Rows to the ranks that they are for, by how many each sends and receives."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any, sent: list[int], received: list[int]) -> Tensor:
+        ctx.group, ctx.sent, ctx.received = group, sent, received
+        return _exchanged(x, group, sent, received)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _exchanged(grad, ctx.group, ctx.received, ctx.sent), None, None, None
+
+
+def _exchanged(x: Tensor, group: Any, sent: list[int], received: list[int]) -> Tensor:
+    found = x.new_empty(sum(received), *x.shape[1:])
+    dist.all_to_all_single(found, x.contiguous(), received, sent, group=group)
+    return found

@@ -1,0 +1,245 @@
+"""The loss of a causal language model where its head is: logits of all tokens never exist.
+
+N tokens · V words, of which a rank has a part if layers are split · H width
+
+Cross-entropy of a few tokens at a time, with its gradients at once: logits are [tokens, V] in place
+of [N, V], and none are computed twice. Where the head is split by words, ranks exchange three
+numbers a token, and no logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from gemini.chunk.local import is_dtensor, local_of
+
+from .cut import TransformerStage
+from .shared_sequence import IGNORED, shifted
+
+TOKENS = 1024
+
+
+def chunk_loss(model: Any, tokens: int = TOKENS) -> None:
+    """Have a causal language model of transformers compute its loss `tokens` tokens at a time.
+
+    In place, before it is wrapped or boosted. With `labels=` its output has the loss, and no
+    logits; without, all is as it was. Raises ValueError for another model, and in a forward for one
+    that does more to its logits than its head.
+    """
+    if tokens < 1:
+        raise ValueError(f"tokens={tokens}; expected 1 or more, whose logits exist at a time")
+    HeadLoss(model, tokens)
+
+
+def has_causal_loss(model: Any) -> bool:
+    """Whether its loss is that of the next token, of what one linear layer gives."""
+    name = getattr(getattr(model, "loss_function", None), "__name__", "none")
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    return name == "ForCausalLMLoss" and isinstance(head, nn.Linear)
+
+
+class HeadLoss:
+    """What has the loss of a language model computed in its head.
+
+    tokens: None is all at once, of a head that ranks split: what it gives then has logits too, a
+    DTensor [B, T, V] of which each rank has its words. Whether the model does more to its logits
+    is seen in the first forward, which gathers them; of one that does all stays as it was.
+    """
+
+    def __init__(self, model: Any, tokens: int | None = None) -> None:
+        if not has_causal_loss(model):
+            raise ValueError(
+                f"{type(model).__name__} has another loss, or no linear head; expected a causal "
+                "language model of transformers, whose loss is computed where its head is"
+            )
+        self._tokens = tokens
+        self._fits = None if tokens is None else True  # None: not seen yet
+        self._model, self._plain = type(model).__name__, model.loss_function
+        self._asked: tuple[Tensor, Tensor] | None = None  # targets [B, T], and what divides
+        self._logits: Tensor | None = None
+        self._mesh: DeviceMesh | None = None  # that splits the head
+        self._given: Tensor | None = None  # what the head gave in their place
+        head = model.get_output_embeddings()
+        head.forward = partial(self._head, head, head.forward)
+        model.loss_function = self.loss_of_head
+        head.register_forward_hook(self._keep)
+        model.register_forward_pre_hook(self._take, with_kwargs=True)
+        model.register_forward_hook(self._give)
+
+    def _take(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        """What the loss is of. With labels by position all is as it was."""
+        if isinstance(model, TransformerStage):
+            raise ValueError(
+                f"chunk_loss of {self._model} in a pipeline; expected pp_size=1, or the model as "
+                "it was: a stage gives its logits to the criterion"
+            )
+        self._asked = self._given = self._logits = None
+        if not self._fits:
+            return
+        labels, targets = kwargs.get("labels"), kwargs.get("shift_labels")
+        if labels is None:
+            return
+        targets = shifted(labels) if targets is None else targets
+        items = kwargs.get("num_items_in_batch")
+        items = (targets != IGNORED).sum() if items is None else torch.as_tensor(items)
+        self._asked = targets, items.to(targets.device, torch.float32)
+
+    def _head(self, head: Any, plain: Any, x: Tensor) -> Tensor:
+        """As the head's forward."""
+        self._mesh = mesh = x.device_mesh if isinstance(x, DTensor) else None
+        if self._asked is None:
+            out: Tensor = plain(x)
+            return out
+        targets, items = self._asked
+        weight, bias = head.weight, head.bias
+        split, words = None, 0
+        if isinstance(
+            x, DTensor
+        ):  # torch split the head: gradients of its input are parts of a sum
+            x = x.to_local(grad_placements=[Partial()])
+        if is_dtensor(weight) and mesh is not None:
+            rows = -(-weight.shape[0] // mesh.size())  # as torch cuts them: the last has fewer
+            split, words = _Split(mesh, mesh.get_local_rank() * rows), weight.shape[0]
+            weight, bias = weight.to_local(), None if bias is None else bias.to_local()
+        loss, logits = _ChunkedLoss.apply(
+            x.flatten(0, -2), weight, bias, targets.to(x.device).flatten(), items, self._tokens,
+            split,
+        )  # fmt: skip
+        if self._tokens is None and split is not None:
+            self._logits = split.whole(logits.view(*x.shape[:-1], -1), words)
+        if mesh is not None:
+            loss = DTensor.from_local(loss, mesh, [Replicate()], run_check=False)
+        whole: Tensor = loss
+        return whole
+
+    def _keep(self, head: nn.Module, args: Any, output: Tensor) -> None:
+        self._given = None if self._asked is None and self._fits is not None else output.detach()
+
+    def loss_of_head(self, logits: Tensor, labels: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """As the model's loss function: the loss has been computed."""
+        given, is_same = self._given, False
+        if given is not None:
+            is_same = local_of(logits).data_ptr() == local_of(given).data_ptr()
+            self._fits = is_same if self._fits is None else self._fits
+        if self._asked is None:
+            return self._plain(logits, labels, *args, **kwargs)
+        if not is_same:
+            raise ValueError(
+                f"{self._model} does more to its logits than its head; expected a model whose loss "
+                "is of what its head gives: leave chunk_loss away"
+            )
+        return logits
+
+    def _give(self, model: nn.Module, args: Any, output: Any) -> Any:
+        if self._asked is None:
+            seen, self._given = self._given is not None and self._fits, None
+            if not seen or self._mesh is None or not isinstance(output, Mapping):
+                return output
+            whole = DTensor.from_local(
+                output["logits"].detach(), self._mesh, [Replicate()], run_check=False
+            )
+            return type(output)(**{**output, "logits": whole.redistribute(placements=[Shard(2)])})
+        logits, self._asked, self._given, self._logits = self._logits, None, None, None
+        if not isinstance(output, Mapping):
+            return (output[0], *(() if logits is None else (logits,)), *output[2:])
+        found = {**output, "logits": logits}
+        return type(output)(**{name: value for name, value in found.items() if value is not None})
+
+
+class _Split:
+    """Words over ranks: sums and maxima over them, and which word this rank's first is."""
+
+    def __init__(self, mesh: DeviceMesh, first: int) -> None:
+        self._mesh, self.first = mesh, first
+
+    def over_ranks(self, x: Tensor, most: bool = False) -> Tensor:
+        how = dist.ReduceOp.MAX if most else dist.ReduceOp.SUM
+        dist.all_reduce(x, how, group=self._mesh.get_group())
+        return x
+
+    def whole(self, logits: Tensor, words: int) -> DTensor:
+        """[B, T, V], of which each rank has what it computed."""
+        batch, time, _ = logits.shape
+        return DTensor.from_local(
+            logits, self._mesh, [Shard(2)], run_check=False,
+            shape=torch.Size((batch, time, words)), stride=(time * words, words, 1),
+        )  # fmt: skip
+
+
+class _ChunkedLoss(Function):
+    """x [N, H], weight [V, H], targets [N] -> (sum of losses / items, logits [N, V] or none).
+
+    Gradients are those of the sum, in fp32 where they are summed; backward divides.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, items: Tensor,
+        tokens: int | None, split: _Split | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        of_x, of_weight, of_bias, *_ = ctx.needs_input_grad
+        total = torch.zeros((), device=x.device)
+        dx = torch.empty_like(x) if of_x else None
+        dw = torch.zeros_like(weight, dtype=torch.float32) if of_weight else None
+        db = torch.zeros_like(bias, dtype=torch.float32) if of_bias and bias is not None else None
+        logits = x.new_empty(0)
+        for begin in range(0, len(x), tokens or max(1, len(x))):
+            rows = slice(begin, begin + (tokens or len(x)))
+            logits = nn.functional.linear(x[rows], weight, bias)
+            loss, dlogits = _of_rows(logits, targets[rows], split)
+            total += loss
+            dlogits = dlogits.to(x.dtype)
+            if dx is not None:
+                torch.mm(dlogits, weight, out=dx[rows])
+            if dw is not None:
+                dw += dlogits.T @ x[rows]
+            if db is not None:
+                db += dlogits.sum(0)
+        ctx.save_for_backward(dx, dw, db, items)
+        ctx.dtypes = x.dtype, weight.dtype
+        if tokens is not None:
+            logits = x.new_empty(0)
+        ctx.mark_non_differentiable(logits)
+        return total / items, logits
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Any) -> Any:
+        dx, dw, db, items = ctx.saved_tensors
+        factor = grad / items
+        to_x, to_weight = ctx.dtypes
+        return (
+            None if dx is None else (dx * factor).to(to_x),
+            None if dw is None else (dw * factor).to(to_weight),
+            None if db is None else (db * factor).to(to_weight),
+            None, None, None, None,
+        )  # fmt: skip
+
+
+def _of_rows(logits: Tensor, targets: Tensor, split: _Split | None) -> tuple[Tensor, Tensor]:
+    """(sum of the losses, its gradient [n, V] in fp32)."""
+    wide = logits.float()
+    most = wide.amax(-1)
+    if split is not None:
+        most = split.over_ranks(most, most=True)
+    weights = (wide - most[:, None]).exp_()
+    sums = weights.sum(-1)
+    counts = targets != IGNORED
+    local = targets - (0 if split is None else split.first)
+    here = counts & (local >= 0) & (local < wide.shape[-1])
+    at = local.where(here, 0)[:, None]
+    picked = wide.gather(-1, at)[:, 0].where(here, 0.0)
+    if split is not None:
+        sums, picked = split.over_ranks(sums), split.over_ranks(picked)
+    losses = (most + sums.log() - picked).where(counts, 0.0)
+    weights.div_(sums[:, None])
+    weights.scatter_add_(-1, at, -here.to(weights.dtype)[:, None])
+    return losses.sum(), weights.mul_(counts[:, None])

@@ -1,0 +1,286 @@
+"""A causal language model whose sequences several ranks share: each computes with its own tokens.
+
+All ranks of one sequence are given the whole batch. Labels are shifted before it is cut; the loss
+is the mean over all tokens, on every rank, whatever each has of them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.distributed.device_mesh import DeviceMesh
+
+from .attention import positions, ring_attention, ulysses
+
+MODES = ("all_to_all", "ring_attn")
+IGNORED = -100  # a label that does not count
+_CAUSAL = ("ForCausalLMLoss", "loss_of_head")  # transformers', and `chunk_loss`'s
+_NAME = "gemini_shared_sequence"
+_shared: weakref.WeakKeyDictionary[nn.Module, SharedSequence] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceParallel:
+    """How ranks that share sequences compute attention over them.
+
+    mode: of `MODES`. inner: ranks of an inner ring; None is all. whole: logits are gathered.
+    """
+
+    mode: str
+    inner: int | None = None
+    whole: bool = False
+
+
+def shifted(labels: Tensor) -> Tensor:
+    """What comes after each token, [B, T]."""
+    return nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
+
+
+def share_sequence(model: Any, mesh: DeviceMesh, asked: SequenceParallel) -> None:
+    """Have a model of transformers compute with a part of every sequence; `mesh` has one dimension.
+
+    Raises ValueError for a model that is none, whose loss is another one, or whose attention sees
+    something else than all tokens before.
+    """
+    config: Any = getattr(model, "config", None)
+    loss = getattr(getattr(model, "loss_function", None), "__name__", "none")
+    if not hasattr(config, "_attn_implementation") or loss not in _CAUSAL:
+        raise ValueError(
+            f"{type(model).__name__} has its sequences split; expected a causal language model of "
+            "transformers, whose attention and loss can be those of a part"
+        )
+    if getattr(config, "attention_chunk_size", None):
+        raise ValueError(
+            f"{type(model).__name__} attends within chunks (attention_chunk_size), and its "
+            "sequences are split; expected a model whose tokens see all before them"
+        )
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import flash_attention_mask
+
+    AttentionInterface.register(_NAME, _attention)
+    AttentionMaskInterface.register(_NAME, flash_attention_mask)  # none: else masks are made whole
+    config._attn_implementation = _NAME
+    made = SharedSequence(model, mesh.get_group(), asked)
+    for module in model.modules():
+        _shared[module] = made
+    # before others: what they are called with is this rank's
+    model.register_forward_pre_hook(made.take, with_kwargs=True, prepend=True)
+    model.register_forward_hook(made.give)
+
+
+class SharedSequence:
+    """One model's: what its forward takes and gives, and its attention."""
+
+    def __init__(self, model: nn.Module, group: Any, asked: SequenceParallel) -> None:
+        self._group, self._asked = group, asked
+        self._rank, self._ranks = dist.get_rank(group), group.size()
+        self._name = type(model).__name__
+        self._takes = inspect.signature(type(model).forward)
+        config: Any = model.config
+        self._layers = int(getattr(config, "num_hidden_layers", 1))
+        self._length = 0  # of whole sequences, in this forward
+        self._calls = 0  # of attention, in this forward
+        self._compared = False
+
+    def _places(self, device: torch.device, rank: int | None = None) -> Tensor:
+        rank = self._rank if rank is None else rank
+        return positions(
+            self._asked.mode == "ring_attn", self._length, rank, self._ranks
+        ).to(device)  # fmt: skip
+
+    # -- what a model is called with --
+
+    def take(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
+        """A pre-hook: this rank's part of a batch. Raises ValueError."""
+        given = self._named(model, args, kwargs)
+        ids = given.get("input_ids")
+        ids = given.get("inputs_embeds") if ids is None else ids
+        if not isinstance(ids, Tensor) or given.get("past_key_values") is not None:
+            raise ValueError(
+                f"{self._name}, whose sequences are split, is called without input_ids and "
+                "inputs_embeds, or with past_key_values; expected whole sequences: generate with "
+                "a model that was not boosted so"
+            )
+        rows, self._length, self._calls = ids.shape[0], ids.shape[1], 0
+        pieces = self._ranks * (2 if self._asked.mode == "ring_attn" else 1)
+        if self._length % pieces:
+            raise ValueError(
+                f"a sequence of {self._length} is split into {pieces} pieces; expected a length "
+                "that they divide: pad it on the right, with -100 in labels"
+            )
+        self._compare(ids)
+        given["position_ids"] = self._counted(given.get("position_ids"), ids)
+        self._drop_mask(given)
+        self._set_labels(given)
+        at = self._places(ids.device)
+        for name, value in given.items():
+            if isinstance(value, Tensor) and value.shape[:2] == (rows, self._length):
+                given[name] = value.index_select(1, at.to(value.device))
+        if "use_cache" in self._takes.parameters:
+            given["use_cache"] = False
+        return (), given
+
+    def _named(self, model: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
+        """All by name."""
+        bound = self._takes.bind(model, *args, **kwargs).arguments
+        others = [
+            one.name for one in self._takes.parameters.values() if one.kind == one.VAR_KEYWORD
+        ]
+        found = dict(list(bound.items())[1:])
+        for name in others:
+            found |= found.pop(name, {})
+        return found
+
+    def _compare(self, ids: Tensor) -> None:
+        """Raise ValueError on all ranks, at the first call, where they have other tokens."""
+        if self._compared:
+            return
+        most = ids.detach().clone()
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self._group)
+        differs = (most != ids).any().to(torch.int32)
+        dist.all_reduce(differs, dist.ReduceOp.MAX, group=self._group)
+        if differs:
+            raise ValueError(
+                f"{self._ranks} ranks share each sequence, and were given different ones; expected "
+                "the same batch on all of them: plugin.prepare_dataloader gives it"
+            )
+        self._compared = True
+
+    def _counted(self, given: Tensor | None, ids: Tensor) -> Tensor:
+        """[B, T]; those of a part would begin at 0."""
+        if given is None:
+            given = torch.arange(self._length, device=ids.device)[None]
+        elif not bool((given.diff() == 1).all()):
+            raise ValueError(
+                "position_ids of a split sequence count from token to token; expected one document "
+                "a row: packed ones would see each other"
+            )
+        return given.expand(len(ids), -1)
+
+    def _drop_mask(self, given: dict[str, Any]) -> None:
+        """Causal attention needs none where what is padded comes last, and does not count."""
+        mask = given.pop("attention_mask", None)
+        if mask is None:
+            return
+        labels = given.get("labels")
+        if labels is not None and given.get("shift_labels") is None:
+            given["shift_labels"] = shifted(labels)
+        targets = given.get("shift_labels")
+        padded = mask == 0
+        if (
+            mask.dim() != 2
+            or bool((padded[:, :-1] & ~padded[:, 1:]).any())
+            or (targets is not None and bool((padded & (targets != IGNORED)).any()))
+        ):
+            raise ValueError(
+                f"attention_mask {tuple(mask.shape)} of a split sequence; expected zeros on the "
+                "right of each row alone, where labels are -100"
+            )
+
+    def _set_labels(self, given: dict[str, Any]) -> None:
+        """The loss of this rank is its share of the mean, times P: the mean over ranks is taken of
+        gradients."""
+        if given.get("labels") is None:
+            return
+        if given.get("shift_labels") is None:
+            given["shift_labels"] = shifted(given["labels"])
+        items = given.get("num_items_in_batch")
+        if items is None:
+            items = (given["shift_labels"] != IGNORED).sum()
+        given["num_items_in_batch"] = torch.as_tensor(items) / self._ranks
+
+    # -- what it gives --
+
+    def give(self, model: nn.Module, args: Any, output: Any) -> Any:
+        """A hook: the loss of all tokens; logits of all, if that was asked. Raises ValueError."""
+        if self._calls < self._layers:
+            raise ValueError(
+                f"{self._name} called attention {self._calls} times in {self._layers} layers; "
+                "expected a model whose layers all compute it by transformers' AttentionInterface. "
+                "Others see this rank's tokens alone: use enable_sequence_parallelism with "
+                "'split_gather'"
+            )
+        if not isinstance(output, Mapping):
+            raise ValueError(
+                f"{self._name} gives a {type(output).__name__}; expected what has names: leave "
+                "return_dict=False away"
+            )
+        found = dict(output)
+        if isinstance(found.get("loss"), Tensor):
+            found["loss"] = _Mean.apply(found["loss"], self._group)
+        if self._asked.whole and isinstance(found.get("logits"), Tensor):
+            device = found["logits"].device
+            order = torch.cat([self._places(device, rank) for rank in range(self._ranks)])
+            found["logits"] = _Gathered.apply(found["logits"], order, self._group)
+        return type(output)(**found)
+
+    def attend(
+        self, module: Any, q: Tensor, k: Tensor, v: Tensor, scale: float | None, kwargs: Any
+    ) -> Tensor:
+        """[B, H, s, D] of this rank's tokens. Raises ValueError for what is not all before."""
+        self._calls += 1
+        window, causal = kwargs.get("sliding_window"), kwargs.get("is_causal")
+        causal = getattr(module, "is_causal", True) if causal is None else causal
+        dropout = kwargs.get("dropout", 0.0)
+        ring = self._asked.mode == "ring_attn"
+        others = [n for n in ("softcap", "s_aux", "position_bias") if kwargs.get(n) is not None]
+        if not causal or others or (window is not None and window < self._length):
+            what = others or ("sliding_window" if causal else "attention to later tokens")
+            raise ValueError(
+                f"{type(module).__name__} has {what}, and its sequence of {self._length} is split; "
+                "expected attention to all tokens before, and no more"
+            )
+        if not ring:
+            return ulysses(q, k, v, scale, dropout, self._group)
+        if dropout:
+            raise ValueError(
+                f"{type(module).__name__} drops {dropout} of its attention, in a ring; expected 0: "
+                "attention_dropout=0.0 in the config, or sequence_parallelism_mode='all_to_all'"
+            )
+        return ring_attention(q, k, v, scale, self._group, self._asked.inner or self._ranks)
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any,
+    scaling: float | None = None, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """As transformers calls it."""
+    out = _shared[module].attend(module, query, key, value, scaling, kwargs)
+    return out.transpose(1, 2).contiguous(), None
+
+
+class _Mean(Function):
+    """Over ranks, whose gradients are averaged later: each has that of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, group: Any) -> Tensor:
+        mean: Tensor = loss.detach() / group.size()
+        dist.all_reduce(mean, group=group)
+        return mean
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None
+
+
+class _Gathered(Function):
+    """[B, T, ...] in its order. All ranks compute the same of it, and gradients are averaged."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, group: Any) -> Tensor:
+        parts = [torch.empty_like(x) for _ in range(group.size())]
+        dist.all_gather(parts, x.contiguous(), group=group)
+        ctx.own, ctx.ranks = order.view(len(parts), -1)[dist.get_rank(group)], len(parts)
+        return torch.cat(parts, 1).index_select(1, order.argsort())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad.index_select(1, ctx.own) * ctx.ranks, None, None
