@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from bench.shared.models import seeded
+from bench.shared.reference import flat
 from optim import HybridAdam
 
 KINDS = ("nf4", "nf4-double", "int8", "torchao")
@@ -44,13 +47,20 @@ def _by_bitsandbytes(bnb: Any, linear: nn.Linear, kind: str) -> nn.Module:
     options = {"quant_type": "nf4", "compress_statistics": kind == "nf4-double"}
     if kind == "nf4-double":  # packed as numbers that float
         options["quant_storage"] = torch.bfloat16
-    made = bnb.nn.Linear4bit(*sizes, bias=False, compute_dtype=torch.bfloat16, **options)
+    made = bnb.nn.Linear4bit(*sizes, bias=False, compute_dtype=weight.dtype, **options)
     made.weight = bnb.nn.Params4bit(weight, requires_grad=False, module=made, **options)
     return made.to("cpu")
 
 
-def lora(kind: str, *, reentrant: bool | None = None, layers: int = 2, seed: int = 0) -> Any:
-    """Adapters in bf16 on a small Llama. reentrant: of gradient checkpointing; None is without."""
+def lora(
+    kind: str,
+    *,
+    reentrant: bool | None = None,
+    layers: int = 2,
+    seed: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Any:
+    """Adapters in `dtype` on a small Llama. reentrant: of gradient checkpointing; None: without."""
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -60,13 +70,13 @@ def lora(kind: str, *, reentrant: bool | None = None, layers: int = 2, seed: int
         tie_word_embeddings=True, use_cache=False,
     )  # fmt: skip
     with seeded(seed):
-        base = quantised(LlamaForCausalLM(config).to(torch.bfloat16), kind).requires_grad_(False)
+        base = quantised(LlamaForCausalLM(config).to(dtype), kind).requires_grad_(False)
         projections = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
         options = LoraConfig(r=4, lora_alpha=8, target_modules=projections)
         model = get_peft_model(base, options, autocast_adapter_dtype=False)
         for name, param in model.named_parameters():
             if "lora_" in name:  # beside int8 peft makes them fp32
-                param.data = param.data.to(torch.bfloat16)
+                param.data = param.data.to(dtype)
             if "lora_B" in name:
                 param.data.normal_(std=0.02)
     if reentrant is not None:
@@ -102,23 +112,62 @@ def adapters(model: nn.Module) -> dict[str, Tensor]:
     return {name: param for name, param in model.named_parameters() if param.requires_grad}
 
 
-def plain_losses(model: nn.Module, world_size: int = 1) -> list[list[float]]:
-    """Losses of every rank, trained with masters in fp32 and gradients summed in bf16."""
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """How both are trained: parts of a batch before each step, and what a step does.
+
+    overflows: a step whose gradients are not finite, which is skipped. scale: of losses at first,
+    which such a step halves.
+    """
+
+    parts: int = 1
+    max_norm: float = 0.0
+    overflows: int | None = None
+    scale: float = 1.0
+
+    def steps(self, rank: int) -> Iterator[list[tuple[Tensor, float]]]:
+        """Inputs of a step's parts, each with a factor of its loss."""
+        for step, ids in enumerate(batches(rank)):
+            factor = math.inf if step == self.overflows else 1.0
+            yield [(part, factor) for part in ids.chunk(self.parts)]
+
+
+def plain_losses(
+    model: nn.Module, world_size: int = 1, loop: Loop = Loop(), norms: Sequence[float] = ()
+) -> list[list[float]]:
+    """Losses of every rank, trained with masters in fp32; ranks' gradients are summed in their
+    dtype, and those of parts in fp32.
+
+    norms: that steps have clipped by, whose last bits differ with the tiles that they are summed in
+    (docs/numerics.md).
+    """
     params = list(adapters(model).values())
     masters = [param.detach().float().requires_grad_() for param in params]
     optimizer = HybridAdam(masters, lr=1e-2)
     losses: list[list[float]] = [[] for _ in range(world_size)]
-    for of_ranks in zip(*(batches(rank) for rank in range(world_size)), strict=True):
-        sums: list[Tensor] = []
-        for rank, ids in enumerate(of_ranks):
-            loss = model(input_ids=ids, labels=ids).loss
-            loss.backward()
-            losses[rank].append(loss.item())
-            shares = [param.grad / world_size for param in params]
-            sums = [a + b for a, b in zip(sums, shares, strict=True)] if sums else shares
-            model.zero_grad()
-        for master, total in zip(masters, sums, strict=True):
-            master.grad = total.float()
+    scale, clipped_by = loop.scale, iter(norms)
+    for of_ranks in zip(*map(loop.steps, range(world_size)), strict=True):
+        totals = [torch.zeros_like(master) for master in masters]
+        for of_part in zip(*of_ranks, strict=True):
+            sums: list[Tensor] = []
+            for rank, (ids, factor) in enumerate(of_part):
+                loss = model(input_ids=ids, labels=ids).loss * factor
+                (loss * scale).backward()
+                losses[rank].append(loss.item())
+                shares = [param.grad / world_size for param in params]
+                sums = [a + b for a, b in zip(sums, shares, strict=True)] if sums else shares
+                model.zero_grad()
+            totals = [a + b.float() for a, b in zip(totals, sums, strict=True)]
+        if not all(total.isfinite().all() for total in totals):
+            scale /= 2 if loop.scale != 1 else 1
+            continue
+        factor = 1.0
+        if loop.max_norm:
+            found, norm = float(flat(totals).norm()) / scale, next(clipped_by)
+            assert abs(norm - found) < 1e-6 * found and found > loop.max_norm
+            factor = loop.max_norm / (norm + 1e-6)
+        for master, total in zip(masters, totals, strict=True):
+            master.grad = total * (factor / scale)
         optimizer.step()
         with torch.no_grad():
             for param, master in zip(params, masters, strict=True):
@@ -126,15 +175,23 @@ def plain_losses(model: nn.Module, world_size: int = 1) -> list[list[float]]:
     return losses
 
 
-def wrapped_losses(model: Any, rank: int = 0) -> list[float]:
-    """Losses of one rank of a wrapped model, trained as `plain_losses` does."""
+def wrapped_losses(
+    model: Any, rank: int = 0, loop: Loop = Loop(), norms: list[float] | None = None
+) -> list[float]:
+    """Losses of one rank of a wrapped model, trained as `plain_losses` does. norms: those that
+    steps clip by are put there."""
     optimizer = HybridAdam(model.parameters(), lr=1e-2)
     losses = []
-    for ids in batches(rank):
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        losses.append(loss.item())
+    for parts in loop.steps(rank):
+        for ids, factor in parts:
+            loss = model(input_ids=ids, labels=ids).loss * factor
+            loss.backward()
+            losses.append(loss.item())
+        norm = float(optimizer.clip_grad_norm_(loop.max_norm)) if loop.max_norm else 0.0
         optimizer.step()
         optimizer.zero_grad()
+        if norms is not None and math.isfinite(norm):
+            norms.append(norm)
+    assert optimizer.skipped_steps == (loop.overflows is not None)
     optimizer.close()
     return losses

@@ -13,13 +13,15 @@ from bench.shared.workers import run_ranks
 from gemini import AutoPlacement, GeminiDDP
 from gemini.checkpoint.format.errors import CheckpointError, MismatchError
 from gemini.chunk.parameter import ChunkView
+from gemini.dtypes import DTYPES
 from gemini.placement.tiers import Tier
-from optim import HybridAdam
+from optim import HybridAdam, LossScale
 from tests.support.pairs import pairs
 from tests.support.quantised import (
     HIDDEN,
     KINDS,
     STEPS,
+    Loop,
     adapters,
     batches,
     lora,
@@ -32,16 +34,16 @@ HOMES = {"device": Tier.DEVICE, "zero2": Tier.DEVICE, "host": Tier.HOST, "files"
 QUERY = "base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight"
 
 
-def wrapped(module, place, folder=None, world_size=1):
+def wrapped(module, place, folder=None, world_size=1, **options):
     """In chunks of a layer at most where they are released."""
-    small = {"min_chunk_size_m": 0.001, "search_range_m": 0.02, "hidden_dim": HIDDEN}
+    small = options | {"min_chunk_size_m": 0.001, "search_range_m": 0.02, "hidden_dim": HIDDEN}
     if place == "host":
         return GeminiDDP(module, SimBackend(), **small)
     if place == "files":
         budget = "300KiB" if world_size == 1 else "500KiB"
         policy = AutoPlacement(device_budget=budget, nvme_dir=str(folder), block_numel=2048)
         return GeminiDDP(module, placement_policy=policy, **small)
-    return GeminiDDP(module, placement_policy="zero2" if place == "zero2" else "cuda")
+    return GeminiDDP(module, placement_policy="zero2" if place == "zero2" else "cuda", **options)
 
 
 def trained(rank, world_size, kind, place, reentrant, layers, folder):
@@ -66,6 +68,37 @@ def test_adapters_train_as_in_plain_peft(kind, place, world_size, reentrant, tmp
     assert [losses for losses, _ in results] == plain_losses(plain, world_size)
     values = results[0][1]
     assert values.keys() == adapters(plain).keys()
+    assert all(torch.equal(values[name], param) for name, param in adapters(plain).items())
+
+
+SCALED = {"precision": "fp16", "loss_scale": LossScale(2.0**12, hysteresis=1)}
+LOOPS = {
+    "bfloat16": (Loop(parts=2, max_norm=0.3, overflows=1), {}),
+    "float16": (Loop(parts=2, max_norm=0.3, overflows=1, scale=2.0**12), SCALED),
+}
+
+
+def looped(rank, world_size, kind, place, dtype, folder):
+    loop, options = LOOPS[dtype]
+    module = lora(kind, layers=4, dtype=DTYPES[dtype])
+    model = wrapped(module, place, folder, world_size, **options)
+    norms = []
+    losses = wrapped_losses(model, rank, loop, norms)
+    return losses, model.state_dict(), norms
+
+
+@pytest.mark.parametrize(
+    ("kind", "place", "dtype", "world_size"), pairs(KINDS, ("device", "files"), LOOPS, (1, 2))
+)
+def test_steps_of_parts_that_clip_or_are_skipped_are_plain_pefts(
+    kind, place, dtype, world_size, tmp_path
+):
+    """Losses and adapters have the same bits, also where losses are scaled."""
+    results = run_ranks(looped, world_size, world_size, kind, place, dtype, tmp_path)
+    plain = lora(kind, layers=4, dtype=DTYPES[dtype])
+    _, values, norms = results[0]
+    losses = plain_losses(plain, world_size, LOOPS[dtype][0], norms)
+    assert str([losses for losses, *_ in results]) == str(losses)  # nan among them
     assert all(torch.equal(values[name], param) for name, param in adapters(plain).items())
 
 
