@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import register_parametrization
 
 from bench.shared.models import seeded
 from bench.shared.reference import flat
@@ -18,8 +19,52 @@ KINDS = ("nf4", "nf4-double", "int8", "torchao")
 VOCABULARY, HIDDEN, STEPS = 128, 64, 3
 
 
+class Packed(nn.Module):
+    """4-bit numbers of 16 values, two in a byte, with one power of two for each 32: MXFP4's form.
+    As a parametrisation of a weight, as bitsandbytes' own of stacked experts."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.shape, self.dtype = weight.shape, weight.dtype
+        exponents = weight.reshape(-1, 32).abs().amax(1).float().log2().ceil().int()
+        self.scales = nn.Parameter((exponents + 127).to(torch.uint8), requires_grad=False)
+
+    def blocks_of(self, weight: Tensor) -> Tensor:
+        steps = weight.reshape(-1, 32).float() / self._scale()
+        codes = (steps * 8 + 8).clamp(0, 15).to(torch.uint8)
+        return codes[:, ::2] | codes[:, 1::2] << 4
+
+    def forward(self, blocks: Tensor) -> Tensor:
+        codes = torch.stack([blocks & 15, blocks >> 4], -1).reshape(-1, 32)
+        return ((codes.float() - 7.5) / 8 * self._scale()).to(self.dtype).reshape(self.shape)
+
+    def _scale(self) -> Tensor:
+        return torch.exp2(self.scales.float() - 127).unsqueeze(1)
+
+
+def _packed(module: nn.Module, name: str) -> None:
+    weight = getattr(module, name).data
+    form = Packed(weight)
+    setattr(module, name, nn.Parameter(form.blocks_of(weight), requires_grad=False))
+    register_parametrization(module, name, form, unsafe=True)
+
+
 def quantised(model: nn.Module, kind: str) -> nn.Module:
-    """`model` with every linear layer but the head as a library quantises it."""
+    """`model` with every linear layer but the head as a library quantises it, and in 4 bits stacked
+    experts too."""
+    for module in list(model.modules()):
+        for key, child in list(module.named_children()):
+            if type(child).__name__ == "Conv1D":
+                setattr(module, key, _as_linear(child))
+        if hasattr(module, "gate_up_proj") and isinstance(module.gate_up_proj, nn.Parameter):
+            for name in ("gate_up_proj", "down_proj"):
+                if kind in FOUR_BITS:
+                    FOUR_BITS[kind](module, name)
+    if kind == "packed":
+        for name, module in list(model.named_modules()):
+            if isinstance(module, nn.Linear) and "lm_head" not in name:
+                _packed(module, "weight")
+        return model
     if kind == "torchao":
         from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
@@ -38,18 +83,57 @@ def quantised(model: nn.Module, kind: str) -> nn.Module:
     return model
 
 
+def _as_linear(conv: Any) -> nn.Linear:
+    """Of GPT-2's layers, as transformers takes them to quantise them."""
+    made = nn.Linear(*conv.weight.shape, bias=True, dtype=conv.weight.dtype)
+    made.weight.data, made.bias = conv.weight.data.T.contiguous(), conv.bias
+    return made
+
+
+def _stacked_nf4(module: nn.Module, name: str) -> None:
+    from bitsandbytes.nn.parametrize import replace_parameter_4bit
+
+    replace_parameter_4bit(module, name, compress_statistics=True)
+
+
+FOUR_BITS = {"nf4": _stacked_nf4, "packed": _packed}
+
+
 def _by_bitsandbytes(bnb: Any, linear: nn.Linear, kind: str) -> nn.Module:
     sizes, weight = (linear.in_features, linear.out_features), linear.weight.data
+    has_bias = linear.bias is not None
     if kind == "int8":
-        made = bnb.nn.Linear8bitLt(*sizes, bias=False, has_fp16_weights=False)
+        made = bnb.nn.Linear8bitLt(*sizes, bias=has_bias, has_fp16_weights=False)
         made.weight = bnb.nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
+        made.bias = linear.bias
         return made.to("cpu")
     options = {"quant_type": "nf4", "compress_statistics": kind == "nf4-double"}
     if kind == "nf4-double":  # packed as numbers that float
         options["quant_storage"] = torch.bfloat16
-    made = bnb.nn.Linear4bit(*sizes, bias=False, compute_dtype=weight.dtype, **options)
+    made = bnb.nn.Linear4bit(*sizes, bias=has_bias, compute_dtype=weight.dtype, **options)
     made.weight = bnb.nn.Params4bit(weight, requires_grad=False, module=made, **options)
+    made.bias = linear.bias
     return made.to("cpu")
+
+
+_ATTENTION = {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": HIDDEN}
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+FAMILIES: dict[str, tuple[dict[str, int], tuple[str, ...]]] = {
+    "llama": (
+        {**_ATTENTION, "intermediate_size": 2 * HIDDEN},
+        (*_PROJECTIONS, "gate_proj", "up_proj", "down_proj"),
+    ),
+    "qwen3_moe": (
+        {**_ATTENTION, "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2,
+         "head_dim": 32},
+        _PROJECTIONS,
+    ),
+    "gpt2": (
+        {"n_embd": HIDDEN, "n_head": 2, "n_positions": 64, "embd_pdrop": 0, "resid_pdrop": 0,
+         "attn_pdrop": 0},
+        ("c_attn", "c_proj", "c_fc"),
+    ),
+}  # fmt: skip
 
 
 def lora(
@@ -59,20 +143,19 @@ def lora(
     layers: int = 2,
     seed: int = 0,
     dtype: torch.dtype = torch.bfloat16,
+    family: str = "llama",
 ) -> Any:
-    """Adapters in `dtype` on a small Llama. reentrant: of gradient checkpointing; None: without."""
+    """Adapters in `dtype` on a small model. reentrant: of gradient checkpointing; None: without."""
     from peft import LoraConfig, get_peft_model
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = LlamaConfig(
-        hidden_size=HIDDEN, intermediate_size=2 * HIDDEN, num_hidden_layers=layers,
-        num_attention_heads=2, num_key_value_heads=1, vocab_size=VOCABULARY,
-        tie_word_embeddings=True, use_cache=False,
-    )  # fmt: skip
+    sizes, projections = FAMILIES[family]
+    config = AutoConfig.for_model(family, num_hidden_layers=layers, vocab_size=VOCABULARY,
+                                  tie_word_embeddings=True, use_cache=False, **sizes)  # fmt: skip
     with seeded(seed):
-        base = quantised(LlamaForCausalLM(config).to(dtype), kind).requires_grad_(False)
-        projections = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
-        options = LoraConfig(r=4, lora_alpha=8, target_modules=projections)
+        base = quantised(AutoModelForCausalLM.from_config(config).to(dtype), kind)
+        base.requires_grad_(False)
+        options = LoraConfig(r=4, lora_alpha=8, target_modules=list(projections))
         model = get_peft_model(base, options, autocast_adapter_dtype=False)
         for name, param in model.named_parameters():
             if "lora_" in name:  # beside int8 peft makes them fp32

@@ -112,6 +112,21 @@ def test_a_compiled_block_trains_as_in_plain_peft(kind, tmp_path):
     assert wrapped_losses(model) == plain_losses(lora(kind, layers=4))[0]
 
 
+@pytest.mark.parametrize(
+    ("kind", "family", "place"),
+    [("nf4", "qwen3_moe", "files"), ("packed", "qwen3_moe", "files"), ("packed", "llama", "host"),
+     ("nf4", "gpt2", "files"), ("int8", "gpt2", "files"), ("torchao", "gpt2", "host")],
+)  # fmt: skip
+def test_stacked_experts_biases_and_packed_integers_train_as_in_plain_peft(
+    kind, family, place, tmp_path
+):
+    """And state dicts have the names of the library, whose hooks make them of what is packed."""
+    plain, module = (lora(kind, layers=4, family=family, reentrant=False) for _ in range(2))
+    model = wrapped(module, place, tmp_path)
+    assert same(model.state_dict(), plain.state_dict())
+    assert wrapped_losses(model) == plain_losses(plain)[0]
+
+
 def noting(chunks, inner):
     def noted(chunk, *rest):
         chunks.append(chunk)
