@@ -14,7 +14,10 @@ from gemini import AutoPlacement, GeminiDDP
 from gemini.checkpoint.format.errors import CheckpointError, MismatchError
 from gemini.chunk.parameter import ChunkView
 from gemini.dtypes import DTYPES
+from gemini.nvme import ChecksumError
+from gemini.placement.sizes import on_disk
 from gemini.placement.tiers import Tier
+from gemini.units import PAGE_BYTES
 from optim import HybridAdam, LossScale
 from tests.support.pairs import pairs
 from tests.support.quantised import (
@@ -142,13 +145,60 @@ def test_a_base_in_files_is_written_once(tmp_path):
     frozen = {spec.id for spec in engine.layout.chunks if not spec.trainable}
     assert {engine.layout.chunks[chunk].dtype for chunk in frozen} == {"uint8", "bfloat16"}
     assert not engine.originals.chunks & frozen
+    files = engine.storage.frozen
+    sizes = [engine.plan.chunks[chunk] for chunk in files]
+    assert set(files) == frozen and not set(engine.storage.params) & frozen
+    assert files.file_bytes == sum(on_disk("frozen", size.shard_bytes) for size in sizes)
+    pages = {path.name: path.stat().st_blocks * 512 for path in tmp_path.iterdir()}
+    of_base = [nbytes for name, nbytes in pages.items() if "-base-" in name]
+    assert len(of_base) == len(frozen) and sum(of_base) == files.file_bytes
+    one_version = sum(engine.layout.chunks[chunk].payload_bytes for chunk in frozen)
+    assert files.file_bytes - one_version <= len(frozen) * 4 * PAGE_BYTES  # and header and index
     read, written = [], []
-    files = engine.storage.params
     files.read, files.replace = noting(read, files.read), noting(written, files.replace)
     wrapped_losses(model)
-    assert not frozen & set(written)
+    assert not written
     base = {engine.chunk_of[param] for param in engine.opaque}  # without the embedding
     assert base <= set(read) and all(read.count(chunk) <= 2 * STEPS for chunk in base)
+
+
+def base_files(folder):
+    return sorted(path for path in folder.iterdir() if "-base-" in path.name)
+
+
+def test_runs_of_one_base_have_one_file_of_it(tmp_path):
+    """Whoever comes second writes nothing, and who goes last removes it."""
+    first = wrapped(lora("nf4", layers=4), "files", tmp_path)
+    files = base_files(tmp_path)
+    written = first.engine.storage.frozen.traffic.nvme_write
+    second = wrapped(lora("nf4", layers=4), "files", tmp_path)
+    assert written and not second.engine.storage.frozen.traffic.nvme_write
+    assert base_files(tmp_path) == files
+    other = wrapped(lora("nf4", layers=4, seed=1), "files", tmp_path)
+    assert len(base_files(tmp_path)) > len(files)
+    other.load_state_dict(lora("nf4", layers=4).state_dict())  # and is the same base then
+    assert base_files(tmp_path) == files
+    first.unwrap()
+    assert base_files(tmp_path) == files
+    assert wrapped_losses(second) == wrapped_losses(other)
+    second.unwrap()
+    other.unwrap()
+    assert not base_files(tmp_path)
+
+
+def test_a_base_that_is_changed_under_a_run_is_refused_by_name(tmp_path):
+    model = wrapped(lora("int8", layers=4), "files", tmp_path)
+    for path in base_files(tmp_path):
+        path.chmod(0o600)
+        with path.open("r+b") as file:
+            file.seek(-PAGE_BYTES, 2)
+            byte = file.read(1)
+            file.seek(-PAGE_BYTES, 2)
+            file.write(bytes([byte[0] ^ 1]))
+    ids = next(batches(0))
+    said = r"gemini-base-.*changed while it was in use.* of parameter base_model.*start again"
+    with pytest.raises(ChecksumError, match=said):
+        model(input_ids=ids)
 
 
 @pytest.mark.parametrize("kind", KINDS)
