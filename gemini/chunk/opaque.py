@@ -295,6 +295,13 @@ def view_of(leaf: Leaf, flat: Tensor) -> Tensor:
     return run.as_strided(leaf.shape, leaf.stride)
 
 
+def memory_of(param: Tensor) -> int:
+    """Bytes of all plain tensors that a parameter consists of."""
+    if not is_opaque(param):
+        return param.nbytes
+    return sum({place.leaf: place.tensor.nbytes for place in _places_of(param, None)}.values())
+
+
 def is_opaque(param: Tensor) -> bool:
     """Whether it is bytes to a chunk: a wrapper subclass, one of bitsandbytes', or integers."""
     if is_dtensor(param):

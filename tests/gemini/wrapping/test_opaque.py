@@ -12,12 +12,14 @@ from bench.shared.simulated import SimBackend
 from bench.shared.workers import run_ranks
 from gemini import AutoPlacement, GeminiDDP
 from gemini.checkpoint.format.errors import CheckpointError, MismatchError
+from gemini.chunk.layout import specs_of
 from gemini.chunk.parameter import ChunkView
 from gemini.dtypes import DTYPES
+from gemini.memtracer.trace import sequential_trace
 from gemini.nvme import ChecksumError
 from gemini.placement.sizes import on_disk
 from gemini.placement.tiers import Tier
-from gemini.units import PAGE_BYTES
+from gemini.units import PAGE_BYTES, format_bytes
 from optim import HybridAdam, LossScale
 from tests.support.pairs import pairs
 from tests.support.quantised import (
@@ -158,8 +160,49 @@ def test_a_base_in_files_is_written_once(tmp_path):
     files.read, files.replace = noting(read, files.read), noting(written, files.replace)
     wrapped_losses(model)
     assert not written
+    plan = engine.planning.plan
+    report, told = model.memory_report(), model.explain(QUERY)
+    assert report.as_dict()["frozen_read_bytes"] == plan.frozen_read_bytes > one_version
+    assert f"of it frozen: {format_bytes(plan.frozen_bytes[Tier.NVME])} on nvme" in str(report)
+    assert "frozen parameters: " in told and " on nvme" in told
     base = {engine.chunk_of[param] for param in engine.opaque}  # without the embedding
     assert base <= set(read) and all(read.count(chunk) <= 2 * STEPS for chunk in base)
+
+
+class Scaled(nn.Module):
+    """A frozen layer with a factor that is trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(128, 128).requires_grad_(False)
+        self.factor = nn.Parameter(torch.ones(128))
+
+    def forward(self, x):
+        return x + torch.tanh(self.inner(x)) * self.factor
+
+
+@pytest.mark.parametrize("budget", ["220KiB", "240KiB"])
+def test_an_iteration_reads_of_a_base_in_files_what_the_plan_says(budget, tmp_path):
+    policy = AutoPlacement(budget, host_budget="400KiB", nvme_dir=str(tmp_path), block_numel=1024)
+    small = {"min_chunk_size_m": 0.001, "search_range_m": 0.02, "hidden_dim": 128}
+    module = nn.Sequential(*(Scaled() for _ in range(8)))
+    trace = sequential_trace(specs_of(module, "float32"))
+    model = GeminiDDP(module, SimBackend(), policy, precision="fp32", trace=trace, **small)
+    optimizer, read, gathered = HybridAdam(model.parameters()), [0], []
+    files = model.engine.storage.frozen
+    files.read = noting(gathered, files.read)
+    for _ in range(5):
+        gathered.clear()
+        model(torch.ones(1, 128)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        read.append(files.traffic.nvme_read)
+    plan = model.engine.planning.plan
+    assert not model.engine.manager.deviated
+    assert read[-1] - read[-2] == plan.frozen_read_bytes > 0
+    turn = gathered.index(max(gathered)) + 1  # from forward to backward
+    assert gathered[:turn] == sorted(gathered[:turn])
+    assert gathered[turn:] == sorted(gathered[turn:], reverse=True)
 
 
 def base_files(folder):
