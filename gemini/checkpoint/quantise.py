@@ -16,6 +16,14 @@ from gemini.chunk.opaque import hollow
 KINDS = ("nf4", "int8")
 
 
+def quantise(module: nn.Module, config: Any) -> None:
+    """In place, of a module that has its values."""
+    before: dict[str, Any] = dict(module.named_modules())
+    for name, layer in put_quantised(module, config):
+        _put(layer, quantised(layer, before[name].weight.data))
+        layer.bias = before[name].bias
+
+
 def config_of(quantize: Any, dtype: torch.dtype) -> Any:
     """transformers' `BitsAndBytesConfig` of a kind, or the one that is given. Raises ValueError for
     another."""
@@ -44,10 +52,12 @@ def put_quantised(module: nn.Module, config: Any) -> Iterator[tuple[str, Any]]:
         import bitsandbytes
     except ImportError as error:
         raise ImportError("quantize= needs bitsandbytes; pip install bitsandbytes") from error
+    from transformers import PreTrainedModel
     from transformers.integrations.bitsandbytes import replace_with_bnb_linear
     from transformers.quantizers.base import get_keys_to_not_convert
 
-    but = {*get_keys_to_not_convert(module), *(config.llm_int8_skip_modules or ())}
+    theirs = get_keys_to_not_convert(module) if isinstance(module, PreTrainedModel) else ()
+    but = {*theirs, *(config.llm_int8_skip_modules or ())}
     replace_with_bnb_linear(module, sorted(but), config)
     mark = "is_loaded_in_4bit" if config.load_in_4bit else "is_loaded_in_8bit"
     setattr(module, mark, True)  # peft looks for it
@@ -79,6 +89,10 @@ def without_memory(layer: Any, dtype: torch.dtype) -> nn.Parameter:
         shape = shape[::-1]
     weight: Any = quantised(layer, torch.zeros(shape, dtype=dtype))
     hollow(weight)
+    return _put(layer, weight)
+
+
+def _put(layer: Any, weight: Any) -> nn.Parameter:
     layer.weight = weight
     if hasattr(weight, "quant_state"):
         weight.module, layer.quant_state = layer, weight.quant_state

@@ -144,6 +144,7 @@ def lora(
     seed: int = 0,
     dtype: torch.dtype = torch.bfloat16,
     family: str = "llama",
+    **adapter: Any,
 ) -> Any:
     """Adapters in `dtype` on a small model. reentrant: of gradient checkpointing; None: without."""
     from peft import LoraConfig, get_peft_model
@@ -155,7 +156,7 @@ def lora(
     with seeded(seed):
         base = quantised(AutoModelForCausalLM.from_config(config).to(dtype), kind)
         base.requires_grad_(False)
-        options = LoraConfig(r=4, lora_alpha=8, target_modules=list(projections))
+        options = LoraConfig(r=4, lora_alpha=8, target_modules=list(projections), **adapter)
         model = get_peft_model(base, options, autocast_adapter_dtype=False)
         for name, param in model.named_parameters():
             if "lora_" in name:  # beside int8 peft makes them fp32

@@ -169,6 +169,13 @@ def test_a_base_in_files_is_written_once(tmp_path):
     assert base <= set(read) and all(read.count(chunk) <= 2 * STEPS for chunk in base)
 
 
+@pytest.mark.parametrize(("kind", "place"), [("nf4-double", "files"), ("nf4", "host")])
+def test_adapters_of_dora_train_as_in_plain_peft(kind, place, tmp_path):
+    """Whose layers look at the base's weights outside of its modules."""
+    plain, module = (lora(kind, layers=4, use_dora=True) for _ in range(2))
+    assert wrapped_losses(wrapped(module, place, tmp_path)) == plain_losses(plain)[0]
+
+
 class Scaled(nn.Module):
     """A frozen layer with a factor that is trained."""
 
