@@ -330,11 +330,11 @@ class GeminiDDP(ModuleFace):
 
     def explain(self, name: str) -> str:
         """Where a parameter lives, why, and what it costs. Raises ValueError for no such name."""
-        return explain(self.engine, name)
+        return explain(self.engine, name, dict(self.ignored_parameters()))
 
     def memory_report(self) -> MemoryReport:
         """Bytes by tier and kind, predicted beside measured; print it."""
-        return memory_report(self.engine)
+        return memory_report(self.engine, (param for _, param in self.ignored_parameters()))
 
     def memory_timeline(self, path: str | Path, title: str | None = None) -> None:
         """Draw device, host and NVMe over one iteration: `.svg`, `.png`, `.pdf`, or `.json` in

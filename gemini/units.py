@@ -30,6 +30,7 @@ READS_AHEAD = 1  # blocks that are read while another is updated in backward (AD
 BUFFERS_AHEAD = 2  # more than a step has, for that: of weights, and of reads
 MIN_BLOCK_NUMEL = 1024  # blocks are multiples of it
 PAGE_BYTES = 4096  # alignment of direct I/O
+FROZEN_BLOCK_BYTES = 4 << 20  # what frozen shards are written and read in, whatever the plan
 
 _UNITS = {
     "": 1,

@@ -12,7 +12,7 @@ import nvme
 import optim
 
 # Ours, raised by a function that makes it
-MADE_BY = {"transfer_error": "TransferError", "missing": "BudgetError"}
+MADE_BY = {"explained": "FolderError", "transfer_error": "TransferError", "missing": "BudgetError"}
 OUR_BUGS = {"AssertionError", "AttributeError", "KeyError", "NotImplementedError"}
 
 

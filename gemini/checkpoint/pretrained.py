@@ -8,8 +8,9 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from gemini.runtime.comm.connect import everyone, is_pipeline
 from gemini.runtime.wrap.materialise import Materialiser, init_empty
 
 from .export import export_safetensors
+from .quantise import config_of, put_quantised, quantised, without_memory
 
 log = logging.getLogger("gemini")
 
@@ -38,6 +40,8 @@ def load_pretrained(
     dtype: torch.dtype | None = None,
     init_missing: bool = False,
     revision: str | None = None,
+    quantize: Any = None,
+    lora: Any = None,
     **options: Any,
 ) -> GeminiDDP:
     """A model of Hugging Face's from a folder of weights, or the hub, wrapped. All ranks call.
@@ -56,12 +60,18 @@ def load_pretrained(
     init_missing: parameters that no file has, such as a new head's, begin as the model initialises
         them, and are logged by name; else they are refused.
     revision: on the hub: a branch, tag or commit; None is the newest.
+    quantize: `"nf4"` (with quantised statistics, as QLoRA has it) or `"int8"`: linear layers become
+        bitsandbytes', those that transformers would quantise, one weight at a time; or a
+        `transformers.BitsAndBytesConfig`.
+    lora: a `peft.LoraConfig`; the base is frozen and its adapters are trained. They begin without
+        a look at the base's values, which come later: no DoRA, PiSSA and the like.
     options: of `GeminiDDP`.
 
     Raises FormatError for a folder without weights, ValueError for weights that are missing from it
-    or of another shape and for an id that the hub does not give, and ImportError without
-    transformers.
+    or of another shape, for an id that the hub does not give, and for adapters that begin with the
+    base's values, and ImportError without transformers, peft or bitsandbytes where they are needed.
     """
+    _check_lora(lora)
     if is_pipeline(options.get("process_group"), options.get("mesh")):
         raise ValueError(
             'load_pretrained reads a whole model, and a module on a mesh with "pp" is a part of '
@@ -82,7 +92,27 @@ def load_pretrained(
         buffers = dict(module.named_buffers())
         for name in buffers.keys() & files.keys():
             buffers[name].data = files[name].to(buffers[name].dtype)
+        if quantize is None and lora is None:
+            return GeminiDDP(module, init_state_dict=values, **options)
+        if quantize is not None:
+            values.quantise(config_of(quantize, dtype or values.dtype_of("", torch.bfloat16)))
+        if lora is not None:
+            module = values.adapt(lora)
         return GeminiDDP(module, init_state_dict=values, **options)
+
+
+def _check_lora(lora: Any) -> None:
+    """Raise ValueError for adapters that begin with values of the base."""
+    if lora is None:
+        return
+    init = getattr(lora, "init_lora_weights", True)
+    said = "use_dora=True" if getattr(lora, "use_dora", False) else f"init_lora_weights={init!r}"
+    if said == "use_dora=True" or init not in (True, False, "gaussian", "orthogonal"):
+        raise ValueError(
+            f"lora= has {said}, which begins with the base's values, and those come when the "
+            "module is wrapped; expected neither: load the base with transformers' "
+            "from_pretrained, give it to get_peft_model, and wrap that"
+        )
 
 
 def downloaded(model: str | os.PathLike[str], revision: str | None = None) -> Path:
@@ -188,6 +218,8 @@ class _Values(Mapping[str, Tensor]):
         self._made: Materialiser | None = None
         self.missing: list[str] = []  # parameters that no file has
         self._file_name: dict[str, str] = {}
+        self.quantised: dict[int, Callable[[], Tensor]] = {}  # see `Materialiser`
+        self._adapters: dict[str, Tensor] = {}
         prefix = getattr(module, "base_model_prefix", "")
         tied: dict[int, list[str]] = {}
         for name, param in module.named_parameters(remove_duplicate=False):
@@ -208,11 +240,58 @@ class _Values(Mapping[str, Tensor]):
         found = self._files.spec_of(place).dtype
         return found if found.is_floating_point else other
 
+    def quantise(self, config: Any) -> None:
+        """Linear layers are bitsandbytes' from now on, and their weights made as they are asked
+        for: no two of them in another form at once."""
+        for name, layer in put_quantised(self._module, config):
+            place = self._file_name.pop(f"{name}.weight", None)
+            if place is None:
+                raise ValueError(
+                    f"no file has {name}.weight, and what a model initialises is not quantised; "
+                    "expected a folder with all weights, or quantize=None"
+                )
+            dtype = self._files.spec_of(place).dtype
+            weight = without_memory(layer, dtype)
+            made = partial(self._quantised, layer, place) if self._reads else partial(_same, weight)
+            self.quantised[id(weight)] = made
+
+    def _quantised(self, layer: Any, place: str) -> Tensor:
+        return quantised(layer, self._files[place])
+
+    def adapt(self, lora: Any) -> nn.Module:
+        """The module with peft's adapters, which have their values."""
+        try:
+            from peft import get_peft_model
+        except ImportError as error:
+            raise ImportError("lora= needs peft; pip install peft") from error
+        if self._made is not None:
+            raise ValueError(
+                f"no file has {self.missing[0]}, and lora= freezes it as it is initialised; "
+                "expected a folder with all weights"
+            )
+        plain = {id(param): name for name, param in self._module.named_parameters()}
+        for param in self._module.parameters():
+            if param.is_meta:  # where adapters of it would be
+                empty = torch.zeros((), dtype=param.dtype).expand(param.shape)
+                torch.utils.swap_tensors(param, nn.Parameter(empty, param.requires_grad))
+        model: nn.Module = get_peft_model(self._module, lora)  # type: ignore[arg-type]
+        before, self._file_name = self._file_name, {}
+        for name, param in model.named_parameters():
+            if id(param) in self.quantised:
+                continue
+            if id(param) in plain:
+                self._file_name[name] = before[plain[id(param)]]
+            else:
+                self._adapters[name] = param.data
+        return model
+
     def initialise_missing(self) -> None:
         """From now on a parameter that no file has is there too, as the model initialises it."""
         self._made = Materialiser(self._module)
 
     def __getitem__(self, name: str) -> Tensor:
+        if name in self._adapters:
+            return self._adapters[name]
         if name not in self._file_name:
             assert self._made is not None
             return self._made.take(self._module.get_parameter(name))
@@ -222,14 +301,20 @@ class _Values(Mapping[str, Tensor]):
 
     def __contains__(self, name: object) -> bool:
         # and nothing is read
-        return name in self._file_name or (self._made is not None and name in self.missing)
+        is_here = name in self._file_name or name in self._adapters
+        return is_here or (self._made is not None and name in self.missing)
 
     def __iter__(self) -> Iterator[str]:
         yield from self._file_name
+        yield from self._adapters
         yield from () if self._made is None else self.missing
 
     def __len__(self) -> int:
         return len(list(iter(self)))
+
+
+def _same(param: Tensor) -> Tensor:
+    return param.data
 
 
 def _places(name: str, prefix: str) -> list[str]:

@@ -73,10 +73,15 @@ class Opaque:
                          form=self.form)  # fmt: skip
 
     @torch.no_grad()
-    def pack(self, into: Tensor) -> None:
-        """Write its bytes to uint8 [nbytes]."""
+    def pack(self, into: Tensor, values: Tensor | None = None) -> None:
+        """Write its bytes to uint8 [nbytes]; or those of another one of its form, if `values` is
+        one: its own are without memory then."""
         into.zero_()
-        tensors = {place.leaf: place.tensor for place in self._places}
+        places = self._places
+        if isinstance(values, nn.Parameter):
+            places = [*_places_of(values, None)]
+            assert _form_of(self.names[0], values, places) == self.form
+        tensors = {place.leaf: place.tensor for place in places}
         for leaf in self.form.leaves:
             view_of(leaf, into).copy_(tensors[leaf.name].detach())
 
@@ -293,6 +298,24 @@ def view_of(leaf: Leaf, flat: Tensor) -> Tensor:
     """A leaf of uint8 [nbytes], in its dtype, shape and strides."""
     run = flat[leaf.offset : leaf.offset + leaf.nbytes].view(getattr(torch, leaf.dtype))
     return run.as_strided(leaf.shape, leaf.stride)
+
+
+def hollow(param: Tensor) -> None:
+    """Take all memory from it; its form stays."""
+    for place in _places_of(param, None):
+        one = [1] * place.tensor.ndim  # strides of what is as large as that stay
+        empty = torch.zeros(one, dtype=place.tensor.dtype).expand(place.tensor.shape)
+        if place.put is None:
+            param.data = empty
+        else:
+            place.put(empty)
+
+
+def memory_of(param: Tensor) -> int:
+    """Bytes of all plain tensors that a parameter consists of."""
+    if not is_opaque(param):
+        return param.nbytes
+    return sum({place.leaf: place.tensor.nbytes for place in _places_of(param, None)}.values())
 
 
 def is_opaque(param: Tensor) -> bool:

@@ -178,13 +178,34 @@ class Plan:
             moved[move.src, move.dst] += move.nbytes
         return dict(moved)
 
+    @property
+    def frozen_bytes(self) -> dict[Tier, int]:
+        """Of shards that nobody updates, by home."""
+        found: Counter[Tier] = Counter()
+        for sizes, shard in zip(self.chunks, self.shards, strict=True):
+            found[shard.param_home] += 0 if sizes.trainable else sizes.shard_bytes
+        return {tier: nbytes for tier, nbytes in found.items() if nbytes}
+
+    @property
+    def frozen_read_bytes(self) -> int:
+        """What an iteration reads of them from files: in the order of use, at most for each forward
+        and backward."""
+        return sum(
+            move.nbytes
+            for move in self.forecast.moves
+            if move.kind is MoveKind.PARAM
+            and move.src is Tier.NVME
+            and not self.chunks[move.chunk].trainable
+        )
+
     def explain(self, chunk: ChunkId) -> str:
         """Where one chunk's shard lives, why, and what it costs an iteration."""
         shard, sizes = self.shards[chunk], self.chunks[chunk]
         payload = format_bytes(sizes.payload_bytes)
         lines = [
             f"chunk {chunk}: {shard.why}",
-            f"parameters: {format_bytes(sizes.shard_bytes)} on {shard.param_home.value}"
+            f"{'' if sizes.trainable else 'frozen '}parameters: "
+            f"{format_bytes(sizes.shard_bytes)} on {shard.param_home.value}"
             + (", kept gathered" if shard.never_released else "")
             + (f" with it in {payload}" if shard.in_payload and sizes.num_shards > 1 else ""),
         ]

@@ -111,8 +111,9 @@ def predict(plan: Plan, non_model_bytes: Sequence[int]) -> Profile:
             plan.original_home,
         )  # fmt: skip
         for kind, nbytes in on_nvme:
-            builder.add(Tier.NVME, kind, on_disk(kind, nbytes))
-        num_blocks += len(on_nvme)
+            row = "parameters" if kind == "frozen" else kind
+            builder.add(Tier.NVME, row, on_disk(kind, nbytes))
+        num_blocks += sum(kind != "frozen" for kind, _ in on_nvme)
         if shard.never_released and not shard.in_payload:
             builder.add(Tier.DEVICE, "parameters", sizes.payload_bytes)
     for gather in plan.gathers:

@@ -7,14 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from gemini.chunk.layout import ChunkSpec
-from gemini.units import PAGE_BYTES, ChunkId, align_up, format_bytes
+from gemini.units import FROZEN_BLOCK_BYTES, PAGE_BYTES, ChunkId, align_up, format_bytes
 
 from .plan import Staging, UpdatePath
 from .policy import StaticPlacement, leading_within, never_released
 from .sizes import FP32_BYTES, Bandwidths, Budgets, ChunkBytes, StateBytes, on_disk
 from .tiers import Tier
 
-_FROZEN_PIECE_BYTES = 1 << 22  # what a frozen shard is read in
 DEVICE_BUFFERS = 3  # of a kind: one travels in, one is updated, one travels out
 _STORE_BYTES = 1 << 16  # header of a store
 _INDEX_BYTES = 64  # of a store, a block: both slots, and its place in the header
@@ -115,7 +114,7 @@ class PlacementProblem:
         its largest block. Parameters in memory of blocks that are read ahead of the step wait in
         memory, to undo it. `params_may_rise`: those on NVMe now may yet come to memory.
         """
-        state = param = grad = early = 0
+        state = param = frozen = grad = early = 0
         for chunk in self.chunks:
             i = chunk.id
             for home in dict.fromkeys(homes.state[i]):
@@ -128,9 +127,12 @@ class PlacementProblem:
                         early = max(early, block.numel * FP32_BYTES)
                 if homes.grad[i] is Tier.NVME:
                     grad = max(grad, align_up(block.param_bytes, PAGE_BYTES))
-            if homes.param[i] is Tier.NVME:
-                largest = chunk.blocks[0].param_bytes if chunk.blocks else chunk.shard_bytes
-                param = max(param, align_up(min(largest, _FROZEN_PIECE_BYTES), PAGE_BYTES))
+            if homes.param[i] is Tier.NVME and chunk.blocks:
+                param = max(param, align_up(chunk.blocks[0].param_bytes, PAGE_BYTES))
+            elif homes.param[i] is Tier.NVME:
+                frozen = max(frozen, min(chunk.shard_bytes, FROZEN_BLOCK_BYTES))
+        if self.has_host_tier:  # else they are read to where they belong
+            param += align_up(frozen, PAGE_BYTES)
         count = self.depth + 2 + self.num_ahead
         undo = -(-early * self.depth // count)
         on_host = Staging(count, align_up(state + undo, PAGE_BYTES), param, grad)
@@ -170,7 +172,7 @@ class PlacementProblem:
                 self.original_home,
             )  # fmt: skip
             total += sum(on_disk(kind, nbytes) for kind, nbytes in sizes)
-            num_blocks += len(sizes)
+            num_blocks += sum(kind != "frozen" for kind, _ in sizes)
             wide = [align_up(b.numel * FP32_BYTES, PAGE_BYTES) for b in chunk.blocks
                     if b.param_bytes < b.numel * FP32_BYTES]  # fmt: skip
             if homes.grad[i] is Tier.NVME:
@@ -223,12 +225,13 @@ def nvme_blocks(
     state: Sequence[Tier],
     original: Tier,
 ) -> list[tuple[str, int]]:
-    """(kind, bytes) of every block that these homes put into a store."""
+    """(kind, bytes) of every block that these homes put into a store; of kind "frozen": of every
+    file of its own."""
     found: list[tuple[str, int]] = []
     if original is Tier.NVME and chunk.original_bytes:
         found.append(("originals", chunk.original_bytes))
     if param is Tier.NVME and not chunk.blocks:
-        found.append(("parameters", chunk.shard_bytes))
+        found.append(("frozen", chunk.shard_bytes))
     for block, home in zip(chunk.blocks, state, strict=True):
         if param is Tier.NVME:
             found.append(("parameters", block.param_bytes))

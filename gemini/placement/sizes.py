@@ -9,6 +9,7 @@ from math import inf
 from gemini.chunk.layout import ITEMSIZE, ChunkLayout
 from gemini.units import (
     BLOCK_NUMEL,
+    FROZEN_BLOCK_BYTES,
     PAGE_BYTES,
     BlockId,
     Bytes,
@@ -24,6 +25,7 @@ NUM_VERSIONS = 2  # of every block on disk but gradients and originals; see nvme
 FP32_BYTES = 4  # an element of an undo plane, of an original, of gradients that were added up
 WEIGHT_BYTES = 2  # an element of a bf16 weight, beside its block on disk
 SPLIT_BYTES = 2  # an element that is saved where a master is what its bf16 weight lacks
+_INDEX_HEAD_BYTES, _ENTRY_BYTES = 24, 8  # of the index of a file; see nvme.layout
 UNLIMITED = Bytes(1 << 62)
 
 
@@ -148,7 +150,12 @@ def chunk_bytes(
 
 
 def on_disk(kind: str, nbytes: int) -> int:
-    """Bytes of a block in a store: whole pages, and two versions of what a step changes."""
+    """Bytes of a block in a store: whole pages, and two versions of what a step changes. Of a
+    frozen shard all of its file, which others may have too."""
+    if kind == "frozen":
+        num_blocks = -(-nbytes // FROZEN_BLOCK_BYTES)
+        index = align_up(_INDEX_HEAD_BYTES + num_blocks * _ENTRY_BYTES, PAGE_BYTES)
+        return align_up(nbytes, PAGE_BYTES) + PAGE_BYTES + NUM_VERSIONS * index
     num_versions = 1 if kind in ("gradients", "originals") else NUM_VERSIONS
     return num_versions * align_up(nbytes, PAGE_BYTES)
 

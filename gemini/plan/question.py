@@ -259,11 +259,12 @@ def largest_batch(question: Question) -> int:
 
 
 def homes(planned: PlanResult) -> dict[str, dict[str, int]]:
-    """Bytes of every kind on every tier, of one rank."""
-    kinds = ("parameters", "gradients", "state", "originals")
+    """Bytes of every kind on every tier, of one rank; frozen parameters are a kind of their own."""
+    kinds = ("parameters", "frozen", "gradients", "state", "originals")
     found = {kind: Counter[str]() for kind in kinds}
     for sizes, shard in zip(planned.plan.chunks, planned.plan.shards, strict=True):
-        found["parameters"][shard.param_home.value] += sizes.shard_bytes
+        kind = "parameters" if sizes.trainable else "frozen"
+        found[kind][shard.param_home.value] += sizes.shard_bytes
         if shard.grad_home is not None:
             found["gradients"][shard.grad_home.value] += sizes.shard_bytes
         for block, home in zip(sizes.blocks, shard.state_homes, strict=True):

@@ -29,7 +29,7 @@ _WHERE = {Tier.DEVICE: "device", Tier.HOST: "RAM", Tier.NVME: "disk"}
 class Answer:
     """What a run would take. Bytes are of one rank; where it does not fit, after `change`.
 
-    homes: bytes that live on each tier, by kind (parameters, gradients, state, originals).
+    homes: bytes that live on each tier, by kind (parameters, frozen, gradients, state, originals).
     peaks: by tier, at the moment when it holds most: also staging and activations.
     process_bytes: of RAM beyond the peaks: see `Question.process_bytes`.
     seconds: of a step: its forwards, backwards and update, with `best_update`.
@@ -232,6 +232,8 @@ def all_lines(plan: Answer) -> Iterator[str]:
     for kind, tiers in plan.homes.items():
         places = ", ".join(f"{format_bytes(n)} on {tier}" for tier, n in tiers.items())
         yield f"{kind}: {places}"
+    if nbytes := plan.result.plan.frozen_read_bytes:
+        yield f"of frozen parameters, read a step: {format_bytes(nbytes)}"
     for link, nbytes in told["bytes_by_link"].items():
         yield f"moved a step, {link}: {format_bytes(nbytes)}"
     yield f"gathered a step: {format_bytes(told['bytes_gathered_per_step'])}"

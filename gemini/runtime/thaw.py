@@ -40,6 +40,9 @@ def thaw(parts: Parts, meetings: Meetings, params: list[ParamId]) -> None:
             chunk.spec = layout.chunks[chunk.spec.id]
         try:
             if parts.target is not None:
+                parts.target.settle()
+            parts.storage.thaw(frozen)
+            if parts.target is not None:
                 parts.target.extend(chunks)
         except BaseException:
             parts.layout, planning.inputs, planning.result = before

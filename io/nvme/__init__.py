@@ -19,6 +19,7 @@ from gemini.nvme.errors import (
     TransferError,
     WriteBudgetError,
     cause_of,
+    check_process,
     transfer_error,
 )
 from gemini.nvme.files import calls
@@ -34,6 +35,7 @@ from gemini.nvme.files.orphan_files import (
     left_in,
     orphans,
     remove_orphans,
+    remove_stepless,
     remove_superseded,
 )
 from gemini.nvme.files.recovery import Recovered, recover
@@ -48,6 +50,7 @@ from gemini.nvme.pinned import PinnedVersions
 from gemini.nvme.pipeline import WriteBehind, read_ahead, settle
 from gemini.nvme.pool import Buffer, BufferPool, Pin
 from gemini.nvme.probe import Speed, make_engine, measure_disks, probe
+from gemini.nvme.shared import SharedBlocks
 from gemini.nvme.store import BlockStore, WriteMeter
 
 __all__ = [
@@ -68,6 +71,7 @@ __all__ = [
     "PinnedVersions",
     "Recovered",
     "RollbackError",
+    "SharedBlocks",
     "Speed",
     "StoreLayout",
     "ThreadEngine",
@@ -79,6 +83,7 @@ __all__ = [
     "calls",
     "cause_of",
     "check_folder",
+    "check_process",
     "checksum_of",
     "create_direct",
     "default_folder",
@@ -91,6 +96,7 @@ __all__ = [
     "read_ahead",
     "recover",
     "remove_orphans",
+    "remove_stepless",
     "remove_superseded",
     "settle",
     "transfer_error",

@@ -64,3 +64,12 @@ class WriteBudgetError(NvmeError):
 
 class RollbackError(NvmeError):
     """A step failed, and the disk did not give back what was needed to undo it."""
+
+
+def check_process(pid: int) -> None:
+    """Raise NvmeError where this is a forked child of `pid`, whose threads it does not have."""
+    if os.getpid() != pid:
+        raise NvmeError(
+            f"this store belongs to process {pid}; its threads are not in the forked "
+            f"process {os.getpid()}. Make the optimizer in the process that trains"
+        )

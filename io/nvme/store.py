@@ -35,6 +35,7 @@ from .errors import (
     TransferError,
     WriteBudgetError,
     cause_of,
+    check_process,
     transfer_error,
 )
 from .files import calls
@@ -210,11 +211,7 @@ class BlockStore:
 
     def check_process(self) -> None:
         """Raise NvmeError in a forked child: it has none of the threads that move blocks."""
-        if not self.is_ours:
-            raise NvmeError(
-                f"this store belongs to process {self._pid}; its threads are not in the forked "
-                f"process {os.getpid()}. Make the optimizer in the process that trains"
-            )
+        check_process(self._pid)
 
     def check_step(self, nbytes: int, what: str = "the next step") -> None:
         """Raise if `what`, which writes `nbytes`, must not begin. Writes nothing.
@@ -403,8 +400,7 @@ class BlockStore:
         return _Read(inner, path, extent, block, checksum if self.checksums else None)
 
     def _transfer(self, block: BlockId, extent: Extent, buffer: memoryview) -> Transfer:
-        if os.getpid() != self._pid:
-            self.check_process()
+        check_process(self._pid)
         if buffer.nbytes < extent.nbytes:
             raise ValueError(
                 f"buffer of {buffer.nbytes} bytes for block {block} of {extent.nbytes} bytes"

@@ -2,21 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import register_parametrization
 
 from bench.shared.models import seeded
+from bench.shared.reference import flat
 from optim import HybridAdam
 
 KINDS = ("nf4", "nf4-double", "int8", "torchao")
 VOCABULARY, HIDDEN, STEPS = 128, 64, 3
 
 
+class Packed(nn.Module):
+    """4-bit numbers of 16 values, two in a byte, with one power of two for each 32: MXFP4's form.
+    As a parametrisation of a weight, as bitsandbytes' own of stacked experts."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.shape, self.dtype = weight.shape, weight.dtype
+        exponents = weight.reshape(-1, 32).abs().amax(1).float().log2().ceil().int()
+        self.scales = nn.Parameter((exponents + 127).to(torch.uint8), requires_grad=False)
+
+    def blocks_of(self, weight: Tensor) -> Tensor:
+        steps = weight.reshape(-1, 32).float() / self._scale()
+        codes = (steps * 8 + 8).clamp(0, 15).to(torch.uint8)
+        return codes[:, ::2] | codes[:, 1::2] << 4
+
+    def forward(self, blocks: Tensor) -> Tensor:
+        codes = torch.stack([blocks & 15, blocks >> 4], -1).reshape(-1, 32)
+        return ((codes.float() - 7.5) / 8 * self._scale()).to(self.dtype).reshape(self.shape)
+
+    def _scale(self) -> Tensor:
+        return torch.exp2(self.scales.float() - 127).unsqueeze(1)
+
+
+def _packed(module: nn.Module, name: str) -> None:
+    weight = getattr(module, name).data
+    form = Packed(weight)
+    setattr(module, name, nn.Parameter(form.blocks_of(weight), requires_grad=False))
+    register_parametrization(module, name, form, unsafe=True)
+
+
 def quantised(model: nn.Module, kind: str) -> nn.Module:
-    """`model` with every linear layer but the head as a library quantises it."""
+    """`model` with every linear layer but the head as a library quantises it, and in 4 bits stacked
+    experts too."""
+    for module in list(model.modules()):
+        for key, child in list(module.named_children()):
+            if type(child).__name__ == "Conv1D":
+                setattr(module, key, _as_linear(child))
+        if hasattr(module, "gate_up_proj") and isinstance(module.gate_up_proj, nn.Parameter):
+            for name in ("gate_up_proj", "down_proj"):
+                if kind in FOUR_BITS:
+                    FOUR_BITS[kind](module, name)
+    if kind == "packed":
+        for name, module in list(model.named_modules()):
+            if isinstance(module, nn.Linear) and "lm_head" not in name:
+                _packed(module, "weight")
+        return model
     if kind == "torchao":
         from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
@@ -35,38 +83,84 @@ def quantised(model: nn.Module, kind: str) -> nn.Module:
     return model
 
 
+def _as_linear(conv: Any) -> nn.Linear:
+    """Of GPT-2's layers, as transformers takes them to quantise them."""
+    made = nn.Linear(*conv.weight.shape, bias=True, dtype=conv.weight.dtype)
+    made.weight.data, made.bias = conv.weight.data.T.contiguous(), conv.bias
+    return made
+
+
+def _stacked_nf4(module: nn.Module, name: str) -> None:
+    from bitsandbytes.nn.parametrize import replace_parameter_4bit
+
+    replace_parameter_4bit(module, name, compress_statistics=True)
+
+
+FOUR_BITS = {"nf4": _stacked_nf4, "packed": _packed}
+
+
 def _by_bitsandbytes(bnb: Any, linear: nn.Linear, kind: str) -> nn.Module:
     sizes, weight = (linear.in_features, linear.out_features), linear.weight.data
+    has_bias = linear.bias is not None
     if kind == "int8":
-        made = bnb.nn.Linear8bitLt(*sizes, bias=False, has_fp16_weights=False)
+        made = bnb.nn.Linear8bitLt(*sizes, bias=has_bias, has_fp16_weights=False)
         made.weight = bnb.nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
+        made.bias = linear.bias
         return made.to("cpu")
     options = {"quant_type": "nf4", "compress_statistics": kind == "nf4-double"}
     if kind == "nf4-double":  # packed as numbers that float
         options["quant_storage"] = torch.bfloat16
-    made = bnb.nn.Linear4bit(*sizes, bias=False, compute_dtype=torch.bfloat16, **options)
+    made = bnb.nn.Linear4bit(*sizes, bias=has_bias, compute_dtype=weight.dtype, **options)
     made.weight = bnb.nn.Params4bit(weight, requires_grad=False, module=made, **options)
+    made.bias = linear.bias
     return made.to("cpu")
 
 
-def lora(kind: str, *, reentrant: bool | None = None, layers: int = 2, seed: int = 0) -> Any:
-    """Adapters in bf16 on a small Llama. reentrant: of gradient checkpointing; None is without."""
-    from peft import LoraConfig, get_peft_model
-    from transformers import LlamaConfig, LlamaForCausalLM
+_ATTENTION = {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": HIDDEN}
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+FAMILIES: dict[str, tuple[dict[str, int], tuple[str, ...]]] = {
+    "llama": (
+        {**_ATTENTION, "intermediate_size": 2 * HIDDEN},
+        (*_PROJECTIONS, "gate_proj", "up_proj", "down_proj"),
+    ),
+    "qwen3_moe": (
+        {**_ATTENTION, "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2,
+         "head_dim": 32},
+        _PROJECTIONS,
+    ),
+    "gpt2": (
+        {"n_embd": HIDDEN, "n_head": 2, "n_positions": 64, "embd_pdrop": 0, "resid_pdrop": 0,
+         "attn_pdrop": 0},
+        ("c_attn", "c_proj", "c_fc"),
+    ),
+}  # fmt: skip
 
-    config = LlamaConfig(
-        hidden_size=HIDDEN, intermediate_size=2 * HIDDEN, num_hidden_layers=layers,
-        num_attention_heads=2, num_key_value_heads=1, vocab_size=VOCABULARY,
-        tie_word_embeddings=True, use_cache=False,
-    )  # fmt: skip
+
+def lora(
+    kind: str,
+    *,
+    reentrant: bool | None = None,
+    layers: int = 2,
+    seed: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+    family: str = "llama",
+    **adapter: Any,
+) -> Any:
+    """Adapters in `dtype` on a small model. reentrant: of gradient checkpointing; None: without."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes, projections = FAMILIES[family]
+    config = AutoConfig.for_model(family, num_hidden_layers=layers, vocab_size=VOCABULARY,
+                                  tie_word_embeddings=True, use_cache=False, **sizes)  # fmt: skip
     with seeded(seed):
-        base = quantised(LlamaForCausalLM(config).to(torch.bfloat16), kind).requires_grad_(False)
-        projections = [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")]
-        options = LoraConfig(r=4, lora_alpha=8, target_modules=projections)
+        base = quantised(AutoModelForCausalLM.from_config(config).to(dtype), kind)
+        base.requires_grad_(False)
+        options = LoraConfig(r=4, lora_alpha=8, target_modules=list(projections), **adapter)
         model = get_peft_model(base, options, autocast_adapter_dtype=False)
         for name, param in model.named_parameters():
             if "lora_" in name:  # beside int8 peft makes them fp32
-                param.data = param.data.to(torch.bfloat16)
+                param.data = param.data.to(dtype)
             if "lora_B" in name:
                 param.data.normal_(std=0.02)
     if reentrant is not None:
@@ -102,23 +196,62 @@ def adapters(model: nn.Module) -> dict[str, Tensor]:
     return {name: param for name, param in model.named_parameters() if param.requires_grad}
 
 
-def plain_losses(model: nn.Module, world_size: int = 1) -> list[list[float]]:
-    """Losses of every rank, trained with masters in fp32 and gradients summed in bf16."""
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """How both are trained: parts of a batch before each step, and what a step does.
+
+    overflows: a step whose gradients are not finite, which is skipped. scale: of losses at first,
+    which such a step halves.
+    """
+
+    parts: int = 1
+    max_norm: float = 0.0
+    overflows: int | None = None
+    scale: float = 1.0
+
+    def steps(self, rank: int) -> Iterator[list[tuple[Tensor, float]]]:
+        """Inputs of a step's parts, each with a factor of its loss."""
+        for step, ids in enumerate(batches(rank)):
+            factor = math.inf if step == self.overflows else 1.0
+            yield [(part, factor) for part in ids.chunk(self.parts)]
+
+
+def plain_losses(
+    model: nn.Module, world_size: int = 1, loop: Loop = Loop(), norms: Sequence[float] = ()
+) -> list[list[float]]:
+    """Losses of every rank, trained with masters in fp32; ranks' gradients are summed in their
+    dtype, and those of parts in fp32.
+
+    norms: that steps have clipped by, whose last bits differ with the tiles that they are summed in
+    (docs/numerics.md).
+    """
     params = list(adapters(model).values())
     masters = [param.detach().float().requires_grad_() for param in params]
     optimizer = HybridAdam(masters, lr=1e-2)
     losses: list[list[float]] = [[] for _ in range(world_size)]
-    for of_ranks in zip(*(batches(rank) for rank in range(world_size)), strict=True):
-        sums: list[Tensor] = []
-        for rank, ids in enumerate(of_ranks):
-            loss = model(input_ids=ids, labels=ids).loss
-            loss.backward()
-            losses[rank].append(loss.item())
-            shares = [param.grad / world_size for param in params]
-            sums = [a + b for a, b in zip(sums, shares, strict=True)] if sums else shares
-            model.zero_grad()
-        for master, total in zip(masters, sums, strict=True):
-            master.grad = total.float()
+    scale, clipped_by = loop.scale, iter(norms)
+    for of_ranks in zip(*map(loop.steps, range(world_size)), strict=True):
+        totals = [torch.zeros_like(master) for master in masters]
+        for of_part in zip(*of_ranks, strict=True):
+            sums: list[Tensor] = []
+            for rank, (ids, factor) in enumerate(of_part):
+                loss = model(input_ids=ids, labels=ids).loss * factor
+                (loss * scale).backward()
+                losses[rank].append(loss.item())
+                shares = [param.grad / world_size for param in params]
+                sums = [a + b for a, b in zip(sums, shares, strict=True)] if sums else shares
+                model.zero_grad()
+            totals = [a + b.float() for a, b in zip(totals, sums, strict=True)]
+        if not all(total.isfinite().all() for total in totals):
+            scale /= 2 if loop.scale != 1 else 1
+            continue
+        factor = 1.0
+        if loop.max_norm:
+            found, norm = float(flat(totals).norm()) / scale, next(clipped_by)
+            assert abs(norm - found) < 1e-6 * found and found > loop.max_norm
+            factor = loop.max_norm / (norm + 1e-6)
+        for master, total in zip(masters, totals, strict=True):
+            master.grad = total * (factor / scale)
         optimizer.step()
         with torch.no_grad():
             for param, master in zip(params, masters, strict=True):
@@ -126,15 +259,23 @@ def plain_losses(model: nn.Module, world_size: int = 1) -> list[list[float]]:
     return losses
 
 
-def wrapped_losses(model: Any, rank: int = 0) -> list[float]:
-    """Losses of one rank of a wrapped model, trained as `plain_losses` does."""
+def wrapped_losses(
+    model: Any, rank: int = 0, loop: Loop = Loop(), norms: list[float] | None = None
+) -> list[float]:
+    """Losses of one rank of a wrapped model, trained as `plain_losses` does. norms: those that
+    steps clip by are put there."""
     optimizer = HybridAdam(model.parameters(), lr=1e-2)
     losses = []
-    for ids in batches(rank):
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        losses.append(loss.item())
+    for parts in loop.steps(rank):
+        for ids, factor in parts:
+            loss = model(input_ids=ids, labels=ids).loss * factor
+            loss.backward()
+            losses.append(loss.item())
+        norm = float(optimizer.clip_grad_norm_(loop.max_norm)) if loop.max_norm else 0.0
         optimizer.step()
         optimizer.zero_grad()
+        if norms is not None and math.isfinite(norm):
+            norms.append(norm)
+    assert optimizer.skipped_steps == (loop.overflows is not None)
     optimizer.close()
     return losses

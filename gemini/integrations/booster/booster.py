@@ -238,6 +238,9 @@ class Booster:
         """The module with LoRA layers of peft, before `boost`.
 
         lora_config: a `peft.LoraConfig`; or pretrained_dir: a folder that was saved before.
+        bnb_quantization_config: the base's linear layers become bitsandbytes' first, of a
+            `BitsAndBytesConfig` of transformers, or one of Colossal-AI's or accelerate's names;
+            quantize alone is NF4 with quantised statistics.
         """
         return lora.enable_lora(
             model, pretrained_dir, lora_config, bnb_quantization_config, quantize

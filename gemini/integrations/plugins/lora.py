@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gemini.checkpoint.quantise import config_of, quantise
 from gemini.ddp import GeminiDDP
 from gemini.integrations.parts import inner_of, rank
 from gemini.runtime.inspect.full_parameters import full_parameters
@@ -25,18 +26,15 @@ def enable_lora(
 ) -> nn.Module:
     """The module with LoRA layers, of `lora_config` or of a folder that peft has saved.
 
-    Raises ValueError for a module that is wrapped, for neither or both, and for quantization,
-    ImportError without peft.
+    bnb_quantization_config, or `quantize`: the base's linear layers become bitsandbytes' first.
+
+    Raises ValueError for a module that is wrapped, for neither or both, and for a quantization that
+    is none, ImportError without peft or bitsandbytes.
     """
     if isinstance(model, GeminiDDP | nn.parallel.DistributedDataParallel):
         raise ValueError(
             f"enable_lora() of a {type(model).__name__}, whose parameters are set; expected the "
             "plain module: call booster.enable_lora before booster.boost"
-        )
-    if quantize or bnb_quantization_config is not None:
-        raise ValueError(
-            "quantize with enable_lora(); expected neither it nor bnb_quantization_config: "
-            "quantized weights cannot be sharded"
         )
     if (lora_config is None) == (pretrained_dir is None):
         raise ValueError(
@@ -44,11 +42,29 @@ def enable_lora(
         )
     peft = _peft()
     wrapped: nn.Module
+    if quantize or bnb_quantization_config is not None:
+        quantise(model, _config_of(bnb_quantization_config))
     if pretrained_dir is not None:
         wrapped = peft.PeftModel.from_pretrained(model, pretrained_dir, is_trainable=True)
     else:
         wrapped = peft.get_peft_model(model, lora_config)
     return wrapped
+
+
+def _config_of(given: Any) -> Any:
+    """transformers' `BitsAndBytesConfig` of one, or of Colossal-AI's or accelerate's with the same
+    names; None is Colossal-AI's default, NF4 with quantised statistics."""
+    names = (
+        "load_in_4bit", "load_in_8bit", "llm_int8_threshold", "bnb_4bit_quant_type",
+        "bnb_4bit_use_double_quant", "bnb_4bit_compute_dtype",
+    )  # fmt: skip
+    if given is None:
+        return config_of("nf4", torch.bfloat16)
+    if not hasattr(given, "skip_modules"):
+        return config_of(given, torch.bfloat16)
+    config = config_of("nf4", torch.bfloat16)
+    found = {name: getattr(given, name) for name in names if hasattr(given, name)}
+    return type(config)(**found, llm_int8_skip_modules=given.skip_modules)
 
 
 def save_lora(model: nn.Module, folder: str | os.PathLike[str], *, use_safetensors: bool) -> None:

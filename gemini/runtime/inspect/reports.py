@@ -5,10 +5,14 @@ from __future__ import annotations
 import difflib
 import logging
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from torch import nn
+
+from gemini.chunk.opaque import memory_of
 from gemini.mesh.roles import WORLD
 from gemini.optim.rules.config import StateConfig
 from gemini.placement.picture import write_timeline
@@ -46,14 +50,25 @@ class MemoryReport:
     """A table: every tier when it holds most, predicted beside measured in a sampled iteration.
 
     overruns: budgets that were passed, and measured iterations that fit nowhere, in words.
+    frozen_bytes: of parameters that nobody updates, by tier; a part of the rows.
+    frozen_read_bytes: of those, what one iteration reads from files, as planned.
+    ignored_bytes: of `ignored_params`, by device: in no row, plan or budget.
     """
 
     rows: tuple[MemoryRow, ...]
     overruns: tuple[str, ...] = ()
+    frozen_bytes: Mapping[str, int] = field(default_factory=dict)
+    frozen_read_bytes: int = 0
+    ignored_bytes: Mapping[str, int] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, int]:
         """Numbers for a log, flat: the peak of every tier, and how many overruns there were."""
         found = {"overruns": len(self.overruns)}
+        if self.frozen_bytes:
+            found["frozen_bytes"] = sum(self.frozen_bytes.values())
+            found["frozen_read_bytes"] = self.frozen_read_bytes
+        if self.ignored_bytes:
+            found["ignored_bytes"] = sum(self.ignored_bytes.values())
         for row in self.rows:
             if row.kind == "total":
                 found[f"{row.tier}_predicted_bytes"] = row.predicted_bytes
@@ -69,7 +84,16 @@ class MemoryReport:
                 f"{row.tier:<8} {row.kind:<12} {format_bytes(row.predicted_bytes):>12} "
                 f"{measured:>12}"
             )
+        if self.frozen_bytes:
+            read = f"; an iteration reads {format_bytes(self.frozen_read_bytes)} of files"
+            lines.append(f"of it frozen: {_places(self.frozen_bytes)}{read}")
+        if self.ignored_bytes:
+            lines.append(f"ignored, in no budget: {_places(self.ignored_bytes)}")
         return "\n".join((*lines, *self.overruns))
+
+
+def _places(nbytes: Mapping[str, int]) -> str:
+    return ", ".join(f"{format_bytes(n)} on {where}" for where, n in nbytes.items())
 
 
 def _update_lines(parts: Parts) -> list[str]:
@@ -115,8 +139,15 @@ def when_updated(parts: Parts) -> str:
     return rest
 
 
-def explain(parts: Parts, name: str) -> str:
-    """Where a parameter lives, why, and what it costs. Raises ValueError for no such name."""
+def explain(parts: Parts, name: str, ignored: Mapping[str, nn.Parameter]) -> str:
+    """Where a parameter lives, why, and what it costs. ignored: those that are left as they are, by
+    name. Raises ValueError for no such name."""
+    if name in ignored:
+        left = ignored[name]
+        return (
+            f"{name} {tuple(left.shape)}\nignored: {format_bytes(memory_of(left))} on "
+            f"{left.device.type}, in no chunk, plan or budget"
+        )
     for param, spec in enumerate(parts.layout.params):
         if name in spec.names:
             chunk = next(c for p, c in parts.chunk_of.items() if p == param)
@@ -125,15 +156,15 @@ def explain(parts: Parts, name: str) -> str:
             own = f"{split} {spec.shape}" if split else ""
             text = f"{name} {shape}{own}\n{parts.plan.explain(chunk)}"
             return "\n".join((text, *_update_lines(parts), *parts.planning.overruns.lines()))
-    names = [name for spec in parts.layout.params for name in spec.names]
+    names = [*ignored, *(name for spec in parts.layout.params for name in spec.names)]
     near = difflib.get_close_matches(name, names, n=3)
     raise ValueError(
         f"no parameter {name!r}" + (f"; did you mean {', '.join(near)}?" if near else "")
     )
 
 
-def memory_report(parts: Parts) -> MemoryReport:
-    """Predicted beside measured; see `MemoryReport`."""
+def memory_report(parts: Parts, ignored: Iterable[nn.Parameter]) -> MemoryReport:
+    """Predicted beside measured; see `MemoryReport`. ignored: what is left as it is."""
     planning, measured = parts.planning, parts.ledger.peaks
     predicted = planning.result.profile.peaks()
     train = parts.sampler.traces("train")
@@ -153,7 +184,15 @@ def memory_report(parts: Parts) -> MemoryReport:
         is_pinned = tier is Tier.HOST and parts.backend.pin is not None
         if is_pinned and rows and rows[-1].tier == tier.value:  # no page of it is swapped
             rows.append(_pinned(rows[-1], wanted, found))
-    return MemoryReport(tuple(rows), planning.overruns.lines())
+    left: Counter[str] = Counter()
+    for param in ignored:
+        left[param.device.type] += memory_of(param)
+    plan = planning.plan
+    return MemoryReport(
+        tuple(rows), planning.overruns.lines(),
+        {tier.value: nbytes for tier, nbytes in plan.frozen_bytes.items()},
+        plan.frozen_read_bytes, dict(left),
+    )  # fmt: skip
 
 
 def _pinned(total: MemoryRow, predicted: Mapping[str, int], found: Mapping[str, int]) -> MemoryRow:

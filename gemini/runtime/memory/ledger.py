@@ -122,6 +122,7 @@ class MemoryLedger:
         found[Tier.NVME, "average"] += in_files
         if storage.params is not None:
             found[Tier.NVME, "parameters"] += storage.params.file_bytes
+        found[Tier.NVME, "parameters"] += storage.frozen_file_bytes
         if storage.gradient_files is not None:
             files = storage.gradient_files.files
             found[Tier.NVME, "gradients"] += sum(file.file_bytes for file in files)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from torch import Tensor
 
@@ -20,6 +20,7 @@ from gemini.units import ChunkId
 
 from .backend import Backend
 from .files.blocks import Flat
+from .files.frozen_files import FrozenFiles
 from .files.tensor_files import FileConfig, TensorFiles
 from .gradient_homes import GradientFiles, GradientHome, HostGradients
 from .originals import Originals, original_homes
@@ -47,14 +48,19 @@ class ShardStorage:
         self._specs = layout.chunks
         self._backend = backend
         self.config = config
-        on_nvme = [shard.chunk for shard in plan.shards if shard.param_home is Tier.NVME]
-        self.params: TensorFiles | None = None  # shards whose home is NVMe
-        if on_nvme:
-            self.params = TensorFiles(
-                {chunk: _flat(self._specs[chunk]) for chunk in on_nvme},
-                replace(config, label=config.label + "parameters-"),
-                versioned=True,
-            )
+        flats = {
+            shard.chunk: _flat(self._specs[shard.chunk])
+            for shard in plan.shards
+            if shard.param_home is Tier.NVME
+        }
+        still = {c: flat for c, flat in flats.items() if not self._specs[c].trainable}
+        # shards whose home is NVMe: those that steps update, and those that stay as they are
+        trained = {c: flat for c, flat in flats.items() if c not in still}
+        self.params = self._versioned(trained) if trained else None
+        self.frozen: FrozenFiles | None = None
+        if still:
+            straight = not plan.has_host_tier
+            self.frozen = FrozenFiles(still, config, _named(layout), straight=straight)
         homes = original_homes(layout.chunks, plan)
         self.originals = Originals(layout.chunks, homes, backend.device, config)
         self.averages: list[Originals] = []  # of weights, each with values of its own
@@ -70,29 +76,58 @@ class ShardStorage:
     def read(
         self, chunk: ChunkId, into: Tensor, behind: Ticket[None] | None = None
     ) -> Ticket[None]:
-        assert self.params is not None
-        return self.params.read(chunk, into, behind)
+        return self._home_of(chunk).read(chunk, into, behind)
 
     def replace(self, chunk: ChunkId, values: Tensor) -> None:
-        assert self.params is not None
         self._changing()
-        self.params.replace(chunk, values)
+        self._home_of(chunk).replace(chunk, values)
 
     def keep_shards(self, chunks: Collection[ChunkId]) -> None:
         """Shards of these chunks are still in files; the others live in memory from now on."""
-        if self.params is None:
+        self.params = _keep(self.params, chunks)
+        self.frozen = _keep(self.frozen, chunks)
+
+    def thaw(self, chunks: Collection[ChunkId]) -> None:
+        """Steps update these from now on; no step is under way."""
+        moving = [] if self.frozen is None else [c for c in self.frozen if c in chunks]
+        if not moving:
             return
-        if chunks:
-            self.params.forget([chunk for chunk in self.params if chunk not in chunks])
-        else:
-            self.params.close()
-            self.params = None
+        assert self.frozen is not None
+        before = self.params
+        there = [] if before is None else [*before]
+        flats = {chunk: _flat(self._specs[chunk]) for chunk in (*there, *moving)}
+        after = self._versioned(flats)
+        try:
+            for chunk, flat in flats.items():
+                values = self._backend.allocate(flat.numel, flat.dtype)
+                self._home_of(chunk).read(chunk, values).wait()
+                after.write(chunk, values)
+            after.commit(0 if before is None else before.store.committed_step)
+        except BaseException:
+            after.close()
+            raise
+        self.params = after
+        self.frozen = _keep(self.frozen, [c for c in self.frozen if c not in moving])
+        if before is not None:
+            before.close()
+
+    def _versioned(self, flats: Mapping[ChunkId, Flat]) -> TensorFiles:
+        """For shards that steps update."""
+        config = replace(self.config, label=self.config.label + "parameters-")
+        return TensorFiles(flats, config, versioned=True)
+
+    def _home_of(self, chunk: ChunkId) -> TensorFiles | FrozenFiles:
+        if self.frozen is not None and chunk in self.frozen:
+            return self.frozen
+        assert self.params is not None
+        return self.params
 
     def close(self) -> None:
         """Remove all files."""
         self.originals.clear()
         for files in self.files:
             files.close()
+        self.frozen = _keep(self.frozen, ())
         self.all_leave()
         self.params = self.gradient_files = self.host_gradients = None
 
@@ -171,8 +206,9 @@ class ShardStorage:
         self.config = replace(self.config, block_numel=block_numel, depth=depth, meter=meter)
         if meter is not None:
             meter.written_bytes += self.originals.written_bytes
-        if self.params is not None:
-            self.params.serve(depth, meter)
+        for files in (self.params, self.frozen):
+            if files is not None:
+                files.serve(depth, meter)
 
     @property
     def files(self) -> list[TensorFiles]:
@@ -191,7 +227,8 @@ class ShardStorage:
     @property
     def staging_bytes(self) -> int:
         beside = 0 if self.beside is None else self.beside.staging_bytes
-        return beside + sum(files.staging_bytes for files in self.files)
+        frozen = 0 if self.frozen is None else self.frozen.staging_bytes
+        return beside + frozen + sum(files.staging_bytes for files in self.files)
 
     @property
     def average_bytes(self) -> tuple[int, int]:
@@ -204,10 +241,11 @@ class ShardStorage:
     def traffic(self) -> Traffic:
         """Bytes moved since the files there are were made."""
         moved = [files.store.traffic for files in self.files]
-        return Traffic(
+        own = Traffic(
             nvme_read=sum(t.read_bytes for t in moved),
             nvme_write=sum(t.written_bytes for t in moved),
         )
+        return own if self.frozen is None else own + self.frozen.traffic
 
     @property
     def stores(self) -> list[BlockStore]:
@@ -215,7 +253,38 @@ class ShardStorage:
 
     @property
     def file_bytes(self) -> int:
-        return sum(store.file_bytes for store in self.stores)
+        return sum(store.file_bytes for store in self.stores) + self.frozen_file_bytes
+
+    @property
+    def frozen_file_bytes(self) -> int:
+        """Of the shards that stay as they are, in files that other processes may have too."""
+        return 0 if self.frozen is None else self.frozen.file_bytes
+
+
+F = TypeVar("F", TensorFiles, FrozenFiles)
+
+
+def _keep(files: F | None, chunks: Collection[ChunkId]) -> F | None:
+    """These files with the shards of these chunks alone; None where none is left."""
+    if files is None:
+        return None
+    there = list(files)
+    gone = [chunk for chunk in there if chunk not in chunks]
+    if gone == there:
+        files.close()
+        return None
+    files.forget(gone)
+    return files
+
+
+def _named(layout: ChunkLayout) -> dict[ChunkId, str]:
+    """What every chunk holds, for people."""
+    found = {}
+    for spec in layout.chunks:
+        more = len(spec.slots) - 1
+        first = layout.params[spec.slots[0].param].name
+        found[spec.id] = f"parameter {first}" + f" and {more} more" * (more > 0)
+    return found
 
 
 def _flat(spec: ChunkSpec) -> Flat:

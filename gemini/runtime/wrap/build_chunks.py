@@ -177,7 +177,7 @@ class _OpaqueBuilder(_ChunkBuilder):
     chunk: OpaqueChunk
 
     def put(self, slot: int, values: Tensor) -> bool:
-        self.chunk.opaque[slot].pack(self.chunk.view(self._source, slot))
+        self.chunk.opaque[slot].pack(self.chunk.view(self._source, slot), values)
         self._missing.discard(slot)
         return not self._missing
 

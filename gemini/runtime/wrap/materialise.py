@@ -55,6 +55,8 @@ class Materialiser:
         self._root = root
         self._init_fn = init_fn
         self._state_dict = state_dict
+        # by id of a quantised parameter without memory: what makes one with values
+        self._quantised: Mapping[int, Callable[[], Tensor]] = getattr(state_dict, "quantised", {})
         self._own_init = getattr(root, "_init_weights", None)
         self._names: dict[int, list[str]] = {}
         self._owner: dict[int, str] = {}
@@ -98,6 +100,8 @@ class Materialiser:
 
     def take(self, param: nn.Parameter) -> Tensor:
         """Values for a parameter, which is real or on the meta device."""
+        if id(param) in self._quantised:
+            return self._quantised[id(param)]()
         if self._state_dict is not None:
             for name in self._names.get(id(param), ()):
                 if name in self._state_dict:

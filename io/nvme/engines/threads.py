@@ -78,7 +78,7 @@ class ThreadEngine:
 def _read_piece(transfer: Transfer, start: int, end: int) -> int:
     piece = transfer.buffer[start:end]
     _whole("read", calls.preadv, transfer, piece, transfer.offset + start)
-    if not transfer.file.direct:
+    if not (transfer.file.direct or transfer.file.keeps_cache):
         os.posix_fadvise(
             transfer.file.fd, transfer.offset + start, end - start, os.POSIX_FADV_DONTNEED
         )

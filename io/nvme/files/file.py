@@ -59,6 +59,7 @@ class OpenFile:
     path: Path
     fd: int  # with O_DIRECT where the file system takes it
     direct: bool
+    keeps_cache: bool = False  # pages that were read stay in memory, for other processes
 
     def close(self) -> None:
         """Raises TransferError: on a network the last bytes may be refused as late as now."""
@@ -147,18 +148,27 @@ def create_files(
 def _create(path: Path, nbytes: int) -> OpenFile:
     opened = _open_locked(path)
     try:
+        reserve(opened, nbytes)
+    except BaseException:
+        remove_files([opened])
+        raise
+    return opened
+
+
+def reserve(opened: OpenFile, nbytes: int) -> None:
+    """Allocate all of a file. Raises DiskFullError with what would help, or FolderError."""
+    folder = opened.path.parent
+    try:
         calls.reserve(opened.fd, nbytes)
     except OSError as error:
-        remove_files([opened])
         if error.errno not in FULL_ERRNOS:
-            raise _explain(path, error) from error
+            raise explained(opened.path, error) from error
         raise DiskFullError(
-            f"{path.parent} cannot hold {format_bytes(nbytes)} "
-            f"({format_bytes(free_bytes(path.parent))} free, {cause_of(error.errno)}"
-            f"{_said_of_orphans(path.parent)}); "
+            f"{folder} cannot hold {format_bytes(nbytes)} "
+            f"({format_bytes(free_bytes(folder))} free, {cause_of(error.errno)}"
+            f"{_said_of_orphans(folder)}); "
             "free some space, name another folder, or offload a smaller fraction"
         ) from error
-    return opened
 
 
 def _said_of_orphans(folder: Path) -> str:
@@ -181,7 +191,7 @@ def _open_locked(path: Path) -> OpenFile:
                 return opened
         except OSError as error:
             remove_files([opened])
-            raise _explain(path, error) from error
+            raise explained(path, error) from error
         opened.close()
 
 
@@ -217,7 +227,7 @@ def _open_new(path: Path, mode: int = 0o600) -> OpenFile:
             fd = _open_or_explain(path, flags, mode)
             log.warning("%s refuses O_DIRECT: buffered I/O, pages dropped behind", path.parent)
         else:
-            raise _explain(path, error) from error
+            raise explained(path, error) from error
     return OpenFile(path, fd, direct)
 
 
@@ -225,10 +235,11 @@ def _open_or_explain(path: Path, flags: int, mode: int) -> int:
     try:
         return calls.open_file(path, flags, mode)
     except OSError as error:
-        raise _explain(path, error) from error
+        raise explained(path, error) from error
 
 
-def _explain(path: Path, error: OSError) -> NvmeError:
+def explained(path: Path, error: OSError) -> NvmeError:
+    """DiskFullError or FolderError for a file that cannot be made."""
     kind = DiskFullError if error.errno in FULL_ERRNOS else FolderError
     return kind(f"cannot create {path}: {cause_of(error.errno)}; name another nvme folder")
 

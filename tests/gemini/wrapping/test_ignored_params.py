@@ -8,6 +8,7 @@ import gemini
 from bench.shared.models import seeded
 from bench.shared.workers import run_ranks
 from gemini import GeminiDDP
+from gemini.units import format_bytes
 from optim import HybridAdam
 from tests.support.quantised import KINDS, lora, plain_losses, same, wrapped_losses
 
@@ -204,3 +205,12 @@ def test_an_optimizer_over_trained_ignored_parameters_is_refused_by_name():
     model = wrapped(Tables())
     with pytest.raises(ValueError, match=r"got table\.weight, which is in ignored_params"):
         HybridAdam(model.parameters())
+
+
+def test_bytes_of_ignored_parameters_are_told_as_in_no_budget():
+    model = wrapped(Tables())
+    nbytes = sum(param.nbytes for _, param in model.ignored_parameters())
+    report = model.memory_report()
+    assert report.as_dict()["ignored_bytes"] == nbytes
+    assert f"ignored, in no budget: {format_bytes(nbytes)} on cpu" in str(report)
+    assert "in no chunk, plan or budget" in model.explain("table.weight")

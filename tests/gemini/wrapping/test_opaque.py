@@ -12,14 +12,21 @@ from bench.shared.simulated import SimBackend
 from bench.shared.workers import run_ranks
 from gemini import AutoPlacement, GeminiDDP
 from gemini.checkpoint.format.errors import CheckpointError, MismatchError
+from gemini.chunk.layout import specs_of
 from gemini.chunk.parameter import ChunkView
+from gemini.dtypes import DTYPES
+from gemini.memtracer.trace import sequential_trace
+from gemini.nvme import ChecksumError
+from gemini.placement.sizes import on_disk
 from gemini.placement.tiers import Tier
-from optim import HybridAdam
+from gemini.units import PAGE_BYTES, format_bytes
+from optim import HybridAdam, LossScale
 from tests.support.pairs import pairs
 from tests.support.quantised import (
     HIDDEN,
     KINDS,
     STEPS,
+    Loop,
     adapters,
     batches,
     lora,
@@ -32,16 +39,16 @@ HOMES = {"device": Tier.DEVICE, "zero2": Tier.DEVICE, "host": Tier.HOST, "files"
 QUERY = "base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight"
 
 
-def wrapped(module, place, folder=None, world_size=1):
+def wrapped(module, place, folder=None, world_size=1, **options):
     """In chunks of a layer at most where they are released."""
-    small = {"min_chunk_size_m": 0.001, "search_range_m": 0.02, "hidden_dim": HIDDEN}
+    small = options | {"min_chunk_size_m": 0.001, "search_range_m": 0.02, "hidden_dim": HIDDEN}
     if place == "host":
         return GeminiDDP(module, SimBackend(), **small)
     if place == "files":
         budget = "300KiB" if world_size == 1 else "500KiB"
         policy = AutoPlacement(device_budget=budget, nvme_dir=str(folder), block_numel=2048)
         return GeminiDDP(module, placement_policy=policy, **small)
-    return GeminiDDP(module, placement_policy="zero2" if place == "zero2" else "cuda")
+    return GeminiDDP(module, placement_policy="zero2" if place == "zero2" else "cuda", **options)
 
 
 def trained(rank, world_size, kind, place, reentrant, layers, folder):
@@ -69,6 +76,37 @@ def test_adapters_train_as_in_plain_peft(kind, place, world_size, reentrant, tmp
     assert all(torch.equal(values[name], param) for name, param in adapters(plain).items())
 
 
+SCALED = {"precision": "fp16", "loss_scale": LossScale(2.0**12, hysteresis=1)}
+LOOPS = {
+    "bfloat16": (Loop(parts=2, max_norm=0.3, overflows=1), {}),
+    "float16": (Loop(parts=2, max_norm=0.3, overflows=1, scale=2.0**12), SCALED),
+}
+
+
+def looped(rank, world_size, kind, place, dtype, folder):
+    loop, options = LOOPS[dtype]
+    module = lora(kind, layers=4, dtype=DTYPES[dtype])
+    model = wrapped(module, place, folder, world_size, **options)
+    norms = []
+    losses = wrapped_losses(model, rank, loop, norms)
+    return losses, model.state_dict(), norms
+
+
+@pytest.mark.parametrize(
+    ("kind", "place", "dtype", "world_size"), pairs(KINDS, ("device", "files"), LOOPS, (1, 2))
+)
+def test_steps_of_parts_that_clip_or_are_skipped_are_plain_pefts(
+    kind, place, dtype, world_size, tmp_path
+):
+    """Losses and adapters have the same bits, also where losses are scaled."""
+    results = run_ranks(looped, world_size, world_size, kind, place, dtype, tmp_path)
+    plain = lora(kind, layers=4, dtype=DTYPES[dtype])
+    _, values, norms = results[0]
+    losses = plain_losses(plain, world_size, LOOPS[dtype][0], norms)
+    assert str([losses for losses, *_ in results]) == str(losses)  # nan among them
+    assert all(torch.equal(values[name], param) for name, param in adapters(plain).items())
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize("kind", ["nf4-double", "int8", "torchao"])
 def test_a_compiled_block_trains_as_in_plain_peft(kind, tmp_path):
@@ -77,6 +115,21 @@ def test_a_compiled_block_trains_as_in_plain_peft(kind, tmp_path):
         block.compile(backend="aot_eager")
     model = wrapped(module, "files", tmp_path)
     assert wrapped_losses(model) == plain_losses(lora(kind, layers=4))[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "family", "place"),
+    [("nf4", "qwen3_moe", "files"), ("packed", "qwen3_moe", "files"), ("packed", "llama", "host"),
+     ("nf4", "gpt2", "files"), ("int8", "gpt2", "files"), ("torchao", "gpt2", "host")],
+)  # fmt: skip
+def test_stacked_experts_biases_and_packed_integers_train_as_in_plain_peft(
+    kind, family, place, tmp_path
+):
+    """And state dicts have the names of the library, whose hooks make them of what is packed."""
+    plain, module = (lora(kind, layers=4, family=family, reentrant=False) for _ in range(2))
+    model = wrapped(module, place, tmp_path)
+    assert same(model.state_dict(), plain.state_dict())
+    assert wrapped_losses(model) == plain_losses(plain)[0]
 
 
 def noting(chunks, inner):
@@ -94,13 +147,108 @@ def test_a_base_in_files_is_written_once(tmp_path):
     frozen = {spec.id for spec in engine.layout.chunks if not spec.trainable}
     assert {engine.layout.chunks[chunk].dtype for chunk in frozen} == {"uint8", "bfloat16"}
     assert not engine.originals.chunks & frozen
+    files = engine.storage.frozen
+    sizes = [engine.plan.chunks[chunk] for chunk in files]
+    assert set(files) == frozen and not set(engine.storage.params) & frozen
+    assert files.file_bytes == sum(on_disk("frozen", size.shard_bytes) for size in sizes)
+    pages = {path.name: path.stat().st_blocks * 512 for path in tmp_path.iterdir()}
+    of_base = [nbytes for name, nbytes in pages.items() if "-base-" in name]
+    assert len(of_base) == len(frozen) and sum(of_base) == files.file_bytes
+    one_version = sum(engine.layout.chunks[chunk].payload_bytes for chunk in frozen)
+    assert files.file_bytes - one_version <= len(frozen) * 4 * PAGE_BYTES  # and header and index
     read, written = [], []
-    files = engine.storage.params
     files.read, files.replace = noting(read, files.read), noting(written, files.replace)
     wrapped_losses(model)
-    assert not frozen & set(written)
+    assert not written
+    plan = engine.planning.plan
+    report, told = model.memory_report(), model.explain(QUERY)
+    assert report.as_dict()["frozen_read_bytes"] == plan.frozen_read_bytes > one_version
+    assert f"of it frozen: {format_bytes(plan.frozen_bytes[Tier.NVME])} on nvme" in str(report)
+    assert "frozen parameters: " in told and " on nvme" in told
     base = {engine.chunk_of[param] for param in engine.opaque}  # without the embedding
     assert base <= set(read) and all(read.count(chunk) <= 2 * STEPS for chunk in base)
+
+
+@pytest.mark.parametrize(("kind", "place"), [("nf4-double", "files"), ("nf4", "host")])
+def test_adapters_of_dora_train_as_in_plain_peft(kind, place, tmp_path):
+    """Whose layers look at the base's weights outside of its modules."""
+    plain, module = (lora(kind, layers=4, use_dora=True) for _ in range(2))
+    assert wrapped_losses(wrapped(module, place, tmp_path)) == plain_losses(plain)[0]
+
+
+class Scaled(nn.Module):
+    """A frozen layer with a factor that is trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(128, 128).requires_grad_(False)
+        self.factor = nn.Parameter(torch.ones(128))
+
+    def forward(self, x):
+        return x + torch.tanh(self.inner(x)) * self.factor
+
+
+@pytest.mark.parametrize("budget", ["200KiB", "220KiB"])
+def test_an_iteration_reads_of_a_base_in_files_what_the_plan_says(budget, tmp_path):
+    policy = AutoPlacement(budget, host_budget="400KiB", nvme_dir=str(tmp_path), block_numel=1024)
+    small = {"min_chunk_size_m": 0.001, "search_range_m": 0.02, "hidden_dim": 128}
+    module = nn.Sequential(*(Scaled() for _ in range(8)))
+    trace = sequential_trace(specs_of(module, "float32"))
+    model = GeminiDDP(module, SimBackend(), policy, precision="fp32", trace=trace, **small)
+    optimizer, read, gathered = HybridAdam(model.parameters()), [0], []
+    files = model.engine.storage.frozen
+    files.read = noting(gathered, files.read)
+    for _ in range(5):
+        gathered.clear()
+        model(torch.ones(1, 128)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        read.append(files.traffic.nvme_read)
+    plan = model.engine.planning.plan
+    assert not model.engine.manager.deviated
+    assert read[-1] - read[-2] == plan.frozen_read_bytes > 0
+    turn = gathered.index(max(gathered)) + 1  # from forward to backward
+    assert gathered[:turn] == sorted(gathered[:turn])
+    assert gathered[turn:] == sorted(gathered[turn:], reverse=True)
+
+
+def base_files(folder):
+    return sorted(path for path in folder.iterdir() if "-base-" in path.name)
+
+
+def test_runs_of_one_base_have_one_file_of_it(tmp_path):
+    """Whoever comes second writes nothing, and who goes last removes it."""
+    first = wrapped(lora("nf4", layers=4), "files", tmp_path)
+    files = base_files(tmp_path)
+    written = first.engine.storage.frozen.traffic.nvme_write
+    second = wrapped(lora("nf4", layers=4), "files", tmp_path)
+    assert written and not second.engine.storage.frozen.traffic.nvme_write
+    assert base_files(tmp_path) == files
+    other = wrapped(lora("nf4", layers=4, seed=1), "files", tmp_path)
+    assert len(base_files(tmp_path)) > len(files)
+    other.load_state_dict(lora("nf4", layers=4).state_dict())  # and is the same base then
+    assert base_files(tmp_path) == files
+    first.unwrap()
+    assert base_files(tmp_path) == files
+    assert wrapped_losses(second) == wrapped_losses(other)
+    second.unwrap()
+    other.unwrap()
+    assert not base_files(tmp_path)
+
+
+def test_a_base_that_is_changed_under_a_run_is_refused_by_name(tmp_path):
+    model = wrapped(lora("int8", layers=4), "files", tmp_path)
+    for path in base_files(tmp_path):
+        path.chmod(0o600)
+        with path.open("r+b") as file:
+            file.seek(-PAGE_BYTES, 2)
+            byte = file.read(1)
+            file.seek(-PAGE_BYTES, 2)
+            file.write(bytes([byte[0] ^ 1]))
+    ids = next(batches(0))
+    said = r"gemini-base-.*changed while it was in use.* of parameter base_model.*start again"
+    with pytest.raises(ChecksumError, match=said):
+        model(input_ids=ids)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -338,7 +338,8 @@ def test_lora_trains_its_layers_alone_and_is_saved(tmp_path):
         "the layers that were trained"
     )
     for wrong, options in (
-        (model, {"lora_config": config}), (Tower(), {}), (Tower(), {"quantize": True}),
+        (model, {"lora_config": config}), (Tower(), {}),
+        (Tower(), {"lora_config": config, "bnb_quantization_config": "fp3"}),
     ):  # fmt: skip
         with pytest.raises(ValueError, match="expected"):
             booster.enable_lora(wrong, **options)
@@ -373,3 +374,20 @@ def test_the_hybrid_plugin_scales_and_clips_in_every_step():
     moved = torch.cat([(a - b).detach().flatten() for a, b in pairs])
     # SGD at rate 1 moves by the clipped gradient; weights are at most 4, in fp32
     assert float(moved.norm()) == pytest.approx(0.01, rel=1e-3)
+
+
+def test_a_base_is_quantised_where_lora_is_enabled():
+    """By the names of Colossal-AI and accelerate, or by default; nothing else of it is trained."""
+    accelerate, peft = pytest.importorskip("accelerate"), pytest.importorskip("peft")
+    options = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    given = accelerate.utils.BnbQuantizationConfig(**options, skip_modules=["layers.3.3"])
+    names = {}
+    for case in ({"bnb_quantization_config": given}, {"quantize": True}):
+        booster = Booster(plugin=GeminiPlugin(precision="bf16"))
+        config = peft.LoraConfig(target_modules=r".*layers\.\d\.(1|3)", r=2)
+        module = booster.enable_lora(Tower(), lora_config=config, **case)
+        trained = [param for param in module.parameters() if param.requires_grad]
+        model, *_ = booster.boost(module, HybridAdam(trained, lr=1e-2))
+        names[min(case)] = {one.names[0] for one in model.engine.opaque.values()}
+    left = names["quantize"] - names["bnb_quantization_config"]
+    assert [name for name in left if "layers.3.3" in name] and len(names["quantize"]) >= 8

@@ -80,7 +80,7 @@ class ReadTicket:
 
 
 @dataclass(frozen=True, slots=True)
-class _TensorFill:
+class TensorFill:
     """A tensor to be filled from a file, as if by the thread that asks: in its inference mode."""
 
     chunk: ChunkId
@@ -93,9 +93,9 @@ class _TensorFill:
     @staticmethod
     def of(
         chunk: ChunkId, places: Places, into: Tensor, behind: Ticket[None] | None, move: Mover
-    ) -> _TensorFill:
+    ) -> TensorFill:
         blocks, parts = places.ids_of(chunk), into.detach().split(places.block_numel)
-        return _TensorFill(chunk, blocks, parts, behind, torch.is_inference_mode_enabled(), move)
+        return TensorFill(chunk, blocks, parts, behind, torch.is_inference_mode_enabled(), move)
 
     def run(self, pool: BufferPool, begin: Callable[[BlockId, Buffer], Ticket[None]]) -> None:
         """As many reads are under way as there are buffers. Raises NvmeError; then none is."""
@@ -183,7 +183,7 @@ class TensorFiles(FileBlocks):
         # The pool is no queue: a reader's thread that found no buffer would raise.
         self._writes.drain()  # it has the buffers to itself
         self._reads = [read for read in self._reads if not read.done()]
-        fill = _TensorFill.of(chunk, self._places, into, behind, self._memory.mover())
+        fill = TensorFill.of(chunk, self._places, into, behind, self._memory.mover())
         begin = partial(self._begin_read, latest=self.reads_latest)
         self._reads.append(self._reader.submit(fill.run, self._pool, begin))
         return ReadTicket(self._reads[-1], behind)

@@ -1,0 +1,99 @@
+"""Linear layers as bitsandbytes has them, whose weights are quantised one at a time when they come.
+
+Until then a layer has a weight without memory, of the form that its bytes will have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gemini.chunk.opaque import hollow
+
+KINDS = ("nf4", "int8")
+
+
+def quantise(module: nn.Module, config: Any) -> None:
+    """In place, of a module that has its values."""
+    before: dict[str, Any] = dict(module.named_modules())
+    for name, layer in put_quantised(module, config):
+        _put(layer, quantised(layer, before[name].weight.data))
+        layer.bias = before[name].bias
+
+
+def config_of(quantize: Any, dtype: torch.dtype) -> Any:
+    """transformers' `BitsAndBytesConfig` of a kind, or the one that is given. Raises ValueError for
+    another."""
+    from transformers import BitsAndBytesConfig
+
+    if isinstance(quantize, BitsAndBytesConfig):
+        return quantize
+    if quantize == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    if quantize != "nf4":
+        raise ValueError(
+            f"quantize={quantize!r}; expected one of {[*KINDS, None]}, or a BitsAndBytesConfig"
+        )
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
+
+
+def put_quantised(module: nn.Module, config: Any) -> Iterator[tuple[str, Any]]:
+    """(name, layer) of every linear layer that transformers would quantise, now one of
+    bitsandbytes on the meta device. Raises ImportError without bitsandbytes."""
+    try:
+        import bitsandbytes
+    except ImportError as error:
+        raise ImportError("quantize= needs bitsandbytes; pip install bitsandbytes") from error
+    from transformers import PreTrainedModel
+    from transformers.integrations.bitsandbytes import replace_with_bnb_linear
+    from transformers.quantizers.base import get_keys_to_not_convert
+
+    theirs = get_keys_to_not_convert(module) if isinstance(module, PreTrainedModel) else ()
+    but = {*theirs, *(config.llm_int8_skip_modules or ())}
+    replace_with_bnb_linear(module, sorted(but), config)
+    mark = "is_loaded_in_4bit" if config.load_in_4bit else "is_loaded_in_8bit"
+    setattr(module, mark, True)  # peft looks for it
+    layers: Any = bitsandbytes.nn
+    for name, layer in module.named_modules():
+        if isinstance(layer, layers.Linear4bit | layers.Linear8bitLt):
+            yield name, layer
+
+
+def quantised(layer: Any, values: Tensor) -> nn.Parameter:
+    """What a layer's weight is when its values are [out, in], of GPT-2's layers [in, out]."""
+    if layer.source_cls.__name__ == "Conv1D":
+        values = values.T.contiguous()
+    kept: dict[str, Any] = layer.weight.__dict__
+    known = type(layer.weight)
+    if known.__name__ == "Int8Params":
+        made = known(values, requires_grad=False, has_fp16_weights=False)
+    else:
+        names = ("blocksize", "compress_statistics", "quant_type", "quant_storage")
+        made = known(values, requires_grad=False, **{name: kept[name] for name in names})
+    quantised_one: nn.Parameter = made.to("cpu")
+    return quantised_one
+
+
+def without_memory(layer: Any, dtype: torch.dtype) -> nn.Parameter:
+    """A weight for a layer, of the form that its bytes will have."""
+    shape = layer.out_features, layer.in_features
+    if layer.source_cls.__name__ == "Conv1D":
+        shape = shape[::-1]
+    weight: Any = quantised(layer, torch.zeros(shape, dtype=dtype))
+    hollow(weight)
+    return _put(layer, weight)
+
+
+def _put(layer: Any, weight: Any) -> nn.Parameter:
+    layer.weight = weight
+    if hasattr(weight, "quant_state"):
+        weight.module, layer.quant_state = layer, weight.quant_state
+    return layer.weight  # type: ignore[no-any-return]
