@@ -7,8 +7,6 @@ call; those of an engine are passed as well, a few tensors, so that their mutati
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -19,7 +17,7 @@ from gemini.kernels_triton.update.frame import (
     prologue_kernel,
     update_kernel,
 )
-from gemini.kernels_triton.update.made import KERNELS, RuleKernel
+from gemini.kernels_triton.update.made import KERNELS
 
 from .control_fields import NUM_CONTROL
 from .launch import on
@@ -108,27 +106,6 @@ def prologue(
         )  # fmt: skip
 
 
-def _dtypes_of(kernel: RuleKernel, has_master: bool, is_split: bool) -> list[torch.dtype]:
-    """Of the slabs that it takes."""
-    master = [torch.int16 if is_split else torch.float32] * has_master
-    if kernel.kind != "8bit":
-        stored = torch.bfloat16 if kernel.kind == "bf16" else torch.float32
-        return master + [stored] * kernel.num_planes
-    codes = [torch.uint8 if i == kernel.keeper else torch.int8 for i in range(kernel.num_planes)]
-    return master + codes + [torch.float32] * kernel.num_planes
-
-
-def _check_planes(planes: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> None:
-    for i, (plane, dtype) in enumerate(zip(planes, dtypes, strict=True)):
-        _check(f"planes[{i}]", plane, dtype, None)
-        numel = planes[0].numel()
-        if plane.numel() not in (numel, -(-numel // GROUP)):
-            raise ValueError(f"planes[{i}] has {plane.numel()} elements, others differ")
-        for j in range(i):
-            if plane.numel() and plane.data_ptr() == planes[j].data_ptr():
-                raise ValueError(f"planes[{i}] and planes[{j}] are the same memory")
-
-
 def update_now(
     rule: str,
     tiles: Tensor,
@@ -158,11 +135,11 @@ def update_now(
     _check("tiles", tiles, torch.int32, 2)
     _check("segments", segments, torch.int64, NUM_COLUMNS)
     _check_device(tiles=tiles, segments=segments, coefficients=coefficients, control=control)
-    has_master = len(planes) == kernel.num_stored + 1
-    if not has_master and len(planes) != kernel.num_stored:
+    has_master = len(planes) == len(kernel.stored) + 1
+    if not has_master and len(planes) != len(kernel.stored):
         raise ValueError(
-            f"planes has {len(planes)} slabs; {kernel.name} has {kernel.num_stored}, and one more "
-            "with a master"
+            f"planes has {len(planes)} slabs; {kernel.name} has {len(kernel.stored)}, and one "
+            "more with a master"
         )
     is_split = has_master and planes[0].dtype == torch.int16
     if is_split and kernel.keeper < 0 and kernel.kind == "fp32":
@@ -171,7 +148,17 @@ def update_now(
         )
     if is_split and param_dtype is not torch.bfloat16:
         raise ValueError(f"planes[0] is int16, which bf16 parameters lack; {param_dtype} was given")
-    _check_planes(planes, _dtypes_of(kernel, has_master, is_split))
+    dtypes = kernel.stored
+    if has_master:
+        dtypes = (torch.int16 if is_split else torch.float32, *dtypes)
+    numel = planes[0].numel()
+    for i, (plane, dtype) in enumerate(zip(planes, dtypes, strict=True)):
+        _check(f"planes[{i}]", plane, dtype, None)
+        if plane.numel() not in (numel, -(-numel // GROUP)):
+            raise ValueError(f"planes[{i}] has {plane.numel()} elements, others differ")
+        for j in range(i):
+            if plane.numel() and plane.data_ptr() == planes[j].data_ptr():
+                raise ValueError(f"planes[{i}] and planes[{j}] are the same memory")
     for name, dtype in (("param_dtype", param_dtype), ("grad_dtype", grad_dtype)):
         if dtype not in TRITON_DTYPES:
             raise ValueError(f"{name}={dtype} is not one of {list(TRITON_DTYPES)}")

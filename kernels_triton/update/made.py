@@ -14,6 +14,7 @@ import linecache
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 
@@ -27,12 +28,8 @@ class RuleKernel:
     formula: Any  # @triton.jit
     num_planes: int
     keeper: int  # of a plane that is never negative, so that masters may be split; -1: none
-    kind: str = "fp32"  # in what planes are kept
-
-    @property
-    def num_stored(self) -> int:
-        """Slabs of the planes, with those of their scales."""
-        return self.num_planes * (1 + (self.kind == "8bit"))
+    kind: str  # in what planes are kept: of `optim.rules.state_layout.KINDS`
+    stored: tuple[torch.dtype, ...]  # of the slabs of planes, and of those of their scales
 
 
 # by name and a digest of all that a kernel is made of; rules of one name may differ
@@ -48,6 +45,13 @@ def _power(base, exponent):
         base = base * base
         exponent = exponent >> 1
     return result
+
+
+def _stored(num_planes: int, keeper: int, kind: str) -> tuple[torch.dtype, ...]:
+    if kind != "8bit":
+        return (torch.bfloat16 if kind == "bf16" else torch.float32,) * num_planes
+    codes = (torch.uint8 if i == keeper else torch.int8 for i in range(num_planes))
+    return (*codes, *[torch.float32] * num_planes)
 
 
 def add_kernel(name: str, source: str, num_planes: int, keeper: int, kind: str = "fp32") -> str:
@@ -68,6 +72,7 @@ def add_kernel(name: str, source: str, num_planes: int, keeper: int, kind: str =
         names |= {"tl": tl, "triton": triton, "_power": _power}
         exec(compile(text, file, "exec"), names)
         KERNELS[key] = RuleKernel(
-            name, names["_coefficients"], names["_formula"], num_planes, keeper, kind
-        )
+            name, names["_coefficients"], names["_formula"], num_planes, keeper, kind,
+            _stored(num_planes, keeper, kind),
+        )  # fmt: skip
     return key

@@ -46,12 +46,17 @@ class Piece:
 
     def cut(self, start: int, end: int) -> Piece:
         """Elements [start, end) of every tensor."""
-        tile = slice(start, end)
+        tile, numel = slice(start, end), self.param.numel()
         return Piece(
             self.param[tile],
             self.grad[tile],
             None if self.master is None else self.master[tile],
-            tuple([part_of(plane, start, end, self.param.numel()) for plane in self.planes]),
+            tuple(
+                [
+                    plane[tile] if plane.numel() == numel else part_of(plane, start, end, numel)
+                    for plane in self.planes
+                ]
+            ),
             self.hyper,
             self.step,
             self.counter,

@@ -34,6 +34,7 @@ class Slab:
         self._place(blocks)
         first, *self._missing = layout.planes
         self._planes = {plane.name: plane for plane in layout.planes}
+        self._groups = [plane.group for plane in layout.planes]
         # [sum of the blocks' numels]; one of scales has one for a group
         self.tensors: Planes = {first.name: self._allocate(first)}
 
@@ -62,10 +63,10 @@ class Slab:
 
     def planes(self, block: Block) -> Planes:
         """Views of a block's state."""
-        start = self._start[block.id]
+        start = self._start[block.id]  # no call of ours for a plane: it is asked for every block
         return {
-            name: part_of(tensor, start, start + block.numel, self._numel)
-            for name, tensor in self.tensors.items()
+            name: tensor[start // group : (start + block.numel) // group]
+            for (name, tensor), group in zip(self.tensors.items(), self._groups, strict=False)
         }
 
     def run(self, blocks: Sequence[Block], offset: int, numel: int) -> Planes | None:

@@ -14,6 +14,7 @@ import gemini
 from bench.shared.models import Routed, seeded
 from bench.shared.workers import run_ranks
 from gemini import AutoPlacement, GeminiDDP, StaticPlacement
+from gemini.integrations import HybridParallelPlugin
 from optim import HybridAdam
 
 pytestmark = pytest.mark.ci
@@ -225,6 +226,9 @@ def tried(rank, folder):
 def run_page(folder):
     names = {"GeminiDDP": GeminiDDP, "model": Two(), "split": Two(), "routed": plain("experts")}
     blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    (shared,) = (block for block in blocks if "HybridParallelPlugin" in block)
+    blocks.remove(shared)  # whose model is one of transformers: `test_sequences.py` trains those
+    exec(shared.partition("loss = ")[0], {"HybridParallelPlugin": HybridParallelPlugin})
     assert len(blocks) == 3
     for block in blocks:
         exec(block, names)
