@@ -40,6 +40,12 @@ OPTIMIZERS = (
         "integrations/trainers/test_torch_optimizers.py::test_a_decoupled_lion_is_refused",
     ),
     Row(
+        "`AdamW8bit`, `PagedAdamW8bit` and the like of bitsandbytes, `AdamW8bit` of torchao",
+        'become `HybridAdam(state="8bit")` before their first step, those of 32 bits `HybridAdam`',
+        "integrations/trainers/test_torch_optimizers.py"
+        "::test_adamw_of_other_packages_keeps_its_state_in_as_few_bits",
+    ),
+    Row(
         "state that it has",
         "is taken over",
         "integrations/trainers/test_torch_optimizers.py::test_state_that_it_has_goes_on",

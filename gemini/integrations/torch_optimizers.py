@@ -24,8 +24,8 @@ from gemini.optim.elementwise import ElementwiseOptimizer
 
 Group = Mapping[str, Any]
 TAKEN = (
-    "torch.optim.AdamW, Adam, SGD, Adagrad, RMSprop, Adamax, NAdam, RAdam or Adadelta, a Lion, or "
-    "one of gemini.optim"
+    "torch.optim.AdamW, Adam, SGD, Adagrad, RMSprop, Adamax, NAdam, RAdam or Adadelta, a Lion, "
+    "AdamW of bitsandbytes, AdamW8bit of torchao, or one of gemini.optim"
 )
 # where state lives and how it is updated: all that the given optimizer cannot say
 PLACES = ("nvme_offload_fraction", "nvme_offload_dir", "nvme_write_budget", "nvme", "cpu_path")
@@ -93,6 +93,12 @@ class Lion(HybridLion):
     in_place_of = "a Lion"
 
 
+class AdamW8bit(HybridAdam):
+    """One that was bitsandbytes' or torchao's, by the name that it had."""
+
+    in_place_of = "an AdamW8bit"
+
+
 @dataclass(frozen=True, slots=True)
 class _Kind:
     """How options of one optimizer read as ours."""
@@ -101,6 +107,7 @@ class _Kind:
     read: Callable[[Group], dict[str, Any]]
     taken: frozenset[str]
     without: Mapping[str, Any]  # options that ours lacks, with the value that changes nothing
+    reads_state: bool = True
 
 
 def convert(optimizer: torch.optim.Optimizer, **adam: Any) -> torch.optim.Optimizer:
@@ -137,6 +144,11 @@ def convert(optimizer: torch.optim.Optimizer, **adam: Any) -> torch.optim.Optimi
     ours = kind.ours(groups, **kind.read(optimizer.defaults), **adam)
     # torch's Adagrad makes its state before its first step, and its SGD counts none
     if any(state.get("step", 1) for state in optimizer.state.values()):
+        if not kind.reads_state:
+            raise ValueError(
+                f"a {type(optimizer).__name__} has taken a step, and its state is in codes of its "
+                "own; expected one before its first step"
+            )
         ours.load_state_dict(optimizer.state_dict())
     ours.hand_over_to(optimizer)
     return optimizer
@@ -144,7 +156,7 @@ def convert(optimizer: torch.optim.Optimizer, **adam: Any) -> torch.optim.Optimi
 
 def _kind(optimizer: torch.optim.Optimizer) -> _Kind:
     """Exact classes: what a subclass changes would be lost."""
-    found = _TORCH.get(type(optimizer))
+    found = _TORCH.get(type(optimizer)) or _of_few_bits(type(optimizer))
     if found is None and type(optimizer).__name__ == "Lion" and "betas" in optimizer.defaults:
         found = _LION
     if found is None:
@@ -158,6 +170,16 @@ def _kind(optimizer: torch.optim.Optimizer) -> _Kind:
             "expected an optimizer as its class makes it: replace its step afterwards"
         )
     return found
+
+
+def _of_few_bits(known: type) -> _Kind | None:
+    """Of packages that need not be there."""
+    package, name = known.__module__.partition(".")[0], known.__name__
+    if package == "torchao" and name == "AdamW8bit":
+        return _EIGHT_BITS
+    if package != "bitsandbytes" or not name.removeprefix("Paged").startswith("AdamW"):
+        return None
+    return _EIGHT_BITS if name.endswith("8bit") else replace(_EIGHT_BITS, ours=AdamW, read=_plain)
 
 
 def _check_places(adam: Mapping[str, Any]) -> None:
@@ -191,6 +213,14 @@ def _adam(group: Group) -> dict[str, Any]:
     return {**own, **flags, "adamw_mode": group["decoupled_weight_decay"]}
 
 
+def _plain(group: Group) -> dict[str, Any]:
+    return {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
+
+
+def _eight_bits(group: Group) -> dict[str, Any]:
+    return {**_plain(group), "state": "8bit"}
+
+
 def _sgd(group: Group) -> dict[str, Any]:
     found = {name: group[name] for name in HybridSGD.rule.options}
     if not found["momentum"]:
@@ -217,6 +247,10 @@ _ADAM = _Kind(
 _LION = _alike(
     Lion, maximize=False, caution=False, corrected_weight_decay=False, cautious_factor=1.0
 )
+_EIGHT_BITS = _Kind(
+    AdamW8bit, _eight_bits, frozenset({"lr", "betas", "eps", "weight_decay"}),
+    {"alpha": 0.0, "t_alpha": None, "t_beta3": None, "amsgrad": False}, reads_state=False,
+)  # fmt: skip
 _TORCH: dict[type, _Kind] = {
     torch.optim.AdamW: replace(_ADAM, ours=AdamW),
     torch.optim.Adam: _ADAM,

@@ -4,8 +4,10 @@ import copy
 import pickle
 import warnings
 
+import bitsandbytes
 import pytest
 import torch
+import torchao.optim
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
@@ -85,6 +87,40 @@ def train(module, optimizer, scheduler, first=0, steps=STEPS):
 def error(got, want):
     """||update - torch's|| / ||torch's||."""
     return float((updates(got) - updates(want)).norm() / updates(want).norm())
+
+
+EIGHT_BITS = {
+    "bitsandbytes": (bitsandbytes.optim.AdamW8bit, "8bit"),
+    "bitsandbytes, paged": (bitsandbytes.optim.PagedAdamW8bit, "8bit"),
+    "bitsandbytes, 32 bits": (bitsandbytes.optim.PagedAdamW, "fp32"),
+    "torchao": (torchao.optim.AdamW8bit, "8bit"),
+}
+
+
+@pytest.mark.parametrize("name", EIGHT_BITS)
+def test_adamw_of_other_packages_keeps_its_state_in_as_few_bits(name):
+    make, kind = EIGHT_BITS[name]
+    options = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.1}
+    want, module = Net(), Net()
+    theirs = HybridAdam(want.parameters(), state=kind, **options)
+    train(want, theirs, StepLR(theirs, 1, 0.5))
+    given = make(module.parameters(), **options)
+    optimizer = convert(given)
+    assert optimizer is given and isinstance(optimizer, HybridAdam)
+    assert optimizer.param_groups[0].get("state", "fp32") == kind
+    train(module, optimizer, StepLR(optimizer, 1, 0.5))
+    assert error(module, want) < (1e-6 if name == "torchao" else 1e-15)  # its rate is in fp32
+
+
+def test_codes_of_another_package_are_not_taken_over():
+    module = Net()
+    given = bitsandbytes.optim.AdamW8bit(module.parameters(), lr=1e-2)
+    train(module, given, None, steps=1)
+    with pytest.raises(ValueError, match="AdamW8bit has taken a step, and its state is in codes"):
+        convert(given)
+    other = bitsandbytes.optim.Adam8bit(module.parameters(), lr=1e-2)
+    with pytest.raises(ValueError, match=r"bitsandbytes\.optim\.adam\.Adam8bit has no form"):
+        convert(other)
 
 
 @pytest.mark.parametrize(
