@@ -17,7 +17,7 @@ operators are correctly rounded, and compiled loops and kernels have the same.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from .state_layout import GROUP_NUMEL, MASTER, Plane, StateLayout
 NOISE_KEY = 1 << 32  # added to a parameter's: its weights may be rounded at random, too
 # scales below these are 0: what is made of a code is no subnormal, and so comes back
 LEAST_SIGNED, LEAST_ROOT = 2.0**-100, 2.0**-52
+_TILE_NUMEL = 1 << 16  # what is coded at once stays in cache; whole groups
 
 
 def state_noise(seed: int, counter: int, step: int, first: int, numel: int) -> Tensor:
@@ -40,11 +41,17 @@ def decoded(stored: Sequence[Tensor], layout: StateLayout) -> list[Tensor]:
     if layout.kind == "bf16":
         return [plane.float() for plane in stored]
     planes = _quantised(layout)
-    columns = zip(planes, stored[: len(planes)], stored[len(planes) :], strict=True)
-    return [
-        (_root_squared if plane.keeps_ties else _expanded)(codes, scales)
-        for plane, codes, scales in columns
-    ]
+    found = []
+    for plane, codes, scales in zip(
+        planes, stored[: len(planes)], stored[len(planes) :], strict=True
+    ):
+        values = torch.empty_like(codes, dtype=torch.float32)
+        decode = _root_squared if plane.keeps_ties else _expanded
+        for start, groups in _tiles(codes.numel()):
+            tile = slice(start, start + _TILE_NUMEL)
+            values[tile] = decode(codes[tile], scales[groups])
+        found.append(values)
+    return found
 
 
 def encode(
@@ -54,12 +61,24 @@ def encode(
     planes = _quantised(layout)
     count = len(planes)
     for i, plane in enumerate(planes):
+        drawn = random if plane.keeps_ties else None
         if layout.kind == "bf16":
-            _to_bf16(values[i], stored[i], random if plane.keeps_ties else None)
-        elif plane.keeps_ties:
-            _encode_root(values[i], stored[i], stored[count + i], random)
-        else:
-            _encode_companded(values[i], stored[i], stored[count + i])
+            _to_bf16(values[i], stored[i], drawn)
+            continue
+        for start, groups in _tiles(values[i].numel()):
+            tile = slice(start, start + _TILE_NUMEL)
+            into = values[i][tile], stored[i][tile], stored[count + i][groups]
+            if plane.keeps_ties:
+                _encode_root(*into, None if drawn is None else drawn[tile])
+            else:
+                _encode_companded(*into)
+
+
+def _tiles(numel: int) -> Iterator[tuple[int, slice]]:
+    """Where each tile begins, and its groups."""
+    step = _TILE_NUMEL // GROUP_NUMEL
+    for i, start in enumerate(range(0, numel, _TILE_NUMEL)):
+        yield start, slice(i * step, (i + 1) * step)
 
 
 def _quantised(layout: StateLayout) -> list[Plane]:
@@ -74,37 +93,42 @@ def _to_bf16(values: Tensor, out: Tensor, random: Tensor | None) -> None:
     out.copy_(bits.view(torch.bfloat16)).masked_fill_(values.isnan(), torch.nan)
 
 
+def _groups(values: Tensor) -> Tensor:
+    """[groups, 64] of [n], with zeros behind its end; a view where it has whole groups."""
+    missing = -values.numel() % GROUP_NUMEL
+    padded = torch.nn.functional.pad(values, (0, missing)) if missing else values
+    return padded.view(-1, GROUP_NUMEL)
+
+
 def _scales(values: Tensor, least: float, out: Tensor) -> Tensor:
-    """The largest |value| of every group, 0 below `least`; also by element [n]."""
-    numel = values.numel()
-    # NaN is the largest of all as bits
-    bits = values.view(torch.int32).bitwise_and(0x7FFFFFFF)
-    padded = torch.nn.functional.pad(bits, (0, -numel % GROUP_NUMEL)).view(-1, GROUP_NUMEL)
-    largest = padded.amax(dim=1).view(torch.float32)
+    """The largest |value| of every group, 0 below `least`; [groups, 1]."""
+    bits = values.view(torch.int32).bitwise_and(0x7FFFFFFF)  # NaN is the largest of all
+    largest = bits.amax(dim=1).view(torch.float32)
     out.copy_(torch.where(largest < least, 0.0, largest))
-    return out.repeat_interleave(GROUP_NUMEL)[:numel]
+    return out[:, None]
 
 
 def _encode_companded(values: Tensor, codes: Tensor, scales: Tensor) -> None:
-    scale = _scales(values, LEAST_SIGNED, scales)
-    z = torch.where(scale > 0, values / scale, 0.0)
-    code = (127.0 * (2.0 * z / (1.0 + z.abs())) + 0.5).floor_()
-    codes.copy_(code.nan_to_num_(0.0))
+    groups = _groups(values)
+    scale = _scales(groups, LEAST_SIGNED, scales)
+    z = torch.where(scale > 0, groups / scale, 0.0)
+    code = (2.0 * z / (1.0 + z.abs())).mul_(127.0)
+    codes.copy_(code.add_(0.5).floor_().nan_to_num_(0.0).view(-1)[: codes.numel()])
 
 
 def _expanded(codes: Tensor, scales: Tensor) -> Tensor:
-    y = codes.float() / 127.0
-    return y / (2.0 - y.abs()) * scales.repeat_interleave(GROUP_NUMEL)[: codes.numel()]
+    y = _groups(codes).float().div_(127.0)
+    return (y / (2.0 - y.abs())).mul_(scales[:, None]).view(-1)[: codes.numel()]
 
 
 def _encode_root(values: Tensor, codes: Tensor, scales: Tensor, random: Tensor | None) -> None:
-    roots = values.sqrt()
+    roots = _groups(values.sqrt())
     scale = _scales(roots, LEAST_ROOT, scales)
-    z = torch.where(scale > 0, roots / scale, 0.0)
+    z = torch.where(scale > 0, roots / scale, 0.0).view(-1)[: codes.numel()]
     up = 0.5 if random is None else random.float() * 2.0**-16
     codes.copy_((255.0 * z + up).floor_().nan_to_num_(0.0))
 
 
 def _root_squared(codes: Tensor, scales: Tensor) -> Tensor:
-    root = codes.float() / 255.0 * scales.repeat_interleave(GROUP_NUMEL)[: codes.numel()]
-    return root * root
+    root = _groups(codes).float().div_(255.0).mul_(scales[:, None])
+    return (root * root).view(-1)[: codes.numel()]
