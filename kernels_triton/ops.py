@@ -154,7 +154,8 @@ def update_now(
     numel = planes[0].numel()
     for i, (plane, dtype) in enumerate(zip(planes, dtypes, strict=True)):
         _check(f"planes[{i}]", plane, dtype, None)
-        if plane.numel() not in (numel, -(-numel // GROUP)):
+        has_scales = i >= has_master + kernel.num_planes
+        if plane.numel() != (-(-numel // GROUP) if has_scales else numel):
             raise ValueError(f"planes[{i}] has {plane.numel()} elements, others differ")
         for j in range(i):
             if plane.numel() and plane.data_ptr() == planes[j].data_ptr():

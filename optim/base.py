@@ -211,7 +211,7 @@ class TieredOptimizer(BoundOptimizer):
         merged = self.check_param_groups(groups)
         own = self._rule.layout.kind
         if groups and (theirs := groups[0].get("state", "fp32")) != own:
-            log.info(
+            log.warning(
                 "moments that were kept as %s are loaded into state=%r: %s", theirs, own,
                 "what they lack of fp32 stays lost" if own == "fp32" else "they are rounded to it",
             )  # fmt: skip

@@ -98,13 +98,6 @@ class BoundOptimizer(torch.optim.Optimizer):
             if len({id(param) for param in params}) < len(params):
                 raise ValueError("a parameter is in its group twice; expected each parameter once")
             self._check_options(self.param_groups[-1], ())
-            if (
-                kind := self.param_groups[-1].get("state", self._rule.layout.kind)
-            ) != self._rule.layout.kind:
-                raise ValueError(
-                    f"a group has state={kind!r}; expected it of the whole optimizer, which has "
-                    f"{self._rule.layout.kind!r}"
-                )
             for param in self.param_groups[-1]["params"]:
                 self.check_param(param)
         except ValueError:

@@ -228,7 +228,7 @@ def _other(args: Any) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
         return HybridLion, options
     if name == "paged_adamw_32bit" or name in EIGHT_BITS:
         state = "8bit" if name in EIGHT_BITS else "fp32"
-        log.info(
+        log.warning(
             "args.optim=%r is HybridAdam(state=%r): moments are %s, where the placement puts them",
             name, state, "companded codes of 64 elements" if name in EIGHT_BITS else "fp32",
         )  # fmt: skip

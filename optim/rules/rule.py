@@ -59,7 +59,11 @@ class UpdateRule:
             self.layout = StateLayout((*self.layout.planes, *planes))
         if state != "fp32":
             self.layout = replace(self.layout, kind=state)
-            self._check_quantised()
+            if wanted:
+                raise ValueError(
+                    f"state={state!r} has no form of {self.optional[wanted[0]].name}; expected "
+                    f'state="fp32", or no group with {wanted[0]}'
+                )
             self.name = f"{self.name}-{state}-state"
         self.coefficient_names = tuple(self.coefficients(self.hyper(self.options), 1))
 
@@ -68,18 +72,11 @@ class UpdateRule:
         wanted = (name for name in self.optional if any(group[name] for group in groups))
         return type(self)(*wanted, state=self.layout.kind)
 
-    def _check_quantised(self) -> None:
-        if self.wanted:
-            name = min(self.wanted)
-            raise ValueError(
-                f"state={self.layout.kind!r} has no form of {self.optional[name].name}; expected "
-                f'state="fp32", or no group with {name}'
-            )
-
     def hyper(self, group: Mapping[str, Any]) -> Any:
         """The group's options as a frozen, hashable value of numbers.
 
-        Raises ValueError naming the first one that is out of range, or has no plane.
+        Raises ValueError naming the first one that is out of range, has no plane, or asks for
+        another kind of state.
         """
         values: dict[str, float] = {}
         for name, default in self.options.items():
@@ -90,6 +87,11 @@ class UpdateRule:
             else:
                 low, high = self.ranges.get(name, (0.0, math.inf))
                 values[name] = number(group, name, low, high, open_high=True)
+        if (state := group.get("state", self.layout.kind)) != self.layout.kind:
+            raise ValueError(
+                f"a group has state={state!r}; expected it of the whole optimizer, which has "
+                f"{self.layout.kind!r}"
+            )
         for name, plane in self.optional.items():
             if values[name] and name not in self.wanted:
                 raise ValueError(

@@ -65,7 +65,8 @@ class StateLayout:
 
     @property
     def is_quantised(self) -> bool:
-        """Its planes are kept in fewer bits than updates are computed in."""
+        """Its planes are kept in fewer bits than updates are computed in, and no master is half-way
+        between two weights."""
         return self.kind != "fp32"
 
     @property
@@ -80,13 +81,8 @@ class StateLayout:
 
     @property
     def tie_keeper(self) -> str:
-        """The plane whose sign belongs to the masters; see `has_ties`."""
+        """The plane whose sign belongs to the masters, where planes are not quantised."""
         return next(plane.name for plane in self.planes if plane.keeps_ties)
-
-    @property
-    def has_ties(self) -> bool:
-        """Masters may lie half-way between two weights; where planes are quantised, none does."""
-        return not self.is_quantised
 
     def splits(self, dtype: str) -> bool:
         """Whether masters of parameters of this dtype may be kept as what those lack of them."""
@@ -94,7 +90,7 @@ class StateLayout:
 
     @property
     def _can_split(self) -> bool:
-        return not self.has_ties or any(plane.keeps_ties for plane in self.planes)
+        return self.is_quantised or any(plane.keeps_ties for plane in self.planes)
 
     def with_master(self) -> StateLayout:
         """The same state under 16-bit parameters: fp32 master weights in front."""

@@ -305,7 +305,7 @@ class TieredState:
     def _begin(self, block: Block, fill: Callable[[Block, Planes], None]) -> Tensor | None:
         """Fill the first plane, before there are others; of one that is split, where ties are."""
         (first,) = self.planes(block).values()
-        is_split, has_ties = self._split_masters.in_memory(block), self.layout.has_ties
+        is_split, has_ties = self._split_masters.in_memory(block), not self.layout.is_quantised
         if not is_split and (has_ties or not self.layout.has_master):
             fill(block, self.planes(block))
             return None

@@ -60,7 +60,7 @@ class UpdateSpec:
     def _keeper(self) -> int | None:
         """Of the planes, the one whose sign the masters have."""
         layout = self.rule.layout
-        if self.is_split and layout.has_ties:
+        if self.is_split and not layout.is_quantised:
             return layout.names.index(layout.tie_keeper)
         return None
 
@@ -76,7 +76,7 @@ class UpdateSpec:
         if keeper is not None:
             before[keeper] = planes[keeper].abs()
         new, *state = self.rule.updated(param, grad, before, coefficients)
-        if self.has_master and not self.rule.layout.has_ties:
+        if self.has_master and self.rule.layout.is_quantised:
             new = untied(new)
         if keeper is not None:
             state[keeper] = (state[keeper].view(torch.int32) | tie_sign(new)).view(torch.float32)

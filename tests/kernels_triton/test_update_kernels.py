@@ -305,6 +305,7 @@ BAD = {
     "planes": "planes has 1 slabs",
     "dtype": r"planes\[1\] has dtype torch.float64",
     "length": r"planes\[1\] has 5 elements",
+    "groups": r"planes\[1\] has \d+ elements, others differ",  # as many as scales would be
     "overlap": r"planes\[1\] and planes\[0\] are the same memory",
     "grad_dtype": "grad_dtype=torch.int32",
     "tiles": "tiles has dtype",
@@ -323,6 +324,8 @@ def test_a_wrong_argument_is_named_before_anything_is_written(what):
         planes[1] = planes[1].double()
     elif what == "length":
         planes[1] = planes[1][:5].clone()
+    elif what == "groups":
+        planes[1] = planes[1][: -(-planes[0].numel() // 64)].clone()
     elif what == "overlap":
         planes[1] = planes[0]
     elif what == "grad_dtype":

@@ -195,6 +195,11 @@ def test_what_cannot_be_kept_in_few_bits_is_refused_by_name():
         HybridAdam([param], state="4bit")
     with pytest.raises(ValueError, match="a group has state='8bit'; expected it of the whole"):
         HybridAdam([{"params": [param], "state": "8bit"}])
+    optimizer = HybridAdam([param], state="8bit")
+    optimizer.param_groups[0]["state"] = "bf16"  # settled when the state is made
+    param.grad = torch.ones_like(param)
+    with pytest.raises(ValueError, match="a group has state='bf16'"):
+        optimizer.step()
     with pytest.raises(ValueError, match="state='8bit' has no form of max_exp_avg_sq"):
         HybridAdam([param], state="8bit", amsgrad=True).step()
     wide = nn.Parameter(torch.zeros(3, dtype=torch.float64))
