@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,12 +13,14 @@ from torch import Tensor
 
 from gemini.dtypes import DTYPES
 from gemini.nvme import BlockStore
+from gemini.optim.matrices.plan import Whole, blocks_waiting, buckets_of
 from gemini.optim.rules.clipping import Clip
 from gemini.optim.rules.config import StateConfig, UpdateFacts
 from gemini.optim.rules.control_vector import ControlVector
 from gemini.optim.rules.report import Outcome, SkipLog, StepReport
 from gemini.optim.rules.rule import UpdateRule
-from gemini.optim.rules.state_layout import Plane
+from gemini.optim.rules.matrix_rule import MatrixRule
+from gemini.optim.rules.state_layout import ALL_COLUMNS, Plane
 from gemini.optim.state.held_signals import HeldSignals
 from gemini.optim.state.memory import memory_of
 from gemini.optim.state.space import StateSpace, blocks_on_nvme
@@ -42,6 +45,7 @@ from gemini.optim.update.updaters import cpu_updater
 from gemini.tickets import Done, Ticket
 from gemini.units import BLOCK_NUMEL
 
+from .matrices import check_host, matrix_step, wholes_of
 from .views import Order, PlainViews, dense_grad
 
 
@@ -57,7 +61,9 @@ class PlainTarget:
         group_of: Sequence[int],
         rule: UpdateRule,
         config: StateConfig,
+        groups: Sequence[Group] = (),
     ) -> None:
+        """groups: of the optimizer, for a rule that keeps other planes for some."""
         self._params = list(params)
         self._orders = [Order.of(param) for param in params]
         self._groups = sorted(set(group_of))  # the others are not looked at
@@ -65,6 +71,11 @@ class PlainTarget:
         self._rule = rule
         is_float64 = params[0].dtype == torch.float64
         block_numel = config.nvme.block_numel or BLOCK_NUMEL
+        columns, wholes = ALL_COLUMNS, list[Whole]()
+        if isinstance(rule, MatrixRule):
+            columns = rule.columns(group_of, groups)
+            check_host(params)
+            wholes = wholes_of(self._orders)
         space = StateSpace.pack([param.numel() for param in params], block_numel)
         self._tiered_state = TieredState(
             space,
@@ -73,13 +84,19 @@ class PlainTarget:
             nvme=config.nvme,
             memory=memory_of(params[0].device),
             label="plain-",
+            columns=columns,
+            num_waiting=blocks_waiting(buckets_of(wholes), space.blocks),
         )
         try:
             self._tiered_state.initialise(lambda block, planes: None)
         except BaseException:
             self._tiered_state.close()
             raise
-        self._executor = make_executor(rule, config, self._group_of, self._params)
+        self._executor: Executor
+        if isinstance(rule, MatrixRule):
+            self._executor = matrix_step(rule, self._group_of, wholes, self._tiered_state)
+        else:
+            self._executor = make_executor(rule, config, self._group_of, self._params)
         self._num_steps = 0
         self._log = SkipLog()
         self._names = [str(i) for i in range(len(params))]
@@ -91,14 +108,15 @@ class PlainTarget:
             planes = self._tiered_state.resident_run(segment.offset, segment.numel)
             if planes is not None:
                 order = self._orders[segment.param]
+                has = partial(self._tiered_state.columns.has, segment.param)
                 shown[self._params[segment.param]].update(
-                    {name: order.shaped(plane) for name, plane in planes.items()}
+                    {name: order.shaped(plane) for name, plane in planes.items() if has(name)}
                 )
-        for param in self._params:
+        for i, param in enumerate(self._params):
             if not param.numel():
                 shown[param].update(
                     {plane.name: torch.zeros(param.shape, dtype=DTYPES[plane.dtype])
-                     for plane in self.planes}
+                     for plane in self.planes if self._tiered_state.columns.has(i, plane.name)}
                 )  # fmt: skip
         return shown
 

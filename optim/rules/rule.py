@@ -46,6 +46,7 @@ class UpdateRule:
     options: ClassVar[Mapping[str, Any]]  # with the defaults of the class; flags are bools
     ranges: ClassVar[Mapping[str, tuple[float, float]]] = {}  # of options; others are [0, inf)
     optional: ClassVar[Mapping[str, Plane]] = {}  # by option
+    over_matrices = False  # an update needs all of some parameters; see `matrix_rule.py`
     coefficients: Callable[[Any, Any], Mapping[str, Any]]
     formula: Callable[..., tuple[Tensor, Mapping[str, Tensor]]]
 

@@ -1,0 +1,53 @@
+"""What a rule over whole matrices needs of a plain module: all of each parameter is here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gemini.optim.matrices.plan import Whole, buckets_of
+from gemini.optim.matrices.updater import Alone
+from gemini.optim.rules.control_vector import ControlVector
+from gemini.optim.rules.matrix_rule import MatrixRule
+from gemini.optim.state.tiered_state import TieredState
+from gemini.optim.step.matrix_step import MatrixPlan, MatrixStep, bucket_homes
+from gemini.optim.update.cpu_update import CpuWorkers
+from gemini.optim.update.updaters import CpuUpdater
+
+from .views import Order
+
+
+def check_host(params: Sequence[Tensor]) -> None:
+    """Raise ValueError for parameters whose matrices nothing here can update."""
+    first = params[0]
+    if first.device.type != "cpu" or first.dtype == torch.float64:
+        raise ValueError(
+            f"a rule over matrices got {first.dtype} parameters on {first.device}; expected float32, "
+            "bfloat16 or float16 in host memory (torch.optim.Muon updates others)"
+        )
+
+
+def wholes_of(orders: Sequence[Order]) -> list[Whole]:
+    """Of all parameters that are matrices, or stacks of them."""
+    return [
+        Whole(i, tuple(order.size), order.stride, ((0, order.size.numel()),))
+        for i, order in enumerate(orders)
+        if len(order.size) >= 2 and order.size.numel()
+    ]
+
+
+def matrix_step(
+    rule: MatrixRule, group_of: Sequence[int], wholes: Sequence[Whole], state: TieredState
+) -> MatrixStep:
+    """The executor of parameters in host memory."""
+
+    def planned() -> MatrixPlan:
+        on_disk = () if state.nvme is None else state.nvme.blocks
+        return MatrixPlan(buckets, bucket_homes(buckets, on_disk), {"": Alone()})
+
+    buckets = buckets_of(wholes)
+    updater = CpuUpdater(CpuWorkers(), rule)
+    control = ControlVector(None, torch.device("cpu"))
+    return MatrixStep(updater, rule, group_of, state.columns, planned, control)
