@@ -72,7 +72,9 @@ class HybridMuon(TieredOptimizer):
         nvme: NvmeConfig | None = None,
     ) -> None:
         if isinstance(params, nn.Module):
-            params, split = routed(params, split or {}, exclude), None
+            if isinstance(split, tuple):
+                raise ValueError(f"split={split!r} of a module; expected parts by names' ends")
+            params, split = routed(params, split, exclude), None
         defaults = {
             "use_muon": True,
             "lr": lr,
@@ -186,7 +188,9 @@ def _cut(
     size = param.shape[-2:][dim]
     if isinstance(parts, int):
         if parts < 1 or size % parts:
-            raise ValueError(f"split={parts} of {name}, which has {size} outputs; expected a divisor")
+            raise ValueError(
+                f"split={parts} of {name}, which has {size} outputs; expected a divisor"
+            )
         return dim, (size // parts,) * parts
     if sum(parts) != size:
         raise ValueError(f"split={tuple(parts)} of {name}, which has {size} outputs; expected them")

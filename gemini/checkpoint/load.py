@@ -200,8 +200,8 @@ class _Differences:
         if with_optimizer:
             by_name = {name: [keys.plane(name, p) for p in runs.planes] for name in runs.shapes}
             trained = {
-                name: planes for name, planes in by_name.items()
-                if any(plane in runs.tensors for plane in planes)
+                name: here for name, planes in by_name.items()
+                if (here := [plane for plane in planes if plane in runs.tensors])
             }  # fmt: skip
             if not keys.groups(sizes) and not any(key.startswith(optims) for key in sizes):
                 self.texts.append("it has no optimizer state")

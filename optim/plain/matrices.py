@@ -24,8 +24,8 @@ def check_host(params: Sequence[Tensor]) -> None:
     first = params[0]
     if first.device.type != "cpu" or first.dtype == torch.float64:
         raise ValueError(
-            f"a rule over matrices got {first.dtype} parameters on {first.device}; expected float32, "
-            "bfloat16 or float16 in host memory (torch.optim.Muon updates others)"
+            f"a rule over matrices got {first.dtype} parameters on {first.device}; expected "
+            "float32, bfloat16 or float16 in host memory (torch.optim.Muon updates others)"
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,9 +17,9 @@ from gemini.optim.matrices.plan import Whole, blocks_waiting, buckets_of
 from gemini.optim.rules.clipping import Clip
 from gemini.optim.rules.config import StateConfig, UpdateFacts
 from gemini.optim.rules.control_vector import ControlVector
+from gemini.optim.rules.matrix_rule import MatrixRule
 from gemini.optim.rules.report import Outcome, SkipLog, StepReport
 from gemini.optim.rules.rule import UpdateRule
-from gemini.optim.rules.matrix_rule import MatrixRule
 from gemini.optim.rules.state_layout import ALL_COLUMNS, Plane
 from gemini.optim.state.held_signals import HeldSignals
 from gemini.optim.state.memory import memory_of
@@ -181,6 +181,10 @@ class PlainTarget:
     @property
     def planes(self) -> Sequence[Plane]:
         return self._tiered_state.layout.planes
+
+    @property
+    def some_planes(self) -> Mapping[str, Set[str]]:
+        return self._tiered_state.columns.by_name(self._names)
 
     @property
     def params(self) -> Sequence[Tensor]:

@@ -15,7 +15,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 def orthogonal(
     matrix: Tensor,
-    coefficients: tuple[float, float, float],
+    coefficients: tuple[float, ...],
     steps: int,
     eps: float,
     *,
@@ -40,7 +40,7 @@ def orthogonal(
     return x.T if is_tall else x
 
 
-def _iterated(x: Tensor, coefficients: tuple[float, float, float], steps: int) -> Tensor:
+def _iterated(x: Tensor, coefficients: tuple[float, ...], steps: int) -> Tensor:
     a, b, c = coefficients
     for _ in range(steps):
         gram = x @ x.T
@@ -48,7 +48,7 @@ def _iterated(x: Tensor, coefficients: tuple[float, float, float], steps: int) -
     return x
 
 
-def _iterated_gram(x: Tensor, coefficients: tuple[float, float, float], steps: int) -> Tensor:
+def _iterated_gram(x: Tensor, coefficients: tuple[float, ...], steps: int) -> Tensor:
     """All factors are polynomials of one symmetric matrix, and commute. In fp32: squares of bf16
     values cancel in A, which nothing corrects afterwards."""
     a, b, c = coefficients

@@ -168,18 +168,25 @@ class Columns:
     keep a plane for elements that have none.
     """
 
-    of_param: Sequence[Set[str] | None] = ()
+    of_param: tuple[frozenset[str] | None, ...] = ()
 
     def has(self, param: int, plane: str) -> bool:
         """Whether a parameter has a plane; every one has its master."""
         found = self.of_param[param] if param < len(self.of_param) else None
         return found is None or plane == MASTER or plane in found
 
+    def by_name(self, names: Sequence[str]) -> dict[str, Set[str]]:
+        """Planes of parameters that have only some, masters too; `names[i]` is that of i."""
+        pairs = zip(names, self.of_param, strict=False)
+        return {name: planes | {MASTER} for name, planes in pairs if planes is not None}
+
     def of(self, params: Collection[int], layout: StateLayout) -> StateLayout:
         """Of these parameters together; the whole layout of none."""
         if not self.of_param or not params:
             return layout
-        return layout.only({p.name for p in layout.planes if any(self.has(i, p.name) for i in params)})
+        return layout.only(
+            {p.name for p in layout.planes if any(self.has(i, p.name) for i in params)}
+        )
 
 
 ALL_COLUMNS = Columns()

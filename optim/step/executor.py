@@ -23,7 +23,6 @@ from gemini.tickets import Ticket
 
 from .gradients import GradientRun, Measured
 
-
 AnyUpdater = Updater | MatrixUpdater
 
 

@@ -87,6 +87,11 @@ class RunState:
             if self._shows(run, part)
         ]
         planes = [plane.name for part in parts for plane in part.target.planes]
+        some = {
+            part.name_of(name): only
+            for part in parts
+            for name, only in part.target.some_planes.items()
+        }
         self.planes = tuple(dict.fromkeys(plane for plane in planes if plane != MASTER))
         by_key: dict[str, list[tuple[int, int, int]]] = {}  # (start, numel, place in the stream)
         found = {keys.weight(name): dtype for name, dtype in dtypes.items()}
@@ -96,6 +101,7 @@ class RunState:
             for name in part.names
             for plane in part.target.planes
             if (with_weights if plane.name == MASTER else with_optimizer)
+            and plane.name in some.get(name, (plane.name,))
         }
         listed = [(keys.weight(name), start, numel) for name, start, numel in weights]
         listed += [(self._key(run.name, run.plane), run.start, run.numel) for run in runs]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -172,6 +172,10 @@ class JointTarget:
     @property
     def planes(self) -> Sequence[Plane]:
         return tuple(dict.fromkeys(chain(*(member.planes for member in self.members))))
+
+    @property
+    def some_planes(self) -> Mapping[str, Set[str]]:
+        return {name: planes for m in self.members for name, planes in m.some_planes.items()}
 
     @property
     def names(self) -> Mapping[int, str]:

@@ -22,16 +22,16 @@ import torch
 from torch import Tensor
 
 from gemini.chunk.storage import Chunk
+from gemini.optim.matrices.updater import MatrixUpdater
 from gemini.optim.rules.clipping import Clip
 from gemini.optim.rules.config import StateConfig
 from gemini.optim.rules.control_vector import ControlVector
 from gemini.optim.rules.report import NonFiniteGradientError, Outcome, SkipLog, StepReport, Traffic
 from gemini.optim.rules.rule import UpdateRule
 from gemini.optim.state.held_signals import SignalsBehind
-from gemini.optim.state.pieces import Updater
 from gemini.optim.step.cpu_step import CpuStep
 from gemini.optim.step.driver import InMemory, TargetStep, at_once
-from gemini.optim.step.executor import Executor
+from gemini.optim.step.executor import AnyUpdater, Executor
 from gemini.optim.step.triton_step import TritonStep
 from gemini.optim.target import AmpInputs, Group, Target
 from gemini.placement.timetable.updates import AUTO, IN_BACKWARD
@@ -285,7 +285,7 @@ class ShardTarget(SavedShards):
         updater = self._executor.begin(hypers, taken, agreement.power_sum, clip)
         outcome = Outcome(grad_norm=clip.norm(agreement.power_sum) / scale, loss_scale=scale)
         views, held = self._views(hypers, taken), frozenset[BlockId]()
-        if self.speculation is not None:
+        if self.speculation is not None and not isinstance(updater, MatrixUpdater):
             held = self.speculation.judge(updater, views, taken)
         step = self._new_step(updater, views, held)
         return AgreedStep(
@@ -373,7 +373,7 @@ class ShardTarget(SavedShards):
         return self._moved - before
 
     def _new_step(
-        self, updater: Updater, views: ShardViews, held: frozenset[BlockId] = frozenset()
+        self, updater: AnyUpdater, views: ShardViews, held: frozenset[BlockId] = frozenset()
     ) -> TargetStep:
         files = self._parts.storage.params if views.files is None else views.files.params
         # the first blocks of the order are read ahead, and their gradients the last to be final

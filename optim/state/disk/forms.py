@@ -62,7 +62,9 @@ class BlockForms:
         assert not (split and undo)
         self.has_undo = undo
         self._layout = layout
-        self._shown = {b.id: columns.of({part.param for part in b.segments}, layout) for b in blocks}
+        self._shown = {
+            b.id: columns.of({part.param for part in b.segments}, layout) for b in blocks
+        }
         kept = dict.fromkeys(self._shown.values())
         self._stored = {
             (shown, is_split): (shown.with_remainder() if is_split else shown).stored()

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from gemini.optim.rules.config import StateConfig
+from gemini.optim.rules.matrix_rule import MatrixRule
 from gemini.optim.rules.rule import UpdateRule
-from gemini.optim.rules.state_layout import MASTER, Plane
+from gemini.optim.rules.state_layout import ALL_COLUMNS, MASTER, Plane
 from gemini.optim.state.pieces import Planes
 from gemini.optim.state.space import Block
 from gemini.optim.state.state_stream import (
@@ -25,6 +26,7 @@ from gemini.optim.state.state_stream import (
     visit_runs,
 )
 from gemini.optim.step.executor import Executor, step_counts
+from gemini.optim.step.matrix_step import MatrixPlan, MatrixStep
 from gemini.optim.target import Group
 from gemini.runtime.parts import Parts
 from gemini.runtime.step.executors import make_executor, run_of
@@ -32,6 +34,7 @@ from gemini.runtime.step.weights import after_step, write_back_changes
 from gemini.units import ChunkId
 
 from .full_state import gather_state, scatter_state
+from .matrices import Matrices, check_host, matrix_step, planned
 from .shard_blocks import Shards
 from .shard_state import ShardState, StepCalls
 
@@ -54,13 +57,37 @@ class SavedShards(ShardState):
         config: StateConfig,
     ) -> None:
         self._group_of = group_of(parts, groups)  # first: it refuses what is not ours
-        super().__init__(parts, calls, rule.layout, config)
-        runs = [run_of(parts.layout, chunk) for chunk in self._chunks]
-        self._executor: Executor = make_executor(
-            parts, rule, self._tiered_state.layout, self._group_of, runs, config.cpu_path
-        )
+        columns = ALL_COLUMNS
+        if isinstance(rule, MatrixRule):
+            check_host(parts)
+            columns = rule.columns(self._group_of, groups)
+        super().__init__(parts, calls, rule.layout, config, columns)
+        self._executor: Executor
+        if isinstance(rule, MatrixRule):
+            self._executor = matrix_step(parts, rule, self._group_of, columns, self._planned)
+        else:
+            runs = [run_of(parts.layout, chunk) for chunk in self._chunks]
+            self._executor = make_executor(
+                parts, rule, self._tiered_state.layout, self._group_of, runs, config.cpu_path
+            )
+        self._matrices_of: tuple[int, Matrices] | None = None  # by how many chunks are trained
         self._num_steps = 0
         self._was_loaded = False
+
+    def _planned(self) -> MatrixPlan:
+        parts = self._parts
+        if self._matrices_of is None or self._matrices_of[0] != len(self._chunks):
+            self._matrices_of = len(self._chunks), self._matrices()
+        return planned(parts, self._matrices_of[1], parts.plan, parts.layout)
+
+    @property
+    def is_over_matrices(self) -> bool:
+        """Its updates need more than one rank's part of a parameter."""
+        return isinstance(self._executor, MatrixStep)
+
+    @property
+    def some_planes(self) -> Mapping[str, Set[str]]:
+        return self._columns.by_name(self._names)
 
     @property
     def names(self) -> dict[int, str]:
