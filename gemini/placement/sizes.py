@@ -59,6 +59,10 @@ class Waiting:
     numel: int = 0
     num_runs: int = 0
 
+    def holds(self, other: Waiting) -> bool:
+        """Whether there is room for the other, too."""
+        return other.numel <= self.numel and other.num_runs <= self.num_runs
+
     def blocks(self, block_numel: int) -> int:
         """At most, of so many elements each."""
         return self.numel // block_numel + 2 * self.num_runs

@@ -245,8 +245,10 @@ class MatrixUpdater:
         for there, values in zip(out.split(sizes), here, strict=True):
             there.copy_(values)
         ways.all_to_all(found, come, out, sent)
-        self._orthogonalise(owned[rank], found, ways.world_size)
-        ways.all_to_all(out, sent, found, come)
+        try:
+            self._orthogonalise(owned[rank], found, ways.world_size)
+        finally:
+            ways.all_to_all(out, sent, found, come)
         for there, values in zip(out.split(sizes), here, strict=True):
             values.copy_(there)
 

@@ -173,10 +173,13 @@ class TargetStep:
                     nvme.collect()
             else:
                 nvme.carry_out(do, row)
-        error = error or self._settled()
-        if error is not None and self._matrices is not None:
+        assert error is not None or state.phase is Phase.VOTING or nvme is None
+        return error or self._settled()
+
+    def join(self) -> None:
+        """The step failed here: others may wait for what this rank is to exchange."""
+        if self._matrices is not None:
             self._matrices.join()
-        return error
 
     def _begin_matrices(self) -> BaseException | None:
         """Of matrices that have no block on this disk, too; what went wrong."""
@@ -343,6 +346,8 @@ def take(
             error = raised
         if error is not None:
             break
+    for step in steps if error is not None else ():
+        step.join()
     try:
         agree(error)
     except BaseException:

@@ -149,6 +149,7 @@ class ShardState:
             )
         self._chunks += chunks
         space = self._space(parts.planning.block_numel)
+        self._check_waiting(len(chunks))
         shards = Shards(self._chunks)
         self._unfilled.update(
             block.shard for block in space.blocks[len(self._tiered_state.space.blocks) :]
@@ -165,6 +166,17 @@ class ShardState:
             del self._chunks[-len(chunks) :]
             raise
         shards.end()
+
+    def _check_waiting(self, num_new: int) -> None:
+        """Raise RuntimeError where new matrices ask for more staging than was planned."""
+        planned = self._parts.planning.inputs.waiting
+        if not self._columns.of_param or planned.holds(self._matrices().waiting):
+            return
+        del self._chunks[-num_new:]
+        raise RuntimeError(
+            "the optimizer was made when only smaller matrices were trained, and has no room for "
+            "blocks that wait for larger ones; make it when all of them are trained"
+        )
 
     def _space(self, block_numel: int) -> StateSpace:
         """Of the chunks in the order in which they came to be trained."""
