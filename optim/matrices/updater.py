@@ -55,7 +55,8 @@ class Ways(Protocol):
 class Alone:
     """A process that has all of every parameter."""
 
-    rank, world_size = 0, 1
+    rank = 0
+    world_size = 1
 
     def all_to_all(
         self, there: Tensor, numels: Sequence[int], here: Tensor, sent: Sequence[int]
@@ -79,7 +80,10 @@ class _Taken:
 
 
 class MatrixUpdater:
-    """Of one step. `hyper[param]`: None for a parameter that it leaves alone."""
+    """Updates blocks of one step, of which matrices are updated whole.
+
+    hyper: of every parameter; None for one that the step leaves alone.
+    """
 
     def __init__(
         self,

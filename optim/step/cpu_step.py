@@ -106,7 +106,7 @@ class CpuStep:
         factor = clip.factor(clip.norm(power_sum) / scale) / scale
         inputs = StepInputs(factor, clip.max_value, self._rounding_seed)
         self._used_scale = scale
-        return self._updater_of(inputs, hypers, active)
+        return self.updater_of(inputs, hypers, active)
 
     def assumed(self, limit: float) -> CpuUpdater:
         """The updater of a step whose norm clips nothing, before that is known."""
@@ -129,9 +129,9 @@ class CpuStep:
         scale = 1.0 if given is None else float(given)
         inputs = StepInputs(1.0 / scale, rounding_seed=self._rounding_seed)
         self._used_scale = scale
-        return self._updater_of(inputs, hypers, active)
+        return self.updater_of(inputs, hypers, active)
 
-    def _updater_of(
+    def updater_of(
         self, inputs: StepInputs, hypers: Sequence[Any], active: Sequence[int]
     ) -> AnyUpdater:
         """Of a step that updates the parameters that are `active`."""

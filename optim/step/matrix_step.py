@@ -64,7 +64,7 @@ class MatrixStep(CpuStep):
     def set_groups(self, group_of: Sequence[int | None]) -> None:
         self._group_of = group_of
 
-    def _updater_of(
+    def updater_of(
         self, inputs: StepInputs, hypers: Sequence[Any], active: Sequence[int]
     ) -> MatrixUpdater:
         plan, hyper = self._planned(), [None] * len(self._group_of)

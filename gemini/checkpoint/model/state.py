@@ -87,11 +87,10 @@ class RunState:
             if self._shows(run, part)
         ]
         planes = [plane.name for part in parts for plane in part.target.planes]
-        some = {
-            part.name_of(name): only
-            for part in parts
-            for name, only in part.target.some_planes.items()
-        }
+        some: dict[str, Collection[str]] = {}
+        for part in parts:
+            planes_of = part.target.some_planes
+            some |= {part.name_of(name): only for name, only in planes_of.items()}
         self.planes = tuple(dict.fromkeys(plane for plane in planes if plane != MASTER))
         by_key: dict[str, list[tuple[int, int, int]]] = {}  # (start, numel, place in the stream)
         found = {keys.weight(name): dtype for name, dtype in dtypes.items()}

@@ -136,12 +136,12 @@ def test_a_rank_that_fails_keeps_nobody_waiting_and_no_rank_steps(fails, monkeyp
             broken.append(block)
             return real(self, block, planes, views)
 
-        optimizer.targets[0].executor._updater_of = _patched(
-            optimizer.targets[0].executor._updater_of, breaks
+        optimizer.targets[0].executor.updater_of = _patched(
+            optimizer.targets[0].executor.updater_of, breaks
         )
         with pytest.raises((OSError, RuntimeError), match="on purpose"):
             _train(model, optimizer, 1, 2)
-        del optimizer.targets[0].executor._updater_of
+        del optimizer.targets[0].executor.updater_of
         assert model.digest() == before
         optimizer.zero_grad()
         _train(model, optimizer, 1, 2)
