@@ -61,7 +61,7 @@ class Alone:
     def all_to_all(
         self, there: Tensor, numels: Sequence[int], here: Tensor, sent: Sequence[int]
     ) -> None:
-        there.copy_(here)
+        raise AssertionError("there is nobody to send to")
 
 
 @dataclass(slots=True)
@@ -238,6 +238,10 @@ class MatrixUpdater:
         if not bucket.wholes:
             return
         ways = self._ways[bucket.group]
+        if ways.world_size == 1:
+            for whole in bucket.wholes:
+                self._direct(whole, self._here(whole, 0))
+            return
         rank, ranks = ways.rank, range(ways.world_size)
         owned = [bucket.owned_by(owner) for owner in ranks]
         sent = [sum(whole.runs[rank][1] for whole in of_rank) for of_rank in owned]
@@ -264,18 +268,23 @@ class MatrixUpdater:
             return runs
         return [torch.zeros(numel)]  # the step failed here, and others wait for it
 
+    def _direct(self, whole: Whole, runs: Sequence[Tensor]) -> None:
+        """Make the direction of a parameter orthogonal, of which these are all runs in order."""
+        flat = runs[0] if len(runs) == 1 else torch.cat(tuple(runs))
+        directed(
+            self._hyper[whole.param],
+            flat.as_strided(whole.shape, whole.stride, flat.storage_offset()),
+        )
+        if len(runs) > 1:
+            for run, values in zip(runs, flat.split([run.numel() for run in runs]), strict=True):
+                run.copy_(values)
+
     def _orthogonalise(self, wholes: Sequence[Whole], found: Tensor, num_ranks: int) -> None:
         """`found` [n] in place: what every rank has sent of these, one rank after the other."""
         sizes = [whole.runs[rank][1] for rank in range(num_ranks) for whole in wholes]
         parts = found.split(sizes)
         for k, whole in enumerate(wholes):
-            runs = list(zip(whole.runs, parts[k :: len(wholes)], strict=True))
-            flat = torch.empty(whole.numel, dtype=found.dtype)
-            for (first, numel), values in runs:
-                flat[first : first + numel].copy_(values)
-            directed(self._hyper[whole.param], flat.as_strided(whole.shape, whole.stride))
-            for (first, numel), values in runs:
-                values.copy_(flat[first : first + numel])
+            self._direct(whole, parts[k :: len(wholes)])
 
     def _bring_back(self, bucket: Bucket) -> None:
         """What was exchanged before the step counted, to blocks that are taken in now."""
