@@ -16,6 +16,7 @@ from optim.matrices.updater import MatrixUpdater
 from optim.rules import matrix_rule
 from optim.rules.orthogonal import orthogonal
 from tests.golden import bits as program
+from tests.support.plain_training import update_error
 
 KINDS = ("bf16", "fp32", "rounded", "fp16")
 HOMES = list(program.HOMES)
@@ -69,6 +70,29 @@ def test_bits_do_not_depend_on_the_number_of_ranks(num_ranks, home, tmp_path):
     """Gradients are exact sums: one rank's part of a loss that no rank's data changes."""
     kind = KINDS[(num_ranks + len(home)) % 2]
     assert _bits(kind, home, tmp_path / "many", num_ranks) == _bits(kind, home, tmp_path / "one")
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+def test_clipped_updates_are_torchs(fraction):
+    """Clipping changes what a gradient adds to the momentum, and no direction. In fp32: iterations
+    in bf16 make 1 % of the last bit of a norm."""
+    model, optimizer = _made(fraction, precision="fp32")
+    optimizer.param_groups[0]["ns_dtype"] = "fp32"
+    plain, start = _net(), _net()
+    theirs = HybridMuon(plain, lr=0.02, ns_dtype="fp32")
+    for step in range(3):
+        x = torch.arange(16).add(7 * step) % 50
+        for module in (model, plain):
+            module(x).square().sum().backward()
+        optimizer.clip_grad_norm_(0.5 / 4**step)
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5 / 4**step)
+        for each in (optimizer, theirs):
+            each.step()
+            each.zero_grad()
+    with model.summon_full_params(writeback=False):
+        ours = list(model.module.parameters())
+        assert update_error(ours, list(plain.parameters()), list(start.parameters())) < 1e-5
+    optimizer.close()
 
 
 # -- two ranks -----------------------------------------------------------------------------------
