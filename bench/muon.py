@@ -26,6 +26,7 @@ from gemini import GeminiDDP
 from gemini.optim import HybridAdam, HybridMuon
 from gemini.optim.matrices import updater
 from gemini.optim.muon import routed
+from gemini.optim.rules import matrix_rule
 
 BOOKKEEPING, OFFLOAD = 1.5, 1.03  # at most: of AdamW's step, and of the resident step
 ROWS = ("ours/adamw", "ours/muon", "ours/muon-nvme", "torch/muon")
@@ -100,7 +101,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     iterations = Iterations()
     theirs = torch.optim._muon
     with (
-        mock.patch.object(updater, "directed", iterations.timed(updater.directed)),
+        mock.patch.object(updater, "directed", iterations.timed(matrix_rule.directed)),
         mock.patch.object(
             theirs, "_zeropower_via_newtonschulz",
             iterations.timed(theirs._zeropower_via_newtonschulz),

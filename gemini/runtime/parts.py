@@ -81,7 +81,7 @@ class Attached(Protocol):
     joint: Target | None  # with which it steps, where several modules do
 
     @property
-    def is_over_matrices(self) -> bool:
+    def needs_wholes(self) -> bool:
         """Its updates need more than one rank's part of a parameter."""
         ...
 
@@ -240,5 +240,5 @@ def _facts_of(parts: Parts) -> OverlapFacts:
         is_stage=parts.stage is not None,
         is_split=set(parts.links) != {WORLD},
         is_joint=parts.target is not None and parts.target.joint is not None,
-        is_over_matrices=parts.target is not None and parts.target.is_over_matrices,
+        needs_wholes=parts.target is not None and parts.target.needs_wholes,
     )

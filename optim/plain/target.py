@@ -19,7 +19,7 @@ from gemini.optim.rules.config import StateConfig, UpdateFacts
 from gemini.optim.rules.control_vector import ControlVector
 from gemini.optim.rules.matrix_rule import MatrixRule
 from gemini.optim.rules.report import Outcome, SkipLog, StepReport
-from gemini.optim.rules.rule import UpdateRule
+from gemini.optim.rules.rule import NormRule, UpdateRule
 from gemini.optim.rules.state_layout import ALL_COLUMNS, Plane
 from gemini.optim.state.held_signals import HeldSignals
 from gemini.optim.state.memory import memory_of
@@ -37,7 +37,7 @@ from gemini.optim.state.state_stream import (
 from gemini.optim.state.tiered_state import TieredState
 from gemini.optim.step.cpu_step import CpuStep
 from gemini.optim.step.driver import TargetStep, take
-from gemini.optim.step.executor import Executor
+from gemini.optim.step.executor import Executor, step_counts
 from gemini.optim.step.triton_step import TritonStep
 from gemini.optim.target import AmpInputs, Group, Target
 from gemini.optim.update.compiled_update import Mix
@@ -45,8 +45,8 @@ from gemini.optim.update.updaters import cpu_updater
 from gemini.tickets import Done, Ticket
 from gemini.units import BLOCK_NUMEL
 
-from .matrices import check_host, matrix_step, wholes_of
 from .views import Order, PlainViews, dense_grad
+from .wholes import check_host, matrix_step, wholes_of, with_norms
 
 
 class PlainTarget:
@@ -96,7 +96,9 @@ class PlainTarget:
         if isinstance(rule, MatrixRule):
             self._executor = matrix_step(rule, self._group_of, wholes, self._tiered_state)
         else:
-            self._executor = make_executor(rule, config, self._group_of, self._params)
+            # of a rule whose hyperparameters are a parameter's own, each is a group
+            own = list(range(len(params))) if rule.over_norms else self._group_of
+            self._executor = make_executor(rule, config, own, self._params)
         self._num_steps = 0
         self._log = SkipLog()
         self._names = [str(i) for i in range(len(params))]
@@ -123,10 +125,19 @@ class PlainTarget:
     def step(self, groups: Sequence[Group], amp: AmpInputs | None = None) -> StepReport:
         return step_together([self], groups, amp)
 
-    def views(self, groups: Sequence[Group]) -> tuple[PlainViews, list[Any]]:
+    def views(self, groups: Sequence[Group], amp: AmpInputs | None) -> tuple[PlainViews, list[Any]]:
         """What a step would see, and its hyperparameters. Raises ValueError for what it refuses."""
         hypers = [self._rule.hyper(groups[index]) for index in self._groups]
         steps = self._executor.next_steps()
+        if isinstance(self._rule, NormRule):
+            scale = 1.0 if amp is None or amp.grad_scale is None else float(amp.grad_scale)
+            hypers = with_norms(
+                self._rule, self._tiered_state, self._params, self._orders,
+                [hypers[group] for group in self._group_of], step_counts(self._executor),
+                1.0 / scale,
+            )  # fmt: skip
+            own = range(len(hypers))
+            return PlainViews(self._params, self._orders, own, hypers, steps), hypers
         return PlainViews(self._params, self._orders, self._group_of, hypers, steps), hypers
 
     def skips(self, amp: AmpInputs) -> bool:
@@ -321,9 +332,9 @@ def step_together(
     targets: Sequence[PlainTarget], groups: Sequence[Group], amp: AmpInputs | None
 ) -> StepReport:
     """One step of all targets: it counts on all of them, or on none."""
-    seen = [target.views(groups) for target in targets]
     if amp is not None and any(target.skips(amp) for target in targets):
         return _skipped(targets, amp)
+    seen = [target.views(groups, amp) for target in targets]
     may_fail = any(target.tiered_state.nvme is not None for target in targets)
     steps = [
         target.begin(views, hypers, amp, may_fail=may_fail)

@@ -27,7 +27,7 @@ from gemini.optim.rules.clipping import Clip
 from gemini.optim.rules.config import StateConfig
 from gemini.optim.rules.control_vector import ControlVector
 from gemini.optim.rules.report import NonFiniteGradientError, Outcome, SkipLog, StepReport, Traffic
-from gemini.optim.rules.rule import UpdateRule
+from gemini.optim.rules.rule import NormRule, UpdateRule
 from gemini.optim.state.held_signals import SignalsBehind
 from gemini.optim.step.cpu_step import CpuStep
 from gemini.optim.step.driver import InMemory, TargetStep, at_once
@@ -46,6 +46,7 @@ from .ahead.speculation import Assumed, StepSpeculation
 from .executors import planned_staging
 from .files_beside import FilesBeside
 from .gradients import StepGradients, check_any
+from .state.norms import with_norms
 from .state.saved_state import SavedShards, group_of
 from .state.shard_state import StepCalls
 from .views import ShardViews
@@ -64,7 +65,6 @@ class ShardTarget(SavedShards):
         config: StateConfig,
     ) -> None:
         super().__init__(parts, calls, groups, rule, config)
-        self._rule = rule
         try:
             self._executor.reserve(planned_staging(parts.plan))
             self.gradients = StepGradients(parts, calls, self._executor, self._chunks)
@@ -282,9 +282,14 @@ class ShardTarget(SavedShards):
         """Begin what all ranks agreed on; nothing that counts has changed."""
         scale = self._parts.control_vector.read().scale
         taken = self._taken(agreement.present)
+        by_param = self._hyper_by_param(hypers, taken)
+        if isinstance(self._rule, NormRule):
+            by_param = self._with_norms(by_param, clip, agreement.power_sum)
+            least = next(one for one in by_param if one is not None)
+            hypers = [one or least for one in by_param]  # a row for every parameter
         updater = self._executor.begin(hypers, taken, agreement.power_sum, clip)
         outcome = Outcome(grad_norm=clip.norm(agreement.power_sum) / scale, loss_scale=scale)
-        views, held = self._views(hypers, taken), frozenset[BlockId]()
+        views, held = self._views(by_param), frozenset[BlockId]()
         if self.speculation is not None and not isinstance(updater, MatrixUpdater):
             held = self.speculation.judge(updater, views, taken)
         step = self._new_step(updater, views, held)
@@ -299,6 +304,15 @@ class ShardTarget(SavedShards):
             outcome,
         )
 
+    def _with_norms(self, by_param: Sequence[Any], clip: Clip, power_sum: float) -> Sequence[Any]:
+        """With what the norms of parameters say. Collective."""
+        assert isinstance(self._rule, NormRule)
+        steps = [count + 1 for count in self.step_counts]
+        return with_norms(
+            self._parts, self._chunks, self._tiered_state, self._rule, by_param, steps, clip,
+            power_sum,
+        )  # fmt: skip
+
     def _taken(self, present: Sequence[bool]) -> list[ParamId]:
         """Parameters that this step updates. One in no group is left alone."""
         return [
@@ -312,7 +326,7 @@ class ShardTarget(SavedShards):
         """What decides where no disk and no replica has a say in a step: the host need not know."""
         has_files = self._parts.storage.gradient_files is not None
         asks_host = self._uses_disk or has_files or self._parts.scope.replicas
-        decides = self.device_may_decide and not asks_host
+        decides = self.device_may_decide and not (asks_host or self._rule.over_norms)
         return self._executor if decides and isinstance(self._executor, TritonStep) else None
 
     @torch.no_grad()
@@ -329,7 +343,10 @@ class ShardTarget(SavedShards):
         self._calls.agree_on_trace()
         parts.manager.release_for_step()
         taken = self._taken(present)
-        updater, views = executor.begin_unread(hypers, taken), self._views(hypers, taken)
+        updater, views = (
+            executor.begin_unread(hypers, taken),
+            self._views(self._hyper_by_param(hypers, taken)),
+        )
         step = self._new_step(updater, views)
         before, _ = step.moved()
         step.confirm(self._in_memory(step, views))
@@ -347,14 +364,14 @@ class ShardTarget(SavedShards):
             hyper[param] = None if group is None else hypers[group]
         return hyper
 
-    def _views(self, hypers: Sequence[Any], taken: Sequence[ParamId]) -> ShardViews:
+    def _views(self, by_param: Sequence[Any]) -> ShardViews:
         """With files of their own where a thread carries the step out: that is chosen here, as what
         the plan chooses may change, and a thread that asks for the files of who trains waits for
         reads that wait for it."""
         has_thread = self._tail.applies and not isinstance(self._executor, TritonStep)
         return ShardViews(
             self._chunks,
-            self._hyper_by_param(hypers, taken),
+            by_param,
             self._executor.next_steps(),
             self._parts.storage,
             self._parts.backend,
@@ -406,7 +423,7 @@ class ShardTarget(SavedShards):
     def set_groups(self, groups: Sequence[Group]) -> None:
         """Groups were added: the parameters in them are updated from now on."""
         self._group_of = group_of(self._parts, groups)
-        self._executor.set_groups(self._group_of)
+        self._executor.set_groups(self._executor_groups)
 
     def homes_changed(self) -> None:
         """Files may be gone, and what was read from them with them; other blocks are staged."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gemini.optim.rules.config import StateConfig
 from gemini.optim.rules.matrix_rule import MatrixRule
-from gemini.optim.rules.rule import UpdateRule
+from gemini.optim.rules.rule import NormRule, UpdateRule
 from gemini.optim.rules.state_layout import ALL_COLUMNS, MASTER, Plane
 from gemini.optim.state.pieces import Planes
 from gemini.optim.state.space import Block
@@ -35,6 +35,7 @@ from gemini.units import ChunkId
 
 from .full_state import gather_state, scatter_state
 from .matrices import Matrices, check_host, matrix_step, planned
+from .norms import check_not_split
 from .shard_blocks import Shards
 from .shard_state import ShardState, StepCalls
 
@@ -57,6 +58,9 @@ class SavedShards(ShardState):
         config: StateConfig,
     ) -> None:
         self._group_of = group_of(parts, groups)  # first: it refuses what is not ours
+        self._rule = rule
+        if isinstance(rule, NormRule):
+            check_not_split(parts)
         columns = ALL_COLUMNS
         if isinstance(rule, MatrixRule):
             check_host(parts)
@@ -68,11 +72,18 @@ class SavedShards(ShardState):
         else:
             runs = [run_of(parts.layout, chunk) for chunk in self._chunks]
             self._executor = make_executor(
-                parts, rule, self._tiered_state.layout, self._group_of, runs, config.cpu_path
+                parts, rule, self._tiered_state.layout, self._executor_groups, runs, config.cpu_path
             )
         self._matrices_of: tuple[int, Matrices] | None = None  # by how many chunks are trained
         self._num_steps = 0
         self._was_loaded = False
+
+    @property
+    def _executor_groups(self) -> Sequence[int | None]:
+        """Of every parameter; of a rule whose hyperparameters are a parameter's own, itself."""
+        if isinstance(self._rule, NormRule):
+            return range(len(self._group_of))
+        return self._group_of
 
     def _planned(self) -> MatrixPlan:
         parts = self._parts
@@ -81,9 +92,9 @@ class SavedShards(ShardState):
         return planned(parts, self._matrices_of[1], parts.plan, parts.layout)
 
     @property
-    def is_over_matrices(self) -> bool:
+    def needs_wholes(self) -> bool:
         """Its updates need more than one rank's part of a parameter."""
-        return isinstance(self._executor, MatrixStep)
+        return isinstance(self._executor, MatrixStep) or self._rule.over_norms
 
     @property
     def some_planes(self) -> Mapping[str, Set[str]]:

@@ -1,8 +1,10 @@
-"""What a rule over whole matrices needs of a plain module: all of each parameter is here."""
+"""What rules over whole parameters need of a plain module: all of each of them is here."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,12 +13,15 @@ from gemini.optim.matrices.plan import Whole, buckets_of
 from gemini.optim.matrices.updater import Alone
 from gemini.optim.rules.control_vector import ControlVector
 from gemini.optim.rules.matrix_rule import MatrixRule
+from gemini.optim.rules.rule import NormRule
+from gemini.optim.state.space import Block, BlockSegment
 from gemini.optim.state.tiered_state import TieredState
 from gemini.optim.step.matrix_step import MatrixPlan, MatrixStep, bucket_homes
+from gemini.optim.step.norms import Cover, square_sums, trusted
 from gemini.optim.update.cpu_update import CpuWorkers
 from gemini.optim.update.updaters import CpuUpdater
 
-from .views import Order
+from .views import Order, dense_grad
 
 
 def check_host(params: Sequence[Tensor]) -> None:
@@ -51,3 +56,37 @@ def matrix_step(
     updater = CpuUpdater(CpuWorkers(), rule)
     control = ControlVector(None, torch.device("cpu"))
     return MatrixStep(updater, rule, group_of, state.columns, planned, control)
+
+
+class _PlainCover(Cover):
+    """Parameters, and gradients in `p.grad`."""
+
+    def __init__(self, params: Sequence[Tensor], orders: Sequence[Order]) -> None:
+        self._params = params
+        self._orders = orders
+
+    def param(self, block: Block, part: BlockSegment) -> Tensor:
+        flat = self._orders[part.param].flat(self._params[part.param].detach())
+        return flat[part.param_offset : part.param_offset + part.numel]
+
+    def grad(self, block: Block, part: BlockSegment) -> Tensor | None:
+        param = self._params[part.param]
+        if param.grad is None:
+            return None
+        flat = dense_grad(param, self._orders[part.param])
+        return flat[part.param_offset : part.param_offset + part.numel]
+
+
+def with_norms(
+    rule: NormRule,
+    state: TieredState,
+    params: Sequence[Tensor],
+    orders: Sequence[Order],
+    hyper: Sequence[Any],
+    counts: Sequence[int],
+    factor: float,
+) -> list[Any]:
+    """Hyperparameters by parameter. counts: of updates before this one."""
+    steps, cover = [count + 1 for count in counts], _PlainCover(params, orders)
+    sums = square_sums(rule, state, cover, hyper, steps, factor, math.inf)
+    return trusted(rule, hyper, sums)
