@@ -18,7 +18,7 @@ Split = Mapping[str, int | Sequence[int]]
 
 
 class HybridMuon(TieredOptimizer):
-    """Muon (Jordan et al. 2024; Liu et al. 2025) with state on host or NVMe; see `HybridAdam`.
+    """Muon (Jordan et al. 2024; Liu et al. 2025), state on any tier; see `HybridAdam`.
 
     It is made from a module, plain or wrapped, whose parameters it tells apart by the modules they
     belong to (`routed`): weights of hidden layers [out, in], and stacks of such [experts, out, in],
@@ -42,8 +42,8 @@ class HybridMuon(TieredOptimizer):
     orthogonal once a step, whole, by one rank, so that bits depend on no tier and no number of
     ranks. With state on disk as much of it is staged as the largest matrix has here.
 
-    Raises ValueError for an option out of range, for a parameter that is no matrix, one that torch
-    has split, and one on another device than the host; and as `HybridAdam`.
+    Raises ValueError for an option out of range, for a parameter that is no matrix, for one that
+    torch has split, and for float64; and as `HybridAdam`.
     Formulas: `optim.rules.matrix_rule`, `optim.rules.orthogonal`.
     """
 

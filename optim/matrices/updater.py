@@ -23,18 +23,25 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from gemini.optim.rules.matrix_rule import Intake, Matrices, MatrixRule, Outlet, directed
+from gemini.optim.rules.matrix_rule import (
+    MOMENTUM,
+    Intake,
+    Matrices,
+    MatrixRule,
+    Outlet,
+    directed,
+)
 from gemini.optim.rules.orthogonal import DTYPES
 from gemini.optim.rules.report import Traffic
 from gemini.optim.state.pieces import Planes, SteppedViews
 from gemini.optim.state.space import Block
-from gemini.optim.update import cpu_update
 from gemini.optim.update.cpu_update import StepInputs
-from gemini.optim.update.updaters import CpuUpdater
 from gemini.units import BlockId
 
 from .plan import Bucket, Whole
+from .sites import Site, leaving_with, update_apart
 
+Resting = tuple[Block, Planes, bool]  # of a block in memory: where its state is, in the host's
 Run = tuple[int, Tensor]  # first element of a parameter, and directions [n] from there
 
 
@@ -74,6 +81,7 @@ class _Taken:
 
     block: Block
     planes: Planes
+    on_host: bool
     directions: Tensor
     grads: Tensor | None
     waits_for: set[int]
@@ -87,7 +95,7 @@ class MatrixUpdater:
 
     def __init__(
         self,
-        inner: CpuUpdater,
+        site: Site,
         rule: MatrixRule,
         buckets: Sequence[Bucket],
         on_disk: frozenset[int],
@@ -95,12 +103,12 @@ class MatrixUpdater:
         hyper: Sequence[Any],
     ) -> None:
         """on_disk: buckets of which a block is on some rank's disk."""
-        self._inner = inner
+        self._site = site
         self._rule = rule
         self._ways = ways
         self._hyper = hyper
-        self._in = replace(inner.inputs, rounding_seed=None)  # of directions none is rounded so
-        self._out = StepInputs(rounding_seed=inner.inputs.rounding_seed)
+        self._in = replace(site.inputs, rounding_seed=None)  # of directions none is rounded so
+        self._out = StepInputs(rounding_seed=site.inputs.rounding_seed)
         self._buckets = [bucket.only(self._is_matrix) for bucket in buckets]
         self._bucket_of = {w.param: i for i, b in enumerate(self._buckets) for w in b.wholes}
         self._shape = {w.param: w.shape for bucket in self._buckets for w in bucket.wholes}
@@ -112,10 +120,10 @@ class MatrixUpdater:
 
     @property
     def name(self) -> str:
-        return self._inner.name
+        return self._site.name
 
     def traffic(self) -> Traffic:
-        return self._inner.traffic()
+        return self._site.traffic()
 
     def _is_matrix(self, whole: Whole) -> bool:
         return isinstance(self._hyper[whole.param], Matrices)
@@ -125,16 +133,16 @@ class MatrixUpdater:
     def begin(
         self,
         on_disk: Sequence[Block],
-        in_memory: Sequence[tuple[Block, Planes]],
+        in_memory: Sequence[Resting],
         views: SteppedViews,
     ) -> None:
         """The blocks that there are here."""
         for block in on_disk:
             for i in self._waits_for(block, views):
                 self._to_come[i].add(block.id)
-        for block, planes in in_memory:
+        for block, planes, on_host in in_memory:
             if self._waits_for(block, views) & self._to_come.keys():
-                self._take_in(block, planes, views, looks_only=True)
+                self._take_in(block, planes, views, on_host=on_host, looks_only=True)
         for param, runs in self._runs.items():
             if self._bucket_of[param] in self._to_come:
                 self._kept[param] = dict(runs)
@@ -144,8 +152,8 @@ class MatrixUpdater:
         of it has."""
         waits_for = self._waits_for(block, views)
         if not waits_for:
-            return self._inner.update_staged(block, planes, views)
-        self._take_in(block, planes, views)
+            return update_apart(self._site, self._rule, block, planes, views, on_host=True)
+        self._take_in(block, planes, views, on_host=True)
         for i in waits_for:
             self._to_come[i].discard(block.id)
         return True
@@ -170,23 +178,21 @@ class MatrixUpdater:
 
     # -- blocks in memory, when it counts --
 
-    def update_in_memory(
-        self, blocks: Sequence[tuple[Block, Planes]], views: SteppedViews
-    ) -> Iterator[Block]:
+    def update_in_memory(self, blocks: Sequence[Resting], views: SteppedViews) -> Iterator[Block]:
         """Update them; each is shown when it is done."""
         self._taken.clear()
         self._runs.clear()
-        come: dict[int, list[tuple[Block, Planes]]] = {}  # by their first bucket
-        for block, planes in blocks:
+        come: dict[int, list[Resting]] = {}  # by their first bucket
+        for block, planes, on_host in blocks:
             waits_for = self._waits_for(block, views)
             if waits_for:
-                come.setdefault(min(waits_for), []).append((block, planes))
+                come.setdefault(min(waits_for), []).append((block, planes, on_host))
             else:
-                self._inner.update_staged(block, planes, views)
+                update_apart(self._site, self._rule, block, planes, views, on_host=on_host)
                 yield block
         for i, bucket in enumerate(self._buckets):
-            for block, planes in come.get(i, ()):
-                self._take_in(block, planes, views)
+            for block, planes, on_host in come.get(i, ()):
+                self._take_in(block, planes, views, on_host=on_host)
             if i in self._to_come:
                 self._bring_back(bucket)
             else:
@@ -201,11 +207,20 @@ class MatrixUpdater:
         return found if found and views.touches(block) else set()
 
     def _take_in(
-        self, block: Block, planes: Planes, views: SteppedViews, *, looks_only: bool = False
+        self,
+        block: Block,
+        planes: Planes,
+        views: SteppedViews,
+        *,
+        on_host: bool,
+        looks_only: bool = False,
     ) -> None:
+        site = self._site
         matrices = [part for part in block.segments if part.param in self._bucket_of]
-        directions = torch.zeros(block.numel, dtype=self._dtype_of([p.param for p in matrices]))
-        pieces = views.pieces(block, planes, param=directions)
+        directions = site.zeros(block.numel, self._dtype_of([p.param for p in matrices]))
+        momenta = {name: plane for name, plane in planes.items() if name == MOMENTUM.name}
+        here = site.bring(momenta, on_host=on_host)
+        pieces = views.pieces(block, here, param=directions)
         taken_in = []
         for piece in pieces:
             hyper = piece.hyper
@@ -213,19 +228,21 @@ class MatrixUpdater:
                 momentum = piece.planes[0].clone() if looks_only else piece.planes[0]
                 intake = Intake(hyper.momentum, hyper.nesterov)
                 taken_in.append(replace(piece, planes=(momentum,), hyper=intake))
-        cpu_update.update(self._inner.workers, self._rule, taken_in, self._in)
+        site.update(self._rule, taken_in, self._in)
+        if not looks_only:
+            site.give_back(momenta, here)
         for part in matrices:
             run = directions[part.offset : part.offset + part.numel]
             self._runs.setdefault(part.param, []).append((part.param_offset, run))
         if not looks_only:
             grads = None
             if len(taken_in) < len(pieces):
-                grads = torch.zeros(block.numel)
+                grads = site.zeros(block.numel, torch.float32)
                 for piece in pieces:
-                    start = piece.param.storage_offset()
+                    start = piece.param.storage_offset() - directions.storage_offset()
                     grads[start : start + piece.grad.numel()].copy_(piece.grad)
             waits_for = self._waits_for(block, views)
-            self._taken[block.id] = _Taken(block, planes, directions, grads, waits_for)
+            self._taken[block.id] = _Taken(block, planes, on_host, directions, grads, waits_for)
         views.took_gradient(block)
 
     def _dtype_of(self, params: Sequence[int]) -> torch.dtype:
@@ -247,7 +264,7 @@ class MatrixUpdater:
         sent = [sum(whole.runs[rank][1] for whole in of_rank) for of_rank in owned]
         come = [sum(whole.runs[other][1] for whole in owned[rank]) for other in ranks]
         dtype = self._dtype_of([whole.param for whole in bucket.wholes])
-        out, found = torch.zeros(sum(sent), dtype=dtype), torch.empty(sum(come), dtype=dtype)
+        out, found = self._site.zeros(sum(sent), dtype), self._site.zeros(sum(come), dtype)
         here = [run for of_rank in owned for whole in of_rank for run in self._here(whole, rank)]
         sizes = [run.numel() for run in here]
         for there, values in zip(out.split(sizes), here, strict=True):
@@ -266,7 +283,9 @@ class MatrixUpdater:
         numel = whole.runs[rank][1]
         if sum(run.numel() for run in runs) == numel:
             return runs
-        return [torch.zeros(numel)]  # the step failed here, and others wait for it
+        return [
+            self._site.zeros(numel, torch.bfloat16)
+        ]  # the step failed here, and others wait for it
 
     def _direct(self, whole: Whole, runs: Sequence[Tensor]) -> None:
         """Make the direction of a parameter orthogonal, of which these are all runs in order."""
@@ -311,10 +330,11 @@ class MatrixUpdater:
             moves = taken.grads
             for part in block.segments:
                 if part.param in self._bucket_of:
-                    here = slice(part.offset, part.offset + part.numel)
-                    moves[here].copy_(taken.directions[here])
-        moved, others = [], []
-        for piece in views.pieces(block, taken.planes, grad=moves):
+                    place = slice(part.offset, part.offset + part.numel)
+                    moves[place].copy_(taken.directions[place])
+        site, moved, others = self._site, [], []
+        here = site.bring(taken.planes, on_host=taken.on_host)
+        for piece in views.pieces(block, here, grad=moves):
             hyper = piece.hyper
             if isinstance(hyper, Matrices):
                 rate = hyper.rate_of(self._shape[piece.counter])
@@ -322,8 +342,9 @@ class MatrixUpdater:
                 moved.append(replace(piece, planes=(), hyper=outlet))
             else:
                 others.append(piece)
-        cpu_update.update(self._inner.workers, self._rule, moved, self._out)
-        self._inner.update(others)
+        site.update(self._rule, moved, self._out)
+        site.update(self._rule, others, site.inputs)
+        site.give_back(taken.planes, here, leaving_with(site, block, views))
         views.updated(block)
 
 

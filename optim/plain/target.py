@@ -46,7 +46,7 @@ from gemini.tickets import Done, Ticket
 from gemini.units import BLOCK_NUMEL
 
 from .views import Order, PlainViews, dense_grad
-from .wholes import check_host, matrix_step, wholes_of, with_norms
+from .wholes import check_width, matrix_step, wholes_of, with_norms
 
 
 class PlainTarget:
@@ -74,7 +74,7 @@ class PlainTarget:
         columns, wholes = ALL_COLUMNS, list[Whole]()
         if isinstance(rule, MatrixRule):
             columns = rule.columns(group_of, groups)
-            check_host(params)
+            check_width(params)
             wholes = wholes_of(self._orders)
         space = StateSpace.pack([param.numel() for param in params], block_numel)
         self._tiered_state = TieredState(
@@ -94,7 +94,9 @@ class PlainTarget:
             raise
         self._executor: Executor
         if isinstance(rule, MatrixRule):
-            self._executor = matrix_step(rule, self._group_of, wholes, self._tiered_state)
+            self._executor = matrix_step(
+                rule, self._group_of, wholes, self._tiered_state, params[0].device
+            )
         else:
             # of a rule whose hyperparameters are a parameter's own, each is a group
             own = list(range(len(params))) if rule.over_norms else self._group_of

@@ -14,9 +14,16 @@ from gemini.optim.matrices.updater import Alone
 from gemini.optim.rules.control_vector import ControlVector
 from gemini.optim.rules.matrix_rule import MatrixRule
 from gemini.optim.rules.rule import NormRule
+from gemini.optim.state.memory import memory_of
 from gemini.optim.state.space import Block, BlockSegment
 from gemini.optim.state.tiered_state import TieredState
-from gemini.optim.step.matrix_step import MatrixPlan, MatrixStep, bucket_homes
+from gemini.optim.step.matrix_step import (
+    MatrixDeviceStep,
+    MatrixPlan,
+    MatrixStep,
+    MatrixUpdates,
+    bucket_homes,
+)
 from gemini.optim.step.norms import Cover, square_sums, trusted
 from gemini.optim.update.cpu_update import CpuWorkers
 from gemini.optim.update.updaters import CpuUpdater
@@ -24,13 +31,12 @@ from gemini.optim.update.updaters import CpuUpdater
 from .views import Order, dense_grad
 
 
-def check_host(params: Sequence[Tensor]) -> None:
-    """Raise ValueError for parameters whose matrices nothing here can update."""
-    first = params[0]
-    if first.device.type != "cpu" or first.dtype == torch.float64:
+def check_width(params: Sequence[Tensor]) -> None:
+    """Raise ValueError for parameters that directions are too narrow for."""
+    if params[0].dtype == torch.float64:
         raise ValueError(
-            f"a rule over matrices got {first.dtype} parameters on {first.device}; expected "
-            "float32, bfloat16 or float16 in host memory (torch.optim.Muon updates others)"
+            "a rule over matrices got torch.float64 parameters; expected float32, bfloat16 or "
+            "float16 (torch.optim.Muon updates others)"
         )
 
 
@@ -44,18 +50,24 @@ def wholes_of(orders: Sequence[Order]) -> list[Whole]:
 
 
 def matrix_step(
-    rule: MatrixRule, group_of: Sequence[int], wholes: Sequence[Whole], state: TieredState
-) -> MatrixStep:
-    """The executor of parameters in host memory."""
+    rule: MatrixRule,
+    group_of: Sequence[int],
+    wholes: Sequence[Whole],
+    state: TieredState,
+    device: torch.device,
+) -> MatrixStep | MatrixDeviceStep:
+    """The executor of parameters on a device."""
 
     def planned() -> MatrixPlan:
         on_disk = () if state.nvme is None else state.nvme.blocks
         return MatrixPlan(buckets, bucket_homes(buckets, on_disk), {"": Alone()})
 
     buckets = buckets_of(wholes)
-    updater = CpuUpdater(CpuWorkers(), rule)
-    control = ControlVector(None, torch.device("cpu"))
-    return MatrixStep(updater, rule, group_of, state.columns, planned, control)
+    updates = MatrixUpdates(rule, group_of, state.columns, planned)
+    control = ControlVector(None, device)
+    if device.type != "cpu":
+        return MatrixDeviceStep(updates, control, memory_of(device))
+    return MatrixStep(CpuUpdater(CpuWorkers(), rule), updates, control)
 
 
 class _PlainCover(Cover):

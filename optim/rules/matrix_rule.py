@@ -86,7 +86,7 @@ class MatrixRule(UpdateRule):
     options: ClassVar = {}
 
     def __init__(self, others: UpdateRule) -> None:
-        self._others = others
+        self.others = others
         # no plane keeps ties: a block need not have it
         planes = (Plane(plane.name, plane.dtype) for plane in others.layout.planes)
         self.layout = StateLayout((MOMENTUM, *planes))
@@ -98,7 +98,7 @@ class MatrixRule(UpdateRule):
         self, group_of: Sequence[int | None], groups: Sequence[Mapping[str, Any]]
     ) -> Columns:
         """By parameter, of which one in no group may come into any."""
-        own, others = frozenset({MOMENTUM.name}), frozenset(self._others.layout.names)
+        own, others = frozenset({MOMENTUM.name}), frozenset(self.others.layout.names)
         planes = [own if group["use_muon"] else others for group in groups]
         return Columns(tuple(None if group is None else planes[group] for group in group_of))
 
@@ -106,10 +106,10 @@ class MatrixRule(UpdateRule):
         """`Matrices`, or what `others` has of its options, which are named `adamw_...` where both
         have them. Raises ValueError naming the first that is out of range."""
         if not group["use_muon"]:
-            own = {name: group[name] for name in self._others.options if name in group}
+            own = {name: group[name] for name in self.others.options if name in group}
             theirs = {name: group[f"adamw_{name}"] for name in ("lr", "eps")}
             theirs = {name: value for name, value in theirs.items() if value is not None}
-            return self._others.hyper({**self._others.options, **own, **theirs})
+            return self.others.hyper({**self.others.options, **own, **theirs})
         for name, known in (("adjust_lr_fn", RATES), ("ns_form", FORMS), ("ns_dtype", [*DTYPES])):
             if group[name] not in known:
                 raise ValueError(f"{name}={group[name]!r}; expected one of {list(known)}")
@@ -148,8 +148,10 @@ class MatrixRule(UpdateRule):
         elif isinstance(hyper, Outlet):
             param.mul_(hyper.decay).add_(grad, alpha=-hyper.rate)
         else:
-            own = planes[-len(self._others.layout.planes) :]
-            self._others.update(param, grad, own, hyper, step)
+            own = planes[-len(self.others.layout.planes) :]
+            # faster operators are the host's; on a device the formula is computed
+            update = UpdateRule.update if param.is_cuda else type(self.others).update
+            update(self.others, param, grad, own, hyper, step)
 
 
 def directed(hyper: Matrices, whole: Tensor) -> None:

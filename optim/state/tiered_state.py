@@ -180,6 +180,11 @@ class TieredState:
         """All that is not on disk."""
         return (*self.resident, *self.host)
 
+    def resting(self) -> list[tuple[Block, Planes, bool]]:
+        """Blocks in memory, their state as an update takes it, and whether that is the host's."""
+        here = [(block, self.planes(block), False) for block in self.resident]
+        return here + [(block, self.planes(block), True) for block in self.host]
+
     def planes(self, block: Block) -> Planes:
         """Views of the state of a block that is in memory, as an update takes them."""
         self._settle()

@@ -188,7 +188,7 @@ class TargetStep:
             return None
         try:
             on_disk = [row.block for row in self._state.rows]
-            matrices.begin(on_disk, [(b, state.planes(b)) for b in state.in_memory], self._views)
+            matrices.begin(on_disk, state.resting(), self._views)
             matrices.ready(self._views)
         except BaseException as error:
             return error
@@ -270,7 +270,7 @@ class TargetStep:
 
     def _matrices_in_memory(self, updater: MatrixUpdater) -> Iterator[Block]:
         state, views = self._tiered_state, self._views
-        yield from updater.update_in_memory([(b, state.planes(b)) for b in state.in_memory], views)
+        yield from updater.update_in_memory(state.resting(), views)
         views.end()
 
     def _commit(self) -> None:

@@ -326,7 +326,7 @@ class ShardTarget(SavedShards):
         """What decides where no disk and no replica has a say in a step: the host need not know."""
         has_files = self._parts.storage.gradient_files is not None
         asks_host = self._uses_disk or has_files or self._parts.scope.replicas
-        decides = self.device_may_decide and not (asks_host or self._rule.over_norms)
+        decides = self.device_may_decide and not (asks_host or self.needs_wholes)
         return self._executor if decides and isinstance(self._executor, TritonStep) else None
 
     @torch.no_grad()

@@ -8,7 +8,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from optim import HybridMuon
-from optim.matrices import updater
+from optim.matrices import sites
 from optim.muon import routed
 from optim.rules import matrix_rule
 from optim.rules.orthogonal import COEFFICIENTS, adjusted_rate, orthogonal
@@ -258,7 +258,7 @@ def test_a_step_that_fails_in_its_middle_changes_nothing(which, tmp_path, monkey
     optimizer = HybridMuon(_groups(params), **on_disk(tmp_path, 0.8))
     train(params, optimizer, 2)
     before = [p.detach().clone() for p in params]
-    real, calls = updater.cpu_update.update, []
+    real, calls = sites.cpu_update.update, []
 
     def fails(*args):
         calls.append(args)
@@ -267,7 +267,7 @@ def test_a_step_that_fails_in_its_middle_changes_nothing(which, tmp_path, monkey
         return real(*args)
 
     with monkeypatch.context() as patched:
-        patched.setattr(updater.cpu_update, "update", fails)
+        patched.setattr(sites.cpu_update, "update", fails)
         with pytest.raises(OSError, match="on purpose"):
             train(params, optimizer, 1, first=2)
     assert all(torch.equal(a, b) for a, b in zip(before, params, strict=True))

@@ -6,7 +6,6 @@ from torch import nn
 
 import gemini
 from bench.shared.models import seeded
-from bench.shared.simulated import SimBackend
 from bench.shared.threads import run_threads
 from gemini import AutoPlacement, GeminiDDP
 from gemini.placement.sizes import BudgetError
@@ -16,10 +15,12 @@ from optim.matrices.updater import MatrixUpdater
 from optim.rules import matrix_rule
 from optim.rules.orthogonal import orthogonal
 from tests.golden import bits as program
+from tests.support.loops.tails import on_host
 from tests.support.plain_training import update_error
 
 KINDS = ("bf16", "fp32", "rounded", "fp16")
 HOMES = list(program.HOMES)
+DEVICES = ("device", "device, host", "device, host, disk")
 
 
 def _muon(params, cpu_path="auto", **places):
@@ -37,6 +38,10 @@ def of_the_program(monkeypatch):
     monkeypatch.setitem(program.RULES, "muon", _muon)
     for kind in KINDS:
         monkeypatch.setitem(program.KINDS, f"muon, {kind}", ("muon", kind))
+    monkeypatch.setitem(program.HOMES, "device", lambda: on_host("stream", state=0.0))
+    monkeypatch.setitem(program.HOMES, "device, host", lambda: on_host("stream", state=0.6))
+    far = lambda: on_host("stream", params=0.5, grads=True, state=0.8, disk=0.4)  # noqa: E731
+    monkeypatch.setitem(program.HOMES, "device, host, disk", far)
     roomy = lambda: {**program._in_files(), "placement_policy": AutoPlacement("2MiB")}  # noqa: E731
     monkeypatch.setitem(program.HOMES, "files", roomy)
 
@@ -52,6 +57,18 @@ def _bits(kind, home, folder, num_ranks=1):
 
 @pytest.mark.parametrize("home", HOMES[1:])
 def test_bits_do_not_depend_on_where_state_lives(home, tmp_path):
+    for kind in KINDS:
+        want = _bits(kind, "resident", tmp_path / "resident")
+        assert _bits(kind, home, tmp_path / "there") == want, kind
+
+
+@pytest.mark.parametrize("home", DEVICES)
+def test_a_device_has_the_bits_of_the_host(home, tmp_path, monkeypatch):
+    """Without the step that clips: a norm of kernels is another's by its last bit."""
+    clips, step = 2, program.STEPS[1]
+    monkeypatch.setattr(
+        program, "STEPS", (*program.STEPS[:clips], step, *program.STEPS[clips + 1 :])
+    )
     for kind in KINDS:
         want = _bits(kind, "resident", tmp_path / "resident")
         assert _bits(kind, home, tmp_path / "there") == want, kind
@@ -239,9 +256,3 @@ def test_a_budget_that_staging_does_not_fit_names_the_largest_matrix():
     ):
         model = GeminiDDP(_net(), placement_policy=AutoPlacement("180KiB", block_numel=1024))
         HybridMuon(model, lr=0.02, nvme_offload_fraction=1.0)
-
-
-def test_a_device_that_updates_by_kernels_is_named():
-    model = GeminiDDP(_net(), device=SimBackend(1, updates_by_triton=True))
-    with pytest.raises(ValueError, match="HybridMuon updates in host memory, and this module's"):
-        HybridMuon(model, lr=0.02)

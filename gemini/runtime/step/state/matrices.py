@@ -13,7 +13,13 @@ from gemini.mesh.roles import WORLD
 from gemini.optim.matrices.plan import Bucket, Whole, buckets_of
 from gemini.optim.rules.matrix_rule import MOMENTUM, MatrixRule
 from gemini.optim.rules.state_layout import Columns
-from gemini.optim.step.matrix_step import MatrixPlan, MatrixStep
+from gemini.optim.step.gradients import GradientRun
+from gemini.optim.step.matrix_step import (
+    MatrixDeviceStep,
+    MatrixPlan,
+    MatrixStep,
+    MatrixUpdates,
+)
 from gemini.optim.update.cpu_update import CpuWorkers
 from gemini.optim.update.updaters import CpuUpdater
 from gemini.placement.plan import Plan
@@ -111,24 +117,21 @@ def planned(parts: Parts, matrices: Matrices, plan: Plan, layout: ChunkLayout) -
     )
 
 
-def check_host(parts: Parts) -> None:
-    """Raise ValueError where the device's kernels update, which know no matrix."""
-    if updated_by_kernels(parts.planning.plan, parts.backend):
-        raise ValueError(
-            "HybridMuon updates in host memory, and this module's device updates by kernels; train "
-            "it on CPUs, or its matrices by torch.optim.Muon without a wrapper"
-        )
-
-
 def matrix_step(
     parts: Parts,
     rule: MatrixRule,
     group_of: Sequence[int | None],
     columns: Columns,
     asked: Callable[[], MatrixPlan],
-) -> MatrixStep:
-    """The executor of shards that the host updates."""
-    settings = parts.precision_settings
+    runs: Sequence[GradientRun],
+) -> MatrixStep | MatrixDeviceStep:
+    """The executor of shards: where the plan has it."""
+    settings, control = parts.precision_settings, parts.control_vector
     seed = None if settings.master_weights else settings.rounding_seed
-    updater = CpuUpdater(CpuWorkers(), rule)
-    return MatrixStep(updater, rule, group_of, columns, asked, parts.control_vector, seed)
+    updates = MatrixUpdates(rule, group_of, columns, asked)
+    if updated_by_kernels(parts.planning.plan, parts.backend):
+        names = [spec.name for spec in parts.layout.params]
+        return MatrixDeviceStep(
+            updates, control, parts.backend, runs=runs, names=names, rounding_seed=seed
+        )
+    return MatrixStep(CpuUpdater(CpuWorkers(), rule), updates, control, seed)

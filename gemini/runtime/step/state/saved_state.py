@@ -26,7 +26,7 @@ from gemini.optim.state.state_stream import (
     visit_runs,
 )
 from gemini.optim.step.executor import Executor, step_counts
-from gemini.optim.step.matrix_step import MatrixPlan, MatrixStep
+from gemini.optim.step.matrix_step import MatrixPlan
 from gemini.optim.target import Group
 from gemini.runtime.parts import Parts
 from gemini.runtime.step.executors import make_executor, run_of
@@ -34,7 +34,7 @@ from gemini.runtime.step.weights import after_step, write_back_changes
 from gemini.units import ChunkId
 
 from .full_state import gather_state, scatter_state
-from .matrices import Matrices, check_host, matrix_step, planned
+from .matrices import Matrices, matrix_step, planned
 from .norms import check_not_split
 from .shard_blocks import Shards
 from .shard_state import ShardState, StepCalls
@@ -63,14 +63,13 @@ class SavedShards(ShardState):
             check_not_split(parts)
         columns = ALL_COLUMNS
         if isinstance(rule, MatrixRule):
-            check_host(parts)
             columns = rule.columns(self._group_of, groups)
         super().__init__(parts, calls, rule.layout, config, columns)
         self._executor: Executor
+        runs = [run_of(parts.layout, chunk) for chunk in self._chunks]
         if isinstance(rule, MatrixRule):
-            self._executor = matrix_step(parts, rule, self._group_of, columns, self._planned)
+            self._executor = matrix_step(parts, rule, self._group_of, columns, self._planned, runs)
         else:
-            runs = [run_of(parts.layout, chunk) for chunk in self._chunks]
             self._executor = make_executor(
                 parts, rule, self._tiered_state.layout, self._executor_groups, runs, config.cpu_path
             )
@@ -94,7 +93,7 @@ class SavedShards(ShardState):
     @property
     def needs_wholes(self) -> bool:
         """Its updates need more than one rank's part of a parameter."""
-        return isinstance(self._executor, MatrixStep) or self._rule.over_norms
+        return self._rule.over_matrices or self._rule.over_norms
 
     @property
     def some_planes(self) -> Mapping[str, Set[str]]:
