@@ -70,6 +70,9 @@ class HybridParallelPlugin(EnginePlugin):
         ranks share sequences; with `labels=` and a head that is split they are a DTensor, of which
         each rank has some words, and are gathered for the first loss alone. Else, of models that
         do more to logits than their head, and in pipelines they are whole.
+    make_vocab_size_divisible_by: a rank of `tp_size` computes logits of so many words or a
+        multiple, for faster kernels: rows of zeros come to its part of a head in each call, and
+        are in no parameter. A vocabulary that the ranks do not divide is split unevenly.
     pp_size: places of a pipeline, for `booster.execute_pipeline`. `nn.Sequential` and models of
         transformers are cut into stages of as many layers, or of `num_layers_per_stage`. State is
         sharded over ranks that have the same stage, and gradients are reduced once, at
@@ -141,9 +144,7 @@ class HybridParallelPlugin(EnginePlugin):
     enable_metadata_cache: bool = option(
         True, only=PIPELINE, ignored="shapes are found when they change"
     )
-    make_vocab_size_divisible_by: int = option(
-        64, only=TENSOR, ignored="a vocabulary is split as it is, unevenly"
-    )
+    make_vocab_size_divisible_by: int = size(64, only=TENSOR)
     dp_outside: bool = option(True, only=PIPELINE)
     overlap_p2p: bool = option(
         True, only=PIPELINE, ignored="torch's schedules wait for a message when they need it"
@@ -287,8 +288,9 @@ class HybridParallelPlugin(EnginePlugin):
         if self.tp_size > 1:
             sequence = self.enable_sequence_parallelism and self.sharing == 1
             options["tensor_parallel"] = TensorParallel(
-                self.custom_policy, sequence, self.parallel_output
-            )
+                self.custom_policy, sequence, self.parallel_output,
+                self.make_vocab_size_divisible_by,
+            )  # fmt: skip
         if self.ep_size > 1:
             options["expert_parallel"] = True
         if self.sharing > 1:

@@ -35,7 +35,8 @@ BERT = WIDTH | {
 }  # fmt: skip
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("LlamaForCausalLM", LLAMA | FOUR),
-    "Llama tied": ("LlamaForCausalLM", LLAMA | {"tie_word_embeddings": True}),
+    # words that two ranks do not divide
+    "Llama tied": ("LlamaForCausalLM", LLAMA | {"tie_word_embeddings": True, "vocab_size": 97}),
     "Qwen2": ("Qwen2ForCausalLM", LLAMA),
     "Qwen3": ("Qwen3ForCausalLM", LLAMA | {"head_dim": 8}),
     "Mistral": ("MistralForCausalLM", LLAMA),
