@@ -104,9 +104,11 @@ def split(
             for attribute, buffer in buffers.items():
                 setattr(module, attribute, local_of(buffer))
     for names in tied:
-        first = next((n for n in names if n.rpartition(".")[0] in styles), names[0])
-        for name in names:
-            layer, _, attribute = name.rpartition(".")
+        layers = {name: name.rpartition(".")[0] for name in names}
+        of_here = [n for n in names if id(model.get_submodule(layers[n])) in here]
+        first = next((n for n in of_here if layers[n] in styles), names[0])
+        for name, layer in layers.items():
+            attribute = name.removeprefix(f"{layer}.")
             setattr(model.get_submodule(layer), attribute, model.get_parameter(first))
     after = dict(model.named_parameters(remove_duplicate=False))
     instead = {id(param): after[name] for name, param in before.items()}

@@ -13,12 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gemini.ddp import GeminiDDP
 from gemini.integrations.options import FP16, SCALE, Case, handed, option, size
-from gemini.integrations.parallel.cut import stages_of
+from gemini.integrations.parallel.cut import copies_of, shared_by, stages_of
 from gemini.integrations.parallel.pipelined import STYLES, MicrobatchSchedule, Pipelined
 from gemini.integrations.parallel.plans import TensorParallel, split
 from gemini.integrations.parallel.shared_sequence import MODES, SequenceParallel
 from gemini.integrations.parallel.sizes import MeshSizes
 from gemini.integrations.parts import accept
+from gemini.runtime.pipeline.together import together_of
 
 from .engine_plugin import ALL_KERNELS, FLASH, JIT, NORMS, TENSOR, UNSPLIT, EnginePlugin, made_ours
 from .plugin import params_of
@@ -325,6 +326,7 @@ def _wrap_stages(
     """
     places = [schedule.stages(place, mesh["pp"].size()) for place in range(mesh["pp"].size())]
     stages = stages_of(model, sum(map(len, places)), layers)
+    shared = shared_by(model, stages)
     if optimizer is not None:
         for place, theirs in enumerate(places):
             _check_steps(optimizer, place, [stages[i] for i in theirs])
@@ -332,7 +334,16 @@ def _wrap_stages(
     mine = places[mesh.get_local_rank("pp")]
     if tensor_parallel is not None:
         split(model, optimizer, mesh["tp"], tensor_parallel, [stages[i] for i in mine])
-    parts = [GeminiDDP(stages[i], mesh=mesh, **options) for i in mine]
+    place_of = {stage: place for place, theirs in enumerate(places) for stage in theirs}
+    ties = together_of(mesh).ties
+    for names, theirs in shared:
+        copies = copies_of(names, [stages[i] for i in mine if i in theirs], optimizer)
+        if copies:
+            ties.add(copies, names, [*dict.fromkeys(place_of[stage] for stage in theirs)])
+    try:
+        parts = [GeminiDDP(stages[i], mesh=mesh, **options) for i in mine]
+    finally:
+        ties.forget()
     if optimizer is not None:
         here = {id(param) for part in parts for param in part.parameters()}
         for group in optimizer.param_groups:
