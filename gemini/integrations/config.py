@@ -111,6 +111,10 @@ def _precision(fp16: Mapping[str, Any] | None) -> dict[str, Any]:
         return {"precision": "fp32"}
     given = dict(fp16)
     mode = given.pop("mode", AMP_TYPE.TORCH)
+    if not given.pop("enabled", True):
+        return {"precision": "fp32"}
+    if "init_scale" in given:  # of torch's scaler
+        given["initial_scale"] = given.pop("init_scale")
     given = {name: value for name, value in given.items() if value is not False}
     if mode not in (AMP_TYPE.TORCH, AMP_TYPE.NAIVE) or not set(given) <= set(SCALE_NAMES):
         raise ValueError(

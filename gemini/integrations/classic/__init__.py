@@ -5,7 +5,9 @@ from gemini.optim.adam import HybridAdam as HybridAdam
 from gemini.optimizer import GeminiAdamOptimizer as GeminiAdamOptimizer
 from gemini.optimizer import GeminiOptimizer as GeminiOptimizer
 
+from . import hooks as hooks
 from .bucketer import ReduceScatterBucketer as ReduceScatterBucketer
+from .engine import initialize as initialize
 from .handlers import GRADIENT_HANDLER as GRADIENT_HANDLER
 from .handlers import BaseGradientHandler as BaseGradientHandler
 from .sharded_v2 import ShardedModelV2 as ShardedModelV2
@@ -15,6 +17,7 @@ from .tools import MultiTimer as MultiTimer
 from .tools import disable_existing_loggers as disable_existing_loggers
 from .tools import get_dataloader as get_dataloader
 from .tools import print_rank_0 as print_rank_0
+from .trainer import Trainer as Trainer
 from .wrappers import ChunkManager as ChunkManager
 from .wrappers import ColoInitContext as ColoInitContext
 from .wrappers import GeminiDDP as GeminiDDP
