@@ -10,6 +10,10 @@ from .bucketer import ReduceScatterBucketer as ReduceScatterBucketer
 from .engine import initialize as initialize
 from .handlers import GRADIENT_HANDLER as GRADIENT_HANDLER
 from .handlers import BaseGradientHandler as BaseGradientHandler
+from .pipeline import PipelinableContext as PipelinableContext
+from .pipeline import build_pipeline_model as build_pipeline_model
+from .pipeline import partition_balanced as partition_balanced
+from .pipeline import partition_uniform as partition_uniform
 from .sharded_v2 import ShardedModelV2 as ShardedModelV2
 from .sharded_v2 import ShardedOptimizerV2 as ShardedOptimizerV2
 from .sharded_v2 import col_model_deepcopy as col_model_deepcopy

@@ -134,7 +134,9 @@ def initialize(
     Raises ValueError for what the plugin cannot wrap.
     """
     config = global_context.config
-    booster = Booster(plugin=plugin_of(config, zero_stage=1))
+    chunks = getattr(model, "num_chunks", 1)
+    style = {"pp_style": "interleaved", "num_model_chunks": chunks} if chunks > 1 else {}
+    booster = Booster(plugin=plugin_of(config, zero_stage=1, **style))
     model, optimizer, *_ = booster.boost(model, optimizer)  # type: ignore[assignment]
     for handler in config.get("gradient_handler", ()):
         GRADIENT_HANDLER.get_module(handler["type"])(model, optimizer)

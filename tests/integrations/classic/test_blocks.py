@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from gemini.integrations.config import plugin_of, read_config
 from tests.support.said import said
@@ -69,6 +69,36 @@ def tiny(num_classes=10, drop_rate=0.0):
     return nn.Sequential(nn.Flatten(), nn.Dropout(drop_rate), nn.Linear(48, num_classes))
 
 
+class Small(nn.Module):
+    """With the children of a ResNet."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.bn1, self.relu = nn.Conv2d(3, 2, 1), nn.BatchNorm2d(2), nn.ReLU()
+        self.maxpool, self.layer1, self.layer2 = nn.MaxPool2d(2), nn.Identity(), nn.Identity()
+        self.layer3, self.layer4, self.avgpool = nn.Identity(), nn.Identity(), nn.AvgPool2d(2)
+        self.fc = nn.Linear(2, 10)
+
+
+class PatchEmbed(nn.Module):
+    def __init__(self, img_size, patch_size, in_chans, embed_dim):
+        super().__init__()
+        self.num_patches = (img_size // patch_size) ** 2
+        self.proj = nn.Conv2d(in_chans, embed_dim, patch_size, patch_size)
+
+    def forward(self, x):
+        return self.proj(x).flatten(2).transpose(1, 2)
+
+
+class Block(nn.TransformerEncoderLayer):
+    def __init__(self, dim, num_heads, **options):
+        super().__init__(dim, num_heads, 2 * dim, dropout=0.0, batch_first=True)
+
+
+def loaders(batch_size, *args, **options):
+    return DataLoader(images(), batch_size), DataLoader(images(), batch_size)
+
+
 def images(*args, **options):
     draw = torch.Generator().manual_seed(1)
     pixels = torch.randn(24, 3, 4, 4, generator=draw)
@@ -77,14 +107,18 @@ def images(*args, **options):
 
 def small_world():
     """What would be downloaded: models, data and how it is changed."""
-    models = module("torchvision.models", resnet34=tiny)
+    models = module("torchvision.models", resnet34=tiny, resnet50=Small)
     data = module("torchvision.datasets", CIFAR10=images, Caltech101=images)
     vision = module("torchvision", models=models, datasets=data, transforms=MagicMock())
-    timm = module("timm.models", vit_base_patch16_224=tiny)
+    parts = {"PatchEmbed": PatchEmbed, "Block": Block, "trunc_normal_": nn.init.trunc_normal_}
+    vit = module("timm.models.vision_transformer", _init_vit_weights=lambda layer: None, **parts)
+    timm = module("timm.models", vit_base_patch16_224=tiny, vision_transformer=vit)
+    cifar = module("titans.dataloader.cifar10", build_cifar=loaders)
     return {
         "torchvision": vision, "torchvision.models": models, "torchvision.datasets": data,
         "torchvision.transforms": vision.transforms, "timm": module("timm", models=timm),
-        "timm.models": timm,
+        "timm.models": timm, "torchvision.models.resnet": MagicMock(), "titans": MagicMock(),
+        "titans.dataloader": MagicMock(), "titans.dataloader.cifar10": cifar,
     }  # fmt: skip
 
 

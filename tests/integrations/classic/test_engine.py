@@ -14,11 +14,16 @@ from gemini.integrations.classic import (
     GRADIENT_HANDLER,
     BaseGradientHandler,
     MultiTimer,
+    PipelinableContext,
     Trainer,
+    build_pipeline_model,
+    get_dataloader,
     hooks,
     initialize,
+    partition_balanced,
+    partition_uniform,
 )
-from gemini.integrations.config import global_context, read_config
+from gemini.integrations.config import ParallelMode, global_context, is_using_pp, read_config
 
 # fp32: sums in other orders
 TOLERANCE = 1e-6
@@ -42,11 +47,11 @@ def data(count, first=0):
     ]
 
 
-def started(config, **options):
+def started(config, model=None):
     global_context.config = read_config(config)
-    model = made()
+    model = made() if model is None else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
-    return initialize(model, optimizer, nn.CrossEntropyLoss(), **options)[0]
+    return initialize(model, optimizer, nn.CrossEntropyLoss())[0]
 
 
 @pytest.fixture(autouse=True)
@@ -58,9 +63,25 @@ def group(monkeypatch, tmp_path):
         dist.destroy_process_group()
 
 
-def plain(steps):
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 7), nn.Linear(7, 7)
+        self.third, self.last = nn.Linear(7, 7), nn.Linear(7, 3)
+
+    def forward(self, x):
+        for layer in (self.first, self.second, self.third):
+            x = torch.tanh(layer(x))
+        return self.last(x)
+
+
+def net():
+    with seeded():
+        return Net()
+
+
+def plain(steps, model):
     """Weights after steps of PARTS batches each."""
-    model = made()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
     for step in range(steps):
         for image, label in data(PARTS, PARTS * step):
@@ -87,14 +108,23 @@ def test_so_many_backwards_as_the_configuration_says_are_one_step():
         first.append(float(engine.model.state_dict()["0.weight"][0, 0]))
     assert stepped == [False, False, True] * 2
     assert len(set(first[:2])) == 1 and len(set(first)) == 3
-    near(engine.model.state_dict(), plain(2))
+    near(engine.model.state_dict(), plain(2, made()))
 
 
-def through_stages(rank):
-    engine = started({
+def through_stages(rank, chunks):
+    global_context.config = read_config({
         "gradient_accumulation": PARTS, "clip_grad_norm": CLIP, "parallel": {"pipeline": 2},
         "NUM_MICRO_BATCHES": 2,
     })  # fmt: skip
+    pipelinable, tanh = PipelinableContext(), (torch.tanh, "behind")
+    with pipelinable:
+        net()
+    pipelinable.to_layer_list(["first", tanh, "second", torch.tanh, "third", tanh, "last"])
+    place = global_context.get_local_rank(ParallelMode.PIPELINE)
+    assert place == rank and is_using_pp() and not global_context.is_initialized(ParallelMode.DATA)
+    model = pipelinable.partition(chunks, global_context.pipeline_parallel_size, place)
+    engine = started(global_context.config, model)
+    assert len(engine.model.stages) == chunks
     trainer = Trainer(engine)
     hook = hooks.LossHook()
     trainer.fit(data(2 * PARTS), 1, hooks=[hook, hooks.AccuracyHook(hooks.Accuracy())],
@@ -103,11 +133,11 @@ def through_stages(rank):
     return state, trainer.metrics
 
 
-def test_a_fit_through_stages_is_the_loop():
-    (first, metrics), (last, other) = run_ranks(through_stages, 2)
-    near(first | last, plain(2))
-    model, test = made(), data(2)
-    model.load_state_dict(plain(2))
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_a_fit_through_stages_is_the_loop(chunks):
+    (first, metrics), (last, other) = run_ranks(through_stages, 2, chunks)
+    model, test = net(), data(2)
+    near(first | last, plain(2, model))
     logits = [model(image).detach() for image, _ in test]
     loss = sum(nn.functional.cross_entropy(x, y) for x, (_, y) in zip(logits, test, strict=True))
     right = sum(hooks.Accuracy()(x, y) for x, (_, y) in zip(logits, test, strict=True))
@@ -184,3 +214,49 @@ def test_a_handler_that_the_configuration_names_sees_gradients():
     assert Doubling.seen == 1
     report = engine.optimizer.last_report
     assert report.grad_norm == pytest.approx(2 * float(torch.stack(norm).norm()), rel=1e-5)
+
+
+def test_layers_are_shared_out_evenly_or_by_weight():
+    assert partition_uniform(12, 2, 2) == [[(0, 3), (6, 9)], [(3, 6), (9, 12)]]
+    assert partition_uniform(7, 3, 1) == [[(0, 2)], [(2, 4)], [(4, 7)]]
+    assert partition_balanced([1, 1, 1, 5, 1, 1, 4], 3, 1) == [[(0, 3)], [(3, 4)], [(4, 7)]]
+    assert partition_balanced([1, 2, 3, 4, 5, 6], 2, 2) == [[(0, 3), (4, 5)], [(3, 4), (5, 6)]]
+    with pytest.raises(ValueError, match="7 layers in num_chunks=2; expected a number that"):
+        partition_uniform(7, 3, 2)
+    with pytest.raises(ValueError, match="2 layers in 3 parts; expected one or more in each"):
+        partition_balanced([1, 1], 3, 1)
+
+
+def test_a_sequence_is_of_one_module_and_computes_as_it():
+    pipelinable = PipelinableContext()
+    with pytest.raises(ValueError, match=r"no layers; call to_layer_list\(\) first"):
+        pipelinable.partition(1, 1, 0)
+    with pipelinable:
+        made(), made()
+    with pytest.raises(ValueError, match="2 modules were built inside PipelinableContext"):
+        pipelinable.to_layer_list()
+    pipelinable = PipelinableContext()
+    with pipelinable:
+        model = made()
+    pipelinable.to_layer_list()
+    layers, x = pipelinable.partition(1, 2, 0), torch.ones(2, 5)
+    assert torch.equal(layers(x), model(x)) and layers[2] is model[2]
+    assert build_pipeline_model(model, num_chunks=2).num_chunks == 2
+
+
+def loads(rank):
+    global_context.config = read_config({"parallel": {"tensor": {"size": 2, "mode": "1d"}}})
+    rows = get_dataloader(torch.arange(8).float(), batch_size=8, generator=torch.Generator())
+    modes = (ParallelMode.GLOBAL, ParallelMode.DATA, ParallelMode.TENSOR)
+    places = [(global_context.get_local_rank(m), global_context.get_world_size(m)) for m in modes]
+    return next(iter(rows)).tolist(), places, global_context.get_global_rank()
+
+
+def test_ranks_that_split_layers_load_the_same_rows():
+    found = run_ranks(loads, 4)
+    assert [sorted(rows) for rows, *_ in found] == [found[i][0] for i in (0, 0, 2, 2)]
+    assert [places for _, places, _ in found] == [
+        [(0, 4), (0, 2), (0, 2)], [(1, 4), (0, 2), (1, 2)],
+        [(2, 4), (1, 2), (0, 2)], [(3, 4), (1, 2), (1, 2)],
+    ]  # fmt: skip
+    assert [rank for *_, rank in found] == [0, 1, 2, 3]
