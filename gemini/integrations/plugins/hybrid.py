@@ -22,6 +22,7 @@ from gemini.integrations.parts import accept
 from gemini.runtime.pipeline.together import together_of
 
 from .engine_plugin import ALL_KERNELS, FLASH, JIT, NORMS, TENSOR, UNSPLIT, EnginePlugin, made_ours
+from .float8 import FLOAT8
 from .plugin import params_of
 from .precision import BF16MixedPrecision, MixedPrecision, ScaledFP16
 from .torch_plugins import TorchDDPPlugin
@@ -152,7 +153,7 @@ class HybridParallelPlugin(EnginePlugin):
     )
     overlap_allgather: bool = option(LowLevelZeroPlugin.overlap_allgather, only=ZERO)
     fp8_communication: bool = option(False, absent=True)
-    use_fp8: bool = option(False, absent=True)
+    use_fp8: bool = option(False, only=FLOAT8)
     inner_ring_size: int | None = size(None, only=RING)
     extra_dp_size: int = size(1, only=SHARDED)
     ep_size: int = size(1, only=UNSPLIT)
@@ -258,6 +259,7 @@ class HybridParallelPlugin(EnginePlugin):
         precision: MixedPrecision | None,
         device: torch.device,
     ) -> nn.Module:
+        self.prepare(model, device)
         if self.pp_size > 1:
             by_size = self.num_microbatches is None and self.microbatch_size is not None
             schedule = MicrobatchSchedule(
