@@ -259,7 +259,8 @@ class TransformerStage(nn.Module):
             base: Any = self.base_model
             run = base if self._has_head else super().forward
             return run(**given, **kwargs).last_hidden_state
-        leaves, tree = tree_flatten(super().forward(**given, **kwargs))
+        gives = vars(self).get("gives", lambda output: output)  # see `HeadLoss`
+        leaves, tree = tree_flatten(gives(super().forward(**given, **kwargs)))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self._form = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves], tree
         return tensors[0] if len(tensors) == 1 else tuple(tensors)

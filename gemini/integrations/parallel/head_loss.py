@@ -72,17 +72,13 @@ class HeadLoss:
         head = model.get_output_embeddings()
         head.forward = partial(self._head, head, head.forward)
         model.loss_function = self.loss_of_head
+        model.gives = self.given  # where a stage asks for it
         head.register_forward_hook(self._keep)
         model.register_forward_pre_hook(self._take, with_kwargs=True)
         model.register_forward_hook(self._give)
 
     def _take(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """What the loss is of. With labels by position all is as it was."""
-        if isinstance(model, TransformerStage):
-            raise ValueError(
-                f"chunk_loss of {self._model} in a pipeline; expected pp_size=1, or the model as "
-                "it was: a stage gives its logits to the criterion"
-            )
         self._asked = self._given = self._logits = None
         if not self._fits:
             return
@@ -141,6 +137,12 @@ class HeadLoss:
         return logits
 
     def _give(self, model: nn.Module, args: Any, output: Any) -> Any:
+        if isinstance(model, TransformerStage):  # which has given what its model did
+            return output
+        return self.given(output)
+
+    def given(self, output: Any) -> Any:
+        """What a model gives, with its loss in place of logits."""
         if self._asked is None:
             seen, self._given = self._given is not None and self._fits, None
             if not seen or self._mesh is None or not isinstance(output, Mapping):

@@ -40,10 +40,11 @@ CASES = {
         "GPT-2": ("GPT-2 tied", CUT),
         "interleaved": (LLAMA, CUT | INTERLEAVED),
         "zbv": (LLAMA, CUT | ZBV),
+        "zbv, chunked loss": (LLAMA, CUT | ZBV | {"tokens": 5}),
         "clipped by the optimizer": (LLAMA, CUT | {"max_norm": 0.0}),
     },
     4: {
-        "tp": (LLAMA, BOTH),
+        "tp, chunked loss": (LLAMA, BOTH | {"tokens": 5}),
         "tp, zbv, fp16": (LLAMA, BOTH | ZBV | {"precision": "fp16"}),
         "shards, interleaved": (LLAMA, CUT | INTERLEAVED | {"zero_stage": 1}),
         "replicas, bf16": (LLAMA, CUT | {"extra_dp_size": 2, "precision": "bf16"}),
