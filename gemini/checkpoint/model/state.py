@@ -157,6 +157,11 @@ class RunState:
         """0-d fp32 by parameter's name, as torch's optimizers have them; what is optimized only."""
         raise NotImplementedError
 
+    def set_step_counts(self, counts: Mapping[str, Tensor]) -> None:
+        """Of the parameters that have one; empty without an optimizer."""
+        for name, count in self.step_counts().items() if counts else ():
+            count.copy_(counts[name])
+
     # -- out --
 
     def visit(self, look: RunVisitor) -> None:
@@ -323,7 +328,8 @@ class ShardedState(RunState):
             return {}
         shown: Mapping[Any, dict[str, Tensor]] = target.shown_state()
         counts = {target.names[id(param)]: state["step"] for param, state in shown.items()}
-        return {name: count for name, count in counts.items() if name in self.shapes}
+        silent = self._silent  # a copy of a tied weight: another stage says it
+        return {n: count for n, count in counts.items() if n in self.shapes and n not in silent}
 
     def visit_weights(self, look: RunVisitor) -> None:
         for chunk, runs in groupby(self._weights, key=lambda run: run.chunk):
@@ -390,13 +396,20 @@ class StagesState(RunState):
         for state in self._states:
             for key, tensor in state.tensors.items():
                 order = [before + place for place in tensor.order]
+                runs = tensor.runs
+                if (other := self.tensors.get(key)) is not None:  # of a weight that stages tie
+                    runs, order = other.runs + runs, [*other.order, *order]
                 self.tensors[key] = FlatRuns(
-                    tensor.size(), tensor.dtype, tensor.runs, order, tensor.region
+                    tensor.size(), tensor.dtype, runs, order, tensor.region
                 )
             before += sum(len(tensor.runs) for tensor in state.tensors.values())
 
     def step_counts(self) -> Mapping[str, Tensor]:
         return _merged([state.step_counts() for state in self._states])
+
+    def set_step_counts(self, counts: Mapping[str, Tensor]) -> None:
+        for state in self._states:  # two may have copies of one weight
+            state.set_step_counts(counts)
 
     def visit(self, look: RunVisitor) -> None:
         for state in self._states:

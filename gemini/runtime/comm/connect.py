@@ -21,7 +21,7 @@ from gemini.mesh.roles import REPLICATE, TENSOR_PARALLEL, WORLD, MeshRoles, role
 
 from .ballot import Scope
 from .communicator import Communicator
-from .links import Links
+from .links import Links, Tie
 
 PIPELINE = "pp"
 DATA_PARALLEL = (*REPLICATE, "dp", "shard", "fsdp", "dp_shard")
@@ -51,19 +51,21 @@ def connect(
     mesh: DeviceMesh | None,
     split: Sequence[str] = (),
     groups: Collection[str] = (),
-    *,
-    inside: bool = False,
+    ties: Mapping[str, Tie] | None = None,
 ) -> Connections:
     """split: mesh dimensions over which torch has split or replicated a parameter. groups: the
-    sharding groups that there are. inside: the mesh is of one stage of a pipeline.
+    sharding groups that there are. ties: of parameters that other stages have too, by their
+    groups; None where the mesh is not of one stage of a pipeline.
 
     Collective. Raises ValueError for a mesh that cannot be carried out; see `roles_of`.
     """
     check_mesh(process_group, mesh)
+    inside, ties = ties is not None, ties or {}
     roles = _roles(mesh, split, inside=inside)
     if roles is None or mesh is None:
         comm = Communicator(_only_group(process_group, mesh))
-        return Connections(comm, {WORLD: Links(comm)}, Scope(comm.rank, comm.world_size))
+        alike = {name: Links(comm, tie=ties.get(name)) for name in sorted({WORLD, *groups})}
+        return Connections(comm, alike, Scope(comm.rank, comm.world_size))
     comm = Communicator(_group_over(mesh) if inside else None)
 
     @cache
@@ -79,6 +81,7 @@ def connect(
             over(group.copies),
             over(group.split),
             roles.num_means,
+            ties.get(name),
         )
     return Connections(comm, links, Scope(comm.rank, comm.world_size, roles.replicas()))
 
