@@ -290,6 +290,31 @@ class GeminiDDP(ModuleFace):
         self.engine.call("model.digest()")
         return digest(self.engine)
 
+    def rewind(self, steps: int) -> None:
+        """Go back `steps` steps: to what the step that is undone last began from. All ranks call.
+
+        Weights, optimizer state, step counts, which key the noise of rounding, the loss scale and
+        persistent buffers; steps that were skipped count as part of the one before. Not what is the
+        caller's: data, random numbers, learning rates and their schedule, `ignored_params`. Drop
+        gradients before. No block is written. A later rewind goes back from there.
+
+        The optimizer must keep versions: `HybridAdam(..., nvme_offload_fraction=1.0,
+        nvme=NvmeConfig(keep_versions=8))`. Raises ValueError for more steps than are kept since the
+        state was made, loaded or rewound, RuntimeError where none are or the model has an EMA or is
+        a part of a pipeline, and `nvme.NvmeError`, before anything is changed, for a version that
+        cannot be read; on every rank.
+        """
+        target = self.engine.find_optimizer()
+        if target is None or self.engine.together is not None:
+            raise RuntimeError(
+                "rewind() of a module without an optimizer, or of a part of a pipeline; expected a "
+                "GeminiDDP of its own whose optimizer keeps versions"
+            )
+        self.engine.call("model.rewind()")
+        target.rewind(steps)
+        self.engine.manager.release_all()
+        self.engine.shards_changed()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, which are in chunks and not in `p.grad`, or make them zeros; those of
         `ignored_params` too."""

@@ -39,6 +39,7 @@ class StateBytes:
     # the blocks that `moves_less_split`
     split_on_disk: frozenset[ChunkId] = frozenset()
     split_in_memory: frozenset[ChunkId] = frozenset()
+    num_versions: int = NUM_VERSIONS  # of a block on disk
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,7 @@ class ChunkBytes:
     num_shards: int = 1  # of its payload: with one it is never gathered over ranks
     num_replicas: int = 1  # of every shard
     original_bytes: int = 0  # of a frozen one: fp32 values that its dtype rounds
+    num_versions: int = NUM_VERSIONS  # of a block of state on disk
 
     @property
     def reduces(self) -> bool:
@@ -143,20 +145,21 @@ def chunk_bytes(
                 spec.id, Bytes(spec.payload_bytes), Bytes(spec.shard_numel * itemsize),
                 spec.trainable, Bytes(sum(b.state_bytes for b in blocks)), tuple(blocks),
                 spec.num_shards, layout.num_replicas,
-                spec.shard_numel * FP32_BYTES if stays else 0,
+                spec.shard_numel * FP32_BYTES if stays else 0, state.num_versions,
             )
         )  # fmt: skip
     return tuple(chunks)
 
 
-def on_disk(kind: str, nbytes: int) -> int:
-    """Bytes of a block in a store: whole pages, and two versions of what a step changes. Of a
-    frozen shard all of its file, which others may have too."""
+def on_disk(kind: str, nbytes: int, num_versions: int = NUM_VERSIONS) -> int:
+    """Bytes of a block in a store: whole pages, and all versions of what a step changes. Of a
+    frozen shard all of its file, which others may have too. num_versions: of state."""
     if kind == "frozen":
         num_blocks = -(-nbytes // FROZEN_BLOCK_BYTES)
         index = align_up(_INDEX_HEAD_BYTES + num_blocks * _ENTRY_BYTES, PAGE_BYTES)
         return align_up(nbytes, PAGE_BYTES) + PAGE_BYTES + NUM_VERSIONS * index
-    num_versions = 1 if kind in ("gradients", "originals") else NUM_VERSIONS
+    if kind != "state":
+        num_versions = 1 if kind in ("gradients", "originals") else NUM_VERSIONS
     return num_versions * align_up(nbytes, PAGE_BYTES)
 
 

@@ -61,7 +61,7 @@ class ShardState:
         has_master = master_weights and any(c.dtype != torch.float32 for c in self._chunks)
         if has_master:
             layout = layout.with_master()
-        state = _state_bytes(parts.chunks, layout)
+        state = _state_bytes(parts.chunks, layout, config.nvme.num_versions)
         planning = parts.planning
         planning.with_state(
             StateRequest(state, config.nvme_fraction, config.nvme.block_numel, config.nvme.depth)
@@ -83,6 +83,8 @@ class ShardState:
             num_ahead=planning.inputs.num_ahead,
             split=ShardMasters(self._chunks, state),
         )
+        if config.nvme.keep_versions:
+            self._check_kept()
         self._split_in_memory = state.split_in_memory
         parts.events.keeping.listen(self._follow_payload)
         shards = Shards(self._chunks)
@@ -95,6 +97,27 @@ class ShardState:
             raise
         shards.end()
         parts.originals.keep([c.spec.id for c in parts.chunks if not c.spec.trainable])
+
+    def _check_kept(self) -> None:
+        """Raise ValueError where some of the state has one version."""
+        state = self._tiered_state
+        in_files = any(chunk.files is not None for chunk in self._chunks)
+        try:
+            if state.in_memory:
+                raise ValueError(
+                    f"NvmeConfig(keep_versions=...): {len(state.in_memory)} blocks of state are in "
+                    "memory, and have one version; expected all on disk: leave "
+                    "nvme_offload_fraction=1.0, and give nvme_budget room for all versions"
+                )
+            if in_files and not state.layout.has_master:
+                raise ValueError(
+                    "NvmeConfig(keep_versions=...): parameters on NVMe without fp32 masters have "
+                    "no version to go back to; keep them in memory, or train with "
+                    'precision="bf16" and masters'
+                )
+        except ValueError:
+            state.close()
+            raise
 
     def promote_state(self, plan: Plan) -> None:
         """Blocks of state rise to where `plan` has them; see `TieredState.rise`."""
@@ -320,7 +343,7 @@ class ShardState:
             self._parts.originals.drop(chunk.spec.id)  # one chunk's worth twice, at most
 
 
-def _state_bytes(chunks: Sequence[Chunk], layout: StateLayout) -> StateBytes:
+def _state_bytes(chunks: Sequence[Chunk], layout: StateLayout, num_versions: int) -> StateBytes:
     """For the planner; with the chunks whose masters are what their parameters lack (ADR 0014).
 
     On disk: where the shard is in memory, when its block is updated; files stay as they were made.
@@ -330,5 +353,9 @@ def _state_bytes(chunks: Sequence[Chunk], layout: StateLayout) -> StateBytes:
     on_disk = {c.spec.id for c in chunks if c.files is None and layout.splits(c.spec.dtype)}
     apart = {c.spec.id for c in chunks if not c.may_be_payload and layout.splits(c.spec.dtype)}
     return StateBytes(
-        layout.bytes_per_element, layout.has_master, frozenset(on_disk), frozenset(apart)
+        layout.bytes_per_element,
+        layout.has_master,
+        frozenset(on_disk),
+        frozenset(apart),
+        num_versions,
     )
