@@ -295,8 +295,9 @@ class GeminiDDP(ModuleFace):
 
         Weights, optimizer state, step counts, which key the noise of rounding, the loss scale and
         persistent buffers; steps that were skipped count as part of the one before. Not what is the
-        caller's: data, random numbers, learning rates and their schedule, `ignored_params`. Drop
-        gradients before. No block is written. A later rewind goes back from there.
+        caller's: data, random numbers, learning rates and their schedule, `ignored_params`.
+        Gradients are dropped: they were of other weights. No block is written. A later rewind goes
+        back from there.
 
         The optimizer must keep versions: `HybridAdam(..., nvme_offload_fraction=1.0,
         nvme=NvmeConfig(keep_versions=8))`. Raises ValueError for more steps than are kept since the
@@ -310,8 +311,11 @@ class GeminiDDP(ModuleFace):
                 "rewind() of a module without an optimizer, or of a part of a pipeline; expected a "
                 "GeminiDDP of its own whose optimizer keeps versions"
             )
+        if self.engine.is_summoned:
+            raise RuntimeError("rewind() while parameters are summoned; leave the context first")
         self.engine.call("model.rewind()")
         target.rewind(steps)
+        self.zero_grad()
         self.engine.manager.release_all()
         self.engine.shards_changed()
 

@@ -289,7 +289,9 @@ class BlockStore:
         """Begin to write a block's other version. It counts after `commit`."""
         # Of the two versions the one that does not count; a save may still read it, as it did count
         # when the save began.
-        version = self._next_version(block)
+        version = 1 - self._index.entries[block].version
+        if self.versions.most:
+            version = self._next_version(block)
         if self._pins:
             for pin in self._pins:
                 self.pinned_seconds += pin.wait_to_overwrite(block, version)
@@ -325,7 +327,10 @@ class BlockStore:
         assert self._flushed is not None
         entries = list(self._index.entries)
         for block, checksum in self._flushed.items():
-            entries[block] = IndexEntry(self._next_version(block), checksum)
+            entries[block] = IndexEntry(1 - entries[block].version, checksum)
+        if self.versions.most:
+            for block, checksum in self._flushed.items():
+                entries[block] = IndexEntry(self._next_version(block), checksum)
         before = self._index
         with self._counts:
             # In memory first: readers of another thread see all blocks turn at once.

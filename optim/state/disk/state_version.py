@@ -22,6 +22,7 @@ from gemini.units import BlockId
 
 from .forms import BlockForms
 
+_TEXT_BYTES = 1 << 16  # of names and planes, at most
 _SHOWN = ("float32", "float64")  # dtypes of planes that are shown
 
 
@@ -83,11 +84,13 @@ class StateVersion:
     def decode(cls, data: bytes) -> StateVersion:
         """Raises ValueError for what `encode` did not write."""
         text, _, rest = data.partition(b"\n")
+        if len(text) > _TEXT_BYTES + 4 * len(rest):  # a run takes some 20, and an entry 8
+            raise ValueError("it says more than there are blocks")
         try:
             said = json.loads(text)
             runs = [(int(n), bool(is_split), int(count)) for n, is_split, count in said["blocks"]]
             planes = tuple(Plane(**plane) for plane in said["planes"])
-            paths = tuple(str(path) for path in said["paths"])
+            paths = tuple(map(str, said["paths"]))
             layout, has_undo = StateLayout(planes, said["kind"]), bool(said["has_undo"])
         except (KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"no state: {error!r:.200}") from error

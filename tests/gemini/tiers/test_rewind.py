@@ -229,6 +229,19 @@ def test_what_keeps_no_steps_says_how_it_would(tmp_path):
         HybridAdam(model.parameters(), nvme_offload_fraction=1.0, nvme=NvmeConfig(keep_versions=1))
 
 
+def test_gradients_of_weights_that_are_gone_are_dropped(tmp_path):
+    model, optimizer = kept(tmp_path)
+    found = history(model, optimizer, 3)
+    token_loss(model, batches(3, 4)[0][0]).backward()
+    with model.summon_full_params(), pytest.raises(RuntimeError, match="parameters are summoned"):
+        model.rewind(1)
+    model.rewind(2)
+    with pytest.raises(RuntimeError, match="without a gradient"):
+        optimizer.step()
+    assert_same(history(model, optimizer, 2, 1)[-1], found[3])
+    optimizer.close()
+
+
 def test_an_average_has_one_version(tmp_path):
     model, optimizer = kept(tmp_path)
     ema = EMA(model, decay=0.9)
