@@ -487,7 +487,7 @@ def _discard(pid: int, files: tuple[OpenFile, ...], versions: KeptVersions) -> N
     is pinned in them."""
     if os.getpid() != pid:
         return
-    if versions.pinned and versions.say([file.path for file in files], is_closed=True):
+    if versions.most and versions.say([file.path for file in files], is_closed=True):
         log.info("%s stays: a checkpoint is pinned to it", files[0].path)
         return
     for file in files:

@@ -96,6 +96,7 @@ class KeptVersions:
                 self._seen.add(pin.witness)
             elif pin.witness in self._seen:
                 self.pinned.remove(pin)
-        pinned = {pin.index.sequence for pin in self.pinned}
-        while len(pinned.union(index.sequence for index in self.history)) > self.most:
+        # by identity: a commit that was gone back to is in the same extents as before
+        pinned = {id(pin.index.entries) for pin in self.pinned}
+        while len(pinned.union(id(index.entries) for index in self.history)) > self.most:
             del self.history[0]
