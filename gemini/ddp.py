@@ -92,12 +92,12 @@ class GeminiDDP(ModuleFace):
     update: `"serial"`, a step has ended when `step()` returns; or `"tail"`: with state on NVMe,
         and nothing else there, or in host memory beside a device, blocks are updated while the
         next forward runs, which waits for what it reads. The bits are the same. A disk that fails
-        then is told by the next backward,
-        or by what looks at weights or state before; see docs/adr/0011-the-tail.md. `"speculate"`:
-        blocks are updated in backward as soon as their gradient is final, with what the step is
-        expected to agree on, and again where it does not (docs/adr/0013-speculation.md); what is
-        left is done in `step()`, and with `"both"` while the next forward runs. `"auto"`: the one
-        of these with which the plan predicts the shortest iteration.
+        then is told by the next backward, or by what looks at weights or state before.
+        `"speculate"`: blocks are updated in backward as soon as their gradient is final, with what
+        the step is expected to agree on, and again where it does not; what is left is done in
+        `step()`, and with `"both"` while the next forward runs. `"auto"`: the one of these with
+        which the plan predicts the shortest iteration. See
+        docs/adr/0002-when-a-step-counts.md.
 
     The others are the fields of `gemini.PrecisionPolicy`, `gemini.ChunkSearch`,
     `gemini.options.Communication` and `gemini.options.Wrapping`, each by its own name or all of one

@@ -35,7 +35,7 @@ class StateBytes:
 
     per_element: float  # all planes, masters whole; of quantised ones with a share of a scale
     has_master: bool  # parameters follow from the state; else an update must read them
-    # chunks of which masters are what bf16 parameters in memory lack of them (ADR 0014); on disk in
+    # chunks of which masters are what bf16 parameters in memory lack of them (ADR 0002); on disk in
     # the blocks that `moves_less_split`
     split_on_disk: frozenset[ChunkId] = frozenset()
     split_in_memory: frozenset[ChunkId] = frozenset()

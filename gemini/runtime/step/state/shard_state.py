@@ -344,7 +344,7 @@ class ShardState:
 
 
 def _state_bytes(chunks: Sequence[Chunk], layout: StateLayout, num_versions: int) -> StateBytes:
-    """For the planner; with the chunks whose masters are what their parameters lack (ADR 0014).
+    """For the planner; with the chunks whose masters are what their parameters lack (ADR 0002).
 
     On disk: where the shard is in memory, when its block is updated; files stay as they were made.
     In memory: where what a user writes goes to another memory, the payload. To tell the elements
