@@ -4,7 +4,7 @@ baseline     torch AdamW, fp32 weights under bf16 autocast
 floor        bf16 model, gradients packed and dropped: what no state manager can go below
 resident     GeminiDDP, everything in RAM
 nvme         GeminiDDP, the whole optimizer state on disk
-nvme-tail    the same, updated behind the next forward (ADR 0011)
+nvme-tail    the same, updated behind the next forward (ADR 0002)
 plain        HybridAdam on the unwrapped model, otherwise as baseline
 plain-nvme   the same with its state on disk
 """

@@ -92,12 +92,12 @@ class GeminiDDP(ModuleFace):
     update: `"serial"`, a step has ended when `step()` returns; or `"tail"`: with state on NVMe,
         and nothing else there, or in host memory beside a device, blocks are updated while the
         next forward runs, which waits for what it reads. The bits are the same. A disk that fails
-        then is told by the next backward,
-        or by what looks at weights or state before; see docs/adr/0011-the-tail.md. `"speculate"`:
-        blocks are updated in backward as soon as their gradient is final, with what the step is
-        expected to agree on, and again where it does not (docs/adr/0013-speculation.md); what is
-        left is done in `step()`, and with `"both"` while the next forward runs. `"auto"`: the one
-        of these with which the plan predicts the shortest iteration.
+        then is told by the next backward, or by what looks at weights or state before.
+        `"speculate"`: blocks are updated in backward as soon as their gradient is final, with what
+        the step is expected to agree on, and again where it does not; what is left is done in
+        `step()`, and with `"both"` while the next forward runs. `"auto"`: the one of these with
+        which the plan predicts the shortest iteration. See
+        docs/adr/0002-when-a-step-counts.md.
 
     The others are the fields of `gemini.PrecisionPolicy`, `gemini.ChunkSearch`,
     `gemini.options.Communication` and `gemini.options.Wrapping`, each by its own name or all of one
@@ -288,6 +288,35 @@ class GeminiDDP(ModuleFace):
         """
         self.engine.call("model.digest()")
         return digest(self.engine)
+
+    def rewind(self, steps: int) -> None:
+        """Go back `steps` steps: to what the step that is undone last began from. All ranks call.
+
+        Weights, optimizer state, step counts, which key the noise of rounding, the loss scale and
+        persistent buffers; steps that were skipped count as part of the one before. Not what is the
+        caller's: data, random numbers, learning rates and their schedule, `ignored_params`.
+        Gradients are dropped: they were of other weights. No block is written. A later rewind goes
+        back from there.
+
+        The optimizer must keep versions: `HybridAdam(..., nvme_offload_fraction=1.0,
+        nvme=NvmeConfig(keep_versions=8))`. Raises ValueError for more steps than are kept since the
+        state was made, loaded or rewound, RuntimeError where none are or the model has an EMA or is
+        a part of a pipeline, and `nvme.NvmeError`, before anything is changed, for a version that
+        cannot be read; on every rank.
+        """
+        target = self.engine.find_optimizer()
+        if target is None or self.engine.together is not None:
+            raise RuntimeError(
+                "rewind() of a module without an optimizer, or of a part of a pipeline; expected a "
+                "GeminiDDP of its own whose optimizer keeps versions"
+            )
+        if self.engine.is_summoned:
+            raise RuntimeError("rewind() while parameters are summoned; leave the context first")
+        self.engine.call("model.rewind()")
+        target.rewind(steps)
+        self.zero_grad()
+        self.engine.manager.release_all()
+        self.engine.shards_changed()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, which are in chunks and not in `p.grad`, or make them zeros; those of

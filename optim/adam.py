@@ -67,7 +67,8 @@ class HybridAdam(TieredOptimizer):
     nvme_offload_fraction: share of the state's bytes that goes to disk, met within one block
         (2**20 elements): exp_avg and exp_avg_sq, and under GeminiDDP the fp32 master too.
     nvme_offload_dir: an existing folder on a disk, or several to stripe over; None is a temporary
-        folder. The files are removed when the optimizer is closed or collected, and at exit.
+        folder. The files are removed when the optimizer is closed or collected, and at exit, but
+        for those that a checkpoint is pinned to.
     nvme_write_budget: bytes, or `"1TiB"`, that may be written in all; the step that would pass it
         raises `nvme.WriteBudgetError` and changes nothing. ValueError where it is below one step.
     cpu_path: `"eager"`, torch's own vectorised operators; `"compile"`, the formula compiled by a

@@ -9,6 +9,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # ValueErrors by which our own parts check each other
 INTERNAL = (
     "kernels_triton/", "optim/state/space.py", "optim/rules/state_layout.py",
+    "optim/state/disk/state_version.py",
     "gemini/placement/timetable/belady.py", "gemini/placement/timeline.py",
     "io/nvme/layout.py", "io/nvme/store.py",
     "gemini/checkpoint/format/index.py", "gemini/checkpoint/format/manifest.py",

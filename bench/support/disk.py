@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,8 @@ def mixed_gb_per_s(folder: Path, total_bytes: int = 2 << 30, repeats: int = 3) -
             under_way: deque[Any] = deque()
             started = time.perf_counter()
             for block in range(num_blocks):
-                for side, transfer in enumerate((store.read, store.write)):
+                moves: tuple[Callable[..., Any], ...] = (store.read, store.write)
+                for side, transfer in enumerate(moves):
                     if len(under_way) == pool.count:
                         under_way.popleft().wait()
                     view = buffers[2 * (block % 2) + side].view

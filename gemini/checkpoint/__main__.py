@@ -16,6 +16,7 @@ from gemini.checkpoint.format.errors import CheckpointError, FormatError
 from gemini.checkpoint.format.folder import find
 from gemini.checkpoint.format.index import SavedPart
 from gemini.checkpoint.format.keys import Keys
+from gemini.checkpoint.format.pinned_file import verify_pinned
 from gemini.checkpoint.format.small_files import read_manifest
 from gemini.checkpoint.untrusted.metadata import read_metadata
 from gemini.units import format_bytes, parse_bytes
@@ -34,11 +35,14 @@ def verify(path: Path) -> None:
     if manifest is None:
         raise FormatError(f"{folder} has no manifest, so there is nothing to verify it with")
     read_metadata(folder, manifest)
-    reader = UnitReader(folder, manifest.files)
-    try:
-        reader.verify(lambda name, nbytes: say(f"{name}: {format_bytes(nbytes)}, as written"))
-    finally:
-        reader.close()
+
+    def as_written(name: str, nbytes: int) -> None:
+        say(f"{name}: {format_bytes(nbytes)}, as written")
+
+    with closing(UnitReader(folder, manifest.files)) as reader:
+        reader.verify(as_written)
+    for file in manifest.pinned:
+        verify_pinned(folder, file, as_written)
 
 
 def inspect(path: Path) -> None:

@@ -7,6 +7,9 @@
 
 An asynchronous save returns before 2: state on disk keeps its version until it was copied, what is
 in memory was copied to host memory as far as `async_ram_budget` allows, and written else.
+
+A pinned save (ADR 0020) streams what is in memory. State on disk stays where it is: its store keeps
+that version, and 3 writes where it is.
 """
 
 from __future__ import annotations
@@ -36,9 +39,11 @@ from gemini.checkpoint.model.extras import encode, known_stores, random_state
 from gemini.checkpoint.model.plain import PlainRuns, can_be_runs, plain_state
 from gemini.checkpoint.model.state import RunState, ShardedState, StagesState, first_names, parts_of
 from gemini.ddp import GeminiDDP
+from gemini.nvme import is_gone
 from gemini.optim.base import TieredOptimizer
 from gemini.optim.groups import as_torchs
 from gemini.runtime.inspect.digest import base_digests
+from gemini.runtime.step.state.saved_state import SavedShards
 from gemini.tickets import Done, Ticket
 from gemini.units import parse_bytes
 
@@ -68,6 +73,7 @@ def save_checkpoint(
     keep_last: int | None = None,
     async_ram_budget: int | str | None = None,
     weights: bool = True,
+    pinned: bool = False,
 ) -> Ticket[None]:
     """Save everything that training needs to go on with the same bits. All ranks call.
 
@@ -83,13 +89,21 @@ def save_checkpoint(
     async_ram_budget: bytes (or `"2GiB"`) of host memory on this rank that copies may take; what
         does not fit is written before this returns. None: half of what is free.
     weights: False leaves the module's out, fp32 masters too: the optimizer's state alone.
+    pinned: write no state: the optimizer's files keep this version, in place of one of its
+        `NvmeConfig(keep_versions=)`, until the checkpoint is deleted or replaced, and stay when the
+        process ends. It loads where those files are; do not move its folder. With `async_save` it
+        is complete when this returns, and a thread copies it out: then it is one like all others.
 
     Returns a ticket; what it stands for is done unless `async_save`.
     Raises CheckpointError on every rank, whichever failed; checkpoints that were there stay.
     """
     ranks = Ranks(model, "save_checkpoint()", parts_of(model))
     target = Path(path).expanduser().absolute()
-    _check_call(ranks, target, keep_last)
+    _check_call(ranks, target, keep_last, pinned)
+    keeper = ranks.together(lambda: _keeper(model, optimizer, target)) if pinned else None
+    if pinned and async_save:
+        save_checkpoint(target, model, optimizer, scheduler, extra, weights=weights, pinned=True)
+        keeper = None
     group = ranks.group()
     folder = ranks.together(lambda: SaveFolder(target) if ranks.rank == 0 else None)
     file: RankFile | None = None
@@ -104,7 +118,7 @@ def save_checkpoint(
         if ranks.is_pipeline and optimizer is not None:
             content.state["optim"].pop("param_groups", None)
             content.state["optim"] |= _groups_of_all(ranks, optimizer, model)
-        file = ranks.together(lambda: _open_file(target, content, ranks.rank))
+        file = ranks.together(lambda: _open_file(target, content, ranks.rank, keeper))
         committing = None
         if folder is not None:
             manifest = Manifest(ranks.world_size, 0, 0, 0, about=_about())
@@ -114,12 +128,58 @@ def save_checkpoint(
             budget = _budget(async_ram_budget)
             return _save_later(ranks, target, content, file, committing, group, budget)
         runs = content.runs
+        if keeper is not None:
+            _save_pinned(ranks, target, content, file, committing, group, keeper)
+            return Done(None)
         stream = _streaming(runs.visit) if runs is not None else _nothing
         write(ranks, group, content.state, file, stream, committing)
     except BaseException:
         _give_up(file, folder)
         raise
     return Done(None)
+
+
+def _save_pinned(
+    ranks: Ranks,
+    target: Path,
+    content: Content,
+    file: RankFile,
+    committing: Committing | None,
+    group: Any,
+    keeper: SavedShards,
+) -> None:
+    """Write what is in memory, and where the rest is."""
+    runs = content.runs
+    assert runs is not None
+    with ExitStack() as stack:
+
+        def stream(file: RankFile) -> None:
+            runs.visit_weights(file.add_run)
+            pinned = keeper.pin_state(target / file.pinned_name)
+            stack.callback(pinned.settle)
+            file.pin(pinned.version)
+            runs.visit_pinned(pinned, file.add_pinned)
+
+        write(ranks, group, content.state, file, stream, committing)
+
+
+def _keeper(model: nn.Module, optimizer: torch.optim.Optimizer | None, target: Path) -> SavedShards:
+    """Whose state can be pinned. Raises CheckpointError for any other."""
+    found = model.engine.find_optimizer() if isinstance(model, GeminiDDP) else None
+    if found is None or optimizer is None or found.kept_steps is None:
+        raise CheckpointError(
+            "pinned=True is for a GeminiDDP and its optimizer, made with nvme_offload_fraction=1.0 "
+            "and nvme=NvmeConfig(keep_versions=...): it keeps versions of the state on disk"
+        )
+    versions = found.kept_steps.versions
+    others = {pin.witness.parent for pin in versions.pinned if not is_gone(pin.witness)} - {target}
+    if len(others) >= versions.most:
+        raise CheckpointError(
+            f"{len(others)} checkpoints are pinned already, {min(others)} among them, and "
+            f"keep_versions={versions.most}; delete one, copy it out, or give a larger "
+            "NvmeConfig(keep_versions=...)"
+        )
+    return found
 
 
 def _save_later(
@@ -172,7 +232,7 @@ def _save_later(
     return background.start(str(target), work)
 
 
-def _check_call(ranks: Ranks, target: Path, keep_last: int | None) -> None:
+def _check_call(ranks: Ranks, target: Path, keep_last: int | None, pinned: bool) -> None:
     """Raise on every rank what any of them must not go on with."""
     if keep_last is not None and keep_last < 1:
         raise CheckpointError(f"keep_last={keep_last}; expected at least 1, or None for all")
@@ -184,6 +244,7 @@ def _check_call(ranks: Ranks, target: Path, keep_last: int | None) -> None:
         )
     ranks.same("the path", str(target))
     ranks.same("keep_last", str(keep_last))
+    ranks.same("pinned", str(pinned))
 
 
 def raise_pending(ranks: Ranks) -> None:
@@ -324,10 +385,10 @@ def _groups_of_all(
     return {"param_groups": whole}
 
 
-def _open_file(target: Path, content: Content, rank: int) -> RankFile:
+def _open_file(target: Path, content: Content, rank: int, keeper: SavedShards | None) -> RankFile:
     file = RankFile(saving_path(target), rank)
     try:
-        if content.runs is not None:
+        if content.runs is not None and keeper is None:
             file.reserve(content.runs.nbytes, content.runs.num_items)
     except BaseException:
         file.close()

@@ -13,7 +13,7 @@ from typing import Any
 from gemini.units import GIB, MIB, format_bytes
 
 NEEDED = ("torch", "numpy", "psutil", "safetensors")
-STATE_BYTES_MOVED = 22  # an element and step of Adam on NVMe: 10 read, 12 written (ADR 0014)
+STATE_BYTES_MOVED = 22  # an element and step of Adam on NVMe: 10 read, 12 written (ADR 0002)
 SLOW_DISK = 1.0e9  # mixed; below it a step of 10**9 parameters takes 22 s and more
 SLOW_BF16 = 0.5  # of the speed of fp32: a processor without instructions for it has 0.01
 SLOW_LINK = 10e9  # a way; PCIe 3 x16 has 12

@@ -136,7 +136,7 @@ class PlanResult:
     @property
     def best_update(self) -> str:
         """What `update="auto"` is. Where nobody has timed a pass, as for a policy of fractions,
-        steps do both, and what they measure decides (ADR 0013)."""
+        steps do both, and what they measure decides (ADR 0002)."""
         is_priced = self.work is not None or self.against_tail is not None
         return best_update(self.seconds_by_update) if is_priced else "both"
 

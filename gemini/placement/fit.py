@@ -163,7 +163,7 @@ class StateRequest:
     def blocks(self, policy: Placement, inputs: PlanInputs, planned: PlanResult) -> tuple[int, int]:
         """Elements that a block has at most, and at least.
 
-        Files of parameters stay as they were cut (ADR 0012). Raises ValueError for a wish that is
+        Files of parameters stay as they were cut (ADR 0002). Raises ValueError for a wish that is
         not what the policy says.
         """
         wish = self.block_numel

@@ -112,7 +112,7 @@ def predict(plan: Plan, non_model_bytes: Sequence[int]) -> Profile:
         )  # fmt: skip
         for kind, nbytes in on_nvme:
             row = "parameters" if kind == "frozen" else kind
-            builder.add(Tier.NVME, row, on_disk(kind, nbytes))
+            builder.add(Tier.NVME, row, on_disk(kind, nbytes, sizes.num_versions))
         num_blocks += sum(kind != "frozen" for kind, _ in on_nvme)
         if shard.never_released and not shard.in_payload:
             builder.add(Tier.DEVICE, "parameters", sizes.payload_bytes)

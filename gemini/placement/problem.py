@@ -172,7 +172,7 @@ class PlacementProblem:
                 chunk, homes.param[i], homes.grad[i], homes.state[i],
                 self.original_home,
             )  # fmt: skip
-            total += sum(on_disk(kind, nbytes) for kind, nbytes in sizes)
+            total += sum(on_disk(kind, n, chunk.num_versions) for kind, n in sizes)
             num_blocks += sum(kind != "frozen" for kind, _ in sizes)
             wide = [align_up(b.numel * FP32_BYTES, PAGE_BYTES) for b in chunk.blocks
                     if b.param_bytes < b.numel * FP32_BYTES]  # fmt: skip

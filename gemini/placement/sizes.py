@@ -36,10 +36,11 @@ class StateBytes:
 
     per_element: float  # all planes, masters whole; of quantised ones with a share of a scale
     has_master: bool  # parameters follow from the state; else an update must read them
-    # chunks of which masters are what bf16 parameters in memory lack of them (ADR 0014); on disk in
+    # chunks of which masters are what bf16 parameters in memory lack of them (ADR 0002); on disk in
     # the blocks that `moves_less_split`
     split_on_disk: frozenset[ChunkId] = frozenset()
     split_in_memory: frozenset[ChunkId] = frozenset()
+    num_versions: int = NUM_VERSIONS  # of a block on disk
     # which planes of a layout parameters have, where not all have all
     columns: Columns = ALL_COLUMNS
     layout: StateLayout | None = None
@@ -110,6 +111,7 @@ class ChunkBytes:
     num_shards: int = 1  # of its payload: with one it is never gathered over ranks
     num_replicas: int = 1  # of every shard
     original_bytes: int = 0  # of a frozen one: fp32 values that its dtype rounds
+    num_versions: int = NUM_VERSIONS  # of a block of state on disk
 
     @property
     def reduces(self) -> bool:
@@ -175,7 +177,7 @@ def chunk_bytes(
                 spec.id, Bytes(spec.payload_bytes), Bytes(spec.shard_numel * itemsize),
                 spec.trainable, Bytes(sum(b.state_bytes for b in blocks)), tuple(blocks),
                 spec.num_shards, layout.num_replicas,
-                spec.shard_numel * FP32_BYTES if stays else 0,
+                spec.shard_numel * FP32_BYTES if stays else 0, state.num_versions,
             )
         )  # fmt: skip
     return tuple(chunks)
@@ -198,14 +200,15 @@ def _per_element(
     return max(map(state.per_element_of, of_ranks))
 
 
-def on_disk(kind: str, nbytes: int) -> int:
-    """Bytes of a block in a store: whole pages, and two versions of what a step changes. Of a
-    frozen shard all of its file, which others may have too."""
+def on_disk(kind: str, nbytes: int, num_versions: int = NUM_VERSIONS) -> int:
+    """Bytes of a block in a store: whole pages, and all versions of what a step changes. Of a
+    frozen shard all of its file, which others may have too. num_versions: of state."""
     if kind == "frozen":
         num_blocks = -(-nbytes // FROZEN_BLOCK_BYTES)
         index = align_up(_INDEX_HEAD_BYTES + num_blocks * _ENTRY_BYTES, PAGE_BYTES)
         return align_up(nbytes, PAGE_BYTES) + PAGE_BYTES + NUM_VERSIONS * index
-    num_versions = 1 if kind in ("gradients", "originals") else NUM_VERSIONS
+    if kind != "state":
+        num_versions = 1 if kind in ("gradients", "originals") else NUM_VERSIONS
     return num_versions * align_up(nbytes, PAGE_BYTES)
 
 

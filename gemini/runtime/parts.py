@@ -64,6 +64,7 @@ class EngineEvent(Generic[P]):
 class EngineEvents:
     """All kinds of events of one engine."""
 
+    forward: EngineEvent[[]] = field(default_factory=EngineEvent)  # of the whole module, begins
     backward: EngineEvent[[]] = field(default_factory=EngineEvent)  # begins
     # the reduction of a chunk's gradient has begun in a backward, and again when it has ended
     final: EngineEvent[[Chunk]] = field(default_factory=EngineEvent)

@@ -32,6 +32,7 @@ from gemini.nvme.files.file import (
 )
 from gemini.nvme.files.orphan_files import (
     Left,
+    is_gone,
     left_in,
     orphans,
     remove_orphans,
@@ -41,8 +42,11 @@ from gemini.nvme.files.orphan_files import (
 from gemini.nvme.files.recovery import Recovered, recover
 from gemini.nvme.layout import (
     FORMAT_VERSION,
+    MOST_VERSIONS,
     PIECE_BYTES,
     FormatError,
+    Index,
+    IndexEntry,
     StoreLayout,
     checksum_of,
 )
@@ -52,9 +56,11 @@ from gemini.nvme.pool import Buffer, BufferPool, Pin
 from gemini.nvme.probe import Speed, make_engine, measure_disks, probe
 from gemini.nvme.shared import SharedBlocks
 from gemini.nvme.store import BlockStore, WriteMeter
+from gemini.nvme.versions import KeptVersions, PinnedVersion
 
 __all__ = [
     "FORMAT_VERSION",
+    "MOST_VERSIONS",
     "PIECE_BYTES",
     "BlockStore",
     "Buffer",
@@ -64,10 +70,14 @@ __all__ = [
     "Engine",
     "FolderError",
     "FormatError",
+    "Index",
+    "IndexEntry",
+    "KeptVersions",
     "Left",
     "NvmeError",
     "OpenFile",
     "Pin",
+    "PinnedVersion",
     "PinnedVersions",
     "Recovered",
     "RollbackError",
@@ -87,6 +97,7 @@ __all__ = [
     "checksum_of",
     "create_direct",
     "default_folder",
+    "is_gone",
     "left_in",
     "make_engine",
     "measure_disks",

@@ -33,6 +33,7 @@ except ImportError:
 FORMAT_VERSION = 1
 MAGIC = b"GEMINIBS"
 NUM_VERSIONS = 2
+MOST_VERSIONS = 66  # of a block: what is written, what counts, and 64 that are kept
 PIECE_BYTES = 4 << 20  # large transfers are split into pieces of this size
 
 _HEADER = struct.Struct("<8sIII")  # magic, format version, length and crc32 of the JSON behind it
@@ -65,7 +66,7 @@ def combine(checksums: Sequence[int]) -> int:
 class IndexEntry:
     """The committed state of one block."""
 
-    version: int  # 0 or 1
+    version: int
     checksum: int  # of the block's pieces, see `combine`; 0 where checksums are off
 
 
@@ -78,12 +79,13 @@ class Index:
     entries: tuple[IndexEntry, ...]
 
     def encode(self) -> bytes:
+        """As `decode` reads it."""
         body = b"".join(_ENTRY.pack(e.version, e.checksum) for e in self.entries)
         head = _INDEX.pack(self.sequence, self.step, len(self.entries), zlib.crc32(body))
         return head + body
 
     @classmethod
-    def decode(cls, data: bytes, num_blocks: int) -> Index | None:
+    def decode(cls, data: bytes, num_blocks: int, num_versions: int = NUM_VERSIONS) -> Index | None:
         """None where the slot was never written, was cut, or its write was torn."""
         step = cls.step_in(data, num_blocks)
         if step is None:
@@ -93,7 +95,7 @@ class Index:
             IndexEntry(*_ENTRY.unpack_from(data, _INDEX.size + i * _ENTRY.size))
             for i in range(num_blocks)
         )
-        if any(entry.version >= NUM_VERSIONS for entry in entries):
+        if any(entry.version >= num_versions for entry in entries):
             return None
         return cls(sequence, step, entries)
 
@@ -128,7 +130,7 @@ class StoreLayout:
     block_nbytes: tuple[int, ...]  # payload of every block
     file_of_block: tuple[int, ...]
     num_files: int
-    num_versions: int = NUM_VERSIONS  # 1: nothing is ever committed
+    num_versions: int = NUM_VERSIONS  # 1: nothing is ever committed; more: versions are kept
 
     @classmethod
     def plan(
@@ -202,7 +204,7 @@ class StoreLayout:
             table.append(
                 tuple(
                     Extent(file, ends[file] + v % self.num_versions * nbytes, nbytes)
-                    for v in range(NUM_VERSIONS)
+                    for v in range(max(NUM_VERSIONS, self.num_versions))
                 )
             )
             ends[file] += self.num_versions * nbytes
@@ -254,7 +256,7 @@ class Header:
                 _text(fields["digest"]),
                 _runs(fields["block_nbytes"], 1, 1 << 62),
                 _runs(fields["file_of_block"], 0, fields["num_files"] - 1),
-                _whole(fields.get("num_versions", NUM_VERSIONS), 1, NUM_VERSIONS),
+                _whole(fields.get("num_versions", NUM_VERSIONS), 1, MOST_VERSIONS),
                 align_up(_HEADER.size + length, PAGE_BYTES),
             )
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:

@@ -1,4 +1,5 @@
 """A store of blocks on disk, each in two versions; a commit makes one step's writes count at once.
+Where versions are kept (`versions.py`), a block has so many more.
 
 [Note: two versions] A write goes beside the committed version of its block. `flush` waits for the
 writes and syncs the data, `commit` writes and syncs the index. Until then a read sees the old
@@ -39,9 +40,10 @@ from .errors import (
     transfer_error,
 )
 from .files import calls
-from .layout import Extent, Index, IndexEntry, StoreLayout
+from .layout import NUM_VERSIONS, Extent, Index, IndexEntry, StoreLayout
 from .pinned import PinnedBlock, PinnedVersions
 from .pipeline import settle
+from .versions import KeptVersions, PinnedVersion
 
 log = logging.getLogger("gemini.nvme")
 _counting = threading.Lock()  # bytes, of all stores: two threads may use one, or share a meter
@@ -137,8 +139,11 @@ class BlockStore:
         self.checksums = checksums
         self.meter = meter or WriteMeter()
         self._extents = layout.extents()
+        self.versions = KeptVersions(max(0, layout.num_versions - NUM_VERSIONS))
         # as weakref.finalize, and at the end of processes of multiprocessing too
-        self._finalizer = Finalize(self, _discard, (os.getpid(), self._files), exitpriority=0)
+        self._finalizer = Finalize(
+            self, _discard, (os.getpid(), self._files, self.versions), exitpriority=0
+        )
         self._pending: dict[BlockId, Ticket[int]] = {}
         self._counts = threading.Lock()  # what is pending, and what is committed, as one
         self._index = Index(0, 0, tuple(IndexEntry(1, 0) for _ in range(layout.num_blocks)))
@@ -223,17 +228,18 @@ class BlockStore:
             raise self._failure
         self.meter.check(nbytes, what)
 
-    def read(self, block: BlockId, buffer: memoryview) -> Ticket[None]:
-        """Begin to read the committed version. The ticket raises if it does not verify."""
+    def read(self, block: BlockId, buffer: memoryview, at: Index | None = None) -> Ticket[None]:
+        """Begin to read the committed version, or that of a commit that is kept. The ticket raises
+        if it does not verify."""
         if block not in self._written:
             raise ValueError(f"block {block} was never committed; there is nothing to read")
-        entry = self._index.entries[block]
+        entry = (at or self._index).entries[block]
         return self._read(block, self._extents[block][entry.version], entry.checksum, buffer)
 
     def read_uncommitted(self, block: BlockId, buffer: memoryview) -> Ticket[None]:
         """Begin to read what was written since the last commit, to undo it by hand."""
         checksum = self._pending[block].wait()
-        other = self._extents[block][1 - self._index.entries[block].version]
+        other = self._extents[block][self._next_version(block)]
         return self._read(block, other, checksum, buffer)
 
     def read_latest(self, block: BlockId, buffer: memoryview) -> Ticket[None]:
@@ -262,8 +268,8 @@ class BlockStore:
         Waits until it is, and raises what went wrong. checksum: of these pages.
         """
         self._pending[block].wait()
-        extents, entry = self._extents[block], self._index.entries[block]
-        extent = replace(extents[1 - entry.version], nbytes=buffer.nbytes)
+        extent = self._extents[block][self._next_version(block)]
+        extent = replace(extent, nbytes=buffer.nbytes)
         return self._read(block, extent, checksum, buffer)
 
     def take_back(self, block: BlockId) -> None:
@@ -284,6 +290,8 @@ class BlockStore:
         # Of the two versions the one that does not count; a save may still read it, as it did count
         # when the save began.
         version = 1 - self._index.entries[block].version
+        if self.versions.most:
+            version = self._next_version(block)
         if self._pins:
             for pin in self._pins:
                 self.pinned_seconds += pin.wait_to_overwrite(block, version)
@@ -320,19 +328,60 @@ class BlockStore:
         entries = list(self._index.entries)
         for block, checksum in self._flushed.items():
             entries[block] = IndexEntry(1 - entries[block].version, checksum)
+        if self.versions.most:
+            for block, checksum in self._flushed.items():
+                entries[block] = IndexEntry(self._next_version(block), checksum)
+        before = self._index
         with self._counts:
             # In memory first: readers of another thread see all blocks turn at once.
             self._index = Index(self._index.sequence + 1, step, tuple(entries))
             self._written.update(self._flushed)
             self._pending.clear()
             self._flushed = None
+        if self.versions.most:
+            self.versions.committed(before, self._index)
+        self._write_index()
+
+    def _next_version(self, block: BlockId) -> int:
+        """Of a block: what is written since the last commit. The same until a commit or a pin."""
+        if self.versions.most:
+            return self.versions.free_version(block, self._index)
+        return 1 - self._index.entries[block].version
+
+    @property
+    def last(self) -> Index:
+        """The last commit."""
+        return self._index
+
+    def rewind(self, steps: int) -> None:
+        """The commit of `steps` steps before counts again, durably and without a block written.
+
+        Those behind it are forgotten, and step numbers go on. What was not committed is, too.
+        Raises ValueError where so many are not kept; see `commit` for an index that fails.
+        """
+        history = self.versions.history
+        if not 1 <= steps <= len(history):
+            raise ValueError(f"{steps} steps back, and {len(history)} are kept")
+        self.rollback()
+        entries = history[-steps].entries
+        with self._counts:
+            self._index = Index(self._index.sequence + 1, self._index.step, entries)
+        self.versions.rewound(steps)
+        self._write_index()
+
+    def pin_last(self, witness: Path) -> PinnedVersion:
+        """Keep the last commit while `witness` is there; see `KeptVersions.pin`."""
+        self.rollback()
+        return self.versions.pin(self._index, witness, self.paths)
+
+    def _write_index(self) -> None:
         try:
             # Two places take turns: a power cut while one is written leaves the other.
             offset = self.layout.index_offset(self._index.sequence % 2)
             _write_pages(self._files[0], offset, self._index.encode())
             _sync(self._files[0])
         except TransferError as error:
-            log.error("the index of step %d was not written: %s", step, error)
+            log.error("the index of step %d was not written: %s", self.committed_step, error)
             self._failure = error
 
     def rollback(self) -> None:
@@ -433,8 +482,13 @@ def _write_pages(file: OpenFile, offset: int, data: bytes) -> None:
             raise transfer_error("write", path, offset, nbytes, 0, done)
 
 
-def _discard(pid: int, files: tuple[OpenFile, ...]) -> None:
-    """Remove the files, unless this is a forked child of the process that made them."""
-    if os.getpid() == pid:
-        for file in files:
-            file.unlink()
+def _discard(pid: int, files: tuple[OpenFile, ...], versions: KeptVersions) -> None:
+    """Remove the files, unless this is a forked child of the process that made them, or something
+    is pinned in them."""
+    if os.getpid() != pid:
+        return
+    if versions.most and versions.say([file.path for file in files], is_closed=True):
+        log.info("%s stays: a checkpoint is pinned to it", files[0].path)
+        return
+    for file in files:
+        file.unlink()

@@ -64,6 +64,11 @@ class PlainTarget:
         groups: Sequence[Group] = (),
     ) -> None:
         """groups: of the optimizer, for a rule that keeps other planes for some."""
+        if config.nvme.keep_versions:
+            raise ValueError(
+                "NvmeConfig(keep_versions=...) is for the optimizer of a GeminiDDP: the parameters "
+                "of a plain module have one version; wrap the module, or leave it out"
+            )
         self._params = list(params)
         self._orders = [Order.of(param) for param in params]
         self._groups = sorted(set(group_of))  # the others are not looked at

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from gemini.nvme import WriteMeter
+from gemini.nvme import MOST_VERSIONS, WriteMeter
+from gemini.nvme.layout import NUM_VERSIONS
 from gemini.units import check_block_numel
 
 CPU_PATHS = ("auto", "eager", "compile")
@@ -16,7 +17,7 @@ COMPILED_FROM_NUMEL = 1 << 26  # a step gains 50 ms there on 2 cores: 100 of the
 class NvmeConfig:
     """Where and how state goes to disk. The defaults need no thought.
 
-    Raises ValueError for a block size or depth that cannot be.
+    Raises ValueError for a block size, depth or number of versions that cannot be.
     """
 
     folders: tuple[str, ...] = ()  # empty: a temporary folder on a disk
@@ -30,12 +31,24 @@ class NvmeConfig:
     # elements of a block, a multiple of 1024; of a wrapped module a wish: see AutoPlacement; None:
     # as many as suit the device, and fit
     block_numel: int | None = None
+    # of a wrapped module: steps that `model.rewind` can go back, and saves that `pinned=True` may
+    # pin, together; each takes the state's bytes on disk once more
+    keep_versions: int = 0
+
+    @property
+    def num_versions(self) -> int:
+        """Of every block on disk: one that counts, one that is written, and those that are kept."""
+        return NUM_VERSIONS + self.keep_versions
 
     def __post_init__(self) -> None:
         if self.block_numel is not None:
             check_block_numel(self.block_numel)
         if self.depth < 1:
             raise ValueError(f"nvme depth={self.depth}; expected at least 1")
+        if not 0 <= self.keep_versions <= MOST_VERSIONS - NUM_VERSIONS:
+            raise ValueError(
+                f"keep_versions={self.keep_versions}; expected 0 to {MOST_VERSIONS - NUM_VERSIONS}"
+            )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NvmeConfig:
         """Itself: it is frozen, and an engine cannot be copied."""
@@ -56,6 +69,12 @@ class StateConfig:
             raise ValueError(
                 f"nvme_offload_fraction={self.nvme_fraction} is outside [0, 1]; "
                 "it is the share of the optimizer state's bytes that goes to disk"
+            )
+        if self.nvme.keep_versions and self.nvme_fraction < 1:
+            raise ValueError(
+                f"NvmeConfig(keep_versions={self.nvme.keep_versions}) keeps versions of all state, "
+                f"and with nvme_offload_fraction={self.nvme_fraction:g} some is in memory, which "
+                "has one; expected nvme_offload_fraction=1.0"
             )
         if self.cpu_path not in CPU_PATHS:
             raise ValueError(f"cpu_path={self.cpu_path!r}; expected one of {list(CPU_PATHS)}")

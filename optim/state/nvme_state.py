@@ -25,6 +25,7 @@ from gemini.nvme import (
     BlockStore,
     Buffer,
     BufferPool,
+    Index,
     NvmeError,
     Pin,
     RollbackError,
@@ -44,6 +45,7 @@ from gemini.units import BlockId, format_bytes
 
 from .disk.forms import BlockForms
 from .disk.pinned_state import PinnedState
+from .disk.state_version import StateVersion
 from .disk.transfers import BlockTransfers
 from .held_signals import HeldSignals
 from .machine import (
@@ -69,7 +71,7 @@ def open_store(digest: str, nbytes: Sequence[int], config: NvmeConfig, label: st
     disks = measure_disks(folders, config.engine, allow_ram=config.allow_ram)
     return BlockStore(
         disks.folders,
-        StoreLayout.plan(digest, nbytes, disks.weights),
+        StoreLayout.plan(digest, nbytes, disks.weights, config.num_versions),
         engine=disks.engine,
         checksums=config.checksums,
         allow_ram=config.allow_ram,
@@ -382,10 +384,18 @@ class NvmeState:
                 while pool.num_free:
                     free.append(pool.take())
 
-    def load(self, blocks: Sequence[Block], visit: Callable[[Block, Planes], None]) -> None:
-        """Read committed blocks one after the other; `visit` must copy what it keeps."""
+    def load(
+        self,
+        blocks: Sequence[Block],
+        visit: Callable[[Block, Planes], None],
+        at: Index | None = None,
+    ) -> None:
+        """Read committed blocks one after the other; `visit` must copy what it keeps.
+
+        at: as this commit has them.
+        """
         with self._lent():
-            reads = read_ahead(self._pool, blocks, self._transfers.read_all)
+            reads = read_ahead(self._pool, blocks, partial(self._transfers.read_all, at=at))
             try:
                 while True:
                     with HeldSignals():  # Ctrl-C comes between two blocks: else a buffer is lost
@@ -397,6 +407,47 @@ class NvmeState:
             finally:
                 with HeldSignals():
                     reads.close()
+
+    # -- versions that are kept --
+
+    @property
+    def commits(self) -> Sequence[Index]:
+        """Those that `rewind` may go to, the oldest first, and the last one."""
+        return (*self.store.versions.history, self.store.last)
+
+    def check_commit(self, steps: int) -> None:
+        """Read all that `rewind` would. Raises what the disk says of it."""
+        self.load(self.blocks, lambda block, planes: None, self.commits[-1 - steps])
+        self.load_weights(self.commits[-1 - steps :], lambda block, values: None)
+
+    def load_weights(
+        self, commits: Sequence[Index], visit: Callable[[Block, Tensor], None]
+    ) -> None:
+        """Show parameters without masters as they were at the first of these commits, where they
+        have changed since."""
+        with self._lent():
+            buffer = self._pool.take()
+            try:
+                for block in self.blocks if self._forms.has_undo else ():
+                    if self._transfers.read_weights(block, buffer, commits):
+                        visit(block, self._transfers.beside(block, buffer))
+            finally:
+                self._pool.give(buffer)
+
+    def version(self, index: Index) -> StateVersion:
+        """All blocks as this commit has them."""
+        blocks = tuple((block.numel, self._forms.is_split(block)) for block in self.blocks)
+        paths = tuple(str(path) for path in self.store.paths)
+        return StateVersion(paths, index, self._layout, blocks, self._forms.has_undo)
+
+    def rewind(self, steps: int) -> None:
+        """The commit of `steps` steps before counts again; no block is written."""
+        self._look()
+        self.store.rewind(steps)
+
+    def forget_kept(self) -> None:
+        """What follows has nothing to do with what was before: no step goes back to that."""
+        self.store.versions.clear()
 
     def replace(
         self, fill: Callable[[Block, Planes], None], step: int, blocks: Sequence[Block]

@@ -6,7 +6,7 @@ disk one staging buffer at a time, so neither way needs more memory than there w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from gemini.optim.rules.state_layout import Columns
 from gemini.units import BlockId
 
+from .disk.state_version import StateVersion
 from .pieces import Planes
 from .space import Block, BlockSegment
 from .tiered_state import TieredState
@@ -63,6 +64,22 @@ def list_runs(tiered_state: TieredState, names: Sequence[str]) -> list[RunSpec]:
         for plane in tiered_state.layout.planes
         if tiered_state.columns.has(part.param, plane.name)
     ]
+
+
+def pinned_runs(
+    tiered_state: TieredState, names: Sequence[str], version: StateVersion
+) -> Iterator[tuple[RunSpec, int]]:
+    """What `visit_runs` shows of state that is all on disk, and at which byte of the version's
+    stream it begins."""
+    assert tiered_state.nvme is not None
+    for i, block in enumerate(tiered_state.nvme.blocks):
+        for part in block.segments:
+            for plane, at in version.places(i, part):
+                name = names[part.param]
+                yield (
+                    RunSpec(name, plane.name, plane.dtype, part.param_offset, part.numel, block.id),
+                    at,
+                )
 
 
 def visit_runs(tiered_state: TieredState, names: Sequence[str], look: StateVisitor) -> None:

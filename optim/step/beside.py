@@ -1,4 +1,4 @@
-"""What a step updates in memory, given to the device beside what it computes next (ADR 0011).
+"""What a step updates in memory, given to the device beside what it computes next (ADR 0002).
 
 Nothing of it can fail on a disk, so nobody votes, and no thread is needed: the host gives all of it
 to the device before `step()` returns. What computes comes behind the updates of a shard when it is

@@ -4,7 +4,7 @@
     stop    nothing is read or updated any more; the rows say what was, and with what
 
 A block is updated in a staging buffer and written beside its last version. No weight changes, so
-nobody can see it, and forgetting what was written is all there is to undo (ADR 0013). What is done
+nobody can see it, and forgetting what was written is all there is to undo (ADR 0002). What is done
 next is the machine's to choose (`optim.state.machine`).
 """
 

@@ -1,4 +1,4 @@
-"""The tail of a step: it goes on in a thread of its own when `step()` has returned (ADR 0011).
+"""The tail of a step: it goes on in a thread of its own when `step()` has returned (ADR 0002).
 
     prepare    block by block, each beside its last version
     agree      with who else has a say: all of it counts, or nothing

@@ -32,6 +32,9 @@ def make(
     seed=0,
     module=None,
     policy=None,
+    folder=None,
+    keep_versions=0,
+    state="fp32",
     **options,
 ):
     """A wrapped Tower and its optimizer."""
@@ -50,7 +53,9 @@ def make(
     optimizer = HybridAdam(
         model.parameters(),
         nvme_offload_fraction=fraction,
-        nvme=NvmeConfig(block_numel=1024),
+        nvme_offload_dir=folder,
+        nvme=NvmeConfig(block_numel=1024, keep_versions=keep_versions),
+        state=state,
         **ADAM,
     )
     return model, optimizer
@@ -69,8 +74,8 @@ def train(model: Any, optimizer: Any, steps: list[list[torch.Tensor]]) -> None:
         optimizer.zero_grad()
 
 
-def everything(model: GeminiDDP, optimizer: HybridAdam) -> dict[str, Any]:
-    """What must be bit-equal after a resume: this rank's runs, counters, groups, random numbers."""
+def bits(model: GeminiDDP, optimizer: HybridAdam) -> dict[str, Any]:
+    """What must be bit-equal after a rewind: this rank's runs, counters, groups."""
     runs: dict[str, torch.Tensor] = {}
     optimizer.visit_state(
         lambda run: runs.update({f"{run.name}/{run.plane}/{run.start}": run.values.clone()})
@@ -82,8 +87,13 @@ def everything(model: GeminiDDP, optimizer: HybridAdam) -> dict[str, Any]:
         "steps": optimizer.targets[0].step_counts,
         "counters": optimizer.targets[0].counters.state_dict(),
         "groups": [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups],
-        "random": (torch.rand(3), numpy.random.rand(3).tolist(), random.random()),
     }
+
+
+def everything(model: GeminiDDP, optimizer: HybridAdam) -> dict[str, Any]:
+    """What must be bit-equal after a resume: also random numbers."""
+    drawn = torch.rand(3), numpy.random.rand(3).tolist(), random.random()
+    return {**bits(model, optimizer), "random": drawn}
 
 
 def whole(model: GeminiDDP, optimizer: HybridAdam) -> dict[str, torch.Tensor]:

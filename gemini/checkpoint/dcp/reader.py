@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -22,7 +22,8 @@ from gemini.checkpoint.format.boxes import Box
 from gemini.checkpoint.format.data_file import UnitReader
 from gemini.checkpoint.format.errors import CorruptError, FormatError
 from gemini.checkpoint.format.index import IndexEntry, Overlap, PartsOf, SavedPart
-from gemini.checkpoint.format.manifest import METADATA
+from gemini.checkpoint.format.manifest import METADATA, Manifest
+from gemini.checkpoint.format.pinned_file import PinnedStream
 from gemini.checkpoint.format.small_files import read_manifest
 from gemini.checkpoint.untrusted.metadata import read_index
 from gemini.checkpoint.untrusted.torch_files import FileSlice, safe_load
@@ -54,9 +55,7 @@ class Reader:
             key: None if entry.dtype is None else entry.size for key, entry in self.index.items()
         }
         self._items: _Items = (
-            _DcpItems(folder)
-            if self.manifest is None
-            else _OurItems(UnitReader(folder, self.manifest.files))
+            _DcpItems(folder) if self.manifest is None else _OurItems(folder, self.manifest)
         )
 
     def close(self) -> None:
@@ -139,11 +138,15 @@ class _Items(Protocol):
 class _OurItems:
     """Verified, and with direct I/O."""
 
-    def __init__(self, units: UnitReader) -> None:
-        self._units = units
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self._units = UnitReader(folder, manifest.files)
+        self._folder = folder
+        self._pinned = {file.name: file for file in manifest.pinned}
+        self._streams: dict[str, PinnedStream] = {}
+        self._stack = ExitStack()
 
     def will_read(self, parts: Iterable[SavedPart]) -> None:
-        self._units.will_read(part[:3] for part in parts)
+        self._units.will_read(part[:3] for part in parts if part.file not in self._pinned)
 
     def data(self, part: SavedPart) -> bytes:
         return bytes(self._units.read(part.file, part.at, part.nbytes))
@@ -156,11 +159,21 @@ class _OurItems:
         nbytes = numel * entry.dtype.itemsize
         if not numel:
             return torch.empty(part.sizes, dtype=entry.dtype)
+        if part.file in self._pinned:
+            return self._stream(part.file).read(part.at, numel).view(part.sizes)
         # elements come last
         view = self._units.read(part.file, part.at + part.nbytes - nbytes, nbytes)
         return torch.frombuffer(view, dtype=entry.dtype, count=numel).view(part.sizes)
 
+    def _stream(self, name: str) -> PinnedStream:
+        if name not in self._streams:
+            file = self._pinned[name]
+            self._streams[name] = PinnedStream(self._folder, file, self._stack)
+        return self._streams[name]
+
     def close(self) -> None:
+        self._streams.clear()
+        self._stack.close()
         self._units.close()
 
 

@@ -17,12 +17,17 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
-from gemini.checkpoint.format.boxes import Region, boxes_of_region
+from gemini.checkpoint.format.boxes import Region, boxes_of_region, is_contiguous
 from gemini.checkpoint.format.data_file import HEADER_BYTES, ITEM_ALIGN, UnitWriter
+from gemini.checkpoint.format.errors import CheckpointError
 from gemini.checkpoint.format.folder import SaveFolder
 from gemini.checkpoint.format.index import encode_index
-from gemini.checkpoint.format.manifest import DataFile, Manifest
+from gemini.checkpoint.format.manifest import DataFile, Manifest, PinnedFile
+from gemini.checkpoint.format.pinned_file import pinned_name, write_pinned
 from gemini.checkpoint.untrusted.metadata import index_of
+from gemini.optim.rules.state_layout import ITEMSIZE
+from gemini.optim.state.disk.state_version import StateVersion
+from gemini.optim.state.state_stream import RunSpec
 
 from .ranks import Ranks
 from .sharded import can_be_raw, in_run, tensor_header
@@ -34,8 +39,11 @@ class RankFile:
     """One rank's data file, and where in it the items lie."""
 
     def __init__(self, folder: Path, rank: int) -> None:
+        self._folder = folder
         self._units = UnitWriter(folder / f"__{rank}_0.distcp")
         self._name = f"__{rank}_0.distcp"
+        self.pinned_name = pinned_name(rank)
+        self._pinned: PinnedFile | None = None
         self.places: dict[MetadataIndex, _StorageInfo] = {}
 
     @property
@@ -52,6 +60,23 @@ class RankFile:
             mine = in_run(values, start, box, region)
             self.add_tensor(MetadataIndex(key, box.offsets), mine, box.sizes)
 
+    def pin(self, version: StateVersion) -> None:
+        """Say where state is that is not written. Raises CheckpointError."""
+        self._pinned = write_pinned(self._folder / self.pinned_name, version)
+
+    def add_pinned(self, key: str, region: Region, run: RunSpec, at: int) -> None:
+        """A run of the state that is pinned, from byte `at` of its stream, as one item a box."""
+        itemsize = ITEMSIZE[run.dtype]
+        for box in boxes_of_region(region, run.start, run.start + run.numel):
+            if not is_contiguous(box, region):
+                raise CheckpointError(
+                    f"{key} is split by torch, and pinned=True cannot say which rows this rank "
+                    "has; save without pinned=True"
+                )
+            first = at + (box.start - run.start) * itemsize
+            place = _StorageInfo(self.pinned_name, first, box.numel * itemsize)
+            self.places[MetadataIndex(key, box.offsets)] = place
+
     def add_tensor(self, index: MetadataIndex, values: Tensor, sizes: tuple[int, ...]) -> None:
         """Write a whole item."""
         place = self._units.append(tensor_header(values.dtype, sizes), values)
@@ -60,8 +85,8 @@ class RankFile:
     def add_bytes(self, index: MetadataIndex, data: memoryview) -> None:
         self.places[index] = _StorageInfo(self._name, *self._units.append_bytes(data))
 
-    def finish(self) -> DataFile:
-        return self._units.finish()
+    def finish(self) -> tuple[DataFile, PinnedFile | None]:
+        return self._units.finish(), self._pinned
 
     def close(self) -> None:
         self._units.close()
@@ -114,7 +139,8 @@ def write(
     ranks.through_first(lambda: _written(file, stream, plan, planner), commit, group)
 
 
-_Written = tuple[dict[MetadataIndex, _StorageInfo], DataFile]  # by one rank, all synced
+# by one rank, all synced
+_Written = tuple[dict[MetadataIndex, _StorageInfo], tuple[DataFile, PinnedFile | None]]
 
 
 @torch.no_grad()
@@ -138,15 +164,18 @@ def _written(
 
 
 def _commit(committing: Committing, metadata: Metadata, written: list[_Written]) -> None:
-    files = tuple(file for _, file in written)
+    files = tuple(file for _, (file, _) in written)
+    pinned = tuple(file for _, (_, file) in written if file is not None)
     metadata.storage_data = {index: at for places, _ in written for index, at in places.items()}
     metadata.version = DCP_VERSION
     _add_aliases(metadata, committing.aliases)
     pickled = pickle.dumps(metadata)
     crc32 = zlib.crc32(pickled)
-    tensors = encode_index(index_of(metadata), [file.name for file in files])
+    names = [file.name for file in files] + [file.name for file in pinned]
+    tensors = encode_index(index_of(metadata), names)
     manifest = replace(
         committing.manifest,
+        pinned=pinned,
         metadata_nbytes=len(pickled),
         metadata_crc32=crc32,
         files=files,

@@ -71,6 +71,16 @@ def boxes_of_region(region: Region, start: int, stop: int) -> tuple[Box, ...]:
     )
 
 
+def is_contiguous(box: Box, region: Region) -> bool:
+    """Whether the elements of a box follow each other in the flattened region."""
+    expected = 1
+    for size, stride in zip(reversed(box.sizes), reversed(region.strides), strict=True):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
 def _overlaps(segments: Segments, start: int, numel: int) -> Iterator[tuple[int, int, int]]:
     """(place in the region, offset in the whole, size) of what [start, start + numel) has of each
     segment."""

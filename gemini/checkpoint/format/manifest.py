@@ -18,6 +18,7 @@ from gemini.units import PAGE_BYTES
 from .errors import CorruptError, FormatError
 
 FORMAT_VERSION = 1
+PINNED_VERSION = 2  # of a checkpoint that is pinned to state in other files
 NAME = "manifest.json"
 METADATA = ".metadata"  # of torch.distributed.checkpoint
 JSON_BYTES = 1 << 20  # a manifest or an index is no larger, but for
@@ -50,6 +51,16 @@ class DataFile:
 
 
 @dataclass(frozen=True, slots=True)
+class PinnedFile:
+    """A small file that says where one rank's state is pinned; see `pinned_file.py`."""
+
+    name: str
+    nbytes: int  # of the state, as one stream
+    file_nbytes: int
+    crc32: int  # of the small file
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """What a checkpoint consists of."""
 
@@ -61,21 +72,31 @@ class Manifest:
     about: dict[str, Any] = field(default_factory=dict)  # for people: versions, time
     # "metadata": crc32 of the `.metadata` that says the same; "tensors": see `encode_index`
     index: dict[str, Any] | None = None
+    pinned: tuple[PinnedFile, ...] = ()
 
     @property
     def nbytes(self) -> int:
-        return sum(file.nbytes for file in self.files) + self.metadata_nbytes
+        """Of the folder's files."""
+        pinned = sum(file.file_nbytes for file in self.pinned)
+        return sum(file.nbytes for file in self.files) + self.metadata_nbytes + pinned
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Bytes that an index may point into, by file."""
+        pinned = {file.name: file.nbytes for file in self.pinned}
+        return {file.name: file.nbytes for file in self.files} | pinned
 
     @property
     def digest(self) -> str:
         """A name for the content of all files."""
         units = [(f.name, [u.checksum for u in f.units]) for f in self.files]
+        units += [(f.name, [f.crc32]) for f in self.pinned]
         return hashlib.sha256(repr((self.metadata_crc32, units)).encode()).hexdigest()[:16]
 
     def encode(self) -> bytes:
         """Without the index where a reader would find the manifest too large for its files."""
         body: dict[str, Any] = {
-            "format": FORMAT_VERSION,
+            "format": PINNED_VERSION if self.pinned else FORMAT_VERSION,
             "world_size": self.world_size,
             "sequence": self.sequence,
             "metadata": [self.metadata_nbytes, self.metadata_crc32],
@@ -88,6 +109,8 @@ class Manifest:
             },
             "about": self.about,
         }
+        if self.pinned:
+            body["pinned"] = {f.name: [f.nbytes, f.file_nbytes, f.crc32] for f in self.pinned}
         for more in ({} if self.index is None else {"index": self.index}, {}):
             text = json.dumps(body | more, separators=(",", ":")).encode()
             data = text + b"\n" + f"crc32 {zlib.crc32(text):08x}\n".encode()
@@ -107,10 +130,10 @@ class Manifest:
         except (ValueError, RecursionError) as error:
             raise CorruptError(f"{path} says what no checkpoint has: {error}") from error
         version = body.get("format") if isinstance(body, dict) else None
-        if version != FORMAT_VERSION:
+        if version not in (FORMAT_VERSION, PINNED_VERSION):
             raise FormatError(
-                f"{path} is of checkpoint format {version!r:.40}, this code reads "
-                f"{FORMAT_VERSION}; load it with the version that wrote it"
+                f"{path} is of checkpoint format {version!r:.40}, this code reads up to "
+                f"{PINNED_VERSION}; load it with the version that wrote it"
             )
         try:
             return cls(
@@ -121,6 +144,7 @@ class Manifest:
                 files=tuple(_file(name, one) for name, one in body["files"].items()),
                 about=dict(body["about"]),
                 index=dict(body["index"]) if "index" in body else None,
+                pinned=tuple(_pinned(*one) for one in body.get("pinned", {}).items()),
             )
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise CorruptError(f"{path} says what no checkpoint has: {error}") from error
@@ -135,6 +159,13 @@ def _whole(value: object) -> int:
     if type(value) is not int or not 0 <= value < 1 << 62:
         raise ValueError(f"{value!r:.40} is no number of bytes or files")
     return value
+
+
+def _pinned(name: str, body: Any) -> PinnedFile:
+    if not is_plain_name(name):
+        raise ValueError(f"{name!r:.80} is no file of the folder")
+    nbytes, file_nbytes, crc32 = map(_whole, body)
+    return PinnedFile(name, nbytes, file_nbytes, crc32)
 
 
 def _file(name: str, body: Any) -> DataFile:

@@ -31,6 +31,7 @@ from gemini.optim.state.state_stream import RunSpec, StateRun, StateSnapshot
 from gemini.optim.target import Target
 from gemini.runtime.inspect.weights import set_without_master, weights_without_master
 from gemini.runtime.pipeline.joint_target import JointTarget
+from gemini.runtime.step.state.saved_state import PinnedRuns
 from gemini.units import BLOCK_NUMEL
 
 T = TypeVar("T")
@@ -193,6 +194,16 @@ class RunState:
 
     def _key(self, name: str, plane: str) -> str:
         return self._keys.weight(name) if plane == MASTER else self._keys.plane(name, plane)
+
+    def visit_pinned(
+        self, pinned: PinnedRuns, look: Callable[[str, Region, RunSpec, int], None]
+    ) -> None:
+        """Show where every run of the state is that is kept and not copied."""
+        (part,) = self._parts
+        for run, at in pinned.runs:
+            if self._shows(run, part):
+                name = part.name_of(run.name)
+                look(self._key(name, run.plane), self.region(name), run, at)
 
     # -- back --
 

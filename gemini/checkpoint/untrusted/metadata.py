@@ -193,7 +193,7 @@ def _own_index(folder: Path, manifest: Manifest | None) -> Index | None:
     if manifest is None or own is None or own.get("metadata") != manifest.metadata_crc32:
         return None
     try:
-        return decode_index(own.get("tensors"), {file.name: file.nbytes for file in manifest.files})
+        return decode_index(own.get("tensors"), manifest.sizes)
     except CorruptError as error:
         raise CorruptError(f"{folder / NAME}: {error}") from error
 
@@ -239,7 +239,7 @@ def _index_of(found: Metadata, folder: Path, manifest: Manifest | None) -> dict[
         if manifest is None:
             nbytes = {name: _file_bytes(folder / name) for name in names}
         else:
-            nbytes = {file.name: file.nbytes for file in manifest.files}
+            nbytes = manifest.sizes
         for name in names - nbytes.keys():
             raise CorruptError(f"the manifest does not know the file {name}")
         check(index, nbytes)

@@ -1,7 +1,7 @@
 """Whether updates may overlap a pass: one table of rules, each with its reason. Pure.
 
-An `update=` has two parts: a tail goes on during the next forward (ADR 0011), and early updates are
-made in backward (ADR 0013). A rule is against one of them, or both; without them a step does all.
+An `update=` has two parts: a tail goes on during the next forward (ADR 0002), and early updates are
+made in backward (ADR 0002). A rule is against one of them, or both; without them a step does all.
 """
 
 from __future__ import annotations

@@ -154,6 +154,9 @@ class Calls:
             take_replaced(parts)
         if parts.module_check is not None:
             parts.module_check.check()
+        events = parts.events
+        for listener in events.forward.listeners:
+            listener()
         self.thaw_what_is_trained()
         self._gradients.notice_broken_backward()
         if not parts.in_schedule:

@@ -125,7 +125,7 @@ class Planning:
     def with_state(self, request: StateRequest) -> None:
         """An optimizer is there: plan its state. Parameter shards stay where they are.
 
-        Blocks are as files were cut; where there are none, `block_numel` is a wish (ADR 0012).
+        Blocks are as files were cut; where there are none, `block_numel` is a wish (ADR 0002).
         Raises BudgetError, and ValueError for a wish that is not the policy's; then nothing has
         changed.
         """

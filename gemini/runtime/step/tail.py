@@ -1,4 +1,4 @@
-"""The tail of an engine's step: blocks are updated behind the next forward (ADR 0011).
+"""The tail of an engine's step: blocks are updated behind the next forward (ADR 0002).
 
     begin     step() has agreed; from here on a gather, a module or an operator waits for the chunks
               that it reads (`gemini.runtime.schedule.updating`)

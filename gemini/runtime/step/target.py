@@ -281,6 +281,8 @@ class ShardTarget(SavedShards):
     def agreed_step(self, hypers: Sequence[Any], clip: Clip, agreement: Agreement) -> AgreedStep:
         """Begin what all ranks agreed on; nothing that counts has changed."""
         scale = self._parts.control_vector.read().scale
+        if self.kept_steps is not None:
+            self.kept_steps.begin_step(self._executor.counts)
         taken = self._taken(agreement.present)
         by_param = self._hyper_by_param(hypers, taken)
         if isinstance(self._rule, NormRule):
@@ -403,6 +405,8 @@ class ShardTarget(SavedShards):
     def count(self, taken: Sequence[ParamId]) -> None:
         """The step was taken, and has updated these parameters."""
         self._num_steps += 1
+        if self.kept_steps is not None:
+            self.kept_steps.end_step()
         self._executor.count(taken)
         self._parts.user_writes.stepped(taken)
 
@@ -452,6 +456,8 @@ class ShardTarget(SavedShards):
             self.speculation.close()
         self._parts.events.keeping.leave(self._follow_payload)
         self._parts.ledger.forget_state()
+        if self.kept_steps is not None:
+            self.kept_steps.close()
         self._tiered_state.close()
         self._executor.close()
         self._calls.detach()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # as in calls.py
 from torch.distributed._composable.contract import REGISTRY_KEY
 
@@ -33,6 +33,14 @@ class ModuleCheck:
                 self._ignored[name] = frozenset(left)
             params = _without(left, module._parameters)
             self._modules.append((name, weakref.ref(module), params, _weakly(module._modules)))
+
+    def persistent_buffers(self) -> Iterator[Tensor]:
+        """Of all modules that live."""
+        for _, reference, _, _ in self._modules:
+            if (module := reference()) is not None:
+                for name, buffer in module._buffers.items():
+                    if buffer is not None and name not in module._non_persistent_buffers_set:
+                        yield buffer
 
     @_disable_dynamo
     def check(self) -> None:

@@ -7,6 +7,9 @@ our magic, or with nothing.
 [Note: newborn files] Between its creation and its lock a file looks like an orphan. Who removes
 one holds its lock meanwhile, and who creates one looks, once it has the lock, whether it is there.
 
+[Note: pins] Beside a file with a version that a checkpoint is pinned to lies another, which names
+the witnesses of its pins. While one of them is there, nobody removes the file.
+
 [Note: kept files] A file with a committed step may be all that is left of that step, so a new store
 leaves it where it is and says so; `remove_orphans` is for who wants the space. What never held a
 step (gradients, probes, stores that were still being filled) a new store removes by itself.
@@ -14,12 +17,14 @@ step (gradients, probes, stores that were still being filled) a new store remove
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import json
 import logging
 import os
 import shlex
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +39,7 @@ log = logging.getLogger("gemini.nvme")
 
 PREFIX = "gemini-"
 SUFFIX = ".blocks"
+PINS_SUFFIX = ".pins"
 _said: set[Path] = set()  # kept files that this process has spoken of
 
 
@@ -85,6 +91,50 @@ def store_name(path: Path) -> str:
     return path.name.rpartition("-")[0]
 
 
+def write_pins(path: Path, witnesses: Sequence[Path], *, is_closed: bool) -> None:
+    """Say beside a store's file what is pinned in it ([Note: pins]). Raises OSError.
+
+    is_closed: its process has ended well, so that it is nobody's when the witnesses are gone.
+    """
+    pins, new = path.with_suffix(PINS_SUFFIX), path.with_suffix(f"{PINS_SUFFIX}.new")
+    with contextlib.suppress(FileNotFoundError):
+        calls.unlink(new)
+    if witnesses:
+        said = {"witnesses": [str(witness) for witness in witnesses], "closed": is_closed}
+        calls.write_whole(new, json.dumps(said).encode())
+        calls.rename(new, pins)
+        calls.sync_folder(path.parent)
+    else:
+        with contextlib.suppress(FileNotFoundError):
+            calls.unlink(pins)
+
+
+def is_gone(path: Path) -> bool:
+    """Whether there is no such name; False where that cannot be told."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def pins_of(path: Path) -> tuple[tuple[Path, ...], bool]:
+    """Witnesses that are there, of what is pinned in a store's file; whether its process has ended
+    well and left it for others."""
+    try:
+        said = json.loads(path.with_suffix(PINS_SUFFIX).read_bytes())
+        witnesses = tuple(Path(str(witness)) for witness in said["witnesses"])
+        is_closed = bool(said["closed"])
+    except FileNotFoundError:
+        return (), False
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        log.warning("%s cannot be read: %s", path.with_suffix(PINS_SUFFIX), error)
+        return (path.with_suffix(PINS_SUFFIX),), False  # so the file stays
+    return tuple(witness for witness in witnesses if not is_gone(witness)), is_closed
+
+
 def orphans(folder: str | os.PathLike[str]) -> tuple[Path, ...]:
     """Our files in `folder` whose process is dead, by name order."""
     return tuple(left.path for left in left_in(folder))
@@ -109,19 +159,22 @@ def _left(found: list[_Orphan]) -> tuple[Left, ...]:
 
 
 def remove_orphans(folder: str | os.PathLike[str]) -> tuple[Path, ...]:
-    """Remove all that dead processes of this user left in `folder`, with the steps that it holds.
+    """Remove all that dead processes of this user left in `folder`, with the steps that it holds,
+    but for files that a checkpoint is pinned to.
 
     Returns what it removed, and logs it. Raises FolderError where the file system refuses.
     """
     with _locked([Path(folder)]) as found:
+        removed = []
         for orphan in found:
             try:
-                _remove(orphan)
+                if _remove(orphan):
+                    removed.append(orphan.path)
             except OSError as error:
                 raise FolderError(
                     f"cannot remove {orphan.path}: {cause_of(error.errno)}"
                 ) from error
-        return tuple(orphan.path for orphan in found)
+        return tuple(removed)
 
 
 def remove_stepless(folders: Iterable[Path]) -> None:
@@ -130,8 +183,11 @@ def remove_stepless(folders: Iterable[Path]) -> None:
         # the file that knows the step of its store goes last
         for orphan, left in zip(reversed(found), reversed(_left(found)), strict=True):
             try:
-                if left.step == 0:
+                witnesses, is_closed = pins_of(orphan.path)
+                if left.step == 0 or (is_closed and not witnesses):
                     _remove(orphan)
+                    continue
+                if witnesses:
                     continue
             except OSError as error:
                 log.warning("%s was not removed: %s", orphan.path, cause_of(error.errno))
@@ -172,12 +228,26 @@ def _ours_in(folder: Path) -> list[Path]:
     return sorted(folder.glob(f"{PREFIX}*{SUFFIX}"))
 
 
-def _remove(orphan: _Orphan) -> None:
+def _remove(orphan: _Orphan) -> bool:
+    """Whether it is gone: it stays while a checkpoint is pinned to it."""
+    witnesses, _ = pins_of(orphan.path)
+    if witnesses:
+        log.warning(
+            "kept %s: the checkpoint in %s is pinned to it; remove that first, or save it without "
+            "pinned=True",
+            orphan.path,
+            witnesses[0].parent,
+        )
+        return False
     try:
         calls.unlink(orphan.path)
+        log.warning("removed %s, left by a process that died", orphan.path)
     except FileNotFoundError:
-        return
-    log.warning("removed %s, left by a process that died", orphan.path)
+        pass
+    for suffix in (PINS_SUFFIX, f"{PINS_SUFFIX}.new"):
+        with contextlib.suppress(FileNotFoundError):
+            calls.unlink(orphan.path.with_suffix(suffix))
+    return True
 
 
 @contextmanager

@@ -44,12 +44,13 @@ class Recovered:
 
 @contextmanager
 def recover(
-    paths: Sequence[str | os.PathLike[str]], step: int | None = None
+    paths: Sequence[str | os.PathLike[str]], step: int | None = None, pinned: Index | None = None
 ) -> Iterator[Recovered]:
     """Open the files of a dead process's store, in order, to read its last commit.
 
     step: the commit of this step, which must be the last one or the one before. Stores that are
     committed one after the other have at most one step between them, so each still has the least.
+    pinned: an earlier commit, which the store keeps; its process may live.
     Raises FormatError where there is no such commit, or a file is not one of a whole store.
     """
     fds: list[int] = []
@@ -72,10 +73,13 @@ def recover(
             Index.decode(
                 os.pread(fds[0], layout.index_slot_nbytes, layout.index_offset(slot)),
                 layout.num_blocks,
+                layout.num_versions,
             )
             for slot in range(NUM_VERSIONS)
         ]
         live = [index for index in slots if index is not None and step in (None, index.step)]
+        if pinned is not None:
+            live = [pinned] if _fits(pinned, layout) else []
         if not live:
             raise FormatError(
                 f"{paths[0]} holds no committed step" + f" {step}" * (step is not None)
@@ -85,6 +89,11 @@ def recover(
     finally:
         for fd in fds:
             calls.close(fd)
+
+
+def _fits(index: Index, layout: StoreLayout) -> bool:
+    versions = {entry.version for entry in index.entries}
+    return len(index.entries) == layout.num_blocks and max(versions) < layout.num_versions
 
 
 def _open(path: str | os.PathLike[str]) -> int:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from torch import Tensor
 
-from gemini.nvme import BlockStore, Buffer, checksum_of
+from gemini.nvme import BlockStore, Buffer, Index, checksum_of
 from gemini.optim.rules.state_layout import WEIGHT, StateLayout
 from gemini.optim.state.pieces import Planes
 from gemini.optim.state.space import Block
@@ -49,14 +50,30 @@ class BlockTransfers:
         parts = self._forms.parts[block.id]
         return self._store.read(parts.state, buffer.view[: parts.state_nbytes])
 
-    def read_all(self, block: Block, buffer: Buffer) -> Ticket[object]:
-        """Begin to read all that a committed version consists of."""
+    def read_all(self, block: Block, buffer: Buffer, at: Index | None = None) -> Ticket[object]:
+        """Begin to read all that a committed version consists of: the last one, or the one of a
+        commit that is kept."""
         forms = self._forms
-        parts = [self.read(block, buffer)]
+        state = buffer.view[: forms.parts[block.id].state_nbytes]
+        parts = [self._store.read(forms.state_id(block), state, at)]
         if forms.is_split(block):
             view = forms.beside_view(buffer, block)
-            parts.append(self._store.read(forms.beside_id(block), view))
+            parts.append(self._store.read(forms.beside_id(block), view, at))
         return TicketGroup(parts)
+
+    def read_weights(self, block: Block, buffer: Buffer, commits: Sequence[Index]) -> bool:
+        """Read what parameters without masters were at the first of these commits, which follow
+        each other to the last; False where they have not changed since. Waits for it.
+
+        What a step writes beside its planes is what they were before it.
+        """
+        beside = self._forms.beside_id(block)
+        for before, index in pairwise(commits):
+            if index.entries[beside].version != before.entries[beside].version:
+                view = self._forms.beside_view(buffer, block)
+                self._store.read(beside, view, index).wait()
+                return True
+        return False
 
     def read_undo(self, block: Block, buffer: Buffer) -> Planes:
         """What restores parameters that a step has changed. Waits for it."""

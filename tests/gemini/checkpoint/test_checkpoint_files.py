@@ -144,10 +144,10 @@ def test_a_future_format_is_refused(saved):
     import zlib
 
     text = (saved / "manifest.json").read_bytes().partition(b"\n")[0]
-    text = text.replace(b'"format":1', b'"format":2')
+    text = text.replace(b'"format":1', b'"format":3')
     crc = f"crc32 {zlib.crc32(text):08x}\n".encode()
     (saved / "manifest.json").write_bytes(text + b"\n" + crc)
-    with pytest.raises(FormatError, match="format 2, this code reads 1"):
+    with pytest.raises(FormatError, match="format 3, this code reads up to 2"):
         gemini.load_checkpoint(saved, *make())
 
 

@@ -6,6 +6,7 @@ Every run takes the folder of a test and the moments, as `kill_at` does.
 from __future__ import annotations
 
 import hashlib
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from bench.shared.workers import run_processes
 from gemini import AutoPlacement
 from gemini.checkpoint.__main__ import main
 from optim import HybridAdam, NvmeConfig
-from tests.support import spilled
+from tests.support import checkpoints, spilled
 from tests.support.checkpoints import make, train
 from tests.support.disks.killing import counted, kill_at
 from tests.support.loops.tails import batches, has_tail, wrapped
@@ -102,6 +103,55 @@ def kill_training(update: str, folder: Path, moments: Moments) -> None:
         assert abs(step - num_ended(left)) <= 1, (step, num_ended(left))
 
     kill_at(moments, check, folder, train_until_killed, update)
+
+
+# -- steps that are gone back ---------------------------------------------------------------------
+
+MOVES = (1, 1, 1, -2, 1, 1, 1, -3, 1, -1)  # a step, or back so many
+
+
+def count_after(moves: int) -> int:
+    return sum(MOVES[:moves])
+
+
+def states_by_count(index: int, folder: str) -> list[list[bytes]]:
+    torch.set_num_threads(1)
+    model, optimizer = make("nvme", folder=folder)
+    paths = optimizer.stores[0].paths
+    found = [digests(paths)[1]]
+    for batch in checkpoints.batches(0, len(MOVES)):
+        train(model, optimizer, [batch])
+        found.append(digests(paths)[1])
+    optimizer.close()
+    return found
+
+
+def go_back_until_killed(last: int | None, folder: str) -> int:
+    files = f"{folder}/files"
+    Path(files).mkdir()
+    model, optimizer = make("nvme", folder=files, keep_versions=3)
+    with counted(last, files) as changes:
+        for i, move in enumerate(MOVES):
+            if move > 0:
+                number = count_after(i)
+                train(model, optimizer, checkpoints.batches(number, number + 1))
+            else:
+                model.rewind(-move)
+            ended(folder, i + 1)
+    return changes.count
+
+
+def kill_going_back(folder: Path, moments: Moments) -> None:
+    """What is left is what the last move left, or the next one."""
+    (folder / "alone").mkdir()
+    (expected,) = run_processes(states_by_count, 1, str(folder / "alone"))
+
+    def check(left: Path) -> None:
+        _, blocks = digests(list((left / "files").iterdir()))
+        moves = num_ended(left)
+        assert blocks in [expected[count_after(moves)], expected[count_after(moves + 1)]], moves
+
+    kill_at(moments, check, folder, go_back_until_killed)
 
 
 # -- steps of a plain parameter -------------------------------------------------------------------
@@ -253,6 +303,48 @@ def kill_saves(async_save: bool, folder: Path, moments: Moments) -> None:
     kill_at(moments, check, folder, save_until_killed, async_save)
 
 
+def pin_until_killed(last: int | None, folder: str, async_save: bool) -> int:
+    Path(folder, "files").mkdir()
+    model, optimizer = make("nvme", folder=f"{folder}/files", keep_versions=3)
+    runs = f"{folder}/runs"
+    gemini.save_checkpoint(f"{runs}/first", model, optimizer, extra=0, pinned=True)
+    with counted(last, folder) as changes:
+        for k, name in enumerate(SAVES, start=1):
+            train(model, optimizer, checkpoints.batches(k - 1, k + 1))
+            model.rewind(1)
+            gemini.save_checkpoint(
+                f"{runs}/{name}",
+                model,
+                optimizer,
+                extra=k,
+                async_save=async_save,
+                keep_last=2,
+                pinned=True,
+            ).wait()
+            ended(folder, k)
+    return changes.count
+
+
+def kill_pinned_saves(async_save: bool, folder: Path, moments: Moments) -> None:
+    """As `kill_saves`; files that a checkpoint is pinned to are not removed before it is."""
+    model, optimizer = make("resident")
+
+    def check(left: Path) -> None:
+        runs = left / "runs"
+        k = gemini.load_checkpoint(runs, model, optimizer)
+        assert k in (num_ended(left), num_ended(left) + 1), (k, num_ended(left))
+        assert set(optimizer.targets[0].step_counts) == {k}, "all is of one save"
+        nvme.remove_orphans(left / "files")
+        names = [path for path in runs.iterdir() if not path.name.startswith(".")]
+        assert [main(["verify", str(path)]) for path in names] == [0] * len(names)
+        for path in names:
+            path.unlink() if path.is_symlink() else shutil.rmtree(path)
+        nvme.remove_orphans(left / "files")
+        assert not list((left / "files").iterdir())
+
+    kill_at(moments, check, folder, pin_until_killed, async_save)
+
+
 RUNS: dict[str, Callable[[Path, Moments], None]] = {
     "training with a tail": partial(kill_training, "tail"),
     "training in backward": partial(kill_training, "both"),
@@ -261,4 +353,7 @@ RUNS: dict[str, Callable[[Path, Moments], None]] = {
     "steps of parameters in files": kill_steps_in_files,
     "saves": partial(kill_saves, False),
     "saves in the background": partial(kill_saves, True),
+    "pinned saves": partial(kill_pinned_saves, False),
+    "pinned saves that are copied out": partial(kill_pinned_saves, True),
+    "steps that are gone back": kill_going_back,
 }

@@ -6,7 +6,7 @@
     drop      somebody is about to look at the state, or gradients are added to: nothing was done
 
 Weights do not change before the step, so who looks at them need not ask. A gradient that is changed
-shows by its version (ADR 0013).
+shows by its version (ADR 0002).
 """
 
 from __future__ import annotations

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +16,7 @@ from gemini.optim.rules.config import StateConfig
 from gemini.optim.rules.matrix_rule import MatrixRule
 from gemini.optim.rules.rule import NormRule, UpdateRule
 from gemini.optim.rules.state_layout import ALL_COLUMNS, MASTER, Plane
+from gemini.optim.state.disk.state_version import StateVersion
 from gemini.optim.state.pieces import Planes
 from gemini.optim.state.space import Block
 from gemini.optim.state.state_stream import (
@@ -23,6 +27,7 @@ from gemini.optim.state.state_stream import (
     fill_runs,
     inside,
     list_runs,
+    pinned_runs,
     visit_runs,
 )
 from gemini.optim.step.executor import Executor, step_counts
@@ -34,12 +39,22 @@ from gemini.runtime.step.weights import after_step, write_back_changes
 from gemini.units import ChunkId
 
 from .full_state import gather_state, scatter_state
+from .kept_steps import KeptSteps
 from .matrices import Matrices, matrix_step, planned
 from .norms import check_not_split
 from .shard_blocks import Shards
 from .shard_state import ShardState, StepCalls
 
 log = logging.getLogger("gemini")
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedRuns:
+    """State that is kept where it is, and where each of its runs begins in the version's stream."""
+
+    version: StateVersion
+    runs: Iterator[tuple[RunSpec, int]]
+    settle: Callable[[], None]  # to be called when its witness is there, or nobody will make it
 
 
 class SavedShards(ShardState):
@@ -76,6 +91,8 @@ class SavedShards(ShardState):
         self._matrices_of: tuple[int, Matrices] | None = None  # by how many chunks are trained
         self._num_steps = 0
         self._was_loaded = False
+        keeps = config.nvme.keep_versions and self._tiered_state.nvme is not None
+        self.kept_steps = KeptSteps(parts, self._tiered_state) if keeps else None
 
     @property
     def _executor_groups(self) -> Sequence[int | None]:
@@ -136,10 +153,23 @@ class SavedShards(ShardState):
     def snapshot_state(self) -> StateSnapshot:
         return StateSnapshot(self.tiered_state, self._names)
 
+    def pin_state(self, witness: Path) -> PinnedRuns:
+        """Keep this rank's state on disk as it is now, while `witness` is there. Not collective.
+
+        Raises OSError where that cannot be said beside the store's files.
+        """
+        state = self.tiered_state
+        assert state.nvme is not None
+        store = state.nvme.store
+        pin = store.pin_last(witness)
+        version = state.nvme.version(pin.index)
+        runs = pinned_runs(state, self._names, version)
+        return PinnedRuns(version, runs, partial(store.versions.settle, pin))
+
     @torch.no_grad()
     def fill_state(self, source: StateSource) -> None:
         """Replace this rank's state run by run. Weights follow the masters. Not collective."""
-        self._was_loaded = True
+        self._loading()
         self._parts.manager.release_all()
         try:
             shards, tiered_state = Shards(self._chunks), self.tiered_state
@@ -176,6 +206,43 @@ class SavedShards(ShardState):
         finally:
             after_step(self._parts)
 
+    @torch.no_grad()
+    def rewind(self, steps: int) -> None:
+        """See `GeminiDDP.rewind`. Collective."""
+        parts, steps_kept = self._parts, self.kept_steps
+        write_back_changes(parts)
+        state, error = self.tiered_state, None
+        try:
+            if steps_kept is None:
+                raise RuntimeError(
+                    "rewind() of an optimizer that keeps no steps; make it with "
+                    "nvme_offload_fraction=1.0 and nvme=NvmeConfig(keep_versions=...)"
+                )
+            commits, memory = steps_kept.check(steps)
+        except Exception as raised:
+            error = raised
+        raise_first(parts.comm.gather_objects(None if error is None else str(error)), error)
+        assert steps_kept is not None
+        parts.manager.release_all()
+        try:
+            shards = Shards(self._chunks)
+            steps_kept.nvme.rewind(steps)
+            state.visit(shards.follow_master)
+            steps_kept.nvme.load_weights(commits, shards.follow)
+            shards.end()
+            steps_kept.put_back(memory, self._executor.counts)
+            state.torn = None
+        except BaseException as raised:
+            state.torn = raised
+            raise
+        finally:
+            after_step(parts)
+
+    def _loading(self) -> None:
+        self._was_loaded = True
+        if self.kept_steps is not None:
+            self.kept_steps.forget()
+
     # -- whole planes --
 
     def shown_state(self) -> Mapping[Tensor, dict[str, Tensor]]:
@@ -208,7 +275,7 @@ class SavedShards(ShardState):
         comm = self._parts.comm
         if self.untouched and not comm.gather_objects(bool(state))[0]:
             return
-        self._was_loaded = True
+        self._loading()
         self._load_planes(state)
         self._tiered_state.torn = None
         steps = {
@@ -277,6 +344,15 @@ class SavedShards(ShardState):
                 min(found),
             )
         return found
+
+
+def raise_first(said: Sequence[str | None], error: BaseException | None) -> None:
+    """This rank's own error, or one that says what the first that failed had."""
+    if error is not None:
+        raise error
+    for rank, text in enumerate(said):
+        if text is not None:
+            raise RuntimeError(f"rank {rank}: {text}")
 
 
 def group_of(parts: Parts, groups: Sequence[Group]) -> list[int | None]:

@@ -68,7 +68,7 @@ class ShardState:
         has_master = master_weights and any(c.dtype != torch.float32 for c in self._chunks)
         if has_master:
             layout = layout.with_master()
-        state = _state_bytes(parts.chunks, layout, columns)
+        state = _state_bytes(parts.chunks, layout, config.nvme.num_versions, columns)
         planning = parts.planning
         self._columns = columns
         nvme = config.nvme
@@ -98,6 +98,8 @@ class ShardState:
             columns=columns,
             split=ShardMasters(self._chunks, state),
         )
+        if config.nvme.keep_versions:
+            self._check_kept()
         self._split_in_memory = state.split_in_memory
         parts.events.keeping.listen(self._follow_payload)
         shards = Shards(self._chunks)
@@ -124,6 +126,27 @@ class ShardState:
             f"; blocks on NVMe wait in memory for the largest matrix among them, "
             f"{self._names[largest.param]} {list(largest.shape)}"
         )
+
+    def _check_kept(self) -> None:
+        """Raise ValueError where some of the state has one version."""
+        state = self._tiered_state
+        in_files = any(chunk.files is not None for chunk in self._chunks)
+        try:
+            if state.in_memory:
+                raise ValueError(
+                    f"NvmeConfig(keep_versions=...): {len(state.in_memory)} blocks of state are in "
+                    "memory, and have one version; expected all on disk: leave "
+                    "nvme_offload_fraction=1.0, and give nvme_budget room for all versions"
+                )
+            if in_files and not state.layout.has_master:
+                raise ValueError(
+                    "NvmeConfig(keep_versions=...): parameters on NVMe without fp32 masters have "
+                    "no version to go back to; keep them in memory, or train with "
+                    'precision="bf16" and masters'
+                )
+        except ValueError:
+            state.close()
+            raise
 
     def promote_state(self, plan: Plan) -> None:
         """Blocks of state rise to where `plan` has them; see `TieredState.rise`."""
@@ -362,9 +385,12 @@ class ShardState:
 
 
 def _state_bytes(
-    chunks: Sequence[Chunk], layout: StateLayout, columns: Columns = ALL_COLUMNS
+    chunks: Sequence[Chunk],
+    layout: StateLayout,
+    num_versions: int,
+    columns: Columns = ALL_COLUMNS,
 ) -> StateBytes:
-    """For the planner; with the chunks whose masters are what their parameters lack (ADR 0014).
+    """For the planner; with the chunks whose masters are what their parameters lack (ADR 0002).
 
     On disk: where the shard is in memory, when its block is updated; files stay as they were made.
     In memory: where what a user writes goes to another memory, the payload. To tell the elements
@@ -374,5 +400,5 @@ def _state_bytes(
     apart = {c.spec.id for c in chunks if not c.may_be_payload and layout.splits(c.spec.dtype)}
     return StateBytes(
         layout.bytes_per_element, layout.has_master, frozenset(on_disk), frozenset(apart),
-        columns, layout if columns.of_param else None,
+        num_versions, columns, layout if columns.of_param else None,
     )  # fmt: skip

@@ -1,0 +1,114 @@
+"""Going back some steps: what the disk keeps of each, and what memory does (ADR 0020)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from gemini.nvme import Index, KeptVersions
+from gemini.optim.state.nvme_state import NvmeState
+from gemini.optim.state.tiered_state import TieredState
+from gemini.runtime.parts import Parts
+
+
+@dataclass(frozen=True, slots=True)
+class StepMemory:
+    """Copies of what a step begins from and no store has."""
+
+    counts: Tensor  # [parameters]: how often each was updated, which keys the noise of rounding too
+    control: Tensor  # loss scale and its counters
+    buffers: tuple[Tensor, ...]  # persistent ones, as the first forward behind the last step found
+
+
+class KeptSteps:
+    """Of every commit that the store keeps, what memory had then. One thread.
+
+    A version is the state that the step after it began from: what a user wrote to weights between
+    the two belongs to it, as skipped steps do.
+    """
+
+    def __init__(self, parts: Parts, tiered_state: TieredState) -> None:
+        self._parts = parts
+        self._tiered_state = tiered_state
+        self._by_step: dict[int, StepMemory] = {}  # by the number of the commit
+        self._buffers: tuple[Tensor, ...] | None = None
+        self._control, self._forward = parts.control_vector, parts.events.forward
+        self._forward.listen(self.begin_forward)
+
+    @property
+    def nvme(self) -> NvmeState:
+        """Which is another one when more parameters are trained: then its history begins anew."""
+        assert self._tiered_state.nvme is not None
+        return self._tiered_state.nvme
+
+    @property
+    def versions(self) -> KeptVersions:
+        """Of the store."""
+        return self.nvme.store.versions
+
+    def _now(self) -> list[Tensor]:
+        check = self._parts.module_check
+        return [] if check is None else list(check.persistent_buffers())
+
+    def begin_forward(self) -> None:
+        """Of any pass; only the first behind a step finds buffers as the step left them."""
+        if self._buffers is None:
+            self._buffers = tuple(buffer.clone() for buffer in self._now())
+
+    def begin_step(self, counts: Tensor) -> None:
+        """A step begins from what is there; it may be the same one again."""
+        self.begin_forward()
+        assert self._buffers is not None
+        numbers = {index.step for index in self.nvme.commits}
+        self._by_step = {n: memory for n, memory in self._by_step.items() if n in numbers}
+        control = self._control.tensor
+        self._by_step[self.nvme.store.committed_step] = StepMemory(
+            counts.clone(), control.clone(), self._buffers
+        )
+
+    def end_step(self) -> None:
+        """It counts."""
+        self._buffers = None
+
+    def forget(self) -> None:
+        """Something was loaded: no step goes back behind that."""
+        self.nvme.forget_kept()
+        self._by_step.clear()
+        self._buffers = None
+
+    def check(self, steps: int) -> tuple[list[Index], StepMemory]:
+        """Commits from the one of `steps` steps before to the last, and what memory had at the
+        first, when all that a rewind reads was read once.
+
+        Raises ValueError where so many are not kept, `nvme.NvmeError` for what cannot be read, and
+        RuntimeError for an average of weights, of which there is one version.
+        """
+        if self._parts.storage.averages:
+            raise RuntimeError(
+                "rewind() of a model with an EMA, of which no versions are kept; close() it "
+                "before, and make another"
+            )
+        commits = list(self.nvme.commits)
+        if not 1 <= steps < len(commits):
+            raise ValueError(
+                f"rewind({steps}), and {len(commits) - 1} steps are kept since the state was made, "
+                "loaded or rewound; expected one of these, or a larger "
+                "NvmeConfig(keep_versions=...)"
+            )
+        commits = commits[-1 - steps :]
+        self.nvme.check_commit(steps)
+        return commits, self._by_step[commits[0].step]
+
+    def put_back(self, memory: StepMemory, counts: Tensor) -> None:
+        """What memory had then is there again."""
+        counts.copy_(memory.counts)
+        self._control.tensor.copy_(memory.control)
+        self._control.changed()
+        for buffer, then in zip(self._now(), memory.buffers, strict=True):
+            buffer.copy_(then)
+        self._buffers = None
+
+    def close(self) -> None:
+        """Steps are not kept any more."""
+        self._forward.leave(self.begin_forward)

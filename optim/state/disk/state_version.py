@@ -1,0 +1,150 @@
+"""State blocks of one commit, as any process finds them: what a pinned checkpoint says of a rank.
+
+They are shown as one stream of bytes: block after block, plane after plane, with whole masters and
+in what updates are computed in. So an index of a checkpoint points into a file that nobody wrote.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import accumulate, groupby
+
+from torch import Tensor
+
+from gemini.nvme import BufferPool, FormatError, Index, Recovered
+from gemini.optim.rules.state_layout import GROUP_NUMEL, Plane, StateLayout
+from gemini.optim.state.pieces import Planes
+from gemini.optim.state.space import Block, BlockSegment
+from gemini.units import BlockId
+
+from .forms import BlockForms
+
+_TEXT_BYTES = 1 << 16  # of names and planes, at most
+_SHOWN = ("float32", "float64")  # dtypes of planes that are shown
+
+
+@dataclass(frozen=True, slots=True)
+class StateVersion:
+    """Blocks of a store at one commit, and what they are.
+
+    Raises ValueError for what no state is.
+    """
+
+    paths: tuple[str, ...]  # of the store's files, in order
+    index: Index
+    layout: StateLayout  # as it is shown
+    blocks: tuple[tuple[int, bool], ...]  # of each: elements, and whether its masters are split
+    has_undo: bool  # see `BlockForms`
+    starts: tuple[int, ...] = field(init=False, compare=False)  # bytes; of each block, and the end
+
+    def __post_init__(self) -> None:
+        kinds = {plane.dtype for plane in self.layout.planes} - set(_SHOWN)
+        wrong = [numel for numel, _ in self.blocks if numel < 1 or numel % GROUP_NUMEL]
+        if kinds or wrong or not self.blocks or len(self.blocks) > len(self.index.entries):
+            raise ValueError(f"planes of {sorted(kinds)}, blocks of {wrong[:3]} elements")
+        sizes = (self.layout.block_nbytes(numel) for numel, _ in self.blocks)
+        object.__setattr__(self, "starts", tuple(accumulate(sizes, initial=0)))
+
+    @property
+    def nbytes(self) -> int:
+        """Of the stream."""
+        return self.starts[-1]
+
+    def forms(self) -> BlockForms:
+        """By position of the block."""
+        split = {BlockId(i) for i, (_, is_split) in enumerate(self.blocks) if is_split}
+        blocks = [self.block(i) for i in range(len(self.blocks))]
+        return BlockForms(blocks, self.layout, split, undo=self.has_undo)
+
+    def block(self, i: int) -> Block:
+        """As a block of nothing."""
+        return Block(BlockId(i), 0, 0, 0, self.blocks[i][0], ())
+
+    def places(self, i: int, segment: BlockSegment) -> Iterator[tuple[Plane, int]]:
+        """Of every plane, the first byte of what block i has of a parameter."""
+        offsets = self.layout.offsets(self.blocks[i][0])
+        for plane, offset in zip(self.layout.planes, offsets, strict=True):
+            yield plane, self.starts[i] + offset + segment.offset * plane.itemsize
+
+    def encode(self) -> bytes:
+        """A line of JSON, and the index as a store writes it."""
+        said = {
+            "paths": self.paths,
+            "kind": self.layout.kind,
+            "planes": [asdict(plane) for plane in self.layout.planes],
+            "blocks": [[*block, len(list(run))] for block, run in groupby(self.blocks)],
+            "has_undo": self.has_undo,
+        }
+        return json.dumps(said, separators=(",", ":")).encode() + b"\n" + self.index.encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> StateVersion:
+        """Raises ValueError for what `encode` did not write."""
+        text, _, rest = data.partition(b"\n")
+        if len(text) > _TEXT_BYTES + 4 * len(rest):  # a run takes some 20, and an entry 8
+            raise ValueError("it says more than there are blocks")
+        try:
+            said = json.loads(text)
+            runs = [(int(n), bool(is_split), int(count)) for n, is_split, count in said["blocks"]]
+            planes = tuple(Plane(**plane) for plane in said["planes"])
+            paths = tuple(map(str, said["paths"]))
+            layout, has_undo = StateLayout(planes, said["kind"]), bool(said["has_undo"])
+        except (KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"no state: {error!r:.200}") from error
+        most = len(rest)  # an entry has more than a byte
+        if min((count for *_, count in runs), default=0) < 1 or sum(c for *_, c in runs) > most:
+            raise ValueError("more blocks than it has places for")
+        blocks = tuple((n, is_split) for n, is_split, count in runs for _ in range(count))
+        num_entries = len(blocks) + sum(is_split or has_undo for _, is_split in blocks)
+        index = Index.decode(rest, num_entries, 1 << 16)
+        if index is None:
+            raise ValueError("its index is not whole")
+        return cls(paths, index, layout, blocks, has_undo)
+
+
+class VersionReader:
+    """Values of a version out of its files; one block is in memory."""
+
+    def __init__(self, version: StateVersion, files: Recovered) -> None:
+        """Raises FormatError where they have other blocks."""
+        self._version, self._files, self._forms = version, files, version.forms()
+        if tuple(self._forms.nbytes) != files.layout.block_nbytes:
+            raise FormatError(f"{version.paths[0]} has other blocks than are pinned in it")
+        self._buffer = BufferPool(1, self._forms.buffer_nbytes).take()
+        self._shown: tuple[int, Planes] | None = None
+
+    def block(self, i: int) -> Planes:
+        """As it is shown; good until the next call. Raises ChecksumError."""
+        if self._shown is None or self._shown[0] != i:
+            block, forms = self._version.block(i), self._forms
+            self._shown = None
+            for part, view in self._parts(block):
+                data = self._files.block(part)
+                view[: len(data)] = data
+            self._shown = i, forms.shown(self._buffer, block)
+        return self._shown[1]
+
+    def _parts(self, block: Block) -> Sequence[tuple[BlockId, memoryview]]:
+        forms = self._forms
+        parts = [(forms.state_id(block), forms.state_view(self._buffer, block))]
+        if forms.is_split(block):
+            parts.append((forms.beside_id(block), forms.beside_view(self._buffer, block)))
+        return parts
+
+    def read(self, at: int, numel: int) -> Tensor:
+        """[numel] of one plane of one block; good until the next call. Raises ValueError for bytes
+        that are not all of one plane."""
+        version = self._version
+        i = bisect_right(version.starts, at) - 1
+        if not 0 <= i < len(version.blocks):
+            raise ValueError(f"byte {at} of {version.nbytes}")
+        offsets = version.layout.offsets(version.blocks[i][0])
+        which = bisect_right(offsets, at - version.starts[i]) - 1
+        plane = version.layout.planes[which]
+        first, rest = divmod(at - version.starts[i] - offsets[which], plane.itemsize)
+        if rest or first + numel > version.blocks[i][0]:
+            raise ValueError(f"{numel} elements at byte {at} are not of one plane")
+        return self.block(i)[plane.name][first : first + numel]
