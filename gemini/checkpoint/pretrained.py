@@ -243,6 +243,7 @@ class _Values(Mapping[str, Tensor]):
     def quantise(self, config: Any) -> None:
         """Linear layers are bitsandbytes' from now on, and their weights made as they are asked
         for: no two of them in another form at once."""
+        forms: dict[Any, nn.Parameter] = {}
         for name, layer in put_quantised(self._module, config):
             place = self._file_name.pop(f"{name}.weight", None)
             if place is None:
@@ -251,7 +252,7 @@ class _Values(Mapping[str, Tensor]):
                     "expected a folder with all weights, or quantize=None"
                 )
             dtype = self._files.spec_of(place).dtype
-            weight = without_memory(layer, dtype)
+            weight = without_memory(layer, dtype, forms)
             made = partial(self._quantised, layer, place) if self._reads else partial(_same, weight)
             self.quantised[id(weight)] = made
 

@@ -4,13 +4,15 @@ do with all of it in memory."""
 import weakref
 
 import pytest
+import safetensors.torch
 import torch
 
 from bench.shared.workers import run_ranks
 from gemini import AutoPlacement
-from gemini.checkpoint import pretrained
+from gemini.checkpoint import pretrained, quantise
 from gemini.checkpoint.pretrained import load_pretrained
 from gemini.checkpoint.quantise import quantised
+from gemini.checkpoint.untrusted import lazy_tensors
 from gemini.placement.tiers import Tier
 from tests.support.model_folder import make_folder
 from tests.support.quantised import same
@@ -102,6 +104,45 @@ def test_weights_are_quantised_one_at_a_time(folder, monkeypatch):
     monkeypatch.setattr(pretrained, "quantised", counted)
     load_pretrained(folder, quantize="nf4", lora=adapters())
     assert len(most) == 14 and max(most) <= 1
+
+
+class Mapping:
+    """A file of safetensors that can be asked for by weak references."""
+
+    def __init__(self, *arguments, **options):
+        self.file = safetensors.torch.safe_open(*arguments, **options)
+
+    def __getattr__(self, name):
+        return getattr(self.file, name)
+
+
+def test_files_are_mapped_anew_as_they_are_read(folder, monkeypatch):
+    """What was read of a mapping is resident while the mapping is there."""
+    expected = load_pretrained(folder, quantize="nf4").state_dict()
+    refs, others = [], []
+
+    def mapped(*arguments, **options):
+        others.append(sum(one() is not None for one in refs))
+        made = Mapping(*arguments, **options)
+        refs.append(weakref.ref(made))
+        return made
+
+    monkeypatch.setattr(lazy_tensors, "MAPPED_BYTES", 1)
+    monkeypatch.setattr(safetensors, "safe_open", mapped)
+    assert same(load_pretrained(folder, quantize="nf4").state_dict(), expected)
+    assert len(others) > 14 and max(others) == 0
+
+
+def test_a_form_is_made_once_for_all_layers_that_have_it(folder, monkeypatch):
+    shapes = []
+
+    def counted(layer, values):
+        shapes.append(tuple(values.shape))
+        return quantised(layer, values)
+
+    monkeypatch.setattr(quantise, "quantised", counted)  # weights are made by another name of it
+    load_pretrained(folder, quantize="nf4")
+    assert sorted(shapes) == [(32, 32), (32, 64), (64, 32)]
 
 
 @pytest.mark.parametrize(
