@@ -2,17 +2,21 @@
 do with all of it in memory."""
 
 import weakref
+from contextlib import ExitStack
 
 import pytest
 import safetensors.torch
 import torch
 
+from bench.shared.models import seeded
 from bench.shared.workers import run_ranks
 from gemini import AutoPlacement
 from gemini.checkpoint import pretrained, quantise
+from gemini.checkpoint.converted import converted
 from gemini.checkpoint.pretrained import load_pretrained
 from gemini.checkpoint.quantise import quantised
 from gemini.checkpoint.untrusted import lazy_tensors
+from gemini.checkpoint.untrusted.lazy_tensors import LazyTensors
 from gemini.placement.tiers import Tier
 from tests.support.model_folder import make_folder
 from tests.support.quantised import same
@@ -79,16 +83,72 @@ def test_adapters_on_a_folder_are_those_of_peft_on_what_transformers_loads(kind,
     assert torch.equal(model(input_ids=ids).logits, plain(input_ids=ids).logits)
 
 
-def loaded(rank, folder):
-    model = load_pretrained(folder, quantize="nf4", lora=adapters(), **SMALL)
+def loaded(rank, folder, lora):
+    model = load_pretrained(folder, quantize="nf4", lora=lora, **SMALL)
     return model.state_dict()
 
 
 @pytest.mark.ci
 def test_ranks_have_the_base_that_the_first_one_reads(folder):
-    found = run_ranks(loaded, 2, folder, processes=True)[0]
-    base = {name: v for name, v in loaded(0, folder).items() if "lora_" not in name}
+    found = run_ranks(loaded, 2, folder, adapters(), processes=True)[0]
+    base = {name: v for name, v in loaded(0, folder, adapters()).items() if "lora_" not in name}
     assert same({name: found[name] for name in base}, base)
+
+
+EXPERTS = {
+    "qwen3_moe": {"moe_intermediate_size": 32, "num_experts": 12},  # 10 is behind 9, not behind 1
+    "mixtral": {"num_local_experts": 4},
+}
+
+
+@pytest.fixture(scope="module")
+def of_experts(tmp_path_factory):
+    """Folders of models whose files have an expert a tensor, by their family."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    found = {}
+    for family, sizes in EXPERTS.items():
+        config = AutoConfig.for_model(
+            family, hidden_size=64, intermediate_size=32, num_hidden_layers=2, head_dim=32,
+            num_attention_heads=2, num_key_value_heads=1, num_experts_per_tok=2, vocab_size=128,
+            **sizes,
+        )  # fmt: skip
+        found[family] = tmp_path_factory.mktemp(family)
+        with seeded():
+            model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+        model.save_pretrained(found[family])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"), [("qwen3_moe", "nf4"), ("qwen3_moe", None), ("mixtral", "int8")]
+)
+def test_experts_are_stacked_as_transformers_stacks_them(family, kind, of_experts, monkeypatch):
+    """One parameter at a time: none is read before it is asked for."""
+    read, of = [], LazyTensors.__getitem__
+    monkeypatch.setattr(LazyTensors, "__getitem__", lambda s, n: read.append(n) or of(s, n))
+    module = whole(of_experts[family], None)
+    with ExitStack() as stack:
+        files = converted(module, LazyTensors(of_experts[family], stack))
+        (name, *_) = [name for name in module.state_dict() if "experts.gate_up" in name]
+        assert files.spec_of(name).shape == module.state_dict()[name].shape and not read
+        assert torch.equal(files[name], module.state_dict()[name])
+        assert len(read) == 2 * len(module.state_dict()[name])  # two of each expert
+    lora = adapters() if kind == "nf4" else None
+    found = load_pretrained(of_experts[family], quantize=kind, lora=lora, **SMALL).state_dict()
+    plain = whole(of_experts[family], kind)
+    if lora is not None:
+        from peft import get_peft_model
+
+        plain = get_peft_model(plain, lora)
+    base = {name: value for name, value in plain.state_dict().items() if "lora_" not in name}
+    assert same({name: found[name] for name in base}, base)
+
+
+@pytest.mark.ci
+def test_ranks_have_the_experts_that_the_first_one_stacks(of_experts):
+    found = run_ranks(loaded, 2, of_experts["mixtral"], None, processes=True)[0]
+    assert same(found, whole(of_experts["mixtral"], "nf4").state_dict())
 
 
 def test_weights_are_quantised_one_at_a_time(folder, monkeypatch):
