@@ -18,6 +18,7 @@ from gemini.checkpoint.quantise import quantised
 from gemini.checkpoint.untrusted import lazy_tensors
 from gemini.checkpoint.untrusted.lazy_tensors import LazyTensors
 from gemini.placement.tiers import Tier
+from optim import HybridAdam
 from tests.support.model_folder import make_folder
 from tests.support.quantised import same
 
@@ -93,6 +94,39 @@ def test_ranks_have_the_base_that_the_first_one_reads(folder):
     found = run_ranks(loaded, 2, folder, adapters(), processes=True)[0]
     base = {name: v for name, v in loaded(0, folder, adapters()).items() if "lora_" not in name}
     assert same({name: found[name] for name in base}, base)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "budget"), [(torch.bfloat16, "300KiB"), (torch.float32, "900KiB")]
+)
+def test_a_base_of_16_bits_is_read_from_files_and_never_written(dtype, budget, tmp_path):
+    """And has no fp32 originals: only what came in fp32, and is rounded, does."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        "llama", hidden_size=64, intermediate_size=128, num_hidden_layers=4, vocab_size=128,
+        num_attention_heads=2,
+    )  # fmt: skip
+    with seeded():
+        AutoModelForCausalLM.from_config(config).to(dtype).save_pretrained(tmp_path / "base")
+    policy = AutoPlacement(budget, nvme_dir=str(tmp_path), block_numel=2048)
+    model = load_pretrained(
+        tmp_path / "base", lora=adapters(), placement_policy=policy, **{**SMALL, "hidden_dim": 64}
+    )
+    engine = model.engine
+    frozen = {spec.id for spec in engine.layout.chunks if not spec.trainable}
+    files = engine.storage.frozen
+    assert {engine.layout.chunks[chunk].dtype for chunk in frozen} == {"bfloat16"}
+    assert bool(engine.originals.chunks & frozen) == (dtype is torch.float32)
+    assert files is not None and not set(engine.storage.params or ()) & frozen
+    before = files.traffic
+    optimizer, ids = HybridAdam(model.parameters()), torch.arange(32).reshape(2, 16)
+    for _ in range(3):
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert files.traffic.nvme_read > before.nvme_read
+    assert files.traffic.nvme_write == before.nvme_write > 0
 
 
 EXPERTS = {
