@@ -252,3 +252,48 @@ def test_what_cannot_be_is_refused(options, said, folder):
         options = {"lora": adapters(**options["lora"])}
     with pytest.raises(ValueError, match=said):
         load_pretrained(folder, **options)
+
+
+def reward(completions, **_):
+    return [sum(map(ord, text)) % 7.0 for text in completions]
+
+
+@pytest.mark.ci
+def test_a_script_of_grpo_trains_adapters_on_a_base_of_4_bits_in_files(tmp_path):
+    """The trainer's rollouts are those of plain peft, token by token. Adapters are in bf16 with
+    fp32 masters, and trl's own in fp32 under autocast: norms differ by as much as bf16 rounds."""
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    from gemini.integrations.transformers import GeminiTrainerMixin
+
+    class Sharded(GeminiTrainerMixin, GRPOTrainer):
+        pass
+
+    folder = make_folder(tmp_path / "base", hidden_size=64, intermediate_size=128,
+                         num_hidden_layers=4)  # fmt: skip
+    policy = AutoPlacement("250KiB", nvme_dir=str(tmp_path), block_numel=2048)
+    ours = {"gemini": {"placement_policy": policy, **SMALL}}
+    logs = []
+    for cls, options in ((GRPOTrainer, {}), (Sharded, ours)):
+        arguments = GRPOConfig(
+            str(tmp_path / "out"), max_steps=3, per_device_train_batch_size=4, num_generations=4,
+            max_completion_length=8, use_cpu=True, bf16=True, report_to="none", logging_steps=1,
+            save_strategy="no", learning_rate=1e-2, beta=0.04, seed=3, disable_tqdm=True,
+            gradient_checkpointing=False,
+            model_init_kwargs={"dtype": "bfloat16", "quantization_config": config_of("nf4")},
+        )  # fmt: skip
+        trainer = cls(
+            str(folder), reward_funcs=reward, args=arguments, peft_config=adapters(),
+            train_dataset=Dataset.from_list([{"prompt": "a chunk is"}, {"prompt": "a shard"}] * 4),
+            **options,
+        )  # fmt: skip
+        trainer.train()
+        logs.append([log for log in trainer.state.log_history if "reward" in log])
+    plain, found = logs
+    assert trainer.model_wrapped.engine.plan.frozen_read_bytes
+    assert len(found) == 3 and any(log["reward_std"] for log in found)
+    for name in ("reward", "completions/mean_length"):
+        assert [log[name] for log in found] == [log[name] for log in plain]
+    norms = [log["grad_norm"] for log in plain]
+    assert [log["grad_norm"] for log in found] == pytest.approx(norms, rel=0.02)
