@@ -438,7 +438,8 @@ class NvmeState:
         """All blocks as this commit has them."""
         blocks = tuple((block.numel, self._forms.is_split(block)) for block in self.blocks)
         paths = tuple(str(path) for path in self.store.paths)
-        return StateVersion(paths, index, self._layout, blocks, self._forms.has_undo)
+        columns = self._forms.columns_of(self.blocks)
+        return StateVersion(paths, index, self._layout, blocks, self._forms.has_undo, columns)
 
     def rewind(self, steps: int) -> None:
         """The commit of `steps` steps before counts again; no block is written."""

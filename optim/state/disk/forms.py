@@ -106,6 +106,13 @@ class BlockForms:
         """Of the planes in its file."""
         return self._stored[self._shown[block.id], self.is_split(block)]
 
+    def columns_of(self, blocks: Sequence[Block]) -> Columns:
+        """Which planes these have, by position."""
+        shown = [self._shown[block.id] for block in blocks]
+        if all(layout is self._layout for layout in shown):
+            return ALL_COLUMNS
+        return Columns(tuple(frozenset(layout.names) for layout in shown))
+
     def state_id(self, block: Block) -> BlockId:
         """Its planes, in the file."""
         return self.parts[block.id].state

@@ -256,3 +256,26 @@ def test_a_budget_that_staging_does_not_fit_names_the_largest_matrix():
     ):
         model = GeminiDDP(_net(), placement_policy=AutoPlacement("180KiB", block_numel=1024))
         HybridMuon(model, lr=0.02, nvme_offload_fraction=1.0)
+
+
+def test_versions_that_stay_have_the_planes_of_their_blocks(tmp_path):
+    """A rewind, and a checkpoint that is pinned to a store."""
+
+    def made():
+        model = GeminiDDP(_net())
+        nvme = NvmeConfig(block_numel=1024, keep_versions=2)
+        return model, HybridMuon(model, lr=0.02, nvme_offload_fraction=1.0, nvme=nvme)
+
+    model, optimizer = made()
+    digests = []
+    for step in range(4):
+        _train(model, optimizer, step, step + 1)
+        digests.append(model.digest())
+    model.rewind(2)
+    assert model.digest() == digests[1]
+    gemini.save_checkpoint(tmp_path / "pinned", model, optimizer, pinned=True)
+    _train(model, optimizer, 2, 3)
+    again, other = made()
+    gemini.load_checkpoint(tmp_path / "pinned", again, other)
+    _train(again, other, 2, 3)
+    assert again.digest() == model.digest() == digests[2]

@@ -75,6 +75,7 @@ class ShardState:
         request = StateRequest(state, config.nvme_fraction, nvme.block_numel, nvme.depth)
         if columns.of_param:
             request = replace(request, waiting=self._matrices().waiting)
+        self._waiting = request.waiting
         try:
             planning.with_state(request)
         except BudgetError as error:
@@ -192,8 +193,7 @@ class ShardState:
 
     def _check_waiting(self, num_new: int) -> None:
         """Raise RuntimeError where new matrices ask for more staging than was planned."""
-        planned = self._parts.planning.inputs.waiting
-        if not self._columns.of_param or planned.holds(self._matrices().waiting):
+        if not self._columns.of_param or self._waiting.holds(self._matrices().waiting):
             return
         del self._chunks[-num_new:]
         raise RuntimeError(
