@@ -34,8 +34,7 @@ ALL_KERNELS = "it stands for the three others, and no more"
 
 TENSOR = Case(lambda own: own.tp_size > 1, "it is for tp_size above 1")
 UNSPLIT = Case(
-    lambda own: own.tp_size == 1 and getattr(own, "pp_size", 1) == 1,
-    "experts are split whole, of layers that are: it is for tp_size=1 and pp_size=1",
+    lambda own: own.tp_size == 1, "experts are split whole, of layers that are: it is for tp_size=1"
 )
 _OF_ENGINE = frozenset(inspect.signature(GeminiDDP).parameters)
 

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from gemini.ddp import GeminiDDP
 from gemini.integrations.options import FP16, SCALE, Case, handed, option, size
 from gemini.integrations.parallel.cut import copies_of, shared_by, stages_of
+from gemini.integrations.parallel.experts import share_experts
 from gemini.integrations.parallel.pipelined import STYLES, MicrobatchSchedule, Pipelined
 from gemini.integrations.parallel.plans import TensorParallel, split
 from gemini.integrations.parallel.shared_sequence import MODES, SequenceParallel
@@ -317,12 +318,13 @@ def _wrap_stages(
     *,
     mesh: DeviceMesh,
     tensor_parallel: TensorParallel | None = None,
+    expert_parallel: bool = False,
     **options: Any,
 ) -> Pipelined:
     """This rank's stages of a pipeline; the optimizer has their parameters alone.
 
     layers: of every stage; None is as even as it goes. tensor_parallel: how torch splits each
-    stage, over "tp". options: of `GeminiDDP`.
+    stage, over "tp". expert_parallel: its experts are, over "ep". options: of `GeminiDDP`.
     Raises ValueError, before anything is changed, for a model that cannot be cut or split, and for
     an optimizer that has nothing of some rank's stages.
     """
@@ -336,6 +338,8 @@ def _wrap_stages(
     mine = places[mesh.get_local_rank("pp")]
     if tensor_parallel is not None:
         split(model, optimizer, mesh["tp"], tensor_parallel, [stages[i] for i in mine])
+    if expert_parallel:
+        share_experts(model, optimizer, mesh["ep"], [stages[i] for i in mine])
     place_of = {stage: place for place, theirs in enumerate(places) for stage in theirs}
     ties = together_of(mesh).ties
     for names, theirs in shared:

@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from gemini.mesh.roles import REPLICATE, TENSOR_PARALLEL, WORLD, MeshRoles, roles_of
+from gemini.mesh.roles import EXPERTS, REPLICATE, TENSOR_PARALLEL, WORLD, MeshRoles, roles_of
 
 from .ballot import Scope
 from .communicator import Communicator
@@ -114,13 +114,13 @@ def is_pipeline(process_group: dist.ProcessGroup | None, mesh: object) -> bool:
 
 def check_stages(mesh: Any, split: Sequence[str]) -> None:
     """Raise ValueError for dimensions that are not carried out beside "pp", for parameters that are
-    split over another one than "tp", and for a mesh that misses ranks."""
+    split over others than "tp" and "ep", and for a mesh that misses ranks."""
     names = tuple(mesh.mesh_dim_names or ())
-    if not {*names, *split} <= {PIPELINE, TENSOR_PARALLEL, *DATA_PARALLEL}:
+    if not {*names, *split} <= {PIPELINE, TENSOR_PARALLEL, EXPERTS, *DATA_PARALLEL}:
         raise ValueError(
             f"mesh has the dimensions {names}, and parameters are split over {tuple(split)}; "
-            f"expected 'pp', and beside it '{TENSOR_PARALLEL}', which alone splits parameters, "
-            f"and {', '.join(DATA_PARALLEL)}"
+            f"expected 'pp', and beside it '{TENSOR_PARALLEL}' or '{EXPERTS}', which alone split "
+            f"parameters, and {', '.join(DATA_PARALLEL)}"
         )
     missing = sorted(set(range(dist.get_world_size())) - set(mesh.mesh.flatten().tolist()))
     if missing:
