@@ -24,3 +24,11 @@ def alone() -> Iterator[None]:
         dist.destroy_process_group()
     os.environ.clear()
     os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
+def a_script_of_its_own(monkeypatch):
+    """What one test configures is no configuration of the next."""
+    from gemini.integrations.config import global_context
+
+    monkeypatch.setattr(global_context, "config", global_context.config)

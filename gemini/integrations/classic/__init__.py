@@ -1,7 +1,9 @@
 """Names of Colossal-AI: wrappers by ZeRO stage, ShardedModelV2, bucketers, handlers, tools."""
 
 from gemini.optim.adam import CPUAdam as CPUAdam
+from gemini.optim.adam import FusedAdam as FusedAdam
 from gemini.optim.adam import HybridAdam as HybridAdam
+from gemini.optim.lamb import HybridLamb
 from gemini.optimizer import GeminiAdamOptimizer as GeminiAdamOptimizer
 from gemini.optimizer import GeminiOptimizer as GeminiOptimizer
 
@@ -37,3 +39,5 @@ from .wrappers import load_checkpoint as load_checkpoint
 from .wrappers import save_checkpoint as save_checkpoint
 from .wrappers import zero_model_wrapper as zero_model_wrapper
 from .wrappers import zero_optim_wrapper as zero_optim_wrapper
+
+Lamb = HybridLamb
