@@ -47,6 +47,11 @@ class KeptSteps:
         """Of the store."""
         return self.nvme.store.versions
 
+    @property
+    def has_checksums(self) -> bool:
+        """So that what is read of a version is verified."""
+        return self.nvme.store.checksums
+
     def _now(self) -> list[Tensor]:
         check = self._parts.module_check
         return [] if check is None else list(check.persistent_buffers())
