@@ -98,8 +98,8 @@ class KeptSteps:
         if not 1 <= steps < len(commits):
             raise ValueError(
                 f"rewind({steps}), and {len(commits) - 1} steps are kept since the state was made, "
-                "loaded or rewound; expected one of these, or a larger "
-                "NvmeConfig(keep_versions=...)"
+                f"loaded or rewound, beside {len(self.versions.pinned)} that are pinned; expected "
+                "one of these, or a larger NvmeConfig(keep_versions=...)"
             )
         commits = commits[-1 - steps :]
         self.nvme.check_commit(steps)
