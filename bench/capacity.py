@@ -3,6 +3,7 @@
     python -m bench.capacity --json PATH                 6 and 4 GiB, clipped in each step and not
     python -m bench.capacity --rss-limit 6GiB --max-norm 1
     python -m bench.capacity --update serial             all in step()
+    python -m bench.capacity --qlora                     LoRA on a base of 4 bits, in 2.5 GiB
 
 The child process may not allocate more than the limit (RLIMIT_DATA: its heap and private mappings),
 and its VmHWM is checked beside it. `device_budget` is the limit less `SLACK_BYTES` for the process
@@ -14,6 +15,15 @@ disk_bound_seconds: a step's bytes over the disk's mixed speed, which is measure
 every run. compute_seconds: forward and backward of the same example where all is in memory, without
 limit and without an optimizer.
 core_bound_seconds: a step's seconds on a processor over the number of cores.
+
+`--qlora` (`bench.qlora`): a base of Llama 3.2 3B's shape in NF4 with adapters on all projections,
+under the limit (files in the page cache, then read from the disk in every pass), then in the least
+budget for what a run cannot do without: embedding and head, two layers, adapters, activations.
+`least_peak_mib` is that with the process itself and 5 %. Bounds are compute_seconds, a step of
+plain peft with everything resident, and the bytes that a step reads at the speed of that run's own
+reads. Last, four runs share one base, and one is alone: PSS of their processes, in which no page
+cache is.
+
 Exit status 1 where the limit was passed or the loss does not fall, 2 where there is no room to run.
 """
 
@@ -28,7 +38,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +66,9 @@ ENVIRONMENT = {
     # waits is no second of a processor
     "OMP_WAIT_POLICY": "passive",
 }
+QLORA, QLORA_LIMIT, QLORA_STEPS = "llama-3.2-3b", "2.5GiB", 6
+QLORA_SLACK_BYTES = 13 << 26  # for the process: more modules and libraries, fewer operators
+SHARING = 4  # runs of one base
 # state 12, parameters 2, each in two versions; gradients 2; while the model is made, originals 4
 DISK_BYTES_PER_PARAMETER = 2 * (12 + 2) + 4
 
@@ -73,22 +88,40 @@ def run(args: argparse.Namespace, limit: int, max_norm: float, folder: Path) -> 
 
 def train(args: argparse.Namespace, limit: int, *options: str) -> dict[str, Any]:
     """The example, with these options."""
+    return result_of(
+        "examples/train_gpt.py", limit, "--model", args.model, "--steps", str(args.steps),
+        "--batch", "1", "--seq", "128", "--device", "cpu", *options,
+    )  # fmt: skip
+
+
+def result_of(script: str, limit: int, *options: str) -> dict[str, Any]:
+    """What a script writes that may have `limit` bytes. Raises CalledProcessError where it dies."""
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "run.json"
-        command = [
-            sys.executable, "-m", matmul.__name__, str(ROOT / "examples/train_gpt.py"),
-            "--model", args.model, "--steps", str(args.steps), "--batch", "1", "--seq", "128",
-            "--device", "cpu", "--json", str(out), *options,
-        ]  # fmt: skip
-        path = os.pathsep.join([str(ROOT), str(ROOT / "io"), os.environ.get("PYTHONPATH", "")])
-        subprocess.run(
-            command,
-            check=True,
-            env={**os.environ, **ENVIRONMENT, "PYTHONPATH": path},
-            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (limit, limit)),
-        )
+        with started(script, limit, *options, "--json", str(out)) as process:
+            if process.wait():
+                raise subprocess.CalledProcessError(process.returncode, process.args)
         result: dict[str, Any] = json.loads(out.read_text())
         return result
+
+
+@contextmanager
+def started(script: str, limit: int, *options: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A process of it, which has ended when the body has."""
+    path = os.pathsep.join([str(ROOT), str(ROOT / "io"), os.environ.get("PYTHONPATH", "")])
+    process = subprocess.Popen(
+        [sys.executable, "-m", matmul.__name__, str(ROOT / script), *options],
+        stdin=subprocess.PIPE,
+        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": path},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (limit, limit)),
+    )
+    try:
+        yield process
+    except BaseException:
+        process.kill()
+        raise
+    finally:
+        process.communicate()  # its standard input ends
 
 
 def median(values: Sequence[float]) -> float:
@@ -118,10 +151,112 @@ def summary(
     }
 
 
+# -- a frozen base --
+
+
+def qlora(args: argparse.Namespace, limit: int, folder: Path) -> dict[str, Any]:
+    """All of `--qlora`, below `folder`."""
+    shape, steps = args.model or QLORA, str(args.steps or QLORA_STEPS)
+    base, files = folder / "base", folder / "files"
+    files.mkdir()
+    script, unlimited = "bench/qlora.py", resource.RLIM_INFINITY
+    with started(script, unlimited, "--make", "--base", str(base), "--shape", shape) as process:
+        assert process.wait() == 0
+    given = ("--base", str(base), "--steps", steps)
+    pair = result_of(script, unlimited, "--pair", *given)
+    print(json.dumps(pair), flush=True)
+    rows: list[dict[str, Any]] = []
+
+    def budgeted(budget: int, limit: int, *flags: str) -> None:
+        options = ("--device-budget", str(budget), "--nvme-dir", str(files))
+        run = result_of(script, limit, *given, *options, *flags)
+        rows.append(
+            {"device_budget": budget, "cold": "--cold" in flags, **of_a_base(run, limit, pair)}
+        )
+        print(json.dumps(rows[-1]), flush=True)
+
+    budgeted(limit - QLORA_SLACK_BYTES, limit)
+    budgeted(limit - QLORA_SLACK_BYTES, limit, "--cold")
+    parts = rows[0]["parts"]
+    least = sum(parts.values()) - parts["libraries"]
+    budgeted(least, limit)
+    options = ("--base", str(base), "--steps", "2", "--device-budget", str(least))
+    alone, of_base = pss_of(1, files, *options)
+    together, _ = pss_of(SHARING, files, *options)
+    shared = {
+        "runs": SHARING, "pss_bytes": together, "pss_bytes_alone": alone, "base_bytes": of_base,
+        "share": (together + of_base) / (of_base + SHARING * alone),
+    }  # fmt: skip
+    print(json.dumps(shared), flush=True)
+    return {"model": shape, "seq": 128, "runs": rows, "pair": pair, "shared": shared}
+
+
+def of_a_base(run: dict[str, Any], limit: int, pair: dict[str, Any]) -> dict[str, Any]:
+    """What is asked of a run; a step is the median of those behind the second, by when homes are
+    final."""
+    seconds = statistics.median(run["step_seconds"][2:])
+    read, compute = run["bytes_read"][-1], pair["plain_step_seconds"]
+    by_reads = read / (run["read_gb_per_s"] * 1e9) if read else 0.0
+    return {
+        "peak_rss_mib": round(run["peak_rss_bytes"] / 2**20, 1),
+        "rss_limit_mib": limit >> 20,
+        "least_peak_mib": round(1.05 * sum(run["parts"].values()) / 2**20, 1),
+        "parts": run["parts"],
+        "losses": run["losses"],
+        "bytes_read": read,
+        "planned_read_bytes": run["planned_read_bytes"][-1],
+        "read_gb_per_s": run["read_gb_per_s"],
+        "step_seconds": seconds,
+        "read_bound_seconds": by_reads,
+        "compute_seconds": compute,
+        "of_bound": seconds / max(compute, by_reads),
+        "frozen_file_bytes": run["frozen_file_bytes"],
+    }
+
+
+def pss_of(count: int, files: Path, *options: str) -> tuple[int, int]:
+    """PSS of so many runs that have one base, when all have trained; bytes of that base's files."""
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
+        outs = [Path(scratch) / f"{i}.json" for i in range(count)]
+        given = ("--hold", "--nvme-dir", str(files), *options)
+        processes = [
+            stack.enter_context(
+                started("bench/qlora.py", resource.RLIM_INFINITY, *given, "--json", str(out))
+            )
+            for out in outs
+        ]
+        while not all(out.exists() for out in outs):
+            time.sleep(0.5)
+            if any(process.poll() is not None for process in processes):
+                raise subprocess.CalledProcessError(1, "bench.qlora")
+        found = 0
+        for process in processes:
+            text = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
+            found += int(text.split("\nPss:")[1].split()[0]) * 1024
+        return found, sum(path.stat().st_size for path in files.glob("gemini-base-*"))
+
+
+def is_good(result: dict[str, Any]) -> bool:
+    """Whether the limit held, the least peak too, losses fall, and what is read was planned."""
+    shared = result["shared"]
+    most = 1.15 * shared["base_bytes"] + shared["runs"] * shared["pss_bytes_alone"]
+    return (
+        shared["pss_bytes"] + shared["base_bytes"] <= most
+        and all(
+            row["peak_rss_mib"] <= row["rss_limit_mib"]
+            and row["losses"][-1] < row["losses"][0]
+            and row["bytes_read"] == row["planned_read_bytes"]
+            for row in result["runs"]
+        )
+        and result["runs"][-1]["peak_rss_mib"] <= result["runs"][-1]["least_peak_mib"]
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", default="gpt2-xl")
-    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--model", help="default: gpt2-xl, or llama-3.2-3b with --qlora")
+    parser.add_argument("--steps", type=int, help="default: 4, or 6 with --qlora")
+    parser.add_argument("--qlora", action="store_true")
     parser.add_argument("--rss-limit", action="append", help="as in 6GiB; may be given twice")
     parser.add_argument("--update", choices=[*UPDATES, AUTO], default="both")
     parser.add_argument(
@@ -130,9 +265,17 @@ def main() -> int:
     parser.add_argument("--nvme-dir", type=Path, help="default: a temporary folder on a disk")
     parser.add_argument("--json", type=Path, help="write what was measured")
     args = parser.parse_args()
-    limits = [parse_bytes(limit) for limit in args.rss_limit or ["6GiB", "4GiB"]]
+    default_limits = [QLORA_LIMIT] if args.qlora else ["6GiB", "4GiB"]
+    limits = [parse_bytes(limit) for limit in args.rss_limit or default_limits]
     max_norms = args.max_norm or [1.0, NEVER_CLIPS]
     folder = args.nvme_dir or default_folder()
+    if args.qlora:
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            result = qlora(args, limits[0], Path(scratch))
+        if args.json is not None:
+            write_result(args.json, result)
+        return 0 if is_good(result) else 1
+    args.model, args.steps = args.model or "gpt2-xl", args.steps or 4
     num_params = sum(param.numel() for param in build(args.model).parameters())
     needed, free = disk_needed(num_params), free_bytes(folder)
     if free < needed:

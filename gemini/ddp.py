@@ -143,23 +143,22 @@ class GeminiDDP(ModuleFace):
         values = Materialiser(module, wrapping.init_fn, wrapping.init_state_dict, keep_theirs)
         values.check()
         split = sorted({name for param in params for name in mesh_dims(param)})
-        if split:
-            check_split(trace=trace, init_state_dict=wrapping.init_state_dict)
-        together = None
+        check_split(split, trace=trace, init_state_dict=wrapping.init_state_dict)
+        together, ties = None, None
         if is_pipeline(process_group, mesh):
             check_stages(mesh, split)
             together = together_of(mesh)
+            own_specs, ties = together.ties.take(params, own_specs)
             process_group, mesh = stage_of(mesh)
         groups = {spec.group for spec in own_specs}
-        connections = connect(process_group, mesh, split, groups, inside=together is not None)
+        connections = connect(process_group, mesh, split, groups, ties)
         comm = connections.comm
         specs = padded(own_specs, comm)
         self.chunk_configuration = chunks.chunks or search_chunk_configuration(
             specs, chunks.search_range_m, chunks.hidden_dim, chunks.min_chunk_size_m
         )
         self.chunk_configuration.check_specs(specs)
-        if trace is not None:
-            _check_trace(trace, specs, ignored)
+        _check_trace(trace, specs, ignored)
         order = None if trace is None else trace.param_order(specs)
         num_shards, num_replicas = connections.num_shards, connections.num_replicas
         capacities = self.chunk_configuration.capacities
@@ -389,7 +388,11 @@ def _backend(device: torch.device | str | Backend | None) -> Backend:
     return make_backend(torch.device(device))
 
 
-def _check_trace(trace: Trace, specs: Sequence[ParamSpec], ignored: Mapping[int, str]) -> None:
+def _check_trace(
+    trace: Trace | None, specs: Sequence[ParamSpec], ignored: Mapping[int, str]
+) -> None:
+    if trace is None:
+        return
     if ignored:
         raise ValueError(
             f"trace= is of all parameters, and {next(iter(ignored.values()))} is in "

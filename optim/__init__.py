@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from gemini.optim.adaptive import HybridNAdam as HybridNAdam
     from gemini.optim.adaptive import HybridRAdam as HybridRAdam
     from gemini.optim.adaptive import HybridRMSprop as HybridRMSprop
+    from gemini.optim.lamb import HybridLamb as HybridLamb
+    from gemini.optim.muon import HybridMuon as HybridMuon
     from gemini.optim.rules.config import NvmeConfig as NvmeConfig
     from gemini.optim.rules.loss_scale import LossScale as LossScale
     from gemini.optim.rules.report import NonFiniteGradientError as NonFiniteGradientError
@@ -37,7 +39,9 @@ _HOME = {
     "HybridAdagrad": "gemini.optim.adaptive",
     "HybridAdam": "gemini.optim.adam",
     "HybridAdamax": "gemini.optim.adaptive",
+    "HybridLamb": "gemini.optim.lamb",
     "HybridLion": "gemini.optim.adaptive",
+    "HybridMuon": "gemini.optim.muon",
     "HybridNAdam": "gemini.optim.adaptive",
     "HybridRAdam": "gemini.optim.adaptive",
     "HybridRMSprop": "gemini.optim.adaptive",

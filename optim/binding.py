@@ -210,7 +210,9 @@ class BoundOptimizer(torch.optim.Optimizer):
             _check_made([param for param, _ in new])
             rule = self.rule_for([self.param_groups[index] for _, index in new])
             for params, group_of in alike(new):
-                self._targets.append(PlainTarget(params, group_of, rule, self._config))
+                self._targets.append(
+                    PlainTarget(params, group_of, rule, self._config, self.param_groups)
+                )
         for target in self._targets:
             self.state.update(target.shown_state())
         self._bound.update({id(param): rule for param, _ in new})

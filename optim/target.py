@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -61,6 +61,11 @@ class Target(Protocol):
     @property
     def planes(self) -> Sequence[Plane]:
         """What it keeps of every parameter, masters too."""
+        ...
+
+    @property
+    def some_planes(self) -> Mapping[str, Set[str]]:
+        """Of parameters that have only some of `planes`, by the name that their runs have."""
         ...
 
     @property

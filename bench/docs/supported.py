@@ -46,6 +46,12 @@ OPTIMIZERS = (
         "::test_adamw_of_other_packages_keeps_its_state_in_as_few_bits",
     ),
     Row(
+        "`torch.optim.Muon`",
+        "becomes `HybridMuon` over its matrices; `HybridMuon(model)` takes all of a model",
+        "integrations/trainers/test_torch_optimizers.py"
+        "::test_a_muon_goes_on_with_its_matrices_alone",
+    ),
+    Row(
         "state that it has",
         "is taken over",
         "integrations/trainers/test_torch_optimizers.py::test_state_that_it_has_goes_on",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -129,8 +130,14 @@ def _load_runs(
         {option: small[key] for option, key in options.items()}
         for _, options in sorted(saved_groups.items())
     ]
+    copies = Counter(first for first, *_ in runs.names)  # of a weight that stages tie
     for group in groups if ranks.is_pipeline else ():
-        group["params"] = [name for name in group["params"] if name not in runs.on_other_ranks]
+        group["params"] = [
+            name
+            for name in group["params"]
+            if name not in runs.on_other_ranks
+            for _ in range(max(1, copies[name]))
+        ]
     if optimizer is not None and groups:
         ranks.together(lambda: _as_mismatch(lambda: optimizer.check_param_groups(groups)))
 
@@ -146,11 +153,13 @@ def _load_runs(
         runs.fill(put_or_start)
 
     ranks.together(lambda: source.fill(tensors, fill))
-    for name, count in counts.items():
+    steps: dict[str, Tensor] = {}
+    for name in counts:
         # torch's SGD saves no counts: a buffer has begun
         begun = any(keys.plane(name, plane) in source.sizes for plane in runs.planes)
         key = keys.plane(name, "step")
-        count.copy_(_count(small.get(key, float(begun)), f"{source.path}, {key},"))
+        steps[name] = _count(small.get(key, float(begun)), f"{source.path}, {key},")
+    runs.set_step_counts(steps)
     for name, buffer in buffers.items():
         if keys.weight(name) in small:
             buffer.copy_(small[keys.weight(name)])
@@ -200,8 +209,8 @@ class _Differences:
         if with_optimizer:
             by_name = {name: [keys.plane(name, p) for p in runs.planes] for name in runs.shapes}
             trained = {
-                name: planes for name, planes in by_name.items()
-                if any(plane in runs.tensors for plane in planes)
+                name: here for name, planes in by_name.items()
+                if (here := [plane for plane in planes if plane in runs.tensors])
             }  # fmt: skip
             if not keys.groups(sizes) and not any(key.startswith(optims) for key in sizes):
                 self.texts.append("it has no optimizer state")

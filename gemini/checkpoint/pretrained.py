@@ -24,6 +24,7 @@ from gemini.ddp import GeminiDDP
 from gemini.runtime.comm.connect import everyone, is_pipeline
 from gemini.runtime.wrap.materialise import Materialiser, init_empty
 
+from .converted import ConvertedTensors, converted
 from .export import export_safetensors
 from .quantise import config_of, put_quantised, quantised, without_memory
 
@@ -82,7 +83,7 @@ def load_pretrained(
     comm = everyone(options.get("process_group"), options.get("mesh"))
     with ExitStack() as stack:
         module = _empty_module(folder, model_class, config)
-        files = LazyTensors(folder, stack)
+        files = converted(module, LazyTensors(folder, stack))
         values = _Values(module, files, reads=comm.rank == 0)
         if values.missing:
             _check_missing(values, files.folder, type(module), asked=init_missing)
@@ -213,7 +214,7 @@ def _empty_module(folder: Path, model_class: type[nn.Module] | None, config: Any
 class _Values(Mapping[str, Tensor]):
     """Tensors of files by the names of the module; read on one rank, and empty on the others."""
 
-    def __init__(self, module: nn.Module, files: LazyTensors, *, reads: bool) -> None:
+    def __init__(self, module: nn.Module, files: ConvertedTensors, *, reads: bool) -> None:
         self._module, self._files, self._reads = module, files, reads
         self._made: Materialiser | None = None
         self.missing: list[str] = []  # parameters that no file has
@@ -243,6 +244,7 @@ class _Values(Mapping[str, Tensor]):
     def quantise(self, config: Any) -> None:
         """Linear layers are bitsandbytes' from now on, and their weights made as they are asked
         for: no two of them in another form at once."""
+        forms: dict[Any, nn.Parameter] = {}
         for name, layer in put_quantised(self._module, config):
             place = self._file_name.pop(f"{name}.weight", None)
             if place is None:
@@ -251,7 +253,7 @@ class _Values(Mapping[str, Tensor]):
                     "expected a folder with all weights, or quantize=None"
                 )
             dtype = self._files.spec_of(place).dtype
-            weight = without_memory(layer, dtype)
+            weight = without_memory(layer, dtype, forms)
             made = partial(self._quantised, layer, place) if self._reads else partial(_same, weight)
             self.quantised[id(weight)] = made
 

@@ -5,6 +5,7 @@ Until then a layer has a weight without memory, of the form that its bytes will 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -82,14 +83,15 @@ def quantised(layer: Any, values: Tensor) -> nn.Parameter:
     return quantised_one
 
 
-def without_memory(layer: Any, dtype: torch.dtype) -> nn.Parameter:
-    """A weight for a layer, of the form that its bytes will have."""
+def without_memory(layer: Any, dtype: torch.dtype, forms: dict[Any, nn.Parameter]) -> nn.Parameter:
+    """A weight for a layer, of the form that its bytes will have. forms: those that are known."""
     shape = layer.out_features, layer.in_features
     if layer.source_cls.__name__ == "Conv1D":
         shape = shape[::-1]
-    weight: Any = quantised(layer, torch.zeros(shape, dtype=dtype))
-    hollow(weight)
-    return _put(layer, weight)
+    if (shape, dtype) not in forms:
+        forms[shape, dtype] = quantised(layer, torch.zeros(shape, dtype=dtype))
+        hollow(forms[shape, dtype])
+    return _put(layer, copy.deepcopy(forms[shape, dtype]))
 
 
 def _put(layer: Any, weight: Any) -> nn.Parameter:

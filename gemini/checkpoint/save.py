@@ -386,7 +386,7 @@ def _groups_of_all(
         return {}
     whole = []
     for alike in zip(*found, strict=True):
-        params = [name for group in alike for name in group["params"]]
+        params = [*dict.fromkeys(name for group in alike for name in group["params"])]
         whole.append({**alike[0], "params": params})
     return {"param_groups": whole}
 

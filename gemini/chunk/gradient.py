@@ -73,6 +73,7 @@ class ChunkGradient:
         the end of a backward (`no_sync`, ZeRO-1) is accumulated in fp32 from then on.
     shard: [S], reduced; fp32 once a second reduction was added to it.
     travels_as: the dtype in which it is reduced over ranks; None: that of the buffer.
+    own: [S], of a weight that other stages have too: reduced, and without what their copies have.
     offload: where `shard` goes as soon as it is reduced; None: it stays on the device.
 
     measure: called with [S] before it leaves the device; `found` is what it answered, as long as
@@ -103,6 +104,7 @@ class ChunkGradient:
         # what is put here, or taken away, is in the account: see `_set_buffer` and `_set_shard`
         self._buffer: Tensor | None = None
         self.shard: Tensor | None = None  # this rank's part of the reduced gradient, on the device
+        self.own: Tensor | None = None
         self._num_changes = 0  # of the shard, so far
         self.offload = offload
         self.measure: Callable[[Tensor], Any] | None = None
@@ -156,7 +158,7 @@ class ChunkGradient:
     def nbytes(self) -> int:
         """Bytes on the device of all gradients of this chunk on this rank."""
         under_way = self._under_way.nbytes if self._under_way else 0
-        return under_way + _nbytes(self._buffer) + _nbytes(self.shard)
+        return under_way + _nbytes(self._buffer) + _nbytes(self.shard) + _nbytes(self.own)
 
     @property
     def is_reduced(self) -> bool:
@@ -252,8 +254,10 @@ class ChunkGradient:
     def begin_reduce(self) -> None:
         """Complete the buffer with zeros and begin to reduce it over ranks."""
         if self._links.is_alone:
-            if self._buffer is None and not self.exists and self._links.num_means > 1:
-                # experts of other ranks may have had tokens where these had none
+            from_others = self._links.num_means > 1 and not self.exists
+            if self._buffer is None and (from_others or self._links.tie is not None):
+                # experts of other ranks may have had tokens where these had none; and copies of
+                # a tied weight are all added up, or none
                 self._set_buffer(self._memory.allocate(self._payload_numel, self._dtype))
             if self._buffer is not None:
                 self._take_over(self._take_buffer())
@@ -294,7 +298,20 @@ class ChunkGradient:
             self._leave()
 
     def _take_over(self, reduced: Tensor) -> None:
-        """It becomes the shard, or is added to the one there is."""
+        """It becomes the shard, or is added to the one there is; of a tied weight, to its own."""
+        if self._links.tie is not None:
+            self._set_own(reduced if self.own is None else self._widened(self.own).add_(reduced))
+            return
+        self._add_to_shard(reduced)
+
+    def add_own(self, total: Tensor) -> None:
+        """`own` and what it is of other copies, fp32, is accumulated."""
+        self._set_own(None)
+        self._add_to_shard(total)
+        if self.offload is not None:
+            self._leave()
+
+    def _add_to_shard(self, reduced: Tensor) -> None:
         if not self.exists:
             self._set_shard(reduced)
         else:
@@ -312,6 +329,8 @@ class ChunkGradient:
         if self.exists:
             self._set_shard(self._widened(self._taken_back()).mul_(factor))
             self._leave()
+        if self.own is not None:
+            self._set_own(self._widened(self.own).mul_(factor))
         if self.buffer is not None:
             self._set_buffer(self._widened(self.buffer).mul_(factor))
 
@@ -320,6 +339,8 @@ class ChunkGradient:
         if self.exists:
             self._taken_back().zero_()
             self._leave()
+        if self.own is not None:
+            self.own.zero_()
         if self.buffer is not None:
             self.buffer.zero_()
 
@@ -368,6 +389,7 @@ class ChunkGradient:
         self.end_reduce()
         if self.shard is not None:
             self._set_shard(None)
+        self._set_own(None)
         self.offloaded_dtype = self.found = None
         self._unpacked.clear()
         if self._buffer is not None:
@@ -416,6 +438,10 @@ class ChunkGradient:
             self._fill_missing(buffer)
         self._arrived.clear()
         return buffer
+
+    def _set_own(self, own: Tensor | None) -> None:
+        self.account.gradients += _nbytes(own) - _nbytes(self.own)
+        self.own = own
 
     def _set_shard(self, shard: Tensor | None) -> None:
         self.account.gradients += _nbytes(shard) - _nbytes(self.shard)

@@ -375,7 +375,7 @@ def _form_of(name: str, param: Any, places: Sequence[_Place]) -> Form:
             f"parameter {name} is a {kind}, whose bytes no step updates, and requires a gradient; "
             "expected requires_grad_(False), with adapters that are trained"
         )
-    if any(place.tensor.is_meta for place in places):
+    if all(place.tensor.is_meta for place in places):
         raise ValueError(
             f"parameter {name} is a {kind} on the meta device, where nobody quantises it; expected "
             "values before the module is wrapped"

@@ -20,7 +20,7 @@ from torch.autograd import profiler
 from gemini.dtypes import DTYPES
 from gemini.optim.state.held_signals import HeldSignals
 from gemini.ranges import OFF, named
-from gemini.runtime.comm.links import Links
+from gemini.runtime.comm.links import Links, Tie
 from gemini.tickets import CopyTicket, Ticket
 from gemini.units import ChunkId, ParamId
 
@@ -250,6 +250,11 @@ class Chunk:
     def has_replicas(self) -> bool:
         """Whether other ranks have the same shard, and must come to the same."""
         return self._links.num_replicas > 1
+
+    @property
+    def tie(self) -> Tie | None:
+        """Of a weight that other stages have too, which has this chunk alone."""
+        return self._links.tie
 
     @property
     def counts(self) -> bool:

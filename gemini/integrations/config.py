@@ -10,10 +10,12 @@ from __future__ import annotations
 import os
 import runpy
 from collections.abc import Mapping
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gemini.integrations.options import SCALE_NAMES
+from gemini.integrations.parts import rank, world_size
 
 if TYPE_CHECKING:  # what is launched need not import plugins
     from gemini.integrations.plugins.hybrid import HybridParallelPlugin
@@ -36,14 +38,56 @@ class Config(dict[str, Any]):
         return self[name]
 
 
+class ParallelMode(Enum):
+    """Which ranks together: those that do not, that split layers, that have stages."""
+
+    GLOBAL = "global"
+    DATA = "data"
+    TENSOR = "tensor"
+    PARALLEL_1D = "1d"
+    PIPELINE = "pipe"
+
+
 class GlobalContext:
     """What a process was launched with, for all of its modules."""
 
     def __init__(self) -> None:
         self.config = Config()
 
+    @property
+    def pipeline_parallel_size(self) -> int:
+        return self.get_world_size(ParallelMode.PIPELINE)
+
+    def is_initialized(self, mode: ParallelMode) -> bool:
+        """Whether several ranks are together in this way."""
+        return self.get_world_size(mode) > 1
+
+    def get_global_rank(self) -> int:
+        return rank()
+
+    def get_world_size(self, mode: ParallelMode) -> int:
+        return self._place(mode)[1]
+
+    def get_local_rank(self, mode: ParallelMode) -> int:
+        return self._place(mode)[0]
+
+    def _place(self, mode: ParallelMode) -> tuple[int, int]:
+        """(this rank's place, how many there are), as the configuration's plugin has them."""
+        if mode is ParallelMode.GLOBAL:
+            return rank(), world_size()
+        sizes = plugin_of(self.config, zero_stage=1).sizes
+        if mode is ParallelMode.DATA:
+            return sizes.data_place(rank(), world_size())
+        name = "pp" if mode is ParallelMode.PIPELINE else "tp"
+        return sizes.place([name], rank(), world_size())
+
 
 global_context = GlobalContext()
+
+
+def is_using_pp() -> bool:
+    """Whether the configuration has a pipeline."""
+    return global_context.is_initialized(ParallelMode.PIPELINE)
 
 
 def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> Config:
@@ -111,6 +155,10 @@ def _precision(fp16: Mapping[str, Any] | None) -> dict[str, Any]:
         return {"precision": "fp32"}
     given = dict(fp16)
     mode = given.pop("mode", AMP_TYPE.TORCH)
+    if not given.pop("enabled", True):
+        return {"precision": "fp32"}
+    if "init_scale" in given:  # of torch's scaler
+        given["initial_scale"] = given.pop("init_scale")
     given = {name: value for name, value in given.items() if value is not False}
     if mode not in (AMP_TYPE.TORCH, AMP_TYPE.NAIVE) or not set(given) <= set(SCALE_NAMES):
         raise ValueError(

@@ -65,10 +65,8 @@ class Schedule(lr_scheduler.LRScheduler):
     ) -> None:
         if total_steps < 1:
             raise ValueError(f"total_steps={total_steps}; expected 1 or more")
-        if not 0 <= warmup_steps < total_steps:
-            raise ValueError(
-                f"warmup_steps={warmup_steps}; expected 0 to total_steps - 1 = {total_steps - 1}"
-            )
+        if warmup_steps < 0:
+            raise ValueError(f"warmup_steps={warmup_steps}; expected 0 or more")
         if not 0 <= pct_start < 1:
             raise ValueError(f"pct_start={pct_start} is outside [0, 1)")
         if end_lr < 0:
@@ -77,9 +75,12 @@ class Schedule(lr_scheduler.LRScheduler):
             raise ValueError("milestones is empty; expected steps at which the rate falls")
 
     def rate(self, step: int, base: float) -> float:
-        """Of a group whose rate was `base`, at a step of at most `total_steps`."""
+        """Of a group whose rate was `base`, at a step of at most `total_steps`.
+
+        A warm-up of as many steps, or more, goes on to the end.
+        """
         warmup = self.warmup_steps
-        if step < warmup:
+        if step < warmup or warmup >= self.total_steps:
             return base * (step + 1) / (warmup + self.peak_delay)
         return self.after(step - warmup, self.total_steps - warmup, base)
 

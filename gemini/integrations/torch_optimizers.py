@@ -14,6 +14,7 @@ from gemini.optim import (
     HybridAdam,
     HybridAdamax,
     HybridLion,
+    HybridMuon,
     HybridNAdam,
     HybridRAdam,
     HybridRMSprop,
@@ -24,8 +25,8 @@ from gemini.optim.elementwise import ElementwiseOptimizer
 
 Group = Mapping[str, Any]
 TAKEN = (
-    "torch.optim.AdamW, Adam, SGD, Adagrad, RMSprop, Adamax, NAdam, RAdam or Adadelta, a Lion, "
-    "AdamW of bitsandbytes, AdamW8bit of torchao, or one of gemini.optim"
+    "torch.optim.AdamW, Adam, SGD, Adagrad, RMSprop, Adamax, NAdam, RAdam, Adadelta or Muon, a "
+    "Lion, AdamW of bitsandbytes, AdamW8bit of torchao, or one of gemini.optim"
 )
 # where state lives and how it is updated: all that the given optimizer cannot say
 PLACES = ("nvme_offload_fraction", "nvme_offload_dir", "nvme_write_budget", "nvme", "cpu_path")
@@ -97,6 +98,12 @@ class AdamW8bit(HybridAdam):
     """One that was bitsandbytes' or torchao's, by the name that it had."""
 
     in_place_of = "an AdamW8bit"
+
+
+class Muon(HybridMuon):
+    """One that was torch's, by the name that it had."""
+
+    in_place_of = "torch.optim.Muon"
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +258,10 @@ _EIGHT_BITS = _Kind(
     AdamW8bit, _eight_bits, frozenset({"lr", "betas", "eps", "weight_decay"}),
     {"alpha": 0.0, "t_alpha": None, "t_beta3": None, "amsgrad": False}, reads_state=False,
 )  # fmt: skip
+_MUON = (
+    "lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps",
+    "adjust_lr_fn",
+)  # fmt: skip
 _TORCH: dict[type, _Kind] = {
     torch.optim.AdamW: replace(_ADAM, ours=AdamW),
     torch.optim.Adam: _ADAM,
@@ -261,4 +272,7 @@ _TORCH: dict[type, _Kind] = {
     torch.optim.NAdam: _alike(NAdam),
     torch.optim.RAdam: _alike(RAdam),
     torch.optim.Adadelta: _alike(Adadelta),
+    torch.optim.Muon: _Kind(
+        Muon, lambda group: {name: group[name] for name in _MUON}, frozenset(_MUON), {}
+    ),
 }

@@ -44,7 +44,16 @@ from .policy import (
 )
 from .predict import Profile, predict
 from .problem import Homes, PlacementProblem, static_homes
-from .sizes import UNLIMITED, Bandwidths, BudgetError, Budgets, StateBytes, chunk_bytes
+from .sizes import (
+    NOT_WAITING,
+    UNLIMITED,
+    Bandwidths,
+    BudgetError,
+    Budgets,
+    StateBytes,
+    Waiting,
+    chunk_bytes,
+)
 from .tiers import Tier
 
 # What competes for the device, in every order: parameters, gradients, state
@@ -65,6 +74,7 @@ class PlanInputs:
     off_device: UpdatePath = UpdatePath.STREAM
     depth: int = 2  # blocks read ahead of their update
     num_ahead: int = 0  # buffers more, for blocks that are updated before their step
+    waiting: Waiting = NOT_WAITING  # for others of their step
     max_prefetch: int = 1  # payloads begun ahead of their use
     nvme_state_frac: float = 0.0  # of the state's bytes, at least, on NVMe
     block_numel: int = BLOCK_NUMEL
@@ -147,6 +157,7 @@ class Draft:
             has_host_tier=inputs.has_host_tier,
             depth=inputs.depth,
             num_ahead=inputs.num_ahead,
+            num_waiting=inputs.waiting.blocks(inputs.block_numel),
             off_device=inputs.off_device,
             nvme_state_frac=inputs.nvme_state_frac,
             fixed_params=inputs.fixed_params,

@@ -12,10 +12,12 @@ from gemini.placement.policy import AutoPlacement, Placement
 from gemini.placement.problem import DEVICE_BUFFERS
 from gemini.placement.sizes import (
     FP32_BYTES,
+    NOT_WAITING,
     UNLIMITED,
     Bandwidths,
     BudgetError,
     StateBytes,
+    Waiting,
     chunk_bytes,
 )
 from gemini.placement.tiers import Tier
@@ -156,6 +158,7 @@ class StateRequest:
     nvme_frac: float  # of its bytes, at least, on NVMe
     block_numel: int | None  # a wish; None: there is none
     depth: int
+    waiting: Waiting = NOT_WAITING
 
     def blocks(self, policy: Placement, inputs: PlanInputs, planned: PlanResult) -> tuple[int, int]:
         """Elements that a block has at most, and at least.
@@ -183,6 +186,7 @@ class StateRequest:
             nvme_state_frac=self.nvme_frac,
             block_numel=block_numel,
             depth=self.depth,
+            waiting=self.waiting,
             fixed_params=tuple(shard.param_home for shard in planned.plan.shards),
             original_home=planned.plan.original_home,
         )

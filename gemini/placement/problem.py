@@ -60,6 +60,7 @@ class PlacementProblem:
     fixed_params: tuple[Tier, ...] | None = None  # homes of parameter shards that exist already
     floor: Homes | None = None  # homes that exist already, where something may rise from
     num_ahead: int = 0  # buffers more, for blocks that are updated before their step
+    num_waiting: int = 0  # and for blocks that wait for others of their step
     original_home: Tier = Tier.HOST  # of the fp32 originals of frozen chunks, all of them
     average: tuple[tuple[Tier, int], ...] = ()  # bytes of averages of weights
 
@@ -133,7 +134,7 @@ class PlacementProblem:
                 frozen = max(frozen, min(chunk.shard_bytes, FROZEN_BLOCK_BYTES))
         if self.has_host_tier:  # else they are read to where they belong
             param += align_up(frozen, PAGE_BYTES)
-        count = self.depth + 2 + self.num_ahead
+        count = self.depth + 2 + self.num_ahead + self.num_waiting
         undo = -(-early * self.depth // count)
         on_host = Staging(count, align_up(state + undo, PAGE_BYTES), param, grad)
         on_host = on_host if on_host.nbytes else Staging()

@@ -6,7 +6,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
-from gemini.chunk.layout import ITEMSIZE, ChunkLayout
+from gemini.chunk.layout import ITEMSIZE, ChunkLayout, ChunkSpec
+from gemini.optim.rules.state_layout import ALL_COLUMNS, Columns, StateLayout
 from gemini.units import (
     BLOCK_NUMEL,
     FROZEN_BLOCK_BYTES,
@@ -40,6 +41,35 @@ class StateBytes:
     split_on_disk: frozenset[ChunkId] = frozenset()
     split_in_memory: frozenset[ChunkId] = frozenset()
     num_versions: int = NUM_VERSIONS  # of a block on disk
+    # which planes of a layout parameters have, where not all have all
+    columns: Columns = ALL_COLUMNS
+    layout: StateLayout | None = None
+
+    def per_element_of(self, params: Collection[int]) -> float:
+        """Of a block with elements of these."""
+        if self.layout is None:
+            return self.per_element
+        return self.columns.of(params, self.layout).bytes_per_element
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """What an update holds back until others have come as far: so many elements of this rank, in
+    runs of so many chunks."""
+
+    numel: int = 0
+    num_runs: int = 0
+
+    def holds(self, other: Waiting) -> bool:
+        """Whether there is room for the other, too."""
+        return other.numel <= self.numel and other.num_runs <= self.num_runs
+
+    def blocks(self, block_numel: int) -> int:
+        """At most, of so many elements each."""
+        return self.numel // block_numel + 2 * self.num_runs
+
+
+NOT_WAITING = Waiting()
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,12 +155,14 @@ def chunk_bytes(
         itemsize = ITEMSIZE[spec.dtype]
         blocks = []
         has_master = state.has_master and spec.id not in state.split_in_memory
-        in_memory = state.per_element - SPLIT_BYTES * (spec.id in state.split_in_memory)
+        saved = SPLIT_BYTES * (spec.id in state.split_in_memory)
         for start in range(0, spec.shard_numel if spec.trainable else 0, block_numel):
             numel = min(block_numel, spec.shard_numel - start)
+            per_element = _per_element(layout, spec, state, start, start + numel)
+            in_memory = per_element - saved
             is_split = spec.id in state.split_on_disk and moves_less_split(numel, state.per_element)
             beside = WEIGHT_BYTES * is_split if state.has_master else FP32_BYTES
-            on_disk = state.per_element - SPLIT_BYTES * is_split
+            on_disk = per_element - SPLIT_BYTES * is_split
             blocks.append(
                 BlockBytes(
                     BlockId(next_block), spec.id, numel,
@@ -149,6 +181,23 @@ def chunk_bytes(
             )
         )  # fmt: skip
     return tuple(chunks)
+
+
+def _per_element(
+    layout: ChunkLayout, spec: ChunkSpec, state: StateBytes, start: int, end: int
+) -> float:
+    """Of elements [start, end) of a shard, of the rank where it is most: plans are of all."""
+    if state.layout is None:
+        return state.per_element
+    of_ranks = (
+        {
+            part.param
+            for part in layout.shard_segments(spec, rank)
+            if part.offset < end and part.offset + part.numel > start
+        }
+        for rank in range(spec.num_shards)
+    )
+    return max(map(state.per_element_of, of_ranks))
 
 
 def on_disk(kind: str, nbytes: int, num_versions: int = NUM_VERSIONS) -> int:
@@ -241,6 +290,12 @@ class BudgetError(ValueError):
         self.knob = knob
         self.what = what
         self.budget_bytes = Bytes(budget_bytes)
+
+    def also(self, text: str) -> BudgetError:
+        """The same, which says more."""
+        return BudgetError(
+            f"{self}{text}", self.tier, self.missing_bytes, self.knob, self.what, self.budget_bytes
+        )
 
     @classmethod
     def missing(

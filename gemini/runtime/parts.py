@@ -82,6 +82,11 @@ class Attached(Protocol):
     joint: Target | None  # with which it steps, where several modules do
 
     @property
+    def needs_wholes(self) -> bool:
+        """Its updates need more than one rank's part of a parameter."""
+        ...
+
+    @property
     def num_held(self) -> int | None:
         """Blocks of the last step that were updated in backward; None: there was none."""
         ...
@@ -236,4 +241,5 @@ def _facts_of(parts: Parts) -> OverlapFacts:
         is_stage=parts.stage is not None,
         is_split=set(parts.links) != {WORLD},
         is_joint=parts.target is not None and parts.target.joint is not None,
+        needs_wholes=parts.target is not None and parts.target.needs_wholes,
     )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,12 +13,14 @@ from torch import Tensor
 
 from gemini.dtypes import DTYPES
 from gemini.nvme import BlockStore
+from gemini.optim.matrices.plan import Whole, blocks_waiting, buckets_of
 from gemini.optim.rules.clipping import Clip
 from gemini.optim.rules.config import StateConfig, UpdateFacts
 from gemini.optim.rules.control_vector import ControlVector
+from gemini.optim.rules.matrix_rule import MatrixRule
 from gemini.optim.rules.report import Outcome, SkipLog, StepReport
-from gemini.optim.rules.rule import UpdateRule
-from gemini.optim.rules.state_layout import Plane
+from gemini.optim.rules.rule import NormRule, UpdateRule
+from gemini.optim.rules.state_layout import ALL_COLUMNS, Plane
 from gemini.optim.state.held_signals import HeldSignals
 from gemini.optim.state.memory import memory_of
 from gemini.optim.state.space import StateSpace, blocks_on_nvme
@@ -34,7 +37,7 @@ from gemini.optim.state.state_stream import (
 from gemini.optim.state.tiered_state import TieredState
 from gemini.optim.step.cpu_step import CpuStep
 from gemini.optim.step.driver import TargetStep, take
-from gemini.optim.step.executor import Executor
+from gemini.optim.step.executor import Executor, step_counts
 from gemini.optim.step.triton_step import TritonStep
 from gemini.optim.target import AmpInputs, Group, Target
 from gemini.optim.update.compiled_update import Mix
@@ -43,6 +46,7 @@ from gemini.tickets import Done, Ticket
 from gemini.units import BLOCK_NUMEL
 
 from .views import Order, PlainViews, dense_grad
+from .wholes import check_width, matrix_step, wholes_of, with_norms
 
 
 class PlainTarget:
@@ -57,7 +61,9 @@ class PlainTarget:
         group_of: Sequence[int],
         rule: UpdateRule,
         config: StateConfig,
+        groups: Sequence[Group] = (),
     ) -> None:
+        """groups: of the optimizer, for a rule that keeps other planes for some."""
         if config.nvme.keep_versions:
             raise ValueError(
                 "NvmeConfig(keep_versions=...) is for the optimizer of a GeminiDDP: the parameters "
@@ -70,6 +76,11 @@ class PlainTarget:
         self._rule = rule
         is_float64 = params[0].dtype == torch.float64
         block_numel = config.nvme.block_numel or BLOCK_NUMEL
+        columns, wholes = ALL_COLUMNS, list[Whole]()
+        if isinstance(rule, MatrixRule):
+            columns = rule.columns(group_of, groups)
+            check_width(params)
+            wholes = wholes_of(self._orders)
         space = StateSpace.pack([param.numel() for param in params], block_numel)
         self._tiered_state = TieredState(
             space,
@@ -78,13 +89,23 @@ class PlainTarget:
             nvme=config.nvme,
             memory=memory_of(params[0].device),
             label="plain-",
+            columns=columns,
+            num_waiting=blocks_waiting(buckets_of(wholes), space.blocks),
         )
         try:
             self._tiered_state.initialise(lambda block, planes: None)
         except BaseException:
             self._tiered_state.close()
             raise
-        self._executor = make_executor(rule, config, self._group_of, self._params)
+        self._executor: Executor
+        if isinstance(rule, MatrixRule):
+            self._executor = matrix_step(
+                rule, self._group_of, wholes, self._tiered_state, params[0].device
+            )
+        else:
+            # of a rule whose hyperparameters are a parameter's own, each is a group
+            own = list(range(len(params))) if rule.over_norms else self._group_of
+            self._executor = make_executor(rule, config, own, self._params)
         self._num_steps = 0
         self._log = SkipLog()
         self._names = [str(i) for i in range(len(params))]
@@ -96,24 +117,34 @@ class PlainTarget:
             planes = self._tiered_state.resident_run(segment.offset, segment.numel)
             if planes is not None:
                 order = self._orders[segment.param]
+                has = partial(self._tiered_state.columns.has, segment.param)
                 shown[self._params[segment.param]].update(
-                    {name: order.shaped(plane) for name, plane in planes.items()}
+                    {name: order.shaped(plane) for name, plane in planes.items() if has(name)}
                 )
-        for param in self._params:
+        for i, param in enumerate(self._params):
             if not param.numel():
                 shown[param].update(
                     {plane.name: torch.zeros(param.shape, dtype=DTYPES[plane.dtype])
-                     for plane in self.planes}
+                     for plane in self.planes if self._tiered_state.columns.has(i, plane.name)}
                 )  # fmt: skip
         return shown
 
     def step(self, groups: Sequence[Group], amp: AmpInputs | None = None) -> StepReport:
         return step_together([self], groups, amp)
 
-    def views(self, groups: Sequence[Group]) -> tuple[PlainViews, list[Any]]:
+    def views(self, groups: Sequence[Group], amp: AmpInputs | None) -> tuple[PlainViews, list[Any]]:
         """What a step would see, and its hyperparameters. Raises ValueError for what it refuses."""
         hypers = [self._rule.hyper(groups[index]) for index in self._groups]
         steps = self._executor.next_steps()
+        if isinstance(self._rule, NormRule):
+            scale = 1.0 if amp is None or amp.grad_scale is None else float(amp.grad_scale)
+            hypers = with_norms(
+                self._rule, self._tiered_state, self._params, self._orders,
+                [hypers[group] for group in self._group_of], step_counts(self._executor),
+                1.0 / scale,
+            )  # fmt: skip
+            own = range(len(hypers))
+            return PlainViews(self._params, self._orders, own, hypers, steps), hypers
         return PlainViews(self._params, self._orders, self._group_of, hypers, steps), hypers
 
     def skips(self, amp: AmpInputs) -> bool:
@@ -168,6 +199,10 @@ class PlainTarget:
     @property
     def planes(self) -> Sequence[Plane]:
         return self._tiered_state.layout.planes
+
+    @property
+    def some_planes(self) -> Mapping[str, Set[str]]:
+        return self._tiered_state.columns.by_name(self._names)
 
     @property
     def params(self) -> Sequence[Tensor]:
@@ -304,9 +339,9 @@ def step_together(
     targets: Sequence[PlainTarget], groups: Sequence[Group], amp: AmpInputs | None
 ) -> StepReport:
     """One step of all targets: it counts on all of them, or on none."""
-    seen = [target.views(groups) for target in targets]
     if amp is not None and any(target.skips(amp) for target in targets):
         return _skipped(targets, amp)
+    seen = [target.views(groups, amp) for target in targets]
     may_fail = any(target.tiered_state.nvme is not None for target in targets)
     steps = [
         target.begin(views, hypers, amp, may_fail=may_fail)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,11 +113,18 @@ class PlainViews:
             if not self._orders[i].fits(self._params[i]):
                 self._params[i].detach().copy_(self._orders[i].shaped(flat))
 
-    def pieces(self, block: Block, planes: Planes) -> list[Piece]:
+    def pieces(
+        self,
+        block: Block,
+        planes: Planes,
+        *,
+        param: Tensor | None = None,
+        grad: Tensor | None = None,
+    ) -> list[Piece]:
         return [
             Piece(
-                param=self._flat[part.param][_inside(part)],
-                grad=self._grad[part.param][_inside(part)],
+                param=_part(self._flat, part) if param is None else param[_in_block(part)],
+                grad=_part(self._grad, part) if grad is None else grad[_in_block(part)],
                 master=None,
                 planes=tuple(
                     [
@@ -162,6 +169,9 @@ class PlainViews:
     def leaving(self, block: Block, weight: Tensor | None) -> Sequence[tuple[Tensor, Tensor]]:
         return ()
 
+    def took_gradient(self, block: Block) -> None:
+        """Nothing was borrowed."""
+
     def updated(self, block: Block) -> None:
         """Nothing was borrowed."""
 
@@ -170,6 +180,10 @@ class PlainViews:
 
     def abandon(self) -> None:
         """Nothing was borrowed."""
+
+
+def _part(flat: Mapping[int, Tensor], part: BlockSegment) -> Tensor:
+    return flat[part.param][_inside(part)]
 
 
 def _inside(part: BlockSegment) -> slice:

@@ -369,6 +369,40 @@ def schedule_free(param: Tensor, grad: Tensor, c: Any, *, exp_avg_sq: Tensor, z:
     return new, {"exp_avg_sq": exp_avg_sq, "z": z - c.of_z * update}
 
 
+# -- LAMB (You et al. 2020, algorithm 2), as in colossalai.nn.Lamb: bias corrections are an option
+
+
+def lamb_coefficients(h: Any, t: Any) -> dict[str, Any]:
+    """`trust` is of a parameter: |p| / |u|, or 1 where one of them is 0, or `adam` is set."""
+    return {
+        "w1": 1.0 - h.beta1,
+        "beta2": h.beta2,
+        "w2": 1.0 - h.beta2,
+        "inv_correction1": choose(h.bias_correction, 1.0 / (1.0 - h.beta1**t), 1.0),
+        "inv_sqrt_correction2": choose(h.bias_correction, (1.0 - h.beta2**t) ** -0.5, 1.0),
+        "eps": h.eps,
+        "weight_decay": h.weight_decay,
+        "step_size": h.lr * h.trust,
+    }
+
+
+def lamb_direction(
+    param: Tensor, grad: Tensor, c: Any, *, exp_avg: Tensor, exp_avg_sq: Tensor
+) -> Updated:
+    """m and v as Adam's;    u = m / (sqrt(v) + eps) + weight_decay * p"""
+    exp_avg = exp_avg + c.w1 * (grad - exp_avg)
+    exp_avg_sq = exp_avg_sq * c.beta2 + c.w2 * grad * grad
+    denominator = exp_avg_sq.sqrt() * c.inv_sqrt_correction2 + c.eps
+    direction = (exp_avg * c.inv_correction1) / denominator + c.weight_decay * param
+    return direction, {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+
+
+def lamb(param: Tensor, grad: Tensor, c: Any, *, exp_avg: Tensor, exp_avg_sq: Tensor) -> Updated:
+    """p <- p - lr * trust * u, of `lamb_direction`"""
+    direction, planes = lamb_direction(param, grad, c, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+    return param - c.step_size * direction, planes
+
+
 # -- rounding at random
 
 

@@ -46,6 +46,8 @@ class UpdateRule:
     options: ClassVar[Mapping[str, Any]]  # with the defaults of the class; flags are bools
     ranges: ClassVar[Mapping[str, tuple[float, float]]] = {}  # of options; others are [0, inf)
     optional: ClassVar[Mapping[str, Plane]] = {}  # by option
+    over_norms = False  # an update needs norms of whole parameters; see `NormRule`
+    over_matrices = False  # an update needs all of some parameters; see `matrix_rule.py`
     coefficients: Callable[[Any, Any], Mapping[str, Any]]
     formula: Callable[..., tuple[Tensor, Mapping[str, Tensor]]]
 
@@ -132,6 +134,36 @@ class UpdateRule:
             new = self.updated(one, its_grad, its_planes, values)
             for old, value in zip((one, *its_planes), new, strict=True):
                 old.copy_(value)
+
+
+class NormRule(UpdateRule):
+    """One whose step of a parameter is as long as its norm says.
+
+    `direction` is a second function as `formula`: what a parameter moves along, [n]. With `trust`,
+    a field of the hyperparameters that is no option, `formula` moves so far.
+    """
+
+    over_norms = True
+    direction: Callable[..., tuple[Tensor, Mapping[str, Tensor]]]
+
+    def hyper(self, group: Mapping[str, Any]) -> Any:
+        """As `UpdateRule`, with a `trust` of 1."""
+        hyper = super().hyper(group)
+        return _hyper_type((*hyper._fields, "trust"))(*hyper, 1.0)
+
+    def moved_along(
+        self, param: Tensor, grad: Tensor, planes: Sequence[Tensor], hyper: Any, step: int
+    ) -> Tensor:
+        """[n], of an update that is not made: nothing is changed."""
+        values = _values(self, hyper, step, param.dtype).to(param.device)
+        c = SimpleNamespace(**dict(zip(self.coefficient_names, values.unbind(), strict=True)))
+        given = dict(zip(self.layout.names, planes, strict=True))
+        found: Tensor = self.direction(param, grad, c, **given)[0]
+        return found
+
+    def trusting(self, hyper: Any, weight_norm: float, direction_norm: float) -> Any:
+        """The hyperparameters of one parameter, whose norms these are."""
+        raise NotImplementedError
 
 
 @functools.lru_cache(maxsize=64)

@@ -5,6 +5,7 @@ Kernels, planner, store and checkpoint read this value; none of them knows an op
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass, replace
 
 MASTER = "master"  # fp32 weights; the visible parameter is their rounded copy
@@ -148,6 +149,44 @@ class StateLayout:
             end += plane.numel(numel) * plane.itemsize
         return tuple(offsets)
 
+    def only(self, names: Set[str]) -> StateLayout:
+        """With these of the rule's planes, and masters as they are."""
+        others = (MASTER, REMAINDER)
+        kept = [plane for plane in self.planes if plane.name in names or plane.name in others]
+        return self if len(kept) == len(self.planes) else replace(self, planes=tuple(kept))
+
     def block_nbytes(self, numel: int) -> int:
         """Bytes of a block of `numel` elements, all planes."""
         return sum(plane.numel(numel) * plane.itemsize for plane in self.planes)
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Which of a rule's planes each parameter has, by its index; the others have all of them.
+
+    A block has those of all parameters in it, so only the few that hold parameters of two kinds
+    keep a plane for elements that have none.
+    """
+
+    of_param: tuple[frozenset[str] | None, ...] = ()
+
+    def has(self, param: int, plane: str) -> bool:
+        """Whether a parameter has a plane; every one has its master."""
+        found = self.of_param[param] if param < len(self.of_param) else None
+        return found is None or plane == MASTER or plane in found
+
+    def by_name(self, names: Sequence[str]) -> dict[str, Set[str]]:
+        """Planes of parameters that have only some, masters too; `names[i]` is that of i."""
+        pairs = zip(names, self.of_param, strict=False)
+        return {name: planes | {MASTER} for name, planes in pairs if planes is not None}
+
+    def of(self, params: Collection[int], layout: StateLayout) -> StateLayout:
+        """Of these parameters together; the whole layout of none."""
+        if not self.of_param or not params:
+            return layout
+        return layout.only(
+            {p.name for p in layout.planes if any(self.has(i, p.name) for i in params)}
+        )
+
+
+ALL_COLUMNS = Columns()

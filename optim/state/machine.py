@@ -36,6 +36,7 @@ class Stage(IntEnum):
     READING = auto()  # which is coming into a buffer
     READY = auto()  # it is there
     UPDATING = auto()
+    WAITING = auto()  # begun, and to end with other rows; the buffer has some of it
     UPDATED = auto()  # the buffer has the new version
     WRITING = auto()  # which is on its way, beside the last one
     WRITTEN = auto()  # and there; no buffer but where it is kept
@@ -83,6 +84,7 @@ class Event(IntEnum):
     READ = auto()
     UPDATED = auto()
     UNCHANGED = auto()  # it has no gradient, and stays as it is
+    WAITING = auto()  # its update goes on when other rows have come as far
     WRITTEN = auto()
     FETCHED = auto()
     PLACED = auto()
@@ -146,7 +148,7 @@ class State:
     reads: deque[Row] = field(default_factory=deque)  # of the step, in order
     cached: deque[Row] = field(default_factory=deque)  # written, and still in a buffer
     updating: Row | None = None
-    updated: Row | None = None  # to be written
+    updated: deque[Row] = field(default_factory=deque)  # to be written
     under_way: dict[Row, None] = field(default_factory=dict)  # transfers, in order of issue
     dropped: list[Row] = field(default_factory=list)  # versions that the store is to forget
     error: BaseException | None = None
@@ -172,6 +174,8 @@ BEGIN = {
 END = {
     (Stage.READING, Event.READ): Stage.READY,
     (Stage.UPDATING, Event.UPDATED): Stage.UPDATED,
+    (Stage.UPDATING, Event.WAITING): Stage.WAITING,
+    (Stage.WAITING, Event.UPDATED): Stage.UPDATED,
     (Stage.WRITING, Event.WRITTEN): Stage.WRITTEN,
     (Stage.FETCHING, Event.FETCHED): Stage.FETCHED,
     (Stage.FETCHED, Event.PLACED): Stage.WRITTEN,
@@ -216,7 +220,7 @@ def note(s: State, event: Event, row: Row | None = None, said: Any = None) -> No
         return
     row.stage = END[row.stage, event]
     if event is Event.UPDATED:
-        s.updated = row
+        s.updated.append(row)
     elif event is Event.WRITTEN:
         # What was written last is still in its buffer, and the next step may begin with it.
         s.cached.append(row)  # until its buffer is asked for
@@ -279,11 +283,9 @@ def _give_buffer(s: State, row: Row) -> None:
 
 
 def _leave_queues(s: State, row: Row) -> None:
-    for queue in (s.early, s.reads, s.cached):
+    for queue in (s.early, s.reads, s.cached, s.updated):
         if row in queue:
             queue.remove(row)
-    if row is s.updated:
-        s.updated = None
 
 
 def _drop(s: State, row: Row) -> None:
@@ -372,7 +374,8 @@ def _undo(s: State, said: None) -> None:
     # rows whose buffer knows what was come first, and give it back
     touched = [row for row in s.rows if row.is_touched]
     s.todo = deque(sorted(touched, key=lambda row: row.buffer is None))
-    s.updated = s.updating = None
+    s.updating = None
+    s.updated.clear()
     s.phase = Phase.UNDOING
 
 
@@ -451,8 +454,8 @@ def _is_prepared(s: State) -> bool:
 
 def _move(s: State) -> Action | None:
     """A row of the step goes on."""
-    if s.updated is not None:
-        return _begin(s, Do.WRITE, s.updated)
+    if s.updated:
+        return _begin(s, Do.WRITE, s.updated[0])
     reads, in_hand = s.reads, s.updating is not None
     # one more, beside the update of another, costs 8 % where threads that read use its cores
     if s.todo and len(reads) + in_hand < s.depth and (s.free or s.cached):
@@ -470,8 +473,8 @@ def _move(s: State) -> Action | None:
 
 def _move_early(s: State) -> Action | None:
     """A row goes on before its step."""
-    if s.updated is not None:
-        return _begin(s, Do.WRITE, s.updated)
+    if s.updated:
+        return _begin(s, Do.WRITE, s.updated[0])
     if not s.speculates:
         return None
     while s.finals and s.finals[0].stage is not Stage.IDLE:  # the step reads it
@@ -503,7 +506,7 @@ def _begin(s: State, do: Do, row: Row) -> Action:
     elif do is Do.UPDATE:
         s.updating = row
     elif do is Do.WRITE:
-        s.updated = None
+        s.updated.popleft()
     row.stage = BEGIN[row.stage, do]
     if do in TRANSFERS:
         s.under_way[row] = None

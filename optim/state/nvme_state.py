@@ -39,7 +39,7 @@ from gemini.nvme import (
     settle,
 )
 from gemini.optim.rules.config import NvmeConfig
-from gemini.optim.rules.state_layout import MASTER, StateLayout
+from gemini.optim.rules.state_layout import ALL_COLUMNS, MASTER, Columns, StateLayout
 from gemini.ranges import named
 from gemini.units import BlockId, format_bytes
 
@@ -100,11 +100,14 @@ class NvmeState:
         label: str = "",
         pin: Pin | None = None,
         num_ahead: int = 0,
+        num_waiting: int = 0,
+        columns: Columns = ALL_COLUMNS,
     ) -> None:
-        """num_ahead: buffers more, for blocks that are updated before their step."""
+        """num_ahead: buffers more, for blocks that are updated before their step. num_waiting: for
+        such as wait for others of the step. columns: which planes a block has."""
         self.blocks = tuple(blocks)
         self._layout = layout
-        self._forms = BlockForms(blocks, layout, split, undo=undo)
+        self._forms = BlockForms(blocks, layout, split, undo=undo, columns=columns)
         self.store = open_store(digest + self._forms.name, self._forms.nbytes, config, label)
         self._transfers = BlockTransfers(self.store, self._forms)
         self._step_bytes = self._transfers.bytes_of(self.blocks)
@@ -114,7 +117,9 @@ class NvmeState:
             self.store.close()
             raise
         self._pool = BufferPool(
-            num_buffers(config.depth, len(blocks)) + num_ahead, self._forms.buffer_nbytes, pin
+            num_buffers(config.depth, len(blocks)) + num_ahead + min(num_waiting, len(blocks)),
+            self._forms.buffer_nbytes,
+            pin,
         )
         # one more where blocks are updated before their step, for weights of which none counts
         spare = 1 if num_ahead else 0
@@ -433,7 +438,8 @@ class NvmeState:
         """All blocks as this commit has them."""
         blocks = tuple((block.numel, self._forms.is_split(block)) for block in self.blocks)
         paths = tuple(str(path) for path in self.store.paths)
-        return StateVersion(paths, index, self._layout, blocks, self._forms.has_undo)
+        columns = self._forms.columns_of(self.blocks)
+        return StateVersion(paths, index, self._layout, blocks, self._forms.has_undo, columns)
 
     def rewind(self, steps: int) -> None:
         """The commit of `steps` steps before counts again; no block is written."""

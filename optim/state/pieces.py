@@ -103,8 +103,22 @@ class SteppedViews(Protocol):
         """Whether a parameter of this block has a gradient."""
         ...
 
-    def pieces(self, block: Block, planes: Planes) -> Sequence[Piece]:
-        """The runs of this block that have a gradient; empty where none has."""
+    def pieces(
+        self,
+        block: Block,
+        planes: Planes,
+        *,
+        param: Tensor | None = None,
+        grad: Tensor | None = None,
+    ) -> Sequence[Piece]:
+        """The runs of this block that have a gradient; empty where none has.
+
+        param, grad: [n] in place of its own. With a `param` there is no master.
+        """
+        ...
+
+    def took_gradient(self, block: Block) -> None:
+        """What `pieces` had of its gradient is not used any more."""
         ...
 
     def borrowed(self, blocks: Sequence[Block]) -> Sequence[Block]:

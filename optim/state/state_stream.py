@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from gemini.optim.rules.state_layout import Columns
 from gemini.units import BlockId
 
 from .disk.state_version import StateVersion
@@ -61,6 +62,7 @@ def list_runs(tiered_state: TieredState, names: Sequence[str]) -> list[RunSpec]:
         for block in tiered_state.visit_order
         for part in block.segments
         for plane in tiered_state.layout.planes
+        if tiered_state.columns.has(part.param, plane.name)
     ]
 
 
@@ -82,7 +84,8 @@ def pinned_runs(
 
 def visit_runs(tiered_state: TieredState, names: Sequence[str], look: StateVisitor) -> None:
     """Show every run of this rank's state. `names[i]` is that of parameter i of the space."""
-    tiered_state.visit(lambda block, planes: _each(block, planes, names, look))
+    columns = tiered_state.columns
+    tiered_state.visit(lambda block, planes: _each(columns, block, planes, names, look))
 
 
 class StateSnapshot:
@@ -99,11 +102,13 @@ class StateSnapshot:
 
     def visit_resident(self, look: StateVisitor) -> None:
         for block in (*self._tiered_state.resident, *self._tiered_state.host):
-            _each(block, self._tiered_state.shown(block), self._names, look)
+            shown = self._tiered_state.shown(block)
+            _each(self._tiered_state.columns, block, shown, self._names, look)
 
     def visit_disk(self, look: StateVisitor) -> None:
+        columns, names = self._tiered_state.columns, self._names
         if self._pinned is not None:
-            self._pinned.visit(lambda block, planes: _each(block, planes, self._names, look))
+            self._pinned.visit(lambda block, planes: _each(columns, block, planes, names, look))
 
     def close(self) -> None:
         """Let go of what was not shown. Any number of times."""
@@ -128,16 +133,19 @@ def fill_runs(
             run.values.copy_(values)
 
     def fill(block: Block, planes: Planes) -> None:
-        _each(block, planes, names, put)
+        _each(tiered_state.columns, block, planes, names, put)
         filled(block, planes)
 
     tiered_state.overwrite(fill)
 
 
-def _each(block: Block, planes: Planes, names: Sequence[str], look: StateVisitor) -> None:
+def _each(
+    columns: Columns, block: Block, planes: Planes, names: Sequence[str], look: StateVisitor
+) -> None:
     for part in block.segments:
         for plane, values in planes.items():
-            look(StateRun(names[part.param], plane, part.param_offset, values[inside(part)]))
+            if columns.has(part.param, plane):
+                look(StateRun(names[part.param], plane, part.param_offset, values[inside(part)]))
 
 
 def inside(part: BlockSegment) -> slice:

@@ -18,7 +18,7 @@ from gemini.nvme import BlockStore
 from gemini.optim.rules.config import NvmeConfig
 from gemini.optim.rules.report import Traffic
 from gemini.optim.rules.split_master import remainder_of, tie_sign, untied
-from gemini.optim.rules.state_layout import MASTER, StateLayout
+from gemini.optim.rules.state_layout import ALL_COLUMNS, MASTER, Columns, StateLayout
 from gemini.optim.rules.stored import shown, take
 from gemini.ranges import named
 from gemini.tickets import CopyTicket
@@ -94,9 +94,12 @@ class TieredState:
         memory: Memory,
         label: str = "",
         num_ahead: int = 0,
+        num_waiting: int = 0,
         split: SplitMasters | None = None,
+        columns: Columns = ALL_COLUMNS,
     ) -> None:
-        """num_ahead: see `NvmeState`. split: None where all masters are whole."""
+        """num_ahead, num_waiting: see `NvmeState`. split: None where all masters are whole.
+        columns: which planes a block has."""
         self.space = space
         self.layout = layout
         self._memory = memory
@@ -104,9 +107,11 @@ class TieredState:
         # what has ended a step in the middle of memory, which has blocks of two steps since then
         self.torn: BaseException | None = None
         disk_blocks = [block for block in space.blocks if block.id in on_nvme]
-        self._config, self._label, self._num_ahead = nvme, label, num_ahead
+        self.columns = columns
+        self._config, self._label = nvme, label
+        self._num_ahead, self._num_waiting = num_ahead, num_waiting
         self._split_masters = split or SplitMasters()
-        self._whole, self._split_layout = layout.stored(), layout.with_remainder().stored()
+        self._layouts: dict[BlockId, StateLayout] = {}
         self.nvme = self._on_disk(disk_blocks, space) if disk_blocks else None
         self._written_before = 0  # to files that are gone
         in_memory = [block for block in space.blocks if block.id not in on_nvme]
@@ -125,19 +130,36 @@ class TieredState:
             label=self._label,
             pin=self._memory.pin,
             num_ahead=self._num_ahead,
+            num_waiting=self._num_waiting,
+            columns=self.columns,
         )
+
+    def layout_of(self, block: Block) -> StateLayout:
+        """What is shown of a block."""
+        found = self._layouts.get(block.id)
+        if found is None:
+            params = {part.param for part in block.segments}
+            found = self._layouts[block.id] = self.columns.of(params, self.layout)
+        return found
 
     def _slabs(self, blocks: Sequence[Block], *, host: bool = False) -> list[Slab]:
         return [slab.complete() for slab in self._first_planes(blocks, host=host)]
 
     def _first_planes(self, blocks: Sequence[Block], *, host: bool = False) -> list[Slab]:
         """For `initialise`: what fills the masters goes as they come, and the rest comes then."""
-        slabs = []
-        for is_split, layout in ((False, self._whole), (True, self._split_layout)):
-            found = [b for b in blocks if self._split_masters.in_memory(b) == is_split]
-            if found:
-                slabs.append(Slab(found, layout, self._memory, on_host=host))
-        return slabs
+        alike: dict[tuple[StateLayout, bool], list[Block]] = {}
+        for block in blocks:
+            is_split = self._split_masters.in_memory(block)
+            alike.setdefault((self.layout_of(block), is_split), []).append(block)
+        return [
+            Slab(
+                found,
+                (layout.with_remainder() if is_split else layout).stored(),
+                self._memory,
+                on_host=host,
+            )
+            for (layout, is_split), found in sorted(alike.items(), key=lambda item: item[0][1])
+        ]
 
     def _index(self) -> dict[BlockId, Slab]:
         slabs = (*self.device_slabs, *self.host_slabs)
@@ -158,6 +180,11 @@ class TieredState:
         """All that is not on disk."""
         return (*self.resident, *self.host)
 
+    def resting(self) -> list[tuple[Block, Planes, bool]]:
+        """Blocks in memory, their state as an update takes it, and whether that is the host's."""
+        here = [(block, self.planes(block), False) for block in self.resident]
+        return here + [(block, self.planes(block), True) for block in self.host]
+
     def planes(self, block: Block) -> Planes:
         """Views of the state of a block that is in memory, as an update takes them."""
         self._settle()
@@ -167,7 +194,7 @@ class TieredState:
         """The state of a block that is in memory, as `layout` says; to read."""
         masters = self._split_masters
         weight = masters.weights(block) if masters.in_memory(block) else None
-        return shown(self.planes(block), self.layout, weight)
+        return shown(self.planes(block), self.layout_of(block), weight)
 
     def _change(self, block: Block, fill: Callable[[Block, Planes], None]) -> None:
         """`fill` writes to what `shown` shows."""
@@ -177,7 +204,8 @@ class TieredState:
 
     def _take(self, block: Block, planes: Planes, values: Planes) -> None:
         """Make the planes of a block in memory what `values` show."""
-        take(planes, values, self.layout, is_split=self._split_masters.in_memory(block))
+        is_split = self._split_masters.in_memory(block)
+        take(planes, values, self.layout_of(block), is_split=is_split)
 
     def _settle(self) -> None:
         """The host reads or writes what the last step may still be copying."""
@@ -297,7 +325,7 @@ class TieredState:
             slab.complete()
         for block, places in ties.items():
             if places is not None:
-                self.planes(block)[self._split_layout.tie_keeper][places] = -0.0
+                self.planes(block)[self.layout.tie_keeper][places] = -0.0
         if self.nvme is not None:
             self.nvme.initialise(fill)
             self.nvme.prefetch()
@@ -363,8 +391,12 @@ class TieredState:
     def update_in_memory(self, updater: Updater, views: BlockViews) -> Iterator[Block]:
         """Update what is not on disk, in the order of `in_memory`: each block when it is asked for,
         to the end. An error that ends it is `torn`."""
+        yield from self.torn_by(self._update_in_memory(updater, views))
+
+    def torn_by(self, updates: Iterator[Block]) -> Iterator[Block]:
+        """The same of any updates of what is in memory."""
         try:
-            yield from self._update_in_memory(updater, views)
+            yield from updates
         except BaseException as error:
             self.torn = error
             raise

@@ -13,7 +13,6 @@ from torch import Tensor
 from gemini.optim.rules.clipping import Clip, combined
 from gemini.optim.rules.control_vector import ControlVector
 from gemini.optim.rules.report import Outcome
-from gemini.optim.state.pieces import Updater
 from gemini.optim.target import AmpInputs
 from gemini.optim.update.cpu_update import StepInputs
 from gemini.optim.update.staging import Reserved
@@ -21,7 +20,7 @@ from gemini.optim.update.updaters import CpuUpdater
 from gemini.tickets import Done
 from gemini.units import ParamId
 
-from .executor import step_counts
+from .executor import AnyUpdater, step_counts
 from .gradients import Bits, GradientRun, Measured, bits_of, checksum
 
 
@@ -102,10 +101,12 @@ class CpuStep:
 
     def begin(
         self, hypers: Sequence[Any], active: Sequence[int], power_sum: float, clip: Clip
-    ) -> Updater:
+    ) -> AnyUpdater:
         scale = self.control_vector.read().scale
         factor = clip.factor(clip.norm(power_sum) / scale) / scale
-        return self._begin(scale, StepInputs(factor, clip.max_value, self._rounding_seed))
+        inputs = StepInputs(factor, clip.max_value, self._rounding_seed)
+        self._used_scale = scale
+        return self.updater_of(inputs, hypers, active)
 
     def assumed(self, limit: float) -> CpuUpdater:
         """The updater of a step whose norm clips nothing, before that is known."""
@@ -123,13 +124,17 @@ class CpuStep:
         amp: AmpInputs | None,
         *,
         may_fail: bool,
-    ) -> Updater:
+    ) -> AnyUpdater:
         given = None if amp is None else amp.grad_scale
         scale = 1.0 if given is None else float(given)
-        return self._begin(scale, StepInputs(1.0 / scale, rounding_seed=self._rounding_seed))
-
-    def _begin(self, scale: float, inputs: StepInputs) -> Updater:
+        inputs = StepInputs(1.0 / scale, rounding_seed=self._rounding_seed)
         self._used_scale = scale
+        return self.updater_of(inputs, hypers, active)
+
+    def updater_of(
+        self, inputs: StepInputs, hypers: Sequence[Any], active: Sequence[int]
+    ) -> AnyUpdater:
+        """Of a step that updates the parameters that are `active`."""
         return replace(self._updater, inputs=inputs)
 
     def outcome(self) -> Done[Outcome]:

@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from gemini.optim.matrices.updater import MatrixUpdater
 from gemini.optim.rules.report import StepReport, Traffic
 from gemini.optim.state.held_signals import HeldSignals
 from gemini.optim.state.machine import (
@@ -77,7 +78,7 @@ class TargetStep:
     def __init__(
         self,
         tiered_state: TieredState,
-        updater: Updater,
+        updater: Updater | MatrixUpdater,
         views: BlockViews,
         number: int,
         files: Versions | None = None,
@@ -92,14 +93,17 @@ class TargetStep:
         self._views = views
         self._number = number
         self._files = files
-        self._in_order = in_order
+        # buckets of matrices are exchanged in their order
+        self._in_order = in_order or isinstance(updater, MatrixUpdater)
         self._held = held
         self._follow = follow
         self._state = State([]) if self._nvme is None else self._nvme.state
+        self._matrices = updater if isinstance(updater, MatrixUpdater) else None
+        self._rows = {} if self._matrices is None else {row.id: row for row in self._state.rows}
         self.num_done = 0  # of the blocks that are held, such as nothing is left to do for
 
     @property
-    def updater(self) -> Updater:
+    def updater(self) -> Updater | MatrixUpdater:
         return self._updater
 
     @property
@@ -148,7 +152,9 @@ class TargetStep:
             for complete in state.rows:
                 if complete.is_complete:
                     watch(complete.id)
-        error: BaseException | None = None
+        error = self._begin_matrices()
+        if error is not None:
+            note(state, Event.FAILED, None, error)
         self._look_for(signals)
         while (action := next_action(state)) is not None:
             do, row, said = action
@@ -167,7 +173,26 @@ class TargetStep:
                     nvme.collect()
             else:
                 nvme.carry_out(do, row)
+        assert error is not None or state.phase is Phase.VOTING or nvme is None
         return error or self._settled()
+
+    def join(self) -> None:
+        """The step failed here: others may wait for what this rank is to exchange."""
+        if self._matrices is not None:
+            self._matrices.join()
+
+    def _begin_matrices(self) -> BaseException | None:
+        """Of matrices that have no block on this disk, too; what went wrong."""
+        matrices, state = self._matrices, self._tiered_state
+        if matrices is None:
+            return None
+        try:
+            on_disk = [row.block for row in self._state.rows]
+            matrices.begin(on_disk, state.resting(), self._views)
+            matrices.ready(self._views)
+        except BaseException as error:
+            return error
+        return None
 
     def _look_for(self, signals: HeldSignals | None) -> None:
         """One that came ends a step that has more to do."""
@@ -187,15 +212,20 @@ class TargetStep:
                 event = Event.PLACED
             else:
                 nvme.save(row, views.save)
-                if self._updater.update_staged(block, nvme.planes(row), views):
+                if not self._updater.update_staged(block, nvme.planes(row), views):
+                    event = Event.UNCHANGED
+                elif self._matrices is not None and self._matrices.is_waiting(block):
+                    event = Event.WAITING
+                else:
                     nvme.save_weight(row, views.save)
                     event = Event.UPDATED
-                else:
-                    event = Event.UNCHANGED
+            note(self._state, event, row)
+            if self._matrices is not None:
+                for done in self._matrices.ready(views):
+                    note(self._state, Event.UPDATED, self._rows[done.id])
         except BaseException as error:
             note(self._state, Event.FAILED, row, error)
             return False
-        note(self._state, event, row)
         return True
 
     def _settled(self) -> BaseException | None:
@@ -225,12 +255,23 @@ class TargetStep:
                 # Torn or whole, the pass is over: a phase that stayed would refuse the load of a
                 # checkpoint that mends it.
                 try:
-                    in_memory(self._tiered_state.update_in_memory(self._updater, self._views))
+                    in_memory(self._updates_in_memory())
                 finally:
                     note(state, Event.RESIDENT)
             else:
                 assert nvme is not None and row is not None
                 nvme.carry_out(do, row)
+
+    def _updates_in_memory(self) -> Iterator[Block]:
+        state, views = self._tiered_state, self._views
+        if isinstance(self._updater, MatrixUpdater):
+            return state.torn_by(self._matrices_in_memory(self._updater))
+        return state.update_in_memory(self._updater, views)
+
+    def _matrices_in_memory(self, updater: MatrixUpdater) -> Iterator[Block]:
+        state, views = self._tiered_state, self._views
+        yield from updater.update_in_memory(state.resting(), views)
+        views.end()
 
     def _commit(self) -> None:
         if self._files is not None:
@@ -305,6 +346,8 @@ def take(
             error = raised
         if error is not None:
             break
+    for step in steps if error is not None else ():
+        step.join()
     try:
         agree(error)
     except BaseException:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from gemini.optim.matrices.updater import MatrixUpdater
 from gemini.optim.rules.clipping import Clip
 from gemini.optim.rules.control_vector import ControlVector
 from gemini.optim.rules.report import Outcome
@@ -21,6 +22,8 @@ from gemini.optim.update.staging import DeviceStaging, Reserved
 from gemini.tickets import Ticket
 
 from .gradients import GradientRun, Measured
+
+AnyUpdater = Updater | MatrixUpdater
 
 
 class Executor(Protocol):
@@ -67,7 +70,7 @@ class Executor(Protocol):
 
     def begin(
         self, hypers: Sequence[Any], active: Sequence[int], power_sum: float, clip: Clip
-    ) -> Updater:
+    ) -> AnyUpdater:
         """The updater of a step whose gradients the host knows. Moves the loss scale on."""
         ...
 
@@ -82,7 +85,7 @@ class Executor(Protocol):
         amp: AmpInputs | None,
         *,
         may_fail: bool,
-    ) -> Updater:
+    ) -> AnyUpdater:
         """The updater of a step that clips nothing. `may_fail`: `undo` may follow."""
         ...
 

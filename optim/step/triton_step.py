@@ -17,17 +17,20 @@ from torch import Tensor
 from gemini.kernels_triton.control_fields import BAD, LOSS_SCALE, SUM
 from gemini.optim.rules.clipping import Clip
 from gemini.optim.rules.control_vector import ControlVector
+from gemini.optim.rules.report import Outcome
 from gemini.optim.rules.rule import UpdateRule
 from gemini.optim.state.memory import Memory
 from gemini.optim.state.pieces import Updater
 from gemini.optim.target import AmpInputs
 from gemini.optim.update.staging import DeviceStaging, Reserved
+from gemini.tickets import Ticket
 
+from .executor import AnyUpdater
 from .gradients import Bits, GradientRun, Measured, bits_of, checksum
 
 if TYPE_CHECKING:
     from gemini.optim.update.grad_tiles import GradTiles
-    from gemini.optim.update.triton_update import DeviceOutcome, TritonUpdater
+    from gemini.optim.update.triton_update import TritonUpdater
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +186,7 @@ class TritonStep:
 
     def begin(
         self, hypers: Sequence[Any], active: Sequence[int], power_sum: float, clip: Clip
-    ) -> Updater:
+    ) -> AnyUpdater:
         self._remember()
         scale = self.control_vector.read().scale
         self._updater.set_limits(clip.with_max_norm(clip.norm(power_sum) / scale))
@@ -206,7 +209,7 @@ class TritonStep:
         amp: AmpInputs | None,
         *,
         may_fail: bool,
-    ) -> Updater:
+    ) -> AnyUpdater:
         if may_fail:
             self._remember()
         self._updater.set_present(active)
@@ -217,7 +220,7 @@ class TritonStep:
         self._updater.begin(hypers, with_norm=amp is not None)
         return self._updater
 
-    def outcome(self) -> DeviceOutcome:
+    def outcome(self) -> Ticket[Outcome]:
         """Nothing is waited for before a field is read."""
         from gemini.optim.update.triton_update import DeviceOutcome
 

@@ -2,6 +2,7 @@
 
 import json
 import resource
+from contextlib import contextmanager
 from unittest import mock
 
 import pytest
@@ -80,3 +81,69 @@ def test_what_is_asked_for_is_what_is_run(tmp_path, monkeypatch):
     assert limit == 2 * GIB and len(result["runs"]) == 1
     assert given[given.index("--update") + 1] == "tail"
     assert given[given.index("--device-budget") + 1] == str(2 * GIB - capacity.SLACK_BYTES)
+
+
+QLORA_RUN = {
+    "losses": [8.0, 7.0, 6.0, 5.0],
+    "step_seconds": [99.0, 99.0, 4.0, 6.0],
+    "bytes_read": [9, 9, 8, 4_000_000_000],
+    "planned_read_bytes": [0, 9, 8, 4_000_000_000],
+    "peak_rss_bytes": 10 << 20,
+    "parts": {"layers": 6 << 20, "libraries": 4 << 20},
+    "read_gb_per_s": 2.0,
+    "frozen_file_bytes": 7,
+}
+
+
+def made_of_a_base(tmp_path, monkeypatch, pss=(100, 400), **changes):
+    """The exit status, the result, and what was run with which limit."""
+    runs = []
+
+    @contextmanager
+    def started(script, limit, *options):
+        runs.append((limit, options))
+        yield mock.Mock(wait=lambda: 0)
+
+    def result_of(script, limit, *options):
+        runs.append((limit, options))
+        pair = {"plain_step_seconds": 2.5, "overhead": 1.01}
+        return pair if "--pair" in options else {**QLORA_RUN, **changes}
+
+    found = {1: (pss[0], 10), capacity.SHARING: (pss[1], 10)}
+    path = tmp_path / "result.json"
+    argv = ["capacity", "--qlora", "--nvme-dir", str(tmp_path), "--json", str(path)]
+    monkeypatch.setattr("sys.argv", argv)
+    with (
+        mock.patch.multiple(capacity, started=started, result_of=result_of),
+        mock.patch.object(capacity, "pss_of", lambda count, *options: found[count]),
+    ):
+        status = capacity.main()
+    return status, json.loads(path.read_text()), runs
+
+
+def test_a_base_is_made_run_under_the_limit_and_in_the_least_budget(tmp_path, monkeypatch):
+    status, result, runs = made_of_a_base(tmp_path, monkeypatch)
+    limit = 5 * GIB // 2
+    assert status == 0
+    assert [given for given, _ in runs] == [resource.RLIM_INFINITY] * 2 + [limit] * 3
+    budgets = [row["device_budget"] for row in result["runs"]]
+    assert budgets == [limit - capacity.QLORA_SLACK_BYTES] * 2 + [6 << 20]
+    assert [row["cold"] for row in result["runs"]] == [False, True, False]
+    row = result["runs"][0]
+    assert (row["step_seconds"], row["read_bound_seconds"], row["of_bound"]) == (5.0, 2.0, 2.0)
+    assert row["least_peak_mib"] == 10.5
+    assert result["shared"]["share"] == 1.0
+    assert not list(tmp_path.glob("tmp*"))  # nothing of the base stays
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"peak_rss_bytes": 11 << 20},  # more than the least budget, the process and 5 %
+        {"losses": [5.0, 6.0]},
+        {"planned_read_bytes": [1]},
+        {"pss": (100, 402)},
+    ],
+)
+def test_what_is_not_as_promised_of_a_base_is_a_failure(changes, tmp_path, monkeypatch):
+    assert made_of_a_base(tmp_path, monkeypatch, **changes)[0] == 1

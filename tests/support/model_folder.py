@@ -33,16 +33,16 @@ def make_tokenizer(*, template: str | None = TEMPLATE) -> Any:
     return made
 
 
-def make_folder(folder: Path) -> Path:
-    """A Llama of two layers with its tokenizer, in bf16."""
+def make_folder(folder: Path, **sizes: int) -> Path:
+    """A Llama of two layers, or of other sizes, with its tokenizer, in bf16."""
     import torch
     import transformers
 
     tokenizer = make_tokenizer()
     config = transformers.LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, vocab_size=len(tokenizer), max_position_embeddings=64,
-        bos_token_id=0, eos_token_id=1, pad_token_id=1,
+        num_attention_heads=2, num_key_value_heads=2, vocab_size=len(tokenizer),
+        max_position_embeddings=64, bos_token_id=0, eos_token_id=1, pad_token_id=1,
+        **{"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, **sizes},
     )  # fmt: skip
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)

@@ -13,6 +13,7 @@ from optim import (
     HybridAdagrad,
     HybridAdam,
     HybridAdamax,
+    HybridLamb,
     HybridLion,
     HybridNAdam,
     HybridRAdam,
@@ -70,6 +71,10 @@ CASES = {
         HybridSGD, torch.optim.SGD, {**_RATE, **_L2, "momentum": 0.9, "nesterov": True}
     ),
     "lion": Case(HybridLion, None, {"lr": 1e-3, **_L2}),
+    "lamb": Case(HybridLamb, None, {**_AVERAGES, **_L2}),
+    "lamb, corrected": Case(
+        HybridLamb, None, {**_AVERAGES, "weight_decay": 1.0, "bias_correction": True}
+    ),
     "adagrad": Case(HybridAdagrad, torch.optim.Adagrad, {"lr": 3e-2}),
     "adagrad, begun": Case(
         HybridAdagrad,

@@ -88,6 +88,10 @@ class RunState:
             if self._shows(run, part)
         ]
         planes = [plane.name for part in parts for plane in part.target.planes]
+        some: dict[str, Collection[str]] = {}
+        for part in parts:
+            planes_of = part.target.some_planes
+            some |= {part.name_of(name): only for name, only in planes_of.items()}
         self.planes = tuple(dict.fromkeys(plane for plane in planes if plane != MASTER))
         by_key: dict[str, list[tuple[int, int, int]]] = {}  # (start, numel, place in the stream)
         found = {keys.weight(name): dtype for name, dtype in dtypes.items()}
@@ -97,6 +101,7 @@ class RunState:
             for name in part.names
             for plane in part.target.planes
             if (with_weights if plane.name == MASTER else with_optimizer)
+            and plane.name in some.get(name, (plane.name,))
         }
         listed = [(keys.weight(name), start, numel) for name, start, numel in weights]
         listed += [(self._key(run.name, run.plane), run.start, run.numel) for run in runs]
@@ -152,6 +157,11 @@ class RunState:
     def step_counts(self) -> Mapping[str, Tensor]:
         """0-d fp32 by parameter's name, as torch's optimizers have them; what is optimized only."""
         raise NotImplementedError
+
+    def set_step_counts(self, counts: Mapping[str, Tensor]) -> None:
+        """Of the parameters that have one; empty without an optimizer."""
+        for name, count in self.step_counts().items() if counts else ():
+            count.copy_(counts[name])
 
     # -- out --
 
@@ -329,7 +339,8 @@ class ShardedState(RunState):
             return {}
         shown: Mapping[Any, dict[str, Tensor]] = target.shown_state()
         counts = {target.names[id(param)]: state["step"] for param, state in shown.items()}
-        return {name: count for name, count in counts.items() if name in self.shapes}
+        silent = self._silent  # a copy of a tied weight: another stage says it
+        return {n: count for n, count in counts.items() if n in self.shapes and n not in silent}
 
     def visit_weights(self, look: RunVisitor) -> None:
         for chunk, runs in groupby(self._weights, key=lambda run: run.chunk):
@@ -396,13 +407,20 @@ class StagesState(RunState):
         for state in self._states:
             for key, tensor in state.tensors.items():
                 order = [before + place for place in tensor.order]
+                runs = tensor.runs
+                if (other := self.tensors.get(key)) is not None:  # of a weight that stages tie
+                    runs, order = other.runs + runs, [*other.order, *order]
                 self.tensors[key] = FlatRuns(
-                    tensor.size(), tensor.dtype, tensor.runs, order, tensor.region
+                    tensor.size(), tensor.dtype, runs, order, tensor.region
                 )
             before += sum(len(tensor.runs) for tensor in state.tensors.values())
 
     def step_counts(self) -> Mapping[str, Tensor]:
         return _merged([state.step_counts() for state in self._states])
+
+    def set_step_counts(self, counts: Mapping[str, Tensor]) -> None:
+        for state in self._states:  # two may have copies of one weight
+            state.set_step_counts(counts)
 
     def visit(self, look: RunVisitor) -> None:
         for state in self._states:

@@ -20,6 +20,7 @@ from .torch_files import first_line, has_own_bytes, load_mapped
 
 INDEX = "model.safetensors.index.json"
 TORCH_INDEX = "pytorch_model.bin.index.json"
+MAPPED_BYTES = 1 << 26  # that are read of files before they are mapped anew
 DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -60,11 +61,15 @@ class LazyTensors(Mapping[str, Tensor]):
         if not names:
             raise FormatError(f"{folder} has no safetensors, and no pytorch_model*.bin")
         self._file_of: dict[str, Any] = {}
+        self._mapped: list[_Safetensors] = []
+        self._read_nbytes = 0  # since files were mapped
         for name in names:
             try:
                 file = _opened(folder / name, stack)
             except Exception as error:
                 raise FormatError(f"{folder / name} cannot be read: {first_line(error)}") from error
+            if isinstance(file, _Safetensors):
+                self._mapped.append(file)
             self._file_of.update((key, (file, key)) for key in file.keys())  # noqa: SIM118
 
     def tie(self, tied: Iterable[Sequence[str]]) -> None:
@@ -77,6 +82,11 @@ class LazyTensors(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         file, key = self._file_of[name]
         tensor: Tensor = file.get_tensor(key)
+        self._read_nbytes += tensor.nbytes
+        if self._read_nbytes >= MAPPED_BYTES:
+            self._read_nbytes = 0
+            for mapped in self._mapped:
+                mapped.unmap()
         return tensor
 
     def __iter__(self) -> Iterator[str]:
@@ -127,9 +137,38 @@ def weight_files(folder: Path) -> list[str]:
 def _opened(path: Path, stack: ExitStack) -> Any:
     if path.suffix == ".bin":
         return _TorchFile(path)
-    from safetensors import safe_open
+    return _Safetensors(path, stack)
 
-    return stack.enter_context(safe_open(path, framework="pt"))
+
+class _Safetensors:
+    """A file of safetensors, mapped while it is used."""
+
+    def __init__(self, path: Path, stack: ExitStack) -> None:
+        self._path = path
+        self._file: Any = None
+        self.keys()
+        stack.callback(self.unmap)
+
+    def unmap(self) -> None:
+        """What was read of a mapping is resident while it is there. Tensors keep theirs."""
+        self._file = None
+
+    def keys(self) -> Iterable[str]:
+        return self._mapped().keys()  # type: ignore[no-any-return]
+
+    def get_slice(self, key: str) -> Any:
+        return self._mapped().get_slice(key)
+
+    def get_tensor(self, key: str) -> Tensor:
+        tensor: Tensor = self._mapped().get_tensor(key)
+        return tensor
+
+    def _mapped(self) -> Any:
+        from safetensors import safe_open
+
+        if self._file is None:
+            self._file = safe_open(self._path, framework="pt")
+        return self._file
 
 
 class _TorchFile:

@@ -14,8 +14,9 @@ from torch.utils.data import DataLoader
 
 from gemini.integrations.parallel.pipelined import Pipelined
 from gemini.integrations.plugins import lora
+from gemini.integrations.plugins.float8 import in_float8
 from gemini.integrations.plugins.plugin import Plugin
-from gemini.integrations.plugins.precision import MixedPrecision
+from gemini.integrations.plugins.precision import FP8MixedPrecision, MixedPrecision
 from gemini.integrations.plugins.torch_plugins import PlainPlugin
 from gemini.tickets import Ticket
 
@@ -69,6 +70,8 @@ class Booster:
         _check_order(model, optimizer, criterion, dataloader)
         if lr_scheduler is not None and optimizer is not None:
             _check_drives(lr_scheduler, optimizer)
+        if isinstance(self._precision, FP8MixedPrecision):
+            in_float8(model, self._device)
         wrapped = self.plugin.wrap(model, optimizer, self._precision, self._device)
         if optimizer is not None:
             self._models[optimizer] = weakref.ref(wrapped)

@@ -53,7 +53,9 @@ def save_model(
     as_safetensors = use_safetensors or (path.suffix == ".safetensors" and not shard)
     kind = SAFETENSORS if as_safetensors else TORCH
     if use_async or isinstance(model, Pipelined):
-        state = {name: _copied(value) for name, value in full_weights(model, ranks).items()}
+        state = full_weights(model, ranks)
+        if not isinstance(model, Pipelined):  # whose weights are copies, tied ones one tensor
+            state = {name: _copied(value) for name, value in state.items()}
 
         def write() -> None:
             if shard or as_safetensors:

@@ -5,9 +5,15 @@ from gemini.optim.adam import HybridAdam as HybridAdam
 from gemini.optimizer import GeminiAdamOptimizer as GeminiAdamOptimizer
 from gemini.optimizer import GeminiOptimizer as GeminiOptimizer
 
+from . import hooks as hooks
 from .bucketer import ReduceScatterBucketer as ReduceScatterBucketer
+from .engine import initialize as initialize
 from .handlers import GRADIENT_HANDLER as GRADIENT_HANDLER
 from .handlers import BaseGradientHandler as BaseGradientHandler
+from .pipeline import PipelinableContext as PipelinableContext
+from .pipeline import build_pipeline_model as build_pipeline_model
+from .pipeline import partition_balanced as partition_balanced
+from .pipeline import partition_uniform as partition_uniform
 from .sharded_v2 import ShardedModelV2 as ShardedModelV2
 from .sharded_v2 import ShardedOptimizerV2 as ShardedOptimizerV2
 from .sharded_v2 import col_model_deepcopy as col_model_deepcopy
@@ -15,6 +21,7 @@ from .tools import MultiTimer as MultiTimer
 from .tools import disable_existing_loggers as disable_existing_loggers
 from .tools import get_dataloader as get_dataloader
 from .tools import print_rank_0 as print_rank_0
+from .trainer import Trainer as Trainer
 from .wrappers import ChunkManager as ChunkManager
 from .wrappers import ColoInitContext as ColoInitContext
 from .wrappers import GeminiDDP as GeminiDDP

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from gemini.integrations.config import ParallelMode, global_context
 from gemini.integrations.parts import dataloader, rank
 
 
@@ -109,12 +110,17 @@ def get_dataloader(
 ) -> DataLoader[Any]:
     """A loader of this rank's part of `dataset`, or of all of it without `add_sampler`.
 
-    Ranks are all of data parallel: where some see the same data (`tp_size`, `pp_size`), use
-    `plugin.prepare_dataloader`. kwargs: for `torch.utils.data.DataLoader`.
+    Ranks that the launch's configuration has for layers and stages see the same data. kwargs: for
+    `torch.utils.data.DataLoader`.
     """
+    place: tuple[int, int] | None = None if add_sampler else (0, 1)
+    if add_sampler and global_context.config.get("parallel"):
+        place = tuple(of(ParallelMode.DATA) for of in (  # type: ignore[assignment]
+            global_context.get_local_rank, global_context.get_world_size
+        ))  # fmt: skip
     return dataloader(
         dataset, shuffle=shuffle, seed=seed, drop_last=drop_last, pin_memory=pin_memory,
-        num_workers=num_workers, place=None if add_sampler else (0, 1), **kwargs,
+        num_workers=num_workers, place=place, **kwargs,
     )  # fmt: skip
 
 

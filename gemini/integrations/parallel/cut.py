@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from gemini.chunk.layout import distinct
+
 PARTS = (
     "nn.Sequential, a model of transformers with embed_tokens, layers and norm, or its GPT-2, "
     "BERT, OPT, BLOOM or ViT"
@@ -65,8 +67,9 @@ def stages_of(model: nn.Module, stages: int, given: Sequence[int] | None = None)
     """Stages of the model, which keep the names, and the parameters, that it has.
 
     A stage's forward takes what the model takes, or the one before has given. The last one gives
-    what the model gives; of transformers' models others give hidden states.
-    Raises ValueError for a model that cannot be cut, or has a weight that two stages would share.
+    what the model gives; of transformers' models others give hidden states. A weight that stages
+    tie is one parameter of them, see `shared_by`.
+    Raises ValueError for a model that cannot be cut.
     """
     if isinstance(model, nn.Sequential):
         cut = Cut.of(len(model), stages, given)
@@ -76,7 +79,7 @@ def stages_of(model: nn.Module, stages: int, given: Sequence[int] | None = None)
         cut = Cut.of(len(base.get_submodule(ends.layers)), stages, given)
         _check_probe(base, ends)
         parts = [_of_transformer(model, base, ends, cut, i) for i in range(stages)]
-    _check_shared(model, parts)
+    _check_parts(model, parts)
     return parts
 
 
@@ -256,7 +259,8 @@ class TransformerStage(nn.Module):
             base: Any = self.base_model
             run = base if self._has_head else super().forward
             return run(**given, **kwargs).last_hidden_state
-        leaves, tree = tree_flatten(super().forward(**given, **kwargs))
+        gives = vars(self).get("gives", lambda output: output)  # see `HeadLoss`
+        leaves, tree = tree_flatten(gives(super().forward(**given, **kwargs)))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self._form = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves], tree
         return tensors[0] if len(tensors) == 1 else tuple(tensors)
@@ -297,23 +301,49 @@ def _check_probe(base: Any, ends: Ends) -> None:
         )
 
 
-def _check_shared(model: nn.Module, parts: Sequence[nn.Module]) -> None:
-    """Raise ValueError for a weight of two stages, and for one of none."""
-    stage_of: dict[int, int] = {}
-    names: Mapping[int, str] = {id(param): name for name, param in model.named_parameters()}
+def shared_by(
+    model: nn.Module, parts: Sequence[nn.Module]
+) -> list[tuple[tuple[str, ...], list[int]]]:
+    """Of each parameter that several stages have all names in the model, and those stages."""
+    stages: dict[int, list[int]] = {}
     for stage, part in enumerate(parts):
         for param in part.parameters():
-            other = stage_of.setdefault(id(param), stage)
-            if other != stage:
-                raise ValueError(
-                    f"{names[id(param)]} is used by stages {other} and {stage}, and would not be "
-                    "reduced over them; expected weights that are not tied "
-                    "(tie_word_embeddings=False)"
-                )
+            stages.setdefault(id(param), []).append(stage)
+    named = distinct(model.named_parameters(remove_duplicate=False))
+    return [(names, stages[id(p)]) for p, names in named if len(stages[id(p)]) > 1]
+
+
+def copies_of(
+    names: Sequence[str], stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer | None
+) -> list[nn.Parameter]:
+    """The parameter of these names in each of some stages; in all but the first of them a copy,
+    which the optimizer has, too."""
+    found: list[nn.Parameter] = []
+    for stage in stages:
+        there = dict(stage.named_parameters(remove_duplicate=False))
+        mine = [name for name in names if name in there]
+        param = there[mine[0]]
+        if found:
+            copied = nn.Parameter(param.detach().clone(), param.requires_grad)
+            for name in mine:
+                layer, _, attribute = name.rpartition(".")
+                setattr(stage.get_submodule(layer), attribute, copied)
+            for group in optimizer.param_groups if optimizer is not None else ():
+                if any(other is param for other in group["params"]):
+                    group["params"].append(copied)
+            param = copied
+        found.append(param)
+    return found
+
+
+def _check_parts(model: nn.Module, parts: Sequence[nn.Module]) -> None:
+    """Raise ValueError for a stage without parameters. Every parameter is in some stage."""
+    for stage, part in enumerate(parts):
         if not any(True for _ in part.parameters()):
             raise ValueError(
                 f"stage {stage} has no parameter; expected some in each: give "
                 "num_layers_per_stage, or a smaller pp_size"
             )
-    missing = [name for number, name in names.items() if number not in stage_of]
+    there = {id(param) for part in parts for param in part.parameters()}
+    missing = [name for name, param in model.named_parameters() if id(param) not in there]
     assert not missing, missing

@@ -10,6 +10,7 @@ stays where they are from.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -25,10 +26,14 @@ STACKS = {"gate_up_proj", "down_proj"}
 
 
 def share_experts(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, mesh: DeviceMesh
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    mesh: DeviceMesh,
+    stages: Sequence[nn.Module] = (),
 ) -> None:
     """Split all stacked experts in place over a 1-D mesh; the optimizer has the new parameters.
 
+    stages: of this rank, that the model was cut into: their experts are split, and no more.
     Values are those of the mesh's first rank. Collective.
     Raises ValueError, before anything is changed, for a model without such experts, and for a
     number that the ranks do not divide.
@@ -46,6 +51,8 @@ def share_experts(
                 f"{name} has {experts.num_experts} experts, which ep_size={mesh.size()} does not "
                 "divide; expected another ep_size"
             )
+    here = {id(module) for stage in stages or [model] for module in stage.modules()}
+    found = {name: experts for name, experts in found.items() if id(experts) in here}
     before = {id(param): (experts, name) for experts in found.values()
               for name, param in experts.named_parameters()}  # fmt: skip
     for experts in found.values():

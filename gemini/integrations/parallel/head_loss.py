@@ -24,6 +24,7 @@ from gemini.chunk.local import is_dtensor, local_of
 
 from .cut import TransformerStage
 from .shared_sequence import IGNORED, shifted
+from .styles import in_multiples
 
 TOKENS = 1024
 
@@ -55,13 +56,13 @@ class HeadLoss:
     is seen in the first forward, which gathers them; of one that does all stays as it was.
     """
 
-    def __init__(self, model: Any, tokens: int | None = None) -> None:
+    def __init__(self, model: Any, tokens: int | None = None, multiple: int = 1) -> None:
         if not has_causal_loss(model):
             raise ValueError(
                 f"{type(model).__name__} has another loss, or no linear head; expected a causal "
                 "language model of transformers, whose loss is computed where its head is"
             )
-        self._tokens = tokens
+        self._tokens, self._multiple = tokens, multiple
         self._fits = None if tokens is None else True  # None: not seen yet
         self._model, self._plain = type(model).__name__, model.loss_function
         self._asked: tuple[Tensor, Tensor] | None = None  # targets [B, T], and what divides
@@ -71,17 +72,13 @@ class HeadLoss:
         head = model.get_output_embeddings()
         head.forward = partial(self._head, head, head.forward)
         model.loss_function = self.loss_of_head
+        model.gives = self.given  # where a stage asks for it
         head.register_forward_hook(self._keep)
         model.register_forward_pre_hook(self._take, with_kwargs=True)
         model.register_forward_hook(self._give)
 
     def _take(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """What the loss is of. With labels by position all is as it was."""
-        if isinstance(model, TransformerStage):
-            raise ValueError(
-                f"chunk_loss of {self._model} in a pipeline; expected pp_size=1, or the model as "
-                "it was: a stage gives its logits to the criterion"
-            )
         self._asked = self._given = self._logits = None
         if not self._fits:
             return
@@ -112,7 +109,7 @@ class HeadLoss:
             weight, bias = weight.to_local(), None if bias is None else bias.to_local()
         loss, logits = _ChunkedLoss.apply(
             x.flatten(0, -2), weight, bias, targets.to(x.device).flatten(), items, self._tokens,
-            split,
+            split, self._multiple,
         )  # fmt: skip
         if self._tokens is None and split is not None:
             self._logits = split.whole(logits.view(*x.shape[:-1], -1), words)
@@ -140,6 +137,12 @@ class HeadLoss:
         return logits
 
     def _give(self, model: nn.Module, args: Any, output: Any) -> Any:
+        if isinstance(model, TransformerStage):  # which has given what its model did
+            return output
+        return self.given(output)
+
+    def given(self, output: Any) -> Any:
+        """What a model gives, with its loss in place of logits."""
         if self._asked is None:
             seen, self._given = self._given is not None and self._fits, None
             if not seen or self._mesh is None or not isinstance(output, Mapping):
@@ -184,26 +187,28 @@ class _ChunkedLoss(Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, items: Tensor,
-        tokens: int | None, split: _Split | None,
+        tokens: int | None, split: _Split | None, multiple: int,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         of_x, of_weight, of_bias, *_ = ctx.needs_input_grad
         total = torch.zeros((), device=x.device)
         dx = torch.empty_like(x) if of_x else None
         dw = torch.zeros_like(weight, dtype=torch.float32) if of_weight else None
         db = torch.zeros_like(bias, dtype=torch.float32) if of_bias and bias is not None else None
-        logits = x.new_empty(0)
+        logits, words = x.new_empty(0), len(weight)
+        wide = in_multiples(weight, multiple)
+        wide_bias = None if bias is None else in_multiples(bias, multiple)
         for begin in range(0, len(x), tokens or max(1, len(x))):
             rows = slice(begin, begin + (tokens or len(x)))
-            logits = nn.functional.linear(x[rows], weight, bias)
+            logits = nn.functional.linear(x[rows], wide, wide_bias)[:, :words]
             loss, dlogits = _of_rows(logits, targets[rows], split)
             total += loss
-            dlogits = dlogits.to(x.dtype)
+            dlogits = in_multiples(dlogits.to(x.dtype), multiple, dim=1)
             if dx is not None:
-                torch.mm(dlogits, weight, out=dx[rows])
+                torch.mm(dlogits, wide, out=dx[rows])
             if dw is not None:
-                dw += dlogits.T @ x[rows]
+                dw += (dlogits.T @ x[rows])[:words]
             if db is not None:
-                db += dlogits.sum(0)
+                db += dlogits.sum(0)[:words]
         ctx.save_for_backward(dx, dw, db, items)
         ctx.dtypes = x.dtype, weight.dtype
         if tokens is not None:
@@ -220,7 +225,7 @@ class _ChunkedLoss(Function):
             None if dx is None else (dx * factor).to(to_x),
             None if dw is None else (dw * factor).to(to_weight),
             None if db is None else (db * factor).to(to_weight),
-            None, None, None, None,
+            None, None, None, None, None,
         )  # fmt: skip
 
 

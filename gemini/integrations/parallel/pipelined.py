@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from gemini.checkpoint.dcp.ranks import Ranks
+from gemini.checkpoint.model.state import parts_of
 from gemini.ddp import GeminiDDP
 
 from .cut import TransformerStage, input_name
@@ -214,8 +215,17 @@ def _check_rows(batch: Any, rows: int) -> None:
 
 
 def gathered_weights(model: Pipelined, ranks: Ranks) -> dict[str, Tensor]:
-    """Of all stages, by name: on the CPU, on rank 0; empty on the others. All ranks call."""
-    own = {name: value for part in model for name, value in part.state_dict().items()}
+    """Of all stages, by name: on the CPU, on rank 0; empty on the others. All ranks call.
+
+    A weight that stages tie is one tensor under all its names.
+    """
+    own: dict[str, Tensor] = {}
+    for part in parts_of(model):
+        state = part.state_dict()
+        for spec in part.engine.layout.params:
+            there = [name for name in spec.names if name in state]
+            state |= dict.fromkeys(spec.names, state[there[0]]) if there else {}
+        own = {**state, **own}
     said = ranks.gather([(name, value.shape, value.dtype) for name, value in own.items()])
     found: dict[str, Tensor] = {}
     known: set[str] = set()

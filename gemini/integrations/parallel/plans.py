@@ -26,7 +26,7 @@ from .head_loss import HeadLoss, has_causal_loss
 from .models import is_ours, plan_of
 from .probe import Probe
 from .sequence import in_sequence
-from .styles import Conv1DRowwise, Divided, FusedColwise, SplitExperts, draw_alike
+from .styles import Conv1DRowwise, Divided, FusedColwise, PaddedHead, SplitExperts, draw_alike
 
 Styles = dict[str, ParallelStyle]  # by the full name of a module
 EXPERTS = "moe_tp_experts"
@@ -61,11 +61,13 @@ DIVIDE = "divide "  # and attributes of a module, which count what is split
 class TensorParallel:
     """plan: styles or words by names of modules, `*` for one part of a name; None is the module's
     own. sequence: between split layers each rank has a part of the sequence. parallel_output: the
-    loss of a causal language model is computed of words that ranks have, and logits stay so."""
+    loss of a causal language model is computed of words that ranks have, and logits stay so.
+    words_multiple: of as many words, with padding, a rank computes logits."""
 
     plan: Mapping[str, Any] | None = None
     sequence: bool = False
     parallel_output: bool = False
+    words_multiple: int = 1
 
 
 def split(
@@ -102,9 +104,11 @@ def split(
             for attribute, buffer in buffers.items():
                 setattr(module, attribute, local_of(buffer))
     for names in tied:
-        first = next((n for n in names if n.rpartition(".")[0] in styles), names[0])
-        for name in names:
-            layer, _, attribute = name.rpartition(".")
+        layers = {name: name.rpartition(".")[0] for name in names}
+        of_here = [n for n in names if id(model.get_submodule(layers[n])) in here]
+        first = next((n for n in of_here if layers[n] in styles), names[0])
+        for name, layer in layers.items():
+            attribute = name.removeprefix(f"{layer}.")
             setattr(model.get_submodule(layer), attribute, model.get_parameter(first))
     after = dict(model.named_parameters(remove_duplicate=False))
     instead = {id(param): after[name] for name, param in before.items()}
@@ -113,10 +117,12 @@ def split(
     for probe in probes:
         probe.check()
     draw_alike(model, mesh)
-    if asked.parallel_output and not stages and has_causal_loss(model):
-        head: Any = model.get_output_embeddings()  # type: ignore[operator]
-        if is_dtensor(head.weight):
-            HeadLoss(model)
+    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    if isinstance(head, nn.Linear) and id(head) in here:
+        PaddedHead(head, asked.words_multiple)
+        whole = stages or not (asked.parallel_output and is_dtensor(head.weight))
+        if not whole and has_causal_loss(model):
+            HeadLoss(model, multiple=asked.words_multiple)
 
 
 def styles_of(model: nn.Module, given: Mapping[str, Any] | None) -> Styles:

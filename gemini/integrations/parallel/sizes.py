@@ -72,13 +72,15 @@ class MeshSizes:
 
     def data_place(self, rank: int, ranks: int) -> tuple[int, int]:
         """(which part of the data this rank sees, how many parts there are)."""
-        dims = self.dims(ranks)
-        if not dims:
-            return rank, ranks
+        names = [name for name, _ in self.dims(ranks) or [("shard", ranks)]]
+        return self.place([name for name in names if name not in _SAME_DATA], rank, ranks)
+
+    def place(self, names: Sequence[str], rank: int, ranks: int) -> tuple[int, int]:
+        """(a rank's place in these dimensions together, how many places they have)."""
+        dims = self.dims(ranks) or (("shard", ranks),)
         at = list(product(*(range(size) for _, size in dims)))[rank]
         mine = [
-            (place, size) for place, (name, size) in zip(at, dims, strict=True)
-            if name not in _SAME_DATA
+            (place, size) for place, (name, size) in zip(at, dims, strict=True) if name in names
         ]  # fmt: skip
         return _row_major(mine), prod(size for _, size in mine)
 

@@ -22,6 +22,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from gemini.chunk.local import is_dtensor, local_of
+
 
 def output_dim(layer: nn.Module) -> int:
     """The dimension of a layer's weight that its output has: GPT-2's Conv1D has [in, out]."""
@@ -143,6 +145,46 @@ class Conv1DRowwise(ParallelStyle):
         replicate(module, "bias", device_mesh)
         module.forward = partial(_rows, module, device_mesh)
         return module
+
+
+class PaddedHead:
+    """Of a head that torch split by words, every rank computes words in a multiple of `multiple`.
+
+    N tokens · V words of a rank. Kernels for a [N, V] whose rows are not aligned are slow ones.
+    Rows of zeros come to the weight in each call, and what they give is cut off: parameters,
+    gradients and what is saved have none of them.
+    """
+
+    def __init__(self, head: Any, multiple: int) -> None:
+        """In place; a head that is whole, or whose words are such a multiple, stays as it is."""
+        self._multiple = multiple
+        weight = head.weight
+        is_split = is_dtensor(weight) and weight.placements[0] == Shard(0)
+        if is_split and "forward" not in vars(head) and local_of(weight).shape[0] % multiple:
+            head.forward = partial(self._forward, head)
+
+    def _forward(self, head: Any, x: Any) -> DTensor:
+        """As ColwiseParallel's: x [B, T, H] whole, of which the output has this rank's words."""
+        words = head.weight.shape[0]
+        weight, bias = head.weight.to_local(), head.bias
+        y = nn.functional.linear(
+            x.to_local(grad_placements=[Partial()]),
+            in_multiples(weight, self._multiple),
+            None if bias is None else in_multiples(bias.to_local(), self._multiple),
+        )[..., : weight.shape[0]]
+        shape = torch.Size((*x.shape[:-1], words))
+        return DTensor.from_local(
+            y, x.device_mesh, [Shard(-1)], run_check=False, shape=shape,
+            stride=torch.empty(shape, device="meta").stride(),
+        )  # fmt: skip
+
+
+def in_multiples(x: Tensor, multiple: int, dim: int = 0) -> Tensor:
+    """With zeros behind it in one dimension, up to the next multiple."""
+    missing = -x.shape[dim] % multiple
+    if not missing:
+        return x
+    return nn.functional.pad(x, (*(0,) * (2 * (x.dim() - 1 - dim)), 0, missing))
 
 
 def draw_alike(model: nn.Module, mesh: DeviceMesh) -> None:

@@ -22,6 +22,7 @@ from gemini.optim.base import TieredOptimizer
 from gemini.optim.rules.loss_scale import LossScale
 from gemini.placement.policy import Placement, parse_placement
 
+from .float8 import in_float8
 from .plugin import Plugin, check_over
 from .precision import MixedPrecision
 
@@ -33,8 +34,7 @@ ALL_KERNELS = "it stands for the three others, and no more"
 
 TENSOR = Case(lambda own: own.tp_size > 1, "it is for tp_size above 1")
 UNSPLIT = Case(
-    lambda own: own.tp_size == 1 and getattr(own, "pp_size", 1) == 1,
-    "experts are split whole, of layers that are: it is for tp_size=1 and pp_size=1",
+    lambda own: own.tp_size == 1, "experts are split whole, of layers that are: it is for tp_size=1"
 )
 _OF_ENGINE = frozenset(inspect.signature(GeminiDDP).parameters)
 
@@ -63,6 +63,11 @@ class EnginePlugin(Plugin):
         names = [one.name for one in fields(self) if one.name in _OF_ENGINE]  # type: ignore[arg-type]
         return {name: getattr(self, name) for name in names} | {"loss_scale": self.loss_scale()}
 
+    def prepare(self, model: nn.Module, device: torch.device) -> None:
+        """What is done to the layers of a model before it is split, cut or wrapped."""
+        if getattr(self, "use_fp8", False):
+            in_float8(model, device)
+
     def wrap(
         self,
         model: nn.Module,
@@ -70,6 +75,7 @@ class EnginePlugin(Plugin):
         precision: MixedPrecision | None,
         device: torch.device,
     ) -> nn.Module:
+        self.prepare(model, device)
         verbose = getattr(self, "verbose", False)
         return wrap_gemini(model, optimizer, verbose=verbose, **self.options(device))
 

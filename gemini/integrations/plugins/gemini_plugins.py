@@ -24,6 +24,7 @@ from .engine_plugin import (
     EnginePlugin,
     parse_named,
 )
+from .float8 import FLOAT8
 
 SEARCH_RANGE_M = 32  # the seeds' default, which here means: search freely
 STATIC = Case(lambda own: own.placement_policy == "static", "it is for placement_policy='static'")
@@ -98,7 +99,7 @@ class GeminiPlugin(EnginePlugin):
     enable_jit_fused: bool = option(False, ignored=JIT)
     enable_sequence_overlap: bool = option(False, absent=True)
     enable_async_reduce: bool = option(True, ignored="reductions always overlap the backward")
-    use_fp8: bool = option(False, absent=True)
+    use_fp8: bool = option(False, only=FLOAT8)
     verbose: bool = False
     fp8_communication: bool = option(False, absent=True)
     ep_size: int = size(1, only=UNSPLIT)

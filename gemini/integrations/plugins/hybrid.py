@@ -13,14 +13,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gemini.ddp import GeminiDDP
 from gemini.integrations.options import FP16, SCALE, Case, handed, option, size
-from gemini.integrations.parallel.cut import stages_of
+from gemini.integrations.parallel.cut import copies_of, shared_by, stages_of
+from gemini.integrations.parallel.experts import share_experts
 from gemini.integrations.parallel.pipelined import STYLES, MicrobatchSchedule, Pipelined
 from gemini.integrations.parallel.plans import TensorParallel, split
 from gemini.integrations.parallel.shared_sequence import MODES, SequenceParallel
 from gemini.integrations.parallel.sizes import MeshSizes
 from gemini.integrations.parts import accept
+from gemini.runtime.pipeline.together import together_of
 
 from .engine_plugin import ALL_KERNELS, FLASH, JIT, NORMS, TENSOR, UNSPLIT, EnginePlugin, made_ours
+from .float8 import FLOAT8
 from .plugin import params_of
 from .precision import BF16MixedPrecision, MixedPrecision, ScaledFP16
 from .torch_plugins import TorchDDPPlugin
@@ -70,6 +73,9 @@ class HybridParallelPlugin(EnginePlugin):
         ranks share sequences; with `labels=` and a head that is split they are a DTensor, of which
         each rank has some words, and are gathered for the first loss alone. Else, of models that
         do more to logits than their head, and in pipelines they are whole.
+    make_vocab_size_divisible_by: a rank of `tp_size` computes logits of so many words or a
+        multiple, for faster kernels: rows of zeros come to its part of a head in each call, and
+        are in no parameter. A vocabulary that the ranks do not divide is split unevenly.
     pp_size: places of a pipeline, for `booster.execute_pipeline`. `nn.Sequential` and models of
         transformers are cut into stages of as many layers, or of `num_layers_per_stage`. State is
         sharded over ranks that have the same stage, and gradients are reduced once, at
@@ -141,16 +147,14 @@ class HybridParallelPlugin(EnginePlugin):
     enable_metadata_cache: bool = option(
         True, only=PIPELINE, ignored="shapes are found when they change"
     )
-    make_vocab_size_divisible_by: int = option(
-        64, only=TENSOR, ignored="a vocabulary is split as it is, unevenly"
-    )
+    make_vocab_size_divisible_by: int = size(64, only=TENSOR)
     dp_outside: bool = option(True, only=PIPELINE)
     overlap_p2p: bool = option(
         True, only=PIPELINE, ignored="torch's schedules wait for a message when they need it"
     )
     overlap_allgather: bool = option(LowLevelZeroPlugin.overlap_allgather, only=ZERO)
     fp8_communication: bool = option(False, absent=True)
-    use_fp8: bool = option(False, absent=True)
+    use_fp8: bool = option(False, only=FLOAT8)
     inner_ring_size: int | None = size(None, only=RING)
     extra_dp_size: int = size(1, only=SHARDED)
     ep_size: int = size(1, only=UNSPLIT)
@@ -256,6 +260,7 @@ class HybridParallelPlugin(EnginePlugin):
         precision: MixedPrecision | None,
         device: torch.device,
     ) -> nn.Module:
+        self.prepare(model, device)
         if self.pp_size > 1:
             by_size = self.num_microbatches is None and self.microbatch_size is not None
             schedule = MicrobatchSchedule(
@@ -287,8 +292,9 @@ class HybridParallelPlugin(EnginePlugin):
         if self.tp_size > 1:
             sequence = self.enable_sequence_parallelism and self.sharing == 1
             options["tensor_parallel"] = TensorParallel(
-                self.custom_policy, sequence, self.parallel_output
-            )
+                self.custom_policy, sequence, self.parallel_output,
+                self.make_vocab_size_divisible_by,
+            )  # fmt: skip
         if self.ep_size > 1:
             options["expert_parallel"] = True
         if self.sharing > 1:
@@ -312,17 +318,19 @@ def _wrap_stages(
     *,
     mesh: DeviceMesh,
     tensor_parallel: TensorParallel | None = None,
+    expert_parallel: bool = False,
     **options: Any,
 ) -> Pipelined:
     """This rank's stages of a pipeline; the optimizer has their parameters alone.
 
     layers: of every stage; None is as even as it goes. tensor_parallel: how torch splits each
-    stage, over "tp". options: of `GeminiDDP`.
+    stage, over "tp". expert_parallel: its experts are, over "ep". options: of `GeminiDDP`.
     Raises ValueError, before anything is changed, for a model that cannot be cut or split, and for
     an optimizer that has nothing of some rank's stages.
     """
     places = [schedule.stages(place, mesh["pp"].size()) for place in range(mesh["pp"].size())]
     stages = stages_of(model, sum(map(len, places)), layers)
+    shared = shared_by(model, stages)
     if optimizer is not None:
         for place, theirs in enumerate(places):
             _check_steps(optimizer, place, [stages[i] for i in theirs])
@@ -330,7 +338,18 @@ def _wrap_stages(
     mine = places[mesh.get_local_rank("pp")]
     if tensor_parallel is not None:
         split(model, optimizer, mesh["tp"], tensor_parallel, [stages[i] for i in mine])
-    parts = [GeminiDDP(stages[i], mesh=mesh, **options) for i in mine]
+    if expert_parallel:
+        share_experts(model, optimizer, mesh["ep"], [stages[i] for i in mine])
+    place_of = {stage: place for place, theirs in enumerate(places) for stage in theirs}
+    ties = together_of(mesh).ties
+    for names, theirs in shared:
+        copies = copies_of(names, [stages[i] for i in mine if i in theirs], optimizer)
+        if copies:
+            ties.add(copies, names, [*dict.fromkeys(place_of[stage] for stage in theirs)])
+    try:
+        parts = [GeminiDDP(stages[i], mesh=mesh, **options) for i in mine]
+    finally:
+        ties.forget()
     if optimizer is not None:
         here = {id(param) for part in parts for param in part.parameters()}
         for group in optimizer.param_groups:

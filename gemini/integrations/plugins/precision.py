@@ -44,6 +44,11 @@ class BF16MixedPrecision(MixedPrecision):
 
 
 @dataclass(frozen=True)
+class FP8MixedPrecision(BF16MixedPrecision):
+    """Linear layers in float8, by torchao; all else in bf16 by torch's autocast."""
+
+
+@dataclass(frozen=True)
 class FP16TorchMixedPrecision(MixedPrecision):
     """fp16 by torch's autocast, with the schedule of `torch.amp.GradScaler`."""
 
@@ -106,6 +111,7 @@ _NAMED: dict[str, type[MixedPrecision]] = {
     "bf16": BF16MixedPrecision,
     "fp16": FP16TorchMixedPrecision,
     "fp16_naive": FP16NaiveMixedPrecision,
+    "fp8": FP8MixedPrecision,
 }
 
 

@@ -13,6 +13,7 @@ from gemini.integrations.parts import precision_of
 from gemini.placement.policy import StaticPlacement
 
 from .engine_plugin import EnginePlugin
+from .float8 import FLOAT8
 from .lora import add_lora_params
 
 _REDUCED = ("once a step, when gradients are asked for", "always while a backward runs")
@@ -59,7 +60,7 @@ class LowLevelZeroPlugin(EnginePlugin):
     verbose: bool = False
     cast_inputs: bool = True
     fp8_communication: bool = option(False, absent=True)
-    use_fp8: bool = option(False, absent=True)
+    use_fp8: bool = option(False, only=FLOAT8)
 
     def check_together(self) -> None:
         super().check_together()

@@ -36,6 +36,7 @@ class OverlapFacts:
     is_stage: bool = False
     is_split: bool = False
     is_joint: bool = False
+    needs_wholes: bool = False
 
 
 Rule = tuple[tuple[str, ...], str, Callable[[OverlapFacts], bool]]
@@ -56,6 +57,7 @@ RULES: tuple[Rule, ...] = (
     ((TAIL, EARLY), "the module is a part of a pipeline", lambda f: f.is_stage),
     ((TAIL, EARLY), "torch has split parameters", lambda f: f.is_split),
     ((TAIL, EARLY), "its optimizer steps several modules", lambda f: f.is_joint),
+    ((TAIL, EARLY), "its optimizer updates parameters as a whole", lambda f: f.needs_wholes),
 )  # fmt: skip
 
 

@@ -300,7 +300,7 @@ class Calls:
     def backward_begins(self, caller: Caller, *, in_pass: bool) -> None:
         if not self._reducer.active:
             self.begin_backward()
-        if self._collector.collecting:
+        if in_pass and self._collector.collecting:  # others come in no cycle
             self._sampler.record("enter", caller)
         if in_pass:
             self._make_there(caller.chunks)
@@ -315,7 +315,7 @@ class Calls:
         if in_pass:
             self._reducer.closed(caller.chunks, caller.whole)
             self._let_go()
-        if self._collector.collecting:
+        if in_pass and self._collector.collecting:
             self._sampler.record("leave", caller)
 
     def gradient_arrived(self, param: ParamId, grad: Tensor) -> None:

@@ -223,6 +223,19 @@ class Communicator:
         work = dist.all_reduce(tensor, op=op, group=self._group, async_op=True)
         return WorkTicket(self, work, (tensor,))
 
+    def all_to_all(
+        self, there: Tensor, numels: Sequence[int], here: Tensor, sent: Sequence[int]
+    ) -> None:
+        """`there` [sum of numels]: what every rank has sent to this one, of its `here` [sum of
+        sent]. Waits for it."""
+        if self.world_size == 1:
+            there.copy_(here)
+            return
+        work = dist.all_to_all_single(
+            there, here, list(numels), list(sent), group=self._group, async_op=True
+        )
+        self.wait(work)
+
     def broadcast(self, tensor: Tensor) -> None:
         """Rank 0's values on every rank."""
         if self.world_size > 1:

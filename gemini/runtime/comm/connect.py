@@ -17,11 +17,11 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from gemini.mesh.roles import REPLICATE, TENSOR_PARALLEL, WORLD, MeshRoles, roles_of
+from gemini.mesh.roles import EXPERTS, REPLICATE, TENSOR_PARALLEL, WORLD, MeshRoles, roles_of
 
 from .ballot import Scope
 from .communicator import Communicator
-from .links import Links
+from .links import Links, Tie
 
 PIPELINE = "pp"
 DATA_PARALLEL = (*REPLICATE, "dp", "shard", "fsdp", "dp_shard")
@@ -51,19 +51,21 @@ def connect(
     mesh: DeviceMesh | None,
     split: Sequence[str] = (),
     groups: Collection[str] = (),
-    *,
-    inside: bool = False,
+    ties: Mapping[str, Tie] | None = None,
 ) -> Connections:
     """split: mesh dimensions over which torch has split or replicated a parameter. groups: the
-    sharding groups that there are. inside: the mesh is of one stage of a pipeline.
+    sharding groups that there are. ties: of parameters that other stages have too, by their
+    groups; None where the mesh is not of one stage of a pipeline.
 
     Collective. Raises ValueError for a mesh that cannot be carried out; see `roles_of`.
     """
     check_mesh(process_group, mesh)
+    inside, ties = ties is not None, ties or {}
     roles = _roles(mesh, split, inside=inside)
     if roles is None or mesh is None:
         comm = Communicator(_only_group(process_group, mesh))
-        return Connections(comm, {WORLD: Links(comm)}, Scope(comm.rank, comm.world_size))
+        alike = {name: Links(comm, tie=ties.get(name)) for name in sorted({WORLD, *groups})}
+        return Connections(comm, alike, Scope(comm.rank, comm.world_size))
     comm = Communicator(_group_over(mesh) if inside else None)
 
     @cache
@@ -79,6 +81,7 @@ def connect(
             over(group.copies),
             over(group.split),
             roles.num_means,
+            ties.get(name),
         )
     return Connections(comm, links, Scope(comm.rank, comm.world_size, roles.replicas()))
 
@@ -111,13 +114,13 @@ def is_pipeline(process_group: dist.ProcessGroup | None, mesh: object) -> bool:
 
 def check_stages(mesh: Any, split: Sequence[str]) -> None:
     """Raise ValueError for dimensions that are not carried out beside "pp", for parameters that are
-    split over another one than "tp", and for a mesh that misses ranks."""
+    split over others than "tp" and "ep", and for a mesh that misses ranks."""
     names = tuple(mesh.mesh_dim_names or ())
-    if not {*names, *split} <= {PIPELINE, TENSOR_PARALLEL, *DATA_PARALLEL}:
+    if not {*names, *split} <= {PIPELINE, TENSOR_PARALLEL, EXPERTS, *DATA_PARALLEL}:
         raise ValueError(
             f"mesh has the dimensions {names}, and parameters are split over {tuple(split)}; "
-            f"expected 'pp', and beside it '{TENSOR_PARALLEL}', which alone splits parameters, "
-            f"and {', '.join(DATA_PARALLEL)}"
+            f"expected 'pp', and beside it '{TENSOR_PARALLEL}' or '{EXPERTS}', which alone split "
+            f"parameters, and {', '.join(DATA_PARALLEL)}"
         )
     missing = sorted(set(range(dist.get_world_size())) - set(mesh.mesh.flatten().tolist()))
     if missing:

@@ -33,6 +33,19 @@ class AcrossReplicas:
         self.replicas.all_reduce(self.shard).wait()
 
 
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """A parameter of which several stages of a pipeline have a copy.
+
+    names: all that it has in the whole model. copies: this rank and those that have the same part
+    of other copies; None where all copies are this process's. is_first: it speaks for the others.
+    """
+
+    names: tuple[str, ...]
+    copies: Communicator | None
+    is_first: bool
+
+
 class Links:
     """Collectives of the chunks of one sharding group.
 
@@ -40,7 +53,8 @@ class Links:
     averaged: those of all shards and replicas, and for experts those whose tokens they were given.
     is_alone: no other rank has a part in them. counts: this rank speaks for its shards, in sums
     over all ranks and in what is saved; of the ranks that have the same shards, one does. sums:
-    what reduces and scatters: the shards themselves, where there is one replica.
+    what reduces and scatters: the shards themselves, where there is one replica. tie: of a
+    parameter that is in other stages too, whose gradients are added up before a step.
     """
 
     def __init__(
@@ -50,6 +64,7 @@ class Links:
         copies: Communicator | None = None,
         split: Communicator | None = None,
         num_means: int | None = None,
+        tie: Tie | None = None,
     ) -> None:
         """`copies`: ranks that have the same and come to it by themselves: those at other places
         of what splits other parameters. `split`: those that have other parts of these parameters.
@@ -67,7 +82,9 @@ class Links:
         self.is_sent_data = self.num_means > self.world_size * self.num_replicas
         self.sums: Communicator | Links = shards if self.replicas is None else self
         self._is_first = self.replicas is None or self.replicas.rank == 0
+        self.tie = tie
         self.counts = self._is_first and (self.copies is None or self.copies.rank == 0)
+        self.counts &= tie is None or tie.is_first
         self._stream: torch.cuda.Stream | None = None
 
     # -- chunks --

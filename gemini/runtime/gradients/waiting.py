@@ -415,6 +415,11 @@ class Gradients:
 
     def _check_not_split(self, param: ParamId) -> None:
         spec = self._parts.layout.params[param]
+        if self._parts.chunks[self._parts.chunk_of[param]].tie is not None:
+            raise RuntimeError(
+                f"stages tie {spec.name}, whose gradients are added up in step(), and no rank has "
+                "their sum before. Expected a clip by the optimizer, or weights that are not tied"
+            )
         if spec.group != WORLD:
             raise RuntimeError(
                 f"the gradient of {spec.name} is split over {spec.group}, and p.grad would be a "

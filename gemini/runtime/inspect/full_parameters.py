@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from gemini.chunk.local import full_tensor_of
+from gemini.chunk.local import full_tensor_of, group_of
 from gemini.chunk.opaque import OpaqueChunk
 from gemini.chunk.storage import params_in
 from gemini.mesh.roles import WORLD
@@ -100,7 +100,7 @@ def salvageable(parts: Parts) -> dict[str, Tensor]:
             if param in parts.opaque:
                 found.update(parts.opaque[param].saved(value.cpu()))
                 continue
-            if spec.group == WORLD:
+            if group_of(parts.params[param]) == WORLD:
                 found.update(dict.fromkeys(spec.names, value.cpu().clone()))
     return found
 

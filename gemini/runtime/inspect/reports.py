@@ -12,6 +12,7 @@ from pathlib import Path
 
 from torch import nn
 
+from gemini.chunk.local import group_of
 from gemini.chunk.opaque import memory_of
 from gemini.mesh.roles import WORLD
 from gemini.optim.rules.config import StateConfig
@@ -151,8 +152,9 @@ def explain(parts: Parts, name: str, ignored: Mapping[str, nn.Parameter]) -> str
     for param, spec in enumerate(parts.layout.params):
         if name in spec.names:
             chunk = next(c for p, c in parts.chunk_of.items() if p == param)
-            split = "" if spec.group == WORLD else f", split over {spec.group}: here"
-            shape = tuple(parts.params[param].shape)
+            mine = parts.params[param]
+            split = "" if group_of(mine) == WORLD else f", split over {group_of(mine)}: here"
+            shape = tuple(mine.shape)
             own = f"{split} {spec.shape}" if split else ""
             text = f"{name} {shape}{own}\n{parts.plan.explain(chunk)}"
             return "\n".join((text, *_update_lines(parts), *parts.planning.overruns.lines()))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from gemini.runtime.step.agreement import carry_out, heard
 from gemini.runtime.step.target import ShardTarget
 
 from .seats import Agreed, Seats
+from .ties import add_up
 
 if TYPE_CHECKING:
     from .together import PipelineOwner
@@ -70,7 +71,7 @@ class JointTarget:
         for member in self.members:
             member.check_step(amp)
         hypers = [member.hypers(groups) for member in self.members]
-        chunks = [member.gradients.reduced() for member in self.members]
+        chunks = self._reduced()
         report = self._step(hypers, chunks)
         self._clipped = None
         for member in self.members:
@@ -98,7 +99,7 @@ class JointTarget:
 
     def clip(self, clip: Clip) -> Tensor | None:
         """For the coming step of all stages; the norm over all of them, where one is asked for."""
-        chunks = [member.gradients.reduced() for member in self.members]
+        chunks = self._reduced()
         for member in self.members:
             member.gradients.begin_clip()
         agreed = self._agree(chunks, clip.norm_type)
@@ -110,6 +111,13 @@ class JointTarget:
             member.parts.pending_clip = PendingClip(clip, norm, agreement)
         self._clipped = agreed
         return norm
+
+    def _reduced(self) -> list[list[Chunk]]:
+        """Of each part the chunks that have a gradient. Collective over stages that tie weights."""
+        for member in self.members:
+            member.gradients.reduced()
+        add_up(member.parts for member in self.members)
+        return [member.gradients.present() for member in self.members]
 
     def _measured(self, clips: Sequence[PendingClip]) -> Agreed | None:
         """What a clip has measured, if no stage has changed its gradients since. Collective where
@@ -172,6 +180,10 @@ class JointTarget:
     @property
     def planes(self) -> Sequence[Plane]:
         return tuple(dict.fromkeys(chain(*(member.planes for member in self.members))))
+
+    @property
+    def some_planes(self) -> Mapping[str, Set[str]]:
+        return {name: planes for m in self.members for name, planes in m.some_planes.items()}
 
     @property
     def names(self) -> Mapping[int, str]:

@@ -24,6 +24,7 @@ class Part:
     stage: (index, number of stages) of its `GeminiStage`, if it has one.
     options: what all parts must have been given alike, by name.
     replicas: ranks that have the same shard of this part, for each shard.
+    copies: names of weights that are tied to another stage's, which speaks for them.
     """
 
     place: tuple[int, int]  # coordinate in "pp", and which of the parts there
@@ -31,6 +32,7 @@ class Part:
     stage: tuple[int, int] | None = None
     options: tuple[tuple[str, str], ...] = ()
     replicas: tuple[tuple[int, ...], ...] = ()
+    copies: tuple[str, ...] = ()
 
     @property
     def words(self) -> str:
@@ -181,10 +183,12 @@ def _check_stages(parts: Sequence[Part], said: Sequence[Sequence[Part]]) -> None
 
 
 def _check_names(parts: Sequence[Part]) -> None:
-    """No parameter is in two parts."""
+    """No parameter is in two parts, but for copies."""
     known: dict[str, Part] = {}
     for part in parts:
         for name in part.names:
+            if name in part.copies:
+                continue
             other = known.setdefault(name, part)
             if other is not part:
                 raise ValueError(

@@ -22,6 +22,7 @@ from gemini.runtime.step.target import ShardTarget
 
 from .joint_target import JointTarget, share
 from .seats import Agreed, Part, Seats
+from .ties import Ties
 
 _known = threading.local()  # of the default group that is there, which ranks may be threads of
 
@@ -32,6 +33,7 @@ class PipelineOwner:
     ignored: none, as each part says what it ignores.
     ranks_here: those of all stages on this host, which share its memory.
     pipeline: the ranks of this pipeline, in the order of stages. place: this rank's among them.
+    ties: of parameters that are to be wrapped.
     """
 
     ignored: Mapping[int, str] = MappingProxyType({})
@@ -41,6 +43,7 @@ class PipelineOwner:
         self.place = int(mesh.get_local_rank("pp"))
         self.comm = Communicator()
         self.ranks_here = ranks_here(self.comm)
+        self.ties = Ties(self.pipeline, self.place)
 
     def attach(self, groups: Sequence[Group], rule: UpdateRule, config: StateConfig) -> JointTarget:
         """Make the state of each part's parameters; see `optim.target`."""
@@ -72,6 +75,7 @@ class PipelineOwner:
                 one.stage,
                 tuple((name, repr(getattr(one.precision_settings, name))) for name in _ALIKE),
                 tuple(tuple(map(one.comm.global_rank, ranks)) for ranks in one.scope.replicas),
+                tuple(c.tie.names[0] for c in one.chunks if c.tie and not c.tie.is_first),
             )
             for i, one in enumerate(parts)
         ]

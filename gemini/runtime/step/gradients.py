@@ -53,9 +53,10 @@ class StepGradients:
         parts.reducer.reduce_put_off()
         if parts.comm.world_size == 1 and parts.reducer.leftover:
             parts.reducer.reduce_leftovers()  # several ranks agree on it first
-        return self._present()
+        return self.present()
 
-    def _present(self) -> list[Chunk]:
+    def present(self) -> list[Chunk]:
+        """Chunks that have a gradient."""
         return [chunk for chunk in self._chunks if chunk.gradient.exists]
 
     def used(self) -> None:
@@ -70,7 +71,7 @@ class StepGradients:
         if agreement.deviated:  # a gradient came late on some rank: reduce once more, everywhere
             self._parts.reducer.reduce_leftovers()
             self._parts.reducer.forget_places()
-            agreement = self._vote(self._present(), norm_type)
+            agreement = self._vote(self.present(), norm_type)
         return agreement
 
     def _vote(self, chunks: Sequence[Chunk], norm_type: float | None) -> Agreement:
@@ -103,7 +104,7 @@ class StepGradients:
         parts, present = self._parts, tuple(self._parts.present)
         if parts.comm.world_size > 1:
             present = self.agree(chunks, None).present
-            chunks = self._present()
+            chunks = self.present()
         check_any(present)
         comm = parts.comm
         executor.submit_measure(self._runs_of(chunks), clip)

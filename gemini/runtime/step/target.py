@@ -22,16 +22,16 @@ import torch
 from torch import Tensor
 
 from gemini.chunk.storage import Chunk
+from gemini.optim.matrices.updater import MatrixUpdater
 from gemini.optim.rules.clipping import Clip
 from gemini.optim.rules.config import StateConfig
 from gemini.optim.rules.control_vector import ControlVector
 from gemini.optim.rules.report import NonFiniteGradientError, Outcome, SkipLog, StepReport, Traffic
-from gemini.optim.rules.rule import UpdateRule
+from gemini.optim.rules.rule import NormRule, UpdateRule
 from gemini.optim.state.held_signals import SignalsBehind
-from gemini.optim.state.pieces import Updater
 from gemini.optim.step.cpu_step import CpuStep
 from gemini.optim.step.driver import InMemory, TargetStep, at_once
-from gemini.optim.step.executor import Executor
+from gemini.optim.step.executor import AnyUpdater, Executor
 from gemini.optim.step.triton_step import TritonStep
 from gemini.optim.target import AmpInputs, Group, Target
 from gemini.placement.timetable.updates import AUTO, IN_BACKWARD
@@ -46,6 +46,7 @@ from .ahead.speculation import Assumed, StepSpeculation
 from .executors import planned_staging
 from .files_beside import FilesBeside
 from .gradients import StepGradients, check_any
+from .state.norms import with_norms
 from .state.saved_state import SavedShards, group_of
 from .state.shard_state import StepCalls
 from .views import ShardViews
@@ -64,7 +65,6 @@ class ShardTarget(SavedShards):
         config: StateConfig,
     ) -> None:
         super().__init__(parts, calls, groups, rule, config)
-        self._rule = rule
         try:
             self._executor.reserve(planned_staging(parts.plan))
             self.gradients = StepGradients(parts, calls, self._executor, self._chunks)
@@ -284,10 +284,15 @@ class ShardTarget(SavedShards):
         if self.kept_steps is not None:
             self.kept_steps.begin_step(self._executor.counts)
         taken = self._taken(agreement.present)
+        by_param = self._hyper_by_param(hypers, taken)
+        if isinstance(self._rule, NormRule):
+            by_param = self._with_norms(by_param, clip, agreement.power_sum)
+            least = next(one for one in by_param if one is not None)
+            hypers = [one or least for one in by_param]  # a row for every parameter
         updater = self._executor.begin(hypers, taken, agreement.power_sum, clip)
         outcome = Outcome(grad_norm=clip.norm(agreement.power_sum) / scale, loss_scale=scale)
-        views, held = self._views(hypers, taken), frozenset[BlockId]()
-        if self.speculation is not None:
+        views, held = self._views(by_param), frozenset[BlockId]()
+        if self.speculation is not None and not isinstance(updater, MatrixUpdater):
             held = self.speculation.judge(updater, views, taken)
         step = self._new_step(updater, views, held)
         return AgreedStep(
@@ -300,6 +305,15 @@ class ShardTarget(SavedShards):
             taken,
             outcome,
         )
+
+    def _with_norms(self, by_param: Sequence[Any], clip: Clip, power_sum: float) -> Sequence[Any]:
+        """With what the norms of parameters say. Collective."""
+        assert isinstance(self._rule, NormRule)
+        steps = [count + 1 for count in self.step_counts]
+        return with_norms(
+            self._parts, self._chunks, self._tiered_state, self._rule, by_param, steps, clip,
+            power_sum,
+        )  # fmt: skip
 
     def _taken(self, present: Sequence[bool]) -> list[ParamId]:
         """Parameters that this step updates. One in no group is left alone."""
@@ -314,7 +328,7 @@ class ShardTarget(SavedShards):
         """What decides where no disk and no replica has a say in a step: the host need not know."""
         has_files = self._parts.storage.gradient_files is not None
         asks_host = self._uses_disk or has_files or self._parts.scope.replicas
-        decides = self.device_may_decide and not asks_host
+        decides = self.device_may_decide and not (asks_host or self.needs_wholes)
         return self._executor if decides and isinstance(self._executor, TritonStep) else None
 
     @torch.no_grad()
@@ -331,7 +345,10 @@ class ShardTarget(SavedShards):
         self._calls.agree_on_trace()
         parts.manager.release_for_step()
         taken = self._taken(present)
-        updater, views = executor.begin_unread(hypers, taken), self._views(hypers, taken)
+        updater, views = (
+            executor.begin_unread(hypers, taken),
+            self._views(self._hyper_by_param(hypers, taken)),
+        )
         step = self._new_step(updater, views)
         before, _ = step.moved()
         step.confirm(self._in_memory(step, views))
@@ -349,14 +366,14 @@ class ShardTarget(SavedShards):
             hyper[param] = None if group is None else hypers[group]
         return hyper
 
-    def _views(self, hypers: Sequence[Any], taken: Sequence[ParamId]) -> ShardViews:
+    def _views(self, by_param: Sequence[Any]) -> ShardViews:
         """With files of their own where a thread carries the step out: that is chosen here, as what
         the plan chooses may change, and a thread that asks for the files of who trains waits for
         reads that wait for it."""
         has_thread = self._tail.applies and not isinstance(self._executor, TritonStep)
         return ShardViews(
             self._chunks,
-            self._hyper_by_param(hypers, taken),
+            by_param,
             self._executor.next_steps(),
             self._parts.storage,
             self._parts.backend,
@@ -375,7 +392,7 @@ class ShardTarget(SavedShards):
         return self._moved - before
 
     def _new_step(
-        self, updater: Updater, views: ShardViews, held: frozenset[BlockId] = frozenset()
+        self, updater: AnyUpdater, views: ShardViews, held: frozenset[BlockId] = frozenset()
     ) -> TargetStep:
         files = self._parts.storage.params if views.files is None else views.files.params
         # the first blocks of the order are read ahead, and their gradients the last to be final
@@ -410,7 +427,7 @@ class ShardTarget(SavedShards):
     def set_groups(self, groups: Sequence[Group]) -> None:
         """Groups were added: the parameters in them are updated from now on."""
         self._group_of = group_of(self._parts, groups)
-        self._executor.set_groups(self._group_of)
+        self._executor.set_groups(self._executor_groups)
 
     def homes_changed(self) -> None:
         """Files may be gone, and what was read from them with them; other blocks are staged."""

@@ -175,13 +175,21 @@ class ShardViews:
             self._signature = places, [hyper is None for hyper in self._hyper]
         return self._signature
 
-    def pieces(self, block: Block, planes: Planes) -> list[Piece]:
+    def pieces(
+        self,
+        block: Block,
+        planes: Planes,
+        *,
+        param: Tensor | None = None,
+        grad: Tensor | None = None,
+    ) -> list[Piece]:
         runs = self._runs(block) if self._has_gradient(block) else []
         if not runs:
             return []
         state = tuple([plane for name, plane in planes.items() if name not in _NO_STATE])
-        param, grad = self._param_of(block, planes), self._grad_of(block)
-        master = planes.get(MASTER, planes.get(REMAINDER))
+        master = None if param is not None else planes.get(MASTER, planes.get(REMAINDER))
+        param = self._param_of(block, planes) if param is None else param
+        grad = self._grad_of(block) if grad is None else grad
         first = runs[0]
         whole = Piece(
             param, grad, master, state, first.hyper, first.step, first.counter, first.first
@@ -219,6 +227,12 @@ class ShardViews:
                 run = replace(runs.pop(), end=end)
             runs.append(run)
         return runs
+
+    def took_gradient(self, block: Block) -> None:
+        loan = self._loans.get(block.id)
+        if loan is not None and loan.grad is not None:
+            loan.grad.give()
+            loan.grad = None
 
     def updated(self, block: Block) -> None:
         """Take back what the update of a block worked on; its parameters go where they live."""

@@ -172,14 +172,17 @@ def _check_split(name: str, param: Any, meshed: bool) -> None:
         )
 
 
-def check_split(*, trace: object, init_state_dict: Mapping[str, Tensor] | None) -> None:
-    """Raise ValueError for what does not go with parameters that torch has split."""
+def check_split(
+    split: Collection[str], *, trace: object, init_state_dict: Mapping[str, Tensor] | None
+) -> None:
+    """Raise ValueError for what does not go with parameters that torch has split over these
+    dimensions, if there are any."""
     given = {
         "trace=": trace is not None,
         "init_state_dict=": init_state_dict is not None,
     }
     for name, there in given.items():
-        if there:
+        if split and there:
             raise ValueError(
                 f"{name} does not go with DTensor parameters; expected no trace, and values that "
                 "the parameters have"

@@ -18,7 +18,13 @@ from torch import Tensor
 
 from gemini.dtypes import DTYPES
 from gemini.nvme import Buffer
-from gemini.optim.rules.state_layout import WEIGHT, WEIGHT_DTYPE, StateLayout
+from gemini.optim.rules.state_layout import (
+    ALL_COLUMNS,
+    WEIGHT,
+    WEIGHT_DTYPE,
+    Columns,
+    StateLayout,
+)
 from gemini.optim.rules.stored import shown, take
 from gemini.optim.state.pieces import Planes
 from gemini.optim.state.space import Block
@@ -40,23 +46,38 @@ class BlockForms:
     """Of the blocks of one file: states first, then what is beside them.
 
     layout: with whole masters. split: blocks whose masters are not. undo: there are no masters.
+    columns: which planes a block has.
     nbytes: of every block of the file. In a buffer, what is beside begins behind the planes' pages.
     """
 
     def __init__(
-        self, blocks: Sequence[Block], layout: StateLayout, split: Set[BlockId], *, undo: bool
+        self,
+        blocks: Sequence[Block],
+        layout: StateLayout,
+        split: Set[BlockId],
+        *,
+        undo: bool,
+        columns: Columns = ALL_COLUMNS,
     ) -> None:
         assert not (split and undo)
         self.has_undo = undo
-        self._layout, self._whole = layout, layout.stored()
-        self._split_layout = layout.with_remainder().stored()
+        self._layout = layout
+        self._shown = {
+            b.id: columns.of({part.param for part in b.segments}, layout) for b in blocks
+        }
+        kept = dict.fromkeys(self._shown.values())
+        self._stored = {
+            (shown, is_split): (shown.with_remainder() if is_split else shown).stored()
+            for shown in kept
+            for is_split in (False, True)
+        }
         self.nbytes: list[int] = []
         self._beside_dtype = DTYPES[layout.dtype if undo else WEIGHT_DTYPE]
         beside_nbytes: list[int] = []
         self.parts: dict[BlockId, Parts] = {}
         for i, block in enumerate(blocks):
             is_split = block.id in split
-            planes = self._split_layout if is_split else self._whole
+            planes = self._stored[self._shown[block.id], is_split]
             self.nbytes.append(planes.block_nbytes(block.numel))
             state_nbytes = nbytes = align_up(self.nbytes[i], PAGE_BYTES)
             beside = None
@@ -83,7 +104,14 @@ class BlockForms:
 
     def layout_of(self, block: Block) -> StateLayout:
         """Of the planes in its file."""
-        return self._split_layout if self.is_split(block) else self._whole
+        return self._stored[self._shown[block.id], self.is_split(block)]
+
+    def columns_of(self, blocks: Sequence[Block]) -> Columns:
+        """Which planes these have, by position."""
+        shown = [self._shown[block.id] for block in blocks]
+        if all(layout is self._layout for layout in shown):
+            return ALL_COLUMNS
+        return Columns(tuple(frozenset(layout.names) for layout in shown))
 
     def state_id(self, block: Block) -> BlockId:
         """Its planes, in the file."""
@@ -136,7 +164,7 @@ class BlockForms:
         """As all others see it: with whole masters. To be read, while the buffer is; the buffer
         does not hold the block any more."""
         weight = self.beside(buffer, block) if self.is_split(block) else None
-        return shown(self.planes(buffer, block), self._layout, weight, in_place=True)
+        return shown(self.planes(buffer, block), self._shown[block.id], weight, in_place=True)
 
     def change(self, buffer: Buffer, block: Block, fill: Callable[[Block, Planes], None]) -> None:
         """`fill` writes to what `shown` shows."""
@@ -144,4 +172,4 @@ class BlockForms:
         fill(block, values)
         if self.is_split(block):
             planes[WEIGHT] = self.beside(buffer, block)
-        take(planes, values, self._layout, is_split=self.is_split(block))
+        take(planes, values, self._shown[block.id], is_split=self.is_split(block))

@@ -25,7 +25,13 @@ from gemini.nvme import (
     Transfer,
     open_direct,
 )
-from gemini.optim.rules.state_layout import GROUP_NUMEL, Plane, StateLayout
+from gemini.optim.rules.state_layout import (
+    ALL_COLUMNS,
+    GROUP_NUMEL,
+    Columns,
+    Plane,
+    StateLayout,
+)
 from gemini.optim.state.pieces import Planes
 from gemini.optim.state.space import Block, BlockSegment
 from gemini.units import BlockId
@@ -48,6 +54,7 @@ class StateVersion:
     layout: StateLayout  # as it is shown
     blocks: tuple[tuple[int, bool], ...]  # of each: elements, and whether its masters are split
     has_undo: bool  # see `BlockForms`
+    columns: Columns = ALL_COLUMNS  # which planes a block has, by its position
     starts: tuple[int, ...] = field(init=False, compare=False)  # bytes; of each block, and the end
 
     def __post_init__(self) -> None:
@@ -55,7 +62,8 @@ class StateVersion:
         wrong = [numel for numel, _ in self.blocks if numel < 1 or numel % GROUP_NUMEL]
         if kinds or wrong or not self.blocks or len(self.blocks) > len(self.index.entries):
             raise ValueError(f"planes of {sorted(kinds)}, blocks of {wrong[:3]} elements")
-        sizes = (self.layout.block_nbytes(numel) for numel, _ in self.blocks)
+        pairs = enumerate(self.blocks)
+        sizes = (self.layout_of(i).block_nbytes(numel) for i, (numel, _) in pairs)
         object.__setattr__(self, "starts", tuple(accumulate(sizes, initial=0)))
 
     @property
@@ -63,20 +71,26 @@ class StateVersion:
         """Of the stream."""
         return self.starts[-1]
 
+    def layout_of(self, i: int) -> StateLayout:
+        """What is shown of a block."""
+        return self.columns.of({i}, self.layout)
+
     def forms(self) -> BlockForms:
         """By position of the block."""
         split = {BlockId(i) for i, (_, is_split) in enumerate(self.blocks) if is_split}
         blocks = [self.block(i) for i in range(len(self.blocks))]
-        return BlockForms(blocks, self.layout, split, undo=self.has_undo)
+        return BlockForms(blocks, self.layout, split, undo=self.has_undo, columns=self.columns)
 
     def block(self, i: int) -> Block:
-        """As a block of nothing."""
-        return Block(BlockId(i), 0, 0, 0, self.blocks[i][0], ())
+        """As a block of a parameter of its own."""
+        numel = self.blocks[i][0]
+        return Block(BlockId(i), 0, 0, 0, numel, (BlockSegment(i, 0, numel, 0),))
 
     def places(self, i: int, segment: BlockSegment) -> Iterator[tuple[Plane, int]]:
         """Of every plane, the first byte of what block i has of a parameter."""
-        offsets = self.layout.offsets(self.blocks[i][0])
-        for plane, offset in zip(self.layout.planes, offsets, strict=True):
+        layout = self.layout_of(i)
+        offsets = layout.offsets(self.blocks[i][0])
+        for plane, offset in zip(layout.planes, offsets, strict=True):
             yield plane, self.starts[i] + offset + segment.offset * plane.itemsize
 
     def encode(self) -> bytes:
@@ -86,6 +100,10 @@ class StateVersion:
             "kind": self.layout.kind,
             "planes": [asdict(plane) for plane in self.layout.planes],
             "blocks": [[*block, len(list(run))] for block, run in groupby(self.blocks)],
+            "columns": [
+                [None if names is None else sorted(names), len(list(run))]
+                for names, run in groupby(self.columns.of_param)
+            ],
             "has_undo": self.has_undo,
         }
         return json.dumps(said, separators=(",", ":")).encode() + b"\n" + self.index.encode()
@@ -101,6 +119,10 @@ class StateVersion:
             runs = [(int(n), bool(is_split), int(count)) for n, is_split, count in said["blocks"]]
             planes = tuple(Plane(**plane) for plane in said["planes"])
             paths = tuple(map(str, said["paths"]))
+            kept = [
+                (None if names is None else frozenset(map(str, names)), int(count))
+                for names, count in said.get("columns", ())
+            ]
             layout, has_undo = StateLayout(planes, said["kind"]), bool(said["has_undo"])
         except (KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"no state: {error!r:.200}") from error
@@ -108,11 +130,17 @@ class StateVersion:
         if min((count for *_, count in runs), default=0) < 1 or sum(c for *_, c in runs) > most:
             raise ValueError("more blocks than it has places for")
         blocks = tuple((n, is_split) for n, is_split, count in runs for _ in range(count))
+        if min((n for _, n in kept), default=1) < 1 or sum(n for _, n in kept) not in (
+            0,
+            len(blocks),
+        ):
+            raise ValueError("it has planes of other blocks")
+        columns = Columns(tuple(names for names, count in kept for _ in range(count)))
         num_entries = len(blocks) + sum(is_split or has_undo for _, is_split in blocks)
         index = Index.decode(rest, num_entries, 1 << 16)
         if index is None:
             raise ValueError("its index is not whole")
-        return cls(paths, index, layout, blocks, has_undo)
+        return cls(paths, index, layout, blocks, has_undo, columns)
 
 
 class VersionReader:
@@ -162,9 +190,10 @@ class VersionReader:
         i = bisect_right(version.starts, at) - 1
         if not 0 <= i < len(version.blocks):
             raise ValueError(f"byte {at} of {version.nbytes}")
-        offsets = version.layout.offsets(version.blocks[i][0])
+        layout = version.layout_of(i)
+        offsets = layout.offsets(version.blocks[i][0])
         which = bisect_right(offsets, at - version.starts[i]) - 1
-        plane = version.layout.planes[which]
+        plane = layout.planes[which]
         first, rest = divmod(at - version.starts[i] - offsets[which], plane.itemsize)
         if rest or first + numel > version.blocks[i][0]:
             raise ValueError(f"{numel} elements at byte {at} are not of one plane")

@@ -8,7 +8,7 @@ from itertools import pairwise
 from torch import Tensor
 
 from gemini.nvme import BlockStore, Buffer, Index, checksum_of
-from gemini.optim.rules.state_layout import WEIGHT
+from gemini.optim.rules.state_layout import WEIGHT, StateLayout
 from gemini.optim.state.pieces import Planes
 from gemini.optim.state.space import Block
 from gemini.tickets import Ticket, TicketGroup
@@ -23,15 +23,15 @@ class BlockTransfers:
     def __init__(self, store: BlockStore, forms: BlockForms) -> None:
         self._store = store
         self._forms = forms
-        # of a buffer, by its index, elements, and whether masters are split
-        self._views: dict[tuple[int, int, bool], Planes] = {}
+        # of a buffer, by its index, elements and planes
+        self._views: dict[tuple[int, int, StateLayout], Planes] = {}
 
     # -- what a buffer holds --
 
     def planes(self, block: Block, buffer: Buffer) -> Planes:
         """As an update takes them: where masters are split, with room for the new `WEIGHT`."""
         is_split = self._forms.is_split(block)
-        key = buffer.index, block.numel, is_split
+        key = buffer.index, block.numel, self._forms.layout_of(block)
         if key not in self._views:
             planes = self._forms.planes(buffer, block)
             if is_split:

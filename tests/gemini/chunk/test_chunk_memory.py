@@ -65,6 +65,7 @@ class Links:
     def __init__(self, world_size, other=0.0, num_means=None):
         self.world_size, self.num_means = world_size, num_means or world_size
         self.is_alone = world_size == 1
+        self.tie = None
         self.other = other
 
     def reduce_scatter(self, shard, payload, label):

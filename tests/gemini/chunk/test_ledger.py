@@ -77,6 +77,7 @@ class TwoRanks:
     """A group of this rank and one that sends nothing."""
 
     rank, world_size, num_means, is_alone = 0, 2, 2, False
+    tie = None
     sums = property(lambda self: self)
 
     def reduce_scatter(self, shard, payload, label):

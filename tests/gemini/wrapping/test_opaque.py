@@ -212,6 +212,44 @@ def test_an_iteration_reads_of_a_base_in_files_what_the_plan_says(budget, tmp_pa
     assert gathered[turn:] == sorted(gathered[turn:], reverse=True)
 
 
+class WithHead(nn.Module):
+    """Frozen layers and a frozen head, whose weight the forward takes without its module."""
+
+    def __init__(self, heads):
+        super().__init__()
+        self.layers = nn.Sequential(*(Scaled() for _ in range(8)))
+        self.head = nn.Linear(128, 128, bias=False).requires_grad_(False)
+        self.heads = heads
+
+    def forward(self, x):
+        out = self.layers(x)
+        return nn.functional.linear(out, self.head.weight) if self.heads else out
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_weight_that_a_loss_uses_does_not_undo_the_plan(inside, tmp_path):
+    """In the wrapped forward its reads are planned too; outside there is one chunk more, as it
+    takes the place of another."""
+    policy = AutoPlacement("300KiB", host_budget="400KiB", nvme_dir=str(tmp_path), block_numel=1024)
+    small = {"min_chunk_size_m": 0.001, "search_range_m": 0.02, "hidden_dim": 128}
+    model = GeminiDDP(WithHead(inside), SimBackend(), policy, precision="fp32", **small)
+    optimizer, read = HybridAdam(model.parameters()), [0]
+    files = model.engine.storage.frozen
+    for _ in range(5):
+        out = model(torch.ones(1, 128))
+        if not inside:
+            out = nn.functional.linear(out, model.module.head.weight)
+        out.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        read.append(files.traffic.nvme_read)
+    last, before = read[-1] - read[-2], read[-2] - read[-3]
+    planned = model.engine.planning.plan.frozen_read_bytes
+    chunk = max(model.engine.plan.chunks[chunk].payload_bytes for chunk in files)
+    assert not model.engine.manager.deviated
+    assert last == before == planned + (0 if inside else chunk) > 0
+
+
 def base_files(folder):
     return sorted(path for path in folder.iterdir() if "-base-" in path.name)
 
@@ -420,6 +458,13 @@ def unknown(module):
     return module
 
 
+def on_two_devices(module):
+    """As where a part of it was left behind."""
+    weight = dict(module.named_parameters())[QUERY]
+    weight.quant_state.absmax = weight.quant_state.absmax.to("meta")
+    return module
+
+
 def unquantised():
     bitsandbytes = pytest.importorskip("bitsandbytes")
     return bitsandbytes.nn.Linear4bit(64, 64, bias=False)
@@ -430,6 +475,8 @@ REFUSED = {
         lora("torchao")
     ),
     "q_proj.base_layer.weight is a Unknown; expected a plain": lambda: unknown(lora("int8")),
+    "q_proj.base_layer.weight is a Params4bit with tensors on (cpu and meta|meta and cpu); "
+    "expected all of them on one device": lambda: on_two_devices(lora("nf4")),
     "weight is a Params4bit that is not quantised": unquantised,
 }
 

@@ -35,7 +35,11 @@ BERT = WIDTH | {
 }  # fmt: skip
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("LlamaForCausalLM", LLAMA | FOUR),
-    "Llama tied": ("LlamaForCausalLM", LLAMA | {"tie_word_embeddings": True}),
+    # words that two ranks do not divide
+    "Llama tied": ("LlamaForCausalLM", LLAMA | {"tie_word_embeddings": True, "vocab_size": 97}),
+    "Llama tied, 4": (
+        "LlamaForCausalLM", LLAMA | FOUR | {"tie_word_embeddings": True, "vocab_size": 97}
+    ),
     "Qwen2": ("Qwen2ForCausalLM", LLAMA),
     "Qwen3": ("Qwen3ForCausalLM", LLAMA | {"head_dim": 8}),
     "Mistral": ("MistralForCausalLM", LLAMA),
@@ -172,10 +176,13 @@ class Run:
     """One rank of a plugin's run."""
 
     def __init__(
-        self, kind: str, plugin: Any = HybridParallelPlugin, tokens: int = 0, **options: Any
-    ) -> None:
-        """tokens: whose logits exist at a time; 0 is all."""
+        self, kind: str, plugin: Any = HybridParallelPlugin, tokens: int = 0,
+        change: Any = None, **options: Any,
+    ) -> None:  # fmt: skip
+        """tokens: whose logits exist at a time; 0 is all. change: of the model, before boost."""
         model = made(kind)
+        if change is not None:
+            change(model)
         if tokens:
             chunk_loss(model, tokens)
         optimizer = torch.optim.AdamW(model.parameters(), **ADAM)  # type: ignore[arg-type]

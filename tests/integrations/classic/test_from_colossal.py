@@ -90,6 +90,7 @@ def test_optional_packages_are_imported_by_their_own_file_alone():
         "safetensors": {"adapters.py", "plugins/lora.py"},
         "accelerate": {"accelerate.py"},
         "transformers": {"transformers.py", "parallel/shared_sequence.py"},
+        "torchao": {"plugins/float8.py"},
         "trl": set(),
     }
     doors = ROOT / "gemini/integrations"

@@ -93,3 +93,15 @@ def test_behind_the_last_step_the_rate_stays():
     optimizer, schedule = made("LinearWarmupLR")
     found = rates(optimizer, schedule, T + 3)
     assert found[T] == found[T + 2] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("warmup", [2, 50])
+def test_a_warm_up_of_all_steps_goes_on_to_the_end(warmup):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=warmup + 1.0)
+    schedule = schedules.LinearWarmupLR(optimizer, warmup_steps=warmup, total_steps=2)
+    found = []
+    for _ in range(3):
+        found += schedule.get_last_lr()
+        optimizer.step()
+        schedule.step()
+    assert found == [1.0, 2.0, 3.0]

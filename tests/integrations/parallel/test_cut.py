@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from bench.shared.models import Tower
-from gemini.integrations.parallel.cut import Cut, MissingLayer, stages_of
+from gemini.integrations.parallel.cut import Cut, MissingLayer, shared_by, stages_of
 from gemini.integrations.parallel.pipelined import MicrobatchSchedule
 
 
@@ -38,14 +38,16 @@ def test_a_sequence_keeps_its_names_and_its_parameters():
     assert [name for name, _ in last.named_children()] == ["2", "3", "4"]
 
 
-def test_what_cannot_be_cut_is_refused():
-    with pytest.raises(ValueError, match="a Tower cannot be cut into stages; expected nn"):
-        stages_of(Tower(), 2)
+def test_a_weight_that_stages_tie_is_one_parameter_of_both():
     tied = sequence()
     tied.append(nn.Linear(4, 2))
     tied[5].weight = tied[4].weight
-    with pytest.raises(ValueError, match=r"4.weight is used by stages 1 and 2.*not tied"):
-        stages_of(tied, 3, [2, 3, 1])
+    assert shared_by(tied, stages_of(tied, 3, [2, 3, 1])) == [(("4.weight", "5.weight"), [1, 2])]
+
+
+def test_what_cannot_be_cut_is_refused():
+    with pytest.raises(ValueError, match="a Tower cannot be cut into stages; expected nn"):
+        stages_of(Tower(), 2)
     with pytest.raises(ValueError, match="stage 1 has no parameter; expected some in each"):
         stages_of(sequence(), 3, [1, 1, 3])
 

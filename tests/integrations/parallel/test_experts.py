@@ -76,6 +76,6 @@ def test_what_has_no_experts_to_share_is_refused():
     assert "model.layers.0.mlp.experts has 4 experts, which ep_size=3 does not divide" in text
     for plugin, sizes in (
         (GeminiPlugin, {"tp_size": 2, "ep_size": 2}),
-        (HybridParallelPlugin, {"tp_size": 1, "pp_size": 2, "ep_size": 2}),
+        (HybridParallelPlugin, {"tp_size": 2, "pp_size": 2, "ep_size": 2}),
     ):
         assert "ep_size=2; expected 1: experts are split whole" in said(lambda: plugin(**sizes))  # noqa: B023

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.shared.reference import same
 from bench.shared.workers import run_ranks
@@ -10,6 +11,7 @@ from gemini.integrations.parallel.models import is_ours
 from tests.integrations.cases.hybrid_runs import (
     KINDS,
     Run,
+    batches,
     made,
     reference,
     state_of,
@@ -20,7 +22,7 @@ from tests.support.said import said
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.ci
-DROPPED = ("Llama", "GPT-2 dropped")  # the first is split and cut elsewhere
+DROPPED = ("Llama", "Llama tied, 4", "GPT-2 dropped")  # all but the last are split elsewhere
 BOUND = 1.5e-6  # fp32: sums in other orders
 SPLIT = {"tp_size": 2, "pp_size": 1, "zero_stage": 1}
 CUT = {"tp_size": 1, "pp_size": 2}
@@ -42,6 +44,7 @@ CASES = {
             {"tp_size": 1, "pp_size": 1, "ep_size": 2, "extra_dp_size": 2, "zero_stage": 2},
         ),
         ("Qwen3-MoE shared out", "Qwen3-MoE", {"plugin": GeminiPlugin, "ep_size": 2}),
+        ("Mixtral shared out in stages", "Mixtral", CUT | {"ep_size": 2}),
     ],
 }
 
@@ -57,7 +60,8 @@ def found(tmp_path_factory):
 )
 def test_a_model_of_the_table_trains_as_one_process(found, ranks, name, kind):
     weights, again, _ = found[ranks][0][name]
-    want = reference(kind, ranks if "shared out" in name else 1)
+    places = (ranks // 2 if "stages" in name else ranks) if "shared out" in name else 1
+    want = reference(kind, places)
     assert update_error(weights, want, state_of(made(kind))) < BOUND
     assert same(again, weights)  # loading what is there changes no bit
 
@@ -108,6 +112,45 @@ def test_a_plan_that_a_user_gave_is_told_from_that_of_the_model():
         model.tp_plan = {"model.decoder.layers.*.self_attn.q_proj": "colwise_rep"}
         assert not is_ours(model, None), kind
     assert not is_ours(torch.nn.Linear(2, 2), None)
+
+
+class Multiplied(TorchDispatchMode):
+    """Sizes of all matrices that are multiplied."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            self.sizes |= {size for x in args for size in x.shape}
+        return func(*args, **(kwargs or {}))
+
+
+def words(rank):
+    """97 words, of which ranks have 49 and 48: in multiples of 20, and as they are."""
+    found, losses = [], []
+    for multiple, whole in ((20, False), (20, True), (1, False)):
+        run = Run(
+            "Llama tied", **SPLIT, make_vocab_size_divisible_by=multiple, parallel_output=not whole
+        )
+        batch = batches("Llama tied", 1)[0][0][0]
+        run.call(batch)  # whether its loss may be computed in the head is seen
+        with Multiplied() as multiplied:
+            run.call(batch)
+        losses.append(float(run.model(**batch).loss.detach()))
+        shown = {name: tuple(value.shape) for name, value in run.model.state_dict().items()}
+        found.append((multiplied.sizes & {49, 60}, shown.get("lm_head.weight")))
+        run.optimizer.close()
+    return found, losses
+
+
+def test_a_head_computes_a_multiple_of_words_and_has_those_that_there_are():
+    (first, losses), (other, _) = run_ranks(words, 2)
+    assert first == [({60}, (97, 32)), ({60}, (97, 32)), ({49}, (97, 32))]
+    assert [sizes for sizes, _ in other] == [{60}, {60}, set()]
+    want = made("Llama tied")(**batches("Llama tied", 1)[0][0][0]).loss.detach()
+    assert losses == pytest.approx([float(want)] * 3, rel=1e-6)
 
 
 def dropped(rank, folder):

@@ -68,9 +68,6 @@ def refusals(rank, folder):
     def run(data, *rest):
         return lambda: booster.execute_pipeline(iter([data]), model, criterion, *rest)
 
-    with seeded():
-        tied = nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7))
-    tied[1].weight = tied[0].weight
     module = made()
     of_one = torch.optim.SGD(module[0].parameters(), lr=0.1)
     refused = {
@@ -81,7 +78,6 @@ def refusals(rank, folder):
         "called": lambda: model(batch(4)[0]),
         "state": model.state_dict,
         "one file": lambda: booster.save_optimizer(optimizer, folder / "optimizer"),
-        "tied": lambda: booster.boost(tied),
         "one stage's": lambda: booster.boost(module, of_one),
         "layers": lambda: boosted(num_layers_per_stage=[1, 1]),
         "ranks": lambda: boosted(pp_size=3),
@@ -136,7 +132,6 @@ def test_what_cannot_be_run_is_refused_by_name(results):
         assert "call booster.execute_pipeline(data_iter, model" in texts["called"]
         assert "call booster.save_model(model, ...)" in texts["state"]
         assert "of a pipeline in one file; expected shard=True" in texts["one file"]
-        assert "0.weight is used by stages 0 and 1" in texts["tied"]
         assert "no parameter of the stages of place 1 in" in texts["one stage's"]
         assert "num_layers_per_stage=[1, 1] for 5 layers in 2 stages" in texts["layers"]
         assert "pp_size=3 for 2 ranks; expected sizes" in texts["ranks"]

@@ -2,16 +2,23 @@
 do with all of it in memory."""
 
 import weakref
+from contextlib import ExitStack
 
 import pytest
+import safetensors.torch
 import torch
 
+from bench.shared.models import seeded
 from bench.shared.workers import run_ranks
 from gemini import AutoPlacement
-from gemini.checkpoint import pretrained
+from gemini.checkpoint import pretrained, quantise
+from gemini.checkpoint.converted import converted
 from gemini.checkpoint.pretrained import load_pretrained
 from gemini.checkpoint.quantise import quantised
+from gemini.checkpoint.untrusted import lazy_tensors
+from gemini.checkpoint.untrusted.lazy_tensors import LazyTensors
 from gemini.placement.tiers import Tier
+from optim import HybridAdam
 from tests.support.model_folder import make_folder
 from tests.support.quantised import same
 
@@ -77,16 +84,105 @@ def test_adapters_on_a_folder_are_those_of_peft_on_what_transformers_loads(kind,
     assert torch.equal(model(input_ids=ids).logits, plain(input_ids=ids).logits)
 
 
-def loaded(rank, folder):
-    model = load_pretrained(folder, quantize="nf4", lora=adapters(), **SMALL)
+def loaded(rank, folder, lora):
+    model = load_pretrained(folder, quantize="nf4", lora=lora, **SMALL)
     return model.state_dict()
 
 
 @pytest.mark.ci
 def test_ranks_have_the_base_that_the_first_one_reads(folder):
-    found = run_ranks(loaded, 2, folder, processes=True)[0]
-    base = {name: v for name, v in loaded(0, folder).items() if "lora_" not in name}
+    found = run_ranks(loaded, 2, folder, adapters(), processes=True)[0]
+    base = {name: v for name, v in loaded(0, folder, adapters()).items() if "lora_" not in name}
     assert same({name: found[name] for name in base}, base)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "budget"), [(torch.bfloat16, "300KiB"), (torch.float32, "900KiB")]
+)
+def test_a_base_of_16_bits_is_read_from_files_and_never_written(dtype, budget, tmp_path):
+    """And has no fp32 originals: only what came in fp32, and is rounded, does."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        "llama", hidden_size=64, intermediate_size=128, num_hidden_layers=4, vocab_size=128,
+        num_attention_heads=2,
+    )  # fmt: skip
+    with seeded():
+        AutoModelForCausalLM.from_config(config).to(dtype).save_pretrained(tmp_path / "base")
+    policy = AutoPlacement(budget, nvme_dir=str(tmp_path), block_numel=2048)
+    model = load_pretrained(
+        tmp_path / "base", lora=adapters(), placement_policy=policy, **{**SMALL, "hidden_dim": 64}
+    )
+    engine = model.engine
+    frozen = {spec.id for spec in engine.layout.chunks if not spec.trainable}
+    files = engine.storage.frozen
+    assert {engine.layout.chunks[chunk].dtype for chunk in frozen} == {"bfloat16"}
+    assert bool(engine.originals.chunks & frozen) == (dtype is torch.float32)
+    assert files is not None and not set(engine.storage.params or ()) & frozen
+    before = files.traffic
+    optimizer, ids = HybridAdam(model.parameters()), torch.arange(32).reshape(2, 16)
+    for _ in range(3):
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert files.traffic.nvme_read > before.nvme_read
+    assert files.traffic.nvme_write == before.nvme_write > 0
+
+
+EXPERTS = {
+    "qwen3_moe": {"moe_intermediate_size": 32, "num_experts": 12},  # 10 is behind 9, not behind 1
+    "mixtral": {"num_local_experts": 4},
+}
+
+
+@pytest.fixture(scope="module")
+def of_experts(tmp_path_factory):
+    """Folders of models whose files have an expert a tensor, by their family."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    found = {}
+    for family, sizes in EXPERTS.items():
+        config = AutoConfig.for_model(
+            family, hidden_size=64, intermediate_size=32, num_hidden_layers=2, head_dim=32,
+            num_attention_heads=2, num_key_value_heads=1, num_experts_per_tok=2, vocab_size=128,
+            **sizes,
+        )  # fmt: skip
+        found[family] = tmp_path_factory.mktemp(family)
+        with seeded():
+            model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+        model.save_pretrained(found[family])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"), [("qwen3_moe", "nf4"), ("qwen3_moe", None), ("mixtral", "int8")]
+)
+def test_experts_are_stacked_as_transformers_stacks_them(family, kind, of_experts, monkeypatch):
+    """One parameter at a time: none is read before it is asked for."""
+    read, of = [], LazyTensors.__getitem__
+    monkeypatch.setattr(LazyTensors, "__getitem__", lambda s, n: read.append(n) or of(s, n))
+    module = whole(of_experts[family], None)
+    with ExitStack() as stack:
+        files = converted(module, LazyTensors(of_experts[family], stack))
+        (name, *_) = [name for name in module.state_dict() if "experts.gate_up" in name]
+        assert files.spec_of(name).shape == module.state_dict()[name].shape and not read
+        assert torch.equal(files[name], module.state_dict()[name])
+        assert len(read) == 2 * len(module.state_dict()[name])  # two of each expert
+    lora = adapters() if kind == "nf4" else None
+    found = load_pretrained(of_experts[family], quantize=kind, lora=lora, **SMALL).state_dict()
+    plain = whole(of_experts[family], kind)
+    if lora is not None:
+        from peft import get_peft_model
+
+        plain = get_peft_model(plain, lora)
+    base = {name: value for name, value in plain.state_dict().items() if "lora_" not in name}
+    assert same({name: found[name] for name in base}, base)
+
+
+@pytest.mark.ci
+def test_ranks_have_the_experts_that_the_first_one_stacks(of_experts):
+    found = run_ranks(loaded, 2, of_experts["mixtral"], None, processes=True)[0]
+    assert same(found, whole(of_experts["mixtral"], "nf4").state_dict())
 
 
 def test_weights_are_quantised_one_at_a_time(folder, monkeypatch):
@@ -104,6 +200,45 @@ def test_weights_are_quantised_one_at_a_time(folder, monkeypatch):
     assert len(most) == 14 and max(most) <= 1
 
 
+class Mapping:
+    """A file of safetensors that can be asked for by weak references."""
+
+    def __init__(self, *arguments, **options):
+        self.file = safetensors.torch.safe_open(*arguments, **options)
+
+    def __getattr__(self, name):
+        return getattr(self.file, name)
+
+
+def test_files_are_mapped_anew_as_they_are_read(folder, monkeypatch):
+    """What was read of a mapping is resident while the mapping is there."""
+    expected = load_pretrained(folder, quantize="nf4").state_dict()
+    refs, others = [], []
+
+    def mapped(*arguments, **options):
+        others.append(sum(one() is not None for one in refs))
+        made = Mapping(*arguments, **options)
+        refs.append(weakref.ref(made))
+        return made
+
+    monkeypatch.setattr(lazy_tensors, "MAPPED_BYTES", 1)
+    monkeypatch.setattr(safetensors, "safe_open", mapped)
+    assert same(load_pretrained(folder, quantize="nf4").state_dict(), expected)
+    assert len(others) > 14 and max(others) == 0
+
+
+def test_a_form_is_made_once_for_all_layers_that_have_it(folder, monkeypatch):
+    shapes = []
+
+    def counted(layer, values):
+        shapes.append(tuple(values.shape))
+        return quantised(layer, values)
+
+    monkeypatch.setattr(quantise, "quantised", counted)  # weights are made by another name of it
+    load_pretrained(folder, quantize="nf4")
+    assert sorted(shapes) == [(32, 32), (32, 64), (64, 32)]
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -117,3 +252,48 @@ def test_what_cannot_be_is_refused(options, said, folder):
         options = {"lora": adapters(**options["lora"])}
     with pytest.raises(ValueError, match=said):
         load_pretrained(folder, **options)
+
+
+def reward(completions, **_):
+    return [sum(map(ord, text)) % 7.0 for text in completions]
+
+
+@pytest.mark.ci
+def test_a_script_of_grpo_trains_adapters_on_a_base_of_4_bits_in_files(tmp_path):
+    """The trainer's rollouts are those of plain peft, token by token. Adapters are in bf16 with
+    fp32 masters, and trl's own in fp32 under autocast: norms differ by as much as bf16 rounds."""
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    from gemini.integrations.transformers import GeminiTrainerMixin
+
+    class Sharded(GeminiTrainerMixin, GRPOTrainer):
+        pass
+
+    folder = make_folder(tmp_path / "base", hidden_size=64, intermediate_size=128,
+                         num_hidden_layers=4)  # fmt: skip
+    policy = AutoPlacement("250KiB", nvme_dir=str(tmp_path), block_numel=2048)
+    ours = {"gemini": {"placement_policy": policy, **SMALL}}
+    logs = []
+    for cls, options in ((GRPOTrainer, {}), (Sharded, ours)):
+        arguments = GRPOConfig(
+            str(tmp_path / "out"), max_steps=3, per_device_train_batch_size=4, num_generations=4,
+            max_completion_length=8, use_cpu=True, bf16=True, report_to="none", logging_steps=1,
+            save_strategy="no", learning_rate=1e-2, beta=0.04, seed=3, disable_tqdm=True,
+            gradient_checkpointing=False,
+            model_init_kwargs={"dtype": "bfloat16", "quantization_config": config_of("nf4")},
+        )  # fmt: skip
+        trainer = cls(
+            str(folder), reward_funcs=reward, args=arguments, peft_config=adapters(),
+            train_dataset=Dataset.from_list([{"prompt": "a chunk is"}, {"prompt": "a shard"}] * 4),
+            **options,
+        )  # fmt: skip
+        trainer.train()
+        logs.append([log for log in trainer.state.log_history if "reward" in log])
+    plain, found = logs
+    assert trainer.model_wrapped.engine.plan.frozen_read_bytes
+    assert len(found) == 3 and any(log["reward_std"] for log in found)
+    for name in ("reward", "completions/mean_length"):
+        assert [log[name] for log in found] == [log[name] for log in plain]
+    norms = [log["grad_norm"] for log in plain]
+    assert [log["grad_norm"] for log in found] == pytest.approx(norms, rel=0.02)

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from gemini import GeminiDDP
 from gemini.integrations.torch_optimizers import convert
-from optim import HybridAdam, HybridLion, HybridSGD
+from optim import HybridAdam, HybridLion, HybridMuon, HybridSGD
 from tests.support.loops.sides import SMALL, Net, loss_of, updates
 from tests.support.rules import LIKE_TORCH
 
@@ -110,6 +110,26 @@ def test_adamw_of_other_packages_keeps_its_state_in_as_few_bits(name):
     assert optimizer.param_groups[0].get("state", "fp32") == kind
     train(module, optimizer, StepLR(optimizer, 1, 0.5))
     assert error(module, want) < (1e-6 if name == "torchao" else 1e-15)  # its rate is in fp32
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_muon_goes_on_with_its_matrices_alone(wrapped):
+    """Biases, which it has not, stay as they are; its state is taken over."""
+    want, module = Net(), Net()
+    theirs, given = (
+        torch.optim.Muon([p for p in net.parameters() if p.dim() == 2], lr=1e-2, ns_steps=4)
+        for net in (want, module)
+    )
+    train(want, theirs, StepLR(theirs, 1, 0.5))
+    train(module, given, None, steps=1)
+    scheduler = StepLR(given, 1, 0.5)
+    given.param_groups[0]["lr"] = 5e-3
+    if wrapped:
+        model = GeminiDDP(module, precision="fp32", **SMALL)
+    optimizer = convert(given)
+    assert optimizer is given and isinstance(optimizer, HybridMuon)
+    train(model if wrapped else module, optimizer, scheduler, first=1, steps=STEPS - 1)
+    assert error(model if wrapped else module, want) < 1e-6
 
 
 def test_codes_of_another_package_are_not_taken_over():

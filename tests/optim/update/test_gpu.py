@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from gemini import GeminiDDP
-from optim import HybridAdam
+from optim import HybridAdam, HybridMuon
 from optim.adam import AdamRule
 from optim.rules.clipping import Clip
 from optim.state.pieces import Piece
 from optim.update.triton_update import TritonUpdater
+from tests.support.plain_training import update_error
 
 pytestmark = [
     pytest.mark.gpu,
@@ -168,3 +169,22 @@ def test_memcheck_is_clean():
         capture_output=True, text=True, env={**os.environ, "PYTHONPATH": ":".join(sys.path)},
     )  # fmt: skip
     assert out.returncode == 0, out.stdout[-3000:] + out.stderr[-2000:]
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+def test_muon_on_a_gpu_is_torchs(fraction):
+    """The same operators on the same matrices; what undoes a step leaves room for none."""
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    start = [torch.randn(s, device="cuda", generator=generator) for s in ((96, 160), (64, 33))]
+    ours, theirs = ([nn.Parameter(p.clone()) for p in start] for _ in range(2))
+    optimizers = [
+        HybridMuon(ours, lr=0.1, nvme_offload_fraction=fraction),
+        torch.optim.Muon(theirs, lr=0.1),
+    ]
+    for _ in range(3):
+        for mine, his in zip(ours, theirs, strict=True):
+            mine.grad = torch.randn(mine.shape, device="cuda", generator=generator)
+            his.grad = mine.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert update_error(ours, theirs, start) < 1e-6

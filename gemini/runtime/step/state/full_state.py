@@ -57,7 +57,13 @@ def gather_state(
     whole: FullState = {}
     for chunk in chunks:
         for plane in tiered_state.layout.planes:
-            shard, group = shards.pop((chunk.spec.id, plane.name)), links[chunk.spec.group]
+            having = _having(tiered_state, chunk, plane.name)
+            if not having:
+                continue
+            shard = shards.pop((chunk.spec.id, plane.name), None)
+            if shard is None:  # other ranks have elements of these parameters
+                shard = torch.zeros(chunk.spec.shard_numel, dtype=DTYPES[plane.dtype])
+            group = links[chunk.spec.group]
             payload = None
             if not cut:
                 payload = group.gather(shard)
@@ -65,12 +71,20 @@ def gather_state(
                 payload = group.gather_for_all(shard.to(group.shards.device), chunk.spec.id)
             if payload is not None:
                 for param, mine in params_in(layout, chunk.spec, payload):
+                    if param not in having:
+                        continue
                     if cut:
                         values = dtensor_of(group, params[param], mine)
                     else:
                         values = full_tensor_of(params[param], mine.cpu().clone()).cpu()
                     whole.setdefault(layout.params[param].name, {})[plane.name] = values
     return whole
+
+
+def _having(tiered_state: TieredState, chunk: Chunk, plane: str) -> set[int]:
+    """Parameters of a chunk that have a plane."""
+    params = {slot.param for slot in chunk.spec.slots}
+    return {param for param in params if tiered_state.columns.has(param, plane)}
 
 
 def scatter_state(
@@ -97,6 +111,8 @@ def scatter_state(
         names = [layout.params[slot.param].name for slot in chunk.spec.slots]
         for plane in tiered_state.layout.planes:
             if not any(plane.name in given[name] for name in names):
+                continue
+            if not _having(tiered_state, chunk, plane.name):
                 continue
             keys = [f"{name}.{plane.name}" for name in names]
             wholes = {key: full_value(flat[key]) for key in keys if key in split}

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from gemini.optim.rules.config import StateConfig
-from gemini.optim.rules.rule import UpdateRule
-from gemini.optim.rules.state_layout import MASTER, Plane
+from gemini.optim.rules.matrix_rule import MatrixRule
+from gemini.optim.rules.rule import NormRule, UpdateRule
+from gemini.optim.rules.state_layout import ALL_COLUMNS, MASTER, Plane
 from gemini.optim.state.disk.state_version import StateVersion
 from gemini.optim.state.pieces import Planes
 from gemini.optim.state.space import Block
@@ -30,6 +31,7 @@ from gemini.optim.state.state_stream import (
     visit_runs,
 )
 from gemini.optim.step.executor import Executor, step_counts
+from gemini.optim.step.matrix_step import MatrixPlan
 from gemini.optim.target import Group
 from gemini.runtime.parts import Parts
 from gemini.runtime.step.executors import make_executor, run_of
@@ -38,6 +40,8 @@ from gemini.units import ChunkId
 
 from .full_state import gather_state, scatter_state
 from .kept_steps import KeptSteps
+from .matrices import Matrices, matrix_step, planned
+from .norms import check_not_split
 from .shard_blocks import Shards
 from .shard_state import ShardState, StepCalls
 
@@ -69,15 +73,48 @@ class SavedShards(ShardState):
         config: StateConfig,
     ) -> None:
         self._group_of = group_of(parts, groups)  # first: it refuses what is not ours
-        super().__init__(parts, calls, rule.layout, config)
+        self._rule = rule
+        if isinstance(rule, NormRule):
+            check_not_split(parts)
+        columns = ALL_COLUMNS
+        if isinstance(rule, MatrixRule):
+            columns = rule.columns(self._group_of, groups)
+        super().__init__(parts, calls, rule.layout, config, columns)
+        self._executor: Executor
         runs = [run_of(parts.layout, chunk) for chunk in self._chunks]
-        self._executor: Executor = make_executor(
-            parts, rule, self._tiered_state.layout, self._group_of, runs, config.cpu_path
-        )
+        if isinstance(rule, MatrixRule):
+            self._executor = matrix_step(parts, rule, self._group_of, columns, self._planned, runs)
+        else:
+            self._executor = make_executor(
+                parts, rule, self._tiered_state.layout, self._executor_groups, runs, config.cpu_path
+            )
+        self._matrices_of: tuple[int, Matrices] | None = None  # by how many chunks are trained
         self._num_steps = 0
         self._was_loaded = False
         keeps = config.nvme.keep_versions and self._tiered_state.nvme is not None
         self.kept_steps = KeptSteps(parts, self._tiered_state) if keeps else None
+
+    @property
+    def _executor_groups(self) -> Sequence[int | None]:
+        """Of every parameter; of a rule whose hyperparameters are a parameter's own, itself."""
+        if isinstance(self._rule, NormRule):
+            return range(len(self._group_of))
+        return self._group_of
+
+    def _planned(self) -> MatrixPlan:
+        parts = self._parts
+        if self._matrices_of is None or self._matrices_of[0] != len(self._chunks):
+            self._matrices_of = len(self._chunks), self._matrices()
+        return planned(parts, self._matrices_of[1], parts.plan, parts.layout)
+
+    @property
+    def needs_wholes(self) -> bool:
+        """Its updates need more than one rank's part of a parameter."""
+        return self._rule.over_matrices or self._rule.over_norms
+
+    @property
+    def some_planes(self) -> Mapping[str, Set[str]]:
+        return self._columns.by_name(self._names)
 
     @property
     def names(self) -> dict[int, str]:

@@ -15,13 +15,13 @@ from gemini import nvme
 from gemini.chunk.storage import Chunk
 from gemini.nvme import BlockStore
 from gemini.optim.rules.config import StateConfig
-from gemini.optim.rules.state_layout import MASTER, StateLayout
+from gemini.optim.rules.state_layout import ALL_COLUMNS, MASTER, Columns, StateLayout
 from gemini.optim.state.pieces import Planes
 from gemini.optim.state.space import Block, Segment, StateSpace
 from gemini.optim.state.tiered_state import TieredState
 from gemini.placement.fit import StateRequest
 from gemini.placement.plan import Plan
-from gemini.placement.sizes import StateBytes
+from gemini.placement.sizes import BudgetError, StateBytes
 from gemini.placement.tiers import Tier
 from gemini.runtime.gradients.waiting import Gradients
 from gemini.runtime.memory.user_writes import follow_shard
@@ -30,6 +30,7 @@ from gemini.runtime.step.ahead.speculation import StepSpeculation
 from gemini.runtime.step.tail import StepTail
 from gemini.units import BlockId, ChunkId
 
+from .matrices import Matrices, matrices_of
 from .shard_blocks import ShardMasters, Shards
 
 
@@ -48,9 +49,15 @@ class ShardState:
     """State of this rank's shards of all trainable chunks; fp32 masters where there are any."""
 
     def __init__(
-        self, parts: Parts, calls: StepCalls, layout: StateLayout, config: StateConfig
+        self,
+        parts: Parts,
+        calls: StepCalls,
+        layout: StateLayout,
+        config: StateConfig,
+        columns: Columns = ALL_COLUMNS,
     ) -> None:
-        """`layout`: the rule's planes."""
+        """`layout`: the rule's planes. `columns`: which of them parameters have, where matrices are
+        updated whole."""
         self._parts = parts
         self._calls = calls
         self._tail = StepTail(parts)
@@ -61,11 +68,18 @@ class ShardState:
         has_master = master_weights and any(c.dtype != torch.float32 for c in self._chunks)
         if has_master:
             layout = layout.with_master()
-        state = _state_bytes(parts.chunks, layout, config.nvme.num_versions)
+        state = _state_bytes(parts.chunks, layout, config.nvme.num_versions, columns)
         planning = parts.planning
-        planning.with_state(
-            StateRequest(state, config.nvme_fraction, config.nvme.block_numel, config.nvme.depth)
-        )
+        self._columns = columns
+        nvme = config.nvme
+        request = StateRequest(state, config.nvme_fraction, nvme.block_numel, nvme.depth)
+        if columns.of_param:
+            request = replace(request, waiting=self._matrices().waiting)
+        self._waiting = request.waiting
+        try:
+            planning.with_state(request)
+        except BudgetError as error:
+            raise self._naming_matrix(error) from None
         disk = replace(config.nvme, block_numel=planning.block_numel)
         space = self._space(planning.block_numel)
         parts.storage.serve(planning.block_numel, disk.depth, disk.meter)
@@ -81,6 +95,8 @@ class ShardState:
             memory=parts.backend,
             label=parts.storage.config.label,
             num_ahead=planning.inputs.num_ahead,
+            num_waiting=request.waiting.blocks(planning.block_numel),
+            columns=columns,
             split=ShardMasters(self._chunks, state),
         )
         if config.nvme.keep_versions:
@@ -97,6 +113,20 @@ class ShardState:
             raise
         shards.end()
         parts.originals.keep([c.spec.id for c in parts.chunks if not c.spec.trainable])
+
+    def _matrices(self) -> Matrices:
+        """Of what is trained now."""
+        return matrices_of(self._parts, self._chunks, self._columns)
+
+    def _naming_matrix(self, error: BudgetError) -> BudgetError:
+        """With what staging has to hold, where matrices are updated whole."""
+        largest = self._matrices().largest() if self._columns.of_param else None
+        if largest is None:
+            return error
+        return error.also(
+            f"; blocks on NVMe wait in memory for the largest matrix among them, "
+            f"{self._names[largest.param]} {list(largest.shape)}"
+        )
 
     def _check_kept(self) -> None:
         """Raise ValueError where some of the state has one version."""
@@ -143,6 +173,7 @@ class ShardState:
             )
         self._chunks += chunks
         space = self._space(parts.planning.block_numel)
+        self._check_waiting(len(chunks))
         shards = Shards(self._chunks)
         self._unfilled.update(
             block.shard for block in space.blocks[len(self._tiered_state.space.blocks) :]
@@ -159,6 +190,16 @@ class ShardState:
             del self._chunks[-len(chunks) :]
             raise
         shards.end()
+
+    def _check_waiting(self, num_new: int) -> None:
+        """Raise RuntimeError where new matrices ask for more staging than was planned."""
+        if not self._columns.of_param or self._waiting.holds(self._matrices().waiting):
+            return
+        del self._chunks[-num_new:]
+        raise RuntimeError(
+            "the optimizer was made when only smaller matrices were trained, and has no room for "
+            "blocks that wait for larger ones; make it when all of them are trained"
+        )
 
     def _space(self, block_numel: int) -> StateSpace:
         """Of the chunks in the order in which they came to be trained."""
@@ -343,7 +384,12 @@ class ShardState:
             self._parts.originals.drop(chunk.spec.id)  # one chunk's worth twice, at most
 
 
-def _state_bytes(chunks: Sequence[Chunk], layout: StateLayout, num_versions: int) -> StateBytes:
+def _state_bytes(
+    chunks: Sequence[Chunk],
+    layout: StateLayout,
+    num_versions: int,
+    columns: Columns = ALL_COLUMNS,
+) -> StateBytes:
     """For the planner; with the chunks whose masters are what their parameters lack (ADR 0002).
 
     On disk: where the shard is in memory, when its block is updated; files stay as they were made.
@@ -353,9 +399,6 @@ def _state_bytes(chunks: Sequence[Chunk], layout: StateLayout, num_versions: int
     on_disk = {c.spec.id for c in chunks if c.files is None and layout.splits(c.spec.dtype)}
     apart = {c.spec.id for c in chunks if not c.may_be_payload and layout.splits(c.spec.dtype)}
     return StateBytes(
-        layout.bytes_per_element,
-        layout.has_master,
-        frozenset(on_disk),
-        frozenset(apart),
-        num_versions,
-    )
+        layout.bytes_per_element, layout.has_master, frozenset(on_disk), frozenset(apart),
+        num_versions, columns, layout if columns.of_param else None,
+    )  # fmt: skip

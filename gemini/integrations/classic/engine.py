@@ -1,0 +1,145 @@
+"""`colossalai.initialize` and what it gives: a Booster whose plugin a configuration describes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gemini.integrations.booster.booster import Booster
+from gemini.integrations.config import global_context, plugin_of
+from gemini.integrations.parallel.pipelined import Pipelined
+
+from .handlers import GRADIENT_HANDLER
+
+
+class LoopEngine:
+    """Model, optimizer and criterion of a loop of old scripts.
+
+    accumulation: so many backwards are one step. Between them `step` and `zero_grad` do nothing,
+    and each loss counts as a part of their mean.
+    """
+
+    def __init__(
+        self,
+        booster: Booster,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        criterion: Callable[..., Any] | None,
+        accumulation: int = 1,
+    ) -> None:
+        """model, optimizer: as `booster.boost` gives them."""
+        self.model, self.optimizer, self.criterion = model, optimizer, criterion
+        self.booster = booster
+        self._accumulation, self._backwards = accumulation, 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward."""
+        with self._sync():
+            return self.model(*args, **kwargs)
+
+    def train(self) -> None:
+        self.model.train()
+
+    def eval(self) -> None:
+        self.model.eval()
+
+    def zero_grad(self) -> None:
+        if self._backwards == 0:
+            self.optimizer.zero_grad()
+
+    def backward(self, loss: Tensor) -> None:
+        with self._sync():
+            self.booster.backward(loss / self._accumulation, self.optimizer)
+        self._backwards += 1
+
+    def step(self) -> bool:
+        """Whether parameters were updated."""
+        if self._backwards < self._accumulation:
+            return False
+        self.optimizer.step()
+        self._backwards = 0
+        return True
+
+    def execute_schedule(
+        self,
+        data_iter: Iterator[Any],
+        forward_only: bool = False,
+        return_loss: bool = True,
+        return_output_label: bool = True,
+    ) -> tuple[Any, Any, Tensor | None]:
+        """(output, label, loss) of the next (data, label), with its backward; through stages too.
+
+        What is not asked for is None, and in a pipeline all of it but on the last stage's ranks.
+        """
+        with torch.no_grad() if forward_only else nullcontext():
+            if isinstance(self.model, Pipelined):
+                found = self._through_stages(data_iter, return_output_label)
+            else:
+                data, label = next(data_iter)
+                output = self(data)
+                found = output, label, self._loss(output, label)
+                if not forward_only and found[2] is not None:
+                    self.backward(found[2])
+        output, label, loss = found
+        shown = (output, label) if return_output_label else (None, None)
+        return *shown, None if loss is None or not return_loss else loss.detach()
+
+    def _through_stages(
+        self, data_iter: Iterator[Any], with_output: bool
+    ) -> tuple[Any, Any, Tensor | None]:
+        labels: list[Any] = []
+
+        def loss_of(output: Any, part: Any) -> Any:
+            labels.append(part[1])
+            loss = self._loss(output, part[1])
+            return None if loss is None else loss / self._accumulation
+
+        found = self.booster.execute_pipeline(
+            data_iter, self.model, loss_of, self.optimizer, return_outputs=with_output
+        )
+        if torch.is_grad_enabled():
+            self._backwards += 1
+        loss = None if found["loss"] is None else found["loss"] * self._accumulation
+        return found["outputs"], torch.cat(labels) if labels else None, loss
+
+    def _loss(self, output: Any, label: Any) -> Tensor | None:
+        loss: Tensor | None = None if self.criterion is None else self.criterion(output, label)
+        return loss
+
+    def _sync(self) -> AbstractContextManager[None]:
+        """Gradients are reduced in the last backward of a step."""
+        is_last = self._backwards + 1 >= self._accumulation
+        if is_last or not torch.is_grad_enabled() or isinstance(self.model, Pipelined):
+            return nullcontext()
+        return self.booster.no_sync(self.model)
+
+
+def initialize(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    criterion: Callable[..., Any] | None = None,
+    train_dataloader: Any = None,
+    test_dataloader: Any = None,
+    lr_scheduler: Any = None,
+) -> tuple[LoopEngine, Any, Any, Any]:
+    """(engine, train_dataloader, test_dataloader, lr_scheduler), as the configuration says.
+
+    It is what the process was launched with. Its `parallel`, `fp16` and `clip_grad_norm` are those
+    of `plugin_of`, with optimizer state sharded (ZeRO-1); `gradient_accumulation` is how many
+    backwards a step has, and `gradient_handler` names classes of `GRADIENT_HANDLER`.
+    Raises ValueError for what the plugin cannot wrap.
+    """
+    config = global_context.config
+    chunks = getattr(model, "num_chunks", 1)
+    style = {"pp_style": "interleaved", "num_model_chunks": chunks} if chunks > 1 else {}
+    booster = Booster(plugin=plugin_of(config, zero_stage=1, **style))
+    model, optimizer, *_ = booster.boost(model, optimizer)  # type: ignore[assignment]
+    for handler in config.get("gradient_handler", ()):
+        GRADIENT_HANDLER.get_module(handler["type"])(model, optimizer)
+    accumulation = int(config.get("gradient_accumulation", 1))
+    engine = LoopEngine(booster, model, optimizer, criterion, accumulation)
+    return engine, train_dataloader, test_dataloader, lr_scheduler

@@ -1,0 +1,209 @@
+"""Hooks of `Trainer`: what is done, measured, said and saved as a fit goes on."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gemini.integrations.parts import rank
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+
+class BaseHook:
+    """Called through a fit, those of a lower `priority` first. A subclass has what it needs."""
+
+    def __init__(self, priority: int = 10) -> None:
+        self.priority = priority
+
+    def before_train(self, trainer: Trainer) -> None: ...
+
+    def after_train(self, trainer: Trainer) -> None: ...
+
+    def before_train_epoch(self, trainer: Trainer) -> None: ...
+
+    def after_train_epoch(self, trainer: Trainer) -> None: ...
+
+    def before_train_iter(self, trainer: Trainer) -> None: ...
+
+    def after_train_iter(self, trainer: Trainer, output: Any, label: Any, loss: Any) -> None:
+        """What the iteration gave; None for what was not asked for."""
+
+    def before_test(self, trainer: Trainer) -> None: ...
+
+    def after_test(self, trainer: Trainer) -> None: ...
+
+    def before_test_epoch(self, trainer: Trainer) -> None: ...
+
+    def after_test_epoch(self, trainer: Trainer) -> None: ...
+
+    def before_test_iter(self, trainer: Trainer) -> None: ...
+
+    def after_test_iter(self, trainer: Trainer, output: Any, label: Any, loss: Any) -> None:
+        """The same of an evaluation."""
+
+
+class Accuracy(nn.Module):
+    """How many rows of `logits` [n, classes] have `targets` [n] as their largest: 0-d."""
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return (logits.argmax(-1) == targets).sum()
+
+
+class _MeanHook(BaseHook):
+    """`trainer.metrics[name]`: the mean of an epoch so far, over ranks that have a value."""
+
+    name = ""
+
+    def before_train_epoch(self, trainer: Trainer) -> None:
+        self._sums = torch.zeros(2, dtype=torch.float64)
+
+    def before_test_epoch(self, trainer: Trainer) -> None:
+        self._sums = torch.zeros(2, dtype=torch.float64)
+
+    def _add(self, value: Any, count: int) -> None:
+        self._sums += torch.tensor([float(value), float(count)], dtype=torch.float64)
+
+    def _say(self, trainer: Trainer, part: str) -> None:
+        total = self._sums.clone()
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+            total = total.to(device)
+            dist.all_reduce(total)
+        if total[1] > 0:
+            trainer.metrics[f"{part} {self.name}"] = float(total[0] / total[1])
+
+    def after_train_epoch(self, trainer: Trainer) -> None:
+        self._say(trainer, "train")
+
+    def after_test_epoch(self, trainer: Trainer) -> None:
+        self._say(trainer, "test")
+
+
+class LossHook(_MeanHook):
+    """The mean loss of an epoch."""
+
+    name = "loss"
+
+    def __init__(self, priority: int = 0) -> None:
+        super().__init__(priority)
+
+    def after_train_iter(self, trainer: Trainer, output: Any, label: Any, loss: Any) -> None:
+        if loss is not None:
+            trainer.metrics["loss"] = float(loss)
+            self._add(loss, 1)
+
+    def after_test_iter(self, trainer: Trainer, output: Any, label: Any, loss: Any) -> None:
+        if loss is not None:
+            self._add(loss, 1)
+
+
+class AccuracyHook(_MeanHook):
+    """The accuracy of an evaluation. accuracy_func: (output, label) -> how many are right."""
+
+    name = "accuracy"
+
+    def __init__(self, accuracy_func: Callable[[Any, Any], Any], priority: int = 0) -> None:
+        super().__init__(priority)
+        self._func = accuracy_func
+
+    def after_test_iter(self, trainer: Trainer, output: Any, label: Any, loss: Any) -> None:
+        if output is not None:
+            self._add(self._func(output, label), len(label))
+
+
+class LRSchedulerHook(BaseHook):
+    """`lr_scheduler.step()` after every epoch, or after every iteration."""
+
+    def __init__(self, lr_scheduler: Any, by_epoch: bool, priority: int = 1) -> None:
+        super().__init__(priority)
+        self._schedule, self._by_epoch = lr_scheduler, by_epoch
+
+    def after_train_iter(self, trainer: Trainer, output: Any, label: Any, loss: Any) -> None:
+        if not self._by_epoch:
+            self._step(trainer)
+
+    def after_train_epoch(self, trainer: Trainer) -> None:
+        if self._by_epoch:
+            self._step(trainer)
+
+    def _step(self, trainer: Trainer) -> None:
+        self._schedule.step()
+        trainer.metrics["lr"] = self._schedule.get_last_lr()[0]
+
+
+class ThroughputHook(BaseHook):
+    """Rows a second of all ranks in an iteration, where labels are returned."""
+
+    def before_train_iter(self, trainer: Trainer) -> None:
+        self._began = time.perf_counter()
+
+    def after_train_iter(self, trainer: Trainer, output: Any, label: Any, loss: Any) -> None:
+        if label is not None:
+            ranks = dist.get_world_size() if dist.is_initialized() else 1
+            rows = len(label) * ranks
+            trainer.metrics["rows a second"] = rows / (time.perf_counter() - self._began)
+
+
+class LogMetricByEpochHook(BaseHook):
+    """A logger says the metrics after every `interval` epochs; after others' hooks."""
+
+    def __init__(self, logger: logging.Logger, interval: int = 1, priority: int = 10) -> None:
+        super().__init__(priority)
+        self._logger, self._interval = logger, interval
+
+    def after_train_epoch(self, trainer: Trainer) -> None:
+        self._log(trainer, "train")
+
+    def after_test_epoch(self, trainer: Trainer) -> None:
+        self._log(trainer, "test")
+
+    def _log(self, trainer: Trainer, part: str) -> None:
+        if rank() == 0 and trainer.cur_epoch % self._interval == 0:
+            said = ", ".join(f"{name} {value:.5g}" for name, value in trainer.metrics.items())
+            self._logger.info("epoch %d, %s: %s", trainer.cur_epoch, part, said)
+
+
+class LogMetricByStepHook(BaseHook):
+    """`trainer.step_metrics` is of the last iteration, for a progress bar."""
+
+    def after_train_iter(self, trainer: Trainer, output: Any, label: Any, loss: Any) -> None:
+        trainer.step_metrics = dict(trainer.metrics)
+
+
+class LogMemoryByEpochHook(BaseHook):
+    """A logger says `memory_report()` after every epoch, of a model that has one."""
+
+    def __init__(self, logger: logging.Logger, priority: int = 10) -> None:
+        super().__init__(priority)
+        self._logger = logger
+
+    def after_train_epoch(self, trainer: Trainer) -> None:
+        report = getattr(trainer.engine.model, "memory_report", None)
+        if report is not None and rank() == 0:
+            self._logger.info("epoch %d, memory\n%s", trainer.cur_epoch, report())
+
+
+class SaveCheckpointHook(BaseHook):
+    """A checkpoint after every `interval` epochs, in `checkpoint_dir/epoch_N`. Collective."""
+
+    def __init__(
+        self, interval: int = 1, checkpoint_dir: str = ".", model: Any = None, priority: int = 10
+    ) -> None:
+        """model: is the fit's, and may be left away."""
+        super().__init__(priority)
+        self._interval, self._folder = interval, Path(checkpoint_dir)
+
+    def after_train_epoch(self, trainer: Trainer) -> None:
+        if (trainer.cur_epoch + 1) % self._interval == 0:
+            engine, folder = trainer.engine, self._folder / f"epoch_{trainer.cur_epoch}"
+            engine.booster.save_model(engine.model, folder / "model", shard=True)
+            engine.booster.save_optimizer(engine.optimizer, folder / "optimizer", shard=True)

@@ -1,0 +1,110 @@
+"""Weights that stages of a pipeline tie: every stage has a copy, and all have one gradient.
+
+S numel of a shard
+
+A copy is a chunk of its stage, in a sharding group of its own, so that a stage gathers it without
+the others. Its gradient is reduced over the stage as any other, and waits. Before a step, or a
+clip, what the copies have is added up: two addends, whose sum is the same bits on both sides. So
+all of them take the same step from the same values. The first copy speaks for the others: in the
+norm, and in what is saved, where it is one tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gemini.chunk.layout import ParamSpec
+from gemini.chunk.local import local_of
+from gemini.chunk.storage import Chunk
+from gemini.runtime.comm.communicator import Communicator
+from gemini.runtime.comm.links import Tie
+from gemini.runtime.parts import Parts
+
+TIED = "tied "  # begins the last word of a sharding group
+
+
+class Ties:
+    """Parameters of this process that stages tie, until they are wrapped."""
+
+    def __init__(self, pipeline: dist.ProcessGroup, place: int) -> None:
+        """pipeline: the ranks of this rank's pipeline, in the order of places."""
+        self._ranks = dist.get_process_group_ranks(pipeline)
+        self._place = place
+        self._waiting: dict[int, tuple[nn.Parameter, Tie]] = {}
+
+    def add(
+        self, copies: Sequence[nn.Parameter], names: tuple[str, ...], places: Sequence[int]
+    ) -> None:
+        """copies: of this process. names: all that the parameter has in the whole model. places:
+        of the pipeline that have a copy, the first stage's first.
+
+        All have the values of the first. Collective over these places.
+        """
+        across = None
+        if len(places) > 1:
+            ranks = [self._ranks[place] for place in places]
+            across = Communicator(dist.new_group(ranks, use_local_synchronization=True))
+        for i, param in enumerate(copies):
+            is_first = i == 0 and self._place == places[0]
+            if across is not None and i == 0:
+                across.broadcast(local_of(param.detach()))
+            self._waiting[id(param)] = param, Tie(names, across, is_first)
+
+    def take(
+        self, params: Sequence[nn.Parameter], specs: Sequence[ParamSpec]
+    ) -> tuple[list[ParamSpec], dict[str, Tie]]:
+        """Specs with the names and the sharding groups that tied parameters have, and the ties by
+        group. They are known no more."""
+        found, ties = [], {}
+        for param, spec in zip(params, specs, strict=True):
+            if id(param) in self._waiting:
+                _, tie = self._waiting.pop(id(param))
+                first, *others = tie.names
+                group = f"{spec.group}+{TIED}{first}"
+                spec = replace(spec, name=first, aliases=tuple(others), group=group)
+                ties[group] = tie
+            found.append(spec)
+        return found, ties
+
+    def forget(self) -> None:
+        """What was not wrapped."""
+        self._waiting.clear()
+
+
+@torch.no_grad()
+def add_up(parts: Iterable[Parts]) -> None:
+    """Gradients of tied weights become those of all copies. Collective over their stages.
+
+    parts: of this process, in the order of stages. All stages call it behind the same windows:
+    copies have something to add on all ranks, or on none.
+    """
+    tied: dict[str, list[tuple[Parts, Chunk]]] = {}
+    for one in parts:
+        for chunk in one.chunks:
+            if chunk.tie is not None and chunk.gradient.own is not None:
+                tied.setdefault(chunk.tie.names[0], []).append((one, chunk))
+    for name in sorted(tied):
+        copies = tied[name]
+        total = _sum([chunk.gradient.own for _, chunk in copies])
+        there = any(one.present[chunk.spec.slots[0].param] for one, chunk in copies)
+        across = copies[0][1].tie
+        assert across is not None
+        if across.copies is not None:
+            across.copies.all_reduce(total).wait()
+            said = across.copies.numbers([there], torch.int32)
+            across.copies.all_reduce(said).wait()
+            there = bool(said.item())
+        for i, (one, chunk) in enumerate(copies):
+            chunk.gradient.add_own(total.clone() if i else total)
+            one.present[chunk.spec.slots[0].param] = there
+
+
+def _sum(values: Sequence[Tensor | None]) -> Tensor:
+    """[S], fp32: of a chunk's copies in this process, in a tensor of its own."""
+    first, *others = [value.float() for value in values if value is not None]
+    return sum(others, first)

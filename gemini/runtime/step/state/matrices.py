@@ -1,0 +1,137 @@
+"""What a rule over whole matrices needs of an engine: who has which run of each, and where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+from gemini.chunk.layout import ChunkLayout, ChunkSpec
+from gemini.chunk.local import group_of as split_of
+from gemini.chunk.storage import Chunk
+from gemini.mesh.roles import WORLD
+from gemini.optim.matrices.plan import Bucket, Whole, buckets_of
+from gemini.optim.rules.matrix_rule import MOMENTUM, MatrixRule
+from gemini.optim.rules.state_layout import Columns
+from gemini.optim.step.gradients import GradientRun
+from gemini.optim.step.matrix_step import (
+    MatrixDeviceStep,
+    MatrixPlan,
+    MatrixStep,
+    MatrixUpdates,
+)
+from gemini.optim.update.cpu_update import CpuWorkers
+from gemini.optim.update.updaters import CpuUpdater
+from gemini.placement.plan import Plan
+from gemini.placement.sizes import Waiting
+from gemini.placement.tiers import Tier
+from gemini.runtime.parts import Parts
+from gemini.runtime.step.executors import updated_by_kernels
+from gemini.units import ParamId
+
+
+@dataclass(frozen=True, slots=True)
+class Matrices:
+    """The buckets of an engine's matrices, in the order of its state."""
+
+    buckets: tuple[Bucket, ...]
+    waiting: Waiting
+
+    def largest(self) -> Whole | None:
+        """What staging is for."""
+        every = (whole for bucket in self.buckets for whole in bucket.wholes)
+        return max(every, key=lambda whole: whole.numel, default=None)
+
+
+def matrices_of(parts: Parts, chunks: Sequence[Chunk], columns: Columns) -> Matrices:
+    """Of the parameters that keep a momentum, in these chunks.
+
+    Raises ValueError for one that torch has split: no rank has all of a matrix.
+    """
+    wholes = [whole for chunk in chunks for whole in _wholes(parts, chunk, columns)]
+    buckets = tuple(buckets_of(wholes))
+    numel = num_runs = 0
+    for bucket in buckets:
+        params = {whole.param for whole in bucket.wholes}
+        spans = [span for chunk in chunks if (span := _span(chunk.spec, params))]
+        numel = max(numel, *(sum(of_rank) for of_rank in zip(*spans, strict=True)))
+        num_runs = max(num_runs, len(spans))
+    return Matrices(buckets, Waiting(numel, num_runs))
+
+
+def _span(spec: ChunkSpec, params: Set[int]) -> list[int]:
+    """Of each rank's shard: elements from the first to the last that is of one of these."""
+    slots = [slot for slot in spec.slots if slot.param in params]
+    if not slots:
+        return []
+    low, high = slots[0].offset, slots[-1].offset + slots[-1].numel
+    edges = range(0, spec.payload_numel, spec.shard_numel)
+    return [max(0, min(high, lo + spec.shard_numel) - max(low, lo)) for lo in edges]
+
+
+def _wholes(parts: Parts, chunk: Chunk, columns: Columns) -> list[Whole]:
+    layout, spec = parts.layout, chunk.spec
+    by_rank = [
+        {part.param: (part.param_offset, part.numel) for part in layout.shard_segments(spec, rank)}
+        for rank in range(spec.num_shards)
+    ]
+    found = []
+    for slot in spec.slots:
+        shape, param = layout.params[slot.param].shape, slot.param
+        if len(shape) < 2 or not columns.has(param, MOMENTUM.name):
+            continue
+        if split_of(parts.params[param]) != WORLD and not _has_whole_matrices(parts.params[param]):
+            raise ValueError(
+                f"{layout.params[param].name} is split by torch, so no rank has all of its matrix; "
+                "give it to a group with use_muon=False"
+            )
+        runs = tuple(of_rank.get(param, (0, 0)) for of_rank in by_rank)
+        found.append(Whole(param, tuple(shape), _contiguous(shape), runs, spec.group))
+    return found
+
+
+def _has_whole_matrices(param: Any) -> bool:
+    """A stack of which torch has given other matrices to other ranks."""
+    return param.dim() > 2 and all(p.is_replicate() or p.is_shard(0) for p in param.placements)
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    stride = [1]
+    for size in reversed(shape[1:]):
+        stride.insert(0, stride[0] * size)
+    return tuple(stride)
+
+
+def planned(parts: Parts, matrices: Matrices, plan: Plan, layout: ChunkLayout) -> MatrixPlan:
+    """With what is on disk: blocks of shards have the same homes on all ranks."""
+    on_disk = {shard.chunk for shard in plan.shards if Tier.NVME in shard.state_homes}
+    chunk_of = layout.chunk_of()
+    return MatrixPlan(
+        matrices.buckets,
+        frozenset(
+            i
+            for i, bucket in enumerate(matrices.buckets)
+            if any(chunk_of[ParamId(whole.param)] in on_disk for whole in bucket.wholes)
+        ),
+        {group: links.shards for group, links in parts.links.items()},
+    )
+
+
+def matrix_step(
+    parts: Parts,
+    rule: MatrixRule,
+    group_of: Sequence[int | None],
+    columns: Columns,
+    asked: Callable[[], MatrixPlan],
+    runs: Sequence[GradientRun],
+) -> MatrixStep | MatrixDeviceStep:
+    """The executor of shards: where the plan has it."""
+    settings, control = parts.precision_settings, parts.control_vector
+    seed = None if settings.master_weights else settings.rounding_seed
+    updates = MatrixUpdates(rule, group_of, columns, asked)
+    if updated_by_kernels(parts.planning.plan, parts.backend):
+        names = [spec.name for spec in parts.layout.params]
+        return MatrixDeviceStep(
+            updates, control, parts.backend, runs=runs, names=names, rounding_seed=seed
+        )
+    return MatrixStep(CpuUpdater(CpuWorkers(), rule), updates, control, seed)

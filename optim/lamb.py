@@ -1,0 +1,48 @@
+"""LAMB: the update rule, and HybridLamb."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from gemini.optim.rules import formulas
+from gemini.optim.rules.rule import NormRule
+from gemini.optim.rules.state_layout import Plane, StateLayout
+
+from .elementwise import ElementwiseOptimizer
+
+
+class LambRule(NormRule):
+    """m and v in fp32; the formulas are `formulas.lamb` and `formulas.lamb_direction`."""
+
+    name = "lamb"
+    layout = StateLayout(
+        (Plane("exp_avg", "float32"), Plane("exp_avg_sq", "float32", keeps_ties=True))
+    )
+    options: ClassVar = {
+        "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0.0, "adam": False,
+        "bias_correction": False,
+    }  # fmt: skip
+    coefficients = staticmethod(formulas.lamb_coefficients)
+    formula = staticmethod(formulas.lamb)
+    direction = staticmethod(formulas.lamb_direction)
+
+    def trusting(self, hyper: Any, weight_norm: float, direction_norm: float) -> Any:
+        if hyper.adam or weight_norm == 0 or direction_norm == 0:
+            return hyper
+        return hyper._replace(trust=weight_norm / direction_norm)
+
+
+class HybridLamb(ElementwiseOptimizer):
+    """LAMB (You et al. 2020) with the arguments of colossalai.nn.Lamb; see `HybridAdam`.
+
+    A parameter moves by lr * |p| / |u| along u, of its whole norms: before an update a step reads
+    all state once more, and ranks add up squares in one all-reduce.
+
+    adam: trust ratios are 1. bias_correction: of both moments, as in apex's FusedLAMB.
+
+    Raises ValueError for a parameter that torch has split; else as `HybridAdam`. Formula:
+    `optim.rules.formulas.lamb`.
+    """
+
+    rule = LambRule
+    by_name = ("bias_correction",)

@@ -1,0 +1,104 @@
+"""Which rank makes which matrix orthogonal, in which order: a plan. Pure.
+
+A rank has runs of elements of a parameter, and an update needs all of it. So parameters are dealt
+with in buckets, one after the other in the order of their chunks: every rank sends its runs to the
+owner of each and is sent its runs of the direction. A bucket has about as many elements as there
+are ranks times those of the largest parameter: every rank owns a share of its work, and has no more
+of it waiting than one such parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from gemini.optim.state.space import Block
+from gemini.units import BlockId
+
+ITERATIONS = 5  # for which work is counted
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A parameter whose update needs all of it.
+
+    shape, stride: of its elements, flat in the order of its state. runs: of each rank of its group
+    the first element and how many; (0, 0) where a rank has none.
+    """
+
+    param: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    runs: tuple[tuple[int, int], ...]
+    group: str = ""
+
+    @property
+    def numel(self) -> int:
+        return sum(numel for _, numel in self.runs)
+
+    @property
+    def work(self) -> int:
+        """Operations: 20 r^2 c + 10 r^3 of each matrix of r rows and c columns, r <= c."""
+        rows, columns = sorted(self.shape[-2:])
+        stack = self.numel // max(1, rows * columns)
+        return stack * ITERATIONS * (4 * rows * rows * columns + 2 * rows**3)
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Parameters that are exchanged together, each with the rank that owns it."""
+
+    wholes: tuple[Whole, ...]
+    owners: tuple[int, ...]
+
+    @property
+    def group(self) -> str:
+        return self.wholes[0].group
+
+    def only(self, wanted: Callable[[Whole], bool]) -> Bucket:
+        """Of these parameters; owners stay."""
+        pairs = [p for p in zip(self.wholes, self.owners, strict=True) if wanted(p[0])]
+        return Bucket(tuple(whole for whole, _ in pairs), tuple(owner for _, owner in pairs))
+
+    def owned_by(self, rank: int) -> list[Whole]:
+        """In the order in which they are sent."""
+        pairs = zip(self.wholes, self.owners, strict=True)
+        return [whole for whole, owner in pairs if owner == rank]
+
+
+def buckets_of(wholes: Sequence[Whole]) -> list[Bucket]:
+    """Neighbours of one group, in order; owners are balanced by work, the largest first."""
+    found: list[Bucket] = []
+    for _, members in groupby(wholes, key=lambda whole: whole.group):
+        of_group = list(members)
+        num_ranks = len(of_group[0].runs)
+        limit = num_ranks * max(whole.numel for whole in of_group)
+        taken: list[Whole] = []
+        for whole in of_group:
+            if sum(one.numel for one in taken) + whole.numel > limit:
+                found.append(_owned(taken, num_ranks))
+                taken = []
+            taken.append(whole)
+        found.append(_owned(taken, num_ranks))
+    return found
+
+
+def _owned(wholes: Sequence[Whole], num_ranks: int) -> Bucket:
+    load, owners = [0] * num_ranks, [0] * len(wholes)
+    for i in sorted(range(len(wholes)), key=lambda i: (-wholes[i].work, i)):
+        owners[i] = min(range(num_ranks), key=lambda rank: (load[rank], rank))
+        load[owners[i]] += wholes[i].work
+    return Bucket(tuple(wholes), tuple(owners))
+
+
+def blocks_waiting(buckets: Sequence[Bucket], blocks: Sequence[Block]) -> int:
+    """The most blocks of these that wait at once, however few of a bucket's parameters are
+    updated: all of one bucket, and of its neighbours those that it shares blocks with."""
+    of_param = {whole.param: i for i, bucket in enumerate(buckets) for whole in bucket.wholes}
+    places: list[set[BlockId]] = [set() for _ in buckets]
+    for block in blocks:
+        for part in block.segments:
+            if part.param in of_param:
+                places[of_param[part.param]].add(block.id)
+    return max(map(len, places), default=0)

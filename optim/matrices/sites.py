@@ -1,0 +1,170 @@
+"""Where the elementwise parts of an update of matrices are computed: on the host, or on a device.
+
+On a device they are torch's operators, in the dtypes and the order of the host's path; blocks whose
+state is in host memory pass through its staging, one after the other. The iterations between take
+far longer than both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from gemini.optim.rules.formulas import noise, round_stochastic
+from gemini.optim.rules.report import Traffic
+from gemini.optim.rules.rule import UpdateRule
+from gemini.optim.state.memory import Memory
+from gemini.optim.state.pieces import Piece, Planes, SteppedViews
+from gemini.optim.state.space import Block
+from gemini.optim.update import cpu_update
+from gemini.optim.update.cpu_update import StepInputs
+from gemini.optim.update.staging import DeviceStaging
+from gemini.optim.update.updaters import CpuUpdater
+
+
+class Site(Protocol):
+    """Computes on pieces whose tensors are where it is."""
+
+    @property
+    def inputs(self) -> StepInputs:
+        """Of the step: what enters gradients, and how weights are rounded."""
+        ...
+
+    @property
+    def name(self) -> str: ...
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor: ...
+
+    def bring(self, planes: Planes, *, on_host: bool) -> Planes:
+        """State of a block where it can be updated, until the next one is brought."""
+        ...
+
+    def give_back(
+        self, planes: Planes, here: Planes, more: Sequence[tuple[Tensor, Tensor]] = ()
+    ) -> None:
+        """What `bring` made of `planes` is updated; with it go copies `more`. Waits for them."""
+        ...
+
+    def update(self, rule: UpdateRule, pieces: Sequence[Piece], inputs: StepInputs) -> None:
+        """One step over all pieces."""
+        ...
+
+    def traffic(self) -> Traffic:
+        """Bytes moved between host and device so far."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class HostSite:
+    """The host's cores, and memory that is theirs."""
+
+    updater: CpuUpdater
+
+    @property
+    def inputs(self) -> StepInputs:
+        return self.updater.inputs
+
+    @property
+    def name(self) -> str:
+        return self.updater.name
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(numel, dtype=dtype)
+
+    def bring(self, planes: Planes, *, on_host: bool) -> Planes:
+        return planes
+
+    def give_back(
+        self, planes: Planes, here: Planes, more: Sequence[tuple[Tensor, Tensor]] = ()
+    ) -> None:
+        assert not more
+
+    def update(self, rule: UpdateRule, pieces: Sequence[Piece], inputs: StepInputs) -> None:
+        cpu_update.update(self.updater.workers, rule, pieces, inputs)
+
+    def traffic(self) -> Traffic:
+        return self.updater.traffic()
+
+
+@dataclass(slots=True)
+class DeviceSite:
+    """A device, by torch's operators."""
+
+    memory: Memory
+    staging: DeviceStaging
+    inputs: StepInputs
+    moved: Traffic = field(default_factory=Traffic)
+    name: str = "torch"
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return self.memory.zeros(numel, dtype, on_host=False)
+
+    def bring(self, planes: Planes, *, on_host: bool) -> Planes:
+        if not on_host:
+            return planes
+        here = self.staging.planes(0, planes)
+        self.memory.copy_all([(here[name], planes[name]) for name in planes]).order()
+        return here
+
+    def give_back(
+        self, planes: Planes, here: Planes, more: Sequence[tuple[Tensor, Tensor]] = ()
+    ) -> None:
+        if here is planes:
+            return
+        self.memory.copy_all([*((planes[name], here[name]) for name in planes), *more]).settle()
+        nbytes = sum(plane.nbytes for plane in planes.values())
+        self.moved += Traffic(host_to_device=nbytes, device_to_host=nbytes)
+
+    def update(self, rule: UpdateRule, pieces: Sequence[Piece], inputs: StepInputs) -> None:
+        for piece in pieces:
+            grad = piece.grad.float()
+            if inputs.factor != 1.0:
+                grad = grad * inputs.factor
+            if inputs.limit != math.inf:
+                grad = grad.clamp(-inputs.limit, inputs.limit)
+            param = piece.param.float() if piece.master is None else piece.master
+            rule.update(param, grad, piece.planes, piece.hyper, piece.step)
+            if param is not piece.param:
+                _show(param, piece, inputs.rounding_seed)
+
+    def traffic(self) -> Traffic:
+        return self.moved
+
+
+def _show(param: Tensor, piece: Piece, rounding_seed: int | None) -> None:
+    """The parameter that the model sees, of fp32 [n]."""
+    visible = piece.param
+    if rounding_seed is None or visible.dtype != torch.bfloat16:
+        visible.copy_(param)
+        return
+    random = noise(rounding_seed, piece.counter, piece.step, piece.first, visible.numel())
+    round_stochastic(param, random.to(param.device), visible)
+
+
+def update_apart(
+    site: Site,
+    rule: UpdateRule,
+    block: Block,
+    planes: Planes,
+    views: SteppedViews,
+    *,
+    on_host: bool,
+) -> bool:
+    """Update a block without matrices; False where it has no gradient."""
+    touched = views.touches(block)
+    if touched:
+        here = site.bring(planes, on_host=on_host)
+        site.update(rule, views.pieces(block, here), site.inputs)
+        site.give_back(planes, here, leaving_with(site, block, views))
+    views.updated(block)
+    return touched
+
+
+def leaving_with(site: Site, block: Block, views: SteppedViews) -> Sequence[tuple[Tensor, Tensor]]:
+    """Of a block that was updated on a device: its parameters that go to files."""
+    return views.leaving(block, None) if isinstance(site, DeviceSite) else ()

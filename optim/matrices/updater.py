@@ -1,0 +1,352 @@
+"""An update of whole matrices over blocks of their state: in, across, out.
+
+    take in     elementwise: gradients go into the momentum; what comes out is a direction [n]
+    exchange    of a bucket, when all its blocks here were taken in: runs go to the owners of their
+                parameters in one all-to-all, are made orthogonal there, and come back
+    put out     elementwise: weights move along what came back, and what another rule updates does
+
+A block that was taken in waits until the buckets of all its matrices are back. Blocks on disk wait
+in their buffers: so a step reads and writes each of them once. Those in memory come when the step
+counts. A bucket of which some blocks are in memory, here or on another rank, is exchanged with
+those on disk; a block in memory is looked at then, and taken in later.
+
+[Note: all take part] Exchanges are collective, and come in the order of buckets on every rank. One
+whose disk fails sends what it has until the last is over, and says so in the vote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from gemini.optim.rules.matrix_rule import (
+    MOMENTUM,
+    Intake,
+    Matrices,
+    MatrixRule,
+    Outlet,
+    directed,
+)
+from gemini.optim.rules.orthogonal import DTYPES
+from gemini.optim.rules.report import Traffic
+from gemini.optim.state.pieces import Planes, SteppedViews
+from gemini.optim.state.space import Block
+from gemini.optim.update.cpu_update import StepInputs
+from gemini.units import BlockId
+
+from .plan import Bucket, Whole
+from .sites import Site, leaving_with, update_apart
+
+Resting = tuple[Block, Planes, bool]  # of a block in memory: where its state is, in the host's
+Run = tuple[int, Tensor]  # first element of a parameter, and directions [n] from there
+
+
+class Ways(Protocol):
+    """Between the ranks that have runs of the same parameters."""
+
+    rank: int
+    world_size: int
+
+    def all_to_all(
+        self, there: Tensor, numels: Sequence[int], here: Tensor, sent: Sequence[int]
+    ) -> None:
+        """`there` [sum of numels]: what every rank has sent to this one, of its `here` [sum of
+        sent]. Collective."""
+        ...
+
+
+class Alone:
+    """A process that has all of every parameter."""
+
+    rank = 0
+    world_size = 1
+
+    def all_to_all(
+        self, there: Tensor, numels: Sequence[int], here: Tensor, sent: Sequence[int]
+    ) -> None:
+        raise AssertionError("there is nobody to send to")
+
+
+@dataclass(slots=True)
+class _Taken:
+    """A block that was taken in.
+
+    directions: [n], of its matrices. grads: [n] fp32 of the rest, where another rule updates some.
+    waits_for: buckets.
+    """
+
+    block: Block
+    planes: Planes
+    on_host: bool
+    directions: Tensor
+    grads: Tensor | None
+    waits_for: set[int]
+
+
+class MatrixUpdater:
+    """Updates blocks of one step, of which matrices are updated whole.
+
+    hyper: of every parameter; None for one that the step leaves alone.
+    """
+
+    def __init__(
+        self,
+        site: Site,
+        rule: MatrixRule,
+        buckets: Sequence[Bucket],
+        on_disk: frozenset[int],
+        ways: Mapping[str, Ways],
+        hyper: Sequence[Any],
+    ) -> None:
+        """on_disk: buckets of which a block is on some rank's disk."""
+        self._site = site
+        self._rule = rule
+        self._ways = ways
+        self._hyper = hyper
+        self._in = replace(site.inputs, rounding_seed=None)  # of directions none is rounded so
+        self._out = StepInputs(rounding_seed=site.inputs.rounding_seed)
+        self._buckets = [bucket.only(self._is_matrix) for bucket in buckets]
+        self._bucket_of = {w.param: i for i, b in enumerate(self._buckets) for w in b.wholes}
+        self._shape = {w.param: w.shape for bucket in self._buckets for w in bucket.wholes}
+        self._on_disk = [i for i in sorted(on_disk) if self._buckets[i].wholes]
+        self._to_come: dict[int, set[BlockId]] = {i: set() for i in self._on_disk}
+        self._taken: dict[BlockId, _Taken] = {}
+        self._runs: dict[int, list[Run]] = {}  # by parameter
+        self._kept: dict[int, dict[int, Tensor]] = {}  # of blocks in memory, by first element
+
+    @property
+    def name(self) -> str:
+        return self._site.name
+
+    def traffic(self) -> Traffic:
+        return self._site.traffic()
+
+    def _is_matrix(self, whole: Whole) -> bool:
+        return isinstance(self._hyper[whole.param], Matrices)
+
+    # -- blocks on disk, before the step counts --
+
+    def begin(
+        self,
+        on_disk: Sequence[Block],
+        in_memory: Sequence[Resting],
+        views: SteppedViews,
+    ) -> None:
+        """The blocks that there are here."""
+        for block in on_disk:
+            for i in self._waits_for(block, views):
+                self._to_come[i].add(block.id)
+        for block, planes, on_host in in_memory:
+            if self._waits_for(block, views) & self._to_come.keys():
+                self._take_in(block, planes, views, on_host=on_host, looks_only=True)
+        for param, runs in self._runs.items():
+            if self._bucket_of[param] in self._to_come:
+                self._kept[param] = dict(runs)
+
+    def update_staged(self, block: Block, planes: Planes, views: SteppedViews) -> bool:
+        """Take it in; or update it, where none of its matrices has a gradient. False where nothing
+        of it has."""
+        waits_for = self._waits_for(block, views)
+        if not waits_for:
+            return update_apart(self._site, self._rule, block, planes, views, on_host=True)
+        self._take_in(block, planes, views, on_host=True)
+        for i in waits_for:
+            self._to_come[i].discard(block.id)
+        return True
+
+    def is_waiting(self, block: Block) -> bool:
+        """Whether it was taken in, and is not put out."""
+        return block.id in self._taken
+
+    def ready(self, views: SteppedViews) -> list[Block]:
+        """Exchange what has come together, in order; the blocks that are updated by that."""
+        done: list[Block] = []
+        while self._on_disk and not self._to_come[self._on_disk[0]]:
+            i = self._on_disk.pop(0)
+            self._exchange(self._buckets[i])
+            done += self._put_out(i, views)
+        return done
+
+    def join(self) -> None:
+        """The step failed: take part in what others exchange; see [Note: all take part]."""
+        while self._on_disk:
+            self._exchange(self._buckets[self._on_disk.pop(0)])
+
+    # -- blocks in memory, when it counts --
+
+    def update_in_memory(self, blocks: Sequence[Resting], views: SteppedViews) -> Iterator[Block]:
+        """Update them; each is shown when it is done."""
+        self._taken.clear()
+        self._runs.clear()
+        come: dict[int, list[Resting]] = {}  # by their first bucket
+        for block, planes, on_host in blocks:
+            waits_for = self._waits_for(block, views)
+            if waits_for:
+                come.setdefault(min(waits_for), []).append((block, planes, on_host))
+            else:
+                update_apart(self._site, self._rule, block, planes, views, on_host=on_host)
+                yield block
+        for i, bucket in enumerate(self._buckets):
+            for block, planes, on_host in come.get(i, ()):
+                self._take_in(block, planes, views, on_host=on_host)
+            if i in self._to_come:
+                self._bring_back(bucket)
+            else:
+                self._exchange(bucket)
+            yield from self._put_out(i, views)
+
+    # -- the three parts --
+
+    def _waits_for(self, block: Block, views: SteppedViews) -> set[int]:
+        """The buckets of its matrices that have a gradient."""
+        found = {self._bucket_of.get(part.param, -1) for part in block.segments} - {-1}
+        return found if found and views.touches(block) else set()
+
+    def _take_in(
+        self,
+        block: Block,
+        planes: Planes,
+        views: SteppedViews,
+        *,
+        on_host: bool,
+        looks_only: bool = False,
+    ) -> None:
+        site = self._site
+        matrices = [part for part in block.segments if part.param in self._bucket_of]
+        directions = site.zeros(block.numel, self._dtype_of([p.param for p in matrices]))
+        momenta = {name: plane for name, plane in planes.items() if name == MOMENTUM.name}
+        here = site.bring(momenta, on_host=on_host)
+        pieces = views.pieces(block, here, param=directions)
+        taken_in = []
+        for piece in pieces:
+            hyper = piece.hyper
+            if isinstance(hyper, Matrices):
+                momentum = piece.planes[0].clone() if looks_only else piece.planes[0]
+                intake = Intake(hyper.momentum, hyper.nesterov)
+                taken_in.append(replace(piece, planes=(momentum,), hyper=intake))
+        site.update(self._rule, taken_in, self._in)
+        if not looks_only:
+            site.give_back(momenta, here)
+        for part in matrices:
+            run = directions[part.offset : part.offset + part.numel]
+            self._runs.setdefault(part.param, []).append((part.param_offset, run))
+        if not looks_only:
+            grads = None
+            if len(taken_in) < len(pieces):
+                grads = site.zeros(block.numel, torch.float32)
+                for piece in pieces:
+                    start = piece.param.storage_offset() - directions.storage_offset()
+                    grads[start : start + piece.grad.numel()].copy_(piece.grad)
+            waits_for = self._waits_for(block, views)
+            self._taken[block.id] = _Taken(block, planes, on_host, directions, grads, waits_for)
+        views.took_gradient(block)
+
+    def _dtype_of(self, params: Sequence[int]) -> torch.dtype:
+        """Of directions: the wider, where some are iterated in fp32."""
+        found = [DTYPES[self._hyper[param].dtype] for param in params]
+        return max(found, key=lambda dtype: dtype.itemsize)
+
+    def _exchange(self, bucket: Bucket) -> None:
+        """Directions of a bucket become orthogonal, where they are. Collective."""
+        if not bucket.wholes:
+            return
+        ways = self._ways[bucket.group]
+        if ways.world_size == 1:
+            for whole in bucket.wholes:
+                self._direct(whole, self._here(whole, 0))
+            return
+        rank, ranks = ways.rank, range(ways.world_size)
+        owned = [bucket.owned_by(owner) for owner in ranks]
+        sent = [sum(whole.runs[rank][1] for whole in of_rank) for of_rank in owned]
+        come = [sum(whole.runs[other][1] for whole in owned[rank]) for other in ranks]
+        dtype = self._dtype_of([whole.param for whole in bucket.wholes])
+        out, found = self._site.zeros(sum(sent), dtype), self._site.zeros(sum(come), dtype)
+        here = [run for of_rank in owned for whole in of_rank for run in self._here(whole, rank)]
+        sizes = [run.numel() for run in here]
+        for there, values in zip(out.split(sizes), here, strict=True):
+            there.copy_(values)
+        ways.all_to_all(found, come, out, sent)
+        try:
+            self._orthogonalise(owned[rank], found, ways.world_size)
+        finally:
+            ways.all_to_all(out, sent, found, come)
+        for there, values in zip(out.split(sizes), here, strict=True):
+            values.copy_(there)
+
+    def _here(self, whole: Whole, rank: int) -> list[Tensor]:
+        """Directions of this rank's run of a parameter, block by block."""
+        runs = [values for _, values in sorted(self._runs.get(whole.param, ()), key=_first)]
+        numel = whole.runs[rank][1]
+        if sum(run.numel() for run in runs) == numel:
+            return runs
+        return [
+            self._site.zeros(numel, torch.bfloat16)
+        ]  # the step failed here, and others wait for it
+
+    def _direct(self, whole: Whole, runs: Sequence[Tensor]) -> None:
+        """Make the direction of a parameter orthogonal, of which these are all runs in order."""
+        flat = runs[0] if len(runs) == 1 else torch.cat(tuple(runs))
+        directed(
+            self._hyper[whole.param],
+            flat.as_strided(whole.shape, whole.stride, flat.storage_offset()),
+        )
+        if len(runs) > 1:
+            for run, values in zip(runs, flat.split([run.numel() for run in runs]), strict=True):
+                run.copy_(values)
+
+    def _orthogonalise(self, wholes: Sequence[Whole], found: Tensor, num_ranks: int) -> None:
+        """`found` [n] in place: what every rank has sent of these, one rank after the other."""
+        sizes = [whole.runs[rank][1] for rank in range(num_ranks) for whole in wholes]
+        parts = found.split(sizes)
+        for k, whole in enumerate(wholes):
+            self._direct(whole, parts[k :: len(wholes)])
+
+    def _bring_back(self, bucket: Bucket) -> None:
+        """What was exchanged before the step counted, to blocks that are taken in now."""
+        for whole in bucket.wholes:
+            for first, values in self._runs.get(whole.param, ()):
+                values.copy_(self._kept[whole.param][first])
+
+    def _put_out(self, i: int, views: SteppedViews) -> list[Block]:
+        """Blocks that waited for this bucket last."""
+        for whole in self._buckets[i].wholes:
+            self._runs.pop(whole.param, None)
+        done: list[Block] = []
+        for taken in list(self._taken.values()):
+            taken.waits_for.discard(i)
+            if not taken.waits_for:
+                self._put(taken, views)
+                del self._taken[taken.block.id]
+                done.append(taken.block)
+        return done
+
+    def _put(self, taken: _Taken, views: SteppedViews) -> None:
+        block, moves = taken.block, taken.directions
+        if taken.grads is not None:
+            moves = taken.grads
+            for part in block.segments:
+                if part.param in self._bucket_of:
+                    place = slice(part.offset, part.offset + part.numel)
+                    moves[place].copy_(taken.directions[place])
+        site, moved, others = self._site, [], []
+        here = site.bring(taken.planes, on_host=taken.on_host)
+        for piece in views.pieces(block, here, grad=moves):
+            hyper = piece.hyper
+            if isinstance(hyper, Matrices):
+                rate = hyper.rate_of(self._shape[piece.counter])
+                outlet = Outlet(1 - hyper.lr * hyper.weight_decay, rate)
+                moved.append(replace(piece, planes=(), hyper=outlet))
+            else:
+                others.append(piece)
+        site.update(self._rule, moved, self._out)
+        site.update(self._rule, others, site.inputs)
+        site.give_back(taken.planes, here, leaving_with(site, block, views))
+        views.updated(block)
+
+
+def _first(run: Run) -> int:
+    return run[0]

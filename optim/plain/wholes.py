@@ -1,0 +1,104 @@
+"""What rules over whole parameters need of a plain module: all of each of them is here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gemini.optim.matrices.plan import Whole, buckets_of
+from gemini.optim.matrices.updater import Alone
+from gemini.optim.rules.control_vector import ControlVector
+from gemini.optim.rules.matrix_rule import MatrixRule
+from gemini.optim.rules.rule import NormRule
+from gemini.optim.state.memory import memory_of
+from gemini.optim.state.space import Block, BlockSegment
+from gemini.optim.state.tiered_state import TieredState
+from gemini.optim.step.matrix_step import (
+    MatrixDeviceStep,
+    MatrixPlan,
+    MatrixStep,
+    MatrixUpdates,
+    bucket_homes,
+)
+from gemini.optim.step.norms import Cover, square_sums, trusted
+from gemini.optim.update.cpu_update import CpuWorkers
+from gemini.optim.update.updaters import CpuUpdater
+
+from .views import Order, dense_grad
+
+
+def check_width(params: Sequence[Tensor]) -> None:
+    """Raise ValueError for parameters that directions are too narrow for."""
+    if params[0].dtype == torch.float64:
+        raise ValueError(
+            "a rule over matrices got torch.float64 parameters; expected float32, bfloat16 or "
+            "float16 (torch.optim.Muon updates others)"
+        )
+
+
+def wholes_of(orders: Sequence[Order]) -> list[Whole]:
+    """Of all parameters that are matrices, or stacks of them."""
+    return [
+        Whole(i, tuple(order.size), order.stride, ((0, order.size.numel()),))
+        for i, order in enumerate(orders)
+        if len(order.size) >= 2 and order.size.numel()
+    ]
+
+
+def matrix_step(
+    rule: MatrixRule,
+    group_of: Sequence[int],
+    wholes: Sequence[Whole],
+    state: TieredState,
+    device: torch.device,
+) -> MatrixStep | MatrixDeviceStep:
+    """The executor of parameters on a device."""
+
+    def planned() -> MatrixPlan:
+        on_disk = () if state.nvme is None else state.nvme.blocks
+        return MatrixPlan(buckets, bucket_homes(buckets, on_disk), {"": Alone()})
+
+    buckets = buckets_of(wholes)
+    updates = MatrixUpdates(rule, group_of, state.columns, planned)
+    control = ControlVector(None, device)
+    if device.type != "cpu":
+        return MatrixDeviceStep(updates, control, memory_of(device))
+    return MatrixStep(CpuUpdater(CpuWorkers(), rule), updates, control)
+
+
+class _PlainCover(Cover):
+    """Parameters, and gradients in `p.grad`."""
+
+    def __init__(self, params: Sequence[Tensor], orders: Sequence[Order]) -> None:
+        self._params = params
+        self._orders = orders
+
+    def param(self, block: Block, part: BlockSegment) -> Tensor:
+        flat = self._orders[part.param].flat(self._params[part.param].detach())
+        return flat[part.param_offset : part.param_offset + part.numel]
+
+    def grad(self, block: Block, part: BlockSegment) -> Tensor | None:
+        param = self._params[part.param]
+        if param.grad is None:
+            return None
+        flat = dense_grad(param, self._orders[part.param])
+        return flat[part.param_offset : part.param_offset + part.numel]
+
+
+def with_norms(
+    rule: NormRule,
+    state: TieredState,
+    params: Sequence[Tensor],
+    orders: Sequence[Order],
+    hyper: Sequence[Any],
+    counts: Sequence[int],
+    factor: float,
+) -> list[Any]:
+    """Hyperparameters by parameter. counts: of updates before this one."""
+    steps, cover = [count + 1 for count in counts], _PlainCover(params, orders)
+    sums = square_sums(rule, state, cover, hyper, steps, factor, math.inf)
+    return trusted(rule, hyper, sums)

@@ -1,0 +1,174 @@
+"""Gradients measured and blocks updated, of a rule over whole matrices: the two executors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gemini.optim.matrices.plan import Bucket
+from gemini.optim.matrices.sites import DeviceSite, HostSite, Site
+from gemini.optim.matrices.updater import MatrixUpdater, Ways
+from gemini.optim.rules.clipping import Clip
+from gemini.optim.rules.control_vector import ControlVector
+from gemini.optim.rules.matrix_rule import MatrixRule
+from gemini.optim.rules.report import Outcome
+from gemini.optim.rules.state_layout import Columns
+from gemini.optim.state.memory import Memory
+from gemini.optim.state.space import Block
+from gemini.optim.target import AmpInputs
+from gemini.optim.update.cpu_update import StepInputs
+from gemini.optim.update.updaters import CpuUpdater
+from gemini.tickets import Done, Ticket
+
+from .cpu_step import CpuStep
+from .executor import step_counts
+from .gradients import GradientRun
+from .triton_step import TritonStep
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixPlan:
+    """In which order matrices are dealt with, and between which ranks.
+
+    on_disk: buckets of which a block is on some rank's disk. ways: by sharding group.
+    """
+
+    buckets: Sequence[Bucket]
+    on_disk: frozenset[int]
+    ways: Mapping[str, Ways]
+
+
+def bucket_homes(buckets: Sequence[Bucket], on_disk: Sequence[Block]) -> frozenset[int]:
+    """Buckets of which one of these blocks has elements."""
+    params = {part.param for block in on_disk for part in block.segments}
+    return frozenset(
+        i for i, bucket in enumerate(buckets) if any(w.param in params for w in bucket.wholes)
+    )
+
+
+@dataclass(slots=True)
+class MatrixUpdates:
+    """What makes the updater of a step.
+
+    planned: asked for in every step, as what is trained, and where it lives, may change.
+    """
+
+    rule: MatrixRule
+    group_of: Sequence[int | None]
+    columns: Columns
+    planned: Callable[[], MatrixPlan]
+
+    def updater(self, site: Site, hypers: Sequence[Any], active: Sequence[int]) -> MatrixUpdater:
+        """Of a step of the parameters that are `active`. Raises ValueError for one whose state is
+        not that of its group any more."""
+        plan, hyper = self.planned(), [None] * len(self.group_of)
+        for param in active:
+            group = self.group_of[param]
+            hyper[param] = None if group is None else hypers[group]
+            if group is not None and not self.rule.is_kept(hyper[param], self.columns, param):
+                raise ValueError(
+                    f"group {group} has another use_muon than when the state of its parameters was "
+                    "made; make another optimizer, and load the state that goes on"
+                )
+        return MatrixUpdater(site, self.rule, plan.buckets, plan.on_disk, plan.ways, hyper)
+
+
+class MatrixStep(CpuStep):
+    """`CpuStep` whose updates are those of a `MatrixUpdater`."""
+
+    def __init__(
+        self,
+        updater: CpuUpdater,
+        updates: MatrixUpdates,
+        control_vector: ControlVector,
+        rounding_seed: int | None = None,
+    ) -> None:
+        super().__init__(updater, len(updates.group_of), control_vector, rounding_seed)
+        self.merges_parameters = False  # a matrix is its own
+        self._updates = updates
+
+    def set_groups(self, group_of: Sequence[int | None]) -> None:
+        self._updates.group_of = group_of
+
+    def updater_of(
+        self, inputs: StepInputs, hypers: Sequence[Any], active: Sequence[int]
+    ) -> MatrixUpdater:
+        site = HostSite(replace(self._updater, inputs=inputs))
+        return self._updates.updater(site, hypers, active)
+
+
+class MatrixDeviceStep(TritonStep):
+    """`TritonStep` that measures gradients by kernels, and whose updates are those of a
+    `MatrixUpdater` on the device. The host counts, and knows what a step agrees on."""
+
+    counts_on_host = True
+
+    def __init__(
+        self,
+        updates: MatrixUpdates,
+        control_vector: ControlVector,
+        memory: Memory,
+        *,
+        runs: Sequence[GradientRun] = (),
+        names: Sequence[str] | None = None,
+        rounding_seed: int | None = None,
+    ) -> None:
+        super().__init__(
+            updates.rule.others, updates.group_of, control_vector, memory, runs=runs, names=names
+        )
+        self._updates = updates
+        self._rounding_seed = rounding_seed
+        self._used_scale = 1.0  # of the step that was begun last
+
+    @property
+    def path(self) -> str:
+        return "torch"
+
+    def set_groups(self, group_of: Sequence[int | None]) -> None:
+        super().set_groups(group_of)
+        self._updates.group_of = group_of
+
+    def next_steps(self) -> Sequence[int]:
+        return [count + 1 for count in step_counts(self)]
+
+    def begin(
+        self, hypers: Sequence[Any], active: Sequence[int], power_sum: float, clip: Clip
+    ) -> MatrixUpdater:
+        scale = self.control_vector.read().scale
+        factor = clip.factor(clip.norm(power_sum) / scale) / scale
+        inputs = StepInputs(factor, clip.max_value, self._rounding_seed)
+        return self._begun(scale, inputs, hypers, active)
+
+    def skips(self, amp: AmpInputs) -> bool:
+        return amp.found_inf is not None and bool(amp.found_inf > 0)
+
+    def begin_amp(
+        self,
+        hypers: Sequence[Any],
+        active: Sequence[int],
+        amp: AmpInputs | None,
+        *,
+        may_fail: bool,
+    ) -> MatrixUpdater:
+        given = None if amp is None else amp.grad_scale
+        scale = 1.0 if given is None else float(given)
+        inputs = StepInputs(1.0 / scale, rounding_seed=self._rounding_seed)
+        return self._begun(scale, inputs, hypers, active)
+
+    def _begun(
+        self, scale: float, inputs: StepInputs, hypers: Sequence[Any], active: Sequence[int]
+    ) -> MatrixUpdater:
+        self._used_scale = scale
+        self.staging.begin()
+        site = DeviceSite(self._memory, self.staging, inputs)
+        return self._updates.updater(site, hypers, active)
+
+    def outcome(self) -> Ticket[Outcome]:
+        return Done(Outcome(loss_scale=self._used_scale))
+
+    def count(self, active: Sequence[int]) -> None:
+        self.counts[list(active)] += 1
+
+    def undo(self) -> None:
+        """Nothing was counted yet."""

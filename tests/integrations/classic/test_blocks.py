@@ -1,0 +1,157 @@
+"""Every code block of Colossal-AI's documents: run as it is, by a test of its own, or its names are
+among those without a door. See blocks.toml."""
+
+import ast
+import importlib
+import re
+import sys
+import tomllib
+from collections import Counter
+from pathlib import Path
+from types import ModuleType
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from gemini.integrations.config import plugin_of, read_config
+from tests.support.said import said
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGE = (ROOT / "docs/from-colossal.md").read_text()
+TABLE = dict(re.findall(r"^\| `(colossalai[\w.]*)` \| `(gemini[\w.]*)` \|$", PAGE, re.MULTILINE))
+BLOCKS = tomllib.loads((Path(__file__).parent / "blocks.toml").read_text())["block"]
+CHAPTERS = list(dict.fromkeys(block["page"] for block in BLOCKS if "code" in block))
+
+
+def test_each_block_is_run_or_said_to_have_no_door():
+    without = PAGE.partition("## Names without a door")[2]
+    names = " ".join(row.split(" | ")[0] for row in without.splitlines() if row[:2] == "| ")
+    for block in BLOCKS:
+        assert block["lines"] and len({"test", "no_door", "code"} & block.keys()) == 1
+        for name in block.get("no_door", ()):
+            assert re.search(rf"[`.]{re.escape(name)}[`(]", names), name
+        if "test" in block:
+            path, _, name = block["test"].partition("::")
+            functions = ast.walk(ast.parse((ROOT / path).read_text()))
+            assert name in {getattr(node, "name", None) for node in functions}, block["test"]
+    twice = Counter(
+        (block["page"], n) for block in BLOCKS if "no_door" not in block for n in block["lines"]
+    )
+    assert max(twice.values()) == 1
+
+
+def module(name, **names):
+    made = ModuleType(name)
+    vars(made).update(names)
+    return made
+
+
+def colossalai():
+    """Modules with what the page's table has, by the names that they have there."""
+    found = {"colossalai": module("colossalai")}
+    for there, here in TABLE.items():
+        *path, name = there.split(".")
+        for i in range(1, len(path) + 1):
+            whole = ".".join(path[:i])
+            if whole not in found:
+                found[whole] = module(whole)
+                setattr(found[".".join(path[: i - 1])], path[i - 1], found[whole])
+        where, _, what = here.rpartition(".")
+        setattr(found[".".join(path)], name, getattr(importlib.import_module(where), what))
+    return found
+
+
+def tiny(num_classes=10, drop_rate=0.0):
+    return nn.Sequential(nn.Flatten(), nn.Dropout(drop_rate), nn.Linear(48, num_classes))
+
+
+class Small(nn.Module):
+    """With the children of a ResNet."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.bn1, self.relu = nn.Conv2d(3, 2, 1), nn.BatchNorm2d(2), nn.ReLU()
+        self.maxpool, self.layer1, self.layer2 = nn.MaxPool2d(2), nn.Identity(), nn.Identity()
+        self.layer3, self.layer4, self.avgpool = nn.Identity(), nn.Identity(), nn.AvgPool2d(2)
+        self.fc = nn.Linear(2, 10)
+
+
+class PatchEmbed(nn.Module):
+    def __init__(self, img_size, patch_size, in_chans, embed_dim):
+        super().__init__()
+        self.num_patches = (img_size // patch_size) ** 2
+        self.proj = nn.Conv2d(in_chans, embed_dim, patch_size, patch_size)
+
+    def forward(self, x):
+        return self.proj(x).flatten(2).transpose(1, 2)
+
+
+class Block(nn.TransformerEncoderLayer):
+    def __init__(self, dim, num_heads, **options):
+        super().__init__(dim, num_heads, 2 * dim, dropout=0.0, batch_first=True)
+
+
+def loaders(batch_size, *args, **options):
+    return DataLoader(images(), batch_size), DataLoader(images(), batch_size)
+
+
+def images(*args, **options):
+    draw = torch.Generator().manual_seed(1)
+    pixels = torch.randn(24, 3, 4, 4, generator=draw)
+    return TensorDataset(pixels, torch.randint(0, 10, (24,), generator=draw))
+
+
+def small_world():
+    """What would be downloaded: models, data and how it is changed."""
+    models = module("torchvision.models", resnet34=tiny, resnet50=Small)
+    data = module("torchvision.datasets", CIFAR10=images, Caltech101=images)
+    vision = module("torchvision", models=models, datasets=data, transforms=MagicMock())
+    parts = {"PatchEmbed": PatchEmbed, "Block": Block, "trunc_normal_": nn.init.trunc_normal_}
+    vit = module("timm.models.vision_transformer", _init_vit_weights=lambda layer: None, **parts)
+    timm = module("timm.models", vit_base_patch16_224=tiny, vision_transformer=vit)
+    cifar = module("titans.dataloader.cifar10", build_cifar=loaders)
+    return {
+        "torchvision": vision, "torchvision.models": models, "torchvision.datasets": data,
+        "torchvision.transforms": vision.transforms, "timm": module("timm", models=timm),
+        "timm.models": timm, "torchvision.models.resnet": MagicMock(), "titans": MagicMock(),
+        "titans.dataloader": MagicMock(), "titans.dataloader.cifar10": cifar,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def alone(monkeypatch, tmp_path):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("DATA", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda self: self)
+    for name, made in {**colossalai(), **small_world()}.items():
+        monkeypatch.setitem(sys.modules, name, made)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("page", CHAPTERS)
+def test_the_code_of_a_page_runs_with_its_imports_changed(alone, page):
+    names = {"__name__": "script"}
+    for block in BLOCKS:
+        if block["page"] != page or "code" not in block:
+            continue
+        if "file" in block:
+            Path(block["file"]).write_text(block["code"])
+            continue
+        exec(compile(block["code"], f"{page}, line {block['lines'][0]}", "exec"), names)
+        if "raises" in block:
+            assert block["raises"] in said(lambda: plugin_of(names))
+        elif "plugin" in block:
+            plugin = plugin_of(read_config(names), zero_stage=1)
+            parallel = names.get("parallel", {})
+            assert (plugin.pp_size > 1) == ("pipeline" in parallel)
+            assert (plugin.tp_size > 1) == ("tensor" in parallel)
+            assert (plugin.precision == "fp16") == ("fp16" in names)

@@ -1,0 +1,207 @@
+"""HybridLamb: its formula, in every home and at several ranks; what it refuses, and what fails."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import gemini
+from bench.shared.models import seeded
+from bench.shared.threads import run_threads
+from gemini import GeminiDDP
+from optim import HybridAdam, HybridLamb, NvmeConfig
+from optim.step import norms
+from tests.golden import bits as program
+from tests.support.loops.tails import on_host
+from tests.support.plain_training import (
+    ON_DISK,
+    give_gradients,
+    make_params,
+    on_disk,
+    train,
+    update_error,
+)
+
+KINDS = ("bf16", "fp32", "rounded", "fp16")
+HOMES = list(program.HOMES)
+
+
+def _formula(steps, lr=1e-2, eps=1e-6, weight_decay=0.1, corrects=False):
+    """In fp64: colossalai.nn.Lamb, after You et al. 2020."""
+    weights = [p.detach().double() for p in make_params()]
+    first, second = ([torch.zeros_like(p) for p in weights] for _ in range(2))
+    for step in range(steps):
+        given = make_params()
+        give_gradients(given, step)
+        for p, m, v, like in zip(weights, first, second, given, strict=True):
+            grad = like.grad.double()
+            m.mul_(0.9).add_(grad, alpha=0.1)
+            v.mul_(0.999).addcmul_(grad, grad, value=0.001)
+            count = step + 1 if corrects else math.inf
+            moved = m / (1 - 0.9**count) / ((v / (1 - 0.999**count)).sqrt() + eps)
+            moved += weight_decay * p
+            p.sub_(lr * p.norm() / moved.norm() * moved)
+    return weights
+
+
+@ON_DISK
+@pytest.mark.parametrize("corrects", [False, True])
+@pytest.mark.parametrize("cpu_path", ["eager", "compile"])
+def test_updates_are_the_formulas(fraction, corrects, cpu_path, tmp_path):
+    params = make_params()
+    optimizer = HybridLamb(
+        params, lr=1e-2, weight_decay=0.1, bias_correction=corrects, cpu_path=cpu_path,
+        **on_disk(tmp_path, fraction),
+    )  # fmt: skip
+    train(params, optimizer, 5)
+    want = _formula(5, corrects=corrects)
+    assert update_error(params, want, make_params()) < 3e-6
+
+
+def test_zeros_and_adam_have_a_trust_of_one():
+    """A weight of zeros could never move."""
+    zeros, others = nn.Parameter(torch.zeros(130)), make_params()
+    optimizer = HybridLamb([zeros], lr=1e-2)
+    zeros.grad = torch.randn(130, generator=torch.Generator().manual_seed(0))
+    optimizer.step()
+    grad = zeros.grad
+    want = -1e-2 * (0.1 * grad) / ((0.001 * grad.square()).sqrt() + 1e-6)
+    assert torch.allclose(zeros, want)
+    options = {"lr": 1e-2, "eps": 1e-6}
+    train(others, HybridLamb(others, adam=True, bias_correction=True, **options), 3)
+    want = make_params()
+    train(want, HybridAdam(want, **options), 3)
+    assert update_error(others, want, make_params()) < 1e-6
+
+
+def test_norms_do_not_depend_on_where_a_parameter_is_cut(monkeypatch):
+    """Tiles are cut by position; what cuts do besides is below fp32."""
+    (param,) = make_params(shapes=[(3000,)])
+    param.grad = param.detach().sin()
+    sums = []
+    for block in (1024, 2048, 4096):
+        monkeypatch.setattr(norms, "TILE_NUMEL", 512)
+        given = nn.Parameter(param.detach().clone())
+        given.grad = param.grad.clone()
+        optimizer = HybridLamb([given], nvme=NvmeConfig(block_numel=block))
+        optimizer.step()
+        sums.append(given.detach().clone())
+    assert torch.equal(sums[0], sums[1]) and torch.equal(sums[1], sums[2])
+
+
+# -- over shards ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def of_the_program(monkeypatch):
+    """The golden program (it clips, skips, accumulates, leaves out, resumes) with LAMB."""
+    make = lambda params, **places: HybridLamb(  # noqa: E731
+        params, lr=1e-2, weight_decay=0.01, **places
+    )
+    monkeypatch.setitem(program.RULES, "lamb", make)
+    for kind in KINDS:
+        monkeypatch.setitem(program.KINDS, f"lamb, {kind}", ("lamb", kind))
+    monkeypatch.setitem(program.HOMES, "host, by kernels", lambda: on_host("stream"))
+    monkeypatch.setitem(program.HOMES, "device, by kernels", lambda: on_host("stream", state=0.0))
+
+
+def _bits(kind, home, folder, num_ranks=1):
+    def work(rank):
+        return program.bits(f"lamb, {kind}", home, "both", folder)
+
+    if num_ranks == 1:
+        return work(0)
+    return run_threads(work, num_ranks, backend="gloo")[0]
+
+
+@pytest.mark.parametrize("home", HOMES[1:])
+def test_bits_do_not_depend_on_where_state_lives(home, tmp_path):
+    for kind in KINDS:
+        want = _bits(kind, "resident", tmp_path / "resident")
+        assert _bits(kind, home, tmp_path / "there") == want, kind
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("home", ["host, by kernels", "device, by kernels"])
+def test_kernels_have_the_bits_of_the_compiled_path(home, tmp_path):
+    want = _bits("bf16", "resident", tmp_path / "resident")
+    assert _bits("bf16", home, tmp_path / "there") == want
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "home"),
+    [
+        (2, "partly on disk"),
+        pytest.param(2, "files", marks=pytest.mark.ci),
+        pytest.param(4, "resident", marks=pytest.mark.ci),
+    ],
+)
+def test_bits_do_not_depend_on_the_number_of_ranks(num_ranks, home, tmp_path):
+    one = _bits("bf16", "resident", tmp_path / "one")
+    assert _bits("bf16", home, tmp_path / "many", num_ranks) == one
+
+
+def test_a_rank_whose_disk_fails_before_the_update_is_told_to_all(monkeypatch):
+    real = norms.square_sums
+
+    def work(rank):
+        with seeded():
+            module = nn.Linear(64, 64)
+        model = GeminiDDP(module)
+        optimizer = HybridLamb(model.parameters(), nvme_offload_fraction=1.0)
+        failing = []
+
+        def square_sums(*args):
+            if rank == 1 and failing:
+                raise OSError("on purpose")
+            return real(*args)
+
+        from gemini.runtime.step.state import norms as of_shards
+
+        of_rank[rank] = square_sums
+        monkeypatch.setattr(of_shards, "square_sums", lambda *a: of_rank[_rank()](*a))
+        model(torch.ones(2, 64)).float().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        before = model.digest()
+        failing.append(True)
+        model(torch.ones(2, 64)).float().sum().backward()
+        said = "on purpose" if rank == 1 else "the disk of another rank failed before the update"
+        with pytest.raises((OSError, RuntimeError), match=said):
+            optimizer.step()
+        assert model.digest() == before
+        failing.clear()
+        optimizer.step()
+        assert model.digest() != before
+        optimizer.close()
+
+    of_rank = {}
+    run_threads(work, 2, backend="gloo")
+
+
+def _rank():
+    return torch.distributed.get_rank()
+
+
+def test_a_checkpoint_resumes(tmp_path):
+    def made():
+        with seeded():
+            module = nn.Linear(64, 64)
+        model = GeminiDDP(module)
+        return model, HybridLamb(model.parameters(), lr=1e-2, weight_decay=0.1)
+
+    def steps(model, optimizer, count):
+        for _ in range(count):
+            model(torch.ones(2, 64)).float().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    model, optimizer = made()
+    steps(model, optimizer, 2)
+    gemini.save_checkpoint(tmp_path / "saved", model, optimizer)
+    steps(model, optimizer, 2)
+    again, other = made()
+    gemini.load_checkpoint(tmp_path / "saved", again, other)
+    steps(again, other, 2)
+    assert again.digest() == model.digest()
