@@ -247,7 +247,7 @@ class TieredOptimizer(BoundOptimizer):
 
     @property
     def nvme_bytes(self) -> int:
-        """Bytes that this optimizer's state takes on disk, both versions of every block."""
+        """Bytes that this optimizer's state takes on disk, all versions of every block."""
         return sum(store.file_bytes for store in self.stores)
 
     @property

@@ -91,8 +91,9 @@ def save_checkpoint(
     weights: False leaves the module's out, fp32 masters too: the optimizer's state alone.
     pinned: write no state: the optimizer's files keep this version, in place of one of its
         `NvmeConfig(keep_versions=)`, until the checkpoint is deleted or replaced, and stay when the
-        process ends. It loads where those files are; do not move its folder. With `async_save` it
-        is complete when this returns, and a thread copies it out: then it is one like all others.
+        process ends. It loads where those files are, and not by DCP alone; do not move its folder.
+        With `async_save` it is complete when this returns, and a thread copies it out: then it is
+        one like all others.
 
     Returns a ticket; what it stands for is done unless `async_save`.
     Raises CheckpointError on every rank, whichever failed; checkpoints that were there stay.
@@ -170,6 +171,11 @@ def _keeper(model: nn.Module, optimizer: torch.optim.Optimizer | None, target: P
         raise CheckpointError(
             "pinned=True is for a GeminiDDP and its optimizer, made with nvme_offload_fraction=1.0 "
             "and nvme=NvmeConfig(keep_versions=...): it keeps versions of the state on disk"
+        )
+    if not found.kept_steps.has_checksums:
+        raise CheckpointError(
+            "pinned=True of state without checksums could not be verified; leave "
+            "NvmeConfig(checksums=) at its default, or save without pinned=True"
         )
     versions = found.kept_steps.versions
     others = {pin.witness.parent for pin in versions.pinned if not is_gone(pin.witness)} - {target}

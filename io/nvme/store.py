@@ -487,7 +487,12 @@ def _discard(pid: int, files: tuple[OpenFile, ...], versions: KeptVersions) -> N
     is pinned in them."""
     if os.getpid() != pid:
         return
-    if versions.most and versions.say([file.path for file in files], is_closed=True):
+    stays = bool(versions.pinned)
+    try:
+        stays = versions.most > 0 and versions.say([file.path for file in files], is_closed=True)
+    except OSError as error:
+        log.warning("%s was not removed: %s", files[0].path, cause_of(error.errno))
+    if stays:
         log.info("%s stays: a checkpoint is pinned to it", files[0].path)
         return
     for file in files:

@@ -1,6 +1,7 @@
 """Versions that stay: whatever is committed, pinned and gone back to, each has its bytes."""
 
 import random
+import shutil
 
 import pytest
 
@@ -135,3 +136,17 @@ def test_boxes_of_rows_that_torch_has_split_are_not_in_one_piece():
         boxes = [box for start in range(20) for box in boxes_of_region(region, start, start + 4)]
         boxes += boxes_of_region(region, 0, 24)
         assert {is_contiguous(box, region) for box in boxes} == expected
+
+
+def test_a_folder_that_is_gone_with_its_files_is_no_error_at_the_end(tmp_path):
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    store = BlockStore([folder], StoreLayout.plan("d", [1], num_versions=3))
+    buffer = BufferPool(1, 1).take()
+    store.write(0, buffer.view)
+    store.commit(1)
+    (tmp_path / "witness").write_text("")
+    store.versions.settle(store.pin_last(tmp_path / "witness"))
+    shutil.rmtree(folder)
+    store.close()
+    assert list(tmp_path.iterdir()) == [tmp_path / "witness"]

@@ -66,14 +66,15 @@ class PinnedStream:
                 nvme.recover(self._version.paths, pinned=self._version.index)
             )
             self._reader = VersionReader(self._version, files)
-        except nvme.FormatError as error:
+            stack.callback(self._reader.close)
+        except (nvme.FormatError, OSError) as error:
             raise CorruptError(f"{self._path}: {error}") from error
 
     def read(self, at: int, numel: int) -> Tensor:
         """[numel] elements, good until the next call. Raises CorruptError."""
         try:
             return self._reader.read(at, numel)
-        except (nvme.ChecksumError, ValueError) as error:
+        except (nvme.NvmeError, ValueError) as error:
             self._refuse(error)
 
     def verify(self) -> None:
@@ -81,7 +82,7 @@ class PinnedStream:
         try:
             for i in range(len(self._version.blocks)):
                 self._reader.block(i)
-        except nvme.ChecksumError as error:
+        except nvme.NvmeError as error:
             self._refuse(error)
 
     def _refuse(self, error: Exception) -> NoReturn:

@@ -32,10 +32,13 @@ class Recovered:
     fds: tuple[int, ...]
     _extents: tuple[tuple[Extent, ...], ...]
 
+    def extent(self, block: int) -> Extent:
+        """Where the committed version of one block lies."""
+        return self._extents[block][self.index.entries[block].version]
+
     def block(self, block: int) -> bytes:
         """The committed bytes of one block. Raises ChecksumError where they are not."""
-        entry = self.index.entries[block]
-        extent = self._extents[block][entry.version]
+        entry, extent = self.index.entries[block], self.extent(block)
         data = os.pread(self.fds[extent.file], extent.nbytes, extent.offset)
         if checksum_of(data) != entry.checksum:
             raise ChecksumError(f"block {block} of a recovered store does not verify")

@@ -8,13 +8,23 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate, groupby
+from pathlib import Path
 
 from torch import Tensor
 
-from gemini.nvme import BufferPool, FormatError, Index, Recovered
+from gemini.nvme import (
+    BufferPool,
+    ChecksumError,
+    FormatError,
+    Index,
+    Recovered,
+    ThreadEngine,
+    Transfer,
+    open_direct,
+)
 from gemini.optim.rules.state_layout import (
     ALL_COLUMNS,
     GROUP_NUMEL,
@@ -134,33 +144,44 @@ class StateVersion:
 
 
 class VersionReader:
-    """Values of a version out of its files; one block is in memory."""
+    """Values of a version out of its files, read directly; one block is in memory."""
 
     def __init__(self, version: StateVersion, files: Recovered) -> None:
-        """Raises FormatError where they have other blocks."""
+        """Raises FormatError where they have other blocks, OSError where they cannot be opened."""
         self._version, self._files, self._forms = version, files, version.forms()
         if tuple(self._forms.nbytes) != files.layout.block_nbytes:
             raise FormatError(f"{version.paths[0]} has other blocks than are pinned in it")
+        # not through the page cache: a load may write to other extents of the same file meanwhile
+        self._open = [open_direct(Path(path)) for path in version.paths]
+        self._engine = ThreadEngine()
         self._buffer = BufferPool(1, self._forms.buffer_nbytes).take()
         self._shown: tuple[int, Planes] | None = None
 
+    def close(self) -> None:
+        """No block is read any more."""
+        self._engine.close()
+        for file in self._open:
+            file.close()
+
     def block(self, i: int) -> Planes:
-        """As it is shown; good until the next call. Raises ChecksumError."""
+        """As it is shown; good until the next call. Raises NvmeError."""
         if self._shown is None or self._shown[0] != i:
             block, forms = self._version.block(i), self._forms
             self._shown = None
-            for part, view in self._parts(block):
-                data = self._files.block(part)
-                view[: len(data)] = data
+            views = [forms.state_view(self._buffer, block)]
+            if forms.is_split(block):
+                views.append(forms.beside_view(self._buffer, block))
+            parts = list(zip(forms.committed_ids(block), views, strict=True))
+            tickets = [self._engine.read(self._transfer(part, view)) for part, view in parts]
+            for (part, _), ticket in zip(parts, tickets, strict=True):
+                if ticket.wait() != self._files.index.entries[part].checksum:
+                    raise ChecksumError(f"block {part} of a recovered store does not verify")
             self._shown = i, forms.shown(self._buffer, block)
         return self._shown[1]
 
-    def _parts(self, block: Block) -> Sequence[tuple[BlockId, memoryview]]:
-        forms = self._forms
-        parts = [(forms.state_id(block), forms.state_view(self._buffer, block))]
-        if forms.is_split(block):
-            parts.append((forms.beside_id(block), forms.beside_view(self._buffer, block)))
-        return parts
+    def _transfer(self, part: BlockId, view: memoryview) -> Transfer:
+        extent = self._files.extent(part)
+        return Transfer(self._open[extent.file], extent.offset, view[: extent.nbytes], True)
 
     def read(self, at: int, numel: int) -> Tensor:
         """[numel] of one plane of one block; good until the next call. Raises ValueError for bytes

@@ -324,8 +324,14 @@ def test_what_keeps_no_versions_says_how_it_would(tmp_path):
     model, optimizer = kept(tmp_path / "disk")
     with pytest.raises(CheckpointError, match="pinned=True is for a GeminiDDP"):
         gemini.save_checkpoint(tmp_path / "a", model, pinned=True)
-    assert not (tmp_path / "a").exists()
     optimizer.close()
+    model = gemini.GeminiDDP(nn.Linear(64, 64), "cpu")
+    unchecked = NvmeConfig(keep_versions=1, checksums=False)
+    optimizer = HybridAdam(model.parameters(), nvme_offload_fraction=1.0, nvme=unchecked)
+    with pytest.raises(CheckpointError, match="without checksums could not be verified"):
+        gemini.save_checkpoint(tmp_path / "a", model, optimizer, pinned=True)
+    optimizer.close()
+    assert not (tmp_path / "a").exists()
 
 
 # -- ranks ----------------------------------------------------------------------------------------

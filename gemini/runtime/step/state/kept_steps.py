@@ -47,6 +47,11 @@ class KeptSteps:
         """Of the store."""
         return self.nvme.store.versions
 
+    @property
+    def has_checksums(self) -> bool:
+        """So that what is read of a version is verified."""
+        return self.nvme.store.checksums
+
     def _now(self) -> list[Tensor]:
         check = self._parts.module_check
         return [] if check is None else list(check.persistent_buffers())
@@ -93,8 +98,8 @@ class KeptSteps:
         if not 1 <= steps < len(commits):
             raise ValueError(
                 f"rewind({steps}), and {len(commits) - 1} steps are kept since the state was made, "
-                "loaded or rewound; expected one of these, or a larger "
-                "NvmeConfig(keep_versions=...)"
+                f"loaded or rewound, beside {len(self.versions.pinned)} that are pinned; expected "
+                "one of these, or a larger NvmeConfig(keep_versions=...)"
             )
         commits = commits[-1 - steps :]
         self.nvme.check_commit(steps)
