@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gemini.checkpoint.format.errors import FormatError
+from gemini.checkpoint.format.errors import CorruptError, FormatError
 from gemini.checkpoint.format.manifest import is_plain_name
 from gemini.checkpoint.format.small_files import read_json
 
@@ -20,7 +20,6 @@ from .torch_files import first_line, has_own_bytes, load_mapped
 
 INDEX = "model.safetensors.index.json"
 TORCH_INDEX = "pytorch_model.bin.index.json"
-MAPPED_BYTES = 1 << 26  # that are read of files before they are mapped anew
 DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -61,15 +60,11 @@ class LazyTensors(Mapping[str, Tensor]):
         if not names:
             raise FormatError(f"{folder} has no safetensors, and no pytorch_model*.bin")
         self._file_of: dict[str, Any] = {}
-        self._mapped: list[_Safetensors] = []
-        self._read_nbytes = 0  # since files were mapped
         for name in names:
             try:
                 file = _opened(folder / name, stack)
             except Exception as error:
                 raise FormatError(f"{folder / name} cannot be read: {first_line(error)}") from error
-            if isinstance(file, _Safetensors):
-                self._mapped.append(file)
             self._file_of.update((key, (file, key)) for key in file.keys())  # noqa: SIM118
 
     def tie(self, tied: Iterable[Sequence[str]]) -> None:
@@ -82,11 +77,6 @@ class LazyTensors(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         file, key = self._file_of[name]
         tensor: Tensor = file.get_tensor(key)
-        self._read_nbytes += tensor.nbytes
-        if self._read_nbytes >= MAPPED_BYTES:
-            self._read_nbytes = 0
-            for mapped in self._mapped:
-                mapped.unmap()
         return tensor
 
     def __iter__(self) -> Iterator[str]:
@@ -119,7 +109,7 @@ class LazyTensors(Mapping[str, Tensor]):
 
     def copy(self) -> dict[str, Tensor]:
         """What a plain module's `load_state_dict` makes first; files are mapped, not read."""
-        return {name: self[name] for name in self}
+        return {name: file.mapped(key) for name, (file, key) in self._file_of.items()}
 
 
 def weight_files(folder: Path) -> list[str]:
@@ -141,34 +131,54 @@ def _opened(path: Path, stack: ExitStack) -> Any:
 
 
 class _Safetensors:
-    """A file of safetensors, mapped while it is used."""
+    """A file of safetensors. A tensor is read into memory of its own: of a mapping what was read is
+    resident while it is there, and torch's count as data of the process."""
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
-        self._path = path
-        self._file: Any = None
-        self.keys()
-        stack.callback(self.unmap)
-
-    def unmap(self) -> None:
-        """What was read of a mapping is resident while it is there. Tensors keep theirs."""
-        self._file = None
-
-    def keys(self) -> Iterable[str]:
-        return self._mapped().keys()  # type: ignore[no-any-return]
-
-    def get_slice(self, key: str) -> Any:
-        return self._mapped().get_slice(key)
-
-    def get_tensor(self, key: str) -> Tensor:
-        tensor: Tensor = self._mapped().get_tensor(key)
-        return tensor
-
-    def _mapped(self) -> Any:
         from safetensors import safe_open
 
-        if self._file is None:
-            self._file = safe_open(self._path, framework="pt")
-        return self._file
+        self._path, self._stack = path, stack
+        with safe_open(path, framework="numpy"):  # which checks the header
+            pass
+        with path.open("rb") as file:
+            nbytes = int.from_bytes(file.read(8), "little")
+            entries = json.loads(file.read(nbytes))
+        self._start = 8 + nbytes
+        self._entries = {key: entry for key, entry in entries.items() if key != "__metadata__"}
+        self._mapping: Any = None
+
+    def keys(self) -> Iterable[str]:
+        return self._entries.keys()
+
+    def get_slice(self, key: str) -> _Slice:
+        entry = self._entries[key]
+        return _Slice(entry["dtype"], torch.Size(entry["shape"]))
+
+    def get_tensor(self, key: str) -> Tensor:
+        entry = self._entries[key]
+        dtype = next((dtype for dtype, said in DTYPE_NAMES.items() if said == entry["dtype"]), None)
+        if dtype is None:  # of a few bits
+            return self.mapped(key)
+        begin, end = entry["data_offsets"]
+        into = torch.empty(end - begin, dtype=torch.uint8)
+        view = memoryview(into.numpy().data)
+        with self._path.open("rb", buffering=0) as file:
+            file.seek(self._start + begin)
+            while view:
+                done = file.readinto(view)
+                if not done:
+                    raise CorruptError(f"{self._path} ends before byte {self._start + end}")
+                view = view[done:]
+        return into.view(dtype).reshape(entry["shape"])
+
+    def mapped(self, key: str) -> Tensor:
+        """The same, of a mapping of the file, which stays."""
+        from safetensors import safe_open
+
+        if self._mapping is None:
+            self._mapping = self._stack.enter_context(safe_open(self._path, framework="pt"))
+        tensor: Tensor = self._mapping.get_tensor(key)
+        return tensor
 
 
 class _TorchFile:
@@ -189,19 +199,23 @@ class _TorchFile:
     def get_tensor(self, key: str) -> Tensor:
         return self._content[key]
 
+    mapped = get_tensor
+
     def get_slice(self, key: str) -> _Slice:
-        return _Slice(self._content[key])
+        tensor = self._content[key]
+        return _Slice(DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype)), tensor.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class _Slice:
-    tensor: Tensor
+    dtype: str
+    shape: torch.Size
 
     def get_dtype(self) -> str:
-        return DTYPE_NAMES.get(self.tensor.dtype, str(self.tensor.dtype))
+        return self.dtype
 
     def get_shape(self) -> torch.Size:
-        return self.tensor.shape
+        return self.shape
 
 
 def _names_in(index: Path) -> list[str]:
