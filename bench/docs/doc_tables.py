@@ -11,6 +11,8 @@ from gemini.chunk.layout import ChunkLayout, ParamSpec
 from gemini.memtracer.trace import sequential_trace
 from gemini.optim.adam import AdamRule
 from gemini.optim.adaptive import AdagradRule, LionRule, NAdamRule
+from gemini.optim.lamb import LambRule
+from gemini.optim.rules.matrix_rule import MOMENTUM
 from gemini.optim.rules.state_layout import StateLayout
 from gemini.optim.sgd import SGDRule
 from gemini.placement.planner import PlanInputs, PlanResult, make_plan
@@ -30,6 +32,8 @@ OPTIMIZERS: dict[str, StateLayout] = {
     "SGD with momentum": SGDRule.layout,
     "Adagrad, RMSprop": AdagradRule.layout,
     "Adamax, NAdam, RAdam, Adadelta, schedule-free": NAdamRule.layout,
+    "LAMB": LambRule.layout,
+    "Muon's matrices": StateLayout((MOMENTUM,)),
 }
 PRECISIONS = {  # bytes of a parameter and of a gradient; with masters, whole or split, or not
     "fp32": (4, None),
