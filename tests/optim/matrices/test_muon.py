@@ -56,12 +56,17 @@ def _skips(step):
 @ON_DISK
 @pytest.mark.parametrize(
     "options",
-    [{}, {"adjust_lr_fn": "match_rms_adamw", "nesterov": False}, {"momentum": 0.3, "ns_steps": 3}],
-    ids=["default", "rms", "three"],
+    [
+        {},
+        {"adjust_lr_fn": "match_rms_adamw", "nesterov": False},
+        {"momentum": 0.3, "ns_steps": 3},
+        {"lr": 0.03, "ns_coefficients": (2.0, -1.5, 0.5), "eps": 1e-5},
+    ],
+    ids=["default", "rms", "three", "others"],
 )
 def test_it_has_torchs_bits_wherever_state_lives(fraction, options, tmp_path):
     ours, theirs = _params(), _params()
-    optimizer = HybridMuon(_groups(ours), lr=1e-2, **options, **on_disk(tmp_path, fraction))
+    optimizer = HybridMuon(_groups(ours), **{"lr": 1e-2, **options}, **on_disk(tmp_path, fraction))
     got = train(ours, optimizer, 5, _skips)
     want = train(theirs, _Theirs(theirs, **options), 5, _skips)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
