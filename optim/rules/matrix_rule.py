@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
+import torch
 from torch import Tensor
 
 from .orthogonal import DTYPES, FORMS, RATES, adjusted_rate, orthogonal
@@ -144,7 +145,10 @@ class MatrixRule(UpdateRule):
         """The part of an update that `hyper` is of, by the operators of torch.optim.Muon."""
         if isinstance(hyper, Intake):
             buffer = planes[0].lerp_(grad, 1 - hyper.momentum)
-            param.copy_(grad.lerp(buffer, hyper.momentum) if hyper.nesterov else buffer)
+            if hyper.nesterov:
+                torch.lerp(grad, buffer, hyper.momentum, out=param)
+            else:
+                param.copy_(buffer)
         elif isinstance(hyper, Outlet):
             param.mul_(hyper.decay).add_(grad, alpha=-hyper.rate)
         else:
