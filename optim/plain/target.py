@@ -132,7 +132,9 @@ class PlainTarget:
     def step(self, groups: Sequence[Group], amp: AmpInputs | None = None) -> StepReport:
         return step_together([self], groups, amp)
 
-    def views(self, groups: Sequence[Group], amp: AmpInputs | None) -> tuple[PlainViews, list[Any]]:
+    def views(
+        self, groups: Sequence[Group], amp: AmpInputs | None = None
+    ) -> tuple[PlainViews, list[Any]]:
         """What a step would see, and its hyperparameters. Raises ValueError for what it refuses."""
         hypers = [self._rule.hyper(groups[index]) for index in self._groups]
         steps = self._executor.next_steps()

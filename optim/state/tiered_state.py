@@ -391,7 +391,7 @@ class TieredState:
     def update_in_memory(self, updater: Updater, views: BlockViews) -> Iterator[Block]:
         """Update what is not on disk, in the order of `in_memory`: each block when it is asked for,
         to the end. An error that ends it is `torn`."""
-        yield from self.torn_by(self._update_in_memory(updater, views))
+        return self.torn_by(self._update_in_memory(updater, views))
 
     def torn_by(self, updates: Iterator[Block]) -> Iterator[Block]:
         """The same of any updates of what is in memory."""

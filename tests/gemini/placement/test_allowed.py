@@ -35,6 +35,7 @@ CASES = [
     (replace(ON_DISK, is_stage=True), (TAIL, EARLY), "pipeline"),
     (replace(ON_DISK, is_split=True), (TAIL, EARLY), "split"),
     (replace(ON_DISK, is_joint=True), (TAIL, EARLY), "several modules"),
+    (replace(ON_DISK, needs_wholes=True), (TAIL, EARLY), "as a whole"),
 ]
 
 
