@@ -71,7 +71,14 @@ def test_a_step_of_a_killed_process_outlives_every_store_made_after_it(tmp_path,
     assert "none is no folder" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", ["never committed", "filled, not stepped", "of one version"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "never committed",
+        pytest.param("filled, not stepped", marks=pytest.mark.ci),
+        pytest.param("of one version", marks=pytest.mark.ci),
+    ],
+)
 def test_what_never_held_a_step_is_removed_by_the_next_store(kind, tmp_path, caplog):
     commits = {"filled, not stepped": 1}.get(kind, 0)
     (path,) = die(tmp_path, num_versions=1 if kind == "of one version" else 2, commits=commits)
@@ -80,7 +87,7 @@ def test_what_never_held_a_step_is_removed_by_the_next_store(kind, tmp_path, cap
     assert names(tmp_path) == [] and f"removed {path}" in caplog.text
 
 
-@pytest.mark.parametrize("commits", [0, 3])
+@pytest.mark.parametrize("commits", [pytest.param(0, marks=pytest.mark.ci), 3])
 def test_files_of_a_striped_store_are_kept_or_removed_together(commits, tmp_path):
     """The first file alone knows the step."""
     folders = [tmp_path / name for name in "ab"]
@@ -185,6 +192,7 @@ def test_recover_follows_no_link_and_says_what_a_file_is_not(tmp_path):
         assert found.index.step == 4
 
 
+@pytest.mark.ci
 def test_a_store_that_was_cut_is_refused_wherever_it_was_cut(tmp_path):
     (path,) = die(tmp_path)
     whole = path.stat().st_size

@@ -25,6 +25,7 @@ from tests.support.plain_training import (
 
 KINDS = ("bf16", "fp32", "rounded", "fp16")
 HOMES = list(program.HOMES)
+MARKS = ([], [pytest.mark.ci], [pytest.mark.deep], [pytest.mark.deep])  # one, two, and all
 
 
 def _formula(steps, lr=1e-2, eps=1e-6, weight_decay=0.1, corrects=False):
@@ -118,7 +119,7 @@ def _bits(kind, home, folder, num_ranks=1):
 @pytest.mark.parametrize(
     ("home", "kind"),
     [
-        pytest.param(home, kind, marks=[] if (i + j) % len(KINDS) == 0 else [pytest.mark.ci])
+        pytest.param(home, kind, marks=MARKS[(i + j) % len(KINDS)])
         for i, home in enumerate(HOMES[1:])
         for j, kind in enumerate(KINDS)
     ],

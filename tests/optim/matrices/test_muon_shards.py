@@ -56,9 +56,10 @@ def _bits(kind, home, folder, num_ranks=1):
 
 
 def _cells(homes):
-    """One kind of each home while editing, all to land."""
+    """Of each home one kind while editing, two to land, and all."""
+    marks = ([], [pytest.mark.ci], [pytest.mark.deep], [pytest.mark.deep])
     return [
-        pytest.param(home, kind, marks=[] if (i + j) % len(KINDS) == 0 else [pytest.mark.ci])
+        pytest.param(home, kind, marks=marks[(i + j) % len(KINDS)])
         for i, home in enumerate(homes)
         for j, kind in enumerate(KINDS)
     ]
