@@ -34,7 +34,7 @@ class HybridMuon(TieredOptimizer):
         `{"c_attn.weight": 3, "qkv_proj.weight": (2048, 512, 512)}`: in how many equal parts, or
         which ones, their outputs are cut. Of a group: a dimension, and sizes along it. A rate is
         that of each part.
-    exclude: modules, or names of parameters, that AdamW gets besides.
+    exclude: modules, or ends of parameters' names, that AdamW gets besides.
     ns_form: `"gram"` iterates on the smaller side alone: fewer operations, other bits.
     ns_dtype: of the iterations; `"fp32"` for comparisons.
 
@@ -130,15 +130,18 @@ def routed(
     Frozen parameters are in none. Raises ValueError for a `split` or an `exclude` that is of no
     parameter, or does not fit.
     """
-    split = dict(split or {})
-    left_out = list(exclude)
+    split, left_out = dict(split or {}), list(exclude)
+    every = [name for name, _, _ in _named(module)]
+    for end in (*split, *(name for name in left_out if isinstance(name, str))):
+        if not any(_ends(name, end) for name in every):
+            raise ValueError(f"{end!r} ends the name of no parameter; they are {every[:3]} ...")
     others = set(_others(module, left_out))
     groups: dict[Any, list[Tensor]] = {None: []}
     adamw: list[Tensor] = []
     for name, param, owner in _named(module):
         if not param.requires_grad:
             continue
-        names = [end for end in split if name.endswith(end)]
+        names = [end for end in split if _ends(name, end)]
         if id(param) in others or param.dim() not in (2, 3):
             adamw.append(param)
         elif names:
@@ -174,10 +177,15 @@ def _others(module: nn.Module, exclude: Sequence[nn.Module | str]) -> Iterator[i
     heads += [part for part in module.modules() if isinstance(part, outer)]
     for part in heads:
         yield from map(id, part.parameters())
-    names = {m for m in exclude if isinstance(m, str)}
+    ends = [end for end in exclude if isinstance(end, str)]
     for name, param, _ in _named(module):
-        if name in names:
+        if any(_ends(name, end) for end in ends):
             yield id(param)
+
+
+def _ends(name: str, end: str) -> bool:
+    """Whole words of it: a wrapper puts some in front."""
+    return f".{name}".endswith(f".{end}")
 
 
 def _cut(

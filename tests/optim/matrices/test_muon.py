@@ -331,6 +331,10 @@ def test_what_is_no_matrix_and_what_nothing_here_updates_are_named():
         HybridMuon([nn.Parameter(torch.zeros(17))])
     with pytest.raises(ValueError, match="expected parts by names' ends"):
         HybridMuon(nn.Linear(3, 3), split=(0, (1, 2)))
+    with pytest.raises(ValueError, match="'eight' ends the name of no parameter"):
+        HybridMuon(nn.Linear(4, 4), split={"eight": 2})
+    with pytest.raises(ValueError, match="'gate' ends the name of no parameter"):
+        HybridMuon(nn.Linear(4, 4), exclude=["gate"])
     with pytest.raises(ValueError, match="split=2 of weight, which has 3 outputs"):
         HybridMuon(nn.Linear(3, 3), split={"weight": 2})
     wide = [nn.Parameter(torch.zeros(5, 3, dtype=torch.float64))]
