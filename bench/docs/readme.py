@@ -15,6 +15,7 @@ from typing import Any
 
 from bench.converge import table as converge_table
 from bench.demo import table as demo_table
+from bench.muon import table as muon_table
 from bench.rows import summary
 from bench.support.matmul import NATIVE
 from gemini.units import format_bytes
@@ -39,6 +40,11 @@ def _demo(result: dict[str, Any]) -> str:
 def _converge(result: dict[str, Any]) -> str:
     what = f"{result['numel']:,} parameters, {result['steps']} steps, {result['seeds']} seeds. "
     return f"{converge_table(result)}\n\n{what}{_where(result)}"
+
+
+def _muon(result: dict[str, Any]) -> str:
+    what = f"{result['numel']:,} parameters, {result['rounds']} rounds. "
+    return f"{muon_table(result)}\n\n{what}{_where(result)}"
 
 
 def _train(result: dict[str, Any]) -> str:
@@ -166,6 +172,7 @@ def _overlap(one: dict[str, Any], other: dict[str, Any]) -> bool:
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "demo": _demo,
     "converge-cpu": _converge,
+    "muon-cpu": _muon,
     "train-cpu": _train,
     "meshes-cpu": _meshes,
     "capacity-cpu": _capacity,

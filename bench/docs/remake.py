@@ -72,6 +72,10 @@ EVERYTHING = (
         "converge-cpu", ("bench.converge", "--picture", "docs/converge.svg"), 10,
         ("bench.converge", "--steps", "2", "--seeds", "1", "--only", "ours/fp32", "ours/8bit"),
     ),
+    Result(
+        "muon-cpu", ("bench.muon",), 4,
+        ("bench.muon", "--layers", "1", "--width", "128", "--rounds", "1"),
+    ),
     Result("train-cpu", ("bench.train", "--rounds", "2", "--steps", "10"), 20),
     Result(
         "meshes-cpu",
