@@ -265,6 +265,8 @@ def main() -> int:
     parser.add_argument("--nvme-dir", type=Path, help="default: a temporary folder on a disk")
     parser.add_argument("--json", type=Path, help="write what was measured")
     args = parser.parse_args()
+    if args.qlora and args.steps is not None and args.steps < 3:
+        parser.error(f"--steps {args.steps} with --qlora; expected 3: homes are final behind two")
     default_limits = [QLORA_LIMIT] if args.qlora else ["6GiB", "4GiB"]
     limits = [parse_bytes(limit) for limit in args.rss_limit or default_limits]
     max_norms = args.max_norm or [1.0, NEVER_CLIPS]
