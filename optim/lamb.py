@@ -27,9 +27,7 @@ class LambRule(NormRule):
     direction = staticmethod(formulas.lamb_direction)
 
     def trusting(self, hyper: Any, weight_norm: float, direction_norm: float) -> Any:
-        if hyper.adam or weight_norm == 0 or direction_norm == 0:
-            return hyper
-        return hyper._replace(trust=weight_norm / direction_norm)
+        return hyper if hyper.adam else super().trusting(hyper, weight_norm, direction_norm)
 
 
 class HybridLamb(ElementwiseOptimizer):

@@ -80,7 +80,7 @@ class PlainTarget:
         if isinstance(rule, MatrixRule):
             columns = rule.columns(group_of, groups)
             check_width(params)
-            wholes = wholes_of(self._orders)
+            wholes = wholes_of(self._orders, columns)
         space = StateSpace.pack([param.numel() for param in params], block_numel)
         self._tiered_state = TieredState(
             space,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,8 +11,9 @@ from torch import Tensor
 from gemini.optim.matrices.plan import Whole, buckets_of
 from gemini.optim.matrices.updater import Alone
 from gemini.optim.rules.control_vector import ControlVector
-from gemini.optim.rules.matrix_rule import MatrixRule
+from gemini.optim.rules.matrix_rule import MOMENTUM, MatrixRule
 from gemini.optim.rules.rule import NormRule
+from gemini.optim.rules.state_layout import Columns
 from gemini.optim.state.memory import memory_of
 from gemini.optim.state.space import Block, BlockSegment
 from gemini.optim.state.tiered_state import TieredState
@@ -25,7 +25,7 @@ from gemini.optim.step.matrix_step import (
     bucket_homes,
 )
 from gemini.optim.step.norms import Cover, square_sums, trusted
-from gemini.optim.update.cpu_update import CpuWorkers
+from gemini.optim.update.cpu_update import CpuWorkers, StepInputs
 from gemini.optim.update.updaters import CpuUpdater
 
 from .views import Order, dense_grad
@@ -40,12 +40,12 @@ def check_width(params: Sequence[Tensor]) -> None:
         )
 
 
-def wholes_of(orders: Sequence[Order]) -> list[Whole]:
-    """Of all parameters that are matrices, or stacks of them."""
+def wholes_of(orders: Sequence[Order], columns: Columns) -> list[Whole]:
+    """Of the parameters that keep a momentum: matrices, or stacks of them."""
     return [
         Whole(i, tuple(order.size), order.stride, ((0, order.size.numel()),))
         for i, order in enumerate(orders)
-        if len(order.size) >= 2 and order.size.numel()
+        if columns.has(i, MOMENTUM.name) and len(order.size) >= 2 and order.size.numel()
     ]
 
 
@@ -100,5 +100,5 @@ def with_norms(
 ) -> list[Any]:
     """Hyperparameters by parameter. counts: of updates before this one."""
     steps, cover = [count + 1 for count in counts], _PlainCover(params, orders)
-    sums = square_sums(rule, state, cover, hyper, steps, factor, math.inf)
+    sums = square_sums(rule, state, cover, hyper, steps, StepInputs(factor))
     return trusted(rule, hyper, sums)

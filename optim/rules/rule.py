@@ -139,8 +139,8 @@ class UpdateRule:
 class NormRule(UpdateRule):
     """One whose step of a parameter is as long as its norm says.
 
-    `direction` is a second function as `formula`: what a parameter moves along, [n]. With `trust`,
-    a field of the hyperparameters that is no option, `formula` moves so far.
+    `direction` is a second function as `formula`: what a parameter moves along, [n]. `trust`, a
+    field of the hyperparameters that is no option, is the ratio of both norms.
     """
 
     over_norms = True
@@ -162,8 +162,10 @@ class NormRule(UpdateRule):
         return found
 
     def trusting(self, hyper: Any, weight_norm: float, direction_norm: float) -> Any:
-        """The hyperparameters of one parameter, whose norms these are."""
-        raise NotImplementedError
+        """The hyperparameters of one parameter, whose norms these are; of zeros the trust is 1."""
+        if weight_norm == 0 or direction_norm == 0:
+            return hyper
+        return hyper._replace(trust=weight_norm / direction_norm)
 
 
 @functools.lru_cache(maxsize=64)

@@ -103,8 +103,7 @@ class CpuStep:
         self, hypers: Sequence[Any], active: Sequence[int], power_sum: float, clip: Clip
     ) -> AnyUpdater:
         scale = self.control_vector.read().scale
-        factor = clip.factor(clip.norm(power_sum) / scale) / scale
-        inputs = StepInputs(factor, clip.max_value, self._rounding_seed)
+        inputs = StepInputs.clipping(clip, power_sum, scale, self._rounding_seed)
         self._used_scale = scale
         return self.updater_of(inputs, hypers, active)
 

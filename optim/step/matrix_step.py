@@ -136,8 +136,7 @@ class MatrixDeviceStep(TritonStep):
         self, hypers: Sequence[Any], active: Sequence[int], power_sum: float, clip: Clip
     ) -> MatrixUpdater:
         scale = self.control_vector.read().scale
-        factor = clip.factor(clip.norm(power_sum) / scale) / scale
-        inputs = StepInputs(factor, clip.max_value, self._rounding_seed)
+        inputs = StepInputs.clipping(clip, power_sum, scale, self._rounding_seed)
         return self._begun(scale, inputs, hypers, active)
 
     def skips(self, amp: AmpInputs) -> bool:

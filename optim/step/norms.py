@@ -16,6 +16,7 @@ from gemini.optim.rules.state_layout import MASTER
 from gemini.optim.state.pieces import Planes
 from gemini.optim.state.space import Block, BlockSegment
 from gemini.optim.state.tiered_state import TieredState
+from gemini.optim.update.cpu_update import StepInputs
 
 TILE_NUMEL = 1 << 18  # by position in a parameter, so that its cuts change little
 
@@ -39,14 +40,14 @@ def square_sums(
     cover: Cover,
     hyper: Sequence[Any],
     steps: Sequence[int],
-    factor: float,
-    limit: float,
+    inputs: StepInputs,
 ) -> list[tuple[float, float]]:
     """By parameter: sums of p^2 and of u^2 over what is here, in fp64. Reads all state once.
 
-    hyper: None for a parameter that the step leaves alone; its sums are 0. factor, limit: what
-    multiplies gradients, and clamps them then.
+    hyper: None for a parameter that the step leaves alone; its sums are 0. inputs: what gradients
+    go through on their way in.
     """
+    factor, limit = inputs.factor, inputs.limit
     found: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
 
     def look(block: Block, planes: Planes) -> None:

@@ -21,7 +21,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from gemini.optim.rules.clipping import combined
+from gemini.optim.rules.clipping import Clip, combined
 from gemini.optim.rules.formulas import noise, round_stochastic
 from gemini.optim.rules.quantised import decoded, encode, state_noise
 from gemini.optim.rules.rule import UpdateRule
@@ -47,6 +47,14 @@ class StepInputs:
     factor: float = 1.0  # multiplies gradients: unscale and clip in one
     limit: float = math.inf  # clamps them, after `factor`
     rounding_seed: int | None = None  # bf16 parameters without a master are rounded at random
+
+    @classmethod
+    def clipping(
+        cls, clip: Clip, power_sum: float, scale: float, rounding_seed: int | None = None
+    ) -> StepInputs:
+        """Of gradients that carry a loss scale, and whose norm is of this sum."""
+        factor = clip.factor(clip.norm(power_sum) / scale) / scale
+        return cls(factor, clip.max_value, rounding_seed)
 
     @property
     def changes_gradients(self) -> bool:

@@ -344,6 +344,17 @@ def test_what_is_no_matrix_and_what_nothing_here_updates_are_named():
         optimizer.step()
 
 
+def test_what_adamw_updates_stages_nothing_for_muon(tmp_path):
+    """A table of words that is larger than every matrix: its blocks wait for nobody."""
+    params = _params(shapes=[(400, 64), (32, 64)])
+    groups = [{"params": params[1:]}, {"params": params[:1], "use_muon": False}]
+    optimizer = HybridMuon(groups, **on_disk(tmp_path, 1.0))
+    optimizer.bind()
+    nvme = optimizer.targets[0].tiered_state.nvme
+    wide, depth = 1024 * 12, 2  # a block in which both have elements is the largest
+    assert nvme.staging_bytes <= (depth + 2 + 3) * wide
+
+
 def test_a_group_keeps_the_rule_that_its_state_was_made_for():
     params = _params()
     optimizer = HybridMuon(_groups(params))

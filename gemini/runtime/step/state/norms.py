@@ -17,6 +17,7 @@ from gemini.optim.rules.rule import NormRule
 from gemini.optim.state.space import Block, BlockSegment
 from gemini.optim.state.tiered_state import TieredState
 from gemini.optim.step.norms import Cover, square_sums, trusted
+from gemini.optim.update.cpu_update import StepInputs
 from gemini.runtime.parts import Parts
 
 from .shard_blocks import Shards
@@ -71,13 +72,12 @@ def with_norms(
 
     Raises what went wrong on this rank, or RuntimeError where another's disk failed.
     """
-    scale = parts.control_vector.read().scale
-    factor = clip.factor(clip.norm(power_sum) / scale) / scale
+    inputs = StepInputs.clipping(clip, power_sum, parts.control_vector.read().scale)
     error: BaseException | None = None
     sums = [(0.0, 0.0)] * len(hyper)
     try:
         cover = _ShardCover(chunks)
-        sums = square_sums(rule, state, cover, hyper, steps, factor, clip.max_value)
+        sums = square_sums(rule, state, cover, hyper, steps, inputs)
     except BaseException as raised:  # others wait for this rank's sums
         error = raised
     comm = parts.links[WORLD].shards
