@@ -14,6 +14,7 @@ from gemini.memtracer.trace import Trace
 from gemini.placement.fit import (
     StateRequest,
     assumed_state,
+    few_blocks_numel,
     fit,
     usual_block_numel,
     usual_speeds,
@@ -26,7 +27,7 @@ from gemini.placement.sizes import FP32_BYTES, BudgetError, StateBytes
 from gemini.placement.tiers import Tier
 from gemini.placement.timetable.allowed import buffers_ahead, held_at_most
 from gemini.placement.timetable.updates import AUTO, BEHIND
-from gemini.units import BLOCK_NUMEL, MIN_BLOCK_NUMEL, Bytes, ChunkId
+from gemini.units import BLOCK_NUMEL, Bytes, ChunkId
 
 from .machine import Hardware
 
@@ -34,9 +35,6 @@ if TYPE_CHECKING:  # which needs torch
     from .activations import Activations
 
 ADAM = StateBytes(per_element=12, has_master=True)
-# A plan tries no smaller blocks than make so many: staging of a few takes 1 % of such a model. A
-# run may use smaller ones where it must.
-MOST_BLOCKS = 1024
 OWN_BYTES, OWN_SHARE = 3 << 20, 0.01
 OWN_BYTES_OF_FILES, OWN_BYTES_OF_THREAD = 2 << 20, 6 << 20  # the latter updates what is in files
 # oneDNN compiles a bf16 product for each number of rows, and keeps it: 0.55 MiB with AVX-512, for
@@ -116,9 +114,8 @@ class Question:
             self.update, has_masters=begun.state.has_master, has_host_tier=begun.has_host_tier,
             has_budgets=has_budgets(policy),
         )  # fmt: skip
-        numel = sum(c.shard_numel for c in self.layout.chunks)
-        least = max(MIN_BLOCK_NUMEL, 1 << (numel // MOST_BLOCKS).bit_length())
-        least = min(least, BLOCK_NUMEL)
+        # staging of a few takes 1 % of such a model; a run may use smaller ones where it must
+        least = few_blocks_numel(self.layout)
 
         def fitted(inputs: PlanInputs, ahead: int) -> tuple[PlanInputs, PlanResult]:
             inputs = replace(inputs, num_ahead=ahead)
