@@ -26,7 +26,15 @@ from gemini.runtime.wrap.materialise import Materialiser, init_empty
 
 from .converted import ConvertedTensors, converted
 from .export import export_safetensors
-from .quantise import config_of, put_quantised, quantised, without_memory
+from .quantise import (
+    config_of,
+    put_experts,
+    put_quantised,
+    quantised,
+    quantised_experts,
+    stacked_experts,
+    without_memory,
+)
 
 log = logging.getLogger("gemini")
 
@@ -63,7 +71,8 @@ def load_pretrained(
     revision: on the hub: a branch, tag or commit; None is the newest.
     quantize: `"nf4"` (with quantised statistics, as QLoRA has it) or `"int8"`: linear layers become
         bitsandbytes', those that transformers would quantise, one weight at a time; or a
-        `transformers.BitsAndBytesConfig`.
+        `transformers.BitsAndBytesConfig`. "nf4" is for stacked experts too, which transformers
+        leaves in 16 bits, as it does here where a config is given.
     lora: a `peft.LoraConfig`; the base is frozen and its adapters are trained. They begin without
         a look at the base's values, which come later: no DoRA, PiSSA and the like.
     options: of `GeminiDDP`.
@@ -99,6 +108,8 @@ def load_pretrained(
             values.quantise(config_of(quantize, dtype or values.dtype_of("", torch.bfloat16)))
         if lora is not None:
             module = values.adapt(lora)
+        if quantize == "nf4":  # peft would take the layers that make their weights for targets
+            values.quantise_experts(module)
         return GeminiDDP(module, init_state_dict=values, **options)
 
 
@@ -246,19 +257,36 @@ class _Values(Mapping[str, Tensor]):
         for: no two of them in another form at once."""
         forms: dict[Any, nn.Parameter] = {}
         for name, layer in put_quantised(self._module, config):
-            place = self._file_name.pop(f"{name}.weight", None)
-            if place is None:
-                raise ValueError(
-                    f"no file has {name}.weight, and what a model initialises is not quantised; "
-                    "expected a folder with all weights, or quantize=None"
-                )
-            dtype = self._files.spec_of(place).dtype
-            weight = without_memory(layer, dtype, forms)
-            made = partial(self._quantised, layer, place) if self._reads else partial(_same, weight)
-            self.quantised[id(weight)] = made
+            place = self._taken(f"{name}.weight")
+            weight = without_memory(layer, self._files.spec_of(place).dtype, forms)
+            self._make(weight, place, partial(quantised, layer))
 
-    def _quantised(self, layer: Any, place: str) -> Tensor:
-        return quantised(layer, self._files[place])
+    def quantise_experts(self, module: nn.Module) -> None:
+        """And what is stacked for experts, one parameter at a time as well."""
+        forms: dict[Any, nn.Parameter] = {}
+        for name, experts, key in [*stacked_experts(module)]:
+            place = self._taken(name)
+            weight = put_experts(experts, key, self._files.spec_of(place).dtype, forms)
+            self._make(weight, place, quantised_experts)
+
+    def _taken(self, name: str) -> str:
+        place = self._file_name.pop(name, None)
+        if place is None:
+            raise ValueError(
+                f"no file has {name}, and what a model initialises is not quantised; expected a "
+                "folder with all weights, or quantize=None"
+            )
+        return place
+
+    def _make(
+        self, weight: nn.Parameter, place: str, quantised_one: Callable[[Tensor], Tensor]
+    ) -> None:
+        """From now on it is what becomes of its file's values, when it is asked for."""
+
+        def made() -> Tensor:
+            return quantised_one(self._files[place]) if self._reads else weight.data
+
+        self.quantised[id(weight)] = made
 
     def adapt(self, lora: Any) -> nn.Module:
         """The module with peft's adapters, which have their values."""
@@ -313,10 +341,6 @@ class _Values(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(list(iter(self)))
-
-
-def _same(param: Tensor) -> Tensor:
-    return param.data
 
 
 def _places(name: str, prefix: str) -> list[str]:

@@ -1,6 +1,5 @@
-"""Linear layers as bitsandbytes has them, whose weights are quantised one at a time when they come.
-
-Until then a layer has a weight without memory, of the form that its bytes will have.
+"""Linear layers as bitsandbytes has them, and stacked experts, whose weights are quantised one at a
+time when they come. Until then there is a weight without memory, of the form of its bytes.
 """
 
 from __future__ import annotations
@@ -66,6 +65,47 @@ def put_quantised(module: nn.Module, config: Any) -> Iterator[tuple[str, Any]]:
     for name, layer in module.named_modules():
         if isinstance(layer, layers.Linear4bit | layers.Linear8bitLt):
             yield name, layer
+
+
+def stacked_experts(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """(name, module, key) of every parameter [experts, ...] of transformers' modules of experts,
+    which its quantiser leaves in 16 bits: most of such a model."""
+    for name, child in module.named_modules():
+        if type(child).__name__.endswith("Experts"):
+            for key, param in list(child.named_parameters(recurse=False)):
+                if param.ndim == 3:
+                    yield f"{name}.{key}", child, key
+
+
+def quantised_experts(values: Tensor) -> nn.Parameter:
+    """Of stacked experts: NF4 with quantised statistics, as linear layers of "nf4"."""
+    from bitsandbytes.functional import quantize_4bit
+
+    data, state = quantize_4bit(values, compress_statistics=True, quant_type="nf4")
+    made: Any = nn.Parameter(data, requires_grad=False)
+    made.quant_state = state
+    return made  # type: ignore[no-any-return]
+
+
+def put_experts(
+    module: nn.Module, key: str, dtype: torch.dtype, forms: dict[Any, nn.Parameter]
+) -> nn.Parameter:
+    """A parameter without memory in place of stacked experts, of which a layer of bitsandbytes
+    makes their weights; of the form that its bytes will have. forms: as of `without_memory`."""
+    from bitsandbytes.nn.parametrize import replace_parameter_4bit_prequantized
+
+    shape = module.get_parameter(key).shape
+    if (shape, dtype) not in forms:
+        forms[shape, dtype] = quantised_experts(torch.zeros(shape, dtype=dtype))
+    known: Any = forms[shape, dtype]
+    setattr(module, key, nn.Parameter(known.data, requires_grad=False))
+    replace_parameter_4bit_prequantized(
+        module, key, known.quant_state.as_dict(packed=True), torch.device("cpu")
+    )
+    layers: Any = module.get_submodule(f"parametrizations.{key}")
+    layers.original.quant_state = layers[0].quant_state
+    hollow(layers.original)
+    return layers.original  # type: ignore[no-any-return]
 
 
 def quantised(layer: Any, values: Tensor) -> nn.Parameter:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from gemini.dtypes import BYTES
 from gemini.optim.target import OWNER_ATTRIBUTE
@@ -167,12 +168,19 @@ class Opaque:
 
     def given(self, values: Mapping[str, Any]) -> dict[str, Tensor]:
         """By leaf what a state dict has of it. Raises ValueError for what has another form."""
-        name = next((name for name in self.names if name in values), None)
-        if name is not None and self.form.kind == "Params4bit":  # some of it is in a packed value
+        state = getattr(self.param, "quant_state", None)
+        names = self.names if state is None else map(_weight_name, self.names)
+        name = next((name for name in names if name in values), None)
+        if name is not None and state is not None:  # some of it is in a packed value
             dot = f"{name}."
             about = {k.removeprefix(dot): values[k] for k in values if k.startswith(dot)}
             known: Any = _shown_class(type(self.param))
-            made = known.from_prequantized(values[name], about, device="cpu")
+            made: Any
+            if self.form.kind == "Params4bit":
+                made = known.from_prequantized(values[name], about, device="cpu")
+            else:
+                made = nn.Parameter(values[name], requires_grad=False)
+                made.quant_state = type(state).from_dict(about, torch.device("cpu"))
             found = {place.leaf: place.tensor for place in _places_of(made, None)}
         elif name is not None and hasattr(self.param, "__tensor_flatten__"):
             if type(values[name]) is not _shown_class(type(self.param)):
@@ -199,6 +207,11 @@ class Opaque:
     def _entries(self) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) as its modules save it, but for what they have beside it."""
         for name, module in self._modules:
+            if (state := _state_of(self.param, module)) and self.form.kind != "Params4bit":
+                name = _weight_name(name)  # by a hook of the module that has the layer
+                yield name, self.param
+                yield from ((f"{name}.{k}", v) for k, v in state.as_dict(packed=True).items())
+                continue
             prefix = name.removesuffix(name.rpartition(".")[2])
             saved: dict[str, Any] = {}
             module._save_to_state_dict(saved, prefix, keep_vars=True)
@@ -345,13 +358,26 @@ def _places_of(param: Any, module: Any) -> Iterator[_Place]:
         for leaf, name in (("data", "CB"), ("SCB", "SCB")):
             if getattr(holder, name) is not None:
                 yield _Place(leaf, getattr(holder, name), _setter(holder, name))
-    if type(param).__name__ == "Params4bit":
-        state, prefix = param.quant_state, ""
+    if (state := _state_of(param, module)) is not None:
+        prefix = ""
         while state is not None:
             for name in ("absmax", "code", "offset"):
                 if isinstance(getattr(state, name), Tensor):
                     yield _Place(prefix + name, getattr(state, name), _setter(state, name))
             state, prefix = state.state2, f"{prefix}state2."
+
+
+def _state_of(param: Any, module: Any) -> Any:
+    """bitsandbytes' state of what has 4 bits: of a `Params4bit`, or of a parameter that a layer of
+    `replace_parameter_4bit` makes a weight of; None where it has none."""
+    if isinstance(module, ParametrizationList) and hasattr(module[0], "quant_state"):
+        param.quant_state = module[0].quant_state
+    return getattr(param, "quant_state", None)
+
+
+def _weight_name(name: str) -> str:
+    """Of what a parametrisation makes of a parameter of this name."""
+    return re.sub(r"\bparametrizations\.(\w+)\.original$", r"\1", name)
 
 
 def _flattened(tensor: Any, prefix: str) -> Iterator[_Place]:

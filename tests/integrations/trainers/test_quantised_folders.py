@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from bench.shared.models import seeded
+from bench.shared.simulated import SimBackend
 from bench.shared.workers import run_ranks
 from gemini import AutoPlacement
 from gemini.checkpoint import pretrained, quantise
@@ -168,21 +169,61 @@ def test_experts_are_stacked_as_transformers_stacks_them(family, kind, of_expert
         assert files.spec_of(name).shape == module.state_dict()[name].shape and not read
         assert torch.equal(files[name], module.state_dict()[name])
         assert len(read) == 2 * len(module.state_dict()[name])  # two of each expert
-    lora = adapters() if kind == "nf4" else None
-    found = load_pretrained(of_experts[family], quantize=kind, lora=lora, **SMALL).state_dict()
+    found = load_pretrained(of_experts[family], quantize=kind, **SMALL).state_dict()
     plain = whole(of_experts[family], kind)
-    if lora is not None:
-        from peft import get_peft_model
+    assert same(found, (of_4_bits(plain) if kind == "nf4" else plain).state_dict())
 
-        plain = get_peft_model(plain, lora)
-    base = {name: value for name, value in plain.state_dict().items() if "lora_" not in name}
-    assert same({name: found[name] for name in base}, base)
+
+def of_4_bits(model):
+    """With experts as bitsandbytes quantises what is no linear layer."""
+    from bitsandbytes.nn.parametrize import replace_parameter_4bit
+
+    for module in list(model.modules()):
+        if type(module).__name__.endswith("Experts"):
+            for name in ("gate_up_proj", "down_proj"):
+                replace_parameter_4bit(module, name, compress_statistics=True)
+    return model
 
 
 @pytest.mark.ci
 def test_ranks_have_the_experts_that_the_first_one_stacks(of_experts):
     found = run_ranks(loaded, 2, of_experts["mixtral"], None, processes=True)[0]
-    assert same(found, whole(of_experts["mixtral"], "nf4").state_dict())
+    assert same(found, of_4_bits(whole(of_experts["mixtral"], "nf4")).state_dict())
+
+
+def test_adapters_on_experts_of_4_bits_are_those_of_peft(of_experts):
+    """On a device that experts leave with what they are dequantised by; and state dicts load."""
+    from peft import get_peft_model
+
+    model = load_pretrained(
+        of_experts["mixtral"], quantize="nf4", lora=adapters(), device=SimBackend(), **SMALL
+    )
+    homes = {model.engine.plan.shards[model.engine.chunk_of[p]] for p in model.engine.opaque}
+    assert {shard.param_home for shard in homes} == {Tier.HOST}
+    found = model.state_dict()
+    plain = whole(of_experts["mixtral"], "nf4")
+    plain = of_4_bits(get_peft_model(plain, adapters(), autocast_adapter_dtype=False))
+    plain.load_state_dict({name: found[name] for name in found if "lora_" in name}, strict=False)
+    ids = torch.arange(32).reshape(2, 16)
+    ours, theirs = (one.train()(input_ids=ids, labels=ids).loss for one in (model, plain))
+    assert torch.equal(ours, theirs)
+    ours.backward()
+    theirs.backward()
+    grads = {name: param.grad for name, param in model.named_parameters() if "lora_B" in name}
+    for name, param in plain.named_parameters():
+        if "lora_B" in name:
+            assert torch.equal(grads[name], param.grad) and grads[name].any()
+    changed = {
+        k: v ^ 1 if "experts" in k and v.dtype == torch.uint8 else v for k, v in found.items()
+    }
+    changed |= {k: v for k, v in found.items() if "quant_state" in k}
+    model.load_state_dict(changed)
+    assert same(model.state_dict(), changed)
+
+
+def test_a_config_leaves_experts_as_transformers_does(of_experts):
+    model = load_pretrained(of_experts["mixtral"], quantize=config_of("nf4"), **SMALL)
+    assert same(model.state_dict(), whole(of_experts["mixtral"], "nf4").state_dict())
 
 
 def test_weights_are_quantised_one_at_a_time(folder, monkeypatch):
@@ -258,7 +299,7 @@ def test_a_script_of_grpo_trains_adapters_on_a_base_of_4_bits_in_files(tmp_path)
 
     folder = make_folder(tmp_path / "base", hidden_size=64, intermediate_size=128,
                          num_hidden_layers=4)  # fmt: skip
-    policy = AutoPlacement("250KiB", nvme_dir=str(tmp_path), block_numel=2048)
+    policy = AutoPlacement("105KiB", nvme_dir=str(tmp_path), block_numel=2048)
     ours = {"gemini": {"placement_policy": policy, **SMALL}}
     logs = []
     for cls, options in ((GRPOTrainer, {}), (Sharded, ours)):
