@@ -123,6 +123,44 @@ def test_layers_that_are_split_as_they_are_made_train_as_those_of_torch(ranks, t
     assert update_error(found[0][1], model, start) <= TOLERANCE
 
 
+def stacked():
+    return nn.Sequential(*(
+        layers.Linear(of, to) for of, to in [(WIDTH, 4 * WIDTH), (4 * WIDTH, WIDTH)] * 2
+    ))  # fmt: skip
+
+
+def in_stages(_):
+    parallel = {"pipeline": 2, "tensor": {"size": 2, "mode": "1d"}}
+    options = {"parallel": parallel, "NUM_MICRO_BATCHES": 2, "clip_grad_norm": CLIP}
+    global_context.config = read_config(options)
+    model = stacked()
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
+    engine = initialize(model, optimizer, nn.MSELoss())[0]
+    for step in range(STEPS):
+        engine.zero_grad()
+        engine.execute_schedule(iter([(drawn(step), drawn(step))]))
+        engine.step()
+    return {name: x for stage in engine.model for name, x in stage.state_dict().items()}
+
+
+def drawn(step):
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+def test_layers_that_are_split_as_they_are_made_are_cut_into_stages():
+    model = stacked()
+    start = {name: param.detach().clone() for name, param in model.named_parameters()}
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(drawn(step)), drawn(step)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+    stages = run_ranks(in_stages, 4)
+    found = {name: x for stage in stages for name, x in stage.items()}
+    assert update_error(found, model, start) <= TOLERANCE
+
+
 def test_a_linear_layer_takes_parts_where_the_one_before_gives_them():
     kinds = [layers.Linear(4, 8), layers.Linear(8, 4), layers.Linear(4, 8), layers.Linear(4, 8)]
     names = [type(layer).__name__.rpartition("_")[2] for layer in kinds]
