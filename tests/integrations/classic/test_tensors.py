@@ -82,13 +82,13 @@ def update_error(found, model, start):
     return float((off / moved).sqrt())
 
 
-def plainly(model):
-    """One process of torch."""
+def plainly(model, of=batch, loss=loss_of):
+    """One process of torch; what it begins with."""
     start = {name: param.detach().clone() for name, param in model.named_parameters()}
     optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
     for step in range(STEPS):
         optimizer.zero_grad()
-        loss_of(model(batch(step)), batch(step)).backward()
+        loss(model(of(step)), of(step)).backward()
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
     return start
@@ -149,13 +149,7 @@ def drawn(step):
 
 def test_layers_that_are_split_as_they_are_made_are_cut_into_stages():
     model = stacked()
-    start = {name: param.detach().clone() for name, param in model.named_parameters()}
-    optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        nn.functional.mse_loss(model(drawn(step)), drawn(step)).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
+    start = plainly(model, drawn, nn.functional.mse_loss)
     stages = run_ranks(in_stages, 4)
     found = {name: x for stage in stages for name, x in stage.items()}
     assert update_error(found, model, start) <= TOLERANCE
