@@ -39,7 +39,7 @@ class CopyTicket(Ticket[None], Protocol):
         ...
 
 
-class BesideTicket(CopyTicket, Protocol):
+class SideStreamTicket(CopyTicket, Protocol):
     """Work that the device was given beside what it computes. `wait()` is `order()`."""
 
     def times(self) -> tuple[float, float]:

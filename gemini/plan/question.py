@@ -24,7 +24,7 @@ from gemini.placement.policy import AutoPlacement, has_budgets
 from gemini.placement.problem import average_bytes
 from gemini.placement.sizes import FP32_BYTES, BudgetError, StateBytes
 from gemini.placement.tiers import Tier
-from gemini.placement.timetable.allowed import buffers_ahead, held_at_most
+from gemini.placement.timetable.allowed import buffers_ahead, kept_for_updates
 from gemini.placement.timetable.updates import AUTO, BEHIND
 from gemini.units import BLOCK_NUMEL, MIN_BLOCK_NUMEL, Bytes, ChunkId
 
@@ -185,7 +185,7 @@ class Question:
             in_thread = self._update(result) != "serial"
             found += OWN_BYTES_OF_FILES + OWN_BYTES_OF_THREAD * in_thread
         if self._update(result) in BEHIND and not result.plan.has_host_tier:
-            found += self._held_bytes(result)
+            found += self._kept_bytes(result)
         return max(found, own + self._set_up_bytes(result) - peak)
 
     def product_bytes(self, iterations: int | None = None) -> int:
@@ -224,13 +224,13 @@ class Question:
             there += FP32_BYTES * spec.shard_numel * (is_wide and not in_file)
         return most
 
-    def _held_bytes(self, result: PlanResult) -> int:
+    def _kept_bytes(self, result: PlanResult) -> int:
         """By which gradients that a tail holds in the forward pass the peak."""
         trace = self.trace
         calls = trace.calls(self.layout.chunk_of())
         backward = [moment.phase for moment in trace.moments].index("backward")
         totals = result.profile.total(Tier.DEVICE)
-        held = held_at_most(result.plan, calls, backward)
+        held = kept_for_updates(result.plan, calls, backward)
         most = max(a + b for a, b in zip(totals, held, strict=False))
         return max(0, most - max(totals))
 
@@ -268,7 +268,7 @@ def homes(planned: PlanResult) -> dict[str, dict[str, int]]:
         if shard.grad_home is not None:
             found["gradients"][shard.grad_home.value] += sizes.shard_bytes
         for block, home in zip(sizes.blocks, shard.state_homes, strict=True):
-            found["state"][home.value] += block.held_on(home)
+            found["state"][home.value] += block.bytes_on(home)
         if sizes.original_bytes:
             found["originals"][planned.plan.original_home.value] += sizes.original_bytes
     found["average"] = Counter({tier.value: nbytes for tier, nbytes in planned.plan.average})

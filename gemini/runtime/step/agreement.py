@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from gemini.optim.rules.report import Outcome, StepReport, Traffic
-from gemini.optim.state.held_signals import HeldSignals
+from gemini.optim.state.deferred_signals import DeferredSignals
 from gemini.optim.step.driver import InMemory, TargetStep, at_once, take
 from gemini.optim.step.executor import Executor
 from gemini.runtime.comm.ballot import Agreement, Ballot
@@ -113,7 +113,7 @@ def carry_out(
     for step in steps:
         step.parts.manager.release_for_step()
     try:
-        with HeldSignals() as held:
+        with DeferredSignals() as held:
             for step in steps:
                 step.parts.ledger.note()
             try:

@@ -13,10 +13,10 @@ from typing import Protocol
 
 import torch
 
-from gemini.optim.rules.report import Behind, Traffic
+from gemini.optim.rules.report import TailResult, Traffic
 from gemini.optim.state.memory import Memory
 from gemini.optim.state.space import Block
-from gemini.tickets import BesideTicket
+from gemini.tickets import SideStreamTicket
 
 
 class Holding(Protocol):
@@ -31,10 +31,10 @@ class Holding(Protocol):
         ...
 
 
-class UpdatedBeside:
+class ShardUpdate:
     """A ticket for one shard. `wait()`: what the device does next comes behind its updates."""
 
-    def __init__(self, work: BesideTicket, let_go: Callable[[], None]) -> None:
+    def __init__(self, work: SideStreamTicket, let_go: Callable[[], None]) -> None:
         self._work = work
         self._let_go = let_go
         self._has_waited = False
@@ -49,7 +49,7 @@ class UpdatedBeside:
             self._let_go()  # only now: what takes this memory next is behind the updates, too
 
 
-class GivenBeside:
+class SideStreamWork:
     """A ticket for what a step gave to a device beside what it computes. It keeps nothing of it.
 
     traffic: of what the host has given so far.
@@ -57,19 +57,21 @@ class GivenBeside:
 
     def __init__(self) -> None:
         self.traffic = Traffic()
-        self.works: Sequence[BesideTicket] = ()
+        self.works: Sequence[SideStreamTicket] = ()
 
     def ready(self) -> bool:
         return self.works[-1].ready()
 
-    def wait(self) -> Behind:
+    def wait(self) -> TailResult:
         """The host waits."""
         self.works[-1].settle()
         seconds, _ = self.works[-1].times()
-        return Behind(True, self.traffic, 0.0, seconds, sum(work.times()[1] for work in self.works))
+        return TailResult(
+            True, self.traffic, 0.0, seconds, sum(work.times()[1] for work in self.works)
+        )
 
 
-class Beside:
+class SideStreamUpdates:
     """Updates of the blocks that one step has in memory.
 
     of_shard: a ticket for each shard with such blocks. behind: for all of them.
@@ -84,7 +86,7 @@ class Beside:
         moved: Callable[[], Traffic],
     ) -> None:
         """updates: gives `blocks`, each when it is updated."""
-        self.behind = GivenBeside()
+        self.behind = SideStreamWork()
         self._updates = updates
         self._views = views
         self._moved = moved
@@ -92,9 +94,9 @@ class Beside:
         cuts = sorted(set(ends.values()))
         works = [self._work(end - begin) for begin, end in zip((0, *cuts[:-1]), cuts, strict=True)]
         # behind the last: the way back
-        given = self.behind.works = memory.beside([*works, self._work(1)])
+        given = self.behind.works = memory.run_on_side_stream([*works, self._work(1)])
         self.of_shard = {
-            shard: UpdatedBeside(given[cuts.index(end)], partial(views.let_go, shard))
+            shard: ShardUpdate(given[cuts.index(end)], partial(views.let_go, shard))
             for shard, end in ends.items()
         }
 

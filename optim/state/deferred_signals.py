@@ -20,8 +20,8 @@ T = TypeVar("T")
 HELD = (signal.SIGINT, signal.SIGTERM)
 
 
-class HeldSignals:
-    """`with HeldSignals() as held:` holds Ctrl-C and SIGTERM back; `held.pending` says one came.
+class DeferredSignals:
+    """`with DeferredSignals() as held:` holds Ctrl-C and SIGTERM back; `held.pending` says one came.
 
     Delivered on leaving: the handler that was there runs. Where SIGTERM has none, SystemExit(143)
     is raised, so that files are removed on the way out. Does nothing outside the main thread,
@@ -36,7 +36,7 @@ class HeldSignals:
     def pending(self) -> bool:
         return bool(self._came)
 
-    def __enter__(self) -> HeldSignals:
+    def __enter__(self) -> DeferredSignals:
         if threading.current_thread() is threading.main_thread():
             for number in HELD:
                 handler = signal.getsignal(number)
@@ -61,10 +61,10 @@ class HeldSignals:
         _deliver(self._came, handlers)
 
 
-class SignalsBehind:
+class TailSignals:
     """Holds Ctrl-C and SIGTERM back from `hold`, in the main thread, to `release`, in any thread.
 
-    They are delivered to the main thread, whatever it does then, as `HeldSignals` does. `put_back`:
+    They are delivered to the main thread, whatever it does then, as `DeferredSignals` does. `put_back`:
     the handlers are those of before, after `release`. Only the main thread may set handlers; False
     in another, where the next signal still gets to who is to have it.
     """
@@ -117,9 +117,9 @@ class SignalsBehind:
 
 
 def _own(handler: Any, number: int) -> Any:
-    """The user's handler behind those of `SignalsBehind` that are over: two may overlap."""
+    """The user's handler behind those of `TailSignals` that are over: two may overlap."""
     holder = getattr(handler, "__self__", None)
-    while isinstance(holder, SignalsBehind) and holder._is_over:
+    while isinstance(holder, TailSignals) and holder._is_over:
         handler = holder._handlers[number]
         holder = getattr(handler, "__self__", None)
     return handler
