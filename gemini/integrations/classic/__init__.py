@@ -8,7 +8,10 @@ from gemini.optimizer import GeminiAdamOptimizer as GeminiAdamOptimizer
 from gemini.optimizer import GeminiOptimizer as GeminiOptimizer
 
 from . import hooks as hooks
+from . import layers as layers
+from . import tensors as tensors
 from .bucketer import ReduceScatterBucketer as ReduceScatterBucketer
+from .engine import convert_to_amp as convert_to_amp
 from .engine import initialize as initialize
 from .handlers import GRADIENT_HANDLER as GRADIENT_HANDLER
 from .handlers import BaseGradientHandler as BaseGradientHandler
@@ -23,6 +26,7 @@ from .tools import MultiTimer as MultiTimer
 from .tools import disable_existing_loggers as disable_existing_loggers
 from .tools import get_dataloader as get_dataloader
 from .tools import print_rank_0 as print_rank_0
+from .tools import spawn as spawn
 from .trainer import Trainer as Trainer
 from .wrappers import ChunkManager as ChunkManager
 from .wrappers import ColoInitContext as ColoInitContext

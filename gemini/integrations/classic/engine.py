@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from gemini.integrations.booster.booster import Booster
-from gemini.integrations.config import global_context, plugin_of
+from gemini.integrations.config import AMP_TYPE, global_context, plugin_of
 from gemini.integrations.parallel.pipelined import Pipelined
+from gemini.integrations.plugins.precision import FP16NaiveMixedPrecision, FP16TorchMixedPrecision
 
 from .handlers import GRADIENT_HANDLER
 
@@ -143,3 +144,25 @@ def initialize(
     accumulation = int(config.get("gradient_accumulation", 1))
     engine = LoopEngine(booster, model, optimizer, criterion, accumulation)
     return engine, train_dataloader, test_dataloader, lr_scheduler
+
+
+_AMP = {AMP_TYPE.TORCH: FP16TorchMixedPrecision, AMP_TYPE.NAIVE: FP16NaiveMixedPrecision}
+
+
+def convert_to_amp(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    criterion: Callable[..., Any] | None,
+    mode: str,
+    amp_config: Mapping[str, Any] | None = None,
+) -> tuple[nn.Module, torch.optim.Optimizer, Callable[..., Any] | None]:
+    """(model, optimizer, criterion) in fp16, by a Booster without a plugin; `optimizer.backward`
+    scales the loss.
+
+    amp_config: of `FP16TorchMixedPrecision` or `FP16NaiveMixedPrecision`.
+    Raises ValueError for another mode than `AMP_TYPE.TORCH` and `AMP_TYPE.NAIVE`.
+    """
+    if mode not in _AMP:
+        raise ValueError(f"mode={mode!r}; expected AMP_TYPE.TORCH or AMP_TYPE.NAIVE")
+    booster = Booster(mixed_precision=_AMP[mode](**(amp_config or {})))
+    return booster.boost(model, optimizer, criterion)[:3]  # type: ignore[return-value]

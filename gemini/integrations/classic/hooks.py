@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -207,3 +207,43 @@ class SaveCheckpointHook(BaseHook):
             engine, folder = trainer.engine, self._folder / f"epoch_{trainer.cur_epoch}"
             engine.booster.save_model(engine.model, folder / "model", shard=True)
             engine.booster.save_optimizer(engine.optimizer, folder / "optimizer", shard=True)
+
+
+class TensorboardHook(BaseHook):
+    """Metrics for TensorBoard: of iterations by `cur_step`, of epochs by `cur_epoch`.
+
+    Each of `ranks` (None is all) writes to its own folder, `log_dir/rank_N`.
+    """
+
+    def __init__(
+        self, log_dir: str | Path, ranks: Sequence[int] | None = None, priority: int = 10
+    ) -> None:
+        """Raises ImportError without the package tensorboard."""
+        super().__init__(priority)
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ImportError(
+                "TensorboardHook needs tensorboard: pip install tensorboard"
+            ) from error
+        writes = ranks is None or rank() in ranks
+        self._writer: Any = SummaryWriter(str(Path(log_dir) / f"rank_{rank()}")) if writes else None
+
+    def after_train_iter(self, trainer: Trainer, output: Any, label: Any, loss: Any) -> None:
+        self._write(trainer, trainer.cur_step, ("loss", "lr", "rows a second"))
+
+    def after_train_epoch(self, trainer: Trainer) -> None:
+        self._write(trainer, trainer.cur_epoch, ("train loss",))
+
+    def after_test_epoch(self, trainer: Trainer) -> None:
+        self._write(trainer, trainer.cur_epoch, ("test loss", "test accuracy"))
+
+    def after_train(self, trainer: Trainer) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+    def _write(self, trainer: Trainer, step: int, names: Sequence[str]) -> None:
+        if self._writer is not None:
+            for name in names:
+                if name in trainer.metrics:
+                    self._writer.add_scalar(name, trainer.metrics[name], step)

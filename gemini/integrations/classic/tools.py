@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+import torch.multiprocessing
 from torch.utils.data import DataLoader, Dataset
 
 from gemini.integrations.config import ParallelMode, global_context
@@ -132,3 +135,18 @@ def disable_existing_loggers(
     for name in names:
         if include is not None or name.partition(".")[0] not in exclude:
             logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def spawn(func: Callable[..., None], nprocs: int = 1, **kwargs: Any) -> None:
+    """`func(rank, world_size=, port=, **kwargs)` in so many processes; one is this process.
+
+    port: one that is free, for `launch`.
+    """
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        port = found.getsockname()[1]
+    run = partial(func, world_size=nprocs, port=port, **kwargs)
+    if nprocs == 1:
+        run(0)
+    else:
+        torch.multiprocessing.spawn(run, nprocs=nprocs)  # type: ignore[attr-defined, no-untyped-call]

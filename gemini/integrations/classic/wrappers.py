@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from gemini import ddp
 from gemini.checkpoint.load import load_checkpoint as load
@@ -39,6 +40,7 @@ from gemini.runtime.wrap.precision import DTYPE_OF
 from gemini.runtime.wrap.specs import collect_params
 
 from .sharded_v2 import static_copy
+from .tensors import ProcessGroup, ReplicaSpec, ShardSpec, let_be_told, split_as_told
 
 get_current_device = this_device
 
@@ -54,13 +56,17 @@ def ColoInitContext(
 
     device, dtype: where values are made is where the wrapper computes, chunk by chunk, and they are
         made in fp32; both are taken as they were, and change nothing.
+    default_pg, default_dist_spec: a `ProcessGroup` and a spec of `gemini.integrations.classic.
+        tensors` with which its parameters begin. They can be told another as `ColoParameter`s.
 
-    Raises ValueError for another dtype, and for tensor parallelism by the last two.
+    Raises ValueError for another dtype, and for another kind of the last two.
     """
-    if default_pg is not None or default_dist_spec is not None:
+    group = ProcessGroup() if default_pg is None else default_pg
+    spec = ReplicaSpec() if default_dist_spec is None else default_dist_spec
+    if not (isinstance(group, ProcessGroup) and isinstance(spec, ReplicaSpec | ShardSpec)):
         raise ValueError(
-            "default_pg and default_dist_spec split parameters by tensor parallelism; expected "
-            "None: HybridParallelPlugin(tp_size=) splits them, or torch's parallelize_module"
+            f"default_pg={default_pg!r} and default_dist_spec={default_dist_spec!r}; expected a "
+            "ProcessGroup, and a ShardSpec or a ReplicaSpec, of gemini.integrations.classic.tensors"
         )
     if dtype != torch.float:
         raise ValueError(
@@ -68,8 +74,14 @@ def ColoInitContext(
         )
     if device is not None:
         accept({"device of ColoInitContext": "values are made where the wrapper computes"})
-    with init_empty():
-        yield
+    told = register_module_parameter_registration_hook(
+        lambda _, __, param: let_be_told(param, group, spec)
+    )
+    try:
+        with init_empty():
+            yield
+    finally:
+        told.remove()
 
 
 ZeroInitContext = LazyInitContext = ColoInitContext
@@ -94,6 +106,9 @@ def GeminiDDP(
 ) -> ddp.GeminiDDP:
     """`gemini.GeminiDDP` by its old options: `_mb` ones are in 2**20 elements, as `_m` ones.
 
+    A module whose parameters were told how they are split is split so before, and `mesh=` is the
+    one of their `ProcessGroup`.
+
     options: others of `gemini.GeminiDDP`. Raises ValueError for `"const"`, which has no bytes.
     """
     said = (
@@ -103,10 +118,14 @@ def GeminiDDP(
     accept({name: why for name, set_, why in said if set_})
     if isinstance(device, int):
         device = torch.device("cuda", device)
+    policy = parse_named(placement_policy)
+    mesh = split_as_told(module)
+    if mesh is not None:
+        options["mesh"] = mesh
     return ddp.GeminiDDP(
         module,
         device,
-        parse_named(placement_policy),
+        policy,
         precision=precision,
         search_range_m=search_range_m if search_range_mb is None else search_range_mb,
         hidden_dim=hidden_dim,

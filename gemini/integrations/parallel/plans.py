@@ -50,6 +50,7 @@ _WORDS: dict[str, Callable[[], ParallelStyle]] = {
 }
 _CONV1D: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": FusedColwise,
+    "colwise_gather_output": partial(FusedColwise, gathers=True),
     "packed_colwise": partial(FusedColwise, 2),
     "qkv_colwise": partial(FusedColwise, 3),
     "rowwise": Conv1DRowwise,
@@ -93,16 +94,13 @@ def split(
     before = dict(model.named_parameters(remove_duplicate=False))
     here = {id(module) for stage in stages or [model] for module in stage.modules()}
     is_empty = any(param.is_meta for param in before.values())  # refused where it is wrapped
-    probes = [] if is_empty or is_ours(model, asked.plan) else [
+    probes = [] if is_empty or not styles or is_ours(model, asked.plan) else [
         Probe(stage, list(styles), mesh) for stage in stages or [model]
     ]  # fmt: skip
     for name, style in [*styles.items(), *entering]:
         module = model.get_submodule(name)
         if id(module) in here:
-            parallelize_module(module, mesh, style)
-            buffers = dict(module.named_buffers(recurse=False))  # DTensors, if torch split it
-            for attribute, buffer in buffers.items():
-                setattr(module, attribute, local_of(buffer))
+            _apply(module, style, mesh)
     for names in tied:
         layers = {name: name.rpartition(".")[0] for name in names}
         of_here = [n for n in names if id(model.get_submodule(layers[n])) in here]
@@ -125,9 +123,28 @@ def split(
             HeadLoss(model, multiple=asked.words_multiple)
 
 
+def split_layer(layer: nn.Module, how: str, mesh: DeviceMesh) -> None:
+    """One layer that is no model's yet, by a word of plans, over a 1-D mesh. Collective.
+
+    Raises ValueError, before anything is changed, for sizes that the ranks do not divide.
+    """
+    style = _style(type(layer).__name__, how, layer)
+    _check_sizes(layer, {"": style}, mesh.size())
+    _apply(layer, style, mesh)
+
+
+def _apply(module: nn.Module, style: ParallelStyle, mesh: DeviceMesh) -> None:
+    parallelize_module(module, mesh, style)
+    buffers = dict(module.named_buffers(recurse=False))  # DTensors, if torch split it
+    for attribute, buffer in buffers.items():
+        setattr(module, attribute, local_of(buffer))
+
+
 def styles_of(model: nn.Module, given: Mapping[str, Any] | None) -> Styles:
     """A style of its own for each module that a plan names."""
     plan = plan_of(model) if given is None else given
+    if not plan and any(map(is_dtensor, model.parameters())):
+        return {}  # its layers were split as they were made
     if not plan:
         raise ValueError(
             f"{type(model).__name__} has no plan by which layers are split; expected a model of "
@@ -173,15 +190,14 @@ def _style(name: str, how: Any, layer: nn.Module) -> ParallelStyle:
         return how
     if isinstance(how, str) and how.startswith(DIVIDE):
         return Divided(how.removeprefix(DIVIDE))
-    if type(layer).__name__ == "Conv1D" and how in _CONV1D:
-        return _CONV1D[how]()
-    if not isinstance(how, str) or how not in _WORDS:
+    words = _CONV1D if type(layer).__name__ == "Conv1D" else _WORDS
+    if not isinstance(how, str) or how not in words:
         raise ValueError(
             f"the plan splits {name} as {how!r}, for which torch has no style; expected a "
             "torch.distributed.tensor.parallel.ParallelStyle, 'divide' and names of attributes, or "
-            f"one of {sorted(_WORDS)}. custom_policy= of HybridParallelPlugin takes another plan"
+            f"one of {sorted(words)}. custom_policy= of HybridParallelPlugin takes another plan"
         )
-    return _WORDS[how]()
+    return words[how]()
 
 
 def _check_sizes(model: nn.Module, styles: Styles, ranks: int) -> None:
@@ -198,8 +214,8 @@ def _check_sizes(model: nn.Module, styles: Styles, ranks: int) -> None:
             is_split = isinstance(style, kind) and getattr(style, placed) == (Shard(-1),)
             if is_split and size is not None and size % ranks:
                 raise ValueError(
-                    f"{name} has {attribute}={size}, which {ranks} ranks do not divide; expected "
-                    "another tp_size"
+                    f"{name or type(layer).__name__} has {attribute}={size}, which {ranks} ranks "
+                    "do not divide; expected another tp_size"
                 )
     config: Any = getattr(model, "config", None)
     for attribute in ("num_attention_heads", "num_key_value_heads"):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,8 @@ from gemini.integrations import parts
 
 _SAME_DATA = ("tp", "pp", "cp")  # dimensions whose ranks work on the same rows
 Dims = tuple[tuple[str, int], ...]
+# by group of all ranks: layers that are split as they are made are in the mesh of their plugin
+_MESHES: WeakValueDictionary[tuple[int, str, Dims], DeviceMesh] = WeakValueDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +65,17 @@ class MeshSizes:
         return () if [name for name, _ in there] == ["shard"] else tuple(there)
 
     def mesh(self, device: torch.device) -> DeviceMesh | None:
-        """Of all ranks. Collective. None where one group is all there is."""
+        """Of all ranks, one for as long as it is used. Collective. None where one group is all."""
         dims = self.dims(parts.world_size())
         if not dims:
             return None
         assert dist.is_initialized()
-        names, sizes = zip(*dims, strict=True)
-        return init_device_mesh(device.type, sizes, mesh_dim_names=names)
+        key = (id(dist.group.WORLD), device.type, dims)
+        mesh = _MESHES.get(key)
+        if mesh is None:
+            names, sizes = zip(*dims, strict=True)
+            mesh = _MESHES[key] = init_device_mesh(device.type, sizes, mesh_dim_names=names)
+        return mesh
 
     def data_place(self, rank: int, ranks: int) -> tuple[int, int]:
         """(which part of the data this rank sees, how many parts there are)."""

@@ -33,12 +33,12 @@ def output_dim(layer: nn.Module) -> int:
 class FusedColwise(ParallelStyle):
     """Columns of N matrices, of which each rank has 1/T. The input is whole, the output is split.
 
-    Of a Linear or a Conv1D, with a bias or without.
+    Of a Linear or a Conv1D, with a bias or without. gathers: the output is put together.
     """
 
-    def __init__(self, matrices: int = 1) -> None:
+    def __init__(self, matrices: int = 1, *, gathers: bool = False) -> None:
         super().__init__()
-        self.matrices = matrices
+        self.matrices, self._gathers = matrices, gathers
 
     def check(self, name: str, module: nn.Module, ranks: int) -> None:
         """Raise ValueError for matrices that the ranks do not divide."""
@@ -58,7 +58,9 @@ class FusedColwise(ParallelStyle):
         for name in ("out_features", "nf"):
             if hasattr(module, name):
                 setattr(module, name, getattr(module, name) // device_mesh.size())
-        module.forward = partial(_columns, module, device_mesh, transposed=bool(dim))
+        module.forward = partial(
+            _columns, module, device_mesh, transposed=bool(dim), gathers=self._gathers
+        )
         return module
 
 
@@ -251,13 +253,16 @@ def full_tensor(x: DTensor) -> Tensor:
     return whole
 
 
-def _columns(module: Any, mesh: DeviceMesh, x: Tensor, *, transposed: bool) -> Tensor:
+def _columns(
+    module: Any, mesh: DeviceMesh, x: Tensor, *, transposed: bool, gathers: bool
+) -> Tensor:
     weight, bias = module.weight.to_local(), module.bias
-    return nn.functional.linear(
+    y = nn.functional.linear(
         entering(x, mesh),
         weight.T if transposed else weight,
         None if bias is None else bias.to_local(),
     )
+    return DTensor.from_local(y, mesh, [Shard(-1)], run_check=False).full_tensor() if gathers else y
 
 
 def _rows(module: Any, mesh: DeviceMesh, x: Tensor) -> Tensor:

@@ -40,9 +40,9 @@ def init_empty() -> Iterator[None]:
 class Materialiser:
     """Makes the values of one root module's meta parameters.
 
-    A module is initialised by its `reset_parameters`, then by the model's own `_init_weights`
-    (which Hugging Face models have) where there is one, as at construction; by `init_fn` where
-    there is neither. With a state dict, values come from it and nothing is initialised.
+    A module is initialised by its `reset_parameters`, then by the `_init_weights` of the outermost
+    model around it that has one (as those of Hugging Face have), as at construction; by `init_fn`
+    where there is neither. With a state dict, values come from it and nothing is initialised.
     """
 
     def __init__(
@@ -57,7 +57,6 @@ class Materialiser:
         self._state_dict = state_dict
         # by id of a quantised parameter without memory: what makes one with values
         self._quantised: Mapping[int, Callable[[], Tensor]] = getattr(state_dict, "quantised", {})
-        self._own_init = getattr(root, "_init_weights", None)
         self._names: dict[int, list[str]] = {}
         self._owner: dict[int, str] = {}
         self._kept: list[str] = []
@@ -91,7 +90,7 @@ class Materialiser:
                 *module.named_parameters(recurse=False),
                 *module.named_buffers(recurse=False),
             ]
-            if any(tensor.is_meta for _, tensor in own) and not self._can_init(module):
+            if any(tensor.is_meta for _, tensor in own) and not self._can_init(name, module):
                 raise ValueError(
                     f"{own[0][0]} of {name or 'the root module'} ({type(module).__name__}) is on "
                     "the meta device and has no values, and the module has no reset_parameters; "
@@ -129,8 +128,15 @@ class Materialiser:
                     self._initialise(name)
                     break
 
-    def _can_init(self, module: nn.Module) -> bool:
-        return hasattr(module, "reset_parameters") or bool(self._own_init or self._init_fn)
+    def _can_init(self, name: str, module: nn.Module) -> bool:
+        if hasattr(module, "reset_parameters") or self._init_fn is not None:
+            return True
+        return any(hasattr(outer, "_init_weights") for outer in self._around(name))
+
+    def _around(self, name: str) -> list[Any]:
+        """The root, and so on to the module of this name."""
+        parts = name.split(".") if name else []
+        return [self._root.get_submodule(".".join(parts[:n])) for n in range(len(parts) + 1)]
 
     def _initialise(self, name: str) -> None:
         """Run a module's initialisation on real memory, and keep the values for `take`."""
@@ -157,12 +163,13 @@ class Materialiser:
         reset = getattr(module, "reset_parameters", None)
         if reset is not None:
             reset()
-        if self._own_init is not None:
+        around = self._around(name)
+        while around and not hasattr(around[0], "_init_weights"):
+            del around[0]
+        if around:
             # a model may scale a child's weight from its parent; on meta tensors it does nothing
-            self._own_init(module)
-            while name:
-                name = name.rpartition(".")[0]
-                self._own_init(self._root.get_submodule(name))
+            for outer in reversed(around):
+                around[0]._init_weights(outer)
         elif reset is None and self._init_fn is not None:
             self._init_fn(module)
 

@@ -233,13 +233,15 @@ def test_an_empty_module_is_made_as_if_it_had_been_full():
     assert not torch.equal(values(True, 4), want)
 
 
-def test_the_models_own_initialisation_counts():
+@pytest.mark.parametrize("inside", [False, True])
+def test_the_models_own_initialisation_counts(inside):
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(n_embd=64, n_layer=3, n_head=2, vocab_size=300, n_positions=40)
     with gemini.init_empty():
         module = GPT2LMHeadModel(config)
-    model = GeminiDDP(module, precision="fp32", min_chunk_size_m=0.02)
+    outer = nn.Sequential(module) if inside else module
+    model = GeminiDDP(outer, precision="fp32", min_chunk_size_m=0.02)
     assert module.lm_head.weight is module.transformer.wte.weight
     assert 0.018 < module.transformer.wte.weight.std() < 0.022
     scaled = 0.02 / (2 * config.n_layer) ** 0.5

@@ -1,6 +1,7 @@
 """`initialize`, its engine, and `Trainer` with hooks: against a plain loop of torch."""
 
 import logging
+import sys
 
 import pytest
 import torch
@@ -17,13 +18,21 @@ from gemini.integrations.classic import (
     PipelinableContext,
     Trainer,
     build_pipeline_model,
+    convert_to_amp,
     get_dataloader,
     hooks,
     initialize,
     partition_balanced,
     partition_uniform,
+    spawn,
 )
-from gemini.integrations.config import ParallelMode, global_context, is_using_pp, read_config
+from gemini.integrations.config import (
+    AMP_TYPE,
+    ParallelMode,
+    global_context,
+    is_using_pp,
+    read_config,
+)
 
 # fp32: sums in other orders
 TOLERANCE = 1e-6
@@ -260,3 +269,68 @@ def test_ranks_that_split_layers_load_the_same_rows():
         [(2, 4), (1, 2), (0, 2)], [(3, 4), (1, 2), (1, 2)],
     ]  # fmt: skip
     assert [rank for *_, rank in found] == [0, 1, 2, 3]
+
+
+class Writer:
+    """As torch's, which needs the package."""
+
+    def __init__(self, folder, said):
+        self.folder, self.said = folder, said
+
+    def add_scalar(self, name, value, step):
+        self.said.append((name, step))
+
+    def close(self):
+        self.said.append(self.folder)
+
+
+def test_tensorboard_is_told_metrics_by_iteration_and_epoch(monkeypatch):
+    from types import ModuleType
+
+    there = ModuleType("torch.utils.tensorboard")
+    said = []
+    there.SummaryWriter = lambda folder: Writer(folder, said)
+    monkeypatch.setitem(sys.modules, there.__name__, there)
+    hook, other = hooks.TensorboardHook("logs", ranks=[0]), hooks.TensorboardHook("logs", ranks=[1])
+    Trainer(started({})).fit(data(2), 1, test_dataloader=data(1), hooks=[hook, hooks.LossHook()])
+    assert said == [
+        ("loss", 1),
+        ("loss", 2),
+        ("train loss", 0),
+        ("test loss", 0),
+        "logs/rank_0",
+    ]
+    other.after_train(None)
+    assert len(said) == 5
+    monkeypatch.setitem(sys.modules, there.__name__, None)
+    with pytest.raises(ImportError, match="pip install tensorboard"):
+        hooks.TensorboardHook("logs")
+
+
+def test_amp_by_a_mode_scales_losses():
+    model = made()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"init_scale": 4.0}
+    model, optimizer, loss_of = convert_to_amp(
+        model, optimizer, nn.CrossEntropyLoss(), AMP_TYPE.TORCH, options
+    )
+    image, label = data(1)[0]
+    loss = loss_of(model(image), label)
+    want = torch.autograd.grad(loss, next(model.parameters()), retain_graph=True)[0]
+    optimizer.backward(loss)
+    torch.testing.assert_close(next(model.parameters()).grad, 4 * want)
+    with pytest.raises(ValueError, match=r"mode='apex'; expected AMP_TYPE.TORCH or"):
+        convert_to_amp(model, optimizer, loss_of, AMP_TYPE.APEX)
+
+
+def test_one_rank_is_spawned_here_and_more_as_processes(monkeypatch):
+    ran = []
+    spawn(
+        lambda rank, world_size, port, more: ran.append((rank, world_size, port > 0, more)), more=7
+    )
+    assert ran == [(0, 1, True, 7)]
+    monkeypatch.setattr(
+        torch.multiprocessing, "spawn", lambda run, nprocs: [run(rank) for rank in range(nprocs)]
+    )
+    spawn(lambda rank, world_size, port: ran.append((rank, world_size, port)), 2)
+    assert [(rank, of) for rank, of, _ in ran[1:]] == [(0, 2), (1, 2)] and ran[1][2] == ran[2][2]

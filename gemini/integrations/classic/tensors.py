@@ -1,0 +1,268 @@
+"""`colossalai.tensor`: meshes, placements and DTensors of torch by the names that they had there.
+
+Parameters of a module that is made in `ColoInitContext` are told how they are split. When the
+`GeminiDDP` of this package wraps the module, it becomes a plan by which torch splits its layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from gemini.chunk.local import is_dtensor, local_of
+from gemini.integrations.parallel.plans import TensorParallel, split
+from gemini.integrations.parallel.sizes import MeshSizes
+from gemini.integrations.parallel.styles import output_dim
+from gemini.integrations.parts import rank, this_device, world_size
+from gemini.runtime.wrap.materialise import Materialiser
+
+
+class ProcessGroup:
+    """All ranks: `tp_degree` neighbours have parts of tensors, the others replicas of them.
+
+    mesh: torch's, with "tp" and "shard" where they have several ranks; None where "tp" has one.
+    """
+
+    def __init__(self, *, tp_degree: int | None = None, dp_degree: int | None = None) -> None:
+        """None: what the other leaves; without both, no tensor is split. Collective."""
+        ranks = world_size()
+        tp = tp_degree or max(1, ranks // (dp_degree or ranks))
+        if ranks % tp or dp_degree not in (None, ranks // tp):
+            raise ValueError(
+                f"tp_degree={tp_degree} and dp_degree={dp_degree} for {ranks} ranks; expected two "
+                "sizes whose product is their number"
+            )
+        self._sizes = MeshSizes(tp=tp)
+        self.mesh: DeviceMesh | None = self._sizes.mesh(this_device())
+
+    def tp_world_size(self) -> int:
+        return self._sizes.tp
+
+    def dp_world_size(self) -> int:
+        return world_size() // self._sizes.tp
+
+    def tp_local_rank(self) -> int:
+        return self._sizes.place(["tp"], rank(), world_size())[0]
+
+    def dp_local_rank(self) -> int:
+        return self._sizes.data_place(rank(), world_size())[0]
+
+
+@dataclass(frozen=True)
+class ReplicaSpec:
+    """Every rank has all of a tensor."""
+
+    @property
+    def placement(self) -> Placement:
+        return Replicate()
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """A tensor is cut in one dimension into as many parts as `tp_world_size()` of its group."""
+
+    dims: Sequence[int]
+    num_partitions: Sequence[int]
+
+    def __post_init__(self) -> None:
+        if len(self.dims) != 1 or len(self.num_partitions) != 1:
+            raise ValueError(
+                f"ShardSpec({list(self.dims)}, {list(self.num_partitions)}); expected one dimension"
+            )
+
+    @property
+    def placement(self) -> Placement:
+        return Shard(self.dims[0])
+
+    def check(self, group: ProcessGroup) -> None:
+        """Raise ValueError for another number of parts than the group has ranks for."""
+        if self.num_partitions[0] != group.tp_world_size():
+            raise ValueError(
+                f"ShardSpec has num_partitions={list(self.num_partitions)}; expected "
+                f"[{group.tp_world_size()}], the tp_world_size() of its ProcessGroup"
+            )
+
+
+Spec = ReplicaSpec | ShardSpec
+
+
+class ComputePattern(Enum):
+    """How a layer computes with a split parameter: there is one way."""
+
+    TP1D = "1d"
+
+
+@dataclass
+class ComputeSpec:
+    """output_replicate: a layer's output is whole on every rank."""
+
+    compute_pattern: ComputePattern = ComputePattern.TP1D
+    output_replicate: bool = True
+
+    def set_output_replicate(self, flag: bool = True) -> None:
+        self.output_replicate = flag
+
+
+@dataclass
+class ColoTensorSpec:
+    """Of a tensor: whose it is, how it is cut, and what computes with it."""
+
+    pg: ProcessGroup
+    dist_attr: Spec = ReplicaSpec()
+    compute_attr: ComputeSpec | None = None
+
+
+class ColoTensor:
+    """A tensor of which ranks have parts. `dtensor` is torch's, and what computes with it.
+
+    shape, data: of this rank's part.
+    """
+
+    def __init__(self, dtensor: Tensor, spec: ColoTensorSpec) -> None:
+        self.dtensor, self._spec = dtensor, spec
+
+    @staticmethod
+    def from_torch_tensor(tensor: Tensor, spec: ColoTensorSpec) -> ColoTensor:
+        """Of this rank's part. Raises ValueError for another number of parts than of ranks."""
+        if isinstance(spec.dist_attr, ShardSpec):
+            spec.dist_attr.check(spec.pg)
+        if spec.pg.mesh is not None:
+            placed = [spec.dist_attr.placement]
+            tensor = DTensor.from_local(tensor, spec.pg.mesh["tp"], placed, run_check=False)
+        return ColoTensor(tensor, spec)
+
+    @property
+    def data(self) -> Tensor:
+        return local_of(self.dtensor.detach())
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.data.shape
+
+    def size_global(self) -> torch.Size:
+        return self.dtensor.shape
+
+    def to_replicate(self) -> ColoTensor:
+        """The whole on every rank. Collective."""
+        whole = ColoTensor(self.dtensor, self._spec)
+        whole.set_dist_spec(ReplicaSpec())
+        return whole
+
+    def set_dist_spec(self, spec: Spec) -> None:
+        """Cut otherwise, of which a backward is the reverse. Collective. Raises ValueError."""
+        if isinstance(spec, ShardSpec):
+            spec.check(self._spec.pg)
+        dtensor: Any = self.dtensor
+        if is_dtensor(dtensor):
+            self.dtensor = dtensor.redistribute(placements=[spec.placement])
+        self._spec = ColoTensorSpec(self._spec.pg, spec, self._spec.compute_attr)
+
+
+class ColoParameter:
+    """What a parameter of a module in `ColoInitContext` can be told.
+
+    process_group, dist_spec, compute_spec: what it was told, or None.
+    """
+
+    process_group: ProcessGroup | None
+    dist_spec: Spec
+    compute_spec: ComputeSpec
+
+    def set_process_group(self, group: ProcessGroup) -> None:
+        self.process_group = group
+
+    def set_dist_spec(self, spec: Spec) -> None:
+        self.dist_spec = spec
+
+    def set_tensor_spec(self, dist_spec: Spec, compute_spec: ComputeSpec) -> None:
+        self.dist_spec, self.compute_spec = dist_spec, compute_spec
+
+
+_TOLD = ("set_process_group", "set_dist_spec", "set_tensor_spec")
+
+
+def let_be_told(param: Any, group: ProcessGroup, spec: Spec) -> None:
+    """Give a parameter of torch what a `ColoParameter` has; it stays what it is."""
+    for name in _TOLD:
+        setattr(param, name, MethodType(getattr(ColoParameter, name), param))
+    param.process_group, param.dist_spec, param.compute_spec = group, spec, ComputeSpec()
+
+
+# by whether the output is whole, words of a plan for a weight that is cut in the dimension of what
+# comes out of its layer
+_COLUMNS = {False: "colwise", True: "colwise_gather_output"}
+
+
+def split_as_told(module: nn.Module) -> DeviceMesh | None:
+    """Split layers in place, as their weights were told; None where none was. Collective.
+
+    Values of parameters on the meta device are made before. What torch has split is in the mesh.
+    Raises ValueError, before anything is changed, for what no layer computes with.
+    """
+    plan, group = _plan(module)
+    if group is None or group.mesh is None or not plan:
+        return None
+    _fill(module)
+    split(module, None, group.mesh["tp"], TensorParallel(plan))
+    return group.mesh
+
+
+def _plan(module: nn.Module) -> tuple[Mapping[str, str], ProcessGroup | None]:
+    """(words by names of layers, the group of what is cut)."""
+    plan: dict[str, str] = {}
+    rows: list[str] = []
+    group: ProcessGroup | None = None
+    for name, layer in module.named_modules():
+        params: dict[str, Any] = dict(layer.named_parameters(recurse=False))
+        cut = {n: p for n, p in params.items() if isinstance(_spec_of(p), ShardSpec)}
+        if not cut:
+            continue
+        is_known = isinstance(layer, nn.Linear | nn.Embedding) or type(layer).__name__ == "Conv1D"
+        if "weight" not in cut or not is_known:
+            raise ValueError(
+                f"{name}.{next(iter(cut))} has a ShardSpec; expected it of the weight of a Linear, "
+                "an Embedding or a Conv1D, and of its bias beside it"
+            )
+        weight = cut["weight"]
+        weight.dist_spec.check(weight.process_group)
+        if group is not None and group is not weight.process_group:
+            raise ValueError(f"{name}.weight has another ProcessGroup; expected one for all")
+        group = weight.process_group
+        dim = weight.dist_spec.dims[0] % weight.dim()
+        if isinstance(layer, nn.Embedding):
+            plan[name] = ("embedding_rowwise", "embedding_colwise")[dim]
+        elif dim == output_dim(layer):
+            plan[name] = _COLUMNS[weight.compute_spec.output_replicate]
+        else:
+            rows.append(name)
+    # a layer by rows takes parts where one beside it gives them
+    parts = {name.rpartition(".")[0] for name, how in plan.items() if how == _COLUMNS[False]}
+    for name in rows:
+        is_part = name.rpartition(".")[0] in parts
+        plan[name] = "rowwise" if is_part else "rowwise_split_input"
+    return plan, group
+
+
+def _spec_of(param: nn.Parameter) -> Spec | None:
+    return getattr(param, "dist_spec", None)
+
+
+def _fill(module: nn.Module) -> None:
+    """Parameters of the meta device are new ones with values; those that are tied stay so."""
+    make = Materialiser(module)
+    make.check()
+    empty = [param for param in module.parameters() if param.is_meta]
+    made = {id(param): nn.Parameter(make.take(param), param.requires_grad) for param in empty}
+    for layer in module.modules():
+        for name, param in list(layer.named_parameters(recurse=False)):
+            setattr(layer, name, made.get(id(param), param))
+    make.fill_buffers()
