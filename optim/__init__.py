@@ -13,6 +13,7 @@ if __name__ == "optim":
 
     names.is_long(__name__)
 if TYPE_CHECKING:
+    from gemini.optim.adafactor import HybridAdafactor as HybridAdafactor
     from gemini.optim.adam import CPUAdam as CPUAdam
     from gemini.optim.adam import FusedAdam as FusedAdam
     from gemini.optim.adam import HybridAdam as HybridAdam
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 _HOME = {
     "CPUAdam": "gemini.optim.adam",
     "FusedAdam": "gemini.optim.adam",
+    "HybridAdafactor": "gemini.optim.adafactor",
     "HybridAdadelta": "gemini.optim.adaptive",
     "HybridAdagrad": "gemini.optim.adaptive",
     "HybridAdam": "gemini.optim.adam",

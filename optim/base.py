@@ -21,6 +21,7 @@ from gemini.optim.rules.clipping import Clip, asked_norm
 from gemini.optim.rules.report import NonFiniteGradientError
 from gemini.optim.rules.state_layout import MASTER
 from gemini.optim.state.deferred_signals import DeferredSignals
+from gemini.optim.state.lines import LINES
 from gemini.optim.state.parking import Where, park
 from gemini.optim.state.saved_state import filled_up, unflattened, with_steps
 from gemini.optim.state.state_stream import StateRun, StateSource, StateVisitor
@@ -160,7 +161,7 @@ class TieredOptimizer(BoundOptimizer):
             params = self._flat_params()
             keys = list(range(len(params))) if cut else [names[id(param)] for param in params]
             found["state"] = {
-                keys[i]: {**planes, "step": planes["step"].cpu().clone()}
+                keys[i]: planes | {name: planes[name].cpu().clone() for name in live[params[i]]}
                 for i, planes in found["state"].items()
             }
             for group in found["param_groups"]:
@@ -190,6 +191,7 @@ class TieredOptimizer(BoundOptimizer):
         flat, found = flat_optimizer_state(), state_dict["state"]
         if flat is not None:
             every = {plane.name for target in self._targets for plane in target.planes}
+            every |= {*LINES}
             found = unflattened(flat, found, every)
         state = {by_id[i]: values for i, values in found.items()}
         if state:

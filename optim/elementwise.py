@@ -33,6 +33,7 @@ class ElementwiseOptimizer(TieredOptimizer):
     rule: ClassVar[type[UpdateRule]]
     by_name: ClassVar[tuple[str, ...]] = ("maximize",)  # options that are no positional arguments
     extra: ClassVar[dict[str, Any]] = {}  # of every group, beside the rule's options
+    without: ClassVar[frozenset[str]] = frozenset()  # places that it does not have
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -44,7 +45,7 @@ class ElementwiseOptimizer(TieredOptimizer):
         given = signature.bind(params, *args, **kwargs)
         given.apply_defaults()
         options = {name: given.arguments[name] for name in self.rule.options}
-        places = {name: given.arguments[name] for name in _PLACES}
+        places = {name: given.arguments[name] for name in _PLACES if name not in self.without}
         super().__init__(params, {**options, **self.extra}, self.rule(), **places)
 
 
@@ -55,6 +56,6 @@ def _signature(cls: type[ElementwiseOptimizer]) -> inspect.Signature:
         kind = inspect.Parameter.KEYWORD_ONLY if name in cls.by_name else _POSITIONAL
         annotation = tuple[float, float] if name == "betas" else type(default)
         shown.append(inspect.Parameter(name, kind, default=default, annotation=annotation))
-    for name, place in _PLACES.items():
+    for name, place in ((n, p) for n, p in _PLACES.items() if n not in cls.without):
         shown.append(place.replace(kind=_POSITIONAL) if name in _BY_POSITION else place)
     return inspect.Signature(sorted(shown, key=lambda one: one.kind), return_annotation=None)

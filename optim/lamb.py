@@ -26,8 +26,8 @@ class LambRule(NormRule):
     formula = staticmethod(formulas.lamb)
     direction = staticmethod(formulas.lamb_direction)
 
-    def trusting(self, hyper: Any, weight_norm: float, direction_norm: float) -> Any:
-        return hyper if hyper.adam else super().trusting(hyper, weight_norm, direction_norm)
+    def trusting(self, hyper: Any, weight_norm: float, direction_norm: float, numel: int) -> Any:
+        return hyper if hyper.adam else super().trusting(hyper, weight_norm, direction_norm, numel)
 
 
 class HybridLamb(ElementwiseOptimizer):

@@ -46,6 +46,11 @@ OPTIMIZERS = (
         "::test_adamw_of_other_packages_keeps_its_state_in_as_few_bits",
     ),
     Row(
+        "`torch.optim.Adafactor`",
+        "becomes `HybridAdafactor`",
+        "integrations/trainers/test_torch_optimizers.py::test_updates_and_schedules_are_torchs",
+    ),
+    Row(
         "`torch.optim.Muon`",
         "becomes `HybridMuon` over its matrices; `HybridMuon(model)` takes all of a model",
         "integrations/trainers/test_torch_optimizers.py"
@@ -149,6 +154,7 @@ TRANSFORMERS = (
     Row(
         "`args.optim`",
         "`adamw_torch`, `adamw_torch_fused`, `sgd`, `adagrad`, `rmsprop`, `lion_32bit`, "
+        "`adafactor` (with transformers' numbers), "
         "`schedule_free_adamw` (with its `optim_args`), `paged_adamw_32bit`; `adamw_8bit`, "
         '`adamw_bnb_8bit`, `adamw_torch_8bit`, `paged_adamw_8bit` are `HybridAdam(state="8bit")`, '
         "whose codes are its own; any other is refused by name",

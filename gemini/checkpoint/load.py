@@ -112,11 +112,13 @@ def _load_runs(
             f"{source.path} does not fit the model; strict=False loads what does: "
             + "; ".join(found.texts)
         )
-    counts = runs.step_counts() if optimizer is not None else {}
+    whole = runs.small_state() if optimizer is not None else {}
     small: dict[str, Any] = {
-        keys.plane(name, "step"): torch.zeros(())
-        for name in counts
-        if keys.plane(name, "step") in source.sizes
+        key: torch.zeros(value.shape, dtype=value.dtype)
+        for name, values in whole.items()
+        for plane, value in values.items()
+        if (key := keys.plane(name, plane)) in source.sizes
+        and (plane == "step" or source.sizes[key] == value.shape)
     }
     small |= {
         keys.weight(name): torch.empty_like(buffer, device="cpu")
@@ -153,13 +155,16 @@ def _load_runs(
         runs.fill(put_or_start)
 
     ranks.together(lambda: source.fill(tensors, fill))
-    steps: dict[str, Tensor] = {}
-    for name in counts:
+    loaded: dict[str, dict[str, Tensor]] = {}
+    for name, values in whole.items():
         # torch's SGD saves no counts: a buffer has begun
         begun = any(keys.plane(name, plane) in source.sizes for plane in runs.planes)
         key = keys.plane(name, "step")
-        steps[name] = _count(small.get(key, float(begun)), f"{source.path}, {key},")
-    runs.set_step_counts(steps)
+        loaded[name] = {
+            plane: small.get(keys.plane(name, plane), torch.zeros(())) for plane in values
+        }
+        loaded[name]["step"] = _count(small.get(key, float(begun)), f"{source.path}, {key},")
+    runs.set_small_state(loaded)
     for name, buffer in buffers.items():
         if keys.weight(name) in small:
             buffer.copy_(small[keys.weight(name)])
@@ -207,17 +212,18 @@ class _Differences:
             and not key.startswith(("gemini.", keys.optim))
         ]
         if with_optimizer:
-            by_name = {name: [keys.plane(name, p) for p in runs.planes] for name in runs.shapes}
-            trained = {
-                name: here for name, planes in by_name.items()
-                if (here := [plane for plane in planes if plane in runs.tensors])
-            }  # fmt: skip
+            whole, trained = runs.small_state(), dict[str, dict[str, torch.Size]]()
+            for name, shape in runs.shapes.items():
+                planes = {keys.plane(name, plane): shape for plane in runs.planes}
+                trained[name] = {key: s for key, s in planes.items() if key in runs.tensors}
+                lines = {p: v.shape for p, v in whole.get(name, {}).items() if p != "step"}
+                trained[name] |= {keys.plane(name, p): size for p, size in lines.items()}
             if not keys.groups(sizes) and not any(key.startswith(optims) for key in sizes):
                 self.texts.append("it has no optimizer state")
                 trained = {}
             for name, planes in trained.items():
                 if any(key in sizes for key in (*planes, keys.plane(name, "step"))):
-                    self._compare(sizes, dict.fromkeys(planes, runs.shapes[name]))
+                    self._compare(sizes, planes)
                 else:
                     self.fresh.update(planes)
             unexpected += [

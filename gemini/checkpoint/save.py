@@ -355,8 +355,9 @@ def content_of(
     if optimizer is not None:
         state["optim"] = {"state": planes}
         if first:
-            for name, count in runs.step_counts().items():
-                planes.setdefault(name, {})["step"] = count.detach().clone()
+            for name, whole in runs.small_state().items():
+                copies = {plane: value.detach().clone() for plane, value in whole.items()}
+                planes.setdefault(name, {}).update(copies)
             state["optim"]["param_groups"] = _groups(optimizer, first_names(model))
     return Content(state, runs)
 

@@ -10,6 +10,7 @@ import torch
 
 from gemini.optim import (
     HybridAdadelta,
+    HybridAdafactor,
     HybridAdagrad,
     HybridAdam,
     HybridAdamax,
@@ -25,8 +26,8 @@ from gemini.optim.elementwise import ElementwiseOptimizer
 
 Group = Mapping[str, Any]
 TAKEN = (
-    "torch.optim.AdamW, Adam, SGD, Adagrad, RMSprop, Adamax, NAdam, RAdam, Adadelta or Muon, a "
-    "Lion, AdamW of bitsandbytes, AdamW8bit of torchao, or one of gemini.optim"
+    "torch.optim.AdamW, Adam, SGD, Adagrad, RMSprop, Adamax, NAdam, RAdam, Adadelta, "
+    "Adafactor or Muon, a Lion, AdamW of bitsandbytes, AdamW8bit of torchao, or one of gemini.optim"
 )
 # where state lives and how it is updated: all that the given optimizer cannot say
 PLACES = ("nvme_offload_fraction", "nvme_offload_dir", "nvme_write_budget", "nvme", "cpu_path")
@@ -98,6 +99,12 @@ class AdamW8bit(HybridAdam):
     """One that was bitsandbytes' or torchao's, by the name that it had."""
 
     in_place_of = "an AdamW8bit"
+
+
+class Adafactor(HybridAdafactor):
+    """One that was torch's, by the name that it had."""
+
+    in_place_of = "torch.optim.Adafactor"
 
 
 class Muon(HybridMuon):
@@ -237,7 +244,11 @@ def _sgd(group: Group) -> dict[str, Any]:
 
 def _alike(ours: type[ElementwiseOptimizer], **without: Any) -> _Kind:
     """Options that both have by the same names."""
-    names = tuple(ours.rule.options)
+    return _named(ours, *ours.rule.options, **without)
+
+
+def _named(ours: type[TieredOptimizer], *names: str, **without: Any) -> _Kind:
+    """These options, by the same names."""
     return _Kind(
         ours, lambda group: {name: group[name] for name in names}, frozenset(names), without
     )
@@ -258,10 +269,6 @@ _EIGHT_BITS = _Kind(
     AdamW8bit, _eight_bits, frozenset({"lr", "betas", "eps", "weight_decay"}),
     {"alpha": 0.0, "t_alpha": None, "t_beta3": None, "amsgrad": False}, reads_state=False,
 )  # fmt: skip
-_MUON = (
-    "lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps",
-    "adjust_lr_fn",
-)  # fmt: skip
 _TORCH: dict[type, _Kind] = {
     torch.optim.AdamW: replace(_ADAM, ours=AdamW),
     torch.optim.Adam: _ADAM,
@@ -272,7 +279,18 @@ _TORCH: dict[type, _Kind] = {
     torch.optim.NAdam: _alike(NAdam),
     torch.optim.RAdam: _alike(RAdam),
     torch.optim.Adadelta: _alike(Adadelta),
-    torch.optim.Muon: _Kind(
-        Muon, lambda group: {name: group[name] for name in _MUON}, frozenset(_MUON), {}
+    torch.optim.Adafactor: _named(
+        Adafactor, "lr", "beta2_decay", "eps", "d", "weight_decay", "maximize"
+    ),
+    torch.optim.Muon: _named(
+        Muon,
+        "lr",
+        "weight_decay",
+        "momentum",
+        "nesterov",
+        "ns_coefficients",
+        "eps",
+        "ns_steps",
+        "adjust_lr_fn",
     ),
 }

@@ -16,7 +16,7 @@ from gemini.checkpoint.load import load_checkpoint
 from gemini.checkpoint.save import save_checkpoint
 from gemini.ddp import GeminiDDP
 from gemini.metrics import Metrics
-from gemini.optim import HybridAdam, HybridLion, HybridScheduleFreeAdamW
+from gemini.optim import HybridAdafactor, HybridAdam, HybridLion, HybridScheduleFreeAdamW
 
 try:
     from transformers import Trainer, TrainerCallback
@@ -39,7 +39,7 @@ CHECKPOINT = "gemini"  # in a checkpoint of the trainer's: weights and optimizer
 _TORCH_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
 EIGHT_BITS = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit")
 # which transformers has of other packages, and which are made of ours from the start
-_OTHERS = ("lion_32bit", "schedule_free_adamw", "paged_adamw_32bit", *EIGHT_BITS)
+_OTHERS = ("lion_32bit", "schedule_free_adamw", "paged_adamw_32bit", "adafactor", *EIGHT_BITS)
 _Base: Any = Trainer if TYPE_CHECKING else object
 
 
@@ -226,6 +226,9 @@ def _other(args: Any) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     name = str(args.optim.value)
     if name == "lion_32bit":
         return HybridLion, options
+    if name == "adafactor":  # as transformers asks its own
+        options = {"lr": args.learning_rate, "eps": (1e-30, 1e-3)}
+        return HybridAdafactor, options | {"scale_parameter": False, "relative_step": False}
     if name == "paged_adamw_32bit" or name in EIGHT_BITS:
         state = "8bit" if name in EIGHT_BITS else "fp32"
         log.warning(

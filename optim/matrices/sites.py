@@ -8,7 +8,7 @@ far longer than both.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from gemini.optim.rules.formulas import noise, round_stochastic
+from gemini.optim.rules.line_rule import LineRule
 from gemini.optim.rules.report import Traffic
 from gemini.optim.rules.rule import UpdateRule
 from gemini.optim.state.memory import Memory
-from gemini.optim.state.pieces import Piece, Planes, SteppedViews
+from gemini.optim.state.pieces import Piece, Planes, Resident, SteppedViews
 from gemini.optim.state.space import Block
 from gemini.optim.update import cpu_update
 from gemini.optim.update.cpu_update import StepInputs
@@ -128,7 +129,10 @@ class DeviceSite:
             if inputs.limit != math.inf:
                 grad = grad.clamp(-inputs.limit, inputs.limit)
             param = piece.param.float() if piece.master is None else piece.master
-            rule.update(param, grad, piece.planes, piece.hyper, piece.step)
+            planes: Sequence[Tensor] = piece.planes
+            if isinstance(rule, LineRule):
+                planes = rule.given(planes, piece.hyper, piece.first, param)
+            rule.update(param, grad, planes, piece.hyper, piece.step)
             if param is not piece.param:
                 _show(param, piece, inputs.rounding_seed)
 
@@ -163,6 +167,36 @@ def update_apart(
         site.give_back(planes, here, leaving_with(site, block, views))
     views.updated(block)
     return touched
+
+
+@dataclass(frozen=True, slots=True)
+class SiteUpdater:
+    """Updates blocks one after the other, by a rule whose parameters need nothing of each other."""
+
+    site: Site
+    rule: UpdateRule
+
+    @property
+    def name(self) -> str:
+        return self.site.name
+
+    def update_staged(self, block: Block, planes: Planes, views: SteppedViews) -> bool:
+        return update_apart(self.site, self.rule, block, planes, views, on_host=True)
+
+    def update_host(
+        self, blocks: Sequence[tuple[Block, Planes]], views: SteppedViews
+    ) -> Iterator[tuple[Block, None]]:
+        for block, planes in blocks:
+            self.update_staged(block, planes, views)
+            yield block, None
+
+    def update_resident(self, slab: Resident, views: SteppedViews) -> None:
+        for block in slab.blocks:
+            planes = slab.planes(block)
+            update_apart(self.site, self.rule, block, planes, views, on_host=False)
+
+    def traffic(self) -> Traffic:
+        return self.site.traffic()
 
 
 def leaving_with(site: Site, block: Block, views: SteppedViews) -> Sequence[tuple[Tensor, Tensor]]:

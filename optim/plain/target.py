@@ -17,11 +17,13 @@ from gemini.optim.matrices.plan import Whole, blocks_waiting, buckets_of
 from gemini.optim.rules.clipping import Clip
 from gemini.optim.rules.config import StateConfig, UpdateFacts
 from gemini.optim.rules.control_vector import ControlVector
+from gemini.optim.rules.line_rule import LineRule
 from gemini.optim.rules.matrix_rule import MatrixRule
 from gemini.optim.rules.report import Outcome, SkipLog, StepReport
 from gemini.optim.rules.rule import NormRule, UpdateRule
 from gemini.optim.rules.state_layout import ALL_COLUMNS, Plane
 from gemini.optim.state.deferred_signals import DeferredSignals
+from gemini.optim.state.lines import Lines
 from gemini.optim.state.memory import memory_of
 from gemini.optim.state.space import StateSpace, blocks_on_nvme
 from gemini.optim.state.state_stream import (
@@ -46,7 +48,7 @@ from gemini.tickets import Done, Ticket
 from gemini.units import BLOCK_NUMEL
 
 from .views import Order, PlainViews, dense_grad
-from .wholes import check_width, matrix_step, wholes_of, with_norms
+from .wholes import check_width, line_step, matrix_step, wholes_of, with_norms
 
 
 class PlainTarget:
@@ -70,13 +72,18 @@ class PlainTarget:
                 "of a plain module have one version; wrap the module, or leave it out"
             )
         self._params = list(params)
-        self._orders = [Order.of(param) for param in params]
+        by_rows = isinstance(rule, LineRule)
+        self._orders = [Order.of(param, by_rows=by_rows) for param in params]
         self._groups = sorted(set(group_of))  # the others are not looked at
         self._group_of = [self._groups.index(group) for group in group_of]
         self._rule = rule
         is_float64 = params[0].dtype == torch.float64
         block_numel = config.nvme.block_numel or BLOCK_NUMEL
-        columns, wholes = ALL_COLUMNS, list[Whole]()
+        columns, wholes, self._lines = ALL_COLUMNS, list[Whole](), Lines()
+        if isinstance(rule, LineRule):
+            shapes = [param.shape for param in params]
+            columns = rule.columns(shapes)
+            self._lines = Lines(shapes, torch.float64 if is_float64 else torch.float32)
         if isinstance(rule, MatrixRule):
             columns = rule.columns(group_of, groups)
             check_width(params)
@@ -102,6 +109,8 @@ class PlainTarget:
             self._executor = matrix_step(
                 rule, self._group_of, wholes, self._tiered_state, params[0].device
             )
+        elif isinstance(rule, LineRule):
+            self._executor = line_step(rule, len(params), params[0].device)
         else:
             # of a rule whose hyperparameters are a parameter's own, each is a group
             own = list(range(len(params))) if rule.over_norms else self._group_of
@@ -112,7 +121,10 @@ class PlainTarget:
 
     def shown_state(self) -> Mapping[Tensor, dict[str, Tensor]]:
         counts = self._executor.counts
-        shown = {param: {"step": counts[i]} for i, param in enumerate(self._params)}
+        shown = {
+            param: {"step": counts[i], **self._lines.shown(i)}
+            for i, param in enumerate(self._params)
+        }
         for segment in self._tiered_state.space.segments:
             planes = self._tiered_state.resident_run(segment.offset, segment.numel)
             if planes is not None:
@@ -143,7 +155,7 @@ class PlainTarget:
             hypers = with_norms(
                 self._rule, self._tiered_state, self._params, self._orders,
                 [hypers[group] for group in self._group_of], step_counts(self._executor),
-                1.0 / scale,
+                1.0 / scale, self._lines,
             )  # fmt: skip
             own = range(len(hypers))
             return PlainViews(self._params, self._orders, own, hypers, steps), hypers
@@ -178,6 +190,7 @@ class PlainTarget:
     def end(self, views: PlainViews) -> None:
         """The step was taken."""
         views.write_back()
+        self._lines.commit(views.active)
         self._num_steps += 1
         self._executor.count(views.active)
 
@@ -311,6 +324,8 @@ class PlainTarget:
 
         self.fill_state(given)
         for i, param in enumerate(self._params):
+            if param in state:
+                self._lines.load(i, state[param])
             if "step" in state.get(param, {}):
                 self._executor.counts[i] = float(state[param]["step"])
 

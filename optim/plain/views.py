@@ -24,8 +24,10 @@ class Order:
     stride: tuple[int, ...]
 
     @classmethod
-    def of(cls, param: Tensor) -> Order:
-        """Of a parameter as it is now."""
+    def of(cls, param: Tensor, *, by_rows: bool = False) -> Order:
+        """Of a parameter as it is now; or of rows one after the other, however it lies."""
+        if by_rows:
+            return cls(param.size(), torch.empty(param.size(), device="meta").stride())
         dense = torch.ops.aten.is_non_overlapping_and_dense(param)
         like = param if dense else torch.empty_like(param, device="meta")
         return cls(param.size(), like.stride())

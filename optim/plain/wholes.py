@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,12 +12,15 @@ from torch import Tensor
 from gemini.optim.matrices.plan import Whole, buckets_of
 from gemini.optim.matrices.updater import Alone
 from gemini.optim.rules.control_vector import ControlVector
+from gemini.optim.rules.line_rule import LineRule
 from gemini.optim.rules.matrix_rule import MOMENTUM, MatrixRule
 from gemini.optim.rules.rule import NormRule
 from gemini.optim.rules.state_layout import Columns
+from gemini.optim.state.lines import Lines
 from gemini.optim.state.memory import memory_of
 from gemini.optim.state.space import Block, BlockSegment
 from gemini.optim.state.tiered_state import TieredState
+from gemini.optim.step.cpu_step import CpuStep
 from gemini.optim.step.matrix_step import (
     MatrixDeviceStep,
     MatrixPlan,
@@ -24,7 +28,8 @@ from gemini.optim.step.matrix_step import (
     MatrixUpdates,
     bucket_homes,
 )
-from gemini.optim.step.norms import Cover, square_sums, trusted
+from gemini.optim.step.norms import Cover, add_lines, square_sums, trusted, with_lines
+from gemini.optim.step.operator_step import OperatorStep
 from gemini.optim.update.cpu_update import CpuWorkers, StepInputs
 from gemini.optim.update.updaters import CpuUpdater
 
@@ -70,6 +75,14 @@ def matrix_step(
     return MatrixStep(CpuUpdater(CpuWorkers(), rule), updates, control)
 
 
+def line_step(rule: LineRule, num_params: int, device: torch.device) -> CpuStep | OperatorStep:
+    """The executor of a rule over lines, by operators on any device."""
+    control = ControlVector(None, device)
+    if device.type != "cpu":
+        return OperatorStep(rule, range(num_params), control, memory_of(device))
+    return CpuStep(CpuUpdater(CpuWorkers(), rule), num_params, control)
+
+
 class _PlainCover(Cover):
     """Parameters, and gradients in `p.grad`."""
 
@@ -80,6 +93,11 @@ class _PlainCover(Cover):
     def param(self, block: Block, part: BlockSegment) -> Tensor:
         flat = self._orders[part.param].flat(self._params[part.param].detach())
         return flat[part.param_offset : part.param_offset + part.numel]
+
+    def largest(self, param: int) -> float:
+        """Magnitude of its gradient."""
+        grad = self._params[param].grad
+        return 0.0 if grad is None else float(torch.linalg.vector_norm(grad, math.inf))
 
     def grad(self, block: Block, part: BlockSegment) -> Tensor | None:
         param = self._params[part.param]
@@ -97,8 +115,15 @@ def with_norms(
     hyper: Sequence[Any],
     counts: Sequence[int],
     factor: float,
+    lines: Lines,
 ) -> list[Any]:
     """Hyperparameters by parameter. counts: of updates before this one."""
     steps, cover = [count + 1 for count in counts], _PlainCover(params, orders)
-    sums = square_sums(rule, state, cover, hyper, steps, StepInputs(factor))
-    return trusted(rule, hyper, sums)
+    inputs = StepInputs(factor)
+    if isinstance(rule, LineRule):
+        largest = [cover.largest(i) * factor for i in range(len(params))]
+        of_lines = lines.sums([param.grad is not None for param in params], largest)
+        add_lines(state, cover, of_lines, inputs)
+        hyper = with_lines(rule, lines, of_lines, hyper, steps)
+    sums = square_sums(rule, state, cover, hyper, steps, inputs)
+    return trusted(rule, hyper, sums, [param.numel() for param in params])

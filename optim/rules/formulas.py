@@ -403,6 +403,35 @@ def lamb(param: Tensor, grad: Tensor, c: Any, *, exp_avg: Tensor, exp_avg_sq: Te
     return param - c.step_size * direction, planes
 
 
+# -- Adafactor (Shazeer & Stern 2018, algorithm 4) as torch.optim.Adafactor has it
+
+
+def adafactor_coefficients(h: Any, t: Any) -> dict[str, Any]:
+    """`trust` is of a parameter: max(eps[1], RMS(p)) / max(1, RMS(u) / d), or 1 over the latter.
+    Where it is `factored`, v is known, and stays."""
+    rate = choose(h.relative_step, at_most(power(t, -0.5), h.lr), h.lr)
+    return {
+        "share": choose(h.factored, 0.0, power(t, h.beta2_decay)),
+        "floor": h.floor,
+        "sign": _sign(h),
+        "decay": 1.0 - h.lr * h.weight_decay,
+        "step_size": rate * h.trust,
+    }
+
+
+def adafactor_direction(param: Tensor, grad: Tensor, c: Any, *, variance: Tensor) -> Updated:
+    """v <- v + share * (g * g - v);    u = sign * g / max(sqrt(v), floor)"""
+    variance = variance + c.share * (grad * grad - variance)
+    direction = c.sign * grad / torch.maximum(variance.sqrt(), c.floor)
+    return direction, {"variance": variance}
+
+
+def adafactor(param: Tensor, grad: Tensor, c: Any, *, variance: Tensor) -> Updated:
+    """p <- p * decay - step_size * u, of `adafactor_direction`"""
+    direction, planes = adafactor_direction(param, grad, c, variance=variance)
+    return param * c.decay - c.step_size * direction, planes
+
+
 # -- rounding at random
 
 

@@ -161,7 +161,13 @@ class NormRule(UpdateRule):
         found: Tensor = self.direction(param, grad, c, **given)[0]
         return found
 
-    def trusting(self, hyper: Any, weight_norm: float, direction_norm: float) -> Any:
+    def given(
+        self, planes: Sequence[Tensor], hyper: Any, first: int, param: Tensor
+    ) -> Sequence[Tensor]:
+        """What an update of elements from `first` of a parameter takes as its planes."""
+        return planes
+
+    def trusting(self, hyper: Any, weight_norm: float, direction_norm: float, numel: int) -> Any:
         """The hyperparameters of one parameter, whose norms these are; of zeros the trust is 1."""
         if weight_norm == 0 or direction_norm == 0:
             return hyper

@@ -18,6 +18,7 @@ ITEMSIZE = {
 KINDS = ("fp32", "bf16", "8bit")  # in what planes are kept; see `quantised.py`
 GROUP_NUMEL = 64  # elements of an 8-bit plane that have one scale; no parameter begins within them
 SCALE = ".scale"  # behind the name of their plane
+FILLER = "filler"
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,10 +151,14 @@ class StateLayout:
         return tuple(offsets)
 
     def only(self, names: Set[str]) -> StateLayout:
-        """With these of the rule's planes, and masters as they are."""
+        """With these of the rule's planes, and masters as they are; where that is nothing, with a
+        byte for a group of elements."""
         others = (MASTER, REMAINDER)
         kept = [plane for plane in self.planes if plane.name in names or plane.name in others]
-        return self if len(kept) == len(self.planes) else replace(self, planes=tuple(kept))
+        if not kept:  # every block has a plane, and the dtype of updates is its first one's
+            wide = self.dtype == "float64"
+            kept = [self.planes[0] if wide else Plane(FILLER, "uint8", group=GROUP_NUMEL)]
+        return self if tuple(kept) == self.planes else replace(self, planes=tuple(kept))
 
     def block_nbytes(self, numel: int) -> int:
         """Bytes of a block of `numel` elements, all planes."""

@@ -75,6 +75,8 @@ def pinned_runs(
     for i, block in enumerate(tiered_state.nvme.blocks):
         for part in block.segments:
             for plane, at in version.places(i, part):
+                if not tiered_state.columns.has(part.param, plane.name):
+                    continue
                 name = names[part.param]
                 yield (
                     RunSpec(name, plane.name, plane.dtype, part.param_offset, part.numel, block.id),

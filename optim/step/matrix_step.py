@@ -7,24 +7,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gemini.optim.matrices.plan import Bucket
-from gemini.optim.matrices.sites import DeviceSite, HostSite, Site
+from gemini.optim.matrices.sites import HostSite, Site
 from gemini.optim.matrices.updater import MatrixUpdater, Ways
-from gemini.optim.rules.clipping import Clip
 from gemini.optim.rules.control_vector import ControlVector
 from gemini.optim.rules.matrix_rule import MatrixRule
-from gemini.optim.rules.report import Outcome
 from gemini.optim.rules.state_layout import Columns
 from gemini.optim.state.memory import Memory
 from gemini.optim.state.space import Block
-from gemini.optim.target import AmpInputs
 from gemini.optim.update.cpu_update import StepInputs
 from gemini.optim.update.updaters import CpuUpdater
-from gemini.tickets import Done, Ticket
 
 from .cpu_step import CpuStep
-from .executor import step_counts
 from .gradients import GradientRun
-from .triton_step import TritonStep
+from .operator_step import OperatorStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +93,8 @@ class MatrixStep(CpuStep):
         return self._updates.updater(site, hypers, active)
 
 
-class MatrixDeviceStep(TritonStep):
-    """`TritonStep` that measures gradients by kernels, and whose updates are those of a
-    `MatrixUpdater` on the device. The host counts, and knows what a step agrees on."""
-
-    counts_on_host = True
+class MatrixDeviceStep(OperatorStep):
+    """`OperatorStep` whose updates are those of a `MatrixUpdater` on the device."""
 
     def __init__(
         self,
@@ -115,59 +107,14 @@ class MatrixDeviceStep(TritonStep):
         rounding_seed: int | None = None,
     ) -> None:
         super().__init__(
-            updates.rule.others, updates.group_of, control_vector, memory, runs=runs, names=names
-        )
+            updates.rule.others, updates.group_of, control_vector, memory, runs=runs, names=names,
+            rounding_seed=rounding_seed,
+        )  # fmt: skip
         self._updates = updates
-        self._rounding_seed = rounding_seed
-        self._used_scale = 1.0  # of the step that was begun last
-
-    @property
-    def path(self) -> str:
-        return "torch"
 
     def set_groups(self, group_of: Sequence[int | None]) -> None:
         super().set_groups(group_of)
         self._updates.group_of = group_of
 
-    def next_steps(self) -> Sequence[int]:
-        return [count + 1 for count in step_counts(self)]
-
-    def begin(
-        self, hypers: Sequence[Any], active: Sequence[int], power_sum: float, clip: Clip
-    ) -> MatrixUpdater:
-        scale = self.control_vector.read().scale
-        inputs = StepInputs.clipping(clip, power_sum, scale, self._rounding_seed)
-        return self._begun(scale, inputs, hypers, active)
-
-    def skips(self, amp: AmpInputs) -> bool:
-        return amp.found_inf is not None and bool(amp.found_inf > 0)
-
-    def begin_amp(
-        self,
-        hypers: Sequence[Any],
-        active: Sequence[int],
-        amp: AmpInputs | None,
-        *,
-        may_fail: bool,
-    ) -> MatrixUpdater:
-        given = None if amp is None else amp.grad_scale
-        scale = 1.0 if given is None else float(given)
-        inputs = StepInputs(1.0 / scale, rounding_seed=self._rounding_seed)
-        return self._begun(scale, inputs, hypers, active)
-
-    def _begun(
-        self, scale: float, inputs: StepInputs, hypers: Sequence[Any], active: Sequence[int]
-    ) -> MatrixUpdater:
-        self._used_scale = scale
-        self.staging.begin()
-        site = DeviceSite(self._memory, self.staging, inputs)
+    def updater_at(self, site: Site, hypers: Sequence[Any], active: Sequence[int]) -> MatrixUpdater:
         return self._updates.updater(site, hypers, active)
-
-    def outcome(self) -> Ticket[Outcome]:
-        return Done(Outcome(loss_scale=self._used_scale))
-
-    def count(self, active: Sequence[int]) -> None:
-        self.counts[list(active)] += 1
-
-    def undo(self) -> None:
-        """Nothing was counted yet."""

@@ -1,18 +1,22 @@
-"""Norms of whole parameters before an update, of a rule that asks for them."""
+"""What whole parameters say before an update, of a rule that asks: norms, and lines of matrices."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from gemini.dtypes import DTYPES
+from gemini.optim.rules.line_rule import LineRule
+from gemini.optim.rules.lines import LineSums
 from gemini.optim.rules.rule import NormRule
 from gemini.optim.rules.state_layout import MASTER
+from gemini.optim.state.lines import Lines
 from gemini.optim.state.pieces import Planes
 from gemini.optim.state.space import Block, BlockSegment
 from gemini.optim.state.tiered_state import TieredState
@@ -47,7 +51,7 @@ def square_sums(
     hyper: None for a parameter that the step leaves alone; its sums are 0. inputs: what gradients
     go through on their way in.
     """
-    factor, limit = inputs.factor, inputs.limit
+    dtype = _dtype_of(state)
     found: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
 
     def look(block: Block, planes: Planes) -> None:
@@ -59,10 +63,12 @@ def square_sums(
             kept = [plane[here] for name, plane in planes.items() if name != MASTER]
             weight = planes[MASTER][here] if MASTER in planes else cover.param(block, part)
             for tile in _tiles(part):
-                param = weight[tile].to(kept[0].dtype)
-                given = grad[tile].to(param.device, param.dtype).mul(factor).clamp(-limit, limit)
-                inside = [plane[tile] for plane in kept]
-                step = rule.moved_along(param, given, inside, hyper[part.param], steps[part.param])
+                param, one = weight[tile].to(dtype), hyper[part.param]
+                entering = _entering(grad[tile].to(param.device, dtype), inputs)
+                inside = rule.given(
+                    [plane[tile] for plane in kept], one, part.param_offset + tile.start, param
+                )
+                step = rule.moved_along(param, entering, inside, one, steps[part.param])
                 found[part.param].append((_squares(param), _squares(step)))
 
     state.visit(look)
@@ -70,6 +76,46 @@ def square_sums(
         (math.fsum(p for p, _ in found[i]), math.fsum(u for _, u in found[i]))
         for i in range(len(hyper))
     ]
+
+
+@torch.no_grad()
+def add_lines(
+    state: TieredState, cover: Cover, sums: Mapping[int, LineSums], inputs: StepInputs
+) -> None:
+    """Add squares of what is here of the gradients of these parameters. Reads no state."""
+    dtype = _dtype_of(state)
+    for block in state.space.blocks:
+        for part in block.segments:
+            grad = cover.grad(block, part) if part.param in sums else None
+            for tile in _tiles(part) if grad is not None else ():
+                assert grad is not None
+                entering = _entering(grad[tile].to(dtype), inputs)
+                sums[part.param].add(entering, part.param_offset + tile.start)
+
+
+def with_lines(
+    rule: LineRule,
+    lines: Lines,
+    sums: Mapping[int, LineSums],
+    hyper: Sequence[Any],
+    steps: Sequence[int],
+) -> list[Any]:
+    """Hyperparameters by parameter, with what the sums of all of their gradients say."""
+    lines.begin()
+    found = [None if one is None else rule.begun(one, lines.dtype) for one in hyper]
+    for i, whole in sums.items():
+        rows, columns = lines.advance(i, whole, rule.share(found[i], steps[i]))
+        found[i] = rule.factored(found[i], whole.stack, rows, columns)
+    return found
+
+
+def _dtype_of(state: TieredState) -> torch.dtype:
+    """What updates are computed in."""
+    return DTYPES[state.layout.dtype]
+
+
+def _entering(grad: Tensor, inputs: StepInputs) -> Tensor:
+    return grad.mul(inputs.factor).clamp(-inputs.limit, inputs.limit)
 
 
 def _tiles(part: BlockSegment) -> list[slice]:
@@ -84,9 +130,14 @@ def _squares(values: Tensor) -> float:
     return float(torch.dot(wide, wide))
 
 
-def trusted(rule: NormRule, hyper: Sequence[Any], sums: Sequence[tuple[float, float]]) -> list[Any]:
+def trusted(
+    rule: NormRule,
+    hyper: Sequence[Any],
+    sums: Sequence[tuple[float, float]],
+    numels: Sequence[int],
+) -> list[Any]:
     """Hyperparameters by parameter, with what their norms say."""
     return [
-        None if one is None else rule.trusting(one, math.sqrt(squares), math.sqrt(moved))
-        for one, (squares, moved) in zip(hyper, sums, strict=True)
+        None if one is None else rule.trusting(one, math.sqrt(squares), math.sqrt(moved), numel)
+        for one, (squares, moved), numel in zip(hyper, sums, numels, strict=True)
     ]

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from gemini.optim.rules.clipping import Clip, combined
 from gemini.optim.rules.formulas import noise, round_stochastic
+from gemini.optim.rules.line_rule import LineRule
 from gemini.optim.rules.quantised import decoded, encode, state_noise
 from gemini.optim.rules.rule import UpdateRule
 from gemini.optim.rules.split_master import SIGN, TIE, TIE_MASK, join, remainder_of, untied
@@ -183,7 +184,10 @@ def _update_tile(workers: CpuWorkers, rule: UpdateRule, tile: Piece, inputs: Ste
         param = visible
     else:
         param = workers.scratch("param", visible.numel()).copy_(visible)
-    rule.update(param, grad, tile.planes, tile.hyper, tile.step)
+    planes: Sequence[Tensor] = tile.planes
+    if isinstance(rule, LineRule):
+        planes = rule.given(planes, tile.hyper, tile.first, param)
+    rule.update(param, grad, planes, tile.hyper, tile.step)
     if param is not visible:
         _show(param, tile, inputs.rounding_seed)
 

@@ -23,9 +23,9 @@ from torch import nn
 
 import optim
 from bench.shared.reference import flat, relative_error
-from optim import HybridAdam, NvmeConfig
+from optim import HybridAdam, HybridMuon, NvmeConfig
 
-OTHERS = ("SGD", "Adagrad", "RMSprop", "Adamax", "NAdam", "RAdam", "Adadelta")
+OTHERS = ("SGD", "Adagrad", "RMSprop", "Adamax", "NAdam", "RAdam", "Adadelta", "Adafactor")
 OURS = {"AdamW": HybridAdam, "Adam": HybridAdam}
 OURS |= {name: getattr(optim, f"Hybrid{name}") for name in OTHERS}
 THEIRS = {name: getattr(torch.optim, name) for name in OURS}
@@ -44,8 +44,8 @@ REFUSED_PARAMETERS = {
     "complex": (lambda: torch.randn(3, 2, dtype=torch.complex64), "expected a floating one"),
     "shared": (lambda: torch.randn(3, 1).expand(3, 2), "elements share memory.*clone it before"),
 }
-# wrong arguments of torch's that ours take, each with its reason: none
-TAKEN: dict[str, str] = {}
+# wrong arguments of torch's that ours take, each with its reason
+TAKEN = {"does not support complex parameters": "refused by the first step, as in torch"}
 STEPS = 6
 # Of the relative error of updates. In fp32 they are 6e-3 of weights of about 1, whose rounding is
 # 6e-8: 1e-5; 3e-6 was found.
@@ -88,6 +88,9 @@ def written(value, seen):
     """In JSON's types; parameters by their number, of `seen`, as their values are torch's draw."""
     if isinstance(value, nn.Parameter):
         return {"parameter": seen.setdefault(id(value), len(seen))}
+    many = isinstance(value, torch.Tensor) and value.dim() > 1 and value.numel() > 1
+    if many:  # with values of torch's draw
+        return {"drawn": [list(value.shape), str(value.dtype).removeprefix("torch.")]}
     if isinstance(value, torch.Tensor):
         return {"tensor": value.tolist()}
     if isinstance(value, type):
@@ -108,6 +111,8 @@ def read(value, params):
     match list(value.items()):
         case [("parameter", number)]:
             return params.setdefault(number, nn.Parameter(torch.ones(1, 1)))
+        case [("drawn", [shape, dtype])]:
+            return torch.ones(shape, dtype=getattr(torch, dtype))
         case [("tensor", values)]:
             return torch.tensor(values)
         case [("type", name)]:
@@ -129,7 +134,7 @@ def borrowed():
 @pytest.mark.ci
 def test_the_table_is_that_of_the_installed_torch(tmp_path):
     """Where it is not, `found` takes its place."""
-    subprocess.run([sys.executable, "-c", EXTRACT, tmp_path / "found", *OURS], check=True)
+    subprocess.run([sys.executable, "-c", EXTRACT, tmp_path / "found", *OURS, "Muon"], check=True)
     found = {
         name: {kind: [written(row, {}) for row in rows] for kind, rows in kinds.items()}
         for name, kinds in pickle.loads((tmp_path / "found").read_bytes()).items()
@@ -238,7 +243,8 @@ def test_no_configuration_is_left_out_but_for_the_reasons_above(borrowed, name):
             refused += 1
             with pytest.raises(TypeError, match="|".join(asked.keys() & REFUSED.keys())):
                 OURS[name](make_params(), **copy.deepcopy(asked))
-    assert 0 < refused < len(borrowed[name]["inputs"])
+    # of Adafactor torch's table asks for none of these
+    assert (name != "Adafactor") == (refused > 0) and refused < len(borrowed[name]["inputs"])
     for option in REFUSED:
         with pytest.raises(TypeError, match=option):
             OURS[name](make_params(), **{option: True})
@@ -428,3 +434,49 @@ def test_hooks_of_steps_and_of_state_dicts_run(name):
     optimizer.load_state_dict(optimizer.state_dict())
     order = ["the step", "saving", "loading"]
     assert calls == [f"{when} {what}" for what in order for when in ("before", "after")]
+
+
+# -- Muon, which takes matrices alone ------------------------------------------------------------
+
+# what its own takes besides, with the reason
+TAKEN_BY_MUON = {**TAKEN, "only support 2D parameters": "others are stacks of matrices"}
+
+
+def matrices(contiguous):
+    generator = torch.Generator().manual_seed(0)
+    made = [torch.randn(*shape, 2, generator=generator) for shape in ((10, 5), (5, 10), (7, 7))]
+    return [nn.Parameter(m[..., 0].contiguous() if contiguous else m[..., 0]) for m in made]
+
+
+@PLACES
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_every_configuration_of_muon_has_torchs_bits(borrowed, on_disk, contiguous, tmp_path):
+    every = list(configurations(borrowed, "Muon"))
+    assert len(every) > 6
+    for desc, options in every:
+        ours, theirs = matrices(contiguous), matrices(contiguous)
+        place = {"nvme_offload_fraction": 1.0, "nvme_offload_dir": tmp_path} if on_disk else {}
+        optimizer = HybridMuon(ours, **options, **place)
+        for step in range(STEPS):
+            generator = torch.Generator().manual_seed(step)
+            for a, b in zip(ours, theirs, strict=True):
+                a.grad = torch.randn(a.shape, generator=generator)
+                b.grad = a.grad.clone()
+            optimizer.step()
+            if not step:
+                torchs = torch.optim.Muon(theirs, **copy.deepcopy(options))
+            torchs.step()
+        assert torch.equal(flat(ours), flat(theirs)), desc
+        optimizer.close()
+
+
+def test_what_torchs_muon_refuses_is_refused(borrowed):
+    for desc, params, kwargs, kind in borrowed["Muon"]["errors"]:
+        params = [nn.Parameter(torch.ones(3, 3))] if params is None else params
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            if desc in TAKEN_BY_MUON:
+                HybridMuon(params, **kwargs)
+                continue
+            with pytest.raises((kind, TypeError)):
+                HybridMuon(params, **kwargs)

@@ -27,6 +27,7 @@ from gemini.checkpoint.format.keys import Keys
 from gemini.module_face import saved_buffers
 from gemini.optim.base import TieredOptimizer
 from gemini.optim.plain.target import PlainTarget
+from gemini.optim.state.lines import LINES
 from gemini.units import BLOCK_NUMEL
 
 from .state import RunState, RunVisitor, StatePart, WeightRun, names_of
@@ -142,7 +143,7 @@ class PlainRuns(RunState):
         self.buffers = dict(saved_buffers(module)) if weights else {}
         by_id = {id(module.get_parameter(names[0])): names[0] for names in self.names}
         targets = [target for target in optimizer.targets if isinstance(target, PlainTarget)]
-        self._steps: dict[str, Tensor] = {}
+        self._whole: dict[str, dict[str, Tensor]] = {}
         parts = []
         for target in targets:
             strangers = [param for param in target.params if id(param) not in by_id]
@@ -154,7 +155,10 @@ class PlainRuns(RunState):
             trained = [by_id[id(param)] for param in target.params]
             parts.append(StatePart(target, trained, _by_position(trained)))
             shown = target.shown_state()
-            self._steps |= {by_id[id(param)]: state["step"] for param, state in shown.items()}
+            self._whole |= {
+                by_id[id(param)]: {name: state[name] for name in ("step", *LINES) if name in state}
+                for param, state in shown.items()
+            }
         super().__init__(
             keys,
             parts,
@@ -164,8 +168,8 @@ class PlainRuns(RunState):
             with_weights=weights,
         )
 
-    def step_counts(self) -> Mapping[str, Tensor]:
-        return self._steps
+    def small_state(self) -> Mapping[str, Mapping[str, Tensor]]:
+        return self._whole
 
     def visit_weights(self, look: RunVisitor) -> None:
         for name, param in self._params.items():

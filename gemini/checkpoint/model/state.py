@@ -154,14 +154,16 @@ class RunState:
             if self._with_weights
         }
 
-    def step_counts(self) -> Mapping[str, Tensor]:
-        """0-d fp32 by parameter's name, as torch's optimizers have them; what is optimized only."""
+    def small_state(self) -> Mapping[str, Mapping[str, Tensor]]:
+        """By parameter's name what every process has whole, as torch's optimizers have it: `step`,
+        0-d fp32, and lines of matrices; what is optimized only."""
         raise NotImplementedError
 
-    def set_step_counts(self, counts: Mapping[str, Tensor]) -> None:
-        """Of the parameters that have one; empty without an optimizer."""
-        for name, count in self.step_counts().items() if counts else ():
-            count.copy_(counts[name])
+    def set_small_state(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Of the parameters that have some; empty without an optimizer."""
+        for name, whole in self.small_state().items():
+            for plane, value in state.get(name, {}).items():
+                whole[plane].copy_(value)
 
     # -- out --
 
@@ -333,14 +335,14 @@ class ShardedState(RunState):
     def region(self, name: str) -> Region:
         return self._regions[name]
 
-    def step_counts(self) -> Mapping[str, Tensor]:
+    def small_state(self) -> Mapping[str, Mapping[str, Tensor]]:
         target = self._target
         if target is None:
             return {}
         shown: Mapping[Any, dict[str, Tensor]] = target.shown_state()
-        counts = {target.names[id(param)]: state["step"] for param, state in shown.items()}
+        whole = {target.names[id(param)]: state for param, state in shown.items()}
         silent = self._silent  # a copy of a tied weight: another stage says it
-        return {n: count for n, count in counts.items() if n in self.shapes and n not in silent}
+        return {n: state for n, state in whole.items() if n in self.shapes and n not in silent}
 
     def visit_weights(self, look: RunVisitor) -> None:
         for chunk, runs in groupby(self._weights, key=lambda run: run.chunk):
@@ -415,12 +417,12 @@ class StagesState(RunState):
                 )
             before += sum(len(tensor.runs) for tensor in state.tensors.values())
 
-    def step_counts(self) -> Mapping[str, Tensor]:
-        return _merged([state.step_counts() for state in self._states])
+    def small_state(self) -> Mapping[str, Mapping[str, Tensor]]:
+        return _merged([state.small_state() for state in self._states])
 
-    def set_step_counts(self, counts: Mapping[str, Tensor]) -> None:
-        for state in self._states:  # two may have copies of one weight
-            state.set_step_counts(counts)
+    def set_small_state(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        for part in self._states:  # two may have copies of one weight
+            part.set_small_state(state)
 
     def visit(self, look: RunVisitor) -> None:
         for state in self._states:

@@ -11,16 +11,19 @@ from gemini.chunk.layout import ChunkLayout
 from gemini.chunk.storage import Chunk
 from gemini.mesh.roles import WORLD
 from gemini.optim.rules.config import UpdateFacts
+from gemini.optim.rules.line_rule import LineRule
 from gemini.optim.rules.rule import UpdateRule
 from gemini.optim.rules.state_layout import StateLayout
 from gemini.optim.state.pieces import GradSegment
 from gemini.optim.step.cpu_step import CpuStep
 from gemini.optim.step.executor import Executor
 from gemini.optim.step.gradients import GradientRun
+from gemini.optim.step.operator_step import OperatorStep
 from gemini.optim.step.triton_step import TritonStep
 from gemini.optim.update.compiled_update import Mix
+from gemini.optim.update.cpu_update import CpuWorkers
 from gemini.optim.update.staging import Reserved
-from gemini.optim.update.updaters import cpu_updater
+from gemini.optim.update.updaters import CpuUpdater, cpu_updater
 from gemini.placement.plan import Plan, UpdatePath
 from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.memory.backend import Backend
@@ -67,6 +70,19 @@ def make_executor(
     mixes = _mixes([spec.dtype for spec in trained], state)
     updater = cpu_updater(rule, cpu_path, facts, mixes, partial(_any_failure, parts.comm))
     return CpuStep(updater, len(layout.params), parts.control_vector, seed)
+
+
+def line_step(parts: Parts, rule: LineRule, runs: Sequence[GradientRun]) -> CpuStep | OperatorStep:
+    """The executor of a rule over lines, by operators, where the plan has it."""
+    settings, control = parts.precision_settings, parts.control_vector
+    seed = None if settings.master_weights else settings.rounding_seed
+    names = [spec.name for spec in parts.layout.params]
+    if updated_by_kernels(parts.planning.plan, parts.backend):
+        return OperatorStep(
+            rule, range(len(names)), control, parts.backend, runs=runs, names=names,
+            rounding_seed=seed,
+        )  # fmt: skip
+    return CpuStep(CpuUpdater(CpuWorkers(), rule), len(names), control, seed)
 
 
 def run_of(layout: ChunkLayout, chunk: Chunk) -> GradientRun:

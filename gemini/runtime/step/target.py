@@ -258,14 +258,14 @@ class ShardTarget(SavedShards):
 
     def _counted(self) -> Callable[[], None]:
         """What puts the counts of steps and the loss scale back to what they are now."""
-        number, counts = self._num_steps, self._executor.counts.clone()
-        now = self._parts.control_vector.tensor
-        before = now.clone()
+        number = self._num_steps
+        now = [*self._small_state, self._parts.control_vector.tensor]
+        before = [tensor.clone() for tensor in now]
 
         def put_back() -> None:
             self._num_steps = number
-            self._executor.counts.copy_(counts)
-            now.copy_(before)
+            for tensor, value in zip(now, before, strict=True):
+                tensor.copy_(value)
 
         return put_back
 
@@ -284,7 +284,7 @@ class ShardTarget(SavedShards):
         """Begin what all ranks agreed on; nothing that counts has changed."""
         scale = self._parts.control_vector.read().scale
         if self.kept_steps is not None:
-            self.kept_steps.begin_step(self._executor.counts)
+            self.kept_steps.begin_step(self._small_state)
         taken = self._taken(agreement.present)
         by_param = self._hyper_by_param(hypers, taken)
         if isinstance(self._rule, NormRule):
@@ -314,7 +314,7 @@ class ShardTarget(SavedShards):
         steps = [count + 1 for count in self.step_counts]
         return with_norms(
             self._parts, self._chunks, self._tiered_state, self._rule, by_param, steps, clip,
-            power_sum,
+            power_sum, self._lines,
         )  # fmt: skip
 
     def _taken(self, present: Sequence[bool]) -> list[ParamId]:
@@ -410,6 +410,7 @@ class ShardTarget(SavedShards):
         if self.kept_steps is not None:
             self.kept_steps.end_step()
         self._executor.count(taken)
+        self._lines.commit(taken)
         self._parts.user_writes.stepped(taken)
 
     # -- the rest of a target --

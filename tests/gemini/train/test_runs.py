@@ -176,7 +176,7 @@ def test_plan_and_train_give_one_answer_and_the_run_follows_it(
 
 
 def test_an_optimizer_without_a_sharded_form_is_refused(folder, tmp_path, capsys):
-    for name in ("lion_8bit", "adafactor"):
+    for name in ("lion_8bit", "galore_adafactor"):
         with pytest.raises(SystemExit):
             run.main(flags(folder, tmp_path / "out", "--optim", name))
         assert f"args.optim='{name}' has no form whose state is sharded" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from gemini import GeminiDDP
 from gemini.integrations.torch_optimizers import convert
-from optim import HybridAdam, HybridLion, HybridMuon, HybridSGD
+from optim import HybridAdafactor, HybridAdam, HybridLion, HybridMuon, HybridSGD
 from tests.support.loops.sides import SMALL, Net, loss_of, updates
 from tests.support.rules import LIKE_TORCH
 
@@ -62,6 +62,10 @@ MADE = {
     "sgd, dampened, up": (
         lambda params: torch.optim.SGD(params, 0.1, momentum=0.9, dampening=0.5, maximize=True),
         HybridSGD,
+    ),
+    "adafactor": (
+        lambda params: torch.optim.Adafactor(params, lr=0.1, weight_decay=0.1, d=2.0),
+        HybridAdafactor,
     ),
     "lion": (lambda params: Lion(params, lr=1e-2, weight_decay=0.1), HybridLion),
     **{name: (case.of_torch, case.ours) for name, case in LIKE_TORCH.items()

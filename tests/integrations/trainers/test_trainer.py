@@ -14,6 +14,7 @@ from torch import nn
 
 from gemini import GeminiDDP
 from optim import (
+    HybridAdafactor,
     HybridAdagrad,
     HybridAdam,
     HybridLion,
@@ -123,6 +124,15 @@ def test_adamw_of_8_bits_by_name_needs_no_other_package(tmp_path, plain, caplog)
     assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
     assert "gemini optimizer HybridAdam(state='8bit')" in caplog.text
     assert "is HybridAdam(state='8bit'): moments are companded codes" in caplog.text
+
+
+def test_adafactor_by_name_is_transformers(tmp_path):
+    options = {"optim": "adafactor", "learning_rate": 1e-3}
+    want, got = run(tmp_path, **options), run(tmp_path, cls=trainer(), **options)
+    assert got.differs(want) < 1e-5
+    optimizer = got.trainer.optimizer.optimizer
+    assert type(optimizer) is HybridAdafactor
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
 
 
 def test_schedule_free_by_name_evaluates_its_average(tmp_path):
@@ -277,7 +287,10 @@ def test_training_twice_goes_on(tmp_path):
 
 
 REFUSED = {
-    "adafactor": ({"optim": "adafactor"}, r"args.optim='adafactor' has no form.*adamw_torch"),
+    "a projected one": (
+        {"optim": "galore_adafactor", "optim_target_modules": "c_attn"},
+        r"args.optim='galore_adafactor' has no form.*adamw_torch",
+    ),
     "a bnb optimizer": ({"optim": "lion_8bit"}, r"args.optim='lion_8bit' has no form"),
     "a save on each node": ({"save_on_each_node": True}, "save_on_each_node=True.* expected False"),
     "another cast": ({"bf16_full_eval": True}, "expected neither: it evaluates"),

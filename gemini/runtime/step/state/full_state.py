@@ -48,6 +48,8 @@ def gather_state(
     def keep(block: Block, planes: Planes) -> None:
         chunk = chunks[block.shard]
         for name, plane in planes.items():
+            if name not in tiered_state.layout.names:
+                continue
             key = (chunk.spec.id, name)
             if key not in shards:
                 shards[key] = torch.zeros(chunk.spec.shard_numel, dtype=plane.dtype)

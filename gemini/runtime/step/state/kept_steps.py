@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -16,7 +17,7 @@ from gemini.runtime.parts import Parts
 class StepMemory:
     """Copies of what a step begins from and no store has."""
 
-    counts: Tensor  # [parameters]: how often each was updated, which keys the noise of rounding too
+    whole: tuple[Tensor, ...]  # counts of steps, and lines: counts key the noise of rounding, too
     control: Tensor  # loss scale and its counters
     buffers: tuple[Tensor, ...]  # persistent ones, as the first forward behind the last step found
 
@@ -61,7 +62,7 @@ class KeptSteps:
         if self._buffers is None:
             self._buffers = tuple(buffer.clone() for buffer in self._now())
 
-    def begin_step(self, counts: Tensor) -> None:
+    def begin_step(self, whole: Sequence[Tensor]) -> None:
         """A step begins from what is there; it may be the same one again."""
         self.begin_forward()
         assert self._buffers is not None
@@ -69,7 +70,7 @@ class KeptSteps:
         self._by_step = {n: memory for n, memory in self._by_step.items() if n in numbers}
         control = self._control.tensor
         self._by_step[self.nvme.store.committed_step] = StepMemory(
-            counts.clone(), control.clone(), self._buffers
+            tuple(tensor.clone() for tensor in whole), control.clone(), self._buffers
         )
 
     def end_step(self) -> None:
@@ -105,9 +106,10 @@ class KeptSteps:
         self.nvme.check_commit(steps)
         return commits, self._by_step[commits[0].step]
 
-    def put_back(self, memory: StepMemory, counts: Tensor) -> None:
+    def put_back(self, memory: StepMemory, whole: Sequence[Tensor]) -> None:
         """What memory had then is there again."""
-        counts.copy_(memory.counts)
+        for tensor, then in zip(whole, memory.whole, strict=True):
+            tensor.copy_(then)
         self._control.tensor.copy_(memory.control)
         self._control.changed()
         for buffer, then in zip(self._now(), memory.buffers, strict=True):

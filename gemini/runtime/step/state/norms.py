@@ -1,9 +1,8 @@
-"""Norms of an engine's parameters before an update, of a rule that asks for them."""
+"""What an engine's parameters say before an update, of a rule that asks for norms or lines."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,10 +12,12 @@ from gemini.chunk.local import group_of as split_of
 from gemini.chunk.storage import Chunk
 from gemini.mesh.roles import WORLD
 from gemini.optim.rules.clipping import Clip
+from gemini.optim.rules.line_rule import LineRule
 from gemini.optim.rules.rule import NormRule
+from gemini.optim.state.lines import Lines
 from gemini.optim.state.space import Block, BlockSegment
 from gemini.optim.state.tiered_state import TieredState
-from gemini.optim.step.norms import Cover, square_sums, trusted
+from gemini.optim.step.norms import Cover, add_lines, square_sums, trusted, with_lines
 from gemini.optim.update.cpu_update import StepInputs
 from gemini.runtime.parts import Parts
 
@@ -67,30 +68,55 @@ def with_norms(
     steps: Sequence[int],
     clip: Clip,
     power_sum: float,
+    lines: Lines,
 ) -> list[Any]:
     """Hyperparameters by parameter, None where a step leaves one alone. Collective.
 
     Raises what went wrong on this rank, or RuntimeError where another's disk failed.
     """
     inputs = StepInputs.clipping(clip, power_sum, parts.control_vector.read().scale)
-    error: BaseException | None = None
-    sums = [(0.0, 0.0)] * len(hyper)
-    try:
-        cover = _ShardCover(chunks)
+    cover = _ShardCover(chunks)
+    if isinstance(rule, LineRule):
+        largest = clip.norm(power_sum) * inputs.factor  # of all gradients together
+        of_lines = lines.sums([one is not None for one in hyper], [largest] * len(hyper))
+        found = [sums.values for sums in of_lines.values()]
+
+        def lines_here() -> Tensor:
+            add_lines(state, cover, of_lines, inputs)
+            return torch.cat([*found, torch.zeros(0)])
+
+        sizes = [one.numel() for one in found]
+        of_all = _over_ranks(parts, sum(sizes), lines_here).split(sizes)
+        for one, values in zip(found, of_all, strict=True):
+            one.copy_(values)
+        hyper = with_lines(rule, lines, of_lines, hyper, steps)
+
+    def norms_here() -> Tensor:
         sums = square_sums(rule, state, cover, hyper, steps, inputs)
+        return torch.tensor(sums, dtype=torch.float64).flatten()
+
+    norms = _over_ranks(parts, 2 * len(hyper), norms_here)
+    assert bool(norms.isfinite().all())
+    numels = [spec.numel for spec in parts.layout.params]
+    return trusted(rule, hyper, norms.view(-1, 2).tolist(), numels)
+
+
+def _over_ranks(parts: Parts, numel: int, measure: Callable[[], Tensor]) -> Tensor:
+    """[numel] fp64: what all ranks measure, added up. Collective."""
+    told, error = torch.zeros(numel + 1, dtype=torch.float64), None
+    try:
+        told[:-1] = measure()
     except BaseException as raised:  # others wait for this rank's sums
-        error = raised
+        error, told[-1] = raised, 1.0
     comm = parts.links[WORLD].shards
-    told = [*(value for pair in sums for value in pair), float(error is not None)]
-    summed = comm.numbers(told, torch.float64)
+    summed = told.to(comm.device)
     comm.all_reduce(summed).wait()
-    *values, failed = summed.tolist()
+    told = summed.cpu()
     if error is not None:
         raise error
-    if failed:
+    if told[-1]:
         raise RuntimeError(
             "the disk of another rank failed before the update; weights and state are those of the "
             "last step on every rank"
         )
-    assert all(map(math.isfinite, values))
-    return trusted(rule, hyper, list(zip(values[::2], values[1::2], strict=True)))
+    return told[:-1]

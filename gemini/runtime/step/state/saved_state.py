@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from gemini.optim.rules.config import StateConfig
+from gemini.optim.rules.line_rule import LineRule
 from gemini.optim.rules.matrix_rule import MatrixRule
 from gemini.optim.rules.rule import NormRule, UpdateRule
 from gemini.optim.rules.state_layout import ALL_COLUMNS, MASTER, Plane
 from gemini.optim.state.disk.state_version import StateVersion
+from gemini.optim.state.lines import LINES, Lines
 from gemini.optim.state.pieces import Planes
 from gemini.optim.state.space import Block
 from gemini.optim.state.state_stream import (
@@ -34,7 +36,7 @@ from gemini.optim.step.executor import Executor, step_counts
 from gemini.optim.step.matrix_step import MatrixPlan
 from gemini.optim.target import Group
 from gemini.runtime.parts import Parts
-from gemini.runtime.step.executors import make_executor, run_of
+from gemini.runtime.step.executors import line_step, make_executor, run_of
 from gemini.runtime.step.weights import after_step, write_back_changes
 from gemini.units import ChunkId
 
@@ -77,13 +79,19 @@ class SavedShards(ShardState):
         if isinstance(rule, NormRule):
             check_not_split(parts)
         columns = ALL_COLUMNS
+        shapes = [spec.shape for spec in parts.layout.params]
+        self._lines = Lines()
         if isinstance(rule, MatrixRule):
             columns = rule.columns(self._group_of, groups)
+        elif isinstance(rule, LineRule):
+            columns, self._lines = rule.columns(shapes), Lines(shapes)
         super().__init__(parts, calls, rule.layout, config, columns)
         self._executor: Executor
         runs = [run_of(parts.layout, chunk) for chunk in self._chunks]
         if isinstance(rule, MatrixRule):
             self._executor = matrix_step(parts, rule, self._group_of, columns, self._planned, runs)
+        elif isinstance(rule, LineRule):
+            self._executor = line_step(parts, rule, runs)
         else:
             self._executor = make_executor(
                 parts, rule, self._tiered_state.layout, self._executor_groups, runs, config.cpu_path
@@ -140,6 +148,11 @@ class SavedShards(ShardState):
     def step_counts(self) -> Sequence[int]:
         """How often each parameter was updated."""
         return step_counts(self._executor)
+
+    @property
+    def _small_state(self) -> list[Tensor]:
+        """What every rank has whole: counts of steps, and lines of matrices."""
+        return [self._executor.counts, *self._lines.tensors]
 
     # -- run by run --
 
@@ -230,7 +243,7 @@ class SavedShards(ShardState):
             state.visit(shards.follow_master)
             steps_kept.nvme.load_weights(commits, shards.follow)
             shards.end()
-            steps_kept.put_back(memory, self._executor.counts)
+            steps_kept.put_back(memory, self._small_state)
             state.torn = None
         except BaseException as raised:
             state.torn = raised
@@ -246,10 +259,10 @@ class SavedShards(ShardState):
     # -- whole planes --
 
     def shown_state(self) -> Mapping[Tensor, dict[str, Tensor]]:
-        """Step counts, as views; the rest is in shards."""
+        """Step counts, as views, and lines of matrices; the rest is in shards."""
         counts = self._executor.counts
         return {
-            param: {"step": counts[i]}
+            param: {"step": counts[i], **self._lines.shown(i)}
             for i, param in enumerate(self._parts.params)
             if self._group_of[i] is not None
         }
@@ -278,13 +291,15 @@ class SavedShards(ShardState):
         self._loading()
         self._load_planes(state)
         self._tiered_state.torn = None
-        steps = {
-            i: float(state[param]["step"])
+        whole = {
+            i: {name: value for name, value in state[param].items() if name in ("step", *LINES)}
             for i, param in enumerate(self._parts.params)
-            if "step" in state.get(param, {})
+            if param in state
         }
-        for i, count in comm.gather_objects(steps)[0].items():
-            self._executor.counts[i] = count
+        for i, given in comm.gather_objects(whole)[0].items():
+            self._lines.load(i, given)
+            if "step" in given:
+                self._executor.counts[i] = float(given["step"])
 
     def _load_planes(self, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
         """Rank 0's whole planes to all shards. Collective."""

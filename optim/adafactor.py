@@ -1,0 +1,123 @@
+"""Adafactor: the update rule, and HybridAdafactor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+from gemini.optim.rules import formulas
+from gemini.optim.rules.line_rule import LineRule
+from gemini.optim.rules.lines import Factors
+from gemini.optim.rules.rule import number
+from gemini.optim.rules.state_layout import Plane, StateLayout
+
+from .elementwise import ElementwiseOptimizer
+
+
+class Lengths(NamedTuple):
+    """What the norms of a parameter and of its direction are asked for."""
+
+    scale_parameter: bool
+    least_rms: float
+    d: float
+
+
+class Factored(NamedTuple):
+    """Options of a group, and what a step adds to them for a parameter.
+
+    floor: eps[0]; below 0 where it is the resolution of the dtype of updates.
+    """
+
+    lr: float
+    beta2_decay: float
+    floor: float
+    weight_decay: float
+    maximize: bool
+    relative_step: bool
+    lengths: Lengths
+    trust: float = 1.0
+    factored: bool = False
+    factors: Factors | None = None
+
+
+class AdafactorRule(LineRule):
+    """A variance in fp32 of what is no matrix, and of a matrix averages of its rows and columns;
+    the formulas are `formulas.adafactor` and `formulas.adafactor_direction`."""
+
+    name = "adafactor"
+    layout = StateLayout((Plane("variance", "float32"),))
+    options: ClassVar = {
+        "lr": 1e-2, "beta2_decay": -0.8, "eps": (None, 1e-3), "d": 1.0, "weight_decay": 0.0,
+        "maximize": False, "scale_parameter": True, "relative_step": True,
+    }  # fmt: skip
+    coefficients = staticmethod(formulas.adafactor_coefficients)
+    formula = staticmethod(formulas.adafactor)
+    direction = staticmethod(formulas.adafactor_direction)
+
+    def hyper(self, group: Mapping[str, Any]) -> Factored:
+        pair = group["eps"]
+        if len(pair) != 2:
+            raise ValueError(f"eps={pair!r}; expected a number or None, and a number")
+        eps = {f"eps[{i}]": value for i, value in enumerate(pair)}
+        return Factored(
+            number(group, "lr", 0.0, open_high=True),
+            number(group, "beta2_decay", -math.inf, 0.0, open_high=False),
+            -1.0 if pair[0] is None else number(eps, "eps[0]", 0.0, open_high=True),
+            number(group, "weight_decay", 0.0, open_high=True),
+            bool(group["maximize"]),
+            bool(group["relative_step"]),
+            Lengths(
+                bool(group["scale_parameter"]),
+                number(eps, "eps[1]", 0.0, open_high=True),
+                number(group, "d", 1.0, open_high=True),
+            ),
+        )
+
+    def hyper_row(self, hyper: Any) -> tuple[float, ...]:
+        return super().hyper_row(hyper._replace(lengths=0.0, factors=0.0))
+
+    def share(self, hyper: Any, step: int) -> float:
+        share: float = step**hyper.beta2_decay
+        return share
+
+    def begun(self, hyper: Any, dtype: torch.dtype) -> Any:
+        return hyper._replace(floor=torch.finfo(dtype).eps) if hyper.floor < 0 else hyper
+
+    def trusting(self, hyper: Any, weight_norm: float, direction_norm: float, numel: int) -> Any:
+        """Of root mean squares: that of the weights, over what that of the direction is above d."""
+        root, asked = math.sqrt(numel), hyper.lengths
+        too_long = max(1.0, direction_norm / root / asked.d)
+        scale = max(asked.least_rms, weight_norm / root) if asked.scale_parameter else 1.0
+        return hyper._replace(trust=scale / too_long)
+
+
+class HybridAdafactor(ElementwiseOptimizer):
+    """Adafactor (Shazeer & Stern 2018) with the arguments of torch.optim.Adafactor; see
+    `HybridAdam`.
+
+    Of a parameter of two dimensions or more the state is a number for every row and every column of
+    its matrices (its last two dimensions), in host memory and the same on every rank; of others a
+    variance for every element. fp32 masters are all else that a matrix takes. A step adds up
+    squares of rows and columns over ranks, exactly, in one all-reduce, and norms in another; before
+    an update it reads all state once more.
+
+    lr: the largest rate relative to the root mean square of a parameter, of which the step count
+        has a smaller one: min(lr, step^-0.5). eps: a floor of the root of a variance, None for the
+        resolution of fp32, in which updates are computed, whatever the parameter's dtype; and the
+        least root mean square. d: that of an update at most.
+    scale_parameter, relative_step: as in transformers' Adafactor; without the first a rate is not
+        relative to a parameter, without the second it is lr; weight decays by lr * weight_decay
+        with any. With neither, and eps=(1e-30, 1e-3), these are the numbers of Trainer's
+        "adafactor".
+
+    Updates are by torch's operators on every device: there is no `cpu_path`. Raises ValueError for
+    a parameter that torch has split; else as `HybridAdam`. Formula:
+    `optim.rules.formulas.adafactor`.
+    """
+
+    rule = AdafactorRule
+    by_name = ("maximize", "scale_parameter", "relative_step")
+    without: ClassVar = frozenset({"cpu_path"})
