@@ -77,6 +77,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 # whose sequences ranks share: padded on the right, with other numbers of labels in each part
 SHARED = {
     "Llama shared": ("LlamaForCausalLM", LLAMA),
+    "Llama long shared": KINDS["Llama"],
     "GPT-2 shared": ("GPT2LMHeadModel", GPT2),
     "Qwen2-MoE shared": KINDS["Qwen2-MoE"],
 }

@@ -31,6 +31,8 @@ ULYSSES, RING = (
     {"pp_size": 1, "enable_sequence_parallelism": True, "sequence_parallelism_mode": mode}
     for mode in ("all_to_all", "ring_attn")
 )
+STAGES = {"tp_size": 1, "pp_size": 2, "sp_size": 2}
+ZBV = {"pp_style": "zbv", "num_model_chunks": 2}
 CASES = {
     "ring, tp": ("Llama", RING | {"tp_size": 2, "sp_size": 2, "zero_stage": 1}),
     "Ulysses, dp": ("GPT-2", ULYSSES | {"tp_size": 1, "sp_size": 2, "zero_stage": 2}),
@@ -49,21 +51,38 @@ CASES = {
         "Llama",
         RING | {"tp_size": 1, "sp_size": 2, "extra_dp_size": 2, "precision": "bf16", "tokens": 7},
     ),
+    "Ulysses in stages": ("GPT-2", ULYSSES | STAGES | {"parallel_output": False}),
+    "ring in stages, zbv, chunked": ("Llama long", RING | STAGES | ZBV | {"tokens": 5}),
 }  # fmt: skip
+EIGHT = {
+    "ring in stages, tp, interleaved": (
+        "Llama long", RING | STAGES | ZBV | {"tp_size": 2, "pp_style": "interleaved"}
+    ),
+    "Ulysses in stages, experts": (
+        "Qwen2-MoE", ULYSSES | STAGES | {"ep_size": 2}
+    ),
+}  # fmt: skip
+ROWS = [(4, *row) for row in CASES.items()] + [(8, *row) for row in EIGHT.items()]
 BOUND = 1.5e-6  # fp32: sums in other orders
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    cases = [(name, f"{kind} shared", options) for name, (kind, options) in CASES.items()]
-    return run_ranks(trained, 4, cases, str(tmp_path_factory.mktemp("sequences")))
+    folder = str(tmp_path_factory.mktemp("sequences"))
+    return {
+        ranks: run_ranks(
+            trained, ranks, [(n, f"{kind} shared", o) for n, (kind, o) in cases], folder
+        )
+        for ranks, cases in ((4, CASES.items()), (8, EIGHT.items()))
+    }
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("name", CASES)
-def test_shared_sequences_train_as_one_process(found, name):
-    kind, options = CASES[name]
-    kind, places = f"{kind} shared", 4 // options["tp_size"] // options["sp_size"]
+@pytest.mark.parametrize(("ranks", "name", "row"), ROWS)
+def test_shared_sequences_train_as_one_process(found, ranks, name, row):
+    (kind, options), found = row, found[ranks]
+    alike = options["tp_size"] * options["sp_size"] * options["pp_size"]
+    kind, places = f"{kind} shared", ranks // alike
     start, want, (weights, again, _) = state_of(made(kind)), reference(kind, places), found[0][name]
     bound, precision = BOUND, options.get("precision", "fp32")
     if precision != "fp32":
@@ -99,6 +118,21 @@ def test_outputs_are_of_all_tokens_and_of_all_words(tmp_path):
         assert torch.allclose(loss, want.loss) and torch.allclose(of_split, want.loss)
         assert torch.allclose(logits, want.logits, atol=1e-5)
         assert torch.allclose(parallel, want.logits, atol=1e-5) and part == 48
+
+
+def refused_in_stages(rank):
+    run = Run("GPT-2 shared", **(ULYSSES | STAGES))
+    ids = torch.arange(4, 64).view(4, 15)
+    text = said(run.call, {"input_ids": ids, "labels": ids})
+    run.train(steps=1)
+    run.optimizer.close()
+    return text, run.said[0][1]
+
+
+@pytest.mark.ci
+def test_what_stages_cannot_split_is_refused_at_all_places_and_changes_nothing():
+    for text, skipped in run_ranks(refused_in_stages, 4):
+        assert "a sequence of 15 is split into 2 pieces" in text and not skipped
 
 
 # -- attention alone --
@@ -238,7 +272,6 @@ def test_what_would_be_wrong_is_refused():
     ("options", "text"),
     [
         (ULYSSES | {"tp_size": 1}, "sp_size=None with sequence_parallelism_mode='all_to_all'; exp"),
-        (RING | {"tp_size": 1, "sp_size": 2, "pp_size": 2}, "with pp_size=2; expected 'split_gat"),
         (RING | {"tp_size": 1, "sp_size": 4, "inner_ring_size": 3}, "inner_ring_size=3 with sp_si"),
         (ULYSSES | {"tp_size": 1, "sp_size": 4, "inner_ring_size": 2}, "it is for sequence_paral"),
     ],
