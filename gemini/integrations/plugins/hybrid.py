@@ -153,7 +153,7 @@ class HybridParallelPlugin(EnginePlugin):
         True, only=PIPELINE, ignored="torch's schedules wait for a message when they need it"
     )
     overlap_allgather: bool = option(LowLevelZeroPlugin.overlap_allgather, only=ZERO)
-    fp8_communication: bool = option(False, absent=True)
+    fp8_communication: bool = option(False, only=SHARDED)
     use_fp8: bool = option(False, only=FLOAT8)
     inner_ring_size: int | None = size(None, only=RING)
     extra_dp_size: int = size(1, only=SHARDED)
@@ -241,6 +241,7 @@ class HybridParallelPlugin(EnginePlugin):
             stage=2 if self.zero_stage == 0 or self.pp_size > 1 else self.zero_stage,
             precision=self.precision,
             max_norm=self.max_norm,
+            fp8_communication=self.fp8_communication,
             **handed(self, ZERO),
             **handed(self, FP16),
         )
