@@ -78,6 +78,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 SHARED = {
     "Llama shared": ("LlamaForCausalLM", LLAMA),
     "Llama long shared": KINDS["Llama"],
+    "Qwen2-MoE long shared": ("Qwen2MoeForCausalLM", KINDS["Qwen2-MoE"][1] | FOUR),
     "GPT-2 shared": ("GPT2LMHeadModel", GPT2),
     "Qwen2-MoE shared": KINDS["Qwen2-MoE"],
 }
