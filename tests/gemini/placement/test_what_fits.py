@@ -217,6 +217,20 @@ def fitted(inputs, policy):
     return fit(inputs, policy, is_measured=False, least_block_numel=MIN_BLOCK_NUMEL)
 
 
+def test_an_assumption_gives_way_before_there_are_very_many_blocks():
+    """Of 32 M elements: tiny ones would leave activations a little more."""
+    specs = [ParamSpec(f"m{i}.w", (1 << 18,), "bfloat16") for i in range(128)]
+    layout = ChunkLayout.build(specs, 1 << 18, 1)
+    inputs = PlanInputs(
+        layout=layout, trace=sequential_trace(specs), state=StateBytes(12, True),
+        budgets=Budgets(8 << 20), has_host_tier=False, block_numel=BLOCK_NUMEL,
+    )  # fmt: skip
+    policy = AutoPlacement(warmup_non_model_data_ratio=0.9)
+    used, planned = fitted(assume(inputs, policy), policy)
+    assert 1 << 15 <= used.block_numel < BLOCK_NUMEL
+    assert N in {home for shard in planned.plan.shards for home in shard.state_homes}
+
+
 @pytest.mark.ci
 @settings(max_examples=150, deadline=None)
 @given(begun())

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from optim import HybridAdam, NvmeConfig
-from optim.state.held_signals import HeldSignals
+from optim.state.deferred_signals import DeferredSignals
 from optim.state.machine import Phase
 from optim.step.driver import take
 
@@ -107,7 +107,7 @@ def test_who_disagrees_undoes_the_step_of_all(tmp_path):
         assert error is None
         raise RuntimeError("another rank failed")
 
-    with HeldSignals() as held, pytest.raises(RuntimeError, match="another rank"):
+    with DeferredSignals() as held, pytest.raises(RuntimeError, match="another rank"):
         take(steps, held, disagree)
     for (params, optimizer), olds, step in zip(both, before, steps, strict=True):
         assert step.phase is Phase.PASS
