@@ -50,6 +50,9 @@ class PrecisionPolicy:
     communication_dtype: `"bf16"`, `"fp16"` or `"fp32"`: gradients travel in it between ranks, and
         are what they were before and after; None is what they have: the precision's, and fp32
         where backwards have added up.
+    fp8_communication: parameters of that precision are gathered as float8 (e4m3), with one scale a
+        parameter, and are computed with as they arrive; gradients, masters and what is saved keep
+        their dtype.
     loss_scale: options of the loss scale of fp16; None is `optim.LossScale()`, a number a scale
         that never changes.
     on_nonfinite: a gradient with a NaN or an Inf on any rank lets all of them `"skip"` the step,
@@ -66,6 +69,7 @@ class PrecisionPolicy:
     master_weights: bool = True
     rounding_seed: int = 0
     communication_dtype: str | None = None
+    fp8_communication: bool = False
     loss_scale: LossScale | float | None = None
     on_nonfinite: str = "skip"
 
@@ -83,6 +87,7 @@ class PrecisionPolicy:
             master_weights=self.master_weights,
             rounding_seed=self.rounding_seed,
             communication_dtype=self.communication_dtype,
+            fp8_communication=self.fp8_communication,
         )
 
 

@@ -66,15 +66,19 @@ def wrap(model: Any, job: Job, given: dict[str, Any]) -> Trainer:
     return Trainer(forward, lambda loss: loss.backward(), step)
 
 
-def clip(params: list[Any], max_norm: float) -> None:
-    """`clip_grad_norm_`, which takes parameters of one mesh only, over those of several."""
+def clip(params: list[Any], max_norm: float, pipeline: Any = None) -> None:
+    """`clip_grad_norm_`, which takes parameters of one mesh only, over those of several.
+
+    pipeline: a group whose ranks have other parameters.
+    """
     import torch
+    import torch.distributed as dist
 
     by_mesh: dict[Any, list[Any]] = {}
     for param in params:
         if param.grad is not None:
             by_mesh.setdefault(param.device_mesh, []).append(param)
-    if len(by_mesh) == 1:
+    if len(by_mesh) == 1 and pipeline is None:
         torch.nn.utils.clip_grad_norm_(params, max_norm)
         return
     partial: list[Any] = [
@@ -82,5 +86,9 @@ def clip(params: list[Any], max_norm: float) -> None:
     ]
     norms = [norm.full_tensor() for norm in partial]
     total = torch.linalg.vector_norm(torch.stack(norms))
+    if pipeline is not None:
+        squared = total.square()
+        dist.all_reduce(squared, group=pipeline)
+        total = squared.sqrt()
     for some in by_mesh.values():
         torch.nn.utils.clip_grads_with_norm_(some, max_norm, total)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,10 @@ class Job:
 
     @property
     def own_batch(self) -> slice:
-        """This rank's sequences of a batch; ranks that split layers have the same."""
-        same = self.options.get("mesh", {}).get("tp", 1)
+        """This rank's sequences of a batch; ranks that split layers, are stages or share sequences
+        have the same."""
+        mesh = self.options.get("mesh", {})
+        same = prod(mesh.get(name, 1) for name in ("tp", "pp", "cp"))
         place, places = self.rank // same, self.world_size // same
         return slice(place * self.batch // places, (place + 1) * self.batch // places)
 

@@ -52,3 +52,14 @@ def make_mesh(model: Any, job: Job, given: dict[str, Any]) -> Any:
         plan = {name: getattr(parallel, how)() for name, how in given["parallelize_module"].items()}
         parallel.parallelize_module(model, mesh["tp"], plan)
     return mesh
+
+
+def of_last_stage(loss: Any, mesh: Any) -> Any:
+    """On all places of a pipeline the loss that the last has; None on the others."""
+    import torch
+    import torch.distributed as dist
+
+    group = mesh.get_group("pp")
+    found = torch.zeros((), device=mesh.device_type) if loss is None else loss.detach().float()
+    dist.broadcast(found, group=group, group_src=group.size() - 1)
+    return found

@@ -48,6 +48,11 @@ ASKED: tuple[tuple[str, str, str, float], ...] = (
     ("ours/mesh-tp2", "fsdp2/mesh-tp2", "peak_rss_mib", 1.05),
     ("ours/mesh-dp2tp2", "fsdp2/mesh-dp2tp2", "step_seconds", 1.10),
     ("ours/mesh-dp2tp2", "fsdp2/mesh-dp2tp2", "peak_rss_mib", 1.05),
+    *(
+        (f"ours/mesh-{name}", "fsdp2/mesh-tp2pp2", part, limit)
+        for name in ("tp2pp2", "ulysses4", "ring4")  # as many ranks
+        for part, limit in (("step_seconds", 1.10), ("peak_rss_mib", 1.05))
+    ),
     ("ours/resident", "deepspeed/zero3", "startup_seconds", 0.50),
     ("ours/nvme", "deepspeed/zero3-nvme", "startup_seconds", 0.50),
     ("ours/accelerate", "torch/accelerate", "step_seconds", 1.02),

@@ -80,6 +80,12 @@ def rows(device: str, budgets: Sequence[str]) -> tuple[Row, ...]:
         Row("ours/mesh-tp2", ours, "tp2", tp2, 2),
         Row("fsdp2/mesh-dp2tp2", fsdp2, "dp2tp2", dp2_tp2, 4),
         Row("ours/mesh-dp2tp2", ours, "dp2tp2", dp2_tp2, 4),
+        Row("fsdp2/mesh-tp2pp2", "fsdp2_stages", "four", {"mesh": {"pp": 2, "dp": 1, "tp": 2}}, 4),
+        Row("ours/mesh-tp2pp2", "boosted", "four", {"mesh": {"pp": 2, "tp": 2}}, 4),
+        *(
+            Row(f"ours/mesh-{name}4", "boosted", "four", {"mesh": {"cp": 4}, "mode": mode}, 4)
+            for name, mode in (("ulysses", "all_to_all"), ("ring", "ring_attn"))
+        ),
     )
 
 

@@ -276,9 +276,13 @@ class Chunk:
         self.wait_gathered()
         if not self.in_payload:
             if self.files is not None:
-                self.files.replace(self.spec.id, self.own_part(self.payload))
+                self.files.replace(self.spec.id, self.written())
             else:
-                self._memory.copy(self.shard, self.own_part(self.payload)).wait()
+                self._memory.copy(self.shard, self.written()).wait()
+
+    def written(self) -> Tensor:
+        """[S]: the shard, as a gathered payload has it."""
+        return self.own_part(self.payload)
 
     def gather(self) -> None:
         """Begin to make the whole payload; `wait_gathered` ends it. Nothing if it is there."""

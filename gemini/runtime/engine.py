@@ -106,6 +106,7 @@ class Engine(Parts):
             never_released=planning.never_released,
             with_originals=planning.inputs.with_originals,
             gradients_travel_as=precision_settings.travels_as,
+            in_float8=precision_settings.dtype if precision_settings.fp8_communication else None,
         )  # fmt: skip
         planning.keep_originals(storage.originals.chunks)
         comm.describe = lambda chunk: describe(self.layout, chunk)

@@ -30,8 +30,10 @@ NAMES = [
     "ours/lightning",
 ]  # fmt: skip
 ON_MESHES = [
-    f"{peer}/mesh-{mesh}" for mesh in ("hsdp2x2", "tp2", "dp2tp2") for peer in ("fsdp2", "ours")
-]
+    f"{peer}/mesh-{mesh}"
+    for mesh in ("hsdp2x2", "tp2", "dp2tp2", "tp2pp2")
+    for peer in ("fsdp2", "ours")
+] + ["ours/mesh-ulysses4", "ours/mesh-ring4"]
 KEYS = {
     "name", "step_seconds", "forward_seconds", "backward_seconds", "optimizer_seconds",
     "peak_rss_mib", "nvme_bytes", "loss", "startup_seconds", "settings", "threads", "spread",
@@ -116,7 +118,9 @@ def test_rows_have_the_names_that_were_asked_for():
     assert [r.name for r in chosen(every, ["fsdp2", "deepspeed/zero3", "ours/auto"])] == [
         "fsdp2/w1", "fsdp2/w2", "fsdp2/w2-keep", "deepspeed/zero3", "ours/auto-1.5GiB"
     ]  # fmt: skip
-    assert [r.name for r in chosen(every, ["ours/mesh"])] == ON_MESHES[1::2]
+    assert [r.name for r in chosen(every, ["ours/mesh"])] == [
+        name for name in ON_MESHES if name.startswith("ours")
+    ]
     with pytest.raises(ValueError, match="no row 'ours/nothing'; expected some of torch/adamw"):
         chosen(every, ["ours/nothing"])
 
@@ -280,9 +284,12 @@ def test_what_is_asked_of_updates_in_backward_depends_on_clipping(clipped, said,
     assert (found["at_most"], found["met"]) == (bound, bound > 0.8)
 
 
-@pytest.mark.parametrize("peer", ["torch_adamw", "fsdp2", "ddp_zero", "deepspeed_zero", "ours"])
+@pytest.mark.parametrize(
+    "peer",
+    ["torch_adamw", "fsdp2", "fsdp2_stages", "ddp_zero", "deepspeed_zero", "ours", "boosted"],
+)
 def test_every_peer_clips_to_the_norm_of_the_run(peer):
-    options = {"autocast": False}
+    options = {"autocast": False, "mesh": {"pp": 1}}
     found = [
         import_module(f"bench.peers.{peer}").settings(Job(peer, "", "", "", options, max_norm=norm))
         for norm in (1.0, 7.5)
@@ -371,7 +378,7 @@ def test_all_rows_are_written_whole(place):
 @pytest.mark.deep
 def test_rows_on_meshes_have_the_losses_of_one_rank(place):
     (place / "llama.json").write_text(json.dumps(TINY_LLAMA))
-    named = ["fsdp2/mesh-tp2", "ours/mesh-tp2"]
+    named = ["fsdp2/mesh-tp2", "ours/mesh-tp2", *ON_MESHES[-4:]]
     code, printed = run(
         place, "--model", place / "llama.json", "--force", "--peers", "torch/adamw-autocast", *named
     )
@@ -381,7 +388,7 @@ def test_rows_on_meshes_have_the_losses_of_one_rank(place):
     for name in named:  # sums of row-parallel parts are rounded to bf16, too
         want = found["torch/adamw-autocast"]["losses"]
         assert found[name].get("losses") == pytest.approx(want, rel=5e-3), found[name]
-    assert {ratio["row"] for ratio in result["ratios"]} == {"ours/mesh-tp2"}
+    assert {ratio["row"] for ratio in result["ratios"]} == {n for n in named if "ours" in n}
 
 
 def test_missing_peer_costs_its_own_rows(monkeypatch, tmp_path):

@@ -193,6 +193,7 @@ def _of_transformer(model: nn.Module, base: Any, ends: Ends, cut: Cut, stage: in
     kind = type(model)
     part.__class__ = type(kind.__name__, (TransformerStage, kind), {"__module__": kind.__module__})
     part.is_first, part._is_last, part._has_head = first, last, base is not model
+    part.depth = len(cut.layers(stage))
     part._takes = input_name(model) if first else ends.later
     part._always = _always(base)
     made: nn.Module = part
@@ -239,6 +240,9 @@ def _with(module: Any, instead: Mapping[str, nn.Module]) -> Any:
     return made
 
 
+_OF_LOSS = ("labels", "shift_labels", "num_items_in_batch")
+
+
 class TransformerStage(nn.Module):
     """Comes before the class of the model, whose own forward does what each stage does.
 
@@ -246,6 +250,7 @@ class TransformerStage(nn.Module):
     """
 
     is_first: bool
+    depth: int  # layers
     _is_last: bool
     _has_head: bool
     _takes: str
@@ -255,7 +260,7 @@ class TransformerStage(nn.Module):
     def forward(self, x: Tensor, **kwargs: Any) -> Any:
         given = {self._takes: x, **self._always}
         if not self._is_last:
-            kwargs = {name: value for name, value in kwargs.items() if name != "labels"}
+            kwargs = {name: value for name, value in kwargs.items() if name not in _OF_LOSS}
             base: Any = self.base_model
             run = base if self._has_head else super().forward
             return run(**given, **kwargs).last_hidden_state

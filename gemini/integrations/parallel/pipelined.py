@@ -17,6 +17,7 @@ from gemini.checkpoint.model.state import parts_of
 from gemini.ddp import GeminiDDP
 
 from .cut import TransformerStage, input_name
+from .shared_sequence import SharedSequence
 
 if TYPE_CHECKING:
     from gemini.pipeline import GeminiStage  # torch's pipelines take long to import
@@ -85,8 +86,9 @@ class Pipelined(nn.ModuleList):
         parts: Sequence[GeminiDDP],
         mesh: DeviceMesh,
         schedule: MicrobatchSchedule,
+        sequence: SharedSequence | None = None,
     ) -> None:
-        """`model`: that was cut. `parts`: this process's."""
+        """`model`: that was cut. `parts`: this process's. `sequence`: of which ranks have parts."""
         from gemini.pipeline import GeminiStage
 
         super().__init__(parts)
@@ -102,7 +104,7 @@ class Pipelined(nn.ModuleList):
                 setattr(self, name, getattr(model, name))
         self._is_sequence = isinstance(model, nn.Sequential)
         self._input_name = input_name(model)
-        self._schedule = schedule
+        self._schedule, self._sequence = schedule, sequence
         self._made: tuple[Any, Any] | None = None  # what torch's schedule is for, and it
         self._call: _Call | None = None
 
@@ -137,6 +139,9 @@ class Pipelined(nn.ModuleList):
         count = self._schedule.count(len(first))
         _check_rows(batch, len(first))
         call = _Call(criterion, [_part(batch, i, count) for i in range(count)], return_outputs)
+        if self._sequence is not None:
+            others = self._sequence.part({self._input_name: first, **others})
+            first = others.pop(self._input_name)
         run, self._call = self._torch_schedule(count, first, others), call
         args = (first,) if any(stage.is_first for stage in self.stages) else ()
         given: dict[str, Any] = {"return_outputs": False}

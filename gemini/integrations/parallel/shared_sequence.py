@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
 
 from .attention import positions, ring_attention, ulysses
+from .cut import TransformerStage
 
 MODES = ("all_to_all", "ring_attn")
 IGNORED = -100  # a label that does not count
@@ -44,9 +45,13 @@ def shifted(labels: Tensor) -> Tensor:
     return nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
 
 
-def share_sequence(model: Any, mesh: DeviceMesh, asked: SequenceParallel) -> None:
+def share_sequence(
+    model: Any, mesh: DeviceMesh, asked: SequenceParallel, stages: Sequence[Any] = ()
+) -> SharedSequence:
     """Have a model of transformers compute with a part of every sequence; `mesh` has one dimension.
 
+    stages: of a pipeline, which compute in its place: what they are called with is a part already,
+    see `SharedSequence.part`.
     Raises ValueError for a model that is none, whose loss is another one, or whose attention sees
     something else than all tokens before.
     """
@@ -69,11 +74,9 @@ def share_sequence(model: Any, mesh: DeviceMesh, asked: SequenceParallel) -> Non
     AttentionMaskInterface.register(_NAME, flash_attention_mask)  # none: else masks are made whole
     config._attn_implementation = _NAME
     made = SharedSequence(model, mesh.get_group(), asked)
-    for module in model.modules():
-        _shared[module] = made
-    # before others: what they are called with is this rank's
-    model.register_forward_pre_hook(made.take, with_kwargs=True, prepend=True)
-    model.register_forward_hook(made.give)
+    for one in stages or (model,):
+        made.hook(one)
+    return made
 
 
 class SharedSequence:
@@ -84,11 +87,22 @@ class SharedSequence:
         self._rank, self._ranks = dist.get_rank(group), group.size()
         self._name = type(model).__name__
         self._takes = inspect.signature(type(model).forward)
-        config: Any = model.config
-        self._layers = int(getattr(config, "num_hidden_layers", 1))
         self._length = 0  # of whole sequences, in this forward
         self._calls = 0  # of attention, in this forward
         self._compared = False
+
+    def hook(self, model: Any) -> None:
+        """A model, or a stage of it. Before other hooks: what they are called with is ours."""
+        for module in model.modules():
+            _shared[module] = self
+        if isinstance(model, TransformerStage):
+            take, gives = self._begin, vars(model).get("gives", lambda output: output)
+            vars(model)["gives"] = lambda output: self.given(gives(output))
+        else:
+            take = self._take
+            model.register_forward_hook(lambda model, args, output: self.given(output))
+        model.register_forward_pre_hook(take, with_kwargs=True, prepend=True)
+        model.register_forward_hook(self._check_calls, prepend=True)
 
     def _places(self, device: torch.device, rank: int | None = None) -> Tensor:
         rank = self._rank if rank is None else rank
@@ -98,9 +112,30 @@ class SharedSequence:
 
     # -- what a model is called with --
 
-    def take(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
-        """A pre-hook: this rank's part of a batch. Raises ValueError."""
-        given = self._named(model, args, kwargs)
+    def _take(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
+        """A pre-hook."""
+        own = self.part(self._named(model, args, kwargs))
+        if "use_cache" in self._takes.parameters:
+            own["use_cache"] = False
+        return self._begin(model, (), own)
+
+    def _begin(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
+        """A pre-hook of what is called with a part.
+
+        The loss of this rank is its share of the mean, times P: the mean over ranks is taken of
+        gradients.
+        """
+        self._calls = 0
+        items = kwargs.get("num_items_in_batch")
+        if items is not None:
+            kwargs = kwargs | {"num_items_in_batch": torch.as_tensor(items).sum() / self._ranks}
+        return args, kwargs
+
+    def part(self, given: dict[str, Any]) -> dict[str, Any]:
+        """This rank's, of all that a model is called with. Collective the first time.
+
+        `num_items_in_batch` is by rows, where it was not given. Raises ValueError.
+        """
         ids = given.get("input_ids")
         ids = given.get("inputs_embeds") if ids is None else ids
         if not isinstance(ids, Tensor) or given.get("past_key_values") is not None:
@@ -109,7 +144,7 @@ class SharedSequence:
                 "inputs_embeds, or with past_key_values; expected whole sequences: generate with "
                 "a model that was not boosted so"
             )
-        rows, self._length, self._calls = ids.shape[0], ids.shape[1], 0
+        rows, self._length = ids.shape[:2]
         pieces = self._ranks * (2 if self._asked.mode == "ring_attn" else 1)
         if self._length % pieces:
             raise ValueError(
@@ -124,9 +159,7 @@ class SharedSequence:
         for name, value in given.items():
             if isinstance(value, Tensor) and value.shape[:2] == (rows, self._length):
                 given[name] = value.index_select(1, at.to(value.device))
-        if "use_cache" in self._takes.parameters:
-            given["use_cache"] = False
-        return (), given
+        return given
 
     def _named(self, model: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
         """All by name."""
@@ -186,28 +219,29 @@ class SharedSequence:
             )
 
     def _set_labels(self, given: dict[str, Any]) -> None:
-        """The loss of this rank is its share of the mean, times P: the mean over ranks is taken of
-        gradients."""
         if given.get("labels") is None:
             return
         if given.get("shift_labels") is None:
             given["shift_labels"] = shifted(given["labels"])
-        items = given.get("num_items_in_batch")
-        if items is None:
-            items = (given["shift_labels"] != IGNORED).sum()
-        given["num_items_in_batch"] = torch.as_tensor(items) / self._ranks
+        if given.get("num_items_in_batch") is None:
+            given["num_items_in_batch"] = (given["shift_labels"] != IGNORED).sum(1)
 
     # -- what it gives --
 
-    def give(self, model: nn.Module, args: Any, output: Any) -> Any:
-        """A hook: the loss of all tokens; logits of all, if that was asked. Raises ValueError."""
-        if self._calls < self._layers:
+    def _check_calls(self, model: Any, args: Any, output: Any) -> None:
+        """A hook. Raises ValueError."""
+        layers = getattr(model.config, "num_hidden_layers", 1)
+        layers = model.depth if isinstance(model, TransformerStage) else layers
+        if self._calls < layers:
             raise ValueError(
-                f"{self._name} called attention {self._calls} times in {self._layers} layers; "
+                f"{self._name} called attention {self._calls} times in {layers} layers; "
                 "expected a model whose layers all compute it by transformers' AttentionInterface. "
                 "Others see this rank's tokens alone: use enable_sequence_parallelism with "
                 "'split_gather'"
             )
+
+    def given(self, output: Any) -> Any:
+        """The loss of all tokens; logits of all, if that was asked. Raises ValueError."""
         if not isinstance(output, Mapping):
             raise ValueError(
                 f"{self._name} gives a {type(output).__name__}; expected what has names: leave "

@@ -101,7 +101,7 @@ class GeminiPlugin(EnginePlugin):
     enable_async_reduce: bool = option(True, ignored="reductions always overlap the backward")
     use_fp8: bool = option(False, only=FLOAT8)
     verbose: bool = False
-    fp8_communication: bool = option(False, absent=True)
+    fp8_communication: bool = False
     ep_size: int = size(1, only=UNSPLIT)
 
     def check_together(self) -> None:

@@ -17,7 +17,7 @@ from gemini.integrations.parallel.cut import copies_of, shared_by, stages_of
 from gemini.integrations.parallel.experts import share_experts
 from gemini.integrations.parallel.pipelined import STYLES, MicrobatchSchedule, Pipelined
 from gemini.integrations.parallel.plans import TensorParallel, split
-from gemini.integrations.parallel.shared_sequence import MODES, SequenceParallel
+from gemini.integrations.parallel.shared_sequence import MODES, SequenceParallel, share_sequence
 from gemini.integrations.parallel.sizes import MeshSizes
 from gemini.integrations.parts import accept
 from gemini.runtime.pipeline.together import together_of
@@ -153,7 +153,7 @@ class HybridParallelPlugin(EnginePlugin):
         True, only=PIPELINE, ignored="torch's schedules wait for a message when they need it"
     )
     overlap_allgather: bool = option(LowLevelZeroPlugin.overlap_allgather, only=ZERO)
-    fp8_communication: bool = option(False, absent=True)
+    fp8_communication: bool = option(False, only=SHARDED)
     use_fp8: bool = option(False, only=FLOAT8)
     inner_ring_size: int | None = size(None, only=RING)
     extra_dp_size: int = size(1, only=SHARDED)
@@ -208,16 +208,11 @@ class HybridParallelPlugin(EnginePlugin):
                 f"sp_size={self.sp_size} with sequence_parallelism_mode={mode!r}; expected the "
                 "number of ranks that share a sequence, 2 or more"
             )
-        if self.pp_size > 1:
-            raise ValueError(
-                f"sequence_parallelism_mode={mode!r} with pp_size={self.pp_size}; expected "
-                "'split_gather', over the ranks of tp_size, inside of stages"
-            )
         if inner is not None and self.sharing % inner:
             raise ValueError(
                 f"inner_ring_size={inner} with sp_size={self.sharing}; expected a divisor of it"
             )
-        if self.zero_stage == 0:
+        if self.zero_stage == 0 and self.pp_size == 1:
             accept({f"zero_stage=0 with sp_size={self.sharing}": _SHARDS})
 
     def _check_pipeline(self) -> None:
@@ -246,6 +241,7 @@ class HybridParallelPlugin(EnginePlugin):
             stage=2 if self.zero_stage == 0 or self.pp_size > 1 else self.zero_stage,
             precision=self.precision,
             max_norm=self.max_norm,
+            fp8_communication=self.fp8_communication,
             **handed(self, ZERO),
             **handed(self, FP16),
         )
@@ -318,13 +314,15 @@ def _wrap_stages(
     *,
     mesh: DeviceMesh,
     tensor_parallel: TensorParallel | None = None,
+    sequence_parallel: SequenceParallel | None = None,
     expert_parallel: bool = False,
     **options: Any,
 ) -> Pipelined:
     """This rank's stages of a pipeline; the optimizer has their parameters alone.
 
     layers: of every stage; None is as even as it goes. tensor_parallel: how torch splits each
-    stage, over "tp". expert_parallel: its experts are, over "ep". options: of `GeminiDDP`.
+    stage, over "tp". sequence_parallel: its sequences are, over "cp". expert_parallel: its
+    experts, over "ep". options: of `GeminiDDP`.
     Raises ValueError, before anything is changed, for a model that cannot be cut or split, and for
     an optimizer that has nothing of some rank's stages.
     """
@@ -335,11 +333,14 @@ def _wrap_stages(
         for place, theirs in enumerate(places):
             _check_steps(optimizer, place, [stages[i] for i in theirs])
         made_ours(optimizer, model)
-    mine = places[mesh.get_local_rank("pp")]
+    mine, sequence = places[mesh.get_local_rank("pp")], None
+    own = [stages[i] for i in mine]
     if tensor_parallel is not None:
-        split(model, optimizer, mesh["tp"], tensor_parallel, [stages[i] for i in mine])
+        split(model, optimizer, mesh["tp"], tensor_parallel, own)
     if expert_parallel:
-        share_experts(model, optimizer, mesh["ep"], [stages[i] for i in mine])
+        share_experts(model, optimizer, mesh["ep"], own)
+    if sequence_parallel is not None:
+        sequence = share_sequence(model, mesh["cp"], sequence_parallel, own)
     place_of = {stage: place for place, theirs in enumerate(places) for stage in theirs}
     ties = together_of(mesh).ties
     for names, theirs in shared:
@@ -347,7 +348,7 @@ def _wrap_stages(
         if copies:
             ties.add(copies, names, [*dict.fromkeys(place_of[stage] for stage in theirs)])
     try:
-        parts = [GeminiDDP(stages[i], mesh=mesh, **options) for i in mine]
+        parts = [GeminiDDP(stage, mesh=mesh, **options) for stage in own]
     finally:
         ties.forget()
     if optimizer is not None:
@@ -355,7 +356,7 @@ def _wrap_stages(
         for group in optimizer.param_groups:
             group["params"] = [param for param in group["params"] if id(param) in here]
         optimizer.bind()  # type: ignore[attr-defined]
-    return Pipelined(model, parts, mesh, schedule)
+    return Pipelined(model, parts, mesh, schedule, sequence)
 
 
 def _check_steps(optimizer: torch.optim.Optimizer, place: int, stages: Sequence[nn.Module]) -> None:

@@ -59,7 +59,7 @@ class LowLevelZeroPlugin(EnginePlugin):
     master_weights: bool = True
     verbose: bool = False
     cast_inputs: bool = True
-    fp8_communication: bool = option(False, absent=True)
+    fp8_communication: bool = False
     use_fp8: bool = option(False, only=FLOAT8)
 
     def check_together(self) -> None:

@@ -24,7 +24,7 @@ from .communicator import Communicator
 from .links import Links, Tie
 
 PIPELINE = "pp"
-DATA_PARALLEL = (*REPLICATE, "dp", "shard", "fsdp", "dp_shard")
+DATA_PARALLEL = (*REPLICATE, "dp", "shard", "fsdp", "dp_shard", "cp")
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from gemini.chunk.layout import ChunkLayout
+from gemini.chunk.float8 import Float8Chunk
+from gemini.chunk.layout import ChunkLayout, ChunkSpec
 from gemini.chunk.local import is_dtensor, local_of, rebind
 from gemini.chunk.opaque import Opaque, OpaqueChunk
 from gemini.chunk.storage import Chunk
@@ -37,12 +38,14 @@ def build_chunks(
     never_released: Collection[ChunkId],
     with_originals: Collection[ChunkId],
     gradients_travel_as: str | None,
+    in_float8: str | None,
 ) -> list[Chunk]:
     """One chunk after the other; the parameters become views of the payloads.
 
     A payload whose shard lives elsewhere is freed when it is full, but for those `never_released`.
     Values that were made beside others, of the same module, go to their chunks at once.
     with_originals: of these `storage` takes fp32 values, if the chunk is trained or rounds any.
+    in_float8: chunks of this dtype are gathered so.
     """
     place_of = {
         id(params[slot.param]): (spec, i)
@@ -61,7 +64,7 @@ def build_chunks(
         spec, slot = place_of[id(param)]
         if spec.id not in filling:
             shard = plan.shards[spec.id]
-            chunk = (OpaqueChunk if spec.dtype == BYTES else Chunk)(
+            chunk = _kind_of(spec, in_float8, links[spec.group])(
                 spec,
                 backend,
                 links[spec.group],
@@ -104,6 +107,12 @@ def build_chunks(
             finish(spec.id)
     storage.originals.complete()
     return [done[spec.id] for spec in layout.chunks]
+
+
+def _kind_of(spec: ChunkSpec, in_float8: str | None, links: Links) -> type[Chunk]:
+    if spec.dtype == BYTES:
+        return OpaqueChunk
+    return Float8Chunk if spec.dtype == in_float8 and links.world_size > 1 else Chunk
 
 
 class _ChunkBuilder:

@@ -29,6 +29,7 @@ class PrecisionSettings:
     master_weights: bool = True
     rounding_seed: int = 0
     communication_dtype: str | None = None
+    fp8_communication: bool = False
 
     def __post_init__(self) -> None:
         if self.precision not in DTYPE_OF:
@@ -80,7 +81,12 @@ class PrecisionSettings:
 
 
 def check_travelling(precision_settings: PrecisionSettings, budgets: Budgets) -> None:
-    """Raise ValueError where gradients on their way would take more than `budgets` count."""
+    """Raise ValueError where what is on its way would take more than `budgets` count."""
+    if precision_settings.fp8_communication and budgets != Budgets():
+        raise ValueError(
+            "fp8_communication=True gathers float8 beside payloads, and no budget counts what "
+            "travels; expected False, or a placement without budgets"
+        )
     travels_as = precision_settings.travels_as
     if travels_as is None or budgets == Budgets():
         return

@@ -387,8 +387,8 @@ def refusals(rank):
     refused("dw_builder", lambda: GeminiStage(part, pp, 4, device, dw_builder=print))
     refused("plain", lambda: GeminiStage(Whole(), 0, 2, device))
     refused("export", lambda: export_safetensors("nowhere", part))
-    sequences = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "cp"))
-    refused("cp", lambda: GeminiDDP(Whole(), mesh=sequences))
+    others = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "x"))
+    refused("x", lambda: GeminiDDP(Whole(), mesh=others))
     refused("pretrained", lambda: load_pretrained("nowhere", mesh=mesh))
     refused("both", lambda: GeminiDDP(Whole(), mesh=mesh, process_group=group))
     assert [stage.stage_index for stage in stages] == [pp, pp + 2]
@@ -414,7 +414,7 @@ def test_what_cannot_be_is_refused_by_name():
         assert 'a dimension "pp"' in texts["plain"]
         assert "mesh= and process_group=" in texts["both"]
         assert "load_pretrained reads a whole model" in texts["pretrained"]
-        assert "('pp', 'cp'), and parameters are split over ();" in texts["cp"]
+        assert "('pp', 'x'), and parameters are split over ();" in texts["x"]
         assert "this module is a part of a pipeline" in texts["export"]
         assert "have the stages [[0], [1]] of 4" in texts["half of the stages"]
         assert "embed.weight of stage 0 and embed.weight of stage 1" in texts["tied"]

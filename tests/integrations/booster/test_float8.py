@@ -25,6 +25,12 @@ PLUGINS = {
     "replicas": lambda: HybridParallelPlugin(tp_size=1, pp_size=1, precision="bf16", use_fp8=True),
     "stages": lambda: HybridParallelPlugin(tp_size=1, pp_size=2, precision="bf16", use_fp8=True),
 }
+SENT = {"precision": "bf16", "fp8_communication": True}
+SENDING = {
+    "Gemini": lambda: GeminiPlugin(**SENT),
+    "ZeRO-1": lambda: LowLevelZeroPlugin(stage=1, **SENT),
+    "ZeRO-2": lambda: HybridParallelPlugin(tp_size=1, pp_size=1, zero_stage=2, **SENT),
+}
 
 
 def made():
@@ -64,15 +70,15 @@ def by_torchao(in_float8, dtype=torch.bfloat16):
     return losses
 
 
-def trained(rank, name):
+def trained(rank, name, plugins=PLUGINS):
     """Losses of a plugin, whose ranks see the same rows."""
     model = made()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     params = list(model.parameters())
-    booster = Booster(plugin=PLUGINS[name]())
+    booster = Booster(plugin=plugins[name]())
     boosted, optimizer, *_ = booster.boost(model, optimizer)
     kinds = [type(layer).__name__ for layer in model.modules() if isinstance(layer, nn.Linear)]
-    assert kinds == ["Float8Linear", "Float8Linear", "Linear"]
+    assert kinds == (["Linear"] * 3 if plugins is SENDING else [*["Float8Linear"] * 2, "Linear"])
     assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
     losses = []
     for _ in range(STEPS):
@@ -98,6 +104,15 @@ def test_layers_in_float8_train_as_torchaos_do(name):
     for losses in found:
         assert losses == pytest.approx(want, abs=distance)  # torchao's own from bf16
         assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("name", SENDING)
+def test_what_is_gathered_in_float8_trains_as_near_to_bf16_as_layers_in_float8_do(name):
+    want, in_bf16 = by_torchao(True), by_torchao(False)
+    distance = max(abs(a - b) for a, b in zip(want, in_bf16, strict=True))
+    first, second = run_ranks(trained, 2, name, SENDING)
+    assert first == second == pytest.approx(in_bf16, abs=distance)
+    assert first[1:] != pytest.approx(in_bf16[1:], abs=1e-6) and first[-1] < first[0]
 
 
 def test_mixed_precision_fp8_is_autocast_with_layers_in_float8(caplog):

@@ -77,6 +77,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 # whose sequences ranks share: padded on the right, with other numbers of labels in each part
 SHARED = {
     "Llama shared": ("LlamaForCausalLM", LLAMA),
+    "Llama long shared": KINDS["Llama"],
+    "Qwen2-MoE long shared": ("Qwen2MoeForCausalLM", KINDS["Qwen2-MoE"][1] | FOUR),
     "GPT-2 shared": ("GPT2LMHeadModel", GPT2),
     "Qwen2-MoE shared": KINDS["Qwen2-MoE"],
 }

@@ -1,4 +1,4 @@
-"""Layers split inside of the stages of a pipeline, with data parallelism; against one process."""
+"""Layers split inside of the stages of a pipeline, in all precisions; against one process."""
 
 import pytest
 import torch
@@ -34,9 +34,6 @@ INTERLEAVED = {"pp_style": "interleaved", "num_model_chunks": 2}
 ZBV = {"pp_style": "zbv", "num_model_chunks": 2}
 FOUR = {  # at 4 ranks
     "1f1b": BOTH,
-    "zbv, sequence": BOTH | ZBV | {"zero_stage": 1, "enable_sequence_parallelism": True},
-    "replicas in stages": {"tp_size": 1, "pp_size": 2, "extra_dp_size": 2, "dp_outside": False},
-    "shards in stages": {"tp_size": 1, "pp_size": 2, "zero_stage": 1, **INTERLEAVED},
     "tp, replicas": {"tp_size": 2, "pp_size": 1, "zero_stage": 2, "extra_dp_size": 2},
     "fp16, the documents' line": BOTH | {"precision": "fp16"},
     "fp16, zbv": BOTH | ZBV | {"precision": "fp16"},
@@ -44,7 +41,6 @@ FOUR = {  # at 4 ranks
     "fp16, tp": {"tp_size": 2, "pp_size": 1, "zero_stage": 1, "precision": "fp16"},
 }  # fmt: skip
 EIGHT = {
-    "all of them": BOTH | INTERLEAVED | {"extra_dp_size": 2, "enable_sequence_parallelism": True},
     "fp16, shards": BOTH | {"precision": "fp16", "zero_stage": 1, "cpu_offload": True},
 }
 CASES = [*((4, name) for name in FOUR), *((8, name) for name in EIGHT)]

@@ -31,16 +31,14 @@ ULYSSES, RING = (
     {"pp_size": 1, "enable_sequence_parallelism": True, "sequence_parallelism_mode": mode}
     for mode in ("all_to_all", "ring_attn")
 )
+STAGES = {"tp_size": 1, "pp_size": 2, "sp_size": 2}
+ZBV = {"pp_style": "zbv", "num_model_chunks": 2}
 CASES = {
-    "ring, tp": ("Llama", RING | {"tp_size": 2, "sp_size": 2, "zero_stage": 1}),
     "Ulysses, dp": ("GPT-2", ULYSSES | {"tp_size": 1, "sp_size": 2, "zero_stage": 2}),
     "inner rings": ("GPT-2", RING | {"tp_size": 1, "sp_size": 4, "inner_ring_size": 2}),
     "chunked, tp, whole logits": (
         "Llama",
         ULYSSES | {"tp_size": 2, "sp_size": 2, "tokens": 5, "parallel_output": False},
-    ),
-    "ring, experts": (
-        "Qwen2-MoE", RING | {"tp_size": 1, "sp_size": 2, "ep_size": 2, "zero_stage": 1}
     ),
     "fp16, more ranks than keys": (
         "Llama", ULYSSES | {"tp_size": 1, "sp_size": 4, "precision": "fp16", "zero_stage": 1}
@@ -49,6 +47,7 @@ CASES = {
         "Llama",
         RING | {"tp_size": 1, "sp_size": 2, "extra_dp_size": 2, "precision": "bf16", "tokens": 7},
     ),
+    "ring in stages, zbv, chunked": ("Llama long", RING | STAGES | ZBV | {"tokens": 5}),
 }  # fmt: skip
 BOUND = 1.5e-6  # fp32: sums in other orders
 
@@ -63,7 +62,8 @@ def found(tmp_path_factory):
 @pytest.mark.parametrize("name", CASES)
 def test_shared_sequences_train_as_one_process(found, name):
     kind, options = CASES[name]
-    kind, places = f"{kind} shared", 4 // options["tp_size"] // options["sp_size"]
+    alike = options["tp_size"] * options["sp_size"] * options["pp_size"]
+    kind, places = f"{kind} shared", 4 // alike
     start, want, (weights, again, _) = state_of(made(kind)), reference(kind, places), found[0][name]
     bound, precision = BOUND, options.get("precision", "fp32")
     if precision != "fp32":
@@ -99,6 +99,34 @@ def test_outputs_are_of_all_tokens_and_of_all_words(tmp_path):
         assert torch.allclose(loss, want.loss) and torch.allclose(of_split, want.loss)
         assert torch.allclose(logits, want.logits, atol=1e-5)
         assert torch.allclose(parallel, want.logits, atol=1e-5) and part == 48
+
+
+def in_stages(rank):
+    run = Run("GPT-2 shared", **(ULYSSES | STAGES), parallel_output=False)
+    ids = torch.arange(4, 68).view(4, 16)
+    text = said(run.call, {"input_ids": ids[:, 1:], "labels": ids[:, 1:]})
+    with torch.no_grad():
+        batch = iter([{"input_ids": ids, "labels": ids}])
+        found = run.booster.execute_pipeline(
+            batch, run.model, lambda outputs, _: outputs.loss, return_outputs=True
+        )
+    run.train(steps=1)
+    run.optimizer.close()
+    return text, run.said[0][1], found["loss"], (found["outputs"] or {}).get("logits")
+
+
+@pytest.mark.ci
+def test_stages_give_what_the_model_gives_and_refuse_at_all_places_what_they_cannot_split():
+    ids = torch.arange(4, 68).view(4, 16)
+    with torch.no_grad():
+        want = made("GPT-2 shared")(input_ids=ids, labels=ids)
+    last = []
+    for text, skipped, loss, logits in run_ranks(in_stages, 4):
+        assert "a sequence of 15 is split into 2 pieces" in text and not skipped
+        last += [] if loss is None else [(loss, logits)]
+    assert len(last) == 2
+    for loss, logits in last:
+        assert torch.allclose(loss, want.loss) and torch.allclose(logits, want.logits, atol=1e-5)
 
 
 # -- attention alone --
@@ -238,7 +266,6 @@ def test_what_would_be_wrong_is_refused():
     ("options", "text"),
     [
         (ULYSSES | {"tp_size": 1}, "sp_size=None with sequence_parallelism_mode='all_to_all'; exp"),
-        (RING | {"tp_size": 1, "sp_size": 2, "pp_size": 2}, "with pp_size=2; expected 'split_gat"),
         (RING | {"tp_size": 1, "sp_size": 4, "inner_ring_size": 3}, "inner_ring_size=3 with sp_si"),
         (ULYSSES | {"tp_size": 1, "sp_size": 4, "inner_ring_size": 2}, "it is for sequence_paral"),
     ],

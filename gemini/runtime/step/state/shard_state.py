@@ -337,7 +337,7 @@ class ShardState:
         if chunk.spec.id not in self._split_in_memory:
             return
         chunk.wait_gathered()
-        written = chunk.own_part(chunk.payload)
+        written = chunk.written()
 
         def fill(block: Block, planes: Planes) -> None:
             here = torch.empty_like(planes[MASTER], dtype=chunk.dtype)
