@@ -173,17 +173,6 @@ def test_a_disk_that_is_too_small_is_no_reason_to_assume_activations():
     assert model.engine.planning.result.profile.peak(N) <= 400 << 10
 
 
-def test_a_device_and_its_host():
-    with pytest.raises(BudgetError) as info:
-        made(AutoPlacement("20KiB", "1MiB"), device=SimBackend(0))
-    assert info.value.tier is D
-    enough = (20 << 10) + info.value.missing_bytes
-    run, free = made(AutoPlacement(enough, "1MiB"), device=SimBackend(0)), wrapped()
-    for each in (run, free):
-        train(*each, token_batches(2, 1))
-    assert_same(run, free)
-
-
 # -- properties, of random models --
 
 

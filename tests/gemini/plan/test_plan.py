@@ -229,12 +229,6 @@ def test_measured_bandwidths_replace_the_typical_ones(tmp_path):
         machine_of({}, speeds=links)
 
 
-def test_ranks_share_a_nodes_memory(question):
-    four = on(question, ranks_per_node=4, host_mem=100, nvme=1000).machine.budgets()
-    assert (four.host, four.nvme) == (25 << 20, 250 << 20)
-    assert four.device == question.machine.device_mem
-
-
 @pytest.mark.parametrize(
     "flags",
     [
@@ -312,20 +306,6 @@ def test_known_models_traces_grow_into_the_traces_of_all_layers(name):
         assert [m.non_model_bytes for m in grown.moments] == [
             m.non_model_bytes for m in whole.moments
         ]
-
-
-@pytest.mark.parametrize(
-    ("name", "world_size"),
-    [pytest.param("llama-7b", 1, marks=pytest.mark.ci),
-     pytest.param("llama-70b", 64, marks=pytest.mark.deep),
-     pytest.param("mixtral-8x7b", 8, marks=pytest.mark.deep)],
-)  # fmt: skip
-def test_gathers_are_within_5_percent_of_the_lower_bound(name, world_size):
-    for device_mem in (40 * GIB, 80 * GIB):
-        sizes = {"host_mem": 2 * 10**12, "device_mem": device_mem}
-        machine = machine_of(sizes, world_size=world_size, ranks_per_node=min(8, world_size))
-        plan = plan_for(name, machine, Training(seq=512))
-        assert plan.fits and plan.result.plan.forecast.gather_gap <= 0.05
 
 
 def test_fp32_originals_of_a_frozen_base_are_planned_and_named(config):

@@ -65,27 +65,6 @@ def test_gradients_on_nvme_can_be_looked_at():
         assert torch.equal(value, found[1][name]), name
 
 
-def test_a_state_dict_goes_to_nvme_and_comes_back():
-    source, target = wrapped(), wrapped(LEAST)
-    train(*source, token_batches(2, 1))
-    target[0].load_state_dict(source[0].state_dict())
-    target[1].load_state_dict(source[1].state_dict())
-    assert_same(source, target)
-    for run in (source, target):
-        train(*run, token_batches(1, 1, seed=7))
-    assert_same(source, target)
-
-
-def test_what_the_user_writes_to_a_parameter_on_nvme_is_kept():
-    runs = [wrapped(LEAST), wrapped()]
-    for model, _ in runs:
-        with model.summon_full_params(), torch.no_grad():
-            model.module.layers[2][1].weight.mul_(0.5)
-    for run in runs:
-        train(*run, token_batches(2, 1))
-    assert_same(*runs)
-
-
 @pytest.mark.parametrize(
     "update", ["serial", *(pytest.param(u, marks=pytest.mark.ci) for u in ("tail", "both"))]
 )
@@ -117,18 +96,6 @@ def test_a_parameter_on_nvme_gives_its_memory_to_nobody():
     assert torch.equal(torch.from_dlpack(param.detach().clone()), param)
     widened = np.asarray(param.detach().float())  # memory of its own, as it is with torch
     widened[:] = 0
-
-
-def test_evaluation_and_training_with_parameters_on_nvme():
-    (spilled, _), (resident, _) = runs = [wrapped(LEAST), wrapped()]
-    ids = token_batches(1, 1, seed=5)[0][0]
-    for run in runs:
-        train(*run, token_batches(1, 1))
-    with torch.no_grad():
-        assert torch.equal(spilled(ids), resident(ids))
-    for run in runs:
-        train(*run, token_batches(1, 1))
-    assert_same(*runs)
 
 
 @pytest.mark.parametrize(

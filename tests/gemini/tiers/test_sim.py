@@ -4,22 +4,12 @@ import pytest
 import torch
 
 from bench.shared.models import Tower, token_batches
-from bench.shared.reference import flat, relative_error
 from bench.shared.simulated import SimBackend
 from gemini import GeminiDDP
 from optim import HybridAdam
-from tests.support import towers
 from tests.support.apart import Apart
-from tests.support.checkpoints import train, weights
+from tests.support.checkpoints import train
 from tests.support.spilled import SMALL
-
-
-def trained(device, precision="bf16", fraction=0.0, folder=None, steps=4, **options):
-    model, optimizer = towers.wrapped(precision, device, folder, fraction, max_norm=0.3, **options)
-    train(model, optimizer, token_batches(steps, 1))
-    report = optimizer.last_report
-    model.engine.manager.prepare(tuple(chunk.spec.id for chunk in model.engine.chunks))
-    return weights(model), report, model
 
 
 @pytest.mark.parametrize("on_host", [False, True])
@@ -29,43 +19,6 @@ def test_a_backend_says_where_shards_start(on_host):
     device.shards_start_on_host = on_host
     model = GeminiDDP(Tower(), device, **SMALL)
     assert {chunk.shard_on_host for chunk in model.engine.chunks} == {on_host}
-
-
-@pytest.mark.parametrize("max_prefetch", [0, 1, 3])
-def test_released_chunks_change_no_bit(max_prefetch):
-    want, *_ = trained("cpu")
-    for seed in range(3):
-        got, _, model = trained(SimBackend(seed), max_prefetch=max_prefetch)
-        assert torch.equal(got, want)
-        assert model.engine.manager.gathers > 4 * len(model.engine.chunks)
-
-
-def test_fewer_bytes_are_on_the_device_than_the_model_has():
-    backend = SimBackend()
-    *_, model = trained(backend, max_prefetch=0)
-    payload = sum(chunk.payload.nbytes for chunk in model.engine.chunks)
-    before = backend.device_bytes
-    model.engine.manager.release_all()
-    assert backend.device_bytes == before - payload  # nothing else is counted as a payload
-
-
-@pytest.mark.parametrize(
-    ("precision", "fractions", "steps"),
-    [("bf16", (0.4,), 2), pytest.param("fp32", (0.0, 0.4, 1.0), 4, marks=pytest.mark.ci)],
-)
-def test_triton_and_cpu_paths_agree_and_tiers_change_no_bit(precision, fractions, steps, tmp_path):
-    start = flat(list(Tower().parameters()))
-    cpu, told, _ = trained("cpu", precision, steps=steps)
-    results = []
-    for fraction in fractions:
-        device = SimBackend(updates_by_triton=True)
-        got, report, _ = trained(device, precision, fraction, tmp_path, steps)
-        assert report.update_path == "triton" and not report.skipped
-        assert report.grad_norm == pytest.approx(told.grad_norm, rel=1e-2)
-        results.append(got)
-    assert all(torch.equal(results[0], other) for other in results[1:])
-    bound = 1e-5 if precision == "fp32" else 5e-2  # bf16: weights, whose rounding flips
-    assert relative_error(results[0] - start, cpu - start) < bound
 
 
 def test_the_device_skips_a_step_that_is_not_finite_and_says_so_when_asked():
