@@ -30,20 +30,6 @@ def test_it_is_keyed_by_name_and_has_every_plane():
     assert all(optimizer.state[p]["step"] == 2 for p in model.parameters())
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_a_resumed_run_has_the_same_bits_in_another_placement(precision, tmp_path):
-    batches = token_batches(5, 1)
-    model, optimizer = wrapped(precision)
-    train(model, optimizer, batches[:3])
-    saved, saved_weights = optimizer.state_dict(), model.state_dict()
-    train(model, optimizer, batches[3:])
-    other, other_optimizer = wrapped(precision, SimBackend(), tmp_path, 0.5)
-    other.load_state_dict(saved_weights)
-    other_optimizer.load_state_dict(saved)
-    train(other, other_optimizer, batches[3:])
-    assert torch.equal(weights(other), weights(model))
-
-
 def test_it_interchanges_with_torch_both_ways():
     plain = Tower()
     torch_optimizer = torch.optim.AdamW(plain.parameters(), **ADAM, foreach=False)
