@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import scaled_dot_product_attention
 
-from bench.shared.reference import same
 from bench.shared.workers import run_ranks
 from gemini.integrations import HybridParallelPlugin, chunk_loss
 from gemini.integrations.parallel import attention
@@ -17,12 +16,8 @@ from gemini.integrations.parallel.head_loss import HeadLoss
 from gemini.integrations.parallel.shared_sequence import SequenceParallel, share_sequence
 from tests.integrations.cases.hybrid_runs import (
     Run,
+    check_trained,
     made,
-    one_process,
-    reference,
-    state_of,
-    trained,
-    update_error,
 )
 from tests.support.said import said
 
@@ -31,7 +26,7 @@ ULYSSES, RING = (
     {"pp_size": 1, "enable_sequence_parallelism": True, "sequence_parallelism_mode": mode}
     for mode in ("all_to_all", "ring_attn")
 )
-CASES = {
+SHARED = {
     "ring, tp": ("Llama", RING | {"tp_size": 2, "sp_size": 2, "zero_stage": 1}),
     "Ulysses, dp": ("GPT-2", ULYSSES | {"tp_size": 1, "sp_size": 2, "zero_stage": 2}),
     "inner rings": ("GPT-2", RING | {"tp_size": 1, "sp_size": 4, "inner_ring_size": 2}),
@@ -50,27 +45,12 @@ CASES = {
         RING | {"tp_size": 1, "sp_size": 2, "extra_dp_size": 2, "precision": "bf16", "tokens": 7},
     ),
 }  # fmt: skip
-BOUND = 1.5e-6  # fp32: sums in other orders
-
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    cases = [(name, f"{kind} shared", options) for name, (kind, options) in CASES.items()]
-    return run_ranks(trained, 4, cases, str(tmp_path_factory.mktemp("sequences")))
+CASES = {4: [(name, f"{kind} shared", options) for name, (kind, options) in SHARED.items()]}
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("name", CASES)
-def test_shared_sequences_train_as_one_process(found, name):
-    kind, options = CASES[name]
-    kind, places = f"{kind} shared", 4 // options["tp_size"] // options["sp_size"]
-    start, want, (weights, again, _) = state_of(made(kind)), reference(kind, places), found[0][name]
-    bound, precision = BOUND, options.get("precision", "fp32")
-    if precision != "fp32":
-        bound = 1.1 * update_error(one_process(kind, precision, places), want, start)
-        assert bound < 0.02
-    assert update_error(weights, want, start) < bound
-    assert same(again, weights) and len({tuple(one[name][2]) for one in found}) == 1
+def test_shared_sequences_train_as_one_process(found, ranks, case):
+    check_trained(found[ranks], case)
 
 
 def outputs(rank, folder):
