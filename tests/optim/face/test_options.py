@@ -1,7 +1,5 @@
 """torch's options of Adam and SGD on plain modules: amsgrad, maximize, nesterov, dampening."""
 
-import copy
-
 import pytest
 import torch
 
@@ -71,15 +69,6 @@ def test_groups_may_differ_in_amsgrad(fraction, tmp_path):
     want, _ = run_two_groups(torch.optim.AdamW, foreach=False)
     assert update_error(got[:3], want[:3], small_params()[:3]) < 1e-6
     assert update_error(got[3:], want[3:], small_params()[3:]) < 1e-6
-
-
-def test_a_group_without_amsgrad_has_the_bits_that_it_has_alone():
-    got, optimizer = run_two_groups(HybridAdam)
-    alone = small_params()
-    plain = HybridAdam(alone, lr=1e-2, betas=(0.9, 0.9))
-    want = train(alone, plain, 6, shrink=SHRINK)
-    assert all(torch.equal(a, b) for a, b in zip(got[3:], want[3:], strict=True))
-    assert not optimizer.state[optimizer.param_groups[1]["params"][0]]["max_exp_avg_sq"].any()
 
 
 @pytest.mark.usefixtures("path")
@@ -161,15 +150,3 @@ def test_betas_of_tensors_are_numbers():
 
 
 # -- state dicts ---------------------------------------------------------------------------------
-
-
-def test_what_a_loaded_state_dict_lacks_begins_anew_as_in_torch():
-    results = []
-    for cls in (HybridAdam, torch.optim.AdamW):
-        params = small_params()
-        optimizer = cls(params, lr=1e-2, weight_decay=0.0)
-        empty = copy.deepcopy(optimizer.state_dict())
-        train(params, optimizer, 3)
-        optimizer.load_state_dict(empty)
-        results.append(train(params, optimizer, 2, first=3))
-    assert update_error(*results, small_params()) < 1e-6
