@@ -56,21 +56,6 @@ def first(count, rows):
     return [row if i < count else pytest.param(*row, marks=CI) for i, row in enumerate(rows)]
 
 
-RATIOS = [0.0, 0.8, 0.99]
-
-
-@pytest.mark.parametrize(
-    ("kib", "ratio"), first(5, [(100 + 50 * (5 * i % 12), RATIOS[i % 3]) for i in range(12)])
-)
-def test_what_fits_with_a_trace_fits_without(kib, ratio):
-    policy = AutoPlacement(kib << 10, warmup_non_model_data_ratio=ratio)
-    try:
-        made(policy, traced=True)
-    except BudgetError:
-        return
-    made(policy)
-
-
 @pytest.mark.parametrize(
     ("kib", "options", "traced"),
     first(4, pairs([1, 20, 100, 118], [{}, {"precision": "fp32"}, {"master_weights": False}],
@@ -150,18 +135,6 @@ def test_a_device_that_streams_is_given_its_block_by_nobody_but_the_user():
         model, _ = made(StaticPlacement(1.0, 1.0), device=device, nvme=nvme)
         assert model.engine.planning.block_numel == numel
     assert made(StaticPlacement(), nvme=NvmeConfig())[0].engine.planning.block_numel == 1 << 20
-
-
-@pytest.mark.parametrize(
-    ("kib", "block_numel", "depth"),
-    first(4, pairs([125, 150, 180, 210], [1024, 2048, 8192], [1, 4])),
-)
-def test_what_an_optimizer_lacks_is_enough_for_it_and_its_module(block_numel, kib, depth):
-    nvme = NvmeConfig(block_numel=block_numel, depth=depth)
-    try:
-        made(AutoPlacement(kib << 10), nvme=nvme)
-    except BudgetError as error:
-        made(AutoPlacement((kib << 10) + error.missing_bytes), nvme=nvme)
 
 
 def test_a_disk_that_is_too_small_is_no_reason_to_assume_activations():
