@@ -4,8 +4,6 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
 from bench.numerics import BOUNDS, PLACEMENTS, pairs
 from bench.support import digests
 
@@ -23,17 +21,6 @@ def test_the_committed_results_have_every_pair_and_one_digest_a_precision():
         rows = [d for d in results["digests"] if d["precision"] == precision]
         assert {row["placement"] for row in rows} == PLACEMENTS.keys()
         assert len({row["sha256"] for row in rows}) == 1
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("schedule", [digests.accumulate, digests.skip])
-def test_some_tiers_have_one_digest(schedule):
-    """Every tier and every update once; all of them with each other in the slower test."""
-    found = [
-        digests.cell("bf16", tier, update, schedule)
-        for tier, update in zip(digests.TIERS, digests.UPDATES, strict=True)
-    ]
-    assert digests.different(found) == []
 
 
 def made_up():

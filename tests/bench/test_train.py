@@ -254,17 +254,6 @@ def test_what_was_hidden_and_waited_for_is_said_of_rows_that_have_a_tail():
     assert text.splitlines()[-1] == f"ours/nvme-tail: {said}NOT EVERY STEP COUNTS"
 
 
-def test_what_was_updated_in_backward_is_said_and_a_tail_only_where_there_is_one():
-    steps, ends = life(1.0, 100)
-    early = {"speculated": 9.0, "held": 8.0, "redone": 1.0}
-    for step in steps[1:]:
-        step |= {"hidden_seconds": 0.0, "waited_seconds": 0.0, "committed": 1.0, **early}
-    row = row_of("ours/nvme-speculate", [(steps, ends)])
-    said = "9 blocks a step are updated in backward, 8 held, 1 redone; every step counts"
-    text = table({"device": "cpu", "steps": 4, "rows": [row]})
-    assert text.splitlines()[-1] == f"ours/nvme-speculate: {said}"
-
-
 @pytest.mark.parametrize("clipped, said, bound", [
     ((1.0, 1.0), "every step is clipped; ", 0.88), ((0.0, 0.0), "no step is clipped; ", 0.70),
     ((0.0, 1.0), "", 0.70),
