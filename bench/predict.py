@@ -139,7 +139,7 @@ def device_bytes(planned: PlanResult, update: str) -> int:
     """The peak of the device, with the gradients that a tail holds in the forward."""
     if update != "tail":
         return planned.profile.peak(Tier.DEVICE)
-    held = planned.overlapped["tail"].held_bytes
+    held = planned.overlapped["tail"].kept_bytes
     totals = planned.profile.total(Tier.DEVICE)
     return max(n + more for n, more in zip_longest(totals, held, fillvalue=0))
 

@@ -181,8 +181,8 @@ class GeminiDDP(ModuleFace):
             name=type(module).__name__, max_prefetch=max_prefetch,
             precision_settings=precision_settings,
             overlap_allgather=communication.overlap_allgather,
-            beside=comm.beside() if update in (*BEHIND, AUTO) else None, update=update,
-            together=together,
+            tail_communicator=comm.for_thread() if update in (*BEHIND, AUTO) else None,
+            update=update, together=together,
         )  # fmt: skip
         values.fill_buffers()
         self._cast_by(precision, list(fp32_modules.values()))

@@ -39,12 +39,12 @@ class CopyTicket(Ticket[None], Protocol):
         ...
 
 
-class BesideTicket(CopyTicket, Protocol):
-    """Work that the device was given beside what it computes. `wait()` is `order()`."""
+class SideStreamTicket(CopyTicket, Protocol):
+    """Work on a side stream of the device. `wait()` is `order()`."""
 
     def times(self) -> tuple[float, float]:
-        """Seconds from the begin of all that was given with it to its end; and for how many what
-        the device computes has waited behind its first `order`. The host waits for it."""
+        """Seconds from the begin of all that was queued with it to its end; and seconds that the
+        computing stream waited at its first `order`. The host waits for both."""
         ...
 
 

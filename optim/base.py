@@ -20,7 +20,7 @@ from gemini.optim.plain.target import PlainTarget, clip_together, step_together
 from gemini.optim.rules.clipping import Clip, asked_norm
 from gemini.optim.rules.report import NonFiniteGradientError
 from gemini.optim.rules.state_layout import MASTER
-from gemini.optim.state.held_signals import HeldSignals
+from gemini.optim.state.deferred_signals import DeferredSignals
 from gemini.optim.state.parking import Where, park
 from gemini.optim.state.saved_state import filled_up, unflattened, with_steps
 from gemini.optim.state.state_stream import StateRun, StateSource, StateVisitor
@@ -233,14 +233,14 @@ class TieredOptimizer(BoundOptimizer):
             raise ValueError(f"parked({where!r}); expected 'nvme' or 'host'")
         self._refuse_unusable()
         self._bind()
-        with HeldSignals():
+        with DeferredSignals():
             tensors = [tensor for target in self._targets for tensor in target.movable()]
             away = park(tensors, where, self._config.nvme)
         self._is_parked = True
         try:
             yield
         finally:
-            with HeldSignals():
+            with DeferredSignals():
                 away.bring_back()
                 away.close()
                 self._is_parked = False

@@ -95,6 +95,32 @@ def _capacity(result: dict[str, Any]) -> str:
     return "\n".join([header, *rows, "", speed, "", _where(result)])
 
 
+def _qlora(result: dict[str, Any]) -> str:
+    header = (
+        f"{result['model']} in NF4 with adapters on all projections, 1 x {result['seq']} tokens, "
+        "gradient checkpointing.\n\n"
+        "| files | budget, MiB | peak RSS, MiB | limit, MiB | least peak, MiB | step, s "
+        "| plain peft, s | by reads, s | of the larger | read a step, GB | of planned |\n"
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|"
+    )
+    rows = [
+        f"| {'on the disk' if r['cold'] else 'cached'} | {r['device_budget'] >> 20} "
+        f"| {r['peak_rss_mib']:.0f} | {r['rss_limit_mib']} | {r['least_peak_mib']:.0f} "
+        f"| {r['step_seconds']:.2f} | {r['compute_seconds']:.2f} | {r['read_bound_seconds']:.2f} "
+        f"| {r['of_bound']:.2f} | {r['bytes_read'] / 1e9:.2f} "
+        f"| {r['bytes_read'] / max(1, r['planned_read_bytes']):.2f} |"
+        for r in result["runs"]
+    ]
+    shared = result["shared"]
+    said = (
+        f"Everything resident: {result['pair']['overhead']:.3f} of plain peft's step. "
+        f"{shared['runs']} runs of one base take {format_bytes(shared['pss_bytes'])} and "
+        f"{format_bytes(shared['base_bytes'])} of files: {shared['share']:.3f} of one base and "
+        "as many runs alone."
+    )
+    return "\n".join([header, *rows, "", said, "", _where(result)])
+
+
 def _picture(result: dict[str, Any]) -> str:
     on_disk = sum(
         row["measured_bytes"]
@@ -176,6 +202,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "train-cpu": _train,
     "meshes-cpu": _meshes,
     "capacity-cpu": _capacity,
+    "qlora-cpu": _qlora,
     "certificate-cpu": _certificate,
     "headline": _headline,
     "comparison": _comparison,

@@ -87,6 +87,10 @@ EVERYTHING = (
     ),
     Result("capacity-cpu", ("bench.capacity",), 15),
     Result(
+        "qlora-cpu", ("bench.capacity", "--qlora"), 20,
+        ("bench.capacity", "--qlora", "--model", "small", "--steps", "3", "--rss-limit", "1000MiB"),
+    ),
+    Result(
         "cuda-stub", ("tests.cuda_stub", "tests.cuda_stub.steps"), 2, environment=".venv-cuda"
     ),
     Result(

@@ -114,7 +114,7 @@ class WeightsWriter:
         self.folder = target.parent / f".{target.name}.exporting"
         with on_disk("export to", target):
             calls.make_folders(target.parent)
-            with unfinished.held_if_dead(self.folder) as is_dead:
+            with unfinished.locked_if_dead(self.folder) as is_dead:
                 if is_dead:
                     unfinished.remove(self.folder)
             try:

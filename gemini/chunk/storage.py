@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from gemini.dtypes import DTYPES
-from gemini.optim.state.held_signals import HeldSignals
+from gemini.optim.state.deferred_signals import DeferredSignals
 from gemini.ranges import OFF, named
 from gemini.runtime.comm.links import Links, Tie
 from gemini.tickets import CopyTicket, Ticket
@@ -36,7 +36,7 @@ class Memory(Protocol):
     def refill(self, tensor: Tensor) -> None: ...
     def allocate_host(self, numel: int, dtype: torch.dtype) -> Tensor: ...
     def copy(self, dst: Tensor, src: Tensor) -> CopyTicket: ...
-    def behind_copies(self) -> AbstractContextManager[None]: ...
+    def after_copies(self) -> AbstractContextManager[None]: ...
 
 
 class ShardFiles(Protocol):
@@ -169,7 +169,7 @@ class Chunk:
             self.wait_gathered()
         return self._shard
 
-    def update_behind(self, ticket: Ticket[None]) -> None:
+    def begin_update(self, ticket: Ticket[None]) -> None:
         """A step reads the gradient and changes the shard until then; who asks for them waits."""
         self.updating = self.gradient.updating = ticket
 
@@ -286,7 +286,7 @@ class Chunk:
             return
         profiled = profiler._is_profiler_enabled
         shown = named("gather", "chunk", self.spec.id) if profiled else OFF
-        with shown, HeldSignals():  # Ctrl-C finds it begun, with its ticket, or released
+        with shown, DeferredSignals():  # Ctrl-C finds it begun, with its ticket, or released
             self._memory.refill(self.payload)
             self.gathered = True
             self.account.payloads += self.payload.nbytes
@@ -311,7 +311,7 @@ class Chunk:
         self.is_copied(brought)
         if alone:
             return brought
-        with self._memory.behind_copies():
+        with self._memory.after_copies():
             gather = self._links.shards.all_gather(self.payload, own, self.spec.id)
         return _Sent(brought, gather)
 

@@ -58,7 +58,7 @@ def update_seconds(
 def update_transfers(
     state_bytes: int,
     param_bytes: int,
-    beside_bytes: int,
+    undo_bytes: int,
     *,
     param: Tier,
     grad: Tier,
@@ -68,7 +68,7 @@ def update_transfers(
 ) -> list[tuple[MoveKind, Tier, Tier, int]]:
     """What an update moves: (kind, from, to, bytes), first what must come, then what goes.
 
-    `beside_bytes`: of what goes to NVMe beside the state where there is no whole master: parameters
+    `undo_bytes`: of what goes to NVMe beside the state where there is no whole master: parameters
     as they were, or as they are now.
     """
     site = Tier.HOST if path is UpdatePath.CPU else Tier.DEVICE
@@ -81,7 +81,7 @@ def update_transfers(
         moves.append((MoveKind.STATE, state, site, state_bytes))
         moves.append((MoveKind.STATE, site, state, state_bytes))
     if state is Tier.NVME and not has_master:
-        moves.append((MoveKind.BESIDE, site, state, beside_bytes))
+        moves.append((MoveKind.UNDO, site, state, undo_bytes))
     if param is not site:
         moves.append((MoveKind.PARAM, site, param, param_bytes))
     return moves
@@ -138,9 +138,9 @@ def _update_busy(chunk: ChunkBytes, homes: Homes, problem: PlacementProblem) -> 
     for home, (state_bytes, param_bytes) in state_parts(chunk, homes.state[i]):
         taken = UpdatePath.RESIDENT if home is Tier.DEVICE else problem.off_device
         block = chunk.blocks[0]
-        beside_bytes = param_bytes * block.beside_bytes // block.param_bytes
+        undo_bytes = param_bytes * block.undo_bytes // block.param_bytes
         for _, src, dst, nbytes in update_transfers(
-            state_bytes, param_bytes, beside_bytes,
+            state_bytes, param_bytes, undo_bytes,
             param=homes.param[i], grad=homes.grad[i], state=home, path=taken,
             has_master=block.gives_parameters(home),
         ):  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from gemini.chunk.layout import ChunkLayout
 from gemini.placement.homes.budgets import given_budgets
 from gemini.placement.plan import Plan, UpdatePath
 from gemini.placement.planner import PlanInputs, PlanResult, make_plan, plan_within
@@ -32,6 +33,7 @@ USUAL = Bandwidths(
 )  # fmt: skip
 CPU_MEMORY = 20e9
 _STAGING_SHARE = 32  # staging of large blocks is at most one part in so many of a device's budget
+_MOST_BLOCKS = 1024  # each of them costs the host 20 us a step, and the planner as long
 _MAX_TRIES = 8
 
 
@@ -53,6 +55,12 @@ def usual_block_numel(inputs: PlanInputs) -> int:
     if streams and _STAGING_SHARE * staging <= inputs.budgets.device:
         return STREAMED_BLOCK_NUMEL
     return BLOCK_NUMEL
+
+
+def few_blocks_numel(layout: ChunkLayout) -> int:
+    """Elements of the smallest blocks that a rank has few of."""
+    numel = sum(chunk.shard_numel for chunk in layout.chunks if chunk.trainable)
+    return min(BLOCK_NUMEL, max(MIN_BLOCK_NUMEL, 1 << (numel // _MOST_BLOCKS).bit_length()))
 
 
 def usual_speeds(has_host_tier: bool) -> Bandwidths:
@@ -105,20 +113,27 @@ def fit(
     Blocks are those of `inputs`, or as much smaller as they must be and may be: as the policy says,
     where `least_block_numel` does not. What activations take is
     either measured, or an assumption, which refuses nothing: where it leaves model data no room,
-    activations are left as much as the lowest homes can leave them. Raises BudgetError where the
-    model does not fit, of an assumption: without any activations; and with what it then lacks.
+    activations are left as much as the lowest homes can leave them. An assumption gives way before
+    there are more than `_MOST_BLOCKS` blocks. Raises BudgetError where the model does not fit, of
+    an assumption: without any activations; and with what it then lacks.
     """
     if not is_measured and isinstance(policy, AutoPlacement):
         policy = replace(policy, steady_cap_ratio=1.0)  # the assumption is margin enough
     least = block_sizes(policy, inputs)[1] if least_block_numel is None else least_block_numel
+    few = few_blocks_numel(inputs.layout)
     while True:
         try:
             return inputs, make_plan(inputs, policy)
         except BudgetError as error:
-            if inputs.block_numel <= least:
-                if is_measured:
+            refused, is_least = error, inputs.block_numel <= least
+        if is_measured and is_least:
+            raise refused
+        if not is_measured and (is_least or inputs.block_numel <= few):
+            try:
+                return _fit_assuming_less(inputs, policy, refused)
+            except BudgetError:
+                if is_least:
                     raise
-                return _fit_assuming_less(inputs, policy, error)
         inputs = replace(inputs, block_numel=max(least, inputs.block_numel // 4))
 
 

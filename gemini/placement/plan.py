@@ -38,7 +38,7 @@ class MoveKind(Enum):
     PARAM = "parameters"
     GRAD = "gradients"
     STATE = "state"
-    BESIDE = "weights beside the state"  # of before or behind an update: see `BlockBytes`
+    UNDO = "weights beside the state"  # of before or behind an update: see `BlockBytes`
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +223,7 @@ class Plan:
             )
         homes: Counter[tuple[str, str]] = Counter()
         for block, home in zip(sizes.blocks, shard.state_homes, strict=True):
-            homes[home.value, self.path_of(home).value] += block.held_on(home)
+            homes[home.value, self.path_of(home).value] += block.bytes_on(home)
         for (home_name, path_name), nbytes in homes.items():
             lines.append(f"state: {format_bytes(nbytes)} on {home_name}, update {path_name}")
         moved: Counter[tuple[str, str, str]] = Counter()
@@ -282,7 +282,7 @@ class Plan:
                     MoveKind.STATE: block.state_on(
                         Tier.NVME if Tier.NVME in (move.src, move.dst) else Tier.DEVICE
                     ),
-                    MoveKind.BESIDE: block.beside_bytes,
+                    MoveKind.UNDO: block.undo_bytes,
                 }.get(move.kind, block.param_bytes)
             assert move.nbytes == exact, move
             if move.kind is MoveKind.PARAM and move.block is None and move.dst is Tier.DEVICE:

@@ -121,8 +121,8 @@ class PlacementProblem:
             for home in dict.fromkeys(homes.state[i]):
                 block = chunk.blocks[homes.state[i].index(home)]  # the largest of this home
                 if home is Tier.NVME:
-                    beside = align_up(block.beside_bytes, PAGE_BYTES)
-                    state = max(state, align_up(block.disk_bytes, PAGE_BYTES) + beside)
+                    undo_file = align_up(block.undo_bytes, PAGE_BYTES)
+                    state = max(state, align_up(block.disk_bytes, PAGE_BYTES) + undo_file)
                     in_memory = params_may_rise or homes.param[i] is not Tier.NVME
                     if self.state.has_master and in_memory:
                         early = max(early, block.numel * FP32_BYTES)
@@ -240,8 +240,8 @@ def nvme_blocks(
             found.append(("gradients", block.param_bytes))
         if home is Tier.NVME:
             found.append(("state", block.disk_bytes))
-            if block.beside_bytes:
-                found.append(("state", block.beside_bytes))
+            if block.undo_bytes:
+                found.append(("state", block.undo_bytes))
     return found
 
 

@@ -82,20 +82,20 @@ class BlockBytes:
     param_bytes: Bytes
     state_bytes: Bytes  # in memory
     disk_bytes: Bytes  # of the same on disk
-    beside_bytes: Bytes  # that are written with it there: weights or an undo plane
+    undo_bytes: Bytes  # that are written with it there: weights or an undo plane
     has_master: bool  # in memory, a whole one
 
     def state_on(self, home: Tier) -> Bytes:
         """Of the state that an update reads and writes."""
         return self.disk_bytes if home is Tier.NVME else self.state_bytes
 
-    def held_on(self, home: Tier) -> Bytes:
+    def bytes_on(self, home: Tier) -> Bytes:
         """Of all that is kept, in one version."""
-        return Bytes(self.state_on(home) + self.beside_bytes * (home is Tier.NVME))
+        return Bytes(self.state_on(home) + self.undo_bytes * (home is Tier.NVME))
 
     def gives_parameters(self, home: Tier) -> bool:
         """Whether parameters follow from the state; else an update must read them."""
-        return not self.beside_bytes if home is Tier.NVME else self.has_master
+        return not self.undo_bytes if home is Tier.NVME else self.has_master
 
 
 @dataclass(frozen=True, slots=True)

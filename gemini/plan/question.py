@@ -14,6 +14,7 @@ from gemini.memtracer.trace import Trace
 from gemini.placement.fit import (
     StateRequest,
     assumed_state,
+    few_blocks_numel,
     fit,
     usual_block_numel,
     usual_speeds,
@@ -24,9 +25,9 @@ from gemini.placement.policy import AutoPlacement, has_budgets
 from gemini.placement.problem import average_bytes
 from gemini.placement.sizes import FP32_BYTES, BudgetError, StateBytes
 from gemini.placement.tiers import Tier
-from gemini.placement.timetable.allowed import buffers_ahead, held_at_most
+from gemini.placement.timetable.allowed import buffers_ahead, kept_for_updates
 from gemini.placement.timetable.updates import AUTO, BEHIND
-from gemini.units import BLOCK_NUMEL, MIN_BLOCK_NUMEL, Bytes, ChunkId
+from gemini.units import BLOCK_NUMEL, Bytes, ChunkId
 
 from .machine import Hardware
 
@@ -34,9 +35,6 @@ if TYPE_CHECKING:  # which needs torch
     from .activations import Activations
 
 ADAM = StateBytes(per_element=12, has_master=True)
-# A plan tries no smaller blocks than make so many: staging of a few takes 1 % of such a model. A
-# run may use smaller ones where it must.
-MOST_BLOCKS = 1024
 OWN_BYTES, OWN_SHARE = 3 << 20, 0.01
 OWN_BYTES_OF_FILES, OWN_BYTES_OF_THREAD = 2 << 20, 6 << 20  # the latter updates what is in files
 # oneDNN compiles a bf16 product for each number of rows, and keeps it: 0.55 MiB with AVX-512, for
@@ -116,9 +114,8 @@ class Question:
             self.update, has_masters=begun.state.has_master, has_host_tier=begun.has_host_tier,
             has_budgets=has_budgets(policy),
         )  # fmt: skip
-        numel = sum(c.shard_numel for c in self.layout.chunks)
-        least = max(MIN_BLOCK_NUMEL, 1 << (numel // MOST_BLOCKS).bit_length())
-        least = min(least, BLOCK_NUMEL)
+        # staging of a few takes 1 % of such a model; a run may use smaller ones where it must
+        least = few_blocks_numel(self.layout)
 
         def fitted(inputs: PlanInputs, ahead: int) -> tuple[PlanInputs, PlanResult]:
             inputs = replace(inputs, num_ahead=ahead)
@@ -185,7 +182,7 @@ class Question:
             in_thread = self._update(result) != "serial"
             found += OWN_BYTES_OF_FILES + OWN_BYTES_OF_THREAD * in_thread
         if self._update(result) in BEHIND and not result.plan.has_host_tier:
-            found += self._held_bytes(result)
+            found += self._kept_bytes(result)
         return max(found, own + self._set_up_bytes(result) - peak)
 
     def product_bytes(self, iterations: int | None = None) -> int:
@@ -224,13 +221,13 @@ class Question:
             there += FP32_BYTES * spec.shard_numel * (is_wide and not in_file)
         return most
 
-    def _held_bytes(self, result: PlanResult) -> int:
+    def _kept_bytes(self, result: PlanResult) -> int:
         """By which gradients that a tail holds in the forward pass the peak."""
         trace = self.trace
         calls = trace.calls(self.layout.chunk_of())
         backward = [moment.phase for moment in trace.moments].index("backward")
         totals = result.profile.total(Tier.DEVICE)
-        held = held_at_most(result.plan, calls, backward)
+        held = kept_for_updates(result.plan, calls, backward)
         most = max(a + b for a, b in zip(totals, held, strict=False))
         return max(0, most - max(totals))
 
@@ -268,7 +265,7 @@ def homes(planned: PlanResult) -> dict[str, dict[str, int]]:
         if shard.grad_home is not None:
             found["gradients"][shard.grad_home.value] += sizes.shard_bytes
         for block, home in zip(sizes.blocks, shard.state_homes, strict=True):
-            found["state"][home.value] += block.held_on(home)
+            found["state"][home.value] += block.bytes_on(home)
         if sizes.original_bytes:
             found["originals"][planned.plan.original_home.value] += sizes.original_bytes
     found["average"] = Counter({tier.value: nbytes for tier, nbytes in planned.plan.average})

@@ -92,7 +92,7 @@ class Engine(Parts):
         max_prefetch: int,
         precision_settings: PrecisionSettings,
         overlap_allgather: bool = False,
-        beside: Communicator | None = None,
+        tail_communicator: Communicator | None = None,
         update: str = "serial",
         together: PipelineOwner | None = None,
     ) -> None:
@@ -145,8 +145,8 @@ class Engine(Parts):
                 overlaps=overlap_allgather, watches=manager.releases_nothing,
             ),
             updating=Updating(chunks, params, watches=manager.releases_nothing),
-            beside=beside, update=update, all_gathered=manager.releases_nothing,
-            present=[False] * len(params),
+            tail_communicator=tail_communicator, update=update,
+            all_gathered=manager.releases_nothing, present=[False] * len(params),
         )  # fmt: skip
         self.dtype = DTYPES[precision_settings.dtype]
         self.together, self.ignored = together, found.ignored

@@ -193,7 +193,7 @@ class Parts:
     viewed: dict[ChunkId, None] = field(default_factory=dict)  # plain views left their modules
     carried_scale: Tensor | None = None  # of gradients that outlived their step
     # all ranks, for what steps agree on behind their callers; None: steps end before they return
-    beside: Communicator | None = None
+    tail_communicator: Communicator | None = None
     # when blocks are updated, as asked for: see `gemini.placement.timetable.updates`
     update: str = "serial"
 

@@ -81,6 +81,7 @@ class SharedBlocks:
         self._engine = engine
         self._layout = StoreLayout.plan(digest, block_nbytes, num_versions=1)
         self._extents = [versions[0] for versions in self._layout.extents()]
+        self.file_bytes = sum(self._layout.file_nbytes())  # of the file, which others may have too
         self._path = folder / f"{PREFIX}base-{os.geteuid()}-{digest}-0{SUFFIX}"
         self._file, self._index = self._reach(blocks)
         # as weakref.finalize, and at the end of processes of multiprocessing too
@@ -90,11 +91,6 @@ class SharedBlocks:
     def path(self) -> Path:
         """Of the file."""
         return self._path
-
-    @property
-    def file_bytes(self) -> int:
-        """Of the file, which others may have too."""
-        return sum(self._layout.file_nbytes())
 
     def read(self, block: BlockId, buffer: memoryview) -> Ticket[None]:
         """Begin to fill the first bytes of `buffer`. The ticket raises ChecksumError where they are
@@ -164,14 +160,14 @@ class SharedBlocks:
         header = self._layout.header(0)
         if os.pread(file.fd, len(header), 0) != header:
             return None
-        if os.fstat(file.fd).st_size < sum(self._layout.file_nbytes()):
+        if os.fstat(file.fd).st_size < self.file_bytes:
             return None
         slot = os.pread(file.fd, self._layout.index_slot_nbytes, self._layout.index_offset(0))
         return Index.decode(slot, self._layout.num_blocks)
 
     def _write(self, file: OpenFile, blocks: MakeBlocks) -> None:
         """Blocks first, and the index when they are on the disk."""
-        reserve(file, sum(self._layout.file_nbytes()))
+        reserve(file, self.file_bytes)
         _write(file, 0, self._layout.header(0))
         entries = []
         for extent, view in zip(self._extents, blocks(), strict=True):

@@ -21,7 +21,7 @@ from gemini.optim.rules.matrix_rule import MatrixRule
 from gemini.optim.rules.report import Outcome, SkipLog, StepReport
 from gemini.optim.rules.rule import NormRule, UpdateRule
 from gemini.optim.rules.state_layout import ALL_COLUMNS, Plane
-from gemini.optim.state.held_signals import HeldSignals
+from gemini.optim.state.deferred_signals import DeferredSignals
 from gemini.optim.state.memory import memory_of
 from gemini.optim.state.space import StateSpace, blocks_on_nvme
 from gemini.optim.state.state_stream import (
@@ -349,9 +349,9 @@ def step_together(
         target.begin(views, hypers, amp, may_fail=may_fail)
         for target, (views, hypers) in zip(targets, seen, strict=True)
     ]
-    with HeldSignals() as held:
+    with DeferredSignals() as signals:
         try:
-            report = take(steps, held)
+            report = take(steps, signals)
         except BaseException:
             for target in targets:
                 target.undo()

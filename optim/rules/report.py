@@ -55,7 +55,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Behind:
+class TailResult:
     """What a step did when `step()` had returned: its tail, and nothing where it has none."""
 
     committed: bool = True  # it counts; else a disk failed, and the step is undone
@@ -91,7 +91,7 @@ class StepReport:
     stalled_seconds: float = 0.0  # waited for the disk
     nvme_written_total: int = 0  # bytes, since the state was made: what wears the disk
     update_path: str = "cpu"  # or "cpu-compiled", or "triton"
-    behind: Ticket[Behind] = field(default_factory=lambda: Done(Behind()))
+    behind: Ticket[TailResult] = field(default_factory=lambda: Done(TailResult()))
     speculation: Speculated = field(default_factory=Speculated)
 
     def as_dict(self) -> dict[str, float]:

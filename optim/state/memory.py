@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gemini.pages import advise_huge_pages, zeros
-from gemini.tickets import BesideTicket, Copied, CopyTicket
+from gemini.tickets import Copied, CopyTicket, SideStreamTicket
 
 from .pinning import Pin, pin_slab, pinned
 
@@ -83,12 +83,12 @@ class Memory(Protocol):
         does not wait for them."""
         ...
 
-    def behind_copies(self) -> AbstractContextManager[None]:
+    def after_copies(self) -> AbstractContextManager[None]:
         """What is begun in the body, as a collective, comes behind the copies to the device that
         were begun before; what the device computes does not wait for them."""
         ...
 
-    def beside(self, works: Sequence[Callable[[], None]]) -> Sequence[BesideTicket]:
+    def run_on_side_stream(self, works: Sequence[Callable[[], None]]) -> Sequence[SideStreamTicket]:
         """Give the device all of these in order, behind what it was given so far; what it computes
         next does not wait for them. A work may run as late as its ticket is waited for, and what it
         reads and writes is left alone until then."""
@@ -140,10 +140,10 @@ class DeviceMemory:
     def mover(self) -> Mover:
         return copy_alone
 
-    def behind_copies(self) -> AbstractContextManager[None]:
+    def after_copies(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def beside(self, works: Sequence[Callable[[], None]]) -> Sequence[BesideTicket]:
+    def run_on_side_stream(self, works: Sequence[Callable[[], None]]) -> Sequence[SideStreamTicket]:
         raise AssertionError(f"{self.device} computes one thing after the other")
 
     def address(self, tensor: Tensor) -> int:
@@ -267,11 +267,11 @@ class CudaMemory(DeviceMemory):
         return move
 
     @contextmanager
-    def behind_copies(self) -> Iterator[None]:
+    def after_copies(self) -> Iterator[None]:
         with torch.cuda.stream(self._in):  # the stream that a collective waits for
             yield
 
-    def beside(self, works: Sequence[Callable[[], None]]) -> Sequence[BesideTicket]:
+    def run_on_side_stream(self, works: Sequence[Callable[[], None]]) -> Sequence[SideStreamTicket]:
         current, tickets = torch.cuda.current_stream(self.device), []
         StreamMark(current).order(self._aside)
         try:

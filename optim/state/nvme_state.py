@@ -43,11 +43,11 @@ from gemini.optim.rules.state_layout import ALL_COLUMNS, MASTER, Columns, StateL
 from gemini.ranges import named
 from gemini.units import BlockId, format_bytes
 
+from .deferred_signals import DeferredSignals
 from .disk.forms import BlockForms
 from .disk.pinned_state import PinnedState
 from .disk.state_version import StateVersion
 from .disk.transfers import BlockTransfers
-from .held_signals import HeldSignals
 from .machine import (
     ENDS_WITH,
     Do,
@@ -172,7 +172,7 @@ class NvmeState:
         """Write every block's first version. `fill` gets zeroed planes."""
         with self._lent() as writes:
             for block in self.blocks:
-                with HeldSignals():  # Ctrl-C comes between two blocks
+                with DeferredSignals():  # Ctrl-C comes between two blocks
                     self._rewrite(block, fill, writes, is_new=True)
             self._count(0, writes)
 
@@ -234,14 +234,14 @@ class NvmeState:
         """Nothing was done before the step. Waits for what is under way of it."""
         if self.state.error is None and not any(row.is_early for row in self.state.rows):
             return
-        with HeldSignals():
+        with DeferredSignals():
             note(self.state, Event.DROPPED)
             self._go_on()
 
     def _look(self) -> None:
         """Nothing is under way, and no buffer holds a block."""
         self.store.check_process()
-        with HeldSignals():
+        with DeferredSignals():
             note(self.state, Event.LOOK)
             self._go_on()
             assert not self.num_in_use
@@ -266,14 +266,14 @@ class NvmeState:
     def fetched(self, row: Row) -> Tensor:
         """[n]: its new weights, or masters."""
         if self._forms.is_split(row.block):
-            return self._transfers.beside(row.block, row.buffer)
+            return self._transfers.undo_plane(row.block, row.buffer)
         return self._transfers.planes(row.block, row.buffer)[MASTER]
 
     def save(self, row: Row, save: Callable[[Block, Callable[[], Tensor]], bool]) -> None:
         """Before its update: `save` copies its parameters into [n] that holds their values, and
         answers whether they need to be restored when the step fails."""
         if self._forms.has_undo:
-            save(row.block, partial(self._transfers.beside, row.block, row.buffer))
+            save(row.block, partial(self._transfers.undo_plane, row.block, row.buffer))
             row.is_touched = True
         else:
             undo = partial(self._early_undo, row.block)
@@ -282,7 +282,7 @@ class NvmeState:
     def save_weight(self, row: Row, save: Callable[[Block, Callable[[], Tensor]], bool]) -> None:
         """Behind its update: a weight of which the master is a remainder is written with it."""
         if self._forms.is_split(row.block):
-            save(row.block, partial(self._transfers.beside, row.block, row.buffer))
+            save(row.block, partial(self._transfers.undo_plane, row.block, row.buffer))
 
     def remember(self, row: Row) -> None:
         """Before its early write: the step knows by this what it reads again."""
@@ -315,7 +315,7 @@ class NvmeState:
         only `param_undo`."""
         known = self._undo.get(row.id)
         if known is None and self._forms.has_undo and row.buffer is not None:
-            known = self._transfers.beside(row.block, row.buffer)
+            known = self._transfers.undo_plane(row.block, row.buffer)
         if known is not None:
             restore(row.block, {"param_undo": known})
             return
@@ -374,12 +374,12 @@ class NvmeState:
         pool, free = self._pool, self.state.free
         writes = WriteBehind(pool)
         try:
-            with HeldSignals():
+            with DeferredSignals():
                 while free:
                     pool.give(free.pop())
             yield writes
         finally:
-            with HeldSignals():
+            with DeferredSignals():
                 writes.abandon()
                 while pool.num_free:
                     free.append(pool.take())
@@ -398,14 +398,16 @@ class NvmeState:
             reads = read_ahead(self._pool, blocks, partial(self._transfers.read_all, at=at))
             try:
                 while True:
-                    with HeldSignals():  # Ctrl-C comes between two blocks: else a buffer is lost
+                    with (
+                        DeferredSignals()
+                    ):  # Ctrl-C comes between two blocks: else a buffer is lost
                         found = next(reads, None)
                     if found is None:
                         return
                     block, buffer, _ = found
                     visit(block, self._forms.shown(buffer, block))
             finally:
-                with HeldSignals():
+                with DeferredSignals():
                     reads.close()
 
     # -- versions that are kept --
@@ -430,7 +432,7 @@ class NvmeState:
             try:
                 for block in self.blocks if self._forms.has_undo else ():
                     if self._transfers.read_weights(block, buffer, commits):
-                        visit(block, self._transfers.beside(block, buffer))
+                        visit(block, self._transfers.undo_plane(block, buffer))
             finally:
                 self._pool.give(buffer)
 
@@ -461,12 +463,12 @@ class NvmeState:
         with self._lent() as writes:
             try:
                 for block in blocks:
-                    with HeldSignals():  # Ctrl-C comes between two blocks
+                    with DeferredSignals():  # Ctrl-C comes between two blocks
                         self._rewrite(block, fill, writes, is_new=False)
-                with HeldSignals():
+                with DeferredSignals():
                     self._count(step, writes)
             except BaseException:
-                with HeldSignals():
+                with DeferredSignals():
                     self.store.rollback()
                 raise
 

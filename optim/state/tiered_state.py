@@ -24,8 +24,8 @@ from gemini.ranges import named
 from gemini.tickets import CopyTicket
 from gemini.units import BlockId
 
+from .deferred_signals import DeferredSignals
 from .disk.pinned_state import PinnedState
-from .held_signals import HeldSignals
 from .memory import Memory
 from .nvme_state import NvmeState
 from .pieces import Planes, SteppedViews, Updater
@@ -356,7 +356,7 @@ class TieredState:
             look(block, self.shown(block))
         if self.nvme is not None and on_disk:
             self.nvme.load(on_disk, look)
-            with HeldSignals():
+            with DeferredSignals():
                 self.nvme.prefetch()
 
     @property
@@ -378,7 +378,7 @@ class TieredState:
             self._change(block, fill)
         if self.nvme is not None and on_disk:
             self.nvme.replace(fill, self.nvme.store.committed_step, on_disk)
-            with HeldSignals():
+            with DeferredSignals():
                 self.nvme.prefetch()
 
     def _split(self, blocks: Sequence[Block] | None) -> tuple[list[Block], list[Block]]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from gemini.optim.matrices.updater import MatrixUpdater
 from gemini.optim.rules.report import StepReport, Traffic
-from gemini.optim.state.held_signals import HeldSignals
+from gemini.optim.state.deferred_signals import DeferredSignals
 from gemini.optim.state.machine import (
     Do,
     Event,
@@ -139,7 +139,7 @@ class TargetStep:
 
     def prepare(
         self,
-        signals: HeldSignals | None = None,
+        signals: DeferredSignals | None = None,
         watch: Callable[[BlockId], None] | None = None,
     ) -> BaseException | None:
         """Update all blocks on disk beside their last version; what went wrong.
@@ -194,7 +194,7 @@ class TargetStep:
             return error
         return None
 
-    def _look_for(self, signals: HeldSignals | None) -> None:
+    def _look_for(self, signals: DeferredSignals | None) -> None:
         """One that came ends a step that has more to do."""
         state = self._state
         if signals is not None and signals.pending and (state.todo or state.reads):
@@ -326,7 +326,7 @@ def alone(error: BaseException | None) -> None:
 @torch.no_grad()
 def take(
     steps: Sequence[TargetStep],
-    signals: HeldSignals,
+    signals: DeferredSignals,
     agree: Callable[[BaseException | None], None] = alone,
     in_memory: InMemory = at_once,
 ) -> StepReport:

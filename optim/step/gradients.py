@@ -17,7 +17,7 @@ from gemini.units import ParamId
 Bits = tuple[int, Tensor]  # of a run's gradient: its id, the sum of its words; int64 0-d
 
 
-class HeldGradient(Protocol):
+class RunGradient(Protocol):
     """The gradient of one run, where there is one."""
 
     shard: Tensor | None  # [n], where updates run; None: it waits elsewhere
@@ -41,7 +41,7 @@ class GradientRun:
     id: int
     dtype: str
     parts: tuple[GradSegment, ...]
-    gradient: HeldGradient
+    gradient: RunGradient
     counts: bool = True
     has_replicas: bool = False
 

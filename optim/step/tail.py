@@ -20,8 +20,8 @@ from typing import Protocol
 
 import torch
 
-from gemini.optim.rules.report import Behind
-from gemini.optim.state.held_signals import SignalsBehind
+from gemini.optim.rules.report import TailResult
+from gemini.optim.state.deferred_signals import TailSignals
 from gemini.optim.state.space import Block
 from gemini.units import BlockId
 
@@ -82,13 +82,13 @@ class Ended:
     def __init__(self, gates: Sequence[Gate]) -> None:
         self.gate = Gate()
         self.failure = ""
-        self.value = Behind()
+        self.value = TailResult()
         self._gates = (*gates, self.gate)
 
     def ready(self) -> bool:
         return self.gate.ready()
 
-    def wait(self) -> Behind:
+    def wait(self) -> TailResult:
         self.gate.wait()
         return replace(self.value, waited_seconds=sum(gate.waited_seconds for gate in self._gates))
 
@@ -124,7 +124,7 @@ class Tail:
         step: TargetStep,
         agree: Callable[[BaseException | None], None],
         watcher: Watcher,
-        signals: SignalsBehind,
+        signals: TailSignals,
         agree_in_memory: Callable[[BaseException | None], None] | None = None,
     ) -> None:
         self.error: BaseException | None = None
@@ -158,7 +158,7 @@ class Tail:
         except BaseException as error:  # who settles the tail raises it
             self.error, self.behind.failure = error, str(error)
         traffic, stalled = self._step.moved()
-        self.behind.value = Behind(
+        self.behind.value = TailResult(
             self.error is None,
             traffic - self._before[0],
             stalled - self._before[1],

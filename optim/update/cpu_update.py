@@ -26,7 +26,7 @@ from gemini.optim.rules.formulas import noise, round_stochastic
 from gemini.optim.rules.quantised import decoded, encode, state_noise
 from gemini.optim.rules.rule import UpdateRule
 from gemini.optim.rules.split_master import SIGN, TIE, TIE_MASK, join, remainder_of, untied
-from gemini.optim.state.held_signals import wait_all
+from gemini.optim.state.deferred_signals import wait_all
 from gemini.optim.state.pieces import Piece
 
 T = TypeVar("T")

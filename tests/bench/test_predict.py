@@ -15,7 +15,7 @@ def test_rows_are_of_the_tiers_that_hold_anything():
 def test_gradients_that_a_tail_holds_count_in_the_forward():
     rows = {(tier, kind): (0,) * 4 for tier in TIERS for kind in KINDS}
     rows[TIERS[0], "non-model"] = (10, 20, 25, 5)
-    tail = SimpleNamespace(held_bytes=(9, 8))
+    tail = SimpleNamespace(kept_bytes=(9, 8))
     planned = SimpleNamespace(profile=Profile(rows), overlapped={"tail": tail})
     assert device_bytes(planned, "serial") == 25
     assert device_bytes(planned, "tail") == 28

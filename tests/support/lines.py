@@ -33,7 +33,7 @@ import torch.distributed as dist
 from bench.shared.workers import run_ranks
 from gemini import AutoPlacement
 from gemini.placement.timetable.updates import AUTO, IN_BACKWARD
-from optim.state.held_signals import SignalsBehind
+from optim.state.deferred_signals import TailSignals
 from tests.support.corpus import Find, keep
 from tests.support.loops.sides import Net, depth_at, loss_of, wrapped
 from tests.support.loops.tails import differences, everything, update_early
@@ -250,20 +250,20 @@ class Together(Alone):
         self._store = dist.distributed_c10d._get_default_store()
         self._round = 0
         self._has_tail = self._comes_late = False
-        hold, put_back = SignalsBehind.hold, SignalsBehind.put_back
+        hold, put_back = TailSignals.hold, TailSignals.put_back
 
-        def held(signals: SignalsBehind) -> None:
+        def held(signals: TailSignals) -> None:
             self._has_tail = True
             hold(signals)
 
-        def back(signals: SignalsBehind) -> bool:
+        def back(signals: TailSignals) -> bool:
             done = put_back(signals)
             self._has_tail &= not done
             return done
 
         self._patches = ExitStack()
-        self._patches.enter_context(mock.patch.object(SignalsBehind, "hold", held))
-        self._patches.enter_context(mock.patch.object(SignalsBehind, "put_back", back))
+        self._patches.enter_context(mock.patch.object(TailSignals, "hold", held))
+        self._patches.enter_context(mock.patch.object(TailSignals, "put_back", back))
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
         if not self._comes_late:

@@ -174,12 +174,12 @@ class SimBackend:
                 late.deliver() if self.updates_by_triton else late.end()
         return copy
 
-    def beside(self, works: Sequence[Callable[[], None]]) -> list[SimWork]:
+    def run_on_side_stream(self, works: Sequence[Callable[[], None]]) -> list[SimWork]:
         """See `optim.state.memory.Memory`."""
         return self._works.add(works)
 
     @contextmanager
-    def behind_copies(self) -> Iterator[None]:
+    def after_copies(self) -> Iterator[None]:
         """See `optim.state.memory.Memory`."""
         with self.copying():
             for copy in self._copies:

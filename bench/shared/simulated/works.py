@@ -90,5 +90,5 @@ class SimWork:
         self.order()
 
     def times(self) -> tuple[float, float]:
-        """See `gemini.tickets.BesideTicket`."""
+        """See `gemini.tickets.SideStreamTicket`."""
         return self.first.seconds, self._waited or 0.0

@@ -27,7 +27,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from gemini.nvme.files import calls
-from gemini.optim.state.held_signals import HeldSignals
+from gemini.optim.state.deferred_signals import DeferredSignals
 
 from . import unfinished
 from .errors import CheckpointError, FormatError, on_disk
@@ -53,7 +53,7 @@ class SaveFolder:
             calls.make_folders(target.parent)
             remove_dead(target.parent)
             try:
-                with HeldSignals():  # else Ctrl-C may leave the lock to nobody
+                with DeferredSignals():  # else Ctrl-C may leave the lock to nobody
                     self._lock = unfinished.make(self.path)
                     self._dropped = weakref.finalize(self, calls.close, self._lock)
                     self._dropped.atexit = False  # a save may go on until the process ends
@@ -175,7 +175,7 @@ def dead(parent: Path) -> Iterator[Path]:
             if ours and not unfinished.owner_lives(parent / target):
                 yield path
         elif name.startswith(".") and name.endswith((_SAVING, _DELETING)) and path.is_dir():
-            with unfinished.held_if_dead(path) as is_dead:
+            with unfinished.locked_if_dead(path) as is_dead:
                 if is_dead:
                     yield path
 

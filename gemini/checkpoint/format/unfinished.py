@@ -62,7 +62,7 @@ def make(path: Path) -> int:
 
 
 @contextmanager
-def held_if_dead(path: Path) -> Iterator[bool]:
+def locked_if_dead(path: Path) -> Iterator[bool]:
     """Whether a folder is ours and its owner died; locked for as long as this lasts."""
     lock = _open_lock(path / LOCK)
     try:

@@ -88,7 +88,7 @@ def facts_of(
     chunks of the call that begins. backward: the first moment of it."""
     has_room = plan.budgets.device >= UNLIMITED
     if not has_room:
-        held = held_at_most(plan, calls, backward)
+        held = kept_for_updates(plan, calls, backward)
         most = max((a + b for a, b in zip(held, totals, strict=False)), default=0)
         has_room = most <= plan.budgets.device
     return OverlapFacts(
@@ -101,7 +101,9 @@ def facts_of(
     )
 
 
-def held_at_most(plan: Plan, calls: Sequence[Sequence[ChunkId] | None], backward: int) -> list[int]:
+def kept_for_updates(
+    plan: Plan, calls: Sequence[Sequence[ChunkId] | None], backward: int
+) -> list[int]:
     """Bytes of the device at every moment of forward, of gradients that updates may still need:
     until a call uses their chunk, which waits for them. Where the device has memory of its own,
     those in host memory; else all, as a thread updates them."""

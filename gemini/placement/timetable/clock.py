@@ -158,7 +158,7 @@ class StepClock:
         self._began: list[float] = []
         self._asked = self._update_seconds = 0.0
         self._num_early = 0
-        self._held_bytes: list[int] = []
+        self._kept_bytes: list[int] = []
 
     def run(self) -> OverlapCost:
         threads = self._train(), self._update_all()
@@ -175,7 +175,7 @@ class StepClock:
         seconds = self._began[-1] - self._began[-2]
         waited = max(0.0, seconds - self._work.pass_seconds)
         return OverlapCost(
-            seconds, self._update_seconds, waited, self._num_early, tuple(self._held_bytes)
+            seconds, self._update_seconds, waited, self._num_early, tuple(self._kept_bytes)
         )
 
     # -- who trains --
@@ -183,7 +183,7 @@ class StepClock:
     def _train(self) -> Thread:
         for _ in range(ITERATIONS):
             self._began.append(self._now)
-            self._held_bytes.clear()
+            self._kept_bytes.clear()
             yield from self._pass()
             yield from self._step()
         self._began.append(self._now)
@@ -199,7 +199,7 @@ class StepClock:
             self._walk.begin(moment, self._now, self._is_late)
             yield from self._reach(moment)
             if moment < work.backward:
-                self._held_bytes.append(self._held)
+                self._kept_bytes.append(self._held)
             self._final(moment, None)
             for chunk, seconds in work.shares(moment):
                 if chunk is not None:
@@ -319,7 +319,7 @@ class StepClock:
         elif do is Do.WRITE:
             self._send(block, work.results)
         elif do is Do.FETCH:
-            nbytes = block.beside_bytes or block.numel * FP32_BYTES
+            nbytes = block.undo_bytes or block.numel * FP32_BYTES
             self._ends[block.id] = self._links.send(Tier.NVME, Tier.DEVICE, nbytes, self._now)
 
     def _collect(self) -> None:

@@ -54,7 +54,7 @@ def moves_of(
             at = num_trace_moments + position.get(block.id, len(order))
             site = Tier.HOST if path is UpdatePath.CPU else Tier.DEVICE
             for kind, src, dst, nbytes in update_transfers(
-                block.state_on(state), block.param_bytes, block.beside_bytes,
+                block.state_on(state), block.param_bytes, block.undo_bytes,
                 param=homes.param[i], grad=homes.grad[i],
                 state=state, path=path, has_master=block.gives_parameters(state),
             ):  # fmt: skip

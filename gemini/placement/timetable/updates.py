@@ -26,7 +26,7 @@ class OverlapCost:
     update_seconds: float  # from the call of `step()` until all is updated
     waited_seconds: float  # by so much the pass is longer than without updates
     num_early: int  # blocks on NVMe that are updated in backward
-    held_bytes: tuple[int, ...]  # of gradients that blocks still need, at every moment of forward
+    kept_bytes: tuple[int, ...]  # of gradients that blocks still need, at every moment of forward
 
     def __str__(self) -> str:
         return said(self.update_seconds, self.waited_seconds)

@@ -30,7 +30,7 @@ from gemini.memtracer.module_calls import (
     in_backward,
 )
 from gemini.nvme import NvmeError
-from gemini.optim.state.held_signals import HeldSignals
+from gemini.optim.state.deferred_signals import DeferredSignals
 from gemini.runtime.gradients.waiting import Gradients
 from gemini.runtime.meetings import Meetings
 from gemini.runtime.parts import Parts, in_pass, settle
@@ -77,7 +77,7 @@ class Calls:
                 caller.chunks = tuple(sorted(chunks))
             handles += self._modules.hook(callers)
             self._modules.trained(self._is_trained)
-        elif self._parts.regather.overlaps or self._parts.beside is not None:
+        elif self._parts.regather.overlaps or self._parts.tail_communicator is not None:
             for module, caller in callers_of(root, _own_params, gather_whole):
                 waits = partial(self._wait, caller.params)
                 handles.append(module.register_forward_pre_hook(waits, prepend=True))
@@ -105,7 +105,7 @@ class Calls:
         thawed = [param for param in self._unheard if params[param].requires_grad]
         if not thawed:
             return
-        with HeldSignals():  # Ctrl-C finds them frozen, or trained and listened to
+        with DeferredSignals():  # Ctrl-C finds them frozen, or trained and listened to
             thaw(self._parts, self._meetings, thawed)
             self._modules.trained(self._is_trained)
             self._unheard = [param for param in self._unheard if param not in thawed]

@@ -118,7 +118,7 @@ class Communicator:
         comm._group, comm.rank, comm.world_size, comm._watches = None, 0, 1, False
         return comm
 
-    def beside(self) -> Communicator:
+    def for_thread(self) -> Communicator:
         """The same ranks in a group of its own, over host memory: for one other thread. Collective.
 
         Ranks call its collectives in the same order among themselves, and in any beside this one's.

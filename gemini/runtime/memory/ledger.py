@@ -37,7 +37,7 @@ class MemoryLedger:
         self._host = host
         self._state: TieredState | None = None
         self._staging_bytes: Callable[[], int] = int
-        self._held_bytes: Callable[[], int] = int
+        self._kept_bytes: Callable[[], int] = int
         self.limited = False  # `note` has budgets to compare with
         self._overruns: Overruns | None = None
         self.judges = True  # `note` compares with budgets
@@ -54,12 +54,12 @@ class MemoryLedger:
 
     def hold(self, nbytes: Callable[[], int]) -> None:
         """Gradients of the device that were dropped, and that a tail still needs."""
-        self._held_bytes = nbytes
+        self._kept_bytes = nbytes
 
     @property
-    def held_bytes(self) -> int:
+    def kept_bytes(self) -> int:
         """Of those gradients."""
-        return self._held_bytes()
+        return self._kept_bytes()
 
     def judge_by(self, overruns: Overruns) -> None:
         """What passes a budget is told to these."""
@@ -70,7 +70,7 @@ class MemoryLedger:
         """Bytes on every tier, now: cheaper than by kind."""
         account, storage, state = self._account, self.storage, self._state
         device = account.payloads + account.device_shards + account.gradients
-        device += self._staging_bytes() + self._held_bytes()
+        device += self._staging_bytes() + self._kept_bytes()
         host, nvme = account.host_shards, 0
         apart = 0  # only where the host is another memory
         if storage is not None:
@@ -98,7 +98,7 @@ class MemoryLedger:
         found: Counter[tuple[Tier, str]] = Counter()
         found[Tier.DEVICE, "parameters"] = account.payloads + account.device_shards
         found[self._host, "parameters"] += account.host_shards
-        found[Tier.DEVICE, "gradients"] = account.gradients + self._held_bytes()
+        found[Tier.DEVICE, "gradients"] = account.gradients + self._kept_bytes()
         found[Tier.DEVICE, "staging"] = self._staging_bytes()
         self._add_storage(found)
         state = self._state

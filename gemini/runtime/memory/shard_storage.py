@@ -67,7 +67,8 @@ class ShardStorage:
         self.gradient_files: GradientFiles | None = None
         self.host_gradients: HostGradients | None = None
         self._changing = changing
-        self.beside: HasStaging | None = None  # what writes it, or what a step behind its caller
+        # of a tail, or of updates in backward: these have staging buffers of their own
+        self.update_staging: HasStaging | None = None
         self._goes_on = False  # the last one does
         self._forgets = False  # gradients in files, which that may still read
 
@@ -182,9 +183,9 @@ class ShardStorage:
             for files in self.gradient_files.files:
                 files.rollback()
 
-    def step_goes_on(self, beside: HasStaging) -> None:
+    def step_goes_on(self, staging: HasStaging) -> None:
         """Behind its caller: parameters are read as it writes them."""
-        self.beside, self._goes_on = beside, True
+        self.update_staging, self._goes_on = staging, True
         if self.params is not None:
             self.params.reads_latest = True
 
@@ -192,7 +193,7 @@ class ShardStorage:
         """It counts, or is about to be undone."""
         if not self._goes_on:
             return
-        self.beside, self._goes_on = None, False
+        self.update_staging, self._goes_on = None, False
         if self.params is not None:
             self.params.reads_latest = False
         if self._forgets:
@@ -226,9 +227,9 @@ class ShardStorage:
 
     @property
     def staging_bytes(self) -> int:
-        beside = 0 if self.beside is None else self.beside.staging_bytes
+        update = 0 if self.update_staging is None else self.update_staging.staging_bytes
         frozen = 0 if self.frozen is None else self.frozen.staging_bytes
-        return beside + frozen + sum(files.staging_bytes for files in self.files)
+        return update + frozen + sum(files.staging_bytes for files in self.files)
 
     @property
     def average_bytes(self) -> tuple[int, int]:

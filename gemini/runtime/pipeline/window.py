@@ -75,7 +75,7 @@ class Window:
         self._close()
         collector = parts.sampler.collector
         collector.before_change()
-        parts.reducer.reduce_held(1 / divisor)
+        parts.reducer.reduce_deferred(1 / divisor)
         collector.after_change()
         self._gradients.exchange_presence()
         parts.ledger.note()

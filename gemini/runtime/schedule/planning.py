@@ -397,11 +397,11 @@ def begin_planning(
         used = sequential_trace(layout.params, overlap=budgets.device < UNLIMITED)
     else:
         used = reduce_traces(traces)
-    beside_device = backend.has_host_tier and not backend.updates_by_triton
+    updates_on_host = backend.has_host_tier and not backend.updates_by_triton
     inputs = PlanInputs(
         layout=layout, trace=used, state=state, budgets=budgets, bandwidths=bandwidths,
         has_host_tier=backend.has_host_tier, max_prefetch=max_prefetch,
-        off_device=UpdatePath.CPU if beside_device else UpdatePath.STREAM, fixed_params=fixed,
+        off_device=UpdatePath.CPU if updates_on_host else UpdatePath.STREAM, fixed_params=fixed,
         with_originals=with_originals, num_ahead=num_ahead,
     )  # fmt: skip
     inputs = replace(inputs, block_numel=block_sizes(policy, inputs)[0])

@@ -274,7 +274,7 @@ class Reducer:
         self._begun.clear()
         self._nothing_is_left()
 
-    def reduce_held(self, factor: float) -> None:
+    def reduce_deferred(self, factor: float) -> None:
         """Times `factor`, one reduction of what `holding` has left; all ranks call it."""
         for chunk in self._order:
             if factor != 1:

@@ -8,7 +8,7 @@ from torch import nn
 
 from gemini.chunk.parameter import unwatch, watch
 from gemini.chunk.storage import Chunk
-from gemini.optim.rules.report import Behind
+from gemini.optim.rules.report import TailResult
 from gemini.tickets import Done, Ticket
 from gemini.units import ChunkId
 
@@ -31,14 +31,14 @@ class Updating:
         self._params = params
         self._watches = watches
         self.coming: dict[ChunkId, Chunk] = {}
-        self.behind: Ticket[Behind] = Done(Behind())  # of the last step that had a tail
+        self.behind: Ticket[TailResult] = Done(TailResult())  # of the last step that had a tail
 
-    def begin(self, tickets: Mapping[ChunkId, Ticket[None]], behind: Ticket[Behind]) -> None:
+    def begin(self, tickets: Mapping[ChunkId, Ticket[None]], behind: Ticket[TailResult]) -> None:
         """These chunks are updated when their tickets are done. behind: of the whole tail."""
         self.behind = behind
         for chunk_id, ticket in tickets.items():
             chunk = self.coming[chunk_id] = self._chunks[chunk_id]
-            chunk.update_behind(ticket)
+            chunk.begin_update(ticket)
             if self._watches:
                 for slot in chunk.spec.slots:
                     watch(self._params[slot.param])

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from gemini.optim.rules.report import Outcome, StepReport, Traffic
-from gemini.optim.state.held_signals import HeldSignals
+from gemini.optim.state.deferred_signals import DeferredSignals
 from gemini.optim.step.driver import InMemory, TargetStep, at_once, take
 from gemini.optim.step.executor import Executor
 from gemini.runtime.comm.ballot import Agreement, Ballot
@@ -113,11 +113,11 @@ def carry_out(
     for step in steps:
         step.parts.manager.release_for_step()
     try:
-        with HeldSignals() as held:
+        with DeferredSignals() as signals:
             for step in steps:
                 step.parts.ledger.note()
             try:
-                report = take([step.step for step in steps], held, agree, in_memory)
+                report = take([step.step for step in steps], signals, agree, in_memory)
             except BaseException:
                 for step in steps:
                     step.executor.undo()

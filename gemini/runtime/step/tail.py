@@ -4,8 +4,8 @@
               that it reads (`gemini.runtime.schedule.updating`)
     settle    the tail has ended; where a disk failed the step is undone, and the error raised
 
-Where a device's kernels update, what is in memory is given to the device beside what it computes
-(`optim.step.beside`); else a thread updates everything (`optim.step.tail`).
+Where a device's kernels update, what is in memory is given to a side stream of the device
+(`optim.step.side_stream`); else a thread updates everything (`optim.step.tail`).
 
 All ranks agree in the tail, through a group of its own, on whether every disk did its part: until
 then nothing counts anywhere, and a rank whose disk failed goes on, so that nobody waits for it.
@@ -21,13 +21,13 @@ from functools import partial
 from time import perf_counter as clock
 
 from gemini.chunk.storage import Chunk
-from gemini.optim.rules.report import Behind
+from gemini.optim.rules.report import TailResult
 from gemini.optim.rules.speculation import TailTimes
-from gemini.optim.state.held_signals import HeldSignals, SignalsBehind
+from gemini.optim.state.deferred_signals import DeferredSignals, TailSignals
 from gemini.optim.state.space import Block
 from gemini.optim.state.tiered_state import TieredState
-from gemini.optim.step.beside import Beside
 from gemini.optim.step.driver import TargetStep
+from gemini.optim.step.side_stream import SideStreamUpdates
 from gemini.optim.step.tail import Ended, Gate, Tail
 from gemini.placement.tiers import Tier
 from gemini.placement.timetable.updates import BEHIND
@@ -75,8 +75,8 @@ class StepTail:
         self._parts = parts
         self._under_way: _UnderWay | None = None
         self._ending = threading.RLock()  # an undo settles; an evaluation may run in another thread
-        self._signals: SignalsBehind | None = None  # held, or to be put back by the main thread
-        self.beside: Beside | None = None  # of a step that no thread carries out
+        self._signals: TailSignals | None = None  # held, or to be put back by the main thread
+        self.side_stream: SideStreamUpdates | None = None  # of a step that no thread carries out
         self.times = TailTimes()  # of the last one
 
     @property
@@ -91,9 +91,9 @@ class StepTail:
         tiered_state: TieredState,
         chunks: Sequence[Chunk],
         taken: Sequence[ParamId],
-        signals: SignalsBehind,
+        signals: TailSignals,
         forget: Callable[[], None],
-    ) -> Ticket[Behind]:
+    ) -> Ticket[TailResult]:
         """Go on with a step that was submitted, and that `forget` takes back.
 
         views: of the step, which hold what it needs. chunks: of the shards of the state space.
@@ -102,10 +102,10 @@ class StepTail:
         gates = _Gates(tiered_state, chunks, views)
         if views.files is not None:
             parts.storage.step_goes_on(views.files)
-        assert parts.beside is not None
-        vote, in_memory = Vote(parts.beside, raise_failures), None
+        assert parts.tail_communicator is not None
+        vote, in_memory = Vote(parts.tail_communicator, raise_failures), None
         if parts.plan.blocks_on(Tier.HOST):
-            in_memory = Vote(parts.beside, raise_what_tore)
+            in_memory = Vote(parts.tail_communicator, raise_what_tore)
         tail = Tail(step, vote, gates, signals, in_memory)
 
         share = 0.0 if tiered_state.nvme is None else tiered_state.nvme.held_share
@@ -115,12 +115,12 @@ class StepTail:
         self._signals = signals
         # A program that ends with this step asks nobody for its error: the interpreter's end does.
         ask_at_the_end(id(self), partial(_failure_of, tail.behind))
-        parts.ledger.hold(lambda: views.held_bytes)
+        parts.ledger.hold(lambda: views.kept_bytes)
         parts.updating.begin(gates.of_chunk, tail.behind)
         tail.start()
         return tail.behind
 
-    def begin_beside(
+    def begin_on_side_stream(
         self,
         step: TargetStep,
         views: ShardViews,
@@ -133,18 +133,18 @@ class StepTail:
         # Gradients may be dropped as soon as `step()` has returned, and their memory given to
         # others on the stream that computes.
         views.hold()
-        self.beside = Beside(
+        self.side_stream = SideStreamUpdates(
             parts.backend, tiered_state.in_memory, updates, views, lambda: step.moved()[0]
         )
-        of_shard = self.beside.of_shard
+        of_shard = self.side_stream.of_shard
         tickets = {chunks[i].spec.id: ticket for i, ticket in of_shard.items()}
-        parts.updating.begin(tickets, self.beside.behind)
-        parts.ledger.hold(lambda: views.held_bytes)
+        parts.updating.begin(tickets, self.side_stream.work)
+        parts.ledger.hold(lambda: views.kept_bytes)
 
     @property
     def goes_on(self) -> bool:
         """Whether the last step has one that nobody has waited for to its end."""
-        return self._under_way is not None or self.beside is not None
+        return self._under_way is not None or self.side_stream is not None
 
     def settle(self) -> None:
         """Wait until the last step counts. Raises what ended it; then it is undone.
@@ -155,8 +155,8 @@ class StepTail:
             self._settle_held()
 
     def _settle_held(self) -> None:
-        if self.beside is not None:
-            self.beside.order()
+        if self.side_stream is not None:
+            self.side_stream.order()
             self._ended()
         under_way = self._under_way
         if under_way is None:
@@ -168,7 +168,7 @@ class StepTail:
         self.times = under_way.times(asked)
         self._put_signals_back()
         # An undo that is left in its middle would have weights of two steps.
-        with HeldSignals():
+        with DeferredSignals():
             self._ended()
             error = tail.error
             if error is not None and tail.is_torn:
@@ -181,8 +181,8 @@ class StepTail:
     def end(self) -> None:
         """Wait for it, whatever has come of it: what it works on goes."""
         with self._ending:
-            if self.beside is not None:
-                self.beside.order()
+            if self.side_stream is not None:
+                self.side_stream.order()
                 self._ended()
             under_way = self._under_way
             if under_way is not None:
@@ -196,7 +196,7 @@ class StepTail:
             self._signals = None
 
     def _ended(self) -> None:
-        self._under_way = self.beside = None
+        self._under_way = self.side_stream = None
         was_asked(id(self))
         self._parts.updating.end()
         self._parts.storage.step_has_ended()

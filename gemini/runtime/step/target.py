@@ -28,7 +28,7 @@ from gemini.optim.rules.config import StateConfig
 from gemini.optim.rules.control_vector import ControlVector
 from gemini.optim.rules.report import NonFiniteGradientError, Outcome, SkipLog, StepReport, Traffic
 from gemini.optim.rules.rule import NormRule, UpdateRule
-from gemini.optim.state.held_signals import SignalsBehind
+from gemini.optim.state.deferred_signals import TailSignals
 from gemini.optim.step.cpu_step import CpuStep
 from gemini.optim.step.driver import InMemory, TargetStep, at_once
 from gemini.optim.step.executor import AnyUpdater, Executor
@@ -41,14 +41,14 @@ from gemini.tickets import Done
 from gemini.units import BlockId, ParamId
 
 from .agreement import AgreedStep, carry_out, raise_what_any_rank_raised
-from .ahead.early_views import EarlyShardViews
-from .ahead.speculation import Assumed, StepSpeculation
+from .early_views import EarlyShardViews
 from .executors import planned_staging
-from .files_beside import FilesBeside
 from .gradients import StepGradients, check_any
+from .speculation import Assumed, StepSpeculation
 from .state.norms import with_norms
 from .state.saved_state import SavedShards, group_of
 from .state.shard_state import StepCalls
+from .update_files import UpdateFiles
 from .views import ShardViews
 from .weights import after_step, write_back_changes
 
@@ -171,20 +171,22 @@ class ShardTarget(SavedShards):
         agree = partial(raise_what_any_rank_raised, self._parts, uses_disk=self._uses_disk)
         if step.views.files is not None:  # asked once: see `_views`
             return self._begin_tail(step, agree)
-        return self._with_behind(carry_out([step], agree, self._in_memory(step.step, step.views)))
+        return self._with_tail(carry_out([step], agree, self._in_memory(step.step, step.views)))
 
     def _in_memory(self, step: TargetStep, views: ShardViews) -> InMemory:
-        """Who updates what is there: this call, or the device beside what it computes next."""
+        """Who updates what is there: this call, or the device on its side stream."""
         if not (self._tail.applies and isinstance(self._executor, TritonStep)):
             return at_once
-        return partial(self._tail.begin_beside, step, views, self._tiered_state, self._chunks)
+        return partial(
+            self._tail.begin_on_side_stream, step, views, self._tiered_state, self._chunks
+        )
 
-    def _with_behind(self, report: StepReport) -> StepReport:
-        """With what goes on beside the device; its traffic is not that of the call."""
-        beside = self._tail.beside
-        if beside is None:
+    def _with_tail(self, report: StepReport) -> StepReport:
+        """With what the side stream still updates; its traffic is not that of the call."""
+        side_stream = self._tail.side_stream
+        if side_stream is None:
             return report
-        behind = beside.behind
+        behind = side_stream.work
         return replace(report, traffic=report.traffic - behind.traffic, behind=behind)
 
     def _taught(self, speculation: StepSpeculation, report: StepReport) -> StepReport:
@@ -224,7 +226,7 @@ class ShardTarget(SavedShards):
         parts.manager.release_for_step()
         parts.ledger.note()
         agreed.views.hold()
-        signals = SignalsBehind()
+        signals = TailSignals()
         signals.hold()
         error: BaseException | None = None
         try:
@@ -356,7 +358,7 @@ class ShardTarget(SavedShards):
         after_step(parts)
         traffic = step.moved()[0] - before + self.gathered_since()
         report = StepReport(executor.outcome(), traffic, update_path=updater.name)
-        return self._with_behind(report)
+        return self._with_tail(report)
 
     def _hyper_by_param(self, hypers: Sequence[Any], taken: Sequence[ParamId]) -> Sequence[Any]:
         """None for those that are left alone."""
@@ -379,7 +381,7 @@ class ShardTarget(SavedShards):
             self._parts.backend,
             staging=self._executor.staging,
             merges=self._executor.merges_parameters,
-            files=FilesBeside(self._parts.storage) if has_thread else None,
+            files=UpdateFiles(self._parts.storage) if has_thread else None,
         )
 
     def clip(self, clip: Clip) -> Tensor | None:

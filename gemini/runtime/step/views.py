@@ -25,7 +25,7 @@ from gemini.runtime.memory.gradient_homes import (
     HostGradients,
 )
 from gemini.runtime.memory.shard_storage import ShardStorage
-from gemini.runtime.step.files_beside import FilesBeside
+from gemini.runtime.step.update_files import UpdateFiles
 from gemini.tickets import CopyTicket
 from gemini.units import BlockId, ChunkId, align_up
 
@@ -59,7 +59,7 @@ class _Loan:
 
 
 @dataclass(slots=True)
-class Held:
+class KeptGradient:
     """Of one shard: what a step needs that goes on behind its caller."""
 
     shard: Tensor | None  # [S] where it lives, if that is memory
@@ -84,7 +84,7 @@ class ShardViews:
         *,
         staging: DeviceStaging | None,
         merges: bool,
-        files: FilesBeside | None = None,
+        files: UpdateFiles | None = None,
     ) -> None:
         """`hyper[param]` is None where the step leaves a parameter alone; `steps` count from 1.
 
@@ -107,7 +107,7 @@ class ShardViews:
         self._signature: object | None = None
         self._left: set[BlockId] = set()  # whose new weights have left with their state
         self._saving: tuple[CopyTicket, Tensor, Tensor] | None = None  # to here, by way of there
-        self._held: list[Held] = []  # by shard; see `hold`
+        self._kept_grads: list[KeptGradient] = []  # by shard; see `hold`
         self._borrowing = {
             shard
             for shard, chunk in enumerate(chunks)
@@ -118,22 +118,22 @@ class ShardViews:
         """The step goes on behind its caller, who may drop gradients: keep those there are now, and
         ask no chunk any more."""
         self.signature()
-        self._held = [self._kept(chunk) for chunk in self._chunks]
+        self._kept_grads = [self._kept(chunk) for chunk in self._chunks]
 
     @staticmethod
-    def _kept(chunk: Chunk) -> Held:
+    def _kept(chunk: Chunk) -> KeptGradient:
         here = None if chunk.files is not None else chunk.shard_memory
-        return Held(here, chunk.grad, chunk.gradient.offloaded_dtype)
+        return KeptGradient(here, chunk.grad, chunk.gradient.offloaded_dtype)
 
     def let_go(self, shard: int) -> None:
         """Of its gradient: nothing of it is updated any more."""
-        self._held[shard].grad = self._held[shard].offloaded = None
+        self._kept_grads[shard].grad = self._kept_grads[shard].offloaded = None
 
     @property
-    def held_bytes(self) -> int:
+    def kept_bytes(self) -> int:
         """Of gradients that were dropped, and are still to be used."""
-        pairs = zip(self._held, self._chunks, strict=False)
-        dropped = (held.grad for held, chunk in pairs if held.grad is not chunk.grad)
+        pairs = zip(self._kept_grads, self._chunks, strict=False)
+        dropped = (kept.grad for kept, chunk in pairs if kept.grad is not chunk.grad)
         return sum(grad.nbytes for grad in dropped if grad is not None)
 
     def inputs_of(self, block: Block) -> tuple[tuple[object, int] | None, ...]:
@@ -371,7 +371,7 @@ class ShardViews:
 
     def _grad_of(self, block: Block) -> Tensor:
         gradient = self._chunks[block.shard].gradient
-        here = self._held[block.shard].grad if self._held else gradient.shard
+        here = self._kept_grads[block.shard].grad if self._kept_grads else gradient.shard
         if here is not None:
             return self._part_of(here, block)
         loan = self._loan(block)
@@ -433,27 +433,27 @@ class ShardViews:
         return self._chunks[block.shard].spec.id, index
 
     def _has_gradient(self, block: Block) -> bool:
-        if self._held:
-            held = self._held[block.shard]
-            return held.grad is not None or held.offloaded is not None
+        if self._kept_grads:
+            kept = self._kept_grads[block.shard]
+            return kept.grad is not None or kept.offloaded is not None
         return self._chunks[block.shard].gradient.exists
 
     def _offloaded(self, shard: int) -> torch.dtype | None:
         """Of a gradient that is not on the device."""
-        if self._held:
-            return self._held[shard].offloaded
+        if self._kept_grads:
+            return self._kept_grads[shard].offloaded
         return self._chunks[shard].gradient.offloaded_dtype
 
     def _memory_of(self, shard: int) -> Tensor:
         """[S] where it lives, in memory."""
-        if not self._held:
+        if not self._kept_grads:
             return self._chunks[shard].shard_memory
-        memory = self._held[shard].shard
+        memory = self._kept_grads[shard].shard
         assert memory is not None
         return memory
 
     def _shard_of(self, block: Block) -> Tensor:
-        if self._held:
+        if self._kept_grads:
             return self._part_of(self._memory_of(block.shard), block)
         return self._part_of(self._chunks[block.shard].shard, block)
 

@@ -32,22 +32,22 @@ from gemini.units import PAGE_BYTES, BlockId, align_up
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class BlockParts:
     """Of one block: blocks of the file, and whole pages of a buffer, one part behind the other."""
 
     state: BlockId  # its planes
     state_nbytes: int
-    beside: BlockId | None  # what lies beside them
+    undo_part: BlockId | None  # its undo plane, or the weights of split masters
     nbytes: int  # of both
     is_split: bool  # its masters are joined with its parameters
 
 
 class BlockForms:
-    """Of the blocks of one file: states first, then what is beside them.
+    """Of the blocks of one file: states first, then undo planes.
 
     layout: with whole masters. split: blocks whose masters are not. undo: there are no masters.
     columns: which planes a block has.
-    nbytes: of every block of the file. In a buffer, what is beside begins behind the planes' pages.
+    nbytes: of every block of the file. In a buffer, the undo plane begins at the next whole page.
     """
 
     def __init__(
@@ -72,21 +72,21 @@ class BlockForms:
             for is_split in (False, True)
         }
         self.nbytes: list[int] = []
-        self._beside_dtype = DTYPES[layout.dtype if undo else WEIGHT_DTYPE]
-        beside_nbytes: list[int] = []
-        self.parts: dict[BlockId, Parts] = {}
+        self._undo_dtype = DTYPES[layout.dtype if undo else WEIGHT_DTYPE]
+        undo_nbytes: list[int] = []
+        self.parts: dict[BlockId, BlockParts] = {}
         for i, block in enumerate(blocks):
             is_split = block.id in split
             planes = self._stored[self._shown[block.id], is_split]
             self.nbytes.append(planes.block_nbytes(block.numel))
             state_nbytes = nbytes = align_up(self.nbytes[i], PAGE_BYTES)
-            beside = None
+            undo_part = None
             if undo or is_split:
-                beside = BlockId(len(blocks) + len(beside_nbytes))
-                beside_nbytes.append(block.numel * self._beside_dtype.itemsize)
-                nbytes += align_up(beside_nbytes[-1], PAGE_BYTES)
-            self.parts[block.id] = Parts(BlockId(i), state_nbytes, beside, nbytes, is_split)
-        self.nbytes += beside_nbytes
+                undo_part = BlockId(len(blocks) + len(undo_nbytes))
+                undo_nbytes.append(block.numel * self._undo_dtype.itemsize)
+                nbytes += align_up(undo_nbytes[-1], PAGE_BYTES)
+            self.parts[block.id] = BlockParts(BlockId(i), state_nbytes, undo_part, nbytes, is_split)
+        self.nbytes += undo_nbytes
         self.buffer_nbytes = max(parts.nbytes for parts in self.parts.values())
 
     @property
@@ -117,16 +117,16 @@ class BlockForms:
         """Its planes, in the file."""
         return self.parts[block.id].state
 
-    def beside_id(self, block: Block) -> BlockId:
-        """What lies beside them."""
-        beside = self.parts[block.id].beside
-        assert beside is not None
-        return beside
+    def undo_id(self, block: Block) -> BlockId:
+        """Of its undo plane."""
+        undo_part = self.parts[block.id].undo_part
+        assert undo_part is not None
+        return undo_part
 
     def ids(self, block: Block) -> list[BlockId]:
         """All that the file has of it."""
         parts = self.parts[block.id]
-        return [parts.state] if parts.beside is None else [parts.state, parts.beside]
+        return [parts.state] if parts.undo_part is None else [parts.state, parts.undo_part]
 
     def committed_ids(self, block: Block) -> list[BlockId]:
         """What of that one version of it consists of."""
@@ -136,15 +136,15 @@ class BlockForms:
         """Whole pages for its planes."""
         return buffer.view[: self.parts[block.id].state_nbytes]
 
-    def beside_view(self, buffer: Buffer, block: Block) -> memoryview:
-        """Whole pages for what is beside them."""
+    def undo_view(self, buffer: Buffer, block: Block) -> memoryview:
+        """Whole pages for its undo plane."""
         parts = self.parts[block.id]
         return buffer.view[parts.state_nbytes : parts.nbytes]
 
-    def beside(self, buffer: Buffer, block: Block) -> Tensor:
+    def undo_plane(self, buffer: Buffer, block: Block) -> Tensor:
         """[n], a view: its weight, or fp32 or float64 parameters before a step."""
         return torch.frombuffer(
-            self.beside_view(buffer, block), dtype=self._beside_dtype, count=block.numel
+            self.undo_view(buffer, block), dtype=self._undo_dtype, count=block.numel
         )
 
     def planes(self, buffer: Buffer, block: Block) -> Planes:
@@ -163,7 +163,7 @@ class BlockForms:
     def shown(self, buffer: Buffer, block: Block) -> Planes:
         """As all others see it: with whole masters. To be read, while the buffer is; the buffer
         does not hold the block any more."""
-        weight = self.beside(buffer, block) if self.is_split(block) else None
+        weight = self.undo_plane(buffer, block) if self.is_split(block) else None
         return shown(self.planes(buffer, block), self._shown[block.id], weight, in_place=True)
 
     def change(self, buffer: Buffer, block: Block, fill: Callable[[Block, Planes], None]) -> None:
@@ -171,5 +171,5 @@ class BlockForms:
         values, planes = self.shown(buffer, block), self.planes(buffer, block)
         fill(block, values)
         if self.is_split(block):
-            planes[WEIGHT] = self.beside(buffer, block)
+            planes[WEIGHT] = self.undo_plane(buffer, block)
         take(planes, values, self._shown[block.id], is_split=self.is_split(block))

@@ -27,8 +27,8 @@ class PinnedState:
         def read(block: Block, buffer: Buffer) -> Ticket[tuple[int, ...]]:
             parts = [self._pinned.read(forms.state_id(block), forms.state_view(buffer, block))]
             if forms.is_split(block):
-                weight = forms.beside_view(buffer, block)
-                parts.append(self._pinned.read(forms.beside_id(block), weight))
+                weight = forms.undo_view(buffer, block)
+                parts.append(self._pinned.read(forms.undo_id(block), weight))
             return TicketGroup(parts)
 
         pool = BufferPool(2, forms.buffer_nbytes)

@@ -170,7 +170,7 @@ class VersionReader:
             self._shown = None
             views = [forms.state_view(self._buffer, block)]
             if forms.is_split(block):
-                views.append(forms.beside_view(self._buffer, block))
+                views.append(forms.undo_view(self._buffer, block))
             parts = list(zip(forms.committed_ids(block), views, strict=True))
             tickets = [self._engine.read(self._transfer(part, view)) for part, view in parts]
             for (part, _), ticket in zip(parts, tickets, strict=True):

@@ -35,13 +35,13 @@ class BlockTransfers:
         if key not in self._views:
             planes = self._forms.planes(buffer, block)
             if is_split:
-                planes[WEIGHT] = self.beside(block, buffer)
+                planes[WEIGHT] = self.undo_plane(block, buffer)
             self._views[key] = planes
         return dict(self._views[key])
 
-    def beside(self, block: Block, buffer: Buffer) -> Tensor:
-        """[n]: what lies beside its planes."""
-        return self._forms.beside(buffer, block)
+    def undo_plane(self, block: Block, buffer: Buffer) -> Tensor:
+        """[n]: its undo plane."""
+        return self._forms.undo_plane(buffer, block)
 
     # -- what was committed --
 
@@ -57,21 +57,21 @@ class BlockTransfers:
         state = buffer.view[: forms.parts[block.id].state_nbytes]
         parts = [self._store.read(forms.state_id(block), state, at)]
         if forms.is_split(block):
-            view = forms.beside_view(buffer, block)
-            parts.append(self._store.read(forms.beside_id(block), view, at))
+            view = forms.undo_view(buffer, block)
+            parts.append(self._store.read(forms.undo_id(block), view, at))
         return TicketGroup(parts)
 
     def read_weights(self, block: Block, buffer: Buffer, commits: Sequence[Index]) -> bool:
         """Read what parameters without masters were at the first of these commits, which follow
         each other to the last; False where they have not changed since. Waits for it.
 
-        What a step writes beside its planes is what they were before it.
+        The undo plane has what weights were before the step.
         """
-        beside = self._forms.beside_id(block)
+        undo_part = self._forms.undo_id(block)
         for before, index in pairwise(commits):
-            if index.entries[beside].version != before.entries[beside].version:
-                view = self._forms.beside_view(buffer, block)
-                self._store.read(beside, view, index).wait()
+            if index.entries[undo_part].version != before.entries[undo_part].version:
+                view = self._forms.undo_view(buffer, block)
+                self._store.read(undo_part, view, index).wait()
                 return True
         return False
 
@@ -81,24 +81,24 @@ class BlockTransfers:
         if not (forms.has_undo or forms.is_split(block)):
             self.read(block, buffer).wait()
             return self.planes(block, buffer)
-        beside, view = forms.beside_id(block), forms.beside_view(buffer, block)
+        undo_part, view = forms.undo_id(block), forms.undo_view(buffer, block)
         read = self._store.read_uncommitted if forms.has_undo else self._store.read
-        read(beside, view).wait()
-        return {"param_undo": self.beside(block, buffer)}
+        read(undo_part, view).wait()
+        return {"param_undo": self.undo_plane(block, buffer)}
 
     # -- what does not count yet --
 
     def write(self, block: Block, buffer: Buffer, *, with_undo: bool) -> Ticket[object]:
         """Begin to write it beside its last version.
 
-        with_undo: with what is beside the planes, also where that only undoes this step.
+        with_undo: with the undo plane, also where that only undoes this step.
         """
         parts, view = self._forms.parts[block.id], buffer.view
         state = self._store.write(parts.state, view[: parts.state_nbytes])
-        if parts.beside is None or not (parts.is_split or with_undo):
+        if parts.undo_part is None or not (parts.is_split or with_undo):
             return state
-        beside = self._store.write(parts.beside, view[parts.state_nbytes : parts.nbytes])
-        return TicketGroup((state, beside))
+        undo_part = self._store.write(parts.undo_part, view[parts.state_nbytes : parts.nbytes])
+        return TicketGroup((state, undo_part))
 
     def checksum(self, block: Block, buffer: Buffer) -> int:
         """By which `read_written` knows what is to be written now; 0 where it need not."""
@@ -110,8 +110,8 @@ class BlockTransfers:
         """Begin to read its new weight, or its new master, when it is written."""
         forms = self._forms
         if forms.is_split(block):
-            view = forms.beside_view(buffer, block)
-            return self._store.read_uncommitted(forms.beside_id(block), view)
+            view = forms.undo_view(buffer, block)
+            return self._store.read_uncommitted(forms.undo_id(block), view)
         pages = buffer.view[: self._master_nbytes(block)]
         return self._store.read_written(forms.state_id(block), pages, checksum)
 
@@ -139,7 +139,7 @@ class BlockTransfers:
     def _again_nbytes(self, block: Block) -> int:
         """That `read_written` reads."""
         if self._forms.is_split(block):
-            return self._store.buffer_nbytes(self._forms.beside_id(block))
+            return self._store.buffer_nbytes(self._forms.undo_id(block))
         return self._master_nbytes(block)
 
     def _master_nbytes(self, block: Block) -> int:

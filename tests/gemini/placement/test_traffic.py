@@ -86,7 +86,7 @@ def test_disks_move_what_the_plan_says(precision, share):
             assert wanted - BLOCKS.depth * 4 * 1024 * 4 <= read <= wanted
         else:
             assert read == wanted, kind
-        kinds = (kind, MoveKind.BESIDE) if kind is MoveKind.STATE else (kind,)
+        kinds = (kind, MoveKind.UNDO) if kind is MoveKind.STATE else (kind,)
         assert written == sum(in_pages(plan, k, D, N) for k in kinds), kind
 
 

@@ -27,7 +27,7 @@ def test_held_gradients_count_and_pass_no_budget(budget):
     with warnings.catch_warnings():
         warnings.simplefilter("error", BudgetWarning)  # in forward, too
         for _ in late_updates(model, optimizer):
-            held.append(ledger.held_bytes)
+            held.append(ledger.kept_bytes)
             assert ledger.totals()[Tier.DEVICE] <= budget_bytes
     assert held[1:] == [gradient_bytes] * 3
     assert optimizer.last_report.behind.wait().committed

@@ -66,10 +66,10 @@ def test_what_computes_has_one_processor_for_updates_and_forward():
 def test_gradients_live_until_their_blocks_are_updated():
     """Of one block each, of which two are updated when the forward begins."""
     gradient = 2 * BLOCK
-    late = priced(TEN, 0.1).held_bytes
+    late = priced(TEN, 0.1).kept_bytes
     assert late[0] == 8 * gradient and late[-1] == 0 and len(late) == 20
     assert list(late) == sorted(late, reverse=True)
-    assert set(priced(TEN, 200.0).held_bytes[2:]) == {0}
+    assert set(priced(TEN, 200.0).kept_bytes[2:]) == {0}
 
 
 def test_a_chunk_with_state_in_memory_is_waited_for_to_the_end():

@@ -305,11 +305,11 @@ def test_gradients_live_until_their_blocks_are_updated_and_are_counted(path):
         before = ledger.totals()
         optimizer.zero_grad()
         gc.collect()
-        assert ledger.held_bytes == sum(2 * c.spec.shard_numel for c in model.engine.chunks)
+        assert ledger.kept_bytes == sum(2 * c.spec.shard_numel for c in model.engine.chunks)
         assert ledger.totals() == before
         updates.go_on()
     token_loss(model, batches(1)[0])
-    assert ledger.held_bytes == 0  # a forward has waited for all of them
+    assert ledger.kept_bytes == 0  # a forward has waited for all of them
     optimizer.close()
 
 

@@ -184,11 +184,11 @@ def test_gradients_live_until_their_blocks_are_updated_whoever_drops_them():
             gc.collect()
             after = model.engine.manager.ledger.totals()
             if update == "tail":  # what is held is counted
-                assert model.engine.manager.ledger.held_bytes > 0
+                assert model.engine.manager.ledger.kept_bytes > 0
                 assert after == before
             disk.answer()
         found.append(everything(model, optimizer))
-        assert model.engine.manager.ledger.held_bytes == 0
+        assert model.engine.manager.ledger.kept_bytes == 0
         optimizer.close()
     assert differences(found[1], found[0]) == []
 

@@ -122,7 +122,7 @@ def some_homes():
 def written(model):
     """Pages of state that a step writes to files, by the plan."""
     moves = [m for m in model.engine.planning.plan.forecast.moves if m.dst is N]
-    kinds = (MoveKind.STATE, MoveKind.BESIDE)
+    kinds = (MoveKind.STATE, MoveKind.UNDO)
     return sum(align_up(m.nbytes, PAGE_BYTES) for m in moves if m.kind in kinds)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bench.shared.models import token_loss
-from optim.state.held_signals import SignalsBehind
+from optim.state.deferred_signals import TailSignals
 from tests.support.disks.faults import failing
 from tests.support.loops.tails import batches, differences, everything, wrapped
 
@@ -113,7 +113,7 @@ def test_of_two_threads_that_wait_for_a_tail_that_failed_one_is_told_and_both_se
 def test_a_signal_after_a_tail_that_another_thread_waited_for_is_the_users():
     came, before = [], signal.signal(signal.SIGINT, lambda *_: came.append("users"))
     try:
-        signals = SignalsBehind()
+        signals = TailSignals()
         signals.hold()
         signals.release()
         in_a_thread(signals.put_back)

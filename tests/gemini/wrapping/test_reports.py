@@ -11,7 +11,7 @@ from bench.shared.simulated import SimBackend
 from gemini import AutoPlacement, Metrics
 from gemini.placement.tiers import Tier
 from gemini.tickets import Done
-from optim.rules.report import Behind, Outcome, Speculated, StepReport, Traffic
+from optim.rules.report import TailResult, Outcome, Speculated, StepReport, Traffic
 from tests.support.checkpoints import train
 from tests.support.spilled import LEAST, wrapped
 
@@ -80,7 +80,7 @@ def test_a_step_says_what_its_tail_did_too():
         Done(Outcome(skipped=True, grad_norm=math.inf, loss_scale=8.0)),
         Traffic(nvme_read=1, host_to_device=2),
         stalled_seconds=0.25,
-        behind=Done(Behind(True, Traffic(nvme_read=10, nvme_write=5), 0.5, 3.0, 1.0)),
+        behind=Done(TailResult(True, Traffic(nvme_read=10, nvme_write=5), 0.5, 3.0, 1.0)),
         speculation=Speculated(4, 3, 1),
     )
     assert report.as_dict() == {

@@ -169,7 +169,7 @@ def test_a_collective_comes_behind_the_copies_that_were_begun_and_computing_does
     log, streams, memory = gpu
     memory.copy(*ends(gpu, to_host=False))
     log.clear()
-    with memory.behind_copies():
+    with memory.after_copies():
         assert streams[-1].name == "in"
     assert streams[-1].name == "compute" and log == []
 
@@ -199,7 +199,7 @@ def test_host_memory_is_registered_in_its_own_size_and_not_by_torchs_allocator(g
 def test_what_is_beside_runs_on_a_stream_of_its_own_and_who_asks_comes_behind_it(gpu):
     log, streams, memory = gpu
     runs = lambda: log.append(f"{streams[-1].name} computes")  # noqa: E731
-    first, second = memory.beside([runs, runs])
+    first, second = memory.run_on_side_stream([runs, runs])
     assert log == [
         "aside comes behind an event of compute",
         "aside is timed", "aside computes", "aside is timed", "aside computes", "aside is timed",
@@ -221,7 +221,7 @@ def test_what_is_beside_runs_on_a_stream_of_its_own_and_who_asks_comes_behind_it
 def test_copies_of_what_is_beside_come_behind_that_and_not_behind_what_computes(gpu):
     log, _, memory = gpu
     dst, src = ends(gpu, to_host=False)
-    memory.beside([lambda: memory.copy(dst, src).order()])
+    memory.run_on_side_stream([lambda: memory.copy(dst, src).order()])
     assert "in comes behind an event of aside" in log
     assert "aside comes behind an event of in" in log
     assert "in comes behind an event of compute" not in log
@@ -235,5 +235,5 @@ def test_what_was_given_beside_before_an_error_is_behind_nobody_but_the_stream_t
         raise MemoryError("no room")
 
     with pytest.raises(MemoryError):
-        memory.beside([lambda: None, fails])
+        memory.run_on_side_stream([lambda: None, fails])
     assert log[-1] == "compute comes behind aside"

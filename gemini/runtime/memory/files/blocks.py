@@ -87,7 +87,7 @@ class FileBlocks:
         self._pool = pool
         self._writes = WriteBehind(pool)
 
-    def beside(self, count: int) -> FileBlocks:
+    def with_own_staging(self, count: int) -> FileBlocks:
         """For another thread, with `count` buffers of its own."""
         # not pinned: such a thread updates on the host, which reads and fills them
         pool = BufferPool(count, self._pool.buffer_nbytes)

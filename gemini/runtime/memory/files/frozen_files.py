@@ -28,7 +28,7 @@ from gemini.nvme import (
     settle,
 )
 from gemini.optim.rules.report import Traffic
-from gemini.optim.state.held_signals import HeldSignals
+from gemini.optim.state.deferred_signals import DeferredSignals
 from gemini.ranges import named
 from gemini.tickets import Ticket
 from gemini.units import FROZEN_BLOCK_BYTES, BlockId, ChunkId
@@ -146,7 +146,7 @@ class FrozenFiles:
         nbytes = flat.numel * flat.dtype.itemsize
         self._meter.check(nbytes, "a tensor that leaves memory")
         self._end_reads()
-        with named("write", "chunk", chunk), HeldSignals():
+        with named("write", "chunk", chunk), DeferredSignals():
             digest = hashlib.sha256(f"{nbytes} bytes".encode())
             for view in self._views(chunk, values):
                 digest.update(view)

@@ -28,7 +28,7 @@ from gemini.nvme import (
     default_folder,
     read_ahead,
 )
-from gemini.optim.state.held_signals import HeldSignals
+from gemini.optim.state.deferred_signals import DeferredSignals
 from gemini.optim.state.memory import CpuMemory, Memory, Mover
 from gemini.ranges import named
 from gemini.tickets import Ticket
@@ -192,7 +192,10 @@ class TensorFiles(FileBlocks):
         """Write a whole tensor; `values` is free on return. Raises WriteBudgetError first."""
         self.store.check_step(self._written_bytes(chunk), "a tensor that leaves memory")
         move = self._memory.mover()
-        with named("write", "chunk", chunk), HeldSignals():  # else Ctrl-C may lose a staging buffer
+        with (
+            named("write", "chunk", chunk),
+            DeferredSignals(),
+        ):  # else Ctrl-C may lose a staging buffer
             for i, part in enumerate(values.detach().split(self._places.block_numel)):
                 self._write_part(chunk, i, part, move)
 
@@ -200,7 +203,7 @@ class TensorFiles(FileBlocks):
         """Write one block of a tensor, as `write` does all of it."""
         nbytes = self.store.buffer_nbytes(self._places.id_of(chunk, index))
         self.store.check_step(nbytes, "a part of a tensor that leaves memory")
-        with named("write", "chunk", chunk), HeldSignals():
+        with named("write", "chunk", chunk), DeferredSignals():
             self._write_part(chunk, index, values.detach(), self._memory.mover())
 
     def _write_part(self, chunk: ChunkId, index: int, values: Tensor, move: Mover) -> None:

@@ -26,7 +26,7 @@ from gemini.placement.tiers import Tier
 from gemini.runtime.gradients.waiting import Gradients
 from gemini.runtime.memory.user_writes import follow_shard
 from gemini.runtime.parts import Parts
-from gemini.runtime.step.ahead.speculation import StepSpeculation
+from gemini.runtime.step.speculation import StepSpeculation
 from gemini.runtime.step.tail import StepTail
 from gemini.units import BlockId, ChunkId
 

@@ -1,7 +1,7 @@
-"""What a step updates in memory, given to the device beside what it computes next (ADR 0002).
+"""Updates of a step in memory, on a side stream of the device (ADR 0002).
 
-Nothing of it can fail on a disk, so nobody votes, and no thread is needed: the host gives all of it
-to the device before `step()` returns. What computes comes behind the updates of a shard when it is
+None of them can fail on a disk, so nobody votes, and no thread is needed: the host queues all of
+them before `step()` returns. The stream that computes waits for the updates of a shard when it is
 about to use that shard.
 """
 
@@ -13,28 +13,28 @@ from typing import Protocol
 
 import torch
 
-from gemini.optim.rules.report import Behind, Traffic
+from gemini.optim.rules.report import TailResult, Traffic
 from gemini.optim.state.memory import Memory
 from gemini.optim.state.space import Block
-from gemini.tickets import BesideTicket
+from gemini.tickets import SideStreamTicket
 
 
 class Holding(Protocol):
-    """Who keeps what the updates of a shard need."""
+    """Whoever keeps the gradients that updates of a shard read."""
 
     def end(self) -> None:
-        """What was borrowed so far is on its way back: what comes next is behind that."""
+        """Begin to copy back all that was borrowed so far; later work of the stream follows it."""
         ...
 
     def let_go(self, shard: int) -> None:
-        """Nothing of it is updated any more."""
+        """All of the shard is updated: its gradient may be dropped."""
         ...
 
 
-class UpdatedBeside:
-    """A ticket for one shard. `wait()`: what the device does next comes behind its updates."""
+class ShardUpdate:
+    """Ticket of one shard. `wait()`: the stream that computes waits for its updates."""
 
-    def __init__(self, work: BesideTicket, let_go: Callable[[], None]) -> None:
+    def __init__(self, work: SideStreamTicket, let_go: Callable[[], None]) -> None:
         self._work = work
         self._let_go = let_go
         self._has_waited = False
@@ -46,33 +46,35 @@ class UpdatedBeside:
         if not self._has_waited:
             self._work.order()
             self._has_waited = True
-            self._let_go()  # only now: what takes this memory next is behind the updates, too
+            self._let_go()  # only now: whoever takes this memory next waits for the updates, too
 
 
-class GivenBeside:
-    """A ticket for what a step gave to a device beside what it computes. It keeps nothing of it.
+class SideStreamWork:
+    """Ticket of all that a step queued on the side stream. It keeps no tensor alive.
 
-    traffic: of what the host has given so far.
+    traffic: bytes of what the host has queued so far.
     """
 
     def __init__(self) -> None:
         self.traffic = Traffic()
-        self.works: Sequence[BesideTicket] = ()
+        self.works: Sequence[SideStreamTicket] = ()
 
     def ready(self) -> bool:
         return self.works[-1].ready()
 
-    def wait(self) -> Behind:
+    def wait(self) -> TailResult:
         """The host waits."""
         self.works[-1].settle()
         seconds, _ = self.works[-1].times()
-        return Behind(True, self.traffic, 0.0, seconds, sum(work.times()[1] for work in self.works))
+        return TailResult(
+            True, self.traffic, 0.0, seconds, sum(work.times()[1] for work in self.works)
+        )
 
 
-class Beside:
+class SideStreamUpdates:
     """Updates of the blocks that one step has in memory.
 
-    of_shard: a ticket for each shard with such blocks. behind: for all of them.
+    of_shard: a ticket for each shard with such blocks. work: the ticket of all of them.
     """
 
     def __init__(
@@ -84,22 +86,22 @@ class Beside:
         moved: Callable[[], Traffic],
     ) -> None:
         """updates: gives `blocks`, each when it is updated."""
-        self.behind = GivenBeside()
+        self.work = SideStreamWork()
         self._updates = updates
         self._views = views
         self._moved = moved
         ends = {block.shard: place + 1 for place, block in enumerate(blocks)}
         cuts = sorted(set(ends.values()))
         works = [self._work(end - begin) for begin, end in zip((0, *cuts[:-1]), cuts, strict=True)]
-        # behind the last: the way back
-        given = self.behind.works = memory.beside([*works, self._work(1)])
+        # after the last: the way back
+        queued = self.work.works = memory.run_on_side_stream([*works, self._work(1)])
         self.of_shard = {
-            shard: UpdatedBeside(given[cuts.index(end)], partial(views.let_go, shard))
+            shard: ShardUpdate(queued[cuts.index(end)], partial(views.let_go, shard))
             for shard, end in ends.items()
         }
 
     def _work(self, count: int) -> Callable[[], None]:
-        """Updates so many blocks more."""
+        """A function that updates the next `count` blocks."""
 
         def update() -> None:
             before = self._moved()
@@ -107,12 +109,12 @@ class Beside:
                 for _ in range(count):
                     next(self._updates, None)
                 self._views.end()
-            self.behind.traffic += self._moved() - before
+            self.work.traffic += self._moved() - before
 
         return update
 
     def order(self) -> None:
-        """What the device does next comes behind all of them."""
+        """The stream that computes waits for all of them."""
         for ticket in self.of_shard.values():
             ticket.wait()
-        self.behind.works[-1].order()
+        self.work.works[-1].order()

@@ -15,8 +15,8 @@ from gemini.optim.state.memory import Memory, copy_alone
 from gemini.optim.state.pieces import Planes
 from gemini.optim.state.space import Block
 from gemini.runtime.memory.shard_storage import ShardStorage
-from gemini.runtime.step.files_beside import FilesBeside
-from gemini.runtime.step.views import Held, ShardViews
+from gemini.runtime.step.update_files import UpdateFiles
+from gemini.runtime.step.views import KeptGradient, ShardViews
 
 
 class EarlyShardViews(ShardViews):
@@ -28,7 +28,7 @@ class EarlyShardViews(ShardViews):
     payload and no shard changes before the step.
     """
 
-    files: FilesBeside
+    files: UpdateFiles
 
     def __init__(
         self,
@@ -41,12 +41,12 @@ class EarlyShardViews(ShardViews):
         merges: bool,
     ) -> None:
         """As `ShardViews`."""
-        files = FilesBeside(storage)
+        files = UpdateFiles(storage)
         super().__init__(
             chunks, hyper, steps, storage, memory, staging=None, merges=merges, files=files
         )
         self._buffer: Buffer | None = None
-        self._held = [Held(None, None) for _ in chunks]
+        self._kept_grads = [KeptGradient(None, None) for _ in chunks]
 
     def lend(self, buffer: Buffer | None) -> None:
         """New weights of shards in memory go there, and nowhere else."""
@@ -60,12 +60,15 @@ class EarlyShardViews(ShardViews):
         """The gradient of this one is final, and kept; False where it has been seen."""
         if self.has_seen(shard):
             return False
-        self._held[shard] = self._kept(self._chunks[shard])
+        self._kept_grads[shard] = self._kept(self._chunks[shard])
         return True
 
     def has_seen(self, shard: int) -> bool:
         """Whether blocks may be updated with its gradient."""
-        return self._held[shard].grad is not None or self._held[shard].offloaded is not None
+        return (
+            self._kept_grads[shard].grad is not None
+            or self._kept_grads[shard].offloaded is not None
+        )
 
     def read_ahead(self, block: Block) -> None:
         """It is one of the next `BUFFERS_AHEAD` to be updated."""

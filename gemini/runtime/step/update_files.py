@@ -15,7 +15,7 @@ from gemini.units import BUFFERS_AHEAD, BlockId, ChunkId
 Place = tuple[ChunkId, int]  # a chunk, and which block of it
 
 
-class FilesBeside:
+class UpdateFiles:
     """Before a step or behind it, through staging buffers of its own; whoever trains has others.
 
     New parameters are written beside those of the last step: whether they count is the step's to
@@ -69,5 +69,5 @@ class FilesBeside:
 
     def _of(self, files: TensorFiles) -> FileBlocks:
         if files not in self._blocks:
-            self._blocks[files] = files.beside(BUFFERS_AHEAD)
+            self._blocks[files] = files.with_own_staging(BUFFERS_AHEAD)
         return self._blocks[files]

@@ -132,7 +132,7 @@ class StepSpeculation:
         scale = parts.control_vector.read().scale
         bound = Bound(assumed.updater, scale, self.learned.max_norm)
         self._views, self._before = assumed.views, self._tiered_state.traffic()
-        parts.storage.beside = assumed.views.files
+        parts.storage.update_staging = assumed.views.files
         self._blocks = self._blocks_by_chunk()
         self._under_way = Speculation(nvme, assumed.updater, assumed.views, bound.is_passed_by)
 
@@ -230,7 +230,7 @@ class StepSpeculation:
             assert self._views is not None
             self._views.files.end()
             self._under_way, self._views, self._blocks = None, None, {}  # and with them gradients
-            self._parts.storage.beside = None
+            self._parts.storage.update_staging = None
             nvme = self._tiered_state.nvme
             assert nvme is not None
             self._num_speculated += len(nvme.state.assumed)

@@ -17,11 +17,11 @@ from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-HELD = (signal.SIGINT, signal.SIGTERM)
+DEFERRED = (signal.SIGINT, signal.SIGTERM)
 
 
-class HeldSignals:
-    """`with HeldSignals() as held:` holds Ctrl-C and SIGTERM back; `held.pending` says one came.
+class DeferredSignals:
+    """`with DeferredSignals() as signals:` defers Ctrl-C and SIGTERM; `signals.pending`: one came.
 
     Delivered on leaving: the handler that was there runs. Where SIGTERM has none, SystemExit(143)
     is raised, so that files are removed on the way out. Does nothing outside the main thread,
@@ -36,9 +36,9 @@ class HeldSignals:
     def pending(self) -> bool:
         return bool(self._came)
 
-    def __enter__(self) -> HeldSignals:
+    def __enter__(self) -> DeferredSignals:
         if threading.current_thread() is threading.main_thread():
-            for number in HELD:
+            for number in DEFERRED:
                 handler = signal.getsignal(number)
                 if handler not in (None, signal.SIG_IGN):  # None: not Python's, cannot be put back
                     self._handlers[number] = handler
@@ -61,12 +61,12 @@ class HeldSignals:
         _deliver(self._came, handlers)
 
 
-class SignalsBehind:
-    """Holds Ctrl-C and SIGTERM back from `hold`, in the main thread, to `release`, in any thread.
+class TailSignals:
+    """Defers Ctrl-C and SIGTERM from `hold`, in the main thread, to `release`, in any thread.
 
-    They are delivered to the main thread, whatever it does then, as `HeldSignals` does. `put_back`:
-    the handlers are those of before, after `release`. Only the main thread may set handlers; False
-    in another, where the next signal still gets to who is to have it.
+    They are delivered to the main thread, whatever it does then, as `DeferredSignals` does.
+    `put_back`: the handlers are those of before, after `release`. Only the main thread may set
+    handlers; False in another, where the next signal still gets to who is to have it.
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class SignalsBehind:
 
     def hold(self) -> None:
         if threading.current_thread() is threading.main_thread():
-            for number in HELD:
+            for number in DEFERRED:
                 handler = _own(signal.getsignal(number), number)
                 if handler not in (None, signal.SIG_IGN):
                     self._handlers[number] = handler
@@ -117,9 +117,9 @@ class SignalsBehind:
 
 
 def _own(handler: Any, number: int) -> Any:
-    """The user's handler behind those of `SignalsBehind` that are over: two may overlap."""
+    """The user's handler behind those of `TailSignals` that are over: two may overlap."""
     holder = getattr(handler, "__self__", None)
-    while isinstance(holder, SignalsBehind) and holder._is_over:
+    while isinstance(holder, TailSignals) and holder._is_over:
         handler = holder._handlers[number]
         holder = getattr(handler, "__self__", None)
     return handler
