@@ -13,7 +13,7 @@ import pytest
 from bench import train
 from bench.peers import deepspeed_zero
 from bench.rows.job import Job, number_of_settings
-from bench.rows.processes import PeerError, Ranks, prepare
+from bench.rows.processes import PeerError, Ranks
 from bench.rows.summary import ratios, summary, table
 from bench.rows.table import chosen, default_budgets, rows
 from tests.support.until import until
@@ -258,17 +258,6 @@ def test_what_was_hidden_and_waited_for_is_said_of_rows_that_have_a_tail():
     assert text.splitlines()[-1] == f"ours/nvme-tail: {said}NOT EVERY STEP COUNTS"
 
 
-def test_what_was_updated_in_backward_is_said_and_a_tail_only_where_there_is_one():
-    steps, ends = life(1.0, 100)
-    early = {"speculated": 9.0, "held": 8.0, "redone": 1.0}
-    for step in steps[1:]:
-        step |= {"hidden_seconds": 0.0, "waited_seconds": 0.0, "committed": 1.0, **early}
-    row = row_of("ours/nvme-speculate", [(steps, ends)])
-    said = "9 blocks a step are updated in backward, 8 held, 1 redone; every step counts"
-    text = table({"device": "cpu", "steps": 4, "rows": [row]})
-    assert text.splitlines()[-1] == f"ours/nvme-speculate: {said}"
-
-
 @pytest.mark.parametrize("clipped, said, bound", [
     ((1.0, 1.0), "every step is clipped; ", 0.88), ((0.0, 0.0), "no step is clipped; ", 0.70),
     ((0.0, 1.0), "", 0.70),
@@ -408,14 +397,6 @@ def test_missing_peer_costs_its_own_rows(monkeypatch, tmp_path):
         "deepspeed/zero3": "exit 1: ImportError: deepspeed is not here",
     }
     assert {row.name for row in played} == {"torch/adamw-bf16"} and len(versions) == 1
-
-
-@pytest.mark.ci
-def test_a_peer_that_cannot_be_imported_says_so(place, monkeypatch):
-    (place / "modules/deepspeed.py").write_text("raise ImportError('deepspeed is not here')\n")
-    monkeypatch.setenv("PYTHONPATH", f"{place / 'modules'}:{ROOT}:{ROOT / 'io'}")
-    with pytest.raises(PeerError, match="exit 1: ImportError: deepspeed is not here"):
-        prepare(sys.executable, "deepspeed_zero", place, 600.0)
 
 
 @pytest.mark.parametrize(

@@ -409,17 +409,6 @@ def test_zero_gradients_change_what_they_change_in_torch(borrowed, name):
 
 
 @NAMES
-def test_a_copy_has_state_of_its_own(borrowed, name):
-    for desc, options in configurations(borrowed, name):
-        params = make_params()
-        optimizer = make_ours(name, params, options)
-        take_steps(params, optimizer, 2)
-        other = copy.deepcopy(optimizer)
-        others = other.param_groups[0]["params"]
-        assert torch.equal(take_steps(others, other), take_steps(params, optimizer)), desc
-
-
-@NAMES
 def test_hooks_of_steps_and_of_state_dicts_run(name):
     params = make_params()
     optimizer = make_ours(name, params, {})

@@ -366,28 +366,6 @@ def test_step_without_backward_is_refused_on_every_rank():
     assert all("without a gradient" in text for text in run_ranks(no_gradient_anywhere, 2))
 
 
-def a_step(rank, fails_first):
-    model = GeminiDDP(Tower(), **SMALL)
-    optimizer = HybridSGD(model.parameters(), lr=0.1)
-    (parts,) = token_batches(1, 2)
-    if fails_first:
-        handle = model.layers[1][1].weight.register_hook(lambda grad: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            token_loss(model, parts[rank]).backward()
-        handle.remove()
-        with pytest.raises(RuntimeError, match="a backward ended in an error"):
-            optimizer.step()
-        optimizer.zero_grad()
-    token_loss(model, parts[rank]).backward()
-    optimizer.step()
-    return whole(model)
-
-
-def test_a_good_step_after_a_backward_that_raised():
-    got, want = run_ranks(a_step, 2, True), run_ranks(a_step, 2, False)
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-
-
 # -- whole state -----------------------------------------------------------------------------
 
 

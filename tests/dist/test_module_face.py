@@ -120,32 +120,6 @@ def copies(rank):
     return [name for other in found for name in want if not torch.equal(other[name], want[name])]
 
 
-def test_what_is_copied_or_pickled_has_the_values():
-    assert run_ranks(copies, 2) == [[], []]
-
-
-def refusals(rank):
-    model, _ = wrapped()
-    return [
-        said(use)
-        for use in (
-            model.share_memory,
-            model.module.share_memory,
-            lambda: copy.deepcopy(model.module),
-            lambda: torch.save(model.module, io.BytesIO()),
-            lambda: [p.data_ptr() for p in model.parameters()],
-        )
-    ]
-
-
-def test_what_cannot_leave_is_refused_with_words():
-    for shared, inner, copied, pickled, address in run_ranks(refusals, 2):
-        assert "shared memory" in shared and "shared memory" in inner
-        assert (
-            "cannot be copied or pickled" in copied == pickled and "summon_full_params" in address
-        )
-
-
 def inside_ddp(rank):
     model = GeminiDDP(Net(), precision="fp32", **SMALL)
     with seeded():

@@ -216,17 +216,6 @@ def test_operators_are_torchs():
     assert numel and exact.isnan().any() and not exact.isnan().all()
 
 
-def test_a_plain_adam_that_maximizes_is_one_with_negated_gradients():
-    rows = [(LR, *BETAS, EPS, DECAY, 0.0, 1.0, maximize) for maximize in (1.0, 0.0)]
-    slabs = [Slabs(torch.float32, torch.float32, 2, False) for _ in rows]
-    slabs[1].grad.neg_()
-    for one, row in zip(slabs, rows, strict=True):
-        run(one, ADAM, [row])
-    pairs = zip(*([one.param, *one.planes] for one in slabs), strict=True)
-    for maximized, negated in pairs:
-        assert torch.equal(maximized.nan_to_num(), negated.nan_to_num())
-
-
 def test_nothing_between_segments_is_touched():
     slabs = Slabs(torch.bfloat16, torch.bfloat16, 2, True)
     run(slabs, ADAM, [(LR, *BETAS, EPS, DECAY, 1.0, 1.0)])

@@ -5,7 +5,6 @@ import json
 import logging
 import os
 import shutil
-import subprocess
 import tempfile
 import threading
 from pathlib import Path
@@ -201,44 +200,12 @@ def test_a_read_only_mount_is_refused_to_root_too(tmp_path):
         nvme.check_folder(tmp_path, allow_ram=True)
 
 
-def test_an_immutable_folder_is_refused_to_root_too(tmp_path):
-    done = subprocess.run(["chattr", "+i", str(tmp_path)], capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"cannot make a folder immutable here: {done.stderr.strip()}")
-    try:
-        with pytest.raises(nvme.FolderError, match="not writable"):
-            nvme.check_folder(tmp_path)
-    finally:
-        subprocess.run(["chattr", "-i", str(tmp_path)], check=True)
-
-
-def test_a_folder_in_which_no_file_can_be_made_is_said():
-    """/proc says yes to root's `access` and no to `open`."""
-    with pytest.raises(nvme.FolderError, match=r"(cannot create|not writable)"):
-        BlockStore(["/proc"], ONE)
-
-
 def test_a_network_file_system_is_used_with_a_warning(tmp_path, monkeypatch, caplog):
     kind = nvme.files.file.file_system(tmp_path)
     monkeypatch.setattr(nvme.files.file, "NETWORK_FILESYSTEMS", frozenset({kind}))
     with caplog.at_level(logging.WARNING, "gemini.nvme"):
         assert nvme.check_folder(tmp_path) == tmp_path
     assert f"is on {kind}, a network file system" in caplog.text
-
-
-@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no /dev/shm")
-def test_the_default_folder_is_never_ram(monkeypatch, tmp_path):
-    monkeypatch.setenv("TMPDIR", "/dev/shm")
-    assert nvme.files.file.file_system(nvme.default_folder()) not in nvme.files.file.RAM_FILESYSTEMS
-
-
-def test_a_link_is_not_followed_and_its_target_stays(tmp_path):
-    target = tmp_path / "target"
-    target.write_bytes(b"precious")
-    (tmp_path / "gemini-1-0.blocks").symlink_to(target)
-    store = BlockStore([tmp_path], ONE)
-    store.close()
-    assert target.read_bytes() == b"precious" and (tmp_path / "gemini-1-0.blocks").is_symlink()
 
 
 # -- files that change under us -------------------------------------------------------------------

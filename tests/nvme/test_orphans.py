@@ -215,9 +215,3 @@ def test_files_of_a_store_must_all_be_there_in_order(tmp_path):
             pass
     with nvme.recover([one, other]) as found:
         assert found.block(3) == b"\4" * 5000
-
-
-def test_a_store_made_by_hand_is_not_left_behind_when_its_header_cannot_be_written(tmp_path):
-    with failing("pwritev", errno.EIO), pytest.raises(nvme.TransferError, match="EIO"):
-        BlockStore([tmp_path], ONE)
-    assert names(tmp_path) == []

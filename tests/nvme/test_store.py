@@ -110,15 +110,6 @@ def test_rollback_keeps_the_last_commit_and_the_next_write_is_right(store, pool)
     assert read(store, pool, 1) == 2 and read(store, pool, 2) == 1
 
 
-def test_uncommitted_content_can_be_read_back_to_undo_a_step(store, pool):
-    write(store, pool, 1, 1)
-    store.commit(1)
-    write(store, pool, 1, 7)
-    buffer = pool.take()
-    store.read_uncommitted(1, buffer.view).wait()
-    assert buffer.view[0] == 7
-
-
 def test_a_version_that_was_pinned_is_read_as_it_was_committed_or_not_at_all(store, pool):
     write(store, pool, 1, 1)
     store.commit(1)
@@ -132,20 +123,6 @@ def test_a_version_that_was_pinned_is_read_as_it_was_committed_or_not_at_all(sto
     assert buffer.view[0] == 1
     with pytest.raises(nvme.ChecksumError, match="block 1 at offset"):
         pin.check(1, 0)
-
-
-def test_blocks_are_striped_over_folders(tmp_path, pool):
-    folders = [tmp_path / "a", tmp_path / "b"]
-    for folder in folders:
-        folder.mkdir()
-    store = BlockStore(folders, StoreLayout.plan("d", SIZES, [1.0, 1.0]))
-    for block in range(len(SIZES)):
-        write(store, pool, block, block + 1)
-    store.commit(1)
-    assert [read(store, pool, b) for b in range(len(SIZES))] == [1, 2, 3, 4, 5, 6]
-    assert all(len(list(folder.iterdir())) == 1 for folder in folders)
-    store.close()
-    assert not any(list(folder.iterdir()) for folder in folders)
 
 
 def test_a_flipped_byte_is_found_and_named(store, pool):
@@ -165,11 +142,6 @@ def test_a_truncated_file_is_a_transfer_error_with_place_and_length(store, pool)
     os.truncate(store.paths[0], store.layout.extents()[5][0].offset + PAGE_BYTES)
     with pytest.raises(nvme.TransferError, match=r"read of \d+ bytes at offset \d+ of .*short"):
         read(store, pool, 5)
-
-
-def test_a_block_that_was_never_committed_cannot_be_read(store, pool):
-    with pytest.raises(ValueError, match="never committed"):
-        read(store, pool, 0)
 
 
 def test_write_budget_is_refused_before_it_is_passed(tmp_path, pool):
@@ -232,15 +204,6 @@ def test_ram_is_refused_unless_it_is_allowed():
         nvme.check_folder("/dev/shm")
     nvme.check_folder("/dev/shm", allow_ram=True)
     assert file_system(nvme.default_folder()) != "tmpfs"
-
-
-def test_a_forked_child_does_not_remove_its_parents_files(store):
-    pid = os.fork()
-    if pid == 0:
-        store.close()
-        os._exit(0)
-    os.waitpid(pid, 0)
-    assert store.paths[0].exists()
 
 
 def own_store(folder):

@@ -3,20 +3,31 @@
 from dataclasses import dataclass
 
 import pytest
-import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-import gemini
 from bench.shared.models import Mixture, seeded, token_batches, token_loss
 from bench.shared.reference import everything, flat, relative_error, same
 from bench.shared.workers import run_ranks
 from gemini import GeminiDDP
 from optim import HybridAdam
-from tests.support.meshes import ADAM, MAX_NORM, PARTS, STAGES, STEPS, own_parts, reference
-from tests.support.plain_training import on_disk as state_on_disk
+from tests.support.meshes import (
+    ADAM,
+    MAX_NORM,
+    PARTS,
+    STAGES,
+    STEPS,
+    Kit,
+    check_checkpoint,
+    check_on_disk,
+    check_reads,
+    on_disk,
+    own_parts,
+    reads,
+    reference,
+)
+from tests.support.said import said
 
 pytestmark = [
     pytest.mark.ci,
@@ -62,13 +73,13 @@ def split(module, mesh):
             parallelize_module(layer, mesh["tp"], plan)
 
 
-def wrapped(case, seed=0, adam=ADAM, **options):
+def wrapped(case, seed=0, adam=ADAM):
     mesh = mesh_of(case.shape)
     module = Mixture(seed, case.count)
     split(module, mesh)
     model = GeminiDDP(
         module, placement_policy=STAGES[case.stage], precision=case.precision, max_norm=MAX_NORM,
-        mesh=mesh, min_chunk_size_m=0.004, **options,
+        mesh=mesh, min_chunk_size_m=0.004,
     )  # fmt: skip
     return model, HybridAdam(model.parameters(), **adam)
 
@@ -84,6 +95,7 @@ def batches(count, num_parts, seed=1):
 
 
 def train(model, optimizer, case, steps=STEPS):
+    """Norms of steps, and their rare experts."""
     norms, rare = [], []
     for parts in batches(steps, PARTS * dist.get_world_size() // case.tp):
         for part in own_parts(parts, case.tp):
@@ -93,6 +105,9 @@ def train(model, optimizer, case, steps=STEPS):
         optimizer.zero_grad()
         rare.append(rare_experts(model, optimizer))
     return norms, rare
+
+
+KIT, NAMED = Kit(Mixture, wrapped, train), ("rare.experts.up", "head.weight")  # split, and not
 
 
 def rare_experts(model, optimizer):
@@ -167,148 +182,47 @@ def test_updates_agree_with_one_process():
 # -- what goes with it --
 
 
-def reads(rank):
-    """Whole gradients, parameters and state, though each rank has other experts."""
-    found, case = {}, Case(count=5)
-    model, optimizer = wrapped(case)
-    train(model, optimizer, case, steps=1)
-    for part in own_parts(batches(1, 4, seed=3)[0]):
-        token_loss(model, part).backward()
-    found["gradients"] = {name: grad.clone() for name, grad in model.named_gradients()}
-    with pytest.raises(RuntimeError, match=r"experts.up is split over ep, and p.grad would be"):
-        print(model.module.rare.experts.up.grad)
-    with model.summon_full_params(writeback=False):
-        found["summoned"] = model.module.rare.experts.up.full_tensor().clone()
-    found["state"] = everything(model, optimizer)
-    optimizer.zero_grad()
-    saved = model.state_dict(), optimizer.state_dict()
-    optimizer.close()
-
-    model, optimizer = wrapped(Case((1, 4), 2, count=5), seed=8)  # the last rank has none of five
-    model.load_state_dict(saved[0])
-    optimizer.load_state_dict(saved[1])
-    found["loaded"] = everything(model, optimizer)
-    before = model.digest()
-    if rank == 3:
-        with torch.no_grad():
-            model.module.head.weight += 1
-    found["digests"] = before, model.digest()
-    found["unwrapped"] = model.unwrap().rare.experts.up.full_tensor().detach().clone()
-    return found
-
-
-def on_disk(rank, folder):
-    """State on NVMe, parked in the middle: the same bits."""
-    found, case = [], Case(precision="bf16")
-    for disk in (False, True):
-        model, optimizer = wrapped(case, adam=ADAM | state_on_disk(folder, float(disk)))
-        train(model, optimizer, case, steps=1)
-        if disk:
-            with optimizer.parked("nvme"):
-                pass
-        train(model, optimizer, case, steps=2)
-        assert "total" in str(model.memory_report())
-        found.append((everything(model, optimizer), model.digest()))
-        optimizer.close()
-    return found
-
-
 def refused(rank):
     from torch.distributed.tensor import Replicate, distribute_tensor
 
-    said, mesh = [], mesh_of((2, 2))
-    for options in ({}, {"mesh": init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))}):
-        module = Mixture()
-        split(module, mesh)
-        with pytest.raises(ValueError) as error:
-            GeminiDDP(module, **options)
-        said.append(str(error.value))
-    with pytest.raises(ValueError) as error:
-        GeminiDDP(Mixture(), mesh=mesh)
-    said.append(str(error.value))
-    split(module := Mixture(), mesh)
-    whole = distribute_tensor(module.head.weight.detach(), mesh["ep"], [Replicate()])
-    module.head.weight = nn.Parameter(whole)
-    with pytest.raises(ValueError) as error:
-        GeminiDDP(module, mesh=mesh)
-    return [*said, str(error.value)]
+    module, mesh = Mixture(), mesh_of((2, 2))
+    split(module, mesh)
+    replicated = Mixture()
+    split(replicated, mesh)
+    whole = distribute_tensor(replicated.head.weight.detach(), mesh["ep"], [Replicate()])
+    replicated.head.weight = nn.Parameter(whole)
+    other = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    refusals = (module, None), (module, other), (Mixture(), mesh), (replicated, mesh)
+    return [said(lambda m=m, on=on: GeminiDDP(m, mesh=on), error=ValueError) for m, on in refusals]
 
 
 def goes_with_it(rank, folder):
-    return reads(rank), on_disk(rank, folder), refused(rank)
+    last_has_none = Case((1, 4), 2, count=5)
+    return (
+        reads(KIT, [Case(count=5), last_has_none], *NAMED),
+        on_disk(KIT, [Case(precision="bf16")] * 2, folder),
+        refused(rank),
+    )
 
 
 def test_readers_state_dicts_disks_and_refusals(tmp_path):
-    results = run_ranks(goes_with_it, 4, str(tmp_path))
-    found = results[0][0]
-    shapes = {name: p.shape for name, p in Mixture(count=5).named_parameters()}
-    assert {name: grad.shape for name, grad in found["gradients"].items()} == shapes
-    for other, disk, _ in results:
-        assert same(other["gradients"], found["gradients"])
-        assert torch.equal(other["summoned"], found["state"]["rare.experts.up"])
-        assert torch.equal(other["unwrapped"], found["state"]["rare.experts.up"])
-        assert disk[0][1] == disk[1][1] == results[0][1][0][1]
-    assert same(found["state"], found["loaded"])
-    assert len({before for before, _ in (r[0]["digests"] for r in results)}) == 1
-    after = [r[0]["digests"][1] for r in results]
-    assert after[3] != after[0] == after[1]
-    assert same(*(values for values, _ in results[0][1]))
+    """Though each rank has other experts."""
+    found, disk, texts = zip(*run_ranks(goes_with_it, 4, str(tmp_path)), strict=True)
+    check_reads(found, Mixture(count=5), *NAMED)
+    check_on_disk(disk)
     expected = (
         "is a DTensor, split over a mesh; expected GeminiDDP(mesh=)",
         "mesh dimension ep, and mesh=(dp=4)",
         "no parameter is split over dimension ep",
         "head.weight is replicated over mesh dimension ep, whose ranks have other tokens",
     )
-    for part, text in zip(expected, results[0][2], strict=True):
+    for part, text in zip(expected, texts[0], strict=True):
         assert part in text
 
 
-# -- checkpoints --
-
-
-def saves(rank, path):
-    case = Case()
-    model, optimizer = wrapped(case)
-    train(model, optimizer, case)
-    gemini.save_checkpoint(path, model, optimizer)
-    saved = everything(model, optimizer)
-    train(model, optimizer, case, steps=1)
-    went_on = everything(model, optimizer)
-    optimizer.close()
-    return saved, went_on
-
-
-def loads(rank, shapes, path):
-    found = []
-    for shape in shapes:
-        case = Case(shape)
-        model, optimizer = wrapped(case, seed=5)
-        gemini.load_checkpoint(path, model, optimizer)
-        found.append(everything(model, optimizer))
-        if shape == (2, 2):
-            train(model, optimizer, case, steps=1)
-            found.append(everything(model, optimizer))
-        optimizer.close()
-    return found
-
-
 def test_a_checkpoint_is_of_whole_tensors_and_loads_at_any_ep(tmp_path):
-    path = tmp_path / "saved"
-    saved, went_on = run_ranks(saves, 4, str(path))[0]
-    loaded = run_ranks(loads, 4, [(2, 2), (4, 1), (4,)], str(path))[0]
-    assert same(loaded[0], saved) and same(loaded[1], went_on)
-    assert same(loaded[2], saved) and same(loaded[3], saved)
-    (found,) = run_ranks(loads, 2, [(1, 2)], str(path))[0]
-    assert same(found, saved)
-    alone = {name: torch.empty_like(value) for name, value in Mixture().state_dict().items()}
-    dcp.load({"model": alone}, checkpoint_id=str(path), no_dist=True)
-    for name, value in alone.items():
-        assert torch.equal(value, saved[name])
-    model = GeminiDDP(Mixture(4), precision="fp32")
-    optimizer = HybridAdam(model.parameters(), **ADAM)
-    gemini.load_checkpoint(path, model, optimizer)
-    assert same(everything(model, optimizer), saved)
-    optimizer.close()
+    others = {4: [Case((4, 1)), Case((4,))], 2: [Case((1, 2))]}
+    check_checkpoint(KIT, Case(), others, str(tmp_path / "saved"))
 
 
 # -- transformers' own plan --

@@ -1,5 +1,7 @@
 """Fused matrices that ranks split one by one: what is saved is whole, and loads as it was."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import nn
@@ -13,7 +15,17 @@ from bench.shared.workers import run_ranks
 from gemini import GeminiDDP
 from gemini.integrations.parallel.styles import FusedColwise
 from optim import HybridAdam
-from tests.support.meshes import ADAM, MAX_NORM, PARTS, STAGES, STEPS, own_parts, reference
+from tests.support.meshes import (
+    ADAM,
+    MAX_NORM,
+    PARTS,
+    STAGES,
+    STEPS,
+    Kit,
+    check_checkpoint,
+    own_parts,
+    reference,
+)
 
 WIDTH = 24
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -42,35 +54,37 @@ def batches(parts):
     return [[torch.randn(3, WIDTH, generator=draw) for _ in range(parts)] for _ in range(STEPS)]
 
 
-def wrapped(shape, stage=3, seed=0):
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+@dataclass(frozen=True)
+class Case:
+    shape: tuple[int, int] = (2, 2)  # (dp, tp)
+    stage: int = 3
+    precision: str = "fp32"
+
+
+def wrapped(case, seed=0):
+    mesh = init_device_mesh("cpu", case.shape, mesh_dim_names=("dp", "tp"))
     plan = {"gate_up": FusedColwise(2), "down": RowwiseParallel()}
     module = parallelize_module(Gated(seed), mesh["tp"], plan)
     model = GeminiDDP(
-        module, placement_policy=STAGES[stage], precision="fp32", max_norm=MAX_NORM, mesh=mesh
+        module, placement_policy=STAGES[case.stage], precision="fp32", max_norm=MAX_NORM, mesh=mesh
     )
     return model, HybridAdam(model.parameters(), **ADAM)
 
 
-def saves(rank, path):
-    model, optimizer = wrapped((2, 2))
-    for parts in batches(2 * PARTS):
+def train(model, optimizer, case, steps=STEPS):
+    for parts in batches(2 * PARTS)[:steps]:
         for part in own_parts(parts, 2):
             (loss_of(model, part) / PARTS).backward()
         optimizer.step()
         optimizer.zero_grad()
-    saved = everything(model, optimizer)
-    gemini.save_checkpoint(path, model, optimizer)
+
+
+def given_back(rank, path):
+    """What state_dict gives is taken back."""
+    model, optimizer = wrapped(Case())
+    gemini.load_checkpoint(path, model, optimizer)
     model.load_state_dict(model.state_dict())
     optimizer.load_state_dict(optimizer.state_dict())
-    again = everything(model, optimizer)
-    optimizer.close()
-    return saved, again
-
-
-def loads(rank, shape, path):
-    model, optimizer = wrapped(shape, stage=2, seed=5)
-    gemini.load_checkpoint(path, model, optimizer)
     found = everything(model, optimizer)
     optimizer.close()
     return found
@@ -78,15 +92,10 @@ def loads(rank, shape, path):
 
 def test_fused_matrices_train_save_and_load_as_whole_ones(tmp_path):
     path = str(tmp_path / "saved")
-    saved, again = run_ranks(saves, 4, path)[0]
+    kit = Kit(Gated, wrapped, train)
+    saved = check_checkpoint(kit, Case(), {2: [Case((1, 2), stage=2)]}, path)
     names, start = [n for n, _ in Gated().named_parameters()], Gated().state_dict()
     flat = [torch.cat([state[n].flatten() for n in names]) for state in (saved, start)]
     want = reference(Gated(), batches(2 * PARTS), loss_of=loss_of)
     assert relative_error(flat[0] - flat[1], want - flat[1]) < 1.5e-6
-    assert same(again, saved)  # what state_dict gave is taken back without a change
-    assert same(run_ranks(loads, 2, (1, 2), path)[0], saved)
-    alone = GeminiDDP(Gated(7), precision="fp32")
-    optimizer = HybridAdam(alone.parameters(), **ADAM)
-    gemini.load_checkpoint(path, alone, optimizer)
-    assert same(everything(alone, optimizer), saved)
-    optimizer.close()
+    assert same(run_ranks(given_back, 4, path)[0], saved)  # without a change

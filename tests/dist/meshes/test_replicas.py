@@ -1,6 +1,5 @@
 """Replicas of shards (`GeminiDDP(mesh=)`), against one process and against one group of shards."""
 
-import os
 from dataclasses import dataclass
 
 import pytest
@@ -18,8 +17,18 @@ from gemini.integrations.booster.booster import Booster
 from gemini.integrations.plugins.gemini_plugins import GeminiPlugin
 from gemini.runtime.comm.ballot import ReplicaError
 from optim import HybridAdam
-from tests.support.meshes import ADAM, MAX_NORM, PARTS, STAGES, STEPS, own_parts, reference
-from tests.support.plain_training import on_disk as state_on_disk
+from tests.support.meshes import (
+    ADAM,
+    MAX_NORM,
+    PARTS,
+    STAGES,
+    STEPS,
+    Kit,
+    check_on_disk,
+    on_disk,
+    own_parts,
+    reference,
+)
 from tests.support.said import said
 
 pytestmark = [
@@ -44,16 +53,16 @@ def mesh_of(shape):
     return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
 
 
-def wrapped(case, seed=0, policy=None, **adam):
+def wrapped(case, seed=0, policy=None, adam=ADAM):
     model = GeminiDDP(
         Tower(seed), placement_policy=policy or STAGES[case.stage], precision=case.precision,
         max_norm=MAX_NORM, mesh=mesh_of(case.shape), min_chunk_size_m=0.004,
     )  # fmt: skip
-    return model, HybridAdam(model.parameters(), **ADAM, **adam)
+    return model, HybridAdam(model.parameters(), **adam)
 
 
-def train(rank, model, optimizer, no_sync=False, steps=STEPS):
-    norms = []
+def train(model, optimizer, case=None, steps=STEPS):
+    norms, no_sync = [], case is not None and case.no_sync
     for parts in token_batches(steps, PARTS * dist.get_world_size()):
         mine = own_parts(parts)
         for part in mine[:-1] if no_sync else ():
@@ -67,6 +76,9 @@ def train(rank, model, optimizer, no_sync=False, steps=STEPS):
     return norms
 
 
+KIT = Kit(Tower, wrapped, train)
+
+
 def weights(model):
     found = model.state_dict()
     return flat([v for name, v in found.items() if name != "head.weight"]) if found else None
@@ -77,7 +89,7 @@ def weights(model):
 
 def update(rank, case):
     model, optimizer = wrapped(case)
-    norms = train(rank, model, optimizer, case.no_sync)
+    norms = train(model, optimizer, case)
     found = weights(model), model.digest(), norms
     optimizer.close()
     return found
@@ -119,29 +131,11 @@ def test_updates_agree_with_one_process_and_all_ranks_have_the_same():
 # -- what goes with it --
 
 
-def on_disk(rank, folder):
-    """bf16, state on NVMe, parked in the middle: the same bits as in memory."""
-    found = []
-    for fraction in (0.0, 1.0):
-        model, optimizer = wrapped(Case((2, 2), 3, "bf16"), **state_on_disk(folder, fraction))
-        train(rank, model, optimizer, steps=2)
-        if fraction:
-            with optimizer.parked("nvme"):
-                pass
-        norms = train(rank, model, optimizer, steps=1)
-        dist.barrier()
-        files = sum(name.startswith("rank") or "rank" in name for name in os.listdir(folder))
-        found.append((everything(model, optimizer), norms, model.digest(), files))
-        dist.barrier()
-        optimizer.close()
-    return found
-
-
 def budgeted(rank, folder):
     """Under a budget with every tier; the ranks of all replicas share the node."""
     policy = AutoPlacement(device_budget="600KiB", nvme_dir=folder)
     model, optimizer = wrapped(Case((2, 2), 3, "bf16"), policy=policy)
-    train(rank, model, optimizer, steps=2)
+    train(model, optimizer, steps=2)
     ranks = model.engine.planning.machine.ranks_per_node
     texts = str(model.memory_report()), model.explain("layers.1.1.weight")
     optimizer.close()
@@ -153,7 +147,7 @@ def readers(rank):
     found = {}
     for shape in ((2, 2), None):
         model, optimizer = wrapped(Case(shape, 3, "fp32"))
-        train(rank, model, optimizer, steps=1)
+        train(model, optimizer, steps=1)
         (parts,) = token_batches(1, dist.get_world_size(), seed=3)
         token_loss(model, parts[rank]).backward()
         named = {name: grad.clone() for name, grad in model.named_gradients()}
@@ -173,14 +167,14 @@ def reloads(rank):
     found = []
     for again in (False, True):
         model, optimizer = wrapped(Case((2, 2), 3, "bf16"))
-        train(rank, model, optimizer, steps=1)
+        train(model, optimizer, steps=1)
         if again:
             saved = model.state_dict(), optimizer.state_dict()
             optimizer.close()
             model, optimizer = wrapped(Case((2, 2), 2, "bf16"), seed=7)
             model.load_state_dict(saved[0])
             optimizer.load_state_dict(saved[1])
-        train(rank, model, optimizer, steps=1)
+        train(model, optimizer, steps=1)
         found.append(everything(model, optimizer))
         plain = model.unwrap()
         found.append({name: value.clone() for name, value in plain.state_dict().items()})
@@ -204,15 +198,14 @@ def boosted(rank):
 
 def goes_with_it(rank, folder):
     assert boosted(rank) == (2, 2)
-    return on_disk(rank, folder), budgeted(rank, folder), readers(rank), reloads(rank)
+    disk = on_disk(KIT, [Case((2, 2), 3, "bf16")] * 2, folder)
+    return disk, budgeted(rank, folder), readers(rank), reloads(rank)
 
 
 def test_state_on_disk_budgets_readers_and_state_dicts_go_with_replicas(tmp_path):
     results = run_ranks(goes_with_it, 4, str(tmp_path))
-    for disk, (ranks, texts), read, _ in results:
-        (memory, *_), (nvme, norms, digest, files) = disk
-        assert same(memory, nvme) and files >= 4  # one of each rank, in one folder
-        assert norms == results[0][0][1][1] and digest == results[0][0][1][2]
+    check_on_disk([disk for disk, *_ in results])
+    for _, (ranks, texts), read, _ in results:
         assert ranks == 4
         assert "replicas: 2, which sum" in texts[1] and "total" in texts[0]
         for got, want in zip(read[2, 2][:4], read[None][:4], strict=True):
@@ -238,7 +231,7 @@ def same_on_ranks(found):
 
 def strayed(rank, shape, stage, wrong):
     model, optimizer = wrapped(Case(shape, stage, "fp32"))
-    train(rank, model, optimizer, steps=1)
+    train(model, optimizer, steps=1)
     before = model.digest()
     (parts,) = token_batches(1, dist.get_world_size(), seed=3)
     token_loss(model, parts[rank]).backward()
@@ -250,7 +243,7 @@ def strayed(rank, shape, stage, wrong):
     text = said(optimizer.step, error=ReplicaError)
     unchanged = model.digest() == before
     optimizer.zero_grad()
-    train(rank, model, optimizer, steps=1)  # the run goes on
+    train(model, optimizer, steps=1)  # the run goes on
     if rank == wrong:
         with torch.no_grad():
             chunk.shard[at] += 1
@@ -278,7 +271,7 @@ def test_a_replica_with_other_gradients_is_named_before_it_changes_a_weight():
 
 def saves(rank, shape, path):
     model, optimizer = wrapped(Case(shape, 3, "bf16"))
-    train(rank, model, optimizer)
+    train(model, optimizer)
     gemini.save_checkpoint(path, model, optimizer)
     gemini.save_checkpoint(f"{path}-later", model, optimizer, async_save=True).wait()
     found = everything(model, optimizer), model.digest()

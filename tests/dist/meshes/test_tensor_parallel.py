@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
@@ -15,8 +14,22 @@ from bench.shared.reference import everything, flat, relative_error, same
 from bench.shared.workers import run_ranks
 from gemini import GeminiDDP
 from optim import HybridAdam
-from tests.support.meshes import ADAM, MAX_NORM, PARTS, STAGES, STEPS, own_parts, reference
-from tests.support.plain_training import on_disk as state_on_disk
+from tests.support.meshes import (
+    ADAM,
+    MAX_NORM,
+    PARTS,
+    STAGES,
+    STEPS,
+    Kit,
+    check_checkpoint,
+    check_on_disk,
+    check_reads,
+    on_disk,
+    own_parts,
+    reads,
+    reference,
+)
+from tests.support.said import said
 
 pytestmark = [
     pytest.mark.ci,
@@ -33,6 +46,17 @@ class Case:
     precision: str = "fp32"
     tied: bool = False
     shape: tuple[int, ...] = (2, 2)  # (dp, tp), or (replicate, shard, tp)
+    recomputed: bool = False
+
+
+class Recomputed(Splittable):
+    """Blocks run again in backward."""
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(self.norm(x))
 
 
 def split(module, mesh, plan):
@@ -71,13 +95,15 @@ def mesh_of(shape):
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
-def wrapped(case, seed=0, adam=ADAM, **options):
+def wrapped(case, seed=0, adam=ADAM):
     mesh = mesh_of(case.shape)
     module = Splittable(seed, tied=case.tied)
     split(module, mesh["tp"], case.plan)
+    if case.recomputed:
+        module.__class__ = Recomputed
     model = GeminiDDP(
         module, placement_policy=STAGES[case.stage], precision=case.precision, max_norm=MAX_NORM,
-        mesh=mesh, min_chunk_size_m=0.004, **options,
+        mesh=mesh, min_chunk_size_m=0.004,
     )  # fmt: skip
     return model, HybridAdam(model.parameters(), **adam)
 
@@ -87,15 +113,19 @@ def batches(count, num_parts, seed=1):
     return [[part[:, :8] for part in parts] for parts in token_batches(count, num_parts, seed)]
 
 
-def train(model, optimizer, case, steps=STEPS, loss=token_loss):
+def train(model, optimizer, case, steps=STEPS):
     norms, tp = [], case.shape[-1]
     for parts in batches(steps, PARTS * dist.get_world_size() // tp):
         for part in own_parts(parts, tp):
-            (loss(model, part) / PARTS).backward()
+            (token_loss(model, part) / PARTS).backward()
         optimizer.step()
         norms.append(optimizer.last_report.grad_norm)
         optimizer.zero_grad()
     return norms
+
+
+KIT = Kit(Splittable, wrapped, train, tp=2)
+NAMED = "embed.weight", "norm.weight"  # split, and not
 
 
 def in_order(state, tied=False):
@@ -173,189 +203,89 @@ def test_updates_agree_with_one_process_and_with_fsdp2():
 # -- what goes with it --
 
 
-def reads(rank):
-    """Whole gradients, parameters and state; what would be a part of them is refused."""
-    found, case = {}, Case("vocabulary", 3)
-    model, optimizer = wrapped(case)
-    train(model, optimizer, case, steps=1)
-    (parts,) = batches(1, 2, seed=3)
-    (part,) = own_parts(parts, 2)
-    token_loss(model, part).backward()
-    found["gradients"] = {name: grad.clone() for name, grad in model.named_gradients()}
-    with pytest.raises(RuntimeError, match=r"embed.weight is split over tp, and p.grad would be"):
-        print(model.module.embed.weight.grad)
-    found["plain"] = model.module.norm.weight.grad.clone()
-    with model.summon_full_params(writeback=False):
-        found["summoned"] = model.module.embed.weight.full_tensor().clone()
-    found["state"] = everything(model, optimizer)
-    optimizer.zero_grad()
-    x = torch.ones(3, 32)
+def of_parts(rank):
+    """A split parameter that is used outside of its layer."""
     from torch.distributed.tensor import DTensor, Replicate
 
-    weight = model.module.head.weight
-    x = DTensor.from_local(x, weight.device_mesh, [Replicate()])
-    found["outside"] = (x @ weight.T).full_tensor().detach().clone()  # its chunk is fetched
-    found["local"] = weight.to_local().T.sum().item()
-    saved = model.state_dict(), optimizer.state_dict()
+    model, optimizer = wrapped(Case("vocabulary", 3))
+    whole, weight = model.state_dict(), model.module.head.weight
+    x = DTensor.from_local(torch.ones(3, 32), weight.device_mesh, [Replicate()])
+    outside = (x @ weight.T).full_tensor().detach().clone()  # its chunk is fetched
+    local = weight.to_local().T.sum().item()
     optimizer.close()
-
-    model, optimizer = wrapped(Case("vocabulary", 2), seed=8)
-    model.load_state_dict(saved[0])
-    optimizer.load_state_dict(saved[1])
-    found["loaded"] = everything(model, optimizer)
-    before = model.digest()
-    if rank == 3:
-        with torch.no_grad():
-            model.module.norm.bias += 1
-    found["digests"] = before, model.digest()
-    plain = model.unwrap()
-    found["unwrapped"] = plain.embed.weight.full_tensor().detach().clone()
-    return found
-
-
-class Recomputed(Splittable):
-    """Blocks run again in backward."""
-
-    def forward(self, ids):
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
-        return self.head(self.norm(x))
-
-
-def on_disk(rank, folder):
-    """State on NVMe, parked in the middle, blocks recomputed: the same bits."""
-    found, case = [], Case("vocabulary", 3, "bf16")
-    for disk in (False, True):
-        model, optimizer = wrapped(case, adam=ADAM | state_on_disk(folder, float(disk)))
-        if disk:
-            model.module.__class__ = Recomputed
-        train(model, optimizer, case, steps=1)
-        if disk:
-            with optimizer.parked("nvme"):
-                pass
-        train(model, optimizer, case, steps=1)
-        assert "total" in str(model.memory_report())
-        said = model.explain("embed.weight")
-        found.append((everything(model, optimizer), model.digest(), said))
-        optimizer.close()
-    return found
+    return outside, local, whole
 
 
 def refused(rank):
     mesh = mesh_of((2, 2))
     module = Splittable()
     split(module, mesh["tp"], "blocks")
-    said = []
-    for options in (
-        {},
-        {"mesh": mesh["dp"]},
-        {"mesh": mesh, "process_group": dist.group.WORLD},
-    ):
-        with pytest.raises(ValueError) as error:
-            GeminiDDP(module, **options)
-        said.append(str(error.value))
-    with pytest.raises(ValueError) as error:
-        GeminiDDP(Splittable(), mesh=mesh)
-    return [*said, str(error.value)]
+    return [
+        said(lambda given=given: GeminiDDP(module, **given), error=ValueError)
+        for given in ({}, {"mesh": mesh["dp"]}, {"mesh": mesh, "process_group": dist.group.WORLD})
+    ] + [said(lambda: GeminiDDP(Splittable(), mesh=mesh), error=ValueError)]
 
 
 def goes_with_it(rank, folder):
-    return reads(rank), on_disk(rank, folder), refused(rank)
+    recomputed = Case("vocabulary", 3, "bf16", recomputed=True)
+    return (
+        reads(KIT, [Case("vocabulary", 3), Case("vocabulary", 2)], *NAMED),
+        on_disk(KIT, [Case("vocabulary", 3, "bf16"), recomputed], folder),
+        of_parts(rank),
+        refused(rank),
+    )
 
 
 def test_readers_state_dicts_disks_and_refusals(tmp_path):
-    results = run_ranks(goes_with_it, 4, str(tmp_path))
-    found = results[0][0]
-    shapes = {name: p.shape for name, p in Splittable().named_parameters()}
-    assert {name: grad.shape for name, grad in found["gradients"].items()} == shapes
-    for other, disk, _ in results:
-        assert same(other["gradients"], found["gradients"])
-        assert torch.equal(other["plain"], found["gradients"]["norm.weight"])
-        assert torch.equal(other["summoned"], found["state"]["embed.weight"])
-        assert torch.equal(other["unwrapped"], found["state"]["embed.weight"])
-        want = torch.ones(3, 32) @ found["state"]["head.weight"].T
-        assert torch.allclose(other["outside"], want, atol=1e-5)
-        assert disk[0][1] == disk[1][1] == results[0][1][0][1]
-    assert same(found["state"], found["loaded"])
-    halves = results[0][0]["local"], results[1][0]["local"]
-    assert abs(sum(halves) - float(found["state"]["head.weight"].sum())) < 1e-4
-    assert len({before for before, _ in (r[0]["digests"] for r in results)}) == 1
-    after = [r[0]["digests"][1] for r in results]
-    assert after[3] != after[0] == after[1]
-    memory, nvme = results[0][1]
-    assert same(memory[0], nvme[0])
-    assert "split over tp" in memory[2]
+    """And blocks that are recomputed, where state is on disk."""
+    found, disk, parts, texts = zip(*run_ranks(goes_with_it, 4, str(tmp_path)), strict=True)
+    check_reads(found, Splittable(), *NAMED)
+    check_on_disk(disk)
+    head = parts[0][2]["head.weight"]
+    assert all(torch.allclose(one[0], torch.ones(3, 32) @ head.T, atol=1e-5) for one in parts)
+    assert abs(parts[0][1] + parts[1][1] - float(head.sum())) < 1e-4
     expected = (
         "is a DTensor, split over a mesh; expected GeminiDDP(mesh=)",
         "mesh dimension tp, and mesh=(dp=2)",
         "exclude each other",
         "no parameter is split over dimension tp",
     )
-    for part, text in zip(expected, results[0][2], strict=True):
+    for part, text in zip(expected, texts[0], strict=True):
         assert part in text
 
 
 # -- checkpoints --
 
 
-def saves(rank, path):
-    case = Case("vocabulary", 3, "bf16")
-    model, optimizer = wrapped(case)
-    train(model, optimizer, case)
-    gemini.save_checkpoint(path, model, optimizer)
+def exports(rank, path):
+    """Of one file, and of Hugging Face's; as another loads them."""
+    case, found = Case("vocabulary", 3, "bf16"), []
+    model, optimizer = wrapped(case, seed=5)
+    gemini.load_checkpoint(path, model, optimizer)
     gemini.export_safetensors(f"{path}-exported", model)
     state = dict(model.state_dict())
     if rank == 0:
         torch.save(state, f"{path}.pt")
-    saved = everything(model, optimizer)
-    train(model, optimizer, case, steps=1)
-    went_on = everything(model, optimizer)
     optimizer.close()
-    return saved, went_on
-
-
-def loads(rank, shapes, path):
-    found = []
-    for weights in (f"{path}-exported", f"{path}.pt"):  # of one file, and of Hugging Face's
-        model, optimizer = wrapped(Case("vocabulary", 3, "bf16", shape=shapes[0]), seed=6)
+    dist.barrier()
+    for weights in (f"{path}-exported", f"{path}.pt"):
+        model, optimizer = wrapped(case, seed=6)
         gemini.load_checkpoint(weights, model)
         found.append(dict(model.state_dict()))
-        optimizer.close()
-    for shape in shapes:
-        case = Case("vocabulary", 3, "bf16", shape=shape)
-        model, optimizer = wrapped(case, seed=5)
-        gemini.load_checkpoint(path, model, optimizer)
-        found.append(everything(model, optimizer))
-        if shape == (2, 2):
-            train(model, optimizer, case, steps=1)
-            found.append(everything(model, optimizer))
         optimizer.close()
     return found
 
 
 def test_a_checkpoint_is_of_whole_tensors_and_loads_at_any_size(tmp_path):
-    path = tmp_path / "saved"
-    saved, went_on = run_ranks(saves, 4, str(path))[0]
-    *weights, loaded, again, wide = run_ranks(loads, 4, [(2, 2), (4, 1)], str(path))[0]
-    loaded = [loaded, again, wide]
-    assert all(torch.equal(value, saved[name]) for one in weights for name, value in one.items())
-    assert same(loaded[0], saved) and same(loaded[1], went_on) and same(loaded[2], saved)
-    for values in run_ranks(loads, 2, [(2, 1), (1, 2)], str(path))[0][2:]:
-        assert same(values, saved)
-    alone = {name: torch.empty_like(value) for name, value in Splittable().state_dict().items()}
-    dcp.load({"model": alone}, checkpoint_id=str(path), no_dist=True)
-    for name, value in alone.items():
-        assert torch.equal(value, saved[name])
+    path = str(tmp_path / "saved")
+    by_shape = {s: Case("vocabulary", 3, "bf16", shape=s) for s in ((4, 1), (2, 1), (1, 2))}
+    others = {4: [by_shape[4, 1]], 2: [by_shape[2, 1], by_shape[1, 2]]}
+    saved = check_checkpoint(KIT, Case("vocabulary", 3, "bf16"), others, path)
     exported = Splittable(5)
+    (weights, of_one_file) = run_ranks(exports, 4, path)[0]
     gemini.load_checkpoint(f"{path}-exported", exported)
-    for name, value in exported.state_dict().items():
-        assert torch.equal(value, saved[name])
-    model = GeminiDDP(Splittable(4), precision="bf16")
-    optimizer = HybridAdam(model.parameters(), **ADAM)
-    gemini.load_checkpoint(path, model, optimizer)
-    assert same(everything(model, optimizer), saved)
-    optimizer.close()
+    for values in (weights, of_one_file, exported.state_dict()):
+        assert all(torch.equal(value, saved[name]) for name, value in values.items())
 
 
 def through_torchs_state_dicts(rank, shape):

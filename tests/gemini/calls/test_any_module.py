@@ -347,19 +347,6 @@ def test_numpy_gets_values_of_its_own():
     assert np.array_equal(array, want.numpy())
 
 
-def test_gradients_of_inputs_alone():
-    torch.manual_seed(0)
-    module = Reused()
-    x = batch(0)
-    (want,) = torch.autograd.grad(loss_of(module(x)), x)
-    model = GeminiDDP(module, SimBackend(), precision="fp32", min_chunk_size_m=0.0006)
-    optimizer = HybridSGD(model.parameters(), lr=0.3)
-    (got,) = torch.autograd.grad(loss_of(model(x)), x)
-    assert torch.allclose(got, want, rtol=1e-5, atol=1e-8)
-    with pytest.raises(RuntimeError, match="without a gradient"):
-        optimizer.step()
-
-
 def test_double_backward_is_refused():
     model = GeminiDDP(Reused(), precision="fp32")
     x = batch(0)
@@ -398,32 +385,3 @@ def test_control_flow_that_changes_between_iterations():
         assert torch.allclose(flat(list(model.parameters())), flat(list(plain.parameters())),
                               rtol=1e-6)  # fmt: skip
     assert model.module.calls == 6
-
-
-@pytest.mark.parametrize("mode", ["two forwards", "two backwards", "alternating"])
-def test_several_forwards_and_backwards_before_a_step(mode):
-    torch.manual_seed(0)
-    plain = uses(view_kept_over_an_eviction)()
-    model = GeminiDDP(copy.deepcopy(plain), SimBackend(5), precision="fp32",
-                      min_chunk_size_m=0.0006)  # fmt: skip
-    optimizer = HybridSGD(model.parameters(), lr=0.3)
-    reference = torch.optim.SGD(plain.parameters(), lr=0.3)
-    for step in range(4):
-        for module in (plain, model):
-            if mode == "two forwards":
-                (loss_of(module(batch(step))) + loss_of(module(batch(step + 9)))).backward()
-            elif mode == "two backwards" or step % 2:
-                loss_of(module(batch(step))).backward()
-                loss_of(module(batch(step + 9))).backward()
-            else:
-                loss = loss_of(module(batch(step)))
-                with torch.no_grad():
-                    module(batch(3))
-                module.zero_grad()
-                loss.backward()
-        for opt in (optimizer, reference):
-            opt.step()
-            opt.zero_grad()
-    with model.summon_full_params():
-        assert torch.allclose(flat(list(model.parameters())), flat(list(plain.parameters())),
-                              rtol=1e-5, atol=1e-7)  # fmt: skip

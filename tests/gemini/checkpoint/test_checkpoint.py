@@ -56,32 +56,6 @@ def test_training_goes_on_with_the_same_bits(precision, async_save, tmp_path):
         assert its_scheduler.state_dict() == scheduler.state_dict()
 
 
-def train_and_save(index, folder, placement):
-    model, optimizer = make(placement)
-    for k in range(1, 5):
-        train(model, optimizer, batches(k - 1, k))
-        gemini.save_checkpoint(folder / f"k{k}", model, optimizer)
-    train(model, optimizer, batches(4, 6))
-    return everything(model, optimizer)
-
-
-def resume_at(index, folder, placement):
-    model, optimizer = make(placement, seed=index)
-    gemini.load_checkpoint(folder / f"k{index + 1}", model, optimizer)
-    train(model, optimizer, batches(index + 1, 6))
-    return everything(model, optimizer)
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("placement", ["resident", "host", "nvme", "mixed"])
-def test_a_fresh_process_resumes_at_any_step_with_the_same_bits(placement, tmp_path):
-    from bench.shared.workers import run_processes
-
-    (want,) = run_processes(train_and_save, 1, tmp_path, placement)
-    for got in run_processes(resume_at, 4, tmp_path, placement):
-        assert_same(got, want)
-
-
 def test_weights_alone_are_loaded_without_an_optimizer_on_either_side(tmp_path):
     model, optimizer = make()
     train(model, optimizer, batches(0, 2))

@@ -28,7 +28,7 @@ from gemini.checkpoint.format.manifest import DataFile, Manifest
 from gemini.checkpoint.format.small_files import read_manifest
 from gemini.checkpoint.untrusted.metadata import read_metadata
 from tests.support import corpus
-from tests.support.checkpoints import assert_same, batches, make, train, whole
+from tests.support.checkpoints import assert_same, whole
 from tests.support.disks.hostile import refused, small, unpacked
 from tests.support.disks.sealed import manifest_of, put_manifest, put_metadata
 
@@ -99,19 +99,6 @@ def test_verify_compares_the_manifest_with_metadata(edit, saved, capsys):
 
 
 # -- older folders ------------------------------------------------------------------------------
-
-
-def test_a_folder_without_an_index_is_read_as_dcps(tmp_path):
-    model, optimizer = make("mixed")
-    train(model, optimizer, batches(0, 2))
-    gemini.save_checkpoint(tmp_path / "a", model, optimizer, extra="more")
-    body = manifest_of(tmp_path / "a")
-    del body["index"]
-    put_manifest(tmp_path / "a", body)
-    other = make("resident", seed=1)
-    assert gemini.load_checkpoint(tmp_path / "a", *other) == "more"
-    assert_same(whole(*other), whole(model, optimizer))
-    assert main(["verify", str(tmp_path / "a")]) == 0
 
 
 def stepped():

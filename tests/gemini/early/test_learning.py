@@ -204,22 +204,6 @@ def test_no_weight_changes_before_the_step():
     optimizer.close()
 
 
-def test_staging_is_in_the_plan_and_in_the_ledger():
-    found = {}
-    for update in ("tail", "both"):
-        model, optimizer = wrapped(update)
-        optimizer.bind()
-        state = optimizer.targets[0].tiered_state.nvme
-        plan = model.engine.planning.plan
-        found[update] = state.staging_bytes, plan.device_staging.nbytes, plan.host_staging.nbytes
-        assert sum(found[update][1:]) >= state.staging_bytes
-        planes, weights = map(state.store.buffer_nbytes, (0, len(state.blocks)))
-        block = planes + weights
-        optimizer.close()
-    assert found["both"][0] == found["tail"][0] + 2 * block
-    assert sum(found["both"][1:]) >= sum(found["tail"][1:]) + 2 * block
-
-
 def test_who_saves_between_backward_and_step_has_the_state_of_the_last_step():
     with patient():
         model, optimizer = begun("both")

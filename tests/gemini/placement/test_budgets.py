@@ -5,7 +5,7 @@ import torch
 
 from bench.shared.models import Tower, token_batches, token_loss
 from bench.shared.simulated import SimBackend
-from gemini import AutoPlacement, ConstPlacement, GeminiDDP, StaticPlacement
+from gemini import AutoPlacement, ConstPlacement, GeminiDDP
 from gemini.chunk.layout import specs_of
 from gemini.memtracer.trace import sequential_trace
 from gemini.placement.sizes import BudgetError
@@ -63,27 +63,9 @@ def test_a_const_budget_is_for_model_data_alone():
     assert found[D] <= 160 << 10 and found[N] > 0
 
 
-def test_static_fractions_put_parameters_and_state_on_the_host():
-    sim = SimBackend(2)
-    free = wrapped(max_norm=0.5)
-    model, _ = limited = wrapped(StaticPlacement(1.0, 1.0, 1.0), device=sim, max_norm=0.5)
-    params, _, state = homes(model)
-    assert (params, state) == ({H}, {H})
-    for run in (free, limited):
-        train(*run, token_batches(2, 1))
-    assert_same(limited, free)
-
-
 def test_the_host_has_no_tier_of_its_own_where_the_cpu_computes():
     model, _ = wrapped("cpu")
     assert homes(model) == ({D}, {D}, {D})
-
-
-@pytest.mark.parametrize("kib", [1, 10, 40])
-def test_a_budget_below_the_least_says_how_much_is_missing(kib):
-    with pytest.raises(BudgetError, match=r"\d+ bytes\) too small .* raise device_budget") as info:
-        wrapped(AutoPlacement(kib << 10))
-    assert info.value.tier is D and info.value.missing_bytes > 0
 
 
 def test_host_and_device_are_one_memory_where_the_cpu_computes():
@@ -173,12 +155,6 @@ def test_a_failed_optimizer_leaves_the_module_usable():
     with pytest.raises(BudgetError, match="device_budget"):
         HybridAdam(model.parameters(), nvme=NvmeConfig(depth=1000))
     train(model, HybridAdam(model.parameters(), nvme=BLOCKS), token_batches(1, 1))
-
-
-def test_a_trace_of_another_model_is_refused():
-    trace = sequential_trace([])
-    with pytest.raises(ValueError, match="another model"):
-        GeminiDDP(Tower(), trace=trace)
 
 
 def test_the_first_iteration_is_sampled_and_planned_with():

@@ -56,21 +56,6 @@ def first(count, rows):
     return [row if i < count else pytest.param(*row, marks=CI) for i, row in enumerate(rows)]
 
 
-RATIOS = [0.0, 0.8, 0.99]
-
-
-@pytest.mark.parametrize(
-    ("kib", "ratio"), first(5, [(100 + 50 * (5 * i % 12), RATIOS[i % 3]) for i in range(12)])
-)
-def test_what_fits_with_a_trace_fits_without(kib, ratio):
-    policy = AutoPlacement(kib << 10, warmup_non_model_data_ratio=ratio)
-    try:
-        made(policy, traced=True)
-    except BudgetError:
-        return
-    made(policy)
-
-
 @pytest.mark.parametrize(
     ("kib", "options", "traced"),
     first(4, pairs([1, 20, 100, 118], [{}, {"precision": "fp32"}, {"master_weights": False}],
@@ -152,18 +137,6 @@ def test_a_device_that_streams_is_given_its_block_by_nobody_but_the_user():
     assert made(StaticPlacement(), nvme=NvmeConfig())[0].engine.planning.block_numel == 1 << 20
 
 
-@pytest.mark.parametrize(
-    ("kib", "block_numel", "depth"),
-    first(4, pairs([125, 150, 180, 210], [1024, 2048, 8192], [1, 4])),
-)
-def test_what_an_optimizer_lacks_is_enough_for_it_and_its_module(block_numel, kib, depth):
-    nvme = NvmeConfig(block_numel=block_numel, depth=depth)
-    try:
-        made(AutoPlacement(kib << 10), nvme=nvme)
-    except BudgetError as error:
-        made(AutoPlacement((kib << 10) + error.missing_bytes), nvme=nvme)
-
-
 def test_a_disk_that_is_too_small_is_no_reason_to_assume_activations():
     """With 80 % of the device left to them, the state would not fit the disk."""
     placement = AutoPlacement("600KiB", nvme_budget="400KiB")
@@ -171,17 +144,6 @@ def test_a_disk_that_is_too_small_is_no_reason_to_assume_activations():
         made(replace(placement, device_budget="200KiB"))
     model, _ = made(placement)
     assert model.engine.planning.result.profile.peak(N) <= 400 << 10
-
-
-def test_a_device_and_its_host():
-    with pytest.raises(BudgetError) as info:
-        made(AutoPlacement("20KiB", "1MiB"), device=SimBackend(0))
-    assert info.value.tier is D
-    enough = (20 << 10) + info.value.missing_bytes
-    run, free = made(AutoPlacement(enough, "1MiB"), device=SimBackend(0)), wrapped()
-    for each in (run, free):
-        train(*each, token_batches(2, 1))
-    assert_same(run, free)
 
 
 # -- properties, of random models --

@@ -229,12 +229,6 @@ def test_measured_bandwidths_replace_the_typical_ones(tmp_path):
         machine_of({}, speeds=links)
 
 
-def test_ranks_share_a_nodes_memory(question):
-    four = on(question, ranks_per_node=4, host_mem=100, nvme=1000).machine.budgets()
-    assert (four.host, four.nvme) == (25 << 20, 250 << 20)
-    assert four.device == question.machine.device_mem
-
-
 @pytest.mark.parametrize(
     "flags",
     [
@@ -256,25 +250,27 @@ def test_model_without_a_config_needs_its_activations_said():
     assert command.main(["bench.shared.models:Tower", "--activation-bytes", "1MiB"]) == 0
 
 
+def check_grown(model, seq, *batches):
+    """Byte for byte; returns the last one."""
+    activations = activations_of(model, specs_of(model, "bfloat16"), seq)
+    for batch in batches:
+        grown, whole = activations.at(batch), trace(model, example_inputs(model, batch, seq))
+        assert whole.deviation_of(grown) is None
+        assert [m.non_model_bytes for m in grown.moments] == [
+            m.non_model_bytes for m in whole.moments
+        ]
+    return grown
+
+
 def test_trace_of_few_layers_grows_into_the_trace_of_all(config, question):
-    model = models.build(str(config))
-    whole = trace(model, example_inputs(model, 3, 64))
-    grown = question.activations.at(3)
-    assert whole.deviation_of(grown) is None
-    assert [m.non_model_bytes for m in grown.moments] == [m.non_model_bytes for m in whole.moments]
-
-
-def test_what_was_done_to_a_model_holds_in_the_trace_of_few_layers(config, question):
-    """By a factory, say: checkpointing is no field of a configuration."""
+    """Also of what was done to a model, as checkpointing and adapters are no configuration's."""
+    plain = check_grown(models.build(str(config)), 64, 3)
+    assert plain.moments == question.activations.at(3).moments
     model = models.build(str(config))
     model.gradient_checkpointing_enable()
-    specs = specs_of(model, "bfloat16")
-    grown = activations_of(model, specs, 64).at(3)
-    whole = trace(model, example_inputs(model, 3, 64))
-    assert whole.deviation_of(grown) is None
-    assert [m.non_model_bytes for m in grown.moments] == [m.non_model_bytes for m in whole.moments]
-    assert grown.peak_non_model_bytes < question.activations.at(3).peak_non_model_bytes
+    assert check_grown(model, 64, 3).peak_non_model_bytes < plain.peak_non_model_bytes
     assert len(model.model.layers) == model.config.num_hidden_layers == 7
+    check_grown(models.add_lora(models.checkpointed(models.build(str(config))), 4), 64, 3)
 
 
 @pytest.mark.ci
@@ -302,30 +298,8 @@ def test_a_named_base_is_one_of_16_bits():
      *(pytest.param(name, marks=pytest.mark.deep) for name in ("bert-base", "vit-base"))],
 )  # fmt: skip
 def test_known_models_traces_grow_into_the_traces_of_all_layers(name):
-    """Byte for byte, at a batch that was traced and at one that was not."""
-    model = models.build(name)
-    specs = specs_of(model, "bfloat16")
-    activations = activations_of(model, specs, 128)
-    for batch in (1, 4):
-        grown, whole = activations.at(batch), trace(model, example_inputs(model, batch, 128))
-        assert whole.deviation_of(grown) is None
-        assert [m.non_model_bytes for m in grown.moments] == [
-            m.non_model_bytes for m in whole.moments
-        ]
-
-
-@pytest.mark.parametrize(
-    ("name", "world_size"),
-    [pytest.param("llama-7b", 1, marks=pytest.mark.ci),
-     pytest.param("llama-70b", 64, marks=pytest.mark.deep),
-     pytest.param("mixtral-8x7b", 8, marks=pytest.mark.deep)],
-)  # fmt: skip
-def test_gathers_are_within_5_percent_of_the_lower_bound(name, world_size):
-    for device_mem in (40 * GIB, 80 * GIB):
-        sizes = {"host_mem": 2 * 10**12, "device_mem": device_mem}
-        machine = machine_of(sizes, world_size=world_size, ranks_per_node=min(8, world_size))
-        plan = plan_for(name, machine, Training(seq=512))
-        assert plan.fits and plan.result.plan.forecast.gather_gap <= 0.05
+    """At a batch that was traced and at one that was not."""
+    check_grown(models.build(name), 128, 1, 4)
 
 
 def test_fp32_originals_of_a_frozen_base_are_planned_and_named(config):
@@ -354,14 +328,6 @@ def test_checkpointing_is_the_cheapest_change_where_it_is_enough(config):
     said = list(words.five_lines("it", plan))
     assert said[1].startswith("cheapest change: activations that are computed again in backward")
     assert words.train_arguments(plan, "adamw", "fp32").endswith(" --checkpointing")
-
-
-def test_checkpointing_and_adapters_hold_in_the_trace_of_few_layers(config):
-    model = models.add_lora(models.checkpointed(models.build(str(config))), 4)
-    grown = activations_of(model, specs_of(model, "bfloat16"), 64).at(3)
-    whole = trace(model, example_inputs(model, 3, 64))
-    assert whole.deviation_of(grown) is None
-    assert [m.non_model_bytes for m in grown.moments] == [m.non_model_bytes for m in whole.moments]
 
 
 @pytest.mark.parametrize(
@@ -580,11 +546,7 @@ def test_adapters_are_on_no_experts_nor_on_those_that_all_tokens_go_to():
     of = {n.partition(".lora_A")[0].rpartition(".")[2]
           for n, _ in adapted.named_parameters() if "lora_A" in n}  # fmt: skip
     assert of == {"q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}
-    specs = specs_of(adapted, "bfloat16")
-    whole = trace(adapted, example_inputs(adapted, 2, 8))
-    grown = activations_of(adapted, specs, 8).at(2)
-    assert whole.deviation_of(grown) is None
-    assert [m.non_model_bytes for m in grown.moments] == [m.non_model_bytes for m in whole.moments]
+    check_grown(adapted, 8, 2)
 
 
 def test_wrapping_takes_a_chunk_and_its_values_beside_what_was_wrapped(config):

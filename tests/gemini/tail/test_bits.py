@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-import gemini
-from bench.shared.models import Choosy, Tower, token_loss
+from bench.shared.models import Tower, token_loss
 from bench.shared.simulated import SimBackend
 from gemini import AutoPlacement, trace
 from gemini.placement.timetable.allowed import NO_BUFFERS
@@ -25,12 +24,9 @@ from tests.support.loops.early import (
     UPDATES,
     Sometimes,
     interrupted,
-    patient,
     same,
     second_backwards,
-    serial,
 )
-from tests.support.loops.endings import resumed
 from tests.support.loops.tails import (
     PRECISIONS,
     SCHEDULES,
@@ -38,9 +34,7 @@ from tests.support.loops.tails import (
     batches,
     differences,
     everything,
-    has_tail,
     held_updates,
-    one_step,
     run,
     stepped,
     wrapped,
@@ -134,11 +128,6 @@ def test_the_rows_have_all_pairs_and_a_few_of_them_every_value():
             assert missing <= impossible
 
 
-def test_parameters_without_a_gradient_keep_their_counts():
-    found = same(absent, "tail", module=Choosy)
-    assert sorted(set(found.values["steps"])) == [2.0, 6.0]
-
-
 def test_a_view_that_is_read_behind_a_step_is_that_of_the_step():
     """`.data` of a parameter, and a view of that, taken before the step."""
     found = []
@@ -150,21 +139,6 @@ def test_a_view_that_is_read_behind_a_step_is_that_of_the_step():
         found.append(view.clone())
         optimizer.close()
     assert torch.equal(*found)
-
-
-@pytest.mark.parametrize(
-    "update, at", [("tail", "step"), ("speculate", "backward"), ("both", "backward")]
-)
-def test_a_run_that_was_saved_and_resumed_has_the_same_bits(update, at, tmp_path):
-    """Behind a step, or a backward; and two more in another module that was loaded from it."""
-    with patient():
-        model, optimizer = stepped(update, 2)
-        if at == "backward":
-            token_loss(model, batches(3)[2]).backward()
-        gemini.save_checkpoint(tmp_path / "saved", model, optimizer)
-        optimizer.close()
-        found = resumed(update, tmp_path / "saved", batches(4)[2:])
-    assert differences(found, serial(SCHEDULES["plain"]).values) == []
 
 
 SERIAL = {
@@ -242,17 +216,3 @@ def test_what_a_pass_waits_for_is_in_the_report_of_its_tail():
 def test_another_word_for_the_update_is_refused():
     with pytest.raises(ValueError, match="expected one of"):
         wrapped("late", module=nn.Linear(3, 3))
-
-
-def test_what_was_moved_behind_a_step_is_in_its_report():
-    model, optimizer = wrapped("tail")
-    for batch in batches(2):
-        one_step(model, optimizer, batch)
-    report = optimizer.last_report
-    assert has_tail(optimizer) and report.traffic.nvme_write == 0
-    behind = report.behind.wait()
-    written = optimizer.targets[0].tiered_state.nvme.written_bytes_per_step
-    assert behind.committed and report.committed
-    assert behind.traffic.nvme_write == written
-    assert 0 < behind.traffic.nvme_read <= written
-    optimizer.close()

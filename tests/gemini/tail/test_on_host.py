@@ -194,20 +194,6 @@ def test_drawn_programs_on_a_device_whose_kernels_update(drawn, homes, state):
     check_program(drawn, "stream", homes, state)
 
 
-@pytest.mark.parametrize("path", ["cpu", "stream"])
-def test_a_run_that_was_saved_and_resumed_in_its_middle_has_the_same_bits(path, tmp_path):
-    want = found(short(absent, 2), "serial", path, **sometimes(path))
-    model, optimizer = wrapped("tail", **placed(path, **sometimes(path)))
-    list(short(absent, 1)(model, optimizer))
-    gemini.save_checkpoint(tmp_path / "saved", model, optimizer)
-    optimizer.close()
-    model, optimizer = wrapped("tail", **placed(path, **sometimes(path)))
-    gemini.load_checkpoint(tmp_path / "saved", model, optimizer)
-    list(islice(absent(model, optimizer, first=1), 1))
-    assert differences(everything(model, optimizer), want) == []
-    optimizer.close()
-
-
 # -- who waits, and for what --
 
 

@@ -290,18 +290,6 @@ def test_another_thread_than_the_one_that_trains_updates():
     optimizer.close()
 
 
-def test_a_graph_of_weights_before_the_step_is_refused():
-    """As torch's optimizers have it: what a step changes cannot be the past of a backward."""
-    model, optimizer = stepped("tail")
-    optimizer.zero_grad()
-    loss = token_loss(model, batches(1)[0])
-    loss.backward(retain_graph=True)
-    optimizer.step()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-    optimizer.close()
-
-
 def test_a_parameter_is_watched_only_while_it_is_updated():
     model, optimizer = stepped("tail")
     plain = {type(p) for p in model.parameters()}

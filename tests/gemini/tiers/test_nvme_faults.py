@@ -2,7 +2,6 @@
 
 import errno
 import os
-import shutil
 
 import pytest
 import torch
@@ -139,20 +138,3 @@ def test_a_parameter_that_cannot_be_read_is_an_error_that_says_what_is_left():
     path.write_bytes(data)  # the disk came back
     assert path.stat().st_size == size
     assert torch.isfinite(model(BATCHES[0][0])).all()
-
-
-def test_a_folder_that_is_removed_costs_nothing(tmp_path):
-    """Files have lost their names; what is in them is there until they are closed."""
-    folder = tmp_path / "gone"
-    folder.mkdir()
-    model, optimizer = run = wrapped(AutoPlacement("130KiB", nvme_dir=str(folder)), max_norm=0.5)
-    train(*run, BATCHES[:1])
-    assert len(list(folder.iterdir())) == 3  # parameters, gradients, state
-    shutil.rmtree(folder)
-    train(*run, BATCHES[1:2])
-    assert_same((model, optimizer), trained(2))
-
-
-def test_a_folder_that_does_not_exist_is_refused(tmp_path):
-    with pytest.raises(nvme.FolderError, match="does not exist"):
-        wrapped(AutoPlacement("130KiB", nvme_dir=str(tmp_path / "none")))

@@ -6,31 +6,13 @@ import torch
 from torch import Tensor
 
 from bench.shared.models import Tower, token_batches, token_loss
-from bench.shared.simulated import SimBackend
 from gemini import AutoPlacement, GeminiDDP, init_empty
 from gemini.chunk.layout import specs_of
 from gemini.memtracer.trace import sequential_trace
 from gemini.units import PAGE_BYTES, align_up
-from optim import HybridAdam, HybridSGD, NvmeConfig
+from optim import HybridAdam, NvmeConfig
 from tests.support.checkpoints import train
-from tests.support.spilled import BLOCKS, LEAST, SMALL, D, H, N, assert_same, homes, wrapped
-
-
-@pytest.mark.parametrize(("options", "optimizer"), [
-    ({"precision": "bf16", "max_norm": 0.5}, HybridAdam),
-    ({"precision": "bf16", "master_weights": False}, HybridSGD),
-    pytest.param({"precision": "fp32", "max_norm": 0.5}, HybridAdam, marks=pytest.mark.ci),
-    pytest.param({"precision": "fp32", "max_norm": 0.5}, HybridSGD, marks=pytest.mark.ci),
-], ids=["bf16", "rounded", "fp32", "fp32, sgd"])  # fmt: skip
-def test_everything_on_nvme_has_the_bits_of_everything_in_memory(options, optimizer):
-    budget = "200KiB" if options["precision"] == "fp32" else LEAST.device_budget
-    runs = [wrapped(AutoPlacement(budget), optimizer=optimizer, **options),
-            wrapped(optimizer=optimizer, **options)]  # fmt: skip
-    assert all(N in tiers for tiers in homes(runs[0][0]))
-    assert homes(runs[1][0]) == ({D}, {D}, {D})
-    for run in runs:
-        train(*run, token_batches(3, 1))
-    assert_same(*runs)
+from tests.support.spilled import BLOCKS, LEAST, SMALL, assert_same, wrapped
 
 
 def test_a_model_that_never_was_in_memory_trains_from_nvme():
@@ -65,27 +47,6 @@ def test_gradients_on_nvme_can_be_looked_at():
         assert torch.equal(value, found[1][name]), name
 
 
-def test_a_state_dict_goes_to_nvme_and_comes_back():
-    source, target = wrapped(), wrapped(LEAST)
-    train(*source, token_batches(2, 1))
-    target[0].load_state_dict(source[0].state_dict())
-    target[1].load_state_dict(source[1].state_dict())
-    assert_same(source, target)
-    for run in (source, target):
-        train(*run, token_batches(1, 1, seed=7))
-    assert_same(source, target)
-
-
-def test_what_the_user_writes_to_a_parameter_on_nvme_is_kept():
-    runs = [wrapped(LEAST), wrapped()]
-    for model, _ in runs:
-        with model.summon_full_params(), torch.no_grad():
-            model.module.layers[2][1].weight.mul_(0.5)
-    for run in runs:
-        train(*run, token_batches(2, 1))
-    assert_same(*runs)
-
-
 @pytest.mark.parametrize(
     "update", ["serial", *(pytest.param(u, marks=pytest.mark.ci) for u in ("tail", "both"))]
 )
@@ -117,47 +78,6 @@ def test_a_parameter_on_nvme_gives_its_memory_to_nobody():
     assert torch.equal(torch.from_dlpack(param.detach().clone()), param)
     widened = np.asarray(param.detach().float())  # memory of its own, as it is with torch
     widened[:] = 0
-
-
-def test_evaluation_and_training_with_parameters_on_nvme():
-    (spilled, _), (resident, _) = runs = [wrapped(LEAST), wrapped()]
-    ids = token_batches(1, 1, seed=5)[0][0]
-    for run in runs:
-        train(*run, token_batches(1, 1))
-    with torch.no_grad():
-        assert torch.equal(spilled(ids), resident(ids))
-    for run in runs:
-        train(*run, token_batches(1, 1))
-    assert_same(*runs)
-
-
-@pytest.mark.parametrize(
-    "host, expected", [("10MiB", H), ("300KiB", N)], ids=["host", "host-and-nvme"]
-)
-def test_a_simulated_device_spills_to_host_and_then_to_nvme(host, expected):
-    """Its own host pool, copies that come late, freed memory that is poisoned."""
-    runs = [
-        wrapped(AutoPlacement("60KiB", host), device=SimBackend(3), max_norm=0.5),
-        wrapped(max_norm=0.5),
-    ]
-    assert all(H in tiers or N in tiers for tiers in homes(runs[0][0]))
-    assert any(expected in tiers for tiers in homes(runs[0][0]))
-    for run in runs:
-        train(*run, token_batches(3, 1))
-    assert_same(*runs)
-
-
-@pytest.mark.ci  # the interpreter
-def test_the_kernels_of_a_device_update_what_lives_on_host_and_nvme():
-    """In the interpreter. Without clipping: a norm is summed up by where gradients are."""
-    runs = [
-        wrapped(placement, device=SimBackend(5, updates_by_triton=True))
-        for placement in (AutoPlacement("110KiB", "300KiB"), "cuda")
-    ]
-    assert set.union(*homes(runs[0][0])) == {D, H, N}
-    for run in runs:
-        train(*run, token_batches(2, 1))
-    assert_same(*runs)
 
 
 def in_files(policy=LEAST):

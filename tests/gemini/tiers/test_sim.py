@@ -4,22 +4,12 @@ import pytest
 import torch
 
 from bench.shared.models import Tower, token_batches
-from bench.shared.reference import flat, relative_error
 from bench.shared.simulated import SimBackend
 from gemini import GeminiDDP
 from optim import HybridAdam
-from tests.support import towers
 from tests.support.apart import Apart
-from tests.support.checkpoints import train, weights
+from tests.support.checkpoints import train
 from tests.support.spilled import SMALL
-
-
-def trained(device, precision="bf16", fraction=0.0, folder=None, steps=4, **options):
-    model, optimizer = towers.wrapped(precision, device, folder, fraction, max_norm=0.3, **options)
-    train(model, optimizer, token_batches(steps, 1))
-    report = optimizer.last_report
-    model.engine.manager.prepare(tuple(chunk.spec.id for chunk in model.engine.chunks))
-    return weights(model), report, model
 
 
 @pytest.mark.parametrize("on_host", [False, True])
@@ -29,43 +19,6 @@ def test_a_backend_says_where_shards_start(on_host):
     device.shards_start_on_host = on_host
     model = GeminiDDP(Tower(), device, **SMALL)
     assert {chunk.shard_on_host for chunk in model.engine.chunks} == {on_host}
-
-
-@pytest.mark.parametrize("max_prefetch", [0, 1, 3])
-def test_released_chunks_change_no_bit(max_prefetch):
-    want, *_ = trained("cpu")
-    for seed in range(3):
-        got, _, model = trained(SimBackend(seed), max_prefetch=max_prefetch)
-        assert torch.equal(got, want)
-        assert model.engine.manager.gathers > 4 * len(model.engine.chunks)
-
-
-def test_fewer_bytes_are_on_the_device_than_the_model_has():
-    backend = SimBackend()
-    *_, model = trained(backend, max_prefetch=0)
-    payload = sum(chunk.payload.nbytes for chunk in model.engine.chunks)
-    before = backend.device_bytes
-    model.engine.manager.release_all()
-    assert backend.device_bytes == before - payload  # nothing else is counted as a payload
-
-
-@pytest.mark.parametrize(
-    ("precision", "fractions", "steps"),
-    [("bf16", (0.4,), 2), pytest.param("fp32", (0.0, 0.4, 1.0), 4, marks=pytest.mark.ci)],
-)
-def test_triton_and_cpu_paths_agree_and_tiers_change_no_bit(precision, fractions, steps, tmp_path):
-    start = flat(list(Tower().parameters()))
-    cpu, told, _ = trained("cpu", precision, steps=steps)
-    results = []
-    for fraction in fractions:
-        device = SimBackend(updates_by_triton=True)
-        got, report, _ = trained(device, precision, fraction, tmp_path, steps)
-        assert report.update_path == "triton" and not report.skipped
-        assert report.grad_norm == pytest.approx(told.grad_norm, rel=1e-2)
-        results.append(got)
-    assert all(torch.equal(results[0], other) for other in results[1:])
-    bound = 1e-5 if precision == "fp32" else 5e-2  # bf16: weights, whose rounding flips
-    assert relative_error(results[0] - start, cpu - start) < bound
 
 
 def test_the_device_skips_a_step_that_is_not_finite_and_says_so_when_asked():
@@ -149,31 +102,6 @@ def test_a_copy_back_to_the_device_finds_what_was_ordered_before_it():
     assert back.tolist() == [2.0] * 64
 
 
-def test_what_a_copy_reads_is_neither_written_nor_freed_before_its_ticket_says_so():
-    backend = hostile()
-    host, device = host_pair(backend)
-    ticket = backend.copy(host, device)
-    with pytest.raises(AssertionError, match="freed under a copy"):
-        backend.free(device)
-    device.fill_(3.0)
-    with pytest.raises(AssertionError, match="written while the copy reads"):
-        ticket.wait()
-    host = backend.allocate_host(64, torch.float32).fill_(1.0)
-    to_device = backend.copy(backend.allocate(64, torch.float32), host)
-    to_device.wait()  # the device comes behind it, and the host does not
-    host.fill_(5.0)
-    with pytest.raises(AssertionError, match="written while the copy reads"):
-        to_device.settle()
-
-
-def test_copies_of_the_same_memory_are_ordered():
-    backend = hostile()
-    host, device = host_pair(backend)
-    _ticket = backend.copy(host, device)
-    with pytest.raises(AssertionError, match="before another of its ends was ordered"):
-        backend.copy(backend.allocate(64, torch.float32), host)
-
-
 def test_a_kernel_is_given_no_memory_that_it_does_not_reach():
     backend = hostile()
     host, device = host_pair(backend)
@@ -192,18 +120,6 @@ def test_staging_is_host_memory_as_long_as_it_is_pinned():
     assert backend.place_of(staging[3:]) == "host"
     unpin()
     assert backend.place_of(staging) is None
-
-
-def test_a_ticket_that_nobody_waits_for_is_found_when_it_is_dropped():
-    backend = hostile()
-    host, device = host_pair(backend)
-    kept = backend.copy(host, device)
-    backend.check()
-    del kept
-    with pytest.raises(AssertionError, match="nobody waits for 1 copies"):
-        backend.allocate(8, torch.float32)
-    backend.copy(backend.allocate_host(64, torch.float32), device).order()  # is enough
-    backend.check()
 
 
 def test_freed_memory_is_neither_copied_nor_written():

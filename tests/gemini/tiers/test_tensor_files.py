@@ -240,35 +240,6 @@ def test_a_block_is_asked_for_behind_the_tensors_that_are_being_read(long_file):
         long_file.give(block)
 
 
-def test_what_was_not_committed_is_seen_only_where_it_counts_at_once(files):
-    written(files)
-    files.write(3, values_of(3, seed=1))
-    files.flush()
-    assert torch.equal(read(files, 3), values_of(3, seed=0 if files.versioned else 1))
-    if files.versioned:
-        files.rollback()
-        assert torch.equal(read(files, 3), values_of(3))
-    files.write(3, values_of(3, seed=2))
-    count(files, 2)
-    assert torch.equal(read(files, 3), values_of(3, seed=2))
-    assert torch.equal(read(files, 9), values_of(9))
-
-
-def test_one_block_is_changed_and_its_neighbours_stay(files):
-    written(files)
-    staged = files.block_to_fill(3, 1)
-    assert staged.values.shape == (BLOCK,)
-    staged.values.fill_(7.0)
-    files.write_block(3, 1, staged)
-    count(files, 2)  # a block that a commit leaves alone keeps its version
-    want = values_of(3)
-    want[BLOCK : 2 * BLOCK] = 7.0
-    assert torch.equal(read(files, 3), want)
-    last = files.read_block(3, 2)
-    assert torch.equal(last.wait(), want[2 * BLOCK :])
-    files.give(last)
-
-
 def test_blocks_are_read_ahead_until_one_buffer_is_left(files):
     written(files)
     ahead = []
@@ -292,14 +263,3 @@ def test_bytes_are_those_of_padded_blocks_and_go_when_a_tensor_is_forgotten(file
     files.forget([3])
     assert 3 not in files and files.written_bytes_per_step < before - SHAPES[3].numel * 4 + 1
     assert torch.equal(read(files, 9), values_of(9))
-
-
-def test_replace_counts_at_once_and_leaves_the_step(tmp_path):
-    files = TensorFiles(SHAPES, FileConfig(str(tmp_path), block_numel=BLOCK), versioned=True)
-    files.versioned = True
-    written(files, step=5)
-    files.replace(8, values_of(8, seed=1))
-    files.rollback()  # takes nothing back
-    assert files.store.committed_step == 5
-    assert torch.equal(read(files, 8), values_of(8, seed=1))
-    files.close()

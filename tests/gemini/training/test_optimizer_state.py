@@ -4,14 +4,8 @@ import pytest
 import torch
 
 from bench.shared.models import Tower, token_batches
-from bench.shared.reference import flat, relative_error
-from bench.shared.simulated import SimBackend
-from gemini import GeminiDDP
-from optim import HybridAdam
 from tests.support.checkpoints import train
-from tests.support.towers import ADAM, weights, wrapped
-
-SMALL = {"min_chunk_size_m": 0.004}
+from tests.support.towers import wrapped
 
 
 def test_it_is_keyed_by_name_and_has_every_plane():
@@ -28,52 +22,6 @@ def test_it_is_keyed_by_name_and_has_every_plane():
         assert planes["step"] == 2 and planes["exp_avg"].shape == param.shape
         assert {planes[p].dtype for p in planes} == {torch.float32}
     assert all(optimizer.state[p]["step"] == 2 for p in model.parameters())
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_a_resumed_run_has_the_same_bits_in_another_placement(precision, tmp_path):
-    batches = token_batches(5, 1)
-    model, optimizer = wrapped(precision)
-    train(model, optimizer, batches[:3])
-    saved, saved_weights = optimizer.state_dict(), model.state_dict()
-    train(model, optimizer, batches[3:])
-    other, other_optimizer = wrapped(precision, SimBackend(), tmp_path, 0.5)
-    other.load_state_dict(saved_weights)
-    other_optimizer.load_state_dict(saved)
-    train(other, other_optimizer, batches[3:])
-    assert torch.equal(weights(other), weights(model))
-
-
-def test_it_interchanges_with_torch_both_ways():
-    plain = Tower()
-    torch_optimizer = torch.optim.AdamW(plain.parameters(), **ADAM, foreach=False)
-    train(plain, torch_optimizer, token_batches(3, 1))
-    model, optimizer = wrapped("fp32")
-    model.load_state_dict(plain.state_dict())
-    optimizer.load_state_dict(torch_optimizer.state_dict())
-    start = weights(model)
-    for some, its in ((plain, torch_optimizer), (model, optimizer)):
-        train(some, its, token_batches(3, 1, seed=2))
-    want = flat(list(plain.parameters()))
-    assert relative_error(weights(model) - start, want - start) < 1e-6
-
-    saved = optimizer.state_dict()
-    order = {name: i for i, name in enumerate(saved["param_groups"][0]["params"])}
-    by_position = {
-        "state": {order[name]: planes for name, planes in saved["state"].items()},
-        "param_groups": [
-            {**group, "params": [order[name] for name in group["params"]]}
-            for group in saved["param_groups"]
-        ],
-    }
-    plain.load_state_dict(model.state_dict())
-    again = torch.optim.AdamW(plain.parameters(), foreach=False)
-    again.load_state_dict(by_position)
-    start = weights(model)
-    for some, its in ((plain, again), (model, optimizer)):
-        train(some, its, token_batches(3, 1, seed=3))
-    want = flat(list(plain.parameters()))
-    assert relative_error(weights(model) - start, want - start) < 1e-6
 
 
 def test_groups_go_by_name_and_others_are_refused():
@@ -94,47 +42,3 @@ def test_groups_go_by_name_and_others_are_refused():
     _, swapped = wrapped(groups=other_two)
     with pytest.raises(ValueError, match="param group 0 of the state dict has"):
         swapped.load_state_dict(saved)
-
-
-def test_add_param_group_over_the_same_module():
-    batches = token_batches(3, 1)
-    results = []
-    for late in (False, True):
-        model = GeminiDDP(Tower(), precision="fp32", **SMALL)
-        params = list(model.parameters())
-        groups = [{"params": params[:5]}, {"params": params[5:], "lr": 0.1}]
-        optimizer = HybridAdam(groups[:1] if late else groups, **ADAM)
-        if late:
-            optimizer.add_param_group(groups[1])
-        train(model, optimizer, batches)
-        results.append(weights(model))
-    assert torch.equal(results[0], results[1])
-    stranger = Tower()
-    optimizer.add_param_group({"params": [stranger.embed.weight]})
-    with pytest.raises(ValueError, match="together with others"):
-        optimizer.step()
-
-
-def test_it_streams_run_by_run(tmp_path):
-    model, optimizer = wrapped("bf16", SimBackend(), tmp_path, 0.5)
-    train(model, optimizer, token_batches(2, 1))
-    saved = {}
-
-    def keep(run):
-        saved[run.name, run.plane, run.start] = run.values.clone()
-
-    optimizer.visit_state(keep)
-    whole = optimizer.state_dict()["state"]
-    for (name, plane, start), values in saved.items():
-        flat_plane = whole[name][plane].reshape(-1)
-        assert torch.equal(flat_plane[start : start + values.numel()], values)
-    assert sum(v.numel() for (_, plane, _), v in saved.items() if plane == "master") == sum(
-        p.numel() for p in Tower().parameters()
-    )
-    other, other_optimizer = wrapped("bf16")
-
-    def give(run):
-        return whole[run.name][run.plane].reshape(-1)[run.elements]
-
-    other_optimizer.fill_state(give)
-    assert torch.equal(weights(other), weights(model))

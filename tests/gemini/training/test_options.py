@@ -8,7 +8,6 @@ import gemini
 from bench.shared.models import Choosy, Tower, token_batches, token_loss
 from bench.shared.reference import flat, relative_error, train_reference
 from bench.shared.simulated import SimBackend
-from bench.shared.workers import run_ranks
 from gemini import GeminiDDP, StaticPlacement
 from gemini.checkpoint import MismatchError
 from optim import HybridAdam, HybridSGD, NvmeConfig
@@ -78,15 +77,6 @@ def test_a_wrapped_module_is_updated_as_by_torch(case, tmp_path):
     assert relative_error(found[0] - START, want - START) < 1e-6
     for other in found[1:]:
         assert torch.equal(other, found[0])
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("case", CASES)
-def test_two_ranks_are_updated_as_by_torch(case, tmp_path):
-    found = [run_ranks(trained, 2, case, p, tmp_path)[0] for p in ("resident", "mixed")]
-    want = reference(case, 2)
-    assert relative_error(found[0] - START, want - START) < 1e-6
-    assert torch.equal(*found)
 
 
 def choosy(make_optimizer, model):

@@ -12,7 +12,7 @@ from gemini.placement.sizes import BudgetError
 from gemini.placement.tiers import Tier
 from optim import HybridAdam, NvmeConfig
 from tests.support.loops.cases import LOOPS, HalfFrozen
-from tests.support.loops.sides import ADAM, FILES_DEPTH, SMALL, Net, loss_of, updates, wrapped
+from tests.support.loops.sides import ADAM, FILES_DEPTH, SMALL, Net, loss_of, wrapped
 
 BLOCKS = NvmeConfig(block_numel=1024)
 
@@ -81,25 +81,6 @@ def test_masters_of_thawed_weights_start_from_what_they_were_before_wrapping(pla
     state = model.state_dict()
     assert torch.equal(state["layers.0.weight"], Net().layers[0].weight)
     assert not torch.equal(state["layers.1.weight"], Net().layers[1].weight)
-
-
-def test_a_group_of_thawed_weights_may_be_added_then():
-    def loop(model, optimizer):
-        for seed in range(4):
-            if seed == 2:
-                late = list(model.parameters())[:2]
-                for param in late:
-                    param.requires_grad_(True)
-                optimizer.add_param_group({"params": late, "lr": 0.2})
-            step(model, optimizer, seed)
-
-    module, plain = HalfFrozen(), HalfFrozen()
-    model = GeminiDDP(module, precision="fp32", **SMALL)
-    loop(model, HybridAdam([p for p in model.parameters() if p.requires_grad], **ADAM))
-    trained = [p for p in plain.parameters() if p.requires_grad]
-    loop(plain, torch.optim.AdamW(trained, foreach=False, **ADAM))
-    got, want = updates(model), updates(plain)
-    assert float((got - want).norm() / want.norm()) < 1e-6
 
 
 def test_what_fits_nowhere_is_refused_and_changes_nothing():

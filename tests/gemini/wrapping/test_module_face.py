@@ -16,13 +16,11 @@ from bench.shared.simulated import SimBackend
 from gemini import GeminiDDP, StaticPlacement
 from optim import HybridAdam
 from tests.support.loops.sides import (
-    ADAM,
     HOMES,
     PLACEMENTS,
     SMALL,
     Net,
     batch,
-    difference,
     full_step,
     loss_of,
     wrapped,
@@ -304,29 +302,6 @@ def test_a_graph_from_before_a_step_is_refused_as_torch_does():
         full_step(model, optimizer, 2)
 
 
-def test_a_group_that_is_added_later_begins_to_count_then():
-    def loop(make, module):
-        early = list(module.parameters())[:2]
-        optimizer = make(early, **ADAM)
-        for seed in range(6):
-            if seed == 3:
-                optimizer.add_param_group({"params": list(module.parameters())[2:]})
-            full_step(module, optimizer, seed)
-        return optimizer
-
-    plain = Net()
-    loop(lambda ps, **kw: torch.optim.AdamW(ps, foreach=False, **kw), plain)
-    start = Net().state_dict()
-    for place in ("resident", "host"):
-        module = Net()
-        model = GeminiDDP(module, precision="fp32", **SMALL, **PLACEMENTS[place](module))
-        loop(HybridAdam, model)
-        for name, value in model.state_dict().items():
-            want = plain.state_dict()[name] - start[name]
-            error = (value - start[name] - want).norm() / want.norm()
-            assert float(error) < 1e-6, name
-
-
 @pytest.mark.parametrize("place", HOMES)
 @pytest.mark.parametrize("of", ["parameters", "inputs"])
 def test_autograd_grad_gives_what_torch_gives(place, of):
@@ -356,15 +331,3 @@ def test_autograd_grad_in_fp16_carries_no_loss_scale(place):
         assert float((theirs - ours.float()).norm() / ours.norm()) < 0.01
     full_step(model, optimizer)
     assert not optimizer.last_report.skipped
-
-
-@pytest.mark.parametrize("place", HOMES)
-def test_freezing_after_wrapping_stops_updates_and_thawing_resumes_them(place):
-    def loop(model, optimizer):
-        layers = getattr(model, "module", model).layers
-        for seed in range(6):
-            layers[1].requires_grad_(seed not in (1, 2))
-            layers[0].weight.requires_grad_(seed != 3)
-            full_step(model, optimizer, seed)
-
-    assert difference(loop, Net, place) < 1e-6

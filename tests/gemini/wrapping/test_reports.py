@@ -150,8 +150,3 @@ def test_what_was_sampled_can_be_dumped_and_used_again(tmp_path):
     train(*again, BATCHES)
     (found,) = again[0].memory_stats.traces.values()
     assert found.digest() == trace.digest()
-
-
-def test_names_are_public():
-    for name in ("MemStatsCollector", "StatefulTensorMgr", "trace", "AutoPlacement"):
-        assert getattr(gemini, name).__name__ == name

@@ -205,17 +205,6 @@ def test_an_optimizers_files_leave_the_weights_alone(tmp_path):
     assert not same(dict(model.state_dict()), before)
 
 
-def test_a_schedule_goes_on_where_it_was(tmp_path):
-    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0)
-    first = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 2], 0.1)
-    optimizer.step()
-    first.step()
-    Booster().save_lr_scheduler(first, tmp_path / "schedule")
-    second = torch.optim.lr_scheduler.MultiStepLR(optimizer, [5], 0.5)
-    Booster().load_lr_scheduler(second, tmp_path / "schedule")
-    assert second.state_dict() == first.state_dict()
-
-
 def test_what_is_no_such_file_is_said(tmp_path, trained):
     booster, model, optimizer = trained
     (tmp_path / "text").write_text("no state")

@@ -76,18 +76,20 @@ def part(step: int, micro: int, place: tuple[int, int] | None = None) -> Tensor:
     return rows[index * ROWS // places : (index + 1) * ROWS // places]
 
 
-def averaged(loss: Tensor) -> float:
+def averaged(loss: Tensor, count: int | None = None) -> float:
+    """Over so many that have one; by default all ranks."""
     loss = loss.detach().clone()
     dist.all_reduce(loss)
-    return float(loss) / dist.get_world_size()
+    return float(loss) / (count or dist.get_world_size())
 
 
 @dataclass(frozen=True)
 class Kit:
-    """What is trained by a name: (model, optimizer, schedule), and the plugin."""
+    """What is trained by a name: (model, optimizer, schedule), and the plugin; how it is run."""
 
     made: Callable[[str], tuple[nn.Module, torch.optim.Optimizer, Any]]
     plugins: Mapping[str, Callable[[], Any]]
+    run: Callable[..., Run] | None = None
 
 
 PLAIN = Kit(made, PLUGINS)
@@ -130,11 +132,7 @@ class Run:
     def steps(self, first: int, last: int) -> list[float]:
         losses = []
         for step in range(first, last):
-            with self.booster.no_sync(self.model, self.optimizer):
-                one = token_loss(self.model, part(step, 0, self.place)) / MICRO
-                self.booster.backward(one, self.optimizer)
-            two = token_loss(self.model, part(step, 1, self.place)) / MICRO
-            self.booster.backward(two, self.optimizer)
+            loss = self.backwards(step)
             if step % 2:
                 self.optimizer.clip_grad_by_value(0.01)
             else:
@@ -142,13 +140,26 @@ class Run:
             self.optimizer.step()
             self.schedule.step()
             self.optimizer.zero_grad()
-            losses.append(averaged(one + two))
+            losses.append(loss)
         return losses
 
-    def save(self, folder: Path, shard: bool) -> None:
+    def backwards(self, step: int) -> float:
+        """Of a step; the loss, over all ranks."""
+        with self.booster.no_sync(self.model, self.optimizer):
+            one = token_loss(self.model, part(step, 0, self.place)) / MICRO
+            self.booster.backward(one, self.optimizer)
+        two = token_loss(self.model, part(step, 1, self.place)) / MICRO
+        self.booster.backward(two, self.optimizer)
+        return averaged(one + two)
+
+    def evaluated(self) -> Any:
+        """What is looked at in the middle."""
+
+    def save(self, folder: Path, shard: bool, one_file: bool = True) -> None:
+        """one_file: of the optimizer's state, where it is not in shards."""
         booster = self.booster
         booster.save_model(self.model, folder / "model", shard, True, "", 10, use_safetensors=shard)
-        booster.save_optimizer(self.optimizer, folder / "optimizer", shard)
+        booster.save_optimizer(self.optimizer, folder / "optimizer", shard or not one_file)
         booster.save_lr_scheduler(self.schedule, folder / "schedule")
 
     def load(self, folder: Path) -> None:
@@ -159,21 +170,23 @@ class Run:
 
 def all_runs(
     rank: int, names: list[str], here: str, before: str | None, kit: Kit = PLAIN
-) -> tuple[list[float], dict[str, list[float]], dict[str, list[float]]]:
-    """(DDP's losses, those of each plugin, those of each after it has resumed).
+) -> tuple[list[float], dict[str, list[float]], dict[str, list[float]], dict[str, Any]]:
+    """(DDP's losses, those of each plugin, those of each after it has resumed, evaluations).
 
     here: where checkpoints go, one a plugin. before: where another world size has left such; each
     plugin resumes from what the next one of `names` has saved there; else from its own.
     """
-    losses, resumed = {}, {}
+    make = kit.run or Run
+    losses, resumed, seen = {}, {}, {}
     for i, name in enumerate(names):
-        run = Run(name, kit)
+        run = make(name, kit)
         losses[name] = run.steps(0, HALF)
         run.save(Path(here) / name, shard=bool(i % 2))
+        seen[name] = run.evaluated()
         losses[name] += run.steps(HALF, STEPS)
     for i, name in enumerate(names):
         other = name if before is None else names[(i + 1) % len(names)]
-        run = Run(name, kit)
+        run = make(name, kit)
         run.load(Path(before or here) / other)
         resumed[name] = run.steps(HALF, STEPS)
-    return references(kit), losses, resumed
+    return references(kit), losses, resumed, seen

@@ -5,7 +5,9 @@ Each step has PARTS calls, whose losses are means over their rows and add up to 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bench.shared.models import seeded
+from bench.shared.reference import same
 from gemini import GeminiDDP
 from gemini.integrations import Booster, HybridParallelPlugin, chunk_loss
 from gemini.integrations.parallel.pipelined import Pipelined
@@ -83,7 +86,14 @@ SHARED = {
     "Qwen2-MoE shared": KINDS["Qwen2-MoE"],
 }
 SHARED_TIME = 16
+# fp32: other orders of sums, of micro-batches and ranks, and of what is split
+BOUND = 1.5e-6
+CUT = {"tp_size": 1, "pp_size": 2}
+BOTH = {"tp_size": 2, "pp_size": 2}
+INTERLEAVED = {"pp_style": "interleaved", "num_model_chunks": 2}
+ZBV = {"pp_style": "zbv", "num_model_chunks": 2}  # one process has the first and the last stage
 Batch = dict[str, Tensor]
+Case = tuple[str, str, dict[str, Any]]  # its name, a kind of model, options of `Run`
 
 
 def made(kind: str) -> nn.Module:
@@ -233,17 +243,67 @@ def update_error(
     return float((wrong / moved) ** 0.5)
 
 
-def trained(rank: int, cases: Sequence[tuple[str, str, dict[str, Any]]], folder: str) -> Any:
-    """Of all cases (name, kind, options) weights on rank 0, again when they were loaded from what
-    they are, and what each step said."""
+@dataclass(frozen=True)
+class Trained:
+    """What one rank has of a run. again: `weights`, when they were loaded from what they are.
+
+    said: by each step. copies: of weights that stages tie, by this rank's stages.
+    """
+
+    weights: dict[str, Tensor]
+    again: dict[str, Tensor]
+    said: list[Any]
+    copies: list[Tensor]
+
+
+def trained(rank: int, cases: Sequence[Case], folder: str) -> dict[str, Trained]:
     found = {}
     for name, kind, options in cases:
         run = Run(kind, **options)
+        if options.get("max_norm") == 0.0:
+            run.optimizer.step = functools.partial(clipped, run, run.optimizer.step)
         run.train()
         weights = again = run.weights(folder, name)
-        if not isinstance(run.model, Pipelined):
+        copies: list[Tensor] = []
+        if isinstance(run.model, Pipelined):
+            copies = [copy for part in run.model for copy in copies_in(part)]
+        else:
             run.model.load_state_dict(run.model.state_dict())
             again = run.weights(folder, name)
-        found[name] = weights, again, run.said
+        found[name] = Trained(weights, again, run.said, copies)
         run.optimizer.close()
     return found
+
+
+def clipped(run: Run, step: Callable[[], None]) -> None:
+    run.optimizer.clip_grad_by_norm(MAX_NORM)
+    step()
+
+
+def copies_in(part: Any) -> list[Tensor]:
+    """What a stage has of a tied weight, under the one name that it has there."""
+    state = part.state_dict()
+    names = [spec.names for spec in part.engine.layout.params if len(spec.names) > 1]
+    return [state[name] for alike in names for name in alike if name in state]
+
+
+def check_trained(results: Sequence[dict[str, Trained]], case: Case) -> list[Tensor]:
+    """All ranks came to what one process comes to. Returns their copies of a tied weight."""
+    name, kind, options = case
+    of_ranks = [found[name] for found in results]
+    places = len(of_ranks)
+    for size in ("tp_size", "pp_size", "sp_size"):
+        places //= options.get(size, 1)
+    first, precision = of_ranks[0], options.get("precision", "fp32")
+    start, want = state_of(made(kind)), reference(kind, places)
+    bound = BOUND
+    if precision != "fp32":
+        bound = 1.1 * update_error(one_process(kind, precision, places), want, start)
+        assert bound < 0.02
+    assert update_error(first.weights, want, start) < bound
+    assert same(first.again, first.weights)  # loading what is there changes no bit
+    assert len({tuple(one.said) for one in of_ranks}) == 1  # a norm, a scale, a skip, bit for bit
+    assert {scale for *_, scale in first.said} == {65536.0 if precision == "fp16" else 1.0}
+    copies = [copy for one in of_ranks for copy in one.copies]
+    assert all(torch.equal(copies[0], copy) for copy in copies)
+    return copies

@@ -11,15 +11,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bench.shared.models import Block, Splittable, seeded
-from gemini.integrations import Booster, GeminiPlugin, HybridParallelPlugin
+from gemini.integrations import GeminiPlugin, HybridParallelPlugin
 from tests.integrations.cases.boosted import (
     ADAM,
-    HALF,
     MICRO,
     SMALL,
-    STEPS,
     Kit,
+    Run,
     all_runs,
+    averaged,
     part,
 )
 
@@ -107,22 +107,12 @@ def criterion(logits: Tensor, ids: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()) / MICRO
 
 
-class PipelineRun:
+class PipelineRun(Run):
     """Two calls of the schedule before each step."""
-
-    def __init__(self, name: str) -> None:
-        module, optimizer, schedule = sequential(name)
-        self.plugin = CUT[name]()
-        self.booster = Booster(plugin=self.plugin)
-        self.model, self.optimizer, *_, self.schedule = self.booster.boost(
-            module, optimizer, lr_scheduler=schedule
-        )
-        assert self.optimizer is optimizer
-        self.place = self.plugin.sizes.data_place(dist.get_rank(), dist.get_world_size())
 
     def loss(self, ids: Tensor) -> Tensor:
         """Of this place's rows, on the ranks of the last stage; 0 elsewhere."""
-        if self.plugin.pp_size == 1:
+        if self.booster.plugin.pp_size == 1:
             loss = criterion(self.model(ids), ids)
             self.booster.backward(loss, self.optimizer)
             return loss.detach()
@@ -130,37 +120,21 @@ class PipelineRun:
         assert found["outputs"] is None
         return torch.zeros(()) if found["loss"] is None else found["loss"]
 
-    def steps(self, first: int, last: int) -> list[float]:
-        losses = []
-        for step in range(first, last):
-            total = torch.zeros(())
-            for micro in range(MICRO):
-                with self.booster.no_sync(self.model):
-                    total += self.loss(part(step, micro, self.place))
-            if step % 2:
-                self.optimizer.clip_grad_by_value(0.01)
-            else:
-                self.optimizer.clip_grad_by_norm(max_norm=0.1)
-            self.optimizer.step()
-            self.schedule.step()
-            self.optimizer.zero_grad()
-            dist.all_reduce(total)
-            losses.append(float(total) / self.place[1])
-        return losses
+    def backwards(self, step: int) -> float:
+        total = torch.zeros(())
+        for micro in range(MICRO):
+            with self.booster.no_sync(self.model):
+                total += self.loss(part(step, micro, self.place))
+        return averaged(total, self.place[1])
 
-    def save(self, folder: Path, shard: bool) -> None:
-        booster = self.booster
-        booster.save_model(self.model, folder / "model", shard, use_safetensors=shard)
-        booster.save_optimizer(self.optimizer, folder / "optimizer", True)
-        booster.save_lr_scheduler(self.schedule, folder / "schedule")
+    def save(self, folder: Path, shard: bool, one_file: bool = False) -> None:
+        super().save(folder, shard, one_file)
 
-    def load(self, folder: Path) -> None:
-        self.booster.load_model(self.model, folder / "model")
-        self.booster.load_optimizer(self.optimizer, folder / "optimizer")
-        self.booster.load_lr_scheduler(self.schedule, folder / "schedule")
-
-    def evaluated(self, ids: Tensor) -> Any:
+    def evaluated(self) -> Any:
         """What the last stage gives, without a backward."""
+        if self.booster.plugin.pp_size == 1:
+            return None
+        ids = part(0, 0, self.place)
         with torch.no_grad():
             return self.booster.execute_pipeline(
                 iter([ids]), self.model, criterion, return_outputs=True
@@ -168,20 +142,4 @@ class PipelineRun:
 
 
 def pipeline_runs(rank: int, here: str, before: str | None) -> Any:
-    """As `all_runs`, and an evaluation in the middle of each run: (outputs, loss, wanted rows)."""
-    from tests.integrations.cases.boosted import references
-
-    losses, resumed, seen = {}, {}, {}
-    names = list(CUT)
-    for i, name in enumerate(names):
-        run = PipelineRun(name)
-        losses[name] = run.steps(0, HALF)
-        run.save(Path(here) / name, shard=bool(i % 2))
-        if run.plugin.pp_size > 1:
-            seen[name] = run.evaluated(part(0, 0, run.place))
-        losses[name] += run.steps(HALF, STEPS)
-    for i, name in enumerate(names):
-        run = PipelineRun(name)
-        run.load(Path(before or here) / (name if before is None else names[(i + 1) % len(names)]))
-        resumed[name] = run.steps(HALF, STEPS)
-    return references(Kit(sequential, {})), losses, resumed, seen
+    return all_runs(rank, list(CUT), here, before, Kit(sequential, CUT, PipelineRun))

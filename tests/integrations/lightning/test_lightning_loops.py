@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from gemini import GeminiDDP
 from gemini.integrations.lightning import GeminiMetrics
-from optim import HybridAdam, HybridSGD
+from optim import HybridSGD
 from tests.integrations.cases.lightning_runs import (
     ADAM,
     ByHand,
@@ -34,17 +34,6 @@ from tests.integrations.cases.lightning_runs import (
 )
 
 pytestmark = pytest.mark.usefixtures("alone")
-
-
-def test_an_optimizer_of_this_project_is_used_as_it_is(tmp_path):
-    class OwnAdam(Net):
-        def configure_optimizers(self):
-            return HybridAdam(self.parameters(), lr=0.1)
-
-    module = OwnAdam()
-    run = trainer(ours(), tmp_path, max_steps=1)
-    run.fit(module, loader())
-    assert type(run.optimizers[0]) is HybridAdam
 
 
 def test_loggers_have_metrics_and_rates_by_the_name_that_they_had(tmp_path):

@@ -4,18 +4,20 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench.shared.reference import same
 from bench.shared.workers import run_ranks
 from gemini.integrations import GeminiPlugin
 from gemini.integrations.parallel.models import is_ours
 from tests.integrations.cases.hybrid_runs import (
+    BOTH,
+    BOUND,
+    CUT,
     KINDS,
     Run,
     batches,
+    check_trained,
     made,
     reference,
     state_of,
-    trained,
     update_error,
 )
 from tests.support.said import said
@@ -23,10 +25,7 @@ from tests.support.said import said
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.ci
 DROPPED = ("Llama", "Llama tied, 4", "GPT-2 dropped")  # all but the last are split elsewhere
-BOUND = 1.5e-6  # fp32: sums in other orders
 SPLIT = {"tp_size": 2, "pp_size": 1, "zero_stage": 1}
-CUT = {"tp_size": 1, "pp_size": 2}
-BOTH = {"tp_size": 2, "pp_size": 2}
 SEQUENCE = {"plugin": GeminiPlugin, "tp_size": 2, "enable_sequence_parallelism": True}
 CASES = {
     2: [
@@ -49,21 +48,8 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    folder = str(tmp_path_factory.mktemp("models"))
-    return {ranks: run_ranks(trained, ranks, cases, folder) for ranks, cases in CASES.items()}
-
-
-@pytest.mark.parametrize(
-    ("ranks", "name", "kind"), [(r, n, kind) for r, cases in CASES.items() for n, kind, _ in cases]
-)
-def test_a_model_of_the_table_trains_as_one_process(found, ranks, name, kind):
-    weights, again, _ = found[ranks][0][name]
-    places = (ranks // 2 if "stages" in name else ranks) if "shared out" in name else 1
-    want = reference(kind, places)
-    assert update_error(weights, want, state_of(made(kind))) < BOUND
-    assert same(again, weights)  # loading what is there changes no bit
+def test_a_model_of_the_table_trains_as_one_process(found, ranks, case):
+    check_trained(found[ranks], case)
 
 
 WITHOUT = {

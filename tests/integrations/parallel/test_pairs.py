@@ -1,18 +1,14 @@
 """Any two ways to use ranks together, in stages too, at up to 8 ranks; against one process."""
 
-from functools import cache
 from itertools import combinations, product
 from math import prod
 
 import pytest
 
-from bench.shared.reference import same
-from bench.shared.workers import run_ranks
-from tests.integrations.cases.hybrid_runs import made, reference, state_of, trained, update_error
+from tests.integrations.cases.hybrid_runs import check_trained
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.ci
-BOUND = 1.5e-6  # fp32: sums in other orders
 NAMES = ("tp_size", "ep_size", "extra_dp_size", "data", "sequence_parallelism_mode", "pp_style")
 VALUES = (
     (1, 2), (1, 2), (1, 2), (1, 2), (None, "split_gather", "all_to_all", "ring_attn"),
@@ -71,27 +67,13 @@ def label(row):
     )
 
 
-@cache
-def wanted(kind, places):
-    return reference(kind, places)
+CASES = {
+    ranks: [
+        (label(row), kind_of(row), options_of(row)) for row in ROWS if prod(sizes(row)) == ranks
+    ]
+    for ranks in (2, 4, 8)
+}
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    folder, results = str(tmp_path_factory.mktemp("pairs")), {}
-    for ranks in (2, 4, 8):
-        cases = [
-            (label(row), kind_of(row), options_of(row)) for row in ROWS if prod(sizes(row)) == ranks
-        ]
-        said = run_ranks(trained, ranks, cases, folder)
-        results |= {name: [one[name] for one in said] for name, *_ in cases}
-    return results
-
-
-@pytest.mark.parametrize("row", ROWS, ids=label)
-def test_any_two_train_as_one_process(found, row):
-    kind, places = kind_of(row), prod(row[1:4])
-    weights, again, _ = found[label(row)][0]
-    assert update_error(weights, wanted(kind, places), state_of(made(kind))) < BOUND
-    assert same(again, weights)  # loading what is there changes no bit
-    assert len({tuple(said) for *_, said in found[label(row)]}) == 1  # norms, bit for bit
+def test_any_two_train_as_one_process(found, ranks, case):
+    check_trained(found[ranks], case)

@@ -8,22 +8,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import scaled_dot_product_attention
 
-from bench.shared.reference import same
 from bench.shared.workers import run_ranks
 from gemini.integrations import HybridParallelPlugin, chunk_loss
 from gemini.integrations.parallel import attention
 from gemini.integrations.parallel.cut import stages_of
 from gemini.integrations.parallel.head_loss import HeadLoss
 from gemini.integrations.parallel.shared_sequence import SequenceParallel, share_sequence
-from tests.integrations.cases.hybrid_runs import (
-    Run,
-    made,
-    one_process,
-    reference,
-    state_of,
-    trained,
-    update_error,
-)
+from tests.integrations.cases.hybrid_runs import ZBV, Run, check_trained, made
 from tests.support.said import said
 
 transformers = pytest.importorskip("transformers")
@@ -32,8 +23,7 @@ ULYSSES, RING = (
     for mode in ("all_to_all", "ring_attn")
 )
 STAGES = {"tp_size": 1, "pp_size": 2, "sp_size": 2}
-ZBV = {"pp_style": "zbv", "num_model_chunks": 2}
-CASES = {
+SHARED = {
     "Ulysses, dp": ("GPT-2", ULYSSES | {"tp_size": 1, "sp_size": 2, "zero_stage": 2}),
     "inner rings": ("GPT-2", RING | {"tp_size": 1, "sp_size": 4, "inner_ring_size": 2}),
     "chunked, tp, whole logits": (
@@ -49,28 +39,12 @@ CASES = {
     ),
     "ring in stages, zbv, chunked": ("Llama long", RING | STAGES | ZBV | {"tokens": 5}),
 }  # fmt: skip
-BOUND = 1.5e-6  # fp32: sums in other orders
-
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    cases = [(name, f"{kind} shared", options) for name, (kind, options) in CASES.items()]
-    return run_ranks(trained, 4, cases, str(tmp_path_factory.mktemp("sequences")))
+CASES = {4: [(name, f"{kind} shared", options) for name, (kind, options) in SHARED.items()]}
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("name", CASES)
-def test_shared_sequences_train_as_one_process(found, name):
-    kind, options = CASES[name]
-    alike = options["tp_size"] * options["sp_size"] * options["pp_size"]
-    kind, places = f"{kind} shared", 4 // alike
-    start, want, (weights, again, _) = state_of(made(kind)), reference(kind, places), found[0][name]
-    bound, precision = BOUND, options.get("precision", "fp32")
-    if precision != "fp32":
-        bound = 1.1 * update_error(one_process(kind, precision, places), want, start)
-        assert bound < 0.02
-    assert update_error(weights, want, start) < bound
-    assert same(again, weights) and len({tuple(one[name][2]) for one in found}) == 1
+def test_shared_sequences_train_as_one_process(found, ranks, case):
+    check_trained(found[ranks], case)
 
 
 def outputs(rank, folder):

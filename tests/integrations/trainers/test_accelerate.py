@@ -201,16 +201,6 @@ def test_a_model_without_parameters_stays_as_it_is():
     assert accelerator.prepare(loss) is loss
 
 
-def test_an_optimizer_of_this_project_stays_as_it_is():
-    model, _ = runs.net_and_optimizer()
-    optimizer = HybridAdam(model.parameters(), lr=runs.RATE)
-    _, prepared = runs.ours().prepare(model, optimizer)
-    assert prepared.optimizer is optimizer
-    runs.reset()
-    with pytest.raises(ValueError, match="given with a HybridAdam; expected no options"):
-        runs.ours(adam={"cpu_path": "eager"}).prepare(optimizer)
-
-
 def test_a_loss_scale_of_accelerates_is_taken():
     from accelerate.utils import GradScalerKwargs
 

@@ -66,15 +66,6 @@ def test_a_scheduler_drives_it_as_it_drives_torch(name):
     assert update_error(*results, make_params()[:5]) < 1e-6
 
 
-def test_l2_adam_stays_l2_over_a_state_dict_of_torch():
-    theirs = make_params()
-    torch_optimizer = torch.optim.Adam(theirs, weight_decay=0.1)
-    train(theirs, torch_optimizer, 1)
-    optimizer = HybridAdam(make_params())
-    optimizer.load_state_dict(torch_optimizer.state_dict())
-    assert optimizer.param_groups[0]["adamw_mode"] is False
-
-
 def test_what_a_state_dict_asks_for_and_we_do_not_have_is_named():
     theirs = make_params()
     before = HybridAdam(make_params(), lr=0.3)
@@ -105,51 +96,6 @@ def test_moments_of_16_bit_parameters_stay_fp32_over_a_state_dict():
     for mine, his in zip(optimizer.state.values(), other.state.values(), strict=True):
         assert his["exp_avg_sq"].dtype == torch.float32
         assert torch.equal(mine["exp_avg_sq"], his["exp_avg_sq"])
-
-
-def test_torchs_checkpointing_reads_and_writes_it():
-    from torch.distributed.checkpoint.state_dict import (
-        get_optimizer_state_dict,
-        set_optimizer_state_dict,
-    )
-
-    modules = [nn.Linear(5, 3), nn.Linear(5, 3)]
-    optimizers = [HybridAdam(m.parameters(), lr=1e-2) for m in modules]
-    for _ in range(2):
-        modules[0](torch.ones(1, 5)).sum().backward()
-        optimizers[0].step()
-    saved = get_optimizer_state_dict(modules[0], optimizers[0])
-    weights = [p.detach().clone() for p in modules[1].parameters()]
-    set_optimizer_state_dict(modules[1], optimizers[1], saved)
-    assert all(torch.equal(a, b) for a, b in zip(weights, modules[1].parameters(), strict=True))
-    mine, his = (list(o.state.values()) for o in optimizers)
-    assert all(torch.equal(a["exp_avg"], b["exp_avg"]) for a, b in zip(mine, his, strict=True))
-    assert all(b["step"] == 2 for b in his)
-
-
-def test_a_state_streams_out_and_in_without_being_whole(tmp_path):
-    params, others = make_params(), make_params()
-    nvme = {"nvme_offload_fraction": 0.6, "nvme_offload_dir": tmp_path, "nvme": SMALL}
-    optimizer, other = HybridAdam(params, **nvme), HybridAdam(others)
-    train(params, optimizer, 2)
-    saved, largest = {}, 0
-
-    def keep(run):
-        nonlocal largest
-        largest = max(largest, run.values.numel())
-        saved[run.name, run.plane, run.start] = run.values.clone()
-
-    optimizer.visit_state(keep)
-    assert largest <= 1 << 16
-    whole = {}
-    for (name, plane, start), values in sorted(saved.items()):
-        assert whole.setdefault((name, plane), torch.zeros(0)).numel() == start
-        whole[name, plane] = torch.cat([whole[name, plane], values])
-    other.fill_state(lambda run: whole[run.name, run.plane][run.elements])
-    want = optimizer.state_dict()["state"]
-    for i, got in other.state_dict()["state"].items():
-        assert torch.equal(got["exp_avg"], want[i]["exp_avg"])
-        assert torch.equal(got["exp_avg_sq"], want[i]["exp_avg_sq"])
 
 
 # -- torch.amp.GradScaler ------------------------------------------------------------------------
@@ -201,30 +147,6 @@ def test_grad_scaler_under_a_wrapped_module_is_told_what_to_do():
 
 
 # -- the rest of torch.optim's interface ---------------------------------------------------------
-
-
-def test_a_closure_hooks_and_zero_grad_are_those_of_torch():
-    params = make_params()[:4]
-    optimizer = HybridAdam(params, lr=1e-2)
-    calls = []
-    optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
-    optimizer.register_step_post_hook(lambda *_: calls.append("post"))
-
-    def closure():
-        calls.append("closure")
-        assert torch.is_grad_enabled()
-        optimizer.zero_grad()
-        loss = sum((p * p).sum() for p in params)
-        optimizer.backward(loss)
-        return loss
-
-    with torch.no_grad():
-        assert optimizer.step(closure) > 0
-    assert calls == ["pre", "closure", "post"]
-    optimizer.zero_grad(set_to_none=False)
-    assert all(float(p.grad.abs().max()) == 0 for p in params)
-    optimizer.zero_grad()
-    assert all(p.grad is None for p in params)
 
 
 def test_a_closed_optimizer_says_so():

@@ -1,4 +1,4 @@
-"""HybridLamb: its formula, in every home and at several ranks; what it refuses, and what fails."""
+"""HybridLamb: its formula, and what fails; its homes and ranks are in `matrices`."""
 
 import math
 
@@ -6,14 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-import gemini
 from bench.shared.models import seeded
 from bench.shared.threads import run_threads
 from gemini import GeminiDDP
 from optim import HybridAdam, HybridLamb, NvmeConfig
 from optim.step import norms
-from tests.golden import bits as program
-from tests.support.loops.tails import on_host
 from tests.support.plain_training import (
     ON_DISK,
     give_gradients,
@@ -22,10 +19,6 @@ from tests.support.plain_training import (
     train,
     update_error,
 )
-
-KINDS = ("bf16", "fp32", "rounded", "fp16")
-HOMES = list(program.HOMES)
-MARKS = ([], [pytest.mark.ci], [pytest.mark.deep], [pytest.mark.deep])  # one, two, and all
 
 
 def _formula(steps, lr=1e-2, eps=1e-6, weight_decay=0.1, corrects=False):
@@ -94,61 +87,6 @@ def test_norms_do_not_depend_on_where_a_parameter_is_cut(monkeypatch):
 # -- over shards ---------------------------------------------------------------------------------
 
 
-@pytest.fixture(autouse=True)
-def of_the_program(monkeypatch):
-    """The golden program (it clips, skips, accumulates, leaves out, resumes) with LAMB."""
-    make = lambda params, **places: HybridLamb(  # noqa: E731
-        params, lr=1e-2, weight_decay=0.01, **places
-    )
-    monkeypatch.setitem(program.RULES, "lamb", make)
-    for kind in KINDS:
-        monkeypatch.setitem(program.KINDS, f"lamb, {kind}", ("lamb", kind))
-    monkeypatch.setitem(program.HOMES, "host, by kernels", lambda: on_host("stream"))
-    monkeypatch.setitem(program.HOMES, "device, by kernels", lambda: on_host("stream", state=0.0))
-
-
-def _bits(kind, home, folder, num_ranks=1):
-    def work(rank):
-        return program.bits(f"lamb, {kind}", home, "both", folder)
-
-    if num_ranks == 1:
-        return work(0)
-    return run_threads(work, num_ranks, backend="gloo")[0]
-
-
-@pytest.mark.parametrize(
-    ("home", "kind"),
-    [
-        pytest.param(home, kind, marks=MARKS[(i + j) % len(KINDS)])
-        for i, home in enumerate(HOMES[1:])
-        for j, kind in enumerate(KINDS)
-    ],
-)
-def test_bits_do_not_depend_on_where_state_lives(home, kind, tmp_path):
-    want = _bits(kind, "resident", tmp_path / "resident")
-    assert _bits(kind, home, tmp_path / "there") == want
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("home", ["host, by kernels", "device, by kernels"])
-def test_kernels_have_the_bits_of_the_compiled_path(home, tmp_path):
-    want = _bits("bf16", "resident", tmp_path / "resident")
-    assert _bits("bf16", home, tmp_path / "there") == want
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "home"),
-    [
-        (2, "partly on disk"),
-        pytest.param(2, "files", marks=pytest.mark.ci),
-        pytest.param(4, "resident", marks=pytest.mark.ci),
-    ],
-)
-def test_bits_do_not_depend_on_the_number_of_ranks(num_ranks, home, tmp_path):
-    one = _bits("bf16", "resident", tmp_path / "one")
-    assert _bits("bf16", home, tmp_path / "many", num_ranks) == one
-
-
 def test_a_rank_whose_disk_fails_before_the_update_is_told_to_all(monkeypatch):
     real = norms.square_sums
 
@@ -189,26 +127,3 @@ def test_a_rank_whose_disk_fails_before_the_update_is_told_to_all(monkeypatch):
 
 def _rank():
     return torch.distributed.get_rank()
-
-
-def test_a_checkpoint_resumes(tmp_path):
-    def made():
-        with seeded():
-            module = nn.Linear(64, 64)
-        model = GeminiDDP(module)
-        return model, HybridLamb(model.parameters(), lr=1e-2, weight_decay=0.1)
-
-    def steps(model, optimizer, count):
-        for _ in range(count):
-            model(torch.ones(2, 64)).float().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    model, optimizer = made()
-    steps(model, optimizer, 2)
-    gemini.save_checkpoint(tmp_path / "saved", model, optimizer)
-    steps(model, optimizer, 2)
-    again, other = made()
-    gemini.load_checkpoint(tmp_path / "saved", again, other)
-    steps(again, other, 2)
-    assert again.digest() == model.digest()

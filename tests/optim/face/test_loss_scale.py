@@ -136,15 +136,6 @@ def test_what_was_read_for_the_norm_is_the_scale_until_that_changes(change, monk
     assert len(reads) == 2
 
 
-def test_counters_survive_a_checkpoint():
-    first, second = (ControlVector(OPTIONS, torch.device("cpu")) for _ in range(2))
-    for overflow, *_ in TABLE[:8]:
-        first.stepped(overflow)
-    second.load_state_dict(first.state_dict())
-    assert second.state_dict() == first.state_dict()
-    assert second.skipped_steps == 3
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -1,24 +1,13 @@
 """torch's options of Adam and SGD on plain modules: amsgrad, maximize, nesterov, dampening."""
 
-import copy
-from itertools import product
-
 import pytest
 import torch
-from torch import nn
 
 from optim import FusedAdam, HybridAdam, HybridLion, HybridSGD, NvmeConfig
 from tests.support.plain_training import give_gradients, make_params, train, update_error
 
 SMALL = NvmeConfig(block_numel=1024)
 SHRINK = 0.3  # the largest v so far soon is an old one
-ADAM = [
-    {"amsgrad": True},
-    {"maximize": True},
-    {"amsgrad": True, "maximize": True},
-    {"amsgrad": True, "weight_decay": 0.1},
-    {"maximize": True, "weight_decay": 0.1},
-]
 SGD = [
     {"maximize": True},
     {"maximize": True, "weight_decay": 0.1},
@@ -32,24 +21,6 @@ SGD = [
 
 def small_params():
     return make_params(shapes=[(1,), (3,), (17,), (1023,), (1025,), (33, 41), (5, 3, 7)])
-
-
-def late(step):
-    """Parameters without a gradient: the fifth one joins at the third step, another skips one."""
-    return ((4,) if step < 2 else ()) + ((6,) if step == 1 else ())
-
-
-def run_sgd(cls, options, **more):
-    params = small_params()
-    optimizer = cls(params, lr=0.1, **options, **more)
-    return train(params, optimizer, 6, late), optimizer
-
-
-@pytest.mark.parametrize("options", SGD, ids=str)
-def test_sgds_options_give_the_bits_of_torch(options):
-    got, _ = run_sgd(HybridSGD, options)
-    want, _ = run_sgd(torch.optim.SGD, options, foreach=False)
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 def test_momentum_that_begins_later_begins_as_torchs():
@@ -98,15 +69,6 @@ def test_groups_may_differ_in_amsgrad(fraction, tmp_path):
     want, _ = run_two_groups(torch.optim.AdamW, foreach=False)
     assert update_error(got[:3], want[:3], small_params()[:3]) < 1e-6
     assert update_error(got[3:], want[3:], small_params()[3:]) < 1e-6
-
-
-def test_a_group_without_amsgrad_has_the_bits_that_it_has_alone():
-    got, optimizer = run_two_groups(HybridAdam)
-    alone = small_params()
-    plain = HybridAdam(alone, lr=1e-2, betas=(0.9, 0.9))
-    want = train(alone, plain, 6, shrink=SHRINK)
-    assert all(torch.equal(a, b) for a, b in zip(got[3:], want[3:], strict=True))
-    assert not optimizer.state[optimizer.param_groups[1]["params"][0]]["max_exp_avg_sq"].any()
 
 
 @pytest.mark.usefixtures("path")
@@ -178,19 +140,6 @@ def test_a_parameter_that_is_in_a_group_twice_is_refused():
 # -- numbers that come as tensors ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cls", [HybridAdam, HybridSGD, HybridLion])
-def test_a_learning_rate_of_two_elements_is_refused_by_its_name(cls):
-    with pytest.raises(ValueError, match=r"lr is a tensor of shape \(2,\); expected one element"):
-        cls(small_params(), lr=torch.tensor([1e-3, 1e-3]))
-
-
-@pytest.mark.parametrize("cls", [HybridAdam, HybridLion])
-@pytest.mark.parametrize("pair", [(0.9, torch.tensor(0.99)), (torch.tensor(0.9), 0.99)])
-def test_betas_of_two_kinds_are_refused_as_by_torch(cls, pair):
-    with pytest.raises(ValueError, match=r"betas=.* expected two numbers .* or two tensors"):
-        cls(small_params(), betas=pair)
-
-
 def test_betas_of_tensors_are_numbers():
     pair = (torch.tensor([[0.9]]), torch.tensor(0.9))
     results = []
@@ -201,52 +150,3 @@ def test_betas_of_tensors_are_numbers():
 
 
 # -- state dicts ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("fraction", [0.0, 0.6])
-@pytest.mark.parametrize(
-    ("kind", "options"), [*product(["adam"], ADAM[:3]), *product(["sgd"], SGD[2:])], ids=str
-)
-def test_state_dicts_with_options_go_to_torch_and_come_from_it(kind, options, fraction, tmp_path):
-    """The fifth parameter has no gradient before the third step: torch has no state of it."""
-    nvme = {"nvme_offload_fraction": fraction, "nvme_offload_dir": tmp_path, "nvme": SMALL}
-    ours_cls, theirs_cls = {
-        "adam": (HybridAdam, torch.optim.Adam), "sgd": (HybridSGD, torch.optim.SGD),
-    }[kind]  # fmt: skip
-    theirs = small_params()
-    torch_optimizer = theirs_cls(theirs, lr=1e-2, foreach=False, **options)
-    train(theirs, torch_optimizer, 2, late)
-    ours = [nn.Parameter(p.detach().clone()) for p in theirs]
-    optimizer = ours_cls(ours, lr=0.5, **nvme)
-    optimizer.load_state_dict(torch_optimizer.state_dict())
-    assert options.items() <= optimizer.param_groups[0].items()
-    start = [p.detach().clone() for p in ours]
-    got = train(ours, optimizer, 3, first=2)
-    want = train(theirs, torch_optimizer, 3, first=2)
-    assert update_error(got, want, start) < 1e-6
-    assert update_error(got[4:5], want[4:5], start[4:5]) < 1e-5  # one small tensor
-
-    ours = small_params()
-    optimizer = ours_cls(ours, lr=1e-2, **options, **nvme)
-    if kind == "adam":
-        optimizer.param_groups[0]["adamw_mode"] = False
-    train(ours, optimizer, 2, late)
-    back = [nn.Parameter(p.detach().clone()) for p in ours]
-    torch_back = theirs_cls(back, lr=0.5, foreach=False)
-    torch_back.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    start = [p.detach().clone() for p in ours]
-    got, want = train(ours, optimizer, 3, first=2), train(back, torch_back, 3, first=2)
-    assert update_error(got, want, start) < 1e-6
-    assert update_error(got[4:5], want[4:5], start[4:5]) < 1e-5
-
-
-def test_what_a_loaded_state_dict_lacks_begins_anew_as_in_torch():
-    results = []
-    for cls in (HybridAdam, torch.optim.AdamW):
-        params = small_params()
-        optimizer = cls(params, lr=1e-2, weight_decay=0.0)
-        empty = copy.deepcopy(optimizer.state_dict())
-        train(params, optimizer, 3)
-        optimizer.load_state_dict(empty)
-        results.append(train(params, optimizer, 2, first=3))
-    assert update_error(*results, small_params()) < 1e-6

@@ -106,21 +106,6 @@ def test_groups_have_options_of_their_own(name):
         assert same(params[part], alone[part])
 
 
-@pytest.mark.parametrize("fraction", [0.0, pytest.param(0.6, marks=pytest.mark.ci)])
-@pytest.mark.parametrize("name", CASES)
-def test_a_state_dict_goes_on_with_the_same_bits(name, fraction, tmp_path):
-    case = CASES[name]
-    want, _ = run(case.make)
-    params = small_params()
-    optimizer = case.make(params)
-    train(params, optimizer, 3, late)
-    others = [nn.Parameter(p.detach().clone()) for p in params]
-    other = case.make(others, **on_disk(tmp_path, fraction))
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert same(train(others, other, STEPS - 3, late, first=3), want)
-    other.close()
-
-
 def of_two_ranks(rank, folder, name):
     return bits(name, "partly on disk", "serial", Path(folder))
 

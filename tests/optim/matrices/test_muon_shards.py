@@ -1,4 +1,7 @@
-"""HybridMuon over shards: the same bits in every home and at any number of ranks; faults."""
+"""HybridMuon over shards, and HybridLamb: the same bits in every home and at any number of ranks;
+faults."""
+
+import functools
 
 import pytest
 import torch
@@ -10,7 +13,7 @@ from bench.shared.threads import run_threads
 from gemini import AutoPlacement, GeminiDDP
 from gemini.placement.sizes import BudgetError
 from gemini.units import PAGE_BYTES, align_up
-from optim import HybridMuon, NvmeConfig
+from optim import HybridLamb, HybridMuon, NvmeConfig
 from optim.matrices.updater import MatrixUpdater
 from optim.rules import matrix_rule
 from optim.rules.orthogonal import orthogonal
@@ -19,8 +22,6 @@ from tests.support.loops.tails import on_host
 from tests.support.plain_training import update_error
 
 KINDS = ("bf16", "fp32", "rounded", "fp16")
-HOMES = list(program.HOMES)
-DEVICES = ("device", "device, host", "device, host, disk")
 
 
 def _muon(params, cpu_path="auto", **places):
@@ -32,23 +33,42 @@ def _muon(params, cpu_path="auto", **places):
     return HybridMuon(groups, lr=1e-2, **places)
 
 
+def _lamb(params, **places):
+    return HybridLamb(params, lr=1e-2, weight_decay=0.01, **places)
+
+
+# with LAMB blocks are asked to be updated in backward and behind the next forward, too
+RULES = {"muon": (_muon, "serial"), "lamb": (_lamb, "both")}
+ROOMY = {"files": "files of more room"}  # which a matrix of Muon's needs
+HOMES = {
+    "muon": [ROOMY.get(home, home) for home in list(program.HOMES)[1:]],
+    "lamb": list(program.HOMES)[1:],
+}
+DEVICES = {"muon": ("device", "device, host", "device, host, disk"), "lamb": ("device", "host")}
+
+
 @pytest.fixture(autouse=True)
 def of_the_program(monkeypatch):
-    """The golden program (it clips, skips, accumulates, leaves out, resumes) with Muon."""
-    monkeypatch.setitem(program.RULES, "muon", _muon)
-    for kind in KINDS:
-        monkeypatch.setitem(program.KINDS, f"muon, {kind}", ("muon", kind))
-    monkeypatch.setitem(program.HOMES, "device", lambda: on_host("stream", state=0.0))
-    monkeypatch.setitem(program.HOMES, "device, host", lambda: on_host("stream", state=0.6))
-    far = lambda: on_host("stream", params=0.5, grads=True, state=0.8, disk=0.4)  # noqa: E731
-    monkeypatch.setitem(program.HOMES, "device, host, disk", far)
+    """The golden program (it clips, skips, accumulates, leaves out, resumes) with these rules."""
+    for rule, (make, _) in RULES.items():
+        monkeypatch.setitem(program.RULES, rule, make)
+        for kind in KINDS:
+            monkeypatch.setitem(program.KINDS, f"{rule}, {kind}", (rule, kind))
+    for home, options in {
+        "on device": {"state": 0.0},
+        "on host": {},
+        "on device, host": {"state": 0.6},
+        "on device, host, disk": {"params": 0.5, "grads": True, "state": 0.8, "disk": 0.4},
+    }.items():
+        make = functools.partial(on_host, "stream", **options)
+        monkeypatch.setitem(program.HOMES, home, make)
     roomy = lambda: {**program._in_files(), "placement_policy": AutoPlacement("2MiB")}  # noqa: E731
-    monkeypatch.setitem(program.HOMES, "files", roomy)
+    monkeypatch.setitem(program.HOMES, ROOMY["files"], roomy)
 
 
-def _bits(kind, home, folder, num_ranks=1):
+def _bits(rule, kind, home, folder, num_ranks=1):
     def work(rank):
-        return program.bits(f"muon, {kind}", home, "serial", folder)
+        return program.bits(f"{rule}, {kind}", home, RULES[rule][1], folder)
 
     if num_ranks == 1:
         return work(0)
@@ -59,42 +79,49 @@ def _cells(homes):
     """Of each home one kind while editing, two to land, and all."""
     marks = ([], [pytest.mark.ci], [pytest.mark.deep], [pytest.mark.deep])
     return [
-        pytest.param(home, kind, marks=marks[(i + j) % len(KINDS)])
-        for i, home in enumerate(homes)
+        pytest.param(rule, home, kind, marks=marks[(i + j) % len(KINDS)])
+        for rule in RULES
+        for i, home in enumerate(homes[rule])
         for j, kind in enumerate(KINDS)
     ]
 
 
-@pytest.mark.parametrize(("home", "kind"), _cells(HOMES[1:]))
-def test_bits_do_not_depend_on_where_state_lives(home, kind, tmp_path):
-    want = _bits(kind, "resident", tmp_path / "resident")
-    assert _bits(kind, home, tmp_path / "there") == want
+@pytest.mark.parametrize(("rule", "home", "kind"), _cells(HOMES))
+def test_bits_do_not_depend_on_where_state_lives(rule, home, kind, tmp_path):
+    want = _bits(rule, kind, "resident", tmp_path / "resident")
+    assert _bits(rule, kind, home, tmp_path / "there") == want
 
 
-@pytest.mark.parametrize(("home", "kind"), _cells(DEVICES))
-def test_a_device_has_the_bits_of_the_host(home, kind, tmp_path, monkeypatch):
-    """Without the step that clips: a norm of kernels is another's by its last bit."""
-    clips, step = 2, program.STEPS[1]
-    monkeypatch.setattr(
-        program, "STEPS", (*program.STEPS[:clips], step, *program.STEPS[clips + 1 :])
-    )
-    want = _bits(kind, "resident", tmp_path / "resident")
-    assert _bits(kind, home, tmp_path / "there") == want
+@pytest.mark.parametrize(("rule", "home", "kind"), _cells(DEVICES))
+def test_a_device_has_the_bits_of_the_host(rule, home, kind, tmp_path, monkeypatch):
+    """Muon's without the step that clips: a norm of kernels is another's by its last bit."""
+    clips, steps = 2, list(program.STEPS)
+    if rule == "muon":
+        steps[clips] = steps[1]
+    monkeypatch.setattr(program, "STEPS", tuple(steps))
+    want = _bits(rule, kind, "resident", tmp_path / "resident")
+    assert _bits(rule, kind, f"on {home}", tmp_path / "there") == want
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "home"),
+    ("num_ranks", "rule", "home"),
     [
-        (2, "partly on disk"),
-        pytest.param(2, "files", marks=pytest.mark.ci),
-        pytest.param(4, "disk", marks=pytest.mark.ci),
-        pytest.param(4, "resident", marks=pytest.mark.ci),
+        (2, "muon", "partly on disk"),
+        (2, "lamb", "partly on disk"),
+        *(
+            pytest.param(*case, marks=pytest.mark.ci)
+            for case in (
+                (2, "muon", ROOMY["files"]), (2, "lamb", "files"), (4, "muon", "disk"),
+                (4, "muon", "resident"), (4, "lamb", "resident"),
+            )
+        ),
     ],
-)
-def test_bits_do_not_depend_on_the_number_of_ranks(num_ranks, home, tmp_path):
+)  # fmt: skip
+def test_bits_do_not_depend_on_the_number_of_ranks(num_ranks, rule, home, tmp_path):
     """Gradients are exact sums: one rank's part of a loss that no rank's data changes."""
-    kind = KINDS[(num_ranks + len(home)) % 2]
-    assert _bits(kind, home, tmp_path / "many", num_ranks) == _bits(kind, home, tmp_path / "one")
+    kind = KINDS[(num_ranks + len(home)) % 2] if rule == "muon" else "bf16"
+    many = _bits(rule, kind, home, tmp_path / "many", num_ranks)
+    assert many == _bits(rule, kind, home, tmp_path / "one")
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0])

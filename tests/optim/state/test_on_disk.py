@@ -1,8 +1,6 @@
 """HybridAdam with state on disk: the bits of f = 0, whatever happens to disk and process."""
 
-import faulthandler
 import os
-import shutil
 import signal
 from unittest import mock
 
@@ -57,17 +55,6 @@ def test_several_folders_are_striped_by_their_measured_speed(tmp_path):
     assert same(train(params, optimizer, 3), in_memory(3))
     placed = state_of(optimizer).store.layout.file_of_block
     assert min(placed.count(0), placed.count(1)) > len(placed) // 8
-    optimizer.close()
-
-
-@pytest.mark.parametrize("fraction", [0.0, 0.1, 0.37, 0.5, 0.999, 1.0])
-def test_the_fraction_is_one_of_bytes_and_met_within_a_block(fraction, tmp_path):
-    params = make_params()
-    optimizer = make_optimizer(params, tmp_path, fraction)
-    train(params, optimizer, 1)
-    tiers = optimizer.targets[0].tiered_state
-    on_disk = sum(block.numel for block in tiers.nvme.blocks) * 8 if tiers.nvme else 0
-    assert abs(on_disk - fraction * tiers.space.numel * 8) <= BLOCK * 8
     optimizer.close()
 
 
@@ -228,17 +215,6 @@ def test_an_emptied_file_leaves_the_weights_of_an_engine(precision, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_removed_between_steps_changes_nothing(tmp_path):
-    folder = tmp_path / "gone"
-    folder.mkdir()
-    params = make_params()
-    optimizer = make_optimizer(params, folder)
-    train(params, optimizer, 2)
-    shutil.rmtree(folder)
-    assert same(train(params, optimizer, 2, first=2), in_memory(4))
-    optimizer.close()
-
-
 @pytest.mark.parametrize("limit", [1 << 16, 3 << 20])
 def test_a_disk_that_fills_up_in_a_step_fails_it_and_the_next_one_is_right(limit, tmp_path):
     params = make_params()
@@ -249,34 +225,6 @@ def test_a_disk_that_fills_up_in_a_step_fails_it_and_the_next_one_is_right(limit
         one_step(params, optimizer, 2)
     assert same(copies(params), before)
     assert same(train(params, optimizer, 2, first=2), in_memory(4))
-    optimizer.close()
-
-
-def test_a_limit_on_file_size_refuses_the_state_before_anything_is_written(tmp_path):
-    params = make_params()
-    before = copies(params)
-    optimizer = make_optimizer(params, tmp_path)
-    with file_size_limit(1 << 20), pytest.raises(nvme.DiskFullError, match="cannot hold"):
-        one_step(params, optimizer, 0)
-    assert same(copies(params), before) and list(tmp_path.iterdir()) == []
-
-
-def test_a_forked_child_that_steps_is_refused_at_once(tmp_path):
-    params = make_params()
-    optimizer = make_optimizer(params, tmp_path)
-    train(params, optimizer, 2)
-    pid = os.fork()
-    if pid == 0:
-        faulthandler.dump_traceback_later(20, exit=True)  # it would wait for threads it has not
-        status = 1
-        try:
-            optimizer.step()
-        except nvme.NvmeError as error:
-            status = 0 if "forked" in str(error) else 2
-        finally:
-            os._exit(status)
-    assert os.waitpid(pid, 0)[1] == 0
-    assert same(train(params, optimizer, 1, first=2), in_memory(3))
     optimizer.close()
 
 

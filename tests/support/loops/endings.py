@@ -6,12 +6,10 @@ import errno
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from os import PathLike
 from typing import Any
 
 from torch import Tensor
 
-import gemini
 from bench.shared.models import token_loss
 from tests.support.disks.faults import failing
 from tests.support.loops.budgets import stores
@@ -24,17 +22,6 @@ from tests.support.loops.tails import (
     stepped,
     wrapped,
 )
-
-
-def resumed(update: str, folder: PathLike[str], data: Sequence[Tensor]) -> dict[str, Any]:
-    """What another module comes to that is loaded from a checkpoint and takes these steps."""
-    model, optimizer = wrapped(update)
-    gemini.load_checkpoint(folder, model, optimizer)
-    for batch in data:
-        one_step(model, optimizer, batch)
-    found = everything(model, optimizer)
-    optimizer.close()
-    return found
 
 
 def serially(data: Sequence[Tensor], **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
