@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import HashStore
 
 from gemini.integrations.config import global_context, read_config
 from gemini.integrations.parts import rank, seed_all, world_size
+from gemini.runtime.comm.leaving import rest_at_exit
 
 log = logging.getLogger("gemini")
 P = ParamSpec("P")
@@ -288,6 +289,7 @@ def _join(
     if backend == "nccl":
         meeting["device_id"] = device
     dist.init_process_group(backend, rank=rank, world_size=world_size, **meeting)
+    rest_at_exit()  # modules of torch hold groups too, in cycles
     seed_all(seed)
     if verbose and rank == 0:
         log.info("%d ranks over %s, seed %d", world_size, backend, seed)

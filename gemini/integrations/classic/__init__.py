@@ -9,6 +9,7 @@ from gemini.optimizer import GeminiOptimizer as GeminiOptimizer
 
 from . import hooks as hooks
 from . import layers as layers
+from . import moe as moe
 from . import tensors as tensors
 from .bucketer import ReduceScatterBucketer as ReduceScatterBucketer
 from .engine import convert_to_amp as convert_to_amp

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .styles import replace
 
-STACKS = {"gate_up_proj", "down_proj"}
+STACKS = frozenset({"gate_up_proj", "down_proj"})
 
 
 def share_experts(
@@ -38,12 +38,12 @@ def share_experts(
     Raises ValueError, before anything is changed, for a model without such experts, and for a
     number that the ranks do not divide.
     """
-    found = {name: module for name, module in model.named_modules() if _are_experts(module)}
+    found = {name: module for name, module in model.named_modules() if _stacks_of(module)}
     if not found:
         raise ValueError(
             f"{type(model).__name__} has no stacked experts; expected a model of transformers "
             "whose layers have gate_up_proj and down_proj of all experts, such as Mixtral, "
-            "Qwen2-MoE or Qwen3-MoE, or ep_size=1"
+            "Qwen2-MoE or Qwen3-MoE, a MoeLayer of ours, or ep_size=1"
         )
     for name, experts in found.items():
         if experts.num_experts % mesh.size():
@@ -56,7 +56,7 @@ def share_experts(
     before = {id(param): (experts, name) for experts in found.values()
               for name, param in experts.named_parameters()}  # fmt: skip
     for experts in found.values():
-        for name in STACKS:
+        for name in _stacks_of(experts):
             replace(experts, name, mesh, 0)
         experts.forward = partial(_over_ranks, experts, mesh, experts.forward)
     for group in optimizer.param_groups if optimizer is not None else ():
@@ -66,9 +66,12 @@ def share_experts(
         ]
 
 
-def _are_experts(module: Any) -> bool:
+def _stacks_of(module: Any) -> frozenset[str]:
+    """Parameters [E, ...] of experts: transformers' by their names, others as they say."""
     shapes = {name: param.dim() for name, param in module.named_parameters()}
-    return shapes == dict.fromkeys(STACKS, 3) and hasattr(module, "num_experts")
+    is_known = shapes == dict.fromkeys(STACKS, 3) and hasattr(module, "num_experts")
+    found: frozenset[str] = STACKS if is_known else getattr(module, "stacked", frozenset())
+    return found
 
 
 def _over_ranks(

@@ -40,12 +40,13 @@ _members: weakref.WeakSet[Communicator] = weakref.WeakSet()
 
 def watch(member: Communicator) -> None:
     """It holds a group of several ranks, over gloo."""
-    _at_exit()
+    rest_at_exit()
     _members.add(member)
 
 
 @cache
-def _at_exit() -> None:
+def rest_at_exit() -> None:
+    """When this process ends, let go of groups and give gloo's threads time."""
     atexit.register(_rest)  # in front of what was registered before
 
 

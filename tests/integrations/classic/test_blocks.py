@@ -7,6 +7,7 @@ import re
 import sys
 import tomllib
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from unittest.mock import MagicMock
@@ -130,6 +131,8 @@ def alone(monkeypatch, tmp_path):
     monkeypatch.setenv("DATA", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.Tensor, "cuda", lambda self: self)
+    with suppress(ImportError):  # it looks for torchvision when its first model is imported
+        from transformers import GPT2LMHeadModel  # noqa: F401
     for name, made in {**colossalai(), **small_world()}.items():
         monkeypatch.setitem(sys.modules, name, made)
     yield
