@@ -142,9 +142,9 @@ class TargetStep:
         signals: DeferredSignals | None = None,
         watch: Callable[[BlockId], None] | None = None,
     ) -> BaseException | None:
-        """Update all blocks on disk beside their last version; what went wrong.
+        """Update all blocks on disk as new versions. Returns the error, if there was one.
 
-        signals: one that came ends the step. watch: is told of every block whose parameters are
+        signals: a deferred one ends the step. watch: told of every block whose parameters are now
         those of this step.
         """
         state, nvme = self._state, self._nvme
@@ -162,8 +162,8 @@ class TargetStep:
                 error = said
                 break
             assert nvme is not None and row is not None
-            # Updates run here and not in the executor: views and updater belong to this step, and
-            # an error of theirs is the step's.
+            # Updates run here and not in the executor: their errors are those of this step, whose
+            # views and updater they use.
             if do is Do.UPDATE or do is Do.PLACE:
                 if self._update(nvme, row, do) and watch is not None:
                     watch(row.id)
@@ -177,12 +177,12 @@ class TargetStep:
         return error or self._settled()
 
     def join(self) -> None:
-        """The step failed here: others may wait for what this rank is to exchange."""
+        """Take part in exchanges of matrices that others wait for, in a step that failed here."""
         if self._matrices is not None:
             self._matrices.join()
 
     def _begin_matrices(self) -> BaseException | None:
-        """Of matrices that have no block on this disk, too; what went wrong."""
+        """Begin all matrices, those without a block on this disk too. Returns the error."""
         matrices, state = self._matrices, self._tiered_state
         if matrices is None:
             return None
@@ -195,14 +195,14 @@ class TargetStep:
         return None
 
     def _look_for(self, signals: DeferredSignals | None) -> None:
-        """One that came ends a step that has more to do."""
+        """Fail the step if a signal was deferred and blocks are left."""
         state = self._state
         if signals is not None and signals.pending and (state.todo or state.reads):
             error = InterruptedError("the step was interrupted and undone")
             note(state, Event.FAILED, None, error)
 
     def _update(self, nvme: NvmeState, row: Row, do: Do) -> bool:
-        """Whether nothing went wrong."""
+        """Update one block, or place its weight. Returns whether it worked."""
         block, views = row.block, self._views
         try:
             if do is Do.PLACE:
@@ -229,10 +229,10 @@ class TargetStep:
         return True
 
     def _settled(self) -> BaseException | None:
-        """Wait until all that was prepared is on disk, and order what comes next behind the copies
-        of its parameters: what is in memory may be updated much later. What went wrong."""
-        # Errors come back as a value: who calls has a vote to take part in first, or the other
-        # ranks would wait for it.
+        """Wait until all prepared versions are on disk; later work of the device follows the copies
+        of parameters, as blocks in memory may be updated much later. Returns the error."""
+        # Returned and not raised: the caller must take part in the vote first, for which the other
+        # ranks wait.
         try:
             self._views.end()
             if self._nvme is not None:
@@ -244,7 +244,7 @@ class TargetStep:
         return None
 
     def confirm(self, in_memory: InMemory = at_once) -> None:
-        """Make it count, and let `in_memory` update what is there."""
+        """Commit the versions on disk, and let `in_memory` update the blocks in memory."""
         state, nvme = self._state, self._nvme
         note(state, Event.VOTED)
         while (action := next_action(state)) is not None:
@@ -252,8 +252,8 @@ class TargetStep:
             if do is Do.COMMIT:
                 self._commit()
             elif do is Do.RESIDENT:
-                # Torn or whole, the pass is over: a phase that stayed would refuse the load of a
-                # checkpoint that mends it.
+                # Torn or whole, the pass is over: a phase that stayed RESIDENT would refuse to load
+                # the checkpoint that mends it.
                 try:
                     in_memory(self._updates_in_memory())
                 finally:
@@ -282,9 +282,9 @@ class TargetStep:
             note(self._state, Event.COMMITTED, None, self._in_order)
 
     def undo(self) -> None:
-        """Put parameters and state back to the last step, however far this one came."""
+        """Restore parameters and state of the last step, however far this one came."""
         state, nvme = self._state, self._nvme
-        # Borrowed buffers come back first: restoring reads through them.
+        # First return borrowed buffers: restoring reads through them.
         self._views.abandon()
         if self._files is not None:
             self._files.rollback()
@@ -318,7 +318,7 @@ class TargetStep:
 
 
 def alone(error: BaseException | None) -> None:
-    """Nobody else has a say."""
+    """The vote of a single rank: raises its own error."""
     if error is not None:
         raise error
 

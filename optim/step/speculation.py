@@ -1,11 +1,11 @@
-"""Updates before their step: blocks on disk, in a thread of its own, while a backward runs.
+"""Speculation: a thread updates blocks on disk while a backward runs, before their step.
 
     add     the gradient of some blocks is final
-    stop    nothing is read or updated any more; the rows say what was, and with what
+    stop    read and update nothing more; each row knows whether it was updated, and with what
 
-A block is updated in a staging buffer and written beside its last version. No weight changes, so
-nobody can see it, and forgetting what was written is all there is to undo (ADR 0002). What is done
-next is the machine's to choose (`optim.state.machine`).
+A block is updated in a staging buffer and written as a new version. No weight changes, so nobody
+sees the update, and to undo it is to drop that version (ADR 0002). The machine chooses what is done
+next (`optim.state.machine`).
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ Mark = tuple[int, int]  # of a gradient as it is: see `BlockInputs`
 
 
 class EarlyViews(SteppedViews, Protocol):
-    """What an update before its step sees: final gradients, and memory for weights to be."""
+    """The view of an early update: final gradients, and memory for new weights."""
 
     def lend(self, buffer: Buffer | None) -> None:
-        """New weights go there, and nowhere else; but those that `writes_parameters` says."""
+        """Give the buffer for new weights, but of blocks with `writes_parameters`."""
         ...
 
     def writes_parameters(self, block: Block) -> bool:
-        """Whether its update leaves them where the step does, beside their last version."""
+        """Whether its update writes parameters to their file, as a step does."""
         ...
 
     def read_ahead(self, block: Block) -> None:
-        """It is one of the next `READS_AHEAD + 1` to be updated."""
+        """Begin to read its gradient: it is one of the next `READS_AHEAD + 1` to be updated."""
         ...
 
     def abandon(self) -> None:
-        """What was read ahead is not needed."""
+        """Return what was read ahead: it is not needed."""
         ...
 
     def inputs_of(self, block: Block) -> tuple[tuple[object, int] | None, ...]:
@@ -57,9 +57,9 @@ class EarlyViews(SteppedViews, Protocol):
 
 
 class Bound:
-    """Says when the gradients that are final so far are sure to be clipped, or to be skipped.
+    """A bound of the norm: whether the final gradients so far are sure to be clipped or skipped.
 
-    max_norm: of order 2, of what is unscaled; 0: there is none, and nothing is computed.
+    max_norm: of order 2, unscaled; 0: none, and nothing is computed.
     """
 
     def __init__(self, updater: CpuUpdater, scale: float, max_norm: float) -> None:
@@ -68,7 +68,7 @@ class Bound:
         self._power_sum = 0.0
 
     def is_passed_by(self, grad: Tensor) -> bool:
-        """With this one."""
+        """Add a gradient; whether the sum passes the bound."""
         if not self._limit:
             return False
         self._power_sum += self._updater.grad_sum([grad]).power_sum
@@ -85,8 +85,8 @@ class Speculation:
         views: EarlyViews,
         is_hopeless: Callable[[Tensor], bool],
     ) -> None:
-        """is_hopeless: asked of every gradient before its blocks are updated; then nothing is
-        begun any more."""
+        """is_hopeless: asked of every gradient before its blocks are updated; once it says so, no
+        update begins any more."""
         self._nvme = nvme
         self._state = nvme.state
         self._rows = {row.id: row for row in nvme.state.rows}
@@ -101,10 +101,10 @@ class Speculation:
         self._is_running = False
 
     def add(self, blocks: Sequence[Block], grad: Tensor | None, mark: Mark) -> None:
-        """This gradient is that of these blocks' chunk, and final; None: it is not in memory.
-        mark: as it is now."""
-        # The lock covers one decision: whether a thread still looks for what comes, or another must
-        # be begun. It is never kept while a disk is waited for.
+        """Update these blocks of a chunk, whose gradient is final. grad: None where it is not in
+        memory. mark: of the gradient as it is now."""
+        # The lock covers one decision, whether a running thread still looks at `_coming`, or a new
+        # one must start. Nobody waits for a disk under it.
         with self._lock:
             if self._is_stopped or not blocks:
                 return
@@ -124,14 +124,14 @@ class Speculation:
             self._goes_on(stop=True)
 
     def wait(self) -> None:
-        """Until all that came is done, or nothing more is begun. The last thread may never have
-        begun: an interrupt came first."""
+        """Wait for the thread, which ends when `_coming` is empty or after `stop`. An interrupt may
+        have kept it from starting."""
         if self._last is not None and self._last[0].ident is not None:
             self._last[1].wait()
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is under way, and nothing that came is left to do."""
+        """Whether no thread runs and no added block is left to update."""
         return not self._is_running
 
     def stop(self) -> None:

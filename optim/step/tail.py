@@ -1,11 +1,11 @@
-"""The tail of a step: it goes on in a thread of its own when `step()` has returned (ADR 0002).
+"""The tail of a step: a thread goes on with it when `step()` has returned (ADR 0002).
 
-    prepare    block by block, each beside its last version
-    agree      with who else has a say: all of it counts, or nothing
-    confirm    what is on disk counts, and what is in memory is updated
+    prepare    write the new version of each block on disk beside its last one
+    agree      with all ranks: the step counts everywhere, or nowhere
+    confirm    commit what is on disk, and update what is in memory
 
-Where a disk fails nothing counts anywhere; `undo` is for the thread that trains. What is in memory
-cannot be undone: an error there is told to all ranks by a vote of its own, and the step is `torn`.
+Where a disk fails nothing counts anywhere; the thread that trains calls `undo`. Memory cannot be
+undone: an error there is told to all ranks by a second vote, and the step is `torn`.
 """
 
 from __future__ import annotations
@@ -31,10 +31,9 @@ from .driver import TargetStep, alone
 class Gate:
     """A ticket that ends when another thread opens it.
 
-    waited_seconds: of the thread that has made it, if it asked before it was open. Another one's
-    keep nobody from going on.
+    waited_seconds: of the thread that made it, which is the one that trains.
 
-    A signal's handler may run while it is waited for, and nothing that it does keeps it shut.
+    A signal's handler may run during `wait`, and may itself wait: the gate opens all the same.
     """
 
     def __init__(self) -> None:
@@ -46,7 +45,7 @@ class Gate:
         self._lock.acquire()
 
     def open(self) -> None:
-        """Once."""
+        """Let everybody pass. Called once."""
         self._is_open = True
         self._lock.release()
 
@@ -65,8 +64,8 @@ class Gate:
                 "waits for all"
             )
         started = clock()
-        # The lock is let go at once, so that all who wait pass. A lock and not a condition: a
-        # handler that runs in this wait can wait too.
+        # Released at once, so that all who wait pass. A lock and no condition: a signal's handler
+        # that runs in this wait can wait too.
         with self._lock:
             pass
         if threading.get_ident() == self._made_by:
@@ -74,9 +73,9 @@ class Gate:
 
 
 class Ended:
-    """A ticket for what a tail did. It keeps nothing of it but the gates of its watcher.
+    """The ticket of a tail. It keeps nothing of the tail alive but the gates of its watcher.
 
-    failure: what has ended the tail before it was done, in words; empty where nothing has.
+    failure: the text of the error that ended the tail; empty where there was none.
     """
 
     def __init__(self, gates: Sequence[Gate]) -> None:
@@ -94,29 +93,29 @@ class Ended:
 
 
 class Watcher(Protocol):
-    """Who waits for blocks. Called in the tail's thread."""
+    """Whoever is told which blocks are updated, in the tail's thread."""
 
     @property
     def gates(self) -> Sequence[Gate]:
-        """That it opens."""
+        """The gates that it opens."""
         ...
 
     def updated(self, block: BlockId) -> None:
-        """One block: its parameters are those of this step."""
+        """The parameters of this block are those of this step."""
         ...
 
     def ended(self) -> None:
-        """All are, or will never be."""
+        """No block is updated any more: all are, or the step failed."""
         ...
 
 
 class Tail:
-    """One step, submitted, from its first block to its end.
+    """A submitted step, from its first block to its end.
 
-    agree: as for `optim.step.driver.take`; in the tail's thread. agree_in_memory: the same of what
-        is there, where a step has much to do there; None: nobody is asked.
-    behind: when it is done, the tail has ended. error: then, what has ended it before it was done;
-        all ranks have one. is_torn: memory has blocks of two steps.
+    agree: the vote of `optim.step.driver.take`, in the tail's thread. agree_in_memory: the vote on
+        updates in memory; None: there is none.
+    behind: the ticket of its end. error: what ended the tail, afterwards; all ranks have one or
+        none has. is_torn: memory has blocks of two steps.
     """
 
     def __init__(
@@ -140,7 +139,7 @@ class Tail:
         self.behind = Ended(watcher.gates)
 
     def start(self) -> None:
-        # Known before it runs: the interpreter may end while it does.
+        # Registered before it runs: the interpreter may exit meanwhile.
         _under_way.add(self)
         try:
             threading.Thread(target=self._run, name="optim-tail").start()
@@ -148,14 +147,14 @@ class Tail:
             self._run()
 
     def undo(self) -> None:
-        """It has failed: put parameters and state back."""
+        """Put parameters and state back, after a failure."""
         self._step.undo()
 
     @torch.no_grad()
     def _run(self) -> None:
         try:
             self._carry_out()
-        except BaseException as error:  # who settles the tail raises it
+        except BaseException as error:  # raised by whoever settles the tail
             self.error, self.behind.failure = error, str(error)
         traffic, stalled = self._step.moved()
         self.behind.value = TailResult(
@@ -164,8 +163,8 @@ class Tail:
             stalled - self._before[1],
             clock() - self._began,
         )
-        # In this order: whoever waits for a module goes on, then a signal that came is delivered,
-        # and only then does the step count as ended, which lets the next one hold signals again.
+        # In this order: modules that wait go on, then a deferred signal is delivered, and only then
+        # has the step ended, after which the next step may defer signals again.
         self._watcher.ended()
         self._signals.release()
         self.behind.gate.open()
@@ -176,7 +175,7 @@ class Tail:
         error = self._step.prepare(watch=self._watcher.updated)
         self.seconds = clock() - started
         if error is not None:
-            self._watcher.ended()  # the vote may take a while, and nobody leaves a pass for it
+            self._watcher.ended()  # before the vote, which may take long: no module waits for that
         self._agree(error)
         error = None
         try:
@@ -184,7 +183,7 @@ class Tail:
         except BaseException as raised:
             error = raised
             self._watcher.ended()
-        # Until all ranks have said that theirs is whole, nobody knows whether memory has two steps.
+        # Torn until all ranks have said that their memory is whole.
         self.is_torn = True
         self._agree_in_memory(error)
         self.is_torn = False

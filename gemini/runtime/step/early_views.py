@@ -1,4 +1,4 @@
-"""What an update before its step sees of an engine's shards: final gradients, and no weights."""
+"""View of an engine's shards for updates in backward: final gradients, and no weights."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from gemini.runtime.step.views import KeptGradient, ShardViews
 
 
 class EarlyShardViews(ShardViews):
-    """One step's view before it is agreed on; see `optim.step.speculation.EarlyViews`.
+    """The view of a step that is not agreed on yet; see `optim.step.speculation.EarlyViews`.
 
-    New weights of a shard in memory are written beside the block's state, where its master is
-    split; else to a buffer that the next block writes over. What is held is read again, from that
-    weight or from its master. Those of a shard in a file are written beside its last version. So no
-    payload and no shard changes before the step.
+    No payload and no shard changes before the step. New weights of a shard in a file are a new
+    version in it. Those of a shard in memory go to the block's undo plane where its master is
+    split, else to a buffer that the next block overwrites; a step that holds the update reads them
+    again, from there or from the master.
     """
 
     files: UpdateFiles
@@ -49,15 +49,15 @@ class EarlyShardViews(ShardViews):
         self._kept_grads = [KeptGradient(None, None) for _ in chunks]
 
     def lend(self, buffer: Buffer | None) -> None:
-        """New weights of shards in memory go there, and nowhere else."""
+        """Give the buffer for new weights of shards in memory; None takes it back."""
         self._buffer = buffer
 
     def writes_parameters(self, block: Block) -> bool:
-        """Whether its update leaves them where the step does, beside their last version."""
+        """Whether its update writes parameters to their file, as a step does."""
         return self._chunks[block.shard].files is not None
 
     def see(self, shard: int) -> bool:
-        """The gradient of this one is final, and kept; False where it has been seen."""
+        """Keep the final gradient of this shard; False where it was kept before."""
         if self.has_seen(shard):
             return False
         self._kept_grads[shard] = self._kept(self._chunks[shard])
@@ -71,7 +71,7 @@ class EarlyShardViews(ShardViews):
         )
 
     def read_ahead(self, block: Block) -> None:
-        """It is one of the next `BUFFERS_AHEAD` to be updated."""
+        """Begin to read its gradient, where that is not on the device: its update is near."""
         if self._offloaded(block.shard) is not None:
             self._ahead[block.id] = self._begin_grad(block)
 

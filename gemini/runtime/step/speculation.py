@@ -1,12 +1,12 @@
-"""Speculation of an engine's steps: blocks are updated while the backward before them runs.
+"""Speculation of an engine's steps: blocks are updated while the backward before the step runs.
 
-    begin     a backward has begun that is expected to be the last before the step
-    is_final  the gradient of a chunk is reduced: its blocks are updated beside their last version
-    judge     the step has agreed: the blocks that were updated with just that are held
-    drop      somebody is about to look at the state, or gradients are added to: nothing was done
+    begin     a backward begins that is expected to be the last before the step
+    is_final  a chunk's gradient is reduced: update its blocks as new versions
+    judge     the step has agreed: hold the blocks that were updated with the same inputs
+    drop      drop all early updates: the state is about to be read, or gradients to be added to
 
-Weights do not change before the step, so who looks at them need not ask. A gradient that is changed
-shows by its version (ADR 0002).
+Weights do not change before the step, so readers of weights need not ask. A changed gradient shows
+by its version (ADR 0002).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .early_views import EarlyShardViews
 
 @dataclass(frozen=True, slots=True)
 class _Stops:
-    """A ticket: nothing is read for a speculation any more."""
+    """The ticket of a gradient that a speculation reads: `wait` stops the speculation."""
 
     _run: Speculation
 
@@ -48,17 +48,18 @@ class _Stops:
 
 @dataclass(frozen=True, slots=True)
 class Assumed:
-    """What a step is expected to be: who updates, and what it sees."""
+    """The expected step: its updater and its view."""
 
     updater: CpuUpdater
     views: EarlyShardViews
 
 
 class StepSpeculation:
-    """Of one engine's steps, in the thread that trains: at most one is under way.
+    """Speculations of one engine's steps, of which at most one is under way; in the thread that
+    trains.
 
-    assume: what the coming step will agree on, if it updates these parameters; None: it is not
-    known, or not done on the host.
+    assume: what the coming step will agree on if it updates these parameters; None: unknown, or not
+    computed on the host.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class StepSpeculation:
         events.changing.listen(self.drop)
 
     def close(self) -> None:
-        """Nothing is under way, and nobody tells it any more."""
+        """Stop, and listen to no event any more."""
         self.drop()
         events = self._parts.events
         events.backward.leave(self.begin)
@@ -110,9 +111,8 @@ class StepSpeculation:
     # -- in a backward --
 
     def begin(self) -> None:
-        """A backward begins, behind the end of the last step."""
-        # A backward that is not the last one before the step changes gradients that blocks were
-        # updated with.
+        """Begin, if this backward is expected to be the last one before the step."""
+        # This backward adds to gradients that an earlier one of this step was thought to finish.
         self.drop()
         self._drop_what_is_left()
         parts = self._parts
@@ -137,7 +137,7 @@ class StepSpeculation:
         self._under_way = Speculation(nvme, assumed.updater, assumed.views, bound.is_passed_by)
 
     def _drop_what_is_left(self) -> None:
-        """Ctrl-C may come when a step has judged what was done early, and before it begins."""
+        """Drop early updates that a step judged, where Ctrl-C came before that step began."""
         if os.getpid() != self._pid:  # a forked child has nothing of it
             return
         nvme, params = self._tiered_state.nvme, self._parts.storage.params
@@ -147,7 +147,7 @@ class StepSpeculation:
             params.rollback()
 
     def _blocks_by_chunk(self) -> Mapping[ChunkId, tuple[int, list[Block]]]:
-        """The shard of each, and its blocks on disk."""
+        """By chunk: its shard, and its blocks on disk."""
         nvme = self._tiered_state.nvme
         assert nvme is not None
         found: dict[ChunkId, tuple[int, list[Block]]] = {
@@ -158,7 +158,7 @@ class StepSpeculation:
         return found
 
     def is_final(self, chunk: Chunk) -> None:
-        """Its gradient, if it is reduced by now, is expected to stay as it is until the step."""
+        """Update its blocks: its gradient, if reduced, is expected to stay until the step."""
         run, gradient = self._under_way, chunk.gradient
         if run is None or not gradient.is_reduced or chunk.spec.id not in self._blocks:
             return
@@ -166,7 +166,7 @@ class StepSpeculation:
         shard, blocks = self._blocks[chunk.spec.id]
         mark = gradient.mark
         if mark is not None and self._views.see(shard):
-            if gradient.shard is None:  # who changes it writes over what is read
+            if gradient.shard is None:  # in a file: a change of it would overwrite what is read
                 gradient.updating = _Stops(run)
             run.add(blocks, gradient.shard, mark)
 
@@ -180,7 +180,7 @@ class StepSpeculation:
         taken: the parameters that it updates.
         """
         early = self._views
-        # Stopped before anything is asked: from here on no row moves but by the step.
+        # First stop: from here on only the step moves rows.
         run = self._stopped()
         self._num_held, self._taken = 0, taken
         if not isinstance(updater, CpuUpdater):
@@ -201,21 +201,21 @@ class StepSpeculation:
             for block in assumed
         }
         right = held(assumed, agreed)
-        # Parameters in files were written with their state; those of blocks that the step does
-        # again are written again.
+        # Parameters in files were written with their state; the step writes those of redone blocks
+        # again.
         early.files.drop(but=right)
         self._num_held = len(right)
         return right
 
     def forget(self) -> None:
-        """All gradients were dropped."""
+        """Drop early updates: all gradients were dropped."""
         self.drop()
         if not self._tail.goes_on:
             self._drop_what_is_left()
         self._backwards = 0
 
     def drop(self) -> None:
-        """Nothing was done before the step. Any number of times."""
+        """Drop early updates. May be called any number of times."""
         views = self._views
         if self._stopped() is not None:
             assert self._tiered_state.nvme is not None and views is not None
@@ -223,7 +223,7 @@ class StepSpeculation:
             views.files.drop()
 
     def _stopped(self) -> Speculation | None:
-        """What was under way, and is not any more. In a forked child there is nothing."""
+        """Stop the run under way and return it; None where there is none, or in a forked child."""
         run = self._under_way if os.getpid() == self._pid else None
         if run is not None:
             run.stop()
@@ -238,8 +238,8 @@ class StepSpeculation:
         return run
 
     def learn(self, clip: Clip, *, was_skipped: bool) -> tuple[Speculated, Traffic]:
-        """Behind a step: what was done before it, and what that has moved."""
-        self.drop()  # what a step that is skipped has not judged
+        """After a step: counts of its early updates, and the bytes that they moved."""
+        self.drop()  # a skipped step has not judged them
         found = Speculated(
             self._num_speculated, self._num_held, self._num_speculated - self._num_held
         )

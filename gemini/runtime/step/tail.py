@@ -1,14 +1,14 @@
-"""The tail of an engine's step: blocks are updated behind the next forward (ADR 0002).
+"""The tail of an engine's step: blocks are updated during the next forward (ADR 0002).
 
-    begin     step() has agreed; from here on a gather, a module or an operator waits for the chunks
-              that it reads (`gemini.runtime.schedule.updating`)
-    settle    the tail has ended; where a disk failed the step is undone, and the error raised
+    begin     step() has agreed; from now on whoever reads a chunk (a gather, a module, an operator)
+              waits until it is updated (`gemini.runtime.schedule.updating`)
+    settle    wait for the end; where a disk failed, undo the step and raise the error
 
 Where a device's kernels update, what is in memory is given to a side stream of the device
 (`optim.step.side_stream`); else a thread updates everything (`optim.step.tail`).
 
-All ranks agree in the tail, through a group of its own, on whether every disk did its part: until
-then nothing counts anywhere, and a rank whose disk failed goes on, so that nobody waits for it.
+In the tail all ranks vote, in a process group of its own, on whether every disk did its part. Until
+then nothing counts on any rank. A rank whose disk failed goes on to the vote, so that none hangs.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class _UnderWay:
     forget: Callable[[], None]  # what was counted when `step()` returned
     gates: _Gates
     num_blocks: int  # on disk
-    held_share: float  # of a block's traffic, what one still moves that was updated before the step
+    held_share: float  # of a block's traffic: what is left where its early update is held
     began: float
 
     def times(self, asked: float) -> TailTimes:
-        """It has ended, and somebody waited for that from then on."""
+        """Times of a finished tail. asked: when the first caller began to wait for it."""
         forward = asked - self.began - self.gates.waited_seconds
         return TailTimes.measured(
             forward,
@@ -69,19 +69,21 @@ class _UnderWay:
 
 
 class StepTail:
-    """Of one engine's steps: at most one is under way."""
+    """The tails of one engine's steps, of which at most one is under way."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._under_way: _UnderWay | None = None
         self._ending = threading.RLock()  # an undo settles; an evaluation may run in another thread
-        self._signals: TailSignals | None = None  # held, or to be put back by the main thread
-        self.side_stream: SideStreamUpdates | None = None  # of a step that no thread carries out
+        self._signals: TailSignals | None = (
+            None  # deferred, or whose handlers the main thread is to put back
+        )
+        self.side_stream: SideStreamUpdates | None = None  # where kernels update
         self.times = TailTimes()  # of the last one
 
     @property
     def applies(self) -> bool:
-        """Whether steps have one."""
+        """Whether steps of this plan have a tail."""
         return update_of(self._parts) in BEHIND
 
     def begin(
@@ -94,9 +96,10 @@ class StepTail:
         signals: TailSignals,
         forget: Callable[[], None],
     ) -> Ticket[TailResult]:
-        """Go on with a step that was submitted, and that `forget` takes back.
+        """Go on in a thread with a step that was submitted.
 
-        views: of the step, which hold what it needs. chunks: of the shards of the state space.
+        views: the step's, which keep the gradients that it reads. chunks: by shard of the state
+        space. taken: parameters that the step updates. forget: takes back what was counted.
         """
         parts = self._parts
         gates = _Gates(tiered_state, chunks, views)
@@ -113,7 +116,7 @@ class StepTail:
             tail, step, tiered_state, taken, forget, gates, step.num_blocks, share, clock()
         )
         self._signals = signals
-        # A program that ends with this step asks nobody for its error: the interpreter's end does.
+        # A program may end with this step; then its exit asks whether the step failed.
         ask_at_the_end(id(self), partial(_failure_of, tail.behind))
         parts.ledger.hold(lambda: views.kept_bytes)
         parts.updating.begin(gates.of_chunk, tail.behind)
@@ -128,10 +131,9 @@ class StepTail:
         chunks: Sequence[Chunk],
         updates: Iterator[Block],
     ) -> None:
-        """Give the device these updates of what the step has in memory; arguments as of `begin`."""
+        """Queue these updates of blocks in memory on the side stream; arguments as of `begin`."""
         parts = self._parts
-        # Gradients may be dropped as soon as `step()` has returned, and their memory given to
-        # others on the stream that computes.
+        # After `step()` the loop may drop gradients, whose memory the computing stream would reuse.
         views.hold()
         self.side_stream = SideStreamUpdates(
             parts.backend, tiered_state.in_memory, updates, views, lambda: step.moved()[0]
@@ -143,13 +145,13 @@ class StepTail:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the last step has one that nobody has waited for to its end."""
+        """Whether a tail was begun that nobody has settled."""
         return self._under_way is not None or self.side_stream is not None
 
     def settle(self) -> None:
-        """Wait until the last step counts. Raises what ended it; then it is undone.
+        """Wait until the last step counts. Raises the error of a step that failed, once undone.
 
-        From any thread; of several that wait, one ends the step and raises.
+        Any thread may call it; of several that wait, one ends the step and raises.
         """
         with self._ending:
             self._settle_held()
@@ -167,7 +169,7 @@ class StepTail:
             tail.behind.wait()
         self.times = under_way.times(asked)
         self._put_signals_back()
-        # An undo that is left in its middle would have weights of two steps.
+        # An undo that a signal cuts off would leave weights of two steps.
         with DeferredSignals():
             self._ended()
             error = tail.error
@@ -179,7 +181,7 @@ class StepTail:
             raise error
 
     def end(self) -> None:
-        """Wait for it, whatever has come of it: what it works on goes."""
+        """Wait for the tail and ignore its error: the state that it works on is about to go."""
         with self._ending:
             if self.side_stream is not None:
                 self.side_stream.order()
@@ -191,7 +193,7 @@ class StepTail:
             self._put_signals_back()
 
     def _put_signals_back(self) -> None:
-        """Those of the last step that was begun; in the main thread, whoever waited for it."""
+        """Handlers as before the last tail; only the main thread may set them."""
         if self._signals is not None and self._signals.put_back():
             self._signals = None
 
@@ -203,10 +205,10 @@ class StepTail:
         self._parts.ledger.hold(int)
 
     def _undo(self, under_way: _UnderWay) -> None:
-        """Also what was made of the weights since: payloads, and graphs that autograd refuses."""
+        """Undo the step, and drop what was computed from its weights: gathered payloads."""
         parts = self._parts
         under_way.forget()
-        # What the user wrote was written over weights of the step that is undone.
+        # User writes since then were to weights of the step that is undone.
         for chunk in parts.chunks:
             parts.user_writes.forget(chunk)
         parts.manager.release_all()
@@ -218,14 +220,14 @@ class StepTail:
 
 
 def _failure_of(behind: Ended) -> str:
-    """For a program that ends behind a step; it keeps nothing of an engine that was dropped."""
+    """The error of the last step, for the exit of a program. It keeps no engine alive."""
     behind.wait()
     failure = behind.failure
     return f"the last step failed, and does not count: {failure}" if failure else ""
 
 
 class _Gates:
-    """Of chunks: open when their last block was updated."""
+    """A gate for each chunk, which opens when the chunk's last block was updated."""
 
     def __init__(
         self, tiered_state: TieredState, chunks: Sequence[Chunk], views: ShardViews
@@ -241,12 +243,12 @@ class _Gates:
 
     @property
     def gates(self) -> Sequence[Gate]:
-        """Of all chunks."""
+        """By shard."""
         return self._gates
 
     @property
     def waited_seconds(self) -> float:
-        """By modules, for their chunks."""
+        """Seconds that modules waited for their chunks."""
         return sum(gate.waited_seconds for gate in self._gates)
 
     def updated(self, block: BlockId) -> None:
@@ -267,21 +269,21 @@ class _Gates:
 
 
 class Vote:
-    """All ranks, on whether each did its part. Raises on every rank where one did not."""
+    """A vote of all ranks on whether each did its part. Raises on every rank where one did not."""
 
     def __init__(
         self,
         ranks: Communicator,
         judge: Callable[[Sequence[str | None], BaseException | None], None],
     ) -> None:
-        """judge: raises for what was said, and what this rank's own error is."""
+        """judge: given the errors of all ranks as texts and this rank's own, raises or returns."""
         self._ranks = ranks
         self._judge = judge
 
     def __call__(self, error: BaseException | None) -> None:
         try:
             said = self._ranks.gather_objects(None if error is None else str(error))
-        except Exception as gone:  # another rank is
+        except Exception as gone:  # another rank has died
             if error is None:
                 raise
             raise error from gone

@@ -1,4 +1,4 @@
-"""Gradients and parameters in files, for updates in another thread than the one that trains."""
+"""Gradients and parameters in files, for updates in backward and in a tail."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Place = tuple[ChunkId, int]  # a chunk, and which block of it
 
 
 class UpdateFiles:
-    """Before a step or behind it, through staging buffers of its own; whoever trains has others.
+    """Blocks of files, through staging buffers of its own: the thread that trains has others.
 
-    New parameters are written beside those of the last step: whether they count is the step's to
-    say. So a block that was updated before its step, and is held, has nothing left to do.
+    New parameters are a new version in their file, which the step commits or drops. So an early
+    update of such a block that the step holds leaves nothing to do.
 
-    written: blocks of state whose new parameters are, or are on their way.
-    params: None where none live in files; versions as of `optim.step.driver.Versions`.
+    written: blocks of state whose new parameters were written, or are on their way.
+    params: None where no parameter lives in files; versions as of `optim.step.driver.Versions`.
     """
 
     def __init__(self, storage: ShardStorage) -> None:
@@ -36,12 +36,12 @@ class UpdateFiles:
         return sum(blocks.staging_bytes for blocks in self._blocks.values())
 
     def read_grad(self, place: Place, dtype: torch.dtype) -> GradientBlock:
-        """Begin to read a block, of at most `BUFFERS_AHEAD` at once."""
+        """Begin to read a gradient block, at most `BUFFERS_AHEAD` at once."""
         blocks = self._gradients_of(place, dtype)
         return FileBlock(blocks, blocks.read_block(*place))
 
     def can_read_grad(self, place: Place, dtype: torch.dtype) -> bool:
-        """Whether there is a buffer for one more."""
+        """Whether a buffer is free for one more read."""
         return self._gradients_of(place, dtype).has_buffer
 
     def write_param(self, block: BlockId, place: Place, staged: Staged) -> None:
@@ -51,12 +51,12 @@ class UpdateFiles:
         self.written[block] = place
 
     def end(self) -> None:
-        """Wait for what is on its way; of what went wrong the step is told."""
+        """Wait for writes under way; the step is told of those that failed."""
         for blocks in self._blocks.values():
             blocks.end_writes()
 
     def drop(self, but: Container[BlockId] = ()) -> None:
-        """What was written does not count, with these exceptions; behind `end`."""
+        """Drop the new versions of all blocks except `but`. Call `end` first."""
         for block, place in self.written.items():
             if block not in but:
                 assert self.params is not None

@@ -1,4 +1,4 @@
-"""What an optimizer step sees of an engine's shards: the runs of a block that have a gradient."""
+"""An optimizer step's view of an engine's shards: runs of a block that have a gradient."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class _PieceRange:
 
 @dataclass(slots=True)
 class _Loan:
-    """What a block's update works on and does not live there; see `ShardViews.updated`."""
+    """Copies that a block's update works on, to be returned; see `ShardViews.updated`."""
 
     grad: GradientBlock | None = None
     param: Tensor | None = None  # [n] where the update runs
@@ -60,7 +60,7 @@ class _Loan:
 
 @dataclass(slots=True)
 class KeptGradient:
-    """Of one shard: what a step needs that goes on behind its caller."""
+    """What a step in the background still reads of one shard."""
 
     shard: Tensor | None  # [S] where it lives, if that is memory
     grad: Tensor | None  # [S] on the device
@@ -70,8 +70,8 @@ class KeptGradient:
 class ShardViews:
     """One step's view of shards and gradients; see `optim.state.tiered_state.BlockViews`.
 
-    What is not where the update runs is brought there block by block, gradients ahead of their
-    turn. Where a whole master holds the weights, what is elsewhere is only written.
+    Gradients and parameters that live elsewhere are brought to where the update runs, a block at a
+    time; gradients are read ahead. Parameters that have a whole master are written, and not read.
     """
 
     def __init__(
@@ -115,8 +115,8 @@ class ShardViews:
         }
 
     def hold(self) -> None:
-        """The step goes on behind its caller, who may drop gradients: keep those there are now, and
-        ask no chunk any more."""
+        """Keep today's gradients, and ask no chunk any more: the step goes on after `step()` has
+        returned, when the loop may drop them."""
         self.signature()
         self._kept_grads = [self._kept(chunk) for chunk in self._chunks]
 
@@ -126,18 +126,18 @@ class ShardViews:
         return KeptGradient(here, chunk.grad, chunk.gradient.offloaded_dtype)
 
     def let_go(self, shard: int) -> None:
-        """Of its gradient: nothing of it is updated any more."""
+        """Drop the gradient that was kept of this shard: all of it is updated."""
         self._kept_grads[shard].grad = self._kept_grads[shard].offloaded = None
 
     @property
     def kept_bytes(self) -> int:
-        """Of gradients that were dropped, and are still to be used."""
+        """Bytes of gradients that the loop has dropped and updates still read."""
         pairs = zip(self._kept_grads, self._chunks, strict=False)
         dropped = (kept.grad for kept, chunk in pairs if kept.grad is not chunk.grad)
         return sum(grad.nbytes for grad in dropped if grad is not None)
 
     def inputs_of(self, block: Block) -> tuple[tuple[object, int] | None, ...]:
-        """Of each of its segments: hyperparameters and number of the step; None: left alone."""
+        """Hyperparameters and step number of each segment; None where the step leaves it alone."""
         params = [part.param for part in block.segments]
         hypers = [self._hyper[param] for param in params]
         return tuple(
@@ -235,7 +235,7 @@ class ShardViews:
             loan.grad = None
 
     def updated(self, block: Block) -> None:
-        """Take back what the update of a block worked on; its parameters go where they live."""
+        """Return the block's loans; its new parameters go where they live."""
         if self._saving is not None:
             self._end_save(*self._saving)
         loan = self._loans.pop(block.id, None)
@@ -268,7 +268,7 @@ class ShardViews:
             self._param_files.write_block(*self._place(block), staged)
 
     def _return(self, chunk: Chunk, block: Block, param: Tensor) -> None:
-        """To the shard in host memory; a few blocks may be on their way."""
+        """Begin to copy parameters to the shard in host memory, `BLOCKS_LEAVING` at once."""
         shard = self._part_of(self._memory_of(block.shard), block)
         ticket = self._memory.copy(shard, param)
         chunk.is_copied(ticket)
@@ -281,7 +281,7 @@ class ShardViews:
             self._leaving.popleft().order()
 
     def abandon(self) -> None:
-        """The step failed: take everything back, and keep nothing of it."""
+        """Return all loans of a step that failed."""
         for ahead in self._ahead.values():
             ahead.give()
         for loan in self._loans.values():
@@ -312,7 +312,7 @@ class ShardViews:
         return True
 
     def _end_save(self, ticket: CopyTicket, into: Tensor, through: Tensor) -> None:
-        """What is to be saved has arrived at the latest with the state of its block."""
+        """Wait for the copy of weights for the undo plane, before its block is updated."""
         self._saving = None
         if not ticket.ready():
             ticket.settle()
@@ -383,7 +383,7 @@ class ShardViews:
         return values
 
     def _bring(self, values: Tensor) -> tuple[Tensor, CopyTicket]:
-        """To the device, before what is launched next."""
+        """Copy to the device, before what is launched next."""
         assert self._staging is not None
         there = self._staging.param(values.numel(), values.dtype)
         ticket = self._memory.copy(there, values)
@@ -439,13 +439,13 @@ class ShardViews:
         return self._chunks[block.shard].gradient.exists
 
     def _offloaded(self, shard: int) -> torch.dtype | None:
-        """Of a gradient that is not on the device."""
+        """The dtype of a gradient that is not on the device; None for others."""
         if self._kept_grads:
             return self._kept_grads[shard].offloaded
         return self._chunks[shard].gradient.offloaded_dtype
 
     def _memory_of(self, shard: int) -> Tensor:
-        """[S] where it lives, in memory."""
+        """[S]: the shard, where it lives in memory."""
         if not self._kept_grads:
             return self._chunks[shard].shard_memory
         memory = self._kept_grads[shard].shard
@@ -463,6 +463,6 @@ class ShardViews:
 
 
 def _is_here(chunk: Chunk) -> bool:
-    """On the device: its shard, and its gradient if it has one."""
+    """Whether shard and gradient are on the device."""
     in_memory = chunk.files is None and not chunk.shard_on_host
     return in_memory and chunk.gradient.offloaded_dtype is None
