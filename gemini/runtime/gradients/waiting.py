@@ -1,4 +1,4 @@
-"""Gradients of an engine between backward and step, as its user may see and change them."""
+"""Gradients of an engine between backward and step, which the loop may read and change."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .view import GradientView
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """What is asked of one parameter's gradient and not done yet: a product, then limits."""
+    """A change of one parameter's gradient that is not carried out yet: factors, then limits."""
 
     factors: tuple[float | Tensor, ...] = ()
     low: float = -math.inf
@@ -33,7 +33,7 @@ class Edit:
 
     @property
     def factor(self) -> float:
-        """May wait for a device."""
+        """The product of all factors. May wait for a device."""
         return math.prod(float(factor) for factor in self.factors)
 
     @property
@@ -41,7 +41,7 @@ class Edit:
         return self.low > -math.inf or self.high < math.inf
 
     def is_like(self, other: Edit) -> bool:
-        """Whether both ask for the same, as far as is known without a device."""
+        """Whether both are the same change, as far as the host knows without waiting."""
         if (self.low, self.high) != (other.low, other.high):
             return False
         return len(self.factors) == len(other.factors) and all(
@@ -50,7 +50,7 @@ class Edit:
         )
 
     def carried_out(self, values: Tensor, scale: float) -> Tensor:
-        """In place on `values`, fp32, which carry a loss scale."""
+        """Carry the edit out in place. values: fp32, multiplied by a loss scale of `scale`."""
         values.mul_(self.factor)
         return values.clamp_(self.low * scale, self.high * scale) if self.limits else values
 
@@ -58,13 +58,13 @@ class Edit:
 class Gradients:
     """`.grad` of the parameters of one engine; see `view`.
 
-    A factor that all gradients are multiplied with becomes one of the coming step, as a clip does;
-    anything else is done to the shards, in fp32. Ranks must change the same: what each did goes
-    into the sequence that the next vote compares.
+    One factor for all gradients becomes a factor of the coming step, as a clip does; any other edit
+    is carried out on the shards, in fp32. All ranks must make the same edits: each rank's are
+    recorded in the sequence that the next vote compares.
     """
 
     def __init__(self, parts: Parts, meetings: Meetings, dropped: Callable[[], None]) -> None:
-        """dropped: called when all gradients were."""
+        """dropped: called when all gradients are dropped."""
         self._parts = parts
         self._values = GradientValues(parts, meetings)
         self._dropped = dropped
@@ -97,7 +97,7 @@ class Gradients:
         return bool(counts.numel() and counts[param] > 0)
 
     def exchange_presence(self) -> None:
-        """A backward was reduced: begin to tell the others which parameters have a gradient."""
+        """Begin to exchange which parameters have a gradient, after a backward was reduced."""
         parts = self._parts
         if parts.comm.world_size > 1:
             counts = parts.comm.numbers(parts.present, torch.int32)
@@ -106,7 +106,7 @@ class Gradients:
     # -- all of them --
 
     def begin_backward(self) -> None:
-        """More are about to arrive."""
+        """Prepare for a backward that adds gradients: carry out the clip, unify loss scales."""
         parts = self._parts
         self.carry_out_clip()
         if parts.carried_scale is not None:
@@ -115,19 +115,19 @@ class Gradients:
             parts.carried_scale = None
 
     def after_step(self) -> None:
-        """A step has taken them; they stay until they are dropped, as in torch."""
+        """Keep gradients after a step until they are dropped, as torch does."""
         parts = self._parts
         self._spell_out_clip()
         if parts.control_vector.active:
             parts.carried_scale = parts.control_vector.used.clone()
 
     def notice_broken_backward(self) -> None:
-        """One that began and did not end was ended by an error: what it left is incomplete."""
+        """Drop what an unfinished backward has left: an error ended it."""
         if self._parts.reducer.active and not in_backward():
             self.drop_broken()
 
     def drop_broken(self) -> None:
-        """What arrived since zero_grad is incomplete."""
+        """Drop gradients that are incomplete, and mark all as broken until zero_grad."""
         self.drop()
         params = self._parts.layout.params
         self._parts.broken.update(ParamId(i) for i, p in enumerate(params) if p.trainable)
@@ -142,7 +142,7 @@ class Gradients:
             )
 
     def zero_all(self) -> None:
-        """They become zeros, which a step takes as gradients."""
+        """Set all gradients to zero; a step takes zeros as gradients."""
         self.notice_broken_backward()
         clear_gradients(self._parts.params)
         self._forget()
@@ -150,7 +150,7 @@ class Gradients:
             chunk.gradient.zero()
 
     def drop(self) -> None:
-        """There are none from now on."""
+        """Drop all gradients."""
         parts = self._parts
         clear_gradients(parts.params)
         self._forget()
@@ -161,7 +161,7 @@ class Gradients:
         self._dropped()
 
     def _forget(self) -> None:
-        """Whatever is known of their values."""
+        """Forget edits, views and cached values."""
         self._parts.broken.clear()
         self._parts.pending_clip = None
         self._values.have_changed()
@@ -170,7 +170,7 @@ class Gradients:
         self._somewhere = (Done(None), torch.zeros(0))
 
     def tell_changes(self) -> None:
-        """Before a vote: what this rank has changed, to be compared with the others."""
+        """Record this rank's edits, which the coming vote compares over ranks."""
         if self._changes:
             self._parts.comm.log.record("changes gradients:", "; ".join(sorted(self._changes)))
             self._changes.clear()
@@ -178,7 +178,7 @@ class Gradients:
     # -- what is done to one of them --
 
     def clear_but(self, spared: Sequence[int], set_to_none: bool) -> None:
-        """Drop the others, or make them zeros."""
+        """Drop gradients of all parameters but `spared`, or set them to zero."""
         self.notice_broken_backward()
         params = self._parts.params
         clear_gradients(param for i, param in enumerate(params) if i not in spared)
@@ -281,9 +281,9 @@ class Gradients:
     # -- edits --
 
     def settle(self) -> None:
-        """Carry out what was asked: before gradients are added, or looked at all together.
+        """Carry out all edits: before gradients are added to, or read together.
 
-        A limit is one of the mean over ranks: what was put off is reduced first.
+        A limit is one of the mean over ranks, so what was put off is reduced first.
         """
         if any(edit.limits for edit in self._edits.values()):
             self._parts.reducer.reduce_put_off()
@@ -292,7 +292,7 @@ class Gradients:
             self._carry_out(param)
 
     def resolve(self) -> None:
-        """Before a step: one factor for all becomes the step's, anything else is carried out."""
+        """Before a step: turn one factor for all into the step's; carry out any other edit."""
         parts = self._parts
         if not self._edits:
             return
@@ -314,14 +314,14 @@ class Gradients:
         parts.pending_clip = PendingClip(clip)
 
     def carry_out_clip(self) -> None:
-        """Before another one is measured, or gradients are added."""
+        """Apply the pending clip: before another is measured, or gradients are added to."""
         self._spell_out_clip()
         self.settle()
 
     def _spell_out_clip(self) -> None:
-        """As with torch's clipping, gradients are what a clip made of them.
+        """Turn the pending clip into edits of all gradients, as torch's clip changes gradients.
 
-        Behind the step that carried it out, and before anything else is done to one of them.
+        Called after the step that applied it, and before any other edit.
         """
         pending = self._parts.pending_clip
         if pending is None:
@@ -346,7 +346,7 @@ class Gradients:
 
     @torch.no_grad()
     def _change(self, param: ParamId, do: Callable[[Tensor], Tensor], *, wide: bool) -> None:
-        """`do` it, in place, to what this rank holds; `wide`: in fp32."""
+        """Change this rank's part in place. wide: in fp32."""
         chunk, slot = self._place_of(param)
 
         def change(shard: Tensor) -> None:
@@ -370,7 +370,7 @@ class Gradients:
     # -- values --
 
     def values(self, param: ParamId) -> Tensor:
-        """A copy, fp32, in the parameter's shape. All ranks read it, but what is local."""
+        """A copy in fp32, of the parameter's shape. Collective where gradients are reduced."""
         self._check(param)
         parts, spec = self._parts, self._parts.layout.params[param]
         chunk, slot = self._place_of(param)
@@ -387,7 +387,7 @@ class Gradients:
         return total.mul_(factor).clamp_(-limit, limit).view(spec.shape)
 
     def norm(self, param: ParamId, order: float) -> Tensor:
-        """fp64 0-d. All ranks ask for one, of this parameter or of another."""
+        """The norm of a gradient, fp64 0-d. Collective; ranks may ask for different parameters."""
         self._check(param)
         parts = self._parts
         if self._edits.get(param, Edit()).limits:
@@ -405,7 +405,7 @@ class Gradients:
         return norm * (abs(self._edits.get(param, Edit()).factor) * factor)
 
     def _check(self, param: ParamId) -> None:
-        """Raise RuntimeError where there is nothing to look at."""
+        """Raise RuntimeError where the gradient was dropped, or is not reduced yet."""
         if not self.exists(param):
             raise RuntimeError(
                 f"the gradient of {self._parts.layout.params[param].name} was dropped; "
@@ -437,7 +437,7 @@ class Gradients:
 
 
 def clipped_by(parts: Parts) -> tuple[Tensor, float]:
-    """What unscales, and clips where a clip was asked for: a factor, fp64 0-d, and a limit."""
+    """The factor (fp64 0-d) that unscales and clips, and the limit of a value, of the next step."""
     pending = parts.pending_clip
     clip = pending.clip if pending is not None else Clip()
     factor = 1.0 / parts.control_vector.scale
