@@ -59,6 +59,10 @@ class Opaque:
         self.param = param
         self.names = tuple(name for name, _ in places)
         self._modules = places
+        layer = places[0][1]
+        if isinstance(layer, ParametrizationList) and hasattr(layer[0], "quant_state"):
+            # of bitsandbytes' replace_parameter_4bit: with it the parameter is a weight
+            param.__dict__["quant_state"] = layer[0].quant_state
         self._places = [*_places_of(param, places[0][1])]
         self.form = _form_of(self.names[0], param, self._places)
         self.tensors: list[tuple[Tensor, Tensor, Leaf]] = []
@@ -207,7 +211,8 @@ class Opaque:
     def _entries(self) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) as its modules save it, but for what they have beside it."""
         for name, module in self._modules:
-            if (state := _state_of(self.param, module)) and self.form.kind != "Params4bit":
+            state = getattr(self.param, "quant_state", None)
+            if state is not None and self.form.kind != "Params4bit":
                 name = _weight_name(name)  # by a hook of the module that has the layer
                 yield name, self.param
                 yield from ((f"{name}.{k}", v) for k, v in state.as_dict(packed=True).items())
@@ -358,21 +363,12 @@ def _places_of(param: Any, module: Any) -> Iterator[_Place]:
         for leaf, name in (("data", "CB"), ("SCB", "SCB")):
             if getattr(holder, name) is not None:
                 yield _Place(leaf, getattr(holder, name), _setter(holder, name))
-    if (state := _state_of(param, module)) is not None:
-        prefix = ""
-        while state is not None:
-            for name in ("absmax", "code", "offset"):
-                if isinstance(getattr(state, name), Tensor):
-                    yield _Place(prefix + name, getattr(state, name), _setter(state, name))
-            state, prefix = state.state2, f"{prefix}state2."
-
-
-def _state_of(param: Any, module: Any) -> Any:
-    """bitsandbytes' state of what has 4 bits: of a `Params4bit`, or of a parameter that a layer of
-    `replace_parameter_4bit` makes a weight of; None where it has none."""
-    if isinstance(module, ParametrizationList) and hasattr(module[0], "quant_state"):
-        param.quant_state = module[0].quant_state
-    return getattr(param, "quant_state", None)
+    state, prefix = getattr(param, "quant_state", None), ""
+    while state is not None:
+        for name in ("absmax", "code", "offset"):
+            if isinstance(getattr(state, name), Tensor):
+                yield _Place(prefix + name, getattr(state, name), _setter(state, name))
+        state, prefix = state.state2, f"{prefix}state2."
 
 
 def _weight_name(name: str) -> str:

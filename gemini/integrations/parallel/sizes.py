@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -16,8 +16,10 @@ from gemini.integrations import parts
 
 _SAME_DATA = ("tp", "pp", "cp")  # dimensions whose ranks work on the same rows
 Dims = tuple[tuple[str, int], ...]
-# by group of all ranks: layers that are split as they are made are in the mesh of their plugin
-_MESHES: WeakValueDictionary[tuple[int, str, Dims], DeviceMesh] = WeakValueDictionary()
+# By group of all ranks: layers that are split as they are made are in the mesh of their plugin. By
+# the group and not by its id, which the next group of a process may have.
+_Meshes = WeakValueDictionary[tuple[str, Dims], DeviceMesh]
+_MESHES: WeakKeyDictionary[dist.ProcessGroup, _Meshes] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +71,13 @@ class MeshSizes:
         dims = self.dims(parts.world_size())
         if not dims:
             return None
-        assert dist.is_initialized()
-        key = (id(dist.group.WORLD), device.type, dims)
-        mesh = _MESHES.get(key)
+        assert dist.group.WORLD is not None
+        meshes = _MESHES.setdefault(dist.group.WORLD, WeakValueDictionary())
+        mesh = meshes.get((device.type, dims))
         if mesh is None:
             names, sizes = zip(*dims, strict=True)
-            mesh = _MESHES[key] = init_device_mesh(device.type, sizes, mesh_dim_names=names)
+            mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)
+            meshes[device.type, dims] = mesh
         return mesh
 
     def data_place(self, rank: int, ranks: int) -> tuple[int, int]:
