@@ -29,7 +29,7 @@ from gemini.optim.step.matrix_step import (
     bucket_homes,
 )
 from gemini.optim.step.norms import Cover, add_lines, square_sums, trusted, with_lines
-from gemini.optim.step.operator_step import OperatorStep
+from gemini.optim.step.triton_step import OperatorStep
 from gemini.optim.update.cpu_update import CpuWorkers, StepInputs
 from gemini.optim.update.updaters import CpuUpdater
 

@@ -10,17 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gemini.optim.rules.clipping import Clip, combined
+from gemini.optim.rules.clipping import combined
 from gemini.optim.rules.control_vector import ControlVector
-from gemini.optim.rules.report import Outcome
-from gemini.optim.target import AmpInputs
 from gemini.optim.update.cpu_update import StepInputs
 from gemini.optim.update.staging import Reserved
 from gemini.optim.update.updaters import CpuUpdater
-from gemini.tickets import Done
 from gemini.units import ParamId
 
-from .executor import AnyUpdater, step_counts
+from .executor import AnyUpdater, HostStep
 from .gradients import Bits, GradientRun, Measured, bits_of, checksum
 
 
@@ -33,10 +30,9 @@ class _Tiles:
     bits: Sequence[Bits] = ()
 
 
-class CpuStep:
+class CpuStep(HostStep):
     """Gradients, state and counts in host memory."""
 
-    counts_on_host = True
     staging = None
 
     def __init__(
@@ -53,7 +49,6 @@ class CpuStep:
         quantised = updater.rule.layout.is_quantised
         self.merges_parameters = rounding_seed is None and not quantised
         self.counts = torch.zeros(num_counters, dtype=torch.float32)
-        self._used_scale = 1.0  # of the step that was begun last
 
     @property
     def path(self) -> str:
@@ -96,54 +91,17 @@ class CpuStep:
 
     # -- a step --
 
-    def next_steps(self) -> Sequence[int]:
-        return [count + 1 for count in step_counts(self)]
-
-    def begin(
-        self, hypers: Sequence[Any], active: Sequence[int], power_sum: float, clip: Clip
-    ) -> AnyUpdater:
-        scale = self.control_vector.read().scale
-        inputs = StepInputs.clipping(clip, power_sum, scale, self._rounding_seed)
-        self._used_scale = scale
-        return self.updater_of(inputs, hypers, active)
-
     def assumed(self, limit: float) -> CpuUpdater:
         """The updater of a step whose norm clips nothing, before that is known."""
         scale = self.control_vector.read().scale
         inputs = StepInputs(1.0 / scale, limit, self._rounding_seed)
         return replace(self._updater, inputs=inputs)
 
-    def skips(self, amp: AmpInputs) -> bool:
-        return amp.found_inf is not None and bool(amp.found_inf > 0)
-
-    def begin_amp(
-        self,
-        hypers: Sequence[Any],
-        active: Sequence[int],
-        amp: AmpInputs | None,
-        *,
-        may_fail: bool,
-    ) -> AnyUpdater:
-        given = None if amp is None else amp.grad_scale
-        scale = 1.0 if given is None else float(given)
-        inputs = StepInputs(1.0 / scale, rounding_seed=self._rounding_seed)
-        self._used_scale = scale
-        return self.updater_of(inputs, hypers, active)
-
     def updater_of(
         self, inputs: StepInputs, hypers: Sequence[Any], active: Sequence[int]
     ) -> AnyUpdater:
         """Of a step that updates the parameters that are `active`."""
         return replace(self._updater, inputs=inputs)
-
-    def outcome(self) -> Done[Outcome]:
-        return Done(Outcome(loss_scale=self._used_scale))
-
-    def count(self, active: Sequence[int]) -> None:
-        self.counts[list(active)] += 1
-
-    def undo(self) -> None:
-        """Nothing was counted yet."""
 
     # -- the rest --
 

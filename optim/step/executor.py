@@ -18,8 +18,9 @@ from gemini.optim.rules.control_vector import ControlVector
 from gemini.optim.rules.report import Outcome
 from gemini.optim.state.pieces import Updater
 from gemini.optim.target import AmpInputs
+from gemini.optim.update.cpu_update import StepInputs
 from gemini.optim.update.staging import DeviceStaging, Reserved
-from gemini.tickets import Ticket
+from gemini.tickets import Done, Ticket
 
 from .gradients import GradientRun, Measured
 
@@ -115,6 +116,58 @@ class Executor(Protocol):
     def close(self) -> None:
         """End threads."""
         ...
+
+
+class HostStep:
+    """The part of an executor whose counts and decisions are the host's; who measures gradients,
+    and where blocks are updated, is a subclass's."""
+
+    counts_on_host = True
+    control_vector: ControlVector
+    counts: Tensor
+    _rounding_seed: int | None
+    _used_scale = 1.0  # of the step that was begun last
+
+    def updater_of(
+        self, inputs: StepInputs, hypers: Sequence[Any], active: Sequence[int]
+    ) -> AnyUpdater:
+        """Of a step that updates the parameters that are `active`."""
+        raise NotImplementedError
+
+    def next_steps(self) -> Sequence[int]:
+        return [int(count) + 1 for count in self.counts.tolist()]
+
+    def begin(
+        self, hypers: Sequence[Any], active: Sequence[int], power_sum: float, clip: Clip
+    ) -> AnyUpdater:
+        self._used_scale = self.control_vector.read().scale
+        inputs = StepInputs.clipping(clip, power_sum, self._used_scale, self._rounding_seed)
+        return self.updater_of(inputs, hypers, active)
+
+    def skips(self, amp: AmpInputs) -> bool:
+        return amp.found_inf is not None and bool(amp.found_inf > 0)
+
+    def begin_amp(
+        self,
+        hypers: Sequence[Any],
+        active: Sequence[int],
+        amp: AmpInputs | None,
+        *,
+        may_fail: bool,
+    ) -> AnyUpdater:
+        given = None if amp is None else amp.grad_scale
+        self._used_scale = 1.0 if given is None else float(given)
+        inputs = StepInputs(1.0 / self._used_scale, rounding_seed=self._rounding_seed)
+        return self.updater_of(inputs, hypers, active)
+
+    def outcome(self) -> Done[Outcome]:
+        return Done(Outcome(loss_scale=self._used_scale))
+
+    def count(self, active: Sequence[int]) -> None:
+        self.counts[list(active)] += 1
+
+    def undo(self) -> None:
+        """Nothing was counted yet."""
 
 
 def step_counts(executor: Executor) -> list[int]:

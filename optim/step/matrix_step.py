@@ -19,7 +19,7 @@ from gemini.optim.update.updaters import CpuUpdater
 
 from .cpu_step import CpuStep
 from .gradients import GradientRun
-from .operator_step import OperatorStep
+from .triton_step import OperatorStep
 
 
 @dataclass(frozen=True, slots=True)

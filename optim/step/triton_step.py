@@ -1,4 +1,4 @@
-"""Gradients measured and blocks updated by the kernels of a device; see `Executor`.
+"""Gradients measured by a device's kernels, and blocks updated there; see `Executor`.
 
 Where nobody else has a say, a step is begun unread: what `submit_measure` finds stays on the
 device, and so do the clip factor and whether the step counts.
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gemini.kernels_triton.control_fields import BAD, LOSS_SCALE, SUM
+from gemini.optim.matrices.sites import DeviceSite, Site, SiteUpdater
 from gemini.optim.rules.clipping import Clip
 from gemini.optim.rules.control_vector import ControlVector
 from gemini.optim.rules.report import Outcome
@@ -22,10 +23,11 @@ from gemini.optim.rules.rule import UpdateRule
 from gemini.optim.state.memory import Memory
 from gemini.optim.state.pieces import Updater
 from gemini.optim.target import AmpInputs
+from gemini.optim.update.cpu_update import StepInputs
 from gemini.optim.update.staging import DeviceStaging, Reserved
 from gemini.tickets import Ticket
 
-from .executor import AnyUpdater
+from .executor import AnyUpdater, HostStep
 from .gradients import Bits, GradientRun, Measured, bits_of, checksum
 
 if TYPE_CHECKING:
@@ -261,3 +263,37 @@ def _bits_of(run: GradientRun) -> Sequence[Bits]:
     if isinstance(found, _OnDevice):
         return found.bits
     return bits_of([run], [run.gradient.load()]) if run.has_replicas else ()
+
+
+class OperatorStep(HostStep, TritonStep):
+    """`TritonStep` for rules that need more than an element: the host counts, and knows what a step
+    agrees on."""
+
+    def __init__(
+        self,
+        rule: UpdateRule,
+        group_of: Sequence[int | None],
+        control_vector: ControlVector,
+        memory: Memory,
+        *,
+        runs: Sequence[GradientRun] = (),
+        names: Sequence[str] | None = None,
+        rounding_seed: int | None = None,
+    ) -> None:
+        super().__init__(rule, group_of, control_vector, memory, runs=runs, names=names)
+        self._rule = rule
+        self._rounding_seed = rounding_seed
+
+    @property
+    def path(self) -> str:
+        return "torch"
+
+    def updater_at(self, site: Site, hypers: Sequence[Any], active: Sequence[int]) -> AnyUpdater:
+        """Of a step of the parameters that are `active`."""
+        return SiteUpdater(site, self._rule)
+
+    def updater_of(
+        self, inputs: StepInputs, hypers: Sequence[Any], active: Sequence[int]
+    ) -> AnyUpdater:
+        self.staging.begin()
+        return self.updater_at(DeviceSite(self._memory, self.staging, inputs), hypers, active)

@@ -18,8 +18,7 @@ from gemini.optim.state.pieces import GradSegment
 from gemini.optim.step.cpu_step import CpuStep
 from gemini.optim.step.executor import Executor
 from gemini.optim.step.gradients import GradientRun
-from gemini.optim.step.operator_step import OperatorStep
-from gemini.optim.step.triton_step import TritonStep
+from gemini.optim.step.triton_step import OperatorStep, TritonStep
 from gemini.optim.update.compiled_update import Mix
 from gemini.optim.update.cpu_update import CpuWorkers
 from gemini.optim.update.staging import Reserved
