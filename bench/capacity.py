@@ -1,9 +1,10 @@
 """A model larger than memory: `examples/train_gpt.py` under a hard limit of resident memory.
 
-    python -m bench.capacity --json PATH                 6 and 4 GiB, clipped in each step and not
-    python -m bench.capacity --rss-limit 6GiB --max-norm 1
-    python -m bench.capacity --update serial             all in step()
-    python -m bench.capacity --qlora                     LoRA on a base of 4 bits, in 2.5 GiB
+    python -m bench.capacity --json PATH      6 and 4 GiB, clipped in each step and not, moments in
+                                              fp32 and in 8 bits
+    python -m bench.capacity --rss-limit 6GiB --max-norm 1 --state fp32
+    python -m bench.capacity --update serial  all in step()
+    python -m bench.capacity --qlora          LoRA on a base of 4 bits, in 2.5 GiB
 
 The child process may not allocate more than the limit (RLIMIT_DATA: its heap and private mappings),
 and its VmHWM is checked beside it. `device_budget` is the limit less `SLACK_BYTES` for the process
@@ -57,6 +58,7 @@ from gemini.units import format_bytes, parse_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 SLACK_BYTES = 3 << 29
+STATES = ("fp32", "bf16", "8bit")
 NEVER_CLIPS = 1000.0  # norms of a new model are below 100
 LEARNING_RATE = "1e-5"  # the first step of Adam is as long as the rate: more overshoots
 ENVIRONMENT = {
@@ -78,11 +80,14 @@ def disk_needed(num_params: int) -> int:
     return num_params * DISK_BYTES_PER_PARAMETER
 
 
-def run(args: argparse.Namespace, limit: int, max_norm: float, folder: Path) -> dict[str, Any]:
+def run(
+    args: argparse.Namespace, limit: int, max_norm: float, state: str, folder: Path
+) -> dict[str, Any]:
     """Train in a child process under `limit` bytes. Raises CalledProcessError where it dies."""
     return train(
         args, limit, "--lean", "--lr", LEARNING_RATE, "--device-budget", str(limit - SLACK_BYTES),
         "--nvme-dir", str(folder), "--update", args.update, "--max-norm", str(max_norm),
+        "--state", state,
     )  # fmt: skip
 
 
@@ -136,6 +141,7 @@ def summary(
     read, written = int(median(result["bytes_read"])), int(median(result["bytes_written"]))
     return {
         "max_norm": float(result["arguments"]["max_norm"]),
+        "state": result["arguments"]["state"],
         "peak_rss_mib": round(result["final_peak_rss_mib"], 1),
         "rss_limit_mib": limit >> 20,
         "losses": result["train_loss"],
@@ -262,6 +268,7 @@ def main() -> int:
     parser.add_argument(
         "--max-norm", action="append", type=float, help="gradients are clipped to it; as above"
     )
+    parser.add_argument("--state", action="append", choices=STATES, help="of moments; as above")
     parser.add_argument("--nvme-dir", type=Path, help="default: a temporary folder on a disk")
     parser.add_argument("--json", type=Path, help="write what was measured")
     args = parser.parse_args()
@@ -269,7 +276,7 @@ def main() -> int:
         parser.error(f"--steps {args.steps} with --qlora; expected 3: homes are final behind two")
     default_limits = [QLORA_LIMIT] if args.qlora else ["6GiB", "4GiB"]
     limits = [parse_bytes(limit) for limit in args.rss_limit or default_limits]
-    max_norms = args.max_norm or [1.0, NEVER_CLIPS]
+    max_norms, states = args.max_norm or [1.0, NEVER_CLIPS], args.state or STATES[::2]
     folder = args.nvme_dir or default_folder()
     if args.qlora:
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
@@ -289,8 +296,8 @@ def main() -> int:
     speeds = [mixed_gb_per_s(folder)]
     compute_seconds = median(train(args, resource.RLIM_INFINITY, "--floor")["step_seconds"])
     rows = []
-    for limit, max_norm in itertools.product(limits, max_norms):
-        result = run(args, limit, max_norm, folder)
+    for limit, max_norm, state in itertools.product(limits, max_norms, states):
+        result = run(args, limit, max_norm, state, folder)
         speeds.append(mixed_gb_per_s(folder))
         rows.append(summary(result, limit, statistics.mean(speeds[-2:]), compute_seconds))
         print(json.dumps(rows[-1]), flush=True)

@@ -59,6 +59,8 @@ def arguments() -> argparse.Namespace:
         "iteration is planned from a trace on fake tensors",
     )
     parser.add_argument("--nvme-fraction", type=float, default=0.0, help="of the optimizer state")
+    parser.add_argument("--state", choices=["fp32", "bf16", "8bit"], default="fp32",
+                        help="what moments are kept in")  # fmt: skip
     parser.add_argument(
         "--update", choices=["serial", "tail", "speculate", "both", "auto"], default="serial",
         help="tail: state on disk is updated behind the next forward; speculate: in backward",
@@ -126,7 +128,7 @@ def build(args: argparse.Namespace) -> tuple[nn.Module, torch.optim.Optimizer | 
         return model, torch.optim.AdamW(model.parameters(), fused=True, **adam)
     if args.plain:
         model.to(args.device)
-        return model, HybridAdam(model.parameters(), **adam, **nvme)
+        return model, HybridAdam(model.parameters(), state=args.state, **adam, **nvme)
     if args.floor:
         model.to(torch.bfloat16)  # no master weights to keep
     placement = args.placement
@@ -142,7 +144,7 @@ def build(args: argparse.Namespace) -> tuple[nn.Module, torch.optim.Optimizer | 
     )  # fmt: skip
     if args.floor:
         return model, None
-    return model, HybridAdam(model.parameters(), **adam, **nvme)  # (*)
+    return model, HybridAdam(model.parameters(), state=args.state, **adam, **nvme)  # (*)
 
 
 def evaluate(model: nn.Module, text: Text, mine: slice, context: Any) -> float:

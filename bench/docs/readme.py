@@ -77,13 +77,13 @@ def _capacity(result: dict[str, Any]) -> str:
     header = (
         f"{result['model']}, {result['num_params'] / 1e6:.0f} M parameters, batch 1 x 128, "
         f'`update="{result["update"]}"`.\n\n'
-        "| limit, MiB | norm at most | peak RSS, MiB | step, s | bound by the disk, s | by compute "
-        "| by the cores | read a step, GB | written a step, GB | on disk, GB "
+        "| limit, MiB | norm at most | moments | peak RSS, MiB | step, s | bound by the disk, s "
+        "| by compute | by the cores | read a step, GB | written a step, GB | on disk, GB "
         "| loss, first and last |\n"
-        "|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|"
+        "|---:|---:|---|---:|---:|---:|---:|---:|---:|---:|---:|---|"
     )
     rows = [
-        f"| {r['rss_limit_mib']} | {r['max_norm']:g} "
+        f"| {r['rss_limit_mib']} | {r['max_norm']:g} | {r['state']} "
         f"| {r['peak_rss_mib']:.0f} | {r['step_seconds']:.1f} "
         f"| {r['disk_bound_seconds']:.1f} | {r['compute_seconds']:.1f} "
         f"| {r['core_bound_seconds']:.1f} "
@@ -92,7 +92,15 @@ def _capacity(result: dict[str, Any]) -> str:
         for r in result["runs"]
     ]
     speed = f"Disk, reads and writes mixed half and half: {result['mixed_disk_gb_per_s']:.2f} GB/s"
-    return "\n".join([header, *rows, "", speed, "", _where(result)])
+    shares = [
+        other["step_seconds"] / run["step_seconds"]
+        for run in result["runs"]
+        for other in result["runs"]
+        if (run["state"], other["state"]) == ("fp32", "8bit")
+        and all(run[same] == other[same] for same in ("rss_limit_mib", "max_norm"))
+    ]
+    said = f"With moments of 8 bits a step takes {min(shares):.2f} to {max(shares):.2f} of fp32's."
+    return "\n".join([header, *rows, "", f"{speed}. {said}", "", _where(result)])
 
 
 def _qlora(result: dict[str, Any]) -> str:

@@ -85,7 +85,7 @@ EVERYTHING = (
         ),
         5,
     ),
-    Result("capacity-cpu", ("bench.capacity",), 15),
+    Result("capacity-cpu", ("bench.capacity",), 25),
     Result(
         "qlora-cpu", ("bench.capacity", "--qlora"), 20,
         ("bench.capacity", "--qlora", "--model", "small", "--steps", "3", "--rss-limit", "1000MiB"),

@@ -1,5 +1,6 @@
 """`bench.capacity`: which runs it makes, what it divides by what, and when it fails."""
 
+import itertools
 import json
 import resource
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from bench import capacity
 from gemini.units import GIB
 
 RESULT = {
-    "arguments": {"max_norm": "1.0"},
+    "arguments": {"max_norm": "1.0", "state": "fp32"},
     "final_peak_rss_mib": 900.04,
     "train_loss": [10.0, 12.0, 9.0],
     "val_loss": 9.5,
@@ -34,12 +35,15 @@ def test_a_step_is_the_median_of_all_but_the_first_and_bounds_are_of_its_bytes()
 
 def made(tmp_path, monkeypatch, *options, **changes):
     """The exit status, the result, and the options and limits of the runs that were made."""
-    runs, speeds = [], iter([1.0, 3.0, 5.0, 7.0, 9.0])
+    runs, speeds = [], itertools.count(1.0, 2.0)
 
     def run(args, limit, *options):
         runs.append((limit, options))
         given = dict(zip(options[1::2], options[2::2], strict=False))
-        arguments = {"max_norm": given.get("--max-norm", "1.0")}
+        arguments = {
+            "max_norm": given.get("--max-norm", "1.0"),
+            "state": given.get("--state", "fp32"),
+        }
         return {**RESULT, **changes, "arguments": arguments}
 
     path = tmp_path / "result.json"
@@ -58,11 +62,12 @@ def test_every_limit_is_run_clipped_and_not_beside_the_disk_of_that_time(tmp_pat
     assert status == 0
     floor, *rest = runs
     assert floor == (resource.RLIM_INFINITY, ("--floor",))
-    assert [limit for limit, _ in rest] == [6 * GIB, 6 * GIB, 4 * GIB, 4 * GIB]
+    assert [limit for limit, _ in rest] == [6 * GIB] * 4 + [4 * GIB] * 4
     assert all("--lean" in options for _, options in rest)
     rows = result["runs"]
-    assert [row["max_norm"] for row in rows] == [1.0, capacity.NEVER_CLIPS] * 2
-    assert [row["mixed_disk_gb_per_s"] for row in rows] == [2.0, 4.0, 6.0, 8.0]
+    assert [row["max_norm"] for row in rows] == [1.0, 1.0, *[capacity.NEVER_CLIPS] * 2] * 2
+    assert [row["state"] for row in rows] == ["fp32", "8bit"] * 4
+    assert [row["mixed_disk_gb_per_s"] for row in rows] == [2.0 * i for i in range(1, 9)]
     assert result["update"] == "both"
 
 
@@ -76,10 +81,11 @@ def test_a_limit_that_does_not_hold_and_a_loss_that_rises_are_failures(
 
 
 def test_what_is_asked_for_is_what_is_run(tmp_path, monkeypatch):
-    options = ["--rss-limit", "2GiB", "--max-norm", "3", "--update", "tail"]
+    options = ["--rss-limit", "2GiB", "--max-norm", "3", "--update", "tail", "--state", "bf16"]
     _, result, (_, (limit, given)) = made(tmp_path, monkeypatch, *options)
     assert limit == 2 * GIB and len(result["runs"]) == 1
     assert given[given.index("--update") + 1] == "tail"
+    assert given[given.index("--state") + 1] == "bf16"
     assert given[given.index("--device-budget") + 1] == str(2 * GIB - capacity.SLACK_BYTES)
 
 
