@@ -21,6 +21,7 @@ from gemini.checkpoint.dcp.ranks import Ranks
 from gemini.checkpoint.format.errors import FormatError
 from gemini.checkpoint.untrusted.lazy_tensors import INDEX, TORCH_INDEX, LazyTensors
 from gemini.ddp import GeminiDDP
+from gemini.plan.quantised import stacked_experts
 from gemini.runtime.comm.connect import everyone, is_pipeline
 from gemini.runtime.wrap.materialise import Materialiser, init_empty
 
@@ -32,7 +33,6 @@ from .quantise import (
     put_quantised,
     quantised,
     quantised_experts,
-    stacked_experts,
     without_memory,
 )
 

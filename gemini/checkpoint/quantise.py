@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gemini.chunk.opaque import hollow
-
-KINDS = ("nf4", "int8")
+from gemini.plan.quantised import KINDS
 
 
 def quantise(module: nn.Module, config: Any) -> None:
@@ -65,16 +64,6 @@ def put_quantised(module: nn.Module, config: Any) -> Iterator[tuple[str, Any]]:
     for name, layer in module.named_modules():
         if isinstance(layer, layers.Linear4bit | layers.Linear8bitLt):
             yield name, layer
-
-
-def stacked_experts(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """(name, module, key) of every parameter [experts, ...] of transformers' modules of experts,
-    which its quantiser leaves in 16 bits: most of such a model."""
-    for name, child in module.named_modules():
-        if type(child).__name__.endswith("Experts"):
-            for key, param in list(child.named_parameters(recurse=False)):
-                if param.ndim == 3:
-                    yield f"{name}.{key}", child, key
 
 
 def quantised_experts(values: Tensor) -> nn.Parameter:

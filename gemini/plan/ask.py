@@ -9,6 +9,7 @@ from torch import nn
 
 from gemini.chunk.layout import training_layout
 from gemini.chunk.sizing.search import search_chunk_configuration
+from gemini.dtypes import BYTES
 from gemini.memtracer.trace import sequential_trace
 from gemini.optim.adam import AdamRule
 from gemini.optim.adaptive import LionRule
@@ -18,8 +19,9 @@ from gemini.placement.sizes import StateBytes, wider_chunks
 from gemini.placement.timetable.updates import AUTO
 
 from . import models
-from .activations import activations_of, constant_activations
+from .activations import Activations, activations_of, constant_activations
 from .machine import Hardware
+from .quantised import KINDS, QuantisedBase, name_experts, quantised_base
 from .question import AVERAGES, Question
 from .words import Answer, answer
 
@@ -36,6 +38,7 @@ class Training:
     batch, seq: sequences of a rank in one forward, and their tokens.
     accumulate: forwards and backwards before a step.
     lora: rank of adapters; 0 trains the whole model.
+    quantize: of the base under adapters: one of `quantised.KINDS`; None leaves it in 16 bits.
     precision: of `DTYPES`. optimizer: of `LAYOUTS`. state: as `HybridAdam` takes it.
     nvme_fraction: of the optimizer's state, at least, on NVMe.
     activation_bytes: of one sample, where nothing can be traced.
@@ -57,8 +60,14 @@ class Training:
     by_trl: bool = False
     ema: str | None = None
     state: str = "fp32"
+    quantize: str | None = None
 
     def __post_init__(self) -> None:
+        if self.quantize is not None and (self.quantize not in KINDS or not self.lora):
+            raise ValueError(
+                f"quantize={self.quantize!r} with lora={self.lora}; expected one of {KINDS}, of a "
+                "base that is frozen under adapters: give their rank"
+            )
         if self.state != "fp32" and self.optimizer not in QUANTISED:
             raise ValueError(
                 f"state={self.state!r} with {self.optimizer}; expected fp32, or one of {QUANTISED}"
@@ -66,6 +75,7 @@ class Training:
 
     def in_words(self) -> tuple[str, str]:
         trained = f"LoRA of rank {self.lora}" if self.lora else "all parameters trained"
+        trained += f" on a base in {self.quantize}" if self.quantize else ""
         kept = "computed again in backward" if self.checkpointing else "kept for backward"
         times = f", {self.accumulate} times a step" if self.accumulate > 1 else ""
         how = "traced" if self.activation_bytes is None else "given"
@@ -93,21 +103,26 @@ def plan_for(model: str | nn.Module, machine: Hardware, training: Training) -> A
 def ask(what: str | nn.Module, machine: Hardware, training: Training) -> Question:
     """Search the model's chunks and trace it; see `plan_for`."""
     model = models.build(what) if isinstance(what, str) else what
-    itemsizes = models.itemsizes(model)
+    base = QuantisedBase({}, {})
+    if training.quantize is not None:
+        base = quantised_base(model, training.quantize)
     if training.checkpointing:
         model = models.checkpointed(model)
     if training.lora:
         model = models.add_lora(model, training.lora)
-        itemsizes = models.itemsizes(model)
+    if training.quantize == "nf4":
+        name_experts(model)
+    itemsizes = models.itemsizes(model)
     if training.by_trl or (isinstance(what, str) and what.lower() in models.MODELS):
         itemsizes = [2] * len(itemsizes)  # published weights are in 16 bits
-    dtype = DTYPES[training.precision]
-    found = search_chunk_configuration(model, dtype=dtype, world_size=machine.world_size)
-    specs, order = found.layout.params, None
+    specs, order = base.specs(model, DTYPES[training.precision]), None
+    itemsizes = [1 if spec.dtype == BYTES else n for spec, n in zip(specs, itemsizes, strict=True)]
+    found = search_chunk_configuration(specs, world_size=machine.world_size)
     if training.activation_bytes is None:
-        activations = activations_of(
+        traces = activations_of(
             model, specs, training.seq, training.batch, by_trl=training.by_trl
-        )
+        ).traces
+        activations = Activations({n: base.traced(t, model, specs) for n, t in traces.items()})
         order = activations.at(training.batch).param_order(specs)
     else:
         activations = constant_activations(sequential_trace(specs), training.activation_bytes)
@@ -120,11 +135,11 @@ def ask(what: str | nn.Module, machine: Hardware, training: Training) -> Questio
     state = state.with_master() if has_master else state
 
     @cache
-    def other(checkpointing: bool, lora: int) -> Question | None:
+    def other(checkpointing: bool, lora: int, quantize: str | None) -> Question | None:
         if not isinstance(what, str) or training.activation_bytes is not None:
             return None
-        changed = replace(training, checkpointing=checkpointing, lora=lora)
         try:
+            changed = replace(training, checkpointing=checkpointing, lora=lora, quantize=quantize)
             return ask(what, machine, changed)
         except ValueError:  # a model without checkpointing, or without layers for adapters
             return None
@@ -136,5 +151,5 @@ def ask(what: str | nn.Module, machine: Hardware, training: Training) -> Questio
         StateBytes(state.bytes_per_element, has_master),
         float(2 * (2 + training.checkpointing) * used + 2 * gradients),
         training.update, training.ema, *models.experts_of(model), other,
-        state.splits(WEIGHT_DTYPE),
+        state.splits(WEIGHT_DTYPE), training.quantize,
     )  # fmt: skip

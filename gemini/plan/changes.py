@@ -15,7 +15,7 @@ from gemini.units import format_bytes
 from .machine import Hardware
 from .question import Question
 
-LORA = 16  # rank of the adapters that are suggested
+LORA, QUANTISED = 16, "nf4"  # rank of the adapters that are suggested, and kind of the base
 WORTH_SAYING = 0.93  # of the seconds: what saves less is not named
 _MIB = 1 << 20
 
@@ -33,8 +33,8 @@ def in_flags(error: BudgetError) -> BudgetError:
 def cheapest(question: Question) -> Question:
     """The cheapest change with which it fits, each checked by a plan.
 
-    From cheap to dear: the same step in more forwards, checkpointing, a disk, adapters; then more
-    RAM, more device memory.
+    From cheap to dear: the same step in more forwards, checkpointing, a disk, adapters, a
+    quantised base; then more RAM, more device memory.
     """
     found = next(asked for asked in _smaller(question) if asked.fits())
     for name in _FLAGS:
@@ -58,11 +58,11 @@ def _least(name: str, before: int, found: Question) -> Question:
 
 def _smaller(question: Question) -> Iterator[Question]:
     """What needs less memory, from cheap to dear. The last one fits."""
-    switches = (_checkpointed, _with_disk, _adapted)
+    switches = (_checkpointed, _with_disk, _adapted, _quantised)
     for count in range(len(switches) + 1):
         for chosen in combinations(switches, count):
             asked: Question | None = question
-            for switch in chosen:
+            for switch in sorted(chosen, key=lambda one: one is _with_disk):  # for what is left
                 asked = switch(asked) if asked is not None else None
             if asked is not None:
                 yield asked
@@ -83,18 +83,24 @@ def _in_more_forwards(question: Question) -> Iterator[Question]:
 
 
 def _checkpointed(question: Question) -> Question | None:
-    return None if question.checkpointing else _other(question, True, question.lora)
+    return None if question.checkpointing else _other(question, checkpointing=True)
 
 
 def _adapted(question: Question) -> Question | None:
-    return None if question.lora else _other(question, question.checkpointing, LORA)
+    return None if question.lora else _other(question, lora=LORA)
 
 
-def _other(question: Question, checkpointing: bool, lora: int) -> Question | None:
+def _quantised(question: Question) -> Question | None:
+    """The base, which adapters leave as it is."""
+    return _other(question, quantize=QUANTISED) if question.lora and not question.quantize else None
+
+
+def _other(question: Question, **changed: Any) -> Question | None:
     """With what `question` differs in from the one that was asked first."""
     if question.other is None:
         return None
-    found = question.other(checkpointing, lora)
+    names = ("checkpointing", "lora", "quantize")
+    found = question.other(*(changed.get(name, getattr(question, name)) for name in names))
     return found and replace(
         found, machine=question.machine, batch=question.batch, accumulate=question.accumulate,
         nvme_frac=question.nvme_frac, update=question.update,
@@ -153,7 +159,7 @@ def faster(question: Question, result: PlanResult) -> Iterator[tuple[Question, f
 
 
 def _more_at_once(question: Question, on_disk: int) -> Iterator[Question]:
-    kept = _other(question, False, question.lora) if question.checkpointing else None
+    kept = _other(question, checkpointing=False) if question.checkpointing else None
     if kept is not None:
         yield kept
     if question.accumulate % 2 == 0:
@@ -187,6 +193,8 @@ def _changes(before: Question, after: Question) -> Iterator[tuple[str, str]]:
         yield flag, f"activations that are {kept}"
     if after.lora != before.lora:
         yield f"--lora {after.lora}", f"adapters of rank {after.lora} rather than all parameters"
+    if after.quantize != before.quantize:
+        yield f"--quantize {after.quantize}", f"a base in {after.quantize} rather than in 16 bits"
     if (after.batch, after.accumulate) != (before.batch, before.accumulate):
         ranks = after.machine.world_size if after.machine.is_here else 1  # as the command counts
         yield (

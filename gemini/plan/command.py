@@ -16,10 +16,9 @@ from gemini.placement.timetable.updates import AUTO, UPDATES
 from gemini.units import parse_bytes
 
 from .machine import CARDS, TYPICAL, Hardware, machine_of
+from .quantised import KINDS as QUANTISED
 from .question import AVERAGES
 from .words import OPTIM
-
-NOT_YET = {"quantize": None}  # options that are known by name, and what there is
 
 OF_ONE_MACHINE = (
     "gpu", "machine", "world_size", "ranks_per_node", "device", "device_mem", "host_mem", "nvme",
@@ -49,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--optimizer", choices=("adamw", "lion", "sgd"), default="adamw")
     parser.add_argument("--ema", choices=AVERAGES, help="where an average of the weights is")
     parser.add_argument("--state", choices=KINDS, default="fp32", help="of HybridAdam")
-    parser.add_argument("--quantize", help="dtype of frozen weights: not yet")
+    parser.add_argument("--quantize", choices=QUANTISED, help="of the base under --lora")
     parser.add_argument("--gpu", choices=CARDS, help="memory and speeds of a data sheet")
     parser.add_argument(
         "--machine", type=Path, metavar="FILE", help="what python -m gemini doctor --json prints"
@@ -79,10 +78,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Ends the process for what cannot be, as argparse does."""
-    for name, there in NOT_YET.items():
-        if getattr(args, name) != there:
-            also = f"expected {there}" if there else "leave it away"
-            parser.error(f"--{name} {getattr(args, name)} is not there yet; {also}")
     for name in OF_ONE_MACHINE if args.fits is not None else ():
         if getattr(args, name) not in (None, False, 0.0, parser.get_default(name)):
             flag = name.replace("_", "-")
@@ -93,6 +88,8 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         least = int(name != "lora")
         if getattr(args, name) < least:
             parser.error(f"--{name.replace('_', '-')} must be at least {least}")
+    if args.quantize and not args.lora:
+        parser.error(f"--quantize {args.quantize} without --lora; expected adapters of a rank")
     if args.print_args and args.precision != "bf16":
         parser.error(f"--print-args with --precision {args.precision}; train computes in bf16")
     if args.print_args and (args.optimizer, args.state) not in OPTIM:

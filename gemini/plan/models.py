@@ -135,26 +135,31 @@ def maker(what: str) -> Callable[[], Any]:
 
 
 def add_lora(model: nn.Module, rank: int) -> nn.Module:
-    """The model with PEFT's LoRA adapters of `rank`, all else frozen: see `adapted`."""
+    """The model with PEFT's LoRA adapters of `rank`, all else frozen: see `adapters_of`."""
     return _meta(lambda: adapted(model, rank))
 
 
-def adapted(model: Any, rank: int) -> Any:
-    """With adapters on all linear layers but the head; none on experts, nor beside them.
-
-    Of a model that is checkpointed the inputs ask for gradients, as trainers have it.
-    """
+def adapters_of(model: nn.Module, rank: int) -> Any:
+    """A `peft.LoraConfig`: on all linear layers but the head; none on experts, nor beside them."""
     try:
         import peft
     except ImportError as error:
         raise ValueError("LoRA needs the package peft; pip install peft") from error
-    config = peft.LoraConfig(
+    return peft.LoraConfig(
         r=rank, lora_alpha=2 * rank, lora_dropout=0.0, target_modules=_linear_layers(model),
         task_type="CAUSAL_LM" if hasattr(model, "generate") else None,
     )  # fmt: skip
-    found = peft.get_peft_model(model, config)
+
+
+def adapted(model: nn.Module, rank: int) -> Any:
+    """With adapters, see `adapters_of`. Of a model that is checkpointed the inputs ask for
+    gradients, as trainers have it."""
+    config = adapters_of(model, rank)
+    import peft
+
+    found: Any = peft.get_peft_model(model, config)  # type: ignore[arg-type]
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
-        model.enable_input_require_grads()
+        found.enable_input_require_grads()
     return found
 
 

@@ -68,9 +68,13 @@ class Question:
     ema: str | None = None  # where an average of the weights is: `AVERAGES`
     experts: int = 0  # of all layers
     experts_share: float = 1.0  # of a token's rows that one of them gets, on average
-    # the same with or without checkpointing, and with adapters of a rank; None where nobody can say
-    other: Callable[[bool, int], Question | None] | None = field(default=None, compare=False)
+    # the same with or without checkpointing, with adapters of a rank, on a base of a kind; None
+    # where nobody can say
+    other: Callable[[bool, int, str | None], Question | None] | None = field(
+        default=None, compare=False
+    )
     splits: bool = True  # masters of bf16 parameters may be what those lack of them
+    quantize: str | None = None  # the kind of the base under adapters: `quantised.KINDS`
 
     @property
     def policy(self) -> AutoPlacement:

@@ -158,6 +158,8 @@ def train_arguments(plan: Answer, optimizer: str, state: str) -> str:
         given.append(f"--nvme {machine.folder}")
     if asked.lora:
         given.append(f"--lora {asked.lora}")
+    if asked.quantize:
+        given.append(f"--quantize {asked.quantize}")
     given += [
         f"--seq {asked.seq}", f"--batch {machine.world_size * asked.batch}",
         f"--accumulate {asked.accumulate}", f"--optim {OPTIM[optimizer, state]}",

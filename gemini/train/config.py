@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from gemini.placement.timetable.updates import AUTO, UPDATES
+from gemini.plan.quantised import KINDS as QUANTISED
 from gemini.units import parse_bytes
 
-NOT_YET = ("quantize",)  # known by name, refused until their feature is there
 # May differ when a run goes on: where and how it computes, and not what
 OF_THE_MACHINE = (
     "out", "device_mem", "host_mem", "nvme", "checkpointing", "update", "save_every", "keep",
@@ -37,7 +37,7 @@ class TrainConfig:
     host_mem: str | None = _says(None, "48GiB, of each node; by default most of what is left")
     nvme: str | None = _says(None, "a folder on a fast disk; without one nothing goes to files")
     lora: int = _says(0, "rank of LoRA adapters on all linear layers; 0 trains the whole model")
-    quantize: str | None = _says(None, "dtype of the frozen weights under LoRA")
+    quantize: str | None = _says(None, "nf4 or int8, of the frozen weights under LoRA")
     optim: str = _says("adamw_torch", "adamw_torch, sgd, lion_32bit ..., as Trainer's optim")
     update: str = _says(
         AUTO, "when blocks are updated, as GeminiDDP's; auto is the fastest as planned"
@@ -77,6 +77,9 @@ class TrainConfig:
         _check(
             self.update in (*UPDATES, AUTO), "update", self.update, f"{AUTO}, {', '.join(UPDATES)}"
         )
+        if self.quantize is not None:
+            known = self.quantize in QUANTISED and self.lora > 0
+            _check(known, "quantize", self.quantize, f"{' or '.join(QUANTISED)}, with --lora")
         for name in ("device_mem", "host_mem"):
             if getattr(self, name) is not None:
                 parse_bytes(getattr(self, name))
@@ -132,16 +135,10 @@ def parse(arguments: Sequence[str]) -> tuple[TrainConfig, bool]:
 
 
 def check(config: TrainConfig) -> None:
-    """Raises ValueError for what is missing, and for what has not landed."""
+    """Raises ValueError for what is missing."""
     for name in ("model", "data", "out"):
         if not getattr(config, name):
             raise ValueError(f"no {_flag(name)}; expected it as a flag, or as a key in the YAML")
-    for name in NOT_YET:
-        if getattr(config, name) is not None:
-            raise ValueError(
-                f"{_flag(name)} {getattr(config, name)} is not there yet; leave it away: --lora "
-                "trains adapters beside weights in 16 bits"
-            )
 
 
 def _as_flags(path: Path) -> list[str]:

@@ -33,6 +33,7 @@ def training_of(config: TrainConfig, world_size: int) -> Training:
     optimizer, state = _OPTIMIZER.get(config.optim, usual)
     return Training(
         batch=config.batch_of_rank(world_size), seq=config.seq, lora=config.lora,
+        quantize=config.quantize,
         checkpointing=config.checkpointing, optimizer=optimizer, state=state,
         accumulate=config.accumulate, update=config.update, by_trl=True,
     )  # fmt: skip

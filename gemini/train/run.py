@@ -15,7 +15,7 @@ from torch import nn
 
 from gemini.checkpoint.pretrained import downloaded, load_pretrained
 from gemini.plan.ask import plan_for
-from gemini.plan.models import adapted
+from gemini.plan.models import adapters_of, build
 from gemini.plan.words import five_lines
 from gemini.runtime.comm.communicator import Communicator
 from gemini.runtime.comm.connect import everyone
@@ -146,7 +146,7 @@ def prepare(config: TrainConfig) -> Job:
     model = _loaded_model(folder, config, options)
     trainer = TuningTrainer(
         model, args, train_dataset=data.train, eval_dataset=data.held_out,
-        processing_class=tokenizer, gemini=options if config.lora else None,
+        processing_class=tokenizer,
     )  # fmt: skip
     job = Job(config, trainer, data, tokenizer, plan, resumed_from, comm)
     if comm.rank == 0:
@@ -166,16 +166,13 @@ def check_same_run(config: TrainConfig, out: Path) -> None:
 
 
 def _loaded_model(folder: str, config: TrainConfig, options: dict[str, Any]) -> nn.Module:
-    """With its weights. Wrapped with `options` where all of it is trained: so it is never whole in
-    memory; under LoRA it is in the RAM of each rank until the trainer wraps it. All ranks call."""
-    if not config.lora:
-        return load_pretrained(folder, precision=PRECISION, force_outputs_fp32=True, **options)
-    from transformers import AutoModelForCausalLM
-
-    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    """Wrapped, with its weights and adapters: it is never whole in memory. All ranks call."""
+    adapters = adapters_of(build(folder), config.lora) if config.lora else None
     torch.manual_seed(config.seed)  # the same adapters on all ranks
-    found: nn.Module = adapted(base, config.lora)
-    return found
+    return load_pretrained(
+        folder, quantize=config.quantize, lora=adapters, precision=PRECISION,
+        force_outputs_fp32=True, **options,
+    )  # fmt: skip
 
 
 def _world_size() -> int:

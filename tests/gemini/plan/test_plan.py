@@ -32,7 +32,7 @@ from gemini.plan.question import (
     homes,
 )
 from gemini.plan.words import answer
-from gemini.units import BLOCK_NUMEL, GIB, format_bytes
+from gemini.units import BLOCK_NUMEL, GIB, format_bytes, parse_bytes
 
 ROOT = Path(__file__).resolve().parents[3]
 KEYS = {
@@ -317,11 +317,26 @@ def test_fp32_originals_of_a_frozen_base_are_planned_and_named(config):
     assert f"originals: {format_bytes(frozen)} on " in report(plan)
 
 
+def test_a_quantised_base_is_the_cheapest_change_where_a_disk_is_not_enough(config):
+    machine = machine_of({"device_mem": 40 << 20, "nvme": 0}, device="cpu")
+    training = Training(seq=64, lora=16, checkpointing=True)
+    plan = plan_for(str(config), machine, training)
+    flags = plan.change.split()
+    assert not plan.fits and flags[:2] == ["--quantize", "nf4"] and flags[2] == "--nvme"
+    assert "a base in nf4 rather than in 16 bits" in plan.change_in_words
+    assert words.train_arguments(plan, "adamw", "fp32").find("--lora 16 --quantize nf4") > 0
+    more = machine_of({"device_mem": 40 << 20, "nvme": parse_bytes(flags[3])}, device="cpu")
+    asked = plan_for(str(config), more, replace(training, quantize="nf4"))
+    assert asked.fits and asked.homes == plan.homes
+    with pytest.raises(ValueError, match="quantize='nf4' with lora=0; expected one of"):
+        replace(training, quantize="nf4", lora=0)
+
+
 def test_checkpointing_is_the_cheapest_change_where_it_is_enough(config):
     asked = ask(str(config), machine_of({"device_mem": 100 << 20}), Training(seq=512))
     plan = answer(asked)
     assert not plan.fits and plan.change == "--checkpointing"
-    assert answer(asked.other(True, 0)).fits
+    assert answer(asked.other(True, 0, None)).fits
     more = on(asked, device_mem=101)
     assert answer(more).asked.machine == more.machine
     assert plan.asked.flops_per_token * 3 == asked.flops_per_token * 4
@@ -346,7 +361,7 @@ def test_bytes_follow_precision_and_optimizer(config, question, options, of_para
 @pytest.mark.parametrize(
     ("flags", "said"),
     [(("--state", "bf16", "--print-args"), "--state bf16; train has fp32 and 8bit of adamw"),
-     (("--quantize", "nf4"), "--quantize nf4 is not there yet; leave it away"),
+     (("--quantize", "nf4"), "--quantize nf4 without --lora; expected adapters of a rank"),
      (("--ema", "host", "--print-args"), "--print-args with --ema; train has no average"),
      (("--fits", "x", "--gpu", "h100"), "--gpu beside --fits, which has machines of its own"),
      (("--model", "gpt2"), "expected one model")],

@@ -19,6 +19,9 @@ from gemini.checkpoint.pretrained import load_pretrained
 from gemini.checkpoint.quantise import quantised
 from gemini.checkpoint.untrusted.lazy_tensors import LazyTensors
 from gemini.placement.tiers import Tier
+from gemini.plan.ask import Training, ask
+from gemini.plan.machine import machine_of
+from gemini.plan.models import adapters_of, build
 from optim import HybridAdam
 from tests.support.model_folder import make_folder
 from tests.support.quantised import same
@@ -83,6 +86,27 @@ def test_adapters_on_a_folder_are_those_of_peft_on_what_transformers_loads(kind,
     plain.load_state_dict({name: found[name] for name in found if "lora_" in name}, strict=False)
     plain.train()
     assert torch.equal(model(input_ids=ids).logits, plain(input_ids=ids).logits)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+@pytest.mark.parametrize("what", ["llama", "gpt2", "mixtral"])
+def test_a_plan_has_the_bytes_of_what_is_loaded(what, kind, folder, of_experts, tmp_path):
+    """Layers with biases whose weights are transposed, and experts, among others."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    path = {"llama": folder, "mixtral": of_experts["mixtral"]}.get(what, tmp_path)
+    if what == "gpt2":
+        config = GPT2Config(n_embd=52, n_layer=2, n_head=2, vocab_size=100, n_positions=16)
+        GPT2LMHeadModel(config).to(torch.bfloat16).save_pretrained(tmp_path)
+    training = Training(lora=2, quantize=kind, seq=8)
+    planned = ask(str(path), machine_of({}, device="cpu"), training)
+    planned.trace.check_model(planned.layout.params)
+    model = load_pretrained(path, quantize=kind, lora=adapters_of(build(str(path)), 2))
+    found = model.engine.layout
+    assert model.engine.opaque
+    for one, other in zip(found.params, planned.layout.params, strict=True):
+        assert (one.names, one.shape, one.key) == (other.names, other.shape, other.key)
 
 
 def loaded(rank, folder, lora):
