@@ -98,8 +98,8 @@ class Target(Protocol):
         """The same as it is now, to be shown while training goes on."""
         ...
 
-    def fill_state(self, source: StateSource) -> None:
-        """Replace this process's state run by run."""
+    def fill_state(self, source: StateSource, *, whole: bool = False) -> None:
+        """Replace this process's state run by run; see `optim.state.state_stream.fill_runs`."""
         ...
 
     def blend(self, plane: str, weights: Sequence[float]) -> None:

@@ -152,7 +152,7 @@ def _load_runs(
                 return True
             return put(key, start, values)
 
-        runs.fill(put_or_start)
+        runs.fill(put_or_start, tensors.keys() | found.fresh)
 
     ranks.together(lambda: source.fill(tensors, fill))
     loaded: dict[str, dict[str, Tensor]] = {}

@@ -250,8 +250,8 @@ class PlainTarget:
         return StateSnapshot(self._tiered_state, self._names)
 
     @torch.no_grad()
-    def fill_state(self, source: StateSource) -> None:
-        fill_runs(self._tiered_state, self._names, source)
+    def fill_state(self, source: StateSource, *, whole: bool = False) -> None:
+        fill_runs(self._tiered_state, self._names, source, whole=whole)
 
     @torch.no_grad()
     def blend(self, plane: str, weights: Sequence[float]) -> None:

@@ -453,9 +453,15 @@ class NvmeState:
         self.store.versions.clear()
 
     def replace(
-        self, fill: Callable[[Block, Planes], None], step: int, blocks: Sequence[Block]
+        self,
+        fill: Callable[[Block, Planes], None],
+        step: int,
+        blocks: Sequence[Block],
+        *,
+        whole: bool = False,
     ) -> None:
-        """Overwrite blocks; `fill` gets the committed planes and changes them.
+        """Overwrite blocks; `fill` gets the committed planes and changes them, or zeros where it
+        sets the `whole` of them.
 
         On an error every block keeps what it had.
         """
@@ -464,7 +470,7 @@ class NvmeState:
             try:
                 for block in blocks:
                     with DeferredSignals():  # Ctrl-C comes between two blocks
-                        self._rewrite(block, fill, writes, is_new=False)
+                        self._rewrite(block, fill, writes, is_new=whole)
                 with DeferredSignals():
                     self._count(step, writes)
             except BaseException:
@@ -480,7 +486,7 @@ class NvmeState:
         *,
         is_new: bool,
     ) -> None:
-        """Beside its committed version. `is_new`: there is none, and `fill` gets zeros."""
+        """Next to its committed version. `is_new`: that is of no use, and `fill` gets zeros."""
         buffer = writes.take()
         try:
             if is_new:

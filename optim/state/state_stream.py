@@ -50,9 +50,8 @@ class RunSpec:
 
 
 StateVisitor = Callable[[StateRun], None]
-StateSource = Callable[
-    [StateRun], Tensor | None
-]  # new values [n] for a run; None leaves it as it is
+# new values [n] for a run; None leaves it as it is, or as the source has filled it in place
+StateSource = Callable[[StateRun], Tensor | None]
 
 
 def list_runs(tiered_state: TieredState, names: Sequence[str]) -> list[RunSpec]:
@@ -123,10 +122,13 @@ def fill_runs(
     names: Sequence[str],
     source: StateSource,
     filled: Callable[[Block, Planes], None] = lambda block, planes: None,
+    *,
+    whole: bool = False,
 ) -> None:
     """Ask `source` for new values of every run. What lies on disk is committed at once.
 
-    `filled` sees each block when its planes are as they will stay.
+    filled: sees each block when its planes are as they will stay.
+    whole: `source` has values for every run, so none is read from the disk before.
     """
 
     def put(run: StateRun) -> None:
@@ -138,7 +140,7 @@ def fill_runs(
         _each(tiered_state.columns, block, planes, names, put)
         filled(block, planes)
 
-    tiered_state.overwrite(fill)
+    tiered_state.overwrite(fill, whole=whole)
 
 
 def _each(

@@ -370,14 +370,21 @@ class TieredState:
         return self.nvme.pin() if self.nvme is not None else None
 
     def overwrite(
-        self, fill: Callable[[Block, Planes], None], blocks: Sequence[Block] | None = None
+        self,
+        fill: Callable[[Block, Planes], None],
+        blocks: Sequence[Block] | None = None,
+        *,
+        whole: bool = False,
     ) -> None:
-        """Change the state of blocks (None: all) in place; on disk it is committed at once."""
+        """Change the state of blocks (None: all) in place; on disk it is committed at once.
+
+        whole: `fill` sets every element, so blocks on disk are not read, and it is shown zeros.
+        """
         resident, on_disk = self._split(blocks)
         for block in resident:
             self._change(block, fill)
         if self.nvme is not None and on_disk:
-            self.nvme.replace(fill, self.nvme.store.committed_step, on_disk)
+            self.nvme.replace(fill, self.nvme.store.committed_step, on_disk, whole=whole)
             with DeferredSignals():
                 self.nvme.prefetch()
 

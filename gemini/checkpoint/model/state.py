@@ -7,7 +7,7 @@ passes through block by block.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, TypeVar
@@ -210,19 +210,25 @@ class RunState:
     # -- back --
 
     @torch.no_grad()
-    def fill(self, put: RunFiller) -> None:
-        """Ask `put` for every run; what it does not have stays. Weights follow masters."""
+    def fill(self, put: RunFiller, given: Set[str] = frozenset()) -> None:
+        """Ask `put` for every run; what it does not have stays. Weights follow masters.
+
+        given: keys of which it has every run.
+        """
         self._fill_weights(put)
         for part in self._parts:
 
-            def source(run: StateRun, part: StatePart = part) -> Tensor | None:
-                if not self._shows(run, part):
-                    return None
-                values = torch.empty(run.values.shape, dtype=run.values.dtype)
-                there = put(self._key(part.name_of(run.name), run.plane), run.start, values)
-                return values if there else None
+            def key_of(run: RunSpec | StateRun, part: StatePart = part) -> str | None:
+                name = part.name_of(run.name)
+                return self._key(name, run.plane) if self._shows(run, part) else None
 
-            part.target.fill_state(source)
+            def source(run: StateRun, key_of: Callable[[StateRun], str | None] = key_of) -> None:
+                key = key_of(run)
+                if key is not None:
+                    put(key, run.start, run.values)
+
+            whole = all(key_of(run) in given for run in part.target.state_runs())
+            part.target.fill_state(source, whole=whole)
 
     def _fill_weights(self, put: RunFiller) -> None:
         raise NotImplementedError
@@ -351,8 +357,8 @@ class ShardedState(RunState):
                 values = source[run.offset : run.offset + run.numel]
                 look(self._keys.weight(run.name), self.region(run.name), run.start, values)
 
-    def fill(self, put: RunFiller) -> None:
-        super().fill(put)
+    def fill(self, put: RunFiller, given: Set[str] = frozenset()) -> None:
+        super().fill(put, given)
         self._engine.manager.release_all()
         self._engine.shards_changed()
 
@@ -431,9 +437,9 @@ class StagesState(RunState):
     def snapshot(self) -> Snapshot:
         return _Snapshots([state.snapshot() for state in self._states])
 
-    def fill(self, put: RunFiller) -> None:
+    def fill(self, put: RunFiller, given: Set[str] = frozenset()) -> None:
         for state in self._states:
-            state.fill(put)
+            state.fill(put, given)
 
 
 class _Snapshots(Snapshot):

@@ -211,9 +211,9 @@ class JointTarget:
         (member,) = self.members
         return member.snapshot_state()
 
-    def fill_state(self, source: StateSource) -> None:
+    def fill_state(self, source: StateSource, *, whole: bool = False) -> None:
         for member in self.members:
-            member.fill_state(source)
+            member.fill_state(source, whole=whole)
 
     def blend(self, plane: str, weights: Sequence[float]) -> None:
         for member in self.members:

@@ -13,8 +13,8 @@ from bench.shared.workers import start_process
 from gemini.checkpoint import CheckpointError
 from nvme.files import calls
 from tests.nvme.common import mounted
-from tests.support.checkpoints import make
-from tests.support.disks.faults import failing
+from tests.support.checkpoints import assert_same, batches, bits, make, train
+from tests.support.disks.faults import failing, flip
 from tests.support.until import until
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -106,6 +106,22 @@ def test_an_export_that_fails_says_where_and_why_and_leaves_nothing(call, tmp_pa
                                        "model.safetensors.index.json"]  # fmt: skip
 
 
+def test_a_load_reads_nothing_of_the_state_it_replaces_and_mends_what_does_not_verify(tmp_path):
+    model, optimizer = make("nvme")
+    train(model, optimizer, batches(0, 1))
+    gemini.save_checkpoint(tmp_path / "a", model, optimizer)
+    before = bits(model, optimizer)
+    train(model, optimizer, batches(1, 2))
+    (store,) = model.engine.target.tiered_state.stores
+    for extents in store.layout.extents():  # both versions
+        flip(store.paths[0], extents[0].offset)
+    read = store.traffic.read_bytes
+    gemini.load_checkpoint(tmp_path, model, optimizer)
+    begun = 2 * max(store.layout.block_nbytes)  # of the next step: there are 15 of them
+    assert store.traffic.read_bytes - read <= begun
+    assert_same(bits(model, optimizer), before)
+
+
 # -- the end of the process -------------------------------------------------------------------
 
 
@@ -118,8 +134,8 @@ def in_python(code, *arguments):
 
 DIE_LATE = """
 import errno, sys, gemini
-from tests.support.checkpoints import make
-from tests.support.disks.faults import failing
+from tests.support.checkpoints import assert_same, batches, bits, make, train
+from tests.support.disks.faults import failing, flip
 model, optimizer = make("nvme")
 fails = failing("rename", errno.EIO, ".a.saving")
 fails.__enter__()  # until the process has ended
@@ -148,7 +164,7 @@ def test_an_error_in_the_background_is_raised_by_the_next_call(tmp_path):
 
 END_EARLY = """
 import sys, gemini
-from tests.support.checkpoints import make
+from tests.support.checkpoints import assert_same, batches, bits, make, train
 model, optimizer = make("nvme")
 gemini.save_checkpoint(sys.argv[1], model, optimizer, extra=7, async_save=True)
 """

@@ -180,14 +180,14 @@ class SavedShards(ShardState):
         return PinnedRuns(version, runs, partial(store.versions.settle, pin))
 
     @torch.no_grad()
-    def fill_state(self, source: StateSource) -> None:
+    def fill_state(self, source: StateSource, *, whole: bool = False) -> None:
         """Replace this rank's state run by run. Weights follow the masters. Not collective."""
         self._loading()
         self._parts.manager.release_all()
         try:
             shards, tiered_state = Shards(self._chunks), self.tiered_state
             with self.shards_with_masters():
-                fill_runs(tiered_state, self._names, source, shards.follow_master)
+                fill_runs(tiered_state, self._names, source, shards.follow_master, whole=whole)
             shards.end()
             self._tiered_state.torn = None
         finally:
