@@ -145,30 +145,21 @@ def by_hand(kind):
     [
         (by_hand(Two), {}, {}, r"returned 2 optimizers \(SGD, SGD\)"),
         (Rprop, {}, {}, "Rprop has no form whose state is sharded"),
-        (
-            OwnAdam,
-            {"adam": {"nvme_offload_fraction": 1.0}},
-            {},
-            "nvme_offload_fraction.*HybridAdam",
-        ),
+        (OwnAdam, {"adam": {"nvme_offload_fraction": 1.0}}, {}, "nvme_offload_fr.*HybridAdam"),
         (Net, {"max_norm": 1.0}, {"gradient_clip_val": 1.0}, "a step clips once"),
         (by_hand(Net), {"precision": "fp16"}, {}, "automatic_optimization=False in fp16"),
         (Net, {"precision": "fp16"}, {"precision": "bf16-mixed"}, "expected one of the two"),
         (Net, {}, {"sync_batchnorm": True}, "sync_batchnorm=True"),
         (
-            Net,
-            {"precision": "bf16"},
-            {"callbacks": [EMAWeightAveraging()]},
+            Net, {"precision": "bf16"}, {"callbacks": [EMAWeightAveraging()]},
             "EMAWeightAveraging reads and writes weights of bf16",
         ),
         (
-            Net,
-            {"precision": "bf16"},
-            {"callbacks": [StochasticWeightAveraging(0.1)]},
+            Net, {"precision": "bf16"}, {"callbacks": [StochasticWeightAveraging(0.1)]},
             "StochasticWeightAveraging reads and writes",
         ),
     ],
-)
+)  # fmt: skip
 def test_what_a_fit_cannot_do_is_refused_before_a_step(tmp_path, kind, options, given, says):
     with pytest.raises(ValueError, match=says):
         trainer(ours(**options), tmp_path, **given).fit(kind(), loader())

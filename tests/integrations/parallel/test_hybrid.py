@@ -32,7 +32,8 @@ from tests.support.said import said
 transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.ci, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 TIED, EMBED, HEAD = "Llama tied, 4", "model.embed_tokens.weight", "lm_head.weight"
-ZERO1, FP16, CHUNKED = {"zero_stage": 1}, {"precision": "fp16"}, {"tokens": 5}
+ZERO1, CHUNKED = {"zero_stage": 1}, {"tokens": 5}
+FP16, BF16 = {"precision": "fp16"}, {"precision": "bf16"}
 ZERO2 = {"tp_size": 2, "pp_size": 1, "zero_stage": 2}
 REPLICAS = {"extra_dp_size": 2}
 CASES = {
@@ -48,16 +49,12 @@ CASES = {
         ("tp, replicas", "Llama", ZERO2 | REPLICAS),
         ("fp16, the documents' line", "Llama", BOTH | FP16),
         ("fp16, zbv", "Llama", BOTH | ZBV | FP16),
-        (
-            "bf16, interleaved",
-            "Llama",
-            BOTH | INTERLEAVED | {"precision": "bf16", "microbatch_size": 2},
-        ),
+        ("bf16, interleaved", "Llama", BOTH | INTERLEAVED | BF16 | {"microbatch_size": 2}),
         ("fp16, tp", "Llama", {"tp_size": 2, "pp_size": 1} | ZERO1 | FP16),
         ("tied: tp, chunked loss", TIED, BOTH | CHUNKED),
         ("tied: tp, zbv, fp16", TIED, BOTH | ZBV | FP16),
         ("tied: shards, interleaved", TIED, CUT | INTERLEAVED | ZERO1),
-        ("tied: replicas, bf16", TIED, CUT | REPLICAS | {"precision": "bf16"}),
+        ("tied: replicas, bf16", TIED, CUT | REPLICAS | BF16),
     ],
     8: [("fp16, shards", "Llama", BOTH | FP16 | ZERO1 | {"cpu_offload": True})],
 }
