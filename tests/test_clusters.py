@@ -2,13 +2,14 @@
 
 import os
 import re
-import socket
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
@@ -44,11 +45,8 @@ def nodes(tmp_path, monkeypatch):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     (tmp_path / "job.py").write_text(JOB)
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
     values = {
-        "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "PORT": str(port),
+        "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "PORT": str(free_port()),
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "io")]), "NVME_DIR": "/fast",
         "SLURM_NNODES": "2", "SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "1",
         "SLURM_JOB_NODELIST": "node[1-2]",

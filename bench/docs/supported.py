@@ -121,7 +121,7 @@ ACCELERATE = (
     Row(
         "DeepSpeed, FSDP, Megatron and tensor-parallel plugins",
         "refused: `GeminiDDP` shards the model itself",
-        f"{_ACCELERATE}another_plugin_is_refused_by_name",
+        f"{_ACCELERATE}what_has_no_meaning_here_is_refused_by_name",
     ),
     Row(
         "`join_uneven_inputs` with uneven batches",

@@ -14,28 +14,20 @@ if TYPE_CHECKING:
     from gemini.integrations.parallel.head_loss import chunk_loss as chunk_loss
     from gemini.integrations.plugins.fsdp import TorchFSDPPlugin as TorchFSDPPlugin
     from gemini.integrations.plugins.gemini_plugins import GeminiPlugin as GeminiPlugin
+    from gemini.integrations.plugins.gemini_plugins import LowLevelZeroPlugin as LowLevelZeroPlugin
     from gemini.integrations.plugins.hybrid import HybridParallelPlugin as HybridParallelPlugin
     from gemini.integrations.plugins.torch_plugins import TorchDDPPlugin as TorchDDPPlugin
-    from gemini.integrations.plugins.zero_plugin import LowLevelZeroPlugin as LowLevelZeroPlugin
 
 _HOME = {
     "Booster": "booster.booster",
     "GeminiPlugin": "plugins.gemini_plugins",
     "HybridParallelPlugin": "plugins.hybrid",
-    "LowLevelZeroPlugin": "plugins.zero_plugin",
+    "LowLevelZeroPlugin": "plugins.gemini_plugins",
     "TorchDDPPlugin": "plugins.torch_plugins",
     "TorchFSDPPlugin": "plugins.fsdp",
     "chunk_loss": "parallel.head_loss",
 }
-__all__ = [
-    "Booster",
-    "GeminiPlugin",
-    "HybridParallelPlugin",
-    "LowLevelZeroPlugin",
-    "TorchDDPPlugin",
-    "TorchFSDPPlugin",
-    "chunk_loss",
-]
+__all__ = [*_HOME]
 
 
 def __getattr__(name: str) -> Any:

@@ -19,6 +19,7 @@ from gemini.ddp import GeminiDDP
 from gemini.optim.base import TieredOptimizer
 from gemini.optim.rules.loss_scale import LossScale
 
+from .parts import PRECISIONS
 from .torch_optimizers import convert
 
 try:
@@ -35,7 +36,6 @@ _REFUSED = (
     "deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin",
     "torch_tp_plugin", "parallelism_config",
 )  # fmt: skip
-_PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _ALONE = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 
@@ -146,18 +146,15 @@ class GeminiAccelerator(Accelerator):  # type: ignore[misc]
         options["precision"] = self.mixed_precision
         options["force_outputs_fp32"] = self.mixed_precision != "no"  # as accelerate's autocast
         if self.mixed_precision == "no":
-            dtypes = {p.dtype for p in model.parameters() if p.dtype in _PRECISIONS}
+            dtypes = {p.dtype for p in model.parameters() if p.dtype in PRECISIONS}
             widest = max(dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32)
-            options["precision"] = _PRECISIONS[widest]
+            options["precision"] = PRECISIONS[widest]
         if self.scaler_handler is not None and self.mixed_precision == "fp16":
             options["loss_scale"] = _loss_scale(self.scaler_handler.to_kwargs())
         return options | self._gemini
 
     def prepare_model(
-        self,
-        model: nn.Module,
-        device_placement: bool | None = None,
-        evaluation_mode: bool = False,
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """`model` as a `GeminiDDP`, once; without parameters it is accelerate's to place.
 

@@ -73,24 +73,18 @@ def launch(
 
 @_config_first
 def launch_from_torch(
-    backend: str | None = None,
-    seed: int = 1024,
-    verbose: bool = True,
-    config: Given = None,
+    backend: str | None = None, seed: int = 1024, verbose: bool = True, config: Given = None
 ) -> None:
     """As `launch`, from what torchrun has set; without that, a group of this process alone."""
     _take_config(config)
     there = "RANK" in os.environ
-    rank, world_size = (int(os.environ.get(name, or_)) for name, or_ in _TORCHRUN)
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if _is_joined(rank, world_size):
         return
     if there:
         _join(backend, None, seed, verbose, rank, world_size, init_method="env://")
     else:
         _join(backend, 0, seed, verbose, 0, 1, store=HashStore())
-
-
-_TORCHRUN = (("RANK", "0"), ("WORLD_SIZE", "1"))
 
 
 @_config_first

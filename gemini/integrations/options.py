@@ -116,15 +116,17 @@ def handed(door: Any, case: Case) -> dict[str, Any]:
     return {rule.name or n: getattr(door, n) for n, rule in rules.items() if rule.only is case}
 
 
-def documented(door: type) -> None:
-    """Add to the docstring of a door, before it is a dataclass, what its table refuses."""
+def documented(door: Any, table: Any = None) -> None:
+    """Add to the docstring of a door what its table refuses: its own, before it is a dataclass."""
     said: dict[str, list[str]] = {}
-    for name, found in vars(door).items():
+    for name, found in (vars(door) if table is None else table.__dataclass_fields__).items():
         rule = found.metadata.get(_RULE, _Rule()) if isinstance(found, Field) else _Rule()
         if rule.only is not None:
             said.setdefault(rule.only.remedy.replace("{precision!r}", "others"), []).append(name)
         if rule.absent:
             said.setdefault("not there yet", []).append(name)
+        if rule.expected and table is not None:
+            said.setdefault(rule.expected, []).append(name)
         if rule.ignored:
             why = f": {rule.ignored}" if isinstance(rule.ignored, str) else ""
             said.setdefault(f"changes nothing{why}", []).append(name)

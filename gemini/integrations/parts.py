@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,10 +14,12 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from gemini.dtypes import DTYPES
+from gemini.optim.rules.state_layout import MASTER
 from gemini.runtime.wrap.precision import DTYPE_OF
 
 log = logging.getLogger("gemini")
 said_already: set[str] = set()
+PRECISIONS = {DTYPES[name]: precision for precision, name in DTYPE_OF.items()}  # the engine's names
 
 
 def accept(options: Mapping[str, str]) -> None:
@@ -31,11 +33,10 @@ def accept(options: Mapping[str, str]) -> None:
 
 def precision_of(option: str, dtype: torch.dtype) -> str:
     """The engine's name of a dtype that `option` says. Raises ValueError for one that has none."""
-    for precision, name in DTYPE_OF.items():
-        if dtype == DTYPES[name]:
-            return precision
-    known = ", ".join(f"torch.{name}" for name in DTYPE_OF.values())
-    raise ValueError(f"{option}={dtype!r}; expected None, {known}")
+    if dtype not in PRECISIONS:
+        known = ", ".join(f"torch.{name}" for name in DTYPE_OF.values())
+        raise ValueError(f"{option}={dtype!r}; expected None, {known}")
+    return PRECISIONS[dtype]
 
 
 def world_size() -> int:
@@ -62,18 +63,36 @@ def inner_of(model: nn.Module) -> nn.Module:
     return model
 
 
+def put_in_place(
+    optimizer: torch.optim.Optimizer | None, instead: Mapping[int, torch.Tensor]
+) -> None:
+    """An optimizer has these parameters for others, by their ids."""
+    for group in () if optimizer is None else optimizer.param_groups:
+        group["params"] = [instead.get(id(param), param) for param in group["params"]]
+
+
+def without_masters(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    return {
+        name: {plane: value for plane, value in planes.items() if plane != MASTER}
+        for name, planes in state.items()
+    }
+
+
+def by_position(state: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """State and groups of an optimizer, by these names, as torch's optimizers have them."""
+    position = {name: i for i, name in enumerate(names)}
+    planes = {position[name]: found for name, found in without_masters(state["state"]).items()}
+    groups = [
+        {**group, "params": [position[name] for name in group["params"]]}
+        for group in state["param_groups"]
+    ]
+    return {"state": planes, "param_groups": groups}
+
+
 def dataloader(
-    dataset: Dataset[Any],
-    batch_size: int = 1,
-    shuffle: bool = False,
-    seed: int = 1024,
-    drop_last: bool = False,
-    pin_memory: bool = False,
-    num_workers: int = 0,
-    distributed_sampler_cls: type | None = None,
-    place: tuple[int, int] | None = None,
-    **kwargs: Any,
-) -> DataLoader[Any]:
+    dataset: Dataset[Any], place: tuple[int, int] | None = None, *, shuffle: bool, seed: int,
+    drop_last: bool, num_workers: int, distributed_sampler_cls: type | None = None, **kwargs: Any,
+) -> DataLoader[Any]:  # fmt: skip
     """A loader that gives each data-parallel rank its own part of `dataset`.
 
     place: (which part, of how many); None is the rank's among all.
@@ -101,8 +120,8 @@ def dataloader(
     first = seed + part * max(1, num_workers)
     seeded = partial(_seed_worker, first, kwargs.pop("worker_init_fn", None))
     return DataLoader(
-        dataset, batch_size=batch_size, sampler=sampler, drop_last=drop_last,
-        pin_memory=pin_memory, num_workers=num_workers, worker_init_fn=seeded, **kwargs,
+        dataset, sampler=sampler, drop_last=drop_last, num_workers=num_workers,
+        worker_init_fn=seeded, **kwargs,
     )  # fmt: skip
 
 

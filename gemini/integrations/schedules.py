@@ -8,14 +8,30 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from inspect import Parameter, Signature
 from typing import Any, ClassVar
 
 import torch
-from torch.optim import Optimizer, lr_scheduler
+from torch.optim import lr_scheduler
 
-_NONE = Parameter.empty
+
+def _takes(schedule: Any, options: Mapping[str, Any]) -> None:
+    """A class takes these options, in their order with their defaults, behind `total_steps`."""
+    names = {"optimizer": Parameter.empty, "total_steps": Parameter.empty, **options}
+    schedule.parameters = schedule.__signature__ = Signature(
+        [
+            Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=default)
+            for name, default in {**names, "last_epoch": -1}.items()
+        ]
+    )
+
+
+def _given(schedule: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    given = schedule.parameters.bind(*args, **kwargs)
+    given.apply_defaults()
+    found: dict[str, Any] = given.arguments
+    return found
 
 
 class Schedule(lr_scheduler.LRScheduler):
@@ -31,22 +47,12 @@ class Schedule(lr_scheduler.LRScheduler):
     warmup_steps: int
 
     def __init_subclass__(cls, after: Callable[..., float] | None = None, **options: Any) -> None:
-        """A schedule of these options, in their order with their defaults."""
-        if after is None:
-            return
-        names: dict[str, Any] = {"optimizer": _NONE, "total_steps": _NONE, **options}
-        cls.after = after  # type: ignore[method-assign]
-        cls.parameters = cls.__signature__ = Signature(  # type: ignore[attr-defined]
-            [
-                Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=default)
-                for name, default in {**names, "last_epoch": -1}.items()
-            ]
-        )
+        if after is not None:
+            cls.after = after  # type: ignore[method-assign]
+            _takes(cls, options)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        given = self.parameters.bind(*args, **kwargs)
-        given.apply_defaults()
-        options = given.arguments
+        options = _given(self, args, kwargs)
         optimizer, last_epoch = options.pop("optimizer"), options.pop("last_epoch")
         self._check(**options)
         if "milestones" in options:
@@ -157,64 +163,44 @@ class PolynomialWarmupLR(Schedule, after=_polynomial, warmup_steps=0, end_lr=0.0
     """Warm-up, then end_lr + (base - end_lr) (1 - t' / T')^power."""
 
 
-class OneCycleLR(lr_scheduler.OneCycleLR):
+class _OfTorch:
+    """Comes before a schedule of torch's, which takes `total_steps` and its options here."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        if options:
+            _takes(cls, options)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(**self.asked(**_given(self, args, kwargs)))
+
+    def asked(self, total_steps: int, **options: Any) -> dict[str, Any]:
+        """Of torch's own."""
+        return options
+
+
+class OneCycleLR(
+    _OfTorch, lr_scheduler.OneCycleLR, pct_start=0.3, anneal_strategy="cos", cycle_momentum=True,
+    base_momentum=0.85, max_momentum=0.95, div_factor=25.0, final_div_factor=10000.0,
+):  # fmt: skip
     """torch's, whose highest rates are those of the groups."""
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        total_steps: int,
-        pct_start: float = 0.3,
-        anneal_strategy: str = "cos",
-        cycle_momentum: bool = True,
-        base_momentum: float = 0.85,
-        max_momentum: float = 0.95,
-        div_factor: float = 25.0,
-        final_div_factor: float = 10000.0,
-        last_epoch: int = -1,
-    ) -> None:
-        highest = [group["lr"] for group in optimizer.param_groups]
-        super().__init__(
-            optimizer, highest, total_steps, pct_start=pct_start,
-            anneal_strategy=anneal_strategy,  # type: ignore[arg-type]
-            cycle_momentum=cycle_momentum, base_momentum=base_momentum, max_momentum=max_momentum,
-            div_factor=div_factor, final_div_factor=final_div_factor, last_epoch=last_epoch,
-        )  # fmt: skip
+    def asked(self, total_steps: int, **options: Any) -> dict[str, Any]:
+        highest = [group["lr"] for group in options["optimizer"].param_groups]
+        return {"max_lr": highest, "total_steps": total_steps, **options}
 
 
-class LambdaLR(lr_scheduler.LambdaLR):
+class LambdaLR(_OfTorch, lr_scheduler.LambdaLR, lr_lambda=None):
     """base lr_lambda(t), as torch's."""
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        total_steps: int,
-        lr_lambda: Callable[[int], float] | None = None,
-        last_epoch: int = -1,
-    ) -> None:
-        if lr_lambda is None:
+    def asked(self, total_steps: int, **options: Any) -> dict[str, Any]:
+        if options["lr_lambda"] is None:
             raise ValueError("lr_lambda is None; expected a function of the step")
-        super().__init__(optimizer, lr_lambda, last_epoch)
+        return options
 
 
-class StepLR(lr_scheduler.StepLR):
+class StepLR(_OfTorch, lr_scheduler.StepLR, step_size=1, gamma=0.1):
     """base gamma^(t // step_size), as torch's."""
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        total_steps: int,
-        step_size: int = 1,
-        gamma: float = 0.1,
-        last_epoch: int = -1,
-    ) -> None:
-        super().__init__(optimizer, step_size, gamma, last_epoch)
 
-
-class ExponentialLR(lr_scheduler.ExponentialLR):
+class ExponentialLR(_OfTorch, lr_scheduler.ExponentialLR, gamma=1.0):
     """base gamma^t, as torch's."""
-
-    def __init__(
-        self, optimizer: Optimizer, total_steps: int, gamma: float = 1.0, last_epoch: int = -1
-    ) -> None:
-        super().__init__(optimizer, gamma, last_epoch)

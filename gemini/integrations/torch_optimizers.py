@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -24,6 +24,7 @@ from gemini.optim import (
 from gemini.optim.base import TieredOptimizer
 from gemini.optim.elementwise import ElementwiseOptimizer
 
+T = TypeVar("T", bound=TieredOptimizer)
 Group = Mapping[str, Any]
 TAKEN = (
     "torch.optim.AdamW, Adam, SGD, Adagrad, RMSprop, Adamax, NAdam, RAdam, Adadelta, "
@@ -35,82 +36,23 @@ PLACES = ("nvme_offload_fraction", "nvme_offload_dir", "nvme_write_budget", "nvm
 _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
 
 
-class AdamW(HybridAdam):
-    """One that was torch's, by the name that it had: monitors of rates and dashboards go by it."""
-
-    in_place_of = "torch.optim.AdamW"
-
-
-class Adam(HybridAdam):
-    """One that was torch's, by the name that it had."""
-
-    in_place_of = "torch.optim.Adam"
+def _as(ours: type[T], other: str) -> type[T]:
+    """Ours by the name that another has: monitors of rates and dashboards go by it."""
+    name = other.replace(".", " ").split()[-1]
+    said = {"__module__": __name__, "__doc__": f"One that was {other}.", "in_place_of": other}
+    kind: Any = type(ours)
+    made: type[T] = kind(name, (ours,), said)
+    return made
 
 
-class SGD(HybridSGD):
-    """One that was torch's, by the name that it had."""
-
-    in_place_of = "torch.optim.SGD"
-
-
-class Adagrad(HybridAdagrad):
-    """One that was torch's, by the name that it had."""
-
-    in_place_of = "torch.optim.Adagrad"
-
-
-class RMSprop(HybridRMSprop):
-    """One that was torch's, by the name that it had."""
-
-    in_place_of = "torch.optim.RMSprop"
-
-
-class Adamax(HybridAdamax):
-    """One that was torch's, by the name that it had."""
-
-    in_place_of = "torch.optim.Adamax"
-
-
-class NAdam(HybridNAdam):
-    """One that was torch's, by the name that it had."""
-
-    in_place_of = "torch.optim.NAdam"
-
-
-class RAdam(HybridRAdam):
-    """One that was torch's, by the name that it had."""
-
-    in_place_of = "torch.optim.RAdam"
-
-
-class Adadelta(HybridAdadelta):
-    """One that was torch's, by the name that it had."""
-
-    in_place_of = "torch.optim.Adadelta"
-
-
-class Lion(HybridLion):
-    """One that was a Lion of any library's, by the name that it had."""
-
-    in_place_of = "a Lion"
-
-
-class AdamW8bit(HybridAdam):
-    """One that was bitsandbytes' or torchao's, by the name that it had."""
-
-    in_place_of = "an AdamW8bit"
-
-
-class Adafactor(HybridAdafactor):
-    """One that was torch's, by the name that it had."""
-
-    in_place_of = "torch.optim.Adafactor"
-
-
-class Muon(HybridMuon):
-    """One that was torch's, by the name that it had."""
-
-    in_place_of = "torch.optim.Muon"
+AdamW, Adam = _as(HybridAdam, "torch.optim.AdamW"), _as(HybridAdam, "torch.optim.Adam")
+SGD, Muon = _as(HybridSGD, "torch.optim.SGD"), _as(HybridMuon, "torch.optim.Muon")
+Adagrad = _as(HybridAdagrad, "torch.optim.Adagrad")
+Adadelta = _as(HybridAdadelta, "torch.optim.Adadelta")
+RMSprop, Adamax = _as(HybridRMSprop, "torch.optim.RMSprop"), _as(HybridAdamax, "torch.optim.Adamax")
+NAdam, RAdam = _as(HybridNAdam, "torch.optim.NAdam"), _as(HybridRAdam, "torch.optim.RAdam")
+Adafactor = _as(HybridAdafactor, "torch.optim.Adafactor")
+Lion, AdamW8bit = _as(HybridLion, "a Lion"), _as(HybridAdam, "an AdamW8bit")
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,13 +164,12 @@ def _check_options(optimizer: torch.optim.Optimizer, kind: _Kind, options: Group
 
 
 def _adam(group: Group) -> dict[str, Any]:
-    own = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
     flags = {name: group[name] for name in ("amsgrad", "maximize")}
-    return {**own, **flags, "adamw_mode": group["decoupled_weight_decay"]}
+    return {**_plain(group), **flags, "adamw_mode": group["decoupled_weight_decay"]}
 
 
 def _plain(group: Group) -> dict[str, Any]:
-    return {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
+    return {name: group[name] for name in _PLAIN}
 
 
 def _eight_bits(group: Group) -> dict[str, Any]:
@@ -254,19 +195,15 @@ def _named(ours: type[TieredOptimizer], *names: str, **without: Any) -> _Kind:
     )
 
 
+_PLAIN = ("lr", "betas", "eps", "weight_decay")
 _ADAM = _Kind(
-    Adam,
-    _adam,
-    frozenset(
-        {"lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "decoupled_weight_decay"}
-    ),
-    {},
+    Adam, _adam, frozenset({*_PLAIN, "amsgrad", "maximize", "decoupled_weight_decay"}), {}
 )
 _LION = _alike(
     Lion, maximize=False, caution=False, corrected_weight_decay=False, cautious_factor=1.0
 )
 _EIGHT_BITS = _Kind(
-    AdamW8bit, _eight_bits, frozenset({"lr", "betas", "eps", "weight_decay"}),
+    AdamW8bit, _eight_bits, frozenset(_PLAIN),
     {"alpha": 0.0, "t_alpha": None, "t_beta3": None, "amsgrad": False}, reads_state=False,
 )  # fmt: skip
 _TORCH: dict[type, _Kind] = {
@@ -283,14 +220,7 @@ _TORCH: dict[type, _Kind] = {
         Adafactor, "lr", "beta2_decay", "eps", "d", "weight_decay", "maximize"
     ),
     torch.optim.Muon: _named(
-        Muon,
-        "lr",
-        "weight_decay",
-        "momentum",
-        "nesterov",
-        "ns_coefficients",
-        "eps",
-        "ns_steps",
+        Muon, "lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps",
         "adjust_lr_fn",
     ),
-}
+}  # fmt: skip

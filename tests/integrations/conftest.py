@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -17,13 +18,21 @@ preload("transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.mod
 
 @pytest.fixture
 def alone() -> Iterator[None]:
-    """Lightning makes a process group of one, and leaves it and its environment."""
+    """A launched loop makes a process group of one, and leaves it and its environment."""
     before = dict(os.environ)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        os.environ.pop(name, None)
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
     os.environ.clear()
     os.environ.update(before)
+
+
+@pytest.fixture
+def elsewhere(alone: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And its current folder is a temporary one."""
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture(autouse=True)

@@ -41,8 +41,14 @@ def names() -> Iterator[str]:
             if name[0] != "_" and getattr(found, "__module__", "").startswith(module.__name__):
                 yield f"{module.__name__}.{name}"
     yield from re.findall(r"^::: (\S+)", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
-    colossal = (ROOT / "docs/from-colossal.md").read_text()
-    yield from re.findall(r"^\| `colos.*` \| `(gemini[\w.]*)` \|$", colossal, re.MULTILINE)
+    yield from colossal().values()
+
+
+def colossal() -> dict[str, str]:
+    """Names of ours by those of Colossal-AI, as the page has them."""
+    page = (ROOT / "docs/from-colossal.md").read_text()
+    row = r"^\| `(colossalai[\w.]*)` \| `(gemini[\w.]*)` \|$"
+    return dict(re.findall(row, page, re.MULTILINE))
 
 
 def signatures() -> list[str]:

@@ -6,13 +6,21 @@ import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from gemini.checkpoint.dcp.ranks import Ranks
+from gemini.checkpoint.export import export_weights
+from gemini.checkpoint.format.errors import FormatError
+from gemini.checkpoint.load import load_checkpoint
+from gemini.checkpoint.save import save_checkpoint
+from gemini.checkpoint.weight_files import SAFETENSORS, TORCH
 from gemini.integrations.parallel.pipelined import Pipelined
+from gemini.integrations.parts import accept, inner_of
 from gemini.integrations.plugins import lora
 from gemini.integrations.plugins.float8 import in_float8
 from gemini.integrations.plugins.plugin import Plugin
@@ -22,7 +30,8 @@ from gemini.tickets import Ticket
 
 from . import files
 
-Path = str | os.PathLike[str]
+Checkpoint = str | os.PathLike[str]
+_NO_LIMIT = 1 << 62  # bytes of a file
 Boosted = tuple[nn.Module, Any, Any, Any, Any]
 
 
@@ -128,19 +137,16 @@ class Booster:
                 "expected it, or torch.no_grad() around a call that evaluates"
             )
         return model.execute(
-            next(data_iter),
-            criterion,
-            backward=backward,
-            return_loss=return_loss,
+            next(data_iter), criterion, backward=backward, return_loss=return_loss,
             return_outputs=return_outputs,
-        )
+        )  # fmt: skip
 
     # -- checkpoints; all ranks call --
 
     def save_model(
         self,
         model: nn.Module,
-        checkpoint: Path,
+        checkpoint: Checkpoint,
         shard: bool = False,
         gather_dtensor: bool = True,
         prefix: str | None = None,
@@ -160,16 +166,41 @@ class Booster:
 
         Raises CheckpointError on every rank.
         """
-        files.check_gathers(gather_dtensor)
-        return files.save_model(
-            model, checkpoint, shard=shard, prefix=prefix,
-            size_per_shard=size_per_shard, use_safetensors=use_safetensors, use_async=use_async,
-        )  # fmt: skip
+        _check_gathers(gather_dtensor)
+        model, path = inner_of(model), _absolute(checkpoint)
+        if not size_per_shard > 0:
+            raise ValueError(f"size_per_shard={size_per_shard} MiB must be positive")
+        if prefix and not shard:
+            raise ValueError(
+                f"prefix={prefix!r} without shard=True; expected none: a file has the name it is "
+                "given"
+            )
+        ranks = files.begin(model, "save_model()")
+        limit = size_per_shard << 20 if shard else _NO_LIMIT
+        as_safetensors = use_safetensors or (path.suffix == ".safetensors" and not shard)
+        kind = SAFETENSORS if as_safetensors else TORCH
+        is_cut = isinstance(model, Pipelined)  # whose weights come as copies, tied ones one tensor
+        if (shard or as_safetensors) and not (use_async or is_cut):
+            folder = path if shard else files.beside(path)
+            export_weights(folder, model, kind, max_shard_size=limit, prefix=prefix or "")
+            taken = None if shard else lambda: files.take_out(folder, path)
+            return files.written(ranks, path, taken)
+        state = files.full_weights(model, ranks)
+        if use_async and not is_cut:
+            state = files.copied(state)
+
+        def write() -> None:
+            if shard or as_safetensors:
+                files.write_folder(model, state, path, limit, prefix, kind, one=not shard)
+            else:
+                files.write_file(path, state)
+
+        return files.written(ranks, path, write, use_async)
 
     def load_model(
         self,
         model: nn.Module,
-        checkpoint: Path,
+        checkpoint: Checkpoint,
         strict: bool = True,
         low_cpu_mem_mode: bool = True,
         num_threads: int = 1,
@@ -180,14 +211,14 @@ class Booster:
         Values are read one by one, whatever `low_cpu_mem_mode` and `num_threads` are.
         Raises CheckpointError or RuntimeError for a checkpoint of another model (`strict`).
         """
-        files.check_reading(low_cpu_mem_mode, num_threads)
-        files.load_model(model, checkpoint, strict=strict)
+        _check_reading(low_cpu_mem_mode, num_threads)
+        load_checkpoint(checkpoint, inner_of(model), strict=strict)
         return model
 
     def save_optimizer(
         self,
         optimizer: torch.optim.Optimizer,
-        checkpoint: Path,
+        checkpoint: Checkpoint,
         shard: bool = False,
         gather_dtensor: bool = True,
         prefix: str | None = None,
@@ -201,15 +232,34 @@ class Booster:
 
         Raises ValueError for an optimizer that was not boosted here, CheckpointError on every rank.
         """
-        files.check_gathers(gather_dtensor)
-        files.check_optimizer_files(prefix, size_per_shard)
-        model = self._model_of(optimizer)
-        return files.save_optimizer(model, optimizer, checkpoint, shard=shard, use_async=use_async)
+        _check_gathers(gather_dtensor)
+        if prefix:
+            raise ValueError(f"prefix={prefix!r} of an optimizer's files; expected none")
+        if size_per_shard != 1024:
+            raise ValueError(
+                f"size_per_shard={size_per_shard} of an optimizer's files; expected 1024, which "
+                "does nothing: each rank writes one file with what it has"
+            )
+        model, path = inner_of(self._model_of(optimizer)), _absolute(checkpoint)
+        if shard:
+            scale = files.scale_of(optimizer)
+            return save_checkpoint(
+                path, model, optimizer, extra=scale, async_save=use_async, weights=False
+            )
+        if isinstance(model, Pipelined):
+            raise ValueError(
+                "save_optimizer() of a pipeline in one file; expected shard=True: each rank writes "
+                "what it has, and it loads at any pp_size"
+            )
+        ranks = files.begin(model, "save_optimizer()")
+        state = files.full_state(model, optimizer)
+        state = files.copied(state) if use_async else state
+        return files.written(ranks, path, lambda: files.write_file(path, state), use_async)
 
     def load_optimizer(
         self,
         optimizer: torch.optim.Optimizer,
-        checkpoint: Path,
+        checkpoint: Checkpoint,
         low_cpu_mem_mode: bool = True,
         num_threads: int = 1,
     ) -> None:
@@ -217,23 +267,34 @@ class Booster:
 
         Raises as `save_optimizer`.
         """
-        files.check_reading(low_cpu_mem_mode, num_threads)
-        files.load_optimizer(self._model_of(optimizer), optimizer, checkpoint)
+        _check_reading(low_cpu_mem_mode, num_threads)
+        model, path = inner_of(self._model_of(optimizer)), _absolute(checkpoint)
+        if path.is_file() and not isinstance(model, Pipelined):
+            files.load_full_state(path, model, optimizer, files.begin(model, "load_optimizer()"))
+        else:
+            files.set_scale(optimizer, load_checkpoint(path, model, optimizer, weights=False))
 
-    def save_lr_scheduler(self, lr_scheduler: Any, checkpoint: Path) -> None:
+    def save_lr_scheduler(self, lr_scheduler: Any, checkpoint: Checkpoint) -> None:
         """Save its state dict; rank 0 writes."""
-        files.save_lr_scheduler(lr_scheduler, checkpoint)
+        path, state = _absolute(checkpoint), lr_scheduler.state_dict()
+        ranks = Ranks(nn.Module(), "save_lr_scheduler()")
+        files.written(ranks, path, lambda: files.write_file(path, state))
 
-    def load_lr_scheduler(self, lr_scheduler: Any, checkpoint: Path) -> None:
-        """Load what `save_lr_scheduler` wrote."""
-        files.load_lr_scheduler(lr_scheduler, checkpoint)
+    def load_lr_scheduler(self, lr_scheduler: Any, checkpoint: Checkpoint) -> None:
+        """Load what `save_lr_scheduler` wrote. Raises FormatError."""
+        path = _absolute(checkpoint)
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise FormatError(f"{path} holds no schedule: {error}") from error
+        lr_scheduler.load_state_dict(state)
 
     # -- LoRA --
 
     def enable_lora(
         self,
         model: nn.Module,
-        pretrained_dir: Path | None = None,
+        pretrained_dir: Checkpoint | None = None,
         lora_config: Any = None,
         bnb_quantization_config: Any = None,
         quantize: bool = False,
@@ -250,7 +311,7 @@ class Booster:
         )
 
     def save_lora_as_pretrained(
-        self, model: nn.Module, checkpoint: Path, use_safetensors: bool = False
+        self, model: nn.Module, checkpoint: Checkpoint, use_safetensors: bool = False
     ) -> None:
         """Save the LoRA layers alone, as peft does. All ranks call."""
         lora.save_lora(model, checkpoint, use_safetensors=use_safetensors)
@@ -264,6 +325,24 @@ class Booster:
                 "the one that booster.boost returned"
             )
         return model
+
+
+def _absolute(checkpoint: Checkpoint) -> Path:
+    return Path(checkpoint).expanduser().absolute()
+
+
+def _check_gathers(gather_dtensor: bool) -> None:
+    if not gather_dtensor:
+        accept({"gather_dtensor=False": "nothing is gathered that need not be"})
+
+
+def _check_reading(low_cpu_mem_mode: bool, num_threads: int) -> None:
+    if num_threads < 1:
+        raise ValueError(f"num_threads={num_threads}; expected 1 or more")
+    if not low_cpu_mem_mode:
+        accept({"low_cpu_mem_mode=False": "values are read one by one, from mapped files"})
+    if num_threads > 1:
+        accept({"num_threads": "ranks read what they keep, from mapped files"})
 
 
 def _check_order(model: object, optimizer: object, criterion: object, dataloader: object) -> None:

@@ -1,146 +1,40 @@
-"""What a Booster saves and loads: weights, optimizer state, schedules, whatever the plugin."""
+"""What a Booster saves and loads, whatever the plugin: whole on rank 0, by names of parameters."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from gemini.checkpoint import background
 from gemini.checkpoint.dcp.ranks import Ranks
-from gemini.checkpoint.export import export_weights, save_config
-from gemini.checkpoint.format.errors import CheckpointError, FormatError, on_disk
-from gemini.checkpoint.load import load_checkpoint
-from gemini.checkpoint.model.state import parts_of
-from gemini.checkpoint.save import raise_pending, save_checkpoint
+from gemini.checkpoint.export import save_config
+from gemini.checkpoint.format.errors import CheckpointError, FormatError, MismatchError, on_disk
+from gemini.checkpoint.model.state import first_names, parts_of
+from gemini.checkpoint.save import raise_pending
 from gemini.checkpoint.untrusted.lazy_tensors import TensorSpec
-from gemini.checkpoint.weight_files import SAFETENSORS, TORCH, Format, WeightsWriter, spec_of
+from gemini.checkpoint.untrusted.torch_files import first_line, load_mapped
+from gemini.checkpoint.weight_files import Format, WeightsWriter, spec_of
+from gemini.ddp import GeminiDDP
 from gemini.integrations.parallel.pipelined import Pipelined, gathered_weights
-from gemini.integrations.parts import accept, inner_of
-from gemini.integrations.plugins import fsdp
+from gemini.integrations.parts import by_position, without_masters
+from gemini.integrations.plugins.optimizers import Boosted
 from gemini.nvme.files import calls
+from gemini.optim.base import TieredOptimizer
+from gemini.optim.rules.loss_scale import ScaleState
 from gemini.tickets import Done, Ticket
 
-from .optimizer_state import full_state, load_full_state, scale_of, set_scale
-
-_NO_LIMIT = 1 << 62  # bytes of a file
-
-
-def save_model(
-    model: nn.Module,
-    checkpoint: str | os.PathLike[str],
-    *,
-    shard: bool,
-    prefix: str | None,
-    size_per_shard: int,
-    use_safetensors: bool,
-    use_async: bool,
-) -> Ticket[None]:
-    """See `Booster.save_model`."""
-    model, path = inner_of(model), Path(checkpoint).expanduser().absolute()
-    if not size_per_shard > 0:
-        raise ValueError(f"size_per_shard={size_per_shard} MiB must be positive")
-    if prefix and not shard:
-        raise ValueError(
-            f"prefix={prefix!r} without shard=True; expected none: a file has the name it is given"
-        )
-    ranks = begin(model, "save_model()")
-    limit = size_per_shard << 20 if shard else _NO_LIMIT
-    as_safetensors = use_safetensors or (path.suffix == ".safetensors" and not shard)
-    kind = SAFETENSORS if as_safetensors else TORCH
-    if use_async or isinstance(model, Pipelined):
-        state = full_weights(model, ranks)
-        if not isinstance(model, Pipelined):  # whose weights are copies, tied ones one tensor
-            state = {name: _copied(value) for name, value in state.items()}
-
-        def write() -> None:
-            if shard or as_safetensors:
-                _write_folder(model, state, path, limit, prefix, kind, one=not shard)
-            else:
-                write_file(path, _saving(state))
-
-        if not use_async:
-            ranks.together(lambda: None if ranks.rank else write())
-            return Done(None)
-        return Done(None) if ranks.rank else background.start(str(path), write)
-    if not (shard or as_safetensors):
-        state = dict(full_weights(model, ranks))
-        ranks.together(lambda: None if ranks.rank else write_file(path, _saving(state)))
-        return Done(None)
-    folder = path if shard else _beside(path)
-    export_weights(folder, model, kind, max_shard_size=limit, prefix=prefix or "")
-    if not shard:
-        ranks.together(lambda: None if ranks.rank else _take_out(folder, path))
-    return Done(None)
-
-
-def load_model(model: nn.Module, checkpoint: str | os.PathLike[str], *, strict: bool) -> None:
-    """See `Booster.load_model`."""
-    load_checkpoint(checkpoint, inner_of(model), strict=strict)
-
-
-def save_optimizer(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    checkpoint: str | os.PathLike[str],
-    *,
-    shard: bool,
-    use_async: bool,
-) -> Ticket[None]:
-    """See `Booster.save_optimizer`."""
-    model, path = inner_of(model), Path(checkpoint).expanduser().absolute()
-    if shard:
-        return save_checkpoint(
-            path, model, optimizer, extra=scale_of(optimizer), async_save=use_async, weights=False
-        )
-    if isinstance(model, Pipelined):
-        raise ValueError(
-            "save_optimizer() of a pipeline in one file; expected shard=True: each rank writes "
-            "what it has, and it loads at any pp_size"
-        )
-    ranks = begin(model, "save_optimizer()")
-    state = full_state(model, optimizer)
-    if not use_async:
-        ranks.together(lambda: None if ranks.rank else write_file(path, _saving(state)))
-        return Done(None)
-    state = _deep_copied(state)
-    if ranks.rank:
-        return Done(None)
-    return background.start(str(path), lambda: write_file(path, _saving(state)))
-
-
-def load_optimizer(
-    model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: str | os.PathLike[str]
-) -> None:
-    """See `Booster.load_optimizer`."""
-    model, path = inner_of(model), Path(checkpoint).expanduser().absolute()
-    if path.is_file() and not isinstance(model, Pipelined):
-        ranks = begin(model, "load_optimizer()")
-        load_full_state(path, model, optimizer, ranks)
-    else:
-        set_scale(optimizer, load_checkpoint(path, model, optimizer, weights=False))
-
-
-def save_lr_scheduler(lr_scheduler: Any, checkpoint: str | os.PathLike[str]) -> None:
-    """See `Booster.save_lr_scheduler`."""
-    path = Path(checkpoint).expanduser().absolute()
-    ranks = Ranks(nn.Module(), "save_lr_scheduler()")
-    state = lr_scheduler.state_dict()
-    ranks.together(lambda: None if ranks.rank else write_file(path, _saving(state)))
-
-
-def load_lr_scheduler(lr_scheduler: Any, checkpoint: str | os.PathLike[str]) -> None:
-    """See `Booster.load_lr_scheduler`. Raises FormatError."""
-    path = Path(checkpoint).expanduser().absolute()
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise FormatError(f"{path} holds no schedule: {error}") from error
-    lr_scheduler.load_state_dict(state)
+State = dict[str, Any]
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # on rank 0
 
 
 def begin(model: nn.Module, call: str) -> Ranks:
@@ -156,33 +50,40 @@ def full_weights(model: nn.Module, ranks: Ranks) -> Mapping[str, Any]:
     if isinstance(model, Pipelined):
         return gathered_weights(model, ranks)
     if hasattr(model, "set_requires_gradient_sync"):
-        return fsdp.full_state(model)
+        return get_model_state_dict(model, options=WHOLE)
     state: Mapping[str, Any] = model.state_dict()
     return state
 
 
-def write_file(path: Path, write: Callable[[Path], None]) -> None:
-    """Complete when it appears. Raises CheckpointError."""
+def written(
+    ranks: Ranks, path: Path, write: Callable[[], None] | None, use_async: bool = False
+) -> Ticket[None]:
+    """By rank 0, now or in a thread; None where nothing is left to write. Collective."""
+    if use_async and write is not None:
+        return Done(None) if ranks.rank else background.start(str(path), write)
+    if write is not None:
+        ranks.together(lambda: None if ranks.rank else write())
+    return Done(None)
+
+
+def write_file(path: Path, state: Any) -> None:
+    """As torch.save; complete when it appears. Raises CheckpointError."""
     if path.is_dir():
         raise CheckpointError(f"cannot save to {path}: it is a folder; give a file, or shard=True")
-    unfinished = _beside(path)
+    unfinished = beside(path)
     with on_disk("save to", path):
         calls.make_folders(path.parent)
-        write(unfinished)
+        torch.save(state, unfinished)
         calls.sync_file(unfinished)
         calls.rename(unfinished, path)
         calls.sync_folder(path.parent)
 
 
-def _saving(state: Any) -> Callable[[Path], None]:
-    return lambda path: torch.save(state, path)
-
-
-def _beside(path: Path) -> Path:
+def beside(path: Path) -> Path:
     return path.parent / f".{path.name}.saving"
 
 
-def _write_folder(
+def write_folder(
     model: nn.Module,
     state: Mapping[str, Tensor],
     path: Path,
@@ -193,7 +94,7 @@ def _write_folder(
     one: bool,
 ) -> None:
     """A state dict as a folder of weights; `one`: as one file of this name."""
-    folder = _beside(path) if one else path
+    folder = beside(path) if one else path
     first: dict[int, tuple[str, Tensor]] = {}  # a tied tensor under its first name
     for name, value in state.items():
         first.setdefault(value.data_ptr() or id(value), (name, value))
@@ -210,10 +111,10 @@ def _write_folder(
         writer.abandon()
         raise
     if one:
-        _take_out(folder, path)
+        take_out(folder, path)
 
 
-def _take_out(folder: Path, path: Path) -> None:
+def take_out(folder: Path, path: Path) -> None:
     """The one file of weights of `folder` becomes `path`."""
     with on_disk("save to", path):
         (file,) = folder.glob("*.safetensors")
@@ -224,35 +125,137 @@ def _take_out(folder: Path, path: Path) -> None:
         calls.sync_folder(path.parent)
 
 
-def _copied(value: Any) -> Any:
+def copied(value: Any) -> Any:
+    """Tensors in it are copies, on the CPU."""
+    if isinstance(value, Mapping):
+        return {key: copied(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [copied(inner) for inner in value]
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 
-def _deep_copied(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _deep_copied(inner) for key, inner in value.items()}
-    return [_deep_copied(inner) for inner in value] if isinstance(value, list) else _copied(value)
+# -- the state of an optimizer --
 
 
-def check_gathers(gather_dtensor: bool) -> None:
-    if not gather_dtensor:
-        accept({"gather_dtensor=False": "nothing is gathered that need not be"})
+def full_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
+    """As `optimizer.state_dict()` with names for positions; whole on rank 0. Collective."""
+    if isinstance(model, GeminiDDP):
+        return optimizer.state_dict()
+    if hasattr(model, "set_requires_gradient_sync"):
+        return dict(get_optimizer_state_dict(model, optimizer, options=WHOLE))
+    state = optimizer.state_dict()
+    names = _names(model, optimizer)
+    groups = [
+        {**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]
+    ]
+    by_name = {names[i]: planes for i, planes in state["state"].items()}
+    found = {**state, "state": by_name, "param_groups": groups}
+    scale = scale_of(optimizer)
+    return found if scale is None else {**found, "counters": scale}
 
 
-def check_reading(low_cpu_mem_mode: bool, num_threads: int) -> None:
-    if num_threads < 1:
-        raise ValueError(f"num_threads={num_threads}; expected 1 or more")
-    if not low_cpu_mem_mode:
-        accept({"low_cpu_mem_mode=False": "values are read one by one, from mapped files"})
-    if num_threads > 1:
-        accept({"num_threads": "ranks read what they keep, from mapped files"})
+def load_full_state(
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks
+) -> None:
+    """From a file of `full_state`, or of an optimizer's own state dict. Collective.
+
+    Raises FormatError for another file, MismatchError for the state of another optimizer.
+    """
+    state = ranks.together(lambda: _read(path))
+    if isinstance(optimizer, TieredOptimizer) and isinstance(model, GeminiDDP):
+        optimizer.load_state_dict(state)
+        return
+    names = _names(model, optimizer)
+    state = ranks.together(lambda: _named(path, state, names))
+    groups = ranks.together(lambda: _own_groups(path, optimizer, names, state["param_groups"]))
+    if hasattr(model, "set_requires_gradient_sync"):
+        options = StateDictOptions(full_state_dict=True)
+        there: dict[str, Any] = {"state": without_masters(state["state"]), "param_groups": groups}
+        set_optimizer_state_dict(model, optimizer, there, options=options)
+        return
+    optimizer.load_state_dict(by_position({**state, "param_groups": groups}, names))
+    set_scale(optimizer, state.get("counters"))
 
 
-def check_optimizer_files(prefix: str | None, size_per_shard: int) -> None:
-    if prefix:
-        raise ValueError(f"prefix={prefix!r} of an optimizer's files; expected none")
-    if size_per_shard != 1024:
-        raise ValueError(
-            f"size_per_shard={size_per_shard} of an optimizer's files; expected 1024, which does "
-            "nothing: each rank writes one file with what it has"
+def scale_of(optimizer: torch.optim.Optimizer) -> dict[str, float] | None:
+    """Where the loss scale is, of an optimizer of plain parameters that has one."""
+    scaling = optimizer._extras.scaling if isinstance(optimizer, Boosted) else None
+    if scaling is None:
+        return None
+    state = scaling.state
+    return {
+        "scale": state.scale,
+        "good_steps": state.good_steps,
+        "hysteresis_left": state.hysteresis_left,
+    }
+
+
+def set_scale(optimizer: torch.optim.Optimizer, saved: Any) -> None:
+    """Go on with it, where both have one."""
+    scaling = optimizer._extras.scaling if isinstance(optimizer, Boosted) else None
+    if scaling is not None and isinstance(saved, Mapping) and "scale" in saved:
+        scaling.state = ScaleState(
+            float(saved["scale"]), int(saved["good_steps"]), int(saved["hysteresis_left"])
         )
+
+
+def _read(path: Path) -> State:
+    try:
+        state = load_mapped(path)
+    except Exception as error:
+        raise FormatError(
+            f"{path} is no file of torch.save that is safe: {first_line(error)}"
+        ) from error
+    if not isinstance(state, dict) or not {"state", "param_groups"} <= state.keys():
+        raise FormatError(f"{path} has no state of an optimizer; expected a file of save_optimizer")
+    return state
+
+
+def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Of the optimizer's parameters, by position."""
+    names = first_names(model)
+    return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+
+
+def _named(path: Path, state: State, names: list[str]) -> State:
+    """The same by names, where it is by position."""
+
+    def name_of(key: Any) -> str:
+        if isinstance(key, int) and not 0 <= key < len(names):
+            raise MismatchError(
+                f"{path} has state of a parameter {key}, and the optimizer has {len(names)}; "
+                "expected the state of an optimizer over the same parameters"
+            )
+        return names[key] if isinstance(key, int) else str(key)
+
+    groups = [
+        {**group, "params": [name_of(key) for key in group["params"]]}
+        for group in state["param_groups"]
+    ]
+    by_name = {name_of(key): planes for key, planes in state["state"].items()}
+    unknown = sorted(by_name.keys() - set(names))
+    if unknown:
+        raise MismatchError(
+            f"{path} has state of {unknown[0]}, which this optimizer has not; expected the state "
+            "of an optimizer over the same parameters"
+        )
+    return {**state, "state": by_name, "param_groups": groups}
+
+
+def _own_groups(
+    path: Path, optimizer: torch.optim.Optimizer, names: list[str], saved: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Saved options where this optimizer has them, and its own parameters."""
+    own = optimizer.param_groups
+    if [len(group["params"]) for group in own] != [len(group["params"]) for group in saved]:
+        raise MismatchError(
+            f"{path} has groups of {[len(group['params']) for group in saved]} parameters, and the "
+            f"optimizer of {[len(group['params']) for group in own]}; expected the same groups"
+        )
+    groups, first = [], 0
+    for mine, theirs in zip(own, saved, strict=True):
+        last = first + len(mine["params"])
+        taken = {key: value for key, value in theirs.items() if key in mine}
+        groups.append({**mine, **taken, "params": names[first:last]})
+        first = last
+    return groups

@@ -66,8 +66,7 @@ class _MeanHook(BaseHook):
     def before_train_epoch(self, trainer: Trainer) -> None:
         self._sums = torch.zeros(2, dtype=torch.float64)
 
-    def before_test_epoch(self, trainer: Trainer) -> None:
-        self._sums = torch.zeros(2, dtype=torch.float64)
+    before_test_epoch = before_train_epoch
 
     def _add(self, value: Any, count: int) -> None:
         self._sums += torch.tensor([float(value), float(count)], dtype=torch.float64)

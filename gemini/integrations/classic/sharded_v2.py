@@ -15,7 +15,7 @@ from torch import nn
 
 from gemini.chunk.storage import params_in
 from gemini.ddp import GeminiDDP
-from gemini.integrations.options import ZERO_SCALE, check_options, option
+from gemini.integrations.options import ZERO_SCALE, check_options, documented, option
 from gemini.integrations.torch_optimizers import convert
 from gemini.optim.base import TieredOptimizer
 from gemini.optim.rules.loss_scale import LossScale
@@ -64,38 +64,32 @@ class ShardedModelV2(GeminiDDP):
     reduce_scatter_process_group: None, or `process_group`.
     reduce_scatter_bucket_size_mb: MiB that are reduced at once: a chunk.
     fp32_reduce_scatter: gradients travel between ranks, and are added, in fp32.
-    offload_config: None, or `{"device": "cpu"}`, where all of it is in host memory.
-    gradient_predivide_factor: 1; gradients are divided by the number of ranks before they are
-        added.
-    use_memory_tracer: `memory_stats` is kept with and without it.
-    reuse_fp16_shard: gradients are freed by chunks with and without it.
+    offload_config: `{"device": "cpu"}` has all of it in host memory.
 
-    Raises ValueError for others.
+    Raises ValueError for other values than these:
     """
 
     @takes_fields(options=_ModelOptions())
     def __init__(self, module: nn.Module, shard_strategy: Any, options: _ModelOptions) -> None:
         offload = 0.0 if options.offload_config is None else 1.0
         super().__init__(
-            module,
-            placement_policy=StaticPlacement(1.0, offload, offload),
-            precision="fp16",
+            module, placement_policy=StaticPlacement(1.0, offload, offload), precision="fp16",
             process_group=options.process_group,
-            communication_dtype="fp32" if options.fp32_reduce_scatter else None,
-            search_range_m=0,
+            communication_dtype="fp32" if options.fp32_reduce_scatter else None, search_range_m=0,
             min_chunk_size_m=options.reduce_scatter_bucket_size_mb / _FP16_BYTES,
-        )
+        )  # fmt: skip
 
     def dump_memory_stats(self, filename: str | Path = "dump_mem_stats.log") -> None:
         """Write what was sampled, as JSON: bytes at every moment of every kind of iteration."""
         self.memory_stats.dump_memory_stats(filename)
 
 
+documented(ShardedModelV2, _ModelOptions)
+
+
 @takes_fields(loss_scale=ZERO_SCALE)
 def ShardedOptimizerV2(
-    sharded_model: GeminiDDP,
-    optimizer: torch.optim.Optimizer,
-    loss_scale: LossScale,
+    sharded_model: GeminiDDP, optimizer: torch.optim.Optimizer, loss_scale: LossScale
 ) -> torch.optim.Optimizer:
     """The same optimizer over the sharded module, with this loss scale. Raises ValueError."""
     if not isinstance(sharded_model, GeminiDDP):

@@ -122,8 +122,8 @@ def get_dataloader(
             global_context.get_local_rank, global_context.get_world_size
         ))  # fmt: skip
     return dataloader(
-        dataset, shuffle=shuffle, seed=seed, drop_last=drop_last, pin_memory=pin_memory,
-        num_workers=num_workers, place=place, **kwargs,
+        dataset, place, shuffle=shuffle, seed=seed, drop_last=drop_last, pin_memory=pin_memory,
+        num_workers=num_workers, **kwargs,
     )  # fmt: skip
 
 

@@ -28,7 +28,12 @@ from gemini.integrations.options import (
     option,
 )
 from gemini.integrations.parts import accept, this_device
-from gemini.integrations.plugins.engine_plugin import parse_named, print_search, print_skips
+from gemini.integrations.plugins.engine_plugin import (
+    Ignored,
+    parse_named,
+    print_search,
+    print_skips,
+)
 from gemini.integrations.torch_optimizers import convert
 from gemini.optim.base import TieredOptimizer
 from gemini.optim.rules.loss_scale import LossScale
@@ -112,8 +117,8 @@ def GeminiDDP(
     options: others of `gemini.GeminiDDP`. Raises ValueError for `"const"`, which has no bytes.
     """
     said = (
-        ("pin_memory", pin_memory, "what is staged is always pinned"),
-        ("strict_ddp_mode", strict_ddp_mode, "there is data parallelism alone"),
+        ("pin_memory", pin_memory, Ignored.PINNED),
+        ("strict_ddp_mode", strict_ddp_mode, Ignored.DATA),
     )
     accept({name: why for name, set_, why in said if set_})
     if isinstance(device, int):
@@ -123,17 +128,12 @@ def GeminiDDP(
     if mesh is not None:
         options["mesh"] = mesh
     return ddp.GeminiDDP(
-        module,
-        device,
-        policy,
-        precision=precision,
+        module, device, policy, precision=precision,
         search_range_m=search_range_m if search_range_mb is None else search_range_mb,
         hidden_dim=hidden_dim,
         min_chunk_size_m=min_chunk_size_m if min_chunk_size_mb is None else min_chunk_size_mb,
-        force_outputs_fp32=force_outputs_fp32,
-        trace=memstats,
-        **options,
-    )
+        force_outputs_fp32=force_outputs_fp32, trace=memstats, **options,
+    )  # fmt: skip
 
 
 def zero_model_wrapper(
@@ -339,15 +339,9 @@ def ZeroDDP(
     """`GeminiDDP` with chunks that were searched before."""
     manager = gemini_manager.chunk_manager
     return GeminiDDP(
-        module,
-        manager.device,
-        gemini_manager.placement_policy,
-        pin_memory,
-        force_outputs_fp32,
-        strict_ddp_mode,
-        precision=manager.precision,
-        chunks=manager.chunks,
-    )
+        module, manager.device, gemini_manager.placement_policy, pin_memory, force_outputs_fp32,
+        strict_ddp_mode, precision=manager.precision, chunks=manager.chunks,
+    )  # fmt: skip
 
 
 def get_static_torch_model(

@@ -17,8 +17,8 @@ from torch import nn
 from gemini.checkpoint.load import load_checkpoint
 from gemini.checkpoint.save import save_checkpoint
 from gemini.ddp import GeminiDDP
+from gemini.integrations.parts import by_position
 from gemini.optim.base import TieredOptimizer
-from gemini.optim.rules.state_layout import MASTER
 
 from .shared import inner
 
@@ -97,16 +97,7 @@ def full_optimizer_state(optimizer: Any) -> dict[str, Any]:
     names = [name for group in found["param_groups"] for name in group["params"]]
     if all(isinstance(name, int) for name in names):
         return found
-    position = {name: i for i, name in enumerate(names)}
-    state = {
-        position[name]: {plane: value for plane, value in planes.items() if plane != MASTER}
-        for name, planes in found["state"].items()
-    }
-    groups = [
-        {**group, "params": [position[name] for name in group["params"]]}
-        for group in found["param_groups"]
-    ]
-    return {**found, "state": state, "param_groups": groups}
+    return found | by_position(found, names)
 
 
 def full_weights(model: nn.Module) -> dict[str, Any]:

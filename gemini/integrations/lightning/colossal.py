@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from lightning.pytorch.plugins.precision import Precision
-from torch import Tensor
 
 from gemini.integrations.options import SCALE
 from gemini.optim.rules.loss_scale import LossScale
+from gemini.options import takes_fields
 from gemini.placement.policy import Placement, StaticPlacement
 
 from .trainer import GeminiStrategy
@@ -45,6 +45,7 @@ class ColossalAIStrategy(GeminiStrategy):
 
     strategy_name = "colossalai"
 
+    @takes_fields(loss_scale=SCALE)
     def __init__(
         self,
         use_chunk: bool = True,
@@ -56,13 +57,7 @@ class ColossalAIStrategy(GeminiStrategy):
         chunk_search_range: int = 64 * _M,
         chunk_search_n_grids: int = 4096,
         min_chunk_size: int = 32 * _M,
-        initial_scale: float = SCALE.initial_scale,
-        min_scale: float = SCALE.min_scale,
-        growth_factor: float = SCALE.growth_factor,
-        backoff_factor: float = SCALE.backoff_factor,
-        growth_interval: int = SCALE.growth_interval,
-        hysteresis: int = SCALE.hysteresis,
-        max_scale: float = SCALE.max_scale,
+        loss_scale: LossScale = SCALE,
         accelerator: Any = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: Any = None,
@@ -77,35 +72,21 @@ class ColossalAIStrategy(GeminiStrategy):
         if chunk_search_n_grids <= 0:
             raise ValueError(f"chunk_search_n_grids={chunk_search_n_grids}; expected 1 or more")
         self._is_precision_given = precision_plugin is not None
-        scale = LossScale(
-            initial_scale, min_scale, growth_factor, backoff_factor, growth_interval, hysteresis,
-            max_scale,
-        )  # fmt: skip
         searched = (chunk_search_range, min_chunk_size)
         search_range, least = searched if chunk_size is None else (0, chunk_size)
         super().__init__(
             _placement(placement_policy, enable_distributed_storage, gpu_margin_mem_ratio),
-            checkpoint="full",
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-            force_outputs_fp32=force_outputs_fp32,
-            search_range_m=search_range / _M,
-            min_chunk_size_m=least / _M,
-            loss_scale=scale,
-        )
+            checkpoint="full", accelerator=accelerator, parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment, checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin, force_outputs_fp32=force_outputs_fp32,
+            search_range_m=search_range / _M, min_chunk_size_m=least / _M, loss_scale=loss_scale,
+        )  # fmt: skip
 
     def setup(self, trainer: Any) -> None:
         if not self._is_precision_given and self.precision_plugin.precision == "32-true":
             self._asked = replace(self._asked, precision="fp16")
             log.info("ColossalAIStrategy computes in fp16, as no other precision was given")
         super().setup(trainer)
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """[world size, ...]: every rank's tensor."""
-        return super().all_gather(tensor, group, sync_grads)
 
     def lightning_module_state_dict(self, rank_zero_only: bool = False) -> dict[str, Any]:
         """The whole state of the module on the CPU: on every rank, or on rank 0. All ranks call."""

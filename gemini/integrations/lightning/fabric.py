@@ -58,15 +58,11 @@ class GeminiFabricStrategy(DDPStrategy):
         own = precision if isinstance(precision, str) else None
         self._asked = Asked(placement_policy, dict(adam or {}), checkpoint, own, options)
         super().__init__(
-            accelerator,
-            parallel_devices,
-            cluster_environment,
-            checkpoint_io,
+            accelerator, parallel_devices, cluster_environment, checkpoint_io,
             precision if isinstance(precision, Precision) else None,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
+            process_group_backend=process_group_backend, timeout=timeout,
             start_method=start_method,  # type: ignore[arg-type]
-        )
+        )  # fmt: skip
         self._backward_sync_control = _NoSync()  # type: ignore[assignment]
 
     @property
@@ -144,11 +140,7 @@ class GeminiFabricStrategy(DDPStrategy):
         save_folder(target, model, optimizer, rest, is_writer=self.is_global_zero)
 
     def load_checkpoint(
-        self,
-        path: Any,
-        state: Any = None,
-        strict: bool = True,
-        weights_only: bool | None = None,
+        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
         where = Path(self.broadcast(str(path)))
         if not where.is_dir():

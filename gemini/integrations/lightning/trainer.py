@@ -91,15 +91,10 @@ class GeminiStrategy(DDPStrategy):
     ) -> None:
         self._asked = Asked(placement_policy, dict(adam or {}), checkpoint, precision, options)
         super().__init__(
-            accelerator,
-            parallel_devices,
-            cluster_environment,
-            checkpoint_io,
-            precision_plugin,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            start_method=start_method,  # type: ignore[arg-type]
-        )
+            accelerator, parallel_devices, cluster_environment, checkpoint_io,
+            precision_plugin, process_group_backend=process_group_backend,
+            timeout=timeout, start_method=start_method,  # type: ignore[arg-type]
+        )  # fmt: skip
         if checkpoint_io is not None:
             self.checkpoint_io = checkpoint_io
         self._empty_init = empty_init
@@ -267,12 +262,9 @@ class GeminiStrategy(DDPStrategy):
         with_state = bool(checkpoint.get("optimizer_states"))  # else weights alone were asked for
         assert self.model is not None
         save_folder(
-            Path(self.broadcast(str(filepath))),
-            self.model,
-            self._tiered if with_state else None,
-            pop(checkpoint, "state_dict", "optimizer_states"),
-            is_writer=self.is_global_zero,
-        )
+            Path(self.broadcast(str(filepath))), self.model, self._tiered if with_state else None,
+            pop(checkpoint, "state_dict", "optimizer_states"), is_writer=self.is_global_zero,
+        )  # fmt: skip
 
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None

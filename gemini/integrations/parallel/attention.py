@@ -54,7 +54,7 @@ class _Swap(Function):
 def _to_sequence(x: Tensor, group: Any) -> Tensor:
     batch, heads, length, width = x.shape
     ranks = group.size()
-    got = _exchanged(x.reshape(batch, ranks, heads // ranks, length, width).transpose(0, 1), group)
+    got = exchanged(x.reshape(batch, ranks, heads // ranks, length, width).transpose(0, 1), group)
     return got.permute(1, 2, 0, 3, 4).reshape(batch, heads // ranks, ranks * length, width)
 
 
@@ -62,15 +62,17 @@ def _to_heads(x: Tensor, group: Any) -> Tensor:
     batch, heads, length, width = x.shape
     ranks = group.size()
     parts = x.reshape(batch, heads, ranks, length // ranks, width).permute(2, 0, 1, 3, 4)
-    got = _exchanged(parts, group)
+    got = exchanged(parts, group)
     return got.transpose(0, 1).reshape(batch, ranks * heads, length // ranks, width)
 
 
-def _exchanged(parts: Tensor, group: Any) -> Tensor:
-    """[P, ...]: to each rank its part."""
-    parts = parts.contiguous()
-    found = torch.empty_like(parts)
-    dist.all_to_all_single(found, parts, group=group)
+def exchanged(
+    x: Tensor, group: Any, sent: list[int] | None = None, received: list[int] | None = None
+) -> Tensor:
+    """[n, ...] to the ranks, by how many rows each sends and receives; None is as many of all."""
+    found = x.new_empty(len(x) if received is None else sum(received), *x.shape[1:])
+    sizes: Any = {"output_split_sizes": received, "input_split_sizes": sent}
+    dist.all_to_all_single(found, x.contiguous(), **sizes, group=group)
     return found
 
 

@@ -20,7 +20,10 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
 
-from .styles import replace
+from gemini.integrations.parts import put_in_place
+
+from .attention import exchanged
+from .styles import of_parts, replace
 
 STACKS = frozenset({"gate_up_proj", "down_proj"})
 
@@ -59,11 +62,7 @@ def share_experts(
         for name in _stacks_of(experts):
             replace(experts, name, mesh, 0)
         experts.forward = partial(_over_ranks, experts, mesh, experts.forward)
-    for group in optimizer.param_groups if optimizer is not None else ():
-        group["params"] = [
-            getattr(*before[id(param)]) if id(param) in before else param
-            for param in group["params"]
-        ]
+    put_in_place(optimizer, {key: getattr(*place) for key, place in before.items()})
 
 
 def _stacks_of(module: Any) -> frozenset[str]:
@@ -99,17 +98,13 @@ def _over_ranks(
 
 def _own(experts: Any, plain: Any, own: int, tokens: Tensor, index: Tensor) -> Tensor:
     """What this rank's experts give: the module's own forward, of one expert a token."""
-    everyone = experts.num_experts
-    local = {name: param.to_local() for name, param in experts.named_parameters()}
-    vars(experts).update(local)  # comes before what is registered
-    experts.num_experts = own
+    everyone, experts.num_experts = experts.num_experts, own
     try:
-        found: Tensor = plain(tokens, index, tokens.new_ones(index.shape))
-        return found
+        with of_parts(experts):
+            found: Tensor = plain(tokens, index, tokens.new_ones(index.shape))
+            return found
     finally:
         experts.num_experts = everyone
-        for name in local:
-            del vars(experts)[name]
 
 
 class _Exchange(Function):
@@ -118,14 +113,8 @@ class _Exchange(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any, sent: list[int], received: list[int]) -> Tensor:
         ctx.group, ctx.sent, ctx.received = group, sent, received
-        return _exchanged(x, group, sent, received)
+        return exchanged(x, group, sent, received)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _exchanged(grad, ctx.group, ctx.received, ctx.sent), None, None, None
-
-
-def _exchanged(x: Tensor, group: Any, sent: list[int], received: list[int]) -> Tensor:
-    found = x.new_empty(sum(received), *x.shape[1:])
-    dist.all_to_all_single(found, x.contiguous(), received, sent, group=group)
-    return found
+        return exchanged(grad, ctx.group, ctx.received, ctx.sent), None, None, None

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from gemini.checkpoint.dcp.ranks import Ranks
 from gemini.checkpoint.model.state import parts_of
@@ -134,7 +134,7 @@ class Pipelined(nn.ModuleList):
         """See `Booster.execute_pipeline`."""
         device = self.stages[0].device
         batch = dict(batch) if isinstance(batch, Mapping) else batch
-        batch = tree_map(lambda value: _to(value, device), batch)
+        batch = tree_map_only(Tensor, lambda x: x.to(device), batch)
         first, others = self._inputs(batch)
         count = self._schedule.count(len(first))
         _check_rows(batch, len(first))
@@ -200,7 +200,7 @@ class _Call:
 
     def loss(self, outputs: Any, index: int) -> Tensor:
         if self._keeps:
-            self._outputs[index] = tree_map(_detached, outputs)
+            self._outputs[index] = tree_map_only(Tensor, Tensor.detach, outputs)
         return self._criterion(outputs, self._micro[index])
 
     def merged(self) -> Any:
@@ -252,15 +252,7 @@ def gathered_weights(model: Pipelined, ranks: Ranks) -> dict[str, Tensor]:
 
 def _part(batch: Any, index: int, count: int) -> Any:
     """Micro-batch `index`, as torch's schedules cut it."""
-    return tree_map(lambda v: v.tensor_split(count)[index] if isinstance(v, Tensor) else v, batch)
-
-
-def _to(value: Any, device: torch.device) -> Any:
-    return value.to(device) if isinstance(value, Tensor) else value
-
-
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value
+    return tree_map_only(Tensor, lambda x: x.tensor_split(count)[index], batch)
 
 
 def _joined(values: Sequence[Any]) -> Any:

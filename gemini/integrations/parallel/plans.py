@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from gemini.chunk.local import is_dtensor, local_of
+from gemini.integrations.parts import put_in_place
 
 from .head_loss import HeadLoss, has_causal_loss
 from .models import is_ours, plan_of
@@ -90,7 +91,7 @@ def split(
     tied = [names for names in _names(model) if len(names) > 1]
     for names in tied:
         split_alike(model, styles, names)
-    entering = in_sequence(model, styles, mesh, stages) if asked.sequence else []
+    entering = in_sequence(model, styles, stages) if asked.sequence else []
     before = dict(model.named_parameters(remove_duplicate=False))
     here = {id(module) for stage in stages or [model] for module in stage.modules()}
     is_empty = any(param.is_meta for param in before.values())  # refused where it is wrapped
@@ -109,9 +110,7 @@ def split(
             attribute = name.removeprefix(f"{layer}.")
             setattr(model.get_submodule(layer), attribute, model.get_parameter(first))
     after = dict(model.named_parameters(remove_duplicate=False))
-    instead = {id(param): after[name] for name, param in before.items()}
-    for group in optimizer.param_groups if optimizer is not None else ():
-        group["params"] = [instead[id(param)] for param in group["params"]]
+    put_in_place(optimizer, {id(param): after[name] for name, param in before.items()})
     for probe in probes:
         probe.check()
     draw_alike(model, mesh)

@@ -7,7 +7,7 @@ work on parts; what a plan splits takes the whole, and gives a part that is summ
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,10 +28,7 @@ _PART, _WHOLE = Shard(TIME), Replicate()
 
 
 def in_sequence(
-    model: nn.Module,
-    styles: dict[str, ParallelStyle],
-    mesh: DeviceMesh,
-    stages: Sequence[nn.Module] = (),
+    model: nn.Module, styles: dict[str, ParallelStyle], stages: Sequence[nn.Module] = ()
 ) -> list[tuple[str, ParallelStyle]]:
     """Change styles inside of the repeated layers; returns those around and beside them.
 
@@ -48,7 +45,7 @@ def in_sequence(
             where = f"{layer}.{name}"
             inside = [key for key in styles if key == where or key.startswith(f"{where}.")]
             if inside and inside != [where]:
-                around.append((where, _Gathered()))
+                around.append((where, _Hooked(_gathered)))
             for key in inside:
                 styles[key] = _of_parts(key, styles[key], alone=key == where)
             if inside or not any(True for _ in child.parameters()):
@@ -63,7 +60,7 @@ def in_sequence(
     for stage in stages or [model]:
         here = {id(module) for module in stage.modules()}
         mine = [layer for layer in layers if id(model.get_submodule(layer)) in here]
-        around += [(mine[0], _Parts(mesh.size())), (mine[-1], _Whole())]
+        around += [(mine[0], _Hooked(_part)), (mine[-1], _Hooked(_whole, gives=True))]
     return around
 
 
@@ -99,59 +96,38 @@ def _of_parts(name: str, style: ParallelStyle, *, alone: bool) -> ParallelStyle:
 
 
 class _Hooked(ParallelStyle):
-    """Changes the tensor that a module takes or gives."""
+    """Changes the first tensor that floats of what a module takes, or the first that it gives."""
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        raise NotImplementedError
-
-
-class _Parts(_Hooked):
-    """A module takes its part of what is whole."""
-
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, change: Callable[..., Tensor], gives: bool = False) -> None:
         super().__init__()
-        self._ranks = ranks
+        self._change, self._gives = change, gives
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.register_forward_pre_hook(partial(self._take, device_mesh), with_kwargs=True)
-        return module
-
-    def _take(self, mesh: DeviceMesh, _: nn.Module, args: Any, kwargs: Any) -> Any:
-        return _replaced(args, kwargs, partial(self._part, mesh))
-
-    def _part(self, mesh: DeviceMesh, x: Tensor) -> Tensor:
-        if x.shape[TIME] % self._ranks:
-            raise ValueError(
-                f"a sequence of {x.shape[TIME]} is split over {self._ranks} ranks; expected a "
-                "length that they divide: pad it"
-            )
-        return _placed(x, mesh, _WHOLE, _PART).to_local()
-
-
-class _Gathered(_Hooked):
-    """A module takes the whole of parts, as a DTensor: so gradients are scattered as they sum."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.register_forward_pre_hook(partial(_gather_input, device_mesh), with_kwargs=True)
+        change = partial(self._change, mesh=device_mesh)
+        if self._gives:
+            module.register_forward_hook(partial(_given, change))
+        else:
+            module.register_forward_pre_hook(partial(_taken, change), with_kwargs=True)
         return module
 
 
-def _gather_input(mesh: DeviceMesh, _: nn.Module, args: Any, kwargs: Any) -> Any:
-    return _replaced(args, kwargs, lambda x: _placed(x, mesh, _PART, _WHOLE))
+def _part(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """This rank's of what is whole."""
+    if x.shape[TIME] % mesh.size():
+        raise ValueError(
+            f"a sequence of {x.shape[TIME]} is split over {mesh.size()} ranks; expected a "
+            "length that they divide: pad it"
+        )
+    return _placed(x, mesh, _WHOLE, _PART).to_local()
 
 
-class _Whole(_Hooked):
-    """What a module gives is gathered."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.register_forward_hook(partial(_gather_output, device_mesh))
-        return module
+def _gathered(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The whole of parts, as a DTensor: so gradients are scattered as they sum."""
+    return _placed(x, mesh, _PART, _WHOLE)
 
 
-def _gather_output(mesh: DeviceMesh, _: nn.Module, args: Any, output: Any) -> Any:
-    first = output[0] if isinstance(output, tuple) else output
-    whole = _placed(first, mesh, _PART, _WHOLE).to_local()
-    return (whole, *output[1:]) if isinstance(output, tuple) else whole
+def _whole(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    return _placed(x, mesh, _PART, _WHOLE).to_local()
 
 
 def _placed(x: Tensor, mesh: DeviceMesh, now: Any, then: Any) -> DTensor:
@@ -160,8 +136,13 @@ def _placed(x: Tensor, mesh: DeviceMesh, now: Any, then: Any) -> DTensor:
     return x.redistribute(placements=[then])
 
 
-def _replaced(args: tuple[Any, ...], kwargs: dict[str, Any], change: Any) -> Any:
-    """(args, kwargs) with the first tensor that floats changed."""
+def _given(change: Any, _: nn.Module, args: Any, output: Any) -> Any:
+    if isinstance(output, tuple):
+        return (change(output[0]), *output[1:])
+    return change(output)
+
+
+def _taken(change: Any, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for i, value in _tensors(enumerate(args)):
         return (*args[:i], change(value), *args[i + 1 :]), kwargs
     name, value = next(_tensors(kwargs.items()))

@@ -10,7 +10,8 @@ tensors; its parameters are DTensors of the whole (`_StridedShard`), so what is 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -130,10 +131,17 @@ class SplitExperts(ParallelStyle):
 
 def _experts(module: Any, mesh: DeviceMesh, plain: Any, x: Tensor, index: Any, weights: Any) -> Any:
     """Of local weights. Gradients of tokens and of what the router gives them are sums, too."""
+    with of_parts(module):
+        return summed(plain(entering(x, mesh), index, entering(weights, mesh)), mesh)
+
+
+@contextmanager
+def of_parts(module: Any) -> Iterator[None]:
+    """The parameters of a module are this rank's parts of them."""
     local = {name: param.to_local() for name, param in module.named_parameters()}
     vars(module).update(local)  # comes before what is registered
     try:
-        return summed(plain(entering(x, mesh), index, entering(weights, mesh)), mesh)
+        yield
     finally:
         for name in local:
             del vars(module)[name]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
-from dataclasses import fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -16,7 +17,11 @@ from gemini.integrations import parts
 from gemini.integrations.options import FP16, SCALE_NAMES, Case
 from gemini.integrations.parallel.experts import share_experts
 from gemini.integrations.parallel.plans import TensorParallel, split
-from gemini.integrations.parallel.shared_sequence import SequenceParallel, share_sequence
+from gemini.integrations.parallel.shared_sequence import (
+    SequenceParallel,
+    SharedSequence,
+    share_sequence,
+)
 from gemini.integrations.torch_optimizers import TAKEN, convert
 from gemini.optim.base import TieredOptimizer
 from gemini.optim.rules.loss_scale import LossScale
@@ -26,11 +31,17 @@ from .float8 import in_float8
 from .plugin import Plugin, check_over
 from .precision import MixedPrecision
 
-# what there is of options of kernels
-FLASH = "models that call torch's scaled_dot_product_attention have it"
-NORMS = "norms are the model's own; torch.compile fuses them"
-JIT = "nothing is compiled; call .compile() on the blocks of the model"
-ALL_KERNELS = "it stands for the three others, and no more"
+
+class Ignored:
+    """Why options change nothing, under any door."""
+
+    PINNED = "what is staged is always pinned"
+    DATA = "there is data parallelism alone"
+    FLASH = "models that call torch's scaled_dot_product_attention have it"
+    NORMS = "norms are the model's own; torch.compile fuses them"
+    JIT = "nothing is compiled; call .compile() on the blocks of the model"
+    KERNELS = "it stands for the three others, and no more"
+
 
 TENSOR = Case(lambda own: own.tp_size > 1, "it is for tp_size above 1")
 UNSPLIT = Case(
@@ -89,29 +100,44 @@ def parse_named(policy: str | Placement) -> Placement:
     return parse_placement(policy)
 
 
+@dataclass(frozen=True, slots=True)
+class Parallelism:
+    """What ranks share of a model beside its state: layers over "tp" of the mesh, sequences over
+    "cp", experts over "ep"."""
+
+    layers: TensorParallel | None = None
+    sequence: SequenceParallel | None = None
+    experts: bool = False
+
+    def share(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        mesh: Any,
+        stages: Sequence[nn.Module] = (),
+    ) -> SharedSequence | None:
+        """In place, or in this rank's stages of it; the optimizer has the new parameters."""
+        if self.layers is not None:
+            split(model, optimizer, mesh["tp"], self.layers, stages)
+        if self.experts:
+            share_experts(model, optimizer, mesh["ep"], stages)
+        if self.sequence is None:
+            return None
+        return share_sequence(model, mesh["cp"], self.sequence, stages)
+
+
 def wrap_gemini(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     *,
     verbose: bool,
-    tensor_parallel: TensorParallel | None = None,
-    sequence_parallel: SequenceParallel | None = None,
-    expert_parallel: bool = False,
+    shared: Parallelism = Parallelism(),
     **options: Any,
 ) -> GeminiDDP:
-    """The wrapped module. The optimizer is one of this project's then, and updates its shards.
-
-    tensor_parallel: how torch splits the module before, over "tp" of `mesh=` in the options.
-    sequence_parallel: how its sequences are, over "cp". expert_parallel: its experts, over "ep".
-    """
+    """The wrapped module. The optimizer is one of this project's then, and updates its shards."""
     if optimizer is not None:
         made_ours(optimizer, model)
-    if tensor_parallel is not None:
-        split(model, optimizer, options["mesh"]["tp"], tensor_parallel)
-    if expert_parallel:
-        share_experts(model, optimizer, options["mesh"]["ep"])
-    if sequence_parallel is not None:
-        share_sequence(model, options["mesh"]["cp"], sequence_parallel)
+    shared.share(model, optimizer, options.get("mesh"))
     wrapped = GeminiDDP(model, **options)
     if isinstance(optimizer, TieredOptimizer):
         optimizer.bind_to(wrapped.engine)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffload,
@@ -25,11 +24,13 @@ from torch.distributed.fsdp.api import BackwardPrefetch
 from torch.distributed.fsdp.wrap import _Policy
 
 from gemini.integrations.options import option
+from gemini.integrations.parts import put_in_place
 from gemini.optim.base import TieredOptimizer
 
+from .optimizers import boost_plain
 from .plugin import Plugin, check_over
 from .precision import MixedPrecision as BoosterPrecision
-from .torch_plugins import boost_plain, check_unwrapped
+from .torch_plugins import check_unwrapped
 
 _STRATEGIES = (None, ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)
 
@@ -148,11 +149,8 @@ class TorchFSDPPlugin(Plugin):
             model.to_empty(device="cpu" if offload else device)
             for module in model.modules():
                 self.param_init_fn(module)
-        if optimizer is not None:
-            after = dict(model.named_parameters(remove_duplicate=False))
-            sharded = {id(param): after[name] for name, param in before.items()}
-            for param_group in optimizer.param_groups:
-                param_group["params"] = [sharded[id(param)] for param in param_group["params"]]
+        after = dict(model.named_parameters(remove_duplicate=False))
+        put_in_place(optimizer, {id(param): after[name] for name, param in before.items()})
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
@@ -214,10 +212,3 @@ def _take_first_ranks(model: nn.Module, group: dist.ProcessGroup | None) -> None
     tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
     for tensor in tensors:
         dist.broadcast(tensor.detach(), group=group, group_src=0)
-
-
-def full_state(model: nn.Module) -> Mapping[str, Any]:
-    """On the CPU, on rank 0; empty on the others. Collective."""
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    found: Mapping[str, Any] = get_model_state_dict(model, options=options)
-    return found

@@ -14,20 +14,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from gemini.ddp import GeminiDDP
 from gemini.integrations.options import FP16, SCALE, Case, handed, option, size
 from gemini.integrations.parallel.cut import copies_of, shared_by, stages_of
-from gemini.integrations.parallel.experts import share_experts
 from gemini.integrations.parallel.pipelined import STYLES, MicrobatchSchedule, Pipelined
-from gemini.integrations.parallel.plans import TensorParallel, split
-from gemini.integrations.parallel.shared_sequence import MODES, SequenceParallel, share_sequence
+from gemini.integrations.parallel.plans import TensorParallel
+from gemini.integrations.parallel.shared_sequence import MODES, SequenceParallel
 from gemini.integrations.parallel.sizes import MeshSizes
 from gemini.integrations.parts import accept
 from gemini.runtime.pipeline.together import together_of
 
-from .engine_plugin import ALL_KERNELS, FLASH, JIT, NORMS, TENSOR, UNSPLIT, EnginePlugin, made_ours
+from .engine_plugin import TENSOR, UNSPLIT, EnginePlugin, Ignored, Parallelism, made_ours
 from .float8 import FLOAT8
+from .gemini_plugins import LowLevelZeroPlugin
 from .plugin import params_of
 from .precision import BF16MixedPrecision, MixedPrecision, ScaledFP16
 from .torch_plugins import TorchDDPPlugin
-from .zero_plugin import LowLevelZeroPlugin
 
 DDP = Case(
     lambda own: (
@@ -101,10 +100,10 @@ class HybridParallelPlugin(EnginePlugin):
         expected="'fp16', 'bf16' or 'fp32'",
     )
     zero_stage: int = option(0, valid=lambda stage: stage in (0, 1, 2), expected="0, 1 or 2")
-    enable_all_optimization: bool = option(False, ignored=ALL_KERNELS)
-    enable_fused_normalization: bool = option(False, ignored=NORMS)
-    enable_flash_attention: bool = option(False, ignored=FLASH)
-    enable_jit_fused: bool = option(False, ignored=JIT)
+    enable_all_optimization: bool = option(False, ignored=Ignored.KERNELS)
+    enable_fused_normalization: bool = option(False, ignored=Ignored.NORMS)
+    enable_flash_attention: bool = option(False, ignored=Ignored.FLASH)
+    enable_jit_fused: bool = option(False, ignored=Ignored.JIT)
     enable_sequence_parallelism: bool = option(False, only=SPLITS)
     sequence_parallelism_mode: str | None = option(None, only=SEQUENCE)
     enable_sequence_overlap: bool = option(False, absent=True)
@@ -239,12 +238,9 @@ class HybridParallelPlugin(EnginePlugin):
         return LowLevelZeroPlugin(
             # reduces while a backward runs, as DDP does; a pipeline reduces once, whatever it is
             stage=2 if self.zero_stage == 0 or self.pp_size > 1 else self.zero_stage,
-            precision=self.precision,
-            max_norm=self.max_norm,
-            fp8_communication=self.fp8_communication,
-            **handed(self, ZERO),
-            **handed(self, FP16),
-        )
+            precision=self.precision, max_norm=self.max_norm,
+            fp8_communication=self.fp8_communication, **handed(self, ZERO), **handed(self, FP16),
+        )  # fmt: skip
 
     def _ddp(self) -> TorchDDPPlugin:
         return TorchDDPPlugin(**handed(self, DDP))
@@ -273,7 +269,7 @@ class HybridParallelPlugin(EnginePlugin):
         own: MixedPrecision | None = None if scale is None else ScaledFP16(scale)
         if self.precision == "bf16":
             own = BF16MixedPrecision()
-        return self._ddp().wrap_clipped(model, optimizer, own, device, max_norm=self.max_norm)
+        return self._ddp().wrap(model, optimizer, own, device, max_norm=self.max_norm)
 
     @property
     def sizes(self) -> MeshSizes:  # type: ignore[override]
@@ -284,21 +280,21 @@ class HybridParallelPlugin(EnginePlugin):
 
     def options(self, device: torch.device) -> dict[str, Any]:
         """Of `GeminiDDP`, beside tensor parallelism or as a stage."""
-        options = {**self._zero().options(device), "mesh": self.sizes.mesh(device)}
+        layers = sequence = None
         if self.tp_size > 1:
-            sequence = self.enable_sequence_parallelism and self.sharing == 1
-            options["tensor_parallel"] = TensorParallel(
-                self.custom_policy, sequence, self.parallel_output,
+            layers = TensorParallel(
+                self.custom_policy,
+                self.enable_sequence_parallelism and self.sharing == 1,
+                self.parallel_output,
                 self.make_vocab_size_divisible_by,
-            )  # fmt: skip
-        if self.ep_size > 1:
-            options["expert_parallel"] = True
+            )
         if self.sharing > 1:
-            options["sequence_parallel"] = SequenceParallel(
-                str(self.sequence_parallelism_mode), self.inner_ring_size,
-                whole=not self.parallel_output,
-            )  # fmt: skip
-        return options
+            mode = str(self.sequence_parallelism_mode)
+            whole = not self.parallel_output
+            sequence = SequenceParallel(mode, self.inner_ring_size, whole)
+        shared = Parallelism(layers, sequence, self.ep_size > 1)
+        mesh = self.sizes.mesh(device)
+        return self._zero().options(device) | {"mesh": mesh, "shared": shared}
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         if self.pp_size > 1:
@@ -313,37 +309,28 @@ def _wrap_stages(
     layers: Sequence[int] | None,
     *,
     mesh: DeviceMesh,
-    tensor_parallel: TensorParallel | None = None,
-    sequence_parallel: SequenceParallel | None = None,
-    expert_parallel: bool = False,
+    shared: Parallelism,
     **options: Any,
 ) -> Pipelined:
     """This rank's stages of a pipeline; the optimizer has their parameters alone.
 
-    layers: of every stage; None is as even as it goes. tensor_parallel: how torch splits each
-    stage, over "tp". sequence_parallel: its sequences are, over "cp". expert_parallel: its
-    experts, over "ep". options: of `GeminiDDP`.
+    layers: of every stage; None is as even as it goes. options: of `GeminiDDP`.
     Raises ValueError, before anything is changed, for a model that cannot be cut or split, and for
     an optimizer that has nothing of some rank's stages.
     """
     places = [schedule.stages(place, mesh["pp"].size()) for place in range(mesh["pp"].size())]
     stages = stages_of(model, sum(map(len, places)), layers)
-    shared = shared_by(model, stages)
+    tied = shared_by(model, stages)
     if optimizer is not None:
         for place, theirs in enumerate(places):
             _check_steps(optimizer, place, [stages[i] for i in theirs])
         made_ours(optimizer, model)
-    mine, sequence = places[mesh.get_local_rank("pp")], None
+    mine = places[mesh.get_local_rank("pp")]
     own = [stages[i] for i in mine]
-    if tensor_parallel is not None:
-        split(model, optimizer, mesh["tp"], tensor_parallel, own)
-    if expert_parallel:
-        share_experts(model, optimizer, mesh["ep"], own)
-    if sequence_parallel is not None:
-        sequence = share_sequence(model, mesh["cp"], sequence_parallel, own)
+    sequence = shared.share(model, optimizer, mesh, own)
     place_of = {stage: place for place, theirs in enumerate(places) for stage in theirs}
     ties = together_of(mesh).ties
-    for names, theirs in shared:
+    for names, theirs in tied:
         copies = copies_of(names, [stages[i] for i in mine if i in theirs], optimizer)
         if copies:
             ties.add(copies, names, [*dict.fromkeys(place_of[stage] for stage in theirs)])

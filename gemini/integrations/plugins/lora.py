@@ -24,9 +24,7 @@ def enable_lora(
     bnb_quantization_config: Any,
     quantize: bool,
 ) -> nn.Module:
-    """The module with LoRA layers, of `lora_config` or of a folder that peft has saved.
-
-    bnb_quantization_config, or `quantize`: the base's linear layers become bitsandbytes' first.
+    """See `Booster.enable_lora`.
 
     Raises ValueError for a module that is wrapped, for neither or both, and for a quantization that
     is none, ImportError without peft or bitsandbytes.

@@ -20,7 +20,7 @@ from gemini.optim.base import TieredOptimizer
 from gemini.optim.binding import show_steps
 from gemini.optim.rules.clipping import asked_norm
 
-from .precision import Scaling
+from .precision import MixedPrecision, Scaling
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,21 @@ class Extras:
             raise ValueError(f"max_norm={self.max_norm} is negative; 0 does not clip")
 
 
-def give_extras(optimizer: torch.optim.Optimizer, extras: Extras) -> None:
-    """`optimizer` stays the same object, and its class a subclass of what it was."""
+def boost_plain(
+    optimizer: torch.optim.Optimizer | None, precision: MixedPrecision | None, max_norm: float = 0.0
+) -> None:
+    """Give an optimizer of plain parameters what a boosted one has.
+
+    It stays the same object, and its class a subclass of what it was.
+    """
+    if optimizer is None:
+        return
+    scaling = None
+    if precision is not None and precision.loss_scale is not None:
+        scaling = Scaling(precision.loss_scale, says_overflows=precision.says_overflows)
+    extras = Extras(scaling, max_norm)
+    if isinstance(optimizer, TieredOptimizer) and extras == Extras():
+        return
     followed = hasattr(optimizer.step, "_wrapped_by_lr_sched")
     optimizer.__dict__.pop("step", None)
     kind: Any = type(optimizer)

@@ -70,8 +70,9 @@ class Plugin:
         Call `loader.sampler.set_epoch(epoch)` for another order in each epoch.
         """
         return dataloader(
-            dataset, batch_size, shuffle, seed, drop_last, pin_memory, num_workers,
-            distributed_sampler_cls, self.sizes.data_place(rank(), world_size()), **kwargs,
+            dataset, self.sizes.data_place(rank(), world_size()), batch_size=batch_size,
+            shuffle=shuffle, seed=seed, drop_last=drop_last, pin_memory=pin_memory,
+            num_workers=num_workers, distributed_sampler_cls=distributed_sampler_cls, **kwargs,
         )  # fmt: skip
 
     prepare_train_dataloader = prepare_dataloader

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from gemini.integrations.options import TORCH_SCALE, ZERO_SCALE, check_options, option
+from gemini.integrations.options import SCALE_NAMES, TORCH_SCALE, ZERO_SCALE, check_options, option
 from gemini.optim.rules.loss_scale import LossScale
 from gemini.trees import map_tensors
 
@@ -22,14 +22,19 @@ log = logging.getLogger("gemini")
 class MixedPrecision:
     """What a module computes in, while its parameters stay in fp32.
 
+    usual_scale: the loss scale of one that has some, but for its own options of that.
     says_overflows: whether every step that is skipped is logged.
     """
 
     dtype: ClassVar[torch.dtype] = torch.float16
+    usual_scale: ClassVar[LossScale | None] = None
 
     @property
     def loss_scale(self) -> LossScale | None:
-        return None
+        if self.usual_scale is None:
+            return None
+        own = {name: getattr(self, name) for name in SCALE_NAMES if hasattr(self, name)}
+        return replace(self.usual_scale, **own)
 
     @property
     def says_overflows(self) -> bool:
@@ -57,12 +62,11 @@ class FP16TorchMixedPrecision(MixedPrecision):
     backoff_factor: float = TORCH_SCALE.backoff_factor
     growth_interval: int = TORCH_SCALE.growth_interval
 
+    usual_scale = TORCH_SCALE
+
     @property
-    def loss_scale(self) -> LossScale:
-        return replace(
-            TORCH_SCALE, initial_scale=self.init_scale, growth_factor=self.growth_factor,
-            backoff_factor=self.backoff_factor, growth_interval=self.growth_interval,
-        )  # fmt: skip
+    def initial_scale(self) -> float:
+        return self.init_scale
 
 
 @dataclass(frozen=True)
@@ -84,15 +88,10 @@ class FP16NaiveMixedPrecision(MixedPrecision):
     max_scale: float = ZERO_SCALE.max_scale
     verbose: bool = False
 
+    usual_scale = ZERO_SCALE
+
     def __post_init__(self) -> None:
         check_options(self)
-
-    @property
-    def loss_scale(self) -> LossScale:
-        return LossScale(
-            self.initial_scale, ZERO_SCALE.min_scale, self.growth_factor, self.backoff_factor,
-            self.growth_interval, self.hysteresis, self.max_scale,
-        )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,10 @@ from torch import nn
 
 from gemini.ddp import GeminiDDP
 from gemini.integrations.options import option
-from gemini.optim.base import TieredOptimizer
 
-from .optimizers import Extras, give_extras
+from .optimizers import boost_plain
 from .plugin import Plugin, check_over
-from .precision import MixedPrecision, Scaling, compute_in
+from .precision import MixedPrecision, compute_in
 
 _OWN = ("broadcast_buffers", "fp8_communication")  # of TorchDDPPlugin, not handed to torch
 
@@ -33,14 +32,17 @@ class PlainPlugin(Plugin):
         optimizer: torch.optim.Optimizer | None,
         precision: MixedPrecision | None,
         device: torch.device,
+        *,
+        max_norm: float = 0.0,
     ) -> nn.Module:
+        """max_norm: every step clips gradients to it; 0 does not."""
         check_unwrapped(model)
         if optimizer is not None:
             check_over(optimizer, model)
         model.to(device)
         if precision is not None:
             compute_in(model, precision.dtype, device)
-        boost_plain(optimizer, precision)
+        boost_plain(optimizer, precision, max_norm)
         return model
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
@@ -48,7 +50,7 @@ class PlainPlugin(Plugin):
 
 
 @dataclass(frozen=True)
-class TorchDDPPlugin(Plugin):
+class TorchDDPPlugin(PlainPlugin):
     """`torch.nn.parallel.DistributedDataParallel` with its own options.
 
     The optimizer is torch's or this project's. Without a process group (`launch_from_torch` makes
@@ -63,31 +65,16 @@ class TorchDDPPlugin(Plugin):
     static_graph: bool = False
     fp8_communication: bool = option(False, absent=True)
 
-    takes_device = True
-
     def wrap(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
         precision: MixedPrecision | None,
         device: torch.device,
-    ) -> nn.Module:
-        return self.wrap_clipped(model, optimizer, precision, device, max_norm=0.0)
-
-    def wrap_clipped(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        precision: MixedPrecision | None,
-        device: torch.device,
         *,
-        max_norm: float,
+        max_norm: float = 0.0,
     ) -> nn.Module:
-        """`wrap`, with gradients clipped in every step."""
-        PlainPlugin.wrap(PlainPlugin(), model, None, precision, device)
-        if optimizer is not None:
-            check_over(optimizer, model)
-        boost_plain(optimizer, precision, max_norm)
+        super().wrap(model, optimizer, precision, device, max_norm=max_norm)
         if not (dist.is_available() and dist.is_initialized()):
             return model
         options = {name: value for name, value in vars(self).items() if name not in _OWN}
@@ -102,21 +89,6 @@ class TorchDDPPlugin(Plugin):
         if not isinstance(model, nn.parallel.DistributedDataParallel):
             return nullcontext()
         return model.no_sync()
-
-
-def boost_plain(
-    optimizer: torch.optim.Optimizer | None, precision: MixedPrecision | None, max_norm: float = 0.0
-) -> None:
-    """Give an optimizer of plain parameters what a boosted one has."""
-    if optimizer is None:
-        return
-    scaling = None
-    if precision is not None and precision.loss_scale is not None:
-        scaling = Scaling(precision.loss_scale, says_overflows=precision.says_overflows)
-    extras = Extras(scaling, max_norm)
-    if isinstance(optimizer, TieredOptimizer) and extras == Extras():
-        return
-    give_extras(optimizer, extras)
 
 
 def check_unwrapped(model: nn.Module) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 
 import gemini
 from bench.shared.models import Tower, token_batches, token_loss
+from bench.shared.reference import same
 from gemini.checkpoint import CheckpointError, FormatError, MismatchError
 from gemini.integrations import (
     Booster,
@@ -19,7 +20,6 @@ from gemini.integrations import (
     TorchDDPPlugin,
 )
 from gemini.integrations.booster import files
-from gemini.integrations.booster.optimizer_state import scale_of
 from optim import HybridAdam
 
 IDS = token_batches(1, 1)[0][0]
@@ -41,10 +41,6 @@ def boosted(plugin, ours=True, steps=2, **options):
 @pytest.fixture(scope="module")
 def trained():
     return boosted(GeminiPlugin(precision="bf16"))
-
-
-def same(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 FORMATS = {
@@ -90,8 +86,7 @@ def test_a_save_beside_training_has_the_weights_of_its_call(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("safe", "stem", "suffix"),
-    [(True, "model", "safetensors"), (False, "pytorch_model", "bin")],
+    ("safe", "stem", "suffix"), [(True, "model", "safetensors"), (False, "pytorch_model", "bin")]
 )
 @pytest.mark.parametrize("use_async", [False, True])
 def test_shards_have_the_size_and_the_prefix_that_were_asked_for(
@@ -279,7 +274,7 @@ def test_plain_modules_compute_in_the_precision_of_the_booster(precision, tmp_pa
         fresh.boost(again, other)
         fresh.load_optimizer(other, tmp_path / f"{shard}")
         if precision != "bf16":
-            assert scale_of(other) == scale_of(optimizer)
+            assert files.scale_of(other) == files.scale_of(optimizer)
 
 
 def test_a_clip_in_fp16_is_behind_the_last_backward():

@@ -10,10 +10,7 @@ from torch.utils.data import TensorDataset
 from bench.shared.models import Tower, seeded
 from bench.shared.workers import run_ranks
 from gemini.integrations import Booster, GeminiPlugin, LowLevelZeroPlugin, TorchFSDPPlugin
-from gemini.integrations.classic import (
-    ShardedModelV2,
-    col_model_deepcopy,
-)
+from gemini.integrations.classic import ShardedModelV2, col_model_deepcopy
 from optim import HybridAdam
 from tests.support.said import said
 

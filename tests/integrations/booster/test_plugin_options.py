@@ -37,16 +37,10 @@ def test_options_of_gemini_reach_the_engine():
     found = gemini.search_chunk_configuration(Tower(), 0, None, 3000 / 2**20, dtype="float32")
     model = wrapped(
         GeminiPlugin(
-            chunk_config_dict=found,
-            precision="fp32",
-            max_prefetch=2,
-            max_norm=0.5,
-            norm_type=1.0,
-            shard_param_frac=0.5,
-            offload_optim_frac=0.25,
-            offload_param_frac=0.0,
+            chunk_config_dict=found, precision="fp32", max_prefetch=2, max_norm=0.5, norm_type=1.0,
+            shard_param_frac=0.5, offload_optim_frac=0.25, offload_param_frac=0.0,
         )
-    )
+    )  # fmt: skip
     assert model.chunk_configuration is found
     assert model.engine.precision_settings.clip.max_norm == 0.5
     assert model.engine.precision_settings.clip.norm_type == 1.0

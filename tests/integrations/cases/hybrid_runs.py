@@ -21,6 +21,7 @@ from gemini import GeminiDDP
 from gemini.integrations import Booster, HybridParallelPlugin, chunk_loss
 from gemini.integrations.parallel.pipelined import Pipelined
 from optim import HybridAdam
+from tests.support import plain_training
 from tests.support.meshes import ADAM, MAX_NORM, PARTS, STEPS
 
 ROWS, TIME, WORDS, MICRO = 4, 12, 96, 2
@@ -238,9 +239,7 @@ def update_error(
     """Relative, over all weights."""
     assert found.keys() == want.keys()
     names = [name for name, value in want.items() if value.is_floating_point()]
-    wrong = sum((found[n].double() - want[n].double()).square().sum() for n in names)
-    moved = sum((want[n].double() - start[n].double()).square().sum() for n in names)
-    return float((wrong / moved) ** 0.5)
+    return plain_training.update_error(*([x[n] for n in names] for x in (found, want, start)))
 
 
 @dataclass(frozen=True)

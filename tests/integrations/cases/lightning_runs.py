@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,18 +73,10 @@ class Net(LightningModule):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), **self.adam)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": schedule, "interval": "step"},
-        }
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def numbers(self) -> dict[str, list[float]]:
-        return {
-            "losses": self.losses,
-            "norms": self.norms,
-            "rates": self.rates,
-            "evals": self.evals,
-        }
+        return {name: getattr(self, name) for name in ("losses", "norms", "rates", "evals")}
 
 
 class ByHand(Net):
@@ -184,6 +177,12 @@ def as_torchrun(rank: int) -> None:
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT="29400",
     )
+
+
+def close(got: Sequence[float], want: Sequence[float], rtol: float = 1e-5) -> None:
+    """fp32 sums are in another order."""
+    assert len(got) == len(want) > 0
+    torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=rtol, atol=1e-7)
 
 
 class SaveAt(Callback):

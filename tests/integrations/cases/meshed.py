@@ -12,16 +12,7 @@ from torch import Tensor, nn
 
 from bench.shared.models import Block, Splittable, seeded
 from gemini.integrations import GeminiPlugin, HybridParallelPlugin
-from tests.integrations.cases.boosted import (
-    ADAM,
-    MICRO,
-    SMALL,
-    Kit,
-    Run,
-    all_runs,
-    averaged,
-    part,
-)
+from tests.integrations.cases.boosted import ADAM, MICRO, SMALL, Kit, Run, all_runs, averaged, part
 
 PLAN = {
     **dict.fromkeys((f"blocks.*.{name}" for name in "qkv"), "colwise"),

@@ -14,16 +14,15 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from gemini.integrations.config import plugin_of, read_config
+from tests.support import frozen
 from tests.support.said import said
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs/from-colossal.md").read_text()
-TABLE = dict(re.findall(r"^\| `(colossalai[\w.]*)` \| `(gemini[\w.]*)` \|$", PAGE, re.MULTILINE))
 BLOCKS = tomllib.loads((Path(__file__).parent / "blocks.toml").read_text())["block"]
 CHAPTERS = list(dict.fromkeys(block["page"] for block in BLOCKS if "code" in block))
 
@@ -54,7 +53,7 @@ def module(name, **names):
 def colossalai():
     """Modules with what the page's table has, by the names that they have there."""
     found = {"colossalai": module("colossalai")}
-    for there, here in TABLE.items():
+    for there, here in frozen.colossal().items():
         *path, name = there.split(".")
         for i in range(1, len(path) + 1):
             whole = ".".join(path[:i])
@@ -125,24 +124,18 @@ def small_world():
 
 
 @pytest.fixture
-def alone(monkeypatch, tmp_path):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
+def small(elsewhere, monkeypatch, tmp_path):
     monkeypatch.setenv("DATA", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.Tensor, "cuda", lambda self: self)
     with suppress(ImportError):  # it looks for torchvision when its first model is imported
         from transformers import GPT2LMHeadModel  # noqa: F401
     for name, made in {**colossalai(), **small_world()}.items():
         monkeypatch.setitem(sys.modules, name, made)
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("page", CHAPTERS)
-def test_the_code_of_a_page_runs_with_its_imports_changed(alone, page):
+def test_the_code_of_a_page_runs_with_its_imports_changed(small, page):
     names = {"__name__": "script"}
     for block in BLOCKS:
         if block["page"] != page or "code" not in block:

@@ -9,6 +9,7 @@ from torch import nn
 
 import gemini
 from bench.shared.models import Tower, token_batches, token_loss
+from bench.shared.reference import same
 from gemini import GeminiDDP
 from gemini.integrations.classic import (
     GRADIENT_HANDLER,
@@ -52,10 +53,6 @@ def trained(model, optimizer, steps=2):
     return model.state_dict()
 
 
-def same_weights(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
 def expected(precision="fp16", placement="cpu", **options):
     model = GeminiDDP(Tower(), placement_policy=placement, precision=precision, **options)
     return trained(model, HybridAdam(model.parameters(), **ADAM))
@@ -70,7 +67,7 @@ def test_the_wrappers_train_as_gemini_ddp_and_keep_the_optimizer(stage):
     wrapped = zero_optim_wrapper(model, optimizer, initial_scale=2**5)
     assert wrapped is optimizer
     assert model.engine.control_vector.read().scale == 2**5
-    assert same_weights(trained(model, wrapped), expected(loss_scale=LossScale(2.0**5)))
+    assert same(trained(model, wrapped), expected(loss_scale=LossScale(2.0**5)))
 
 
 def test_the_wrapper_clips_in_every_step_by_the_norm_that_was_asked_for():
@@ -169,14 +166,14 @@ def test_a_static_copy_is_plain_and_the_wrapper_trains_on(precision):
     for everywhere in (False, True):
         plain = classic.get_static_torch_model(model, only_rank_0=not everywhere)
         assert type(plain) is Normed and {type(p) for p in plain.parameters()} == {nn.Parameter}
-        assert same_weights(dict(plain.state_dict()), want)
+        assert same(dict(plain.state_dict()), want)
         before = len(calls)
         plain(torch.ones(3, 5)).sum().backward()
         assert len(calls) == before + 1  # the user's own hook, and none of the engine's
     half = classic.get_static_torch_model(model, dtype=torch.bfloat16)
     assert half.first.weight.dtype == torch.bfloat16
     step()
-    assert not same_weights(dict(model.state_dict()), want)
+    assert not same(dict(model.state_dict()), want)
     with pytest.raises(ValueError, match="expected a GeminiDDP"):
         classic.get_static_torch_model(plain)
 
@@ -186,12 +183,12 @@ def test_sharded_model_v2_trains_dumps_and_is_copied(tmp_path):
     assert isinstance(model, ShardedModelV2)
     optimizer = torch.optim.AdamW(model.module.parameters(), **ADAM)
     assert ShardedOptimizerV2(model, optimizer, initial_scale=2**16) is optimizer
-    assert same_weights(trained(model, optimizer), expected())
+    assert same(trained(model, optimizer), expected())
     model.dump_memory_stats(tmp_path / "stats.log")
     assert json.loads((tmp_path / "stats.log").read_text())["traces"]
     other = Tower(seed=1)
     col_model_deepcopy(model, other)
-    assert same_weights(dict(other.state_dict()), dict(model.state_dict()))
+    assert same(dict(other.state_dict()), dict(model.state_dict()))
     with pytest.raises(ValueError, match="expected a module like the one"):
         col_model_deepcopy(model, nn.Linear(3, 3))
 

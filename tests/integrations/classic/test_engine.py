@@ -5,12 +5,10 @@ import sys
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from bench.shared.models import seeded
 from bench.shared.workers import run_ranks
-from gemini.integrations import config as configs
 from gemini.integrations.classic import (
     GRADIENT_HANDLER,
     BaseGradientHandler,
@@ -37,6 +35,7 @@ from gemini.integrations.config import (
 # fp32: sums in other orders
 TOLERANCE = 1e-6
 ROWS, PARTS, CLIP = 4, 3, 0.05
+pytestmark = pytest.mark.usefixtures("elsewhere")
 
 
 def made():
@@ -48,10 +47,7 @@ def made():
 
 def data(count, first=0):
     return [
-        (
-            torch.randn(ROWS, 5, generator=torch.Generator().manual_seed(i)),
-            torch.arange(ROWS) % 3,
-        )
+        (torch.randn(ROWS, 5, generator=torch.Generator().manual_seed(i)), torch.arange(ROWS) % 3)
         for i in range(first, first + count)
     ]
 
@@ -61,15 +57,6 @@ def started(config, model=None):
     model = made() if model is None else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
     return initialize(model, optimizer, nn.CrossEntropyLoss())[0]
-
-
-@pytest.fixture(autouse=True)
-def group(monkeypatch, tmp_path):
-    monkeypatch.setattr(configs.global_context, "config", read_config({}))
-    monkeypatch.chdir(tmp_path)
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 class Net(nn.Module):
@@ -293,13 +280,7 @@ def test_tensorboard_is_told_metrics_by_iteration_and_epoch(monkeypatch):
     monkeypatch.setitem(sys.modules, there.__name__, there)
     hook, other = hooks.TensorboardHook("logs", ranks=[0]), hooks.TensorboardHook("logs", ranks=[1])
     Trainer(started({})).fit(data(2), 1, test_dataloader=data(1), hooks=[hook, hooks.LossHook()])
-    assert said == [
-        ("loss", 1),
-        ("loss", 2),
-        ("train loss", 0),
-        ("test loss", 0),
-        "logs/rank_0",
-    ]
+    assert said == [("loss", 1), ("loss", 2), ("train loss", 0), ("test loss", 0), "logs/rank_0"]
     other.after_train(None)
     assert len(said) == 5
     monkeypatch.setitem(sys.modules, there.__name__, None)

@@ -12,8 +12,7 @@ from torch import nn
 from tests.support import frozen
 
 ROOT = Path(__file__).resolve().parents[3]
-ROW = re.compile(r"^\| `(colossalai[\w.]*)` \| `(gemini[\w.]*)` \|$", re.MULTILINE)
-TABLE = dict(ROW.findall((ROOT / "docs/from-colossal.md").read_text()))
+TABLE = frozen.colossal()
 WRITTEN = re.findall(
     r"^\| `\w+ = .+` \| `(\w+ = .+)` \|$",
     (ROOT / "docs/from-colossal.md").read_text(),

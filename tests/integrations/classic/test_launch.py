@@ -17,6 +17,7 @@ from gemini.integrations import launch as doors
 from gemini.integrations.config import AMP_TYPE, global_context, plugin_of, read_config
 from gemini.integrations.recorded import InOrder
 from gemini.integrations.run import chosen_hosts
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -31,15 +32,6 @@ if sys.argv[1:] == ["fail"]:
 if sys.argv[1:] == ["die"]:
     os.kill(os.getpid(), signal.SIGKILL)
 """
-
-
-@pytest.fixture
-def alone(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def test_without_torchrun_a_process_is_a_group_of_one(alone):
@@ -62,7 +54,7 @@ def test_the_configuration_of_old_scripts_comes_first(alone, starter, monkeypatc
         monkeypatch.setenv(name, "0")
     for name in ("SLURM_NPROCS", "OMPI_COMM_WORLD_SIZE"):
         monkeypatch.setenv(name, "1")
-    place = ("localhost", _free_port(), "gloo")
+    place = ("localhost", free_port(), "gloo")
     getattr(doors, f"launch{starter}")({}, *(() if starter else (0, 1)), *place)
     assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 1, "gloo")
     getattr(doors, f"launch{starter}")({"BATCH_SIZE": 3}, *(() if starter else (0, 1)), *place)
@@ -187,18 +179,10 @@ def _by_starter(rank, starter, port, folder):
 @pytest.mark.ci
 @pytest.mark.parametrize("starter", ["slurm", "openmpi"])
 def test_ranks_join_by_their_starter_and_one_goes_first(starter, tmp_path):
-    results = run_processes(_by_starter, 2, starter, _free_port(), str(tmp_path))
+    results = run_processes(_by_starter, 2, starter, free_port(), str(tmp_path))
     assert results == [
         (True, 3.0, "master", (False, True)), (False, 3.0, None, (True, False)),
     ]  # fmt: skip
-
-
-def _free_port():
-    import socket
-
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        return found.getsockname()[1]
 
 
 def hosts(**given):
@@ -273,7 +257,7 @@ def test_run_reaches_hosts_by_ssh_and_ends_all_where_one_fails(tmp_path):
     ssh.chmod(0o755)
     done = gemini_run(
         tmp_path, "--host", "one,two", "--master_addr", "localhost", "--master_port",
-        str(_free_port()), "fail", path=str(ssh.parent),
+        str(free_port()), "fail", path=str(ssh.parent),
     )  # fmt: skip
     assert done.returncode == 1
     assert sorted((tmp_path / "hosts").read_text().split()) == ["one", "two"]

@@ -9,18 +9,13 @@ from torch import nn
 
 from bench.shared.models import seeded
 from bench.shared.workers import run_ranks
-from gemini.integrations import config as configs
 from gemini.integrations.classic import initialize, moe
 from gemini.integrations.config import global_context, read_config
+from tests.support.plain_training import update_error
 
 WIDTH, EXPERTS, TOKENS, STEPS, CLIP = 6, 4, 20, 3, 0.05
 ADAM = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.01}
 TOLERANCE = 1.5e-6  # fp32: sums in other orders
-
-
-@pytest.fixture(autouse=True)
-def configuration(monkeypatch):
-    monkeypatch.setattr(configs.global_context, "config", read_config({}))
 
 
 class Ffn(nn.Module):
@@ -114,9 +109,7 @@ def test_experts_on_ranks_train_as_in_one_process(ranks, size, router, factor):
         optimizer.step()
     found, want = run_ranks(on_ranks, ranks, size, router, factor)[0], plain.state_dict()
     assert found.keys() == want.keys()
-    off = sum((found[k].double() - want[k].double()).square().sum() for k in want)
-    moved = sum((start[k].double() - want[k].double()).square().sum() for k in want)
-    assert float((off / moved).sqrt()) <= TOLERANCE
+    assert update_error(*([one[key] for key in want] for one in (found, want, start))) <= TOLERANCE
 
 
 @pytest.mark.parametrize("drops", [True, False])
@@ -124,10 +117,8 @@ def test_experts_on_ranks_train_as_in_one_process(ranks, size, router, factor):
 def test_an_expert_takes_its_first_tokens(router, drops):
     """First choices of all tokens come before second ones."""
     torch.manual_seed(0)
-    logits, one = (
-        torch.randn(31, EXPERTS) + torch.tensor([2.0, 0, 0, -3]),
-        router(0.7, drop_tks=drops),
-    )
+    logits = torch.randn(31, EXPERTS) + torch.tensor([2.0, 0, 0, -3])
+    one = router(0.7, drop_tks=drops)
     index, weights, loss = one(logits)
     room, probs = [one.capacity(31, EXPERTS)] * EXPERTS, logits.softmax(1)
     assert room[0] % 2 == 0 and room[0] >= one.k * 0.7 * 31 // EXPERTS

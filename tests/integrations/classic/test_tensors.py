@@ -9,7 +9,6 @@ from torch import nn
 from bench.shared.models import seeded
 from bench.shared.workers import run_ranks
 from gemini.chunk.local import is_dtensor
-from gemini.integrations import config as configs
 from gemini.integrations.classic import ColoInitContext, GeminiDDP, HybridAdam, initialize, layers
 from gemini.integrations.classic.tensors import (
     ColoTensor,
@@ -21,6 +20,7 @@ from gemini.integrations.classic.tensors import (
     ShardSpec,
 )
 from gemini.integrations.config import global_context, read_config
+from tests.support import plain_training
 from tests.support.said import said
 
 # fp32: sums in other orders
@@ -30,8 +30,7 @@ ADAM = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.01}
 
 
 @pytest.fixture(autouse=True)
-def configuration(monkeypatch):
-    monkeypatch.setattr(configs.global_context, "config", read_config({}))
+def drawn_alike(monkeypatch):
     alike(monkeypatch, nn.Linear, "reset_parameters")
     alike(monkeypatch, nn.Embedding, "reset_parameters")
 
@@ -76,10 +75,8 @@ def batch(step, place=0, of=1):
 
 
 def update_error(found, model, start):
-    want = {name: param.detach().double() for name, param in model.named_parameters()}
-    off = sum((found[name].double() - value).square().sum() for name, value in want.items())
-    moved = sum((start[name].double() - value).square().sum() for name, value in want.items())
-    return float((off / moved).sqrt())
+    want = dict(model.named_parameters())
+    return plain_training.update_error(*([x[name] for name in want] for x in (found, want, start)))
 
 
 def plainly(model, of=batch, loss=loss_of):

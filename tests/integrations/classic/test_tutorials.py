@@ -5,7 +5,6 @@ Only what no machine has is replaced: data that is downloaded, and the move to a
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD
 from torch.utils.data import TensorDataset
@@ -37,9 +36,11 @@ from gemini.integrations.launch import (
 from gemini.integrations.plugins.precision import FP16TorchMixedPrecision
 from gemini.integrations.schedules import CosineAnnealingLR
 from optim.base import TieredOptimizer
+from tests.support.ports import free_port
 
 transformers = pytest.importorskip("transformers")
 FEATURES = 12
+pytestmark = pytest.mark.usefixtures("elsewhere")  # launched as the tutorials do
 
 
 def resnet18(num_classes=10):
@@ -54,17 +55,6 @@ def resnet18(num_classes=10):
 def images(count=40):
     torch.manual_seed(1)
     return TensorDataset(torch.randn(count, 3, 8, 8), torch.randint(0, 10, (count,)))
-
-
-@pytest.fixture(autouse=True)
-def group(monkeypatch, tmp_path):
-    """Launched as the tutorials do; the current folder is a temporary one."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.chdir(tmp_path)
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("plugin_of", [LowLevelZeroPlugin, GeminiPlugin, TorchDDPPlugin])
@@ -118,14 +108,6 @@ def test_booster_api(use_safetensors):
     booster.load_model(new_model, save_path)
     for name, value in model.module.state_dict().items():
         assert torch.equal(new_model.state_dict()[name], value)
-
-
-def free_port():
-    import socket
-
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        return found.getsockname()[1]
 
 
 def test_gemini_by_booster():

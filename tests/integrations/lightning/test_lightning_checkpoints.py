@@ -6,9 +6,7 @@ from torch import nn
 
 pytest.importorskip("lightning")
 
-from lightning.pytorch.callbacks import (
-    ModelCheckpoint,
-)
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from gemini import GeminiDDP
 from tests.integrations.cases.lightning_runs import Net, SaveAt, loader, ours, trainer
@@ -74,35 +72,26 @@ def test_a_fit_without_an_optimizer_is_saved_too(tmp_path, kind):
     assert again.losses and torch.equal(again.head.weight, module.head.weight)
 
 
-def test_values_that_a_hook_saves_for_weights_are_not_dropped(tmp_path):
-    class Replaces(Net):
-        def on_save_checkpoint(self, checkpoint):
-            checkpoint["state_dict"] = {"head.bias": torch.zeros(5)}
-
-    with pytest.raises(ValueError, match=r"checkpoint\['state_dict'\].*checkpoint=\"full\""):
-        trainer(ours(), tmp_path, callbacks=[SaveAt(tmp_path / "x", 1)]).fit(Replaces(), loader())
-
-    class ReplacesState(Net):
-        def on_save_checkpoint(self, checkpoint):
-            checkpoint["optimizer_states"] = [{"state": {}}]
-
-    with pytest.raises(ValueError, match=r"checkpoint\['optimizer_states'\]"):
-        run = trainer(ours(), tmp_path, callbacks=[SaveAt(tmp_path / "x", 1)])
-        run.fit(ReplacesState(), loader())
-
-    class Moves(Net):
-        def on_save_checkpoint(self, checkpoint):
-            checkpoint["current"] = checkpoint["state_dict"]
-
-    with pytest.raises(ValueError, match="under another key"):
-        trainer(ours(), tmp_path, callbacks=[SaveAt(tmp_path / "y", 1)]).fit(Moves(), loader())
-
-    class Reads(Net):
-        def on_save_checkpoint(self, checkpoint):
-            checkpoint["state_dict"]["head.bias"]
-
-    with pytest.raises(KeyError, match="holds no whole weights in memory"):
-        trainer(ours(), tmp_path, callbacks=[SaveAt(tmp_path / "y", 1)]).fit(Reads(), loader())
+@pytest.mark.parametrize(
+    ("hook", "error", "says"),
+    [
+        (
+            lambda saved: saved.update(state_dict={"head.bias": torch.zeros(5)}),
+            ValueError, r"checkpoint\['state_dict'\].*checkpoint=\"full\"",
+        ),
+        (
+            lambda saved: saved.update(optimizer_states=[{"state": {}}]),
+            ValueError, r"checkpoint\['optimizer_states'\]",
+        ),
+        (lambda saved: saved.update(moved=saved["state_dict"]), ValueError, "under another key"),
+        (lambda saved: saved["state_dict"]["head.bias"], KeyError, "holds no whole weights"),
+    ],
+)  # fmt: skip
+def test_values_that_a_hook_saves_for_weights_are_not_dropped(tmp_path, hook, error, says):
+    module = Net()
+    module.on_save_checkpoint = hook
+    with pytest.raises(error, match=says):
+        trainer(ours(), tmp_path, callbacks=[SaveAt(tmp_path / "x", 1)]).fit(module, loader())
 
 
 def test_what_else_a_module_and_callbacks_save_comes_back(tmp_path):

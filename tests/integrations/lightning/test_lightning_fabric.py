@@ -4,13 +4,21 @@ In fp32 they differ by the order of sums in reductions and norms: 1e-5, relative
 """
 
 import functools
+import os
 import tempfile
 
 import pytest
 import torch
 from torch import nn
 
+pytest.importorskip("lightning")
+
+from lightning.fabric import Fabric
+
 from bench.shared.workers import run_ranks
+from gemini.integrations.lightning import GeminiFabricStrategy
+from gemini.integrations.lightning.shared import REGISTERED
+from tests.integrations.cases.lightning_runs import ADAM, SMALL, as_torchrun, close, loader
 from tests.support.said import said
 
 pytestmark = pytest.mark.ci
@@ -27,20 +35,10 @@ def model():
 
 
 def ours(name=None, **options):
-    from gemini.integrations.lightning import GeminiFabricStrategy
-    from gemini.integrations.lightning.shared import REGISTERED
-    from tests.integrations.cases.lightning_runs import SMALL
-
     return GeminiFabricStrategy(**{**SMALL, **REGISTERED[name or "gemini"], **options})
 
 
 def begun(strategy, **options):
-    import os
-
-    from lightning.fabric import Fabric
-
-    from tests.integrations.cases.lightning_runs import ADAM, loader
-
     devices = int(os.environ["WORLD_SIZE"])
     fabric = Fabric(accelerator="cpu", devices=devices, strategy=strategy, **options)
     fabric.launch()
@@ -94,8 +92,6 @@ CASES = {
 
 
 def work(rank, folder):
-    from tests.integrations.cases.lightning_runs import as_torchrun
-
     as_torchrun(rank)
     found = {}
     two = torch.distributed.get_world_size() == 2
@@ -121,11 +117,6 @@ def work(rank, folder):
 def results(world_size):
     with tempfile.TemporaryDirectory() as folder:
         return run_ranks(work, world_size, folder, processes=True)
-
-
-def close(got, want, rtol=1e-5):
-    assert len(got) == len(want) > 0
-    torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=rtol, atol=1e-7)
 
 
 @pytest.mark.parametrize(
@@ -156,8 +147,6 @@ def test_a_loop_goes_on_from_what_any_of_them_saved():
 
 def refused(rank, folder):
     """What is said to calls that cannot be done."""
-    from tests.integrations.cases.lightning_runs import as_torchrun
-
     as_torchrun(rank)
     fabric, state, _ = begun(ours())
     _, other, _ = begun(ours())

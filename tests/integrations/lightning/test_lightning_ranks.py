@@ -11,7 +11,30 @@ import pytest
 import torch
 import torch.distributed as dist
 
+pytest.importorskip("lightning")
+
+from lightning.pytorch.callbacks import (
+    Callback,
+    EMAWeightAveraging,
+    LearningRateFinder,
+    StochasticWeightAveraging,
+)
+
 from bench.shared.workers import run_ranks
+from gemini.integrations.lightning import GeminiStrategy
+from gemini.integrations.lightning.shared import REGISTERED
+from gemini.runtime.comm.communicator import Communicator
+from tests.integrations.cases.lightning_runs import (
+    SMALL,
+    ByHand,
+    Net,
+    SaveAt,
+    Tuned,
+    as_torchrun,
+    close,
+    loader,
+    trainer,
+)
 
 pytestmark = pytest.mark.ci
 
@@ -20,10 +43,7 @@ LATE = {"overlap_allgather": True, "communication_dtype": "fp32"}
 # trainer options by case; the strategy's beside them
 CASES = {
     "plain": ({}, {}),
-    "accumulated, norm clipped": (
-        {"accumulate_grad_batches": 3, "gradient_clip_val": 0.4},
-        {},
-    ),
+    "accumulated, norm clipped": ({"accumulate_grad_batches": 3, "gradient_clip_val": 0.4}, {}),
     "value clipped": ({"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}, {}),
     "state on disk": ({"gradient_clip_val": 0.4}, "gemini_nvme"),
     "zero1": ({"accumulate_grad_batches": 2}, "zero1"),
@@ -36,10 +56,6 @@ FIRST, SAVED_AT, MICRO_STEPS = 2, 3, 8
 
 
 def strategy(given, **options):
-    from gemini.integrations.lightning import GeminiStrategy
-    from gemini.integrations.lightning.shared import REGISTERED
-    from tests.integrations.cases.lightning_runs import SMALL
-
     if isinstance(given, str):
         given = REGISTERED[given]
     return GeminiStrategy(**{**SMALL, **given, **options})
@@ -47,8 +63,6 @@ def strategy(given, **options):
 
 def fit(folder, chosen, **options):
     """Numbers of one fit, and the weights that it leaves on this rank."""
-    from tests.integrations.cases.lightning_runs import Net, loader, trainer
-
     module = Net()
     trainer(chosen, folder, **options).fit(module, loader(), loader())
     weights = {name: value.clone() for name, value in module.state_dict().items()}
@@ -57,8 +71,6 @@ def fit(folder, chosen, **options):
 
 def evaluations(folder, chosen):
     """Each before any fit, of one module."""
-    from tests.integrations.cases.lightning_runs import Net, loader, trainer
-
     module = Net()
     for name in ("validate", "test", "predict"):
         getattr(trainer(chosen(), folder), name)(module, loader())
@@ -67,8 +79,6 @@ def evaluations(folder, chosen):
 
 def resumed(folder, chosen, path, **options):
     """Saved in the middle of an accumulation; the run that saved, and one that goes on."""
-    from tests.integrations.cases.lightning_runs import Net, SaveAt, loader, trainer
-
     both = {"accumulate_grad_batches": 2, "limit_val_batches": 0, **options}
     first, second = Net(), Net()
     run = trainer(chosen(), folder, callbacks=[SaveAt(path, SAVED_AT)], **both)
@@ -79,8 +89,6 @@ def resumed(folder, chosen, path, **options):
 
 def crossed(folder, world_size):
     """Losses of fits that go on from one file: by who goes on, and who saved."""
-    from tests.integrations.cases.lightning_runs import Net, SaveAt, loader, trainer
-
     options = {"limit_val_batches": 0}
     chosen = {"ddp": lambda: "ddp", "ours": functools.partial(strategy, {}, checkpoint="full")}
     found = {}
@@ -95,8 +103,6 @@ def crossed(folder, world_size):
 
 
 def averaged(folder, chosen, kind):
-    from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
-
     if kind == "swa":
         callback = StochasticWeightAveraging(0.02, swa_epoch_start=1, annealing_epochs=2)
     else:
@@ -109,10 +115,6 @@ def averaged(folder, chosen, kind):
 
 def other_loops(folder, chosen):
     """Losses with manual optimization, and behind a finder of the rate; and that rate."""
-    from lightning.pytorch.callbacks import LearningRateFinder
-
-    from tests.integrations.cases.lightning_runs import ByHand, Tuned, loader, trainer
-
     finder = LearningRateFinder(min_lr=1e-3, num_training_steps=6)
     one, two = ByHand(), Tuned()
     trainer(chosen(), folder, limit_val_batches=0).fit(one, loader())
@@ -123,8 +125,6 @@ def other_loops(folder, chosen):
 
 def counted(folder, accumulate):
     """Chunks, and reductions of them, of a fit of one step."""
-    from gemini.runtime.comm.communicator import Communicator
-
     calls, before = [], Communicator.reduce_scatter
 
     def count(self, shard, payload, label):
@@ -142,8 +142,6 @@ def counted(folder, accumulate):
 
 def gathered_late(folder):
     """(whether weights are on their way, the dtype that gradients travel in) behind each step."""
-    from lightning.pytorch.callbacks import Callback
-
     found = []
 
     class Asks(Callback):
@@ -159,8 +157,6 @@ def gathered_late(folder):
 
 def trained(rank, folder):
     """Fits of every kind, in one process tree."""
-    from tests.integrations.cases.lightning_runs import as_torchrun
-
     as_torchrun(rank)
     found = {"reductions": counted(folder, 4), "late": gathered_late(folder)}
     for case, (options, given) in CASES.items():
@@ -176,8 +172,6 @@ def trained(rank, folder):
 
 def more(rank, folder):
     """What else a Trainer does, in another."""
-    from tests.integrations.cases.lightning_runs import as_torchrun
-
     as_torchrun(rank)
     world = dist.get_world_size()
     chosen = {"ddp": lambda: "ddp", "ours": lambda: strategy({})}
@@ -196,8 +190,6 @@ def more(rank, folder):
 
 def go_on(rank, folder, saved_by):
     """A fit that goes on from what another number of ranks saved."""
-    from tests.integrations.cases.lightning_runs import Net, as_torchrun, loader, trainer
-
     as_torchrun(rank)
     found = []
     for chosen, kind in (("ddp", "ddp"), (strategy({}), "ours")):
@@ -216,11 +208,6 @@ def shared_folder():
 @functools.cache
 def results(world_size, work=trained):
     return run_ranks(work, world_size, shared_folder().name, processes=True)
-
-
-def close(got, want, rtol=1e-5):
-    assert len(got) == len(want) > 0
-    torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=rtol, atol=1e-7)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from bench.shared.workers import run_ranks
 from gemini import GeminiDDP, load_checkpoint, save_checkpoint
 from gemini.checkpoint.format.keys import Keys
 from gemini.checkpoint.save import runs_of
-from gemini.integrations import HybridParallelPlugin
 from optim import HybridAdam
 from tests.integrations.cases.hybrid_runs import (
     ADAM,
@@ -31,12 +30,10 @@ from tests.integrations.cases.hybrid_runs import (
 from tests.support.said import said
 
 transformers = pytest.importorskip("transformers")
-pytestmark = [
-    pytest.mark.ci,
-    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
-]
+pytestmark = [pytest.mark.ci, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 TIED, EMBED, HEAD = "Llama tied, 4", "model.embed_tokens.weight", "lm_head.weight"
-ZERO1, FP16, CHUNKED = {"zero_stage": 1}, {"precision": "fp16"}, {"tokens": 5}
+ZERO1, CHUNKED = {"zero_stage": 1}, {"tokens": 5}
+FP16, BF16 = {"precision": "fp16"}, {"precision": "bf16"}
 ZERO2 = {"tp_size": 2, "pp_size": 1, "zero_stage": 2}
 REPLICAS = {"extra_dp_size": 2}
 CASES = {
@@ -52,20 +49,14 @@ CASES = {
         ("tp, replicas", "Llama", ZERO2 | REPLICAS),
         ("fp16, the documents' line", "Llama", BOTH | FP16),
         ("fp16, zbv", "Llama", BOTH | ZBV | FP16),
-        (
-            "bf16, interleaved",
-            "Llama",
-            BOTH | INTERLEAVED | {"precision": "bf16", "microbatch_size": 2},
-        ),
+        ("bf16, interleaved", "Llama", BOTH | INTERLEAVED | BF16 | {"microbatch_size": 2}),
         ("fp16, tp", "Llama", {"tp_size": 2, "pp_size": 1} | ZERO1 | FP16),
         ("tied: tp, chunked loss", TIED, BOTH | CHUNKED),
         ("tied: tp, zbv, fp16", TIED, BOTH | ZBV | FP16),
         ("tied: shards, interleaved", TIED, CUT | INTERLEAVED | ZERO1),
-        ("tied: replicas, bf16", TIED, CUT | REPLICAS | {"precision": "bf16"}),
+        ("tied: replicas, bf16", TIED, CUT | REPLICAS | BF16),
     ],
-    8: [
-        ("fp16, shards", "Llama", BOTH | FP16 | ZERO1 | {"cpu_offload": True}),
-    ],
+    8: [("fp16, shards", "Llama", BOTH | FP16 | ZERO1 | {"cpu_offload": True})],
 }
 
 
@@ -168,10 +159,3 @@ def test_tied_copies_begin_alike_and_their_sum_is_seen_by_the_step_alone():
     assert f"stages tie {EMBED}, whose gradients are added up in step()" in text
     assert text == other[2] and named and EMBED not in (*named, *other[3])
     assert torch.equal(after, run_ranks(looks, 2, True)[0][1])  # as if nothing had come before
-
-
-def test_sizes_that_have_no_meaning_together_are_refused():
-    with pytest.raises(ValueError, match="zero_stage=2 with pp_size=2; expected 0 or 1"):
-        HybridParallelPlugin(**BOTH, zero_stage=2)
-    with pytest.raises(ValueError, match="extra_dp_size=2; expected 1: it is for shards"):
-        HybridParallelPlugin(tp_size=2, pp_size=1, extra_dp_size=2)

@@ -1,5 +1,7 @@
 """Plans by which torch splits a module: what they name, and what is refused beforehand."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -11,20 +13,11 @@ from gemini.integrations.parallel import plans
 from gemini.integrations.parallel.plans import TensorParallel, split
 
 
-class Mesh:
-    """As much of a mesh as is asked before a module is changed."""
-
-    def __init__(self, ranks):
-        self.ranks = ranks
-
-    def size(self):
-        return self.ranks
-
-
 def refused(model, said, plan=None, ranks=2, sequence=False):
     before = {name: id(param) for name, param in model.named_parameters()}
+    mesh = SimpleNamespace(size=lambda: ranks)  # all that is asked before a module is changed
     with pytest.raises(ValueError, match=said):
-        split(model, None, Mesh(ranks), TensorParallel(plan, sequence))
+        split(model, None, mesh, TensorParallel(plan, sequence))
     assert before == {name: id(param) for name, param in model.named_parameters()}
 
 

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import scaled_dot_product_attention
 
 from bench.shared.workers import run_ranks
-from gemini.integrations import HybridParallelPlugin, chunk_loss
+from gemini.integrations import chunk_loss
 from gemini.integrations.parallel import attention
 from gemini.integrations.parallel.cut import stages_of
 from gemini.integrations.parallel.head_loss import HeadLoss
@@ -234,19 +234,6 @@ def test_what_would_be_wrong_is_refused():
     for found in run_ranks(refusals, 2):
         for text, one in zip(texts, found, strict=True):
             assert text in one, (text, one)
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        (ULYSSES | {"tp_size": 1}, "sp_size=None with sequence_parallelism_mode='all_to_all'; exp"),
-        (RING | {"tp_size": 1, "sp_size": 4, "inner_ring_size": 3}, "inner_ring_size=3 with sp_si"),
-        (ULYSSES | {"tp_size": 1, "sp_size": 4, "inner_ring_size": 2}, "it is for sequence_paral"),
-    ],
-)
-def test_modes_that_have_no_meaning_are_refused(options, text):
-    with pytest.raises(ValueError, match=text):
-        HybridParallelPlugin(**options)
 
 
 # -- the loss where the head is --

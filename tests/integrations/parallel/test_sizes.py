@@ -28,8 +28,7 @@ PIPELINE = {**HYBRID, "tp_size": 1, "pp_size": 2, "num_microbatches": 2}
         (MeshSizes(tp=2, shards=False), 2, (("tp", 2),)),
         (MeshSizes(tp=2, cp=2), 8, (("shard", 2), ("cp", 2), ("tp", 2))),
         (
-            MeshSizes(cp=2, ep=2, replicas=2),
-            8,
+            MeshSizes(cp=2, ep=2, replicas=2), 8,
             (("replicate", 2), ("shard", 1), ("cp", 2), ("ep", 2)),
         ),
         (MeshSizes(ep=2), 8, (("shard", 4), ("ep", 2))),
@@ -38,13 +37,12 @@ PIPELINE = {**HYBRID, "tp_size": 1, "pp_size": 2, "num_microbatches": 2}
         (MeshSizes(pp=2), 6, (("shard", 3), ("pp", 2))),
         (MeshSizes(pp=2, pp_inside=False), 6, (("pp", 2), ("shard", 3))),
         (
-            MeshSizes(tp=2, pp=3, replicas=2),
-            24,
+            MeshSizes(tp=2, pp=3, replicas=2), 24,
             (("replicate", 2), ("shard", 2), ("pp", 3), ("tp", 2)),
         ),
         (MeshSizes(tp=2, pp=2, pp_inside=False), 8, (("pp", 2), ("shard", 2), ("tp", 2))),
     ],
-)
+)  # fmt: skip
 def test_a_mesh_has_a_dimension_for_what_there_is(sizes, ranks, dims):
     assert sizes.dims(ranks) == dims
 

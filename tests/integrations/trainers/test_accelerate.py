@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from accelerate import load_checkpoint_in_model, utils
 from accelerate.tracking import GeneralTracker
 from torch import nn
 
@@ -126,8 +127,6 @@ def test_the_unwrapped_model_is_the_inner_one_and_saves_fp32(tmp_path):
     state = accelerator.get_state_dict(model)
     accelerator.save_model(model, tmp_path, max_shard_size=400)
     plain, _ = runs.net_and_optimizer()
-    from accelerate import load_checkpoint_in_model
-
     load_checkpoint_in_model(plain, str(tmp_path))
     assert all(torch.equal(value, state[name]) for name, value in plain.state_dict().items())
     assert (tmp_path / "model.safetensors.index.json").exists()
@@ -164,9 +163,7 @@ def test_a_state_that_is_loaded_goes_on_with_the_same_bits(tmp_path):
 
 
 def test_checkpoints_that_accelerate_names_are_found_again(tmp_path):
-    from accelerate.utils import ProjectConfiguration
-
-    project = ProjectConfiguration(
+    project = utils.ProjectConfiguration(
         project_dir=str(tmp_path), automatic_checkpoint_naming=True, total_limit=1
     )
     accelerator = runs.ours(project_config=project)
@@ -202,11 +199,8 @@ def test_a_model_without_parameters_stays_as_it_is():
 
 
 def test_a_loss_scale_of_accelerates_is_taken():
-    from accelerate.utils import GradScalerKwargs
-
-    accelerator = runs.ours(
-        mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=256.0)]
-    )
+    scaler = utils.GradScalerKwargs(init_scale=256.0)
+    accelerator = runs.ours(mixed_precision="fp16", kwargs_handlers=[scaler])
     model, optimizer, *_ = runs.prepared(accelerator)
     accelerator.backward(model(torch.ones(2, 9)).mean())
     optimizer.step()
@@ -214,41 +208,36 @@ def test_a_loss_scale_of_accelerates_is_taken():
 
 
 def test_buffers_are_rank_0s_as_under_ddp_unless_it_is_said():
-    from accelerate.utils import DistributedDataParallelKwargs
-
     kept = nn.Sequential(nn.Linear(9, 9), nn.BatchNorm1d(9))
     assert runs.ours().prepare(copy.deepcopy(kept)).broadcast_buffers
     runs.reset()
-    own = runs.ours(kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)])
+    handler = utils.DistributedDataParallelKwargs(broadcast_buffers=False)
+    own = runs.ours(kwargs_handlers=[handler])
     assert not own.prepare(kept).broadcast_buffers
 
 
-def test_another_plugin_is_refused_by_name():
-    from accelerate.utils import FullyShardedDataParallelPlugin
-
-    with pytest.raises(ValueError, match="fsdp_plugin given to GeminiAccelerator; expected none"):
-        runs.ours(fsdp_plugin=FullyShardedDataParallelPlugin())
-
-
-def test_options_of_torchs_own_mixed_precision_are_refused():
-    from accelerate.utils import AutocastKwargs, GradScalerKwargs
-
-    with pytest.raises(ValueError, match=r"AutocastKwargs given to .*expected none"):
-        runs.ours(kwargs_handlers=[AutocastKwargs(enabled=False)])
-    runs.reset()
-    unscaled = runs.ours(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(enabled=False)])
-    with pytest.raises(ValueError, match="with fp16; expected a loss scale"):
-        unscaled.prepare(nn.Linear(2, 2))
-
-
-def test_two_precisions_are_refused():
-    with pytest.raises(ValueError, match=r"'bf16' and gemini=dict\(precision='fp16'\); expected"):
-        runs.ours(mixed_precision="bf16", gemini={"precision": "fp16"})
+REFUSED = {
+    "fsdp_plugin given to GeminiAccelerator; expected none": lambda: runs.ours(
+        fsdp_plugin=utils.FullyShardedDataParallelPlugin()
+    ),
+    r"AutocastKwargs given to .*expected none": lambda: runs.ours(
+        kwargs_handlers=[utils.AutocastKwargs(enabled=False)]
+    ),
+    "with fp16; expected a loss scale": lambda: runs.ours(
+        mixed_precision="fp16", kwargs_handlers=[utils.GradScalerKwargs(enabled=False)]
+    ),
+    r"'bf16' and gemini=dict\(precision='fp16'\); expected": lambda: runs.ours(
+        mixed_precision="bf16", gemini={"precision": "fp16"}
+    ),
+    r"comm_hook='fp16' .* expected none": lambda: runs.ours(
+        kwargs_handlers=[utils.DistributedDataParallelKwargs(
+            comm_hook=utils.DDPCommunicationHookType.FP16
+        )]
+    ),
+}  # fmt: skip
 
 
-def test_what_reduces_by_itself_is_refused():
-    from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
-
-    hook = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16)
-    with pytest.raises(ValueError, match=r"comm_hook='fp16' .* expected none"):
-        runs.ours(kwargs_handlers=[hook]).prepare(nn.Linear(2, 2))
+@pytest.mark.parametrize("says", REFUSED)
+def test_what_has_no_meaning_here_is_refused_by_name(says):
+    with pytest.raises(ValueError, match=says):
+        REFUSED[says]().prepare(nn.Linear(2, 2))

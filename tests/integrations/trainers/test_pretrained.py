@@ -8,6 +8,7 @@ import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 import gemini
+from bench.shared.reference import same
 from gemini import GeminiDDP
 from gemini.checkpoint import FormatError
 from gemini.checkpoint.pretrained import load_pretrained, write_weights
@@ -25,8 +26,7 @@ def saved(tmp_path):
 
 
 def same_weights(state, model):
-    want = model.state_dict()
-    return state.keys() == want.keys() and all(torch.equal(state[k], want[k]) for k in want)
+    return same(state, model.state_dict())
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
