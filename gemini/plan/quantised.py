@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils.parametrize import register_parametrization
 
 from gemini.chunk.layout import ParamSpec, distinct, spec_of
@@ -57,7 +57,7 @@ class QuantisedBase:
 def quantised_base(model: nn.Module, kind: str) -> QuantisedBase:
     """Of a model of transformers, before it has adapters: its linear layers but for those that
     transformers leaves alone, and of "nf4" stacked experts too."""
-    rows = dict(_linear_weights(model))
+    rows: dict[Tensor, int] = dict(_linear_weights(model))
     if kind == "nf4":
         rows |= {module.get_parameter(key): 0 for _, module, key in stacked_experts(model)}
     numel = {id(weight): weight.numel() for weight in rows}
@@ -83,7 +83,7 @@ def stacked_experts(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
                     yield f"{name}.{key}", child, key
 
 
-def _linear_weights(model: nn.Module) -> Iterator[tuple[nn.Parameter, int]]:
+def _linear_weights(model: nn.Module) -> Iterator[tuple[Tensor, int]]:
     """(weight, outputs) as transformers' `replace_with_bnb_linear` finds them."""
     from transformers import PreTrainedModel
     from transformers.pytorch_utils import Conv1D
