@@ -21,7 +21,7 @@ from gemini.runtime.comm.links import Links
 from gemini.tickets import Ticket
 
 from .layout import ChunkSpec
-from .storage import Chunk, Memory
+from .storage import Chunk, ChunkMemory
 
 FLOAT8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FLOAT8).max  # 448
@@ -31,7 +31,7 @@ LEAST_SCALE = torch.finfo(torch.float32).tiny  # of zeros
 class Float8Chunk(Chunk):
     """Of a sharding group of several ranks, and of parameters that float."""
 
-    def __init__(self, spec: ChunkSpec, memory: Memory, links: Links, **options: Any) -> None:
+    def __init__(self, spec: ChunkSpec, memory: ChunkMemory, links: Links, **options: Any) -> None:
         super().__init__(spec, memory, links, **options | {"never_released": False})
         self._scales: Tensor | None = None  # [P] fp32, of the last gather; None: payload is exact
 

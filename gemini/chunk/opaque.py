@@ -29,7 +29,7 @@ from .parameter import ChunkView, ParamHandle, call_shown, handle_of, learn
 from .storage import Chunk
 
 
-class _Place(NamedTuple):
+class _LeafPlace(NamedTuple):
     """Where a plain tensor of a parameter is referred to; put: None for the parameter's data."""
 
     leaf: str
@@ -329,7 +329,7 @@ def hollow(param: Tensor) -> None:
             place.put(empty)
 
 
-def memory_of(param: Tensor) -> int:
+def leaf_bytes(param: Tensor) -> int:
     """Bytes of all plain tensors that a parameter consists of."""
     if not is_opaque(param):
         return param.nbytes
@@ -351,23 +351,23 @@ _SHOWN: dict[type, type] = {ChunkView: Tensor}  # by what hides it
 _BITSANDBYTES = ("Params4bit", "Int8Params")
 
 
-def _places_of(param: Any, module: Any) -> Iterator[_Place]:
+def _places_of(param: Any, module: Any) -> Iterator[_LeafPlace]:
     """All plain tensors of a parameter, in a fixed order; a leaf may have several places."""
     if hasattr(param, "__tensor_flatten__"):
         yield from _flattened(param, "")
         return
-    yield _Place("data", param, None)
+    yield _LeafPlace("data", param, None)
     if type(param).__name__ == "Int8Params":
         # the first forward moves these to the module's state
         holder = param if param.SCB is not None else getattr(module, "state", param)
         for leaf, name in (("data", "CB"), ("SCB", "SCB")):
             if getattr(holder, name) is not None:
-                yield _Place(leaf, getattr(holder, name), _setter(holder, name))
+                yield _LeafPlace(leaf, getattr(holder, name), _setter(holder, name))
     state, prefix = getattr(param, "quant_state", None), ""
     while state is not None:
         for name in ("absmax", "code", "offset"):
             if isinstance(getattr(state, name), Tensor):
-                yield _Place(prefix + name, getattr(state, name), _setter(state, name))
+                yield _LeafPlace(prefix + name, getattr(state, name), _setter(state, name))
         state, prefix = state.state2, f"{prefix}state2."
 
 
@@ -376,21 +376,21 @@ def _weight_name(name: str) -> str:
     return re.sub(r"\bparametrizations\.(\w+)\.original$", r"\1", name)
 
 
-def _flattened(tensor: Any, prefix: str) -> Iterator[_Place]:
+def _flattened(tensor: Any, prefix: str) -> Iterator[_LeafPlace]:
     names, _ = tensor.__tensor_flatten__()
     for name in names:
         inner = getattr(tensor, name)
         if hasattr(inner, "__tensor_flatten__"):
             yield from _flattened(inner, f"{prefix}{name}.")
         else:
-            yield _Place(prefix + name, inner, _setter(tensor, name))
+            yield _LeafPlace(prefix + name, inner, _setter(tensor, name))
 
 
 def _setter(owner: Any, name: str) -> Callable[[Tensor], None]:
     return lambda tensor: setattr(owner, name, tensor)
 
 
-def _form_of(name: str, param: Any, places: Sequence[_Place]) -> Form:
+def _form_of(name: str, param: Any, places: Sequence[_LeafPlace]) -> Form:
     kind = type(param).__name__
     if param.requires_grad:
         raise ValueError(

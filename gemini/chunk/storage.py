@@ -28,7 +28,7 @@ from .gradient import Account, ChunkGradient, GradientOffload
 from .layout import ChunkLayout, ChunkSpec
 
 
-class Memory(Protocol):
+class ChunkMemory(Protocol):
     """What a chunk needs of a backend; see `gemini.runtime.memory.backend`."""
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor: ...
@@ -89,7 +89,7 @@ class Chunk:
     def __init__(
         self,
         spec: ChunkSpec,
-        memory: Memory,
+        memory: ChunkMemory,
         links: Links,
         *,
         never_released: bool = False,

@@ -10,7 +10,7 @@ from gemini.units import Bytes, Moment
 
 from .plan import MoveKind, Plan
 from .problem import nvme_blocks, store_overhead
-from .sizes import on_disk
+from .sizes import file_bytes
 from .tiers import Tier
 
 KINDS = ("parameters", "gradients", "state", "originals", "average", "staging", "non-model")
@@ -112,7 +112,7 @@ def predict(plan: Plan, non_model_bytes: Sequence[int]) -> Profile:
         )  # fmt: skip
         for kind, nbytes in on_nvme:
             row = "parameters" if kind == "frozen" else kind
-            builder.add(Tier.NVME, row, on_disk(kind, nbytes, sizes.num_versions))
+            builder.add(Tier.NVME, row, file_bytes(kind, nbytes, sizes.num_versions))
         num_blocks += sum(kind != "frozen" for kind, _ in on_nvme)
         if shard.never_released and not shard.in_payload:
             builder.add(Tier.DEVICE, "parameters", sizes.payload_bytes)

@@ -11,7 +11,7 @@ from gemini.units import FROZEN_BLOCK_BYTES, PAGE_BYTES, ChunkId, align_up, form
 
 from .plan import Staging, UpdatePath
 from .policy import StaticPlacement, leading_within, never_released
-from .sizes import FP32_BYTES, Bandwidths, Budgets, ChunkBytes, StateBytes, on_disk
+from .sizes import FP32_BYTES, Bandwidths, Budgets, ChunkBytes, StateBytes, file_bytes
 from .tiers import Tier
 
 DEVICE_BUFFERS = 3  # of a kind: one travels in, one is updated, one travels out
@@ -172,7 +172,7 @@ class PlacementProblem:
                 chunk, homes.param[i], homes.grad[i], homes.state[i],
                 self.original_home,
             )  # fmt: skip
-            total += sum(on_disk(kind, n, chunk.num_versions) for kind, n in sizes)
+            total += sum(file_bytes(kind, n, chunk.num_versions) for kind, n in sizes)
             num_blocks += sum(kind != "frozen" for kind, _ in sizes)
             wide = [align_up(b.numel * FP32_BYTES, PAGE_BYTES) for b in chunk.blocks
                     if b.param_bytes < b.numel * FP32_BYTES]  # fmt: skip
@@ -183,7 +183,7 @@ class PlacementProblem:
                 originals += sum(wide)
                 num_blocks += len(wide)
         gradients = sum(
-            on_disk("gradients", chunk.shard_bytes) for chunk in self.chunks
+            file_bytes("gradients", chunk.shard_bytes) for chunk in self.chunks
             if chunk.trainable and homes.grad[chunk.id] is Tier.NVME
         )  # fmt: skip
         return total + max(sums, originals - gradients) + store_overhead(num_blocks)

@@ -200,7 +200,7 @@ def _per_element(
     return max(map(state.per_element_of, of_ranks))
 
 
-def on_disk(kind: str, nbytes: int, num_versions: int = NUM_VERSIONS) -> int:
+def file_bytes(kind: str, nbytes: int, num_versions: int = NUM_VERSIONS) -> int:
     """Bytes of a block in a store: whole pages, and all versions of what a step changes. Of a
     frozen shard all of its file, which others may have too. num_versions: of state."""
     if kind == "frozen":

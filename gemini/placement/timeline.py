@@ -24,7 +24,7 @@ Span = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
+class TimedMove:
     """One move of a plan."""
 
     label: str
@@ -54,7 +54,7 @@ class Timeline:
     rows: dict[tuple[Tier, str], tuple[int, ...]]  # bytes at every moment
     budgets: dict[Tier, int]  # of tiers that have one
     busy: dict[str, tuple[Span, ...]]
-    transfers: tuple[Transfer, ...] = ()
+    transfers: tuple[TimedMove, ...] = ()
     is_timed: bool = True
 
     def __post_init__(self) -> None:
@@ -136,10 +136,10 @@ def _spread(inputs: PlanInputs, seconds: Mapping[str, float]) -> list[float]:
     ]
 
 
-def _transfer(move: Move, starts: Sequence[float]) -> Transfer:
+def _transfer(move: Move, starts: Sequence[float]) -> TimedMove:
     part = "" if move.block is None else f", block {move.block}"
     label = f"{move.kind.value} of chunk {move.chunk}{part}"
-    return Transfer(label, move.kind.value, move.src, move.dst, starts[move.begin],
+    return TimedMove(label, move.kind.value, move.src, move.dst, starts[move.begin],
                     starts[move.end], move.nbytes)  # fmt: skip
 
 

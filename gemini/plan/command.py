@@ -166,7 +166,7 @@ def _write_fits(args: argparse.Namespace) -> int:
 
     name = args.what or args.model
     args.fits.mkdir(parents=True, exist_ok=True)
-    found: list[table.Row] = []
+    found: list[table.FitRow] = []
     for model in [name] if name else table.MODELS:
         for training, lora in (("all parameters", 0), ("LoRA adapters", args.lora or 16)):
             asked = Training(

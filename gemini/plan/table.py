@@ -22,7 +22,7 @@ MODELS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class FitRow:
     """One model on one machine. seconds: of a step; None where it does not fit."""
 
     model: str
@@ -34,7 +34,7 @@ class Row:
     tokens: int
 
 
-def rows(model: str, training: str, question: Question) -> Iterator[Row]:
+def rows(model: str, training: str, question: Question) -> Iterator[FitRow]:
     """On every card with every host."""
     found: dict[tuple[str, int], float | None] = {}
     first = 0  # host that is enough, as on a card that has more memory
@@ -55,10 +55,10 @@ def rows(model: str, training: str, question: Question) -> Iterator[Row]:
     for card in CARD_NAMES:
         for ram, disk in HOSTS:
             tokens = question.batch * question.seq
-            yield Row(model, training, card, ram, disk, found[card, ram], tokens)
+            yield FitRow(model, training, card, ram, disk, found[card, ram], tokens)
 
 
-def markdown(found: Sequence[Row], title: str) -> str:
+def markdown(found: Sequence[FitRow], title: str) -> str:
     """For each card the first host that does, with seconds of a step."""
     hosts = ", ".join(f"{ram} GiB{f' + {disk} TB' if disk else ''}" for ram, disk in HOSTS)
     parts = [
@@ -78,7 +78,7 @@ def markdown(found: Sequence[Row], title: str) -> str:
     return "\n".join(parts) + "\n"
 
 
-def cell(mine: Sequence[Row]) -> str:
+def cell(mine: Sequence[FitRow]) -> str:
     """The first host that does, and seconds of a step; "no" where none does."""
     first = next((row for row in mine if row.seconds is not None), None)
     if first is None or first.seconds is None:
@@ -88,13 +88,13 @@ def cell(mine: Sequence[Row]) -> str:
     return f"{first.ram_gib} GiB{disk}: {seconds} s"
 
 
-def rows_of(page: str) -> list[Row]:
+def rows_of(page: str) -> list[FitRow]:
     """Of what `page` made."""
     found = page.partition("const rows = ")[2].partition(", cards = ")[0]
-    return [Row(**row) for row in json.loads(found)]
+    return [FitRow(**row) for row in json.loads(found)]
 
 
-def page(found: Sequence[Row], title: str) -> str:
+def page(found: Sequence[FitRow], title: str) -> str:
     """One HTML file that asks nothing of a network."""
     shown = [asdict(row) for row in found]
     sizes = {name: CARDS[name].gib for name in CARD_NAMES}

@@ -45,7 +45,7 @@ HEADER_LIMIT = 1 << 20  # bytes: blocks in runs take a few each
 Runs = tuple[tuple[int, int], ...]  # (value, how many in a row)
 
 
-class FormatError(ValueError):
+class StoreFormatError(ValueError):
     """A file that is not a store of this format."""
 
 
@@ -226,7 +226,8 @@ class Header:
     """What the header of one file says, as it stands there: no memory for its blocks is taken
     before `check_size` has found them in the file.
 
-    Files come from anywhere, so every field is checked; `decode` and `layout` raise FormatError.
+    Files come from anywhere, so every field is checked: `decode` and `layout` raise
+    StoreFormatError.
     """
 
     file: int
@@ -241,13 +242,15 @@ class Header:
     def decode(cls, data: bytes) -> Header:
         """data: the first HEADER_LIMIT bytes of a file, or all that it has."""
         if len(data) < _HEADER.size or data[:8] != MAGIC:
-            raise FormatError(f"no block store: it begins with {data[:8]!r}, expected {MAGIC!r}")
+            raise StoreFormatError(
+                f"no block store: it begins with {data[:8]!r}, expected {MAGIC!r}"
+            )
         _, version, length, crc = _HEADER.unpack_from(data)
         if version != FORMAT_VERSION:
-            raise FormatError(f"format version {version}; this code reads {FORMAT_VERSION}")
+            raise StoreFormatError(f"format version {version}; this code reads {FORMAT_VERSION}")
         text = data[_HEADER.size : _HEADER.size + length]
         if len(text) != length or zlib.crc32(text) != crc:
-            raise FormatError("the header is damaged: its checksum does not match")
+            raise StoreFormatError("the header is damaged: its checksum does not match")
         try:
             fields = json.loads(text)
             found = cls(
@@ -260,9 +263,9 @@ class Header:
                 align_up(_HEADER.size + length, PAGE_BYTES),
             )
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            raise FormatError(f"the header says what no store has: {error!r}") from error
+            raise StoreFormatError(f"the header says what no store has: {error!r}") from error
         if found.num_blocks != sum(count for _, count in found.file_of_block):
-            raise FormatError("the header says what no store has: blocks without a file")
+            raise StoreFormatError("the header says what no store has: blocks without a file")
         return found
 
     @property
@@ -280,13 +283,13 @@ class Header:
         return self.nbytes + slot * self.index_slot_nbytes
 
     def check_size(self, nbytes: int) -> None:
-        """Raise FormatError where a file of `nbytes` does not hold what its header says."""
+        """Raise StoreFormatError where a file of `nbytes` does not hold what its header says."""
         needed = self.index_offset(NUM_VERSIONS)
         for payload, file, count in _together(self.block_nbytes, self.file_of_block):
             if file == self.file:
                 needed += count * self.num_versions * align_up(payload, PAGE_BYTES)
         if nbytes < needed:
-            raise FormatError(f"it was cut: {nbytes} bytes of {needed}")
+            raise StoreFormatError(f"it was cut: {nbytes} bytes of {needed}")
 
     def layout(self) -> StoreLayout:
         """With one entry for every block: after `check_size` of all files."""
@@ -298,7 +301,9 @@ class Header:
             self.num_versions,
         )
         if layout.header_nbytes(self.file) != self.nbytes:
-            raise FormatError("the header says what no store has: it was written by another hand")
+            raise StoreFormatError(
+                "the header says what no store has: it was written by another hand"
+            )
         return layout
 
 

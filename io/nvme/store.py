@@ -50,7 +50,7 @@ _counting = threading.Lock()  # bytes, of all stores: two threads may use one, o
 
 
 @dataclass(slots=True)
-class Traffic:
+class DiskTraffic:
     """Bytes moved since the store was made."""
 
     read_bytes: int = 0
@@ -135,7 +135,7 @@ class BlockStore:
             self._engine.close()
             raise
         self.layout = layout
-        self.traffic = Traffic()
+        self.traffic = DiskTraffic()
         self.checksums = checksums
         self.meter = meter or WriteMeter()
         self._extents = layout.extents()

@@ -26,7 +26,7 @@ MOMENTUM = Plane("momentum_buffer", "float32")
 _MOST_STEPS = 100  # as torch has it
 
 
-class Matrices(NamedTuple):
+class MatrixOptions(NamedTuple):
     """The options of a group whose matrices are made orthogonal."""
 
     lr: float
@@ -104,8 +104,8 @@ class MatrixRule(UpdateRule):
         return Columns(tuple(None if group is None else planes[group] for group in group_of))
 
     def hyper(self, group: Mapping[str, Any]) -> Any:
-        """`Matrices`, or what `others` has of its options, which are named `adamw_...` where both
-        have them. Raises ValueError naming the first that is out of range."""
+        """`MatrixOptions`, or what `others` has of its options, which are named `adamw_...` where
+        both have them. Raises ValueError naming the first that is out of range."""
         if not group["use_muon"]:
             own = {name: group[name] for name in self.others.options if name in group}
             theirs = {name: group[f"adamw_{name}"] for name in ("lr", "eps")}
@@ -120,7 +120,7 @@ class MatrixRule(UpdateRule):
         if steps not in range(_MOST_STEPS):
             raise ValueError(f"ns_steps={steps!r}; expected a whole number below {_MOST_STEPS}")
         split = group["split"]
-        return Matrices(
+        return MatrixOptions(
             number(group, "lr", 0.0, open_high=True),
             number(group, "weight_decay", 0.0, open_high=True),
             number(group, "momentum", 0.0, 1.0, open_high=False),
@@ -136,7 +136,7 @@ class MatrixRule(UpdateRule):
 
     def is_kept(self, hyper: Any, columns: Columns, param: int) -> bool:
         """Whether a parameter has what its group's update needs."""
-        own = [MOMENTUM] if isinstance(hyper, Matrices) else self.layout.planes[1:]
+        own = [MOMENTUM] if isinstance(hyper, MatrixOptions) else self.layout.planes[1:]
         return all(columns.has(param, plane.name) for plane in own)
 
     def update(
@@ -158,7 +158,7 @@ class MatrixRule(UpdateRule):
             update(self.others, param, grad, own, hyper, step)
 
 
-def directed(hyper: Matrices, whole: Tensor) -> None:
+def directed(hyper: MatrixOptions, whole: Tensor) -> None:
     """Make the matrices of a parameter orthogonal, in place; one that another rate belongs to than
     to the first has the ratio of both."""
     first = hyper.rate_of(whole.shape)

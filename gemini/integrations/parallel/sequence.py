@@ -48,7 +48,7 @@ def in_sequence(
             where = f"{layer}.{name}"
             inside = [key for key in styles if key == where or key.startswith(f"{where}.")]
             if inside and inside != [where]:
-                around.append((where, _Gathered()))
+                around.append((where, _GatheredInput()))
             for key in inside:
                 styles[key] = _of_parts(key, styles[key], alone=key == where)
             if inside or not any(True for _ in child.parameters()):
@@ -128,7 +128,7 @@ class _Parts(_Hooked):
         return _placed(x, mesh, _WHOLE, _PART).to_local()
 
 
-class _Gathered(_Hooked):
+class _GatheredInput(_Hooked):
     """A module takes the whole of parts, as a DTensor: so gradients are scattered as they sum."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gemini.nvme.errors import FolderError, cause_of
-from gemini.nvme.layout import HEADER_LIMIT, MAGIC, NUM_VERSIONS, FormatError, Header, Index
+from gemini.nvme.layout import HEADER_LIMIT, MAGIC, NUM_VERSIONS, Header, Index, StoreFormatError
 from gemini.units import format_bytes
 
 from . import calls
@@ -69,7 +69,7 @@ class _Orphan:
             return 0  # it died before it had written its header
         try:
             header = Header.decode(beginning)
-        except FormatError:
+        except StoreFormatError:
             return None
         if header.num_versions < NUM_VERSIONS:
             return 0
@@ -77,7 +77,7 @@ class _Orphan:
             return None  # the first file of the store has the index
         try:
             header.check_size(os.fstat(self.fd).st_size)
-        except FormatError:
+        except StoreFormatError:
             return None
         slots = [
             os.pread(self.fd, header.index_slot_nbytes, header.index_offset(slot))

@@ -18,9 +18,9 @@ from torch import Tensor
 from gemini.nvme import (
     BufferPool,
     ChecksumError,
-    FormatError,
     Index,
     Recovered,
+    StoreFormatError,
     ThreadEngine,
     Transfer,
     open_direct,
@@ -147,10 +147,11 @@ class VersionReader:
     """Values of a version out of its files, read directly; one block is in memory."""
 
     def __init__(self, version: StateVersion, files: Recovered) -> None:
-        """Raises FormatError where they have other blocks, OSError where they cannot be opened."""
+        """Raises StoreFormatError where files have other blocks, OSError where they cannot be
+        opened."""
         self._version, self._files, self._forms = version, files, version.forms()
         if tuple(self._forms.nbytes) != files.layout.block_nbytes:
-            raise FormatError(f"{version.paths[0]} has other blocks than are pinned in it")
+            raise StoreFormatError(f"{version.paths[0]} has other blocks than are pinned in it")
         # not through the page cache: a load may write to other extents of the same file meanwhile
         self._open = [open_direct(Path(path)) for path in version.paths]
         self._engine = ThreadEngine()
