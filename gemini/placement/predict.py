@@ -1,4 +1,4 @@
-"""How many bytes of what are where at every moment of a plan. Pure."""
+"""Profile of a plan: how many bytes of which kind are on every tier at every moment. Pure."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Profile:
         return {kind: self.rows[tier, kind][moment] for kind in KINDS}
 
     def peaks(self) -> dict[str, dict[str, int]]:
-        """By tier: its peak, and what it is made of at that moment."""
+        """Peak of every tier, and its kinds of bytes at that moment."""
         return {
             tier.value: {"total": self.peak(tier), **self.at(tier, self.peak_moment(tier))}
             for tier in TIERS
@@ -61,14 +61,14 @@ class _ProfileBuilder:
     def add(
         self, tier: Tier, kind: str, nbytes: int, start: int = 0, end: int | None = None
     ) -> None:
-        """`nbytes` at moments [start, end); to the end of the iteration where `end` is None."""
+        """Add `nbytes` at moments [start, end); to the end of the iteration where `end` is None."""
         end = self._num_moments if end is None else min(end, self._num_moments)
         if start < end:
             self._changes[tier, kind][start] += nbytes
             self._changes[tier, kind][end] -= nbytes
 
     def follow(self, tier: Tier, kind: str, nbytes: Sequence[int]) -> None:
-        """`nbytes` of every moment; the last of them stays to the end of the iteration."""
+        """Add `nbytes` of every moment; the last of them stays to the end of the iteration."""
         changes = self._changes[tier, kind]
         for moment, (before, now) in enumerate(pairwise((0, *nbytes))):
             changes[moment] += now - before

@@ -47,7 +47,7 @@ class Homes:
 
 @dataclass(frozen=True, slots=True)
 class PlacementProblem:
-    """What the planner solves: chunks to place on tiers, and under which budgets."""
+    """Problem that the planner solves: chunks to place on tiers, and their budgets."""
 
     chunks: tuple[ChunkBytes, ...]
     state: StateBytes
@@ -65,17 +65,17 @@ class PlacementProblem:
     average: tuple[tuple[Tier, int], ...] = ()  # bytes of averages of weights
 
     def original_bytes(self, tier: Tier) -> int:
-        """Of fp32 originals that stay there."""
+        """Bytes of fp32 originals that stay on `tier`."""
         if tier is not self.original_home:
             return 0
         return sum(chunk.original_bytes for chunk in self.chunks)
 
     def kept_bytes(self, tier: Tier) -> int:
-        """Of originals and averages, which no step moves."""
+        """Bytes of originals and averages, which no step moves."""
         return self.original_bytes(tier) + dict(self.average).get(tier, 0)
 
     def fewer_originals(self, tier: Tier) -> str:
-        """What else helps where a tier is too small, if originals are there."""
+        """Remedy for a tier that is too small and holds originals; "" where it holds none."""
         nbytes = self.original_bytes(tier)
         if not nbytes:
             return ""
@@ -85,7 +85,7 @@ class PlacementProblem:
         )
 
     def lowest(self, tier: Tier) -> Homes:
-        """Everything on `tier` that may be there."""
+        """Homes with everything on `tier` that may be there."""
         homes = Homes.all_on(tier, self.chunks)
         if self.fixed_params is not None:
             homes.param = list(self.fixed_params)
@@ -96,7 +96,8 @@ class PlacementProblem:
         return homes
 
     def may_be_lower(self, kind: str, chunk: ChunkId, block: int = 0) -> bool:
-        """Whether what the host holds of a chunk (of its state: of a block) may go to NVMe."""
+        """Whether bytes that the host holds of a chunk (of its state: of a block) may go to
+        NVMe."""
         if self.floor is None:
             return not (kind == "param" and self.fixed_params is not None)
         if kind == "state":
@@ -105,15 +106,16 @@ class PlacementProblem:
         return row[chunk] is Tier.NVME
 
     def below(self) -> Tier:
-        """The next tier below the device."""
+        """Next tier below the device."""
         return Tier.HOST if self.has_host_tier else Tier.NVME
 
     def staging(self, homes: Homes, *, params_may_rise: bool = False) -> tuple[Staging, Staging]:
         """Buffers on device and host that these homes ask for.
 
         Files of state, of parameters and of gradients have buffers of their own, each as large as
-        its largest block. Parameters in memory of blocks that are read ahead of the step wait in
-        memory, to undo it. `params_may_rise`: those on NVMe now may yet come to memory.
+        the largest block of its kind. A block that is read ahead of the step keeps its parameters
+        of memory in its buffer, to undo the step. params_may_rise: parameters on NVMe may move to
+        memory later.
         """
         state = param = frozen = grad = early = 0
         for chunk in self.chunks:
@@ -134,6 +136,8 @@ class PlacementProblem:
                 frozen = max(frozen, min(chunk.shard_bytes, FROZEN_BLOCK_BYTES))
         if self.has_host_tier:  # else they are read to where they belong
             param += align_up(frozen, PAGE_BYTES)
+        # `depth` blocks are read, one is updated, one is written. Only those read before their step
+        # keep parameters to undo it, so `depth` such pieces are spread over all buffers.
         count = self.depth + 2 + self.num_ahead + self.num_waiting
         undo = -(-early * self.depth // count)
         on_host = Staging(count, align_up(state + undo, PAGE_BYTES), param, grad)
@@ -141,7 +145,7 @@ class PlacementProblem:
         return (self._brought(homes), on_host) if self.has_host_tier else (on_host, Staging())
 
     def _brought(self, homes: Homes) -> Staging:
-        """What passes through the device for its updates: state, parameters, gradients."""
+        """Buffers on the device for state, parameters and gradients that updates bring there."""
         if self.off_device is not UpdatePath.STREAM:
             return Staging()
         state = param = grad = 0
@@ -159,9 +163,9 @@ class PlacementProblem:
         return found if found.nbytes else Staging()
 
     def nvme_bytes(self, homes: Homes) -> int:
-        """The most bytes that the files of these homes take at once.
+        """Most bytes that the files of these homes take at once.
 
-        Beside what the plan puts there: fp32 originals of what is trained, from the module's set-up
+        Counted with the planned bytes: fp32 originals of what is trained, from the module's set-up
         until masters have them; after that, once several backwards add up, gradients in fp32.
         """
         total = dict(self.average).get(Tier.NVME, 0)
@@ -186,11 +190,13 @@ class PlacementProblem:
             file_bytes("gradients", chunk.shard_bytes) for chunk in self.chunks
             if chunk.trainable and homes.grad[chunk.id] is Tier.NVME
         )  # fmt: skip
+        # originals are gone when gradients in fp32 begin, and gradients have no file before that
         return total + max(sums, originals - gradients) + store_overhead(num_blocks)
 
 
 def static_homes(policy: StaticPlacement, problem: PlacementProblem) -> Homes:
-    """What the fractions say, whatever there is; `nvme_state_frac` of the state is on NVMe."""
+    """Homes that the fractions say, whatever the machine has; `nvme_state_frac` of the state is on
+    NVMe."""
     chunks = problem.chunks
     homes = problem.lowest(Tier.DEVICE)
     stays = never_released(policy, [c.payload_bytes for c in chunks])
@@ -226,8 +232,8 @@ def nvme_blocks(
     state: Sequence[Tier],
     original: Tier,
 ) -> list[tuple[str, int]]:
-    """(kind, bytes) of every block that these homes put into a store; of kind "frozen": of every
-    file of its own."""
+    """(kind, bytes) of every block that these homes put into a store, and, of kind "frozen", of
+    every file of its own."""
     found: list[tuple[str, int]] = []
     if original is Tier.NVME and chunk.original_bytes:
         found.append(("originals", chunk.original_bytes))
@@ -248,7 +254,7 @@ def nvme_blocks(
 def average_bytes(
     chunks: Iterable[ChunkSpec], homes: Mapping[ChunkId, Tier], block_numel: int
 ) -> tuple[tuple[Tier, int], ...]:
-    """Of an fp32 average of these chunks' shards, by tier; of files as they are on disk."""
+    """Bytes of an fp32 average of these chunks' shards, by tier; of files as they are on disk."""
     found: Counter[Tier] = Counter()
     num_blocks = 0
     for chunk in chunks:
@@ -262,12 +268,13 @@ def average_bytes(
 
 
 def store_overhead(num_blocks: int) -> int:
-    """Bytes of a store beside its blocks, at most: header and index."""
+    """Bytes of a store that are no blocks, at most: header and index."""
     return _STORE_BYTES + num_blocks * _INDEX_BYTES if num_blocks else 0
 
 
 def state_parts(chunk: ChunkBytes, states: Sequence[Tier]) -> list[tuple[Tier, tuple[int, int]]]:
-    """For every tier that holds state of a chunk, the bytes of that state and its parameters."""
+    """(tier, (bytes of state, bytes of its parameters)) for every tier that holds state of a
+    chunk."""
     if not states:
         return []
     if states[0] is not Tier.NVME and states.count(states[0]) == len(states):
@@ -280,6 +287,6 @@ def state_parts(chunk: ChunkBytes, states: Sequence[Tier]) -> list[tuple[Tier, t
 
 
 def _higher(first: Sequence[Tier], second: Sequence[Tier]) -> list[Tier]:
-    """Of each pair the tier that is nearer to the device."""
+    """The tier of each pair that is nearer to the device."""
     order = list(Tier)
     return [min(pair, key=order.index) for pair in zip(first, second, strict=True)]

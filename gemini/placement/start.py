@@ -1,4 +1,4 @@
-"""What a run begins with, in three lines: memory, update, optimizer. Pure."""
+"""Start of a run in three lines: memory, update, optimizer. Pure."""
 
 from __future__ import annotations
 

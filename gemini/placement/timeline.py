@@ -1,4 +1,4 @@
-"""The picture of one iteration as a value: bytes on every tier over seconds, and busy links. Pure.
+"""Picture of one iteration as a value: bytes on every tier over seconds, and busy links. Pure.
 
 `picture.draw` draws it; `write_trace` writes it in Chrome's trace format.
 """
@@ -25,7 +25,7 @@ Span = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class TimedMove:
-    """One move of a plan."""
+    """Move of a plan with its predicted seconds."""
 
     label: str
     kind: str
@@ -73,7 +73,7 @@ class Timeline:
         )
 
     def spans(self) -> tuple[tuple[str, float, float], ...]:
-        """Phases with when they begin and end."""
+        """Phases with the seconds at which they begin and end."""
         edges = [*(self.starts[moment] for _, moment in self.phases), self.starts[-1]]
         named = zip(self.phases, pairwise(edges), strict=True)
         return tuple((name, begin, end) for (name, _), (begin, end) in named)
@@ -88,10 +88,10 @@ def planned_timeline(
     budgets: Budgets | None = None,
     pass_seconds: Mapping[str, float] | None = None,
 ) -> Timeline:
-    """The timeline of a plan, as it is predicted under `update="serial"`.
+    """Timeline of a plan, as predicted under `update="serial"`.
 
-    budgets: those that were asked for, where the plan was made with others.
-    pass_seconds: of forward and of backward, where the trace of the plan was not timed.
+    budgets: as asked for, where the plan was made with others. pass_seconds: of forward and of
+    backward, where the trace of the plan was not timed.
     """
     plan, profile, trace = result.plan, result.profile, inputs.trace
     compute = inputs.compute_seconds()
@@ -125,7 +125,7 @@ def planned_timeline(
 
 
 def _spread(inputs: PlanInputs, seconds: Mapping[str, float]) -> list[float]:
-    """Seconds of every moment, of those of its phase."""
+    """Seconds of every moment, from the seconds of its phase."""
     weights, phases = inputs.compute_weights(), [m.phase for m in inputs.trace.moments]
     whole = Counter[str]()
     for phase, weight in zip(phases, weights, strict=True):
